@@ -1,0 +1,261 @@
+"""Every setting, parsed in one place: `--rs-name`, `RANKSCOPE_NAME` and the keyword `name` mean the same.
+
+No torch here: the launcher and the command line read this table too.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from rankscope.errors import SettingError
+
+__all__ = ["SETTINGS", "Setting", "Settings", "StepSelection", "is_enabled", "matches", "parse_size", "settings_from"]
+
+_SIZE = re.compile(r"^(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b)?$", re.IGNORECASE)
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+
+
+@dataclass(frozen=True, slots=True)
+class StepSelection:
+    """Which steps are traced: ranges, a period, or all."""
+
+    text: str
+    ranges: tuple[tuple[int, int], ...] = ()
+    """Inclusive on both ends."""
+    every: int = 0
+    """Trace steps divisible by this; 0 for no period."""
+
+    def __contains__(self, step: int) -> bool:
+        if self.every and step % self.every == 0:
+            return True
+        return any(first <= step <= last for first, last in self.ranges)
+
+    def is_over(self, step: int) -> bool:
+        """True where no step after `step` can ever be selected."""
+        return not self.every and all(last <= step for _, last in self.ranges)
+
+    @classmethod
+    def parse(cls, text: str) -> StepSelection:
+        """Read `0-2,10`, `every:100` or `all`.
+
+        Raises:
+            SettingError: the text is none of these.
+        """
+        if text == "all":
+            return cls(text, every=1)
+        if text.startswith("every:"):
+            period = text.removeprefix("every:")
+            if period.isdigit() and int(period) > 0:
+                return cls(text, every=int(period))
+            raise SettingError(f"steps={text!r}: 'every:' wants a positive number of steps, like every:100")
+        ranges = []
+        for part in text.split(","):
+            found = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
+            if not found:
+                raise SettingError(f"steps={text!r}: write steps as 0-2,10 or every:100 or all")
+            first = int(found[1])
+            last = int(found[2]) if found[2] else first
+            if last < first:
+                raise SettingError(f"steps={text!r}: {part.strip()} ends before it begins; write {last}-{first}")
+            ranges.append((first, last))
+        return cls(text, ranges=tuple(ranges))
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes that `256M`, `1.5GiB` or `4096` mean (powers of 1024).
+
+    Raises:
+        SettingError: not a size.
+    """
+    found = _SIZE.match(text.strip())
+    if not found:
+        raise SettingError(f"{text!r} is not a size: write 256M, 1.5G or a number of bytes")
+    return int(float(found[1]) * _UNITS[found[2].lower()])
+
+
+def _parse_globs(text: str) -> tuple[str, ...]:
+    globs = tuple(part.strip() for part in text.split(",") if part.strip())
+    if not globs:
+        raise SettingError("an empty glob selects nothing: leave the setting away, or write '*'")
+    return globs
+
+
+def _parse_ranks(text: str) -> tuple[int, ...] | None:
+    if text == "all":
+        return None
+    chosen: set[int] = set()
+    for first, last in StepSelection.parse(text).ranges:
+        chosen.update(range(first, last + 1))
+    return tuple(sorted(chosen))
+
+
+def _parse_phases(text: str) -> tuple[str, ...]:
+    known = {"setup", "forward", "recompute", "backward", "grads", "params", "collective"}
+    chosen = _parse_globs(text)
+    wrong = sorted(set(chosen) - known)
+    if wrong:
+        raise SettingError(f"unknown phase {wrong[0]!r}: choose from {', '.join(sorted(known))}")
+    return chosen
+
+
+def _parse_bool(text: str) -> bool:
+    if text.lower() in {"1", "true", "yes", "on"}:
+        return True
+    if text.lower() in {"0", "false", "no", "off", ""}:
+        return False
+    raise SettingError(f"{text!r} is neither yes nor no: write 1 or 0")
+
+
+def _parse_seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        raise SettingError(f"{text!r} is not a number of seconds") from None
+    if not 0 <= seconds < 1e7:
+        raise SettingError(f"{text!r} seconds is out of range")
+    return seconds
+
+
+def _parse_whole(text: str) -> int:
+    if not text.lstrip("-").isdigit():
+        raise SettingError(f"{text!r} is not a whole number")
+    return int(text)
+
+
+def _parse_digest(text: str) -> str:
+    if text not in {"full", "none"}:
+        raise SettingError(f"digest={text!r}: write full (statistics, hash and sketch) or none (structure only)")
+    return text
+
+
+def _parse_path(text: str) -> Path:
+    return Path(text).expanduser().absolute()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One row of the table: its name, how its text is read, and one line of help."""
+
+    name: str
+    """As options spell it: `spool-bytes`; the field is `spool_bytes`."""
+    parse: Callable[[str], object]
+    default: str
+    metavar: str
+    help: str
+    is_flag: bool = False
+
+    @property
+    def field(self) -> str:
+        """Keyword and field name."""
+        return self.name.replace("-", "_")
+
+    @property
+    def variable(self) -> str:
+        """Environment variable."""
+        return "RANKSCOPE_" + self.field.upper()
+
+
+SETTINGS: tuple[Setting, ...] = (
+    Setting(name="out", parse=_parse_path, default="", metavar="DIR",
+            help="trace folder; made with its parents, refused when it is not empty; default rankscope-<time> here"),
+    Setting(name="steps", parse=StepSelection.parse, default="0-2", metavar="STEPS",
+            help="steps to trace: 0-2,10 or every:100 or all"),
+    Setting(name="ranks", parse=_parse_ranks, default="all", metavar="RANKS", help="ranks to trace: 0-3,8 or all"),
+    Setting(name="paths", parse=_parse_globs, default="*", metavar="GLOBS",
+            help="modules to trace: fnmatch globs on the whole path, separated by commas"),
+    Setting(name="phases", parse=_parse_phases, default="setup,forward,recompute,backward,grads,params,collective",
+            metavar="PHASES", help="phases to trace, separated by commas"),
+    Setting(name="slots", parse=_parse_globs, default="*", metavar="GLOBS",
+            help="slots to take: input.*, output, grad:weight ..."),
+    Setting(name="digest", parse=_parse_digest, default="full", metavar="full|none",
+            help="numbers kept per value: full, or none for the structure alone"),
+    Setting(name="batch-dim", parse=_parse_whole, default="0", metavar="DIM",
+            help="dimension that counts samples: 0, or 1 for [sequence, batch, hidden]"),
+    Setting(name="spool", parse=_parse_path, default="", metavar="DIR",
+            help="local disk folder for the ranks' spools; default the system's temporary folder"),
+    Setting(name="spool-bytes", parse=parse_size, default="256M", metavar="SIZE",
+            help="unsent bytes a rank may hold before whole steps are dropped"),
+    Setting(name="keep-spool", parse=_parse_bool, default="0", metavar="0|1", is_flag=True,
+            help="keep the ranks' records beside the tree after finishing"),
+    Setting(name="collector", parse=str, default="", metavar="ADDRESS",
+            help="address of a collector already running, such as tcp://127.0.0.1:7777"),
+    Setting(name="finish-seconds", parse=_parse_seconds, default="60", metavar="SECONDS",
+            help="how long the finished job waits for its tree"),
+    Setting(name="drain-seconds", parse=_parse_seconds, default="10", metavar="SECONDS",
+            help="grace for ranks that vanished without an end record, before the tree is built without them"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """The settings of one session, parsed."""
+
+    out: Path | None
+    steps: StepSelection
+    ranks: tuple[int, ...] | None
+    paths: tuple[str, ...]
+    phases: tuple[str, ...]
+    slots: tuple[str, ...]
+    digest: str
+    batch_dim: int
+    spool: Path | None
+    spool_bytes: int
+    keep_spool: bool
+    collector: str
+    finish_seconds: float
+    drain_seconds: float
+
+    def as_text(self) -> dict[str, str]:
+        """Return {name: text} for the trace header."""
+        return {s.name: str(getattr(self, s.field)) if s.name != "steps" else self.steps.text for s in SETTINGS}
+
+
+def settings_from(texts: Mapping[str, object] | None = None, environ: Mapping[str, str] = os.environ) -> Settings:
+    """Return the settings: given texts (keywords) first, then `RANKSCOPE_*` variables, then defaults.
+
+    Raises:
+        SettingError: a value that cannot be read, or a keyword that is no setting; names both.
+    """
+    given = dict(texts or {})
+    values: dict[str, object] = {}
+    for setting in SETTINGS:
+        text = given.pop(setting.field, None)
+        source = setting.field
+        if text is None:
+            text, source = environ.get(setting.variable), setting.variable
+        if text is None:
+            text, source = setting.default, setting.field
+        if isinstance(text, bool):
+            text = "1" if text else "0"
+        if isinstance(text, (tuple, list, range)):
+            text = ",".join(map(str, text))
+        try:
+            values[setting.field] = setting.parse(str(text)) if str(text) or setting.default else _empty(setting)
+        except SettingError as error:
+            raise SettingError(f"{source}: {error}") from None
+    if given:
+        known = ", ".join(s.field for s in SETTINGS)
+        raise SettingError(f"{sorted(given)[0]!r} is not a setting: choose from {known}")
+    return Settings(**values)  # type: ignore[arg-type]  # every field is filled from the table, checked below
+
+
+def _empty(setting: Setting) -> object:
+    return "" if setting.parse is str else None
+
+
+def matches(globs: tuple[str, ...], name: str) -> bool:
+    """True where any fnmatch glob matches the whole name; `**` means what `*` means."""
+    return any(fnmatch.fnmatchcase(name, glob.replace("**", "*")) for glob in globs)
+
+
+def is_enabled(environ: Mapping[str, str] = os.environ) -> bool:
+    """True where the variable RANKSCOPE asks for a trace."""
+    return environ.get("RANKSCOPE", "").lower() not in {"", "0", "false", "no", "off"}
+
+
+assert [s.field for s in SETTINGS] == [f.name for f in fields(Settings)]

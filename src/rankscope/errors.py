@@ -1,0 +1,84 @@
+"""Every error rankscope raises on purpose.
+
+    RankscopeError
+    ├── SettingError          a setting, option or glob that cannot be understood
+    ├── FolderError           a trace or spool folder that cannot be used as asked
+    │   └── FolderBusyError   another collector already owns the folder
+    ├── SpoolError            a spool that cannot be created or read
+    │   └── SpoolFullError    a spool that has no room left for this record
+    ├── WireError             a message from the network that breaks the protocol
+    ├── BindError             an address rankscope will not listen on
+    ├── TraceError            a trace that cannot be read
+    │   └── TraceVersionError a trace written in a format newer than this reader
+    ├── SelectionError        a path, step or rank asked for that the trace does not hold
+    └── LayoutError           placements, shapes or offsets that contradict each other
+
+Each message says who, what was found, what was expected and what to do next. The command line turns
+any of them into one line on stderr and exit code 2; inside a training process none of them may
+leave rankscope's own code.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "BindError",
+    "FolderBusyError",
+    "FolderError",
+    "LayoutError",
+    "RankscopeError",
+    "SelectionError",
+    "SettingError",
+    "SpoolError",
+    "SpoolFullError",
+    "TraceError",
+    "TraceVersionError",
+    "WireError",
+]
+
+
+class RankscopeError(Exception):
+    """Root of everything rankscope raises on purpose."""
+
+
+class SettingError(RankscopeError):
+    """A setting, option or glob that cannot be understood."""
+
+
+class FolderError(RankscopeError):
+    """A trace or spool folder that cannot be used as asked."""
+
+
+class FolderBusyError(FolderError):
+    """Another collector already owns the trace folder."""
+
+
+class SpoolError(RankscopeError):
+    """A spool that cannot be created or read."""
+
+
+class SpoolFullError(SpoolError):
+    """A spool that has no room left: the caller drops the step and writes a gap record later."""
+
+
+class WireError(RankscopeError):
+    """A message from the network that breaks the protocol."""
+
+
+class BindError(RankscopeError):
+    """An address rankscope will not listen on."""
+
+
+class TraceError(RankscopeError):
+    """A trace that cannot be read."""
+
+
+class TraceVersionError(TraceError):
+    """A trace written in a format newer than this reader knows."""
+
+
+class SelectionError(RankscopeError):
+    """A path, step or rank asked for that the trace does not hold."""
+
+
+class LayoutError(RankscopeError):
+    """Placements, shapes or offsets that contradict each other."""

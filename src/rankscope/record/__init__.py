@@ -1,0 +1,1 @@
+"""The vocabulary: frozen data that every other room may import. No torch, no zmq, no printing."""

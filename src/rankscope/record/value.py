@@ -1,0 +1,93 @@
+"""One tensor in one slot on one rank: the digest kept for it, and what is known of its layout."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from rankscope.record.placement import Layout, Ranges
+
+__all__ = ["SKETCH_SIZE", "MAX_SAMPLES", "Digest", "Samples", "ValueFlag", "ValueMeta"]
+
+SKETCH_SIZE = 8
+"""K of the sketch: random projections kept per value."""
+MAX_SAMPLES = 64
+"""A batch dim of at most this many samples also keeps one sketch per sample."""
+
+
+class ValueFlag(enum.IntFlag):
+    """What to know about a value besides its numbers. Written in spools: never renumber."""
+
+    NONE = 0
+    AFTER_CALL = 1
+    """An input that could only be read after forward had run: an in-place forward has changed it."""
+    SCALED = 2
+    """A gradient still multiplied by the loss scale."""
+    ABSENT = 4
+    """No tensor was there (`.grad is None`)."""
+    PENDING = 8
+    """A collective on it was not known to be complete: never waited for, not digested."""
+    STRUCTURE_ONLY = 16
+    """Recorded without a digest (meta, functorch, sparse, quantized, or statistics not asked for)."""
+    UNSEEN = 32
+    """A gradient that was expected and whose hook never fired."""
+    REUSED = 64
+    """Statistics and sketch copied from an earlier value: same object, same version, same hash."""
+    PYTHON = 128
+    """Not a tensor: the meta definition holds a bounded repr."""
+    HAS_SAMPLES = 256
+    """A samples record follows in the spool."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Digest:
+    """The numbers kept for a value instead of its bytes.
+
+    Statistics are over the finite elements. `min`, `max` and `mean` are NaN where there is none,
+    `std` (divisor n - 1, as in torch) where there are fewer than two; l2 is then 0.
+    """
+
+    count: int
+    """Elements, finite or not. A complex element counts as two (its real and its imaginary part)."""
+    nan: int
+    posinf: int
+    neginf: int
+    zero: int
+    min: float
+    max: float
+    mean: float
+    std: float
+    l2: float
+    hash: int
+    """Order-sensitive 64-bit hash of the element bytes, ±0 and NaN payloads normalized."""
+    sketch: tuple[float, ...]
+    """SKETCH_SIZE separable random projections over global indices (docs/how-it-works.md)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Samples:
+    """Sketches of the single samples of a value whose batch dim is small."""
+
+    dim: int
+    """The batch dim."""
+    rows: tuple[tuple[float, ...], ...]
+    """One row of SKETCH_SIZE numbers a sample, the batch dim's own factor left out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueMeta:
+    """What a value is, without its numbers: interned once per rank in the spool."""
+
+    dtype: str
+    """torch's name without the prefix: "float32", "bfloat16", "int64" ... or "python"."""
+    device: str
+    """"cpu", "cuda:0", "meta" ..."""
+    shape: tuple[int, ...]
+    """Local shape: what this rank holds."""
+    global_shape: tuple[int, ...] | None
+    """Shape of the whole tensor; None where the layout is unknown."""
+    layout: Layout
+    ranges: tuple[Ranges, ...] | None
+    """Per dim the global indices this rank holds, None where the layout is unknown."""
+    note: str | None = None
+    """Bounded repr of what is not a tensor, or why a tensor was not digested."""
