@@ -1,0 +1,86 @@
+"""What `rankscope.pth` calls at interpreter start when RANKSCOPE is set: arm rankscope once torch is there.
+
+Nothing of torch, and nothing of rankscope but this file, is imported here. A finder in front of
+`sys.meta_path` waits for the import of `torch`, lets it finish, arms the session and leaves.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
+
+__all__ = ["install"]
+
+
+class _AfterTorch(MetaPathFinder):
+    """Finds `torch` once, through the other finders, with a loader that arms rankscope afterwards."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != "torch":
+            return None
+        _remove()
+        spec = find_spec("torch")
+        if spec is not None and spec.loader is not None:
+            spec.loader = _ArmingLoader(spec.loader)
+        return spec
+
+
+class _ArmingLoader(Loader):
+    """Another loader, and one call after it."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+
+    def __getattr__(self, name: str) -> object:
+        # inspect, pkgutil and importlib.resources ask a module's loader for much more than a Loader has
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        module.__loader__ = self._loader
+        self._loader.exec_module(module)
+        _arm()
+
+
+def install() -> None:
+    """Arm rankscope now where torch is imported already, else as soon as it is.
+
+    Safe to call twice: a virtual environment on top of system packages runs two start-up files.
+    """
+    if "torch" in sys.modules:
+        _arm()
+    elif not any(type(finder).__name__ == _AfterTorch.__name__ for finder in sys.meta_path):
+        sys.meta_path.insert(0, _AfterTorch())
+
+
+def _remove() -> None:
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _AfterTorch)]
+
+
+def _arm() -> None:
+    try:
+        from rankscope.agent.session import arm
+
+        arm()
+    except Exception as error:  # noqa: BLE001  # torch was imported for training, and that goes on untraced
+        print(
+            f"rankscope: this process (pid {_pid()}) trains untraced: {type(error).__name__}: {error}. "
+            "Check that rankscope and torch are installed in the same environment, or unset RANKSCOPE.",
+            file=sys.stderr,
+        )
+
+
+def _pid() -> int:
+    import os
+
+    return os.getpid()
