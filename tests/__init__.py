@@ -1,0 +1,1 @@
+"""The tests; a package so that ranks can import what is beside them."""

@@ -1,0 +1,61 @@
+"""What every test gets: one thread, sources on the path of every process it starts, and real ranks."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [
+        *(str(REPOSITORY / part) for part in ("src", "launcher", ".")),
+        *filter(None, [os.environ.get("PYTHONPATH")]),
+    ]
+)
+for _variable in [name for name in os.environ if name.startswith(("RANKSCOPE", "PET_"))]:
+    if _variable not in {"RANKSCOPE_VENV", "RANKSCOPE_TORCH"}:
+        del os.environ[_variable]
+
+from tests.distributed.pool import RankPool  # noqa: E402  # the environment above is for its processes too
+
+
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep every test that uses ranks in one worker, and skip what wants an accelerator without one."""
+    has_accelerator: bool | None = None
+    for item in items:
+        if "ranks" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("ranks"))
+        if item.get_closest_marker("gpu"):
+            if has_accelerator is None:
+                import torch
+
+                has_accelerator = torch.cuda.is_available()
+            if not has_accelerator:
+                item.add_marker(pytest.mark.skip(reason="needs an accelerator"))
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankPool]:
+    """Up to four real gloo ranks: `ranks.run(fn, *args, world_size=4, env=None)`, results by rank."""
+    pool = RankPool()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    """Top of the source tree."""
+    return REPOSITORY
+
+
+@pytest.fixture(scope="session")
+def python() -> str:
+    """The Python that runs the tests."""
+    return sys.executable
