@@ -1,4 +1,4 @@
-"""What every test gets: one thread, sources on the path of every process it starts, and real ranks."""
+"""What every test gets: one thread, the sources on every process's path, and real ranks."""
 
 from __future__ import annotations
 
@@ -25,25 +25,24 @@ for _variable in [name for name in os.environ if name.startswith(("RANKSCOPE", "
 from tests.distributed.pool import RankPool  # noqa: E402  # the environment above is for its processes too
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep every test that uses ranks in one worker, and skip what wants an accelerator without one."""
-    has_accelerator: bool | None = None
-    for item in items:
-        if "ranks" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.xdist_group("ranks"))
-        if item.get_closest_marker("gpu"):
-            if has_accelerator is None:
-                import torch
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Keep every test that uses ranks in one worker, so that only one pool of them is alive."""
+    if "ranks" in getattr(item, "fixturenames", ()):
+        item.add_marker(pytest.mark.xdist_group("ranks"))
 
-                has_accelerator = torch.cuda.is_available()
-            if not has_accelerator:
-                item.add_marker(pytest.mark.skip(reason="needs an accelerator"))
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what wants an accelerator where there is none."""
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs an accelerator")
 
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
-    """Up to four real gloo ranks: `ranks.run(fn, *args, world_size=4, env=None)`, results by rank."""
+    """Up to four gloo ranks: `ranks.run(fn, *args, world_size=4, env=None)`, results by rank."""
     pool = RankPool()
     yield pool
     pool.close()

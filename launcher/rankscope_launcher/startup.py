@@ -1,4 +1,4 @@
-"""What `rankscope.pth` calls at interpreter start when RANKSCOPE is set: arm rankscope once torch is there.
+"""What `rankscope.pth` calls at interpreter start when RANKSCOPE is set: arm once torch is there.
 
 Nothing of torch, and nothing of rankscope but this file, is imported here. A finder in front of
 `sys.meta_path` waits for the import of `torch`, lets it finish, arms the session and leaves.
@@ -17,7 +17,7 @@ __all__ = ["install"]
 
 
 class _AfterTorch(MetaPathFinder):
-    """Finds `torch` once, through the other finders, with a loader that arms rankscope afterwards."""
+    """Finds `torch` once, by the other finders, with a loader that arms rankscope afterwards."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -38,7 +38,7 @@ class _ArmingLoader(Loader):
         self._loader = loader
 
     def __getattr__(self, name: str) -> object:
-        # inspect, pkgutil and importlib.resources ask a module's loader for much more than a Loader has
+        # inspect, pkgutil and importlib.resources ask a loader for much more than a Loader has
         return getattr(self._loader, name)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
@@ -72,10 +72,10 @@ def _arm() -> None:
         from rankscope.agent.session import arm
 
         arm()
-    except Exception as error:  # noqa: BLE001  # torch was imported for training, and that goes on untraced
+    except Exception as error:  # noqa: BLE001  # torch was imported to train, which goes on untraced
         print(
-            f"rankscope: this process (pid {_pid()}) trains untraced: {type(error).__name__}: {error}. "
-            "Check that rankscope and torch are installed in the same environment, or unset RANKSCOPE.",
+            f"rankscope: process {_pid()} goes on untraced: {type(error).__name__}: {error}. "
+            "Check that rankscope and torch are in the same environment, or unset RANKSCOPE.",
             file=sys.stderr,
         )
 

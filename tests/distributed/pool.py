@@ -1,4 +1,4 @@
-"""Real ranks for tests: processes that stay alive between tests, with a fresh gloo group for every call.
+"""Real ranks for tests: processes that live on between tests, a fresh gloo group for every call.
 
     def gathers(value):                       # top level of the test module
         out = [None] * dist.get_world_size()
@@ -8,8 +8,9 @@
     def test_all_ranks_see_all_values(ranks):
         assert ranks.run(gathers, 10, world_size=3) == [[10, 11, 12]] * 3
 
-A rank sees the variables torchrun would set. What a rank prints goes to its log, whose tail is part of
-the error when a call fails. A rank that dies or does not come back is replaced before the next call.
+A rank sees the variables torchrun would set. What a rank prints goes to its log, whose tail is part
+of the error when a call fails. A rank that dies or does not come back is replaced before the next
+call.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ GRACE_S = 3.0
 
 
 class RankFailure(AssertionError):
-    """A call that failed on some ranks; the message holds their tracebacks and what they printed."""
+    """A call that failed on some ranks: their tracebacks, and what they printed."""
 
 
 @dataclass
@@ -79,8 +80,9 @@ class RankPool:
     ) -> list[Any]:
         """Call `fn(*args)` on `world_size` ranks and return what each returned, by rank.
 
-        `fn` is a top-level function of any file; arguments and results are pickled. `env` is set during
-        the call only. `fresh` starts new processes first, for what happens at the start of a process.
+        `fn` is a top-level function of any file; arguments and results are pickled. `env` is set
+        during the call only. `fresh` starts new processes first, for what happens at the start of
+        a process.
 
         Raises:
             RankFailure: a rank raised, died, or did not come back in time.
@@ -171,11 +173,12 @@ class RankPool:
 
 
 def _function(module_name: str, file: str, qualname: str) -> Callable[..., Any]:
-    """Load the test's module from its file, under its own name, so that pickles mean the same here."""
+    """Load the test's module from its file under its own name: pickles mean the same here."""
     module = sys.modules.get(module_name)
     if module is None:
         spec = importlib.util.spec_from_file_location(module_name, file)
-        assert spec is not None and spec.loader is not None
+        assert spec is not None
+        assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules[module_name] = module
         spec.loader.exec_module(module)
