@@ -1,0 +1,80 @@
+"""Module calls as they nest: scopes, frames, and the stack of each thread."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from rankscope.agent.modules import ModuleInfo, Root
+from rankscope.record.call import Mode, Phase
+
+__all__ = ["CallStacks", "Frame", "Scope"]
+
+
+@dataclass(eq=False, slots=True)
+class Scope:
+    """One root forward: what all calls inside it have in common."""
+
+    root: Root | None
+    """None for a module called outside every root (a loss)."""
+    mode: Mode
+    step: int
+    micro_batch: int | None
+    is_muted: bool
+    """True where this step is not traced although hooks are on for another."""
+    _counts: dict[tuple[ModuleInfo, Phase], int] = field(default_factory=dict)
+
+    def next_ordinal(self, info: ModuleInfo, phase: Phase) -> int:
+        """Return 0 for the first call of a module in this scope and phase, then 1 ..."""
+        key = (info, phase)
+        ordinal = self._counts.get(key, 0)
+        self._counts[key] = ordinal + 1
+        return ordinal
+
+    def has_called(self, info: ModuleInfo) -> bool:
+        """True where the module ran forward in this scope."""
+        return (info, Phase.FORWARD) in self._counts
+
+
+@dataclass(eq=False, slots=True)
+class Frame:
+    """One module call that has begun and not yet ended."""
+
+    module: nn.Module
+    info: ModuleInfo
+    scope: Scope
+    phase: Phase
+    sequence: int | None
+    """Number of this call's record; of the enclosing call's where this one leaves none; None for none."""
+    is_recorded: bool
+    seen_inputs: dict[str, int] | None = None
+    """Slot -> id of the tensor read before forward, kept where a module's own hooks may replace it."""
+    outputs: tuple[torch.Tensor, ...] = ()
+    """What `forward` returned, held until the module's own hooks have run."""
+
+
+class CallStacks(threading.local):
+    """The calls open on this thread, and the one that ended last."""
+
+    def __init__(self) -> None:
+        self.frames: list[Frame] = []
+        self.ended: Frame | None = None
+        """The call whose global forward hook ran last; its own hooks may still be running."""
+
+    def pop(self, module: nn.Module) -> tuple[Frame | None, list[Frame]]:
+        """Take the call of `module` off the stack.
+
+        Returns:
+            the frame (None where it was never seen to begin), and the frames above it that no hook saw
+            end (KeyboardInterrupt, or an exception past a hook).
+        """
+        frames = self.frames
+        for index in range(len(frames) - 1, -1, -1):
+            if frames[index].module is module:
+                frame, abandoned = frames[index], frames[index + 1 :]
+                del frames[index:]
+                return frame, abandoned
+        return None, []

@@ -1,0 +1,79 @@
+"""When a step begins and ends: a pure rule over root forwards and optimizer steps. No torch.
+
+An optimizer step marks the train step as *ended*; the next root forward with gradients, outside any
+optimizer step, *closes* it. So several optimizers, gradient accumulation, closures and nested
+`super().step()` calls stay one step. A root forward without gradients is an eval step of its own.
+Where no optimizer exists every root forward is a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rankscope.record.call import Mode
+
+__all__ = ["StepClock", "Tick"]
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """What one root forward means."""
+
+    mode: Mode
+    step: int
+    opened: bool
+    """True where this forward begins a new step of its mode."""
+
+
+class StepClock:
+    """Counts train and eval steps of one process, apart from each other."""
+
+    def __init__(self) -> None:
+        self.train = -1
+        """Current train step, -1 before the first."""
+        self.eval = -1
+        self.is_ended = False
+        """An optimizer has stepped since the train step began."""
+        self._optimizer_depth = 0
+        self._is_manual = False
+
+    def root_forward(self, *, has_gradients: bool, optimizer_exists: Callable[[], bool]) -> Tick:
+        """Return the step this root forward belongs to, opening a new one where the rule says so."""
+        if not has_gradients:
+            self.eval += 1
+            return Tick(Mode.EVAL, self.eval, True)
+        if self._optimizer_depth:  # a closure re-running forward inside optimizer.step()
+            return Tick(Mode.TRAIN, max(self.train, 0), False)
+        if self.train < 0 or self.is_ended or not (self._is_manual or optimizer_exists()):
+            self.train += 1
+            self.is_ended = False
+            return Tick(Mode.TRAIN, self.train, True)
+        return Tick(Mode.TRAIN, self.train, False)
+
+    @property
+    def is_inside_optimizer(self) -> bool:
+        """True between the begin and the end of an optimizer step."""
+        return self._optimizer_depth > 0
+
+    def optimizer_begins(self) -> bool:
+        """Enter an optimizer step; True for the outermost one (ZeRO calls `super().step()` inside its own)."""
+        self._optimizer_depth += 1
+        return self._optimizer_depth == 1
+
+    def optimizer_ends(self) -> bool:
+        """Leave an optimizer step; True for the outermost one, which marks the train step as ended."""
+        self._optimizer_depth = max(self._optimizer_depth - 1, 0)
+        if self._optimizer_depth == 0:
+            self.is_ended = self.is_ended or not self._is_manual
+            return True
+        return False
+
+    def optimizer_was_abandoned(self) -> None:
+        """Forget an optimizer step that raised: its end was never announced."""
+        self._optimizer_depth = 0
+
+    def step(self) -> None:
+        """Close the train step now (`rankscope.step()`); from here on only this call closes steps."""
+        self._is_manual = True
+        self.is_ended = True

@@ -1,0 +1,66 @@
+"""Gradients of activations: one tensor hook per tensor, however many slots that tensor stands in."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from rankscope.agent.guard import Guard
+
+__all__ = ["GradientHooks", "GradientTarget"]
+
+
+@dataclass(frozen=True, slots=True)
+class GradientTarget:
+    """Where a gradient belongs: the forward call and the slot in it."""
+
+    sequence: int
+    slot: str
+
+
+@dataclass(eq=False, slots=True)
+class _Watched:
+    tensor: weakref.ReferenceType[torch.Tensor]
+    targets: list[GradientTarget]
+    firings: int = 0
+    handles: list[torch.utils.hooks.RemovableHandle] = field(default_factory=list)
+
+
+class GradientHooks:
+    """Registers tensor hooks for one traced step; every hook returns None, so no gradient changes."""
+
+    def __init__(
+        self, guard: Guard, record: Callable[[list[GradientTarget], torch.Tensor, int], None]
+    ) -> None:
+        self._guard = guard
+        self._record = record
+        self._watched: dict[int, _Watched] = {}
+
+    def watch(self, tensor: torch.Tensor, sequence: int, slot: str) -> None:
+        """Record the total gradient of `tensor` under a call's slot when backward reaches it."""
+        watched = self._watched.get(id(tensor))
+        if watched is not None and watched.tensor() is tensor:
+            watched.targets.append(GradientTarget(sequence, slot))
+            return
+        watched = _Watched(weakref.ref(tensor), [GradientTarget(sequence, slot)])
+        self._watched[id(tensor)] = watched
+        record = self._record
+
+        def fired(gradient: torch.Tensor, watched: _Watched = watched) -> None:
+            ordinal = watched.firings  # double backward and retain_graph fire again
+            watched.firings += 1
+            record(watched.targets, gradient, ordinal)
+
+        handle = tensor.register_hook(self._guard.hook(fired))
+        if tensor.grad_fn is None:  # a leaf outlives the graph: its hook must be taken off again
+            watched.handles.append(handle)
+
+    def forget(self) -> None:
+        """Take the hooks off leaf tensors and forget the step; hooks on others go with their graph."""
+        for watched in self._watched.values():
+            for handle in watched.handles:
+                handle.remove()
+        self._watched.clear()

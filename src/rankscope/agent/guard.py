@@ -1,0 +1,55 @@
+"""Between rankscope and the user's program: nothing that fails here may leave here."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+from rankscope.capture.torch_internals import is_compiling
+
+__all__ = ["MAX_FAILURES", "Guard", "say"]
+
+MAX_FAILURES = 20
+"""Failures inside hooks after which tracing is switched off on this rank, visibly."""
+
+
+def say(text: str) -> None:
+    """Write one line of rankscope's own to stderr; stdout belongs to the job."""
+    try:
+        print(f"rankscope: {text}", file=sys.stderr, flush=True)
+    except (OSError, ValueError, AttributeError):  # a closed or missing stderr must not hurt the job
+        return
+
+
+class Guard:
+    """Turns functions into hooks that never raise and do nothing while a graph is being compiled."""
+
+    def __init__(self, failed: Callable[[Exception], None]) -> None:
+        self._failed = failed
+        self.failures = 0
+
+    def hook(self, body: Callable[..., None]) -> Callable[..., None]:
+        """Return `body` as a hook.
+
+        Dynamo sees `is_compiling()` as a constant, so a guarded hook leaves one graph where an
+        unguarded one would split it.
+        """
+
+        def guarded(*arguments: object) -> None:
+            if is_compiling():
+                return
+            try:
+                body(*arguments)
+            except Exception as error:  # the promise: nothing of ours raises into the user's program
+                self.failed(error)
+
+        return guarded
+
+    def failed(self, error: Exception) -> None:
+        """Count a failure and report it; reporting must not raise either."""
+        self.failures += 1
+        try:
+            self._failed(error)
+        except Exception as second:  # the spool itself may be what failed: say it once, go on
+            if self.failures == 1:
+                say(f"cannot record a failure ({second!r} after {error!r}); the job goes on")

@@ -1,0 +1,95 @@
+"""Putting hooks on and taking them off: global ones for a traced step, one watching for the next step, none else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.hooks import RemovableHandle
+
+__all__ = ["HookSet"]
+
+Hook = Callable[..., None]
+
+
+class HookSet:
+    """The hooks of one session. Every method may be called in any state, any number of times."""
+
+    def __init__(
+        self, *, watch: Hook, before: Hook, after: Hook, own_input: Hook, own_output: Hook
+    ) -> None:
+        self._watch, self._before, self._after = watch, before, after
+        self._own_input, self._own_output = own_input, own_output
+        self._watching: RemovableHandle | None = None
+        self._tracing: list[RemovableHandle] = []
+        self._on_modules: list[RemovableHandle] = []
+        self._on_optimizers: list[RemovableHandle] = []
+
+    @property
+    def is_tracing(self) -> bool:
+        """True while global hooks see every module call."""
+        return bool(self._tracing)
+
+    def watch_optimizers(self, begins: Hook, ends: Hook) -> None:
+        """Be told of every optimizer step, for the whole session."""
+        self._on_optimizers = [
+            register_optimizer_step_pre_hook(begins),
+            register_optimizer_step_post_hook(ends),
+        ]
+
+    def watch_for_step(self) -> None:
+        """Put on the one pre-hook that notices the next root forward."""
+        if self._watching is None and not self._tracing:
+            self._watching = register_module_forward_pre_hook(self._watch)
+
+    def stop_watching(self) -> None:
+        """Take that pre-hook off: from now on module calls cost nothing."""
+        if self._watching is not None:
+            self._watching.remove()
+            self._watching = None
+
+    def trace(self) -> None:
+        """Put the global hooks of a traced step on."""
+        self.stop_watching()
+        if not self._tracing:
+            self._tracing = [
+                register_module_forward_pre_hook(self._before),
+                register_module_forward_hook(self._after, with_kwargs=True, always_call=True),
+            ]
+
+    def trace_own_hooks_of(self, modules: Iterable[nn.Module]) -> None:
+        """Stand behind the hooks that modules already have: what they replace is what we must see."""
+        for module in modules:
+            if module._forward_pre_hooks and self._own_input not in module._forward_pre_hooks.values():
+                handle = module.register_forward_pre_hook(self._own_input, with_kwargs=True)
+                self._on_modules.append(handle)
+            if module._forward_hooks and self._own_output not in module._forward_hooks.values():
+                self._on_modules.append(module.register_forward_hook(self._own_output))
+
+    def stands_behind_inputs_of(self, module: nn.Module) -> bool:
+        """True where our hook follows the module's own pre-hooks."""
+        return self._own_input in module._forward_pre_hooks.values()
+
+    def stop_tracing(self) -> None:
+        """Take the hooks of a traced step off again, those on modules included."""
+        for handle in (*self._tracing, *self._on_modules):
+            handle.remove()
+        self._tracing, self._on_modules = [], []
+
+    def remove_all(self) -> None:
+        """Leave nothing of ours in torch."""
+        self.stop_watching()
+        self.stop_tracing()
+        for handle in self._on_optimizers:
+            handle.remove()
+        self._on_optimizers = []
+
+

@@ -1,0 +1,230 @@
+"""Which module is which: roots, canonical paths, wrappers.
+
+The canonical path is the path from the root with every wrapper removed, so that the same model has
+the same paths however it is parallelized; the raw path is kept beside it. A wrapper (DDP, FSDP1,
+checkpoint wrapper, `torch.compile`) is no node of its own: it shares the path of what it wraps.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+__all__ = ["ModuleInfo", "ModuleTable", "Root"]
+
+_WRAPPED_ATTRIBUTE = {
+    "torch.nn.parallel.distributed.DistributedDataParallel": ("module", "DDP"),
+    "torch.nn.parallel.data_parallel.DataParallel": ("module", "DataParallel"),
+    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": ("_fsdp_wrapped_module", "FSDP1"),
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.CheckpointWrapper": (
+        "_checkpoint_wrapped_module",
+        "checkpoint",
+    ),
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.OffloadWrapper": (
+        "_checkpoint_wrapped_module",
+        "offload",
+    ),
+    "torch._dynamo.eval_frame.OptimizedModule": ("_orig_mod", "compile"),
+}
+"""Wrapper class -> (attribute holding the wrapped module, the word the trace uses)."""
+_FSDP2 = "torch.distributed.fsdp._fully_shard._fully_shard.FSDPModule"
+"""fully_shard() gives a module a new class with this base; it is no wrapper, but it renames the class."""
+
+
+def _qualified(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _wrapper_of(module: nn.Module) -> tuple[str, str] | None:
+    for cls in type(module).__mro__:
+        found = _WRAPPED_ATTRIBUTE.get(_qualified(cls))
+        if found:
+            return found
+    return None
+
+
+def _own_class(module: nn.Module) -> tuple[type, list[str]]:
+    """Return the class the user wrote and the words for what was put over it in place."""
+    bases = type(module).__mro__
+    if any(_qualified(cls) == _FSDP2 for cls in bases):
+        own = next(c for c in bases[1:] if issubclass(c, nn.Module) and _qualified(c) != _FSDP2)
+        return own, ["FSDP2"]
+    return type(module), []
+
+
+def _count_elements(module: nn.Module) -> int:
+    return sum(0 if is_lazy(p) else p.numel() for p in module.parameters())
+
+
+def _owns_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+@dataclass(eq=False, slots=True)
+class Root:
+    """An outermost called module that owns parameters (or one called outside any such module)."""
+
+    module: weakref.ReferenceType[nn.Module]
+    class_name: str
+    parameter_count: int
+    """Elements over all parameters, DTensors by their global shape."""
+    definition: int = 0
+    """Number under which the spool knows it; 0 until it is defined."""
+    is_setup_recorded: bool = False
+    calls_in_step: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class ModuleInfo:
+    """What a hook must know about one module, looked up by identity at every call."""
+
+    module: weakref.ReferenceType[nn.Module]
+    path: str
+    """Canonical path from its root; "@ClassName" outside every root."""
+    raw_path: str
+    class_name: str
+    wrappers: tuple[str, ...]
+    root: Root | None
+    is_wrapper: bool
+    is_opaque: bool = False
+    is_selected: bool = True
+    definition: int = 0
+    own_parameters: list[str] = field(default_factory=list)
+    """Names in the module's own `_parameters`, tied ones under their first name only."""
+
+
+class ModuleTable:
+    """Every module seen so far, by identity; never keeps one alive."""
+
+    def __init__(self) -> None:
+        self._infos: dict[int, ModuleInfo] = {}
+        self.roots: list[Root] = []
+        self.contained: list[tuple[Root, Root, str]] = []
+        """(root, the root found to contain it later, its path there), not yet written to the spool."""
+
+    def get(self, module: nn.Module) -> ModuleInfo | None:
+        """Return what is known of a module, None for one never seen (or another now at its address)."""
+        info = self._infos.get(id(module))
+        return info if info is not None and info.module() is module else None
+
+    def learn(self, module: nn.Module, inside: Root | None) -> ModuleInfo:
+        """Make a module known that is called for the first time.
+
+        Args:
+            module: the module a hook was called for.
+            inside: the root whose forward is running, None at the outermost level.
+        """
+        if inside is not None:
+            self._walk(inside)  # a module added after the root's first forward
+            found = self.get(module)
+            if found:
+                return found
+        if inside is None and _owns_parameters(module):
+            return self._learn_root(module)
+        own, wrappers = _own_class(module)
+        info = self._add(module, f"@{own.__name__}", f"@{own.__name__}", inside, wrappers)
+        for name, child in module.named_modules():
+            if name and self.get(child) is None:
+                self._add(child, f"@{own.__name__}.{name}", f"@{own.__name__}.{name}", inside, [])
+        return info
+
+    def of_root(self, root: Root) -> Iterator[ModuleInfo]:
+        """Yield the known modules of a root that still exist, in the model's own order."""
+        module = root.module()
+        if module is None:
+            return
+        self._walk(root)
+        seen: set[int] = set()
+        for child in module.modules():
+            info = self.get(child)
+            if info and not info.is_wrapper and info.root is root and id(child) not in seen:
+                seen.add(id(child))
+                yield info
+
+    def parameter_ids(self) -> frozenset[int]:
+        """Return the identities of the parameters of every root."""
+        return frozenset(
+            id(parameter)
+            for root in self.roots
+            if (top := root.module()) is not None
+            for parameter in top.parameters()
+        )
+
+    def _learn_root(self, module: nn.Module) -> ModuleInfo:
+        core = module
+        outer: list[nn.Module] = []
+        while (wrapper := _wrapper_of(core)) is not None and wrapper[1] != "compile":
+            outer.append(core)
+            core = getattr(core, wrapper[0])
+        known = self.get(core)
+        if known is not None and known.root is not None:
+            root, path = known.root, known.path
+        else:
+            own, _ = _own_class(core)
+            root = Root(weakref.ref(core), own.__name__, _count_elements(core))
+            path = ""
+            self.roots.append(root)
+        for wrapped in outer:
+            info = self._add(wrapped, path, path, root, [])
+            info.is_wrapper = True
+        self._walk(root)
+        found = self.get(module)
+        assert found is not None  # noqa: S101  # added just above
+        return found
+
+    def _walk(self, root: Root) -> None:
+        """Add every module below a root that is not known yet."""
+        top = root.module()
+        if top is None:
+            return
+        tied: set[int] = set()
+        names: dict[str, tuple[str, list[str]]] = {}
+        for raw, module in top.named_modules(remove_duplicate=True):
+            parent, _, last = raw.rpartition(".")
+            path, wrappers = _canonical(top, raw, parent, last, names)
+            wrapper = _wrapper_of(module)
+            names[raw] = (path, [*wrappers, wrapper[1]] if wrapper else [])
+            info = self.get(module)
+            if info is not None and info.root is not None and info.root is not root:
+                if info.path == "" and not info.is_wrapper:  # had been called as a root before
+                    self.contained.append((info.root, root, path))
+                continue
+            if info is None or info.root is None:
+                info = self._add(module, path, raw, root, wrappers)
+                info.is_wrapper = wrapper is not None and wrapper[1] != "compile"
+                info.is_opaque = wrapper is not None and wrapper[1] == "compile"
+            own = []
+            for name, parameter in module._parameters.items():
+                if parameter is not None and id(parameter) not in tied:
+                    tied.add(id(parameter))
+                    own.append(name)
+            info.own_parameters = own
+
+    def _add(
+        self, module: nn.Module, path: str, raw: str, root: Root | None, wrappers: list[str]
+    ) -> ModuleInfo:
+        own, over = _own_class(module)
+        info = ModuleInfo(
+            weakref.ref(module), path, raw, own.__name__, (*wrappers, *over), root, is_wrapper=False
+        )
+        self._infos[id(module)] = info
+        if len(self._infos) > 4 * 65_536:  # modules made anew at every call: forget the dead
+            self._infos = {key: i for key, i in self._infos.items() if i.module() is not None}
+        return info
+
+
+def _canonical(
+    top: nn.Module, raw: str, parent: str, last: str, names: dict[str, tuple[str, list[str]]]
+) -> tuple[str, list[str]]:
+    """Return the canonical path of a module and the wrappers directly around it."""
+    if not raw:
+        return "", []
+    path, wrappers = names.get(parent, (parent, []))
+    wrapper = _wrapper_of(top.get_submodule(parent)) if wrappers else None
+    if wrapper is not None and wrapper[0] == last:
+        return path, wrappers
+    return (f"{path}.{last}" if path else last), []

@@ -1,0 +1,199 @@
+"""Writes what hooks saw into the spool: definitions once, then fixed-size records that refer to them by number."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+
+import msgpack
+
+from rankscope.capture.describe import Described
+from rankscope.capture.digest import Reading
+from rankscope.record.call import Mode, Phase
+from rankscope.record.placement import Mesh
+from rankscope.record.value import ValueFlag
+from rankscope.spool.cells import (
+    ENTER,
+    ERROR,
+    EXIT,
+    NO_MICRO_BATCH,
+    NO_SEQUENCE,
+    SAMPLES,
+    STEP,
+    VALUE,
+    VALUE_HEAD,
+    CallStatus,
+    RecordKind,
+    StepEvent,
+)
+from rankscope.spool.writer import SpoolWriter
+
+__all__ = ["Recorder"]
+
+_MAX_TEXTS = 10_000
+"""Distinct reprs and error texts interned per rank; later ones are replaced by a fixed text."""
+_ENTER, _EXIT, _VALUE = int(RecordKind.ENTER), int(RecordKind.EXIT), int(RecordKind.VALUE)
+_STRUCTURE = int(ValueFlag.STRUCTURE_ONLY)
+
+
+class Recorder:
+    """One rank's pen: numbers definitions and calls, packs records, hands them to the spool."""
+
+    def __init__(self, writer: SpoolWriter) -> None:
+        self._writer = writer
+        self._write = writer.write
+        self._sequence = itertools.count()
+        self._numbers = itertools.count(1)
+        self._defining = threading.RLock()
+        self._slots: dict[str, int] = {}
+        self._texts: dict[str, int] = {}
+        self._meshes: dict[Mesh, int] = {}
+        self._metas: dict[Described, int] = {}
+        self._threads: dict[int, int] = {}
+
+    def define(self, kind: str, **fields: object) -> int:
+        """Commit a definition and return its number."""
+        with self._defining:
+            number = next(self._numbers)
+            self._writer.define(msgpack.packb({"id": number, "kind": kind, **fields}))
+            return number
+
+    def slot(self, name: str) -> int:
+        """Return the number of a slot name, defining it on first sight."""
+        return self._slots.get(name) or self._intern(self._slots, name, "slot", {"name": name})
+
+    def text(self, text: str) -> int:
+        """Return the number of a text (an error, a reason), defining it on first sight."""
+        if text not in self._texts and len(self._texts) >= _MAX_TEXTS:
+            text = "(further texts are not kept)"
+        return self._texts.get(text) or self._intern(self._texts, text, "text", {"text": text})
+
+    def mesh(self, mesh: Mesh, device: str = "") -> int:
+        """Return the number of a mesh, defining it on first sight."""
+        fields = {"axes": mesh.axes, "shape": mesh.shape, "ranks": mesh.ranks, "device": device}
+        return self._meshes.get(mesh) or self._intern(self._meshes, mesh, "mesh", fields)
+
+    def meta(self, described: Described) -> int:
+        """Return the number of a value's description, defining it (and its mesh) on first sight."""
+        number = self._metas.get(described)
+        if number:
+            return number
+        meta = described.meta
+        mesh = self.mesh(meta.layout.mesh) if meta.layout.mesh else 0
+        fields = {
+            "dtype": meta.dtype,
+            "device": meta.device,
+            "shape": meta.shape,
+            "global_shape": meta.global_shape,
+            "source": meta.layout.source.value,
+            "mesh": mesh,
+            "placements": [str(p) for p in meta.layout.placements],
+            "ranges": meta.ranges,
+            "note": meta.note,
+            "requires_grad": described.requires_grad,
+        }
+        return self._intern(self._metas, described, "meta", fields)
+
+    def _intern(self, table: dict, key: object, kind: str, fields: dict[str, object]) -> int:  # type: ignore[type-arg]  # one of the tables above
+        with self._defining:
+            number = table.get(key)
+            if number is None:
+                number = table[key] = self.define(kind, **fields)
+            return int(number)
+
+    def enter(
+        self,
+        *,
+        module: int,
+        root: int,
+        parent: int | None,
+        mode: Mode,
+        step: int,
+        micro_batch: int | None,
+        phase: Phase,
+        ordinal: int,
+    ) -> int:
+        """Record that a call began; return its sequence number."""
+        sequence = next(self._sequence)
+        ident = threading.get_ident()
+        self._write(
+            _ENTER,
+            ENTER.pack(
+                sequence,
+                NO_SEQUENCE if parent is None else parent,
+                time.monotonic_ns(),
+                module,
+                step,
+                NO_MICRO_BATCH if micro_batch is None else micro_batch,
+                ordinal,
+                phase,
+                mode,
+                self._threads.get(ident) or self._thread(ident),
+                root,
+                0,
+            ),
+        )
+        return sequence
+
+    def _thread(self, ident: int) -> int:
+        return self._threads.setdefault(ident, min(len(self._threads) + 1, 0xFFFF))
+
+    def exit(self, sequence: int, status: CallStatus = CallStatus.RETURNED, text: str = "") -> None:
+        """Record that a call ended."""
+        number = self.text(text) if text else 0
+        self._write(_EXIT, EXIT.pack(sequence, time.monotonic_ns(), number, status))
+
+    def value(
+        self,
+        sequence: int,
+        slot: str,
+        described: Described,
+        reading: Reading | None,
+        *,
+        phase: Phase,
+        ordinal: int = 0,
+        flags: int = 0,
+        batch_dim: int = 0,
+    ) -> None:
+        """Record one tensor in one slot; without a reading its description alone."""
+        slot_number = self._slots.get(slot) or self.slot(slot)
+        meta = self._metas.get(described) or self.meta(described)
+        now = time.monotonic_ns()
+        if reading is None:
+            head = VALUE_HEAD.pack(
+                sequence, now, slot_number, meta, flags | _STRUCTURE, phase, ordinal, 0, 0, 0
+            )
+            self._write(_VALUE, head)
+            return
+        samples = reading.samples
+        if samples is not None:
+            flags |= ValueFlag.HAS_SAMPLES
+        if reading.reused:
+            flags |= ValueFlag.REUSED
+        self._write(
+            _VALUE,
+            VALUE.pack(
+                sequence, now, slot_number, meta, flags, phase, ordinal, reading.count, reading.hash, 0,
+                reading.nan, reading.posinf, reading.neginf, reading.zero, reading.min, reading.max,
+                reading.mean, reading.std, reading.l2, *reading.sketch,
+            ),
+        )  # fmt: skip
+        if samples is not None:
+            rows, size = samples.shape
+            head = SAMPLES.pack(
+                sequence, slot_number, ordinal, phase, rows, size, batch_dim, 0, 0, 0
+            )
+            self._write(RecordKind.SAMPLES, head + samples.tobytes())
+
+    def step(self, event: StepEvent, mode: Mode, step: int, note: str = "") -> None:
+        """Record that a traced step began or ended."""
+        number = self.text(note) if note else 0
+        self._write(RecordKind.STEP, STEP.pack(time.monotonic_ns(), step, mode, event, number))
+
+    def error(self, sequence: int | None, text: str) -> None:
+        """Record that rankscope itself failed while it watched a call."""
+        number = NO_SEQUENCE if sequence is None else sequence
+        self._write(
+            RecordKind.ERROR, ERROR.pack(number, time.monotonic_ns(), self.text(text), 0)
+        )

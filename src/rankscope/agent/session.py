@@ -1,0 +1,312 @@
+"""One session: from the first module call of a process to its end record.
+
+The session joins the parts: the clock says which step a root forward belongs to, the hook set is
+turned on and off accordingly, the tracer records calls, the parameter events record whole roots.
+In an untraced step nothing but the optimizer hooks is left; an optimizer step arms one pre-hook that
+notices the next root forward and takes itself off.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from rankscope.agent.calls import Scope
+from rankscope.agent.clock import StepClock
+from rankscope.agent.guard import MAX_FAILURES, Guard, say
+from rankscope.agent.hooks import HookSet
+from rankscope.agent.modules import ModuleInfo, ModuleTable, Root
+from rankscope.agent.optimizers import held_parameters, optimizer_exists, runs_closure
+from rankscope.agent.parameters import ParameterEvents
+from rankscope.agent.recorder import Recorder
+from rankscope.agent.settings import Settings
+from rankscope.agent.tracer import Tracer
+from rankscope.agent.values import ValueReader
+from rankscope.capture.describe import Describer
+from rankscope.capture.torch_internals import current_graph_task
+from rankscope.record.call import Mode
+from rankscope.record.run import EndReason, RankIdentity
+from rankscope.spool.cells import StepEvent
+from rankscope.spool.writer import SpoolWriter
+
+__all__ = ["Opened", "Session"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """A spool that was opened for this process, its identity already written."""
+
+    identity: RankIdentity
+    writer: SpoolWriter
+    recorder: Recorder
+
+
+class Session:
+    """Traces this process into one spool until it is closed."""
+
+    def __init__(self, settings: Settings, start: Callable[[], Opened | None]) -> None:
+        """Arm a session; nothing is opened before the first module call.
+
+        Args:
+            settings: what to trace.
+            start: opens the spool at the first root forward and writes who this rank is; returns None
+                where this process is not to be traced (and says so itself).
+        """
+        self._settings = settings
+        self._start = start
+        self._writer: SpoolWriter | None = None
+        self._is_closed = False
+        self._clock = StepClock()
+        self._train_scope: Scope | None = None
+        self._eval_scope: Scope | None = None
+        self._traced_train: int | None = None
+        """Number of the train step being traced."""
+        self._optimizer_steps = 0
+        self._held: weakref.WeakKeyDictionary[torch.optim.Optimizer, frozenset[int]] = weakref.WeakKeyDictionary()
+        self._expected: Root | None = None
+        """Root whose wrapper has just been counted by `_watch`."""
+        self.guard = Guard(self._failed)
+        hook = self.guard.hook
+        self._hooks = HookSet(
+            watch=hook(self._watch),
+            before=hook(self._before),
+            after=hook(self._after),
+            own_input=hook(lambda module, args, kwargs: self._tracer.own_input_hook(module, args, kwargs)),
+            own_output=hook(lambda module, args, output: self._tracer.own_output_hook(module, args, output)),
+        )
+        self._hooks.watch_optimizers(hook(self._optimizer_begins), hook(self._optimizer_ends))
+        self._hooks.watch_for_step()
+        myself = weakref.ref(self)
+        os.register_at_fork(after_in_child=lambda: _disarm(myself()))
+
+    # ------------------------------------------------------------------ life
+
+    def _open(self) -> bool:
+        """Open the spool at the first call that matters; False where this process is not traced."""
+        if self._writer is not None:
+            return True
+        if self._is_closed:
+            return False
+        opened = self._start()
+        if opened is None:
+            self.disarm()
+            return False
+        self._writer = opened.writer
+        self._rank = opened.identity.rank
+        self._recorder = opened.recorder
+        settings = self._settings
+        self._table = ModuleTable()
+        self._values = ValueReader(self._recorder, Describer(self._rank), settings)
+        self._tracer = Tracer(
+            self.guard, self._recorder, self._table, self._values, settings, self._open_scope,
+            self._hooks.stands_behind_inputs_of,
+        )  # fmt: skip
+        self._parameters = ParameterEvents(
+            self._table, self._recorder, self._values, self._tracer.definition_of, settings.phases
+        )
+        return True
+
+    def close(self, reason: EndReason = EndReason.EXIT) -> None:
+        """End the open step, commit the end record and take every hook off; safe to call again."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._hooks.remove_all()
+        if self._writer is None:
+            return
+        self._end_eval()
+        self._end_train()
+        self._writer.close(reason.value)
+
+    def disarm(self) -> None:
+        """Stop without a word in the spool: a forked child, or a process that is not to be traced."""
+        self._is_closed = True
+        self._hooks.remove_all()
+
+    def step(self) -> None:
+        """Close the current train step by hand."""
+        self._clock.step()
+        if not self._is_closed:
+            self._hooks.watch_for_step()
+
+    def _failed(self, error: Exception) -> None:
+        if self._writer is None:
+            say(f"not tracing: {error}")
+            self.disarm()
+            return
+        self._recorder.error(self._tracer.current_sequence(), f"{type(error).__name__}: {error}"[:500])
+        if self.guard.failures == MAX_FAILURES:
+            say(f"tracing is switched off on rank {self._rank} after {MAX_FAILURES} failures, last: {error!r}")
+            self.close(EndReason.SWITCHED_OFF)
+
+    # ------------------------------------------------------------------ hooks
+
+    def _watch(self, module: nn.Module, args: tuple[object, ...]) -> None:
+        """The one hook of an untraced step: is this the next root forward?"""
+        if current_graph_task() != -1 or not self._open():
+            return
+        info = self._table.get(module)
+        if info is None and next(module.parameters(), None) is None:
+            return
+        if info is not None and (info.root is None or (info.path and not self._clock.is_ended)):
+            return
+        expected, self._expected = self._expected, None
+        if info is not None and info.root is expected and not info.is_wrapper:
+            return  # the wrapper around it has just been counted
+        self._tracer.before_forward(module, args)
+        info = self._table.get(module)
+        if info is not None and info.is_wrapper:
+            self._expected = info.root
+
+    def _before(self, module: nn.Module, args: tuple[object, ...]) -> None:
+        self._tracer.before_forward(module, args)
+
+    def _after(self, module: nn.Module, args: tuple[object, ...], *rest: object) -> None:
+        self._tracer.after_forward(module, args, *rest)
+
+    def _optimizer_begins(self, optimizer: torch.optim.Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        if not self._clock.optimizer_begins() or self._traced_train is None:
+            return
+        if not runs_closure(args, kwargs):
+            self._record_gradients(optimizer)
+
+    def _optimizer_ends(self, optimizer: torch.optim.Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+        if not self._clock.optimizer_ends():
+            return
+        if self._traced_train is not None:
+            if runs_closure(args, kwargs):
+                self._record_gradients(optimizer)
+            self._parameters.parameters(self._traced_train, self._optimizer_steps, self._held_by(optimizer))
+            self._optimizer_steps += 1
+        else:
+            self._hooks.watch_for_step()
+
+    # ------------------------------------------------------------------ steps
+
+    def _open_scope(self, info: ModuleInfo, module: nn.Module) -> Scope | None:
+        """Say which step an outermost call belongs to; turn tracing on or off where a step begins."""
+        root = info.root
+        if root is None:
+            return self._loose_scope()
+        last = self._train_scope if torch.is_grad_enabled() else self._eval_scope
+        if info.path and last is not None and last.root is root and not self._clock.is_ended:
+            return last  # a submodule called directly, inside the step its root has begun
+        if not root.is_setup_recorded:
+            root.is_setup_recorded = True
+            self._record_setup(info)
+        has_gradients = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
+        tick = self._clock.root_forward(has_gradients=has_gradients, optimizer_exists=optimizer_exists)
+        if tick.mode is Mode.EVAL:
+            return self._begin_eval(tick.step, info)
+        if tick.opened:
+            self._begin_train(tick.step)
+        if self._traced_train is None:
+            return None
+        self._train_scope = Scope(root, Mode.TRAIN, tick.step, root.calls_in_step, is_muted=False)
+        root.calls_in_step += 1
+        return self._train_scope
+
+    def _loose_scope(self) -> Scope:
+        """Return the scope of a module called outside every root: the step that is running."""
+        scope = self._train_scope if torch.is_grad_enabled() else self._eval_scope
+        if scope is not None:
+            return scope
+        mode, step = (
+            (Mode.TRAIN, self._clock.train) if torch.is_grad_enabled() else (Mode.EVAL, self._clock.eval)
+        )
+        return Scope(None, mode, max(step, 0), None, is_muted=self._traced_train is None)
+
+    def _begin_train(self, step: int) -> None:
+        """Leave the steps before and begin this one, traced or not."""
+        self._end_eval()
+        self._end_train()
+        if step in self._settings.steps:
+            self._traced_train = step
+            self._turn_on(Mode.TRAIN, step)
+        else:
+            self._turn_off()
+            if optimizer_exists() or self._settings.steps.is_over(step):
+                self._hooks.stop_watching()
+
+    def _end_train(self) -> None:
+        for root in self._table.roots:
+            root.calls_in_step = 0
+        self._optimizer_steps = 0
+        step, self._traced_train, self._train_scope = self._traced_train, None, None
+        if step is not None:
+            self._recorder.step(StepEvent.END, Mode.TRAIN, step)
+            self._tracer.end_step()
+
+    def _begin_eval(self, step: int, info: ModuleInfo) -> Scope | None:
+        self._end_eval()
+        is_selected = step in self._settings.steps
+        if is_selected:
+            self._eval_scope = Scope(info.root, Mode.EVAL, step, 0, is_muted=False)
+            self._turn_on(Mode.EVAL, step)
+        elif self._traced_train is not None:
+            self._eval_scope = Scope(info.root, Mode.EVAL, step, 0, is_muted=True)
+        else:
+            self._turn_off()
+        return self._eval_scope
+
+    def _end_eval(self) -> None:
+        """Close the eval step; hooks stayed on behind it for the loss that may follow its root."""
+        scope, self._eval_scope = self._eval_scope, None
+        if scope is not None and not scope.is_muted:
+            self._recorder.step(StepEvent.END, Mode.EVAL, scope.step)
+            if self._traced_train is None:
+                self._tracer.end_step()
+
+    def _turn_on(self, mode: Mode, step: int) -> None:
+        assert self._writer is not None  # noqa: S101  # opened before any step
+        if not self._hooks.is_tracing:
+            self._writer.begin_step(mode, step)
+        self._recorder.step(StepEvent.BEGIN, mode, step)
+        self._hooks.trace()
+        for root in self._table.roots:
+            modules = (info.module() for info in self._table.of_root(root))
+            self._hooks.trace_own_hooks_of(module for module in modules if module is not None)
+
+    def _turn_off(self) -> None:
+        if self._hooks.is_tracing:
+            self._hooks.stop_tracing()
+            assert self._writer is not None  # noqa: S101  # a step was traced
+            self._writer.end_step()
+        self._hooks.watch_for_step()
+
+    def _record_setup(self, info: ModuleInfo) -> None:
+        assert info.root is not None  # noqa: S101  # only called for modules of a root
+        for each in self._table.of_root(info.root):
+            self._tracer.definition_of(each)
+        for inner, outer, path in self._table.contained:
+            self._recorder.define("inside", root=inner.definition, **{"in": outer.definition}, path=path)
+        self._table.contained.clear()
+        self._parameters.setup(info.root)
+
+    def _record_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        assert self._traced_train is not None  # noqa: S101  # only called in a traced step
+        self._parameters.gradients(
+            self._traced_train, self._optimizer_steps, self._held_by(optimizer),
+            is_scaled=getattr(optimizer, "grad_scale", None) is not None,
+        )  # fmt: skip
+
+    def _held_by(self, optimizer: torch.optim.Optimizer) -> frozenset[int]:
+        """Return which parameters to record at an optimizer's step: its own, and those no optimizer is known to hold."""
+        held = self._held[optimizer] = held_parameters(optimizer)
+        known = self._table.parameter_ids()
+        if not known & held:  # flattened or sharded copies: nothing can be told apart
+            return frozenset()
+        others = frozenset().union(*(h for key, h in self._held.items() if key is not optimizer))
+        return known - others
+
+
+def _disarm(session: Session | None) -> None:
+    if session is not None:
+        session.disarm()
+
+

@@ -1,0 +1,257 @@
+"""The hooks themselves: what happens when a module's forward begins and ends in a traced process."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from rankscope.agent.calls import CallStacks, Frame, Scope
+from rankscope.agent.gradients import GradientHooks, GradientTarget
+from rankscope.agent.guard import Guard
+from rankscope.agent.modules import ModuleInfo, ModuleTable
+from rankscope.agent.recorder import Recorder
+from rankscope.agent.settings import Settings, matches
+from rankscope.agent.values import ValueReader
+from rankscope.capture.invisible import invisible
+from rankscope.capture.pytree import walk
+from rankscope.capture.torch_internals import current_graph_task
+from rankscope.record.call import Phase
+from rankscope.record.value import ValueFlag
+from rankscope.spool.cells import CallStatus
+
+__all__ = ["Tracer"]
+
+_ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
+_MAX_ERROR_CHARACTERS = 500
+
+
+class Tracer:
+    """Follows module calls while hooks are on; `open_scope` decides what an outermost call means."""
+
+    def __init__(
+        self,
+        guard: Guard,
+        recorder: Recorder,
+        table: ModuleTable,
+        values: ValueReader,
+        settings: Settings,
+        open_scope: Callable[[ModuleInfo, nn.Module], Scope | None],
+        stands_behind_inputs: Callable[[nn.Module], bool],
+    ) -> None:
+        self._recorder = recorder
+        self._table = table
+        self._values = values
+        self._paths = settings.paths
+        self._phases = frozenset(settings.phases)
+        self._wants_backward = Phase.BACKWARD.word in self._phases and values.is_on
+        self._open_scope = open_scope
+        self._stands_behind_inputs = stands_behind_inputs
+        self._stacks = CallStacks()
+        self._last_scopes: dict[ModuleInfo, Scope] = {}
+        self.gradients = GradientHooks(guard, self._gradient)
+
+    # ------------------------------------------------------------------ hooks
+
+    def before_forward(self, module: nn.Module, args: tuple[object, ...]) -> None:
+        """Global forward pre-hook: a call begins."""
+        frames = self._stacks.frames
+        top = frames[-1] if frames else None
+        # Decided before a step may begin: hooks put on a module now are not run for this call of it.
+        is_followed = bool(module._forward_pre_hooks) and self._stands_behind_inputs(module)
+        info = self._table.get(module) or self._learn(module, top)
+        in_backward = current_graph_task() != -1
+        if top is not None:
+            scope: Scope | None = top.scope
+        elif in_backward:  # checkpointing re-runs a module: never a root
+            scope = self._last_scopes.get(info)
+        else:
+            scope = self._open_scope(info, module)
+        if scope is None:
+            return
+        phase = Phase.RECOMPUTE if in_backward and scope.has_called(info) else Phase.FORWARD
+        parent = top.sequence if top is not None else None
+        if scope.is_muted or info.is_wrapper or not info.is_selected or phase.word not in self._phases:
+            frames.append(Frame(module, info, scope, phase, parent, is_recorded=False))
+            return
+        ordinal = scope.next_ordinal(info, phase)
+        if phase is Phase.FORWARD:
+            self._last_scopes[info] = scope
+        sequence = self._recorder.enter(
+            module=self.definition_of(info), root=info.root.definition if info.root else 0, parent=parent,
+            mode=scope.mode, step=scope.step, micro_batch=scope.micro_batch, phase=phase, ordinal=ordinal,
+        )  # fmt: skip
+        frame = Frame(module, info, scope, phase, sequence, is_recorded=True)
+        frames.append(frame)
+        if self._values.is_on and not is_followed:
+            self._inputs_at_global_hook(frame, module, args)
+
+    def own_input_hook(
+        self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> None:
+        """Instance pre-hook behind a module's own pre-hooks: its inputs as `forward` receives them."""
+        frames = self._stacks.frames
+        if frames and frames[-1].module is module and frames[-1].is_recorded:
+            self._read_inputs(frames[-1], args, kwargs)
+
+    def after_forward(self, module: nn.Module, args: tuple[object, ...], *rest: object) -> None:
+        """Global forward hook: a call ended. `rest` is (kwargs, output), or one item where forward raised."""
+        frame, abandoned = self._stacks.pop(module)
+        for lost in reversed(abandoned):
+            self._abandon(lost)
+        if frame is None:
+            return
+        error = sys.exc_info()[1] if len(rest) == 1 else None
+        if frame.is_recorded and frame.sequence is not None:
+            if len(rest) == 2:
+                self._finish(frame, args, rest[0], rest[1])
+            self._stacks.ended = frame if module._forward_hooks else None
+            status = CallStatus.RAISED if len(rest) == 1 else CallStatus.RETURNED
+            self._recorder.exit(frame.sequence, status, _describe_error(error) if error else "")
+
+    def own_output_hook(self, module: nn.Module, args: object, output: object) -> None:
+        """Instance forward hook behind a module's own hooks: what the caller really gets."""
+        frame, self._stacks.ended = self._stacks.ended, None
+        if frame is None or frame.module is not module or frame.sequence is None:
+            return
+        before = frozenset(id(tensor) for tensor in frame.outputs)
+        self._values.read_all("returned", output, frame.sequence, frame.phase, skip=before)
+
+    # ------------------------------------------------------------------ values
+
+    def _inputs_at_global_hook(self, frame: Frame, module: nn.Module, args: tuple[object, ...]) -> None:
+        kwargs = _keyword_arguments()
+        seen = self._read_inputs(frame, args, kwargs or {})
+        if module._forward_pre_hooks or kwargs is None:
+            frame.seen_inputs = {slot: id(tensor) for slot, tensor in seen}
+
+    def _read_inputs(
+        self, frame: Frame, args: tuple[object, ...], kwargs: dict[str, object], flags: int = 0
+    ) -> list[tuple[str, torch.Tensor]]:
+        assert frame.sequence is not None  # noqa: S101  # recorded frames have one
+        seen = self._values.read_all("input", args, frame.sequence, frame.phase, flags=flags) if args else []
+        if kwargs:
+            seen += self._values.read_all("input", kwargs, frame.sequence, frame.phase, flags=flags)
+        self._watch(frame, seen, "input", "grad_input")
+        return seen
+
+    def _finish(self, frame: Frame, args: object, kwargs: object, output: object) -> None:
+        if not self._values.is_on:
+            return
+        assert frame.sequence is not None and isinstance(args, tuple) and isinstance(kwargs, dict)  # noqa: S101
+        if frame.seen_inputs is not None:
+            self._reread_replaced_inputs(frame, args, kwargs)
+        tensors = self._values.read_all("output", output, frame.sequence, frame.phase)
+        self._watch(frame, tensors, "output", "grad_output")
+        if frame.module._forward_hooks:  # kept alive, so that what they return is told apart by identity
+            frame.outputs = tuple(tensor for _, tensor in tensors)
+
+    def _reread_replaced_inputs(
+        self, frame: Frame, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> None:
+        """Read the inputs the module's own pre-hooks put in place of those we saw; forward has run by now."""
+        assert frame.sequence is not None and frame.seen_inputs is not None  # noqa: S101
+        with invisible():
+            for value in (args, kwargs):
+                for slot, leaf in walk("input", value):
+                    if isinstance(leaf, torch.Tensor) and frame.seen_inputs.get(slot) != id(leaf) and self._values.wants(slot):
+                        self._values.read(leaf, frame.sequence, slot, frame.phase, flags=ValueFlag.AFTER_CALL)
+
+    def _watch(
+        self, frame: Frame, tensors: list[tuple[str, torch.Tensor]], kind: str, gradient_kind: str
+    ) -> None:
+        if not self._wants_backward or frame.phase is not Phase.FORWARD or frame.sequence is None:
+            return
+        for slot, tensor in tensors:
+            gradient_slot = gradient_kind + slot.removeprefix(kind)
+            if tensor.requires_grad and self._values.wants(gradient_slot):
+                with invisible(keep_grad=True):
+                    self.gradients.watch(tensor, frame.sequence, gradient_slot)
+
+    def _gradient(self, targets: list[GradientTarget], gradient: torch.Tensor, ordinal: int) -> None:
+        if not isinstance(gradient, torch.Tensor):
+            return
+        with invisible():
+            for target in targets:
+                self._values.read(
+                    gradient, target.sequence, target.slot, Phase.BACKWARD, ordinal=ordinal
+                )
+
+    # ------------------------------------------------------------------ bookkeeping
+
+    def _learn(self, module: nn.Module, top: Frame | None) -> ModuleInfo:
+        with invisible():
+            info = self._table.learn(module, top.info.root if top is not None else None)
+        self.select(info)
+        return info
+
+    def select(self, info: ModuleInfo) -> None:
+        """Apply the setting `paths` to a module and everything of its root."""
+        if self._paths == ("*",):
+            return
+        every = self._table.of_root(info.root) if info.root is not None else (info,)
+        for each in (*every, info):
+            each.is_selected = matches(self._paths, each.path)
+
+    def definition_of(self, info: ModuleInfo) -> int:
+        """Return the number of a module in the spool, defining it (and its root) on first sight."""
+        if not info.definition:
+            root = info.root
+            if root is not None and not root.definition:
+                root.definition = self._recorder.define(
+                    "root",
+                    **{"class": root.class_name},
+                    parameters=root.parameter_count,
+                    has_parameters=True,
+                )
+            info.definition = self._recorder.define(
+                "module",
+                root=root.definition if root is not None else 0,
+                path=info.path,
+                raw_path=info.raw_path,
+                **{"class": info.class_name},
+                wrappers=info.wrappers,
+                opaque=info.is_opaque,
+            )
+        return info.definition
+
+    def _abandon(self, frame: Frame) -> None:
+        if frame.is_recorded and frame.sequence is not None:
+            self._recorder.exit(frame.sequence, CallStatus.ABANDONED)
+
+    def end_step(self) -> None:
+        """Forget what belongs to the step: hooks on leaves, tensors seen, scopes of its calls."""
+        self.gradients.forget()
+        self._values.end_step()
+        self._last_scopes.clear()
+        self._stacks.ended = None
+
+    def current_sequence(self) -> int | None:
+        """Return the call now open on this thread, None outside every call."""
+        frames = self._stacks.frames
+        return frames[-1].sequence if frames else None
+
+
+def _keyword_arguments() -> dict[str, object] | None:
+    """Return the kwargs of the module call whose global pre-hook is running, None where they are hidden.
+
+    Global pre-hooks are handed no kwargs; they stand in the frame of torch's `Module._call_impl`.
+    """
+    frame = sys._getframe(1)
+    for _ in range(6):
+        if frame.f_code.co_name == "inner" and frame.f_code.co_filename.endswith("module.py"):
+            found = frame.f_locals.get("kwargs")
+            return found if isinstance(found, dict) else None
+        if frame.f_back is None:
+            return None
+        frame = frame.f_back
+    return None
+
+
+def _describe_error(error: BaseException) -> str:
+    """Return a bounded, address-free text of the user's exception."""
+    text = _ADDRESS.sub("0x…", f"{type(error).__name__}: {error}")
+    return text if len(text) <= _MAX_ERROR_CHARACTERS else text[:_MAX_ERROR_CHARACTERS] + "…"

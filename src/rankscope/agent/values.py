@@ -1,0 +1,123 @@
+"""From a tensor in a hook to its record: described, digested unseen, written."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from rankscope.agent.recorder import Recorder
+from rankscope.agent.settings import Settings, matches
+from rankscope.capture.describe import Describer
+from rankscope.capture.digest import Digester
+from rankscope.capture.invisible import invisible
+from rankscope.capture.pytree import walk
+from rankscope.record.call import Phase
+from rankscope.record.value import ValueFlag
+
+__all__ = ["ValueReader"]
+
+
+class _PerThread(threading.local):
+    """Digesters remember tensors, and autograd may run on a thread of its own: one for each thread."""
+
+    digester: Digester | None = None
+
+
+class ValueReader:
+    """Reads values for one session: what to take, how to digest it, where to write it."""
+
+    def __init__(self, recorder: Recorder, describer: Describer, settings: Settings) -> None:
+        self._recorder = recorder
+        self._describer = describer
+        self._batch_dim = settings.batch_dim
+        self._globs = None if settings.slots == ("*",) else settings.slots
+        self._wanted: dict[str, bool] = {}
+        self._local = _PerThread()
+        self._digesters: list[Digester] = []
+        self.is_on = settings.digest == "full"
+        """False where only the structure is recorded."""
+
+    def wants(self, slot: str) -> bool:
+        """True where the setting `slots` takes this slot."""
+        if self._globs is None:
+            return True
+        found = self._wanted.get(slot)
+        if found is None:
+            found = self._wanted[slot] = matches(self._globs, slot)
+        return found
+
+    def read(
+        self,
+        tensor: torch.Tensor,
+        sequence: int,
+        slot: str,
+        phase: Phase,
+        *,
+        ordinal: int = 0,
+        flags: int = 0,
+        samples: bool = True,
+    ) -> None:
+        """Digest one tensor as it is now and record it; the caller holds `invisible()`."""
+        described, local = self._describer.describe(tensor)
+        reading = None
+        if described.is_pending:
+            flags |= ValueFlag.PENDING
+        elif described.can_digest:
+            digester = self._local.digester or self._new_digester()
+            reading = digester.read(local, described.ranges, samples=samples and described.allows_samples)
+        self._recorder.value(
+            sequence, slot, described, reading, phase=phase, ordinal=ordinal, flags=flags, batch_dim=self._batch_dim
+        )  # fmt: skip
+
+    def read_all(
+        self,
+        prefix: str,
+        value: object,
+        sequence: int,
+        phase: Phase,
+        *,
+        flags: int = 0,
+        skip: frozenset[int] = frozenset(),
+    ) -> list[tuple[str, torch.Tensor]]:
+        """Record every leaf of an argument or result, but for tensors whose identity is in `skip`.
+
+        Returns:
+            (slot, tensor) of the tensors among the leaves.
+        """
+        tensors = []
+        with invisible():
+            for slot, leaf in walk(prefix, value):
+                if not self.wants(slot):
+                    continue
+                if isinstance(leaf, torch.Tensor):
+                    if id(leaf) in skip:
+                        continue
+                    self.read(leaf, sequence, slot, phase, flags=flags)
+                    tensors.append((slot, leaf))
+                elif not skip:
+                    self.note(leaf, sequence, slot, phase, flags)
+        return tensors
+
+    def note(self, leaf: object, sequence: int, slot: str, phase: Phase, flags: int = 0) -> None:
+        """Record an argument that is no tensor by its bounded description."""
+        described = self._describer.describe_other(leaf)
+        self._recorder.value(
+            sequence, slot, described, None, phase=phase, flags=flags | ValueFlag.PYTHON
+        )
+
+    def absent(self, sequence: int, slot: str, phase: Phase) -> None:
+        """Record that a slot holds nothing (`.grad is None`)."""
+        described = self._describer.describe_other(None)
+        self._recorder.value(sequence, slot, described, None, phase=phase, flags=ValueFlag.ABSENT)
+
+    def _new_digester(self) -> Digester:
+        digester = Digester(batch_dim=self._batch_dim)
+        self._local.digester = digester
+        self._digesters.append(digester)
+        return digester
+
+    def end_step(self) -> None:
+        """Forget every tensor seen: memory of what was digested ends with the step."""
+        for digester in self._digesters:
+            digester.end_step()

@@ -1,0 +1,62 @@
+"""Settings: one table, three spellings, clear errors."""
+
+from __future__ import annotations
+
+import pytest
+
+from rankscope.agent.settings import SETTINGS, StepSelection, matches, parse_size, settings_from
+from rankscope.errors import SettingError
+
+
+def test_a_keyword_wins_over_the_variable_and_the_variable_over_the_default() -> None:
+    environ = {"RANKSCOPE_STEPS": "5", "RANKSCOPE_BATCH_DIM": "1"}
+    settings = settings_from({"steps": "7-9"}, environ)
+    assert 8 in settings.steps and 5 not in settings.steps
+    assert settings.batch_dim == 1
+    assert settings.spool_bytes == 256 << 20
+
+
+def test_every_setting_has_an_option_a_variable_and_a_keyword() -> None:
+    names = {s.name for s in SETTINGS}
+    assert {"out", "steps", "ranks", "paths", "phases", "slots", "spool", "collector"} <= names
+    assert all(s.variable == "RANKSCOPE_" + s.name.upper().replace("-", "_") for s in SETTINGS)
+
+
+@pytest.mark.parametrize(
+    ("text", "inside", "outside"),
+    [("0-2,10", (0, 1, 2, 10), (3, 9, 11)), ("every:100", (0, 100, 700), (1, 99)), ("all", (0, 12345), ())],
+)
+def test_steps_are_ranges_a_period_or_all(text: str, inside: tuple[int, ...], outside: tuple[int, ...]) -> None:
+    steps = StepSelection.parse(text)
+    assert all(s in steps for s in inside) and not any(s in steps for s in outside)
+
+
+@pytest.mark.parametrize("text", ["", "2-1", "a", "1-", "every:0", "every:x", "-1", "1;2"])
+def test_a_bad_step_range_says_how_to_write_one(text: str) -> None:
+    with pytest.raises(SettingError, match="steps="):
+        StepSelection.parse(text)
+
+
+def test_a_selection_knows_when_no_later_step_can_come() -> None:
+    assert StepSelection.parse("0-2").is_over(2) and not StepSelection.parse("0-2,9").is_over(5)
+    assert not StepSelection.parse("every:10").is_over(1000)
+
+
+def test_an_error_names_the_variable_it_was_read_from() -> None:
+    with pytest.raises(SettingError, match="RANKSCOPE_SPOOL_BYTES"):
+        settings_from({}, {"RANKSCOPE_SPOOL_BYTES": "plenty"})
+
+
+def test_an_unknown_keyword_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(SettingError, match="stepz.*steps"):
+        settings_from({"stepz": "1"}, {})
+
+
+@pytest.mark.parametrize(("text", "size"), [("4096", 4096), ("1k", 1024), ("256M", 256 << 20), ("1.5GiB", 3 << 29)])
+def test_sizes_are_powers_of_1024(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+def test_globs_match_the_whole_path_and_two_stars_are_one() -> None:
+    assert matches(("layers.*.attn",), "layers.0.attn") and not matches(("layers",), "layers.0")
+    assert matches(("layers.**",), "layers.0.attn.q")
