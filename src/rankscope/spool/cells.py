@@ -8,9 +8,11 @@ A spool is an append-only stream of records; a record is one or more cells, comm
     offset 6   u16  left    cells of this record that follow this one
     offset 8   56 bytes     payload
 
-The writer fills the following cells first and the crc of the first cell last, so a reader that finds
-a valid first cell finds a whole record; unwritten space is zero and a zero cell is never valid. All
-numbers are little-endian. Records never cross a segment: the rest of a segment is one FILLER record.
+The writer fills the following cells first and the first cell last; a cell half written fails its
+crc, unwritten space is zero and a zero cell is never valid, so a reader that finds every cell of a
+record valid has the whole record, and any other record is not committed yet. All numbers are
+little-endian. Records never cross a segment: the rest of a segment is one FILLER record. ENTER, EXIT
+and VALUE fill their cells to the last byte, which spares the writer the padding.
 """
 
 from __future__ import annotations
@@ -20,23 +22,30 @@ import struct
 
 import numpy as np
 
+from rankscope.record.run import EndReason
+
 __all__ = [
     "CELL_BYTES",
+    "DEFINITION_LENGTH",
+    "END",
+    "END_DTYPE",
+    "END_REASONS",
+    "ENTER",
+    "ENTER_DTYPE",
+    "ERROR",
+    "ERROR_DTYPE",
+    "EXIT",
+    "EXIT_DTYPE",
     "FIRST",
     "FORMAT_VERSION",
+    "GAP",
+    "GAP_DTYPE",
     "HEADER",
     "HEADER_BYTES",
     "MAX_RECORD_CELLS",
     "NO_MICRO_BATCH",
     "NO_SEQUENCE",
     "PAYLOAD_BYTES",
-    "ENTER",
-    "ENTER_DTYPE",
-    "ERROR",
-    "EXIT",
-    "EXIT_DTYPE",
-    "GAP",
-    "END",
     "SAMPLES",
     "SAMPLES_DTYPE",
     "STEP",
@@ -67,13 +76,13 @@ class RecordKind(enum.IntEnum):
     """What a record says. Never renumber."""
 
     DEFINITION = 1
-    """u32 byte length, then msgpack: a name, shape, mesh ... that later records refer to by number."""
+    """u32 byte length, then msgpack: a name, shape ... that later records refer to by number."""
     ENTER = 2
     """A call began (or an event of a root: setup, grads, params)."""
     EXIT = 3
     """A call ended."""
     VALUE = 4
-    """One tensor in one slot: VALUE_HEAD alone (one cell) or with its digest (VALUE_CELLS cells)."""
+    """One tensor in one slot: VALUE_HEAD alone (one cell), or with its digest (VALUE_CELLS)."""
     SAMPLES = 5
     """Per-sample sketches of the value before it: SAMPLES, then count x K float32."""
     STEP = 6
@@ -108,61 +117,88 @@ NO_SEQUENCE = 0xFFFF_FFFF_FFFF_FFFF
 """Parent of a call that has none."""
 NO_MICRO_BATCH = 0xFFFF_FFFF
 
-ENTER = struct.Struct("<QQqIIIIBBHII")
-"""sequence, parent sequence, time_ns, module definition, step, micro_batch, ordinal, phase, mode, thread,
-root definition, spare."""
+ENTER = struct.Struct("<QQqIIIIBBHII4x")
+"""sequence, parent sequence, time_ns, module definition, step, micro_batch, ordinal, phase, mode,
+thread, root definition, spare."""
 ENTER_DTYPE = np.dtype(
     [
-        ("sequence", "<u8"), ("parent", "<u8"), ("time_ns", "<i8"), ("module", "<u4"), ("step", "<u4"),
-        ("micro_batch", "<u4"), ("ordinal", "<u4"), ("phase", "u1"), ("mode", "u1"), ("thread", "<u2"),
-        ("root", "<u4"), ("spare", "<u4"),
+        ("sequence", "<u8"), ("parent", "<u8"), ("time_ns", "<i8"), ("module", "<u4"),
+        ("step", "<u4"), ("micro_batch", "<u4"), ("ordinal", "<u4"), ("phase", "u1"),
+        ("mode", "u1"), ("thread", "<u2"), ("root", "<u4"), ("spare", "<u4"), ("pad", "V4"),
     ]
 )  # fmt: skip
 
-EXIT = struct.Struct("<QqIBxxx")
+EXIT = struct.Struct("<QqIB35x")
 """sequence, time_ns, text definition of the error (0 for none), CallStatus."""
-EXIT_DTYPE = np.dtype([("sequence", "<u8"), ("time_ns", "<i8"), ("text", "<u4"), ("status", "u1"), ("pad", "V3")])
+EXIT_DTYPE = np.dtype(
+    [("sequence", "<u8"), ("time_ns", "<i8"), ("text", "<u4"), ("status", "u1"), ("pad", "V35")]
+)
 
 VALUE_HEAD = struct.Struct("<QqIIIBxHQQQ")
-"""sequence of the call, time_ns, slot definition, meta definition, ValueFlag, phase, ordinal (of the backward
-pass, 0 elsewhere), count, hash, reference to kept bytes (0 for none)."""
-VALUE = struct.Struct("<QqIIIBxHQQQ" "QQQQddd" "dd8d" "32x")
-"""VALUE_HEAD, then nan, +inf, -inf, zero, min, max, mean, std, l2, sketch; cut over VALUE_CELLS cells."""
+"""sequence of the call, time_ns, slot definition, meta definition, ValueFlag, phase, ordinal (of
+the backward pass, 0 elsewhere), count, hash, reference to kept bytes (0 for none)."""
+VALUE = struct.Struct("<QqIIIBxHQQQQQQQddddd8d32x")
+"""VALUE_HEAD, then nan, +inf, -inf, zero, min, max, mean, std, l2, sketch; VALUE_CELLS cells."""
 _VALUE_HEAD_FIELDS = [
-    ("sequence", "<u8"), ("time_ns", "<i8"), ("slot", "<u4"), ("meta", "<u4"), ("flags", "<u4"), ("phase", "u1"),
-    ("pad", "V1"), ("ordinal", "<u2"), ("count", "<u8"), ("hash", "<u8"), ("reference", "<u8"),
+    ("sequence", "<u8"), ("time_ns", "<i8"), ("slot", "<u4"), ("meta", "<u4"), ("flags", "<u4"),
+    ("phase", "u1"), ("pad", "V1"), ("ordinal", "<u2"), ("count", "<u8"), ("hash", "<u8"),
+    ("reference", "<u8"),
 ]  # fmt: skip
 VALUE_HEAD_DTYPE = np.dtype(_VALUE_HEAD_FIELDS)
 VALUE_DTYPE = np.dtype(
     [
         *_VALUE_HEAD_FIELDS,
-        ("nan", "<u8"), ("posinf", "<u8"), ("neginf", "<u8"), ("zero", "<u8"), ("min", "<f8"), ("max", "<f8"),
-        ("mean", "<f8"), ("std", "<f8"), ("l2", "<f8"), ("sketch", "<f8", (8,)), ("spare", "V32"),
+        ("nan", "<u8"), ("posinf", "<u8"), ("neginf", "<u8"), ("zero", "<u8"), ("min", "<f8"),
+        ("max", "<f8"), ("mean", "<f8"), ("std", "<f8"), ("l2", "<f8"), ("sketch", "<f8", (8,)),
+        ("spare", "V32"),
     ]
 )  # fmt: skip
 VALUE_CELLS = 4
 
 SAMPLES = struct.Struct("<QIHBxIIHHII")
-"""sequence of the call, slot definition, ordinal, phase, samples, K, batch dim, spare, spare, spare."""
+"""sequence of the call, slot definition, ordinal, phase, samples, K, batch dim, three spares."""
 SAMPLES_DTYPE = np.dtype(
     [
-        ("sequence", "<u8"), ("slot", "<u4"), ("ordinal", "<u2"), ("phase", "u1"), ("pad", "V1"), ("count", "<u4"),
-        ("size", "<u4"), ("dim", "<u2"), ("spare", "<u2"), ("spare2", "<u4"), ("spare3", "<u4"),
+        ("sequence", "<u8"), ("slot", "<u4"), ("ordinal", "<u2"), ("phase", "u1"), ("pad", "V1"),
+        ("count", "<u4"), ("size", "<u4"), ("dim", "<u2"), ("spare", "<u2"), ("spare2", "<u4"),
+        ("spare3", "<u4"),
     ]
 )  # fmt: skip
 
 STEP = struct.Struct("<qIBBxxI")
 """time_ns, step, mode, StepEvent, note (text definition, 0 for none)."""
-STEP_DTYPE = np.dtype([("time_ns", "<i8"), ("step", "<u4"), ("mode", "u1"), ("event", "u1"), ("pad", "V2"), ("text", "<u4")])
+STEP_DTYPE = np.dtype(
+    [
+        ("time_ns", "<i8"), ("step", "<u4"), ("mode", "u1"), ("event", "u1"), ("pad", "V2"),
+        ("text", "<u4"),
+    ]
+)  # fmt: skip
 
 ERROR = struct.Struct("<QqII")
 """sequence of the call (NO_SEQUENCE for none), time_ns, text definition, spare."""
+ERROR_DTYPE = np.dtype([("sequence", "<u8"), ("time_ns", "<i8"), ("text", "<u4"), ("spare", "<u4")])
 
 GAP = struct.Struct("<qQQIIBxxx")
 """time_ns, records dropped, bytes dropped, first step, last step, mode."""
 
+GAP_DTYPE = np.dtype(
+    [
+        ("time_ns", "<i8"), ("records", "<u8"), ("bytes", "<u8"), ("first_step", "<u4"),
+        ("last_step", "<u4"), ("mode", "u1"), ("pad", "V3"),
+    ]
+)  # fmt: skip
+
 END = struct.Struct("<qQQII")
-"""time_ns, records committed, records dropped, text definition of the reason, spare."""
+"""time_ns, records committed, records dropped, text definition of a note (0 for none), index in
+END_REASONS."""
+END_DTYPE = np.dtype(
+    [("time_ns", "<i8"), ("records", "<u8"), ("dropped", "<u8"), ("text", "<u4"), ("reason", "<u4")]
+)
+END_REASONS = (EndReason.EXIT, EndReason.CLOSED, EndReason.SWITCHED_OFF)
+"""What the number in an END record means. Never reorder."""
+
+DEFINITION_LENGTH = struct.Struct("<I")
+"""Byte length of the msgpack that follows."""
 
 assert ENTER.size == ENTER_DTYPE.itemsize <= PAYLOAD_BYTES
 assert EXIT.size == EXIT_DTYPE.itemsize <= PAYLOAD_BYTES
@@ -170,3 +206,6 @@ assert VALUE_HEAD.size == VALUE_HEAD_DTYPE.itemsize == PAYLOAD_BYTES
 assert VALUE.size == VALUE_DTYPE.itemsize == VALUE_CELLS * PAYLOAD_BYTES
 assert SAMPLES.size == SAMPLES_DTYPE.itemsize <= PAYLOAD_BYTES
 assert STEP.size == STEP_DTYPE.itemsize <= PAYLOAD_BYTES
+assert ERROR.size == ERROR_DTYPE.itemsize <= PAYLOAD_BYTES
+assert GAP.size == GAP_DTYPE.itemsize <= PAYLOAD_BYTES
+assert END.size == END_DTYPE.itemsize <= PAYLOAD_BYTES

@@ -1,0 +1,101 @@
+"""Who is alive: a rank holds a POSIX record lock on its stream folder for as long as it lives.
+
+The kernel drops such a lock however the process ends, and a forked child does not inherit it.
+Asking whether a stream is alive never takes the lock (`F_GETLK`), and never opens the file in the
+process that holds it: closing any descriptor of a file drops all its POSIX locks in that process.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import struct
+import time
+from pathlib import Path
+
+from rankscope.errors import SpoolError
+
+__all__ = ["LOCK_NAME", "StreamLock", "is_alive"]
+
+LOCK_NAME = "lock"
+_RETRY_S = 0.2
+_FLOCK = struct.Struct("@hhqqi")
+"""struct flock of 64-bit Linux: type, whence, start, length, pid."""
+
+_held: dict[tuple[int, int], int] = {}
+"""(device, inode) of every lock file this process holds, and the process id that took it."""
+
+
+class StreamLock:
+    """The life of one stream, held from construction to `release` or the end of the process."""
+
+    __slots__ = ("_descriptor", "_key", "_pid")
+
+    def __init__(self, folder: Path) -> None:
+        """Take the lock of `folder`.
+
+        Raises:
+            SpoolError: another writer holds it, in this process or another; or it cannot be made.
+        """
+        path = folder / LOCK_NAME
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._pid = os.getpid()
+        if _is_held_here(path):
+            raise SpoolError(
+                f"{folder}: this process already writes this stream; close that writer"
+            )
+        try:
+            self._descriptor = os.open(path, flags, 0o600)
+        except OSError as error:
+            raise SpoolError(f"{path}: cannot be made: {error.strerror}") from error
+        deadline = time.monotonic() + _RETRY_S
+        while True:
+            try:
+                fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError as error:
+                if error.errno not in (errno.EACCES, errno.EAGAIN) or time.monotonic() > deadline:
+                    os.close(self._descriptor)
+                    raise SpoolError(
+                        f"{folder}: another process writes this stream; a rank may run once per "
+                        f"incarnation, so a child that inherited RANK must not trace"
+                    ) from error
+            time.sleep(0.01)
+        status = os.fstat(self._descriptor)
+        self._key = (status.st_dev, status.st_ino)
+        _held[self._key] = self._pid
+
+    def release(self) -> None:
+        """Give the lock up. Does nothing in a forked child, nor the second time."""
+        if self._descriptor >= 0 and self._pid == os.getpid():
+            _held.pop(self._key, None)
+            os.close(self._descriptor)
+        self._descriptor = -1
+
+
+def is_alive(folder: Path) -> bool:
+    """True while some process holds the lock of this stream folder. Takes no lock itself."""
+    path = folder / LOCK_NAME
+    if _is_held_here(path):
+        return True
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0).ljust(32, b"\0")
+        answer = fcntl.fcntl(descriptor, fcntl.F_GETLK, asked)
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return bool(_FLOCK.unpack(answer[: _FLOCK.size])[0] != fcntl.F_UNLCK)
+
+
+def _is_held_here(path: Path) -> bool:
+    try:
+        status = os.stat(path, follow_symlinks=False)
+    except OSError:
+        return False
+    return _held.get((status.st_dev, status.st_ino)) == os.getpid()

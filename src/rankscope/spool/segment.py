@@ -1,0 +1,88 @@
+"""One mapped file of a stream: made whole, then filled cell by cell.
+
+A segment is preallocated under another name and renamed into place: whoever sees it sees its full
+size, and no page of it can fail to exist later (a sparse map on a full disk kills the process).
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from pathlib import Path
+
+import numpy as np
+
+from rankscope.errors import SpoolError
+from rankscope.spool.cells import CELL_BYTES, FIRST, RecordKind
+
+__all__ = ["SEGMENT_SUFFIX", "Segment", "segment_indexes", "segment_path"]
+
+SEGMENT_SUFFIX = ".cells"
+
+
+def segment_path(folder: Path, index: int) -> Path:
+    """Where segment `index` of a stream lies: `000003.cells`."""
+    return folder / f"{index:06d}{SEGMENT_SUFFIX}"
+
+
+def segment_indexes(folder: Path) -> list[int]:
+    """Numbers of the segments that still exist, ascending.
+
+    Raises:
+        SpoolError: the folder cannot be listed.
+    """
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise SpoolError(f"{folder}: cannot be listed: {error.strerror}") from error
+    stems = (name.removesuffix(SEGMENT_SUFFIX) for name in names if name.endswith(SEGMENT_SUFFIX))
+    return sorted(int(stem) for stem in stems if len(stem) >= 6 and stem.isdigit())
+
+
+class Segment:
+    """A mapped segment and how far it is filled. The writer alone moves `at`."""
+
+    __slots__ = ("at", "data_end", "end", "index", "map", "path")
+
+    def __init__(self, folder: Path, index: int, size_bytes: int) -> None:
+        """Make, preallocate and map segment `index`.
+
+        Raises:
+            OSError: no space, no permission, or the name is taken.
+        """
+        self.index = index
+        self.path = segment_path(folder, index)
+        self.at = 0
+        """Bytes committed."""
+        self.end = size_bytes
+        self.data_end = 0
+        """Data records may be written up to here; 0 sends every write the slow way."""
+        draft = self.path.with_suffix(".new")
+        draft.unlink(missing_ok=True)
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(draft, flags, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, size_bytes)
+            self.map = mmap.mmap(descriptor, size_bytes)
+            os.rename(draft, self.path)
+        except OSError:
+            draft.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(descriptor)
+
+    def count_records(self) -> int:
+        """Records committed here, fillers left out."""
+        cells = np.frombuffer(self.map, np.uint8)[: self.at].reshape(-1, CELL_BYTES)
+        firsts = (cells[:, 5] & FIRST).astype(bool) & (cells[:, 4] != RecordKind.FILLER)
+        return int(np.count_nonzero(firsts))
+
+    def exists(self) -> bool:
+        """True until somebody frees or moves the file."""
+        return self.path.exists()
+
+    def unmap(self) -> None:
+        """Let the mapping go; the file stays."""
+        self.map.close()

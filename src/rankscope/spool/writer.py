@@ -1,0 +1,555 @@
+"""The write side, inside the training process: no thread, no socket, no lock to wait on for ever.
+
+A write fills cells at the committed end of the mapped segment and then moves that end. Whatever goes
+wrong in between leaves the end where it was: a kill, an exception raised by a signal handler, a write
+nested in a handler. Who may write is settled by one atomic `dict.setdefault` of a token; a token whose
+owner left `write` without giving it back (KeyboardInterrupt) is found stale and taken over.
+
+When the spool is full, records are dropped to the end of the step, and then whole steps until there
+is room again; a GAP record says which and how many. Definitions are never dropped: those that find
+no room are owed, and written before the next record that could name them.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import sys
+import time
+import weakref
+from _thread import get_ident
+from binascii import crc32
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Final
+
+from rankscope.errors import SpoolError
+from rankscope.record.run import EndReason
+from rankscope.spool.cells import (
+    CELL_BYTES,
+    DEFINITION_LENGTH,
+    END,
+    END_REASONS,
+    FIRST,
+    GAP,
+    MAX_RECORD_CELLS,
+    PAYLOAD_BYTES,
+    STEP,
+    RecordKind,
+    StepEvent,
+)
+from rankscope.spool.lock import StreamLock
+from rankscope.spool.segment import Segment, segment_indexes
+
+__all__ = ["DEFAULT_SEGMENT_BYTES", "MINIMUM_LIMIT_BYTES", "SpoolWriter"]
+
+DEFAULT_SEGMENT_BYTES: Final = 16 << 20
+MINIMUM_LIMIT_BYTES: Final = 64 << 10
+_SEGMENTS_PER_LIMIT: Final = 8
+_OWED_BYTES: Final = 64 << 20
+"""Definitions kept in memory while the spool is full; beyond it the write is refused."""
+_WAIT_S: Final = 1.0
+"""How long a thread waits for another one's write before it looks whether that one still writes."""
+
+_CELL: Final = struct.Struct("<I4s56s")
+_HEAD: Final = struct.Struct("<BBH")
+_QUAD: Final = struct.Struct("<56s56s56s56s")
+_pack_cell = _CELL.pack_into
+_pack_three = struct.Struct("<I4s56sI4s56sI4s56s").pack_into
+
+_Token = tuple[int]
+_Gap = list[int]
+"""first step, last step, records, bytes: mutable because it grows while steps are dropped."""
+
+
+def _head(kind: int, count: int, number: int) -> tuple[bytes, int]:
+    """Return the header of cell `number` of `count` without its crc, and the crc of that header."""
+    head = _HEAD.pack(kind, FIRST if number == 0 else 0, count - 1 - number)
+    return head, crc32(head)
+
+
+_SLOW: Final = (RecordKind.STEP, RecordKind.GAP, RecordKind.END, RecordKind.FILLER)
+_RESERVED: Final = (RecordKind.DEFINITION, RecordKind.GAP, RecordKind.END)
+"""May use the part of the last segment that data may not."""
+_SINGLE: Final = tuple(
+    None if kind == 0 or kind in _SLOW else _head(kind, 1, 0) for kind in range(max(RecordKind) + 1)
+)
+_FOUR: Final = tuple(
+    tuple(_head(kind, 4, number) for number in range(4)) for kind in range(max(RecordKind) + 1)
+)
+_HEADS: Final[dict[tuple[int, int], list[tuple[bytes, int]]]] = {}
+"""(kind, cells) to the headers of such a record, for the record sizes seen most."""
+_HEADS_KEPT: Final = 256
+
+_writers: weakref.WeakSet[SpoolWriter] = weakref.WeakSet()
+
+
+class _Closed:
+    """Stands for the segment once there is none: every write goes the slow way and is refused."""
+
+    at = 0
+    data_end = 0
+    end = 0
+    map = bytearray()
+
+
+_CLOSED: Final = _Closed()
+
+
+class SpoolWriter:
+    """One rank's stream of records in `folder`; every method may be called from several threads."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        limit_bytes: int,
+        segment_bytes: int = DEFAULT_SEGMENT_BYTES,
+        retire: Callable[[Path, int], None] | None = None,
+    ) -> None:
+        """Make the folder (0700), take its lock and preallocate the first segment.
+
+        Args:
+            folder: the stream's folder; must not hold records of an earlier process.
+            limit_bytes: unfreed bytes the stream may occupy before steps are dropped.
+            segment_bytes: size of one file; at most an eighth of the limit.
+            retire: called with a full segment's path and its offset in the stream, to move it away;
+                without it somebody else (the relay) frees segments.
+
+        Raises:
+            SpoolError: the limit is too small, the stream is taken, or the disk has no room.
+        """
+        if limit_bytes < MINIMUM_LIMIT_BYTES:
+            raise SpoolError(
+                f"{folder}: a spool of {limit_bytes} bytes is too small; "
+                f"--rs-spool-bytes must be at least {MINIMUM_LIMIT_BYTES}"
+            )
+        size = min(segment_bytes, limit_bytes // _SEGMENTS_PER_LIMIT)
+        self._folder = folder
+        self._segment_bytes = size - size % CELL_BYTES
+        self._segments_allowed = limit_bytes // self._segment_bytes
+        self._retire = retire
+        self._holder: dict[int, _Token] = {}
+        self._thieves: dict[int, tuple[_Token, _Token]] = {}
+        self._outside: list[int] = []
+        """Bytes of records dropped without the token: nested in a write, or waited too long."""
+        self._gaps: dict[int, _Gap] = {}
+        self._owed: list[bytes] = []
+        self._owed_bytes = 0
+        self._step, self._mode = 0, 0
+        self._is_dropping = False
+        self._records = 0
+        self._dropped = 0
+        self._kept: list[Segment] = []
+        self.trouble = ""
+        """Why the last segment could not be made, empty when there was no trouble."""
+        self._segment: Segment | _Closed = _CLOSED
+        self._lock = _claim(folder)
+        try:
+            self._segment = self._first_segment()
+        except SpoolError:
+            self._lock.release()
+            raise
+        _writers.add(self)
+
+    @property
+    def folder(self) -> Path:
+        """The stream's folder."""
+        return self._folder
+
+    @property
+    def segment_bytes(self) -> int:
+        """Size of every segment of this stream."""
+        return self._segment_bytes
+
+    @property
+    def dropping(self) -> bool:
+        """True while records are dropped because the spool is full."""
+        return self._is_dropping
+
+    @property
+    def dropped_records(self) -> int:
+        """Records dropped so far."""
+        return self._dropped + len(self._outside)
+
+    @property
+    def is_closed(self) -> bool:
+        """True after `close`, and in a forked child."""
+        return self._segment is _CLOSED
+
+    @property
+    def committed_bytes(self) -> int:
+        """Length of the stream so far."""
+        segment = self._segment
+        return (
+            segment.index * self._segment_bytes + segment.at if isinstance(segment, Segment) else 0
+        )
+
+    def write(self, kind: int, payload: bytes) -> bool:
+        """Commit one record; False where it was dropped (full, closed, or nested in another write).
+
+        A STEP record also tells the writer where steps begin and end. A DEFINITION is never dropped
+        while the writer is open: where there is no room it is kept and written first later.
+
+        Raises:
+            SpoolError: the record is larger than a segment, or definitions pile up in a full spool.
+        """
+        token = (get_ident(),)
+        if self._holder.setdefault(0, token) is not token and not self._wait(token):
+            self._outside.append(len(payload))
+            return False
+        segment = self._segment
+        at = segment.at
+        size = len(payload)
+        single = _SINGLE[kind]
+        if size <= PAYLOAD_BYTES and at < segment.data_end and single is not None:
+            if size < PAYLOAD_BYTES:
+                payload = payload.ljust(PAYLOAD_BYTES, b"\0")
+            _pack_cell(segment.map, at, crc32(payload, single[1]), single[0], payload)
+            segment.at = at + CELL_BYTES
+            written = True
+        elif size == _QUAD.size and at + 4 * CELL_BYTES <= segment.data_end:
+            _put_four(segment, at, _FOUR[kind], payload)
+            written = True
+        elif size > PAYLOAD_BYTES and at + size + size // 7 + CELL_BYTES < segment.data_end:
+            _put(segment, kind, payload)
+            written = True
+        else:
+            written = self._write_slowly(kind, payload)
+        del self._holder[0]
+        return written
+
+    def define(self, packed: bytes) -> bool:
+        """Commit one definition, already packed as msgpack."""
+        return self.write(RecordKind.DEFINITION, DEFINITION_LENGTH.pack(len(packed)) + packed)
+
+    def close(self, reason: EndReason = EndReason.EXIT, note: int = 0) -> None:
+        """Write END, give up lock and mapping. Does nothing twice, in a child, or inside a write.
+
+        Args:
+            reason: one of `END_REASONS`.
+            note: number of a text definition, 0 for none.
+        """
+        token = (get_ident(),)
+        if self._holder.setdefault(0, token) is not token and not self._wait(token):
+            return
+        segment = self._segment
+        if isinstance(segment, Segment):
+            self._settle(must_fit=True)
+            self._records += segment.count_records() if segment is self._segment else 0
+            latest = self._segment
+            if isinstance(latest, Segment) and latest is not segment:
+                self._records += latest.count_records()
+            code = END_REASONS.index(reason) if reason in END_REASONS else 0
+            self._put_reserved(
+                RecordKind.END,
+                END.pack(time.monotonic_ns(), self._records, self._dropped, note, code),
+            )
+            last, self._segment = self._segment, _CLOSED
+            if isinstance(last, Segment):
+                last.unmap()
+            _writers.discard(self)
+            self._lock.release()
+        del self._holder[0]
+
+    # ---- who may write ----------------------------------------------------------------------
+
+    def _wait(self, token: _Token) -> bool:
+        """Become the holder after another write; False where this call is nested in one."""
+        deadline = time.monotonic() + _WAIT_S
+        while True:
+            owner = self._holder.setdefault(0, token)
+            if owner is token:
+                return True
+            is_mine = owner[0] == token[0]
+            if is_mine or time.monotonic() > deadline:
+                frame = sys._getframe(2) if is_mine else sys._current_frames().get(owner[0])
+                if _is_writing(frame):
+                    return False
+                if self._thieves.setdefault(id(owner), (owner, token))[1] is token:
+                    self._holder[0] = token
+                    self._repair()
+                    return True
+                deadline = time.monotonic() + _WAIT_S
+            time.sleep(0)
+
+    def _repair(self) -> None:
+        """Take over after a write left half done by an exception: step over its record if whole."""
+        segment = self._segment
+        cells = _whole_record(segment)
+        if cells:
+            segment.at += cells * CELL_BYTES
+        elif isinstance(segment, Segment):
+            self._count_drop(0)
+
+    # ---- the slow way -----------------------------------------------------------------------
+
+    def _write_slowly(self, kind: int, payload: bytes) -> bool:
+        if not isinstance(self._segment, Segment):
+            return False
+        if kind == RecordKind.STEP:
+            self._note_step(payload)
+        cells = max(1, -(-len(payload) // PAYLOAD_BYTES))
+        if cells * CELL_BYTES > self._segment_bytes // 2 or cells > MAX_RECORD_CELLS:
+            del self._holder[0]
+            raise SpoolError(
+                f"{self._folder}: a record of {len(payload)} bytes does not fit in a segment of "
+                f"{self._segment_bytes} bytes; raise --rs-spool-bytes"
+            )
+        if kind == RecordKind.DEFINITION:
+            return self._write_definition(payload)
+        if not self._is_dropping and self._owed:
+            self._settle()
+        if not self._is_dropping and self._make_room(cells, is_reserved=kind in _RESERVED):
+            _put(self._segment, kind, payload)
+            return True
+        self._start_dropping()
+        self._count_drop(len(payload))
+        return False
+
+    def _write_definition(self, payload: bytes) -> bool:
+        cells = max(1, -(-len(payload) // PAYLOAD_BYTES))
+        if not self._owed and self._make_room(cells, is_reserved=True):
+            _put(self._segment, RecordKind.DEFINITION, payload)
+            return True
+        if self._owed_bytes + len(payload) > _OWED_BYTES:
+            del self._holder[0]
+            raise SpoolError(
+                f"{self._folder}: the spool is full and {len(self._owed)} definitions wait for "
+                f"room; raise --rs-spool-bytes, or see relay.log beside it for why nothing is sent"
+            )
+        self._start_dropping()
+        self._owed.append(payload)
+        self._owed_bytes += len(payload)
+        return True
+
+    def _note_step(self, payload: bytes) -> None:
+        _, step, mode, event, _ = STEP.unpack(payload)
+        if event != StepEvent.BEGIN:
+            return
+        self._step, self._mode = step, mode
+        if self._is_dropping and self._has_room_again():
+            self._is_dropping = False
+        if not self._is_dropping:
+            self._settle()
+
+    def _has_room_again(self) -> bool:
+        """Worth resuming: half a segment for data, here or in a new one."""
+        half = self._segment_bytes // 2 // CELL_BYTES
+        self._refresh_data_end()
+        segment = self._segment
+        owed_cells = sum(-(-len(payload) // PAYLOAD_BYTES) + 1 for payload in self._owed)
+        if segment.data_end - segment.at >= (half + owed_cells) * CELL_BYTES:
+            return True
+        segment.data_end = 0
+        return self._roll_over()
+
+    def _settle(self, *, must_fit: bool = False) -> None:
+        """Write what is owed: definitions first, then the gap records."""
+        while self._owed:
+            payload = self._owed[0]
+            if not self._put_reserved(RecordKind.DEFINITION, payload):
+                if not must_fit:
+                    self._start_dropping()
+                break
+            self._owed_bytes -= len(self._owed.pop(0))
+        while self._outside:
+            self._count_drop(self._outside.pop())
+        for mode in list(self._gaps):
+            first, last, records, lost_bytes = self._gaps[mode]
+            packed = GAP.pack(time.monotonic_ns(), records, lost_bytes, first, last, mode)
+            if not self._put_reserved(RecordKind.GAP, packed):
+                break
+            del self._gaps[mode]
+
+    def _put_reserved(self, kind: RecordKind, payload: bytes) -> bool:
+        cells = max(1, -(-len(payload) // PAYLOAD_BYTES))
+        if not self._make_room(cells, is_reserved=True):
+            return False
+        _put(self._segment, kind, payload)
+        return True
+
+    def _start_dropping(self) -> None:
+        self._is_dropping = True
+        segment = self._segment
+        if isinstance(segment, Segment):
+            segment.data_end = 0
+
+    def _count_drop(self, size: int) -> None:
+        self._dropped += 1
+        gap = self._gaps.setdefault(self._mode, [self._step, self._step, 0, 0])
+        gap[0] = min(gap[0], self._step)
+        gap[1] = max(gap[1], self._step)
+        gap[2] += 1
+        gap[3] += size
+
+    # ---- segments ---------------------------------------------------------------------------
+
+    def _first_segment(self) -> Segment:
+        if segment_indexes(self._folder):
+            raise SpoolError(
+                f"{self._folder}: holds records of an earlier process; a restarted rank needs the "
+                f"next incarnation number, or remove the folder"
+            )
+        try:
+            segment = Segment(self._folder, 0, self._segment_bytes)
+        except OSError as error:
+            raise SpoolError(
+                f"{self._folder}: cannot reserve {self._segment_bytes >> 10} KiB for the spool "
+                f"({error.strerror}; {_free_bytes(self._folder) >> 10} KiB free); "
+                f"choose another disk with --rs-spool or less with --rs-spool-bytes"
+            ) from error
+        segment.data_end = segment.end
+        self._kept = [segment]
+        return segment
+
+    def _make_room(self, cells: int, *, is_reserved: bool) -> bool:
+        """Make the current segment one with room for `cells` more; False where there is none."""
+        segment = self._segment
+        if not self._is_dropping:
+            self._refresh_data_end()
+        needed = segment.at + cells * CELL_BYTES
+        if needed <= (segment.end if is_reserved else segment.data_end):
+            return True
+        if not is_reserved and segment.data_end < segment.end:
+            return False
+        return self._roll_over()
+
+    def _refresh_data_end(self) -> None:
+        """Allow data up to the end, or to the middle where this is the last segment allowed."""
+        segment = self._segment
+        self._kept = [kept for kept in self._kept if kept is segment or kept.exists()]
+        is_last = len(self._kept) >= self._segments_allowed
+        segment.data_end = _middle(segment.end) if is_last else segment.end
+
+    def _roll_over(self) -> bool:
+        """Go on in a new segment where the limit and the disk allow one."""
+        old = self._segment
+        self._kept = [kept for kept in self._kept if kept is old or kept.exists()]
+        if not isinstance(old, Segment) or len(self._kept) >= self._segments_allowed:
+            return False
+        try:
+            new = Segment(self._folder, old.index + 1, self._segment_bytes)
+        except OSError as error:
+            self.trouble = f"{self._folder}: no new segment: {error.strerror}"
+            return False
+        self._records += old.count_records()
+        rest = (old.end - old.at) // CELL_BYTES
+        if rest:
+            _put(old, RecordKind.FILLER, bytes(rest * PAYLOAD_BYTES))
+        self._kept.append(new)
+        self._segment = new
+        if not self._is_dropping:
+            self._refresh_data_end()
+        old.unmap()
+        self._hand_over(old)
+        return True
+
+    def _hand_over(self, old: Segment) -> None:
+        if self._retire is None:
+            return
+        try:
+            self._retire(old.path, old.index * self._segment_bytes)
+        except OSError as error:
+            self.trouble = f"{old.path}: cannot be moved away: {error.strerror}"
+
+    def _forget_in_child(self) -> None:
+        """A forked child has no part in its parent's stream."""
+        self._segment = _CLOSED
+        self._holder = {}
+
+
+def _put_four(
+    segment: Segment | _Closed, at: int, heads: tuple[tuple[bytes, int], ...], payload: bytes
+) -> None:
+    """What `_put` does, for the record with a whole digest: unrolled, it is the second hottest."""
+    first, second, third, fourth = _QUAD.unpack(payload)
+    (head0, crc0), (head1, crc1), (head2, crc2), (head3, crc3) = heads
+    mapped = segment.map
+    _pack_three(
+        mapped,
+        at + CELL_BYTES,
+        crc32(second, crc1), head1, second,
+        crc32(third, crc2), head2, third,
+        crc32(fourth, crc3), head3, fourth,
+    )  # fmt: skip
+    _pack_cell(mapped, at, crc32(first, crc0), head0, first)
+    segment.at = at + 4 * CELL_BYTES
+
+
+def _put(segment: Segment | _Closed, kind: int, payload: bytes) -> None:
+    """Write a record that fits: its following cells, then its first one; then move the end."""
+    count = -(-len(payload) // PAYLOAD_BYTES) or 1
+    heads = _HEADS.get((kind, count))
+    if heads is None:
+        heads = [_head(kind, count, number) for number in range(count)]
+        if count <= 64 and len(_HEADS) < _HEADS_KEPT:
+            _HEADS[kind, count] = heads
+    mapped, start = segment.map, segment.at
+    if len(payload) < count * PAYLOAD_BYTES:
+        payload = payload.ljust(count * PAYLOAD_BYTES, b"\0")
+    at, cut = start + CELL_BYTES, PAYLOAD_BYTES
+    for head, crc in heads[1:]:
+        part = payload[cut : cut + PAYLOAD_BYTES]
+        _pack_cell(mapped, at, crc32(part, crc), head, part)
+        at += CELL_BYTES
+        cut += PAYLOAD_BYTES
+    head, crc = heads[0]
+    part = payload[:PAYLOAD_BYTES]
+    _pack_cell(mapped, start, crc32(part, crc), head, part)
+    segment.at = at
+
+
+def _whole_record(segment: Segment | _Closed) -> int:
+    """Cells of the record that lies whole at the committed end, 0 where none does."""
+    at, mapped = segment.at, segment.map
+    if at >= segment.end:
+        return 0
+    stored, head, _ = _CELL.unpack_from(mapped, at)
+    kind, flags, left = _HEAD.unpack(head)
+    if kind == 0 or flags != FIRST or at + (left + 1) * CELL_BYTES > segment.end:
+        return 0
+    for number in range(left + 1):
+        stored, head, payload = _CELL.unpack_from(mapped, at + number * CELL_BYTES)
+        expected, crc = _head(kind, left + 1, number)
+        if head != expected or stored != crc32(payload, crc):
+            return 0
+    return int(left) + 1
+
+
+def _is_writing(frame: FrameType | None) -> bool:
+    """True where this frame, or one that called it, is inside `write` or `close`."""
+    codes = (SpoolWriter.write.__code__, SpoolWriter.close.__code__)
+    while frame is not None:
+        if frame.f_code in codes:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _claim(folder: Path) -> StreamLock:
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise SpoolError(
+            f"{folder}: cannot be made: {error.strerror}; choose another with --rs-spool"
+        ) from error
+    return StreamLock(folder)
+
+
+def _free_bytes(folder: Path) -> int:
+    found = os.statvfs(folder)
+    return found.f_bavail * found.f_frsize
+
+
+def _middle(size: int) -> int:
+    return size // 2 // CELL_BYTES * CELL_BYTES
+
+
+def _forget_all_in_child() -> None:
+    for writer in list(_writers):
+        writer._forget_in_child()
+
+
+os.register_at_fork(after_in_child=_forget_all_in_child)
