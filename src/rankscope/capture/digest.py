@@ -1,0 +1,310 @@
+"""The digest of a tensor on the CPU: statistics, hash and composable sketch in about a nanosecond an element.
+
+This is the hot path of rankscope: it runs for every value of a traced step. It uses no torch
+operation at all (numpy and xxhash on the tensor's own memory), so nothing that watches torch, no
+checkpointing, autocast, mode or default device, can see it or change it.
+
+Minimum, maximum and sums are taken first; only a block they do not prove finite is looked at again.
+Statistics and sketch are reused for the same live object of the same version *and the same hash*:
+`_version` alone proves nothing (in-place collectives, fused optimizers and `.data` leave it), so the
+hash is always computed.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import weakref
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import xxhash
+
+from rankscope.capture.elements import Array, Storage, elements, storage_of
+from rankscope.capture.fold import (
+    BLOCK_ELEMENTS,
+    BLOCK_ROWS,
+    Plan,
+    Segment,
+    contiguous_runs,
+    make_plan,
+    multiply_rows,
+    sum_width,
+)
+from rankscope.capture.moments import Block, Moments, measure, measure_carefully, measure_small
+from rankscope.record.placement import Ranges
+from rankscope.record.value import SKETCH_SIZE
+
+__all__ = ["Digester", "Reading"]
+
+Floats = npt.NDArray[np.floating]
+Doubles = npt.NDArray[np.float64]
+
+_SMALL_ELEMENTS: Final = 1 << 13
+"""Up to here everything is done in float64; also below OpenBLAS's threshold for threads."""
+_MOST_PLANS: Final = 1024
+_MOST_REMEMBERED: Final = 1 << 16
+
+
+class Reading(NamedTuple):
+    """The numbers of one value; fields as in `rankscope.record.value.Digest`."""
+
+    count: int
+    hash: int
+    nan: int
+    posinf: int
+    neginf: int
+    zero: int
+    min: float
+    max: float
+    mean: float
+    std: float
+    l2: float
+    sketch: tuple[float, ...]
+    samples: npt.NDArray[np.float32] | None
+    """[samples, 8] sketches of the single samples, the batch dim's own factor left out."""
+    reused: bool
+    """Statistics and sketch are those of the same object, read earlier in this step."""
+
+
+class _Seen(NamedTuple):
+    """What is remembered of a tensor object until the step ends."""
+
+    tensor: weakref.ref[torch.Tensor]
+    version: int
+    raw_hash: int
+    plan: Plan
+    reading: Reading
+
+
+class _Scratch(threading.local):
+    """Buffers of one thread: hooks run on autograd's threads too."""
+
+    def __init__(self) -> None:
+        self.flags = np.empty(1 << 17, dtype=np.bool_)
+        self.products = np.empty((1 << 10, SKETCH_SIZE), dtype=np.float32)
+
+    def flags_for(self, count: int) -> npt.NDArray[np.bool_]:
+        """Return at least `count` booleans."""
+        if count > self.flags.size:
+            self.flags = np.empty(count, dtype=np.bool_)
+        return self.flags
+
+    def products_for(self, rows: int) -> npt.NDArray[np.float32]:
+        """Return [rows, 8] float32."""
+        if rows > len(self.products):
+            self.products = np.empty((rows, SKETCH_SIZE), dtype=np.float32)
+        return self.products[:rows]
+
+
+class Digester:
+    """Reads digests of CPU tensors, and remembers them until the step ends.
+
+    Call `read` with torch's function modes out of the way (`rankscope.capture.invisible`).
+    """
+
+    def __init__(self, batch_dim: int = 0) -> None:
+        self._batch_dim = batch_dim
+        self._plans: dict[object, tuple[Plan, Storage]] = {}
+        self._seen: dict[int, _Seen] = {}
+        self._scratch = _Scratch()
+
+    def end_step(self) -> None:
+        """Forget every tensor: nothing is reused across steps."""
+        self._seen.clear()
+
+    def read(self, local: torch.Tensor, ranges: tuple[Ranges, ...] | None, *, samples: bool) -> Reading:
+        """Return the digest of a strided CPU tensor that `describe` said can be digested.
+
+        Args:
+            local: what this rank holds.
+            ranges: per dim the global indices held; None takes the local indices.
+            samples: also keep one sketch a sample, where the batch dim is at most 64 long.
+
+        Raises:
+            TypeError: a dtype that cannot be digested.
+        """
+        key = (local.dtype, local.shape, ranges, samples)
+        known = self._plans.get(key)
+        if known is None:
+            known = self._make_plan(local, ranges, samples, key)
+        plan, storage = known
+        if plan.count == 0:
+            return _empty(plan)
+        array = elements(local, storage)
+        is_flat = array.flags.c_contiguous
+        raw = xxhash.xxh3_64_intdigest(array) if is_flat else _hash_runs(array)
+        try:
+            version = local._version
+        except RuntimeError:  # inference tensors have none
+            version = -1
+        seen = self._seen.get(id(local))
+        if (
+            seen is not None
+            and seen.raw_hash == raw
+            and seen.version == version
+            and seen.plan is plan
+            and seen.tensor() is local
+        ):
+            return seen.reading
+        reading = self._compute(array, plan, storage, raw)
+        if len(self._seen) >= _MOST_REMEMBERED:
+            self._seen.clear()
+        again = reading._replace(reused=True)
+        self._seen[id(local)] = _Seen(weakref.ref(local), version, raw, plan, again)
+        return reading
+
+    def _make_plan(
+        self, local: torch.Tensor, ranges: tuple[Ranges, ...] | None, samples: bool, key: object
+    ) -> tuple[Plan, Storage]:
+        storage = storage_of(local.dtype)
+        if storage is None:
+            raise TypeError(f"{local.dtype} tensors have no digest: ask capture.describe before reading one")
+        batch_dim: int | None = None
+        if samples and local.dim():
+            batch_dim = self._batch_dim + (local.dim() if self._batch_dim < 0 else 0)
+        plan = make_plan(tuple(local.shape), ranges, batch_dim, storage.is_complex)
+        if len(self._plans) >= _MOST_PLANS:
+            self._plans.clear()
+        self._plans[key] = plan, storage
+        return plan, storage
+
+    def _compute(self, array: Array, plan: Plan, storage: Storage, raw: int) -> Reading:
+        rows: Doubles | None
+        if plan.is_simple and array.flags.c_contiguous:
+            words = array.reshape(-1)
+            segment = plan.segments[0]
+            block, products, scale = self._look(storage.values(words), segment, segment.sum_width)
+            weights = segment.weights(0, segment.rows)
+            if plan.batch_rows is None or plan.batch_factors is None:
+                rows = None
+                sketch = np.vecdot(products, weights, axis=0)
+            else:
+                rows = _per_sample(products, weights, plan.batch_rows)
+                sketch = np.vecdot(rows, plan.batch_factors, axis=0)
+            if scale != 1.0:
+                sketch, rows = sketch * scale, None if rows is None else rows * scale
+        else:
+            block, sketch, rows = self._blockwise(array, plan, storage)
+        digest = raw
+        if storage.normalize is not None and (block.nan or (block.zero and _has_minus_zero(array, storage))):
+            digest = _hash_runs(array, storage)
+        return _reading(plan, block, digest, sketch, rows)
+
+    def _look(self, values: Floats, segment: Segment, width: int) -> tuple[Block, Floats, float]:
+        """Return moments, [rows, 8] products with the segment's columns, and the scale of these."""
+        scale = 1.0
+        if values.size <= _SMALL_ELEMENTS:
+            doubles = values.astype(np.float64)
+            block = measure_small(doubles)
+            if block is None:
+                with np.errstate(all="ignore"):
+                    block, doubles, scale = measure_carefully(values)
+            return block, doubles.reshape(-1, segment.inner) @ segment.matrix64, scale
+        block = measure(values, width, self._scratch.flags_for(values.size))
+        if block is None:
+            with np.errstate(all="ignore"):
+                block, values, scale = measure_carefully(values)
+        rows = values.size // segment.inner
+        at_once = segment.multiply_rows if rows == segment.rows else multiply_rows(rows, segment.inner)
+        if values.dtype.itemsize == 4:
+            out: Floats = self._scratch.products_for(rows)
+            return block, _multiply(values, segment.matrix32, rows, at_once, out), scale
+        return block, _multiply(values, segment.matrix64, rows, at_once, np.empty((rows, SKETCH_SIZE))), scale
+
+    def _blockwise(self, array: Array, plan: Plan, storage: Storage) -> tuple[Block, Doubles, Doubles | None]:
+        """Return moments, sketch and rows of a tensor of any size and strides, a block at a time."""
+        moments, shaped = Moments(), array.reshape(plan.shape) if array.shape != plan.shape else array
+        parts = np.zeros((1 if plan.batch_factors is None else len(plan.batch_factors), SKETCH_SIZE))
+        for segment in plan.segments:
+            row = 0
+            most = max(1, min(BLOCK_ROWS, BLOCK_ELEMENTS // segment.inner))
+            for run in contiguous_runs(shaped if segment.where is None else shaped[segment.where]):
+                for start in range(0, run.size, most * segment.inner):
+                    values = storage.values(run[start : start + most * segment.inner])
+                    count = values.size // segment.inner
+                    block, products, scale = self._look(values, segment, sum_width(count, segment.inner))
+                    moments.add(block)
+                    weights = segment.weights(row, row + count)
+                    self._accumulate(parts, products, weights, scale, segment, plan)
+                    row += count
+        if plan.batch_factors is None:
+            return moments.block(), parts[0], None
+        return moments.block(), np.vecdot(parts, plan.batch_factors, axis=0), parts
+
+    @staticmethod
+    def _accumulate(
+        parts: Doubles, products: Floats, weights: Doubles, scale: float, segment: Segment, plan: Plan
+    ) -> None:
+        if plan.batch_rows is not None:
+            parts += _per_sample(products, weights, plan.batch_rows) * scale
+        else:
+            parts[segment.sample] += np.vecdot(products, weights, axis=0) * scale
+
+
+def _multiply(values: Floats, matrix: Floats, rows: int, at_once: int, out: Floats) -> Floats:
+    inner = len(matrix)
+    whole = rows - rows % at_once
+    stacked = values[: whole * inner].reshape(-1, at_once, inner)
+    np.matmul(stacked, matrix, out=out[:whole].reshape(-1, at_once, SKETCH_SIZE))
+    if whole != rows:
+        np.matmul(values[whole * inner :].reshape(-1, inner), matrix, out=out[whole:])
+    return out
+
+
+def _per_sample(products: Floats, weights: Doubles, batch_rows: tuple[int, int, int]) -> Doubles:
+    before, samples, after = batch_rows
+    shape = (before, samples, after, SKETCH_SIZE)
+    sums: Doubles = np.vecdot(products.reshape(shape), weights.reshape(shape), axis=2)
+    return sums[0] if before == 1 else sums.sum(axis=0)
+
+
+def _has_minus_zero(array: Array, storage: Storage) -> bool:
+    size = storage.dtype.itemsize
+    if size == 1:
+        return True  # a table normalizes 8-bit floats at no cost worth a look
+    words = np.dtype(f"<i{size}")
+    for run in contiguous_runs(array):
+        # -0 is the smallest signed integer of its size
+        if int(np.minimum.reduce(run.view(words))) == np.iinfo(words).min:
+            return True
+    return False
+
+
+def _hash_runs(array: Array, storage: Storage | None = None) -> int:
+    """Return xxh3 of the words in row-major order, normalized where a storage is given."""
+    state = xxhash.xxh3_64()
+    for run in contiguous_runs(array):
+        for start in range(0, run.size, BLOCK_ELEMENTS):
+            part = run[start : start + BLOCK_ELEMENTS]
+            state.update(storage.normalize(part) if storage is not None and storage.normalize else part)
+    return state.intdigest()
+
+
+def _reading(plan: Plan, block: Block, digest: int, sketch: Doubles, rows: Doubles | None) -> Reading:
+    finite = block.finite
+    return Reading(
+        plan.count,
+        digest,
+        block.nan,
+        block.posinf,
+        block.neginf,
+        block.zero,
+        block.min,
+        block.max,
+        block.mean,
+        block.deviation / math.sqrt(finite - 1) if finite > 1 else math.nan,
+        block.norm,
+        tuple(sketch.tolist()),
+        None if rows is None else rows.astype(np.float32),
+        False,
+    )
+
+
+def _empty(plan: Plan) -> Reading:
+    rows = None if plan.batch_factors is None else np.zeros((len(plan.batch_factors), SKETCH_SIZE), np.float32)
+    nan = math.nan
+    none = (0.0,) * SKETCH_SIZE
+    return Reading(0, xxhash.xxh3_64_intdigest(b""), 0, 0, 0, 0, nan, nan, nan, nan, 0.0, none, rows, False)

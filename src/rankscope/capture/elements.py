@@ -1,0 +1,198 @@
+"""A CPU tensor's elements as a numpy array over the same memory, without one torch operation.
+
+The array is made from address, shape and strides, so nothing that watches torch operations can see
+it, and nothing is copied. Each dtype says how its stored words become floating-point values and how
+they are normalized for the hash (-0 becomes +0, every NaN one NaN).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from rankscope.capture.torch_internals import optional_dtypes
+
+__all__ = ["Storage", "elements", "storage_of"]
+
+Array = npt.NDArray[np.generic]
+Floats = npt.NDArray[np.floating]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Storage:
+    """How one torch dtype is stored and read."""
+
+    dtype: np.dtype[np.generic]
+    """Type of the stored words; a complex element is two."""
+    floats: np.dtype[np.floating]
+    """Type its values are computed in: float32 where that holds them exactly, else float64."""
+    is_complex: bool = False
+    is_native: bool = False
+    """The stored words are already `floats`."""
+    widen: Callable[[Array], Floats] | None = None
+    """Stored words to values; None where a plain conversion does it."""
+    normalize: Callable[[Array], Array] | None = None
+    """A normalized copy of stored words, None for dtypes without -0 and NaN."""
+
+    def values(self, words: Array) -> Floats:
+        """Return the values of flat stored words; the same array where they are native."""
+        if self.is_native:
+            return words  # type: ignore[return-value]  # is_native says that they are floats
+        return self.widen(words) if self.widen else words.astype(self.floats)
+
+
+def _normalize_floats(words: Array) -> Array:
+    copy = words + words.dtype.type(0)
+    copy[np.isnan(copy)] = np.nan
+    return copy
+
+
+def _widen_bfloat16(words: Array) -> Floats:
+    halves = np.zeros((words.size, 2), dtype="<u2")
+    halves[:, 1] = words
+    return halves.reshape(-1).view("<f4")
+
+
+def _normalize_bfloat16(words: Array) -> Array:
+    copy = words.copy()
+    magnitude = words & np.uint16(0x7FFF)  # type: ignore[operator]  # stored as uint16
+    copy[magnitude == 0] = 0
+    copy[magnitude > 0x7F80] = 0x7FC0
+    return copy
+
+
+def _decode(word: int, exponent_bits: int, bias: int, is_fnuz: bool, has_inf: bool) -> float:
+    """Return the value of one 8-bit float (OCP 8-bit floating point 1.0; fnuz: one zero, one NaN)."""
+    mantissa_bits = 7 - exponent_bits
+    sign = -1.0 if word & 0x80 else 1.0
+    exponent, mantissa = (word & 0x7F) >> mantissa_bits, word & ((1 << mantissa_bits) - 1)
+    if is_fnuz and word == 0x80:
+        return math.nan
+    if has_inf and exponent == (1 << exponent_bits) - 1:
+        return math.nan if mantissa else sign * math.inf
+    if not is_fnuz and not has_inf and word & 0x7F == 0x7F:
+        return math.nan
+    whole = mantissa / (1 << mantissa_bits) + (1 if exponent else 0)
+    return sign * math.ldexp(whole, max(exponent, 1) - bias)
+
+
+def _eight_bits(values: list[float]) -> Storage:
+    """Return the storage of an 8-bit float type: its 256 values say everything about it."""
+    table = np.array(values, dtype=np.float32)
+    normal = np.arange(256, dtype=np.uint8)
+    for same in (np.isnan(table), table == 0):
+        if same.any():
+            normal[same] = np.flatnonzero(same)[0]
+    return Storage(
+        dtype=np.dtype(np.uint8),
+        floats=np.dtype(np.float32),
+        widen=lambda words: table[words],
+        normalize=lambda words: normal[words],
+    )
+
+
+def _integer(dtype: npt.DTypeLike, floats: npt.DTypeLike) -> Storage:
+    return Storage(dtype=np.dtype(dtype), floats=np.dtype(floats))
+
+
+def _floating(dtype: npt.DTypeLike, floats: npt.DTypeLike, is_complex: bool = False) -> Storage:
+    return Storage(
+        dtype=np.dtype(dtype),
+        floats=np.dtype(floats),
+        is_complex=is_complex,
+        is_native=np.dtype(dtype) == np.dtype(floats),
+        normalize=_normalize_floats,
+    )
+
+
+_STORAGES: Final[dict[torch.dtype, Storage]] = {
+    torch.float32: _floating("<f4", "<f4"),
+    torch.float64: _floating("<f8", "<f8"),
+    torch.float16: _floating("<f2", "<f4"),
+    torch.bfloat16: Storage(
+        dtype=np.dtype("<u2"),
+        floats=np.dtype("<f4"),
+        widen=_widen_bfloat16,
+        normalize=_normalize_bfloat16,
+    ),
+    torch.complex64: _floating("<f4", "<f4", is_complex=True),
+    torch.complex128: _floating("<f8", "<f8", is_complex=True),
+    torch.complex32: _floating("<f2", "<f4", is_complex=True),
+    torch.bool: _integer("u1", "<f4"),
+    torch.uint8: _integer("u1", "<f4"),
+    torch.int8: _integer("i1", "<f4"),
+    torch.int16: _integer("<i2", "<f4"),
+    torch.int32: _integer("<i4", "<f8"),
+    torch.int64: _integer("<i8", "<f8"),
+    **{
+        t: _integer(f"<u{t.itemsize}", "<f4" if t.itemsize < 4 else "<f8")
+        for t in optional_dtypes("uint16", "uint32", "uint64")
+    },
+}
+_EIGHT_BIT_FORMATS: Final = {
+    "float8_e4m3fn": (4, 7, False, False),
+    "float8_e4m3fnuz": (4, 8, True, False),
+    "float8_e5m2": (5, 15, False, True),
+    "float8_e5m2fnuz": (5, 16, True, False),
+}
+"""Exponent bits, bias, fnuz, has infinities."""
+
+
+def _add_eight_bit_formats() -> None:
+    for name, parameters in _EIGHT_BIT_FORMATS.items():
+        for dtype in optional_dtypes(name):
+            _STORAGES[dtype] = _eight_bits([_decode(word, *parameters) for word in range(256)])
+    for dtype in optional_dtypes("float8_e8m0fnu"):
+        _STORAGES[dtype] = _eight_bits([*(2.0 ** (word - 127) for word in range(255)), math.nan])
+
+
+_add_eight_bit_formats()
+
+
+def storage_of(dtype: torch.dtype) -> Storage | None:
+    """Return how a dtype is stored, None for those rankscope cannot digest (quantized, packed, bits)."""
+    return _STORAGES.get(dtype)
+
+
+def elements(tensor: torch.Tensor, storage: Storage) -> Array:
+    """Return the stored words of a CPU tensor: its own memory where it is contiguous.
+
+    The array keeps nothing alive: use it while the tensor is. Conjugate and negative bits are
+    resolved in a copy.
+
+    Returns:
+        An array of the tensor's shape, a complex one with a last dim of 2 more. Row-major, except
+        for a large tensor that is not: that one keeps its strides, so that nothing large is copied.
+    """
+    shape = tensor.shape
+    size = storage.dtype.itemsize
+    if storage.is_complex:
+        shape = torch.Size([*shape, 2])
+    if tensor.is_contiguous():
+        memory = (ctypes.c_char * (tensor.numel() * size * (1 + storage.is_complex))).from_address(tensor.data_ptr())
+        array = np.frombuffer(memory, storage.dtype).reshape(shape)
+    else:
+        array = _strided(tensor, storage, shape)
+    if tensor.is_neg():
+        array = np.negative(array)
+    if storage.is_complex and tensor.is_conj():
+        array = array.copy()
+        np.negative(array[..., 1], out=array[..., 1])
+    return array
+
+
+def _strided(tensor: torch.Tensor, storage: Storage, shape: torch.Size) -> Array:
+    size = storage.dtype.itemsize
+    strides = [step * size * (1 + storage.is_complex) for step in tensor.stride()]
+    if storage.is_complex:
+        strides.append(size)
+    extent = size + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
+    memory = (ctypes.c_char * extent).from_address(tensor.data_ptr())
+    return np.ndarray(shape, storage.dtype, memory, 0, strides)

@@ -1,0 +1,268 @@
+"""How a tensor of any shape is folded to 2-D so that its sketch is one matrix product.
+
+The trailing dims make the columns (a few hundred to a few thousand, float32 factors), the leading
+dims the rows (float64 weights)::
+
+    values [rows, inner] @ matrix [inner, 8]  ->  [rows, 8],  then weighted and summed over rows
+
+A dim too long for that is cut at multiples of 512 global indices, where its factor is the product of
+a low and a high part (see `rankscope.record.factors`): a vector of millions of elements needs the
+512 columns of the low part alone, whatever index its shard begins at. The unaligned ends of a shard
+then are segments of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from rankscope.record.factors import RADIX, block_factors, factors, product_factors
+from rankscope.record.placement import Ranges
+from rankscope.record.value import MAX_SAMPLES, SKETCH_SIZE
+
+__all__ = ["BLOCK_ELEMENTS", "BLOCK_ROWS", "Plan", "Segment", "contiguous_runs", "make_plan", "multiply_rows", "sum_width"]
+
+BLOCK_ELEMENTS = 1 << 19
+"""Elements looked at together: bounds every temporary to a few MB."""
+BLOCK_ROWS = 8192
+"""Rows of a block at most; OpenBLAS starts threads for dot products of more than 10,000 elements."""
+MULTIPLY_ELEMENTS = 1 << 15
+"""Elements of one product with [inner, 8] factors: OpenBLAS starts threads above 2**18 multiplications.
+
+Whoever trains with this process did not ask for threads of ours, and limiting OpenBLAS through its
+own calls would be process-wide. Batches of this size cost no measurable time.
+"""
+_ENOUGH_INNER = 256
+_LEAST_INNER = 64
+_MOST_INNER = 4096
+_MOST_PIECES = 64
+
+Floats = npt.NDArray[np.floating]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """A box of the tensor in which one fold holds."""
+
+    where: tuple[slice, ...] | None
+    """The box; None for the whole tensor."""
+    inner: int
+    """Columns."""
+    rows: int
+    matrix32: npt.NDArray[np.float32]
+    """[inner, 8] factors of the trailing dims."""
+    matrix64: npt.NDArray[np.float64]
+    multiply_rows: int
+    """Rows multiplied at a time."""
+    sum_width: int
+    """Row length for sums where the whole segment is one block."""
+    outer: tuple[npt.NDArray[np.float32], ...]
+    """[8, n] factors of every leading dim, outermost first."""
+    sample: int = 0
+    """Index of the batch dim that this segment holds, where single samples are segments."""
+    tables: list[npt.NDArray[np.float64]] = field(default_factory=list)
+    """The row weights once computed, where they are few."""
+
+    def weights(self, start: int, stop: int) -> npt.NDArray[np.float64]:
+        """Return the [stop - start, 8] products of the leading dims' factors for these rows."""
+        if not self.tables and self.rows <= BLOCK_ROWS:
+            self.tables.append(self._weights(0, self.rows))
+        return self.tables[0][start:stop] if self.tables else self._weights(start, stop)
+
+    def _weights(self, start: int, stop: int) -> npt.NDArray[np.float64]:
+        row = np.arange(start, stop)
+        product = np.ones((stop - start, SKETCH_SIZE))
+        for table in reversed(self.outer):
+            row, index = np.divmod(row, table.shape[1])
+            product *= table.T[index]
+        return product
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How values of one shape, layout and dtype are folded."""
+
+    count: int
+    shape: tuple[int, ...]
+    """Shape of the array to fold; a scalar is (1,), a complex tensor has a last dim of 2."""
+    segments: tuple[Segment, ...]
+    batch_factors: npt.NDArray[np.float64] | None
+    """[samples, 8] factors of the batch dim, None where samples are not kept apart."""
+    batch_rows: tuple[int, int, int] | None = None
+    """In a simple plan the rows as (before, samples, after) the batch dim; else samples are segments."""
+    is_simple: bool = False
+    """One segment, one block: the hot path."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A part of the dim that is cut: local indices, and the factors of its rows and columns."""
+
+    local: slice | None
+    columns: Ranges
+    rows: npt.NDArray[np.float32] | None
+
+
+def make_plan(
+    shape: Sequence[int], ranges: Sequence[Ranges] | None, batch_dim: int | None, is_complex: bool = False
+) -> Plan:
+    """Return the plan for local `shape` at global `ranges` (None: as if it began at index 0).
+
+    Args:
+        shape: local shape.
+        ranges: per dim the global indices held; their lengths are the local shape.
+        batch_dim: dim whose samples are kept apart, counted from the front; None for no samples.
+        is_complex: the array has a last dim of 2 for real and imaginary parts.
+    """
+    held = [((0, n),) for n in shape] if ranges is None else list(ranges)
+    sizes = list(shape)
+    if not sizes:
+        sizes, held, batch_dim = [1], [((0, 1),)], None
+    if is_complex:
+        sizes, held = [*sizes, 2], [*held, ((0, 2),)]
+    if batch_dim is not None and not (0 <= batch_dim < len(shape) and 0 < sizes[batch_dim] <= MAX_SAMPLES):
+        batch_dim = None
+    count = int(np.prod(sizes, dtype=object))
+    batch = None if batch_dim is None else factors(batch_dim, held[batch_dim]).T.astype(np.float64)
+    plan = partial(Plan, count=count, shape=tuple(sizes), batch_factors=batch)
+    if count == 0:
+        return plan(segments=())
+    begin, cut = _choose_inner(sizes, 0 if batch_dim is None else batch_dim + 1)
+    pieces = _cut(begin, held[begin], sizes[begin]) if cut else [_Piece(None, (), None)]
+    box = partial(_segment, sizes, held, begin, cut, batch_dim)
+    if len(pieces) == 1 and pieces[0].local is None and count <= BLOCK_ELEMENTS:
+        segment = box(pieces[0], None)
+        if segment.rows <= BLOCK_ROWS:
+            rows = _batch_rows(sizes, batch_dim, segment.rows)
+            return plan(segments=(segment,), batch_rows=rows, is_simple=True)
+    indices: Sequence[int | None] = [None] if batch_dim is None else range(sizes[batch_dim])
+    return plan(segments=tuple(box(piece, index) for index in indices for piece in pieces))
+
+
+def multiply_rows(rows: int, inner: int) -> int:
+    """Return how many rows to multiply at a time to stay below the threshold for threads."""
+    most = max(1, MULTIPLY_ELEMENTS // inner)
+    even = -(-rows // -(-rows // most))
+    return even if rows % even == 0 else min(most, rows)
+
+
+def sum_width(rows: int, inner: int) -> int:
+    """Return a row length near a thousand that divides rows * inner: float32 sums stay exact enough."""
+    width = inner
+    while width < _ENOUGH_INNER and rows % 2 == 0:
+        width, rows = width * 2, rows // 2
+    while width > _MOST_INNER and width % 2 == 0:
+        width //= 2
+    return width
+
+
+def _choose_inner(sizes: list[int], first: int) -> tuple[int, bool]:
+    """Return the first dim of the columns, and whether that dim has to be cut at multiples of RADIX."""
+    inner, begin = 1, len(sizes)
+    while begin > first and inner < _ENOUGH_INNER:
+        size = sizes[begin - 1]
+        if size * inner > _MOST_INNER:
+            if inner < _LEAST_INNER and size > RADIX:
+                return begin - 1, True
+            if inner > 1:
+                break
+        inner, begin = inner * size, begin - 1
+    return min(begin, len(sizes)), False
+
+
+def _cut(dim: int, held: Ranges, size: int) -> list[_Piece]:
+    pieces: list[_Piece] = []
+    position = 0
+    for start, stop in held:
+        low = min(-(-start // RADIX) * RADIX, stop)
+        high = max(stop // RADIX * RADIX, low)
+        for begin, end in ((start, low), (low, high), (high, stop)):
+            if begin == end:
+                continue
+            local = slice(position, position + end - begin)
+            position += end - begin
+            if end - begin >= RADIX:
+                rows = block_factors(dim, begin // RADIX, (end - begin) // RADIX)
+                pieces.append(_Piece(local, ((0, RADIX),), rows))
+            else:
+                pieces.append(_Piece(local, ((begin, end),), None))
+    if len(pieces) > _MOST_PIECES:
+        return [_Piece(None, held, None)]
+    if len(pieces) == 1 and pieces[0].local == slice(0, size):
+        return [_Piece(None, pieces[0].columns, pieces[0].rows)]
+    return pieces
+
+
+def _segment(
+    sizes: list[int],
+    held: list[Ranges],
+    begin: int,
+    cut: bool,
+    batch_dim: int | None,
+    piece: _Piece,
+    sample: int | None,
+) -> Segment:
+    """Return one segment; the batch dim's factor is left out (one row of ones for each sample)."""
+    columns = [(d, held[d]) for d in range(begin + cut, len(sizes))]
+    if cut:
+        columns.insert(0, (begin, piece.columns))
+    matrix = np.ascontiguousarray(product_factors(columns).T)
+    outer = []
+    for dim in range(begin):
+        if dim == batch_dim:
+            outer.append(np.ones((SKETCH_SIZE, 1 if sample is not None else sizes[dim]), dtype=np.float32))
+        else:
+            outer.append(factors(dim, held[dim]))
+    if piece.rows is not None:
+        outer.append(piece.rows)
+    where: list[slice] | None = None
+    if piece.local is not None or sample is not None:
+        where = [slice(None)] * len(sizes)
+        if piece.local is not None:
+            where[begin] = piece.local
+        if sample is not None and batch_dim is not None:
+            where[batch_dim] = slice(sample, sample + 1)
+    inner, rows = matrix.shape[0], int(np.prod([table.shape[1] for table in outer], dtype=object))
+    return Segment(
+        where=None if where is None else tuple(where),
+        inner=inner,
+        rows=rows,
+        multiply_rows=multiply_rows(rows, inner),
+        sum_width=sum_width(rows, inner),
+        matrix32=matrix,
+        matrix64=matrix.astype(np.float64),
+        outer=tuple(outer),
+        sample=sample or 0,
+    )
+
+
+def _batch_rows(sizes: list[int], batch_dim: int | None, rows: int) -> tuple[int, int, int] | None:
+    if batch_dim is None:
+        return None
+    before = int(np.prod(sizes[:batch_dim], dtype=object))
+    return before, sizes[batch_dim], rows // (before * sizes[batch_dim])
+
+
+def contiguous_runs(view: npt.NDArray[np.generic]) -> Iterator[npt.NDArray[np.generic]]:
+    """Yield the elements of an array of any strides in row-major order, in flat contiguous pieces.
+
+    Pieces that had to be copied have at most BLOCK_ELEMENTS elements, and end at whole rows of a fold.
+    """
+    if view.flags.c_contiguous:
+        yield view.reshape(-1)
+        return
+    if view.size <= BLOCK_ELEMENTS:
+        yield np.ascontiguousarray(view).reshape(-1)
+        return
+    step = BLOCK_ELEMENTS // view[0].size
+    if step == 0:
+        for part in view:
+            yield from contiguous_runs(part)
+        return
+    step -= step % RADIX if step > RADIX else 0
+    for start in range(0, view.shape[0], step):
+        yield from contiguous_runs(view[start : start + step])

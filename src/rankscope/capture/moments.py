@@ -1,0 +1,190 @@
+"""Counts, extrema, moments and projections of one block of values.
+
+Two ways to the same numbers. `measure` works in the block's own float32 or float64 at memory speed;
+row sums are combined in float64. It declines a block whose numbers that would not give exactly: NaN,
+infinities, magnitudes whose squares leave the range of the type. `measure_carefully` takes those.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Block", "Moments", "measure", "measure_carefully", "measure_small"]
+
+Floats = npt.NDArray[np.floating]
+
+_LARGE: Final = {4: 1e15, 8: 1e150}
+_SMALL: Final = {4: 1e-12, 8: 1e-150}
+_ONES: Final[dict[tuple[int, int], Floats]] = {}
+_CANCELLATION: Final = 0.25
+"""Below this share of the sum of squares, the squared deviations are summed around the mean instead."""
+_minimum = np.minimum.reduce
+_maximum = np.maximum.reduce
+_add = np.add.reduce
+
+
+class Block(NamedTuple):
+    """What one block adds to a digest."""
+
+    finite: int
+    nan: int
+    posinf: int
+    neginf: int
+    zero: int
+    min: float
+    max: float
+    mean: float
+    deviation: float
+    """Root of the sum of squared deviations from the mean."""
+    norm: float
+    """Root of the sum of squares."""
+
+
+def measure(flat: Floats, width: int, scratch: npt.NDArray[np.bool_]) -> Block | None:
+    """Return the moments of a non-empty flat array, None where it has to be looked at carefully.
+
+    Args:
+        flat: [n] float32 or float64.
+        width: a divisor of n; length of the rows whose sums are taken in the array's own type.
+        scratch: at least n booleans.
+    """
+    size = flat.dtype.itemsize
+    low, high = float(_minimum(flat)), float(_maximum(flat))
+    reach = high if high > -low else -low
+    # a NaN makes every comparison false
+    if not reach < _LARGE[size] or 0.0 < reach < _SMALL[size]:
+        return None
+    count = flat.size
+    is_zero = np.equal(flat, 0, out=scratch[:count])
+    zero = int(np.count_nonzero(is_zero))
+    rows = flat.reshape(-1, width)
+    ones = _ones(width, flat.dtype)
+    total = float(_add(np.vecdot(rows, ones), dtype=np.float64))
+    squares = float(_add(np.vecdot(rows, rows), dtype=np.float64))
+    mean = total / count
+    around = squares - total * mean
+    if around < _CANCELLATION * squares:
+        center = flat.dtype.type(mean)
+        away = rows - center
+        rest = float(_add(np.vecdot(away, ones), dtype=np.float64))
+        around = max(0.0, float(_add(np.vecdot(away, away), dtype=np.float64)) - rest * rest / count)
+        mean = float(center) + rest / count
+    return Block(count, 0, 0, 0, zero, low, high, mean, math.sqrt(around), math.sqrt(squares))
+
+
+def measure_small(flat: npt.NDArray[np.float64]) -> Block | None:
+    """Return the moments of a few thousand float64 values at most, None as `measure` does."""
+    low, high = float(_minimum(flat)), float(_maximum(flat))
+    reach = high if high > -low else -low
+    if not reach < 1e150 or 0.0 < reach < 1e-150:
+        return None
+    count = flat.size
+    zero = 0 if low > 0.0 or high < 0.0 else count - int(np.count_nonzero(flat))
+    mean = float(_add(flat)) / count
+    away = flat - mean
+    return Block(
+        count, 0, 0, 0, zero, low, high, mean, math.sqrt(float(np.vecdot(away, away))), math.sqrt(float(np.vecdot(flat, flat)))
+    )
+
+
+def measure_carefully(flat: Floats) -> tuple[Block, npt.NDArray[np.float64], float]:
+    """Return the moments of any flat values, and what to project.
+
+    Returns:
+        The block; the values as float64 with 0 for those that are not finite, divided by the scale;
+        the scale, a power of two.
+    """
+    values = flat.astype(np.float64)
+    finite = np.isfinite(values)
+    count = int(np.count_nonzero(finite))
+    nan = int(np.count_nonzero(np.isnan(values)))
+    posinf = int(np.count_nonzero(values == np.inf))
+    neginf = flat.size - count - nan - posinf
+    zero = int(np.count_nonzero(values == 0))
+    if count == 0:
+        values[:] = 0.0
+        return Block(0, nan, posinf, neginf, 0, math.nan, math.nan, math.nan, 0.0, 0.0), values, 1.0
+    low = float(np.min(values, where=finite, initial=np.inf))
+    high = float(np.max(values, where=finite, initial=-np.inf))
+    values[~finite] = 0.0
+    scale = _scale(max(-low, high))
+    values /= scale
+    mean = float(_add(values)) / count
+    away = np.where(finite, values - mean, 0.0)
+    around, squares = _squares(away), _squares(values)
+    block = Block(
+        count, nan, posinf, neginf, zero, low, high, mean * scale, math.sqrt(around) * scale, math.sqrt(squares) * scale
+    )
+    return block, values, scale
+
+
+def _scale(reach: float) -> float:
+    if reach == 0.0 or _SMALL[8] < reach < _LARGE[8]:
+        return 1.0
+    # two below the largest power keeps the scale itself and its inverse in range
+    return math.ldexp(1.0, max(-1020, min(1020, math.frexp(reach)[1])))
+
+
+def _squares(values: npt.NDArray[np.float64]) -> float:
+    return float(_add(values * values))
+
+
+def _ones(width: int, dtype: np.dtype[np.floating]) -> Floats:
+    found = _ONES.get((width, dtype.itemsize))
+    if found is None:
+        if len(_ONES) > 256:
+            _ONES.clear()
+        found = _ONES[width, dtype.itemsize] = np.ones(width, dtype=dtype)
+    return found
+
+
+@dataclass(slots=True)
+class Moments:
+    """Running combination of blocks (pairwise update of mean and deviations: Chan, Golub, LeVeque 1979).
+
+    Roots are combined by hypot, so that nothing overflows before the result itself does.
+    """
+
+    finite: int = 0
+    nan: int = 0
+    posinf: int = 0
+    neginf: int = 0
+    zero: int = 0
+    min: float = math.nan
+    max: float = math.nan
+    mean: float = math.nan
+    deviation: float = 0.0
+    norm: float = 0.0
+
+    def add(self, block: Block) -> None:
+        """Take one more block in."""
+        self.nan += block.nan
+        self.posinf += block.posinf
+        self.neginf += block.neginf
+        self.zero += block.zero
+        if block.finite == 0:
+            return
+        if self.finite == 0:
+            self.finite, self.min, self.max = block.finite, block.min, block.max
+            self.mean, self.deviation, self.norm = block.mean, block.deviation, block.norm
+            return
+        both = self.finite + block.finite
+        apart = block.mean - self.mean
+        between = abs(apart) * math.sqrt(self.finite * (block.finite / both))
+        self.deviation = math.hypot(self.deviation, block.deviation, between)
+        self.norm = math.hypot(self.norm, block.norm)
+        self.mean += apart * (block.finite / both)
+        self.min, self.max = min(self.min, block.min), max(self.max, block.max)
+        self.finite = both
+
+    def block(self) -> Block:
+        """Return what was combined."""
+        return Block(
+            self.finite, self.nan, self.posinf, self.neginf, self.zero,
+            self.min, self.max, self.mean, self.deviation, self.norm,
+        )  # fmt: skip
