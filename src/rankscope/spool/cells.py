@@ -11,8 +11,8 @@ A spool is an append-only stream of records; a record is one or more cells, comm
 The writer fills the following cells first and the first cell last; a cell half written fails its
 crc, unwritten space is zero and a zero cell is never valid, so a reader that finds every cell of a
 record valid has the whole record, and any other record is not committed yet. All numbers are
-little-endian. Records never cross a segment: the rest of a segment is one FILLER record. ENTER, EXIT
-and VALUE fill their cells to the last byte, which spares the writer the padding.
+little-endian. Records never cross a segment: the rest of a segment is one FILLER record. ENTER,
+EXIT and VALUE fill their cells to the last byte, which spares the writer the padding.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The write side, inside the training process: no thread, no socket, no lock to wait on for ever.
 
-A write fills cells at the committed end of the mapped segment and then moves that end. Whatever goes
-wrong in between leaves the end where it was: a kill, an exception raised by a signal handler, a write
-nested in a handler. Who may write is settled by one atomic `dict.setdefault` of a token; a token whose
-owner left `write` without giving it back (KeyboardInterrupt) is found stale and taken over.
+A write fills cells at the committed end of the mapped segment and then moves that end. Whatever
+goes wrong in between leaves the end where it was: a kill, an exception raised by a signal handler,
+a write nested in a handler. Who may write is settled by one atomic `dict.setdefault` of a token; a
+token whose owner left `write` without giving it back (KeyboardInterrupt) is stale and taken over.
 
 When the spool is full, records are dropped to the end of the step, and then whole steps until there
 is room again; a GAP record says which and how many. Definitions are never dropped: those that find

@@ -1,0 +1,230 @@
+"""The read side: how far a stream is committed, and its records as columns.
+
+Nothing here trusts a byte before its cell's crc and its record's shape were checked, and nothing
+reads past the first cell that fails: behind it may be a record half written, or damage.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+import numpy.typing as npt
+
+from rankscope.errors import SpoolError
+from rankscope.spool.cells import CELL_BYTES, FIRST, MAX_RECORD_CELLS
+from rankscope.spool.crc import cell_crcs
+from rankscope.spool.segment import segment_indexes, segment_path
+
+__all__ = ["StreamReader", "committed_cells", "valid_prefix"]
+
+_CHUNK = 4 << 20
+_BLOCK = 4096
+"""Cells checked at a time, so that they are still in the cache for the crc."""
+Cells = npt.NDArray[np.uint8]
+
+
+def committed_cells(cells: Cells) -> int:
+    """How many of these cells, [N, 64] from a record boundary on, are whole valid records."""
+    left_before, kind_before, end = 0, 0, 0
+    for start in range(0, len(cells), _BLOCK):
+        block = cells[start : start + _BLOCK]
+        good = _good_cells(block, left_before, kind_before)
+        end = start + good
+        if good < len(block):
+            break
+        left_before, kind_before = _left(block[-1:])[0], block[-1, 4]
+    if end and _left(cells[end - 1 : end])[0]:
+        end = _record_start(cells, end - 1)
+    return end
+
+
+def _good_cells(block: Cells, left_before: int, kind_before: int) -> int:
+    """Cells before the first whose shape or crc is wrong; the cell before the block is given."""
+    heads = np.ascontiguousarray(block[:, :8].T)
+    kind, flags = heads[4], heads[5]
+    left = np.empty(len(block) + 1, np.int32)
+    left[0] = left_before
+    left[1:] = heads[6] | heads[7].astype(np.int32) << 8
+    kinds = np.empty(len(block) + 1, np.uint8)
+    kinds[0] = kind_before
+    kinds[1:] = kind
+    starts = left[:-1] == 0
+    follows = (left[1:] + 1 == left[:-1]) & (kind == kinds[:-1]) & (flags == 0)
+    shaped = np.where(starts, flags == FIRST, follows) & (kind != 0)
+    stored = np.ascontiguousarray(block[:, :4]).view("<u4").reshape(-1)
+    wrong = np.flatnonzero(~shaped)
+    count = int(wrong[0]) if len(wrong) else len(block)
+    damaged = np.flatnonzero(stored[:count] != cell_crcs(block[:count]))
+    return int(damaged[0]) if len(damaged) else count
+
+
+def _left(cells: Cells) -> npt.NDArray[np.int32]:
+    """Cells of the record that follow each cell."""
+    return cells[:, 6] | cells[:, 7].astype(np.int32) << 8
+
+
+def _record_start(cells: Cells, number: int) -> int:
+    """The first cell of the record that cell `number` belongs to."""
+    lowest = max(0, number - MAX_RECORD_CELLS)
+    return lowest + int(np.flatnonzero(cells[lowest : number + 1, 5] == FIRST)[-1])
+
+
+def as_cells(buffer: bytes | memoryview | Cells) -> Cells:
+    """Return the whole cells of a buffer, [N, 64], without copying."""
+    flat = buffer if isinstance(buffer, np.ndarray) else np.frombuffer(buffer, np.uint8)
+    return flat.reshape(-1)[: flat.size - flat.size % CELL_BYTES].reshape(-1, CELL_BYTES)
+
+
+def valid_prefix(source: Path | bytes | Cells) -> int:
+    """Bytes of whole valid records a replica, or a buffer from a record boundary on, begins with.
+
+    Raises:
+        SpoolError: the file cannot be read.
+    """
+    if not isinstance(source, Path):
+        return committed_cells(as_cells(source)) * CELL_BYTES
+    try:
+        with source.open("rb") as file:
+            return _valid_prefix_of(file.fileno())
+    except OSError as error:
+        raise SpoolError(f"{source}: cannot be read: {error.strerror}") from error
+
+
+def _valid_prefix_of(descriptor: int) -> int:
+    """The same for an open file, in pieces: a replica may be larger than memory."""
+    offset = 0
+    while True:
+        chunk = os.pread(descriptor, _CHUNK + MAX_RECORD_CELLS * CELL_BYTES, offset)
+        whole = valid_prefix(chunk)
+        offset += whole
+        if whole == 0 or len(chunk) < _CHUNK:
+            return offset
+
+
+class StreamReader:
+    """Committed records of a stream folder, while it is written and while segments are freed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._open_index = -1
+        self._descriptor = -1
+        self._segment_bytes = 0
+
+    @property
+    def segment_bytes(self) -> int:
+        """Size of every segment of this stream; 0 while none exists.
+
+        Raises:
+            SpoolError: a segment's size is no multiple of a cell.
+        """
+        if not self._segment_bytes:
+            for index in segment_indexes(self.folder):
+                try:
+                    size = segment_path(self.folder, index).stat().st_size
+                except FileNotFoundError:
+                    continue
+                if size == 0 or size % CELL_BYTES:
+                    raise SpoolError(
+                        f"{segment_path(self.folder, index)}: {size} bytes are no segment; "
+                        f"set the file aside and recover from the replica"
+                    )
+                self._segment_bytes = size
+                break
+        return self._segment_bytes
+
+    def lowest(self) -> int:
+        """First stream offset that has not been freed; 0 while the stream has no segment."""
+        indexes = segment_indexes(self.folder)
+        return indexes[0] * self.segment_bytes if indexes else 0
+
+    def read_from(self, offset: int, max_bytes: int) -> bytes:
+        """Return whole committed records from `offset` on, b"" where there are none yet.
+
+        At most `max_bytes`, more only where the first record is longer than that; never across a
+        segment's end.
+
+        Raises:
+            SpoolError: the segment was freed, or cannot be read.
+        """
+        size = self.segment_bytes
+        if not size:
+            return b""
+        index, at = divmod(offset, size)
+        if not self._open(index):
+            return b""
+        try:
+            head = os.pread(self._descriptor, CELL_BYTES, at)
+            if len(head) < CELL_BYTES or head[4] == 0:
+                return b""
+            first = (int.from_bytes(head[6:8], "little") + 1) * CELL_BYTES
+            wanted = min(max(max_bytes - max_bytes % CELL_BYTES, first), size - at)
+            chunk = os.pread(self._descriptor, wanted, at)
+        except OSError as error:
+            raise SpoolError(f"{self.folder}: cannot be read: {error.strerror}") from error
+        return chunk[: valid_prefix(chunk)]
+
+    def committed(self, offset: int | None = None) -> int:
+        """Stream offset where the committed records end, walking from `offset` (or the lowest)."""
+        end = self.lowest() if offset is None else offset
+        for chunk in self.chunks(end):
+            end += len(chunk)
+        return end
+
+    def chunks(self, offset: int | None = None, max_bytes: int = _CHUNK) -> Iterator[bytes]:
+        """Yield all committed records from `offset` (default: lowest) on, in pieces."""
+        at = self.lowest() if offset is None else offset
+        while chunk := self.read_from(at, max_bytes):
+            yield chunk
+            at += len(chunk)
+
+    def free_below(self, offset: int) -> int:
+        """Unlink segments that lie wholly below `offset`, never the newest one; return how many."""
+        indexes = segment_indexes(self.folder)
+        freed = 0
+        for index in indexes[:-1]:
+            if (index + 1) * self.segment_bytes > offset:
+                break
+            segment_path(self.folder, index).unlink(missing_ok=True)
+            freed += 1
+        return freed
+
+    def close(self) -> None:
+        """Close the open segment."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor = self._open_index = -1
+
+    def __enter__(self) -> StreamReader:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _open(self, index: int) -> bool:
+        """Have segment `index` open; False where it does not exist yet."""
+        if self._open_index == index:
+            return True
+        path = segment_path(self.folder, index)
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError:
+            indexes = segment_indexes(self.folder)
+            if indexes and indexes[0] > index:
+                raise SpoolError(
+                    f"{path}: was freed; the stream begins with segment {indexes[0]} now"
+                ) from None
+            return False
+        except OSError as error:
+            raise SpoolError(f"{path}: cannot be opened: {error.strerror}") from error
+        self.close()
+        self._descriptor, self._open_index = descriptor, index
+        return True

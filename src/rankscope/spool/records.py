@@ -1,0 +1,230 @@
+"""Records as columns: where they are, what they say, definitions decoded.
+
+found = records(buffer)                 committed records of a replica, nothing copied
+found.columns(RecordKind.ENTER)         positions among all records, and a structured array
+found.values()                          the same for values, with or without their digests
+found.definitions()                     msgpack maps, checked; what does not decode is set aside
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgpack  # type: ignore[import-untyped]  # ships no annotations
+import numpy as np
+import numpy.typing as npt
+
+from rankscope.errors import SpoolError
+from rankscope.record.run import EndReason
+from rankscope.spool.cells import (
+    DEFINITION_LENGTH,
+    END_DTYPE,
+    END_REASONS,
+    ENTER_DTYPE,
+    ERROR_DTYPE,
+    EXIT_DTYPE,
+    FIRST,
+    GAP_DTYPE,
+    HEADER_BYTES,
+    PAYLOAD_BYTES,
+    SAMPLES_DTYPE,
+    STEP_DTYPE,
+    VALUE_CELLS,
+    VALUE_DTYPE,
+    VALUE_HEAD_DTYPE,
+    RecordKind,
+)
+from rankscope.spool.reader import Cells, as_cells, committed_cells
+
+__all__ = ["Definitions", "Ending", "Records", "ending", "open_replica", "records", "unpack_map"]
+
+COLUMNS: Mapping[RecordKind, np.dtype[Any]] = {
+    RecordKind.ENTER: ENTER_DTYPE,
+    RecordKind.EXIT: EXIT_DTYPE,
+    RecordKind.STEP: STEP_DTYPE,
+    RecordKind.ERROR: ERROR_DTYPE,
+    RecordKind.GAP: GAP_DTYPE,
+    RecordKind.END: END_DTYPE,
+}
+"""Record kinds of one cell each."""
+Positions = npt.NDArray[np.int64]
+Structured = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Definitions:
+    """The definitions of a buffer, in the order they were committed."""
+
+    found: tuple[dict[str, Any], ...]
+    rejected: tuple[str, ...]
+    """One line for each record that did not decode to a map with an `id` and a `kind`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """What the END and GAP records of a buffer say."""
+
+    reason: EndReason | None
+    """None where there is no END record."""
+    dropped_records: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Records:
+    """Committed records of one buffer. A position is a record's number among them."""
+
+    cells: Cells
+    """[N, 64], the committed ones only."""
+    start: Positions
+    """First cell of each record, [R]."""
+    size: Positions
+    """Cells of each record, [R]."""
+    kind: npt.NDArray[np.uint8]
+    """[R]"""
+
+    def __len__(self) -> int:
+        return len(self.start)
+
+    @property
+    def committed_bytes(self) -> int:
+        """Length of the committed prefix."""
+        return self.cells.size
+
+    def positions(self, kind: RecordKind) -> Positions:
+        """Positions of the records of one kind."""
+        return np.flatnonzero(self.kind == kind)
+
+    def columns(self, kind: RecordKind) -> tuple[Positions, Structured]:
+        """Positions and fields of the records of a kind in `COLUMNS`."""
+        return self._one_cell(self.positions(kind), COLUMNS[kind])
+
+    def values(self) -> tuple[Positions, Structured, npt.NDArray[np.bool_]]:
+        """Positions, VALUE_DTYPE rows, and which have a digest (else its fields are 0)."""
+        positions = self.positions(RecordKind.VALUE)
+        has_digest = self.size[positions] == VALUE_CELLS
+        rows = np.zeros(len(positions), VALUE_DTYPE)
+        flat = rows.view(np.uint8).reshape(len(rows), VALUE_CELLS, PAYLOAD_BYTES)
+        starts = self.start[positions]
+        assert VALUE_HEAD_DTYPE.itemsize == PAYLOAD_BYTES
+        whole = starts[has_digest, None] + np.arange(VALUE_CELLS)
+        flat[has_digest] = self.cells.take(whole, axis=0)[:, :, HEADER_BYTES:]
+        flat[~has_digest, 0] = self.cells.take(starts[~has_digest], axis=0)[:, HEADER_BYTES:]
+        return positions, rows, has_digest
+
+    def samples(self) -> tuple[Positions, Structured, list[npt.NDArray[np.float32]]]:
+        """Positions, SAMPLES_DTYPE heads, and the [count, size] sketches of each."""
+        positions = self.positions(RecordKind.SAMPLES)
+        _, heads = self._one_cell(positions, SAMPLES_DTYPE)
+        kept, tables = [], []
+        for number, (position, head) in enumerate(zip(positions, heads)):
+            body = self.payload(int(position))[SAMPLES_DTYPE.itemsize :]
+            wanted = int(head["count"]) * int(head["size"])
+            if wanted * 4 <= len(body):
+                table = np.frombuffer(body, "<f4", wanted)
+                tables.append(table.reshape(int(head["count"]), int(head["size"])))
+                kept.append(number)
+        return positions[kept], heads[kept], tables
+
+    def payload(self, position: int) -> bytes:
+        """All payload bytes of one record, its padding included."""
+        first = int(self.start[position])
+        return self.cells[first : first + int(self.size[position]), HEADER_BYTES:].tobytes()
+
+    def definitions(self) -> Definitions:
+        """Decode the definitions; what is no map with an `id` and a `kind` is set aside."""
+        found, rejected = [], []
+        for position in self.positions(RecordKind.DEFINITION):
+            try:
+                found.append(_definition(self.payload(int(position))))
+            except SpoolError as error:
+                rejected.append(f"definition in cell {self.start[position]}: {error}")
+        return Definitions(found=tuple(found), rejected=tuple(rejected))
+
+    def _one_cell(self, positions: Positions, dtype: np.dtype[Any]) -> tuple[Positions, Structured]:
+        stop = HEADER_BYTES + dtype.itemsize
+        packed = np.ascontiguousarray(
+            self.cells.take(self.start[positions], axis=0)[:, HEADER_BYTES:stop]
+        )
+        return positions, packed.view(dtype).reshape(-1)
+
+
+def records(buffer: bytes | memoryview | Cells, *, is_verified: bool = False) -> Records:
+    """Index the committed records of a buffer that begins at a record boundary.
+
+    Args:
+        buffer: a replica, or a piece of one.
+        is_verified: the buffer is known to be whole valid records: leave the crcs alone.
+    """
+    cells = as_cells(buffer)
+    if not is_verified:
+        cells = cells[: committed_cells(cells)]
+    start = np.flatnonzero(cells[:, 5] == FIRST)
+    size = np.diff(start, append=len(cells))
+    return Records(cells=cells, start=start, size=size, kind=cells[start, 4])
+
+
+def open_replica(path: Path) -> Records:
+    """Map a replica and index its committed records.
+
+    Raises:
+        SpoolError: the file cannot be read.
+    """
+    try:
+        if path.stat().st_size == 0:
+            return records(b"")
+        return records(np.memmap(path, np.uint8, "r"))
+    except OSError as error:
+        raise SpoolError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def ending(found: Records) -> Ending:
+    """Read the END record, and the GAP records where there is none."""
+    _, ends = found.columns(RecordKind.END)
+    if len(ends):
+        code = int(ends[-1]["reason"])
+        reason = END_REASONS[code] if code < len(END_REASONS) else EndReason.EXIT
+        return Ending(reason=reason, dropped_records=int(ends[-1]["dropped"]))
+    _, gaps = found.columns(RecordKind.GAP)
+    return Ending(reason=None, dropped_records=int(gaps["records"].sum()))
+
+
+def unpack_map(packed: bytes) -> dict[str, Any]:
+    """Decode one msgpack map with text keys; no extension types, no length beyond the bytes given.
+
+    Raises:
+        SpoolError: it is anything else.
+    """
+    size = len(packed)
+    try:
+        decoded = msgpack.unpackb(
+            packed,
+            raw=False,
+            strict_map_key=True,
+            use_list=True,
+            max_ext_len=0,
+            max_str_len=size,
+            max_bin_len=size,
+            max_array_len=size,
+            max_map_len=size,
+        )
+    except (ValueError, msgpack.UnpackException, RecursionError) as error:
+        raise SpoolError(f"{size} bytes are no msgpack map: {error}") from error
+    if not isinstance(decoded, dict) or not all(isinstance(key, str) for key in decoded):
+        raise SpoolError(f"expected a msgpack map with text keys, found {type(decoded).__name__}")
+    return decoded
+
+
+def _definition(payload: bytes) -> dict[str, Any]:
+    (length,) = DEFINITION_LENGTH.unpack_from(payload)
+    if not 0 < length <= len(payload) - DEFINITION_LENGTH.size:
+        raise SpoolError(f"length {length} in a record of {len(payload)} bytes")
+    entry = unpack_map(payload[DEFINITION_LENGTH.size : DEFINITION_LENGTH.size + length])
+    number, kind = entry.get("id"), entry.get("kind")
+    if not isinstance(number, int) or isinstance(number, bool) or not 0 < number < 1 << 32:
+        raise SpoolError(f"id {number!r} is no definition number")
+    if not isinstance(kind, str):
+        raise SpoolError(f"kind {kind!r} is no text")
+    return entry
