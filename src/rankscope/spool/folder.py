@@ -1,0 +1,273 @@
+"""The spool folder of one host: who writes there, what the run is, whether there is room.
+
+<spool base>/rankscope-<uid>/<run key>/        0700
+    run.json        what the relay has to know, written by rename
+    rank00003.0/    one folder per stream: `lock` and its segments
+    relay.lock, relay.log, job-over
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rankscope.errors import FolderBusyError, SpoolError
+from rankscope.record.run import StreamId
+from rankscope.spool.segment import segment_indexes
+
+__all__ = [
+    "JOB_OVER_NAME",
+    "RELAY_LOCK_NAME",
+    "RELAY_LOG_NAME",
+    "SHARED",
+    "FolderLock",
+    "RunHeader",
+    "check_free_space",
+    "host_run_folder",
+    "mark_job_over",
+    "read_run_header",
+    "run_key",
+    "spool_base",
+    "stream_folder",
+    "streams",
+    "write_by_rename",
+    "write_run_header",
+]
+
+RUN_FORMAT = "rankscope.run/1"
+RUN_NAME = "run.json"
+RELAY_LOCK_NAME = "relay.lock"
+RELAY_LOG_NAME = "relay.log"
+JOB_OVER_NAME = "job-over"
+SHARED = "shared"
+"""Stands for an address where the relay writes into the trace folder itself."""
+_STREAM_NAME = re.compile(r"rank(\d{5,8})\.(\d{1,5})")
+_LARGEST_JSON = 16 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunHeader:
+    """What `run.json` says."""
+
+    run_id: str
+    out: Path
+    collector: str
+    """Address, "" where it is not known yet, or `SHARED`."""
+    world_size: int
+    settings: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.run_id or self.world_size < 1 or self.world_size >= 1 << 24:
+            raise SpoolError(
+                f"run {self.run_id!r} with a world of {self.world_size}: expected a name and a "
+                f"world size from 1 to {(1 << 24) - 1}"
+            )
+
+
+def spool_base(chosen: Path | None) -> Path:
+    """The folder all runs of this user share on this host: local disk, never NFS or Lustre."""
+    return (chosen or Path(tempfile.gettempdir())) / f"rankscope-{os.getuid()}"
+
+
+def run_key(run_id: str) -> str:
+    """A file name for a run: whatever a run id contains, only hexadecimal digits reach the disk."""
+    return hashlib.blake2b(run_id.encode(), digest_size=10).hexdigest()
+
+
+def host_run_folder(base: Path, key: str) -> Path:
+    """Make `<base>/<key>` (0700 each, base and key as the two functions above return them).
+
+    Raises:
+        SpoolError: it cannot be made, belongs to somebody else, or is open to others.
+    """
+    if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", key):
+        raise SpoolError(f"run key {key!r} is no file name; use run_key(run_id)")
+    for folder in (base, base / key):
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            status = folder.lstat()
+        except OSError as error:
+            raise SpoolError(
+                f"{folder}: cannot be made: {error.strerror}; choose another with --rs-spool"
+            ) from error
+        if status.st_uid != os.getuid() or status.st_mode & 0o077 or folder.is_symlink():
+            raise SpoolError(
+                f"{folder}: belongs to another user, is a link or is open to others "
+                f"(mode {status.st_mode & 0o777:o}); remove it, or choose another with --rs-spool"
+            )
+    return base / key
+
+
+def stream_folder(run_folder: Path, stream: StreamId) -> Path:
+    """Where the spool of one stream lies."""
+    return run_folder / stream.name
+
+
+def streams(run_folder: Path) -> list[StreamId]:
+    """Streams that have at least one segment, sorted.
+
+    Raises:
+        SpoolError: the folder cannot be listed.
+    """
+    try:
+        names = os.listdir(run_folder)
+    except OSError as error:
+        raise SpoolError(f"{run_folder}: cannot be listed: {error.strerror}") from error
+    found = []
+    for name in names:
+        stream = stream_named(name)
+        if stream is not None and segment_indexes(run_folder / name):
+            found.append(stream)
+    return sorted(found)
+
+
+def stream_named(name: str) -> StreamId | None:
+    """The stream whose folder or file stem this is, None where it is no stream's."""
+    match = _STREAM_NAME.fullmatch(name)
+    if match is None or int(match[1]) >= 1 << 24 or int(match[2]) >= 1 << 16:
+        return None
+    stream = StreamId(rank=int(match[1]), incarnation=int(match[2]))
+    return stream if stream.name == name else None
+
+
+def write_by_rename(path: Path, text: str) -> None:
+    """Write a small file (0600) so that a reader sees all of it or the old one.
+
+    Raises:
+        SpoolError: it cannot be written.
+    """
+    draft = path.with_name(f".{path.name}.{os.getpid()}.new")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        descriptor = os.open(draft, flags, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(text)
+        os.replace(draft, path)
+    except OSError as error:
+        raise SpoolError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def read_json_map(path: Path) -> dict[str, Any]:
+    """Read a small JSON object.
+
+    Raises:
+        SpoolError: it is missing, too large, or no JSON object.
+    """
+    try:
+        if path.stat().st_size > _LARGEST_JSON:
+            raise SpoolError(f"{path}: larger than {_LARGEST_JSON} bytes; set it aside")
+        decoded = json.loads(path.read_bytes())
+    except OSError as error:
+        raise SpoolError(f"{path}: cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise SpoolError(f"{path}: is no JSON ({error}); set it aside") from error
+    if not isinstance(decoded, dict):
+        raise SpoolError(f"{path}: expected a JSON object, found {type(decoded).__name__}")
+    return decoded
+
+
+def write_run_header(run_folder: Path, header: RunHeader) -> None:
+    """Write `run.json`.
+
+    Raises:
+        SpoolError: it cannot be written.
+    """
+    fields = {
+        "format": RUN_FORMAT,
+        "run_id": header.run_id,
+        "out": str(header.out),
+        "collector": header.collector,
+        "world_size": header.world_size,
+        "settings": dict(header.settings),
+    }
+    write_by_rename(run_folder / RUN_NAME, json.dumps(fields, indent=1) + "\n")
+
+
+def read_run_header(run_folder: Path) -> RunHeader:
+    """Read and check `run.json`.
+
+    Raises:
+        SpoolError: it is missing, damaged, or of another format.
+    """
+    path = run_folder / RUN_NAME
+    fields = read_json_map(path)
+    if fields.get("format") != RUN_FORMAT:
+        raise SpoolError(f"{path}: format {fields.get('format')!r}, expected {RUN_FORMAT!r}")
+    kinds = {"run_id": str, "out": str, "collector": str, "world_size": int, "settings": dict}
+    for name, kind in kinds.items():
+        if not isinstance(fields.get(name), kind) or isinstance(fields[name], bool):
+            raise SpoolError(f"{path}: {name} is {fields.get(name)!r}, expected {kind.__name__}")
+    settings = {str(name): str(value) for name, value in fields["settings"].items()}
+    return RunHeader(
+        run_id=fields["run_id"],
+        out=Path(fields["out"]),
+        collector=fields["collector"],
+        world_size=fields["world_size"],
+        settings=settings,
+    )
+
+
+def mark_job_over(run_folder: Path) -> None:
+    """Say that no further incarnation of any rank of this host will come.
+
+    Raises:
+        SpoolError: the marker cannot be written.
+    """
+    write_by_rename(run_folder / JOB_OVER_NAME, "")
+
+
+def check_free_space(folder: Path, needed_bytes: int) -> None:
+    """Refuse a disk without room for `needed_bytes`.
+
+    Raises:
+        SpoolError: names the folder, what is needed and what is free.
+    """
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    found = os.statvfs(existing)
+    free = found.f_bavail * found.f_frsize
+    if free < needed_bytes:
+        raise SpoolError(
+            f"{folder}: needs {needed_bytes >> 20} MiB for the spools, {free >> 20} MiB are free; "
+            f"choose another disk with --rs-spool or less with --rs-spool-bytes"
+        )
+
+
+class FolderLock:
+    """An advisory lock (flock) that one process at a time holds on a folder."""
+
+    __slots__ = ("_descriptor",)
+
+    def __init__(self, path: Path, holder: str) -> None:
+        """Take the lock file at `path`; `holder` names what would hold it, for the message.
+
+        Raises:
+            FolderBusyError: another process holds it.
+            SpoolError: it cannot be made.
+        """
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            self._descriptor = os.open(path, flags, 0o600)
+        except OSError as error:
+            raise SpoolError(f"{path}: cannot be made: {error.strerror}") from error
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(self._descriptor)
+            raise FolderBusyError(
+                f"{path.parent}: another {holder} is at work there; one is enough, "
+                f"wait for it or give this one another folder"
+            ) from error
+
+    def release(self) -> None:
+        """Give the lock up; the file stays, so that nobody locks an unlinked one."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor = -1
