@@ -12,6 +12,7 @@ hash is always computed.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import threading
 import weakref
@@ -22,7 +23,7 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from rankscope.capture.elements import Array, Storage, elements, storage_of
+from rankscope.capture.elements import Array, Floats, Storage, elements, memory_type, storage_of
 from rankscope.capture.fold import (
     BLOCK_ELEMENTS,
     BLOCK_ROWS,
@@ -33,18 +34,18 @@ from rankscope.capture.fold import (
     multiply_rows,
     sum_width,
 )
-from rankscope.capture.moments import Block, Moments, measure, measure_carefully, measure_small
+from rankscope.capture.moments import Block, Flags, Moments, measure, measure_carefully, measure_small
 from rankscope.record.placement import Ranges
 from rankscope.record.value import SKETCH_SIZE
 
 __all__ = ["Digester", "Reading"]
 
-Floats = npt.NDArray[np.floating]
 Doubles = npt.NDArray[np.float64]
 
 _SMALL_ELEMENTS: Final = 1 << 13
 """Up to here everything is done in float64; also below OpenBLAS's threshold for threads."""
-_MOST_PLANS: Final = 1024
+_MOST_KINDS: Final = 4096
+_MOST_KIND_BYTES: Final = 64 << 20
 _MOST_REMEMBERED: Final = 1 << 16
 
 
@@ -75,28 +76,32 @@ class _Seen(NamedTuple):
     tensor: weakref.ref[torch.Tensor]
     version: int
     raw_hash: int
-    plan: Plan
+    kind: _Kind
     reading: Reading
+
+
+class _Kind(NamedTuple):
+    """What is the same for all values of one dtype, shape and layout."""
+
+    plan: Plan
+    storage: Storage
+    memory: type[ctypes.Array[ctypes.c_char]]
+    dtype: np.dtype[np.generic]
+    is_complex: bool
 
 
 class _Scratch(threading.local):
     """Buffers of one thread: hooks run on autograd's threads too."""
 
     def __init__(self) -> None:
-        self.flags = np.empty(1 << 17, dtype=np.bool_)
-        self.products = np.empty((1 << 10, SKETCH_SIZE), dtype=np.float32)
+        self.flags = Flags()
+        self._products = np.empty((1 << 10, SKETCH_SIZE), dtype=np.float32)
 
-    def flags_for(self, count: int) -> npt.NDArray[np.bool_]:
-        """Return at least `count` booleans."""
-        if count > self.flags.size:
-            self.flags = np.empty(count, dtype=np.bool_)
-        return self.flags
-
-    def products_for(self, rows: int) -> npt.NDArray[np.float32]:
+    def products(self, rows: int) -> npt.NDArray[np.float32]:
         """Return [rows, 8] float32."""
-        if rows > len(self.products):
-            self.products = np.empty((rows, SKETCH_SIZE), dtype=np.float32)
-        return self.products[:rows]
+        if rows > len(self._products):
+            self._products = np.empty((rows, SKETCH_SIZE), dtype=np.float32)
+        return self._products[:rows]
 
 
 class Digester:
@@ -107,7 +112,8 @@ class Digester:
 
     def __init__(self, batch_dim: int = 0) -> None:
         self._batch_dim = batch_dim
-        self._plans: dict[object, tuple[Plan, Storage]] = {}
+        self._kinds: dict[object, _Kind] = {}
+        self._held_bytes = 0
         self._seen: dict[int, _Seen] = {}
         self._scratch = _Scratch()
 
@@ -127,38 +133,40 @@ class Digester:
             TypeError: a dtype that cannot be digested.
         """
         key = (local.dtype, local.shape, ranges, samples)
-        known = self._plans.get(key)
-        if known is None:
-            known = self._make_plan(local, ranges, samples, key)
-        plan, storage = known
-        if plan.count == 0:
-            return _empty(plan)
-        array = elements(local, storage)
-        is_flat = array.flags.c_contiguous
-        raw = xxhash.xxh3_64_intdigest(array) if is_flat else _hash_runs(array)
+        kind = self._kinds.get(key) or self._add_kind(local, ranges, samples, key)
+        if kind.plan.count == 0:
+            return _empty(kind.plan)
+        if local.is_contiguous() and not local.is_neg() and not kind.is_complex:
+            array: Array = np.frombuffer(kind.memory.from_address(local.data_ptr()), kind.dtype)
+            raw = xxhash.xxh3_64_intdigest(array)
+        else:
+            array = elements(local, kind.storage)
+            if array.flags.c_contiguous or array.size <= BLOCK_ELEMENTS:
+                array = array.reshape(-1)
+            raw = _hash_runs(array)
         try:
             version = local._version
         except RuntimeError:  # inference tensors have none
             version = -1
-        seen = self._seen.get(id(local))
-        if (
-            seen is not None
-            and seen.raw_hash == raw
-            and seen.version == version
-            and seen.plan is plan
-            and seen.tensor() is local
-        ):
-            return seen.reading
-        reading = self._compute(array, plan, storage, raw)
+        identity = id(local)
+        seen = self._seen.get(identity)
+        if seen is not None and seen.raw_hash == raw and seen.version == version:
+            if seen.kind is kind and seen.tensor() is local:
+                return seen.reading if seen.reading.reused else self._reuse(identity, seen)
+        reading = self._compute(array, kind, raw)
         if len(self._seen) >= _MOST_REMEMBERED:
             self._seen.clear()
-        again = reading._replace(reused=True)
-        self._seen[id(local)] = _Seen(weakref.ref(local), version, raw, plan, again)
+        self._seen[identity] = _Seen(weakref.ref(local), version, raw, kind, reading)
         return reading
 
-    def _make_plan(
+    def _reuse(self, identity: int, seen: _Seen) -> Reading:
+        again = seen.reading._replace(reused=True)
+        self._seen[identity] = seen._replace(reading=again)
+        return again
+
+    def _add_kind(
         self, local: torch.Tensor, ranges: tuple[Ranges, ...] | None, samples: bool, key: object
-    ) -> tuple[Plan, Storage]:
+    ) -> _Kind:
         storage = storage_of(local.dtype)
         if storage is None:
             raise TypeError(f"{local.dtype} tensors have no digest: ask capture.describe before reading one")
@@ -166,23 +174,24 @@ class Digester:
         if samples and local.dim():
             batch_dim = self._batch_dim + (local.dim() if self._batch_dim < 0 else 0)
         plan = make_plan(tuple(local.shape), ranges, batch_dim, storage.is_complex)
-        if len(self._plans) >= _MOST_PLANS:
-            self._plans.clear()
-        self._plans[key] = plan, storage
-        return plan, storage
+        self._held_bytes += plan.held_bytes
+        if len(self._kinds) >= _MOST_KINDS or self._held_bytes > _MOST_KIND_BYTES:
+            self._kinds.clear()
+            self._held_bytes = plan.held_bytes
+        memory = memory_type(local.numel(), storage)
+        kind = self._kinds[key] = _Kind(plan, storage, memory, storage.dtype, storage.is_complex)
+        return kind
 
-    def _compute(self, array: Array, plan: Plan, storage: Storage, raw: int) -> Reading:
-        rows: Doubles | None
-        if plan.is_simple and array.flags.c_contiguous:
-            words = array.reshape(-1)
+    def _compute(self, array: Array, kind: _Kind, raw: int) -> Reading:
+        plan, storage = kind.plan, kind.storage
+        rows: Doubles | None = None
+        if plan.is_simple and array.ndim == 1:
             segment = plan.segments[0]
-            block, products, scale = self._look(storage.values(words), segment, segment.sum_width)
-            weights = segment.weights(0, segment.rows)
-            if plan.batch_rows is None or plan.batch_factors is None:
-                rows = None
-                sketch = np.vecdot(products, weights, axis=0)
+            block, products, scale = self._look(storage.values(array), segment, segment.sum_width)
+            if plan.batch_factors is None:
+                sketch = products[0] if segment.rows == 1 else _fold(products, segment)
             else:
-                rows = _per_sample(products, weights, plan.batch_rows)
+                rows = products if plan.is_per_sample else _per_sample(products, segment, plan)
                 sketch = np.vecdot(rows, plan.batch_factors, axis=0)
             if scale != 1.0:
                 sketch, rows = sketch * scale, None if rows is None else rows * scale
@@ -203,20 +212,20 @@ class Digester:
                 with np.errstate(all="ignore"):
                     block, doubles, scale = measure_carefully(values)
             return block, doubles.reshape(-1, segment.inner) @ segment.matrix64, scale
-        block = measure(values, width, self._scratch.flags_for(values.size))
+        block = measure(values, width, self._scratch.flags)
         if block is None:
             with np.errstate(all="ignore"):
                 block, values, scale = measure_carefully(values)
         rows = values.size // segment.inner
         at_once = segment.multiply_rows if rows == segment.rows else multiply_rows(rows, segment.inner)
         if values.dtype.itemsize == 4:
-            out: Floats = self._scratch.products_for(rows)
-            return block, _multiply(values, segment.matrix32, rows, at_once, out), scale
+            out: Floats = self._scratch.products(rows)
+            return block, _multiply(values, segment.matrix, rows, at_once, out), scale
         return block, _multiply(values, segment.matrix64, rows, at_once, np.empty((rows, SKETCH_SIZE))), scale
 
     def _blockwise(self, array: Array, plan: Plan, storage: Storage) -> tuple[Block, Doubles, Doubles | None]:
         """Return moments, sketch and rows of a tensor of any size and strides, a block at a time."""
-        moments, shaped = Moments(), array.reshape(plan.shape) if array.shape != plan.shape else array
+        moments, shaped = Moments(), array.reshape(plan.shape)
         parts = np.zeros((1 if plan.batch_factors is None else len(plan.batch_factors), SKETCH_SIZE))
         for segment in plan.segments:
             row = 0
@@ -228,20 +237,11 @@ class Digester:
                     block, products, scale = self._look(values, segment, sum_width(count, segment.inner))
                     moments.add(block)
                     weights = segment.weights(row, row + count)
-                    self._accumulate(parts, products, weights, scale, segment, plan)
+                    parts[segment.sample] += np.vecdot(products, weights, axis=0) * scale
                     row += count
         if plan.batch_factors is None:
             return moments.block(), parts[0], None
         return moments.block(), np.vecdot(parts, plan.batch_factors, axis=0), parts
-
-    @staticmethod
-    def _accumulate(
-        parts: Doubles, products: Floats, weights: Doubles, scale: float, segment: Segment, plan: Plan
-    ) -> None:
-        if plan.batch_rows is not None:
-            parts += _per_sample(products, weights, plan.batch_rows) * scale
-        else:
-            parts[segment.sample] += np.vecdot(products, weights, axis=0) * scale
 
 
 def _multiply(values: Floats, matrix: Floats, rows: int, at_once: int, out: Floats) -> Floats:
@@ -254,11 +254,17 @@ def _multiply(values: Floats, matrix: Floats, rows: int, at_once: int, out: Floa
     return out
 
 
-def _per_sample(products: Floats, weights: Doubles, batch_rows: tuple[int, int, int]) -> Doubles:
-    before, samples, after = batch_rows
-    shape = (before, samples, after, SKETCH_SIZE)
+def _fold(products: Floats, segment: Segment) -> Doubles:
+    sketch: Doubles = np.vecdot(products, segment.weights(0, segment.rows), axis=0)
+    return sketch
+
+
+def _per_sample(products: Floats, segment: Segment, plan: Plan) -> Doubles:
+    assert plan.batch_rows is not None
+    shape = (*plan.batch_rows, SKETCH_SIZE)
+    weights = segment.weights(0, segment.rows)
     sums: Doubles = np.vecdot(products.reshape(shape), weights.reshape(shape), axis=2)
-    return sums[0] if before == 1 else sums.sum(axis=0)
+    return sums[0] if len(sums) == 1 else sums.sum(axis=0)
 
 
 def _has_minus_zero(array: Array, storage: Storage) -> bool:

