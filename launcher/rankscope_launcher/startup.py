@@ -69,7 +69,7 @@ def _remove() -> None:
 
 def _arm() -> None:
     try:
-        from rankscope.agent.session import arm
+        from rankscope.agent.arming import arm
 
         arm()
     except Exception as error:  # noqa: BLE001  # torch was imported to train, which goes on untraced

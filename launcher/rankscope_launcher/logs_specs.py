@@ -1,0 +1,59 @@
+"""`torchrun --logs-specs rankscope`: tracing where a template owns the command line.
+
+torchrun asks a logs-specs class, just before it starts the ranks of a host, where their output
+goes. This one answers as torchrun's own does, and prepares the trace on the way: only then are the
+world size and this host's place in the job known.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Mapping
+
+from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, LogsDest
+
+from rankscope.agent.settings import settings_from
+from rankscope.errors import RankscopeError
+from rankscope_launcher.job import JobShape, TracedJob, new_run_id
+from rankscope_launcher.progress import say
+
+__all__ = ["RankscopeLogsSpecs"]
+
+
+class RankscopeLogsSpecs(DefaultLogsSpecs):
+    """torchrun's own log files, and a trace of the job they belong to."""
+
+    _is_prepared = False
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Prepare the trace before the first start of the ranks; restarts go on in the same one."""
+        if not self._is_prepared and envs:
+            self._is_prepared = True
+            _trace(envs[0])
+        return super().reify(envs)
+
+
+def _trace(worker: Mapping[str, str]) -> None:
+    """Start tracing this host's ranks; what is wrong is said once, and they train untraced."""
+    try:
+        settings = settings_from()
+        job = TracedJob.prepare(settings, _shape(worker))
+        job.start()
+    except (RankscopeError, OSError, ValueError) as error:
+        os.environ["RANKSCOPE"] = "0"  # nor shall the ranks try on their own
+        say(f"not tracing: {error}")
+        return
+    os.environ.update(job.environment({}))
+    atexit.register(job.close)
+
+
+def _shape(worker: Mapping[str, str]) -> JobShape:
+    hosts = int(worker.get("GROUP_WORLD_SIZE", "1"))
+    run_id = worker.get("TORCHELASTIC_RUN_ID", "")
+    return JobShape(
+        run_id=run_id if hosts > 1 and run_id else new_run_id(),
+        hosts=hosts,
+        local_ranks=int(worker.get("LOCAL_WORLD_SIZE", "1")),
+        is_head=worker.get("GROUP_RANK", "0") == "0",
+    )

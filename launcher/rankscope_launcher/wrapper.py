@@ -1,0 +1,196 @@
+"""`rankscope run`: torchrun's own command line with one more group of options, traced.
+
+The parser is torchrun's, so every option, `PET_*` variable and exit code stays what it was; the job
+runs in this process through `torch.distributed.run.run`. Only this way of starting refuses to start
+when something is wrong with the trace: somebody is there to read why.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import hashlib
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from rankscope.agent.settings import SETTINGS, settings_from
+from rankscope.errors import RankscopeError, SettingError
+from rankscope_launcher.job import JobShape, TracedJob, new_run_id
+
+__all__ = ["main"]
+
+PREFIX = "--rs-"
+_PROGRAM = "rankscope run"
+_OPTIONS = {PREFIX + setting.name: setting for setting in SETTINGS}
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run a job exactly as torchrun would, traced.
+
+    Raises:
+        SystemExit: 2 where the command line or the folders cannot be used, 0 after `--help`.
+        ChildFailedError: as from torchrun, when a rank failed.
+    """
+    try:
+        line = _split(arguments)
+        parsed = _parse(line)
+        settings = settings_from(line.settings)
+        job = TracedJob.prepare(settings, _shape(parsed))
+        job.start()
+    except (RankscopeError, AssertionError, ValueError) as error:
+        _refuse(error)  # the last two are torchrun's own, on --nnodes and --nproc-per-node
+    except OSError as error:
+        _refuse(SettingError(f"the trace cannot be prepared: {error}"))
+
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    os.environ.update(job.environment(line.settings))
+    with job:
+        record(torchrun.run)(parsed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Line:
+    """A command line taken apart."""
+
+    settings: dict[str, str]
+    """{field: text} of the `--rs-` options."""
+    torchrun: list[str]
+    """Everything else, in order."""
+    places: list[tuple[str, int]]
+    """(option, how many of torchrun's arguments stood before it)."""
+
+
+def _split(arguments: Sequence[str]) -> _Line:
+    """Take the `--rs-` options out of a command line.
+
+    Raises:
+        SettingError: an option that is unknown, abbreviated, or lacks its value.
+    """
+    settings: dict[str, str] = {}
+    rest: list[str] = []
+    places: list[tuple[str, int]] = []
+    waiting = list(reversed(arguments))
+    while waiting:
+        token = waiting.pop()
+        if not token.startswith(PREFIX):
+            rest.append(token)
+            continue
+        name, has_value, value = token.partition("=")
+        setting = _OPTIONS.get(name)
+        if setting is None:
+            raise SettingError(_unknown(name))
+        if not has_value and setting.is_flag:
+            value = "1"
+        elif not has_value:
+            if not waiting or waiting[-1].startswith("--"):
+                raise SettingError(f"{name} wants a value, {setting.metavar}: {setting.help}")
+            value = waiting.pop()
+        settings[setting.field] = value
+        places.append((name, len(rest)))
+    return _Line(settings=settings, torchrun=rest, places=places)
+
+
+def _unknown(name: str) -> str:
+    longer = [option for option in _OPTIONS if option.startswith(name)]
+    if longer:
+        return f"{name} is an abbreviation; write {' or '.join(longer)} in full"
+    near = difflib.get_close_matches(name, _OPTIONS, n=1)
+    meant = f"did you mean {near[0]}? " if near else ""
+    return f"{name} is no option; {meant}`{_PROGRAM} --help` lists all of them"
+
+
+def _parse(line: _Line) -> argparse.Namespace:
+    """Read torchrun's part with torchrun's parser.
+
+    Raises:
+        SettingError: what the parser refuses, or an `--rs-` option behind the script.
+        SystemExit: 0 after `--help`.
+    """
+    from torch.distributed.run import get_args_parser
+
+    parser = get_args_parser()
+    parser.prog = _PROGRAM
+    parser.error = _raise  # type: ignore[method-assign]  # one line instead of two pages of usage
+    parser.print_help = lambda file=None: _print_help(parser)  # type: ignore[method-assign]
+    parsed = parser.parse_args(line.torchrun)
+    script_at = len(line.torchrun) - len(parsed.training_script_args) - 1
+    for name, before in line.places:
+        if before > script_at:
+            raise SettingError(
+                f"{name} stands behind the script {parsed.training_script}, which would get it; "
+                f"put it before: {_PROGRAM} {name} ... {parsed.training_script}"
+            )
+    return parsed
+
+
+def _raise(message: str) -> NoReturn:
+    raise SettingError(f"{message}; `{_PROGRAM} --help` lists every option")
+
+
+def _print_help(torchrun: argparse.ArgumentParser) -> None:
+    ours = argparse.ArgumentParser(
+        prog=_PROGRAM,
+        usage=f"{_PROGRAM} [--rs-... options] <exactly what torchrun takes>",
+        description="Run a distributed job as torchrun would, and trace every rank into one tree. "
+        "Each option below may also be set as RANKSCOPE_NAME; options of torchrun follow.",
+        add_help=False,
+    )
+    group = ours.add_argument_group("what is traced, and where it goes")
+    for option, setting in _OPTIONS.items():
+        default = f" (default {setting.default})" if setting.default else ""
+        help_text = (setting.help + default).replace("%", "%%")
+        if setting.is_flag:
+            group.add_argument(option, nargs="?", metavar=setting.metavar, help=help_text)
+        else:
+            group.add_argument(option, metavar=setting.metavar, help=help_text)
+    sys.stdout.write(ours.format_help() + "\n" + torchrun.format_help())
+
+
+def _shape(parsed: argparse.Namespace) -> JobShape:
+    """Say how large the job is and whether this host is its head."""
+    from torch.distributed.run import (
+        determine_local_world_size,
+        get_rdzv_endpoint,
+        parse_min_max_nnodes,
+    )
+
+    hosts, most_hosts = parse_min_max_nnodes(parsed.nnodes)
+    local_ranks = determine_local_world_size(parsed.nproc_per_node)
+    if most_hosts == 1:
+        return JobShape(run_id=new_run_id(), hosts=1, local_ranks=local_ranks, is_head=True)
+    endpoint: str = get_rdzv_endpoint(parsed) or ""  # type: ignore[no-untyped-call]  # torch's
+    # every host of a run computes the same name, from what torchrun itself makes them agree on
+    agreed = f"{parsed.rdzv_id}/{endpoint}".encode()
+    return JobShape(
+        run_id=hashlib.blake2b(agreed, digest_size=16).hexdigest(),
+        hosts=max(hosts, 2),
+        local_ranks=local_ranks,
+        is_head=_is_head(parsed, endpoint),
+    )
+
+
+def _is_head(parsed: Any, endpoint: str) -> bool:
+    """Return whether this host is node 0, or holds the rendezvous where nodes have no number."""
+    if parsed.rdzv_backend == "static":
+        return int(parsed.node_rank) == 0
+    host = endpoint.rpartition(":")[0].strip("[]") or endpoint
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, 0, proto=socket.IPPROTO_TCP)[
+            0
+        ]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.bind(address)  # only an address of this host can be bound
+    except OSError:
+        return False
+    return True
+
+
+def _refuse(error: Exception) -> NoReturn:
+    sys.stderr.write(f"{_PROGRAM}: {error}\n")
+    raise SystemExit(2) from None
