@@ -1,0 +1,123 @@
+"""From the ranks' records to a trace: `build` in a trace folder, `recover` from any folders.
+
+streams --read--> columns per rank --number--> tables --merge--> nodes --write--> trace.json
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from rankscope.errors import FolderError, TraceError
+from rankscope.tree.document import Document
+from rankscope.tree.header import completeness, run_header, step_notes
+from rankscope.tree.interning import build_vocabulary
+from rankscope.tree.nodes import merge
+from rankscope.tree.sources import REPLICA_FOLDER, find_streams
+from rankscope.tree.streams import StreamBytes, read_stream
+from rankscope.tree.tables import build_tables
+from rankscope.tree.writer import INLINE_LIMIT_BYTES, TRACE_NAME, Progress, write_trace
+
+__all__ = ["assemble", "build", "recover"]
+
+
+def assemble(sources: Iterable[StreamBytes], *, progress: Progress | None = None) -> Document:
+    """Return the trace that streams make together, in memory.
+
+    Raises:
+        TraceError: there is not one record in them.
+        TraceVersionError: a rank wrote a newer record format.
+    """
+    say = progress or (lambda _what, _part: None)
+    wanted = sorted(sources, key=lambda s: s.stream)
+    streams = []
+    for i, source in enumerate(wanted):
+        say("reading records", i / len(wanted))
+        streams.append(read_stream(source))
+    if not any(stream.received for stream in streams):
+        raise TraceError("not one record was found: no rank has written anything yet")
+    say("merging ranks", 0.0)
+    vocabulary = build_vocabulary(streams)
+    tables = build_tables(streams, vocabulary)
+    run, notes = run_header(streams), step_notes(streams)
+    whole = completeness(streams, tables.orphans)
+    offsets = np.array([stream.clock_offset_ns for stream in streams], np.int64)
+    run_ids = tuple(sorted({str(s.identity.get("run_id", "")) for s in streams if s.identity}))
+    ranks = np.array([stream.stream.rank for stream in streams], np.int64)
+    del streams
+    merged = merge(tables, vocabulary, tables.paths)
+    return Document(
+        run=run,
+        completeness=whole,
+        tables=tables,
+        merged=merged,
+        vocabulary=vocabulary,
+        paths=tables.paths,
+        rank_of_stream=ranks,
+        clock_offsets=offsets,
+        run_ids=run_ids,
+        notes=notes,
+    )
+
+
+def build(
+    out: Path,
+    *,
+    keep_spool: bool = False,
+    inline_limit_bytes: int = INLINE_LIMIT_BYTES,
+    progress: Progress | None = None,
+) -> None:
+    """Turn the replicas (or moved segments) in `out`/spool into trace.json and values.safetensors.
+
+    The replicas are removed afterwards, unless they are to be kept or something is still missing:
+    then `rankscope recover` can join them with what hosts still hold.
+
+    Raises:
+        TraceError: no records were found.
+        FolderError: the trace cannot be written.
+    """
+    document = assemble(find_streams([out]), progress=progress)
+    write_trace(document, out, inline_limit_bytes=inline_limit_bytes, progress=progress)
+    has_all = not document.completeness["missing"] and all(
+        rank["committed"] == rank["received"] for rank in document.completeness["ranks"]
+    )
+    if has_all and not keep_spool:
+        shutil.rmtree(out / REPLICA_FOLDER, ignore_errors=True)
+
+
+def recover(
+    folders: Sequence[Path],
+    out: Path,
+    *,
+    inline_limit_bytes: int = INLINE_LIMIT_BYTES,
+    progress: Progress | None = None,
+) -> Document:
+    """Build the trace of all streams found in trace and spool folders, into the new folder `out`.
+
+    Raises:
+        FolderError: a folder does not exist, holds no records, or `out` is not empty.
+        TraceError: the records say nothing, or belong to different runs.
+    """
+    sources = find_streams(folders)
+    if not sources:
+        listed = ", ".join(map(str, folders))
+        hint = "the tree is already written" if any((f / TRACE_NAME).exists() for f in folders) else (
+            "give a trace folder with spool/ inside, or a host's spool folder"
+        )  # fmt: skip
+        raise FolderError(f"{listed}: no records of any rank; {hint}")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise FolderError(f"{out}: exists and is not an empty folder; give a new one with --out")
+    document = assemble(sources, progress=progress)
+    if len(document.run_ids) > 1:
+        raise TraceError(
+            f"these are records of {len(document.run_ids)} different runs: {', '.join(document.run_ids)}"
+        )
+    try:
+        out.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise FolderError(f"{out}: cannot be made: {error.strerror}") from error
+    write_trace(document, out, inline_limit_bytes=inline_limit_bytes, progress=progress)
+    return document

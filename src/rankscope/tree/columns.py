@@ -1,0 +1,157 @@
+"""values.safetensors: the per-rank numbers as columns, written in one pass and read by mapping.
+
+Columns have fixed names; nothing a model is called ever becomes one. Eight-byte columns come first, so
+that every mapped column is aligned.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.errors import TraceError
+from rankscope.tree.document import Document
+from rankscope.tree.tables import UNFINISHED
+
+__all__ = ["VALUES_FORMAT", "VALUES_NAME", "columns_of", "map_columns", "write_columns"]
+
+VALUES_NAME = "values.safetensors"
+VALUES_FORMAT = "rankscope.values/1"
+_DTYPES = {
+    "U64": "<u8", "I64": "<i8", "F64": "<f8", "F32": "<f4", "U32": "<u4", "I32": "<i4", "U8": "|u1", "BOOL": "|b1",
+}  # fmt: skip
+_NAMES = {np.dtype(text): name for name, text in _DTYPES.items()}
+_MAX_HEADER = 1 << 20
+Column = NDArray[Any]
+_PLAIN = (
+    "count",
+    "nan",
+    "posinf",
+    "neginf",
+    "zero",
+    "min",
+    "max",
+    "mean",
+    "std",
+    "l2",
+    "hash",
+    "sketch",
+)
+
+
+def columns_of(document: Document) -> dict[str, Callable[[], Column]]:
+    """Return how to make each column; made one at a time, because there may be a million rows."""
+    merged, tables, ranks = document.merged, document.tables, document.rank_of_stream
+    values, calls, order = merged.values, merged.calls, merged.order
+    nodes = np.arange(len(merged.parent))
+    call_node = np.repeat(nodes, np.diff(merged.call_start))
+    made: dict[str, Callable[[], Column]] = {
+        "values.node": lambda: merged.identity[merged.value_node],
+        **{f"values.{name}": (lambda name=name: values[name]) for name in _PLAIN},
+        "values.reference": lambda: values["reference"],
+        "values.time_ns": lambda: values["time_ns"] + document.clock_offsets[merged.value_stream],
+        "values.sample_row": lambda: tables.sample_start[order],
+        "calls.node": lambda: merged.identity[call_node],
+        "calls.start_ns": lambda: calls["start"],
+        "calls.duration_ns": lambda: np.where(
+            calls["status"] == UNFINISHED, -1, calls["end"] - calls["start"]
+        ),
+        "values.slot": lambda: _slot_places(document),
+        "values.rank": lambda: ranks[merged.value_stream].astype(np.int32),
+        "values.flags": lambda: values["flags"],
+        "values.sample_count": lambda: tables.sample_count[order],
+        "values.sample_dim": lambda: tables.sample_dim[order],
+        "samples.sketch": lambda: tables.samples,
+        "calls.rank": lambda: ranks[calls["stream"]].astype(np.int32),
+        "values.digested": lambda: tables.has_digest[order],
+        "calls.status": lambda: calls["status"],
+    }
+    return made
+
+
+def _slot_places(document: Document) -> Column:
+    """Return for each value the place of its slot entry in its node's list."""
+    merged = document.merged
+    entries = np.arange(len(merged.entry_start) - 1)
+    places = entries - np.repeat(merged.node_entries[:-1], np.diff(merged.node_entries))
+    return np.repeat(places, np.diff(merged.entry_start)).astype(np.int32)
+
+
+def write_columns(path: Path, columns: Mapping[str, Callable[[], Column]]) -> None:
+    """Write columns as a safetensors file, under another name until it is whole.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    shapes = {name: _shape(make()) for name, make in columns.items()}
+    header: dict[str, Any] = {"__metadata__": {"format": VALUES_FORMAT}}
+    offset = 0
+    for name, (dtype, shape, size) in shapes.items():
+        header[name] = {
+            "dtype": dtype,
+            "shape": list(shape),
+            "data_offsets": [offset, offset + size],
+        }
+        offset += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 64)
+    draft = path.with_name(f".{path.name}.{os.getpid()}.new")
+    with draft.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for make in columns.values():
+            column = np.ascontiguousarray(make())
+            file.write(column.reshape(-1).view(np.uint8).data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(draft, path)
+
+
+def _shape(column: Column) -> tuple[str, tuple[int, ...], int]:
+    return _NAMES[column.dtype.newbyteorder("<")], column.shape, column.size * column.dtype.itemsize
+
+
+def map_columns(path: Path) -> dict[str, Column]:
+    """Return every column of a values file, mapped and not copied.
+
+    Raises:
+        TraceError: the file is missing, or no safetensors file whose header fits its size.
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or not 2 <= length <= min(size - 8, _MAX_HEADER):
+                raise TraceError(
+                    f"{path}: header of {length} bytes in a file of {size}: the file is damaged"
+                )
+            header = json.loads(file.read(length))
+        data: Column = (
+            np.memmap(path, np.uint8, "r", 8 + length)
+            if size > 8 + length
+            else np.empty(0, np.uint8)
+        )
+    except OSError as error:
+        raise TraceError(f"{path}: cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise TraceError(f"{path}: its header is no JSON ({error}): the file is damaged") from error
+    columns: dict[str, Column] = {}
+    try:
+        for name, entry in header.items():
+            if name != "__metadata__":
+                first, last = entry["data_offsets"]
+                if not 0 <= first <= last <= len(data):
+                    raise ValueError(f"{name} at {first}..{last} of {len(data)}")
+                columns[name] = (
+                    data[first:last].view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
+                )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise TraceError(
+            f"{path}: a column does not fit the file ({error}): the file is damaged"
+        ) from error
+    return columns

@@ -1,0 +1,223 @@
+"""The head of a trace: who ran what where, and how much of it is in the trace."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rankscope.record.call import Mode
+from rankscope.record.run import EndReason, StreamState
+from rankscope.record.value import MAX_SAMPLES, SKETCH_SIZE
+from rankscope.spool.cells import NO_SEQUENCE, StepEvent
+from rankscope.tree.interning import MeshFamily, mesh_of
+from rankscope.tree.ranks import ranks_text
+from rankscope.tree.streams import RankStream
+
+__all__ = ["completeness", "run_header", "step_notes", "stream_state"]
+
+
+def run_header(streams: Sequence[RankStream]) -> dict[str, Any]:
+    """Return the run header; streams in rank order, later incarnations behind earlier ones."""
+    identities = [stream.identity for stream in streams]
+    first = next((identity for identity in identities if identity), {})
+    created = min((int(i["wall_ns"]) for i in identities if i.get("wall_ns")), default=0)
+    when = datetime.datetime.fromtimestamp(created / 1e9, datetime.timezone.utc)
+    return {
+        "id": str(first.get("run_id", "")),
+        "created": when.isoformat(timespec="milliseconds"),
+        "world_size": max((int(i.get("world_size", 1)) for i in identities), default=0),
+        "ranks": [_rank(stream) for stream in streams],
+        "hosts": _hosts(streams),
+        "meshes": _meshes(streams),
+        "groups": _groups(streams),
+        "versions": _shared(streams, "versions"),
+        "argv": [str(a) for a in first.get("argv") or ()],
+        "settings": _shared(streams, "settings"),
+        "environment": _shared(streams, "environment"),
+        "differs": _differing(streams),
+        "digest": {"sketch_size": SKETCH_SIZE, "hash": "xxh3_64", "max_samples": MAX_SAMPLES},
+    }
+
+
+def _rank(stream: RankStream) -> dict[str, Any]:
+    identity = stream.identity
+    return {
+        "rank": stream.stream.rank,
+        "incarnation": stream.stream.incarnation,
+        "host": str(identity.get("host", "")),
+        "pid": int(identity.get("pid", 0)),
+        "local_rank": int(identity.get("local_rank", 0)),
+    }
+
+
+def _hosts(streams: Sequence[RankStream]) -> list[dict[str, Any]]:
+    by_host: dict[str, set[int]] = {}
+    for stream in streams:
+        by_host.setdefault(str(stream.identity.get("host", "")), set()).add(stream.stream.rank)
+    return [{"name": name, "ranks": ranks_text(ranks)} for name, ranks in by_host.items()]
+
+
+def _defined(streams: Sequence[RankStream], kind: str) -> list[tuple[int, dict[str, Any]]]:
+    return [
+        (s.stream.rank, d) for s in streams for d in s.definitions.values() if d["kind"] == kind
+    ]
+
+
+def _meshes(streams: Sequence[RankStream]) -> list[dict[str, Any]]:
+    families: dict[MeshFamily, tuple[str, dict[tuple[int, ...], None]]] = {}
+    for _, definition in _defined(streams, "mesh"):
+        mesh = mesh_of(definition)
+        family = MeshFamily(axes=mesh.axes, shape=mesh.shape)
+        known = families.setdefault(family, (str(definition.get("device") or ""), {}))
+        known[1][mesh.ranks] = None
+    return [
+        {
+            "name": family.name,
+            "axes": list(family.axes),
+            "shape": list(family.shape),
+            "device": device,
+            "over": [list(ranks) for ranks in sorted(members)],
+        }
+        for family, (device, members) in families.items()
+    ]
+
+
+def _groups(streams: Sequence[RankStream]) -> list[dict[str, Any]]:
+    seen: dict[str, tuple[dict[str, Any], set[int]]] = {}
+    for rank, definition in _defined(streams, "group"):
+        group = {
+            "name": str(definition["name"]),
+            "members": [int(r) for r in definition["ranks"]],
+            "backend": str(definition.get("backend", "")),
+            "description": str(definition.get("description") or ""),
+        }
+        seen.setdefault(json.dumps(group), (group, set()))[1].add(rank)
+    return [group | {"seen_by": ranks_text(ranks)} for group, ranks in seen.values()]
+
+
+def _texts(value: Any) -> dict[str, str]:
+    return {str(k): str(v) for k, v in value.items()} if isinstance(value, Mapping) else {}
+
+
+def _shared(streams: Sequence[RankStream], name: str) -> dict[str, str]:
+    return next((_texts(s.identity[name]) for s in streams if s.identity.get(name)), {})
+
+
+def _differing(streams: Sequence[RankStream]) -> list[dict[str, Any]]:
+    """List what ranks do not agree in: {"what": "versions", "name": "torch", "values": [...]}."""
+    differing = []
+    for what in ("versions", "settings", "environment"):
+        by_name: dict[str, dict[str | None, set[int]]] = {}
+        texts = [(s.stream.rank, _texts(s.identity.get(what))) for s in streams if s.identity]
+        for name in sorted({name for _, each in texts for name in each}):
+            for rank, each in texts:
+                by_name.setdefault(name, {}).setdefault(each.get(name), set()).add(rank)
+        for name, values in by_name.items():
+            if len(values) > 1:
+                listed = [{"ranks": ranks_text(r), "value": value} for value, r in values.items()]
+                differing.append({"what": what, "name": name, "values": listed})
+    return differing
+
+
+def stream_state(stream: RankStream) -> StreamState:
+    """Return what the trace holds of one stream."""
+    return StreamState(
+        stream=stream.stream,
+        committed=stream.committed,
+        received=stream.received,
+        dropped_records=stream.dropped,
+        end=stream.end,
+    )
+
+
+def completeness(streams: Sequence[RankStream], not_understood: Sequence[int]) -> dict[str, Any]:
+    """Return per rank what was committed, received and dropped, and how it ended.
+
+    Args:
+        streams: in rank order.
+        not_understood: per stream, values that name a call or definition which is not there.
+    """
+    world = max((int(s.identity.get("world_size", 1)) for s in streams), default=0)
+    missing = sorted(set(range(world)) - {s.stream.rank for s in streams})
+    ranks = [_state(stream, lost) for stream, lost in zip(streams, not_understood)]
+    last = {s.stream.rank: s.stream.incarnation for s in streams}
+    # a rank that was restarted ended without a word: what counts is that all it wrote has arrived
+    complete = (
+        bool(streams)
+        and not missing
+        and all(
+            state["complete"] or (state["incarnation"] < last[state["rank"]] and _is_whole(state))
+            for state in ranks
+        )
+    )
+    return {"complete": complete, "missing": ranks_text(missing), "ranks": ranks}
+
+
+def _is_whole(state: Mapping[str, Any]) -> bool:
+    whole: bool = (
+        state["committed"] == state["received"] and not state["dropped"] and not state["notes"]
+    )
+    return whole
+
+
+def _state(stream: RankStream, lost: int) -> dict[str, Any]:
+    state = stream_state(stream)
+    notes = list(stream.notes)
+    if lost:
+        notes.append(f"{lost} values name a call or a description that is not there")
+    is_off = stream.end is EndReason.SWITCHED_OFF
+    return {
+        "rank": stream.stream.rank,
+        "incarnation": stream.stream.incarnation,
+        "host": str(stream.identity.get("host", "")),
+        "committed": state.committed,
+        "received": state.received,
+        "dropped": state.dropped_records,
+        "end": state.end.value,
+        "complete": state.is_complete and not notes,
+        "gaps": [
+            {
+                "mode": Mode(int(gap["mode"])).word,
+                "first_step": int(gap["first_step"]),
+                "last_step": int(gap["last_step"]),
+                "records": int(gap["records"]),
+                "bytes": int(gap["bytes"]),
+            }
+            for gap in stream.gaps
+        ],
+        "errors": _run_errors(stream),
+        "notes": [
+            *notes,
+            *(["tracing was switched off on this rank after repeated failures"] if is_off else []),
+        ],
+    }
+
+
+def _text(stream: RankStream, number: int) -> str:
+    return str(stream.definitions.get(number, {}).get("text", ""))
+
+
+def _run_errors(stream: RankStream) -> list[str]:
+    """Failures inside rankscope that belong to no call."""
+    return [
+        _text(stream, int(e["text"])) for e in stream.errors if int(e["sequence"]) == NO_SEQUENCE
+    ]
+
+
+def step_notes(
+    streams: Sequence[RankStream],
+) -> dict[tuple[int, bool, int, int], list[dict[str, Any]]]:
+    """Return, per group of nodes, what ranks noted when the step began or ended."""
+    found: dict[tuple[int, bool, int, int], dict[str, set[int]]] = {}
+    for stream in streams:
+        for event in stream.steps[stream.steps["text"] != 0]:
+            key = (stream.stream.incarnation, False, int(event["mode"]), int(event["step"]))
+            word = StepEvent(int(event["event"])).name.lower()
+            text = f"{word}: {_text(stream, int(event['text']))}"
+            found.setdefault(key, {}).setdefault(text, set()).add(stream.stream.rank)
+    return {
+        key: [{"ranks": ranks_text(ranks), "note": text} for text, ranks in notes.items()]
+        for key, notes in found.items()
+    }

@@ -1,0 +1,35 @@
+"""Lists of ranks as people write them: "0-3,8" and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rankscope.errors import TraceError
+
+__all__ = ["parse_ranks", "ranks_text"]
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """Return sorted distinct ranks with runs folded: {0, 1, 2, 8} -> "0-2,8"; "" for none."""
+    runs: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if runs and runs[-1][1] + 1 == rank:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def parse_ranks(text: str) -> tuple[int, ...]:
+    """Return the ranks that `ranks_text` wrote, sorted.
+
+    Raises:
+        TraceError: the text is no list of ranks.
+    """
+    ranks: list[int] = []
+    for part in filter(None, text.split(",")):
+        first, _, last = part.partition("-")
+        if not first.isdigit() or (last and not last.isdigit()):
+            raise TraceError(f"{text!r} is no list of ranks: expected one like 0-3,8")
+        ranks.extend(range(int(first), int(last or first) + 1))
+    return tuple(ranks)

@@ -1,0 +1,158 @@
+"""One rank's records as columns: what assembly works on.
+
+A stream is read once: its records become numpy structured arrays of the dtypes in spool/cells.py, in
+the order they were committed, and its definitions a dict by number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.errors import TraceVersionError
+from rankscope.record.run import EndReason, StreamId
+from rankscope.record.value import SKETCH_SIZE
+from rankscope.spool import cells
+from rankscope.spool.cells import RecordKind
+from rankscope.spool.records import Records, ending, records
+
+__all__ = ["RankStream", "Samples", "StreamBytes", "read_stream"]
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamBytes:
+    """The bytes held of one stream, and what its end marker says."""
+
+    stream: StreamId
+    data: NDArray[np.uint8] | bytes
+    """From the stream's first byte on, without a hole."""
+    committed: int | None = None
+    """Bytes the rank committed; None where nobody who saw its spool has said."""
+    dropped: int = 0
+    """Records the rank could not write, as its end marker says."""
+    end: EndReason | None = None
+    """How it ended, as its end marker says; None without a marker."""
+    notes: tuple[str, ...] = ()
+    """What is wrong with these bytes, for the completeness report."""
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """Per-sample sketches: one head per value, and the rows of all of them behind each other."""
+
+    heads: Array
+    """SAMPLES_DTYPE, [heads]."""
+    rows: NDArray[np.float32]
+    """[sum of counts, K]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankStream:
+    """Everything one rank recorded in one incarnation, as columns."""
+
+    stream: StreamId
+    identity: dict[str, Any]
+    """The definition of kind "rank"; {} where not even that arrived."""
+    definitions: dict[int, dict[str, Any]]
+    enters: Array
+    exits: Array
+    values: Array
+    """VALUE_DTYPE; the digest fields are 0 where has_digest is False."""
+    has_digest: NDArray[np.bool_]
+    samples: Samples
+    steps: Array
+    gaps: Array
+    errors: Array
+    committed: int | None
+    received: int
+    """Valid bytes at hand."""
+    dropped: int
+    end: EndReason
+    notes: tuple[str, ...] = ()
+
+    @property
+    def clock_offset_ns(self) -> int:
+        """What to add to this rank's time_ns to get wall-clock time."""
+        return int(self.identity.get("wall_ns", 0)) - int(self.identity.get("monotonic_ns", 0))
+
+    @property
+    def record_count(self) -> int:
+        """Records that make up calls and values."""
+        return len(self.enters) + len(self.exits) + len(self.values) + len(self.samples.heads)
+
+
+def read_stream(source: StreamBytes) -> RankStream:
+    """Return the records of one stream; what follows the first damaged cell is left out.
+
+    Raises:
+        TraceVersionError: the rank wrote a newer record format than this reader knows.
+    """
+    found = records(source.data)
+    defined = found.definitions()
+    definitions = {int(d["id"]): d for d in defined.found}
+    identity = next((d for d in defined.found if d["kind"] == "rank"), {})
+    version = identity.get("format", cells.FORMAT_VERSION)
+    if isinstance(version, int) and version > cells.FORMAT_VERSION:
+        raise TraceVersionError(
+            f"rank {source.stream.rank} wrote records of format {version}, this rankscope reads up to "
+            f"{cells.FORMAT_VERSION}: use the version that made the trace, or a newer one"
+        )
+    _, values, has_digest = found.values()
+    said = ending(found)
+    committed = source.committed
+    if committed is None and said.reason is not None:
+        committed = found.committed_bytes
+    return RankStream(
+        stream=source.stream,
+        identity=identity,
+        definitions=definitions,
+        enters=found.columns(RecordKind.ENTER)[1],
+        exits=found.columns(RecordKind.EXIT)[1],
+        values=values,
+        has_digest=has_digest,
+        samples=_samples(found),
+        steps=found.columns(RecordKind.STEP)[1],
+        gaps=found.columns(RecordKind.GAP)[1],
+        errors=found.columns(RecordKind.ERROR)[1],
+        committed=committed,
+        received=found.committed_bytes,
+        dropped=max(source.dropped, said.dropped_records),
+        end=said.reason or source.end or EndReason.RUNNING,
+        notes=(*source.notes, *defined.rejected),
+    )
+
+
+def _samples(found: Records) -> Samples:
+    """Read all samples records at once, those of one shape together: there may be one per value."""
+    positions = found.positions(RecordKind.SAMPLES)
+    starts, sizes = found.start[positions], found.size[positions]
+    head = cells.SAMPLES_DTYPE.itemsize
+    packed = np.ascontiguousarray(
+        found.cells.take(starts, axis=0)[:, cells.HEADER_BYTES : cells.HEADER_BYTES + head]
+    )
+    heads = packed.view(cells.SAMPLES_DTYPE).reshape(-1)
+    counts = heads["count"].astype(np.int64)
+    fits = (heads["size"] == SKETCH_SIZE) & (
+        head + counts * SKETCH_SIZE * 4 <= sizes * cells.PAYLOAD_BYTES
+    )
+    heads, starts, sizes, counts = heads[fits], starts[fits], sizes[fits], counts[fits]
+    rows = np.empty((int(counts.sum()), SKETCH_SIZE), np.float32)
+    firsts = np.cumsum(counts) - counts
+    for size, count in {*zip(sizes.tolist(), counts.tolist())}:
+        chosen = np.flatnonzero((sizes == size) & (counts == count))
+        body = found.cells.take(starts[chosen, None] + np.arange(size), axis=0)[
+            :, :, cells.HEADER_BYTES :
+        ]
+        flat = np.ascontiguousarray(body).reshape(len(chosen), -1)[
+            :, head : head + count * SKETCH_SIZE * 4
+        ]
+        where = firsts[chosen, None] + np.arange(count)
+        rows[where] = (
+            np.ascontiguousarray(flat).view("<f4").reshape(len(chosen), count, SKETCH_SIZE)
+        )
+    return Samples(heads, rows)

@@ -1,0 +1,120 @@
+"""Writes a trace folder: values.safetensors, steps/ where the tree is large, trace.json by rename last."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from rankscope.errors import FolderError
+from rankscope.tree.columns import VALUES_NAME, columns_of, write_columns
+from rankscope.tree.document import Document
+from rankscope.tree.jsontext import write_json
+
+__all__ = [
+    "INLINE_LIMIT_BYTES",
+    "NODES_FORMAT",
+    "STEPS_FOLDER",
+    "TRACE_FORMAT",
+    "TRACE_NAME",
+    "Progress",
+    "write_trace",
+]
+
+TRACE_NAME = "trace.json"
+TRACE_FORMAT = "rankscope.trace/1"
+NODES_FORMAT = "rankscope.nodes/1"
+STEPS_FOLDER = "steps"
+INLINE_LIMIT_BYTES = 32 << 20
+"""A larger trace.json is not written: per-rank numbers then stand in the columns alone."""
+Progress = Callable[[str, float], None]
+"""Told what is being done, and how much of it (0 to 1)."""
+
+
+def write_trace(
+    document: Document,
+    out: Path,
+    *,
+    inline_limit_bytes: int = INLINE_LIMIT_BYTES,
+    progress: Progress | None = None,
+) -> None:
+    """Write the files of a trace; trace.json appears last, by rename.
+
+    Raises:
+        FolderError: a file cannot be written; names the folder.
+    """
+    say = progress or (lambda _what, _part: None)
+    try:
+        say("writing values", 0.0)
+        write_columns(out / VALUES_NAME, columns_of(document))
+        text = _inline(document, inline_limit_bytes, say)
+        if text is None:
+            text = _split(document, out / STEPS_FOLDER, say)
+        _write(out / TRACE_NAME, text)
+        say("writing nodes", 1.0)
+    except OSError as error:
+        raise FolderError(
+            f"{out}: the trace cannot be written ({error.strerror}); the ranks' records are still in "
+            f"{out / 'spool'}: make room and run rankscope recover {out} --out NEW"
+        ) from error
+
+
+def _head(document: Document, *, is_inline: bool) -> dict[str, Any]:
+    return {
+        "format": TRACE_FORMAT,
+        "run": document.run,
+        "completeness": document.completeness,
+        "storage": {"values": VALUES_NAME, "numbers": "inline" if is_inline else "columns"},
+    }
+
+
+def _inline(document: Document, limit: int, say: Progress) -> list[str] | None:
+    """Return the whole tree with every rank's numbers, None where that is larger than the limit."""
+    if document.json_bytes_estimate() > 2 * limit:
+        return None
+    body: dict[str, list[dict[str, Any]]] = {"setup": [], "steps": []}
+    heads = document.heads()
+    size = 0
+    for group, head in enumerate(heads):
+        say("writing nodes", group / len(heads))
+        body["setup" if document.is_setup(group) else "steps"].append(
+            head | {"nodes": document.nodes(group)}
+        )
+    text: list[str] = []
+    for piece in write_json(_head(document, is_inline=True) | body):
+        size += len(piece)
+        if size > limit:
+            return None
+        text.append(piece)
+    return text
+
+
+def _split(document: Document, folder: Path, say: Progress) -> list[str]:
+    """Write one nodes file per group; return trace.json's text, which names them."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    body: dict[str, list[dict[str, Any]]] = {"setup": [], "steps": []}
+    heads = document.heads()
+    for group, head in enumerate(heads):
+        say("writing nodes", group / len(heads))
+        name = f"{group:06d}.json"
+        nodes = {"format": NODES_FORMAT, **head, "nodes": document.nodes(group, is_compact=True)}
+        _write(folder / name, write_json(nodes))
+        kind = "setup" if document.is_setup(group) else "steps"
+        body[kind].append(head | {"nodes_file": f"{STEPS_FOLDER}/{name}"})
+    return list(write_json(_head(document, is_inline=False) | body))
+
+
+def _write(path: Path, pieces: Iterable[str]) -> None:
+    draft = path.with_name(f".{path.name}.{os.getpid()}.new")
+    descriptor = os.open(
+        draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
+    )
+    with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
+        remaining = iter(pieces)
+        while block := list(itertools.islice(remaining, 4096)):
+            file.write("".join(block))
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(draft, path)
