@@ -21,6 +21,7 @@ from types import TracebackType
 
 from rankscope.agent.settings import SETTINGS, Settings
 from rankscope.errors import RankscopeError, SettingError
+from rankscope.gather.address import check_address
 from rankscope.spool.companions import (
     collector_command,
     companion_environment,
@@ -39,7 +40,7 @@ from rankscope.spool.folder import (
     streams,
     write_run_header,
 )
-from rankscope_launcher.folder import default_trace_folder, prepare_trace_folder
+from rankscope.spool.outfolder import default_out, prepare_out
 from rankscope_launcher.progress import Progress, say
 
 __all__ = ["JobShape", "TracedJob"]
@@ -95,21 +96,24 @@ class TracedJob:
         Raises:
             SettingError: several hosts, but no folder or collector they have in common.
             FolderError: the trace folder cannot be used.
+            BindError: the collector's address is not one of this host.
             SpoolError: the spool folder cannot be used, or its disk is too full.
         """
-        is_shared = shape.hosts > 1 and not settings.collector
-        if is_shared and settings.out is None:
+        is_shared = settings.collector == SHARED or (shape.hosts > 1 and not settings.collector)
+        if settings.collector and not is_shared:
+            check_address(settings.collector)
+        if is_shared and shape.hosts > 1 and settings.out is None:
             raise SettingError(
                 f"{shape.hosts} hosts: expected one trace folder that all of them see; "
                 "give every host the same --rs-out, on a shared disk"
             )
         base = spool_base(settings.spool)
         check_free_space(base, settings.spool_bytes * shape.local_ranks)
-        out = settings.out or default_trace_folder()
-        prepare_trace_folder(out, is_shared=is_shared, is_head=shape.is_head)
+        out = settings.out or default_out()
+        _claim(out, is_shared=is_shared, is_head=shape.is_head)
         launch = f"{shape.run_id}/{os.uname().nodename}/{os.getpid()}/{time.time_ns()}"
         run_folder = host_run_folder(base, run_key(launch))
-        address = settings.collector or (SHARED if is_shared else ipc_address(run_folder))
+        address = SHARED if is_shared else settings.collector or ipc_address(run_folder)
         header = RunHeader(
             run_id=shape.run_id,
             out=out,
@@ -132,12 +136,16 @@ class TracedJob:
             "RANKSCOPE_RUN_FOLDER": str(self._run_folder),
         }
 
+    @property
+    def _is_collected_elsewhere(self) -> bool:
+        return self._settings.collector not in {"", SHARED}
+
     # ------------------------------------------------------------------ life
 
     def start(self) -> None:
         """Start the relay, and on the head host the collector, unless one was named by address."""
         self._relay = _start(relay_command(self._run_folder), self._run_folder / RELAY_LOG_NAME)
-        if not self._shape.is_head or self._settings.collector:
+        if not self._shape.is_head or self._is_collected_elsewhere:
             return
         command = collector_command(
             self._out,
@@ -168,7 +176,7 @@ class TracedJob:
         self._tidy()
 
     def _last_line(self, tree: Path) -> str:
-        if self._settings.collector:
+        if self._is_collected_elsewhere:
             return f"records went to the collector at {self._address}, which writes the tree"
         if self._collector is None:
             return f"the records of this host are in {self._out}; the head host builds the tree"
@@ -225,6 +233,14 @@ class TracedJob:
 def new_run_id() -> str:
     """Return a name for a run nobody else has named."""
     return uuid.uuid4().hex
+
+
+def _claim(out: Path, *, is_shared: bool, is_head: bool) -> None:
+    """Make the trace folder; in one that hosts share, others may have begun to write already."""
+    if is_shared and (not is_head or (out.is_dir() and os.listdir(out) == ["spool"])):
+        out.mkdir(mode=0o700, parents=True, exist_ok=True)
+    else:
+        prepare_out(out)
 
 
 def _start(command: list[str], log: Path) -> subprocess.Popen[bytes]:
