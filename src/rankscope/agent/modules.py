@@ -74,6 +74,8 @@ class Root:
     """Elements over all parameters, DTensors by their global shape."""
     definition: int = 0
     """Number under which the spool knows it; 0 until it is defined."""
+    is_preferred: bool = False
+    """The user named it as the root of the trace."""
     is_setup_recorded: bool = False
     calls_in_step: int = 0
 
@@ -131,6 +133,12 @@ class ModuleTable:
             if name and self.get(child) is None:
                 self._add(child, f"@{own.__name__}.{name}", f"@{own.__name__}.{name}", inside, [])
         return info
+
+    def prefer(self, module: nn.Module) -> None:
+        """Make a module a root before it is called, and the one whose path is ""."""
+        info = self.learn(module, None)
+        if info.root is not None:
+            info.root.is_preferred = True
 
     def of_root(self, root: Root) -> Iterator[ModuleInfo]:
         """Yield the known modules of a root that still exist, in the model's own order."""

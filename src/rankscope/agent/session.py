@@ -49,16 +49,23 @@ class Opened:
 class Session:
     """Traces this process into one spool until it is closed."""
 
-    def __init__(self, settings: Settings, start: Callable[[], Opened | None]) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        start: Callable[[], Opened | None],
+        preferred_root: nn.Module | None = None,
+    ) -> None:
         """Arm a session; nothing is opened before the first module call.
 
         Args:
             settings: what to trace.
             start: opens the spool at the first root forward and writes who this rank is; returns None
                 where this process is not to be traced (and says so itself).
+            preferred_root: the module whose path is to be "", by default the largest root called.
         """
         self._settings = settings
         self._start = start
+        self._preferred_root = preferred_root
         self._writer: SpoolWriter | None = None
         self._is_closed = False
         self._clock = StepClock()
@@ -109,6 +116,9 @@ class Session:
         self._parameters = ParameterEvents(
             self._table, self._recorder, self._values, self._tracer.definition_of, settings.phases
         )
+        if self._preferred_root is not None:
+            self._table.prefer(self._preferred_root)
+            self._preferred_root = None
         return True
 
     def close(self, reason: EndReason = EndReason.EXIT) -> None:
@@ -121,7 +131,7 @@ class Session:
             return
         self._end_eval()
         self._end_train()
-        self._writer.close(reason.value)
+        self._writer.close(reason)
 
     def disarm(self) -> None:
         """Stop without a word in the spool: a forked child, or a process that is not to be traced."""
@@ -263,9 +273,6 @@ class Session:
                 self._tracer.end_step()
 
     def _turn_on(self, mode: Mode, step: int) -> None:
-        assert self._writer is not None  # noqa: S101  # opened before any step
-        if not self._hooks.is_tracing:
-            self._writer.begin_step(mode, step)
         self._recorder.step(StepEvent.BEGIN, mode, step)
         self._hooks.trace()
         for root in self._table.roots:
@@ -275,8 +282,6 @@ class Session:
     def _turn_off(self) -> None:
         if self._hooks.is_tracing:
             self._hooks.stop_tracing()
-            assert self._writer is not None  # noqa: S101  # a step was traced
-            self._writer.end_step()
         self._hooks.watch_for_step()
 
     def _record_setup(self, info: ModuleInfo) -> None:

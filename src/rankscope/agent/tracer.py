@@ -205,7 +205,7 @@ class Tracer:
                     "root",
                     **{"class": root.class_name},
                     parameters=root.parameter_count,
-                    has_parameters=True,
+                    preferred=root.is_preferred,
                 )
             info.definition = self._recorder.define(
                 "module",

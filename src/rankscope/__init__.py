@@ -1,0 +1,36 @@
+"""One trace for a whole distributed training job: which module, on which rank, went wrong first, and how.
+
+Importing this package imports neither torch nor numpy: every public name is loaded when it is used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rankscope.tracing import attach, step, trace
+    from rankscope.tree.reader import Trace, open_trace
+
+__all__ = ["Trace", "attach", "open_trace", "step", "trace"]
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Trace": "rankscope.tree.reader",
+    "attach": "rankscope.tracing",
+    "open_trace": "rankscope.tree.reader",
+    "step": "rankscope.tracing",
+    "trace": "rankscope.tracing",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'rankscope' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

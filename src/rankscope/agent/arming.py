@@ -1,0 +1,67 @@
+"""Switching tracing on in a process, once, and ending it in order."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Mapping
+
+from rankscope.agent.guard import say
+from rankscope.agent.joining import Joined, join_run
+from rankscope.agent.session import Opened, Session
+from rankscope.agent.settings import Settings, settings_from
+from rankscope.errors import RankscopeError
+from rankscope.record.run import EndReason
+
+__all__ = ["arm", "close", "current_session"]
+
+_session: Session | None = None
+_joined: Joined | None = None
+
+
+def current_session() -> Session | None:
+    """Return the session of this process, None where nothing is armed."""
+    return _session
+
+
+def arm(given: Mapping[str, object] | None = None) -> Session | None:
+    """Arm tracing in this process; what is wrong with the settings is said once, and the job goes on untraced.
+
+    Args:
+        given: settings by keyword; the rest comes from `RANKSCOPE_*` variables and defaults.
+
+    Returns:
+        the session, None where the settings cannot be used.
+    """
+    global _session
+    if _session is not None:
+        return _session
+    try:
+        settings = settings_from(given)
+    except RankscopeError as error:
+        say(f"not tracing: {error}")
+        return None
+    _session = Session(settings, lambda: _open(settings))
+    atexit.register(close)
+    return _session
+
+
+def _open(settings: Settings) -> Opened | None:
+    global _joined
+    try:
+        _joined = join_run(settings)
+    except RankscopeError as error:
+        say(f"not tracing: {error}")
+        return None
+    return _joined.opened if _joined else None
+
+
+def close(reason: EndReason = EndReason.EXIT) -> None:
+    """End the session, then wait for the tree where no launcher does. Called at exit; safe to call again."""
+    global _session, _joined
+    session, _session = _session, None
+    joined, _joined = _joined, None
+    if session is None:
+        return
+    session.close(reason)
+    if joined is not None:
+        joined.wait_for_tree()

@@ -1,0 +1,131 @@
+"""`with rankscope.trace(...)`: one process, its own spool, and the tree in place when the block ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch import nn
+
+from rankscope.agent.arming import arm, close, current_session
+from rankscope.agent.guard import say
+from rankscope.agent.joining import define_rank, who_am_i
+from rankscope.agent.recorder import Recorder
+from rankscope.agent.session import Opened, Session
+from rankscope.agent.settings import Settings, settings_from
+from rankscope.errors import RankscopeError
+from rankscope.record.run import EndReason
+from rankscope.spool.folder import (
+    check_free_space,
+    host_run_folder,
+    run_key,
+    spool_base,
+    stream_folder,
+    write_by_rename,
+)
+from rankscope.spool.outfolder import default_out, prepare_out
+from rankscope.spool.reader import StreamReader
+from rankscope.spool.writer import SpoolWriter
+
+__all__ = ["trace_block"]
+
+
+@contextmanager
+def trace_block(model: nn.Module | None, given: Mapping[str, object]) -> Iterator[Path | None]:
+    """Trace what runs inside; yields the trace folder, None where tracing could not begin.
+
+    Tracing problems are said on stderr and never raised into the block; the block's own exception
+    passes through after the tree is written.
+    """
+    if current_session() is not None:
+        say("not tracing this block: this process is traced already")
+        yield None
+        return
+    if who_am_i().world_size > 1:
+        arm(given)
+        try:
+            out = given.get("out")
+            yield Path(str(out)).absolute() if out else None
+        finally:
+            close(EndReason.CLOSED)
+        return
+    block = _start(model, given)
+    try:
+        yield block.out if block else None
+    finally:
+        if block is not None:
+            block.finish()
+
+
+def _start(model: nn.Module | None, given: Mapping[str, object]) -> _Block | None:
+    try:
+        return _Block(model, settings_from({k: v for k, v in given.items() if v is not None}))
+    except RankscopeError as error:
+        say(f"not tracing: {error}")
+        return None
+
+
+class _Block:
+    """The parts of one block, put together and taken apart."""
+
+    def __init__(self, model: nn.Module | None, settings: Settings) -> None:
+        self.out = prepare_out(settings.out or default_out())
+        if settings.out is None:
+            say(f"tracing into {self.out}")
+        identity = who_am_i()
+        run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+        base = spool_base(settings.spool)
+        self._run_folder = host_run_folder(base, run_key(f"{run_id}:{time.monotonic_ns()}"))
+        check_free_space(self._run_folder, settings.spool_bytes)
+        self._stream = identity.stream
+        replicas = self.out / "spool"
+        replicas.mkdir(mode=0o700)
+        self._replica = replicas / f"{self._stream.name}.cells"
+        self._writer = writer = SpoolWriter(
+            stream_folder(self._run_folder, self._stream),
+            limit_bytes=settings.spool_bytes,
+            retire=self._take_segment,
+        )
+        recorder = Recorder(writer)
+        define_rank(recorder, identity, run_id, settings)
+        opened = Opened(identity=identity, writer=writer, recorder=recorder)
+        self._keep_spool = settings.keep_spool
+        self._session = Session(settings, lambda: opened, preferred_root=model)
+
+    def _take_segment(self, path: Path, offset: int) -> None:
+        """Move a full segment behind the records already in the trace folder."""
+        with self._replica.open("ab") as replica, path.open("rb") as segment:
+            shutil.copyfileobj(segment, replica, 1 << 20)
+        path.unlink()
+
+    def finish(self) -> None:
+        """Close the spool and build the tree; a failure is said, and the records stay where they are."""
+        from rankscope.tree.assemble import build
+
+        self._session.close(EndReason.CLOSED)
+        try:
+            self._take_rest()
+            build(self.out, keep_spool=self._keep_spool)
+        except (RankscopeError, OSError) as error:
+            say(f"the tree could not be built ({error}); the records are in {self._run_folder} and {self.out}")
+            return
+        shutil.rmtree(self._run_folder, ignore_errors=True)
+
+    def _take_rest(self) -> None:
+        """Append what the last segments hold, and mark the stream as ended."""
+        with StreamReader(stream_folder(self._run_folder, self._stream)) as reader:
+            offset = self._replica.stat().st_size if self._replica.exists() else 0
+            with self._replica.open("ab") as replica:
+                for chunk in reader.chunks(offset):
+                    replica.write(chunk)
+        marker = {
+            "committed": self._replica.stat().st_size,
+            "end": EndReason.CLOSED.value,
+            "dropped": self._writer.dropped_records,
+        }
+        write_by_rename(self._replica.with_suffix(".json"), json.dumps(marker))

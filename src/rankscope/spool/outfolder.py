@@ -1,0 +1,45 @@
+"""The trace folder before there is a trace in it: its default name, and whether it may be used."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from rankscope.errors import FolderError
+
+__all__ = ["default_out", "prepare_out"]
+
+
+def default_out(folder: Path | None = None) -> Path:
+    """Return `rankscope-<time>` in `folder` (by default here), a name nothing has yet."""
+    folder = folder or Path.cwd()
+    stem = time.strftime("rankscope-%Y%m%d-%H%M%S")
+    path, number = folder / stem, 1
+    while path.exists():
+        number += 1
+        path = folder / f"{stem}.{number}"
+    return path
+
+
+def prepare_out(path: Path) -> Path:
+    """Make a trace folder (0700, with its parents), or take an empty one.
+
+    Raises:
+        FolderError: it holds something, is no folder, or cannot be written; says what to do.
+    """
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if next(path.iterdir(), None) is not None:
+            raise FolderError(
+                f"{path} is not empty: give a new folder with --rs-out (RANKSCOPE_OUT), or remove it"
+            )
+    except FileExistsError:
+        raise FolderError(f"{path} is a file, not a folder: give another name with --rs-out") from None
+    except OSError as error:
+        raise FolderError(
+            f"{path} cannot be made or read ({error.strerror}): give a folder you may write with --rs-out"
+        ) from error
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise FolderError(f"{path} cannot be written: give a folder you may write with --rs-out")
+    return path

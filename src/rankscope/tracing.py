@@ -1,0 +1,86 @@
+"""The calls a training script may make: `attach`, `step`, `trace`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from rankscope.tree.reader import Trace
+
+__all__ = ["TraceHandle", "attach", "step", "trace"]
+
+
+def attach(**settings: object) -> None:
+    """Trace this process from now on.
+
+    Without arguments it does nothing unless `RANKSCOPE` is set, so it may stay in a training script
+    for ever. With arguments (any setting by its keyword: `steps="0-2"`, `out="trace"`) it traces.
+    What is wrong with a setting is said once on stderr; the program goes on untraced.
+    """
+    from rankscope.agent.settings import is_enabled
+
+    if not settings and not is_enabled():
+        return
+    from rankscope.agent.arming import arm
+
+    arm(settings)
+
+
+def step() -> None:
+    """Close the current train step here.
+
+    For loops in which neither an optimizer nor the next root forward marks the end of a step. After
+    the first call only this function closes train steps. Does nothing where nothing is traced.
+    """
+    import sys
+
+    arming = sys.modules.get("rankscope.agent.arming")
+    session = arming.current_session() if arming is not None else None
+    if session is not None:
+        session.step()
+
+
+class TraceHandle:
+    """What `with rankscope.trace(...)` hands out."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        """The trace folder; None where tracing could not begin."""
+
+    def open(self) -> Trace:
+        """Return the finished trace.
+
+        Raises:
+            TraceError: tracing could not begin, or the block has not ended yet.
+        """
+        from rankscope.errors import TraceError
+        from rankscope.tree.reader import open_trace
+
+        if self.path is None:
+            raise TraceError("nothing was traced: see the line rankscope wrote to stderr")
+        return open_trace(self.path)
+
+
+@contextmanager
+def trace(
+    model: nn.Module | None = None, *, out: str | Path | None = None, **settings: object
+) -> Iterator[TraceHandle]:
+    """Trace what runs inside the block, every step unless `steps` says otherwise.
+
+    Args:
+        model: the root whose path is `""`; by default the largest module called.
+        out: trace folder, made with its parents; by default `rankscope-<time>` here.
+        **settings: any setting by its keyword.
+
+    In a job of several ranks every rank must enter the block, with the same `out`. The tree is in
+    place when the block ends; leaving it by an exception writes what was seen until then.
+    """
+    from rankscope.block import trace_block
+
+    with trace_block(model, {"steps": "all", "out": out, **settings}) as path:
+        yield TraceHandle(path)
