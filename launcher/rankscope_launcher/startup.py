@@ -1,34 +1,38 @@
 """What `rankscope.pth` calls at interpreter start when RANKSCOPE is set: arm once torch is there.
 
 Nothing of torch, and nothing of rankscope but this file, is imported here. A finder in front of
-`sys.meta_path` waits for the import of `torch`, lets it finish, arms the session and leaves.
+`sys.meta_path` waits for the import of `torch`, lets it finish, arms the session and leaves. That
+torch is merely looked for (`importlib.util.find_spec`, as many libraries do) must not use it up.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
 from types import ModuleType
 
 __all__ = ["install"]
 
 
 class _AfterTorch(MetaPathFinder):
-    """Finds `torch` once, by the other finders, with a loader that arms rankscope afterwards."""
+    """Finds `torch` by the other finders, with a loader that arms rankscope afterwards."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if fullname != "torch":
             return None
-        _remove()
-        spec = find_spec("torch")
-        if spec is not None and spec.loader is not None:
-            spec.loader = _ArmingLoader(spec.loader)
-        return spec
+        for finder in list(sys.meta_path):
+            if not isinstance(finder, _AfterTorch):
+                spec = finder.find_spec(fullname, path, target)
+                if spec is not None:
+                    if spec.loader is not None:
+                        spec.loader = _ArmingLoader(spec.loader)
+                    return spec
+        return None
 
 
 class _ArmingLoader(Loader):
@@ -49,6 +53,7 @@ class _ArmingLoader(Loader):
             module.__spec__.loader = self._loader
         module.__loader__ = self._loader
         self._loader.exec_module(module)
+        sys.meta_path[:] = [f for f in sys.meta_path if not isinstance(f, _AfterTorch)]
         _arm()
 
 
@@ -59,12 +64,8 @@ def install() -> None:
     """
     if "torch" in sys.modules:
         _arm()
-    elif not any(type(finder).__name__ == _AfterTorch.__name__ for finder in sys.meta_path):
+    elif not any(isinstance(finder, _AfterTorch) for finder in sys.meta_path):
         sys.meta_path.insert(0, _AfterTorch())
-
-
-def _remove() -> None:
-    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _AfterTorch)]
 
 
 def _arm() -> None:
@@ -74,13 +75,7 @@ def _arm() -> None:
         arm()
     except Exception as error:  # noqa: BLE001  # torch was imported to train, which goes on untraced
         print(
-            f"rankscope: process {_pid()} goes on untraced: {type(error).__name__}: {error}. "
+            f"rankscope: process {os.getpid()} goes on untraced: {type(error).__name__}: {error}. "
             "Check that rankscope and torch are in the same environment, or unset RANKSCOPE.",
             file=sys.stderr,
         )
-
-
-def _pid() -> int:
-    import os
-
-    return os.getpid()

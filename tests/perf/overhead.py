@@ -127,7 +127,12 @@ def msprobe(model: nn.Module) -> Iterator[None]:
         debugger.stop()
 
 
-def compare(name: str, step: Step, watched: Callable[[], contextlib.AbstractContextManager[None]], rounds: int) -> None:
+def compare(
+    name: str,
+    step: Step,
+    watched: Callable[[], contextlib.AbstractContextManager[None]],
+    rounds: int,
+) -> None:
     """Print the ratio of a watched step to a plain one, timed in alternating rounds."""
     plain: list[float] = []
     watching: list[float] = []
@@ -137,8 +142,13 @@ def compare(name: str, step: Step, watched: Callable[[], contextlib.AbstractCont
             step()  # set-up, first calls
             watching += seconds(step, 2)
     base, cost = statistics.median(plain), statistics.median(watching)
-    spread = (statistics.quantiles(watching, n=4)[2] - statistics.quantiles(watching, n=4)[0]) / base
-    print(f"| {name} | {cost / base:.3f} | ±{spread / 2:.3f} | {base * 1e3:.1f} | {cost * 1e3:.1f} |", flush=True)
+    spread = (
+        statistics.quantiles(watching, n=4)[2] - statistics.quantiles(watching, n=4)[0]
+    ) / base
+    print(
+        f"| {name} | {cost / base:.3f} | ±{spread / 2:.3f} | {base * 1e3:.1f} | {cost * 1e3:.1f} |",
+        flush=True,
+    )
 
 
 def compare_untraced(step: Step, model: nn.Module, rounds: int) -> None:
@@ -179,7 +189,10 @@ def cost_per_call(rounds: int) -> None:
 
     @contextlib.contextmanager
     def empty_hooks() -> Iterator[None]:
-        from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+        from torch.nn.modules.module import (
+            register_module_forward_hook,
+            register_module_forward_pre_hook,
+        )
 
         before = register_module_forward_pre_hook(lambda module, args: None)
         after = register_module_forward_hook(lambda module, args, output: None)
@@ -214,7 +227,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--peers", action="store_true", help="measure other tools beside")
-    parser.add_argument("--training", action="store_true", help="whole training steps beside forwards")
+    parser.add_argument(
+        "--training", action="store_true", help="whole training steps beside forwards"
+    )
     parser.add_argument("--calls", action="store_true", help="cost per call over 10,000 modules")
     parser.add_argument("--profile", action="store_true", help="profile instead of timing")
     options = parser.parse_args()
@@ -225,7 +240,9 @@ def main() -> None:
     if options.profile:
         profile(training(model) if options.training else step, model)
         return
-    print("| forward, no gradients | ratio to plain | quartiles | plain ms | watched ms |\n|---|---|---|---|---|")
+    print(
+        "| forward, no gradients | ratio to plain | quartiles | plain ms | watched ms |\n|---|---|---|---|---|"
+    )
     compare("whole digest", step, lambda: traced(model), options.rounds)
     compare("structure only", step, lambda: traced(model, digest="none"), options.rounds)
     compare_untraced(step, model, options.rounds)
@@ -240,7 +257,9 @@ def main() -> None:
     if options.training:
         step = training(llama())
         step()
-        print("\n| training step | ratio to plain | quartiles | plain ms | watched ms |\n|---|---|---|---|---|")
+        print(
+            "\n| training step | ratio to plain | quartiles | plain ms | watched ms |\n|---|---|---|---|---|"
+        )
         compare("whole digest", step, lambda: traced(model), options.rounds)
         compare("structure only", step, lambda: traced(model, digest="none"), options.rounds)
         compare_untraced(step, model, options.rounds)

@@ -1,0 +1,133 @@
+"""What `rankscope run` refuses before a job starts: one line, exit 2, nothing on stdout."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rankscope.agent.settings import SETTINGS
+from rankscope.errors import SettingError
+from rankscope_launcher import wrapper
+
+WRAPPER = "import sys; from rankscope_launcher.wrapper import main; main(sys.argv[1:])"
+
+
+def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", WRAPPER, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=cwd,
+    )
+
+
+def refusal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """Return the one line that `rankscope run` with these arguments says."""
+    with pytest.raises(SystemExit) as left:
+        wrapper.main(arguments)
+    assert left.value.code == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("rankscope run: ")
+    assert err.count("\n") == 1
+    return err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--rs-ou", "x", "a.py"], "--rs-out in full"),
+        (["--rs-spoool", "x", "a.py"], "did you mean --rs-spool"),
+        (["--rs-steps", "3-1", "a.py"], "write 1-3"),
+        (["--rs-steps"], "--rs-steps wants a value, STEPS"),
+        (["--rs-steps", "--nnodes", "1", "a.py"], "--rs-steps wants a value"),
+        (["a.py", "--rs-out", "x"], "put it before: rankscope run --rs-out"),
+        (["--nproc-per-node", "2", "a.py", "--lr", "1", "--rs-keep-spool"], "put it before"),
+        (["--no-such-option", "a.py"], "unrecognized arguments: --no-such-option"),
+        ([], "required: training_script"),
+        (["--nproc-per-node", "many", "a.py"], "nproc_per_node"),
+        (["--nnodes", "2", "a.py"], "give every host the same --rs-out"),
+        (["--rs-collector", "tcp://10.1.2.3:7", "a.py"], "--rs-collector shared"),
+        (["--rs-spool-bytes", "9000T", "a.py"], "choose another disk with --rs-spool"),
+    ],
+)
+def test_a_command_line_that_cannot_be_used_is_refused_in_one_line(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+):
+    assert said in refusal(arguments, capsys)
+
+
+def test_a_folder_that_holds_something_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "notes.txt").touch()
+    assert "is not empty" in refusal(["--rs-out", str(tmp_path), "a.py"], capsys)
+
+
+def test_a_file_in_place_of_the_folder_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "trace").touch()
+    said = refusal(["--rs-out", str(tmp_path / "trace"), "a.py"], capsys)
+    assert "is a file" in said
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="root may write anywhere")
+def test_a_folder_that_cannot_be_written_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    tmp_path.chmod(stat.S_IRUSR | stat.S_IXUSR)
+    assert "--rs-out" in refusal(["--rs-out", str(tmp_path / "trace"), "a.py"], capsys)
+
+
+def test_a_variable_that_cannot_be_read_is_refused_by_its_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("RANKSCOPE_BATCH_DIM", "first")
+    assert "RANKSCOPE_BATCH_DIM: 'first' is not a whole number" in refusal(["a.py"], capsys)
+
+
+def test_options_are_taken_from_anywhere_before_the_script_in_both_spellings():
+    line = wrapper._split(
+        ["--rs-steps=all", "--nnodes", "1", "--rs-keep-spool", "--rs-out", "x", "a.py", "--lr", "1"]
+    )
+    assert line.settings == {"steps": "all", "keep_spool": "1", "out": "x"}
+    assert line.torchrun == ["--nnodes", "1", "a.py", "--lr", "1"]
+
+
+def test_arguments_of_the_script_that_look_like_ours_are_left_alone():
+    line = wrapper._split(["a.py", "--rs", "--", "-rs-out"])
+    assert line.torchrun == ["a.py", "--rs", "--", "-rs-out"]
+
+
+def test_torchruns_abbreviations_and_variables_still_work(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PET_MAX_RESTARTS", "3")
+    parsed = wrapper._parse(wrapper._split(["--nproc-per", "4", "-m", "package.module", "--x"]))
+    assert (parsed.nproc_per_node, parsed.max_restarts, parsed.module) == ("4", 3, True)
+    assert parsed.training_script_args == ["--x"]
+
+
+def test_an_unknown_option_raises_what_the_command_line_catches():
+    with pytest.raises(SettingError, match="unrecognized"):
+        wrapper._parse(wrapper._split(["--nonsense", "a.py"]))
+
+
+def test_help_lists_every_setting_and_then_torchruns_options():
+    done = run("--help")
+    assert done.returncode == 0
+    assert done.stderr == ""
+    for setting in SETTINGS:
+        assert f"--rs-{setting.name}" in done.stdout
+    assert done.stdout.index("--rs-out") < done.stdout.index("--nproc-per-node")
+
+
+def test_a_refused_start_leaves_no_folder_behind(tmp_path: Path):
+    done = run("--rs-steps", "x", "--rs-out", str(tmp_path / "trace"), "a.py")
+    assert done.returncode == 2
+    assert list(tmp_path.iterdir()) == []
