@@ -1,0 +1,375 @@
+"""Opening a trace: the finished files, or the ranks' records while a job still runs."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+from rankscope.errors import FolderError, SelectionError, TraceError, TraceVersionError
+from rankscope.record.call import Mode, Phase
+from rankscope.record.placement import Mesh
+from rankscope.tree.assemble import assemble
+from rankscope.tree.columns import columns_of, map_columns
+from rankscope.tree.document import Document
+from rankscope.tree.selection import glob_matches, nothing_matched
+from rankscope.tree.sources import REPLICA_FOLDER, find_streams
+from rankscope.tree.views import Columns, GroupHead, Node, Value, Whereabouts
+from rankscope.tree.writer import TRACE_NAME, Progress
+
+__all__ = ["Step", "Trace", "newest_trace", "open_trace"]
+
+_FORMAT = re.compile(r"rankscope\.(trace|nodes)/(\d+)")
+_NEWEST_FORMAT = 1
+_NODES_FILE = re.compile(r"steps/\d{6}\.json")
+_COLLECTOR_LOCK = "collector.lock"
+_POLL_S = 0.1
+
+
+class _Source(Protocol):
+    """Where a trace's data comes from."""
+
+    head: Mapping[str, Any]
+    """Everything but the nodes."""
+    groups: list[tuple[bool, dict[str, Any]]]
+    """is setup, head of each group of nodes."""
+
+    def nodes(self, group: int) -> list[dict[str, Any]]: ...
+
+    def columns(self) -> Columns: ...
+
+
+class _Files:
+    """A finished trace folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.head = _load(folder / TRACE_NAME, "trace")
+        listed = [(kind == "setup", group) for kind in ("setup", "steps") for group in self.head[kind]]
+        self.groups: list[tuple[bool, dict[str, Any]]] = listed
+
+    def nodes(self, group: int) -> list[dict[str, Any]]:
+        """Return the nodes of a group, from its own file where it has one."""
+        head = self.groups[group][1]
+        name = head.get("nodes_file")
+        if name is None:
+            return list(head["nodes"])
+        if not _NODES_FILE.fullmatch(str(name)):
+            raise TraceError(f"{self._folder}: {name!r} is no nodes file: the trace is damaged")
+        return list(_load(self._folder / name, "nodes")["nodes"])
+
+    def columns(self) -> Columns:
+        """Return the value columns, mapped."""
+        return map_columns(self._folder / self.head["storage"]["values"].replace("/", ""))
+
+
+class _Records:
+    """A trace assembled in memory."""
+
+    def __init__(self, document: Document) -> None:
+        self._document = document
+        self.head: Mapping[str, Any] = {"run": document.run, "completeness": document.completeness}
+        self.groups = [(document.is_setup(i), head) for i, head in enumerate(document.heads())]
+
+    def nodes(self, group: int) -> list[dict[str, Any]]:
+        """Return the nodes of a group."""
+        return self._document.nodes(group)
+
+    def columns(self) -> Columns:
+        """Return the value columns."""
+        return {name: make() for name, make in columns_of(self._document).items()}
+
+
+class Step:
+    """One step of one mode, or the setup, with its nodes."""
+
+    def __init__(self, source: _Source, group: int, where: Whereabouts) -> None:
+        self._source, self._group, self._where = source, group, where
+        is_setup, head = source.groups[group]
+        self.is_setup = is_setup
+        self.mode = Mode[str(head.get("mode", "train")).upper()]
+        self.step = int(head.get("step", 0))
+        self.incarnation = int(head.get("incarnation", 0))
+        self.notes: tuple[str, ...] = tuple(f"rank {n['ranks']}: {n['note']}" for n in head.get("notes", ()))
+
+    @cached_property
+    def nodes(self) -> tuple[Node, ...]:
+        """The outermost calls of the step, in order."""
+        head = GroupHead(mode=self.mode, step=self.step, incarnation=self.incarnation)
+        return tuple(Node(data, head, self._where) for data in self._source.nodes(self._group))
+
+    def walk(self) -> Iterator[Node]:
+        """Yield every node of the step, parents first."""
+        for node in self.nodes:
+            yield from node.walk()
+
+    def __repr__(self) -> str:
+        return "Step(setup)" if self.is_setup else f"Step({self.mode.word} {self.step})"
+
+
+class Trace:
+    """One trace: what ran where, how much of it arrived, and the tree."""
+
+    def __init__(self, source: _Source, path: Path, *, is_live: bool = False) -> None:
+        self.path = path
+        """The trace folder."""
+        self.is_live = is_live
+        """True where the tree is not written yet: assembled from the records that were there."""
+        self.run: Mapping[str, Any] = source.head["run"]
+        """The run header, as in docs/trace-format.md."""
+        self.completeness: Mapping[str, Any] = source.head["completeness"]
+        """Per rank what was committed, received and dropped, as in docs/trace-format.md."""
+        meshes = {m["name"]: _meshes(m) for m in self.run["meshes"]}
+        self._columns: Columns | None = None
+        self._source = source
+        where = Whereabouts(self.columns, meshes)
+        every = [Step(source, group, where) for group in range(len(source.groups))]
+        self.setup: tuple[Step, ...] = tuple(step for step in every if step.is_setup)
+        """Setup of every incarnation that recorded one."""
+        self.steps: tuple[Step, ...] = tuple(step for step in every if not step.is_setup)
+        """Steps of all modes and incarnations, in order."""
+
+    @property
+    def is_complete(self) -> bool:
+        """True where every record of every rank is here and every rank ended in order."""
+        return bool(self.completeness["complete"]) and not self.is_live
+
+    def columns(self) -> Columns:
+        """Return the per-rank numbers as columns (docs/trace-format.md), mapped where they lie in a file."""
+        if self._columns is None:
+            self._columns = self._source.columns()
+        return self._columns
+
+    @property
+    def default_mode(self) -> Mode:
+        """Train, or eval where there is no train step."""
+        return Mode.TRAIN if any(s.mode is Mode.TRAIN for s in self.steps) or not self.steps else Mode.EVAL
+
+    def walk(self) -> Iterator[Node]:
+        """Yield every node: setup, then the steps."""
+        for step in (*self.setup, *self.steps):
+            yield from step.walk()
+
+    def find(
+        self,
+        path: str = "*",
+        *,
+        phase: Phase | str | None = None,
+        step: int | None = None,
+        mode: Mode | str | None = None,
+        micro_batch: int | None = None,
+    ) -> list[Node]:
+        """Return the nodes whose path matches a glob, and whatever else is asked for.
+
+        Args:
+            path: fnmatch glob on the whole canonical path; "" is the root.
+            phase: one phase, or all.
+            step: one step, or all.
+            mode: train, eval, or both.
+            micro_batch: one micro-batch, or all.
+
+        Raises:
+            SelectionError: no node of the trace has such a path; lists near ones.
+        """
+        wanted_phase = _named(Phase, "phase", phase)
+        wanted_mode = _named(Mode, "mode", mode)
+        found, seen = [], set[str]()
+        for group in (*self.setup, *self.steps):
+            for node in group.walk():
+                seen.add(node.path)
+                if (
+                    glob_matches(path, node.path)
+                    and (wanted_phase is None or node.phase is wanted_phase)
+                    and (step is None or group.step == step)
+                    and (wanted_mode is None or group.mode is wanted_mode)
+                    and (micro_batch is None or node.micro_batch == micro_batch)
+                ):
+                    found.append(node)
+        if not found and not any(glob_matches(path, name) for name in seen):
+            raise nothing_matched("path", path, seen)
+        return found
+
+    def value(
+        self,
+        path: str,
+        slot: str,
+        *,
+        step: int = 0,
+        micro_batch: int | None = 0,
+        phase: Phase | str = Phase.FORWARD,
+        mode: Mode | str | None = None,
+        ordinal: int = 0,
+    ) -> Value:
+        """Return one value over all ranks, of the last incarnation that has it.
+
+        Args:
+            path: canonical path, "" for the root.
+            slot: its name, such as `output` or `param:weight`.
+            step: number of the step.
+            micro_batch: ignored in phases that have none.
+            phase: part of the step.
+            mode: default train, or eval where there is no train step.
+            ordinal: which call of the path.
+
+        Raises:
+            SelectionError: there is no such value; says what there is.
+        """
+        wanted = _named(Phase, "phase", phase)
+        chosen = self.default_mode if mode is None else _named(Mode, "mode", mode)
+        groups = self.setup if wanted is Phase.SETUP else self.steps
+        nodes = [
+            node
+            for group in reversed(groups)
+            if group.is_setup or (group.step == step and group.mode is chosen)
+            for node in group.walk()
+            if node.phase is wanted
+            and node.path == path
+            and node.ordinal == ordinal
+            and node.micro_batch in (None, micro_batch)
+        ]
+        if not nodes:
+            if all(node.path != path for node in self.walk()):
+                raise nothing_matched("path", path, (node.path for node in self.walk()))
+            raise SelectionError(
+                f"{path or '(root)'} has no {wanted.word if wanted is not None else phase} call in "
+                f"{chosen.word if chosen is not None else mode} step {step}, micro-batch {micro_batch}, "
+                f"ordinal {ordinal}; list its calls with: rankscope show {self.path} --path {path!r}"
+            )
+        for node in nodes:
+            found = node.value(slot)
+            if found is not None:
+                return found
+        raise nothing_matched(f"slot of {path or '(root)'}", slot, (view.slot for view in nodes[0].slots))
+
+
+def newest_trace(base: Path | None = None) -> Path:
+    """Return the newest rankscope-* folder in `base` (default: here) that holds a trace.
+
+    Raises:
+        FolderError: there is none.
+    """
+    place = base or Path.cwd()
+    folders = [f for f in place.glob("rankscope-*") if (f / TRACE_NAME).is_file() or (f / REPLICA_FOLDER).is_dir()]
+    if not folders:
+        raise FolderError(f"{place}: holds no rankscope-* trace folder; name the trace to read")
+    return max(folders, key=lambda folder: folder.stat().st_mtime)
+
+
+def open_trace(path: str | os.PathLike[str] | None = None, *, wait_s: float = 60.0, progress: Progress | None = None) -> Trace:
+    """Open a trace folder.
+
+    A folder without trace.json is assembled in memory from what the ranks have sent so far, and says
+    so (`is_live`); where every rank has ended and a collector is writing the tree, it is waited for.
+
+    Args:
+        path: the folder, or the trace.json in it; default the newest rankscope-* folder here.
+        wait_s: how long to wait for a collector that is finishing.
+        progress: told what is being done, for anything that takes long.
+
+    Raises:
+        FolderError: no such folder, or an empty one.
+        TraceError: not a trace, or a damaged one.
+        TraceVersionError: a newer format than this reader knows.
+    """
+    folder = newest_trace() if path is None else Path(path)
+    if folder.name == TRACE_NAME and not folder.is_dir():
+        folder = folder.parent
+    if not folder.is_dir():
+        raise FolderError(f"{folder}: no such folder; give the trace folder that rankscope run named")
+    _wait_for_collector(folder, wait_s, progress)
+    if (folder / TRACE_NAME).exists():
+        return _understood(folder, lambda: Trace(_Files(folder), folder))
+    sources = find_streams([folder])
+    if not sources:
+        if (folder / TRACE_NAME).exists():  # finished between the two looks
+            return _understood(folder, lambda: Trace(_Files(folder), folder))
+        if not any(folder.iterdir()):
+            raise FolderError(f"{folder}: is empty; nothing has been traced into it yet")
+        raise TraceError(f"{folder}: not a trace: it holds neither {TRACE_NAME} nor records in {REPLICA_FOLDER}/")
+    return Trace(_Records(assemble(sources, progress=progress)), folder, is_live=True)
+
+
+def _understood(folder: Path, read: Any) -> Trace:
+    try:
+        trace: Trace = read()
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise TraceError(f"{folder / TRACE_NAME}: {type(error).__name__} {error}: the trace is damaged") from error
+    return trace
+
+
+def _load(path: Path, kind: str) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_bytes())
+    except OSError as error:
+        raise TraceError(f"{path}: cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise TraceError(f"{path}: is no JSON ({error}); the trace is damaged") from error
+    found = _FORMAT.fullmatch(str(data.get("format"))) if isinstance(data, dict) else None
+    if found is None or found[1] != kind:
+        raise TraceError(f"{path}: not a rankscope {kind}: its format is {data.get('format') if isinstance(data, dict) else None!r}")
+    if int(found[2]) > _NEWEST_FORMAT:
+        run = data.get("run")
+        maker = run.get("versions", {}).get("rankscope") if isinstance(run, dict) else None
+        needed = f"rankscope {maker} or newer" if maker else "a newer rankscope"
+        raise TraceVersionError(
+            f"{path}: format {found[0]}, this rankscope reads up to rankscope.{kind}/{_NEWEST_FORMAT}; "
+            f"install {needed}"
+        )
+    checked: dict[str, Any] = data
+    return checked
+
+
+def _wait_for_collector(folder: Path, wait_s: float, progress: Progress | None) -> None:
+    """Return once trace.json is there, or nobody is about to write it."""
+    deadline = time.monotonic() + wait_s
+    while not (folder / TRACE_NAME).exists() and _is_finishing(folder):
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return
+        if progress is not None:
+            progress("waiting for the collector", 1 - left / wait_s)
+        time.sleep(min(_POLL_S, left))
+
+
+def _is_finishing(folder: Path) -> bool:
+    """True where every stream has ended and a collector still holds the folder."""
+    replicas = [*(folder / REPLICA_FOLDER).glob("*.cells")]
+    if not replicas or not all(replica.with_suffix(".json").exists() for replica in replicas):
+        return False
+    try:
+        descriptor = os.open(folder / _COLLECTOR_LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def _meshes(data: Mapping[str, Any]) -> tuple[Mesh, ...]:
+    axes, shape = tuple(data["axes"]), tuple(data["shape"])
+    return tuple(Mesh(axes=axes, shape=shape, ranks=tuple(ranks)) for ranks in data["over"])
+
+
+def _named(kind: type[Phase] | type[Mode], what: str, given: Any) -> Any:
+    """Return the phase or mode a caller named.
+
+    Raises:
+        SelectionError: there is none of that name.
+    """
+    if given is None or isinstance(given, kind):
+        return given
+    try:
+        return kind[str(given).upper()]
+    except KeyError:
+        known = ", ".join(item.word for item in kind)
+        raise SelectionError(f"no {what} is called {given!r}: choose from {known}") from None
