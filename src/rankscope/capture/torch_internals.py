@@ -1,17 +1,223 @@
 """Every private name of torch that rankscope uses, in one place, each with what happens where it is missing.
 
 torch's own tracing tools live off the same names; they change between releases. Nothing here raises
-for a missing name: the feature falls back, and `MISSING` says which.
+for a missing name: each function says what it then does.
 """
 
 from __future__ import annotations
 
+import contextlib
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
 import torch
 
-__all__ = ["optional_dtypes"]
+__all__ = [
+    "current_graph_task",
+    "default_groups",
+    "disable_torch_function",
+    "dispatch_bits",
+    "dtensor_parts",
+    "is_async_collective",
+    "is_compiling",
+    "is_dtensor",
+    "is_functorch_wrapper",
+    "mesh_ranks",
+    "operation_guards",
+    "optional_dtypes",
+    "overrides_dispatch",
+    "placement_class",
+    "registered_children",
+    "shard_order",
+]
+
+_C: Any = torch._C
 
 
 def optional_dtypes(*names: str) -> tuple[torch.dtype, ...]:
     """Return those of the named dtypes this torch has."""
     found = (getattr(torch, name, None) for name in names)
     return tuple(dtype for dtype in found if isinstance(dtype, torch.dtype))
+
+
+# ---------------------------------------------------------------- autograd and compile
+
+current_graph_task: Callable[[], int] = getattr(_C, "_current_graph_task_id", lambda: -1)
+"""Number of the backward pass running on this thread, -1 outside; without the name always -1."""
+
+is_compiling: Callable[[], bool] = torch.compiler.is_compiling
+"""True while torch.compile traces (dynamo takes it for a constant)."""
+
+
+# ---------------------------------------------------------------- invisibility
+
+disable_torch_function: Callable[[], contextlib.AbstractContextManager[object]] = getattr(
+    _C, "DisableTorchFunction", contextlib.nullcontext
+)
+"""Context without `__torch_function__` of any subclass or mode; without the name modes see our reads."""
+
+_HIDDEN_KEYS = (
+    "Python", "PythonTLSSnapshot", "PythonDispatcher", "PreDispatch", "Functionalize", "FuncTorchDynamicLayerFrontMode",
+    "FuncTorchDynamicLayerBackMode", "FuncTorchBatched", "FuncTorchVmapMode", "FuncTorchGradWrapper",
+    "FuncTorchBatchedDecomposition", "AutocastCPU", "AutocastCUDA", "AutocastXPU", "AutocastMPS", "AutocastHPU",
+    "AutocastIPU", "AutocastMTIA", "AutocastMAIA", "AutocastXLA", "AutocastPrivateUse1",
+)  # fmt: skip
+
+
+def _hidden_keys() -> object | None:
+    keys, kinds = getattr(_C, "DispatchKeySet", None), getattr(_C, "DispatchKey", None)
+    if keys is None or kinds is None:
+        return None
+    chosen = None
+    for name in _HIDDEN_KEYS:
+        key = kinds.__members__.get(name)
+        if key is not None:
+            chosen = keys(key) if chosen is None else chosen | keys(key)
+    return chosen
+
+
+_KEYS = _hidden_keys()
+
+
+def operation_guards() -> Iterable[contextlib.AbstractContextManager[object]]:
+    """Return fresh guards that take autograd, autocast, functorch and all Python modes out of torch operations.
+
+    Where the names are missing, autograd alone is switched off.
+    """
+    yield disable_torch_function()
+    exclude = getattr(_C, "_ExcludeDispatchKeyGuard", None)
+    if exclude is not None and _KEYS is not None:
+        yield exclude(_KEYS)
+    below = getattr(_C, "_AutoDispatchBelowAutograd", None)
+    yield below() if below is not None else torch.no_grad()
+
+
+# ---------------------------------------------------------------- kinds of tensors
+
+
+def _bits_by_key_set() -> Callable[[torch.Tensor], int] | None:
+    keys = getattr(_C, "_dispatch_keys", None)
+    raw = getattr(getattr(_C, "DispatchKeySet", None), "raw_repr", None)
+    return None if keys is None or raw is None else lambda tensor: int(raw(keys(tensor)))
+
+
+dispatch_bits: Callable[[torch.Tensor], int] = _bits_by_key_set() or (lambda tensor: 0)
+"""Dispatch keys of a tensor as one number: a change of kind changes it; without the names always 0."""
+
+
+def is_functorch_wrapper(tensor: torch.Tensor) -> bool:
+    """True for the wrappers of torch.func transforms and functionalization, which have no memory of their own."""
+    wrapped = getattr(getattr(_C, "_functorch", None), "is_functorch_wrapped_tensor", None)
+    functional = getattr(torch, "_is_functional_tensor", None)
+    return bool((wrapped is not None and wrapped(tensor)) or (functional is not None and functional(tensor)))
+
+
+def overrides_dispatch(kind: type) -> bool:
+    """True for tensor classes with a `__torch_dispatch__` of their own: their memory is not their value."""
+    own = getattr(kind, "__torch_dispatch__", None)
+    return getattr(own, "__func__", own) is not getattr(
+        torch.Tensor.__torch_dispatch__, "__func__", torch.Tensor.__torch_dispatch__
+    )
+
+
+def _loaded(module: str, name: str) -> type | None:
+    """Return a class of a module that somebody else has imported: without it no such object exists."""
+    found = getattr(sys.modules.get(module), name, None)
+    return found if isinstance(found, type) else None
+
+
+def is_dtensor(kind: type) -> bool:
+    """True for DTensor and its subclasses."""
+    dtensor = _loaded("torch.distributed.tensor", "DTensor")
+    return dtensor is not None and issubclass(kind, dtensor)
+
+
+def is_async_collective(kind: type) -> bool:
+    """True for the class of values that a functional collective may still be writing."""
+    waiting = _loaded("torch.distributed._functional_collectives", "AsyncCollectiveTensor")
+    return waiting is not None and issubclass(kind, waiting)
+
+
+def dtensor_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    """Return the local tensor and the spec of a DTensor, past its properties (which go through modes)."""
+    parts: Any = tensor
+    return parts._local_tensor, parts._spec
+
+
+def placement_class(placement: object) -> str:
+    """Return "Shard", "_StridedShard", "Replicate" or "Partial" for exactly these classes, else ""."""
+    kind = type(placement)
+    if getattr(sys.modules.get(kind.__module__), kind.__name__, None) is not kind:
+        return ""
+    is_torchs = kind.__module__ == "torch.distributed.tensor.placement_types"
+    return kind.__name__ if is_torchs and kind.__name__ in _PLACEMENTS else ""
+
+
+_PLACEMENTS = frozenset({"Shard", "_StridedShard", "Replicate", "Partial"})
+
+
+def shard_order(spec: object) -> tuple[int, ...] | None:
+    """Return the mesh axes in the order in which they cut, None for their own order.
+
+    Newer torch can shard a dim over axes in another order than the mesh's; without the field the
+    order is the mesh's.
+    """
+    order = getattr(spec, "shard_order", None)
+    if not order:
+        return None
+    axes = [axis for entry in order for axis in entry.mesh_dims]
+    is_sorted = all(list(entry.mesh_dims) == sorted(entry.mesh_dims) for entry in order)
+    return None if is_sorted else tuple(axes)
+
+
+# ---------------------------------------------------------------- meshes and groups
+
+
+def mesh_ranks(mesh: Any) -> tuple[int, ...]:
+    """Return the global ranks of a DeviceMesh in row-major order. Runs torch operations."""
+    return tuple(int(rank) for rank in mesh.mesh.flatten().tolist())
+
+
+def default_groups() -> list[tuple[object, str, Sequence[int], str]]:
+    """Return (group, name, global ranks in group order, backend) of every process group of this rank.
+
+    Without torch's own table there is nothing to list, and the list is empty.
+    """
+    world = getattr(torch.distributed.distributed_c10d, "_world", None)
+    if world is None:
+        return []
+    found: list[tuple[object, str, Sequence[int], str]] = []
+    for group, members in list(getattr(world, "pg_group_ranks", {}).items()):
+        ranks = [rank for rank, _ in sorted(members.items(), key=lambda item: item[1])]
+        name = str(getattr(world, "pg_names", {}).get(group, ""))
+        backend = str(getattr(world, "pg_map", {}).get(group, ("",))[0])
+        found.append((group, name, ranks, backend))
+    return found
+
+
+# ---------------------------------------------------------------- pytrees
+
+
+def registered_children(value: object) -> list[tuple[str, object]] | None:
+    """Return the named children of an instance of a class registered as a torch pytree node, else None.
+
+    Runs the class's own flatten function. Without torch's table nothing is registered.
+    """
+    from torch.utils import _pytree  # here: it imports optree machinery that most runs never need
+
+    node = getattr(_pytree, "SUPPORTED_NODES", {}).get(type(value))
+    if node is None:
+        return None
+    with_keys = getattr(node, "flatten_with_keys_fn", None)
+    if with_keys is not None:
+        return [(_key_name(key), child) for key, child in with_keys(value)[0]]
+    return [(str(index), child) for index, child in enumerate(node.flatten_fn(value)[0])]
+
+
+def _key_name(key: object) -> str:
+    for attribute in ("key", "name", "idx"):
+        found = getattr(key, attribute, None)
+        if isinstance(found, (str, int)):
+            return str(found)
+    return type(key).__name__

@@ -1,0 +1,298 @@
+"""What a tensor is, without looking at its numbers: dtype, shapes, layout, and whether it can be digested.
+
+Descriptions are cached by what they are made of, so that the same kind of value is described once and
+is then known by its identity. Everything about a DTensor is read off its local tensor and its spec; no
+collective is issued, nothing is waited for. A value that a collective may still be writing is `pending`.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from rankscope.capture.elements import storage_of
+from rankscope.capture.groups import MeshTable
+from rankscope.capture.pytree import describe_leaf
+from rankscope.capture.torch_internals import (
+    dispatch_bits,
+    dtensor_parts,
+    is_async_collective,
+    is_dtensor,
+    is_functorch_wrapper,
+    overrides_dispatch,
+    placement_class,
+    shard_order,
+)
+from rankscope.errors import LayoutError
+from rankscope.record.placement import (
+    Layout,
+    LayoutSource,
+    Mesh,
+    Placement,
+    PlacementKind,
+    Ranges,
+    global_ranges,
+)
+from rankscope.record.value import ValueMeta
+
+__all__ = ["Described", "Describer", "placement_of"]
+
+_MOST_TEXT: Final = 120
+_MOST_CACHED: Final = 1 << 16
+_UNKNOWN: Final = Layout(source=LayoutSource.UNKNOWN)
+
+
+class _Kind(enum.Enum):
+    """What a tensor class means for us."""
+
+    PLAIN = enum.auto()
+    DTENSOR = enum.auto()
+    ASYNC = enum.auto()
+    OPAQUE = enum.auto()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Described:
+    """A description, one object for all values that share it: compared and hashed by identity."""
+
+    meta: ValueMeta
+    requires_grad: bool = False
+    can_digest: bool = False
+    """False where only the structure is recorded; `meta.note` says why."""
+    is_pending: bool = False
+    """A collective may still be writing it: never waited for, never read."""
+    allows_samples: bool = False
+    """False for what only repeats a peer's samples."""
+    is_on_host: bool = True
+    """False for accelerator memory, which `capture.device` reads."""
+
+    @property
+    def ranges(self) -> tuple[Ranges, ...] | None:
+        """Per dim the global indices held, None where the layout is unknown."""
+        return self.meta.ranges
+
+
+class Describer:
+    """Describes the tensors of one rank. Call it with function modes out of the way (`invisible`)."""
+
+    def __init__(self, rank: int, meshes: MeshTable | None = None) -> None:
+        self._rank = rank
+        self._meshes = meshes or MeshTable()
+        self._kinds: dict[type, _Kind] = {torch.Tensor: _Kind.PLAIN, torch.nn.Parameter: _Kind.PLAIN}
+        self._known: dict[object, Described] = {}
+
+    def describe(self, tensor: torch.Tensor) -> tuple[Described, torch.Tensor]:
+        """Return a tensor's description, and the tensor to digest: a DTensor's local one, else itself.
+
+        Never raises for any tensor: what cannot even be described gets its class name as a note.
+        """
+        kind = self._kinds.get(type(tensor)) or self._kind(type(tensor))
+        try:
+            if kind is _Kind.PLAIN:
+                key = (tensor.dtype, tensor.shape, tensor.requires_grad, dispatch_bits(tensor))
+                found = self._known.get(key)
+                if found is None or not found.is_on_host:
+                    found = self._plain(tensor, key)
+                if found.can_digest and found.is_on_host and not tensor.data_ptr() and tensor.numel():
+                    found = self._without_memory(tensor, key)
+                return found, tensor
+            if kind is _Kind.DTENSOR:
+                return self._distributed(tensor)
+        except RuntimeError:
+            # nested, lazy and functorch tensors refuse to tell their shape or memory
+            return self._structure(tensor, describe_leaf(tensor)), tensor
+        if kind is _Kind.ASYNC:
+            return self._structure(tensor, "a collective may still be writing it", is_pending=True), tensor
+        return self._structure(tensor, f"tensor subclass {describe_leaf(tensor)}"), tensor
+
+    def describe_other(self, value: object) -> Described:
+        """Return the description of a value that is no tensor: its bounded repr as a note."""
+        note = describe_leaf(value)
+        meta = ValueMeta(
+            dtype="python", device="", shape=(), global_shape=None, layout=_UNKNOWN, ranges=None, note=note
+        )
+        return self._known.get(("python", note)) or self._keep(("python", note), Described(meta=meta))
+
+    def _kind(self, kind: type) -> _Kind:
+        found = _Kind.PLAIN
+        if is_dtensor(kind):
+            found = _Kind.DTENSOR
+        elif is_async_collective(kind):
+            found = _Kind.ASYNC
+        elif overrides_dispatch(kind):
+            found = _Kind.OPAQUE
+        self._kinds[kind] = found
+        return found
+
+    def _keep(self, key: object, described: Described) -> Described:
+        if len(self._known) >= _MOST_CACHED:
+            self._known.clear()
+        self._known[key] = described
+        return described
+
+    def _plain(self, tensor: torch.Tensor, key: object) -> Described:
+        device = str(tensor.device)
+        full_key = (key, device)
+        known = self._known.get(full_key)
+        if known is not None:
+            return known
+        reason = _why_not(tensor)
+        meta = ValueMeta(
+            dtype=_dtype_name(tensor),
+            device=device,
+            shape=tuple(tensor.shape),
+            global_shape=None,
+            layout=_UNKNOWN,
+            ranges=None,
+            note=reason,
+        )
+        is_on_host = tensor.device.type == "cpu"
+        described = Described(
+            meta=meta,
+            requires_grad=tensor.requires_grad,
+            can_digest=reason is None,
+            allows_samples=reason is None and tensor.dim() > 0,
+            is_on_host=is_on_host,
+        )
+        # accelerators of one kind differ by index, which the short key does not hold
+        return self._keep(key if is_on_host else full_key, described)
+
+    def _without_memory(self, tensor: torch.Tensor, key: object) -> Described:
+        known = self._known.get(("freed", key))
+        return known or self._keep(("freed", key), self._structure(tensor, "its memory is freed"))
+
+    def _structure(self, tensor: torch.Tensor, note: str, is_pending: bool = False) -> Described:
+        """Return a description without a digest, of whatever a strange tensor is ready to tell."""
+        try:
+            shape, requires_grad = tuple(int(n) for n in tensor.shape), bool(tensor.requires_grad)
+            dtype, device = _dtype_name(tensor), str(tensor.device)
+        except (RuntimeError, ValueError, TypeError, NotImplementedError):
+            shape, requires_grad, dtype, device = (), False, "unknown", "unknown"
+        note = note[:_MOST_TEXT]
+        key = ("structure", shape, requires_grad, dtype, device, note, is_pending)
+        meta = ValueMeta(
+            dtype=dtype, device=device, shape=shape, global_shape=None, layout=_UNKNOWN, ranges=None, note=note
+        )
+        known = self._known.get(key)
+        return known or self._keep(key, Described(meta=meta, requires_grad=requires_grad, is_pending=is_pending))
+
+    def _distributed(self, tensor: torch.Tensor) -> tuple[Described, torch.Tensor]:
+        local, spec = dtensor_parts(tensor)
+        inner, memory = self.describe(local)
+        number, mesh = self._meshes.find(spec.mesh)
+        placements = tuple(p if placement_class(p) else describe_leaf(p) for p in spec.placements)
+        shape = tensor.shape if spec.tensor_meta is None else spec.tensor_meta.shape
+        key = (number, placements, shape, id(inner), tensor.requires_grad, shard_order(spec))
+        found = self._known.get(key)
+        if found is None:
+            found = self._keep(key, self._with_layout(inner, mesh, spec, tuple(shape), tensor.requires_grad))
+        return found, memory
+
+    def _with_layout(
+        self, inner: Described, mesh: Mesh, spec: Any, shape: tuple[int, ...], requires_grad: bool
+    ) -> Described:
+        placements = tuple(placement_of(p, len(shape)) for p in spec.placements)
+        coordinate = mesh.coordinate(self._rank)
+        ranges, note = None, inner.meta.note
+        if coordinate is None:
+            note = note or "this rank is not in the mesh"
+        else:
+            ranges, problem = _ranges(shape, mesh, coordinate, placements, shard_order(spec), inner.meta.shape)
+            note = note or problem
+        meta = ValueMeta(
+            dtype=inner.meta.dtype,
+            device=inner.meta.device,
+            shape=inner.meta.shape,
+            global_shape=shape,
+            layout=Layout(source=LayoutSource.DTENSOR, mesh=mesh, placements=placements),
+            ranges=ranges,
+            note=note,
+        )
+        is_first = coordinate is not None and not any(
+            index for index, p in zip(coordinate, placements, strict=True) if p.kind is PlacementKind.REPLICATE
+        )
+        return Described(
+            meta=meta,
+            requires_grad=requires_grad,
+            can_digest=inner.can_digest,
+            is_pending=inner.is_pending,
+            allows_samples=inner.allows_samples and is_first,
+            is_on_host=inner.is_on_host,
+        )
+
+
+def placement_of(placement: Any, dims: int) -> Placement:
+    """Return the record of a torch placement; of any but torch's own exact four classes its words.
+
+    Subclasses such as the masked partial of a vocabulary-parallel embedding reduce in a way of their
+    own: they never compose.
+    """
+    name = placement_class(placement)
+    if name == "Replicate":
+        return Placement(kind=PlacementKind.REPLICATE)
+    if name == "Partial":
+        return Placement(kind=PlacementKind.PARTIAL, reduce_op=str(placement.reduce_op))
+    if name in ("Shard", "_StridedShard"):
+        dim = int(placement.dim)
+        dim += dims if dim < 0 else 0
+        if 0 <= dim < max(dims, 1):
+            kind = PlacementKind.SHARD if name == "Shard" else PlacementKind.STRIDED_SHARD
+            return Placement(kind=kind, dim=dim, split_factor=int(getattr(placement, "split_factor", 1)))
+    return Placement(kind=PlacementKind.OTHER, text=_words(placement))
+
+
+def _words(placement: object) -> str:
+    """Return the class and its plain attributes, without calling a `__repr__` that may print tensors."""
+    kind = type(placement)
+    held = {name: getattr(placement, name, None) for name in ("dim", "reduce_op", "norm_type", "offset_dim", "offset_shape")}
+    inside = ", ".join(f"{name}={describe_leaf(value)}" for name, value in held.items() if value is not None)
+    return f"{kind.__qualname__}({inside})"[:_MOST_TEXT]
+
+
+def _ranges(
+    shape: tuple[int, ...],
+    mesh: Mesh,
+    coordinate: tuple[int, ...],
+    placements: tuple[Placement, ...],
+    order: tuple[int, ...] | None,
+    local_shape: tuple[int, ...],
+) -> tuple[tuple[Ranges, ...] | None, str | None]:
+    """Return the global indices held, or None and what speaks against them."""
+    axes = range(len(placements))
+    if order is not None:
+        axes = [*(a for a in axes if a not in order), *order]
+    try:
+        ranges = global_ranges(
+            shape, [mesh.shape[a] for a in axes], [coordinate[a] for a in axes], [placements[a] for a in axes]
+        )
+    except LayoutError as error:
+        return None, str(error)[:_MOST_TEXT]
+    held = tuple(sum(stop - start for start, stop in dim) for dim in ranges)
+    # the shape of an empty shard means nothing: FSDP2 over a zero-width shard has local shape (0, 0)
+    if held != local_shape and (0 not in local_shape or 0 not in held):
+        return None, f"local shape {list(local_shape)}, but its placements say {list(held)}"
+    return ranges, None
+
+
+def _why_not(tensor: torch.Tensor) -> str | None:
+    """Return why a plain tensor has no digest, None where it has one."""
+    if tensor.layout is not torch.strided:
+        return f"layout {str(tensor.layout).removeprefix('torch.')}"
+    if tensor.is_nested:
+        return "nested tensor"
+    if tensor.is_quantized:
+        return "quantized"
+    if tensor.device.type == "meta":
+        return "on the meta device"
+    if is_functorch_wrapper(tensor):
+        return "inside a torch.func transform"
+    if storage_of(tensor.dtype) is None:
+        return f"dtype {_dtype_name(tensor)} is not digested"
+    return None
+
+
+def _dtype_name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

@@ -1,0 +1,35 @@
+"""Looking at tensors without being seen by anything around.
+
+Two degrees. On the CPU rankscope runs no torch operation: it reads attributes and memory, and only
+function modes (a default device is one) could notice that: `invisible`. Where torch operations are
+needed (accelerators, meshes) autograd, autocast, functorch and every Python mode are kept out too:
+`invisible_operations`. Whoever runs them also passes dtype and device to every factory, since those
+defaults are what is left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from rankscope.capture.torch_internals import disable_torch_function, operation_guards
+
+__all__ = ["invisible", "invisible_operations"]
+
+
+def invisible(*, keep_grad: bool = False) -> contextlib.AbstractContextManager[object]:
+    """Return a context for reading attributes and memory of tensors, about half a microsecond.
+
+    Args:
+        keep_grad: says that grad mode has to stay (registering tensor hooks); it always does here.
+    """
+    return disable_torch_function()
+
+
+@contextlib.contextmanager
+def invisible_operations() -> Iterator[None]:
+    """Run torch operations on detached values that no mode, hook, autocast or autograd takes part in."""
+    with contextlib.ExitStack() as stack:
+        for guard in operation_guards():
+            stack.enter_context(guard)
+        yield
