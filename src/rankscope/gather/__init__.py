@@ -1,0 +1,1 @@
+"""Bringing records to one place: a relay per host, a collector; zmq is known here alone."""

@@ -19,6 +19,7 @@ from rankscope.spool.folder import spool_base
 
 __all__ = [
     "LONGEST_IPC_PATH",
+    "SOCKET_NAME",
     "collector_command",
     "companion_environment",
     "ipc_address",
@@ -29,7 +30,7 @@ __all__ = [
 LONGEST_IPC_PATH = 107
 """Bytes of a Unix socket's path, its terminating zero left out."""
 _START_S = 10.0
-_SOCKET_NAME = "collector.sock"
+SOCKET_NAME = "collector.sock"
 
 
 def relay_command(run_folder: Path) -> list[str]:
@@ -42,21 +43,34 @@ def collector_command(
     *,
     bind: Sequence[str],
     world_size: int,
+    traced_ranks: int | None = None,
     keep_spool: bool = False,
     drain_seconds: float = 10.0,
     finish_seconds: float = 60.0,
 ) -> list[str]:
-    """The command that collects a run into `out`; no `bind` at all means the folder is shared."""
+    """The command that collects a run into `out`.
+
+    Args:
+        out: the trace folder.
+        bind: addresses to listen on; none where every relay writes into `out` itself.
+        world_size: ranks of the job.
+        traced_ranks: how many of them are traced, all where None.
+        keep_spool: keep the replicas once the tree is written.
+        drain_seconds: grace for ranks and relays that vanished.
+        finish_seconds: grace for streams that stop although the job is over.
+    """
     command = [*_module(), "collector", "--out", str(out), "--world-size", str(world_size)]
     if bind:
         command += ["--bind", *bind]
+    if traced_ranks is not None:
+        command += ["--traced-ranks", str(traced_ranks)]
     command += ["--drain-seconds", str(drain_seconds), "--finish-seconds", str(finish_seconds)]
     return [*command, "--keep-spool"] if keep_spool else command
 
 
 def ipc_address(run_folder: Path) -> str:
     """An `ipc://` address beside the spools, or a short one where that path is too long."""
-    path = run_folder / _SOCKET_NAME
+    path = run_folder / SOCKET_NAME
     if len(os.fsencode(path)) > LONGEST_IPC_PATH:
         key = hashlib.blake2b(os.fsencode(run_folder.absolute()), digest_size=10).hexdigest()
         base = spool_base(None)

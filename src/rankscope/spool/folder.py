@@ -27,6 +27,7 @@ __all__ = [
     "JOB_OVER_NAME",
     "RELAY_LOCK_NAME",
     "RELAY_LOG_NAME",
+    "RUN_NAME",
     "SHARED",
     "FolderLock",
     "RunHeader",

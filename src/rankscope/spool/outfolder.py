@@ -35,7 +35,9 @@ def prepare_out(path: Path) -> Path:
                 f"{path} is not empty: give a new folder with --rs-out (RANKSCOPE_OUT), or remove it"
             )
     except FileExistsError:
-        raise FolderError(f"{path} is a file, not a folder: give another name with --rs-out") from None
+        raise FolderError(
+            f"{path} is a file, not a folder: give another name with --rs-out"
+        ) from None
     except OSError as error:
         raise FolderError(
             f"{path} cannot be made or read ({error.strerror}): give a folder you may write with --rs-out"

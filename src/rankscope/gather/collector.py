@@ -1,0 +1,334 @@
+"""The collector: one per run. Writes what relays send, acknowledges after writing, parses nothing.
+
+Its state is the length of its files, so it may be killed and started again at any moment. In a
+shared trace folder relays write by themselves, and it only watches and finishes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import zmq
+
+from rankscope.errors import BindError, FolderError, SpoolError, WireError
+from rankscope.gather.address import check_address
+from rankscope.gather.log import log
+from rankscope.gather.protocol import (
+    LONGEST_MESSAGE,
+    PROTOCOL_VERSION,
+    At,
+    Beat,
+    BeatSeen,
+    Bye,
+    Done,
+    Ended,
+    EndedSeen,
+    Frame,
+    Hello,
+    Message,
+    Open,
+    Refused,
+    decode,
+    encode,
+)
+from rankscope.gather.replica import (
+    Replicas,
+    StreamEnd,
+    dropped_in,
+    read_end,
+    replicated,
+    write_end,
+)
+from rankscope.gather.roster import PeerState, StreamProgress
+from rankscope.gather.shared import read_host_states
+from rankscope.record.run import EndReason, StreamId
+from rankscope.spool.folder import write_by_rename
+
+__all__ = ["COLLECTOR_NAME", "Intake", "SharedWatch", "Source"]
+
+COLLECTOR_NAME = "collector.json"
+_RECEIVE_QUEUE = 4
+"""Messages zmq holds for each relay before it stops reading: bounds memory at any world size."""
+_BATCH = 256
+"""Messages taken before anything else is looked at."""
+_FAREWELL_S = 3.0
+_HEARTBEAT_MS = 5000
+
+
+class Source(Protocol):
+    """Where a collector's streams come from."""
+
+    progress_at: float
+    """Monotonic time of the last thing new."""
+
+    def work(self, timeout_s: float) -> None:
+        """Take in what is there; wait for it at most `timeout_s`."""
+
+    def streams(self) -> list[StreamProgress]:
+        """Every stream known."""
+
+    def peers(self) -> list[PeerState]:
+        """Every relay heard."""
+
+    def farewell(self) -> None:
+        """Tell the relays that the run is finished."""
+
+    def close(self) -> None:
+        """Let everything go."""
+
+
+@dataclass(slots=True)
+class _Peer:
+    host: str = ""
+    heard_at: float = field(default_factory=time.monotonic)
+    is_job_over: bool = False
+    has_left: bool = False
+
+
+class Intake:
+    """Streams that arrive over sockets."""
+
+    def __init__(self, out: Path, bind: Sequence[str], *, world_size: int) -> None:
+        """Bind, publish `collector.json`, and pick up the replicas that are there.
+
+        Raises:
+            BindError: an address may not or cannot be bound.
+            FolderError: the trace folder cannot be written.
+        """
+        for address in bind:
+            check_address(address)
+        self._out = out
+        self._world_size = world_size
+        self._replicas = Replicas(out)
+        self._ends: dict[StreamId, EndReason | None] = {}
+        for stream in replicated(out):
+            marker = read_end(out, stream)
+            self._ends[stream] = marker.end if marker else None
+        self._peers: dict[bytes, _Peer] = {}
+        self._refused = 0
+        self.progress_at = time.monotonic()
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, LONGEST_MESSAGE)
+        self._socket.setsockopt(zmq.RCVHWM, _RECEIVE_QUEUE)
+        self._socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+        self._socket.setsockopt(zmq.LINGER, 500)
+        self.addresses = [self._bind(address) for address in bind]
+        self._publish()
+
+    def work(self, timeout_s: float) -> None:
+        """Take in at most a batch of messages; wait for the first at most `timeout_s`."""
+        if not self._socket.poll(int(timeout_s * 1000)):
+            return
+        for _ in range(_BATCH):
+            try:
+                identity, *parts = self._socket.recv_multipart(zmq.DONTWAIT)
+            except zmq.Again:
+                return
+            self._take(identity, parts)
+
+    def streams(self) -> list[StreamProgress]:
+        """Every stream a relay opened or a replica exists of."""
+        return [StreamProgress(stream=stream, end=end) for stream, end in self._ends.items()]
+
+    def peers(self) -> list[PeerState]:
+        """Every relay that said Hello."""
+        now = time.monotonic()
+        return [
+            PeerState(silent_s=now - peer.heard_at, is_job_over=peer.is_job_over)
+            for peer in self._peers.values()
+        ]
+
+    def farewell(self) -> None:
+        """Say Done to every relay until all have left, for a few seconds at most."""
+        deadline = time.monotonic() + _FAREWELL_S
+        while time.monotonic() < deadline:
+            waiting = [identity for identity, peer in self._peers.items() if not peer.has_left]
+            if not waiting:
+                return
+            for identity in waiting:
+                self._send(identity, Done())
+            self.work(0.1)
+
+    def close(self) -> None:
+        """Close the sockets and files."""
+        self._replicas.close()
+        self._socket.close()
+        self._context.term()
+        for address in self.addresses:
+            if address.startswith("ipc://"):
+                Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
+
+    def _bind(self, address: str) -> str:
+        try:
+            if address.startswith("ipc://"):
+                Path(address.removeprefix("ipc://")).parent.mkdir(
+                    mode=0o700, parents=True, exist_ok=True
+                )
+            self._socket.bind(address)
+        except (zmq.ZMQError, OSError) as error:
+            raise BindError(f"{address}: cannot be listened on: {error}") from error
+        return str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
+
+    def _publish(self) -> None:
+        fields = {
+            "address": self.addresses[0],
+            "addresses": self.addresses,
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+        }
+        write_by_rename(self._out / COLLECTOR_NAME, json.dumps(fields) + "\n")
+
+    def _take(self, identity: bytes, parts: list[bytes]) -> None:
+        """Handle one message; one that breaks the protocol is counted and changes nothing."""
+        try:
+            message = decode(parts)
+            answer = self._answer(identity, message)
+        except WireError as error:
+            self._refused += 1
+            if self._refused <= 10:
+                log(f"refused a message: {error}")
+            return
+        if identity in self._peers:
+            self._peers[identity].heard_at = time.monotonic()
+        if answer is not None:
+            self._send(identity, answer)
+
+    def _answer(self, identity: bytes, message: Message) -> Message | None:
+        match message:
+            case Frame(stream, offset, _, body):
+                return self._append(stream, offset, body)
+            case Open(stream):
+                return self._open(stream)
+            case Ended(stream, committed, reason):
+                return self._end(stream, committed, reason)
+            case Hello(version, host):
+                self._greet(identity, version, host)
+                return None
+            case Beat(_, _, is_job_over):
+                if identity not in self._peers:
+                    self._greet(identity, PROTOCOL_VERSION, "")
+                self._peers[identity].is_job_over = is_job_over
+                return BeatSeen()
+            case Bye():
+                if identity in self._peers:
+                    self._peers[identity].has_left = True
+                return None
+        raise WireError(f"{type(message).__name__} is nothing a relay says")
+
+    def _greet(self, identity: bytes, version: int, host: str) -> None:
+        if version != PROTOCOL_VERSION:
+            raise WireError(f"a relay on {host} speaks protocol {version}, not {PROTOCOL_VERSION}")
+        if identity not in self._peers:
+            log(f"relay {identity.decode(errors='replace')} on {host or 'unknown host'}")
+            self.progress_at = time.monotonic()
+        self._peers.setdefault(identity, _Peer()).host = host
+
+    def _open(self, stream: StreamId) -> Message:
+        if stream.rank >= self._world_size:
+            return Refused(stream, f"rank {stream.rank} in a world of {self._world_size}")
+        try:
+            length = self._replicas.length(stream)
+        except FolderError as error:
+            log(str(error))
+            return Refused(stream, str(error))
+        self._report()
+        if stream not in self._ends:
+            self._ends[stream] = None
+            self.progress_at = time.monotonic()
+        return At(stream, length)
+
+    def _append(self, stream: StreamId, offset: int, body: bytes) -> Message:
+        if stream not in self._ends:
+            raise WireError(f"a frame of {stream.name}, which nobody opened")
+        try:
+            length = self._replicas.append(stream, offset, body)
+        except FolderError as error:
+            log(str(error))
+            return Refused(stream, str(error))
+        self._report()
+        if length == offset + len(body):
+            self.progress_at = time.monotonic()
+        return At(stream, length)
+
+    def _report(self) -> None:
+        while self._replicas.reports:
+            log(self._replicas.reports.pop(0))
+
+    def _end(self, stream: StreamId, committed: int, reason: EndReason) -> Message:
+        if stream not in self._ends:
+            raise WireError(f"the end of {stream.name}, which nobody opened")
+        length = self._replicas.length(stream)
+        if committed < length or reason is EndReason.RUNNING:
+            raise WireError(f"{stream.name} ended {reason.value} at {committed}, {length} are here")
+        if self._ends[stream] is None:
+            dropped = dropped_in(self._out, stream)
+            marker = StreamEnd(committed=committed, end=reason, dropped=dropped)
+            try:
+                write_end(self._out, stream, marker)
+            except SpoolError as error:
+                log(str(error))
+                return At(stream, length)
+            self._ends[stream] = reason
+            self.progress_at = time.monotonic()
+            log(f"{stream.name} ended ({reason.value}), {length} of {committed} bytes")
+        return EndedSeen(stream)
+
+    def _send(self, identity: bytes, message: Message) -> None:
+        """Send without waiting: what a relay misses it asks for again."""
+        with contextlib.suppress(zmq.ZMQError):
+            self._socket.send_multipart([identity, *encode(message)], zmq.DONTWAIT)
+
+
+class SharedWatch:
+    """Streams that relays write into a shared trace folder by themselves."""
+
+    def __init__(self, out: Path) -> None:
+        """Watch `out`."""
+        self._out = out
+        self._seen: dict[StreamId, tuple[int, EndReason | None]] = {}
+        self._beats: dict[str, tuple[int, float]] = {}
+        self._peers: list[PeerState] = []
+        self.progress_at = time.monotonic()
+        Replicas(out).close()
+
+    def work(self, timeout_s: float) -> None:
+        """Wait, then look at replicas, markers and hosts' states."""
+        time.sleep(timeout_s)
+        now = time.monotonic()
+        found: dict[StreamId, tuple[int, EndReason | None]] = {}
+        for stream, length in replicated(self._out).items():
+            marker = read_end(self._out, stream)
+            found[stream] = (length, marker.end if marker else None)
+        if found != self._seen:
+            self._seen, self.progress_at = found, now
+        self._peers = []
+        for name, state in read_host_states(self._out).items():
+            beat, since = self._beats.get(name, (-1, now))
+            if beat != state.beat:
+                since = now
+            self._beats[name] = (state.beat, since)
+            self._peers.append(PeerState(silent_s=now - since, is_job_over=state.is_job_over))
+
+    def streams(self) -> list[StreamProgress]:
+        """Every stream with a replica."""
+        return [StreamProgress(stream=one, end=end) for one, (_, end) in self._seen.items()]
+
+    def peers(self) -> list[PeerState]:
+        """Every host that wrote a state."""
+        return self._peers
+
+    def farewell(self) -> None:
+        """Nothing to do: relays see the tree appear."""
+
+    def close(self) -> None:
+        """Nothing is open."""

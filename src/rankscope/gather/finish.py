@@ -1,0 +1,131 @@
+"""From the first stream to the finished tree: the collector's life."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rankscope.errors import FolderError
+from rankscope.gather.collector import COLLECTOR_NAME, Intake, SharedWatch, Source
+from rankscope.gather.log import log
+from rankscope.gather.replica import TREE_NAME
+from rankscope.gather.roster import Decision, decide
+from rankscope.spool.folder import FolderLock
+
+__all__ = ["CollectorOptions", "collect"]
+
+_LOOK_S = 0.05
+_ORPHANS_S = 2.0
+_FIRST_RELAY_S = 3600.0
+"""How long to wait for the first relay: importing torch on a large cluster takes its time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectorOptions:
+    """What the command line says."""
+
+    out: Path
+    bind: Sequence[str]
+    """No address: the trace folder is shared."""
+    world_size: int
+    traced_ranks: int
+    keep_spool: bool
+    drain_s: float
+    finish_s: float
+
+
+def collect(options: CollectorOptions, is_stopped: Callable[[], bool]) -> int:
+    """Gather a run, build its tree, tell the relays; return the exit code.
+
+    Args:
+        options: where, from whom, how long.
+        is_stopped: true once somebody asked for an end (SIGTERM): finish with what is there.
+
+    Raises:
+        FolderError: the trace folder cannot be used, or another collector is at work there.
+        BindError: an address may not or cannot be listened on.
+    """
+    try:
+        options.out.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise FolderError(f"{options.out}: cannot be made: {error.strerror}") from error
+    lock = FolderLock(options.out / "collector.lock", "collector")
+    source: Source | None = None
+    try:
+        if options.bind:
+            source = Intake(options.out, options.bind, world_size=options.world_size)
+        else:
+            source = SharedWatch(options.out)
+        code = 0
+        if not (options.out / TREE_NAME).exists():
+            code = _gather_and_build(options, source, is_stopped)
+        else:
+            _listen(source)
+        source.farewell()
+        (options.out / COLLECTOR_NAME).unlink(missing_ok=True)
+        return code
+    finally:
+        if source is not None:
+            source.close()
+        lock.release()
+
+
+def _gather_and_build(
+    options: CollectorOptions, source: Source, is_stopped: Callable[[], bool]
+) -> int:
+    decision = _gather(options, source, is_stopped)
+    log(f"{len(source.streams())} streams, {decision.value}")
+    if decision is Decision.NOTHING:
+        return 0
+    return _build(options.out, keep_spool=options.keep_spool)
+
+
+def _gather(options: CollectorOptions, source: Source, is_stopped: Callable[[], bool]) -> Decision:
+    started = looked = time.monotonic()
+    while True:
+        source.work(_LOOK_S)
+        now = time.monotonic()
+        if now - looked < _LOOK_S:
+            continue
+        looked = now
+        streams, peers = source.streams(), source.peers()
+        if is_stopped():
+            return Decision.INCOMPLETE if streams else Decision.NOTHING
+        decision = decide(
+            streams,
+            peers,
+            expected_ranks=options.traced_ranks,
+            idle_s=now - source.progress_at,
+            drain_s=options.drain_s,
+            finish_s=options.finish_s,
+        )
+        if decision is not Decision.WAIT:
+            return decision
+        if not peers and not streams and now - started > _FIRST_RELAY_S:
+            log("no relay ever came")
+            return Decision.NOTHING
+
+
+def _listen(source: Source) -> None:
+    """Relays of a collector that was killed after building still wait for its Done."""
+    deadline = time.monotonic() + _ORPHANS_S
+    while time.monotonic() < deadline:
+        source.work(_LOOK_S)
+
+
+def _build(out: Path, *, keep_spool: bool) -> int:
+    """Build the tree; whatever goes wrong leaves the replicas for `rankscope recover`."""
+    from rankscope.tree import assemble
+
+    started = time.monotonic()
+    try:
+        assemble.build(out, keep_spool=keep_spool)
+    except Exception:  # noqa: BLE001  # the job's records must survive any fault of the tree's
+        log(f"the tree was not built; the records are kept, try: rankscope recover {out}")
+        log(traceback.format_exc())
+        return 1
+    log(f"built {out / TREE_NAME} in {time.monotonic() - started:.1f} s")
+    return 0

@@ -1,0 +1,58 @@
+"""A trace folder that every host sees: the state each relay leaves there for the collector.
+
+`<out>/spool/host-<relay>.json` counts up once a second while its relay lives.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from rankscope.errors import SpoolError
+from rankscope.gather.replica import REPLICAS_NAME
+from rankscope.spool.folder import read_json_map, write_by_rename
+
+__all__ = ["HostState", "read_host_states", "write_host_state"]
+
+_PREFIX = "host-"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostState:
+    """What one relay says of itself."""
+
+    beat: int
+    is_job_over: bool
+
+
+def write_host_state(out: Path, relay: str, state: HostState) -> None:
+    """Leave the state of one relay.
+
+    Raises:
+        SpoolError: it cannot be written.
+    """
+    path = out / REPLICAS_NAME / f"{_PREFIX}{relay}.json"
+    fields = {"beat": state.beat, "is_job_over": state.is_job_over}
+    write_by_rename(path, json.dumps(fields) + "\n")
+
+
+def read_host_states(out: Path) -> dict[str, HostState]:
+    """Read the states of all relays; one that cannot be read is left out."""
+    states = {}
+    try:
+        names = os.listdir(out / REPLICAS_NAME)
+    except OSError:
+        return {}
+    for name in names:
+        if not (name.startswith(_PREFIX) and name.endswith(".json")):
+            continue
+        try:
+            fields = read_json_map(out / REPLICAS_NAME / name)
+            states[name] = HostState(
+                beat=int(fields["beat"]), is_job_over=bool(fields["is_job_over"])
+            )
+        except (SpoolError, KeyError, TypeError, ValueError):
+            continue
+    return states

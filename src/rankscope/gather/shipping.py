@@ -1,0 +1,148 @@
+"""One stream on its way: what was sent, what was acknowledged, when to go back. No sockets.
+
+A shipment asks for the offset the other side holds, sends whole records from there with a bounded
+amount in flight, and asks again after a time without progress. The acknowledged offset is all it
+ever believes, so a lost message, a restarted collector or a restarted relay costs time only.
+"""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+
+from rankscope.errors import SpoolError
+from rankscope.gather.log import log
+from rankscope.gather.protocol import FRAME_BYTES, Ended, Frame, Message, Open
+from rankscope.record.run import EndReason, StreamId
+from rankscope.spool.cells import CELL_BYTES, END_REASONS, RecordKind
+from rankscope.spool.folder import stream_folder
+from rankscope.spool.lock import is_alive
+from rankscope.spool.reader import StreamReader
+from rankscope.spool.records import ending, records
+
+__all__ = ["GO_BACK_S", "Shipment", "end_reason"]
+
+GO_BACK_S = 0.5
+
+
+def end_reason(reader: StreamReader, offset: int) -> EndReason | None:
+    """How a stream whose last record ends at `offset` ended; None where that is no END record.
+
+    Raises:
+        SpoolError: the record was freed or cannot be read.
+    """
+    if offset < CELL_BYTES or offset - CELL_BYTES < reader.lowest():
+        return None  # a segment is freed only once a later one exists, so that was not the last
+    last = reader.read_from(offset - CELL_BYTES, CELL_BYTES)
+    if len(last) != CELL_BYTES or last[4] != RecordKind.END:
+        return None
+    return ending(records(last)).reason or END_REASONS[0]
+
+
+class Shipment:
+    """The sending side of one stream."""
+
+    def __init__(self, run_folder: Path, stream: StreamId) -> None:
+        self.stream = stream
+        self.folder = stream_folder(run_folder, stream)
+        self.reader = StreamReader(self.folder)
+        self.acked = 0
+        self.sent = 0
+        self.is_open = False
+        """The other side said which offset it holds."""
+        self.is_done = False
+        """Its end is known to the other side, or it was refused."""
+        self.is_alive = True
+        self._is_broken = False
+        self._end: Ended | None = None
+        self._asked_at = float("-inf")
+        self._progress_at = float("-inf")
+
+    @property
+    def in_flight(self) -> int:
+        """Bytes sent and not acknowledged."""
+        return self.sent - self.acked
+
+    def next_message(self, now: float, window_bytes: int) -> Message | None:
+        """Return what to send now, None for nothing; `window_bytes` may be added in flight."""
+        if self.is_done:
+            return None
+        if not self.is_open or (self.in_flight and now - self._progress_at > GO_BACK_S):
+            self.is_open = False
+            return self._ask(now, Open(self.stream))
+        if self._end is not None:
+            return self._ask(now, self._end)
+        try:
+            return self._next_frame(now, window_bytes)
+        except SpoolError as error:
+            self._give_up(error)
+            return None
+
+    def take_offset(self, offset: int, now: float) -> None:
+        """The other side holds `offset` bytes."""
+        if not self.is_open:
+            self.is_open = True
+            self.acked = self.sent = offset
+            self.reader.free_below(offset)
+            self._asked_at = float("-inf")
+        elif offset > self.acked:
+            self.acked = offset
+            self.sent = max(self.sent, offset)
+            self.reader.free_below(offset)
+        else:
+            return
+        self._progress_at = now
+
+    def take_back(self, frame: Frame) -> None:
+        """This frame could not be sent just now."""
+        self.sent = frame.offset
+
+    def take_end_seen(self) -> None:
+        """The end marker is on disk over there."""
+        self.is_done = self._end is not None
+        if self.is_done:
+            self.reader.close()
+
+    def take_refusal(self, reason: str) -> None:
+        """The other side wants no more of it."""
+        log(f"{self.stream.name} was refused: {reason}")
+        self.is_done = True
+
+    def _ask(self, now: float, question: Open | Ended) -> Message | None:
+        if now - self._asked_at < GO_BACK_S:
+            return None
+        self._asked_at = now
+        return question
+
+    def _next_frame(self, now: float, window_bytes: int) -> Message | None:
+        if window_bytes < FRAME_BYTES:
+            return None
+        was_alive = not self.in_flight and is_alive(self.folder)
+        body = self.reader.read_from(self.sent, FRAME_BYTES)
+        if body:
+            if not self.in_flight:
+                self._progress_at = now
+            frame = Frame(self.stream, self.sent, zlib.crc32(body), body)
+            self.sent += len(body)
+            return frame
+        if self.in_flight:
+            return None
+        self.is_alive = was_alive
+        # Liveness was asked before the read: a rank that is gone by then cannot have written since.
+        reason = end_reason(self.reader, self.acked) or (None if was_alive else EndReason.LOST)
+        if reason is None:
+            return None
+        self.is_alive = False
+        self._end = Ended(self.stream, self.acked, reason)
+        self._asked_at = float("-inf")
+        return self._ask(now, self._end)
+
+    def _give_up(self, error: SpoolError) -> None:
+        """The other side lacks what was freed here: tell the end, so that the gap is seen."""
+        if not self._is_broken:
+            log(f"{self.stream.name}: {error}")
+        self._is_broken = True
+        self.is_alive = is_alive(self.folder)
+        if not self.is_alive:
+            committed = max(self.acked, self.reader.committed())
+            self._end = Ended(self.stream, committed, EndReason.LOST)
