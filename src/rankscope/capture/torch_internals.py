@@ -16,6 +16,7 @@ import torch
 __all__ = [
     "current_graph_task",
     "default_groups",
+    "default_store",
     "disable_torch_function",
     "dispatch_bits",
     "dtensor_parts",
@@ -194,6 +195,12 @@ def default_groups() -> list[tuple[object, str, Sequence[int], str]]:
         backend = str(getattr(world, "pg_map", {}).get(group, ("",))[0])
         found.append((group, name, ranks, backend))
     return found
+
+
+def default_store() -> Any:
+    """Return the store of the default process group, None where torch does not say."""
+    find = getattr(torch.distributed.distributed_c10d, "_get_default_store", None)
+    return find() if find is not None else None
 
 
 # ---------------------------------------------------------------- pytrees
