@@ -163,6 +163,13 @@ class TracedJob:
             return
         self._is_over = True
         mark_job_over(self._run_folder)
+        if self._nothing_came():
+            self._stop()
+            say(
+                "nothing was traced: no rank called a torch module, or rankscope is not installed "
+                "in the ranks' Python"
+            )
+            return
         waiting_for = self._collector or self._relay
         tree = self._out / TREE_NAME
         with Progress("finishing the trace") as progress:
@@ -173,6 +180,19 @@ class TracedJob:
                 progress.tick()
                 time.sleep(_POLL_S)
         say(self._last_line(tree))
+        self._tidy()
+
+    def _nothing_came(self) -> bool:
+        """True where no rank of the whole run ever opened a spool."""
+        if self._shape.hosts > 1:
+            return False
+        folders = [f for f in (self._run_folder, self._out / "spool") if f.is_dir()]
+        return not any(path.name.startswith("rank") for f in folders for path in f.iterdir())
+
+    def _stop(self) -> None:
+        for companion in (self._relay, self._collector):
+            if companion is not None:
+                companion.terminate()
         self._tidy()
 
     def _last_line(self, tree: Path) -> str:
@@ -204,11 +224,7 @@ class TracedJob:
                 if time.monotonic() > deadline:
                     return
                 time.sleep(_POLL_S)
-        if (
-            self._relay is not None
-            and self._relay.returncode == 0
-            and not streams(self._run_folder)
-        ):
+        if not streams(self._run_folder):
             shutil.rmtree(self._run_folder, ignore_errors=True)
 
     def close(self) -> None:

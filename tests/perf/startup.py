@@ -1,7 +1,7 @@
 """What the start-up file costs a Python that is not traced: `python tests/perf/startup.py`.
 
 Two figures, each with the file and without it, taken in turns: the time `site` needs for a folder
-(inside one process, microseconds) and the wall time of a whole `python -c pass` (noise of milliseconds).
+(inside one process, microseconds) and the wall time of a whole start (noise of milliseconds).
 """
 
 from __future__ import annotations

@@ -1,0 +1,135 @@
+"""A job keeps its exit code and its stdout, however it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+WRAPPER = [
+    sys.executable,
+    "-c",
+    "import sys; from rankscope_launcher.wrapper import main; main(sys.argv[1:])",
+]
+
+ENDINGS = {
+    "ends": "print('rank', os.environ['RANK'], sys.argv[1:])",
+    "exits with 3": "sys.exit(3)",
+    "raises": "raise RuntimeError('on purpose')",
+    "is killed": "os.kill(os.getpid(), signal.SIGKILL)",
+    "aborts": "os.abort()",
+}
+
+
+def script(folder: Path, ending: str) -> Path:
+    path = folder / "script.py"
+    path.write_text(f"import os, signal, sys\n{ending}\n")
+    return path
+
+
+def run(start: list[str], *arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*start, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "TORCHELASTIC_ERROR_FILE": ""},
+    )
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_exit_code_and_stdout_are_torchruns(ending: str, tmp_path: Path):
+    path = script(tmp_path, ENDINGS[ending])
+    plain = run(TORCHRUN, "--nproc-per-node", 1, path, "--lr", "1")
+    ours = run(WRAPPER, "--rs-out", tmp_path / "trace", "--nproc-per-node", 1, path, "--lr", "1")
+    assert ours.returncode == plain.returncode
+    assert ours.stdout == plain.stdout
+    assert "rankscope: " in ours.stderr
+    assert (plain.returncode == 0) == (ending == "ends")
+
+
+def test_a_job_that_calls_no_module_is_told_so_without_waiting(tmp_path: Path):
+    begin = time.monotonic()
+    done = run(WRAPPER, "--rs-out", tmp_path / "trace", script(tmp_path, "pass"))
+    assert done.returncode == 0
+    assert "nothing was traced" in done.stderr
+    assert time.monotonic() - begin < 30
+
+
+def test_the_error_file_of_a_failed_rank_is_written_as_torchrun_does(tmp_path: Path):
+    path = tmp_path / "script.py"
+    path.write_text(
+        "from torch.distributed.elastic.multiprocessing.errors import record\n"
+        "@record\ndef main():\n    raise ValueError('in the file')\nmain()\n"
+    )
+    error_file = tmp_path / "error.json"
+    done = subprocess.run(
+        [*WRAPPER, "--rs-out", str(tmp_path / "trace"), str(path)],
+        capture_output=True,
+        timeout=120,
+        env={**os.environ, "TORCHELASTIC_ERROR_FILE": str(error_file)},
+    )
+    assert done.returncode == 1
+    assert "in the file" in error_file.read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_job_as_it_ends_torchruns(number: signal.Signals, tmp_path: Path):
+    path = script(tmp_path, "import time; print('up', flush=True); time.sleep(60)")
+    codes = []
+    for start in ([*TORCHRUN, str(path)], [*WRAPPER, "--rs-out", str(tmp_path / "t"), str(path)]):
+        with subprocess.Popen(start, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as job:
+            assert job.stdout is not None
+            assert job.stdout.readline() == b"up\n"
+            job.send_signal(number)
+            job.communicate(timeout=60)
+            codes.append(job.returncode)
+    assert codes[0] == codes[1]
+    assert codes[0] != 0
+
+
+def test_logs_specs_take_torchruns_own_arguments(tmp_path: Path):
+    installed("torchrun --logs-specs finds its entry point")
+    path = script(tmp_path, "print('to a file')")
+    done = subprocess.run(
+        [*TORCHRUN, "--logs-specs", "rankscope", "--redirects", "3", "--tee", "1"]
+        + ["--log-dir", str(tmp_path / "logs"), str(path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "RANKSCOPE_OUT": str(tmp_path / "trace")},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "to a file" in done.stdout
+    assert "nothing was traced" in done.stderr
+    assert [p.name for p in (tmp_path / "logs").rglob("stdout.log")] == ["stdout.log"]
+
+
+def test_logs_specs_with_settings_that_cannot_be_used_warn_once_and_train(tmp_path: Path):
+    installed("torchrun --logs-specs finds its entry point")
+    path = script(tmp_path, "print('trained', os.environ['RANKSCOPE'])")
+    done = subprocess.run(
+        [*TORCHRUN, "--logs-specs", "rankscope", str(path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "RANKSCOPE_STEPS": "sometimes"},
+    )
+    assert done.returncode == 0
+    assert done.stdout == "trained 0\n"
+    assert done.stderr.count("rankscope: ") == 1
+    assert "RANKSCOPE_STEPS" in done.stderr
+
+
+def installed(what: str) -> None:
+    """Skip where rankscope is on the path but not installed."""
+    from importlib.metadata import entry_points
+
+    if not entry_points(group="torchrun.logs_specs").select(name="rankscope"):
+        pytest.skip(f"{what}: only in an environment made by launcher/test")
