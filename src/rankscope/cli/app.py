@@ -1,0 +1,103 @@
+"""The command `rankscope`: finds the commands, and is the one place that catches errors.
+
+Each command is a module of this room with a function `command`; it is imported when it is asked for.
+Whatever rankscope raises on purpose becomes one line on stderr and exit code 2, and with `--json` one
+JSON object on stdout as well.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from rankscope.errors import RankscopeError
+
+__all__ = ["COMMANDS", "main"]
+
+COMMANDS = ("run", "collect", "show", "verify", "recover")
+"""In the order the help lists them."""
+EXIT_TROUBLE = 2
+
+_HELP = """One trace for the whole distributed job: every module call on every rank, in one tree.
+
+\b
+  rankscope run --nproc-per-node 4 train.py   trace a job: as torchrun, one word changed
+  rankscope show                              the tree of the newest trace here
+  rankscope show --path 'layers.0*' --rank 1  one module, one rank
+  rankscope verify                            is everything there? per rank, exit 1 if not
+  rankscope recover SPOOL... --out NEW        a tree from what a killed job left behind
+
+\b
+A trace is a folder: trace.json (the tree), values.safetensors (the numbers of every rank).
+Each command explains its options with --help; docs/trace-format.md explains the files.
+"""
+
+
+class _Commands(TyperGroup):
+    """Imports a command's module only when that command, or the list of all, is asked for."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the commands that are installed."""
+        return [name for name in COMMANDS if importlib.util.find_spec(f"rankscope.cli.{name}")]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return a command by name, None where there is none."""
+        if cmd_name not in self.list_commands(ctx):
+            return None
+        module = importlib.import_module(f"rankscope.cli.{cmd_name}")
+        alone = typer.Typer(add_completion=False, rich_markup_mode=None)
+        alone.command(name=cmd_name, context_settings=getattr(module, "CONTEXT", None))(module.command)
+        return typer.main.get_command(alone)
+
+
+app = typer.Typer(
+    cls=_Commands,
+    help=_HELP,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            typer.echo(f"rankscope {version('rankscope')}")
+        except PackageNotFoundError:
+            typer.echo("rankscope (not installed, run from its sources)")
+        raise typer.Exit
+
+
+@app.callback(help=_HELP)
+def _root(
+    version: bool = typer.Option(False, "--version", callback=_print_version, is_eager=True, help="Print the version."),
+) -> None:
+    """Hold the options that come before any command."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line; always leaves by SystemExit.
+
+    Args:
+        arguments: without the program's name; default those of the process.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        app(args=words, prog_name="rankscope")
+    except RankscopeError as error:
+        line = " ".join(str(error).split())
+        if "--json" in words:
+            typer.echo(json.dumps({"format": "rankscope.report/1", "error": line}))
+        typer.echo(f"rankscope: {line}", err=True)
+        raise SystemExit(EXIT_TROUBLE) from None

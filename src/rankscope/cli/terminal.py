@@ -1,0 +1,68 @@
+"""What the commands share of the terminal: colours only on one, progress for anything that takes a second."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TextIO
+
+from rankscope.tree.reader import Trace, open_trace
+from rankscope.tree.writer import Progress
+
+__all__ = ["Paint", "opened", "progress"]
+
+_CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
+_FIRST_S = 1.0
+"""Nothing is said about work that is done sooner."""
+_EVERY_S = 0.2
+
+
+class Paint:
+    """Puts colours around text, or nothing where the stream is no terminal or NO_COLOR is set."""
+
+    def __init__(self, stream: TextIO) -> None:
+        is_plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+        self._is_on = stream.isatty() and not is_plain
+
+    def __call__(self, style: str, text: str) -> str:
+        """Return the text in a style of `_CODES`."""
+        return f"\x1b[{_CODES[style]}m{text}\x1b[0m" if self._is_on and text else text
+
+
+@contextmanager
+def progress(stream: TextIO | None = None) -> Iterator[Progress]:
+    """Give a function that shows progress on one line of a terminal, from the first second on."""
+    target = sys.stderr if stream is None else stream
+    begin = shown = time.monotonic()
+    width = 0
+
+    def say(what: str, part: float) -> None:
+        nonlocal shown, width
+        now = time.monotonic()
+        if target.isatty() and now - begin >= _FIRST_S and now - shown >= _EVERY_S:
+            line = f"rankscope: {what} {part:4.0%} ({now - begin:.0f} s)"
+            target.write("\r" + line.ljust(width))
+            target.flush()
+            shown, width = now, len(line)
+
+    try:
+        yield say
+    finally:
+        if width:
+            target.write("\r" + " " * width + "\r")
+            target.flush()
+
+
+def opened(path: Path | None) -> Trace:
+    """Open a trace with progress shown, and say on stderr where it is not the finished tree."""
+    with progress() as say:
+        trace = open_trace(path, progress=say)
+    if trace.is_live:
+        sys.stderr.write(
+            f"rankscope: {trace.path} holds no finished tree; this is what its ranks have sent so far\n"
+        )
+    return trace

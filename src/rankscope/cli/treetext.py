@@ -1,0 +1,251 @@
+"""The lines of `rankscope show`."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from rankscope.cli.terminal import Paint
+from rankscope.errors import SelectionError
+from rankscope.record.call import Mode, Phase
+from rankscope.record.value import Digest
+from rankscope.tree.combine import Combined
+from rankscope.tree.ranks import ranks_text
+from rankscope.tree.reader import Step, Trace
+from rankscope.tree.selection import glob_matches, nothing_matched
+from rankscope.tree.views import Node, SlotView
+
+__all__ = ["View", "tree_lines"]
+
+COLUMNS = ("count", "nan", "posinf", "neginf", "zero", "min", "max", "mean", "std", "l2", "hash")
+_MAX_VALUES = 4
+"""Distinct values listed below a slot whose ranks differ."""
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """What of a trace to show."""
+
+    depth: int | None
+    path: str
+    steps: tuple[range, ...] | None
+    """None for the first step of the mode, () for all."""
+    mode: Mode | None
+    phases: frozenset[Phase]
+    rank: int | None
+    columns: tuple[str, ...]
+    slots: str
+
+    @classmethod
+    def parse(
+        cls, *, depth: int | None, path: str, step: str, mode: str, phase: str, rank: int | None, stats: str, slots: str
+    ) -> View:
+        """Read the options of `rankscope show`.
+
+        Raises:
+            SelectionError: a step, mode, phase or column that cannot be.
+        """
+        columns = tuple(c.strip() for c in stats.split(",") if c.strip() and c.strip() != "none")
+        for column in columns:
+            if column not in COLUMNS:
+                raise SelectionError(f"--stats: no column {column!r}; choose from {', '.join(COLUMNS)}, or none")
+        phases = frozenset(Phase) - {Phase.SETUP}
+        if phase:
+            phases = frozenset(_one(Phase, "--phase", word) for word in phase.split(","))
+        return cls(
+            depth=depth,
+            path="" if path == "(root)" else path,
+            steps=None if not step else () if step == "all" else tuple(_steps(step)),
+            mode=_one(Mode, "--mode", mode) if mode else None,
+            phases=phases,
+            rank=rank,
+            columns=columns,
+            slots=slots,
+        )
+
+
+def _one(kind: type[Phase] | type[Mode], option: str, word: str) -> Phase | Mode:  # type: ignore[misc]
+    try:
+        return kind[word.strip().upper()]
+    except KeyError:
+        known = ", ".join(item.word for item in kind)
+        raise SelectionError(f"{option}: {word!r} is none of {known}") from None
+
+
+def _steps(text: str) -> Iterator[range]:
+    for part in text.split(","):
+        found = _RANGE.fullmatch(part.strip())
+        if not found:
+            raise SelectionError(f"--step {text!r}: write steps as 0-2,5 or all")
+        yield range(int(found[1]), int(found[2] or found[1]) + 1)
+
+
+def tree_lines(trace: Trace, view: View, paint: Paint) -> Iterator[str]:
+    """Yield the lines that show a trace.
+
+    Raises:
+        SelectionError: the trace has no such step, rank or path; says what it has.
+    """
+    groups = _groups(trace, view)
+    if view.rank is not None and view.rank not in {rank["rank"] for rank in trace.run["ranks"]}:
+        held = ranks_text(rank["rank"] for rank in trace.run["ranks"])
+        raise SelectionError(f"--rank {view.rank}: the trace holds ranks {held}")
+    known = {node.path for group in groups for node in group.walk()}
+    if not any(glob_matches(view.path, path) for path in known):
+        raise nothing_matched("--path", view.path, known)
+    slots = {slot.slot for group in groups for node in group.walk() for slot in node.slots}
+    if view.slots not in ("none", "*") and not any(glob_matches(view.slots, slot) for slot in slots):
+        raise nothing_matched("--slots", view.slots, slots)
+    yield from _header(trace, paint)
+    for group in groups:
+        name = "setup" if group.is_setup else f"{group.mode.word} step {group.step}"
+        if group.incarnation:
+            name += f" (life {group.incarnation} of the ranks)"
+        yield paint("bold", name)
+        yield from (f"  {note}" for note in group.notes)
+        for node in group.nodes:
+            yield from _node_lines(node, 1, view, paint)
+    hidden = [step for step in trace.steps if step not in groups]
+    if view.steps is None and hidden:
+        yield paint("dim", f"also traced: {_names(hidden)}; show them with --step, --mode")
+
+
+def _groups(trace: Trace, view: View) -> list[Step]:
+    mode = view.mode if view.mode is not None else trace.default_mode
+    chosen = [step for step in trace.steps if step.mode is mode]
+    if view.steps is None:
+        chosen = chosen[:1]
+    elif view.steps:
+        chosen = [step for step in chosen if any(step.step in wanted for wanted in view.steps)]
+    setup = list(trace.setup) if Phase.SETUP in view.phases or not trace.steps else []
+    if view.phases == {Phase.SETUP}:
+        return setup
+    if trace.steps and not chosen:
+        asked = f"{mode.word} step {', '.join(str(r.start) for r in view.steps)}" if view.steps else f"{mode.word} step"
+        raise SelectionError(f"the trace holds no {asked}; it holds {_names(trace.steps)}")
+    return [*setup, *chosen]
+
+
+def _names(steps: Iterable[Step]) -> str:
+    by_mode: dict[str, list[int]] = {}
+    for step in steps:
+        by_mode.setdefault(step.mode.word, []).append(step.step)
+    return ", ".join(f"{mode} {ranks_text(numbers)}" for mode, numbers in by_mode.items())
+
+
+def _header(trace: Trace, paint: Paint) -> Iterator[str]:
+    run = trace.run
+    meshes = "; ".join(f"mesh {mesh['name']}" for mesh in run["meshes"])
+    hosts = len(run["hosts"])
+    parts = [
+        f"{run['world_size']} rank{'s' * (run['world_size'] != 1)} on {hosts} host{'s' * (hosts != 1)}",
+        *([meshes] if meshes else []),
+    ]
+    state = paint("green", "complete") if trace.is_complete else paint("red", "incomplete")
+    yield f"{paint('bold', str(trace.path))}  {', '.join(parts)}, {state}"
+
+
+def _node_lines(node: Node, depth: int, view: View, paint: Paint) -> Iterator[str]:
+    """Yield a node and what is below it; a node that is not asked for gives way to its children."""
+    has_rank = view.rank is None or view.rank in node.ranks
+    shown = has_rank and node.phase in (view.phases | {Phase.SETUP}) and glob_matches(view.path, node.path)
+    pad = "  " * depth
+    if shown:
+        yield pad + _head(node, paint)
+        yield from (pad + "    " + line for line in _outcome_lines(node, paint))
+        for slot in node.slots if view.slots != "none" else ():
+            if glob_matches(view.slots, slot.slot) and (view.rank is None or view.rank in slot.ranks):
+                yield from (pad + "    " + line for line in _slot_lines(slot, view, paint))
+    if view.depth is None or depth <= view.depth:
+        for child in node.children:
+            yield from _node_lines(child, depth + 1 if shown else depth, view, paint)
+
+
+def _head(node: Node, paint: Paint) -> str:
+    parts = [paint("bold", node.path or "(root)"), node.class_name]
+    if node.phase is not Phase.FORWARD:
+        parts.append(paint("cyan", node.phase.word))
+    if node.micro_batch:
+        parts.append(f"micro-batch {node.micro_batch}")
+    if node.ordinal:
+        parts.append(f"call {node.ordinal + 1}")
+    if node.wrappers:
+        parts.append(f"[{', '.join(node.wrappers)}]")
+    parts.append(paint("dim", f"ranks {ranks_text(node.ranks)}"))
+    if node.time.max_us:
+        slowest = f", slowest rank {node.time.slowest}" if len(node.ranks) > 1 else ""
+        parts.append(paint("dim", f"{_duration(node.time.max_us)}{slowest}"))
+    return "  ".join(parts)
+
+
+def _duration(us: float) -> str:
+    return f"{us:.0f} us" if us < 1000 else f"{us / 1e3:.1f} ms" if us < 1e6 else f"{us / 1e6:.2f} s"
+
+
+def _outcome_lines(node: Node, paint: Paint) -> Iterator[str]:
+    if node.status != "returned":
+        for outcome in node.outcomes:
+            if outcome.status != "returned":
+                text = f"{outcome.status} on rank {ranks_text(outcome.ranks)}"
+                yield paint("red", f"{text}: {outcome.error}" if outcome.error else text)
+    for error in node.errors:
+        yield paint("yellow", f"rankscope failed here on rank {ranks_text(error.ranks)}: {error.error}")
+
+
+def _slot_lines(slot: SlotView, view: View, paint: Paint) -> Iterator[str]:
+    if slot.dtype == "python":
+        notes = [fold.note or "" for fold in slot.folds]
+        yield f"{slot.slot} = {notes[0]}" + (f"  {paint('yellow', 'ranks differ')}" if len(notes) > 1 else "")
+        return
+    folds = slot.folds
+    shape = slot.global_shape if slot.global_shape is not None else folds[0].shape
+    parts = [f"{slot.slot:<14} {slot.dtype}{list(shape)}"]
+    if slot.placements:
+        parts.append(paint("cyan", " ".join(f"{axis}={text}" for axis, text in slot.placements.items())))
+    flags = sorted({flag for fold in folds for flag in fold.flags})
+    if flags:
+        parts.append(paint("yellow", ",".join(flags)))
+    if slot.disagreement:
+        named = f"ranks {ranks_text(slot.ranks)} disagree in {', '.join(slot.disagreement)}"
+        parts.append(paint("red", named))
+    numbers, is_one = _numbers(slot, view)
+    if numbers is not None:
+        parts.append(_statistics(numbers, view))
+    parts += [paint("red", c.note) for c in slot.combined if c.note and c.note.startswith("replicas differ")]
+    if is_one or view.rank is not None:
+        yield "  ".join(filter(None, parts))
+        return
+    if not slot.placements:
+        parts.append(paint("yellow", f"{slot.distinct} values"))
+    yield "  ".join(filter(None, parts))
+    for fold in folds[:_MAX_VALUES] if view.columns else ():
+        if fold.digest is not None:
+            yield f"  ranks {ranks_text(fold.ranks):<9} {list(fold.shape)}  {_statistics(fold.digest, view)}"
+    if len(folds) > _MAX_VALUES and view.columns:
+        yield paint("dim", f"  and {len(folds) - _MAX_VALUES} more")
+
+
+def _numbers(slot: SlotView, view: View) -> tuple[Digest | Combined | None, bool]:
+    """Return the numbers to print beside a slot, and whether they speak for all ranks."""
+    if view.rank is not None:
+        return slot.per_rank().get(view.rank), True
+    if len(slot.combined) == 1 and slot.combined[0].is_known:
+        return slot.combined[0], True
+    if slot.distinct == 1:
+        return next(iter(slot.per_rank().values()), None), True
+    return None, False
+
+
+def _statistics(numbers: Digest | Combined, view: View) -> str:
+    return "  ".join(f"{name} {_number(name, getattr(numbers, name, None))}" for name in view.columns)
+
+
+def _number(name: str, value: float | int | None) -> str:
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return "-"
+    if name == "hash":
+        return f"{int(value):016x}"
+    return str(value) if isinstance(value, int) else f"{value:.4g}"

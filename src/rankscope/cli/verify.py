@@ -1,0 +1,78 @@
+"""`rankscope verify`: is all of it there?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Optional
+
+import typer
+
+if TYPE_CHECKING:
+    from rankscope.cli.terminal import Paint
+    from rankscope.tree.reader import Trace
+
+__all__ = ["command"]
+
+EXIT_INCOMPLETE = 1
+
+
+def command(
+    trace: Annotated[
+        Optional[Path], typer.Argument(help="Trace folder; default the newest rankscope-* here.")  # noqa: UP045  # typer reads it on 3.10
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """Say per rank what was committed, received and dropped; exit 1 where anything is missing."""
+    import json
+    import sys
+
+    from rankscope.cli.terminal import Paint, opened
+
+    found = opened(trace)
+    if as_json:
+        typer.echo(json.dumps(_report(found)))
+    else:
+        for line in _lines(found, Paint(sys.stdout)):
+            typer.echo(line)
+    raise typer.Exit(0 if found.is_complete else EXIT_INCOMPLETE)
+
+
+def _report(trace: Trace) -> dict[str, Any]:
+    return {
+        "format": "rankscope.report/1",
+        "command": "verify",
+        "verdict": "clean" if trace.is_complete else "incomplete",
+        "trace": str(trace.path),
+        "is_live": trace.is_live,
+        **trace.completeness,
+    }
+
+
+def _lines(trace: Trace, paint: Paint) -> Iterator[str]:
+    state = trace.completeness
+    yield paint("dim", f"{'rank':>6} {'life':>4} {'committed':>12} {'received':>12} {'dropped':>8}  end")
+    for rank in state["ranks"]:
+        committed = "unknown" if rank["committed"] is None else rank["committed"]
+        line = (
+            f"{rank['rank']:>6} {rank['incarnation']:>4} {committed:>12} {rank['received']:>12} "
+            f"{rank['dropped']:>8}  {rank['end']}"
+        )
+        yield line if rank["complete"] else paint("red", line)
+        yield from (f"{'':>6} {text}" for text in _remarks(rank))
+    if state["missing"]:
+        yield paint("red", f"nothing at all from rank {state['missing']}")
+    if trace.is_complete:
+        yield paint("green", "complete: every record of every rank is in the trace")
+    else:
+        yield paint("red", "incomplete" + (": the job may still be running" if trace.is_live else ""))
+        if not trace.is_live and any(rank["committed"] != rank["received"] for rank in state["ranks"]):
+            yield f"what hosts still hold can be added: rankscope recover {trace.path} SPOOL --out NEW"
+
+
+def _remarks(rank: Mapping[str, Any]) -> Iterator[str]:
+    for gap in rank["gaps"]:
+        steps = f"{gap['first_step']}-{gap['last_step']}"
+        yield f"spool full: {gap['mode']} steps {steps} lost {gap['records']} records ({gap['bytes']} bytes)"
+    yield from rank["errors"]
+    yield from rank["notes"]
