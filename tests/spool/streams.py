@@ -1,0 +1,60 @@
+"""Streams the spool's tests write: small records whose content tells their number."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgpack
+
+from rankscope.record.run import EndReason
+from rankscope.spool.cells import ENTER, EXIT, SAMPLES, STEP, VALUE, RecordKind, StepEvent
+from rankscope.spool.reader import StreamReader
+from rankscope.spool.writer import SpoolWriter
+
+SMALL = 1 << 20
+
+
+def enter(number: int) -> bytes:
+    """An ENTER whose sequence is `number`."""
+    return ENTER.pack(number, 0, number, 1, 0, 0, 0, 1, 0, 0, 1, 0)
+
+
+def value(number: int) -> bytes:
+    """A VALUE with digest whose sequence is `number`."""
+    return VALUE.pack(number, number, 1, 1, 0, 1, 0, 8, 9, 0, *range(17))
+
+
+def samples(number: int, count: int) -> bytes:
+    """SAMPLES with `count` sketches of 8."""
+    head = SAMPLES.pack(number, 1, 0, 1, count, 8, 0, 0, 0, 0)
+    return head + bytes(range(32)) * count
+
+
+def step(number: int, event: StepEvent) -> bytes:
+    """A STEP record."""
+    return STEP.pack(number, number, 0, event, 0)
+
+
+def rank_definition(rank: int = 0) -> bytes:
+    """The definition a stream begins with."""
+    return msgpack.packb({"id": 1, "kind": "rank", "format": 1, "rank": rank, "host": "h" * 200})
+
+
+def write_some(folder: Path, count: int = 40, *, limit_bytes: int = SMALL) -> bytes:
+    """Write a closed stream of records of every size; return its bytes."""
+    writer = SpoolWriter(folder, limit_bytes=limit_bytes)
+    writer.define(rank_definition())
+    for number in range(count):
+        writer.write(RecordKind.ENTER, enter(number))
+        writer.write(RecordKind.VALUE, value(number))
+        if number % 5 == 0:
+            writer.write(RecordKind.SAMPLES, samples(number, number % 7 + 1))
+        writer.write(RecordKind.EXIT, EXIT.pack(number, number, 0, 0))
+    writer.close(EndReason.EXIT)
+    return stream_bytes(folder)
+
+
+def stream_bytes(folder: Path) -> bytes:
+    """Everything committed and not freed."""
+    with StreamReader(folder) as reader:
+        return b"".join(reader.chunks())
