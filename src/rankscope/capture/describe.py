@@ -61,13 +61,13 @@ class Described:
     meta: ValueMeta
     requires_grad: bool = False
     can_digest: bool = False
-    """False where only the structure is recorded; `meta.note` says why."""
+    """True where `capture.digest` may read it; if neither this nor the next holds, `meta.note` says why."""
+    can_digest_on_device: bool = False
+    """True for accelerator memory, which `capture.device` reads."""
     is_pending: bool = False
     """A collective may still be writing it: never waited for, never read."""
     allows_samples: bool = False
     """False for what only repeats a peer's samples."""
-    is_on_host: bool = True
-    """False for accelerator memory, which `capture.device` reads."""
 
     @property
     def ranges(self) -> tuple[Ranges, ...] | None:
@@ -94,9 +94,9 @@ class Describer:
             if kind is _Kind.PLAIN:
                 key = (tensor.dtype, tensor.shape, tensor.requires_grad, dispatch_bits(tensor))
                 found = self._known.get(key)
-                if found is None or not found.is_on_host:
+                if found is None:
                     found = self._plain(tensor, key)
-                if found.can_digest and found.is_on_host and not tensor.data_ptr() and tensor.numel():
+                if found.can_digest and not tensor.data_ptr() and tensor.numel():
                     found = self._without_memory(tensor, key)
                 return found, tensor
             if kind is _Kind.DTENSOR:
@@ -153,9 +153,9 @@ class Describer:
         described = Described(
             meta=meta,
             requires_grad=tensor.requires_grad,
-            can_digest=reason is None,
+            can_digest=reason is None and is_on_host,
+            can_digest_on_device=reason is None and not is_on_host,
             allows_samples=reason is None and tensor.dim() > 0,
-            is_on_host=is_on_host,
         )
         # accelerators of one kind differ by index, which the short key does not hold
         return self._keep(key if is_on_host else full_key, described)
@@ -220,7 +220,7 @@ class Describer:
             can_digest=inner.can_digest,
             is_pending=inner.is_pending,
             allows_samples=inner.allows_samples and is_first,
-            is_on_host=inner.is_on_host,
+            can_digest_on_device=inner.can_digest_on_device,
         )
 
 
@@ -261,7 +261,7 @@ def _ranges(
     local_shape: tuple[int, ...],
 ) -> tuple[tuple[Ranges, ...] | None, str | None]:
     """Return the global indices held, or None and what speaks against them."""
-    axes = range(len(placements))
+    axes = list(range(len(placements)))
     if order is not None:
         axes = [*(a for a in axes if a not in order), *order]
     try:

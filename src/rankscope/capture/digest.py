@@ -16,7 +16,7 @@ import ctypes
 import math
 import threading
 import weakref
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -42,6 +42,11 @@ __all__ = ["Digester", "Reading"]
 
 Doubles = npt.NDArray[np.float64]
 
+# numpy's and xxhash's stubs know neither the `axis` of vecdot nor ctypes memory and arrays as buffers
+_vecdot: Final[Any] = np.vecdot
+_words_at: Final[Any] = np.frombuffer
+_xxh3: Final[Any] = xxhash.xxh3_64_intdigest
+
 _SMALL_ELEMENTS: Final = 1 << 13
 """Up to here everything is done in float64; also below OpenBLAS's threshold for threads."""
 _MOST_KINDS: Final = 4096
@@ -52,7 +57,7 @@ _MOST_REMEMBERED: Final = 1 << 16
 class Reading(NamedTuple):
     """The numbers of one value; fields as in `rankscope.record.value.Digest`."""
 
-    count: int
+    count: int  # type: ignore[assignment]  # nobody counts in a reading as in a tuple
     hash: int
     nan: int
     posinf: int
@@ -137,8 +142,8 @@ class Digester:
         if kind.plan.count == 0:
             return _empty(kind.plan)
         if local.is_contiguous() and not local.is_neg() and not kind.is_complex:
-            array: Array = np.frombuffer(kind.memory.from_address(local.data_ptr()), kind.dtype)
-            raw = xxhash.xxh3_64_intdigest(array)
+            array: Array = _words_at(kind.memory.from_address(local.data_ptr()), kind.dtype)
+            raw = _xxh3(array)
         else:
             array = elements(local, kind.storage)
             if array.flags.c_contiguous or array.size <= BLOCK_ELEMENTS:
@@ -184,7 +189,7 @@ class Digester:
 
     def _compute(self, array: Array, kind: _Kind, raw: int) -> Reading:
         plan, storage = kind.plan, kind.storage
-        rows: Doubles | None = None
+        rows: Floats | None = None
         if plan.is_simple and array.ndim == 1:
             segment = plan.segments[0]
             block, products, scale = self._look(storage.values(array), segment, segment.sum_width)
@@ -192,7 +197,7 @@ class Digester:
                 sketch = products[0] if segment.rows == 1 else _fold(products, segment)
             else:
                 rows = products if plan.is_per_sample else _per_sample(products, segment, plan)
-                sketch = np.vecdot(rows, plan.batch_factors, axis=0)
+                sketch = _vecdot(rows, plan.batch_factors, axis=0)
             if scale != 1.0:
                 sketch, rows = sketch * scale, None if rows is None else rows * scale
         else:
@@ -237,11 +242,11 @@ class Digester:
                     block, products, scale = self._look(values, segment, sum_width(count, segment.inner))
                     moments.add(block)
                     weights = segment.weights(row, row + count)
-                    parts[segment.sample] += np.vecdot(products, weights, axis=0) * scale
+                    parts[segment.sample] += _vecdot(products, weights, axis=0) * scale
                     row += count
         if plan.batch_factors is None:
             return moments.block(), parts[0], None
-        return moments.block(), np.vecdot(parts, plan.batch_factors, axis=0), parts
+        return moments.block(), _vecdot(parts, plan.batch_factors, axis=0), parts
 
 
 def _multiply(values: Floats, matrix: Floats, rows: int, at_once: int, out: Floats) -> Floats:
@@ -255,7 +260,7 @@ def _multiply(values: Floats, matrix: Floats, rows: int, at_once: int, out: Floa
 
 
 def _fold(products: Floats, segment: Segment) -> Doubles:
-    sketch: Doubles = np.vecdot(products, segment.weights(0, segment.rows), axis=0)
+    sketch: Doubles = _vecdot(products, segment.weights(0, segment.rows), axis=0)
     return sketch
 
 
@@ -263,8 +268,9 @@ def _per_sample(products: Floats, segment: Segment, plan: Plan) -> Doubles:
     assert plan.batch_rows is not None
     shape = (*plan.batch_rows, SKETCH_SIZE)
     weights = segment.weights(0, segment.rows)
-    sums: Doubles = np.vecdot(products.reshape(shape), weights.reshape(shape), axis=2)
-    return sums[0] if len(sums) == 1 else sums.sum(axis=0)
+    sums: Doubles = _vecdot(products.reshape(shape), weights.reshape(shape), axis=2)
+    whole: Doubles = sums[0] if len(sums) == 1 else sums.sum(axis=0)
+    return whole
 
 
 def _has_minus_zero(array: Array, storage: Storage) -> bool:
@@ -281,15 +287,15 @@ def _has_minus_zero(array: Array, storage: Storage) -> bool:
 
 def _hash_runs(array: Array, storage: Storage | None = None) -> int:
     """Return xxh3 of the words in row-major order, normalized where a storage is given."""
-    state = xxhash.xxh3_64()
+    state: Any = xxhash.xxh3_64()
     for run in contiguous_runs(array):
         for start in range(0, run.size, BLOCK_ELEMENTS):
             part = run[start : start + BLOCK_ELEMENTS]
             state.update(storage.normalize(part) if storage is not None and storage.normalize else part)
-    return state.intdigest()
+    return int(state.intdigest())
 
 
-def _reading(plan: Plan, block: Block, digest: int, sketch: Doubles, rows: Doubles | None) -> Reading:
+def _reading(plan: Plan, block: Block, digest: int, sketch: Doubles, rows: Floats | None) -> Reading:
     finite = block.finite
     return Reading(
         plan.count,

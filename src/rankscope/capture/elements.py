@@ -11,7 +11,7 @@ import ctypes
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,7 @@ from rankscope.capture.torch_internals import optional_dtypes
 
 __all__ = ["Array", "Floats", "Storage", "elements", "memory_type", "storage_of"]
 
-Array = npt.NDArray[np.generic]
+Array = npt.NDArray[Any]
 Floats = npt.NDArray[np.floating]
 
 
@@ -44,25 +44,24 @@ class Storage:
     def values(self, words: Array) -> Floats:
         """Return the values of flat stored words; the same array where they are native."""
         if self.is_native:
-            return words  # type: ignore[return-value]  # is_native says that they are floats
+            return words
         return self.widen(words) if self.widen else words.astype(self.floats)
 
 
 def _normalize_floats(words: Array) -> Array:
-    copy = words + words.dtype.type(0)
+    copy: Array = words + words.dtype.type(0)
     copy[np.isnan(copy)] = np.nan
     return copy
 
 
 def _widen_bfloat16(words: Array) -> Floats:
-    halves = np.zeros((words.size, 2), dtype="<u2")
-    halves[:, 1] = words
-    return halves.reshape(-1).view("<f4")
+    wide: Floats = np.left_shift(words, 16, dtype=np.uint32).view(np.float32)
+    return wide
 
 
 def _normalize_bfloat16(words: Array) -> Array:
     copy = words.copy()
-    magnitude = words & np.uint16(0x7FFF)  # type: ignore[operator]  # stored as uint16
+    magnitude = words & np.uint16(0x7FFF)
     copy[magnitude == 0] = 0
     copy[magnitude > 0x7F80] = 0x7FC0
     return copy
@@ -98,16 +97,20 @@ def _eight_bits(values: list[float]) -> Storage:
     )
 
 
-def _integer(dtype: npt.DTypeLike, floats: npt.DTypeLike) -> Storage:
-    return Storage(dtype=np.dtype(dtype), floats=np.dtype(floats))
+def _integer(dtype: str, floats: str) -> Storage:
+    return Storage(dtype=np.dtype(dtype), floats=_float_type(floats))
 
 
-def _floating(dtype: npt.DTypeLike, floats: npt.DTypeLike, is_complex: bool = False) -> Storage:
+def _float_type(name: str) -> np.dtype[np.floating]:
+    return np.dtype(np.float32) if name == "<f4" else np.dtype(np.float64)
+
+
+def _floating(dtype: str, floats: str, is_complex: bool = False) -> Storage:
     return Storage(
         dtype=np.dtype(dtype),
-        floats=np.dtype(floats),
+        floats=_float_type(floats),
         is_complex=is_complex,
-        is_native=np.dtype(dtype) == np.dtype(floats),
+        is_native=dtype == floats,
         normalize=_normalize_floats,
     )
 
@@ -182,7 +185,7 @@ def elements(tensor: torch.Tensor, storage: Storage) -> Array:
         shape.append(2)
         strides.append(size)
     extent = size + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
-    memory = (ctypes.c_char * extent).from_address(tensor.data_ptr())
+    memory: Any = (ctypes.c_char * extent).from_address(tensor.data_ptr())
     array: Array = np.ndarray(shape, storage.dtype, memory, 0, strides)
     if tensor.is_neg():
         array = np.negative(array)

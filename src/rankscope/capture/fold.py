@@ -142,7 +142,7 @@ def make_plan(
         batch_dim: dim whose samples are kept apart, counted from the front; None for no samples.
         is_complex: the array has a last dim of 2 for real and imaginary parts.
     """
-    held = [((0, n),) for n in shape] if ranges is None else list(ranges)
+    held: list[Ranges] = [((0, n),) for n in shape] if ranges is None else list(ranges)
     sizes = list(shape)
     if not sizes:
         sizes, held, batch_dim = [1], [((0, 1),)], None

@@ -24,7 +24,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -51,7 +51,7 @@ class ArrayCache:
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
         self._held_bytes = 0
-        self._entries: OrderedDict[Hashable, npt.NDArray[np.floating]] = OrderedDict()
+        self._entries: OrderedDict[Hashable, npt.NDArray[Any]] = OrderedDict()
         self._lock = threading.Lock()
 
     @property
@@ -59,7 +59,7 @@ class ArrayCache:
         """Bytes of all arrays now kept."""
         return self._held_bytes
 
-    def get(self, key: Hashable) -> npt.NDArray[np.floating] | None:
+    def get(self, key: Hashable) -> npt.NDArray[Any] | None:
         """Return the array kept under `key`, or None."""
         with self._lock:
             found = self._entries.get(key)
@@ -67,7 +67,7 @@ class ArrayCache:
                 self._entries.move_to_end(key)
             return found
 
-    def put(self, key: Hashable, array: npt.NDArray[np.floating]) -> None:
+    def put(self, key: Hashable, array: npt.NDArray[Any]) -> None:
         """Keep `array` read-only; one larger than a quarter of the limit is not kept at all."""
         array.flags.writeable = False
         if array.nbytes * 4 > self._limit_bytes:
@@ -98,7 +98,7 @@ def factors(dim: int, ranges: Ranges) -> npt.NDArray[np.float32]:
     if found is None:
         found = _compute(dim, ranges)
         _CACHE.put(key, found)
-    return found  # type: ignore[return-value]  # only float32 arrays are put under these keys
+    return found
 
 
 def block_factors(dim: int, first: int, count: int) -> npt.NDArray[np.float32]:
@@ -150,11 +150,13 @@ def _draw(dim: int, level: int, counter: npt.NDArray[np.uint64]) -> npt.NDArray[
     unit = (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
     unit[:_SIGNS] = np.where(unit[:_SIGNS] < 0.5, -1.0, 1.0)
     unit[_SIGNS:] = (2.0 * unit[_SIGNS:] - 1.0) * 3.0**0.5
-    return unit.astype(np.float32)
+    values: npt.NDArray[np.float32] = unit.astype(np.float32)
+    return values
 
 
 def _mix(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """Return a bijective scrambling of 64-bit words; arrays wrap around silently."""
     z = (z ^ (z >> np.uint64(31))) * _FIRST
     z = (z ^ (z >> np.uint64(29))) * _SECOND
-    return z ^ (z >> np.uint64(32))
+    mixed: npt.NDArray[np.uint64] = z ^ (z >> np.uint64(32))
+    return mixed
