@@ -162,7 +162,8 @@ class TracedJob:
         if self._is_over or self._relay is None:
             return
         self._is_over = True
-        mark_job_over(self._run_folder)
+        if self._run_folder.is_dir():  # else everything in it was shipped, and the relay has left
+            mark_job_over(self._run_folder)
         if self._nothing_came():
             self._stop()
             say(
@@ -184,7 +185,7 @@ class TracedJob:
 
     def _nothing_came(self) -> bool:
         """True where no rank of the whole run ever opened a spool."""
-        if self._shape.hosts > 1:
+        if self._shape.hosts > 1 or not self._run_folder.is_dir():
             return False
         folders = [f for f in (self._run_folder, self._out / "spool") if f.is_dir()]
         return not any(path.name.startswith("rank") for f in folders for path in f.iterdir())
@@ -224,7 +225,7 @@ class TracedJob:
                 if time.monotonic() > deadline:
                     return
                 time.sleep(_POLL_S)
-        if not streams(self._run_folder):
+        if self._run_folder.is_dir() and not streams(self._run_folder):
             shutil.rmtree(self._run_folder, ignore_errors=True)
 
     def close(self) -> None:
