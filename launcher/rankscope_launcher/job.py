@@ -151,11 +151,18 @@ class TracedJob:
             self._out,
             bind=() if self._address == SHARED else (self._address,),
             world_size=self._shape.world_size,
+            traced_ranks=self._traced_ranks(),
             keep_spool=self._settings.keep_spool,
             drain_seconds=self._settings.drain_seconds,
             finish_seconds=self._settings.finish_seconds,
         )
         self._collector = _start(command, self._out / "collector.log")
+
+    def _traced_ranks(self) -> int | None:
+        """Return how many ranks of the job are traced, None for all."""
+        if self._settings.ranks is None:
+            return None
+        return max(1, sum(rank < self._shape.world_size for rank in self._settings.ranks))
 
     def finish(self) -> None:
         """Say the job is over, wait for the tree as long as settings allow, print where it is."""

@@ -1,0 +1,73 @@
+"""Every example: it trains, knows nothing of rankscope, and tracing changes not one bit of it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import load_file
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+RANKS = {
+    "one_process": 1,
+    "ddp": 2,
+    "fsdp2": 2,
+    "tensor_parallel": 2,
+    "pipeline": 2,
+    "fsdp2_tp": 4,
+}
+FIRST_LOSS = {"tensor_parallel": "5.5509", "pipeline": "5.5509", "fsdp2_tp": "5.5698"}
+"""Without dropout: of the whole batch, and of its first half."""
+
+
+def train(name: str, check_file: Path, *options: str, out: Path | None = None) -> str:
+    """Run an example, traced where a trace folder is given; return its stdout."""
+    launcher = [sys.executable, "-m", "torch.distributed.run"]
+    if out is not None:
+        command = str(Path(sys.executable).with_name("rankscope"))
+        launcher = [command, "run", "--rs-out", str(out), "--rs-steps", "all"]
+    done = subprocess.run(
+        [*launcher, "--nproc-per-node", str(RANKS[name]), str(EXAMPLES / f"{name}.py")]
+        + ["--check-file", str(check_file), *options],
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def bits(check_file: Path, rank: int) -> tuple[list[str], dict[str, tuple[str, bytes]]]:
+    """Return losses and every tensor of one rank as bytes."""
+    stem = f"{check_file}.rank{rank}"
+    tensors = load_file(f"{stem}.safetensors")
+    losses = json.loads(Path(f"{stem}.json").read_text())["losses"]
+    return losses, {k: (f"{v.dtype}{v.shape}", v.tobytes()) for k, v in tensors.items()}
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+def test_no_example_knows_of_rankscope(path: Path):
+    assert "rankscope" not in path.read_text().lower()
+
+
+@pytest.mark.skipif(
+    not entry_points(group="torchrun.logs_specs").select(name="rankscope"),
+    reason="needs the start-up file: an environment made by launcher/test",
+)
+@pytest.mark.parametrize("name", RANKS)
+def test_losses_gradients_parameters_and_random_state_are_bitwise_those_of_an_untraced_run(
+    name: str, tmp_path: Path
+):
+    options = () if name in FIRST_LOSS else ("--dropout", "0.1")
+    plain = train(name, tmp_path / "plain", *options)
+    traced = train(name, tmp_path / "traced", *options, out=tmp_path / "trace")
+    if name in FIRST_LOSS:
+        assert plain.startswith(f"step 0 loss {FIRST_LOSS[name]}")
+    assert traced == plain
+    assert (tmp_path / "trace/trace.json").exists()
+    for rank in range(RANKS[name]):
+        assert bits(tmp_path / "traced", rank) == bits(tmp_path / "plain", rank)

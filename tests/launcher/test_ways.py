@@ -1,0 +1,144 @@
+"""One unmodified script, every way of starting it: the same tree, there when the command returns."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.skipif(
+    not entry_points(group="torchrun.logs_specs").select(name="rankscope"),
+    reason="needs the start-up file and the entry point: an environment made by launcher/test",
+)
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+BIN = Path(sys.executable).parent
+TORCHRUN = [str(BIN / "torchrun")]
+TIMES = re.compile(r"(_ns|_s|seconds|time|duration|pid|port|created|run_id|host|argv)$")
+STEPS = "0-1"
+
+
+def start(command: list[str], out: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=180,
+        cwd=EXAMPLES,
+        env={**os.environ, "RANKSCOPE_OUT": str(out), "RANKSCOPE_STEPS": STEPS, **variables},
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def steps_of(out: Path) -> Any:
+    """Return the steps of a finished trace, times taken out."""
+    document = json.loads((out / "trace.json").read_text())
+    assert document["run"]["complete"] is True
+    return _without_times(document["steps"])
+
+
+def _without_times(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _without_times(v) for k, v in value.items() if not TIMES.search(k)}
+    if isinstance(value, list):
+        return [_without_times(item) for item in value]
+    return value
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, str]:
+    """What `rankscope run` makes of the script, and what the script prints untraced."""
+    out = tmp_path_factory.mktemp("run") / "trace"
+    plain = subprocess.run(
+        [*TORCHRUN, "--nproc-per-node", "2", "ddp.py"],
+        capture_output=True, text=True, timeout=120, cwd=EXAMPLES, check=True,
+    )  # fmt: skip
+    done = start([str(BIN / "rankscope"), "run", "--nproc-per-node", "2", "ddp.py"], out)
+    assert done.stdout == plain.stdout
+    assert f"trace in {out}" in done.stderr
+    return steps_of(out), plain.stdout
+
+
+@pytest.mark.xdist_group("ways")
+@pytest.mark.parametrize(
+    ("command", "variables"),
+    [
+        ([*TORCHRUN, "--nproc-per-node", "2", "ddp.py"], {"RANKSCOPE": "1"}),
+        ([*TORCHRUN, "--nproc-per-node", "2", "-m", "ddp"], {"RANKSCOPE": "1"}),
+        ([*TORCHRUN, "--logs-specs", "rankscope", "--nproc-per-node", "2", "ddp.py"], {}),
+        ([str(BIN / "rankscope"), "run", "--nproc-per-node", "2", "-m", "ddp"], {}),
+        ([str(BIN / "rankscope"), "run", "--nproc-per-node=2", "--run-path", "ddp.py"], {}),
+    ],
+    ids=["variable", "variable, module", "logs-specs", "run, module", "run, path"],
+)
+def test_every_way_of_starting_gives_the_same_tree_and_the_same_stdout(
+    command: list[str], variables: dict[str, str], tmp_path: Path, expected: tuple[Any, str]
+):
+    done = start(command, tmp_path / "trace", **variables)
+    assert done.stdout == expected[1]
+    assert steps_of(tmp_path / "trace") == expected[0]
+
+
+@pytest.mark.xdist_group("ways")
+def test_plain_python_gives_the_tree_that_one_rank_under_rankscope_run_gives(tmp_path: Path):
+    plain = start([sys.executable, "one_process.py"], tmp_path / "a", RANKSCOPE="1")
+    ran = start([str(BIN / "rankscope"), "run", "one_process.py"], tmp_path / "b")
+    assert plain.stdout == ran.stdout
+    assert steps_of(tmp_path / "a") == steps_of(tmp_path / "b")
+
+
+@pytest.mark.xdist_group("ways")
+@pytest.mark.parametrize("way", ["variable", "logs-specs", "run"])
+def test_a_pipe_behind_the_job_sees_its_end_when_the_job_ends(way: str, tmp_path: Path):
+    command = {
+        "variable": "RANKSCOPE=1 torchrun one_process.py",
+        "logs-specs": "torchrun --logs-specs rankscope one_process.py",
+        "run": "rankscope run one_process.py",
+    }[way]
+    begin = time.monotonic()
+    done = subprocess.run(
+        f"{command} 2>&1 | cat",
+        shell=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=EXAMPLES,
+        env={
+            **os.environ,
+            "PATH": f"{BIN}:{os.environ['PATH']}",
+            "RANKSCOPE_OUT": str(tmp_path / "trace"),
+        },
+    )
+    assert "step 3 loss" in done.stdout
+    assert (tmp_path / "trace/trace.json").exists()
+    assert time.monotonic() - begin < 50
+
+
+@pytest.mark.xdist_group("ways")
+@pytest.mark.parametrize(("ending", "code"), [("sys.exit(3)", 1), ("raise ValueError", 1)])
+def test_a_failed_job_keeps_its_exit_code_and_has_its_tree(ending: str, code: int, tmp_path: Path):
+    script = tmp_path / "fails.py"
+    script.write_text(
+        "import sys, torch\n"
+        "model = torch.nn.Linear(2, 2)\n"
+        "model(torch.ones(1, 2)).sum().backward()\n"
+        f"{ending}\n"
+    )
+    done = subprocess.run(
+        [str(BIN / "rankscope"), "run", "--rs-out", str(tmp_path / "trace"), str(script)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == code
+    assert (tmp_path / "trace/trace.json").exists()
+    assert "trace in" in done.stderr
