@@ -1,4 +1,4 @@
-"""One unmodified script, every way of starting it: the same tree, there when the command returns."""
+"""One unmodified script, every way of starting it: the same tree when the command returns."""
 
 from __future__ import annotations
 

@@ -1,0 +1,19 @@
+"""The page of `rankscope run` names every setting, with the default it has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rankscope.agent.settings import SETTINGS, Setting
+
+PAGE = Path(__file__).parents[2] / "docs/commands/run.md"
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
+def test_every_setting_stands_in_the_page_with_its_default(setting: Setting):
+    rows = [line for line in PAGE.read_text().splitlines() if f"`--rs-{setting.name}" in line]
+    (row,) = [line for line in rows if line.startswith("|")]
+    if setting.name not in {"out", "phases", "spool", "collector", "keep-spool"}:
+        assert f"| `{setting.default}` |" in row
