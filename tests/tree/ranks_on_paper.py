@@ -88,13 +88,14 @@ class PaperRank:
         self._time = 1_000_000 + clock
         self._stack: list[tuple[int, str, str, int, int | None]] = []
         self._ordinals: dict[Any, int] = {}
-        self.define(
-            "rank", format=cells.FORMAT_VERSION, run_id=run_id, rank=rank, world_size=world_size, local_rank=rank,
-            local_world_size=world_size, incarnation=incarnation, host=host, pid=100 + rank,
-            wall_ns=1_700_000_000_000_000_000 + 1_000_000, monotonic_ns=1_000_000,
-            versions={"torch": "2.13.0"}, argv=["train.py", "--lr", "1"], settings={"steps": "0-2"}, environment={},
-            **(identity or {}),
-        )  # fmt: skip
+        who: dict[str, Any] = {
+            "format": cells.FORMAT_VERSION, "run_id": run_id, "rank": rank, "world_size": world_size,
+            "local_rank": rank, "local_world_size": world_size, "incarnation": incarnation, "host": host,
+            "pid": 100 + rank, "wall_ns": 1_700_000_000_001_000_000, "monotonic_ns": 1_000_000,
+            "versions": {"torch": "2.13.0"}, "argv": ["train.py", "--lr", "1"], "settings": {"steps": "0-2"},
+            "environment": {},
+        }  # fmt: skip
+        self.define("rank", **who | (identity or {}))
 
     def now(self) -> int:
         self._time += 1000

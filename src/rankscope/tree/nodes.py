@@ -21,7 +21,7 @@ from rankscope.tree.tables import Tables, factorize
 
 __all__ = ["MAX_DEPTH", "Merged", "merge"]
 
-MAX_DEPTH = 200
+MAX_DEPTH = 50
 """Deeper nodes are hung onto their ancestor at this depth: readers of JSON recurse."""
 _UNFOLDED_FLAGS = np.uint32(ValueFlag.REUSED | ValueFlag.HAS_SAMPLES)
 """How a value was obtained, not what it is: no reason to tell ranks apart."""

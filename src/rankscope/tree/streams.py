@@ -104,6 +104,7 @@ def read_stream(source: StreamBytes) -> RankStream:
         )
     _, values, has_digest = found.values()
     said = ending(found)
+    gaps = found.columns(RecordKind.GAP)[1]
     committed = source.committed
     if committed is None and said.reason is not None:
         committed = found.committed_bytes
@@ -117,11 +118,11 @@ def read_stream(source: StreamBytes) -> RankStream:
         has_digest=has_digest,
         samples=_samples(found),
         steps=found.columns(RecordKind.STEP)[1],
-        gaps=found.columns(RecordKind.GAP)[1],
+        gaps=gaps,
         errors=found.columns(RecordKind.ERROR)[1],
         committed=committed,
         received=found.committed_bytes,
-        dropped=max(source.dropped, said.dropped_records),
+        dropped=max(source.dropped, said.dropped_records, int(gaps["records"].sum())),
         end=said.reason or source.end or EndReason.RUNNING,
         notes=(*source.notes, *defined.rejected),
     )

@@ -1,0 +1,145 @@
+"""How fast records become a trace, and what a large one costs: prints figures, asserts nothing.
+
+    python tests/perf/assemble.py [--ranks 256] [--modules 2000] [--values 3] [--distinct]
+
+The streams are made without the spool writer (it would take longer than what is measured): cells
+with valid crcs, one template of a rank's records with that rank's numbers in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+import msgpack
+import numpy as np
+
+from rankscope.record.run import StreamId
+from rankscope.spool import cells
+from rankscope.spool.cells import RecordKind
+from rankscope.spool.crc import cell_crcs
+from rankscope.tree.assemble import assemble
+from rankscope.tree.reader import open_trace
+from rankscope.tree.streams import StreamBytes, read_stream
+from rankscope.tree.writer import write_trace
+
+
+def definition(**fields: object) -> bytes:
+    packed = msgpack.packb(fields)
+    return cells.DEFINITION_LENGTH.pack(len(packed)) + packed
+
+
+def cells_of(kind: RecordKind, payload: bytes) -> np.ndarray:
+    count = -(-len(payload) // cells.PAYLOAD_BYTES)
+    made = np.zeros((count, cells.CELL_BYTES), np.uint8)
+    made[:, 4] = kind
+    made[0, 5] = cells.FIRST
+    left = np.arange(count - 1, -1, -1, dtype="<u2")
+    made[:, 6:8] = left.view(np.uint8).reshape(-1, 2)
+    padded = payload.ljust(count * cells.PAYLOAD_BYTES, b"\0")
+    made[:, 8:] = np.frombuffer(padded, np.uint8).reshape(count, -1)
+    return made
+
+
+def rank_cells(rank: int, ranks: int, modules: int, values: int) -> np.ndarray:
+    """One traced forward of a flat model of `modules` modules, `values` sharded values each."""
+    parts = [
+        definition(id=1, kind="rank", format=1, run_id="perf", rank=rank, world_size=ranks, local_rank=rank % 8,
+                   local_world_size=8, incarnation=0, host=f"h{rank // 8}", pid=1, wall_ns=10**18, monotonic_ns=0),
+        definition(id=2, kind="root", **{"class": "Model"}, parameters=10**9, has_parameters=True),
+        definition(id=3, kind="mesh", axes=["dp", "tp"], shape=[ranks // 8, 8], ranks=list(range(ranks)), device="cuda"),
+        definition(id=4, kind="meta", dtype="bfloat16", device="cuda:0", shape=[4, 64, 512], global_shape=[4, 64, 4096],
+                   source="dtensor", mesh=3, placements=["Replicate()", "Shard(2)"], note=None, requires_grad=True,
+                   ranges=[[[0, 4]], [[0, 64]], [[rank % 8 * 512, rank % 8 * 512 + 512]]]),
+        *(definition(id=5 + i, kind="slot", name=f"output.{i}") for i in range(values)),
+        *(
+            definition(id=5 + values + m, kind="module", root=2, path="" if m == 0 else f"layers.{m // 20}.part{m}",
+                       raw_path="" if m == 0 else f"layers.{m // 20}.part{m}", **{"class": "Linear"}, wrappers=[],
+                       opaque=False)
+            for m in range(modules)
+        ),
+    ]  # fmt: skip
+    made = [cells_of(RecordKind.DEFINITION, part) for part in parts]
+    enters = np.zeros(modules, cells.ENTER_DTYPE)
+    enters["sequence"] = np.arange(modules)
+    enters["parent"] = 0
+    enters["parent"][0] = cells.NO_SEQUENCE
+    enters["time_ns"] = np.arange(modules) * 1000
+    enters["module"] = np.arange(modules) + 5 + values
+    enters["phase"] = 1
+    enters["root"] = 2
+    exits = np.zeros(modules, cells.EXIT_DTYPE)
+    exits["sequence"], exits["time_ns"] = enters["sequence"], enters["time_ns"] + 500
+    rows = np.zeros(modules * values, cells.VALUE_DTYPE)
+    rows["sequence"] = np.repeat(enters["sequence"], values)
+    rows["time_ns"] = np.repeat(enters["time_ns"], values) + np.tile(np.arange(values), modules) * 10
+    rows["slot"] = np.tile(np.arange(values) + 5, modules)
+    rows["meta"], rows["phase"], rows["count"] = 4, 1, 4 * 64 * 512
+    random = np.random.default_rng(rank % 8)
+    rows["hash"] = random.integers(0, 1 << 63, len(rows))
+    for name in ("min", "max", "mean", "std", "l2"):
+        rows[name] = random.normal(size=len(rows))
+    rows["sketch"] = random.normal(size=(len(rows), 8))
+    made += [wide(RecordKind.ENTER, enters), wide(RecordKind.VALUE, rows), wide(RecordKind.EXIT, exits)]
+    made.append(cells_of(RecordKind.END, cells.END.pack(10**9, modules * (2 + values), 0, 0, 0)))
+    whole = np.concatenate(made)
+    whole[:, :4] = cell_crcs(whole).astype("<u4").view(np.uint8).reshape(-1, 4)
+    return whole.reshape(-1)
+
+
+def wide(kind: RecordKind, rows: np.ndarray) -> np.ndarray:
+    count = -(-rows.dtype.itemsize // cells.PAYLOAD_BYTES)
+    made = np.zeros((len(rows), count, cells.CELL_BYTES), np.uint8)
+    made[:, :, 4] = kind
+    made[:, 0, 5] = cells.FIRST
+    made[:, :, 6] = np.arange(count - 1, -1, -1)
+    body = np.zeros((len(rows), count * cells.PAYLOAD_BYTES), np.uint8)
+    body[:, : rows.dtype.itemsize] = rows.view(np.uint8).reshape(len(rows), -1)
+    made[:, :, 8:] = body.reshape(len(rows), count, -1)
+    return made.reshape(-1, cells.CELL_BYTES)
+
+
+def peak_gib() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, default=256)
+    parser.add_argument("--modules", type=int, default=2000)
+    parser.add_argument("--values", type=int, default=3)
+    chosen = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="rankscope-perf-"))
+    try:
+        sources = []
+        for rank in range(chosen.ranks):
+            path = folder / f"{rank}.cells"
+            rank_cells(rank, chosen.ranks, chosen.modules, chosen.values).tofile(path)
+            sources.append(StreamBytes(stream=StreamId(rank=rank, incarnation=0), data=np.memmap(path, np.uint8, "r")))
+        print(f"{chosen.ranks} ranks x {chosen.modules} modules x {chosen.values} values; peak so far {peak_gib():.2f} GiB")
+        begin = time.perf_counter()
+        count = sum(read_stream(source).record_count for source in sources)
+        columns_s = time.perf_counter() - begin
+        print(f"records to columns   {columns_s:6.2f} s  {count / columns_s / 1e6:.2f} M records/s")
+        begin = time.perf_counter()
+        document = assemble(sources)
+        print(f"assembled            {time.perf_counter() - begin:6.2f} s  {count / 1e6:.2f} M records")
+        written = time.perf_counter()
+        (folder / "out").mkdir()
+        write_trace(document, folder / "out")
+        print(f"written              {time.perf_counter() - written:6.2f} s")
+        print(f"records to trace     {time.perf_counter() - begin:6.2f} s, peak {peak_gib():.2f} GiB")
+        begin = time.perf_counter()
+        print(f"opened and walked    {sum(1 for _ in open_trace(folder / 'out').walk())} nodes, {time.perf_counter() - begin:.2f} s")
+        sizes = {str(p.relative_to(folder / "out")): p.stat().st_size for p in sorted((folder / "out").rglob("*")) if p.is_file()}
+        print(", ".join(f"{name} {size / 1e6:.1f} MB" for name, size in sizes.items()))
+    finally:
+        shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main()
