@@ -226,7 +226,8 @@ class DeviceDigester:
             return None
         if stream == 0:
             return torch.cuda.default_stream(self._device)
-        return torch.cuda.ExternalStream(stream, self._device)
+        stream_type: Any = torch.cuda.ExternalStream
+        return stream_type(stream, self._device)
 
 
 def _fill(row: torch.Tensor, local: torch.Tensor, kind: _Kind) -> None:

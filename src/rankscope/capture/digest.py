@@ -194,7 +194,7 @@ class Digester:
             segment = plan.segments[0]
             block, products, scale = self._look(storage.values(array), segment, segment.sum_width)
             if plan.batch_factors is None:
-                sketch = products[0] if segment.rows == 1 else _fold(products, segment)
+                sketch = _fold(products, segment) if segment.outer else products[0]
             else:
                 rows = products if plan.is_per_sample else _per_sample(products, segment, plan)
                 sketch = _vecdot(rows, plan.batch_factors, axis=0)

@@ -45,11 +45,13 @@ class Storage:
         """Return the values of flat stored words; the same array where they are native."""
         if self.is_native:
             return words
-        return self.widen(words) if self.widen else words.astype(self.floats)
+        values: Floats = self.widen(words) if self.widen else words.astype(self.floats)
+        return values
 
 
 def _normalize_floats(words: Array) -> Array:
-    copy: Array = words + words.dtype.type(0)
+    copy: Array = words.copy()
+    copy[copy == 0] = 0
     copy[np.isnan(copy)] = np.nan
     return copy
 
@@ -57,6 +59,20 @@ def _normalize_floats(words: Array) -> Array:
 def _widen_bfloat16(words: Array) -> Floats:
     wide: Floats = np.left_shift(words, 16, dtype=np.uint32).view(np.float32)
     return wide
+
+
+def _widen_float16(words: Array) -> Floats:
+    """Return float16 as float32; numpy's own conversion takes five times as long without AVX512."""
+    bits = words.view(np.uint16)
+    # exponent and mantissa moved into place are the value divided by 2**112
+    wide = np.left_shift(bits & np.uint16(0x7FFF), 13, dtype=np.uint32)
+    values: Floats = wide.view(np.float32)
+    values *= np.float32(2.0**112)
+    if np.maximum.reduce(values) >= 65536.0:  # infinities and NaN came out as 65536 and more
+        beyond = values >= 65536.0
+        values[beyond] = words[beyond]
+    wide |= np.left_shift(bits & np.uint16(0x8000), 16, dtype=np.uint32)
+    return values
 
 
 def _normalize_bfloat16(words: Array) -> Array:
@@ -105,12 +121,15 @@ def _float_type(name: str) -> np.dtype[np.floating]:
     return np.dtype(np.float32) if name == "<f4" else np.dtype(np.float64)
 
 
-def _floating(dtype: str, floats: str, is_complex: bool = False) -> Storage:
+def _floating(
+    dtype: str, floats: str, is_complex: bool = False, widen: Callable[[Array], Floats] | None = None
+) -> Storage:
     return Storage(
         dtype=np.dtype(dtype),
         floats=_float_type(floats),
         is_complex=is_complex,
         is_native=dtype == floats,
+        widen=widen,
         normalize=_normalize_floats,
     )
 
@@ -118,7 +137,7 @@ def _floating(dtype: str, floats: str, is_complex: bool = False) -> Storage:
 _STORAGES: Final[dict[torch.dtype, Storage]] = {
     torch.float32: _floating("<f4", "<f4"),
     torch.float64: _floating("<f8", "<f8"),
-    torch.float16: _floating("<f2", "<f4"),
+    torch.float16: _floating("<f2", "<f4", widen=_widen_float16),
     torch.bfloat16: Storage(
         dtype=np.dtype("<u2"),
         floats=np.dtype("<f4"),
@@ -127,7 +146,7 @@ _STORAGES: Final[dict[torch.dtype, Storage]] = {
     ),
     torch.complex64: _floating("<f4", "<f4", is_complex=True),
     torch.complex128: _floating("<f8", "<f8", is_complex=True),
-    torch.complex32: _floating("<f2", "<f4", is_complex=True),
+    torch.complex32: _floating("<f2", "<f4", is_complex=True, widen=_widen_float16),
     torch.bool: _integer("u1", "<f4"),
     torch.uint8: _integer("u1", "<f4"),
     torch.int8: _integer("i1", "<f4"),

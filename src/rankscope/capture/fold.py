@@ -163,7 +163,10 @@ def make_plan(
         segment = box(pieces[0], None)
         if segment.rows <= BLOCK_ROWS:
             rows = _batch_rows(sizes, batch_dim, segment.rows)
-            return plan(segments=(segment,), batch_rows=rows, is_simple=True, is_per_sample=rows == (1, segment.rows, 1))
+            is_per_sample = batch_dim == 0 and len(segment.outer) == 1
+            return plan(
+                segments=(segment,), batch_rows=rows, is_simple=True, is_per_sample=is_per_sample
+            )
     indices: Sequence[int | None] = [None] if batch_dim is None else range(sizes[batch_dim])
     return plan(segments=tuple(box(piece, index) for index in indices for piece in pieces))
 

@@ -181,7 +181,7 @@ def mesh_ranks(mesh: Any) -> tuple[int, ...]:
 
 
 def default_groups() -> list[tuple[object, str, Sequence[int], str]]:
-    """Return (group, name, global ranks in group order, backend) of every process group of this rank.
+    """Return (group, name, global ranks in group order, backend) of every process group this rank is in.
 
     Without torch's own table there is nothing to list, and the list is empty.
     """
@@ -189,9 +189,12 @@ def default_groups() -> list[tuple[object, str, Sequence[int], str]]:
     if world is None:
         return []
     found: list[tuple[object, str, Sequence[int], str]] = []
+    names = getattr(world, "pg_names", {})
     for group, members in list(getattr(world, "pg_group_ranks", {}).items()):
+        if group not in names:
+            continue  # a placeholder for groups of others
         ranks = [rank for rank, _ in sorted(members.items(), key=lambda item: item[1])]
-        name = str(getattr(world, "pg_names", {}).get(group, ""))
+        name = str(names[group])
         backend = str(getattr(world, "pg_map", {}).get(group, ("",))[0])
         found.append((group, name, ranks, backend))
     return found
