@@ -134,4 +134,4 @@ def test_process_groups_are_listed_with_their_members_in_order(ranks: list[Rank]
         assert [0, 1, 2, 3] in members
         assert ([0, 2] in members) == (index in (0, 2))
         assert all("gloo" in group[2] for group in rank["groups"])
-    assert ["evens"] == [group[3] for group in ranks[0]["groups"] if group[1] == [0, 2]][:1]
+    assert "evens" in [group[3] for group in ranks[0]["groups"] if group[1] == [0, 2]]

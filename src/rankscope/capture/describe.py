@@ -169,7 +169,8 @@ class Describer:
         try:
             shape, requires_grad = tuple(int(n) for n in tensor.shape), bool(tensor.requires_grad)
             dtype, device = _dtype_name(tensor), str(tensor.device)
-        except (RuntimeError, ValueError, TypeError, NotImplementedError):
+        except (RuntimeError, ValueError, TypeError, AttributeError, NotImplementedError):
+            # symbolic sizes (jagged tensors) and classes that refuse
             shape, requires_grad, dtype, device = (), False, "unknown", "unknown"
         note = note[:_MOST_TEXT]
         key = ("structure", shape, requires_grad, dtype, device, note, is_pending)

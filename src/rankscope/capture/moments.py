@@ -125,13 +125,14 @@ def measure_carefully(flat: Floats) -> tuple[Block, npt.NDArray[np.float64], flo
     if count == 0:
         values[:] = 0.0
         return Block(0, nan, posinf, neginf, 0, math.nan, math.nan, math.nan, 0.0, 0.0), values, 1.0
-    low = float(np.min(values, where=finite, initial=np.inf))
-    high = float(np.max(values, where=finite, initial=-np.inf))
-    values[~finite] = 0.0
+    low = float(_minimum(np.where(finite, values, np.inf)))
+    high = float(_maximum(np.where(finite, values, -np.inf)))
+    values = np.where(finite, values, 0.0)
     scale = _scale(max(-low, high))
-    values /= scale
+    if scale != 1.0:
+        values /= scale
     mean = float(_add(values)) / count
-    away = np.where(finite, values - mean, 0.0)
+    away = np.where(finite, values - mean, 0.0) if count != flat.size else values - mean
     deviation, norm = math.sqrt(_squares(away)) * scale, math.sqrt(_squares(values)) * scale
     block = Block(count, nan, posinf, neginf, zero, low, high, mean * scale, deviation, norm)
     return block, values, scale
@@ -145,7 +146,7 @@ def _scale(reach: float) -> float:
 
 
 def _squares(values: npt.NDArray[np.float64]) -> float:
-    return float(_add(values * values))
+    return float(_add(np.square(values)))
 
 
 def _ones(width: int, dtype: np.dtype[np.floating]) -> Floats:

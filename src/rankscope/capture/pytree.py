@@ -123,8 +123,10 @@ def describe_leaf(value: object) -> str:
         return _bounded(f"{kind.__qualname__}.{value._name_}")
     if isinstance(value, type):
         return _bounded(f"class {value.__module__}.{value.__qualname__}")
-    if kind is types.FunctionType or kind is types.BuiltinFunctionType or kind is types.MethodType:
-        return _bounded(f"function {getattr(value, '__qualname__', '?')}")
+    if isinstance(value, (types.FunctionType, types.MethodType)):
+        return _bounded(f"function {value.__qualname__}")
+    if isinstance(value, types.BuiltinFunctionType):
+        return _bounded(f"function {value.__name__}")
     if kind is slice or kind is range:
         assert isinstance(value, (slice, range))
         parts = (describe_leaf(part) for part in (value.start, value.stop, value.step))
