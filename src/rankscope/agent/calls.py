@@ -25,18 +25,9 @@ class Scope:
     micro_batch: int | None
     is_muted: bool
     """True where this step is not traced although hooks are on for another."""
-    _counts: dict[tuple[ModuleInfo, Phase], int] = field(default_factory=dict)
-
-    def next_ordinal(self, info: ModuleInfo, phase: Phase) -> int:
-        """Return 0 for the first call of a module in this scope and phase, then 1 ..."""
-        key = (info, phase)
-        ordinal = self._counts.get(key, 0)
-        self._counts[key] = ordinal + 1
-        return ordinal
-
-    def has_called(self, info: ModuleInfo) -> bool:
-        """True where the module ran forward in this scope."""
-        return (info, Phase.FORWARD) in self._counts
+    forward_calls: dict[ModuleInfo, int] = field(default_factory=dict)
+    """How often each module ran forward in this scope."""
+    recompute_calls: dict[ModuleInfo, int] = field(default_factory=dict)
 
 
 @dataclass(eq=False, slots=True)

@@ -23,15 +23,22 @@ Hook = Callable[..., None]
 class HookSet:
     """The hooks of one session. Every method may be called in any state, any number of times."""
 
-    def __init__(
-        self, *, watch: Hook, before: Hook, after: Hook, own_input: Hook, own_output: Hook
-    ) -> None:
-        self._watch, self._before, self._after = watch, before, after
-        self._own_input, self._own_output = own_input, own_output
+    _before: Hook
+    _after: Hook
+    _own_input: Hook
+    _own_output: Hook
+
+    def __init__(self, watch: Hook) -> None:
+        self._watch = watch
         self._watching: RemovableHandle | None = None
         self._tracing: list[RemovableHandle] = []
         self._on_modules: list[RemovableHandle] = []
         self._on_optimizers: list[RemovableHandle] = []
+
+    def follow_with(self, *, before: Hook, after: Hook, own_input: Hook, own_output: Hook) -> None:
+        """Say which hooks `trace` puts on; once, before the first traced step."""
+        self._before, self._after = before, after
+        self._own_input, self._own_output = own_input, own_output
 
     @property
     def is_tracing(self) -> bool:

@@ -7,6 +7,7 @@ checkpoint wrapper, `torch.compile`) is no node of its own: it shares the path o
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -40,20 +41,22 @@ def _qualified(cls: type) -> str:
 
 
 def _wrapper_of(module: nn.Module) -> tuple[str, str] | None:
-    for cls in type(module).__mro__:
-        found = _WRAPPED_ATTRIBUTE.get(_qualified(cls))
-        if found:
-            return found
-    return None
+    return _wrapper_class(type(module))
 
 
-def _own_class(module: nn.Module) -> tuple[type, list[str]]:
+@functools.lru_cache(maxsize=4096)
+def _wrapper_class(cls: type) -> tuple[str, str] | None:
+    found = (_WRAPPED_ATTRIBUTE.get(_qualified(base)) for base in cls.__mro__)
+    return next((wrapper for wrapper in found if wrapper is not None), None)
+
+
+@functools.lru_cache(maxsize=4096)
+def _own_class(cls: type) -> tuple[type, tuple[str, ...]]:
     """Return the class the user wrote and the words for what was put over it in place."""
-    bases = type(module).__mro__
-    if any(_qualified(cls) == _FSDP2 for cls in bases):
-        own = next(c for c in bases[1:] if issubclass(c, nn.Module) and _qualified(c) != _FSDP2)
-        return own, ["FSDP2"]
-    return type(module), []
+    if any(_qualified(base) == _FSDP2 for base in cls.__mro__):
+        own = next(c for c in cls.__mro__[1:] if issubclass(c, nn.Module) and _qualified(c) != _FSDP2)
+        return own, ("FSDP2",)
+    return cls, ()
 
 
 def _count_elements(module: nn.Module) -> int:
@@ -127,8 +130,8 @@ class ModuleTable:
                 return found
         if inside is None and _owns_parameters(module):
             return self._learn_root(module)
-        own, wrappers = _own_class(module)
-        info = self._add(module, f"@{own.__name__}", f"@{own.__name__}", inside, wrappers)
+        own, _ = _own_class(type(module))
+        info = self._add(module, f"@{own.__name__}", f"@{own.__name__}", inside, [])
         for name, child in module.named_modules():
             if name and self.get(child) is None:
                 self._add(child, f"@{own.__name__}.{name}", f"@{own.__name__}.{name}", inside, [])
@@ -162,6 +165,11 @@ class ModuleTable:
             for parameter in top.parameters()
         )
 
+    def with_hooks(self, root: Root) -> list[nn.Module]:
+        """Return the known modules of a root that have forward hooks of their own."""
+        modules = (info.module() for info in self._infos.values() if info.root is root)
+        return [m for m in modules if m is not None and (m._forward_pre_hooks or m._forward_hooks)]
+
     def _learn_root(self, module: nn.Module) -> ModuleInfo:
         core = module
         outer: list[nn.Module] = []
@@ -172,7 +180,7 @@ class ModuleTable:
         if known is not None and known.root is not None:
             root, path = known.root, known.path
         else:
-            own, _ = _own_class(core)
+            own, _ = _own_class(type(core))
             root = Root(weakref.ref(core), own.__name__, _count_elements(core))
             path = ""
             self.roots.append(root)
@@ -215,7 +223,7 @@ class ModuleTable:
     def _add(
         self, module: nn.Module, path: str, raw: str, root: Root | None, wrappers: list[str]
     ) -> ModuleInfo:
-        own, over = _own_class(module)
+        own, over = _own_class(type(module))
         info = ModuleInfo(
             weakref.ref(module), path, raw, own.__name__, (*wrappers, *over), root, is_wrapper=False
         )

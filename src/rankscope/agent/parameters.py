@@ -86,9 +86,8 @@ class ParameterEvents:
             if parent is not None and not items:
                 continue
             sequence = self._recorder.enter(
-                module=self._define(info), root=root.definition, parent=parent, mode=mode, step=step,
-                micro_batch=None, phase=phase, ordinal=ordinal,
-            )  # fmt: skip
+                self._define(info), root.definition, parent, mode, step, None, phase, ordinal
+            )
             with invisible():
                 for slot, tensor in items:
                     if tensor is None:

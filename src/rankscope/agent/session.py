@@ -79,13 +79,7 @@ class Session:
         """Root whose wrapper has just been counted by `_watch`."""
         self.guard = Guard(self._failed)
         hook = self.guard.hook
-        self._hooks = HookSet(
-            watch=hook(self._watch),
-            before=hook(self._before),
-            after=hook(self._after),
-            own_input=hook(lambda module, args, kwargs: self._tracer.own_input_hook(module, args, kwargs)),
-            own_output=hook(lambda module, args, output: self._tracer.own_output_hook(module, args, output)),
-        )
+        self._hooks = HookSet(hook(self._watch))
         self._hooks.watch_optimizers(hook(self._optimizer_begins), hook(self._optimizer_ends))
         self._hooks.watch_for_step()
         myself = weakref.ref(self)
@@ -115,6 +109,13 @@ class Session:
         )  # fmt: skip
         self._parameters = ParameterEvents(
             self._table, self._recorder, self._values, self._tracer.definition_of, settings.phases
+        )
+        hook, tracer = self.guard.hook, self._tracer
+        self._hooks.follow_with(
+            before=hook(tracer.before_forward),
+            after=hook(tracer.after_forward),
+            own_input=hook(tracer.own_input_hook),
+            own_output=hook(tracer.own_output_hook),
         )
         if self._preferred_root is not None:
             self._table.prefer(self._preferred_root)
@@ -172,12 +173,6 @@ class Session:
         info = self._table.get(module)
         if info is not None and info.is_wrapper:
             self._expected = info.root
-
-    def _before(self, module: nn.Module, args: tuple[object, ...]) -> None:
-        self._tracer.before_forward(module, args)
-
-    def _after(self, module: nn.Module, args: tuple[object, ...], *rest: object) -> None:
-        self._tracer.after_forward(module, args, *rest)
 
     def _optimizer_begins(self, optimizer: torch.optim.Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         if not self._clock.optimizer_begins() or self._traced_train is None:
@@ -276,8 +271,7 @@ class Session:
         self._recorder.step(StepEvent.BEGIN, mode, step)
         self._hooks.trace()
         for root in self._table.roots:
-            modules = (info.module() for info in self._table.of_root(root))
-            self._hooks.trace_own_hooks_of(module for module in modules if module is not None)
+            self._hooks.trace_own_hooks_of(self._table.with_hooks(root))
 
     def _turn_off(self) -> None:
         if self._hooks.is_tracing:

@@ -46,12 +46,14 @@ class Tracer:
         self._table = table
         self._values = values
         self._paths = settings.paths
-        self._phases = frozenset(settings.phases)
-        self._wants_backward = Phase.BACKWARD.word in self._phases and values.is_on
+        self._wants_forward = Phase.FORWARD.word in settings.phases
+        self._wants_recompute = Phase.RECOMPUTE.word in settings.phases
+        self._wants_backward = Phase.BACKWARD.word in settings.phases and values.is_on
         self._open_scope = open_scope
         self._stands_behind_inputs = stands_behind_inputs
         self._stacks = CallStacks()
-        self._last_scopes: dict[ModuleInfo, Scope] = {}
+        self._scopes: list[Scope] = []
+        """Root forwards of this step, for the modules that checkpointing runs again."""
         self.gradients = GradientHooks(guard, self._gradient)
 
     # ------------------------------------------------------------------ hooks
@@ -61,30 +63,34 @@ class Tracer:
         frames = self._stacks.frames
         top = frames[-1] if frames else None
         # Decided before a step may begin: hooks put on a module now are not run for this call of it.
-        is_followed = bool(module._forward_pre_hooks) and self._stands_behind_inputs(module)
+        is_followed = module._forward_pre_hooks and self._stands_behind_inputs(module)
         info = self._table.get(module) or self._learn(module, top)
         in_backward = current_graph_task() != -1
         if top is not None:
             scope: Scope | None = top.scope
         elif in_backward:  # checkpointing re-runs a module: never a root
-            scope = self._last_scopes.get(info)
+            scope = self._scope_that_called(info)
         else:
             scope = self._open_scope(info, module)
+            if scope is not None and (not self._scopes or self._scopes[-1] is not scope):
+                self._scopes.append(scope)
         if scope is None:
             return
-        phase = Phase.RECOMPUTE if in_backward and scope.has_called(info) else Phase.FORWARD
         parent = top.sequence if top is not None else None
-        if scope.is_muted or info.is_wrapper or not info.is_selected or phase.word not in self._phases:
-            frames.append(Frame(module, info, scope, phase, parent, is_recorded=False))
+        if in_backward and info in scope.forward_calls:
+            phase, calls, is_wanted = Phase.RECOMPUTE, scope.recompute_calls, self._wants_recompute
+        else:
+            phase, calls, is_wanted = Phase.FORWARD, scope.forward_calls, self._wants_forward
+        if scope.is_muted or info.is_wrapper or not info.is_selected or not is_wanted:
+            frames.append(Frame(module, info, scope, phase, parent, False))
             return
-        ordinal = scope.next_ordinal(info, phase)
-        if phase is Phase.FORWARD:
-            self._last_scopes[info] = scope
+        calls[info] = ordinal = calls.get(info, -1) + 1
+        root = info.root
         sequence = self._recorder.enter(
-            module=self.definition_of(info), root=info.root.definition if info.root else 0, parent=parent,
-            mode=scope.mode, step=scope.step, micro_batch=scope.micro_batch, phase=phase, ordinal=ordinal,
+            info.definition or self.definition_of(info), root.definition if root is not None else 0, parent,
+            scope.mode, scope.step, scope.micro_batch, phase, ordinal,
         )  # fmt: skip
-        frame = Frame(module, info, scope, phase, sequence, is_recorded=True)
+        frame = Frame(module, info, scope, phase, sequence, True)
         frames.append(frame)
         if self._values.is_on and not is_followed:
             self._inputs_at_global_hook(frame, module, args)
@@ -99,18 +105,30 @@ class Tracer:
 
     def after_forward(self, module: nn.Module, args: tuple[object, ...], *rest: object) -> None:
         """Global forward hook: a call ended. `rest` is (kwargs, output), or one item where forward raised."""
+        stacks = self._stacks
+        frames = stacks.frames
+        if frames and frames[-1].module is module:
+            frame: Frame | None = frames.pop()
+        else:
+            frame = self._repair(module)
+        if frame is None or not frame.is_recorded or frame.sequence is None:
+            return
+        if len(rest) == 1:
+            error = sys.exc_info()[1]
+            text = _describe_error(error) if error is not None else ""
+            self._recorder.exit(frame.sequence, CallStatus.RAISED, text)
+            return
+        if self._values.is_on:
+            self._finish(frame, args, rest[0], rest[1])
+            stacks.ended = frame if module._forward_hooks else None
+        self._recorder.exit(frame.sequence)
+
+    def _repair(self, module: nn.Module) -> Frame | None:
+        """Find the call that ends below calls that no hook saw end, and close those."""
         frame, abandoned = self._stacks.pop(module)
         for lost in reversed(abandoned):
             self._abandon(lost)
-        if frame is None:
-            return
-        error = sys.exc_info()[1] if len(rest) == 1 else None
-        if frame.is_recorded and frame.sequence is not None:
-            if len(rest) == 2:
-                self._finish(frame, args, rest[0], rest[1])
-            self._stacks.ended = frame if module._forward_hooks else None
-            status = CallStatus.RAISED if len(rest) == 1 else CallStatus.RETURNED
-            self._recorder.exit(frame.sequence, status, _describe_error(error) if error else "")
+        return frame
 
     def own_output_hook(self, module: nn.Module, args: object, output: object) -> None:
         """Instance forward hook behind a module's own hooks: what the caller really gets."""
@@ -218,6 +236,10 @@ class Tracer:
             )
         return info.definition
 
+    def _scope_that_called(self, info: ModuleInfo) -> Scope | None:
+        """Return the latest root forward of this step in which a module ran."""
+        return next((scope for scope in reversed(self._scopes) if info in scope.forward_calls), None)
+
     def _abandon(self, frame: Frame) -> None:
         if frame.is_recorded and frame.sequence is not None:
             self._recorder.exit(frame.sequence, CallStatus.ABANDONED)
@@ -226,7 +248,7 @@ class Tracer:
         """Forget what belongs to the step: hooks on leaves, tensors seen, scopes of its calls."""
         self.gradients.forget()
         self._values.end_step()
-        self._last_scopes.clear()
+        self._scopes.clear()
         self._stacks.ended = None
 
     def current_sequence(self) -> int | None:

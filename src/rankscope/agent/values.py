@@ -63,7 +63,7 @@ class ValueReader:
         reading = None
         if described.is_pending:
             flags |= ValueFlag.PENDING
-        elif described.can_digest and described.is_on_host:
+        elif described.can_digest:
             digester = self._local.digester or self._new_digester()
             reading = digester.read(local, described.ranges, samples=samples and described.allows_samples)
         self._recorder.value(
