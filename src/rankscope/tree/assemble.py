@@ -8,6 +8,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -34,9 +35,10 @@ def assemble(sources: Iterable[StreamBytes], *, progress: Progress | None = None
     say = progress or (lambda _what, _part: None)
     wanted = sorted(sources, key=lambda s: s.stream)
     streams = []
+    decoded: dict[bytes, dict[str, Any] | None] = {}
     for i, source in enumerate(wanted):
         say("reading records", i / len(wanted))
-        streams.append(read_stream(source))
+        streams.append(read_stream(source, decoded))
     if not any(stream.received for stream in streams):
         raise TraceError("not one record was found: no rank has written anything yet")
     say("merging ranks", 0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +13,9 @@ from rankscope.record.call import Mode, Phase
 from rankscope.record.value import ValueFlag
 from rankscope.spool.cells import CallStatus
 from rankscope.tree.combine import Combined
-from rankscope.tree.interning import Description, Vocabulary
+from rankscope.tree.interning import Description, Interned, Vocabulary
 from rankscope.tree.jsontext import number, statistic
-from rankscope.tree.nodes import Merged
+from rankscope.tree.nodes import UNFOLDED_FLAGS, Merged
 from rankscope.tree.ranks import ranks_text
 from rankscope.tree.tables import UNFINISHED, Tables
 from rankscope.tree.whole import WholeTensors
@@ -32,9 +33,11 @@ def node_id(identity: int) -> str:
     return f"{identity:016x}"
 
 
-def flag_words(flags: int) -> list[str]:
+@functools.lru_cache(maxsize=1024)
+def flag_words(flags: int) -> tuple[str, ...]:
     """Return the words of a value's flags, without those that only say how it was obtained."""
-    return [flag.name.lower() for flag in ValueFlag if flag & flags & ~_HIDDEN_FLAGS and flag.name]
+    shown = flags & ~int(_HIDDEN_FLAGS)
+    return tuple(flag.name.lower() for flag in ValueFlag if int(flag) & shown and flag.name)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -98,6 +101,11 @@ class _Renderer:
         self._sample_counts = tables.sample_count[merged.order]
         self._sample_dims = tables.sample_dim[merged.order]
         self._slot = tables.slot[merged.order]
+        local: Interned[object] = Interned()
+        self._piece_of_description = np.array(
+            [local.number((d.shape, d.note, d.requires_grad)) for d in self._descriptions], np.int64
+        )
+        self._texts: dict[bytes, str] = {}
         self._run_start = int(merged.calls["start"].min(initial=np.iinfo(np.int64).max))
         self._errors: dict[int, list[tuple[int, int]]] = {}
         if any(row >= 0 for _, row, _ in tables.errors):
@@ -146,7 +154,7 @@ class _Renderer:
         }
         if phase is Phase.BACKWARD and (head["pass"] or head["ordinal"] != head["forward_ordinal"]):
             result |= {"of_ordinal": int(head["forward_ordinal"]), "graph_task": int(head["pass"])}
-        result["ranks"] = ranks_text(self._call_ranks(calls))
+        result["ranks"] = self._ranks_text(self._call_ranks(calls))
         result |= self._outcome(calls)
         if node in self._errors:
             result["errors"] = self._error_list(self._errors[node])
@@ -156,8 +164,16 @@ class _Renderer:
         result["children"] = []
         return result
 
-    def _call_ranks(self, calls: NDArray[Any]) -> list[int]:
-        ranks: list[int] = self._document.rank_of_stream[calls["stream"]].tolist()
+    def _ranks_text(self, ranks: NDArray[np.int64]) -> str:
+        """Fold ranks; the same few sets of them come again and again."""
+        key = ranks.tobytes()
+        found = self._texts.get(key)
+        if found is None:
+            found = self._texts[key] = ranks_text(ranks.tolist())
+        return found
+
+    def _call_ranks(self, calls: NDArray[Any]) -> NDArray[np.int64]:
+        ranks: NDArray[np.int64] = self._document.rank_of_stream[calls["stream"]]
         return ranks
 
     def _names(self, calls: NDArray[Any], path: str) -> dict[str, Any]:
@@ -169,7 +185,7 @@ class _Renderer:
             result["raw_path"] = first.raw_path
         result["class"] = first.class_name
         if len({name.class_name for name in names.values()}) > 1:
-            ranks = np.array(self._call_ranks(calls))
+            ranks = self._call_ranks(calls)
             result["classes"] = [
                 {
                     "ranks": ranks_text(ranks[calls["module"] == number].tolist()),
@@ -189,7 +205,7 @@ class _Renderer:
         words = [_STATUS_WORDS.get(int(s), "unknown") for s, _ in distinct]
         if words == ["returned"]:
             return {"status": "returned"}
-        ranks = np.array(self._call_ranks(calls))
+        ranks = self._call_ranks(calls)
         outcomes: list[dict[str, Any]] = []
         for i, (_, text) in enumerate(distinct.tolist()):
             outcome = {
@@ -219,7 +235,7 @@ class _Renderer:
             "start_us": round(float(calls["start"][0] - self._run_start) / 1e3, 1),
             "min_us": round(float(taken.min()), 1) if len(taken) else None,
             "max_us": round(float(taken.max()), 1) if len(taken) else None,
-            "slowest": self._call_ranks(done)[slowest] if len(taken) else None,
+            "slowest": int(self._call_ranks(done)[slowest]) if len(taken) else None,
         }
 
     def _slots(self, entries: range) -> list[dict[str, Any]]:
@@ -244,7 +260,7 @@ class _Renderer:
         folds = range(int(merged.entry_folds[entry]), int(merged.entry_folds[entry + 1]))
         result: dict[str, Any] = {
             "slot": self._document.vocabulary.slots.items[int(self._slot[first])],
-            "ranks": ranks_text(self._ranks[first:last].tolist()),
+            "ranks": self._ranks_text(self._ranks[first:last]),
             "dtype": described.dtype,
             "device": described.device,
             "shape": None if described.global_shape is None else list(described.global_shape),
@@ -276,14 +292,14 @@ class _Renderer:
             result["requires_grad"] = True
         flags = flag_words(int(self._merged.values["flags"][row]))
         if flags:
-            result["flags"] = flags
+            result["flags"] = list(flags)
         if described.note is not None:
             result["note"] = described.note
         return result
 
     def _value(self, first: int, last: int) -> dict[str, Any]:
         described = self._descriptions[int(self._description[first])]
-        result = {"ranks": ranks_text(self._ranks[first:last].tolist()), **self._piece(first)}
+        result = {"ranks": self._ranks_text(self._ranks[first:last]), **self._piece(first)}
         if described.ranges is not None and described.shape != described.global_shape:
             result["ranges"] = [[list(r) for r in dim] for dim in described.ranges]
         if self._has_digest[first]:
@@ -298,11 +314,13 @@ class _Renderer:
 
     def _shapes(self, first: int, last: int) -> list[dict[str, Any]]:
         """Return what the ranks hold, without numbers: ranks with the same shape and flags together."""
-        found: dict[str, tuple[dict[str, Any], list[int]]] = {}
-        for row in range(first, last):
-            piece = self._piece(row)
-            found.setdefault(repr(piece), (piece, []))[1].append(int(self._ranks[row]))
-        return [{"ranks": ranks_text(ranks), **piece} for piece, ranks in found.values()]
+        piece = self._piece_of_description[self._description[first:last]]
+        key = piece << 32 | (self._merged.values["flags"][first:last] & ~UNFOLDED_FLAGS).astype(np.int64)
+        _, firsts, inverse = np.unique(key, return_index=True, return_inverse=True)
+        return [
+            {"ranks": self._ranks_text(self._ranks[first:last][inverse == i]), **self._piece(first + row)}
+            for i, row in enumerate(firsts.tolist())
+        ]
 
     def _summary(self, first: int, last: int, folds: int) -> dict[str, Any]:
         rows = self._merged.values[first:last][self._has_digest[first:last]]

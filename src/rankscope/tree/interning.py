@@ -147,22 +147,36 @@ def build_vocabulary(streams: Sequence[RankStream]) -> Vocabulary:
     vocabulary = Vocabulary()
     vocabulary.modules.number(UNKNOWN_MODULE)
     names = name_roots([_roots(stream) for stream in streams])
+    # ranks share the dicts of equal definitions: what was numbered once is known by identity
+    seen: dict[tuple[int, object], int] = {}
     for stream, roots in zip(streams, names):
         # numbers count up from 1: one far beyond their count is damage, and must not cost memory
         size = min(max(stream.definitions, default=0), 2 * len(stream.definitions) + 65_536) + 1
         lookups = {kind: np.full(size, -1, np.int64) for kind in ("module", "slot", "meta", "text")}
         for number, definition in stream.definitions.items():
             if definition["kind"] in lookups and number < size:
-                try:
-                    item = _number(vocabulary, definition, roots, stream.definitions)
-                except (KeyError, TypeError, ValueError, LayoutError):
-                    continue  # written by something else: what names it is counted as not understood
+                key = (id(definition), _context(definition, roots, stream.definitions))
+                item = seen.get(key)
+                if item is None:
+                    try:
+                        item = seen[key] = _number(vocabulary, definition, roots, stream.definitions)
+                    except (KeyError, TypeError, ValueError, LayoutError):
+                        continue  # written by something else: what names it is counted
                 lookups[definition["kind"]][number] = item
         vocabulary.module_lookup.append(lookups["module"])
         vocabulary.slot_lookup.append(lookups["slot"])
         vocabulary.description_lookup.append(lookups["meta"])
         vocabulary.text_lookup.append(lookups["text"])
     return vocabulary
+
+
+def _context(
+    definition: Mapping[str, Any], roots: Mapping[int, str], definitions: Mapping[int, Mapping[str, Any]]
+) -> object:
+    """Return what else a definition's meaning depends on: the path of its root, or its mesh."""
+    if definition["kind"] == "module":
+        return roots.get(definition.get("root", 0))
+    return id(definitions.get(definition.get("mesh", 0)))
 
 
 def _number(

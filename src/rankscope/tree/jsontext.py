@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["number", "read_number", "statistic", "write_json"]
+__all__ = ["json_text", "number", "read_number", "statistic"]
 
 _BROKEN = frozenset(
     {
@@ -45,42 +45,52 @@ def read_number(value: Any) -> float:
     return math.nan if value is None else float(value)
 
 
-def _line(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(", ", ": "))
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 
 
-def write_json(document: Mapping[str, Any], *, by_member: bool = True) -> Iterator[str]:
-    """Yield the text of a document in pieces.
-
-    Args:
-        document: JSON data; the broken keys' lists hold objects.
-        by_member: one line per member of the top object.
-    """
-    yield from _object(document, 0, by_member=by_member)
-    yield "\n"
+def json_text(document: Mapping[str, Any]) -> list[str]:
+    """Return the text of a document in pieces to be joined; the lists under broken keys hold objects."""
+    pieces: list[str] = []
+    _write_object(document, "\n ", pieces, by_member=True)
+    pieces.append("\n")
+    return pieces
 
 
-def _object(value: Mapping[str, Any], indent: int, *, by_member: bool = False) -> Iterator[str]:
-    pad = " " * (indent + 1)
-    yield "{"
-    for place, (key, item) in enumerate(value.items()):
+def _write_object(
+    value: Mapping[str, Any], pad: str, pieces: list[str], *, by_member: bool = False
+) -> None:
+    """Append an object: members that fit on its line together, broken ones on lines of their own."""
+    line: dict[str, Any] = {}
+    opening = "{"
+    for key, item in value.items():
         is_broken = _is_broken(key, item)
-        if place:
-            yield ",\n" + pad if is_broken or by_member else ", "
-        elif is_broken or by_member:
-            yield "\n" + pad
-        yield _line(key) + ": "
+        if not is_broken and not by_member:
+            line[key] = item
+            continue
+        if line:
+            pieces.append(opening + _ENCODER.encode(line)[1:-1])
+            line, opening = {}, ","
+        pieces.append(f"{opening}{pad}{_ENCODER.encode(key)}: ")
+        opening = ","
         if not is_broken:
-            yield _line(item)
+            pieces.append(_ENCODER.encode(item))
         elif isinstance(item, Mapping):
-            yield from _object(item, indent + 1, by_member=True)
+            _write_object(item, pad + " ", pieces, by_member=True)
         else:
-            yield "["
-            for i, each in enumerate(item):
-                yield ("," if i else "") + "\n" + pad + " "
-                yield from _object(each, indent + 2)
-            yield "]"
-    yield "}"
+            _write_list(item, pad + " ", pieces)
+    if line:
+        pieces.append(("{" if opening == "{" else ", ") + _ENCODER.encode(line)[1:-1])
+        opening = ","
+    pieces.append("{}" if opening == "{" else "}")
+
+
+def _write_list(items: Sequence[Mapping[str, Any]], pad: str, pieces: list[str]) -> None:
+    opening = "["
+    for item in items:
+        pieces.append(opening + pad)
+        _write_object(item, pad + " ", pieces)
+        opening = ","
+    pieces.append("]")
 
 
 def _is_broken(key: str, item: object) -> bool:

@@ -19,11 +19,11 @@ from rankscope.record.value import ValueFlag
 from rankscope.tree.interning import Interned, Vocabulary
 from rankscope.tree.tables import Tables, factorize
 
-__all__ = ["MAX_DEPTH", "Merged", "merge"]
+__all__ = ["MAX_DEPTH", "UNFOLDED_FLAGS", "Merged", "merge"]
 
 MAX_DEPTH = 50
 """Deeper nodes are hung onto their ancestor at this depth: readers of JSON recurse."""
-_UNFOLDED_FLAGS = np.uint32(ValueFlag.REUSED | ValueFlag.HAS_SAMPLES)
+UNFOLDED_FLAGS = np.uint32(ValueFlag.REUSED | ValueFlag.HAS_SAMPLES)
 """How a value was obtained, not what it is: no reason to tell ranks apart."""
 KEY_COLUMNS = ("incarnation", "mode", "step", "micro_batch", "phase", "path", "ordinal")
 
@@ -192,7 +192,7 @@ def _slots(
     described = vocabulary.descriptions.items
     variant = np.array([shared.number(d.shared) for d in described], np.int64)[tables.description]
     piece = np.array([local.number(d.local) for d in described], np.int64)[tables.description]
-    flags = tables.values["flags"] & ~_UNFOLDED_FLAGS
+    flags = tables.values["flags"] & ~UNFOLDED_FLAGS
     pair, pairs = factorize(node, tables.slot)
     entry, entries = factorize(pair, variant)
     fold, folds = factorize(entry, piece, flags, tables.values["count"], tables.values["hash"])

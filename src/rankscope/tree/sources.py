@@ -134,6 +134,7 @@ def _join(stream: StreamId, found: _Found) -> StreamBytes:
     return StreamBytes(
         stream=stream,
         data=pieces[0] if len(pieces) == 1 else np.concatenate(pieces),
+        is_verified=True,
         committed=committed,
         dropped=marker.dropped if marker else 0,
         end=end,

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.errors import TraceVersionError
+from rankscope.errors import SpoolError, TraceVersionError
 from rankscope.record.run import EndReason, StreamId
 from rankscope.record.value import SKETCH_SIZE
 from rankscope.spool import cells
 from rankscope.spool.cells import RecordKind
-from rankscope.spool.records import Records, ending, records
+from rankscope.spool.records import Records, ending, records, unpack_map
 
 __all__ = ["RankStream", "Samples", "StreamBytes", "read_stream"]
 
@@ -31,6 +31,8 @@ class StreamBytes:
     stream: StreamId
     data: NDArray[np.uint8] | bytes
     """From the stream's first byte on, without a hole."""
+    is_verified: bool = False
+    """True where every cell was checked already, and all of them make whole records."""
     committed: int | None = None
     """Bytes the rank committed; None where nobody who saw its spool has said."""
     dropped: int = 0
@@ -86,16 +88,23 @@ class RankStream:
         return len(self.enters) + len(self.exits) + len(self.values) + len(self.samples.heads)
 
 
-def read_stream(source: StreamBytes) -> RankStream:
+def read_stream(
+    source: StreamBytes, decoded: dict[bytes, dict[str, Any] | None] | None = None
+) -> RankStream:
     """Return the records of one stream; what follows the first damaged cell is left out.
+
+    Args:
+        source: the bytes.
+        decoded: definitions already decoded, by their bytes, filled here: ranks of one job define
+            mostly the same, and then share the same dicts.
 
     Raises:
         TraceVersionError: the rank wrote a newer record format than this reader knows.
     """
-    found = records(source.data)
-    defined = found.definitions()
-    definitions = {int(d["id"]): d for d in defined.found}
-    identity = next((d for d in defined.found if d["kind"] == "rank"), {})
+    data = source.data if isinstance(source.data, bytes) else source.data.view(np.ndarray)
+    found = records(data, is_verified=source.is_verified)
+    definitions, rejected = _definitions(found, {} if decoded is None else decoded)
+    identity = next((d for d in definitions.values() if d["kind"] == "rank"), {})
     version = identity.get("format", cells.FORMAT_VERSION)
     if isinstance(version, int) and version > cells.FORMAT_VERSION:
         raise TraceVersionError(
@@ -124,8 +133,52 @@ def read_stream(source: StreamBytes) -> RankStream:
         received=found.committed_bytes,
         dropped=max(source.dropped, said.dropped_records, int(gaps["records"].sum())),
         end=said.reason or source.end or EndReason.RUNNING,
-        notes=(*source.notes, *defined.rejected),
+        notes=(*source.notes, *rejected),
     )
+
+
+def _definitions(
+    found: Records, decoded: dict[bytes, dict[str, Any] | None]
+) -> tuple[dict[int, dict[str, Any]], list[str]]:
+    """Return the definitions by number, and a line for those that cannot be read."""
+    positions = found.positions(RecordKind.DEFINITION)
+    starts, sizes = found.start[positions], found.size[positions]
+    firsts = np.cumsum(sizes) - sizes
+    wanted = np.repeat(starts - firsts, sizes) + np.arange(int(sizes.sum()))
+    raw = found.cells.take(wanted, axis=0).tobytes()
+    definitions: dict[int, dict[str, Any]] = {}
+    rejected: list[str] = []
+    for first, size in zip((firsts * cells.CELL_BYTES).tolist(), (sizes * cells.CELL_BYTES).tolist()):
+        packed = raw[first : first + size]
+        if packed not in decoded:
+            try:
+                decoded[packed] = _decode(packed)
+            except SpoolError as error:
+                decoded[packed] = None
+                rejected.append(f"a definition cannot be read: {error}")
+        definition = decoded[packed]
+        if definition is not None:
+            definitions[definition["id"]] = definition
+    return definitions, rejected
+
+
+def _decode(packed: bytes) -> dict[str, Any]:
+    """Return the map in the cells of one definition.
+
+    Raises:
+        SpoolError: it is no msgpack map with a number `id` and a text `kind`.
+    """
+    step, head = cells.CELL_BYTES, cells.HEADER_BYTES
+    payload = b"".join(packed[at + head : at + step] for at in range(0, len(packed), step))
+    (length,) = cells.DEFINITION_LENGTH.unpack_from(payload)
+    start = cells.DEFINITION_LENGTH.size
+    if not 0 < length <= len(payload) - start:
+        raise SpoolError(f"length {length} in a record of {len(payload)} bytes")
+    definition = unpack_map(payload[start : start + length])
+    number, kind = definition.get("id"), definition.get("kind")
+    if type(number) is not int or number < 1 or not isinstance(kind, str):
+        raise SpoolError(f"id {number!r} and kind {kind!r} are not a number and a text")
+    return definition
 
 
 def _samples(found: Records) -> Samples:

@@ -11,7 +11,7 @@ from typing import Any
 from rankscope.errors import FolderError
 from rankscope.tree.columns import VALUES_NAME, columns_of, write_columns
 from rankscope.tree.document import Document
-from rankscope.tree.jsontext import write_json
+from rankscope.tree.jsontext import json_text
 
 __all__ = [
     "INLINE_LIMIT_BYTES",
@@ -76,19 +76,13 @@ def _inline(document: Document, limit: int, say: Progress) -> list[str] | None:
         return None
     body: dict[str, list[dict[str, Any]]] = {"setup": [], "steps": []}
     heads = document.heads()
-    size = 0
     for group, head in enumerate(heads):
         say("writing nodes", group / len(heads))
         body["setup" if document.is_setup(group) else "steps"].append(
             head | {"nodes": document.nodes(group)}
         )
-    text: list[str] = []
-    for piece in write_json(_head(document, is_inline=True) | body):
-        size += len(piece)
-        if size > limit:
-            return None
-        text.append(piece)
-    return text
+    text = json_text(_head(document, is_inline=True) | body)
+    return text if sum(map(len, text)) <= limit else None
 
 
 def _split(document: Document, folder: Path, say: Progress) -> list[str]:
@@ -100,10 +94,10 @@ def _split(document: Document, folder: Path, say: Progress) -> list[str]:
         say("writing nodes", group / len(heads))
         name = f"{group:06d}.json"
         nodes = {"format": NODES_FORMAT, **head, "nodes": document.nodes(group, is_compact=True)}
-        _write(folder / name, write_json(nodes))
+        _write(folder / name, json_text(nodes))
         kind = "setup" if document.is_setup(group) else "steps"
         body[kind].append(head | {"nodes_file": f"{STEPS_FOLDER}/{name}"})
-    return list(write_json(_head(document, is_inline=False) | body))
+    return json_text(_head(document, is_inline=False) | body)
 
 
 def _write(path: Path, pieces: Iterable[str]) -> None:
