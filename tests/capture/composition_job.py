@@ -1,4 +1,4 @@
-"""What four gloo ranks do for test_composition: read DTensors of every placement, each rank for itself."""
+"""What four gloo ranks do for test_composition: each reads its part of every DTensor."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ def seeded(shape: tuple[int, ...], seed: int) -> torch.Tensor:
 
 
 def sharded(mesh: DeviceMesh, name: str) -> Iterator[Case]:
-    kinds = [Shard(0), Shard(1), Replicate()] if mesh.ndim > 1 else [Shard(0), Shard(-1), Replicate()]
+    kinds = (
+        [Shard(0), Shard(1), Replicate()] if mesh.ndim > 1 else [Shard(0), Shard(-1), Replicate()]
+    )
     for shape in SHAPES[-5::2] if mesh.ndim > 1 else SHAPES:
         for placements in itertools.product(kinds, repeat=mesh.ndim):
             whole = seeded(shape, 1)
@@ -51,7 +53,7 @@ def partial(mesh: DeviceMesh, name: str, rank: int) -> Iterator[Case]:
 
 
 def strided(mesh: DeviceMesh) -> Iterator[Case]:
-    """Yield FSDP2 parameters over tensor parallelism: strided shards, uneven and of zero width too."""
+    """Yield FSDP2 over tensor parallel parameters: strided, uneven and empty shards."""
     for rows, columns in ((16, 8), (10, 6), (6, 3), (1, 4)):
         torch.manual_seed(rows)
         model = nn.Sequential(nn.Linear(columns, rows), nn.Linear(rows, columns))
@@ -132,12 +134,19 @@ def outside(describer: Describer) -> dict[str, Any]:
 def run(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD
+    )
     describer, digester = Describer(rank), Digester()
     flat = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
     square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     cases = itertools.chain(
-        sharded(flat, "1d"), sharded(square, "2d"), partial(flat, "1d", rank), partial(square, "2d", rank), strided(square), masked(flat)
+        sharded(flat, "1d"),
+        sharded(square, "2d"),
+        partial(flat, "1d", rank),
+        partial(square, "2d", rank),
+        strided(square),
+        masked(flat),
     )
     named = dist.new_group([0, 2], group_desc="evens")
     result = {

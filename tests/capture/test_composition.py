@@ -1,4 +1,4 @@
-"""Digests of shards and partial sums, each taken on its own rank, combine to the digest of the whole."""
+"""Digests of shards and partial sums, each taken on its rank, combine to that of the whole."""
 
 from __future__ import annotations
 
@@ -21,8 +21,13 @@ Rank = dict[str, Any]
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Rank]:
     folder = tmp_path_factory.mktemp("composition")
-    mp.start_processes(composition_job.run, (str(folder),), nprocs=composition_job.WORLD, start_method="spawn")
-    return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(composition_job.WORLD)]
+    mp.start_processes(
+        composition_job.run, (str(folder),), nprocs=composition_job.WORLD, start_method="spawn"
+    )
+    return [
+        json.loads(Path(folder, f"{rank}.json").read_text())
+        for rank in range(composition_job.WORLD)
+    ]
 
 
 def cases(ranks: list[Rank], *, partial: bool, composable: bool = True) -> list[list[Rank]]:
@@ -41,14 +46,22 @@ def pieces(of_ranks: list[Rank]) -> list[Rank]:
     held = []
     for rank in of_ranks:
         placements = rank["placements"].values()
-        if not any(index for index, p in zip(rank["coordinate"], placements, strict=True) if p == "Replicate()"):
+        if not any(
+            index
+            for index, p in zip(rank["coordinate"], placements, strict=True)
+            if p == "Replicate()"
+        ):
             held.append(rank)
     return held
 
 
 def share(rank: Rank) -> float:
     """Return what a partial piece counts for: an average is of as many as its axes have ranks."""
-    factors = (1 / n for n, p in zip(rank["mesh_shape"], rank["placements"].values(), strict=True) if p == "Partial(avg)")
+    factors = (
+        1 / n
+        for n, p in zip(rank["mesh_shape"], rank["placements"].values(), strict=True)
+        if p == "Partial(avg)"
+    )
     return math.prod(factors)
 
 
@@ -63,40 +76,63 @@ def test_composed_sketches_equal_the_sketch_of_the_whole(ranks: list[Rank]) -> N
 
 def test_combined_statistics_of_shards_equal_those_of_the_whole(ranks: list[Rank]) -> None:
     for case in cases(ranks, partial=False):
-        whole, held = case[0]["whole"], [rank["reading"] for rank in pieces(case) if rank["reading"]["count"]]
+        whole, held = (
+            case[0]["whole"],
+            [rank["reading"] for rank in pieces(case) if rank["reading"]["count"]],
+        )
         count = sum(r["count"] for r in held)
         mean = sum(r["count"] * r["mean"] for r in held) / count
         around = sum(
-            (r["std"] ** 2 * (r["count"] - 1) if r["count"] > 1 else 0) + r["count"] * (r["mean"] - mean) ** 2 for r in held
+            (r["std"] ** 2 * (r["count"] - 1) if r["count"] > 1 else 0)
+            + r["count"] * (r["mean"] - mean) ** 2
+            for r in held
         )
         assert count == whole["count"], case[0]["name"]
         assert sum(r["zero"] for r in held) == whole["zero"]
         assert min(r["min"] for r in held) == whole["min"]
         assert max(r["max"] for r in held) == whole["max"]
         assert math.hypot(*(r["l2"] for r in held)) == pytest.approx(whole["l2"], rel=1e-6, abs=0)
-        assert mean == pytest.approx(whole["mean"], rel=0, abs=1e-6 * max(abs(whole["min"]), abs(whole["max"])))
+        assert mean == pytest.approx(
+            whole["mean"], rel=0, abs=1e-6 * max(abs(whole["min"]), abs(whole["max"]))
+        )
         if count > 1:
-            assert math.sqrt(around / (count - 1)) == pytest.approx(whole["std"], rel=1e-6, abs=1e-12)
+            assert math.sqrt(around / (count - 1)) == pytest.approx(
+                whole["std"], rel=1e-6, abs=1e-12
+            )
 
 
 def test_means_of_partial_sums_and_averages_combine(ranks: list[Rank]) -> None:
     for case in cases(ranks, partial=True):
         whole, held = case[0]["whole"], pieces(case)
-        total = sum(share(rank) * rank["reading"]["mean"] * rank["reading"]["count"] for rank in held)
-        assert total / whole["count"] == pytest.approx(whole["mean"], rel=1e-5, abs=1e-6), case[0]["name"]
+        total = sum(
+            share(rank) * rank["reading"]["mean"] * rank["reading"]["count"] for rank in held
+        )
+        assert total / whole["count"] == pytest.approx(whole["mean"], rel=1e-5, abs=1e-6), case[0][
+            "name"
+        ]
 
 
 def test_other_partials_are_marked_as_not_composable(ranks: list[Rank]) -> None:
-    marked = {case[0]["name"]: case[0]["placements"] for case in cases(ranks, partial=True, composable=False)}
+    marked = {
+        case[0]["name"]: case[0]["placements"]
+        for case in cases(ranks, partial=True, composable=False)
+    }
     assert marked.pop("vocabulary parallel embedding")["dp"].startswith("_MaskPartial(")
     assert marked
     assert all("Partial(max)" in placements.values() for placements in marked.values())
 
 
 def test_fsdp2_over_tensor_parallel_is_read_as_strided_shards(ranks: list[Rank]) -> None:
-    texts = {text for case in cases(ranks, partial=False) for text in case[0]["placements"].values()}
+    texts = {
+        text for case in cases(ranks, partial=False) for text in case[0]["placements"].values()
+    }
     assert "StridedShard(0, split_factor=2)" in texts
-    counts = [rank["reading"]["count"] for case in cases(ranks, partial=False) for rank in case if "fsdp" in rank["name"]]
+    counts = [
+        rank["reading"]["count"]
+        for case in cases(ranks, partial=False)
+        for rank in case
+        if "fsdp" in rank["name"]
+    ]
     assert 0 in counts, "the cases are meant to include empty shards"
 
 
@@ -125,7 +161,11 @@ def test_a_value_in_flight_is_pending_and_is_not_waited_for(ranks: list[Rank]) -
 
 def test_a_rank_outside_a_values_mesh_holds_nothing_of_it(ranks: list[Rank]) -> None:
     assert ranks[0]["outside"] == {"note": None, "ranges": [[[0, 2]], [[0, 2]]], "count": 4}
-    assert ranks[3]["outside"] == {"note": "this rank is not in the mesh", "ranges": None, "count": 0}
+    assert ranks[3]["outside"] == {
+        "note": "this rank is not in the mesh",
+        "ranges": None,
+        "count": 0,
+    }
 
 
 def test_process_groups_are_listed_with_their_members_in_order(ranks: list[Rank]) -> None:

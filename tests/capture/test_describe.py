@@ -20,11 +20,17 @@ def describe(tensor: torch.Tensor) -> Described:
 
 
 def test_a_plain_tensor_has_an_unknown_layout_and_may_be_digested() -> None:
-    described, local = Describer(0).describe(x := torch.zeros(2, 3, dtype=torch.bfloat16, requires_grad=True))
+    described, local = Describer(0).describe(
+        x := torch.zeros(2, 3, dtype=torch.bfloat16, requires_grad=True)
+    )
     assert local is x
     meta = described.meta
     assert (meta.dtype, meta.device, meta.shape, meta.note) == ("bfloat16", "cpu", (2, 3), None)
-    assert (meta.global_shape, meta.ranges, meta.layout.source) == (None, None, LayoutSource.UNKNOWN)
+    assert (meta.global_shape, meta.ranges, meta.layout.source) == (
+        None,
+        None,
+        LayoutSource.UNKNOWN,
+    )
     assert described.can_digest
     assert described.requires_grad
     assert described.allows_samples
@@ -34,7 +40,10 @@ def test_values_of_one_kind_share_one_description() -> None:
     describer = Describer(0)
     assert describer.describe(torch.zeros(3))[0] is describer.describe(torch.ones(3))[0]
     assert describer.describe(torch.zeros(3))[0] is not describer.describe(torch.zeros(4))[0]
-    assert describer.describe(torch.zeros(3))[0] is not describer.describe(torch.zeros(3, requires_grad=True))[0]
+    assert (
+        describer.describe(torch.zeros(3))[0]
+        is not describer.describe(torch.zeros(3, requires_grad=True))[0]
+    )
     assert describer.describe_other("a") is describer.describe_other("a")
 
 

@@ -15,7 +15,8 @@ from rankscope.capture.elements import storage_of
 
 CPU = torch.device("cpu")
 DTYPES = [
-    torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.uint8, torch.complex64,
+    torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.bool,
+    torch.uint8, torch.complex64,
     torch.float8_e4m3fn, torch.float8_e5m2,
 ]  # fmt: skip
 SHAPES = [(), (5,), (2, 128, 96), (3, 70_001), (65, 1, 300), (0, 4), (9000, 3)]
@@ -23,20 +24,28 @@ SHAPES = [(), (5,), (2, 128, 96), (3, 70_001), (65, 1, 300), (0, 4), (9000, 3)]
 
 def values(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     torch.manual_seed(0)
-    return (torch.randn(shape, dtype=torch.complex64 if dtype.is_complex else torch.float32) * 3 + 1).to(dtype)
+    return (
+        torch.randn(shape, dtype=torch.complex64 if dtype.is_complex else torch.float32) * 3 + 1
+    ).to(dtype)
 
 
 def agree(device: Reading, host: Reading) -> None:
-    assert (device.count, device.nan, device.posinf, device.neginf, device.zero) == host[:1] + host[2:6]
+    assert (device.count, device.nan, device.posinf, device.neginf, device.zero) == host[:1] + host[
+        2:6
+    ]
     for name in ("min", "max", "mean", "std", "l2"):
-        assert getattr(device, name) == pytest.approx(getattr(host, name), rel=1e-6, nan_ok=True, abs=1e-7 * host.l2)
+        assert getattr(device, name) == pytest.approx(
+            getattr(host, name), rel=1e-6, nan_ok=True, abs=1e-7 * host.l2
+        )
     assert np.allclose(device.sketch, host.sketch, rtol=0, atol=2e-6 * host.l2)
     assert (device.samples is None) == (host.samples is None)
     if host.samples is not None and device.samples is not None:
         assert np.allclose(device.samples, host.samples, rtol=0, atol=4e-6 * host.l2)
 
 
-def read_all(tensors: list[torch.Tensor], device: torch.device, batch_dim: int = 0) -> list[Reading]:
+def read_all(
+    tensors: list[torch.Tensor], device: torch.device, batch_dim: int = 0
+) -> list[Reading]:
     digester = DeviceDigester(device, batch_dim=batch_dim)
     tickets = [digester.read(x, None, samples=True) for x in tensors]
     found = dict(digester.collect(wait=True))
@@ -53,7 +62,14 @@ def test_statistics_and_sketch_agree_with_the_host_digest(dtype: torch.dtype) ->
 def test_nonfinite_and_extreme_values_agree_with_the_host_digest() -> None:
     x = values((300,), torch.float32)
     x[:6] = torch.tensor([math.nan, math.inf, -math.inf, 0.0, -0.0, 7.0])
-    tensors = [x, torch.full((9,), math.nan), torch.zeros(5), 1e300 * x.double(), x[:1].clone(), x.reshape(20, 15).t()]
+    tensors = [
+        x,
+        torch.full((9,), math.nan),
+        torch.zeros(5),
+        1e300 * x.double(),
+        x[:1].clone(),
+        x.reshape(20, 15).t(),
+    ]
     for tensor, reading in zip(tensors, read_all(tensors, CPU), strict=True):
         agree(reading, Digester().read(tensor, None, samples=True))
 

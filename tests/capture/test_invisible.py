@@ -10,7 +10,11 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 from torch.utils.flop_counter import FlopCounterMode
 
 from rankscope.capture.describe import Describer
@@ -18,7 +22,6 @@ from rankscope.capture.device import DeviceDigester
 from rankscope.capture.digest import Digester, Reading
 from rankscope.capture.invisible import invisible
 from rankscope.capture.pytree import walk
-
 
 CPU = torch.device("cpu")
 
@@ -67,7 +70,11 @@ class Operations(TorchDispatchMode):
 def test_function_and_dispatch_modes_see_nothing(read: Read) -> None:
     x = torch.randn(40, 300, requires_grad=True)
     expected = read(x)
-    with Functions() as functions, Operations() as operations, FlopCounterMode(display=False) as flops:
+    with (
+        Functions() as functions,
+        Operations() as operations,
+        FlopCounterMode(display=False) as flops,
+    ):
         # a mode's own entering may be seen by the other one
         functions.seen.clear()
         operations.seen.clear()

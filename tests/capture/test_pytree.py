@@ -72,7 +72,9 @@ def test_classes_registered_as_pytree_nodes_are_walked() -> None:
         def __init__(self, inside: object) -> None:
             self.inside = inside
 
-    _pytree.register_pytree_node(Box, lambda box: ([box.inside], None), lambda children, _: Box(children[0]))
+    _pytree.register_pytree_node(
+        Box, lambda box: ([box.inside], None), lambda children, _: Box(children[0])
+    )
     try:
         assert names(Box((T,))) == ["output.0.0"]
     finally:
@@ -125,11 +127,15 @@ def test_long_lists_of_plain_numbers_are_one_leaf() -> None:
     assert describe_leaf(list(range(100_000))).startswith("list of 100000: 0, 1, 2")
 
 
-@pytest.mark.parametrize("value,text", [
-    (3, "3"), (True, "True"), (1.5, "1.5"), (None, "None"), ("a", "'a'"), (torch.float32, "torch.float32"),
-    (torch.device("cpu"), "device(type='cpu')"), (torch.Size([2, 3]), "torch.Size([2, 3])"), (Colour.RED, "Colour.RED"),
-    (slice(1, None), "slice(1, None, None)"), (np.float32(2.5), "float32(2.5)"), (np.zeros((2, 3)), "ndarray <f8 [2, 3]"),
-    (10**1000, "int of 3322 bits"), (torch.relu, "function relu"), ([T], "list of 1"), ({}, "dict of 0"), (torch.nn.Linear, "class torch.nn.modules.linear.Linear"),
+@pytest.mark.parametrize(("value", "text"), [
+    (3, "3"), (True, "True"), (1.5, "1.5"), (None, "None"), ("a", "'a'"),
+    (torch.float32, "torch.float32"),
+    (torch.device("cpu"), "device(type='cpu')"), (torch.Size([2, 3]), "torch.Size([2, 3])"),
+    (Colour.RED, "Colour.RED"),
+    (slice(1, None), "slice(1, None, None)"), (np.float32(2.5), "float32(2.5)"),
+    (np.zeros((2, 3)), "ndarray <f8 [2, 3]"),
+    (10**1000, "int of 3322 bits"), (torch.relu, "function relu"), ([T], "list of 1"),
+    ({}, "dict of 0"), (torch.nn.Linear, "class torch.nn.modules.linear.Linear"),
 ])  # fmt: skip
 def test_plain_values_are_described_by_value(value: object, text: str) -> None:
     assert describe_leaf(value) == text

@@ -25,7 +25,8 @@ PINNED = [
 def test_every_factor_has_zero_mean_and_unit_variance() -> None:
     for dim in range(5):
         values = factors(dim, MANY).astype(np.float64)
-        assert values.shape == (8, 100_000) and factors(dim, MANY).dtype == np.float32
+        assert values.shape == (8, 100_000)
+        assert factors(dim, MANY).dtype == np.float32
         assert np.abs(values[:, :RADIX].mean(axis=1)).max() < 4.5 / np.sqrt(RADIX)
         assert np.abs(values.mean(axis=1)).max() < 4.5 / np.sqrt(100_000 / RADIX)
         assert np.allclose((values**2).mean(axis=1), 1.0, atol=0.15)
@@ -103,8 +104,9 @@ def test_the_cache_forgets_the_least_recently_used_array_first() -> None:
         cache.put(name, np.zeros(125))
     assert cache.get("a") is not None
     cache.put("e", np.zeros(125))
-    assert cache.get("b") is None and cache.get("a") is not None
+    assert cache.get("b") is None
+    assert cache.get("a") is not None
     assert cache.held_bytes == 4000
     cache.put("huge", np.zeros(1000))
-    assert cache.get("huge") is None and cache.held_bytes == 4000
-
+    assert cache.get("huge") is None
+    assert cache.held_bytes == 4000

@@ -1,4 +1,4 @@
-"""Which global indices a rank holds, held against torch's own sharding of real DTensors' placements."""
+"""Which global indices a rank holds, against torch's own splitting by the same placements."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ def indices(ranges: Ranges) -> list[int]:
     return [index for start, stop in ranges for index in range(start, stop)]
 
 
-def by_torch(size: int, mesh_shape: tuple[int, ...], coordinate: tuple[int, ...], placements: list[object]) -> list[int]:
+def by_torch(
+    size: int, mesh_shape: tuple[int, ...], coordinate: tuple[int, ...], placements: list[object]
+) -> list[int]:
     """Return the indices of dim 0 that torch's own splitting leaves at a coordinate.
 
     The strided shard is restated by its definition: cut into `split_factor` chunks, take each
@@ -47,7 +49,9 @@ def by_torch(size: int, mesh_shape: tuple[int, ...], coordinate: tuple[int, ...]
 
 def test_shards_of_every_size_over_every_mesh_hold_what_torch_gives_them() -> None:
     compared = 0
-    for size, shape in itertools.product(range(18), [(1,), (2,), (3,), (5,), (2, 2), (2, 3), (3, 2), (2, 2, 2)]):
+    for size, shape in itertools.product(
+        range(18), [(1,), (2,), (3,), (5,), (2, 2), (2, 3), (3, 2), (2, 2, 2)]
+    ):
         for placements in itertools.product([Shard(0), Shard(-2), Replicate()], repeat=len(shape)):
             records = [placement_of(p, 2) for p in placements]
             torchs = [Shard(0) if isinstance(p, Shard) else p for p in placements]
@@ -77,7 +81,10 @@ def test_evenly_strided_shards_have_the_offsets_and_sizes_torch_computes() -> No
         by_tp = whole.chunk(tp)
         for d, t in itertools.product(range(dp), range(tp)):
             expected = by_tp[t].chunk(dp)[d].tolist()
-            records = [placement_of(_StridedShard(0, split_factor=tp), 1), placement_of(Shard(0), 1)]
+            records = [
+                placement_of(_StridedShard(0, split_factor=tp), 1),
+                placement_of(Shard(0), 1),
+            ]
             assert indices(global_ranges((rows,), (dp, tp), (d, t), records)[0]) == expected
 
 

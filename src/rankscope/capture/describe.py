@@ -1,8 +1,9 @@
-"""What a tensor is, without looking at its numbers: dtype, shapes, layout, and whether it can be digested.
+"""What a tensor is, without its numbers: dtype, shapes, layout, and whether it has a digest.
 
-Descriptions are cached by what they are made of, so that the same kind of value is described once and
-is then known by its identity. Everything about a DTensor is read off its local tensor and its spec; no
-collective is issued, nothing is waited for. A value that a collective may still be writing is `pending`.
+Descriptions are cached by what they are made of, so that the same kind of value is described once
+and is then known by its identity. Everything about a DTensor is read off its local tensor and its
+spec; no collective is issued, nothing is waited for. A value that a collective may still be writing
+is `pending`.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Described:
     meta: ValueMeta
     requires_grad: bool = False
     can_digest: bool = False
-    """True where `capture.digest` may read it; if neither this nor the next holds, `meta.note` says why."""
+    """True where `capture.digest` may read it; where nothing may, `meta.note` says why."""
     can_digest_on_device: bool = False
     """True for accelerator memory, which `capture.device` reads."""
     is_pending: bool = False
@@ -76,16 +77,19 @@ class Described:
 
 
 class Describer:
-    """Describes the tensors of one rank. Call it with function modes out of the way (`invisible`)."""
+    """Describes the tensors of one rank. Call it inside `invisible()`."""
 
     def __init__(self, rank: int, meshes: MeshTable | None = None) -> None:
         self._rank = rank
         self._meshes = meshes or MeshTable()
-        self._kinds: dict[type, _Kind] = {torch.Tensor: _Kind.PLAIN, torch.nn.Parameter: _Kind.PLAIN}
+        self._kinds: dict[type, _Kind] = {
+            torch.Tensor: _Kind.PLAIN,
+            torch.nn.Parameter: _Kind.PLAIN,
+        }
         self._known: dict[object, Described] = {}
 
     def describe(self, tensor: torch.Tensor) -> tuple[Described, torch.Tensor]:
-        """Return a tensor's description, and the tensor to digest: a DTensor's local one, else itself.
+        """Return the description, and the tensor to digest: a DTensor's local one, else itself.
 
         Never raises for any tensor: what cannot even be described gets its class name as a note.
         """
@@ -105,16 +109,26 @@ class Describer:
             # nested, lazy and functorch tensors refuse to tell their shape or memory
             return self._structure(tensor, describe_leaf(tensor)), tensor
         if kind is _Kind.ASYNC:
-            return self._structure(tensor, "a collective may still be writing it", is_pending=True), tensor
+            return self._structure(
+                tensor, "a collective may still be writing it", is_pending=True
+            ), tensor
         return self._structure(tensor, f"tensor subclass {describe_leaf(tensor)}"), tensor
 
     def describe_other(self, value: object) -> Described:
         """Return the description of a value that is no tensor: its bounded repr as a note."""
         note = describe_leaf(value)
         meta = ValueMeta(
-            dtype="python", device="", shape=(), global_shape=None, layout=_UNKNOWN, ranges=None, note=note
+            dtype="python",
+            device="",
+            shape=(),
+            global_shape=None,
+            layout=_UNKNOWN,
+            ranges=None,
+            note=note,
         )
-        return self._known.get(("python", note)) or self._keep(("python", note), Described(meta=meta))
+        return self._known.get(("python", note)) or self._keep(
+            ("python", note), Described(meta=meta)
+        )
 
     def _kind(self, kind: type) -> _Kind:
         found = _Kind.PLAIN
@@ -175,10 +189,18 @@ class Describer:
         note = note[:_MOST_TEXT]
         key = ("structure", shape, requires_grad, dtype, device, note, is_pending)
         meta = ValueMeta(
-            dtype=dtype, device=device, shape=shape, global_shape=None, layout=_UNKNOWN, ranges=None, note=note
+            dtype=dtype,
+            device=device,
+            shape=shape,
+            global_shape=None,
+            layout=_UNKNOWN,
+            ranges=None,
+            note=note,
         )
         known = self._known.get(key)
-        return known or self._keep(key, Described(meta=meta, requires_grad=requires_grad, is_pending=is_pending))
+        return known or self._keep(
+            key, Described(meta=meta, requires_grad=requires_grad, is_pending=is_pending)
+        )
 
     def _distributed(self, tensor: torch.Tensor) -> tuple[Described, torch.Tensor]:
         local, spec = dtensor_parts(tensor)
@@ -189,7 +211,9 @@ class Describer:
         key = (number, placements, shape, id(inner), tensor.requires_grad, shard_order(spec))
         found = self._known.get(key)
         if found is None:
-            found = self._keep(key, self._with_layout(inner, mesh, spec, tuple(shape), tensor.requires_grad))
+            found = self._keep(
+                key, self._with_layout(inner, mesh, spec, tuple(shape), tensor.requires_grad)
+            )
         return found, memory
 
     def _with_layout(
@@ -201,7 +225,9 @@ class Describer:
         if coordinate is None:
             note = note or "this rank is not in the mesh"
         else:
-            ranges, problem = _ranges(shape, mesh, coordinate, placements, shard_order(spec), inner.meta.shape)
+            ranges, problem = _ranges(
+                shape, mesh, coordinate, placements, shard_order(spec), inner.meta.shape
+            )
             note = note or problem
         meta = ValueMeta(
             dtype=inner.meta.dtype,
@@ -213,7 +239,9 @@ class Describer:
             note=note,
         )
         is_first = coordinate is not None and not any(
-            index for index, p in zip(coordinate, placements, strict=True) if p.kind is PlacementKind.REPLICATE
+            index
+            for index, p in zip(coordinate, placements, strict=True)
+            if p.kind is PlacementKind.REPLICATE
         )
         return Described(
             meta=meta,
@@ -228,8 +256,8 @@ class Describer:
 def placement_of(placement: Any, dims: int) -> Placement:
     """Return the record of a torch placement; of any but torch's own exact four classes its words.
 
-    Subclasses such as the masked partial of a vocabulary-parallel embedding reduce in a way of their
-    own: they never compose.
+    Subclasses such as the masked partial of a vocabulary-parallel embedding reduce in a way of
+    their own: they never compose.
     """
     name = placement_class(placement)
     if name == "Replicate":
@@ -241,15 +269,22 @@ def placement_of(placement: Any, dims: int) -> Placement:
         dim += dims if dim < 0 else 0
         if 0 <= dim < max(dims, 1):
             kind = PlacementKind.SHARD if name == "Shard" else PlacementKind.STRIDED_SHARD
-            return Placement(kind=kind, dim=dim, split_factor=int(getattr(placement, "split_factor", 1)))
+            return Placement(
+                kind=kind, dim=dim, split_factor=int(getattr(placement, "split_factor", 1))
+            )
     return Placement(kind=PlacementKind.OTHER, text=_words(placement))
 
 
 def _words(placement: object) -> str:
-    """Return the class and its plain attributes, without calling a `__repr__` that may print tensors."""
+    """Return the class and its plain attributes, never a `__repr__` that may print tensors."""
     kind = type(placement)
-    held = {name: getattr(placement, name, None) for name in ("dim", "reduce_op", "norm_type", "offset_dim", "offset_shape")}
-    inside = ", ".join(f"{name}={describe_leaf(value)}" for name, value in held.items() if value is not None)
+    held = {
+        name: getattr(placement, name, None)
+        for name in ("dim", "reduce_op", "norm_type", "offset_dim", "offset_shape")
+    }
+    inside = ", ".join(
+        f"{name}={describe_leaf(value)}" for name, value in held.items() if value is not None
+    )
     return f"{kind.__qualname__}({inside})"[:_MOST_TEXT]
 
 
@@ -267,12 +302,15 @@ def _ranges(
         axes = [*(a for a in axes if a not in order), *order]
     try:
         ranges = global_ranges(
-            shape, [mesh.shape[a] for a in axes], [coordinate[a] for a in axes], [placements[a] for a in axes]
+            shape,
+            [mesh.shape[a] for a in axes],
+            [coordinate[a] for a in axes],
+            [placements[a] for a in axes],
         )
     except LayoutError as error:
         return None, str(error)[:_MOST_TEXT]
     held = tuple(sum(stop - start for start, stop in dim) for dim in ranges)
-    # the shape of an empty shard means nothing: FSDP2 over a zero-width shard has local shape (0, 0)
+    # the shape of an empty shard means nothing: FSDP2 over a zero-width shard has shape (0, 0)
     if held != local_shape and (0 not in local_shape or 0 not in held):
         return None, f"local shape {list(local_shape)}, but its placements say {list(held)}"
     return ranges, None

@@ -1,18 +1,19 @@
 """The digest of accelerator tensors, without ever waiting for the accelerator.
 
-Each value becomes a row of float64 numbers in a buffer on the device, computed by torch operations on
-the caller's stream. A flush copies the rows to pinned memory without blocking and records an event;
-`collect` gives the readings whose event has passed. Nothing here calls `.item()`, indexes by a mask or
-synchronizes; only `collect(wait=True)`, at the end of the trace, waits.
+Each value becomes a row of float64 numbers in a buffer on the device, computed by torch operations
+on the caller's stream. A flush copies the rows to pinned memory without blocking and records an
+event; `collect` gives the readings whose event has passed. Nothing here calls `.item()`, indexes by
+a mask or synchronizes; only `collect(wait=True)`, at the end of the trace, waits.
 
-Statistics and sketch mean what `capture.digest` means. The hash cannot be xxh3, which no sequence of
-torch operations computes, so it is `mix64`: with w[i] the normalized word of element i as an unsigned
-64-bit number,
+Statistics and sketch mean what `capture.digest` means. The hash cannot be xxh3, which no sequence
+of torch operations computes, so it is `mix64`: with w[i] the normalized word of element i as an
+unsigned 64-bit number,
 
     hash = mix(count + sum over i of mix(w[i] + (i + 1) * STEP))        modulo 2**64
 
-Position enters before the mixing, so the hash depends on order. Hashes of different algorithms never
-compare; `HASH_ALGORITHM` is what a trace says about a value read here. `mix64` is the same in numpy.
+Position enters before the mixing, so the hash depends on order. Hashes of different algorithms
+never compare; `HASH_ALGORITHM` is what a trace says about a value read here. `mix64` is the same in
+numpy.
 """
 
 from __future__ import annotations
@@ -44,11 +45,16 @@ _SHIFTS: Final = (31, 29, 32)
 _BLOCK: Final = 1 << 24
 """Elements hashed at a time: bounds the 64-bit temporaries."""
 _NUMBERS: Final = 11
-"""Numbers of a row before the sketch: finite, nan, +inf, -inf, zero, min, max, mean, deviation, norm, hash."""
+"""finite, nan, +inf, -inf, zero, min, max, mean, deviation, norm, hash: then the sketch."""
 _ROW: Final = _NUMBERS + SKETCH_SIZE
 _CAPACITY: Final = 1 << 15
 _MOST_KINDS: Final = 1024
-_NAN_WORDS: Final = {torch.float16: 0x7E00, torch.bfloat16: 0x7FC0, torch.float32: 0x7FC00000, torch.float64: 0x7FF8 << 48}
+_NAN_WORDS: Final = {
+    torch.float16: 0x7E00,
+    torch.bfloat16: 0x7FC0,
+    torch.float32: 0x7FC00000,
+    torch.float64: 0x7FF8 << 48,
+}
 _WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -82,7 +88,7 @@ def _mix_torch(z: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """What is the same for all values of one dtype, shape and layout, with its tables on the device."""
+    """What is the same for values of one dtype, shape and layout; tables on the device."""
 
     plan: Plan
     tables: tuple[tuple[torch.Tensor, torch.Tensor], ...]
@@ -114,7 +120,7 @@ class _Buffer:
 
 
 class DeviceDigester:
-    """Reads digests of tensors on one accelerator (or, for tests, on the CPU by the same operations)."""
+    """Reads digests of tensors on one accelerator; on the CPU too, by the same operations."""
 
     def __init__(self, device: torch.device, batch_dim: int = 0) -> None:
         self._device = device
@@ -124,7 +130,9 @@ class DeviceDigester:
         self._flights: deque[_Flight] = deque()
         self._next_ticket = 0
 
-    def read(self, local: torch.Tensor, ranges: tuple[Ranges, ...] | None, *, samples: bool) -> int | None:
+    def read(
+        self, local: torch.Tensor, ranges: tuple[Ranges, ...] | None, *, samples: bool
+    ) -> int | None:
         """Enqueue the digest of a tensor on this device as it is now, on the current stream.
 
         Returns:
@@ -180,10 +188,18 @@ class DeviceDigester:
     ) -> _Kind:
         storage = storage_of(local.dtype)
         if storage is None:
-            raise TypeError(f"{local.dtype} tensors have no digest: ask capture.describe before reading one")
-        batch_dim = self._batch_dim % local.dim() if samples and -local.dim() <= self._batch_dim < local.dim() else None
+            raise TypeError(
+                f"{local.dtype} tensors have no digest: ask capture.describe before reading one"
+            )
+        batch_dim = (
+            self._batch_dim % local.dim()
+            if samples and -local.dim() <= self._batch_dim < local.dim()
+            else None
+        )
         plan = make_plan(tuple(local.shape), ranges, batch_dim, storage.is_complex)
-        tables = tuple((self._table(s.matrix64), self._table(s.weights(0, s.rows))) for s in plan.segments)
+        tables = tuple(
+            (self._table(s.matrix64), self._table(s.weights(0, s.rows))) for s in plan.segments
+        )
         batch = None if plan.batch_factors is None else self._table(plan.batch_factors)
         count = 0 if plan.batch_factors is None else plan.batch_factors.size
         if len(self._kinds) >= _MOST_KINDS:
@@ -192,13 +208,19 @@ class DeviceDigester:
         return kind
 
     def _table(self, array: npt.NDArray[np.float64]) -> torch.Tensor:
-        table = torch.tensor(array.tolist() or [[]], dtype=torch.float64, device="cpu").reshape(-1, SKETCH_SIZE)
+        table = torch.tensor(array.tolist() or [[]], dtype=torch.float64, device="cpu").reshape(
+            -1, SKETCH_SIZE
+        )
         if self._device.type == "cpu":
             return table
         return table.pin_memory(self._device).to(self._device, non_blocking=True)
 
     def _buffer(self, size: int) -> _Buffer:
-        stream = torch.cuda.current_stream(self._device).cuda_stream if self._device.type == "cuda" else 0
+        stream = (
+            torch.cuda.current_stream(self._device).cuda_stream
+            if self._device.type == "cuda"
+            else 0
+        )
         buffer = self._buffers.get(stream)
         if buffer is not None and buffer.used + size > buffer.rows.numel():
             self._send(stream, buffer)
@@ -221,7 +243,7 @@ class DeviceDigester:
         self._flights.append(_Flight(buffer.tickets, host, event.query, event.synchronize, rows))
 
     def _stream(self, stream: int) -> object:
-        """Return the stream a buffer was filled on; the copy has to come after what was enqueued there."""
+        """Return the stream a buffer was filled on: the copy has to follow what it holds."""
         if self._device.type != "cuda":
             return None
         if stream == 0:
@@ -242,7 +264,9 @@ def _fill(row: torch.Tensor, local: torch.Tensor, kind: _Kind) -> None:
     largest = kept.abs().amax()
     _, exponent = torch.frexp(largest)
     is_extreme = (largest > 1e150) | ((largest < 1e-150) & (largest > 0))
-    scale = torch.ldexp(torch.ones_like(largest), torch.where(is_extreme, exponent.clamp(-1020, 1020), 0))
+    scale = torch.ldexp(
+        torch.ones_like(largest), torch.where(is_extreme, exponent.clamp(-1020, 1020), 0)
+    )
     scaled = kept / scale
     number = finite.sum(dtype=torch.float64)
     mean = scaled.sum() / number
@@ -303,7 +327,9 @@ def _hash(held: torch.Tensor) -> torch.Tensor:
         if size < 8:
             words = words & ((1 << (8 * size)) - 1)
         words = _normalize(part, words)
-        position = torch.arange(start + 1, start + 1 + part.numel(), dtype=torch.int64, device=flat.device)
+        position = torch.arange(
+            start + 1, start + 1 + part.numel(), dtype=torch.int64, device=flat.device
+        )
         total = total + _mix_torch(words + position * _signed(_STEP)).sum()
     return _mix_torch(total + flat.numel())
 
@@ -316,7 +342,9 @@ def _normalize(part: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
     storage = storage_of(part.dtype)
     if storage is not None and storage.normalize is not None:
         table = storage.normalize(np.arange(256, dtype=np.uint8)).tolist()
-        return torch.tensor(table, dtype=torch.int64, device="cpu").to(part.device, non_blocking=True)[words]
+        return torch.tensor(table, dtype=torch.int64, device="cpu").to(
+            part.device, non_blocking=True
+        )[words]
     return words
 
 
@@ -324,7 +352,11 @@ def _reading(plan: Plan, numbers: npt.NDArray[np.float64], words: npt.NDArray[np
     rows = None
     if plan.batch_factors is not None:
         count = len(plan.batch_factors)
-        rows = numbers[_ROW : _ROW + count * SKETCH_SIZE].reshape(count, SKETCH_SIZE).astype(np.float32)
+        rows = (
+            numbers[_ROW : _ROW + count * SKETCH_SIZE]
+            .reshape(count, SKETCH_SIZE)
+            .astype(np.float32)
+        )
     finite, nan, posinf, neginf, zero = (int(n) for n in numbers[:5])
     low, high, mean, deviation, norm = numbers[5:10].tolist()
     if not finite:
@@ -333,4 +365,19 @@ def _reading(plan: Plan, numbers: npt.NDArray[np.float64], words: npt.NDArray[np
     sketch = tuple(numbers[_NUMBERS:_ROW].tolist())
     std = deviation / math.sqrt(finite - 1) if finite > 1 else math.nan
     norm = norm if finite else 0.0
-    return Reading(plan.count, hashed, nan, posinf, neginf, zero, low, high, mean, std, norm, sketch, rows, False)
+    return Reading(
+        plan.count,
+        hashed,
+        nan,
+        posinf,
+        neginf,
+        zero,
+        low,
+        high,
+        mean,
+        std,
+        norm,
+        sketch,
+        rows,
+        False,
+    )

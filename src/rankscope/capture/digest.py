@@ -1,4 +1,4 @@
-"""The digest of a tensor on the CPU: statistics, hash and composable sketch in about a nanosecond an element.
+"""The digest of a CPU tensor: statistics, hash and sketch in about a nanosecond an element.
 
 This is the hot path of rankscope: it runs for every value of a traced step. It uses no torch
 operation at all (numpy and xxhash on the tensor's own memory), so nothing that watches torch, no
@@ -6,8 +6,8 @@ checkpointing, autocast, mode or default device, can see it or change it.
 
 Minimum, maximum and sums are taken first; only a block they do not prove finite is looked at again.
 Statistics and sketch are reused for the same live object of the same version *and the same hash*:
-`_version` alone proves nothing (in-place collectives, fused optimizers and `.data` leave it), so the
-hash is always computed.
+`_version` alone proves nothing (in-place collectives, fused optimizers and `.data` leave it), so
+the hash is always computed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,14 @@ from rankscope.capture.fold import (
     multiply_rows,
     sum_width,
 )
-from rankscope.capture.moments import Block, Flags, Moments, measure, measure_carefully, measure_small
+from rankscope.capture.moments import (
+    Block,
+    Flags,
+    Moments,
+    measure,
+    measure_carefully,
+    measure_small,
+)
 from rankscope.record.placement import Ranges
 from rankscope.record.value import SKETCH_SIZE
 
@@ -42,7 +49,7 @@ __all__ = ["Digester", "Reading"]
 
 Doubles = npt.NDArray[np.float64]
 
-# numpy's and xxhash's stubs know neither the `axis` of vecdot nor ctypes memory and arrays as buffers
+# the stubs know neither the `axis` of vecdot nor that ctypes memory and arrays are buffers
 _vecdot: Final[Any] = np.vecdot
 _words_at: Final[Any] = np.frombuffer
 _xxh3: Final[Any] = xxhash.xxh3_64_intdigest
@@ -126,7 +133,9 @@ class Digester:
         """Forget every tensor: nothing is reused across steps."""
         self._seen.clear()
 
-    def read(self, local: torch.Tensor, ranges: tuple[Ranges, ...] | None, *, samples: bool) -> Reading:
+    def read(
+        self, local: torch.Tensor, ranges: tuple[Ranges, ...] | None, *, samples: bool
+    ) -> Reading:
         """Return the digest of a strided CPU tensor that `describe` said can be digested.
 
         Args:
@@ -155,9 +164,14 @@ class Digester:
             version = -1
         identity = id(local)
         seen = self._seen.get(identity)
-        if seen is not None and seen.raw_hash == raw and seen.version == version:
-            if seen.kind is kind and seen.tensor() is local:
-                return seen.reading if seen.reading.reused else self._reuse(identity, seen)
+        if (
+            seen is not None
+            and seen.raw_hash == raw
+            and seen.version == version
+            and seen.kind is kind
+            and seen.tensor() is local
+        ):
+            return seen.reading if seen.reading.reused else self._reuse(identity, seen)
         reading = self._compute(array, kind, raw)
         if len(self._seen) >= _MOST_REMEMBERED:
             self._seen.clear()
@@ -174,7 +188,9 @@ class Digester:
     ) -> _Kind:
         storage = storage_of(local.dtype)
         if storage is None:
-            raise TypeError(f"{local.dtype} tensors have no digest: ask capture.describe before reading one")
+            raise TypeError(
+                f"{local.dtype} tensors have no digest: ask capture.describe before reading one"
+            )
         batch_dim: int | None = None
         if samples and local.dim():
             batch_dim = self._batch_dim + (local.dim() if self._batch_dim < 0 else 0)
@@ -203,7 +219,9 @@ class Digester:
         else:
             block, sketch, rows = self._blockwise(array, plan, storage)
         digest = raw
-        if storage.normalize is not None and (block.nan or (block.zero and _has_minus_zero(array, storage))):
+        if storage.normalize is not None and (
+            block.nan or (block.zero and _has_minus_zero(array, storage))
+        ):
             digest = _hash_runs(array, storage)
         return _reading(plan, block, digest, sketch, rows)
 
@@ -222,16 +240,26 @@ class Digester:
             with np.errstate(all="ignore"):
                 block, values, scale = measure_carefully(values)
         rows = values.size // segment.inner
-        at_once = segment.multiply_rows if rows == segment.rows else multiply_rows(rows, segment.inner)
+        at_once = (
+            segment.multiply_rows if rows == segment.rows else multiply_rows(rows, segment.inner)
+        )
         if values.dtype.itemsize == 4:
             out: Floats = self._scratch.products(rows)
             return block, _multiply(values, segment.matrix, rows, at_once, out), scale
-        return block, _multiply(values, segment.matrix64, rows, at_once, np.empty((rows, SKETCH_SIZE))), scale
+        return (
+            block,
+            _multiply(values, segment.matrix64, rows, at_once, np.empty((rows, SKETCH_SIZE))),
+            scale,
+        )
 
-    def _blockwise(self, array: Array, plan: Plan, storage: Storage) -> tuple[Block, Doubles, Doubles | None]:
-        """Return moments, sketch and rows of a tensor of any size and strides, a block at a time."""
+    def _blockwise(
+        self, array: Array, plan: Plan, storage: Storage
+    ) -> tuple[Block, Doubles, Doubles | None]:
+        """Return moments, sketch and rows of a tensor of any size and strides by blocks."""
         moments, shaped = Moments(), array.reshape(plan.shape)
-        parts = np.zeros((1 if plan.batch_factors is None else len(plan.batch_factors), SKETCH_SIZE))
+        parts = np.zeros(
+            (1 if plan.batch_factors is None else len(plan.batch_factors), SKETCH_SIZE)
+        )
         for segment in plan.segments:
             row = 0
             most = max(1, min(BLOCK_ROWS, BLOCK_ELEMENTS // segment.inner))
@@ -239,7 +267,9 @@ class Digester:
                 for start in range(0, run.size, most * segment.inner):
                     values = storage.values(run[start : start + most * segment.inner])
                     count = values.size // segment.inner
-                    block, products, scale = self._look(values, segment, sum_width(count, segment.inner))
+                    block, products, scale = self._look(
+                        values, segment, sum_width(count, segment.inner)
+                    )
                     moments.add(block)
                     weights = segment.weights(row, row + count)
                     parts[segment.sample] += _vecdot(products, weights, axis=0) * scale
@@ -291,11 +321,15 @@ def _hash_runs(array: Array, storage: Storage | None = None) -> int:
     for run in contiguous_runs(array):
         for start in range(0, run.size, BLOCK_ELEMENTS):
             part = run[start : start + BLOCK_ELEMENTS]
-            state.update(storage.normalize(part) if storage is not None and storage.normalize else part)
+            state.update(
+                storage.normalize(part) if storage is not None and storage.normalize else part
+            )
     return int(state.intdigest())
 
 
-def _reading(plan: Plan, block: Block, digest: int, sketch: Doubles, rows: Floats | None) -> Reading:
+def _reading(
+    plan: Plan, block: Block, digest: int, sketch: Doubles, rows: Floats | None
+) -> Reading:
     finite = block.finite
     return Reading(
         plan.count,
@@ -316,7 +350,13 @@ def _reading(plan: Plan, block: Block, digest: int, sketch: Doubles, rows: Float
 
 
 def _empty(plan: Plan) -> Reading:
-    rows = None if plan.batch_factors is None else np.zeros((len(plan.batch_factors), SKETCH_SIZE), np.float32)
+    rows = (
+        None
+        if plan.batch_factors is None
+        else np.zeros((len(plan.batch_factors), SKETCH_SIZE), np.float32)
+    )
     nan = math.nan
     none = (0.0,) * SKETCH_SIZE
-    return Reading(0, xxhash.xxh3_64_intdigest(b""), 0, 0, 0, 0, nan, nan, nan, nan, 0.0, none, rows, False)
+    return Reading(
+        0, xxhash.xxh3_64_intdigest(b""), 0, 0, 0, 0, nan, nan, nan, nan, 0.0, none, rows, False
+    )

@@ -57,8 +57,9 @@ def _normalize_floats(words: Array) -> Array:
 
 
 def _widen_bfloat16(words: Array) -> Floats:
-    wide: Floats = np.left_shift(words, 16, dtype=np.uint32).view(np.float32)
-    return wide
+    wide = np.left_shift(words, 16, dtype=np.uint32)
+    values: Floats = wide.view(np.float32)
+    return values
 
 
 def _widen_float16(words: Array) -> Floats:
@@ -84,7 +85,7 @@ def _normalize_bfloat16(words: Array) -> Array:
 
 
 def _decode(word: int, exponent_bits: int, bias: int, is_fnuz: bool, has_inf: bool) -> float:
-    """Return the value of one 8-bit float (OCP 8-bit floating point 1.0; fnuz: one zero, one NaN)."""
+    """Return the value of one 8-bit float (OCP FP8 1.0; fnuz: one zero, one NaN)."""
     mantissa_bits = 7 - exponent_bits
     sign = -1.0 if word & 0x80 else 1.0
     exponent, mantissa = (word & 0x7F) >> mantissa_bits, word & ((1 << mantissa_bits) - 1)
@@ -122,7 +123,10 @@ def _float_type(name: str) -> np.dtype[np.floating]:
 
 
 def _floating(
-    dtype: str, floats: str, is_complex: bool = False, widen: Callable[[Array], Floats] | None = None
+    dtype: str,
+    floats: str,
+    is_complex: bool = False,
+    widen: Callable[[Array], Floats] | None = None,
 ) -> Storage:
     return Storage(
         dtype=np.dtype(dtype),
@@ -179,7 +183,7 @@ _add_eight_bit_formats()
 
 
 def storage_of(dtype: torch.dtype) -> Storage | None:
-    """Return how a dtype is stored, None for those rankscope cannot digest (quantized, packed, bits)."""
+    """Return how a dtype is stored, None for one without a digest (quantized, packed)."""
     return _STORAGES.get(dtype)
 
 
@@ -189,7 +193,7 @@ def memory_type(count: int, storage: Storage) -> type[ctypes.Array[ctypes.c_char
 
 
 def elements(tensor: torch.Tensor, storage: Storage) -> Array:
-    """Return the stored words of any non-empty strided CPU tensor: its own memory, as it lies there.
+    """Return the stored words of a non-empty strided CPU tensor: its own memory, as it lies.
 
     The array keeps nothing alive: use it while the tensor is. Conjugate and negative bits are
     resolved in a copy.

@@ -5,10 +5,10 @@ dims the rows (float64 weights)::
 
     values [rows, inner] @ matrix [inner, 8]  ->  [rows, 8],  then weighted and summed over rows
 
-A dim too long for that is cut at multiples of 512 global indices, where its factor is the product of
-a low and a high part (see `rankscope.record.factors`): a vector of millions of elements needs the
-512 columns of the low part alone, whatever index its shard begins at. The unaligned ends of a shard
-then are segments of their own.
+A dim too long for that is cut at multiples of 512 global indices, where its factor is the product
+of a low and a high part (see `rankscope.record.factors`): a vector of millions of elements needs
+the 512 columns of the low part alone, whatever index its shard begins at. The unaligned ends of a
+shard then are segments of their own.
 """
 
 from __future__ import annotations
@@ -24,14 +24,23 @@ from rankscope.record.factors import RADIX, block_factors, factors, product_fact
 from rankscope.record.placement import Ranges
 from rankscope.record.value import MAX_SAMPLES, SKETCH_SIZE
 
-__all__ = ["BLOCK_ELEMENTS", "BLOCK_ROWS", "Plan", "Segment", "contiguous_runs", "make_plan", "multiply_rows", "sum_width"]
+__all__ = [
+    "BLOCK_ELEMENTS",
+    "BLOCK_ROWS",
+    "Plan",
+    "Segment",
+    "contiguous_runs",
+    "make_plan",
+    "multiply_rows",
+    "sum_width",
+]
 
 BLOCK_ELEMENTS = 1 << 19
 """Elements looked at together: bounds every temporary to a few MB."""
 BLOCK_ROWS = 8192
-"""Rows of a block at most; OpenBLAS starts threads for dot products of more than 10,000 elements."""
+"""Rows of a block at most: OpenBLAS starts threads for dot products above 10,000."""
 MULTIPLY_ELEMENTS = 1 << 15
-"""Elements of one product with [inner, 8] factors: OpenBLAS starts threads above 2**18 multiplications.
+"""Elements of one product with 8 columns: OpenBLAS starts threads above 2**18 operations.
 
 Whoever trains with this process did not ask for threads of ours, and limiting OpenBLAS through its
 own calls would be process-wide. Batches of this size cost no measurable time.
@@ -110,11 +119,11 @@ class Plan:
     batch_factors: npt.NDArray[np.float64] | None
     """[samples, 8] factors of the batch dim, None where samples are not kept apart."""
     batch_rows: tuple[int, int, int] | None = None
-    """In a simple plan the rows as (before, samples, after) the batch dim; else samples are segments."""
+    """Rows of a simple plan as (before, samples, after); else samples are segments."""
     is_simple: bool = False
     """One segment, one block: the hot path."""
     is_per_sample: bool = False
-    """The rows of a simple plan are the samples, and nothing but the batch dim's factors weighs them."""
+    """The rows of a simple plan are the samples; only the batch dim's factors weigh them."""
 
     @property
     def held_bytes(self) -> int:
@@ -132,7 +141,10 @@ class _Piece:
 
 
 def make_plan(
-    shape: Sequence[int], ranges: Sequence[Ranges] | None, batch_dim: int | None, is_complex: bool = False
+    shape: Sequence[int],
+    ranges: Sequence[Ranges] | None,
+    batch_dim: int | None,
+    is_complex: bool = False,
 ) -> Plan:
     """Return the plan for local `shape` at global `ranges` (None: as if it began at index 0).
 
@@ -148,7 +160,9 @@ def make_plan(
         sizes, held, batch_dim = [1], [((0, 1),)], None
     if is_complex:
         sizes, held = [*sizes, 2], [*held, ((0, 2),)]
-    if batch_dim is not None and not (0 <= batch_dim < len(shape) and 0 < sizes[batch_dim] <= MAX_SAMPLES):
+    if batch_dim is not None and not (
+        0 <= batch_dim < len(shape) and 0 < sizes[batch_dim] <= MAX_SAMPLES
+    ):
         batch_dim = None
     count = int(np.prod(sizes, dtype=object))
     batch = None if batch_dim is None else factors(batch_dim, held[batch_dim]).T.astype(np.float64)
@@ -190,7 +204,7 @@ def sum_width(rows: int, inner: int) -> int:
 
 
 def _choose_inner(sizes: list[int], first: int) -> tuple[int, bool]:
-    """Return the first dim of the columns, and whether that dim has to be cut at multiples of RADIX."""
+    """Return the first dim of the columns, and whether that one is cut by RADIX."""
     inner, begin = 1, len(sizes)
     while begin > first and inner < _ENOUGH_INNER:
         size = sizes[begin - 1]
@@ -243,7 +257,9 @@ def _segment(
     outer = []
     for dim in range(begin):
         if dim == batch_dim:
-            outer.append(np.ones((SKETCH_SIZE, 1 if sample is not None else sizes[dim]), dtype=np.float32))
+            outer.append(
+                np.ones((SKETCH_SIZE, 1 if sample is not None else sizes[dim]), dtype=np.float32)
+            )
         else:
             outer.append(factors(dim, held[dim]))
     if piece.rows is not None:
@@ -278,7 +294,8 @@ def _batch_rows(sizes: list[int], batch_dim: int | None, rows: int) -> tuple[int
 def contiguous_runs(view: npt.NDArray[np.generic]) -> Iterator[npt.NDArray[np.generic]]:
     """Yield the elements of an array of any strides in row-major order, in flat contiguous pieces.
 
-    Pieces that had to be copied have at most BLOCK_ELEMENTS elements, and end at whole rows of a fold.
+    Pieces that had to be copied have at most BLOCK_ELEMENTS elements, and end at whole rows of a
+    fold.
     """
     if view.flags.c_contiguous:
         yield view.reshape(-1)

@@ -1,4 +1,4 @@
-"""Process groups and meshes of the job, read off torch's own tables: no collective, no store traffic."""
+"""Process groups and meshes of the job, read off torch's tables: no collective, no store."""
 
 from __future__ import annotations
 

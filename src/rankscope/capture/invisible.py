@@ -28,7 +28,7 @@ def invisible(*, keep_grad: bool = False) -> contextlib.AbstractContextManager[o
 
 @contextlib.contextmanager
 def invisible_operations() -> Iterator[None]:
-    """Run torch operations on detached values that no mode, hook, autocast or autograd takes part in."""
+    """Run torch operations in which no mode, hook, autocast or autograd takes part."""
     with contextlib.ExitStack() as stack:
         for guard in operation_guards():
             stack.enter_context(guard)

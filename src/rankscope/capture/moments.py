@@ -1,7 +1,7 @@
 """Counts, extrema, moments and projections of one block of values.
 
 Two ways to the same numbers. `measure` works in the block's own float32 or float64 at memory speed;
-row sums are combined in float64. It declines a block whose numbers that would not give exactly: NaN,
+row sums are combined in float64. It declines a block for which that is not exact enough: NaN,
 infinities, magnitudes whose squares leave the range of the type. `measure_carefully` takes those.
 """
 
@@ -22,7 +22,7 @@ _LARGE: Final = {4: 1e15, 8: 1e150}
 _SMALL: Final = {4: 1e-12, 8: 1e-150}
 _ONES: Final[dict[tuple[int, int], Floats]] = {}
 _CANCELLATION: Final = 0.25
-"""Below this share of the sum of squares, the squared deviations are summed around the mean instead."""
+"""Below this share of the sum of squares, squared deviations are summed around the mean."""
 _minimum = np.minimum.reduce
 _maximum = np.maximum.reduce
 _add = np.add.reduce
@@ -46,7 +46,7 @@ class Block(NamedTuple):
 
 
 class Flags:
-    """Booleans of one thread, searched as bytes: four times as fast as counting them where all are false."""
+    """Booleans of one thread, searched as bytes: finding none is faster than counting."""
 
     def __init__(self) -> None:
         self._held = bytearray(1 << 17)
@@ -89,7 +89,9 @@ def measure(flat: Floats, width: int, flags: Flags) -> Block | None:
         center = flat.dtype.type(mean)
         away = rows - center
         rest = float(_add(np.vecdot(away, ones), dtype=np.float64))
-        around = max(0.0, float(_add(np.vecdot(away, away), dtype=np.float64)) - rest * rest / count)
+        around = max(
+            0.0, float(_add(np.vecdot(away, away), dtype=np.float64)) - rest * rest / count
+        )
         mean = float(center) + rest / count
     return Block(count, 0, 0, 0, zero, low, high, mean, math.sqrt(around), math.sqrt(squares))
 
@@ -160,7 +162,7 @@ def _ones(width: int, dtype: np.dtype[np.floating]) -> Floats:
 
 @dataclass(slots=True)
 class Moments:
-    """Running combination of blocks (pairwise update of mean and deviations: Chan, Golub, LeVeque 1979).
+    """Running combination of blocks (pairwise update: Chan, Golub, LeVeque 1979).
 
     Roots are combined by hypot, so that nothing overflows before the result itself does.
     """

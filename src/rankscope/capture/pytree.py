@@ -2,8 +2,9 @@
 
 A single tensor is `output`, a tuple gives `output.0` and `output.1`, keys and nesting add dots
 (`input.cache.key`). Mappings, dataclasses, named tuples, Hugging Face's ModelOutput (a mapping) and
-every class registered as a torch pytree node are walked. Anything else is a leaf, and `describe_leaf`
-says what it is without calling a line of the user's code and without addresses, so that two runs agree.
+every class registered as a torch pytree node are walked. Anything else is a leaf, and
+`describe_leaf` says what it is without calling a line of the user's code and without addresses, so
+that two runs agree.
 """
 
 from __future__ import annotations
@@ -68,7 +69,9 @@ def _walk(slot: str, value: object, found: Leaves, path: list[int]) -> None:
 
 def _children(value: object) -> Leaves | None:
     """Return the named parts of a container, None for a leaf."""
-    if isinstance(value, (torch.Size, str, bytes, enum.Enum, type, types.ModuleType, torch.nn.Module)):
+    if isinstance(
+        value, (torch.Size, str, bytes, enum.Enum, type, types.ModuleType, torch.nn.Module)
+    ):
         return None
     try:
         if isinstance(value, (tuple, list)):
@@ -98,7 +101,7 @@ def _of_sequence(value: tuple[object, ...] | list[object]) -> Leaves | None:
 
 
 def _named(items: object) -> Leaves:
-    """Return items with slot names for keys; keys that read alike are told apart by their position."""
+    """Return items with slot names for keys; keys that read alike get their position."""
     named: Leaves = []
     used: set[str] = set()
     for key, child in items:  # type: ignore[attr-defined]  # pairs of any mapping

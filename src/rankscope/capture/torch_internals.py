@@ -1,4 +1,4 @@
-"""Every private name of torch that rankscope uses, in one place, each with what happens where it is missing.
+"""Every private name of torch that rankscope uses, each with what happens where it is missing.
 
 torch's own tracing tools live off the same names; they change between releases. Nothing here raises
 for a missing name: each function says what it then does.
@@ -56,12 +56,13 @@ is_compiling: Callable[[], bool] = torch.compiler.is_compiling
 disable_torch_function: Callable[[], contextlib.AbstractContextManager[object]] = getattr(
     _C, "DisableTorchFunction", contextlib.nullcontext
 )
-"""Context without `__torch_function__` of any subclass or mode; without the name modes see our reads."""
+"""Context without any `__torch_function__`; without the name modes see our reads."""
 
 _HIDDEN_KEYS = (
-    "Python", "PythonTLSSnapshot", "PythonDispatcher", "PreDispatch", "Functionalize", "FuncTorchDynamicLayerFrontMode",
-    "FuncTorchDynamicLayerBackMode", "FuncTorchBatched", "FuncTorchVmapMode", "FuncTorchGradWrapper",
-    "FuncTorchBatchedDecomposition", "AutocastCPU", "AutocastCUDA", "AutocastXPU", "AutocastMPS", "AutocastHPU",
+    "Python", "PythonTLSSnapshot", "PythonDispatcher", "PreDispatch", "Functionalize",
+    "FuncTorchDynamicLayerFrontMode", "FuncTorchDynamicLayerBackMode", "FuncTorchBatched",
+    "FuncTorchVmapMode", "FuncTorchGradWrapper", "FuncTorchBatchedDecomposition",
+    "AutocastCPU", "AutocastCUDA", "AutocastXPU", "AutocastMPS", "AutocastHPU",
     "AutocastIPU", "AutocastMTIA", "AutocastMAIA", "AutocastXLA", "AutocastPrivateUse1",
 )  # fmt: skip
 
@@ -82,7 +83,7 @@ _KEYS = _hidden_keys()
 
 
 def operation_guards() -> Iterable[contextlib.AbstractContextManager[object]]:
-    """Return fresh guards that take autograd, autocast, functorch and all Python modes out of torch operations.
+    """Return fresh guards that keep autograd, autocast, functorch and modes out.
 
     Where the names are missing, autograd alone is switched off.
     """
@@ -104,18 +105,20 @@ def _bits_by_key_set() -> Callable[[torch.Tensor], int] | None:
 
 
 dispatch_bits: Callable[[torch.Tensor], int] = _bits_by_key_set() or (lambda tensor: 0)
-"""Dispatch keys of a tensor as one number: a change of kind changes it; without the names always 0."""
+"""Dispatch keys of a tensor as one number: kinds differ in it; without the names always 0."""
 
 
 def is_functorch_wrapper(tensor: torch.Tensor) -> bool:
-    """True for the wrappers of torch.func transforms and functionalization, which have no memory of their own."""
+    """True for the wrappers of torch.func and functionalization: they have no memory."""
     wrapped = getattr(getattr(_C, "_functorch", None), "is_functorch_wrapped_tensor", None)
     functional = getattr(torch, "_is_functional_tensor", None)
-    return bool((wrapped is not None and wrapped(tensor)) or (functional is not None and functional(tensor)))
+    return bool(
+        (wrapped is not None and wrapped(tensor)) or (functional is not None and functional(tensor))
+    )
 
 
 def overrides_dispatch(kind: type) -> bool:
-    """True for tensor classes with a `__torch_dispatch__` of their own: their memory is not their value."""
+    """True for classes with a `__torch_dispatch__` of their own: memory is not value."""
     own = getattr(kind, "__torch_dispatch__", None)
     return getattr(own, "__func__", own) is not getattr(
         torch.Tensor.__torch_dispatch__, "__func__", torch.Tensor.__torch_dispatch__
@@ -123,7 +126,7 @@ def overrides_dispatch(kind: type) -> bool:
 
 
 def _loaded(module: str, name: str) -> type | None:
-    """Return a class of a module that somebody else has imported: without it no such object exists."""
+    """Return a class of a module somebody else imported: else no such object exists."""
     found = getattr(sys.modules.get(module), name, None)
     return found if isinstance(found, type) else None
 
@@ -141,13 +144,13 @@ def is_async_collective(kind: type) -> bool:
 
 
 def dtensor_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-    """Return the local tensor and the spec of a DTensor, past its properties (which go through modes)."""
+    """Return local tensor and spec of a DTensor, past its properties (modes see those)."""
     parts: Any = tensor
     return parts._local_tensor, parts._spec
 
 
 def placement_class(placement: object) -> str:
-    """Return "Shard", "_StridedShard", "Replicate" or "Partial" for exactly these classes, else ""."""
+    """Return the name of exactly the four classes of `_PLACEMENTS`, else ""."""
     kind = type(placement)
     if getattr(sys.modules.get(kind.__module__), kind.__name__, None) is not kind:
         return ""
@@ -181,7 +184,7 @@ def mesh_ranks(mesh: Any) -> tuple[int, ...]:
 
 
 def default_groups() -> list[tuple[object, str, Sequence[int], str]]:
-    """Return (group, name, global ranks in group order, backend) of every process group this rank is in.
+    """Return (group, name, global ranks in group order, backend) of this rank's groups.
 
     Without torch's own table there is nothing to list, and the list is empty.
     """
@@ -210,7 +213,7 @@ def default_store() -> Any:
 
 
 def registered_children(value: object) -> list[tuple[str, object]] | None:
-    """Return the named children of an instance of a class registered as a torch pytree node, else None.
+    """Return the named children of an instance of a registered pytree node, else None.
 
     Runs the class's own flatten function. Without torch's table nothing is registered.
     """

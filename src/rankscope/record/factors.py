@@ -5,14 +5,15 @@ The sketch of a tensor x is, for every projection k of 8,
     s_k(x) = sum over all elements of x[i_0, i_1, ...] * r(k, 0, i_0) * r(k, 1, i_1) * ...
 
 where r(k, d, i) depends only on the projection, the tensor dim and the *global* index, so pieces of
-a tensor held by different ranks add up to the sketch of the whole. Along one dim the factor is split
-once more, so that a dim of millions of elements needs no table of that size:
+a tensor held by different ranks add up to the sketch of the whole. Along one dim the factor is
+split once more, so that a dim of millions of elements needs no table of that size:
 
     r(k, d, i) = low(k, d, i mod 512) * high(k, d, i div 512)         high(k, d, 0) = 1
 
 All variables are independent with mean 0 and variance 1, hence products over different indices are
 uncorrelated and E[(s_k(a) - s_k(b))**2] = |a - b|**2. The first four projections are ±1, the others
-uniform on ±sqrt(3): products of signs alone cannot see one row swap in 256, the continuous half can.
+uniform on ±sqrt(3): products of signs alone cannot see one row swap in 256, the continuous half
+can.
 
 The values come from a counter-based generator (a keyed 64-bit mixer of the SplitMix family, Steele,
 Lea and Flood 2014, with constants of our own), so they are the same on every rank, machine and
@@ -46,7 +47,7 @@ _CACHE_BYTES: Final = 32 << 20
 
 
 class ArrayCache:
-    """Least-recently-used store of arrays, bounded by their bytes. Safe to use from several threads."""
+    """Least-recently-used store of arrays, bounded by their bytes; safe between threads."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
