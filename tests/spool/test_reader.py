@@ -136,7 +136,10 @@ def test_a_segment_that_is_a_link_is_not_followed(tmp_path):
     path = segment_path(tmp_path / "s", 0)
     os.rename(path, tmp_path / "elsewhere")
     path.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(SpoolError, match="cannot be opened"), StreamReader(tmp_path / "s") as reader:
+    with (
+        pytest.raises(SpoolError, match="cannot be opened"),
+        StreamReader(tmp_path / "s") as reader,
+    ):
         reader.read_from(0, 100)
 
 

@@ -14,7 +14,15 @@ from rankscope.spool.cells import (
 )
 from rankscope.spool.records import ending, open_replica, records
 from rankscope.spool.writer import SpoolWriter
-from tests.spool.streams import SMALL, enter, rank_definition, samples, stream_bytes, value, write_some
+from tests.spool.streams import (
+    SMALL,
+    enter,
+    rank_definition,
+    samples,
+    stream_bytes,
+    value,
+    write_some,
+)
 
 
 def test_every_record_comes_back_in_order_with_its_fields(tmp_path):

@@ -13,7 +13,6 @@ no room are owed, and written before the next record that could name them.
 from __future__ import annotations
 
 import os
-import struct
 import sys
 import time
 import weakref
@@ -31,7 +30,6 @@ from rankscope.spool.cells import (
     DEFINITION_LENGTH,
     END,
     END_REASONS,
-    FIRST,
     GAP,
     MAX_RECORD_CELLS,
     PAYLOAD_BYTES,
@@ -40,6 +38,17 @@ from rankscope.spool.cells import (
     StepEvent,
 )
 from rankscope.spool.lock import StreamLock
+from rankscope.spool.packing import (
+    CLOSED,
+    FOUR,
+    QUAD,
+    SINGLE,
+    Closed,
+    pack_cell,
+    put,
+    put_four,
+    whole_record,
+)
 from rankscope.spool.segment import Segment, segment_indexes
 
 __all__ = ["DEFAULT_SEGMENT_BYTES", "MINIMUM_LIMIT_BYTES", "SpoolWriter"]
@@ -52,49 +61,14 @@ _OWED_BYTES: Final = 64 << 20
 _WAIT_S: Final = 1.0
 """How long a thread waits for another one's write before it looks whether that one still writes."""
 
-_CELL: Final = struct.Struct("<I4s56s")
-_HEAD: Final = struct.Struct("<BBH")
-_QUAD: Final = struct.Struct("<56s56s56s56s")
-_pack_cell = _CELL.pack_into
-_pack_three = struct.Struct("<I4s56sI4s56sI4s56s").pack_into
-
 _Token = tuple[int]
 _Gap = list[int]
 """first step, last step, records, bytes: mutable because it grows while steps are dropped."""
 
 
-def _head(kind: int, count: int, number: int) -> tuple[bytes, int]:
-    """Return the header of cell `number` of `count` without its crc, and the crc of that header."""
-    head = _HEAD.pack(kind, FIRST if number == 0 else 0, count - 1 - number)
-    return head, crc32(head)
-
-
-_SLOW: Final = (RecordKind.STEP, RecordKind.GAP, RecordKind.END, RecordKind.FILLER)
 _RESERVED: Final = (RecordKind.DEFINITION, RecordKind.GAP, RecordKind.END)
 """May use the part of the last segment that data may not."""
-_SINGLE: Final = tuple(
-    None if kind == 0 or kind in _SLOW else _head(kind, 1, 0) for kind in range(max(RecordKind) + 1)
-)
-_FOUR: Final = tuple(
-    tuple(_head(kind, 4, number) for number in range(4)) for kind in range(max(RecordKind) + 1)
-)
-_HEADS: Final[dict[tuple[int, int], list[tuple[bytes, int]]]] = {}
-"""(kind, cells) to the headers of such a record, for the record sizes seen most."""
-_HEADS_KEPT: Final = 256
-
 _writers: weakref.WeakSet[SpoolWriter] = weakref.WeakSet()
-
-
-class _Closed:
-    """Stands for the segment once there is none: every write goes the slow way and is refused."""
-
-    at = 0
-    data_end = 0
-    end = 0
-    map = bytearray()
-
-
-_CLOSED: Final = _Closed()
 
 
 class SpoolWriter:
@@ -139,12 +113,13 @@ class SpoolWriter:
         self._owed_bytes = 0
         self._step, self._mode = 0, 0
         self._is_dropping = False
-        self._records = 0
+        self._records: dict[int, int] = {}
+        """Records of each segment left behind: by its number, so that nothing is counted twice."""
         self._dropped = 0
         self._kept: list[Segment] = []
         self.trouble = ""
         """Why the last segment could not be made, empty when there was no trouble."""
-        self._segment: Segment | _Closed = _CLOSED
+        self._segment: Segment | Closed = CLOSED
         self._lock = _claim(folder)
         try:
             self._segment = self._first_segment()
@@ -176,7 +151,7 @@ class SpoolWriter:
     @property
     def is_closed(self) -> bool:
         """True after `close`, and in a forked child."""
-        return self._segment is _CLOSED
+        return self._segment is CLOSED
 
     @property
     def committed_bytes(self) -> int:
@@ -202,18 +177,18 @@ class SpoolWriter:
         segment = self._segment
         at = segment.at
         size = len(payload)
-        single = _SINGLE[kind]
+        single = SINGLE[kind]
         if size <= PAYLOAD_BYTES and at < segment.data_end and single is not None:
             if size < PAYLOAD_BYTES:
                 payload = payload.ljust(PAYLOAD_BYTES, b"\0")
-            _pack_cell(segment.map, at, crc32(payload, single[1]), single[0], payload)
+            pack_cell(segment.map, at, crc32(payload, single[1]), single[0], payload)
             segment.at = at + CELL_BYTES
             written = True
-        elif size == _QUAD.size and at + 4 * CELL_BYTES <= segment.data_end:
-            _put_four(segment, at, _FOUR[kind], payload)
+        elif size == QUAD.size and at + 4 * CELL_BYTES <= segment.data_end:
+            put_four(segment, at, FOUR[kind], payload)
             written = True
         elif size > PAYLOAD_BYTES and at + size + size // 7 + CELL_BYTES < segment.data_end:
-            _put(segment, kind, payload)
+            put(segment, kind, payload)
             written = True
         else:
             written = self._write_slowly(kind, payload)
@@ -237,16 +212,14 @@ class SpoolWriter:
         segment = self._segment
         if isinstance(segment, Segment):
             self._settle(must_fit=True)
-            self._records += segment.count_records() if segment is self._segment else 0
-            latest = self._segment
-            if isinstance(latest, Segment) and latest is not segment:
-                self._records += latest.count_records()
+            self._count_records()
+            committed = sum(self._records.values())
             code = END_REASONS.index(reason) if reason in END_REASONS else 0
             self._put_reserved(
                 RecordKind.END,
-                END.pack(time.monotonic_ns(), self._records, self._dropped, note, code),
+                END.pack(time.monotonic_ns(), committed, self._dropped, note, code),
             )
-            last, self._segment = self._segment, _CLOSED
+            last, self._segment = self._segment, CLOSED
             if isinstance(last, Segment):
                 last.unmap()
             _writers.discard(self)
@@ -267,17 +240,27 @@ class SpoolWriter:
                 frame = sys._getframe(2) if is_mine else sys._current_frames().get(owner[0])
                 if _is_writing(frame):
                     return False
-                if self._thieves.setdefault(id(owner), (owner, token))[1] is token:
-                    self._holder[0] = token
-                    self._repair()
+                if self._take_over(owner, token):
                     return True
                 deadline = time.monotonic() + _WAIT_S
             time.sleep(0)
 
+    def _take_over(self, owner: _Token, token: _Token) -> bool:
+        """Replace a stale token; of several threads that try, one does."""
+        thief = self._thieves.setdefault(id(owner), (owner, token))[1]
+        is_mine = thief[0] == token[0]  # an earlier attempt of this thread was interrupted
+        if not is_mine and _is_writing(sys._current_frames().get(thief[0])):
+            return False
+        if self._holder.get(0) is not owner:
+            return False
+        self._holder[0] = token
+        self._repair()
+        return True
+
     def _repair(self) -> None:
         """Take over after a write left half done by an exception: step over its record if whole."""
         segment = self._segment
-        cells = _whole_record(segment)
+        cells = whole_record(segment)
         if cells:
             segment.at += cells * CELL_BYTES
         elif isinstance(segment, Segment):
@@ -302,7 +285,7 @@ class SpoolWriter:
         if not self._is_dropping and self._owed:
             self._settle()
         if not self._is_dropping and self._make_room(cells, is_reserved=kind in _RESERVED):
-            _put(self._segment, kind, payload)
+            put(self._segment, kind, payload)
             return True
         self._start_dropping()
         self._count_drop(len(payload))
@@ -311,7 +294,7 @@ class SpoolWriter:
     def _write_definition(self, payload: bytes) -> bool:
         cells = max(1, -(-len(payload) // PAYLOAD_BYTES))
         if not self._owed and self._make_room(cells, is_reserved=True):
-            _put(self._segment, RecordKind.DEFINITION, payload)
+            put(self._segment, RecordKind.DEFINITION, payload)
             return True
         if self._owed_bytes + len(payload) > _OWED_BYTES:
             del self._holder[0]
@@ -367,7 +350,7 @@ class SpoolWriter:
         cells = max(1, -(-len(payload) // PAYLOAD_BYTES))
         if not self._make_room(cells, is_reserved=True):
             return False
-        _put(self._segment, kind, payload)
+        put(self._segment, kind, payload)
         return True
 
     def _start_dropping(self) -> None:
@@ -434,88 +417,38 @@ class SpoolWriter:
         except OSError as error:
             self.trouble = f"{self._folder}: no new segment: {error.strerror}"
             return False
-        self._records += old.count_records()
+        self._count_records()
         rest = (old.end - old.at) // CELL_BYTES
         if rest:
-            _put(old, RecordKind.FILLER, bytes(rest * PAYLOAD_BYTES))
-        self._kept.append(new)
+            put(old, RecordKind.FILLER, bytes(rest * PAYLOAD_BYTES))
+        self._kept = [*(kept for kept in self._kept if kept.index != new.index), new]
         self._segment = new
         if not self._is_dropping:
             self._refresh_data_end()
         old.unmap()
-        self._hand_over(old)
+        self._hand_over()
         return True
 
-    def _hand_over(self, old: Segment) -> None:
+    def _hand_over(self) -> None:
+        """Retire every full segment still here: the last time may have been interrupted."""
         if self._retire is None:
             return
-        try:
-            self._retire(old.path, old.index * self._segment_bytes)
-        except OSError as error:
-            self.trouble = f"{old.path}: cannot be moved away: {error.strerror}"
+        for full in self._kept[:-1]:
+            try:
+                if full.exists():
+                    self._retire(full.path, full.index * self._segment_bytes)
+            except OSError as error:
+                self.trouble = f"{full.path}: cannot be moved away: {error.strerror}"
+
+    def _count_records(self) -> None:
+        segment = self._segment
+        if isinstance(segment, Segment):
+            self._records[segment.index] = segment.count_records()
 
     def _forget_in_child(self) -> None:
         """A forked child has no part in its parent's stream."""
-        self._segment = _CLOSED
+        self._segment = CLOSED
         self._holder = {}
-
-
-def _put_four(
-    segment: Segment | _Closed, at: int, heads: tuple[tuple[bytes, int], ...], payload: bytes
-) -> None:
-    """What `_put` does, for the record with a whole digest: unrolled, it is the second hottest."""
-    first, second, third, fourth = _QUAD.unpack(payload)
-    (head0, crc0), (head1, crc1), (head2, crc2), (head3, crc3) = heads
-    mapped = segment.map
-    _pack_three(
-        mapped,
-        at + CELL_BYTES,
-        crc32(second, crc1), head1, second,
-        crc32(third, crc2), head2, third,
-        crc32(fourth, crc3), head3, fourth,
-    )  # fmt: skip
-    _pack_cell(mapped, at, crc32(first, crc0), head0, first)
-    segment.at = at + 4 * CELL_BYTES
-
-
-def _put(segment: Segment | _Closed, kind: int, payload: bytes) -> None:
-    """Write a record that fits: its following cells, then its first one; then move the end."""
-    count = -(-len(payload) // PAYLOAD_BYTES) or 1
-    heads = _HEADS.get((kind, count))
-    if heads is None:
-        heads = [_head(kind, count, number) for number in range(count)]
-        if count <= 64 and len(_HEADS) < _HEADS_KEPT:
-            _HEADS[kind, count] = heads
-    mapped, start = segment.map, segment.at
-    if len(payload) < count * PAYLOAD_BYTES:
-        payload = payload.ljust(count * PAYLOAD_BYTES, b"\0")
-    at, cut = start + CELL_BYTES, PAYLOAD_BYTES
-    for head, crc in heads[1:]:
-        part = payload[cut : cut + PAYLOAD_BYTES]
-        _pack_cell(mapped, at, crc32(part, crc), head, part)
-        at += CELL_BYTES
-        cut += PAYLOAD_BYTES
-    head, crc = heads[0]
-    part = payload[:PAYLOAD_BYTES]
-    _pack_cell(mapped, start, crc32(part, crc), head, part)
-    segment.at = at
-
-
-def _whole_record(segment: Segment | _Closed) -> int:
-    """Cells of the record that lies whole at the committed end, 0 where none does."""
-    at, mapped = segment.at, segment.map
-    if at >= segment.end:
-        return 0
-    stored, head, _ = _CELL.unpack_from(mapped, at)
-    kind, flags, left = _HEAD.unpack(head)
-    if kind == 0 or flags != FIRST or at + (left + 1) * CELL_BYTES > segment.end:
-        return 0
-    for number in range(left + 1):
-        stored, head, payload = _CELL.unpack_from(mapped, at + number * CELL_BYTES)
-        expected, crc = _head(kind, left + 1, number)
-        if head != expected or stored != crc32(payload, crc):
-            return 0
-    return int(left) + 1
 
 
 def _is_writing(frame: FrameType | None) -> bool:
