@@ -1,0 +1,135 @@
+"""Hosts, ranks, relays and collectors as real processes, for the tests of gathering."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from rankscope.record.run import StreamId
+from rankscope.spool.companions import (
+    collector_command,
+    companion_environment,
+    ipc_address,
+    relay_command,
+)
+from rankscope.spool.folder import (
+    SHARED,
+    RunHeader,
+    host_run_folder,
+    run_key,
+    spool_base,
+    stream_folder,
+    write_run_header,
+)
+
+RANK = """
+import sys, time
+from pathlib import Path
+import msgpack
+from rankscope.record.run import EndReason
+from rankscope.spool.cells import RecordKind, StepEvent
+from rankscope.spool.writer import SpoolWriter
+from tests.spool.streams import enter, rank_definition, samples, step, value
+folder, rank, count, pause, limit = Path(sys.argv[1]), *map(int, sys.argv[2:6])
+writer = SpoolWriter(folder, limit_bytes=limit)
+writer.define(rank_definition(rank))
+number = 0
+for batch in range(count):
+    writer.write(RecordKind.STEP, step(batch, StepEvent.BEGIN))
+    for _ in range(100):
+        number += 1
+        writer.write(RecordKind.ENTER, enter(number))
+        writer.write(RecordKind.VALUE, value(number))
+        if number % 7 == 0:
+            writer.write(RecordKind.SAMPLES, samples(number, number % 9))
+    writer.write(RecordKind.STEP, step(batch, StepEvent.END))
+    time.sleep(pause / 1000)
+if len(sys.argv) > 6:
+    print("written", flush=True)
+    time.sleep(600)
+writer.close(EndReason.EXIT)
+"""
+
+
+class Host:
+    """One host of a job: its run folder, and the processes on it."""
+
+    def __init__(self, base: Path, out: Path, *, address: str = "", world_size: int = 2) -> None:
+        self.out = out
+        self.folder = host_run_folder(spool_base(base), run_key("test"))
+        self.world_size = world_size
+        self.address = address or ipc_address(self.folder)
+        self.processes: list[subprocess.Popen[str]] = []
+        header = RunHeader(
+            run_id="test", out=out, collector=self.address, world_size=world_size
+        )
+        write_run_header(self.folder, header)
+
+    def relay(self) -> subprocess.Popen[str]:
+        return self._start(relay_command(self.folder), "relay")
+
+    def collector(self, **options: object) -> subprocess.Popen[str]:
+        bind = [] if self.address == SHARED else [self.address]
+        options = {"keep_spool": True, "drain_seconds": 2.0, "world_size": self.world_size, **options}
+        return self._start(
+            collector_command(self.out, bind=options.pop("bind", bind), **options), "collector"
+        )
+
+    def rank(
+        self,
+        rank: int,
+        *,
+        batches: int = 20,
+        pause_ms: int = 0,
+        incarnation: int = 0,
+        limit_bytes: int = 64 << 20,
+        hangs: bool = False,
+    ) -> subprocess.Popen[str]:
+        folder = stream_folder(self.folder, StreamId(rank=rank, incarnation=incarnation))
+        numbers = [str(number) for number in (rank, batches, pause_ms, limit_bytes)]
+        command = [sys.executable, "-c", RANK, str(folder), *numbers]
+        process = subprocess.Popen(
+            [*command, *(["hang"] if hangs else [])],
+            env=environment(),
+            stdout=subprocess.PIPE if hangs else None,
+            text=True,
+        )
+        self.processes.append(process)
+        return process
+
+    def log(self, name: str) -> str:
+        path = self.folder.parent / f"{name}.log"
+        return path.read_text() if path.exists() else ""
+
+    def stop(self) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+            if process.stdout:
+                process.stdout.close()
+
+    def _start(self, command: list[str], name: str) -> subprocess.Popen[str]:
+        with (self.folder.parent / f"{name}.log").open("a") as log:
+            process = subprocess.Popen(command, env=environment(), stderr=log, text=True)
+        self.processes.append(process)
+        return process
+
+
+def environment() -> dict[str, str]:
+    kept = companion_environment(os.environ)
+    return {**kept, "PYTHONPATH": os.pathsep.join([os.getcwd(), *sys.path])}
+
+
+def wait_until(is_true: Callable[[], object], seconds: float = 20.0) -> bool:
+    """Poll until something holds; False where it never did."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if is_true():
+            return True
+        time.sleep(0.02)
+    return False

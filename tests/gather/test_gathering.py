@@ -1,0 +1,213 @@
+"""Whole jobs of real processes, killed at random: replicas are the streams, byte for byte."""
+
+import json
+import random
+import signal
+import time
+
+import pytest
+
+from rankscope.gather.replica import read_end, replica_path
+from rankscope.record.run import EndReason, StreamId
+from rankscope.spool.cells import RecordKind
+from rankscope.spool.folder import SHARED, mark_job_over
+from rankscope.spool.reader import valid_prefix
+from rankscope.spool.records import open_replica
+from tests.gather.jobs import wait_until
+from tests.spool.test_interruption import numbers_in
+
+
+def stream(rank, incarnation=0):
+    return StreamId(rank=rank, incarnation=incarnation)
+
+
+def assert_replica_is_whole(out, rank, batches, incarnation=0):
+    """Every record once and in order, the end marker agreeing with the bytes."""
+    path = replica_path(out, stream(rank, incarnation))
+    size = path.stat().st_size
+    assert valid_prefix(path) == size
+    found = open_replica(path)
+    _, values, _ = found.values()
+    assert values["sequence"].tolist() == list(range(1, batches * 100 + 1))
+    assert found.definitions().found[0]["rank"] == rank
+    end = read_end(out, stream(rank, incarnation))
+    assert end is not None
+    assert (end.committed, end.end, end.dropped) == (size, EndReason.EXIT, 0)
+
+
+def test_a_job_ends_with_its_tree_in_place_and_an_empty_spool(hosts):
+    host = hosts()
+    collector, relay = host.collector(), host.relay()
+    ranks = [host.rank(rank) for rank in range(2)]
+    assert [rank.wait(30) for rank in ranks] == [0, 0]
+    assert (collector.wait(30), relay.wait(30)) == (0, 0), host.log("collector")
+    assert (host.out / "trace.json").exists()
+    for rank in range(2):
+        assert_replica_is_whole(host.out, rank, 20)
+    assert not host.folder.exists()
+    assert not (host.out / "collector.json").exists()
+    assert host.out.stat().st_mode & 0o777 == 0o700
+
+
+def test_companions_started_after_the_ranks_ended_find_everything(hosts):
+    host = hosts()
+    ranks = [host.rank(rank) for rank in range(2)]
+    assert [rank.wait(30) for rank in ranks] == [0, 0]
+    relay, collector = host.relay(), host.collector()
+    assert (collector.wait(30), relay.wait(30)) == (0, 0)
+    for rank in range(2):
+        assert_replica_is_whole(host.out, rank, 20)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_relay_and_collector_killed_at_random_lose_and_double_nothing(hosts, seed):
+    chosen = random.Random(seed)
+    host = hosts()
+    companions = {"collector": host.collector(), "relay": host.relay()}
+    ranks = [host.rank(rank, batches=60, pause_ms=20) for rank in range(2)]
+    wait_until(lambda: replica_path(host.out, stream(0)).exists())
+    for _ in range(5):
+        time.sleep(chosen.uniform(0.05, 0.3))
+        name = chosen.choice(["collector", "relay"])
+        if companions[name].poll() is None and any(rank.poll() is None for rank in ranks):
+            companions[name].kill()
+            companions[name].wait()
+            companions[name] = getattr(host, name)()
+    assert [rank.wait(30) for rank in ranks] == [0, 0]
+    assert companions["collector"].wait(30) == 0, host.log("collector")
+    assert companions["relay"].wait(30) == 0, host.log("relay")
+    for rank in range(2):
+        assert_replica_is_whole(host.out, rank, 60)
+
+
+def test_a_killed_rank_keeps_what_it_committed_and_is_called_lost(hosts):
+    host = hosts()
+    collector, relay = host.collector(drain_seconds=30.0), host.relay()
+    well, killed = host.rank(0), host.rank(1, hangs=True)
+    assert killed.stdout.readline() == "written\n"
+    killed.kill()
+    assert well.wait(30) == 0
+    assert wait_until(lambda: read_end(host.out, stream(1)))
+    assert collector.poll() is None  # a further incarnation may come
+    mark_job_over(host.folder)
+    assert (collector.wait(30), relay.wait(30)) == (0, 0)
+    end = read_end(host.out, stream(1))
+    path = replica_path(host.out, stream(1))
+    assert (end.end, end.committed) == (EndReason.LOST, path.stat().st_size)
+    numbers = numbers_in(path.read_bytes())
+    assert sorted(set(numbers)) == list(range(1, 2001))
+    document = json.loads((host.out / "trace.json").read_text())
+    assert json.dumps(document).count("lost")
+
+
+def test_a_rank_that_comes_back_in_its_next_incarnation_completes_the_run(hosts):
+    host = hosts()
+    collector, relay = host.collector(drain_seconds=30.0), host.relay()
+    first = host.rank(1, hangs=True)
+    assert first.stdout.readline() == "written\n"
+    first.kill()
+    assert host.rank(0).wait(30) == 0
+    assert wait_until(lambda: read_end(host.out, stream(1)))
+    assert host.rank(1, incarnation=1).wait(30) == 0
+    assert (collector.wait(30), relay.wait(30)) == (0, 0)
+    assert_replica_is_whole(host.out, 1, 20, incarnation=1)
+    assert read_end(host.out, stream(1)).end is EndReason.LOST
+
+
+def test_ranks_that_never_came_are_waited_for_no_longer_than_the_drain_time(hosts):
+    host = hosts(world_size=3)
+    collector, relay = host.collector(drain_seconds=1.0), host.relay()
+    assert host.rank(0).wait(30) == 0
+    assert (collector.wait(30), relay.wait(30)) == (0, 0)
+    assert (host.out / "trace.json").exists()
+
+
+def test_when_relays_vanish_for_good_the_tree_is_built_from_what_arrived(hosts):
+    host = hosts()
+    collector, relay = host.collector(drain_seconds=1.0), host.relay()
+    rank = host.rank(0, hangs=True)
+    assert rank.stdout.readline() == "written\n"
+    wait_until(lambda: replica_path(host.out, stream(0)).exists())
+    time.sleep(0.5)
+    relay.kill()
+    assert collector.wait(30) == 0
+    assert (host.out / "trace.json").exists()
+
+
+def test_a_collector_asked_to_stop_finishes_with_what_is_there(hosts):
+    host = hosts()
+    collector, relay = host.collector(), host.relay()
+    rank = host.rank(0, hangs=True)
+    assert rank.stdout.readline() == "written\n"
+    assert wait_until(lambda: replica_path(host.out, stream(0)).exists())
+    collector.send_signal(signal.SIGINT)  # the terminal's Ctrl-C is for the ranks
+    time.sleep(0.2)
+    assert collector.poll() is None
+    collector.send_signal(signal.SIGTERM)
+    assert collector.wait(30) == 0
+    assert (host.out / "trace.json").exists()
+    assert relay.wait(30) == 0
+    assert host.folder.exists()  # the rank still writes: its spool stays
+
+
+def test_a_spool_smaller_than_the_run_is_freed_while_it_is_shipped(hosts):
+    host = hosts(world_size=1)
+    collector, relay = host.collector(), host.relay()
+    assert host.rank(0, batches=100, pause_ms=20, limit_bytes=2 << 20).wait(60) == 0
+    assert (collector.wait(30), relay.wait(30)) == (0, 0)
+    path = replica_path(host.out, stream(0))
+    assert path.stat().st_size > 3 << 20
+    found = open_replica(path)
+    assert found.committed_bytes == path.stat().st_size
+    if not len(found.columns(RecordKind.GAP)[1]):
+        assert_replica_is_whole(host.out, 0, 100)
+
+
+def test_two_hosts_ship_over_loopback_to_one_collector(hosts):
+    head = hosts("head", address="tcp://127.0.0.1:47391")
+    other = hosts("other", address="tcp://127.0.0.1:47391")
+    collector = head.collector()
+    relays = [head.relay(), other.relay()]
+    ranks = [head.rank(0), other.rank(1)]
+    assert [rank.wait(30) for rank in ranks] == [0, 0]
+    assert [collector.wait(30), *(relay.wait(30) for relay in relays)] == [0, 0, 0]
+    for rank in range(2):
+        assert_replica_is_whole(head.out, rank, 20)
+
+
+def test_in_a_shared_folder_each_relay_writes_and_the_collector_only_finishes(hosts):
+    head, other = hosts("head", address=SHARED), hosts("other", address=SHARED)
+    collector = head.collector()
+    relays = [head.relay(), other.relay()]
+    ranks = [head.rank(0, batches=40, pause_ms=10), other.rank(1, batches=40, pause_ms=10)]
+    time.sleep(0.4)
+    relays[1].kill()
+    relays[1].wait()
+    relays[1] = other.relay()
+    assert [rank.wait(30) for rank in ranks] == [0, 0]
+    assert [collector.wait(30), *(relay.wait(30) for relay in relays)] == [0, 0, 0]
+    for rank in range(2):
+        assert_replica_is_whole(head.out, rank, 40)
+
+
+def test_a_second_collector_on_a_folder_and_a_second_relay_are_refused(hosts):
+    host = hosts()
+    first = host.collector()
+    assert wait_until(lambda: (host.out / "collector.json").exists())
+    assert host.collector().wait(20) == 2
+    assert "another collector is at work there" in host.log("collector")
+    published = json.loads((host.out / "collector.json").read_text())
+    assert published["address"] == host.address
+    assert published["pid"] == first.pid
+    host.relay()
+    assert wait_until(lambda: "relaying to" in host.log("relay"))
+    assert host.relay().wait(20) == 2
+    assert "another relay is at work there" in host.log("relay")
+
+
+def test_an_address_others_can_reach_is_refused_with_the_two_ways_out(hosts):
+    host = hosts()
+    assert host.collector(bind=["tcp://0.0.0.0:0"]).wait(20) == 2
+    log = host.log("collector")
+    assert "--rs-keys" in log
+    assert "--rs-collector shared" in log
