@@ -13,7 +13,7 @@ from pathlib import Path
 from torch import nn
 
 from rankscope.agent.arming import arm, close, current_session
-from rankscope.agent.guard import say
+from rankscope.agent.guard import Guard, say
 from rankscope.agent.joining import define_rank, who_am_i
 from rankscope.agent.recorder import Recorder
 from rankscope.agent.session import Opened, Session
@@ -105,16 +105,21 @@ class _Block:
 
     def finish(self) -> None:
         """Close the spool and build the tree; a failure is said, and the records stay where they are."""
+        Guard(self._say_unfinished).hook(self._finish)()
+
+    def _finish(self) -> None:
         from rankscope.tree.assemble import build
 
         self._session.close(EndReason.CLOSED)
-        try:
-            self._take_rest()
-            build(self.out, keep_spool=self._keep_spool)
-        except (RankscopeError, OSError) as error:
-            say(f"the tree could not be built ({error}); the records are in {self._run_folder} and {self.out}")
-            return
+        self._take_rest()
+        build(self.out, keep_spool=self._keep_spool)
         shutil.rmtree(self._run_folder, ignore_errors=True)
+
+    def _say_unfinished(self, error: Exception) -> None:
+        say(
+            f"the tree could not be built ({type(error).__name__}: {error}); the records are kept: "
+            f"rankscope recover {self._run_folder} {self.out} --out {self.out}-recovered"
+        )
 
     def _take_rest(self) -> None:
         """Append what the last segments hold, and mark the stream as ended."""

@@ -96,11 +96,20 @@ class Tracer:
             self._inputs_at_global_hook(frame, module, args)
 
     def own_input_hook(
-        self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+        self,
+        module: nn.Module,
+        args: tuple[object, ...],
+        kwargs: dict[str, object] | None = None,
     ) -> None:
-        """Instance pre-hook behind a module's own pre-hooks: its inputs as `forward` receives them."""
+        """Instance pre-hook behind a module's own pre-hooks: its inputs as `forward` receives them.
+
+        torch hands it no kwargs where it was taken off (and put on again) by the step that began with
+        this very call.
+        """
         frames = self._stacks.frames
-        if frames and frames[-1].module is module and frames[-1].is_recorded:
+        if frames and frames[-1].module is module and frames[-1].is_recorded and self._values.is_on:
+            if kwargs is None:
+                kwargs = _keyword_arguments() or {}
             self._read_inputs(frames[-1], args, kwargs)
 
     def after_forward(self, module: nn.Module, args: tuple[object, ...], *rest: object) -> None:
