@@ -48,21 +48,59 @@ def cells_of(kind: RecordKind, payload: bytes) -> np.ndarray:
 def rank_cells(rank: int, ranks: int, modules: int, values: int) -> np.ndarray:
     """One traced forward of a flat model of `modules` modules, `values` sharded values each."""
     parts = [
-        definition(id=1, kind="rank", format=1, run_id="perf", rank=rank, world_size=ranks, local_rank=rank % 8,
-                   local_world_size=8, incarnation=0, host=f"h{rank // 8}", pid=1, wall_ns=10**18, monotonic_ns=0),
+        definition(
+            id=1,
+            kind="rank",
+            format=1,
+            run_id="perf",
+            rank=rank,
+            world_size=ranks,
+            local_rank=rank % 8,
+            local_world_size=8,
+            incarnation=0,
+            host=f"h{rank // 8}",
+            pid=1,
+            wall_ns=10**18,
+            monotonic_ns=0,
+        ),
         definition(id=2, kind="root", **{"class": "Model"}, parameters=10**9, has_parameters=True),
-        definition(id=3, kind="mesh", axes=["dp", "tp"], shape=[ranks // 8, 8], ranks=list(range(ranks)), device="cuda"),
-        definition(id=4, kind="meta", dtype="bfloat16", device="cuda:0", shape=[4, 64, 512], global_shape=[4, 64, 4096],
-                   source="dtensor", mesh=3, placements=["Replicate()", "Shard(2)"], note=None, requires_grad=True,
-                   ranges=[[[0, 4]], [[0, 64]], [[rank % 8 * 512, rank % 8 * 512 + 512]]]),
+        definition(
+            id=3,
+            kind="mesh",
+            axes=["dp", "tp"],
+            shape=[ranks // 8, 8],
+            ranks=list(range(ranks)),
+            device="cuda",
+        ),
+        definition(
+            id=4,
+            kind="meta",
+            dtype="bfloat16",
+            device="cuda:0",
+            shape=[4, 64, 512],
+            global_shape=[4, 64, 4096],
+            source="dtensor",
+            mesh=3,
+            placements=["Replicate()", "Shard(2)"],
+            note=None,
+            requires_grad=True,
+            ranges=[[[0, 4]], [[0, 64]], [[rank % 8 * 512, rank % 8 * 512 + 512]]],
+        ),
         *(definition(id=5 + i, kind="slot", name=f"output.{i}") for i in range(values)),
         *(
-            definition(id=5 + values + m, kind="module", root=2, path="" if m == 0 else f"layers.{m // 20}.part{m}",
-                       raw_path="" if m == 0 else f"layers.{m // 20}.part{m}", **{"class": "Linear"}, wrappers=[],
-                       opaque=False)
+            definition(
+                id=5 + values + m,
+                kind="module",
+                root=2,
+                path="" if m == 0 else f"layers.{m // 20}.part{m}",
+                raw_path="" if m == 0 else f"layers.{m // 20}.part{m}",
+                **{"class": "Linear"},
+                wrappers=[],
+                opaque=False,
+            )
             for m in range(modules)
         ),
-    ]  # fmt: skip
+    ]
     made = [cells_of(RecordKind.DEFINITION, part) for part in parts]
     enters = np.zeros(modules, cells.ENTER_DTYPE)
     enters["sequence"] = np.arange(modules)
@@ -76,7 +114,9 @@ def rank_cells(rank: int, ranks: int, modules: int, values: int) -> np.ndarray:
     exits["sequence"], exits["time_ns"] = enters["sequence"], enters["time_ns"] + 500
     rows = np.zeros(modules * values, cells.VALUE_DTYPE)
     rows["sequence"] = np.repeat(enters["sequence"], values)
-    rows["time_ns"] = np.repeat(enters["time_ns"], values) + np.tile(np.arange(values), modules) * 10
+    rows["time_ns"] = (
+        np.repeat(enters["time_ns"], values) + np.tile(np.arange(values), modules) * 10
+    )
     rows["slot"] = np.tile(np.arange(values) + 5, modules)
     rows["meta"], rows["phase"], rows["count"] = 4, 1, 4 * 64 * 512
     random = np.random.default_rng(rank % 8)
@@ -84,7 +124,11 @@ def rank_cells(rank: int, ranks: int, modules: int, values: int) -> np.ndarray:
     for name in ("min", "max", "mean", "std", "l2"):
         rows[name] = random.normal(size=len(rows))
     rows["sketch"] = random.normal(size=(len(rows), 8))
-    made += [wide(RecordKind.ENTER, enters), wide(RecordKind.VALUE, rows), wide(RecordKind.EXIT, exits)]
+    made += [
+        wide(RecordKind.ENTER, enters),
+        wide(RecordKind.VALUE, rows),
+        wide(RecordKind.EXIT, exits),
+    ]
     made.append(cells_of(RecordKind.END, cells.END.pack(10**9, modules * (2 + values), 0, 0, 0)))
     whole = np.concatenate(made)
     whole[:, :4] = cell_crcs(whole).astype("<u4").view(np.uint8).reshape(-1, 4)
@@ -119,8 +163,13 @@ def main() -> None:
         for rank in range(chosen.ranks):
             path = folder / f"{rank}.cells"
             rank_cells(rank, chosen.ranks, chosen.modules, chosen.values).tofile(path)
-            sources.append(StreamBytes(stream=StreamId(rank=rank, incarnation=0), data=np.memmap(path, np.uint8, "r")))
-        print(f"{chosen.ranks} ranks x {chosen.modules} modules x {chosen.values} values; peak so far {peak_gib():.2f} GiB")
+            sources.append(
+                StreamBytes(
+                    stream=StreamId(rank=rank, incarnation=0), data=np.memmap(path, np.uint8, "r")
+                )
+            )
+        what = f"{chosen.ranks} ranks x {chosen.modules} modules x {chosen.values} values"
+        print(f"{what}; peak so far {peak_gib():.2f} GiB")
         begin = time.process_time()
         decoded: dict = {}
         count = sum(read_stream(source, decoded).record_count for source in sources)
@@ -129,15 +178,23 @@ def main() -> None:
         print(f"records to columns   {columns_s:6.2f} s  {count / columns_s / 1e6:.2f} M records/s")
         begin = time.process_time()
         document = assemble(sources)
-        print(f"assembled            {time.process_time() - begin:6.2f} s  {count / 1e6:.2f} M records")
+        assembled_s = time.process_time() - begin
+        print(f"assembled            {assembled_s:6.2f} s  {count / 1e6:.2f} M records")
         written = time.process_time()
         (folder / "out").mkdir()
         write_trace(document, folder / "out")
         print(f"written              {time.process_time() - written:6.2f} s")
-        print(f"records to trace     {time.process_time() - begin:6.2f} s, peak {peak_gib():.2f} GiB")
+        print(
+            f"records to trace     {time.process_time() - begin:6.2f} s, peak {peak_gib():.2f} GiB"
+        )
         begin = time.process_time()
-        print(f"opened and walked    {sum(1 for _ in open_trace(folder / 'out').walk())} nodes, {time.process_time() - begin:.2f} s")
-        sizes = {str(p.relative_to(folder / "out")): p.stat().st_size for p in sorted((folder / "out").rglob("*")) if p.is_file()}
+        nodes = sum(1 for _ in open_trace(folder / "out").walk())
+        print(f"opened and walked    {time.process_time() - begin:6.2f} s, {nodes} nodes")
+        sizes = {
+            str(p.relative_to(folder / "out")): p.stat().st_size
+            for p in sorted((folder / "out").rglob("*"))
+            if p.is_file()
+        }
         print(", ".join(f"{name} {size / 1e6:.1f} MB" for name, size in sizes.items()))
     finally:
         shutil.rmtree(folder)

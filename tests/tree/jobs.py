@@ -30,7 +30,8 @@ def validator() -> jsonschema.Draft202012Validator:
 
 
 def read_valid(out: Path) -> dict[str, Any]:
-    """Read trace.json and every nodes file, each checked against the schema; nodes files are put in place."""
+    """Read trace.json and every nodes file, each checked against the schema; nodes files are put in
+    place."""
     trace = json.loads((out / "trace.json").read_text())
     validator().validate(trace)
     for group in (*trace["setup"], *trace["steps"]):
@@ -45,11 +46,14 @@ def piece(rank: int, whole: np.ndarray, mesh: Mesh, placements: list[str]) -> np
     """What a rank of the mesh holds of a tensor."""
     at = mesh.coordinate(rank)
     assert at is not None
-    return take(whole, global_ranges(whole.shape, mesh.shape, at, [parse_placement(p) for p in placements]))
+    return take(
+        whole, global_ranges(whole.shape, mesh.shape, at, [parse_placement(p) for p in placements])
+    )
 
 
 def grid_job(folder: Path, out: Path, *, steps: int = 1, world: int = 4) -> list[PaperRank]:
-    """Four ranks on a 2x2 mesh: a replicated-sharded weight, a sharded activation, gradients; shipped to `out`."""
+    """Four ranks on a 2x2 mesh: a replicated-sharded weight, a sharded activation, gradients;
+    shipped to `out`."""
     ranks = []
     placements = ["Replicate()", "Shard(1)"]
     for number in range(world):
@@ -57,16 +61,36 @@ def grid_job(folder: Path, out: Path, *, steps: int = 1, world: int = 4) -> list
         ranks.append(rank)
         with rank.call(class_name="Model", phase=Phase.SETUP, **NONE) as event:
             with rank.call("fc", class_name="Linear", phase=Phase.SETUP, **NONE) as owner:
-                rank.value(owner, "param:weight", piece(number, WEIGHT, GRID, placements), phase=Phase.SETUP,
-                           mesh=GRID, placements=placements, whole=WEIGHT.shape, requires_grad=True)  # fmt: skip
+                rank.value(
+                    owner,
+                    "param:weight",
+                    piece(number, WEIGHT, GRID, placements),
+                    phase=Phase.SETUP,
+                    mesh=GRID,
+                    placements=placements,
+                    whole=WEIGHT.shape,
+                    requires_grad=True,
+                )
             del event
         for step in range(steps):
             rank.step(StepEvent.BEGIN, step)
             with rank.call(class_name="Model", step=step) as top:
-                rank.value(top, "input.0", WEIGHT[: 2] + number // 2, samples=True)
-                with rank.call("fc", class_name="Linear", step=step, raw_path="_orig_mod.fc", wrappers=["FSDP2"]) as fc:
-                    rank.value(fc, "output", piece(number, WEIGHT * 2, GRID, placements), mesh=GRID,
-                               placements=placements, whole=WEIGHT.shape)  # fmt: skip
+                rank.value(top, "input.0", WEIGHT[:2] + number // 2, samples=True)
+                with rank.call(
+                    "fc",
+                    class_name="Linear",
+                    step=step,
+                    raw_path="_orig_mod.fc",
+                    wrappers=["FSDP2"],
+                ) as fc:
+                    rank.value(
+                        fc,
+                        "output",
+                        piece(number, WEIGHT * 2, GRID, placements),
+                        mesh=GRID,
+                        placements=placements,
+                        whole=WEIGHT.shape,
+                    )
                 rank.value(top, "output", np.float32(step + 1).reshape(()))
             rank.value(top, "grad_output.0", np.ones((), np.float32), phase=Phase.BACKWARD)
             rank.value(fc, "grad_output.0", WEIGHT, phase=Phase.BACKWARD)

@@ -1,4 +1,5 @@
-"""Ranks that never ran: real streams, written by the real spool writer, of values made with numpy."""
+"""Ranks that never ran: real streams, written by the real spool writer, of values made with
+numpy."""
 
 from __future__ import annotations
 
@@ -76,9 +77,18 @@ class PaperRank:
     """One rank's pen. Times tick by a microsecond a record."""
 
     def __init__(
-        self, folder: Path, rank: int = 0, world_size: int = 1, *, incarnation: int = 0, host: str = "h0",
-        run_id: str = "run-1", clock: int = 0, segment_bytes: int = 1 << 20, identity: dict[str, Any] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        folder: Path,
+        rank: int = 0,
+        world_size: int = 1,
+        *,
+        incarnation: int = 0,
+        host: str = "h0",
+        run_id: str = "run-1",
+        clock: int = 0,
+        segment_bytes: int = 1 << 20,
+        identity: dict[str, Any] | None = None,
+    ) -> None:
         self.stream = StreamId(rank=rank, incarnation=incarnation)
         self.folder = folder / self.stream.name
         self.writer = SpoolWriter(self.folder, limit_bytes=64 << 20, segment_bytes=segment_bytes)
@@ -89,12 +99,22 @@ class PaperRank:
         self._stack: list[tuple[int, str, str, int, int | None]] = []
         self._ordinals: dict[Any, int] = {}
         who: dict[str, Any] = {
-            "format": cells.FORMAT_VERSION, "run_id": run_id, "rank": rank, "world_size": world_size,
-            "local_rank": rank, "local_world_size": world_size, "incarnation": incarnation, "host": host,
-            "pid": 100 + rank, "wall_ns": 1_700_000_000_001_000_000, "monotonic_ns": 1_000_000,
-            "versions": {"torch": "2.13.0"}, "argv": ["train.py", "--lr", "1"], "settings": {"steps": "0-2"},
+            "format": cells.FORMAT_VERSION,
+            "run_id": run_id,
+            "rank": rank,
+            "world_size": world_size,
+            "local_rank": rank,
+            "local_world_size": world_size,
+            "incarnation": incarnation,
+            "host": host,
+            "pid": 100 + rank,
+            "wall_ns": 1_700_000_000_001_000_000,
+            "monotonic_ns": 1_000_000,
+            "versions": {"torch": "2.13.0"},
+            "argv": ["train.py", "--lr", "1"],
+            "settings": {"steps": "0-2"},
             "environment": {},
-        }  # fmt: skip
+        }
         self.define("rank", **who | (identity or {}))
 
     def now(self) -> int:
@@ -113,18 +133,35 @@ class PaperRank:
         return self._known[key]
 
     def root(self, class_name: str = "Model", parameters: int = 100) -> int:
-        return self.known("root", **{"class": class_name}, parameters=parameters, has_parameters=True)
+        return self.known(
+            "root", **{"class": class_name}, parameters=parameters, has_parameters=True
+        )
 
     def enter(
-        self, path: str = "", *, class_name: str = "Module", root: int | None = None, phase: Phase = Phase.FORWARD,
-        mode: str = "train", step: int = 0, micro_batch: int | None = 0, ordinal: int | None = None,
-        raw_path: str | None = None, parent: int | None = None, **more: Any,
-    ) -> int:  # fmt: skip
+        self,
+        path: str = "",
+        *,
+        class_name: str = "Module",
+        root: int | None = None,
+        phase: Phase = Phase.FORWARD,
+        mode: str = "train",
+        step: int = 0,
+        micro_batch: int | None = 0,
+        ordinal: int | None = None,
+        raw_path: str | None = None,
+        parent: int | None = None,
+        **more: Any,
+    ) -> int:
         root = self.root() if root is None else root
         module = self.known(
-            "module", root=root, path=path, raw_path=raw_path or path, **{"class": class_name},
-            wrappers=more.get("wrappers", []), opaque=more.get("opaque", False),
-        )  # fmt: skip
+            "module",
+            root=root,
+            path=path,
+            raw_path=raw_path or path,
+            **{"class": class_name},
+            wrappers=more.get("wrappers", []),
+            opaque=more.get("opaque", False),
+        )
         if parent is None and self._stack:
             parent = self._stack[-1][0]
         key = (mode, step, micro_batch, phase, root, path)
@@ -135,13 +172,25 @@ class PaperRank:
         self.writer.write(
             RecordKind.ENTER,
             cells.ENTER.pack(
-                sequence, cells.NO_SEQUENCE if parent is None else parent, self.now(), module, step,
-                cells.NO_MICRO_BATCH if micro_batch is None else micro_batch, ordinal, phase, MODES[mode], 1, root, 0,
+                sequence,
+                cells.NO_SEQUENCE if parent is None else parent,
+                self.now(),
+                module,
+                step,
+                cells.NO_MICRO_BATCH if micro_batch is None else micro_batch,
+                ordinal,
+                phase,
+                MODES[mode],
+                1,
+                root,
+                0,
             ),
-        )  # fmt: skip
+        )
         return sequence
 
-    def exit(self, sequence: int, status: CallStatus = CallStatus.RETURNED, error: str = "") -> None:
+    def exit(
+        self, sequence: int, status: CallStatus = CallStatus.RETURNED, error: str = ""
+    ) -> None:
         text = self.known("text", text=error) if error else 0
         self.writer.write(RecordKind.EXIT, cells.EXIT.pack(sequence, self.now(), text, status))
 
@@ -154,37 +203,79 @@ class PaperRank:
         self.exit(sequence)
 
     def value(
-        self, sequence: int, slot: str, piece: np.ndarray | None, *, phase: Phase = Phase.FORWARD, ordinal: int = 0,
-        flags: int = 0, mesh: Mesh | None = None, placements: Sequence[str] = (), whole: Sequence[int] | None = None,
-        samples: bool = False, note: str | None = None, dtype: str = "float32", box: Box | None = None,
-        source: str | None = None, requires_grad: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        sequence: int,
+        slot: str,
+        piece: np.ndarray | None,
+        *,
+        phase: Phase = Phase.FORWARD,
+        ordinal: int = 0,
+        flags: int = 0,
+        mesh: Mesh | None = None,
+        placements: Sequence[str] = (),
+        whole: Sequence[int] | None = None,
+        samples: bool = False,
+        note: str | None = None,
+        dtype: str = "float32",
+        box: Box | None = None,
+        source: str | None = None,
+        requires_grad: bool = False,
+    ) -> None:
         number = 0
         if mesh is not None:
-            number = self.known("mesh", axes=mesh.axes, shape=mesh.shape, ranks=mesh.ranks, device="cpu")
+            number = self.known(
+                "mesh", axes=mesh.axes, shape=mesh.shape, ranks=mesh.ranks, device="cpu"
+            )
             at = mesh.coordinate(self.rank)
             assert at is not None
             if box is None and whole is not None:
                 box = global_ranges(whole, mesh.shape, at, [parse_placement(p) for p in placements])
         meta = self.known(
-            "meta", dtype=dtype, device="cpu", shape=list(piece.shape) if piece is not None else [],
-            global_shape=None if whole is None else list(whole), source=source or ("dtensor" if mesh else "unknown"),
-            mesh=number, placements=list(placements), ranges=box, note=note, requires_grad=requires_grad,
-        )  # fmt: skip
+            "meta",
+            dtype=dtype,
+            device="cpu",
+            shape=list(piece.shape) if piece is not None else [],
+            global_shape=None if whole is None else list(whole),
+            source=source or ("dtensor" if mesh else "unknown"),
+            mesh=number,
+            placements=list(placements),
+            ranges=box,
+            note=note,
+            requires_grad=requires_grad,
+        )
         name = self.known("slot", name=slot)
         if piece is None:
-            head = cells.VALUE_HEAD.pack(sequence, self.now(), name, meta, flags, phase, ordinal, 0, 0, 0)
+            head = cells.VALUE_HEAD.pack(
+                sequence, self.now(), name, meta, flags, phase, ordinal, 0, 0, 0
+            )
             self.writer.write(RecordKind.VALUE, head)
             return
         d = digest(piece, box)
         self.writer.write(
             RecordKind.VALUE,
             cells.VALUE.pack(
-                sequence, self.now(), name, meta, flags | (256 if samples else 0), phase, ordinal, d["count"],
-                d["hash"], 0, d["nan"], d["posinf"], d["neginf"], d["zero"], d["min"], d["max"], d["mean"],
-                d["std"], d["l2"], *d["sketch"],
+                sequence,
+                self.now(),
+                name,
+                meta,
+                flags | (256 if samples else 0),
+                phase,
+                ordinal,
+                d["count"],
+                d["hash"],
+                0,
+                d["nan"],
+                d["posinf"],
+                d["neginf"],
+                d["zero"],
+                d["min"],
+                d["max"],
+                d["mean"],
+                d["std"],
+                d["l2"],
+                *d["sketch"],
             ),
-        )  # fmt: skip
+        )
         if samples:
             rows = np.arange(len(piece) * 8, dtype=np.float32) + piece.reshape(-1)[0]
             head = cells.SAMPLES.pack(sequence, name, ordinal, phase, len(piece), 8, 0, 0, 0, 0)
@@ -192,7 +283,9 @@ class PaperRank:
 
     def step(self, event: StepEvent, step: int, mode: str = "train", note: str = "") -> None:
         text = self.known("text", text=note) if note else 0
-        self.writer.write(RecordKind.STEP, cells.STEP.pack(self.now(), step, MODES[mode], event, text))
+        self.writer.write(
+            RecordKind.STEP, cells.STEP.pack(self.now(), step, MODES[mode], event, text)
+        )
 
     def error(self, sequence: int | None, text: str) -> None:
         number = cells.NO_SEQUENCE if sequence is None else sequence
@@ -200,7 +293,9 @@ class PaperRank:
         self.writer.write(RecordKind.ERROR, packed)
 
     def gap(self, records: int, first: int, last: int) -> None:
-        self.writer.write(RecordKind.GAP, cells.GAP.pack(self.now(), records, records * 64, first, last, 0))
+        self.writer.write(
+            RecordKind.GAP, cells.GAP.pack(self.now(), records, records * 64, first, last, 0)
+        )
 
     def end(self, reason: EndReason = EndReason.EXIT) -> None:
         self.writer.close(reason)
@@ -213,6 +308,10 @@ class PaperRank:
         replica = spool / f"{self.stream.name}.cells"
         replica.write_bytes(data[: len(data) - cut])
         if marker:
-            fields = {"committed": len(data), "end": end or ("exit" if self.writer.is_closed else "lost"), "dropped": 0}
+            fields = {
+                "committed": len(data),
+                "end": end or ("exit" if self.writer.is_closed else "lost"),
+                "dropped": 0,
+            }
             replica.with_suffix(".json").write_text(json.dumps(fields))
         return replica

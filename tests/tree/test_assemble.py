@@ -54,11 +54,20 @@ def test_a_call_of_all_ranks_is_one_node_and_equal_values_are_folded(spools, out
     grid_job(spools, out)
     build(out)
     root = read_valid(out)["steps"][0]["nodes"][0]
-    assert (root["path"], root["class"], root["ranks"], root["status"]) == ("", "Model", "0-3", "returned")
+    assert (root["path"], root["class"], root["ranks"], root["status"]) == (
+        "",
+        "Model",
+        "0-3",
+        "returned",
+    )
     assert [value["ranks"] for value in slot(root, "input.0")[0]["values"]] == ["0-1", "2-3"]
     assert [value["ranks"] for value in slot(root, "output")[0]["values"]] == ["0-3"]
     (child,) = root["children"]
-    assert (child["path"], child["raw_path"], child["wrappers"]) == ("fc", "_orig_mod.fc", ["FSDP2"])
+    assert (child["path"], child["raw_path"], child["wrappers"]) == (
+        "fc",
+        "_orig_mod.fc",
+        ["FSDP2"],
+    )
 
 
 def test_a_slot_says_its_layout_and_the_statistics_of_the_whole(spools, out):
@@ -124,7 +133,9 @@ def test_a_second_backward_through_the_same_call_is_a_node_of_its_own(spools, ou
     for task, call in ((0, first), (0, second), (1, first)):
         rank.value(call, "grad_output.0", ONES * task, phase=Phase.BACKWARD, ordinal=task)
     found = [n for n in nodes(finish(out, rank)) if n["phase"] == "backward"]
-    told = [(n["ordinal"], n.get("of_ordinal", n["ordinal"]), n.get("graph_task", 0)) for n in found]
+    told = [
+        (n["ordinal"], n.get("of_ordinal", n["ordinal"]), n.get("graph_task", 0)) for n in found
+    ]
     assert told == [(0, 0, 0), (1, 1, 0), (2, 0, 1)]
 
 
@@ -136,7 +147,11 @@ def test_pipeline_stages_are_nodes_of_some_ranks_only(spools, out):
             pass
         ranks.append(rank)
     trace = finish(out, *ranks)
-    assert [(n["path"], n["ranks"]) for n in nodes(trace)] == [("", "0-1"), ("layers.0", "0"), ("layers.1", "1")]
+    assert [(n["path"], n["ranks"]) for n in nodes(trace)] == [
+        ("", "0-1"),
+        ("layers.0", "0"),
+        ("layers.1", "1"),
+    ]
     assert trace["completeness"]["complete"]
 
 
@@ -159,8 +174,14 @@ def test_ranks_that_disagree_in_placement_are_kept_apart(spools, out):
     for number, placement in enumerate(["Replicate()", "Shard(0)"]):
         rank = PaperRank(spools, number, 2)
         with rank.call() as call:
-            rank.value(call, "output", piece(number, ONES, mesh, [placement]), mesh=mesh, placements=[placement],
-                       whole=ONES.shape)  # fmt: skip
+            rank.value(
+                call,
+                "output",
+                piece(number, ONES, mesh, [placement]),
+                mesh=mesh,
+                placements=[placement],
+                whole=ONES.shape,
+            )
         ranks.append(rank)
     entries = slot(nodes(finish(out, *ranks))[0], "output")
     assert [e["disagree"] for e in entries] == [["placements"], ["placements"]]
@@ -173,11 +194,22 @@ def test_replicas_that_differ_are_named_and_not_combined(spools, out):
     for number in range(2):
         rank = PaperRank(spools, number, 2)
         with rank.call() as call:
-            rank.value(call, "output", ONES + number, mesh=mesh, placements=["Replicate()"], whole=ONES.shape)
+            rank.value(
+                call,
+                "output",
+                ONES + number,
+                mesh=mesh,
+                placements=["Replicate()"],
+                whole=ONES.shape,
+            )
         ranks.append(rank)
     (entry,) = slot(nodes(finish(out, *ranks))[0], "output")
     assert entry["combined"] == [
-        {"ranks": "0-1", "note": "replicas differ: ranks 0-1 should hold the same values", "digest": None}
+        {
+            "ranks": "0-1",
+            "note": "replicas differ: ranks 0-1 should hold the same values",
+            "digest": None,
+        }
     ]
     assert len(entry["values"]) == 2
 
@@ -227,8 +259,14 @@ def test_setup_and_steps_of_both_modes_are_groups_of_their_own(spools, out):
     rank.step(StepEvent.END, 1, note="the scaler skipped this step")
     trace = finish(out, rank)
     assert len(trace["setup"]) == 1
-    assert [(s["mode"], s["step"]) for s in trace["steps"]] == [("train", 0), ("train", 1), ("eval", 0)]
-    assert trace["steps"][1]["notes"] == [{"ranks": "0", "note": "end: the scaler skipped this step"}]
+    assert [(s["mode"], s["step"]) for s in trace["steps"]] == [
+        ("train", 0),
+        ("train", 1),
+        ("eval", 0),
+    ]
+    assert trace["steps"][1]["notes"] == [
+        {"ranks": "0", "note": "end: the scaler skipped this step"}
+    ]
 
 
 def test_micro_batches_of_a_step_are_nodes_of_their_own(spools, out):
@@ -286,7 +324,9 @@ def test_failures_inside_rankscope_are_shown_where_they_happened(spools, out):
 def test_values_that_are_no_numbers_keep_their_words(spools, out):
     rank = PaperRank(spools)
     with rank.call() as call:
-        rank.value(call, "input.flag", None, dtype="python", note="True", flags=int(ValueFlag.PYTHON))
+        rank.value(
+            call, "input.flag", None, dtype="python", note="True", flags=int(ValueFlag.PYTHON)
+        )
         rank.value(call, "input.0", None, flags=int(ValueFlag.PENDING | ValueFlag.STRUCTURE_ONLY))
         rank.value(call, "output", np.array([np.nan, np.inf], np.float32))
         rank.value(call, "empty", np.empty((0, 3), np.float32))
@@ -307,7 +347,12 @@ def test_names_of_a_model_are_values_and_never_keys_or_file_names(spools, out):
                 rank.value(call, f"output.{name}", ONES)
     trace = finish(out, rank, inline_limit_bytes=100)
     assert [n["path"] for n in nodes(trace)][1:] == odd[:-1]
-    assert sorted(p.name for p in out.rglob("*")) == ["000000.json", "steps", "trace.json", "values.safetensors"]
+    assert sorted(p.name for p in out.rglob("*")) == [
+        "000000.json",
+        "steps",
+        "trace.json",
+        "values.safetensors",
+    ]
 
 
 def test_a_very_deep_tree_is_kept_readable(spools, out):
@@ -351,7 +396,9 @@ def test_the_header_says_where_ranks_differ(spools, out):
             pass
         ranks.append(rank)
     values = [{"ranks": "0-1", "value": "2.13.0"}, {"ranks": "2", "value": "2.12.0"}]
-    assert finish(out, *ranks)["run"]["differs"] == [{"what": "versions", "name": "torch", "values": values}]
+    assert finish(out, *ranks)["run"]["differs"] == [
+        {"what": "versions", "name": "torch", "values": values}
+    ]
 
 
 def test_the_replicas_go_when_the_tree_is_written_unless_they_are_to_be_kept(spools, tmp_path):

@@ -33,7 +33,11 @@ def combine(mesh, texts, whole, value_of, *, without=(), offsets=True) -> Combin
             held.append(Holding(rank=rank, shape=piece.shape, ranges=box if offsets else None))
             pieces.append((piece, box))
     plan = plan_pieces(mesh, placements, whole.shape, held)
-    return Combined(ranks=(), note=plan) if isinstance(plan, str) else apply_plan(plan, rows_of(pieces))
+    return (
+        Combined(ranks=(), note=plan)
+        if isinstance(plan, str)
+        else apply_plan(plan, rows_of(pieces))
+    )
 
 
 def assert_is(combined, whole):
@@ -42,10 +46,14 @@ def assert_is(combined, whole):
         assert getattr(combined, name) == wanted[name], name
     for name in ("min", "max", "mean", "std", "l2"):
         expected = wanted[name]
-        scale = max(abs(expected), 1e-300 if name in ("min", "max") else wanted["l2"] * 1e-3 + 1e-300)
+        scale = max(
+            abs(expected), 1e-300 if name in ("min", "max") else wanted["l2"] * 1e-3 + 1e-300
+        )
         both_nan = math.isnan(getattr(combined, name)) and math.isnan(expected)
         assert both_nan or abs(getattr(combined, name) - expected) <= 1e-6 * scale, name
-    assert np.allclose(combined.sketch, wanted["sketch"], atol=1e-5 * max(wanted["l2"], 1e-30), rtol=0)
+    assert np.allclose(
+        combined.sketch, wanted["sketch"], atol=1e-5 * max(wanted["l2"], 1e-30), rtol=0
+    )
 
 
 AXES = st.lists(st.integers(1, 3), min_size=1, max_size=2)
@@ -58,11 +66,19 @@ def test_shards_of_any_placement_give_the_statistics_of_the_whole(data, axes, sh
     placement = st.one_of(
         st.just("Replicate()"),
         st.builds("Shard({})".format, st.integers(0, len(shape) - 1)),
-        st.builds("StridedShard({}, split_factor={})".format, st.integers(0, len(shape) - 1), st.integers(1, 3)),
+        st.builds(
+            "StridedShard({}, split_factor={})".format,
+            st.integers(0, len(shape) - 1),
+            st.integers(1, 3),
+        ),
     )
     texts = data.draw(st.lists(placement, min_size=len(axes), max_size=len(axes)))
     size = math.prod(axes)
-    mesh = Mesh(axes=tuple(f"a{i}" for i in range(len(axes))), shape=tuple(axes), ranks=tuple(range(5, 5 + size)))
+    mesh = Mesh(
+        axes=tuple(f"a{i}" for i in range(len(axes))),
+        shape=tuple(axes),
+        ranks=tuple(range(5, 5 + size)),
+    )
     random = np.random.default_rng(seed)
     whole = random.normal(random.normal(), 1, shape).astype(np.float32)
     whole[random.random(shape) < data.draw(st.sampled_from([0, 0.2]))] = np.nan
@@ -92,7 +108,9 @@ def test_of_a_partial_the_mean_and_the_sketch_are_those_of_the_reduced_tensor(op
 def test_a_partial_over_shards_composes_over_both_axes():
     whole = np.random.default_rng(0).normal(size=(4, 4)).astype(np.float32)
     half = np.random.default_rng(1).normal(size=(4, 4)).astype(np.float32)
-    found = combine(GRID, ["Shard(0)", "Partial(sum)"], whole, lambda rank: half if rank % 2 else whole - half)
+    found = combine(
+        GRID, ["Shard(0)", "Partial(sum)"], whole, lambda rank: half if rank % 2 else whole - half
+    )
     assert found.mean == pytest.approx(whole.mean(), abs=1e-6)
     assert np.allclose(found.sketch, digest(whole)["sketch"], atol=1e-4)
 
@@ -113,7 +131,9 @@ def test_a_placement_that_does_not_compose_says_so(text):
 
 def test_replicas_that_differ_are_not_combined_and_are_named():
     whole = np.ones((4, 4), np.float32)
-    found = combine(GRID, ["Replicate()", "Shard(0)"], whole, lambda rank: whole * (2 if rank == 3 else 1))
+    found = combine(
+        GRID, ["Replicate()", "Shard(0)"], whole, lambda rank: whole * (2 if rank == 3 else 1)
+    )
     assert not found.is_known
     assert found.note == "replicas differ: ranks 1,3 should hold the same values"
 
@@ -141,4 +161,6 @@ def test_shards_that_do_not_add_up_to_the_whole_are_not_combined():
 
 def test_the_l2_norm_of_huge_values_does_not_overflow():
     whole = np.full((4, 2), 1e30, np.float64)
-    assert combine(LINE, ["Shard(0)"], whole, lambda _rank: whole).l2 == pytest.approx(1e30 * math.sqrt(8))
+    assert combine(LINE, ["Shard(0)"], whole, lambda _rank: whole).l2 == pytest.approx(
+        1e30 * math.sqrt(8)
+    )

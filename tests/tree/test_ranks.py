@@ -10,7 +10,9 @@ from rankscope.errors import TraceError
 from rankscope.tree.ranks import parse_ranks, ranks_text
 
 
-@pytest.mark.parametrize(("ranks", "text"), [([], ""), ([3], "3"), ([0, 1, 2, 8], "0-2,8"), ([2, 0, 2], "0,2")])
+@pytest.mark.parametrize(
+    ("ranks", "text"), [([], ""), ([3], "3"), ([0, 1, 2, 8], "0-2,8"), ([2, 0, 2], "0,2")]
+)
 def test_runs_of_ranks_are_folded(ranks, text):
     assert ranks_text(ranks) == text
 

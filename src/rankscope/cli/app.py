@@ -1,8 +1,8 @@
 """The command `rankscope`: finds the commands, and is the one place that catches errors.
 
-Each command is a module of this room with a function `command`; it is imported when it is asked for.
-Whatever rankscope raises on purpose becomes one line on stderr and exit code 2, and with `--json` one
-JSON object on stdout as well.
+Each command is a module of this room with a function `command`; it is imported when it is asked
+for. Whatever rankscope raises on purpose becomes one line on stderr and exit code 2, and with
+`--json` one JSON object on stdout as well.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ class _Commands(TyperGroup):
             return None
         module = importlib.import_module(f"rankscope.cli.{cmd_name}")
         alone = typer.Typer(add_completion=False, rich_markup_mode=None)
-        alone.command(name=cmd_name, context_settings=getattr(module, "CONTEXT", None))(module.command)
+        alone.command(name=cmd_name, context_settings=getattr(module, "CONTEXT", None))(
+            module.command
+        )
         return typer.main.get_command(alone)
 
 
@@ -81,7 +83,9 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback(help=_HELP)
 def _root(
-    version: bool = typer.Option(False, "--version", callback=_print_version, is_eager=True, help="Print the version."),
+    version: bool = typer.Option(
+        False, "--version", callback=_print_version, is_eager=True, help="Print the version."
+    ),
 ) -> None:
     """Hold the options that come before any command."""
 

@@ -12,9 +12,15 @@ __all__ = ["command"]
 
 def command(
     folders: Annotated[
-        list[Path], typer.Argument(metavar="FOLDER...", help="Trace folders and spool folders, in any mixture.")
+        list[Path],
+        typer.Argument(
+            metavar="FOLDER...", help="Trace folders and spool folders, in any mixture."
+        ),
     ],
-    out: Annotated[Path, typer.Option(help="New trace folder; made with its parents, refused when it is not empty.")],
+    out: Annotated[
+        Path,
+        typer.Option(help="New trace folder; made with its parents, refused when it is not empty."),
+    ],
 ) -> None:
     """Build a trace from the records in spool folders and unfinished trace folders."""
     from rankscope.cli.terminal import progress

@@ -17,13 +17,21 @@ def command(
     depth: Annotated[
         Optional[int], typer.Option(min=0, help="Levels of modules below the root.")  # noqa: UP045  # typer reads it on 3.10
     ] = None,
-    path: Annotated[str, typer.Option(metavar="GLOB", help="Modules to show: fnmatch on the whole path.")] = "*",
+    path: Annotated[
+        str, typer.Option(metavar="GLOB", help="Modules to show: fnmatch on the whole path.")
+    ] = "*",
     step: Annotated[
-        str, typer.Option(metavar="STEPS", help="Steps to show: 0-2,5 or all; default the first one.")
+        str,
+        typer.Option(metavar="STEPS", help="Steps to show: 0-2,5 or all; default the first one."),
     ] = "",
-    mode: Annotated[str, typer.Option(help="train or eval; default train where there is any.")] = "",
+    mode: Annotated[
+        str, typer.Option(help="train or eval; default train where there is any.")
+    ] = "",
     phase: Annotated[
-        str, typer.Option(metavar="PHASES", help="Phases to show, separated by commas; default all but setup.")
+        str,
+        typer.Option(
+            metavar="PHASES", help="Phases to show, separated by commas; default all but setup."
+        ),
     ] = "",
     rank: Annotated[
         Optional[int], typer.Option(min=0, help="Show this rank's own numbers.")  # noqa: UP045  # typer reads it on 3.10
@@ -32,10 +40,12 @@ def command(
         str,
         typer.Option(
             metavar="COLUMNS",
-            help="Of count nan posinf neginf zero min max mean std l2 hash, separated by commas; or none.",
+            help="Of count nan posinf neginf zero min max mean std l2 hash, with commas; or none.",
         ),
     ] = "mean,std",
-    slots: Annotated[str, typer.Option(metavar="GLOB", help="Slots to show; none for modules alone.")] = "*",
+    slots: Annotated[
+        str, typer.Option(metavar="GLOB", help="Slots to show; none for modules alone.")
+    ] = "*",
 ) -> None:
     """Show the tree of a trace: calls, placements, numbers, and where ranks differ."""
     import sys
@@ -44,7 +54,14 @@ def command(
     from rankscope.cli.treetext import View, tree_lines
 
     view = View.parse(
-        depth=depth, path=path, step=step, mode=mode, phase=phase, rank=rank, stats=stats, slots=slots
+        depth=depth,
+        path=path,
+        step=step,
+        mode=mode,
+        phase=phase,
+        rank=rank,
+        stats=stats,
+        slots=slots,
     )
     for line in tree_lines(opened(trace), view, Paint(sys.stdout)):
         typer.echo(line)

@@ -1,4 +1,5 @@
-"""What the commands share of the terminal: colours only on one, progress for anything that takes a second."""
+"""What the commands share of the terminal: colours only on one, progress for anything that takes a
+second."""
 
 from __future__ import annotations
 
@@ -63,6 +64,7 @@ def opened(path: Path | None) -> Trace:
         trace = open_trace(path, progress=say)
     if trace.is_live:
         sys.stderr.write(
-            f"rankscope: {trace.path} holds no finished tree; this is what its ranks have sent so far\n"
+            f"rankscope: {trace.path} holds no finished tree; "
+            "this is what its ranks have sent so far\n"
         )
     return trace

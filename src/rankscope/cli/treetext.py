@@ -41,7 +41,16 @@ class View:
 
     @classmethod
     def parse(
-        cls, *, depth: int | None, path: str, step: str, mode: str, phase: str, rank: int | None, stats: str, slots: str
+        cls,
+        *,
+        depth: int | None,
+        path: str,
+        step: str,
+        mode: str,
+        phase: str,
+        rank: int | None,
+        stats: str,
+        slots: str,
     ) -> View:
         """Read the options of `rankscope show`.
 
@@ -51,15 +60,17 @@ class View:
         columns = tuple(c.strip() for c in stats.split(",") if c.strip() and c.strip() != "none")
         for column in columns:
             if column not in COLUMNS:
-                raise SelectionError(f"--stats: no column {column!r}; choose from {', '.join(COLUMNS)}, or none")
+                raise SelectionError(
+                    f"--stats: no column {column!r}; choose from {', '.join(COLUMNS)}, or none"
+                )
         phases = frozenset(Phase) - {Phase.SETUP}
         if phase:
-            phases = frozenset(_one(Phase, "--phase", word) for word in phase.split(","))
+            phases = frozenset(_phase(word) for word in phase.split(","))
         return cls(
             depth=depth,
             path="" if path == "(root)" else path,
             steps=None if not step else () if step == "all" else tuple(_steps(step)),
-            mode=_one(Mode, "--mode", mode) if mode else None,
+            mode=_mode(mode) if mode else None,
             phases=phases,
             rank=rank,
             columns=columns,
@@ -67,12 +78,17 @@ class View:
         )
 
 
-def _one(kind: type[Phase] | type[Mode], option: str, word: str) -> Phase | Mode:  # type: ignore[misc]
-    try:
-        return kind[word.strip().upper()]
-    except KeyError:
-        known = ", ".join(item.word for item in kind)
-        raise SelectionError(f"{option}: {word!r} is none of {known}") from None
+def _phase(word: str) -> Phase:
+    if word.strip().upper() not in Phase.__members__:
+        known = ", ".join(phase.word for phase in Phase)
+        raise SelectionError(f"--phase: {word!r} is none of {known}")
+    return Phase[word.strip().upper()]
+
+
+def _mode(word: str) -> Mode:
+    if word.strip().upper() not in Mode.__members__:
+        raise SelectionError(f"--mode: {word!r} is neither train nor eval")
+    return Mode[word.strip().upper()]
 
 
 def _steps(text: str) -> Iterator[range]:
@@ -97,7 +113,9 @@ def tree_lines(trace: Trace, view: View, paint: Paint) -> Iterator[str]:
     if not any(glob_matches(view.path, path) for path in known):
         raise nothing_matched("--path", view.path, known)
     slots = {slot.slot for group in groups for node in group.walk() for slot in node.slots}
-    if view.slots not in ("none", "*") and not any(glob_matches(view.slots, slot) for slot in slots):
+    if view.slots not in ("none", "*") and not any(
+        glob_matches(view.slots, slot) for slot in slots
+    ):
         raise nothing_matched("--slots", view.slots, slots)
     yield from _header(trace, paint)
     for group in groups:
@@ -124,7 +142,11 @@ def _groups(trace: Trace, view: View) -> list[Step]:
     if view.phases == {Phase.SETUP}:
         return setup
     if trace.steps and not chosen:
-        asked = f"{mode.word} step {', '.join(str(r.start) for r in view.steps)}" if view.steps else f"{mode.word} step"
+        asked = (
+            f"{mode.word} step {', '.join(str(r.start) for r in view.steps)}"
+            if view.steps
+            else f"{mode.word} step"
+        )
         raise SelectionError(f"the trace holds no {asked}; it holds {_names(trace.steps)}")
     return [*setup, *chosen]
 
@@ -136,12 +158,15 @@ def _names(steps: Iterable[Step]) -> str:
     return ", ".join(f"{mode} {ranks_text(numbers)}" for mode, numbers in by_mode.items())
 
 
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def _header(trace: Trace, paint: Paint) -> Iterator[str]:
     run = trace.run
     meshes = "; ".join(f"mesh {mesh['name']}" for mesh in run["meshes"])
-    hosts = len(run["hosts"])
     parts = [
-        f"{run['world_size']} rank{'s' * (run['world_size'] != 1)} on {hosts} host{'s' * (hosts != 1)}",
+        f"{_counted(run['world_size'], 'rank')} on {_counted(len(run['hosts']), 'host')}",
         *([meshes] if meshes else []),
     ]
     state = paint("green", "complete") if trace.is_complete else paint("red", "incomplete")
@@ -151,13 +176,19 @@ def _header(trace: Trace, paint: Paint) -> Iterator[str]:
 def _node_lines(node: Node, depth: int, view: View, paint: Paint) -> Iterator[str]:
     """Yield a node and what is below it; a node that is not asked for gives way to its children."""
     has_rank = view.rank is None or view.rank in node.ranks
-    shown = has_rank and node.phase in (view.phases | {Phase.SETUP}) and glob_matches(view.path, node.path)
+    shown = (
+        has_rank
+        and node.phase in (view.phases | {Phase.SETUP})
+        and glob_matches(view.path, node.path)
+    )
     pad = "  " * depth
     if shown:
         yield pad + _head(node, paint)
         yield from (pad + "    " + line for line in _outcome_lines(node, paint))
         for slot in node.slots if view.slots != "none" else ():
-            if glob_matches(view.slots, slot.slot) and (view.rank is None or view.rank in slot.ranks):
+            if glob_matches(view.slots, slot.slot) and (
+                view.rank is None or view.rank in slot.ranks
+            ):
                 yield from (pad + "    " + line for line in _slot_lines(slot, view, paint))
     if view.depth is None or depth <= view.depth:
         for child in node.children:
@@ -182,7 +213,9 @@ def _head(node: Node, paint: Paint) -> str:
 
 
 def _duration(us: float) -> str:
-    return f"{us:.0f} us" if us < 1000 else f"{us / 1e3:.1f} ms" if us < 1e6 else f"{us / 1e6:.2f} s"
+    return (
+        f"{us:.0f} us" if us < 1000 else f"{us / 1e3:.1f} ms" if us < 1e6 else f"{us / 1e6:.2f} s"
+    )
 
 
 def _outcome_lines(node: Node, paint: Paint) -> Iterator[str]:
@@ -192,19 +225,25 @@ def _outcome_lines(node: Node, paint: Paint) -> Iterator[str]:
                 text = f"{outcome.status} on rank {ranks_text(outcome.ranks)}"
                 yield paint("red", f"{text}: {outcome.error}" if outcome.error else text)
     for error in node.errors:
-        yield paint("yellow", f"rankscope failed here on rank {ranks_text(error.ranks)}: {error.error}")
+        yield paint(
+            "yellow", f"rankscope failed here on rank {ranks_text(error.ranks)}: {error.error}"
+        )
 
 
 def _slot_lines(slot: SlotView, view: View, paint: Paint) -> Iterator[str]:
     if slot.dtype == "python":
         notes = [fold.note or "" for fold in slot.folds]
-        yield f"{slot.slot} = {notes[0]}" + (f"  {paint('yellow', 'ranks differ')}" if len(notes) > 1 else "")
+        yield f"{slot.slot} = {notes[0]}" + (
+            f"  {paint('yellow', 'ranks differ')}" if len(notes) > 1 else ""
+        )
         return
     folds = slot.folds
     shape = slot.global_shape if slot.global_shape is not None else folds[0].shape
     parts = [f"{slot.slot:<14} {slot.dtype}{list(shape)}"]
     if slot.placements:
-        parts.append(paint("cyan", " ".join(f"{axis}={text}" for axis, text in slot.placements.items())))
+        parts.append(
+            paint("cyan", " ".join(f"{axis}={text}" for axis, text in slot.placements.items()))
+        )
     flags = sorted({flag for fold in folds for flag in fold.flags})
     if flags:
         parts.append(paint("yellow", ",".join(flags)))
@@ -214,7 +253,11 @@ def _slot_lines(slot: SlotView, view: View, paint: Paint) -> Iterator[str]:
     numbers, is_one = _numbers(slot, view)
     if numbers is not None:
         parts.append(_statistics(numbers, view))
-    parts += [paint("red", c.note) for c in slot.combined if c.note and c.note.startswith("replicas differ")]
+    parts += [
+        paint("red", c.note)
+        for c in slot.combined
+        if c.note and c.note.startswith("replicas differ")
+    ]
     if is_one or view.rank is not None:
         yield "  ".join(filter(None, parts))
         return
@@ -223,7 +266,8 @@ def _slot_lines(slot: SlotView, view: View, paint: Paint) -> Iterator[str]:
     yield "  ".join(filter(None, parts))
     for fold in folds[:_MAX_VALUES] if view.columns else ():
         if fold.digest is not None:
-            yield f"  ranks {ranks_text(fold.ranks):<9} {list(fold.shape)}  {_statistics(fold.digest, view)}"
+            numbers_text = _statistics(fold.digest, view)
+            yield f"  ranks {ranks_text(fold.ranks):<9} {list(fold.shape)}  {numbers_text}"
     if len(folds) > _MAX_VALUES and view.columns:
         yield paint("dim", f"  and {len(folds) - _MAX_VALUES} more")
 
@@ -240,7 +284,9 @@ def _numbers(slot: SlotView, view: View) -> tuple[Digest | Combined | None, bool
 
 
 def _statistics(numbers: Digest | Combined, view: View) -> str:
-    return "  ".join(f"{name} {_number(name, getattr(numbers, name, None))}" for name in view.columns)
+    return "  ".join(
+        f"{name} {_number(name, getattr(numbers, name, None))}" for name in view.columns
+    )
 
 
 def _number(name: str, value: float | int | None) -> str:

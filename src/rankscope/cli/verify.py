@@ -51,7 +51,9 @@ def _report(trace: Trace) -> dict[str, Any]:
 
 def _lines(trace: Trace, paint: Paint) -> Iterator[str]:
     state = trace.completeness
-    yield paint("dim", f"{'rank':>6} {'life':>4} {'committed':>12} {'received':>12} {'dropped':>8}  end")
+    yield paint(
+        "dim", f"{'rank':>6} {'life':>4} {'committed':>12} {'received':>12} {'dropped':>8}  end"
+    )
     for rank in state["ranks"]:
         committed = "unknown" if rank["committed"] is None else rank["committed"]
         line = (
@@ -65,14 +67,20 @@ def _lines(trace: Trace, paint: Paint) -> Iterator[str]:
     if trace.is_complete:
         yield paint("green", "complete: every record of every rank is in the trace")
     else:
-        yield paint("red", "incomplete" + (": the job may still be running" if trace.is_live else ""))
-        if not trace.is_live and any(rank["committed"] != rank["received"] for rank in state["ranks"]):
-            yield f"what hosts still hold can be added: rankscope recover {trace.path} SPOOL --out NEW"
+        yield paint(
+            "red", "incomplete" + (": the job may still be running" if trace.is_live else "")
+        )
+        if not trace.is_live and any(
+            rank["committed"] != rank["received"] for rank in state["ranks"]
+        ):
+            add = f"rankscope recover {trace.path} SPOOL --out NEW"
+            yield f"what hosts still hold can be added: {add}"
 
 
 def _remarks(rank: Mapping[str, Any]) -> Iterator[str]:
     for gap in rank["gaps"]:
         steps = f"{gap['first_step']}-{gap['last_step']}"
-        yield f"spool full: {gap['mode']} steps {steps} lost {gap['records']} records ({gap['bytes']} bytes)"
+        lost = f"{gap['records']} records ({gap['bytes']} bytes)"
+        yield f"spool full: {gap['mode']} steps {steps} lost {lost}"
     yield from rank["errors"]
     yield from rank["notes"]

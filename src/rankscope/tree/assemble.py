@@ -106,16 +106,18 @@ def recover(
     sources = find_streams(folders)
     if not sources:
         listed = ", ".join(map(str, folders))
-        hint = "the tree is already written" if any((f / TRACE_NAME).exists() for f in folders) else (
-            "give a trace folder with spool/ inside, or a host's spool folder"
-        )  # fmt: skip
-        raise FolderError(f"{listed}: no records of any rank; {hint}")
+        is_written = any((folder / TRACE_NAME).exists() for folder in folders)
+        hint = "give a trace folder with spool/ inside, or a host's spool folder"
+        raise FolderError(
+            f"{listed}: no records; {'the tree is already written' if is_written else hint}"
+        )
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise FolderError(f"{out}: exists and is not an empty folder; give a new one with --out")
     document = assemble(sources, progress=progress)
     if len(document.run_ids) > 1:
         raise TraceError(
-            f"these are records of {len(document.run_ids)} different runs: {', '.join(document.run_ids)}"
+            f"these are records of {len(document.run_ids)} different runs, recover one at a time: "
+            f"{', '.join(document.run_ids)}"
         )
     try:
         out.mkdir(mode=0o700, parents=True, exist_ok=True)

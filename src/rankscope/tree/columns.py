@@ -1,11 +1,12 @@
 """values.safetensors: the per-rank numbers as columns, written in one pass and read by mapping.
 
-Columns have fixed names; nothing a model is called ever becomes one. Eight-byte columns come first, so
-that every mapped column is aligned.
+Columns have fixed names; nothing a model is called ever becomes one. Eight-byte columns come first,
+so that every mapped column is aligned.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -24,7 +25,8 @@ __all__ = ["VALUES_FORMAT", "VALUES_NAME", "columns_of", "map_columns", "write_c
 VALUES_NAME = "values.safetensors"
 VALUES_FORMAT = "rankscope.values/1"
 _DTYPES = {
-    "U64": "<u8", "I64": "<i8", "F64": "<f8", "F32": "<f4", "U32": "<u4", "I32": "<i4", "U8": "|u1", "BOOL": "|b1",
+    "U64": "<u8", "I64": "<i8", "F64": "<f8", "F32": "<f4", "U32": "<u4", "I32": "<i4",
+    "U8": "|u1", "BOOL": "|b1",
 }  # fmt: skip
 _NAMES = {np.dtype(text): name for name, text in _DTYPES.items()}
 _MAX_HEADER = 1 << 20
@@ -53,7 +55,7 @@ def columns_of(document: Document) -> dict[str, Callable[[], Column]]:
     call_node = np.repeat(nodes, np.diff(merged.call_start))
     made: dict[str, Callable[[], Column]] = {
         "values.node": lambda: merged.identity[merged.value_node],
-        **{f"values.{name}": (lambda name=name: values[name]) for name in _PLAIN},
+        **{f"values.{name}": functools.partial(values.__getitem__, name) for name in _PLAIN},
         "values.reference": lambda: values["reference"],
         "values.time_ns": lambda: values["time_ns"] + document.clock_offsets[merged.value_stream],
         "values.sample_row": lambda: tables.sample_start[order],

@@ -4,12 +4,12 @@ A *plan* says which rows are pieces of the whole, which are replicas of each oth
 summands of a partial; it depends on layout and shapes alone. Applying it to numbers is arithmetic:
 
     counts, extrema, sketches   add up (or the smallest, the largest)
-    mean, second moment         Chan, Golub, LeVeque (1979): pairwise update, here over all pieces at once
+    mean, second moment         Chan, Golub, LeVeque (1979): pairwise update, here of all at once
     L2 norm                     root of the sum of squares, scaled by the largest
 
 For a 2x2 mesh ("dp", "tp") placed (Replicate(), Shard(0)) the plan is two pieces of two replicas:
-[[rank 0, rank 2], [rank 1, rank 3]]. Replicas are compared by hash and taken once. Of a Partial(sum) or
-Partial(avg) only the mean and the sketch, which are linear, can be known before it is reduced.
+[[rank 0, rank 2], [rank 1, rank 3]]. Replicas are compared by hash and taken once. Of a
+Partial(sum) or Partial(avg) only mean and sketch, which are linear, are known before it is reduced.
 """
 
 from __future__ import annotations
@@ -174,7 +174,8 @@ def _coverage(
 
 def _finite(rows: NDArray[Any]) -> NDArray[np.float64]:
     bad = rows["nan"] + rows["posinf"] + rows["neginf"]
-    return (rows["count"] - bad).astype(np.float64)
+    finite: NDArray[np.float64] = (rows["count"] - bad).astype(np.float64)
+    return finite
 
 
 def _sketch(plan: Plan, rows: NDArray[Any]) -> tuple[float, ...] | None:

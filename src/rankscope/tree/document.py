@@ -54,12 +54,14 @@ class Document:
     clock_offsets: NDArray[np.int64]
     """Per stream, what to add to its time_ns to get wall-clock time."""
     run_ids: tuple[str, ...]
-    """Runs the records say they belong to; more than one is a mistake of whoever put them together."""
+    """Runs the records say they belong to; more than one is a mistake of whoever put them
+    together."""
     notes: dict[tuple[int, bool, int, int], list[dict[str, Any]]]
     """Per group, what ranks noted about the step."""
 
     def heads(self) -> list[dict[str, Any]]:
-        """Return what identifies each group: {"incarnation", "mode", "step"}; setup has incarnation alone."""
+        """Return what identifies each group: {"incarnation", "mode", "step"}; setup has incarnation
+        alone."""
         return [_group_head(group, self.notes.get(group, [])) for group in self.merged.groups]
 
     def is_setup(self, group: int) -> bool:
@@ -277,7 +279,8 @@ class _Renderer:
             result["values"] = [self._value(int(bounds[f]), int(bounds[f + 1])) for f in folds]
         part = slice(first, last)
         combined = self._whole.combine(
-            merged.values[part], self._description[part], merged.value_stream[part], self._has_digest[part],
+            merged.values[part], self._description[part], merged.value_stream[part],
+            self._has_digest[part],
             folds=len(folds),
         )  # fmt: skip
         if combined:
@@ -313,12 +316,18 @@ class _Renderer:
         return result
 
     def _shapes(self, first: int, last: int) -> list[dict[str, Any]]:
-        """Return what the ranks hold, without numbers: ranks with the same shape and flags together."""
+        """Return what the ranks hold, without numbers: ranks with the same shape and flags
+        together."""
         piece = self._piece_of_description[self._description[first:last]]
-        key = piece << 32 | (self._merged.values["flags"][first:last] & ~UNFOLDED_FLAGS).astype(np.int64)
+        key = piece << 32 | (self._merged.values["flags"][first:last] & ~UNFOLDED_FLAGS).astype(
+            np.int64
+        )
         _, firsts, inverse = np.unique(key, return_index=True, return_inverse=True)
         return [
-            {"ranks": self._ranks_text(self._ranks[first:last][inverse == i]), **self._piece(first + row)}
+            {
+                "ranks": self._ranks_text(self._ranks[first:last][inverse == i]),
+                **self._piece(first + row),
+            }
             for i, row in enumerate(firsts.tolist())
         ]
 

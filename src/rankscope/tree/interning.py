@@ -68,7 +68,8 @@ class ModuleName:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshFamily:
-    """Meshes of the same axes and shape over different ranks, such as the tp meshes of each dp row."""
+    """Meshes of the same axes and shape over different ranks, such as the tp meshes of each dp
+    row."""
 
     axes: tuple[str, ...]
     shape: tuple[int, ...]
@@ -81,7 +82,8 @@ class MeshFamily:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
-    """What a value is, without its numbers. `shared` is what all ranks of a slot should agree on."""
+    """What a value is, without its numbers. `shared` is what all ranks of a slot should agree
+    on."""
 
     dtype: str
     device: str
@@ -159,7 +161,9 @@ def build_vocabulary(streams: Sequence[RankStream]) -> Vocabulary:
                 item = seen.get(key)
                 if item is None:
                     try:
-                        item = seen[key] = _number(vocabulary, definition, roots, stream.definitions)
+                        item = seen[key] = _number(
+                            vocabulary, definition, roots, stream.definitions
+                        )
                     except (KeyError, TypeError, ValueError, LayoutError):
                         continue  # written by something else: what names it is counted
                 lookups[definition["kind"]][number] = item
@@ -171,7 +175,9 @@ def build_vocabulary(streams: Sequence[RankStream]) -> Vocabulary:
 
 
 def _context(
-    definition: Mapping[str, Any], roots: Mapping[int, str], definitions: Mapping[int, Mapping[str, Any]]
+    definition: Mapping[str, Any],
+    roots: Mapping[int, str],
+    definitions: Mapping[int, Mapping[str, Any]],
 ) -> object:
     """Return what else a definition's meaning depends on: the path of its root, or its mesh."""
     if definition["kind"] == "module":

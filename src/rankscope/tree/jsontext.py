@@ -1,4 +1,5 @@
-"""JSON that a person can read with `less`: one line per node head, slot and value, children indented."""
+"""JSON that a person can read with `less`: one line per node head, slot and value, children
+indented."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ _SECTIONS = frozenset({"completeness", "run"})
 
 
 def statistic(value: float) -> float | str | None:
-    """Return a statistic as JSON holds it: null where it is undefined (NaN), "inf" and "-inf" as strings."""
+    """Return a statistic as JSON holds it: null where undefined (NaN), infinities as strings."""
     return None if math.isnan(value) else number(value)
 
 
@@ -49,7 +50,8 @@ _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 
 
 def json_text(document: Mapping[str, Any]) -> list[str]:
-    """Return the text of a document in pieces to be joined; the lists under broken keys hold objects."""
+    """Return the text of a document in pieces to be joined; the lists under broken keys hold
+    objects."""
     pieces: list[str] = []
     _write_object(document, "\n ", pieces, by_member=True)
     pieces.append("\n")
@@ -59,7 +61,8 @@ def json_text(document: Mapping[str, Any]) -> list[str]:
 def _write_object(
     value: Mapping[str, Any], pad: str, pieces: list[str], *, by_member: bool = False
 ) -> None:
-    """Append an object: members that fit on its line together, broken ones on lines of their own."""
+    """Append an object: members that fit on its line together, broken ones on lines of their
+    own."""
     line: dict[str, Any] = {}
     opening = "{"
     for key, item in value.items():

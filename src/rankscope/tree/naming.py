@@ -1,9 +1,9 @@
 """Which root is called what, so that the same module has the same path on every rank.
 
-The largest root of a rank is ""; others are "@ClassName", "@ClassName.2" in order of first call. Two
-rules make ranks agree: a root that is smaller than another on some rank is named by its class on every
-rank, and the numbers are given over all ranks together, lowest rank first. A module that was once
-called as a root, and later turned out to live inside another, takes its path there.
+The largest root of a rank is ""; others are "@ClassName", "@ClassName.2" in order of first call.
+Two rules make ranks agree: a root that is smaller than another on some rank is named by its class
+on every rank, and the numbers are given over all ranks together, lowest rank first. A module that
+was once called as a root, and later turned out to live inside another, takes its path there.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Calls of all ranks merged into nodes, and their values into slots: pure index work on the tables.
 
-A node is every rank's call of one key: incarnation, mode, step, micro-batch, phase, path, ordinal. A
-slot entry is one slot of one node as all ranks agree on it; where ranks disagree in dtype, global shape
-or layout there is one entry per variant. Inside an entry, ranks that hold the same value share a fold.
+A node is every rank's call of one key: incarnation, mode, step, micro-batch, phase, path, ordinal.
+A slot entry is one slot of one node as all ranks agree on it; where ranks disagree in dtype, global
+shape or layout there is one entry per variant. Inside an entry, ranks that hold the same value
+share a fold.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ KEY_COLUMNS = ("incarnation", "mode", "step", "micro_batch", "phase", "path", "o
 class Merged:
     """Nodes, entries and folds as ranges over sorted calls and values.
 
-    Nodes are numbered in the order of a walk: groups (setup, then steps) behind each other, children
-    after their parent, siblings by the time of the lowest rank that made the call.
+    Nodes are numbered in the order of a walk: groups (setup, then steps) behind each other,
+    children after their parent, siblings by the time of the lowest rank that made the call.
     """
 
     calls: NDArray[Any]
@@ -108,11 +109,13 @@ def merge(tables: Tables, vocabulary: Vocabulary, paths: list[str]) -> Merged:
 def _groups(
     calls: NDArray[Any], first: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], list[tuple[int, bool, int, int]]]:
-    """Number the groups: setup before steps, train before eval, by step; one incarnation after another."""
+    """Number the groups: setup before steps, train before eval, by step; one incarnation after
+    another."""
     heads = calls[first]
     setup = heads["phase"] == Phase.SETUP
     columns = (
-        heads["incarnation"], ~setup, np.where(setup, Mode.TRAIN, heads["mode"]), np.where(setup, 0, heads["step"])
+        heads["incarnation"], ~setup, np.where(setup, Mode.TRAIN, heads["mode"]), np.where(setup, 0,
+        heads["step"])
     )  # fmt: skip
     group, count = factorize(*columns)
     rows = np.zeros(count, np.int64)
@@ -148,9 +151,12 @@ def _parents(
 def _walk(
     parent: NDArray[np.int64], group: NDArray[np.int64], start: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return nodes in walk order, and their depths in that order; clips `parent` at MAX_DEPTH in place."""
+    """Return nodes in walk order, and their depths in that order; clips `parent` at MAX_DEPTH in
+    place."""
     siblings = np.lexsort((start, group)).tolist()
-    above, children, tops = parent.tolist(), {}, []
+    above: list[int] = parent.tolist()
+    children: dict[int, list[int]] = {}
+    tops: list[int] = []
     for node in siblings:
         if above[node] < 0:
             tops.append(node)
@@ -174,12 +180,19 @@ def _walk(
 
 
 def _identities(heads: NDArray[Any], paths: list[str]) -> NDArray[np.uint64]:
-    """Return a 64-bit id per node that depends on its key alone, so it is the same in every trace."""
+    """Return a 64-bit id per node that depends on its key alone, so it is the same in every
+    trace."""
     columns = [heads[name].tolist() for name in KEY_COLUMNS]
     place = KEY_COLUMNS.index("path")
     columns[place] = [paths[i] for i in columns[place]]
     hashed = xxhash.xxh3_64_intdigest
-    return np.array([hashed("\0".join(map(str, key)).encode("utf-8", "backslashreplace")) for key in zip(*columns)], np.uint64)
+    return np.array(
+        [
+            hashed("\0".join(map(str, key)).encode("utf-8", "backslashreplace"))
+            for key in zip(*columns)
+        ],
+        np.uint64,
+    )
 
 
 def _slots(
@@ -229,7 +242,8 @@ def _starts(sorted_codes: NDArray[np.int64]) -> NDArray[np.int64]:
 def _first_seen(
     pair: NDArray[np.int64], pairs: int, stream: NDArray[np.int32], time: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """Return per slot of a node its place by lowest rank and time: the order slots are listed in."""
+    """Return per slot of a node its place by lowest rank and time: the order slots are listed
+    in."""
     order = np.lexsort((time, stream, pair))
     first = order[np.searchsorted(pair[order], np.arange(pairs))]
     # ranks have clocks of their own: slots only later ranks have come behind those of the lowest

@@ -18,9 +18,10 @@ from rankscope.record.placement import Mesh
 from rankscope.tree.assemble import assemble
 from rankscope.tree.columns import columns_of, map_columns
 from rankscope.tree.document import Document
+from rankscope.tree.numbers import Columns
 from rankscope.tree.selection import glob_matches, nothing_matched
 from rankscope.tree.sources import REPLICA_FOLDER, find_streams
-from rankscope.tree.views import Columns, GroupHead, Node, Value, Whereabouts
+from rankscope.tree.views import GroupHead, Node, Value, Whereabouts
 from rankscope.tree.writer import TRACE_NAME, Progress
 
 __all__ = ["Step", "Trace", "newest_trace", "open_trace"]
@@ -50,8 +51,10 @@ class _Files:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self.head = _load(folder / TRACE_NAME, "trace")
-        listed = [(kind == "setup", group) for kind in ("setup", "steps") for group in self.head[kind]]
+        self.head: Mapping[str, Any] = _load(folder / TRACE_NAME, "trace")
+        listed = [
+            (kind == "setup", group) for kind in ("setup", "steps") for group in self.head[kind]
+        ]
         self.groups: list[tuple[bool, dict[str, Any]]] = listed
 
     def nodes(self, group: int) -> list[dict[str, Any]]:
@@ -96,7 +99,9 @@ class Step:
         self.mode = Mode[str(head.get("mode", "train")).upper()]
         self.step = int(head.get("step", 0))
         self.incarnation = int(head.get("incarnation", 0))
-        self.notes: tuple[str, ...] = tuple(f"rank {n['ranks']}: {n['note']}" for n in head.get("notes", ()))
+        self.notes: tuple[str, ...] = tuple(
+            f"rank {n['ranks']}: {n['note']}" for n in head.get("notes", ())
+        )
 
     @cached_property
     def nodes(self) -> tuple[Node, ...]:
@@ -141,7 +146,8 @@ class Trace:
         return bool(self.completeness["complete"]) and not self.is_live
 
     def columns(self) -> Columns:
-        """Return the per-rank numbers as columns (docs/trace-format.md), mapped where they lie in a file."""
+        """Return the per-rank numbers as columns (docs/trace-format.md), mapped where they lie in a
+        file."""
         if self._columns is None:
             self._columns = self._source.columns()
         return self._columns
@@ -149,7 +155,11 @@ class Trace:
     @property
     def default_mode(self) -> Mode:
         """Train, or eval where there is no train step."""
-        return Mode.TRAIN if any(s.mode is Mode.TRAIN for s in self.steps) or not self.steps else Mode.EVAL
+        return (
+            Mode.TRAIN
+            if any(s.mode is Mode.TRAIN for s in self.steps) or not self.steps
+            else Mode.EVAL
+        )
 
     def walk(self) -> Iterator[Node]:
         """Yield every node: setup, then the steps."""
@@ -220,8 +230,8 @@ class Trace:
         Raises:
             SelectionError: there is no such value; says what there is.
         """
-        wanted = _named(Phase, "phase", phase)
-        chosen = self.default_mode if mode is None else _named(Mode, "mode", mode)
+        wanted: Phase = _named(Phase, "phase", phase)
+        chosen: Mode = self.default_mode if mode is None else _named(Mode, "mode", mode)
         groups = self.setup if wanted is Phase.SETUP else self.steps
         nodes = [
             node
@@ -237,15 +247,17 @@ class Trace:
             if all(node.path != path for node in self.walk()):
                 raise nothing_matched("path", path, (node.path for node in self.walk()))
             raise SelectionError(
-                f"{path or '(root)'} has no {wanted.word if wanted is not None else phase} call in "
-                f"{chosen.word if chosen is not None else mode} step {step}, micro-batch {micro_batch}, "
-                f"ordinal {ordinal}; list its calls with: rankscope show {self.path} --path {path!r}"
+                f"{path or '(root)'} has no {wanted.word} call in {chosen.word} step {step}, "
+                f"micro-batch {micro_batch}, ordinal {ordinal}; list its calls with: "
+                f"rankscope show {self.path} --path {path!r}"
             )
         for node in nodes:
             found = node.value(slot)
             if found is not None:
                 return found
-        raise nothing_matched(f"slot of {path or '(root)'}", slot, (view.slot for view in nodes[0].slots))
+        raise nothing_matched(
+            f"slot of {path or '(root)'}", slot, (view.slot for view in nodes[0].slots)
+        )
 
 
 def newest_trace(base: Path | None = None) -> Path:
@@ -255,17 +267,27 @@ def newest_trace(base: Path | None = None) -> Path:
         FolderError: there is none.
     """
     place = base or Path.cwd()
-    folders = [f for f in place.glob("rankscope-*") if (f / TRACE_NAME).is_file() or (f / REPLICA_FOLDER).is_dir()]
+    folders = [
+        f
+        for f in place.glob("rankscope-*")
+        if (f / TRACE_NAME).is_file() or (f / REPLICA_FOLDER).is_dir()
+    ]
     if not folders:
         raise FolderError(f"{place}: holds no rankscope-* trace folder; name the trace to read")
     return max(folders, key=lambda folder: folder.stat().st_mtime)
 
 
-def open_trace(path: str | os.PathLike[str] | None = None, *, wait_s: float = 60.0, progress: Progress | None = None) -> Trace:
+def open_trace(
+    path: str | os.PathLike[str] | None = None,
+    *,
+    wait_s: float = 60.0,
+    progress: Progress | None = None,
+) -> Trace:
     """Open a trace folder.
 
-    A folder without trace.json is assembled in memory from what the ranks have sent so far, and says
-    so (`is_live`); where every rank has ended and a collector is writing the tree, it is waited for.
+    A folder without trace.json is assembled in memory from what the ranks have sent so far, and
+    says so (`is_live`); where every rank has ended and a collector is writing the tree, it is
+    waited for.
 
     Args:
         path: the folder, or the trace.json in it; default the newest rankscope-* folder here.
@@ -281,7 +303,9 @@ def open_trace(path: str | os.PathLike[str] | None = None, *, wait_s: float = 60
     if folder.name == TRACE_NAME and not folder.is_dir():
         folder = folder.parent
     if not folder.is_dir():
-        raise FolderError(f"{folder}: no such folder; give the trace folder that rankscope run named")
+        raise FolderError(
+            f"{folder}: no such folder; give the trace folder that rankscope run named"
+        )
     _wait_for_collector(folder, wait_s, progress)
     if (folder / TRACE_NAME).exists():
         return _understood(folder, lambda: Trace(_Files(folder), folder))
@@ -291,7 +315,9 @@ def open_trace(path: str | os.PathLike[str] | None = None, *, wait_s: float = 60
             return _understood(folder, lambda: Trace(_Files(folder), folder))
         if not any(folder.iterdir()):
             raise FolderError(f"{folder}: is empty; nothing has been traced into it yet")
-        raise TraceError(f"{folder}: not a trace: it holds neither {TRACE_NAME} nor records in {REPLICA_FOLDER}/")
+        raise TraceError(
+            f"{folder}: not a trace: it holds neither {TRACE_NAME} nor records in {REPLICA_FOLDER}/"
+        )
     return Trace(_Records(assemble(sources, progress=progress)), folder, is_live=True)
 
 
@@ -299,7 +325,9 @@ def _understood(folder: Path, read: Any) -> Trace:
     try:
         trace: Trace = read()
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise TraceError(f"{folder / TRACE_NAME}: {type(error).__name__} {error}: the trace is damaged") from error
+        raise TraceError(
+            f"{folder / TRACE_NAME}: {type(error).__name__} {error}: the trace is damaged"
+        ) from error
     return trace
 
 
@@ -312,14 +340,16 @@ def _load(path: Path, kind: str) -> dict[str, Any]:
         raise TraceError(f"{path}: is no JSON ({error}); the trace is damaged") from error
     found = _FORMAT.fullmatch(str(data.get("format"))) if isinstance(data, dict) else None
     if found is None or found[1] != kind:
-        raise TraceError(f"{path}: not a rankscope {kind}: its format is {data.get('format') if isinstance(data, dict) else None!r}")
+        raise TraceError(
+            f"{path}: no rankscope {kind}, or a damaged one: it names no rankscope.{kind} format"
+        )
     if int(found[2]) > _NEWEST_FORMAT:
         run = data.get("run")
         maker = run.get("versions", {}).get("rankscope") if isinstance(run, dict) else None
         needed = f"rankscope {maker} or newer" if maker else "a newer rankscope"
         raise TraceVersionError(
-            f"{path}: format {found[0]}, this rankscope reads up to rankscope.{kind}/{_NEWEST_FORMAT}; "
-            f"install {needed}"
+            f"{path}: format {found[0]}, this rankscope reads up to "
+            f"rankscope.{kind}/{_NEWEST_FORMAT}; install {needed}"
         )
     checked: dict[str, Any] = data
     return checked

@@ -19,12 +19,21 @@ def glob_matches(glob: str, name: str) -> bool:
 
 
 def nothing_matched(what: str, glob: str, names: Iterable[str]) -> SelectionError:
-    """Return the error for a glob that matched none of the names: says which are near, or which there are."""
+    """Return the error for a glob that matched none of the names: says which are near, or which
+    there are."""
     known = sorted(set(names))
     plain = glob.replace("*", "").strip(".")
     near = difflib.get_close_matches(plain, known, n=_SHOWN, cutoff=0.5)
-    near += [name for name in known if plain and plain in name and name not in near][: _SHOWN - len(near)]
+    near += [name for name in known if plain and plain in name and name not in near][
+        : _SHOWN - len(near)
+    ]
     shown = near or known[:_SHOWN]
     listed = ", ".join(name or "(root)" for name in shown)
-    kind = "the nearest are" if near else "there are" if len(known) <= _SHOWN else f"{len(known)} exist, such as"
+    kind = (
+        "the nearest are"
+        if near
+        else "there are"
+        if len(known) <= _SHOWN
+        else f"{len(known)} exist, such as"
+    )
     return SelectionError(f"{what} {glob!r} matches nothing in this trace; {kind} {listed}")

@@ -51,7 +51,8 @@ def replica_path(out: Path, stream: StreamId) -> Path:
 
 
 def read_end_marker(replica: Path) -> EndMarker | None:
-    """Return the end marker beside a replica, None where there is none (or none that can be read)."""
+    """Return the end marker beside a replica, None where there is none (or none that can be
+    read)."""
     try:
         fields = read_json_map(replica.with_suffix(".json"))
         committed = fields.get("committed")
@@ -96,7 +97,8 @@ def _note(entry: Path, found: dict[StreamId, _Found]) -> None:
 
 
 def _join(stream: StreamId, found: _Found) -> StreamBytes:
-    """Put together what several places hold of one stream: the longest replica, then segments behind it."""
+    """Put together what several places hold of one stream: the longest replica, then segments
+    behind it."""
     best: Path | None = None
     length = 0
     for path in found.replicas:
@@ -117,7 +119,8 @@ def _join(stream: StreamId, found: _Found) -> StreamBytes:
             lowest = reader.lowest()
             if lowest > length:
                 notes.append(
-                    f"bytes {length}..{lowest} are missing: add the trace folder or spool that has them"
+                    f"bytes {length}..{lowest} are missing: "
+                    "add the trace folder or spool that has them"
                 )
                 continue
             for chunk in reader.chunks(length):

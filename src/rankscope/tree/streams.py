@@ -1,7 +1,7 @@
 """One rank's records as columns: what assembly works on.
 
-A stream is read once: its records become numpy structured arrays of the dtypes in spool/cells.py, in
-the order they were committed, and its definitions a dict by number.
+A stream is read once: its records become numpy structured arrays of the dtypes in spool/cells.py,
+in the order they were committed, and its definitions a dict by number.
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ def read_stream(
     version = identity.get("format", cells.FORMAT_VERSION)
     if isinstance(version, int) and version > cells.FORMAT_VERSION:
         raise TraceVersionError(
-            f"rank {source.stream.rank} wrote records of format {version}, this rankscope reads up to "
-            f"{cells.FORMAT_VERSION}: use the version that made the trace, or a newer one"
+            f"rank {source.stream.rank} wrote records of format {version}, this rankscope reads "
+            f"up to {cells.FORMAT_VERSION}: use the version that made the trace, or a newer one"
         )
     _, values, has_digest = found.values()
     said = ending(found)
@@ -148,7 +148,9 @@ def _definitions(
     raw = found.cells.take(wanted, axis=0).tobytes()
     definitions: dict[int, dict[str, Any]] = {}
     rejected: list[str] = []
-    for first, size in zip((firsts * cells.CELL_BYTES).tolist(), (sizes * cells.CELL_BYTES).tolist()):
+    for first, size in zip(
+        (firsts * cells.CELL_BYTES).tolist(), (sizes * cells.CELL_BYTES).tolist()
+    ):
         packed = raw[first : first + size]
         if packed not in decoded:
             try:

@@ -1,7 +1,8 @@
 """The records of all ranks as two tables, calls and values, in common numbers.
 
-Besides the calls that were recorded there are *derived* calls: gradients are written under the forward
-call they belong to, and become a backward call of their own here, at the time they were seen.
+Besides the calls that were recorded there are *derived* calls: gradients are written under the
+forward call they belong to, and become a backward call of their own here, at the time they were
+seen.
 """
 
 from __future__ import annotations
@@ -26,12 +27,15 @@ _EVENT_PHASES = (Phase.SETUP, Phase.GRADS, Phase.PARAMS)
 
 CALL_DTYPE = np.dtype(
     [
-        ("stream", "<i4"), ("incarnation", "<i4"), ("sequence", "<u8"), ("parent", "<i8"), ("start", "<i8"), ("end", "<i8"), ("module", "<i4"),
-        ("path", "<i4"), ("step", "<u4"), ("micro_batch", "<i8"), ("ordinal", "<i8"), ("forward_ordinal", "<i8"),
+        ("stream", "<i4"), ("incarnation", "<i4"), ("sequence", "<u8"), ("parent", "<i8"),
+        ("start", "<i8"), ("end", "<i8"), ("module", "<i4"),
+        ("path", "<i4"), ("step", "<u4"), ("micro_batch", "<i8"),
+        ("ordinal", "<i8"), ("forward_ordinal", "<i8"),
         ("pass", "<i4"), ("phase", "u1"), ("mode", "u1"), ("status", "u1"), ("text", "<i4"),
     ]
 )  # fmt: skip
-"""`parent` is a row of this table or -1; `start` and `end` are wall-clock ns; `text` -1 for none."""
+"""`parent` is a row of this table or -1; `start` and `end` are wall-clock ns; `text` -1 for
+none."""
 
 
 @dataclass(slots=True)
@@ -62,7 +66,8 @@ class Tables:
 
 
 def factorize(*columns: NDArray[Any]) -> tuple[NDArray[np.int64], int]:
-    """Return for each row the number of its distinct combination of columns, in sorted order, and how many there are."""
+    """Return for each row the number of its distinct combination of columns, in sorted order, and
+    how many there are."""
     codes, count = np.zeros(len(columns[0]), np.int64), 1
     for column in columns:
         distinct, own = np.unique(column, return_inverse=True)
@@ -132,7 +137,8 @@ def _take(lookup: NDArray[np.int64], numbers: NDArray[Any]) -> NDArray[np.int64]
 def _find(
     order: NDArray[np.int64], sequences: NDArray[Any], wanted: NDArray[Any]
 ) -> NDArray[np.int64]:
-    """Return the index in `sequences` (sorted by `order`) of each wanted sequence, -1 where there is none."""
+    """Return the index in `sequences` (sorted by `order`) of each wanted sequence, -1 where there
+    is none."""
     if not len(sequences):
         return np.full(len(wanted), -1, np.int64)
     at = np.minimum(np.searchsorted(sequences, wanted, sorter=order), len(sequences) - 1)
@@ -207,7 +213,8 @@ def _values(
 
 
 def _fold_event_owners(tables: Tables) -> None:
-    """A root that owns parameters itself is its own child in setup, grads and params: one call, not two."""
+    """A root that owns parameters itself is its own child in setup, grads and params: one call, not
+    two."""
     calls = tables.calls
     parent = calls["parent"]
     up = calls[np.maximum(parent, 0)]
@@ -229,7 +236,8 @@ def _fold_event_owners(tables: Tables) -> None:
 
 
 def _renumber_repeats(calls: NDArray[Any]) -> None:
-    """Give calls of one rank that share a key (two losses of one class) ordinals in order of their sequence."""
+    """Give calls of one rank that share a key (two losses of one class) ordinals in order of their
+    sequence."""
     names = ("stream", "mode", "step", "micro_batch", "phase", "path")
     group, _ = factorize(*(calls[name] for name in names))
     order = np.lexsort((calls["sequence"], calls["ordinal"], group))
@@ -244,7 +252,8 @@ def _renumber_repeats(calls: NDArray[Any]) -> None:
 
 
 def _derive_calls(tables: Tables, clock_offset: NDArray[np.int64]) -> None:
-    """Append the calls that values of another phase than their call's stand for (backward, collectives)."""
+    """Append the calls that values of another phase than their call's stand for (backward,
+    collectives)."""
     calls, values = tables.calls, tables.values
     away = (
         np.flatnonzero(values["phase"] != calls["phase"][tables.call])
@@ -286,7 +295,8 @@ def _derived_parents(
     kind: NDArray[np.int64],
     span: np.int64,
 ) -> NDArray[np.int64]:
-    """Return the derived row of the nearest caller that has one of the same kind: backward mirrors forward."""
+    """Return the derived row of the nearest caller that has one of the same kind: backward mirrors
+    forward."""
     result = np.full(len(keys), -1, np.int64)
     ancestor = calls["parent"][origin]
     open_ = ancestor >= 0
@@ -302,7 +312,8 @@ def _derived_parents(
 
 
 def _number_passes(derived: NDArray[Any]) -> None:
-    """Make one ordinal of graph task and forward ordinal, the same on every rank: task first, then call."""
+    """Make one ordinal of graph task and forward ordinal, the same on every rank: task first, then
+    call."""
     names = ("incarnation", "mode", "step", "micro_batch", "phase", "path")
     group, _ = factorize(*(derived[name] for name in names))
     codes, count = factorize(group, derived["pass"], derived["ordinal"])

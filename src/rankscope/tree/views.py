@@ -6,9 +6,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from rankscope.record.call import CallKey, Mode, Phase
 from rankscope.record.placement import (
     Layout,
@@ -20,14 +17,18 @@ from rankscope.record.placement import (
 )
 from rankscope.record.value import Digest, Samples
 from rankscope.tree.combine import Combined
-from rankscope.tree.jsontext import read_number
+from rankscope.tree.numbers import (
+    COUNTS,
+    STATISTICS,
+    Columns,
+    Fold,
+    column_digest,
+    read_combined,
+    read_fold,
+)
 from rankscope.tree.ranks import parse_ranks
 
-__all__ = ["Fold", "GroupHead", "Node", "Outcome", "SlotView", "Timing", "Value", "Whereabouts"]
-
-Columns = Mapping[str, NDArray[Any]]
-_COUNTS = ("count", "nan", "posinf", "neginf", "zero")
-_STATISTICS = ("min", "max", "mean", "std", "l2")
+__all__ = ["GroupHead", "Node", "Outcome", "SlotView", "Timing", "Value", "Whereabouts"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,20 +46,6 @@ class Whereabouts:
 
     columns: Callable[[], Columns]
     meshes: Mapping[str, tuple[Mesh, ...]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fold:
-    """One value, and the ranks that hold it."""
-
-    ranks: tuple[int, ...]
-    shape: tuple[int, ...]
-    """Local shape."""
-    digest: Digest | None
-    """None where it was not digested, or where the numbers stand in the columns alone."""
-    flags: tuple[str, ...]
-    note: str | None
-    requires_grad: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,16 +114,21 @@ class SlotView:
         data = self.data["layout"]
         source = LayoutSource(data["source"])
         wanted = self.ranks[0] if rank is None else rank
-        mesh = next((m for m in self._where.meshes.get(data.get("mesh", ""), ()) if wanted in m.ranks), None)
+        mesh = next(
+            (m for m in self._where.meshes.get(data.get("mesh", ""), ()) if wanted in m.ranks), None
+        )
         if mesh is None:
             return Layout(source=source)
         texts = data["placements"]
-        return Layout(source=source, mesh=mesh, placements=tuple(parse_placement(texts[a]) for a in mesh.axes))
+        return Layout(
+            source=source, mesh=mesh, placements=tuple(parse_placement(texts[a]) for a in mesh.axes)
+        )
 
     @property
     def folds(self) -> tuple[Fold, ...]:
-        """The distinct values; in a large trace, ranks of the same shape together, without numbers."""
-        return tuple(_fold(each) for each in self.data["values"])
+        """The distinct values; in a large trace, ranks of the same shape together, without
+        numbers."""
+        return tuple(read_fold(each) for each in self.data["values"])
 
     @property
     def distinct(self) -> int:
@@ -151,8 +143,9 @@ class SlotView:
 
     @property
     def combined(self) -> tuple[Combined, ...]:
-        """Global statistics, one per mesh that gives another result; () where nothing is sharded."""
-        return tuple(_combined(each) for each in self.data.get("combined", ()))
+        """Global statistics, one per mesh that gives another result; () where nothing is
+        sharded."""
+        return tuple(read_combined(each) for each in self.data.get("combined", ()))
 
     @property
     def rows(self) -> range:
@@ -165,7 +158,7 @@ class SlotView:
             return {rank: fold.digest for fold in self.folds for rank in fold.ranks}
         columns, rows = self._where.columns(), self.rows
         return {
-            int(columns["values.rank"][row]): _column_digest(columns, row)
+            int(columns["values.rank"][row]): column_digest(columns, row)
             if columns["values.digested"][row]
             else None
             for row in rows
@@ -187,11 +180,16 @@ class SlotView:
         columns = self._where.columns()
         found = {}
         for row in self.rows:
-            first, count = int(columns["values.sample_row"][row]), int(columns["values.sample_count"][row])
+            first, count = (
+                int(columns["values.sample_row"][row]),
+                int(columns["values.sample_count"][row]),
+            )
             if first >= 0:
                 rows = columns["samples.sketch"][first : first + count].tolist()
                 dim = int(columns["values.sample_dim"][row])
-                found[int(columns["values.rank"][row])] = Samples(dim=dim, rows=tuple(map(tuple, rows)))
+                found[int(columns["values.rank"][row])] = Samples(
+                    dim=dim, rows=tuple(map(tuple, rows))
+                )
         return found
 
 
@@ -230,7 +228,9 @@ class Value:
     @property
     def per_rank(self) -> dict[int, Digest | None]:
         """Each rank's numbers, None where a value was not digested."""
-        return dict(sorted({rank: d for view in self.views for rank, d in view.per_rank().items()}.items()))
+        return dict(
+            sorted({rank: d for view in self.views for rank, d in view.per_rank().items()}.items())
+        )
 
     @property
     def samples(self) -> dict[int, Samples]:
@@ -239,7 +239,8 @@ class Value:
 
     @property
     def combined(self) -> Combined | None:
-        """Statistics of the whole tensor; None where its layout is unknown or meshes hold different ones.
+        """Statistics of the whole tensor; None where its layout is unknown or meshes hold different
+        ones.
 
         Where every rank holds the whole, they are that value's own.
         """
@@ -252,7 +253,7 @@ class Value:
         digest = next(iter(view.per_rank().values()), None)
         if found or not view.placements or digest is None:
             return None
-        names = (*_COUNTS, *_STATISTICS, "sketch")
+        names = (*COUNTS, *STATISTICS, "sketch")
         return Combined(ranks=view.ranks, **{name: getattr(digest, name) for name in names})
 
 
@@ -266,7 +267,8 @@ class Node:
 
     @property
     def id(self) -> str:
-        """16 hex digits that depend on the key alone: the same node has the same id in every trace."""
+        """16 hex digits that depend on the key alone: the same node has the same id in every
+        trace."""
         return str(self.data["id"])
 
     @property
@@ -309,7 +311,8 @@ class Node:
     def key(self) -> CallKey:
         """What made the ranks' calls one node."""
         return CallKey(
-            mode=self.head.mode, step=self.head.step, micro_batch=self.micro_batch, phase=self.phase,
+            mode=self.head.mode, step=self.head.step, micro_batch=self.micro_batch,
+            phase=self.phase,
             path=self.path, ordinal=self.ordinal,
         )  # fmt: skip
 
@@ -320,7 +323,7 @@ class Node:
 
     @property
     def status(self) -> str:
-        """"returned", "raised", "abandoned", "unfinished", or "mixed" over the ranks."""
+        """ "returned", "raised", "abandoned", "unfinished", or "mixed" over the ranks."""
         return str(self.data["status"])
 
     @property
@@ -328,7 +331,8 @@ class Node:
         """How it ended, by ranks."""
         listed = self.data.get("outcomes") or [{"ranks": self.data["ranks"], "status": self.status}]
         return tuple(
-            Outcome(ranks=parse_ranks(o["ranks"]), status=o["status"], error=o.get("error", "")) for o in listed
+            Outcome(ranks=parse_ranks(o["ranks"]), status=o["status"], error=o.get("error", ""))
+            for o in listed
         )
 
     @property
@@ -366,47 +370,3 @@ class Node:
             node = waiting.pop()
             yield node
             waiting.extend(reversed(node.children))
-
-
-def _fold(data: Mapping[str, Any]) -> Fold:
-    digest = data.get("digest")
-    return Fold(
-        ranks=parse_ranks(data["ranks"]),
-        shape=tuple(data["shape"]),
-        digest=None if digest is None else _digest(digest),
-        flags=tuple(data.get("flags", ())),
-        note=data.get("note"),
-        requires_grad=bool(data.get("requires_grad", False)),
-    )
-
-
-def _digest(data: Mapping[str, Any]) -> Digest:
-    return Digest(
-        **{name: int(data[name]) for name in _COUNTS},
-        **{name: read_number(data[name]) for name in _STATISTICS},
-        hash=int(data["hash"], 16),
-        sketch=tuple(read_number(s) for s in data["sketch"]),
-    )
-
-
-def _column_digest(columns: Columns, row: int) -> Digest:
-    return Digest(
-        **{name: int(columns[f"values.{name}"][row]) for name in _COUNTS},
-        **{name: float(columns[f"values.{name}"][row]) for name in _STATISTICS},
-        hash=int(columns["values.hash"][row]),
-        sketch=tuple(np.asarray(columns["values.sketch"][row]).tolist()),
-    )
-
-
-def _combined(data: Mapping[str, Any]) -> Combined:
-    ranks, note, digest = parse_ranks(data["ranks"]), data.get("note"), data.get("digest")
-    if digest is None:
-        return Combined(ranks=ranks, note=note)
-    # a statistic that is null beside a known zero count is undefined (NaN), without one it is not known
-    is_whole = digest["nan"] is not None
-    numbers: dict[str, Any] = {name: digest[name] for name in _COUNTS}
-    for name in _STATISTICS:
-        numbers[name] = read_number(digest[name]) if is_whole or digest[name] is not None else None
-    sketch = digest["sketch"]
-    numbers["sketch"] = None if sketch is None else tuple(read_number(s) for s in sketch)
-    return Combined(ranks=ranks, note=note, **numbers)

@@ -25,7 +25,7 @@ class WholeTensors:
     ) -> None:
         self._descriptions = descriptions
         self._rank_of_stream = rank_of_stream
-        self._plans: dict[bytes, list[tuple[Mesh, NDArray[np.int64], Plan | str]]] = {}
+        self._plans: dict[bytes, list[tuple[NDArray[np.int64], Plan | str]]] = {}
 
     def combine(
         self,
@@ -36,14 +36,16 @@ class WholeTensors:
         *,
         folds: int,
     ) -> list[Combined]:
-        """Return the global statistics of one entry, one per distinct result; [] where there is nothing to combine.
+        """Return the global statistics of one entry, one per distinct result; [] where there is
+        nothing to combine.
 
         Args:
             rows: VALUE_DTYPE, the values of one entry.
             description: number of each row's description.
             stream: stream of each row.
             has_digest: False where a row has no numbers.
-            folds: distinct values among the rows; one value that every rank holds whole needs no combining.
+            folds: distinct values among the rows; one value that every rank holds whole needs no
+            combining.
         """
         first = self._descriptions[int(description[0])]
         is_whole = all(p.kind is PlacementKind.REPLICATE for p in first.parsed_placements)
@@ -55,7 +57,7 @@ class WholeTensors:
         ):
             return []
         results: list[Combined] = []
-        for mesh, chosen, plan in self._plan(description, stream):
+        for chosen, plan in self._plan(description, stream):
             ranks = tuple(self._rank_of_stream[stream[chosen]].tolist())
             blank = chosen[~has_digest[chosen]]
             if isinstance(plan, str):
@@ -70,7 +72,7 @@ class WholeTensors:
 
     def _plan(
         self, description: NDArray[np.int32], stream: NDArray[np.int32]
-    ) -> list[tuple[Mesh, NDArray[np.int64], Plan | str]]:
+    ) -> list[tuple[NDArray[np.int64], Plan | str]]:
         key = description.tobytes() + b"|" + stream.tobytes()
         if key not in self._plans:
             by_mesh: dict[Mesh, list[int]] = {}
@@ -79,7 +81,7 @@ class WholeTensors:
                 if mesh is not None:
                     by_mesh.setdefault(mesh, []).append(row)
             self._plans[key] = [
-                (mesh, np.array(rows), self._plan_mesh(mesh, rows, description, stream))
+                (np.array(rows), self._plan_mesh(mesh, rows, description, stream))
                 for mesh, rows in by_mesh.items()
             ]
         return self._plans[key]

@@ -1,4 +1,5 @@
-"""Writes a trace folder: values.safetensors, steps/ where the tree is large, trace.json by rename last."""
+"""Writes a trace folder: values.safetensors, steps/ where the tree is large, trace.json by rename
+last."""
 
 from __future__ import annotations
 
@@ -56,8 +57,8 @@ def write_trace(
         say("writing nodes", 1.0)
     except OSError as error:
         raise FolderError(
-            f"{out}: the trace cannot be written ({error.strerror}); the ranks' records are still in "
-            f"{out / 'spool'}: make room and run rankscope recover {out} --out NEW"
+            f"{out}: the trace cannot be written ({error.strerror}); the ranks' records are still "
+            f"in {out / 'spool'}: make room and run rankscope recover {out} --out NEW"
         ) from error
 
 
