@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 
 from rankscope.agent.settings import SETTINGS, Settings
-from rankscope.errors import RankscopeError, SettingError
+from rankscope.errors import FolderError, RankscopeError, SettingError
 from rankscope.gather.address import check_address
 from rankscope.spool.companions import (
     collector_command,
@@ -46,6 +46,10 @@ from rankscope_launcher.progress import Progress, say
 __all__ = ["JobShape", "TracedJob"]
 
 TREE_NAME = "trace.json"
+_OF_OTHER_HOSTS = frozenset({"spool", "collector.lock", "collector.json", "collector.log"})
+"""What the first hosts of a run may have put into a trace folder before the last one starts."""
+_BUSY = 2
+"""Exit code of a collector that could not start, because another one owns the folder."""
 _POLL_S = 0.05
 _COMPANION_END_S = 5.0
 """How long the relay and the collector may take to leave once the tree is there."""
@@ -110,7 +114,10 @@ class TracedJob:
         base = spool_base(settings.spool)
         check_free_space(base, settings.spool_bytes * shape.local_ranks)
         out = settings.out or default_out()
-        _claim(out, is_shared=is_shared, is_head=shape.is_head)
+        if is_shared and shape.hosts > 1:
+            _claim_shared(out)
+        else:
+            prepare_out(out)
         launch = f"{shape.run_id}/{os.uname().nodename}/{os.getpid()}/{time.time_ns()}"
         run_folder = host_run_folder(base, run_key(launch))
         address = SHARED if is_shared else settings.collector or ipc_address(run_folder)
@@ -178,6 +185,8 @@ class TracedJob:
                 "in the ranks' Python"
             )
             return
+        if self._shape.hosts > 1 and self._collector and self._collector.poll() == _BUSY:
+            self._collector = None  # two hosts of the run on one machine: the other one collects
         waiting_for = self._collector or self._relay
         tree = self._out / TREE_NAME
         with Progress("finishing the trace") as progress:
@@ -259,12 +268,19 @@ def new_run_id() -> str:
     return uuid.uuid4().hex
 
 
-def _claim(out: Path, *, is_shared: bool, is_head: bool) -> None:
-    """Make the trace folder; in one that hosts share, others may have begun to write already."""
-    if is_shared and (not is_head or (out.is_dir() and os.listdir(out) == ["spool"])):
-        out.mkdir(mode=0o700, parents=True, exist_ok=True)
-    else:
-        prepare_out(out)
+def _claim_shared(out: Path) -> None:
+    """Make a trace folder that hosts share: another host of this run may have begun to use it.
+
+    Raises:
+        FolderError: it holds something else, or cannot be used.
+    """
+    begun = out.is_dir() and set(os.listdir(out)) <= _OF_OTHER_HOSTS
+    if not begun:
+        try:
+            prepare_out(out)
+        except FolderError:
+            if not (out.is_dir() and set(os.listdir(out)) <= _OF_OTHER_HOSTS):
+                raise  # else another host was quicker by the blink of an eye
 
 
 def _start(command: list[str], log: Path) -> subprocess.Popen[bytes]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ PAGE = Path(__file__).parents[2] / "docs/commands/run.md"
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
 def test_every_setting_stands_in_the_page_with_its_default(setting: Setting):
-    rows = [line for line in PAGE.read_text().splitlines() if f"`--rs-{setting.name}" in line]
-    (row,) = [line for line in rows if line.startswith("|")]
+    rows = re.findall(rf"^\| `--rs-{setting.name}[ `].*$", PAGE.read_text(), re.MULTILINE)
+    (row,) = rows
     if setting.name not in {"out", "phases", "spool", "collector", "keep-spool"}:
         assert f"| `{setting.default}` |" in row
