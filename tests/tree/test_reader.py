@@ -68,7 +68,14 @@ def test_a_value_that_is_whole_everywhere_is_its_own_combination(tmp_path):
     for number in range(4):
         rank = PaperRank(tmp_path / "spools", number, 4)
         with rank.call() as call:
-            rank.value(call, "output", WEIGHT, mesh=GRID, placements=["Replicate()"] * 2, whole=WEIGHT.shape)
+            rank.value(
+                call,
+                "output",
+                WEIGHT,
+                mesh=GRID,
+                placements=["Replicate()"] * 2,
+                whole=WEIGHT.shape,
+            )
         rank.end()
         rank.ship(out)
     build(out)
@@ -116,9 +123,19 @@ def test_a_large_trace_reads_the_same_numbers_from_its_columns(out, tmp_path):
     build(split, inline_limit_bytes=1000)
     large = open_trace(split)
     assert (split / "steps").is_dir()
-    assert "digest" not in json.loads((split / "steps" / "000001.json").read_text())["nodes"][0]["slots"][0]["values"][0]
+    assert (
+        "digest"
+        not in json.loads((split / "steps" / "000001.json").read_text())["nodes"][0]["slots"][0][
+            "values"
+        ][0]
+    )
     for one, other in zip(inline.walk(), large.walk(), strict=True):
-        assert (one.id, one.path, one.phase, one.ranks) == (other.id, other.path, other.phase, other.ranks)
+        assert (one.id, one.path, one.phase, one.ranks) == (
+            other.id,
+            other.path,
+            other.phase,
+            other.ranks,
+        )
         for mine, theirs in zip(one.slots, other.slots, strict=True):
             assert repr(mine.per_rank()) == repr(theirs.per_rank())
             assert repr(mine.combined) == repr(theirs.combined)
@@ -166,11 +183,15 @@ def test_a_newer_format_is_refused_with_the_version_it_needs(out):
     data["format"] = "rankscope.trace/9"
     data["run"]["versions"]["rankscope"] = "7.1"
     (out / "trace.json").write_text(json.dumps(data))
-    with pytest.raises(TraceVersionError, match=r"rankscope.trace/9.*install rankscope 7.1 or newer"):
+    with pytest.raises(
+        TraceVersionError, match=r"rankscope.trace/9.*install rankscope 7.1 or newer"
+    ):
         open_trace(out)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"format": "other"}', '{"format": "rankscope.trace/1"}'])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"format": "other"}', '{"format": "rankscope.trace/1"}']
+)
 def test_a_damaged_trace_is_one_clear_error(out, text):
     (out / "trace.json").write_text(text)
     with pytest.raises(TraceError, match="trace.json"):

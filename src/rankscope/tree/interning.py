@@ -214,10 +214,15 @@ def mesh_of(definition: Mapping[str, Any]) -> Mesh:
 def _roots(stream: RankStream) -> StreamRoots:
     roots, inside = [], {}
     for number, definition in stream.definitions.items():
-        if definition["kind"] == "root" and definition.get("has_parameters", True):
+        if definition["kind"] == "root":
             name = str(definition["class"])
             roots.append(
-                Root(number=number, class_name=name, parameters=int(definition["parameters"]))
+                Root(
+                    number=number,
+                    class_name=name,
+                    parameters=int(definition["parameters"]),
+                    is_preferred=bool(definition.get("preferred", False)),
+                )
             )
         elif definition["kind"] == "inside":
             inside[int(definition["root"])] = (int(definition["in"]), str(definition["path"]))

@@ -1,6 +1,6 @@
 """Which root is called what, so that the same module has the same path on every rank.
 
-The largest root of a rank is ""; others are "@ClassName", "@ClassName.2" in order of first call.
+The largest root of a rank (or the one the user named) is ""; others are "@ClassName", "@ClassName.2" in order of first call.
 Two rules make ranks agree: a root that is smaller than another on some rank is named by its class
 on every rank, and the numbers are given over all ranks together, lowest rank first. A module that
 was once called as a root, and later turned out to live inside another, takes its path there.
@@ -24,6 +24,8 @@ class Root:
     class_name: str
     parameters: int
     """Elements of its parameters, DTensors by their global shape."""
+    is_preferred: bool = False
+    """The user named it as the root: it is taken for the largest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +45,7 @@ def join_path(*parts: str) -> str:
 def name_roots(streams: Sequence[StreamRoots]) -> list[dict[int, str]]:
     """Return, per stream, {root definition: path of that root}; lowest rank first in `streams`."""
     outer = [[r for r in s.roots if r.number not in s.inside] for s in streams]
-    tops = [max(roots, key=lambda r: (r.parameters, -r.number), default=None) for roots in outer]
+    tops = [max(roots, key=lambda r: (r.is_preferred, r.parameters, -r.number), default=None) for roots in outer]
     minor = {
         _signature(root)
         for roots, top in zip(outer, tops)

@@ -1,0 +1,220 @@
+"""The reading commands, run as a user runs them."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rankscope.cli.app import main
+from rankscope.tree.assemble import build
+from tests.tree.jobs import grid_job
+from tests.tree.ranks_on_paper import PaperRank
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("job")
+    out = folder / "rankscope-1"
+    grid_job(folder / "spools", out, steps=2)
+    build(out)
+    return out
+
+
+def rankscope(*words, cwd=None):
+    """Run a command in this process; return exit code, stdout and stderr."""
+    here, out, err, code = Path.cwd(), io.StringIO(), io.StringIO(), None
+    os.chdir(cwd or here)
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            main([*map(str, words)])
+    except SystemExit as left:
+        code = left.code or 0
+    finally:
+        os.chdir(here)
+    return code, out.getvalue(), err.getvalue()
+
+
+def test_help_explains_the_tool_and_lists_the_commands():
+    code, text, _ = rankscope("--help")
+    assert code == 0
+    for word in ("rankscope run", "trace.json", "show", "verify", "recover"):
+        assert word in text
+
+
+def test_reading_commands_import_no_torch(out):
+    script = (
+        "import sys; from rankscope.cli.app import main\n"
+        f"try: main(['show', {str(out)!r}])\nexcept SystemExit: pass\n"
+        "assert not {'torch', 'zmq', 'rich'} & set(sys.modules), sorted(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_show_prints_the_tree_with_placements_and_numbers(out):
+    code, text, _ = rankscope("show", out)
+    assert code == 0
+    assert "4 ranks on 2 hosts, mesh dp=2,tp=2, complete" in text
+    assert "train step 0" in text
+    assert "dp=Replicate() tp=Shard(1)  mean 0  std 14.14" in text
+    assert "also traced: train 1" in text
+    assert "\x1b" not in text
+
+
+def test_show_marks_ranks_that_differ_and_lists_their_values(out):
+    _, text, _ = rankscope("show", out, "--path", "(root)", "--stats", "mean")
+    lines = text.splitlines()
+    at = next(i for i, line in enumerate(lines) if "input.0" in line)
+    assert "2 values" in lines[at]
+    assert lines[at + 1].split()[:2] == ["ranks", "0-1"]
+    assert lines[at + 2].split()[:2] == ["ranks", "2-3"]
+
+
+def test_show_narrows_to_path_phase_step_rank_and_depth(out):
+    _, text, _ = rankscope("show", out, "--path", "fc", "--phase", "backward", "--step", "1")
+    assert text.count("fc  Linear") == 1
+    assert "(root)" not in text
+    assert "train step 1" in text
+    _, text, _ = rankscope("show", out, "--depth", "0", "--slots", "none")
+    assert "fc" not in text
+    assert "input" not in text
+    _, text, _ = rankscope("show", out, "--rank", "3", "--stats", "hash", "--slots", "output")
+    assert "2 values" not in text
+    _, text, _ = rankscope("show", out, "--phase", "setup", "--step", "all")
+    assert "param:weight" in text
+
+
+def test_show_takes_the_newest_trace_here(out):
+    code, text, _ = rankscope("show", cwd=out.parent)
+    assert code == 0
+    assert text.startswith(str(out))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--path", "fcc"], "--path 'fcc' matches nothing in this trace; the nearest are fc"),
+        (["--slots", "outptu"], "--slots 'outptu' matches nothing"),
+        (["--step", "9"], "the trace holds no train step 9; it holds train 0-1"),
+        (["--step", "x"], "write steps as 0-2,5 or all"),
+        (["--mode", "test"], "neither train nor eval"),
+        (["--phase", "forwrd"], "'forwrd' is none of setup, forward"),
+        (["--rank", "9"], "the trace holds ranks 0-3"),
+        (["--stats", "median"], "no column 'median'"),
+    ],
+)
+def test_a_selection_that_cannot_be_is_one_line_and_exit_2(out, words, said):
+    code, text, errors = rankscope("show", out, *words)
+    assert (code, text) == (2, "")
+    assert said in errors
+    assert len(errors.splitlines()) == 1
+
+
+def test_folders_that_cannot_be_read_are_one_line_and_exit_2(tmp_path):
+    for words in (["show", tmp_path / "none"], ["verify", tmp_path], ["show"]):
+        code, _, errors = rankscope(*words, cwd=tmp_path)
+        assert code == 2
+        assert len(errors.splitlines()) == 1, errors
+
+
+def test_verify_lists_every_rank_and_exits_0_when_all_is_there(out):
+    code, text, _ = rankscope("verify", out)
+    assert code == 0
+    assert text.count(" exit\n") == 4
+    assert "complete" in text
+
+
+def test_verify_exits_1_when_something_is_missing(tmp_path):
+    trace = tmp_path / "trace"
+    rank = PaperRank(tmp_path / "spools", 0, 2)
+    with rank.call() as call:
+        rank.value(call, "output", np.ones(3, np.float32))
+    rank.ship(trace, cut=64)
+    build(trace)
+    code, text, _ = rankscope("verify", trace)
+    assert code == 1
+    assert "nothing at all from rank 1" in text
+    assert "rankscope recover" in text
+    code, text, _ = rankscope("verify", trace, "--json")
+    report = json.loads(text)
+    assert code == 1
+    assert (report["verdict"], report["missing"], report["ranks"][0]["end"]) == (
+        "incomplete",
+        "1",
+        "lost",
+    )
+
+
+def test_verify_as_json_says_trouble_as_json(tmp_path):
+    code, text, errors = rankscope("verify", tmp_path / "none", "--json")
+    assert code == 2
+    assert "no such folder" in json.loads(text)["error"]
+    assert "no such folder" in errors
+
+
+def test_an_unfinished_trace_is_shown_with_a_word_on_stderr(tmp_path):
+    rank = PaperRank(tmp_path / "spools")
+    with rank.call() as call:
+        rank.value(call, "output", np.ones(3, np.float32))
+        rank.ship(tmp_path / "trace", marker=False)
+    code, text, errors = rankscope("show", tmp_path / "trace")
+    assert code == 0
+    assert "unfinished on rank 0" in text
+    assert "incomplete" in text
+    assert "no finished tree" in errors
+
+
+def test_recover_makes_a_trace_of_spool_folders(tmp_path):
+    rank = PaperRank(tmp_path / "spools")
+    with rank.call():
+        pass
+    rank.end()
+    code, text, _ = rankscope("recover", tmp_path / "spools", "--out", tmp_path / "new")
+    assert (code, text) == (0, f"{tmp_path / 'new'}: 1 of 1 ranks, complete\n")
+    assert rankscope("verify", tmp_path / "new")[0] == 0
+    code, _, errors = rankscope("recover", tmp_path / "spools", "--out", tmp_path / "new")
+    assert code == 2
+    assert "not an empty folder" in errors
+
+
+def test_colours_appear_on_a_terminal_only_and_never_with_no_color(out):
+    import pty
+
+    def on_a_terminal(**environment):
+        ours, theirs = pty.openpty()
+        process = subprocess.Popen(
+            [sys.executable, "-m", "rankscope", "show", str(out)],
+            stdout=theirs,
+            env={**os.environ, "TERM": "xterm", **environment},
+        )
+        os.close(theirs)
+        text = b""
+        while True:
+            try:
+                block = os.read(ours, 4096)
+            except OSError:
+                break
+            if not block:
+                break
+            text += block
+        process.wait(timeout=30)
+        os.close(ours)
+        return text
+
+    assert b"\x1b[" in on_a_terminal()
+    assert b"\x1b[" not in on_a_terminal(NO_COLOR="1")
+
+
+def test_a_reader_that_goes_away_makes_no_noise(out):
+    line = f"{sys.executable} -m rankscope show {out} | head -1"
+    run = subprocess.run(
+        ["bash", "-c", line], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert "Traceback" not in run.stderr
