@@ -77,7 +77,7 @@ def _widen_float16(words: Array) -> Floats:
 
 
 def _normalize_bfloat16(words: Array) -> Array:
-    copy = words.copy()
+    copy: Array = words.copy()
     magnitude = words & np.uint16(0x7FFF)
     copy[magnitude == 0] = 0
     copy[magnitude > 0x7F80] = 0x7FC0

@@ -20,6 +20,7 @@ __all__ = [
     "disable_torch_function",
     "dispatch_bits",
     "dtensor_parts",
+    "forget_keyword_hook",
     "is_async_collective",
     "is_compiling",
     "is_dtensor",
@@ -49,6 +50,15 @@ current_graph_task: Callable[[], int] = getattr(_C, "_current_graph_task_id", la
 
 is_compiling: Callable[[], bool] = torch.compiler.is_compiling
 """True while torch.compile traces (dynamo takes it for a constant)."""
+
+
+def forget_keyword_hook(number: int) -> None:
+    """Drop the note that a removed global forward hook takes keywords, which torch keeps for ever.
+
+    Without the table there is nothing to drop.
+    """
+    taking_keywords = getattr(torch.nn.modules.module, "_global_forward_hooks_with_kwargs", {})
+    taking_keywords.pop(number, None)
 
 
 # ---------------------------------------------------------------- invisibility
