@@ -249,7 +249,8 @@ def test_pieces_of_long_dims_beginning_anywhere_add_up() -> None:
 
 @pytest.mark.parametrize(("shape", "batch_dim"), [
     ((4, 50, 64), 0), ((5, 4, 300), 1), ((6, 4), 1), ((4,), 0), ((4, 9, 5), -1),
-    ((1, 3, 4, 900), 1), ((1, 5000), 0), ((3, 1, 4000), 0), ((4, 300_000), 0), ((3, 250, 7, 200), 0), ((20_000, 3), 1),
+    ((1, 3, 4, 900), 1), ((1, 5000), 0), ((3, 1, 4000), 0), ((4, 300_000), 0),
+    ((3, 250, 7, 200), 0), ((20_000, 3), 1),
 ])  # fmt: skip
 def test_per_sample_rows_recombine_in_any_order(shape: tuple[int, ...], batch_dim: int) -> None:
     x = torch.randn(shape)
