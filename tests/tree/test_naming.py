@@ -56,3 +56,9 @@ def test_inside_definitions_that_go_in_a_circle_end():
     assert set(
         name_roots([roots((1, "A", 5), (2, "B", 5), inside={1: (2, "a"), 2: (1, "b")})])[0]
     ) == {1, 2}
+
+
+def test_the_root_the_user_named_has_the_empty_path_whatever_its_size():
+    chosen = Root(number=2, class_name="Small", parameters=5, is_preferred=True)
+    other = Root(number=1, class_name="Large", parameters=50)
+    assert name_roots([StreamRoots(roots=(other, chosen), inside={})]) == [{1: "@Large", 2: ""}]

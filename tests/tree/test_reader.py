@@ -194,7 +194,7 @@ def test_a_newer_format_is_refused_with_the_version_it_needs(out):
 )
 def test_a_damaged_trace_is_one_clear_error(out, text):
     (out / "trace.json").write_text(text)
-    with pytest.raises(TraceError, match="trace.json"):
+    with pytest.raises(TraceError, match=r"trace\.json"):
         open_trace(out)
 
 

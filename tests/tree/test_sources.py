@@ -87,7 +87,7 @@ def test_hosts_without_a_shared_folder_are_merged(tmp_path):
 def test_records_of_two_runs_are_not_mixed(tmp_path):
     busy_rank(tmp_path / "a", 0, 2, calls=1, run_id="one").end()
     busy_rank(tmp_path / "b", 1, 2, calls=1, run_id="two").end()
-    with pytest.raises(TraceError, match="2 different runs.*one, two"):
+    with pytest.raises(TraceError, match=r"2 different runs.*one, two"):
         recover([tmp_path / "a", tmp_path / "b"], tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

@@ -1,0 +1,1 @@
+"""The command line: one command, one file, one page of documentation; no logic."""

@@ -1,9 +1,10 @@
 """Which root is called what, so that the same module has the same path on every rank.
 
-The largest root of a rank (or the one the user named) is ""; others are "@ClassName", "@ClassName.2" in order of first call.
-Two rules make ranks agree: a root that is smaller than another on some rank is named by its class
-on every rank, and the numbers are given over all ranks together, lowest rank first. A module that
-was once called as a root, and later turned out to live inside another, takes its path there.
+The largest root of a rank (or the one the user named) is ""; others are "@ClassName",
+"@ClassName.2" in order of first call. Two rules make ranks agree: a root that is smaller than
+another on some rank is named by its class on every rank, and the numbers are given over all ranks
+together, lowest rank first. A module that was once called as a root, and later turned out to live
+inside another, takes its path there.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def join_path(*parts: str) -> str:
 def name_roots(streams: Sequence[StreamRoots]) -> list[dict[int, str]]:
     """Return, per stream, {root definition: path of that root}; lowest rank first in `streams`."""
     outer = [[r for r in s.roots if r.number not in s.inside] for s in streams]
-    tops = [max(roots, key=lambda r: (r.is_preferred, r.parameters, -r.number), default=None) for roots in outer]
+    tops = [max(roots, key=_size, default=None) for roots in outer]
     minor = {
         _signature(root)
         for roots, top in zip(outer, tops)
@@ -58,7 +59,8 @@ def name_roots(streams: Sequence[StreamRoots]) -> list[dict[int, str]]:
         named: dict[int, str] = {}
         seen: Counter[tuple[str, int]] = Counter()
         for root in sorted(roots, key=lambda r: r.number):
-            if top is not None and root.number == top.number and _signature(root) not in minor:
+            is_first = root is top and (root.is_preferred or _signature(root) not in minor)
+            if is_first:
                 named[root.number] = ""
                 continue
             of_class = numbers.setdefault(root.class_name, {})
@@ -70,6 +72,10 @@ def name_roots(streams: Sequence[StreamRoots]) -> list[dict[int, str]]:
             named[number] = _inside_path(number, stream.inside, named)
         names.append(named)
     return names
+
+
+def _size(root: Root) -> tuple[bool, int, int]:
+    return root.is_preferred, root.parameters, -root.number
 
 
 def _signature(root: Root) -> tuple[str, int]:
