@@ -64,9 +64,7 @@ class Host:
         self.world_size = world_size
         self.address = address or ipc_address(self.folder)
         self.processes: list[subprocess.Popen[str]] = []
-        header = RunHeader(
-            run_id="test", out=out, collector=self.address, world_size=world_size
-        )
+        header = RunHeader(run_id="test", out=out, collector=self.address, world_size=world_size)
         write_run_header(self.folder, header)
 
     def relay(self) -> subprocess.Popen[str]:
@@ -74,7 +72,12 @@ class Host:
 
     def collector(self, **options: object) -> subprocess.Popen[str]:
         bind = [] if self.address == SHARED else [self.address]
-        options = {"keep_spool": True, "drain_seconds": 2.0, "world_size": self.world_size, **options}
+        options = {
+            "keep_spool": True,
+            "drain_seconds": 2.0,
+            "world_size": self.world_size,
+            **options,
+        }
         return self._start(
             collector_command(self.out, bind=options.pop("bind", bind), **options), "collector"
         )

@@ -150,6 +150,20 @@ def test_a_collector_asked_to_stop_finishes_with_what_is_there(hosts):
     assert host.folder.exists()  # the rank still writes: its spool stays
 
 
+def test_a_collector_that_was_suspended_does_not_blame_the_relays_for_its_own_silence(hosts):
+    host = hosts()
+    collector, relay = host.collector(drain_seconds=1.0), host.relay()
+    ranks = [host.rank(rank, batches=150, pause_ms=20) for rank in range(2)]
+    assert wait_until(lambda: replica_path(host.out, stream(1)).exists())
+    collector.send_signal(signal.SIGSTOP)
+    time.sleep(2.0)
+    collector.send_signal(signal.SIGCONT)
+    assert [rank.wait(30) for rank in ranks] == [0, 0]
+    assert (collector.wait(30), relay.wait(30)) == (0, 0)
+    for rank in range(2):
+        assert_replica_is_whole(host.out, rank, 150)
+
+
 def test_a_spool_smaller_than_the_run_is_freed_while_it_is_shipped(hosts):
     host = hosts(world_size=1)
     collector, relay = host.collector(), host.relay()

@@ -1,4 +1,4 @@
-"""Signals, forks and kills in the middle of writes: what was committed stays, once, and in order."""
+"""Signals, forks and kills in the middle of writes: what was committed stays, once, in order."""
 
 import os
 import random

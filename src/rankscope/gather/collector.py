@@ -60,7 +60,6 @@ _RECEIVE_QUEUE = 4
 _BATCH = 256
 """Messages taken before anything else is looked at."""
 _FAREWELL_S = 3.0
-_HEARTBEAT_MS = 5000
 
 
 class Source(Protocol):
@@ -77,6 +76,9 @@ class Source(Protocol):
 
     def peers(self) -> list[PeerState]:
         """Every relay heard."""
+
+    def excuse(self, seconds: float) -> None:
+        """The collector itself was away (suspended, starved): nobody was silent meanwhile."""
 
     def farewell(self) -> None:
         """Tell the relays that the run is finished."""
@@ -120,7 +122,8 @@ class Intake:
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._socket.setsockopt(zmq.MAXMSGSIZE, LONGEST_MESSAGE)
         self._socket.setsockopt(zmq.RCVHWM, _RECEIVE_QUEUE)
-        self._socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+        # No zmq heartbeats: libzmq aborts when one falls due on a peer that left while unread.
+        self._socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
         self._socket.setsockopt(zmq.LINGER, 500)
         self.addresses = [self._bind(address) for address in bind]
         self._publish()
@@ -147,6 +150,12 @@ class Intake:
             PeerState(silent_s=now - peer.heard_at, is_job_over=peer.is_job_over)
             for peer in self._peers.values()
         ]
+
+    def excuse(self, seconds: float) -> None:
+        """Move every clock on by the time the collector was away."""
+        self.progress_at += seconds
+        for peer in self._peers.values():
+            peer.heard_at += seconds
 
     def farewell(self) -> None:
         """Say Done to every relay until all have left, for a few seconds at most."""
@@ -326,6 +335,11 @@ class SharedWatch:
     def peers(self) -> list[PeerState]:
         """Every host that wrote a state."""
         return self._peers
+
+    def excuse(self, seconds: float) -> None:
+        """Move every clock on by the time the collector was away."""
+        self.progress_at += seconds
+        self._beats = {name: (beat, at + seconds) for name, (beat, at) in self._beats.items()}
 
     def farewell(self) -> None:
         """Nothing to do: relays see the tree appear."""

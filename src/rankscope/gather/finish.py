@@ -18,6 +18,7 @@ from rankscope.spool.folder import FolderLock
 __all__ = ["CollectorOptions", "collect"]
 
 _LOOK_S = 0.05
+_AWAY_S = 1.0
 _ORPHANS_S = 2.0
 _FIRST_RELAY_S = 3600.0
 """How long to wait for the first relay: importing torch on a large cluster takes its time."""
@@ -90,6 +91,8 @@ def _gather(options: CollectorOptions, source: Source, is_stopped: Callable[[], 
         now = time.monotonic()
         if now - looked < _LOOK_S:
             continue
+        if now - looked > _AWAY_S:
+            source.excuse(now - looked)
         looked = now
         streams, peers = source.streams(), source.peers()
         if is_stopped():

@@ -72,7 +72,6 @@ _DISCOVER_S = 0.1
 _BEAT_S = 0.25
 _SHARED_BEAT_S = 1.0
 _SEND_QUEUE = 64
-_HEARTBEAT_MS = 5000
 _PATIENCE_S = 300.0
 """How long a relay whose ranks have all ended waits for a collector it does not hear."""
 _SILENT_S = 2.0
@@ -223,7 +222,7 @@ class _SocketLink:
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        self._socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+        self._socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
         self._socket.setsockopt(zmq.LINGER, 500)
         self._socket.connect(address)
         log(f"relaying to {address}")

@@ -1,0 +1,117 @@
+"""A collector in front of senders that break the protocol in every way it names."""
+
+import random
+import zlib
+
+import msgpack
+import pytest
+import zmq
+
+from rankscope.gather.protocol import (
+    At,
+    Ended,
+    EndedSeen,
+    Frame,
+    Hello,
+    Open,
+    Refused,
+    decode,
+    encode,
+)
+from rankscope.gather.replica import read_end, replica_path
+from rankscope.record.run import EndReason, StreamId
+from tests.gather.jobs import wait_until
+from tests.gather.test_protocol import BROKEN
+from tests.spool.streams import write_some
+
+STREAM = StreamId(rank=0, incarnation=0)
+
+
+@pytest.fixture
+def sender(hosts):
+    """A dealer before a real collector, and its host."""
+    host = hosts()
+    host.collector(drain_seconds=60.0)
+    assert wait_until(lambda: (host.out / "collector.json").exists())
+    context = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.connect(host.address)
+    yield host, socket
+    socket.close()
+    context.term()
+
+
+def ask(socket, message):
+    """Send one message and return the answer."""
+    socket.send_multipart(encode(message))
+    assert socket.poll(5000), "the collector does not answer any more"
+    return decode(socket.recv_multipart())
+
+
+def frame(offset, body):
+    return Frame(STREAM, offset, zlib.crc32(body), body)
+
+
+def test_nothing_broken_reaches_a_replica_or_stops_the_collector(sender, tmp_path):
+    host, socket = sender
+    whole = write_some(tmp_path / "s", 20)
+    socket.send_multipart(encode(Hello(1, "hostile")))
+    socket.send_multipart(encode(frame(0, whole)))  # nobody opened it
+    assert ask(socket, Open(STREAM)) == At(STREAM, 0)
+    chosen = random.Random(5)
+    for parts in BROKEN.values():
+        if parts:
+            socket.send_multipart(parts)
+    for _ in range(300):
+        socket.send_multipart(
+            [chosen.randbytes(chosen.randrange(80)) for _ in range(chosen.randrange(1, 4))]
+        )
+    assert ask(socket, frame(64, whole[64:])) == At(STREAM, 0)
+    assert ask(socket, frame(1 << 40, whole)) == At(STREAM, 0)
+    socket.send_multipart([msgpack.packb([3, 0, 0, 0, zlib.crc32(whole) ^ 1]), whole])
+    assert ask(socket, Open(STREAM)) == At(STREAM, 0)
+    assert replica_path(host.out, STREAM).read_bytes() == b""
+    assert ask(socket, frame(0, whole)) == At(STREAM, len(whole))
+    assert ask(socket, frame(0, whole)) == At(STREAM, len(whole))
+    assert replica_path(host.out, STREAM).read_bytes() == whole
+    names = {path.name for path in (host.out / "spool").iterdir()}
+    assert names == {"rank00000.0.cells"}
+
+
+def test_a_rank_outside_the_world_is_refused(sender):
+    host, socket = sender
+    answer = ask(socket, Open(StreamId(rank=2, incarnation=0)))
+    assert isinstance(answer, Refused)
+    assert "rank 2 in a world of 2" in answer.reason
+    assert not any((host.out / "spool").iterdir())
+
+
+def test_an_end_before_what_was_received_is_refused_and_the_true_one_taken(sender, tmp_path):
+    host, socket = sender
+    whole = write_some(tmp_path / "s", 5)
+    ask(socket, Open(STREAM))
+    ask(socket, frame(0, whole))
+    socket.send_multipart(encode(Ended(STREAM, 64, EndReason.EXIT)))
+    socket.send_multipart(encode(Ended(STREAM, len(whole), EndReason.RUNNING)))
+    socket.send_multipart(encode(Ended(StreamId(rank=1, incarnation=0), 0, EndReason.EXIT)))
+    assert ask(socket, Open(STREAM)) == At(STREAM, len(whole))
+    assert read_end(host.out, STREAM) is None
+    assert ask(socket, Ended(STREAM, len(whole), EndReason.EXIT)) == EndedSeen(STREAM)
+    assert read_end(host.out, STREAM).end is EndReason.EXIT
+    assert ask(socket, Ended(STREAM, len(whole), EndReason.LOST)) == EndedSeen(STREAM)
+    assert read_end(host.out, STREAM).end is EndReason.EXIT
+
+
+def test_a_message_longer_than_any_frame_is_cut_off_and_others_go_on(sender):
+    host, socket = sender
+    ask(socket, Open(STREAM))
+    context = zmq.Context()
+    other = context.socket(zmq.DEALER)
+    other.setsockopt(zmq.LINGER, 0)
+    other.connect(host.address)
+    other.send_multipart([msgpack.packb([3, 0, 0, 0, 0]), bytes(64 << 20)])
+    assert ask(socket, Open(STREAM)) == At(STREAM, 0)
+    other.close()
+    context.term()
+    assert ask(socket, Open(STREAM)) == At(STREAM, 0)

@@ -1,0 +1,151 @@
+"""Messages survive the wire; anything else is refused and changes nothing."""
+
+import random
+import zlib
+
+import msgpack
+import pytest
+
+from rankscope.errors import BindError, WireError
+from rankscope.gather.address import check_address
+from rankscope.gather.protocol import (
+    At,
+    Beat,
+    BeatSeen,
+    Bye,
+    Done,
+    Ended,
+    EndedSeen,
+    Frame,
+    Hello,
+    Open,
+    Refused,
+    decode,
+    encode,
+)
+from rankscope.record.run import EndReason, StreamId
+
+STREAM = StreamId(rank=3, incarnation=1)
+BODY = bytes(range(64)) * 3
+MESSAGES = [
+    Hello(1, "host"),
+    Open(STREAM),
+    Frame(STREAM, 640, zlib.crc32(BODY), BODY),
+    Ended(STREAM, 6400, EndReason.LOST),
+    Beat(2, 3, True),
+    Bye(),
+    At(STREAM, 1 << 40),
+    EndedSeen(STREAM),
+    BeatSeen(),
+    Refused(STREAM, "no"),
+    Done(),
+]
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_a_message_comes_out_as_it_went_in(message):
+    assert decode(encode(message)) == message
+
+
+def pack(*fields: object) -> bytes:
+    return msgpack.packb(fields)
+
+
+BROKEN = {
+    "no parts": [],
+    "an empty header": [b""],
+    "three parts": [pack(6), b"x", b"y"],
+    "no msgpack": [b"\xc1"],
+    "a map": [msgpack.packb({"a": 1})],
+    "an empty array": [pack()],
+    "an unknown verb": [pack(99)],
+    "a verb that is a text": [pack("3")],
+    "too many fields": [pack(*range(20))],
+    "a missing field": [pack(2, 3)],
+    "an extension type": [msgpack.packb([2, 3, msgpack.ExtType(1, b"x")])],
+    "a negative rank": [pack(2, -1, 0)],
+    "a rank out of range": [pack(2, 1 << 24, 0)],
+    "an incarnation out of range": [pack(2, 0, 1 << 16)],
+    "a rank that is a bool": [pack(2, True, 0)],
+    "a rank that is a float": [pack(2, 1.0, 0)],
+    "an offset between cells": [pack(3, 0, 0, 63, zlib.crc32(BODY)), BODY],
+    "a huge offset": [pack(3, 0, 0, 1 << 60, zlib.crc32(BODY)), BODY],
+    "a wrong crc": [pack(3, 0, 0, 0, zlib.crc32(BODY) ^ 1), BODY],
+    "an empty frame, whose crc is right": [pack(3, 0, 0, 0, 0), b""],
+    "a frame that is no whole cells": [pack(3, 0, 0, 0, zlib.crc32(BODY[:-1])), BODY[:-1]],
+    "a frame larger than any record": [
+        pack(3, 0, 0, 0, zlib.crc32(bytes(5 << 20))),
+        bytes(5 << 20),
+    ],
+    "a frame without a body": [pack(3, 0, 0, 0, 0)],
+    "a body nobody asked for": [pack(2, 0, 0), BODY],
+    "an unknown reason": [pack(4, 0, 0, 64, 17)],
+    "a long header": [pack(13, 0, 0, "x" * 2000)],
+    "a long text": [pack(13, 0, 0, "x" * 300)],
+    "a header that claims 4 billion fields": [b"\xdd\xff\xff\xff\xff"],
+    "nesting": [b"\x91" * 1000],
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_is_no_message_is_refused(name):
+    with pytest.raises(WireError):
+        decode(BROKEN[name])
+
+
+def test_mutated_messages_decode_to_messages_in_range_or_not_at_all():
+    chosen = random.Random(4)
+    for _ in range(5000):
+        parts = [bytearray(part) for part in encode(chosen.choice(MESSAGES))]
+        for _ in range(chosen.randrange(1, 4)):
+            part = chosen.choice(parts)
+            part[chosen.randrange(len(part))] = chosen.randrange(256)
+        try:
+            message = decode([bytes(part) for part in parts])
+        except WireError:
+            continue
+        assert decode(encode(message)) == message
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "ipc:///tmp/x.sock",
+        "tcp://127.0.0.1:1",
+        "tcp://127.8.8.8:*",
+        "tcp://localhost:7",
+        "tcp://[::1]:7",
+    ],
+)
+def test_addresses_of_this_host_may_be_used(address):
+    assert check_address(address) == address
+
+
+@pytest.mark.parametrize(
+    "address", ["tcp://0.0.0.0:1", "tcp://*:1", "tcp://10.0.0.1:1", "tcp://eth0:1", "tcp://head:1"]
+)
+def test_addresses_of_the_network_are_refused_with_the_two_ways_out(address):
+    with pytest.raises(BindError, match=r"keys .* a trace folder every host sees"):
+        check_address(address)
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "",
+        "udp://127.0.0.1:1",
+        "tcp://127.0.0.1",
+        "tcp://127.0.0.1:99999",
+        "ipc://relative",
+        "inproc://x",
+    ],
+)
+def test_what_is_no_address_is_refused(address):
+    with pytest.raises(BindError):
+        check_address(address)
+
+
+def test_a_socket_path_longer_than_the_system_allows_is_refused_before_it_is_bound():
+    assert check_address("ipc:///" + "x" * 106)
+    with pytest.raises(BindError, match="107 bytes, this one has 108"):
+        check_address("ipc:///" + "x" * 107)

@@ -1,0 +1,87 @@
+"""When the collector stops waiting."""
+
+import pytest
+
+from rankscope.gather.roster import Decision, PeerState, StreamProgress, decide
+from rankscope.record.run import EndReason, StreamId
+
+EXIT, LOST, RUNNING = EndReason.EXIT, EndReason.LOST, None
+ALIVE = PeerState(silent_s=0.1, is_job_over=False)
+OVER = PeerState(silent_s=0.1, is_job_over=True)
+GONE = PeerState(silent_s=60.0, is_job_over=False)
+
+
+def streams(*ends, incarnation=0):
+    return [
+        StreamProgress(stream=StreamId(rank=rank, incarnation=incarnation), end=end)
+        for rank, end in enumerate(ends)
+    ]
+
+
+def decided(known, peers, *, idle_s=0.0, expected_ranks=2):
+    return decide(
+        known, peers, expected_ranks=expected_ranks, idle_s=idle_s, drain_s=10.0, finish_s=60.0
+    )
+
+
+@pytest.mark.parametrize(
+    ("why", "known", "peers", "idle_s", "expected"),
+    [
+        ("nothing happened yet", [], [], 0, Decision.WAIT),
+        ("no relay for a long time", [], [], 1000, Decision.WAIT),
+        ("all ended in order", streams(EXIT, EndReason.CLOSED), [ALIVE], 0, Decision.COMPLETE),
+        (
+            "switched off is in order",
+            streams(EXIT, EndReason.SWITCHED_OFF),
+            [],
+            0,
+            Decision.COMPLETE,
+        ),
+        ("one still runs", streams(EXIT, RUNNING), [ALIVE], 1000, Decision.WAIT),
+        ("one is still to come", streams(EXIT), [ALIVE], 5, Decision.WAIT),
+        ("one never came", streams(EXIT), [ALIVE], 10, Decision.INCOMPLETE),
+        ("one is lost, it may come back", streams(EXIT, LOST), [ALIVE], 5, Decision.WAIT),
+        (
+            "one is lost, it did not come back",
+            streams(EXIT, LOST),
+            [ALIVE],
+            10,
+            Decision.INCOMPLETE,
+        ),
+        ("one is lost, the job is over", streams(EXIT, LOST), [OVER], 0, Decision.INCOMPLETE),
+        ("one host's job is over", streams(EXIT, LOST), [OVER, ALIVE], 5, Decision.WAIT),
+        ("over, one host not here yet", streams(EXIT), [OVER], 5, Decision.WAIT),
+        ("ranks run, relays gone just now", streams(RUNNING, RUNNING), [GONE], 5, Decision.WAIT),
+        ("ranks run, relays gone", streams(RUNNING, RUNNING), [GONE], 10, Decision.INCOMPLETE),
+        ("one relay gone, one alive", streams(RUNNING, RUNNING), [GONE, ALIVE], 99, Decision.WAIT),
+        ("over, a stream stopped", streams(EXIT, RUNNING), [OVER], 30, Decision.WAIT),
+        (
+            "over, a stream stopped long ago",
+            streams(EXIT, RUNNING),
+            [OVER],
+            60,
+            Decision.INCOMPLETE,
+        ),
+        ("over, nobody traced", [], [OVER], 10, Decision.NOTHING),
+        ("nobody traced yet", [], [ALIVE], 1000, Decision.WAIT),
+        ("nobody traced, relays gone", [], [GONE], 10, Decision.NOTHING),
+    ],
+)
+def test_the_decision(why, known, peers, idle_s, expected):
+    assert decided(known, peers, idle_s=idle_s) is expected, why
+
+
+def test_only_the_newest_incarnation_of_a_rank_has_to_end_in_order():
+    known = streams(EXIT, LOST) + [StreamProgress(stream=StreamId(rank=1, incarnation=1), end=EXIT)]
+    assert decided(known, [ALIVE]) is Decision.COMPLETE
+    assert decided(list(reversed(known)), [ALIVE]) is Decision.COMPLETE
+    lost_again = [*known[:-1], StreamProgress(stream=known[-1].stream, end=LOST)]
+    assert decided(lost_again, [ALIVE]) is Decision.WAIT
+
+
+def test_an_older_incarnation_that_has_not_ended_is_waited_for():
+    known = [
+        StreamProgress(stream=StreamId(rank=0, incarnation=0), end=RUNNING),
+        StreamProgress(stream=StreamId(rank=0, incarnation=1), end=EXIT),
+    ]
+    assert decided(known, [ALIVE], expected_ranks=1) is Decision.WAIT
