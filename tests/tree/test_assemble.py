@@ -316,6 +316,7 @@ def test_failures_inside_rankscope_are_shown_where_they_happened(spools, out):
         with rank.call("fc") as call:
             rank.error(call, "digest failed: RuntimeError")
         rank.error(None, "something without a call")
+    rank.value(call, "grad_output.0", ONES, phase=Phase.BACKWARD)
     trace = finish(out, rank)
     assert nodes(trace)[1]["errors"] == [{"ranks": "0", "error": "digest failed: RuntimeError"}]
     assert trace["completeness"]["ranks"][0]["errors"] == ["something without a call"]

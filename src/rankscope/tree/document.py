@@ -114,19 +114,20 @@ class _Renderer:
             self._collect_errors()
 
     def _collect_errors(self) -> None:
+        """Find the nodes of the calls that errors name: by stream, sequence and phase."""
         calls = self._document.tables.calls
-        place = {
-            (int(c["stream"]), int(c["sequence"])): node
-            for node in range(len(self._merged.parent))
-            for c in self._merged.calls[
-                self._merged.call_start[node] : self._merged.call_start[node + 1]
-            ]
-            if c["pass"] == 0 and c["forward_ordinal"] == c["ordinal"]
-        }
+        wanted: dict[tuple[int, int, int], list[int]] = {}
         for stream, row, text in self._document.tables.errors:
-            node = place.get((stream, int(calls[row]["sequence"]))) if row >= 0 else None
-            if node is not None:
-                self._errors.setdefault(node, []).append((stream, text))
+            if row >= 0:
+                key = (stream, int(calls["sequence"][row]), int(calls["phase"][row]))
+                wanted.setdefault(key, []).append(text)
+        merged = self._merged.calls
+        node_of = np.repeat(np.arange(len(self._merged.parent)), np.diff(self._merged.call_start))
+        for (stream, sequence, phase), texts in wanted.items():
+            found = (merged["stream"] == stream) & (merged["sequence"] == sequence)
+            for row in np.flatnonzero(found & (merged["phase"] == phase)).tolist():
+                listed = self._errors.setdefault(int(node_of[row]), [])
+                listed.extend((stream, text) for text in texts)
 
     def group(self, group: int) -> list[dict[str, Any]]:
         """Return the top nodes of a group."""
