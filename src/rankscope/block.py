@@ -12,7 +12,7 @@ from pathlib import Path
 
 from torch import nn
 
-from rankscope.agent.arming import arm, close, current_session
+from rankscope.agent.arming import arm, close, current_session, hold
 from rankscope.agent.guard import Guard, say
 from rankscope.agent.joining import define_rank, who_am_i
 from rankscope.agent.recorder import Recorder
@@ -96,6 +96,7 @@ class _Block:
         opened = Opened(identity=identity, writer=writer, recorder=recorder)
         self._keep_spool = settings.keep_spool
         self._session = Session(settings, lambda: opened, preferred_root=model)
+        hold(self._session)
 
     def _take_segment(self, path: Path, offset: int) -> None:
         """Move a full segment behind the records already in the trace folder."""
@@ -105,6 +106,7 @@ class _Block:
 
     def finish(self) -> None:
         """Close the spool and build the tree; a failure is said, and the records stay where they are."""
+        hold(None)
         Guard(self._say_unfinished).hook(self._finish)()
 
     def _finish(self) -> None:

@@ -18,7 +18,11 @@ def test_the_first_root_forward_opens_step_zero() -> None:
 def test_accumulated_forwards_stay_in_one_step_until_an_optimizer_has_stepped() -> None:
     clock = StepClock()
     ticks = [forward(clock) for _ in range(3)]
-    assert [t.step for t in ticks] == [0, 0, 0] and [t.opened for t in ticks] == [True, False, False]
+    assert [t.step for t in ticks] == [0, 0, 0] and [t.opened for t in ticks] == [
+        True,
+        False,
+        False,
+    ]
     clock.optimizer_begins()
     clock.optimizer_ends()
     assert forward(clock) == Tick(Mode.TRAIN, 1, True)

@@ -24,9 +24,15 @@ def test_every_setting_has_an_option_a_variable_and_a_keyword() -> None:
 
 @pytest.mark.parametrize(
     ("text", "inside", "outside"),
-    [("0-2,10", (0, 1, 2, 10), (3, 9, 11)), ("every:100", (0, 100, 700), (1, 99)), ("all", (0, 12345), ())],
+    [
+        ("0-2,10", (0, 1, 2, 10), (3, 9, 11)),
+        ("every:100", (0, 100, 700), (1, 99)),
+        ("all", (0, 12345), ()),
+    ],
 )
-def test_steps_are_ranges_a_period_or_all(text: str, inside: tuple[int, ...], outside: tuple[int, ...]) -> None:
+def test_steps_are_ranges_a_period_or_all(
+    text: str, inside: tuple[int, ...], outside: tuple[int, ...]
+) -> None:
     steps = StepSelection.parse(text)
     assert all(s in steps for s in inside) and not any(s in steps for s in outside)
 
@@ -52,7 +58,9 @@ def test_an_unknown_keyword_is_refused_with_the_known_ones() -> None:
         settings_from({"stepz": "1"}, {})
 
 
-@pytest.mark.parametrize(("text", "size"), [("4096", 4096), ("1k", 1024), ("256M", 256 << 20), ("1.5GiB", 3 << 29)])
+@pytest.mark.parametrize(
+    ("text", "size"), [("4096", 4096), ("1k", 1024), ("256M", 256 << 20), ("1.5GiB", 3 << 29)]
+)
 def test_sizes_are_powers_of_1024(text: str, size: int) -> None:
     assert parse_size(text) == size
 

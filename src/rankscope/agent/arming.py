@@ -12,7 +12,7 @@ from rankscope.agent.settings import Settings, settings_from
 from rankscope.errors import RankscopeError
 from rankscope.record.run import EndReason
 
-__all__ = ["arm", "close", "current_session"]
+__all__ = ["arm", "close", "current_session", "hold"]
 
 _session: Session | None = None
 _joined: Joined | None = None
@@ -21,6 +21,12 @@ _joined: Joined | None = None
 def current_session() -> Session | None:
     """Return the session of this process, None where nothing is armed."""
     return _session
+
+
+def hold(session: Session | None) -> None:
+    """Make a session that somebody else opens and closes the one of this process; None lets it go."""
+    global _session
+    _session = session
 
 
 def arm(given: Mapping[str, object] | None = None) -> Session | None:

@@ -54,7 +54,7 @@ class GradientHooks:
             watched.firings += 1
             record(watched.targets, gradient, ordinal)
 
-        handle = tensor.register_hook(self._guard.hook(fired))
+        handle = tensor.register_hook(self._guard.hook(fired))  # type: ignore[no-untyped-call]  # torch
         if tensor.grad_fn is None:  # a leaf outlives the graph: its hook must be taken off again
             watched.handles.append(handle)
 

@@ -17,7 +17,11 @@ def say(text: str) -> None:
     """Write one line of rankscope's own to stderr; stdout belongs to the job."""
     try:
         print(f"rankscope: {text}", file=sys.stderr, flush=True)
-    except (OSError, ValueError, AttributeError):  # a closed or missing stderr must not hurt the job
+    except (
+        OSError,
+        ValueError,
+        AttributeError,
+    ):  # a closed or missing stderr must not hurt the job
         return
 
 
@@ -40,7 +44,9 @@ class Guard:
                 return
             try:
                 body(*arguments)
-            except Exception as error:  # the promise: nothing of ours raises into the user's program
+            except (
+                Exception
+            ) as error:  # the promise: nothing of ours raises into the user's program
                 self.failed(error)
 
         return guarded

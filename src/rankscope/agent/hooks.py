@@ -15,6 +15,8 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
+from rankscope.capture.torch_internals import forget_keyword_hook
+
 __all__ = ["HookSet"]
 
 Hook = Callable[..., None]
@@ -75,7 +77,10 @@ class HookSet:
     def trace_own_hooks_of(self, modules: Iterable[nn.Module]) -> None:
         """Stand behind the hooks that modules already have: what they replace is what we must see."""
         for module in modules:
-            if module._forward_pre_hooks and self._own_input not in module._forward_pre_hooks.values():
+            if (
+                module._forward_pre_hooks
+                and self._own_input not in module._forward_pre_hooks.values()
+            ):
                 handle = module.register_forward_pre_hook(self._own_input, with_kwargs=True)
                 self._on_modules.append(handle)
             if module._forward_hooks and self._own_output not in module._forward_hooks.values():
@@ -89,6 +94,8 @@ class HookSet:
         """Take the hooks of a traced step off again, those on modules included."""
         for handle in (*self._tracing, *self._on_modules):
             handle.remove()
+        for handle in self._tracing:
+            forget_keyword_hook(handle.id)
         self._tracing, self._on_modules = [], []
 
     def remove_all(self) -> None:
@@ -98,5 +105,3 @@ class HookSet:
         for handle in self._on_optimizers:
             handle.remove()
         self._on_optimizers = []
-
-

@@ -74,7 +74,9 @@ class Joined:
         deadline = time.monotonic() + self.finish_seconds
         while not (self.out / "trace.json").exists():
             if time.monotonic() > deadline:
-                say(f"the tree is not there after {self.finish_seconds:g} s; build it with: rankscope recover {self.out}")
+                say(
+                    f"the tree is not there after {self.finish_seconds:g} s; build it with: rankscope recover {self.out}"
+                )
                 return
             time.sleep(_POLL_S)
         say(f"trace in {self.out}: rankscope show {self.out}")
@@ -118,7 +120,9 @@ def join_run(settings: Settings, environ: Mapping[str, str] = os.environ) -> Joi
     )
 
 
-def define_rank(recorder: Recorder, identity: RankIdentity, run_id: str, settings: Settings) -> None:
+def define_rank(
+    recorder: Recorder, identity: RankIdentity, run_id: str, settings: Settings
+) -> None:
     """Write the first record of a stream: who, where, with what."""
     recorder.define(
         "rank",
@@ -200,29 +204,48 @@ def _decide(
         address = settings.collector or ipc_address(run_folder)
         run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{run_folder.name[:8]}"
         if store is not None:
-            publish(store, Meeting(run_id=run_id, out=str(out), host=socket.gethostname(), address=address))
+            publish(
+                store,
+                Meeting(run_id=run_id, out=str(out), host=socket.gethostname(), address=address),
+            )
         if not is_alone and not settings.collector:
             address = SHARED
             (out / "spool").mkdir(mode=0o700, exist_ok=True)
-        return RunHeader(run_id=run_id, out=out, collector=address, world_size=identity.world_size, settings=settings.as_text())
+        return RunHeader(
+            run_id=run_id,
+            out=out,
+            collector=address,
+            world_size=identity.world_size,
+            settings=settings.as_text(),
+        )
     meeting = lookup(store)
     if meeting is None:
-        raise SpoolError("the head host did not publish its trace folder within 30 s: is RANKSCOPE set on every host?")
+        raise SpoolError(
+            "the head host did not publish its trace folder within 30 s: is RANKSCOPE set on every host?"
+        )
     out = Path(meeting.out)
     if not (out / "spool").is_dir():
         out = prepare_out(out.with_name(f"{out.name}-{identity.host}"))
-        say(f"the head's trace folder is not visible here; this host keeps its records in {out}: merge with rankscope recover")
+        say(
+            f"the head's trace folder is not visible here; this host keeps its records in {out}: merge with rankscope recover"
+        )
     return RunHeader(
         run_id=meeting.run_id, out=out, collector=settings.collector or SHARED, world_size=identity.world_size,
         settings=settings.as_text(),
     )  # fmt: skip
 
 
-def _ensure_companions(settings: Settings, identity: RankIdentity, run_folder: Path, header: RunHeader) -> None:
+def _ensure_companions(
+    settings: Settings, identity: RankIdentity, run_folder: Path, header: RunHeader
+) -> None:
     """Start the relay of this host, and on the head host the collector, where none is at work."""
     if not _is_held(run_folder / RELAY_LOCK_NAME):
         start_daemon(relay_command(run_folder), run_folder / RELAY_LOG_NAME)
-    if identity.rank != identity.local_rank or settings.collector or _is_held(header.out / "collector.lock"):
+    if (
+        identity.rank != identity.local_rank
+        or settings.collector
+        or _is_held(header.out / "collector.lock")
+    ):
         return
     command = collector_command(
         header.out,

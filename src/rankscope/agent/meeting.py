@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # lazy
 
 from rankscope.capture.torch_internals import default_store
 
@@ -32,7 +33,7 @@ class Meeting:
     """Where the collector listens; reachable from the same machine only."""
 
 
-def find_store(environ: Mapping[str, str] = os.environ) -> dist.Store | None:
+def find_store(environ: Mapping[str, str] = os.environ) -> Store | None:
     """Return the job's store: the process group's, or the launching agent's before there is a group."""
     if dist.is_available() and dist.is_initialized():
         return default_store()
@@ -42,20 +43,20 @@ def find_store(environ: Mapping[str, str] = os.environ) -> dist.Store | None:
     if not address or not port.isdigit():
         return None
     try:
-        return dist.TCPStore(address, int(port), is_master=False, timeout=_CONNECT)
+        return TCPStore(address, int(port), is_master=False, timeout=_CONNECT)
     except (RuntimeError, ValueError):  # no store there: the hosts do not meet, and say so
         return None
 
 
-def publish(store: dist.Store, meeting: Meeting) -> None:
+def publish(store: Store, meeting: Meeting) -> None:
     """Tell every host of the job."""
-    dist.PrefixStore(_PREFIX, store).set(_KEY, json.dumps(asdict(meeting)))
+    PrefixStore(_PREFIX, store).set(_KEY, json.dumps(asdict(meeting)))
 
 
-def lookup(store: dist.Store) -> Meeting | None:
+def lookup(store: Store) -> Meeting | None:
     """Return what the head host published, None where it does not within half a minute."""
     try:
-        prefixed = dist.PrefixStore(_PREFIX, store)
+        prefixed = PrefixStore(_PREFIX, store)
         prefixed.wait([_KEY], _WAIT)
         return Meeting(**json.loads(prefixed.get(_KEY)))
     except (RuntimeError, ValueError, TypeError):  # torch's timeouts are RuntimeErrors

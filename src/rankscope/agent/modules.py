@@ -7,7 +7,6 @@ checkpoint wrapper, `torch.compile`) is no node of its own: it shares the path o
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -20,7 +19,10 @@ __all__ = ["ModuleInfo", "ModuleTable", "Root"]
 _WRAPPED_ATTRIBUTE = {
     "torch.nn.parallel.distributed.DistributedDataParallel": ("module", "DDP"),
     "torch.nn.parallel.data_parallel.DataParallel": ("module", "DataParallel"),
-    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": ("_fsdp_wrapped_module", "FSDP1"),
+    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": (
+        "_fsdp_wrapped_module",
+        "FSDP1",
+    ),
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.CheckpointWrapper": (
         "_checkpoint_wrapped_module",
         "checkpoint",
@@ -32,8 +34,12 @@ _WRAPPED_ATTRIBUTE = {
     "torch._dynamo.eval_frame.OptimizedModule": ("_orig_mod", "compile"),
 }
 """Wrapper class -> (attribute holding the wrapped module, the word the trace uses)."""
-_FSDP2 = "torch.distributed.fsdp._fully_shard._fully_shard.FSDPModule"
+_FSDP2 = "torch.distributed.fsdp.FSDPModule"
 """fully_shard() gives a module a new class with this base; it is no wrapper, but it renames the class."""
+
+
+_wrappers: dict[type, tuple[str, str] | None] = {}
+"""What `_wrapper_of` found, by class: it is asked for every module of a model."""
 
 
 def _qualified(cls: type) -> str:
@@ -41,20 +47,19 @@ def _qualified(cls: type) -> str:
 
 
 def _wrapper_of(module: nn.Module) -> tuple[str, str] | None:
-    return _wrapper_class(type(module))
+    cls = type(module)
+    if cls not in _wrappers:
+        found = (_WRAPPED_ATTRIBUTE.get(_qualified(base)) for base in cls.__mro__)
+        _wrappers[cls] = next((wrapper for wrapper in found if wrapper is not None), None)
+    return _wrappers[cls]
 
 
-@functools.lru_cache(maxsize=4096)
-def _wrapper_class(cls: type) -> tuple[str, str] | None:
-    found = (_WRAPPED_ATTRIBUTE.get(_qualified(base)) for base in cls.__mro__)
-    return next((wrapper for wrapper in found if wrapper is not None), None)
-
-
-@functools.lru_cache(maxsize=4096)
 def _own_class(cls: type) -> tuple[type, tuple[str, ...]]:
     """Return the class the user wrote and the words for what was put over it in place."""
     if any(_qualified(base) == _FSDP2 for base in cls.__mro__):
-        own = next(c for c in cls.__mro__[1:] if issubclass(c, nn.Module) and _qualified(c) != _FSDP2)
+        own = next(
+            c for c in cls.__mro__[1:] if issubclass(c, nn.Module) and _qualified(c) != _FSDP2
+        )
         return own, ("FSDP2",)
     return cls, ()
 
@@ -189,7 +194,7 @@ class ModuleTable:
             info.is_wrapper = True
         self._walk(root)
         found = self.get(module)
-        assert found is not None  # noqa: S101  # added just above
+        assert found is not None  # added just above
         return found
 
     def _walk(self, root: Root) -> None:

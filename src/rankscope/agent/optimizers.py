@@ -2,24 +2,55 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 
 import torch
 
-__all__ = ["held_parameters", "optimizer_exists", "runs_closure"]
+__all__ = ["OptimizerSearch", "held_parameters", "runs_closure"]
 
 
-def optimizer_exists() -> bool:
-    """True once any optimizer object has been made in this process, before or after attaching.
+class OptimizerSearch:
+    """Answers whether an optimizer is alive in this process, made before or after attaching.
 
-    torch marks the `step` of a class as hooked when its first object is made, so no search through
-    the garbage collector's objects is needed.
+    torch marks the `step` of a class as hooked when its first object is made: without a marked class
+    there is none. Else one living object is looked for among those the garbage collector knows, and
+    then only remembered; a search that finds none is repeated at doubling intervals.
     """
-    return any(getattr(cls.__dict__.get("step"), "hooked", False) for cls in _subclasses(torch.optim.Optimizer))
+
+    def __init__(self) -> None:
+        self._found: weakref.ref[torch.optim.Optimizer] | None = None
+        self._questions = 0
+
+    def exists(self) -> bool:
+        """True where an optimizer is alive."""
+        if self._found is not None and self._found() is not None:
+            return True
+        if not any(
+            getattr(c.__dict__.get("step"), "hooked", False)
+            for c in _subclasses(torch.optim.Optimizer)
+        ):
+            return False
+        self._questions += 1
+        if self._questions & (self._questions - 1):
+            return False
+        for candidate in gc.get_objects():
+            # not isinstance: asking a proxy for its __class__ may import a module, or warn
+            if issubclass(type(candidate), torch.optim.Optimizer):
+                self.saw(candidate)
+                return True
+        return False
+
+    def saw(self, optimizer: torch.optim.Optimizer) -> None:
+        """Remember an optimizer that has just stepped."""
+        self._found = weakref.ref(optimizer)
+        self._questions = 0
 
 
 def _subclasses(cls: type) -> Iterator[type]:
-    for child in cls.__subclasses__():
+    children: list[type] = type.__subclasses__(cls)
+    for child in children:
         yield child
         yield from _subclasses(child)
 

@@ -42,9 +42,7 @@ class ParameterEvents:
         if self.wants(Phase.SETUP):
             self._event(root, Phase.SETUP, Mode.TRAIN, 0, 0, None)
 
-    def gradients(
-        self, step: int, ordinal: int, held: frozenset[int], *, is_scaled: bool
-    ) -> None:
+    def gradients(self, step: int, ordinal: int, held: frozenset[int], *, is_scaled: bool) -> None:
         """Record final gradients of every root.
 
         Args:

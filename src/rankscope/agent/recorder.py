@@ -6,12 +6,13 @@ import itertools
 import threading
 import time
 
-import msgpack
+import msgpack  # type: ignore[import-untyped]  # ships no types
 
 from rankscope.capture.describe import Described
 from rankscope.capture.digest import Reading
 from rankscope.record.call import Mode, Phase
 from rankscope.record.placement import Mesh
+from rankscope.record.run import ProcessGroup
 from rankscope.record.value import ValueFlag
 from rankscope.spool.cells import (
     ENTER,
@@ -49,6 +50,7 @@ class Recorder:
         self._slots: dict[str, int] = {}
         self._texts: dict[str, int] = {}
         self._meshes: dict[Mesh, int] = {}
+        self._groups: dict[ProcessGroup, int] = {}
         self._metas: dict[Described, int] = {}
         self._threads: dict[int, int] = {}
 
@@ -71,8 +73,23 @@ class Recorder:
 
     def mesh(self, mesh: Mesh, device: str = "") -> int:
         """Return the number of a mesh, defining it on first sight."""
-        fields = {"axes": mesh.axes, "shape": mesh.shape, "ranks": mesh.ranks, "device": device}
+        fields: dict[str, object] = {
+            "axes": mesh.axes,
+            "shape": mesh.shape,
+            "ranks": mesh.ranks,
+            "device": device,
+        }
         return self._meshes.get(mesh) or self._intern(self._meshes, mesh, "mesh", fields)
+
+    def group(self, group: ProcessGroup) -> int:
+        """Return the number of a process group, defining it on first sight."""
+        fields: dict[str, object] = {
+            "name": group.name,
+            "ranks": group.ranks,
+            "backend": group.backend,
+            "description": group.description,
+        }
+        return self._groups.get(group) or self._intern(self._groups, group, "group", fields)
 
     def meta(self, described: Described) -> int:
         """Return the number of a value's description, defining it (and its mesh) on first sight."""
@@ -81,7 +98,7 @@ class Recorder:
             return number
         meta = described.meta
         mesh = self.mesh(meta.layout.mesh) if meta.layout.mesh else 0
-        fields = {
+        fields: dict[str, object] = {
             "dtype": meta.dtype,
             "device": meta.device,
             "shape": meta.shape,
@@ -193,6 +210,4 @@ class Recorder:
     def error(self, sequence: int | None, text: str) -> None:
         """Record that rankscope itself failed while it watched a call."""
         number = NO_SEQUENCE if sequence is None else sequence
-        self._write(
-            RecordKind.ERROR, ERROR.pack(number, time.monotonic_ns(), self.text(text), 0)
-        )
+        self._write(RecordKind.ERROR, ERROR.pack(number, time.monotonic_ns(), self.text(text), 0))

@@ -21,13 +21,14 @@ from rankscope.agent.clock import StepClock
 from rankscope.agent.guard import MAX_FAILURES, Guard, say
 from rankscope.agent.hooks import HookSet
 from rankscope.agent.modules import ModuleInfo, ModuleTable, Root
-from rankscope.agent.optimizers import held_parameters, optimizer_exists, runs_closure
+from rankscope.agent.optimizers import OptimizerSearch, held_parameters, runs_closure
 from rankscope.agent.parameters import ParameterEvents
 from rankscope.agent.recorder import Recorder
 from rankscope.agent.settings import Settings
 from rankscope.agent.tracer import Tracer
 from rankscope.agent.values import ValueReader
 from rankscope.capture.describe import Describer
+from rankscope.capture.groups import process_groups
 from rankscope.capture.torch_internals import current_graph_task
 from rankscope.record.call import Mode
 from rankscope.record.run import EndReason, RankIdentity
@@ -69,12 +70,15 @@ class Session:
         self._writer: SpoolWriter | None = None
         self._is_closed = False
         self._clock = StepClock()
+        self._optimizers = OptimizerSearch()
         self._train_scope: Scope | None = None
         self._eval_scope: Scope | None = None
         self._traced_train: int | None = None
         """Number of the train step being traced."""
         self._optimizer_steps = 0
-        self._held: weakref.WeakKeyDictionary[torch.optim.Optimizer, frozenset[int]] = weakref.WeakKeyDictionary()
+        self._held: weakref.WeakKeyDictionary[torch.optim.Optimizer, frozenset[int]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._expected: Root | None = None
         """Root whose wrapper has just been counted by `_watch`."""
         self.guard = Guard(self._failed)
@@ -132,6 +136,8 @@ class Session:
             return
         self._end_eval()
         self._end_train()
+        self._values.collect(wait=True)
+        self._define_groups()
         self._writer.close(reason)
 
     def disarm(self) -> None:
@@ -150,9 +156,13 @@ class Session:
             say(f"not tracing: {error}")
             self.disarm()
             return
-        self._recorder.error(self._tracer.current_sequence(), f"{type(error).__name__}: {error}"[:500])
+        self._recorder.error(
+            self._tracer.current_sequence(), f"{type(error).__name__}: {error}"[:500]
+        )
         if self.guard.failures == MAX_FAILURES:
-            say(f"tracing is switched off on rank {self._rank} after {MAX_FAILURES} failures, last: {error!r}")
+            say(
+                f"tracing is switched off on rank {self._rank} after {MAX_FAILURES} failures, last: {error!r}"
+            )
             self.close(EndReason.SWITCHED_OFF)
 
     # ------------------------------------------------------------------ hooks
@@ -174,19 +184,26 @@ class Session:
         if info is not None and info.is_wrapper:
             self._expected = info.root
 
-    def _optimizer_begins(self, optimizer: torch.optim.Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+    def _optimizer_begins(
+        self, optimizer: torch.optim.Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> None:
+        self._optimizers.saw(optimizer)
         if not self._clock.optimizer_begins() or self._traced_train is None:
             return
         if not runs_closure(args, kwargs):
             self._record_gradients(optimizer)
 
-    def _optimizer_ends(self, optimizer: torch.optim.Optimizer, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+    def _optimizer_ends(
+        self, optimizer: torch.optim.Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> None:
         if not self._clock.optimizer_ends():
             return
         if self._traced_train is not None:
             if runs_closure(args, kwargs):
                 self._record_gradients(optimizer)
-            self._parameters.parameters(self._traced_train, self._optimizer_steps, self._held_by(optimizer))
+            self._parameters.parameters(
+                self._traced_train, self._optimizer_steps, self._held_by(optimizer)
+            )
             self._optimizer_steps += 1
         else:
             self._hooks.watch_for_step()
@@ -204,8 +221,12 @@ class Session:
         if not root.is_setup_recorded:
             root.is_setup_recorded = True
             self._record_setup(info)
-        has_gradients = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
-        tick = self._clock.root_forward(has_gradients=has_gradients, optimizer_exists=optimizer_exists)
+        has_gradients = torch.is_grad_enabled() and any(
+            p.requires_grad for p in module.parameters()
+        )
+        tick = self._clock.root_forward(
+            has_gradients=has_gradients, optimizer_exists=self._optimizers.exists
+        )
         if tick.mode is Mode.EVAL:
             return self._begin_eval(tick.step, info)
         if tick.opened:
@@ -222,7 +243,9 @@ class Session:
         if scope is not None:
             return scope
         mode, step = (
-            (Mode.TRAIN, self._clock.train) if torch.is_grad_enabled() else (Mode.EVAL, self._clock.eval)
+            (Mode.TRAIN, self._clock.train)
+            if torch.is_grad_enabled()
+            else (Mode.EVAL, self._clock.eval)
         )
         return Scope(None, mode, max(step, 0), None, is_muted=self._traced_train is None)
 
@@ -235,7 +258,7 @@ class Session:
             self._turn_on(Mode.TRAIN, step)
         else:
             self._turn_off()
-            if optimizer_exists() or self._settings.steps.is_over(step):
+            if self._optimizers.exists() or self._settings.steps.is_over(step):
                 self._hooks.stop_watching()
 
     def _end_train(self) -> None:
@@ -246,6 +269,7 @@ class Session:
         if step is not None:
             self._recorder.step(StepEvent.END, Mode.TRAIN, step)
             self._tracer.end_step()
+            self._define_groups()
 
     def _begin_eval(self, step: int, info: ModuleInfo) -> Scope | None:
         self._end_eval()
@@ -267,7 +291,13 @@ class Session:
             if self._traced_train is None:
                 self._tracer.end_step()
 
+    def _define_groups(self) -> None:
+        """Write down the process groups made since the last time; read off torch's tables."""
+        for group in process_groups():
+            self._recorder.group(group)
+
     def _turn_on(self, mode: Mode, step: int) -> None:
+        self._values.collect()  # of the step before: what accelerators have finished by now
         self._recorder.step(StepEvent.BEGIN, mode, step)
         self._hooks.trace()
         for root in self._table.roots:
@@ -279,16 +309,18 @@ class Session:
         self._hooks.watch_for_step()
 
     def _record_setup(self, info: ModuleInfo) -> None:
-        assert info.root is not None  # noqa: S101  # only called for modules of a root
+        assert info.root is not None  # only called for modules of a root
         for each in self._table.of_root(info.root):
             self._tracer.definition_of(each)
         for inner, outer, path in self._table.contained:
-            self._recorder.define("inside", root=inner.definition, **{"in": outer.definition}, path=path)
+            self._recorder.define(
+                "inside", root=inner.definition, **{"in": outer.definition}, path=path
+            )
         self._table.contained.clear()
         self._parameters.setup(info.root)
 
     def _record_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        assert self._traced_train is not None  # noqa: S101  # only called in a traced step
+        assert self._traced_train is not None  # only called in a traced step
         self._parameters.gradients(
             self._traced_train, self._optimizer_steps, self._held_by(optimizer),
             is_scaled=getattr(optimizer, "grad_scale", None) is not None,
@@ -307,5 +339,3 @@ class Session:
 def _disarm(session: Session | None) -> None:
     if session is not None:
         session.disarm()
-
-

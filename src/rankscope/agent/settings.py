@@ -14,7 +14,16 @@ from pathlib import Path
 
 from rankscope.errors import SettingError
 
-__all__ = ["SETTINGS", "Setting", "Settings", "StepSelection", "is_enabled", "matches", "parse_size", "settings_from"]
+__all__ = [
+    "SETTINGS",
+    "Setting",
+    "Settings",
+    "StepSelection",
+    "is_enabled",
+    "matches",
+    "parse_size",
+    "settings_from",
+]
 
 _SIZE = re.compile(r"^(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b)?$", re.IGNORECASE)
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
@@ -52,7 +61,9 @@ class StepSelection:
             period = text.removeprefix("every:")
             if period.isdigit() and int(period) > 0:
                 return cls(text, every=int(period))
-            raise SettingError(f"steps={text!r}: 'every:' wants a positive number of steps, like every:100")
+            raise SettingError(
+                f"steps={text!r}: 'every:' wants a positive number of steps, like every:100"
+            )
         ranges = []
         for part in text.split(","):
             found = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
@@ -61,7 +72,9 @@ class StepSelection:
             first = int(found[1])
             last = int(found[2]) if found[2] else first
             if last < first:
-                raise SettingError(f"steps={text!r}: {part.strip()} ends before it begins; write {last}-{first}")
+                raise SettingError(
+                    f"steps={text!r}: {part.strip()} ends before it begins; write {last}-{first}"
+                )
             ranges.append((first, last))
         return cls(text, ranges=tuple(ranges))
 
@@ -129,7 +142,9 @@ def _parse_whole(text: str) -> int:
 
 def _parse_digest(text: str) -> str:
     if text not in {"full", "none"}:
-        raise SettingError(f"digest={text!r}: write full (statistics, hash and sketch) or none (structure only)")
+        raise SettingError(
+            f"digest={text!r}: write full (statistics, hash and sketch) or none (structure only)"
+        )
     return text
 
 
@@ -211,11 +226,23 @@ class Settings:
     drain_seconds: float
 
     def as_text(self) -> dict[str, str]:
-        """Return {name: text} for the trace header."""
-        return {s.name: str(getattr(self, s.field)) if s.name != "steps" else self.steps.text for s in SETTINGS}
+        """Return {name: text} of every setting, as it would be written on a command line."""
+        return {s.name: _as_text(getattr(self, s.field)) or s.default for s in SETTINGS}
 
 
-def settings_from(texts: Mapping[str, object] | None = None, environ: Mapping[str, str] = os.environ) -> Settings:
+def _as_text(value: object) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, StepSelection):
+        return value.text
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return str(int(value)) if isinstance(value, bool) else str(value)
+
+
+def settings_from(
+    texts: Mapping[str, object] | None = None, environ: Mapping[str, str] = os.environ
+) -> Settings:
     """Return the settings: given texts (keywords) first, then `RANKSCOPE_*` variables, then defaults.
 
     Raises:
@@ -235,7 +262,9 @@ def settings_from(texts: Mapping[str, object] | None = None, environ: Mapping[st
         if isinstance(text, (tuple, list, range)):
             text = ",".join(map(str, text))
         try:
-            values[setting.field] = setting.parse(str(text)) if str(text) or setting.default else _empty(setting)
+            values[setting.field] = (
+                setting.parse(str(text)) if str(text) or setting.default else _empty(setting)
+            )
         except SettingError as error:
             raise SettingError(f"{source}: {error}") from None
     if given:

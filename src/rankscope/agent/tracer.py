@@ -149,7 +149,9 @@ class Tracer:
 
     # ------------------------------------------------------------------ values
 
-    def _inputs_at_global_hook(self, frame: Frame, module: nn.Module, args: tuple[object, ...]) -> None:
+    def _inputs_at_global_hook(
+        self, frame: Frame, module: nn.Module, args: tuple[object, ...]
+    ) -> None:
         kwargs = _keyword_arguments()
         seen = self._read_inputs(frame, args, kwargs or {})
         if module._forward_pre_hooks or kwargs is None:
@@ -158,8 +160,12 @@ class Tracer:
     def _read_inputs(
         self, frame: Frame, args: tuple[object, ...], kwargs: dict[str, object], flags: int = 0
     ) -> list[tuple[str, torch.Tensor]]:
-        assert frame.sequence is not None  # noqa: S101  # recorded frames have one
-        seen = self._values.read_all("input", args, frame.sequence, frame.phase, flags=flags) if args else []
+        assert frame.sequence is not None  # recorded frames have one
+        seen = (
+            self._values.read_all("input", args, frame.sequence, frame.phase, flags=flags)
+            if args
+            else []
+        )
         if kwargs:
             seen += self._values.read_all("input", kwargs, frame.sequence, frame.phase, flags=flags)
         self._watch(frame, seen, "input", "grad_input")
@@ -168,24 +174,32 @@ class Tracer:
     def _finish(self, frame: Frame, args: object, kwargs: object, output: object) -> None:
         if not self._values.is_on:
             return
-        assert frame.sequence is not None and isinstance(args, tuple) and isinstance(kwargs, dict)  # noqa: S101
+        assert frame.sequence is not None and isinstance(args, tuple) and isinstance(kwargs, dict)
         if frame.seen_inputs is not None:
             self._reread_replaced_inputs(frame, args, kwargs)
         tensors = self._values.read_all("output", output, frame.sequence, frame.phase)
         self._watch(frame, tensors, "output", "grad_output")
-        if frame.module._forward_hooks:  # kept alive, so that what they return is told apart by identity
+        if (
+            frame.module._forward_hooks
+        ):  # kept alive, so that what they return is told apart by identity
             frame.outputs = tuple(tensor for _, tensor in tensors)
 
     def _reread_replaced_inputs(
         self, frame: Frame, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> None:
         """Read the inputs the module's own pre-hooks put in place of those we saw; forward has run by now."""
-        assert frame.sequence is not None and frame.seen_inputs is not None  # noqa: S101
+        assert frame.sequence is not None and frame.seen_inputs is not None
         with invisible():
             for value in (args, kwargs):
                 for slot, leaf in walk("input", value):
-                    if isinstance(leaf, torch.Tensor) and frame.seen_inputs.get(slot) != id(leaf) and self._values.wants(slot):
-                        self._values.read(leaf, frame.sequence, slot, frame.phase, flags=ValueFlag.AFTER_CALL)
+                    if (
+                        isinstance(leaf, torch.Tensor)
+                        and frame.seen_inputs.get(slot) != id(leaf)
+                        and self._values.wants(slot)
+                    ):
+                        self._values.read(
+                            leaf, frame.sequence, slot, frame.phase, flags=ValueFlag.AFTER_CALL
+                        )
 
     def _watch(
         self, frame: Frame, tensors: list[tuple[str, torch.Tensor]], kind: str, gradient_kind: str
@@ -198,9 +212,9 @@ class Tracer:
                 with invisible(keep_grad=True):
                     self.gradients.watch(tensor, frame.sequence, gradient_slot)
 
-    def _gradient(self, targets: list[GradientTarget], gradient: torch.Tensor, ordinal: int) -> None:
-        if not isinstance(gradient, torch.Tensor):
-            return
+    def _gradient(
+        self, targets: list[GradientTarget], gradient: torch.Tensor, ordinal: int
+    ) -> None:
         with invisible():
             for target in targets:
                 self._values.read(
@@ -247,7 +261,9 @@ class Tracer:
 
     def _scope_that_called(self, info: ModuleInfo) -> Scope | None:
         """Return the latest root forward of this step in which a module ran."""
-        return next((scope for scope in reversed(self._scopes) if info in scope.forward_calls), None)
+        return next(
+            (scope for scope in reversed(self._scopes) if info in scope.forward_calls), None
+        )
 
     def _abandon(self, frame: Frame) -> None:
         if frame.is_recorded and frame.sequence is not None:

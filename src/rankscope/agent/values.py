@@ -6,6 +6,7 @@ import threading
 
 import torch
 
+from rankscope.agent.accelerators import DeviceValues, ValuePlace
 from rankscope.agent.recorder import Recorder
 from rankscope.agent.settings import Settings, matches
 from rankscope.capture.describe import Describer
@@ -35,6 +36,7 @@ class ValueReader:
         self._wanted: dict[str, bool] = {}
         self._local = _PerThread()
         self._digesters: list[Digester] = []
+        self._on_devices = DeviceValues(settings.batch_dim)
         self.is_on = settings.digest == "full"
         """False where only the structure is recorded."""
 
@@ -63,9 +65,15 @@ class ValueReader:
         reading = None
         if described.is_pending:
             flags |= ValueFlag.PENDING
+        elif described.can_digest_on_device:
+            place = ValuePlace(sequence, slot, described, phase, ordinal, flags)
+            if self._on_devices.read(local, place, samples=samples and described.allows_samples):
+                return
         elif described.can_digest:
             digester = self._local.digester or self._new_digester()
-            reading = digester.read(local, described.ranges, samples=samples and described.allows_samples)
+            reading = digester.read(
+                local, described.ranges, samples=samples and described.allows_samples
+            )
         self._recorder.value(
             sequence, slot, described, reading, phase=phase, ordinal=ordinal, flags=flags, batch_dim=self._batch_dim
         )  # fmt: skip
@@ -121,3 +129,23 @@ class ValueReader:
         """Forget every tensor seen: memory of what was digested ends with the step."""
         for digester in self._digesters:
             digester.end_step()
+        self._on_devices.flush()
+        self.collect()
+
+    def collect(self, *, wait: bool = False) -> None:
+        """Record the values that have come back from accelerators.
+
+        Args:
+            wait: wait for all of them. Only at the end of a trace.
+        """
+        for place, reading in self._on_devices.collect(wait=wait):
+            self._recorder.value(
+                place.sequence,
+                place.slot,
+                place.described,
+                reading,
+                phase=place.phase,
+                ordinal=place.ordinal,
+                flags=place.flags | ValueFlag.MIX64,
+                batch_dim=self._batch_dim,
+            )

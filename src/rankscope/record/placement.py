@@ -65,11 +65,15 @@ class Placement:
 
     def __post_init__(self) -> None:
         if (self.kind.value in _NEEDS_DIM) != (self.dim is not None):
-            raise LayoutError(f"placement {self.kind.value} with dim={self.dim}: only shards have a dim")
+            raise LayoutError(
+                f"placement {self.kind.value} with dim={self.dim}: only shards have a dim"
+            )
         if self.dim is not None and self.dim < 0:
             raise LayoutError(f"a shard's dim must be counted from the front, got {self.dim}")
         if self.split_factor < 1:
-            raise LayoutError(f"a strided shard's split factor must be >= 1, got {self.split_factor}")
+            raise LayoutError(
+                f"a strided shard's split factor must be >= 1, got {self.split_factor}"
+            )
         if (self.kind is PlacementKind.PARTIAL) != (self.reduce_op is not None):
             raise LayoutError(f"placement {self.kind.value} with reduce_op={self.reduce_op}")
 
@@ -103,7 +107,9 @@ def parse_placement(text: str) -> Placement:
     if not found:
         return Placement(kind=PlacementKind.OTHER, text=text)
     name, inside = found.groups()
-    arguments = [part.split("=")[-1].strip().strip("'\"") for part in inside.split(",") if part.strip()]
+    arguments = [
+        part.split("=")[-1].strip().strip("'\"") for part in inside.split(",") if part.strip()
+    ]
     if name == "Replicate":
         return Placement(kind=PlacementKind.REPLICATE)
     if name == "Partial":
@@ -141,7 +147,9 @@ class Mesh:
         for extent in self.shape:
             size *= extent
         if len(self.axes) != len(self.shape) or size != len(self.ranks):
-            raise LayoutError(f"mesh axes {self.axes} and shape {self.shape} do not fit its {len(self.ranks)} ranks")
+            raise LayoutError(
+                f"mesh axes {self.axes} and shape {self.shape} do not fit its {len(self.ranks)} ranks"
+            )
 
     def coordinate(self, rank: int) -> tuple[int, ...] | None:
         """Return the position of a global rank on every axis, or None where the rank is not in the mesh."""
@@ -169,7 +177,10 @@ class Layout:
 
     def by_axis(self) -> dict[str, str]:
         """Return {axis name: placement text}, as the trace writes it."""
-        return {axis: str(p) for axis, p in zip(self.mesh.axes if self.mesh else (), self.placements, strict=True)}
+        return {
+            axis: str(p)
+            for axis, p in zip(self.mesh.axes if self.mesh else (), self.placements, strict=True)
+        }
 
 
 def global_ranges(

@@ -54,7 +54,9 @@ class RankIdentity:
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
-            raise ValueError(f"rank {self.rank} outside a world of {self.world_size}: check RANK and WORLD_SIZE")
+            raise ValueError(
+                f"rank {self.rank} outside a world of {self.world_size}: check RANK and WORLD_SIZE"
+            )
 
     @property
     def stream(self) -> StreamId:

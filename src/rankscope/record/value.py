@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rankscope.record.placement import Layout, Ranges
 
-__all__ = ["SKETCH_SIZE", "MAX_SAMPLES", "Digest", "Samples", "ValueFlag", "ValueMeta"]
+__all__ = ["MAX_SAMPLES", "SKETCH_SIZE", "Digest", "Samples", "ValueFlag", "ValueMeta"]
 
 SKETCH_SIZE = 8
 """K of the sketch: random projections kept per value."""
@@ -35,6 +35,8 @@ class ValueFlag(enum.IntFlag):
     """Statistics and sketch copied from an earlier value: same object, same version, same hash."""
     PYTHON = 128
     """Not a tensor: the meta definition holds a bounded repr."""
+    MIX64 = 512
+    """The hash is mix64, computed on an accelerator; hashes of two kinds never compare."""
     HAS_SAMPLES = 256
     """A samples record follows in the spool."""
 
