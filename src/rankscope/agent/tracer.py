@@ -209,7 +209,7 @@ class Tracer:
         for slot, tensor in tensors:
             gradient_slot = gradient_kind + slot.removeprefix(kind)
             if tensor.requires_grad and self._values.wants(gradient_slot):
-                with invisible(keep_grad=True):
+                with invisible():
                     self.gradients.watch(tensor, frame.sequence, gradient_slot)
 
     def _gradient(

@@ -17,11 +17,10 @@ from rankscope.capture.torch_internals import disable_torch_function, operation_
 __all__ = ["invisible", "invisible_operations"]
 
 
-def invisible(*, keep_grad: bool = False) -> contextlib.AbstractContextManager[object]:
+def invisible() -> contextlib.AbstractContextManager[object]:
     """Return a context for reading attributes and memory of tensors, about half a microsecond.
 
-    Args:
-        keep_grad: says that grad mode has to stay (registering tensor hooks); it always does here.
+    Registering a tensor hook needs no more either: grad mode is left as it is.
     """
     return disable_torch_function()
 
