@@ -264,6 +264,11 @@ def _slot_lines(slot: SlotView, view: View, paint: Paint) -> Iterator[str]:
     if not slot.placements:
         parts.append(paint("yellow", f"{slot.distinct} values"))
     yield "  ".join(filter(None, parts))
+    wholes = slot.combined
+    if wholes and all(whole.is_known for whole in wholes):  # one tensor per mesh of a kind
+        for whole in wholes[:_MAX_VALUES] if view.columns else ():
+            yield f"  ranks {ranks_text(whole.ranks):<9} together  {_statistics(whole, view)}"
+        return
     for fold in folds[:_MAX_VALUES] if view.columns else ():
         if fold.digest is not None:
             numbers_text = _statistics(fold.digest, view)

@@ -104,7 +104,8 @@ def write_columns(path: Path, columns: Mapping[str, Callable[[], Column]]) -> No
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 64)
     draft = path.with_name(f".{path.name}.{os.getpid()}.new")
-    with draft.open("wb") as file:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+    with os.fdopen(os.open(draft, flags, 0o600), "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for make in columns.values():
             column = np.ascontiguousarray(make())
