@@ -76,7 +76,10 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, str]:
         ([*TORCHRUN, "--nproc-per-node", "2", "-m", "ddp"], {"RANKSCOPE": "1"}),
         ([*TORCHRUN, "--logs-specs", "rankscope", "--nproc-per-node", "2", "ddp.py"], {}),
         ([str(BIN / "rankscope"), "run", "--nproc-per-node", "2", "-m", "ddp"], {}),
-        ([str(BIN / "rankscope"), "run", "--nproc-per-node=2", "--run-path", "ddp.py"], {}),
+        (
+            [str(BIN / "rankscope"), "run", "--nproc-per-node=2", "--run-path", "ddp.py"],
+            {"PYTHONPATH": f"{os.environ['PYTHONPATH']}:{EXAMPLES}"},  # runpy adds no folder
+        ),
     ],
     ids=["variable", "variable, module", "logs-specs", "run, module", "run, path"],
 )
