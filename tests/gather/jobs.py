@@ -86,7 +86,7 @@ class Host:
         self,
         rank: int,
         *,
-        batches: int = 20,
+        batches: int = 3,
         pause_ms: int = 0,
         incarnation: int = 0,
         limit_bytes: int = 64 << 20,

@@ -121,7 +121,7 @@ def test_a_thread_that_died_inside_a_write_does_not_stop_the_others(tmp_path):
 
     def die():
         # What an exception set asynchronously leaves behind: a token nobody gives back.
-        writer._holder[0] = (threading.get_ident(),)
+        writer._turn.holder[0] = (threading.get_ident(),)
 
     thread = threading.Thread(target=die)
     thread.start()

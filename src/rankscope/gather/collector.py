@@ -55,7 +55,7 @@ from rankscope.spool.folder import write_by_rename
 __all__ = ["COLLECTOR_NAME", "Intake", "SharedWatch", "Source"]
 
 COLLECTOR_NAME = "collector.json"
-_RECEIVE_QUEUE = 4
+_RECEIVE_QUEUE = 2
 """Messages zmq holds for each relay before it stops reading: bounds memory at any world size."""
 _BATCH = 256
 """Messages taken before anything else is looked at."""

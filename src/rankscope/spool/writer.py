@@ -2,8 +2,7 @@
 
 A write fills cells at the committed end of the mapped segment and then moves that end. Whatever
 goes wrong in between leaves the end where it was: a kill, an exception raised by a signal handler,
-a write nested in a handler. Who may write is settled by one atomic `dict.setdefault` of a token; a
-token whose owner left `write` without giving it back (KeyboardInterrupt) is stale and taken over.
+a write nested in a handler (it is dropped). `turn` says who may write.
 
 When the spool is full, records are dropped to the end of the step, and then whole steps until there
 is room again; a GAP record says which and how many. Definitions are never dropped: those that find
@@ -13,14 +12,12 @@ no room are owed, and written before the next record that could name them.
 from __future__ import annotations
 
 import os
-import sys
 import time
 import weakref
 from _thread import get_ident
 from binascii import crc32
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Final
 
 from rankscope.errors import SpoolError
@@ -50,6 +47,7 @@ from rankscope.spool.packing import (
     whole_record,
 )
 from rankscope.spool.segment import Segment, segment_indexes
+from rankscope.spool.turn import Token, Turn, Wait
 
 __all__ = ["DEFAULT_SEGMENT_BYTES", "MINIMUM_LIMIT_BYTES", "SpoolWriter"]
 
@@ -58,10 +56,7 @@ MINIMUM_LIMIT_BYTES: Final = 64 << 10
 _SEGMENTS_PER_LIMIT: Final = 8
 _OWED_BYTES: Final = 64 << 20
 """Definitions kept in memory while the spool is full; beyond it the write is refused."""
-_WAIT_S: Final = 1.0
-"""How long a thread waits for another one's write before it looks whether that one still writes."""
 
-_Token = tuple[int]
 _Gap = list[int]
 """first step, last step, records, bytes: mutable because it grows while steps are dropped."""
 
@@ -104,8 +99,8 @@ class SpoolWriter:
         self._segment_bytes = size - size % CELL_BYTES
         self._segments_allowed = limit_bytes // self._segment_bytes
         self._retire = retire
-        self._holder: dict[int, _Token] = {}
-        self._thieves: dict[int, tuple[_Token, _Token]] = {}
+        self._turn = Turn(frozenset((SpoolWriter.write.__code__, SpoolWriter.close.__code__)))
+        self._holder = self._turn.holder
         self._outside: list[int] = []
         """Bytes of records dropped without the token: nested in a write, or waited too long."""
         self._gaps: dict[int, _Gap] = {}
@@ -226,36 +221,12 @@ class SpoolWriter:
             self._lock.release()
         del self._holder[0]
 
-    # ---- who may write ----------------------------------------------------------------------
-
-    def _wait(self, token: _Token) -> bool:
+    def _wait(self, token: Token) -> bool:
         """Become the holder after another write; False where this call is nested in one."""
-        deadline = time.monotonic() + _WAIT_S
-        while True:
-            owner = self._holder.setdefault(0, token)
-            if owner is token:
-                return True
-            is_mine = owner[0] == token[0]
-            if is_mine or time.monotonic() > deadline:
-                frame = sys._getframe(2) if is_mine else sys._current_frames().get(owner[0])
-                if _is_writing(frame):
-                    return False
-                if self._take_over(owner, token):
-                    return True
-                deadline = time.monotonic() + _WAIT_S
-            time.sleep(0)
-
-    def _take_over(self, owner: _Token, token: _Token) -> bool:
-        """Replace a stale token; of several threads that try, one does."""
-        thief = self._thieves.setdefault(id(owner), (owner, token))[1]
-        is_mine = thief[0] == token[0]  # an earlier attempt of this thread was interrupted
-        if not is_mine and _is_writing(sys._current_frames().get(thief[0])):
-            return False
-        if self._holder.get(0) is not owner:
-            return False
-        self._holder[0] = token
-        self._repair()
-        return True
+        outcome = self._turn.wait(token, 3)
+        if outcome is Wait.TAKEN_OVER:
+            self._repair()
+        return outcome is not Wait.REFUSED
 
     def _repair(self) -> None:
         """Take over after a write left half done by an exception: step over its record if whole."""
@@ -448,17 +419,7 @@ class SpoolWriter:
     def _forget_in_child(self) -> None:
         """A forked child has no part in its parent's stream."""
         self._segment = CLOSED
-        self._holder = {}
-
-
-def _is_writing(frame: FrameType | None) -> bool:
-    """True where this frame, or one that called it, is inside `write` or `close`."""
-    codes = (SpoolWriter.write.__code__, SpoolWriter.close.__code__)
-    while frame is not None:
-        if frame.f_code in codes:
-            return True
-        frame = frame.f_back
-    return False
+        self._holder.clear()
 
 
 def _claim(folder: Path) -> StreamLock:
