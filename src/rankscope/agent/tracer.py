@@ -128,6 +128,7 @@ class Tracer:
             self._recorder.exit(frame.sequence, CallStatus.RAISED, text)
             return
         if self._values.is_on:
+            self._values.read_pending()
             self._finish(frame, args, rest[0], rest[1])
             stacks.ended = frame if module._forward_hooks else None
         self._recorder.exit(frame.sequence)
@@ -198,7 +199,7 @@ class Tracer:
                         and self._values.wants(slot)
                     ):
                         self._values.read(
-                            leaf, frame.sequence, slot, frame.phase, flags=ValueFlag.AFTER_CALL
+                            leaf, frame.sequence, slot, frame.phase, flags=ValueFlag.AFTER_CALL | ValueFlag.SUPERSEDES
                         )
 
     def _watch(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 
 import torch
 
@@ -37,6 +38,8 @@ class ValueReader:
         self._local = _PerThread()
         self._digesters: list[Digester] = []
         self._on_devices = DeviceValues(settings.batch_dim)
+        self._pending: list[tuple[weakref.ref[torch.Tensor], ValuePlace]] = []
+        """Values a collective was still writing when they were seen, and where they belong."""
         self.is_on = settings.digest == "full"
         """False where only the structure is recorded."""
 
@@ -64,6 +67,8 @@ class ValueReader:
         described, local = self._describer.describe(tensor)
         reading = None
         if described.is_pending:
+            place = ValuePlace(sequence, slot, described, phase, ordinal, flags)
+            self._pending.append((weakref.ref(tensor), place))
             flags |= ValueFlag.PENDING
         elif described.can_digest_on_device:
             place = ValuePlace(sequence, slot, described, phase, ordinal, flags)
@@ -125,8 +130,33 @@ class ValueReader:
         self._digesters.append(digester)
         return digester
 
+    def read_pending(self) -> None:
+        """Read what collectives have finished since; never waits, and forgets what is gone by now."""
+        if not self._pending:
+            return
+        pending, self._pending = self._pending, []
+        later = ValueFlag.AFTER_CALL | ValueFlag.SUPERSEDES
+        with invisible():
+            for reference, place in pending:
+                tensor = reference()
+                if tensor is None:
+                    continue
+                if self._describer.describe(tensor)[0].is_pending:
+                    self._pending.append((reference, place))
+                    continue
+                self.read(
+                    tensor,
+                    place.sequence,
+                    place.slot,
+                    place.phase,
+                    ordinal=place.ordinal,
+                    flags=place.flags | later,
+                )
+
     def end_step(self) -> None:
         """Forget every tensor seen: memory of what was digested ends with the step."""
+        self.read_pending()
+        self._pending.clear()
         for digester in self._digesters:
             digester.end_step()
         self._on_devices.flush()

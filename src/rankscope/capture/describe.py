@@ -18,6 +18,7 @@ from rankscope.capture.elements import storage_of
 from rankscope.capture.groups import MeshTable
 from rankscope.capture.pytree import describe_leaf
 from rankscope.capture.torch_internals import (
+    async_collective_result,
     dispatch_bits,
     dtensor_parts,
     is_async_collective,
@@ -109,6 +110,9 @@ class Describer:
             # nested, lazy and functorch tensors refuse to tell their shape or memory
             return self._structure(tensor, describe_leaf(tensor)), tensor
         if kind is _Kind.ASYNC:
+            result = async_collective_result(tensor)
+            if result is not None:
+                return self.describe(result)
             return self._structure(
                 tensor, "a collective may still be writing it", is_pending=True
             ), tensor

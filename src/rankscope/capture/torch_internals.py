@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 __all__ = [
+    "async_collective_result",
     "current_graph_task",
     "default_groups",
     "default_store",
@@ -151,6 +152,19 @@ def is_async_collective(kind: type) -> bool:
     """True for the class of values that a functional collective may still be writing."""
     waiting = _loaded("torch.distributed._functional_collectives", "AsyncCollectiveTensor")
     return waiting is not None and issubclass(kind, waiting)
+
+
+def async_collective_result(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the plain tensor behind an AsyncCollectiveTensor once its collective is known to be waited for.
+
+    Known from the tensor itself, or because no functional collective of this process is outstanding.
+    Nothing is waited for. None while it may be in flight, or where torch does not tell.
+    """
+    waiting: Any = tensor
+    count = getattr(getattr(_C, "_distributed_c10d", None), "_get_work_registry_size", None)
+    is_done = getattr(waiting, "completed", False) or (count is not None and count() == 0)
+    found = getattr(waiting, "elem", None) if is_done else None
+    return found if isinstance(found, torch.Tensor) else None
 
 
 def dtensor_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:

@@ -20,7 +20,7 @@ class ValueFlag(enum.IntFlag):
 
     NONE = 0
     AFTER_CALL = 1
-    """An input that could only be read after forward had run: an in-place forward has changed it."""
+    """Could only be read later than its place in the call says: what ran since may have changed it."""
     SCALED = 2
     """A gradient still multiplied by the loss scale."""
     ABSENT = 4
@@ -37,6 +37,8 @@ class ValueFlag(enum.IntFlag):
     """Not a tensor: the meta definition holds a bounded repr."""
     MIX64 = 512
     """The hash is mix64, computed on an accelerator; hashes of two kinds never compare."""
+    SUPERSEDES = 1024
+    """Replaces the earlier record of the same call and slot."""
     HAS_SAMPLES = 256
     """A samples record follows in the spool."""
 

@@ -24,7 +24,7 @@ __all__ = ["Document", "flag_words", "node_id"]
 
 _SHARED_FIELDS = ("dtype", "device", "global_shape", "source", "mesh", "placements")
 _STATUS_WORDS = {int(s): s.name.lower() for s in CallStatus} | {UNFINISHED: "unfinished"}
-_HIDDEN_FLAGS = ValueFlag.REUSED | ValueFlag.HAS_SAMPLES | ValueFlag.PYTHON
+_HIDDEN_FLAGS = ValueFlag.REUSED | ValueFlag.HAS_SAMPLES | ValueFlag.SUPERSEDES | ValueFlag.PYTHON
 _PLACED_PHASES = (Phase.FORWARD, Phase.RECOMPUTE, Phase.BACKWARD, Phase.COLLECTIVE)
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.record.call import Phase
+from rankscope.record.value import ValueFlag
 from rankscope.spool.cells import NO_SEQUENCE
 from rankscope.tree.interning import Interned, Vocabulary
 from rankscope.tree.streams import RankStream
@@ -181,7 +182,8 @@ def _values(
     first_row: int,
     first_sample: int,
 ) -> dict[str, NDArray[Any]]:
-    values, heads = stream.values, stream.samples.heads
+    kept = _latest(stream.values)
+    values, heads = stream.values[kept], stream.samples.heads
     call = _find(order, stream.enters["sequence"], values["sequence"])
     start = np.full(len(values), -1, np.int64)
     count, dim = np.zeros(len(values), np.int32), np.zeros(len(values), np.int32)
@@ -205,11 +207,24 @@ def _values(
         "description": _take(vocabulary.description_lookup[number], values["meta"]).astype(
             np.int32
         ),
-        "has_digest": stream.has_digest,
+        "has_digest": stream.has_digest[kept],
         "sample_start": start,
         "sample_count": count,
         "sample_dim": dim,
     }
+
+
+def _latest(values: NDArray[Any]) -> NDArray[np.bool_]:
+    """Return which values stand: all but those that a later record of the same slot replaces."""
+    kept = np.ones(len(values), np.bool_)
+    replacing = (values["flags"] & np.uint32(ValueFlag.SUPERSEDES)) != 0
+    if not replacing.any():
+        return kept
+    codes, _ = factorize(*(values[name] for name in ("sequence", "slot", "ordinal", "phase")))
+    last = len(codes) - 1 - np.unique(codes[::-1], return_index=True)[1]
+    kept[np.isin(codes, codes[replacing])] = False
+    kept[last] = True
+    return kept
 
 
 def _fold_event_owners(tables: Tables) -> None:
