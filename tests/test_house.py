@@ -1,0 +1,126 @@
+"""The house rules that a machine can check: who may import whom, what imports cost, what is public."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import rankscope
+
+SOURCE = Path(rankscope.__file__).parent
+ROOMS = {
+    "errors": set(),
+    "record": {"errors"},
+    "spool": {"errors", "record"},
+    "capture": {"errors", "record"},
+    "agent": {"errors", "record", "capture", "spool"},
+    "tree": {"errors", "record", "spool"},
+    "gather": {"errors", "record", "spool", "tree"},
+    "cli": {"errors", "record", "spool", "tree", "gather", "agent"},
+    "tracing": {"errors", "agent", "block", "tree"},
+    "block": {"errors", "record", "spool", "agent", "tree"},
+    "__init__": {"tracing", "tree"},
+    "__main__": {"cli"},
+}
+"""Room -> the rooms it may import from: data flows one way."""
+FOREIGN = {"torch": {"capture", "agent", "block", "tracing"}, "zmq": {"gather"}, "typer": {"cli"}}
+"""Package -> the only rooms that may know it."""
+WITHOUT_TORCH = [
+    "rankscope",
+    "rankscope.cli.app",
+    "rankscope.cli.show",
+    "rankscope.agent.settings",
+    "rankscope.spool.writer",
+    "rankscope.gather.collector",
+    "rankscope.gather.relay",
+    "rankscope.tree.assemble",
+    "rankscope.tree.reader",
+]
+
+
+def room(path: Path) -> str:
+    inside = path.relative_to(SOURCE)
+    return inside.parts[0] if len(inside.parts) > 1 else inside.stem
+
+
+def imports(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield (line, module) of every import that runs, inside functions too."""
+    tree = ast.parse(path.read_text())
+    skipped = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if id(node) in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, name.name) for name in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: relative import"
+            yield node.lineno, node.module or ""
+
+
+MODULES = sorted(SOURCE.rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(SOURCE)))
+def test_no_import_goes_against_the_flow(path: Path) -> None:
+    own = room(path)
+    for line, module in imports(path):
+        top, _, rest = module.partition(".")
+        if top in FOREIGN and path.name != "settings.py":
+            assert own in FOREIGN[top], f"{path}:{line}: {own} must not know {top}"
+        if top == "rankscope" and rest:
+            target = rest.split(".")[0]
+            assert target == own or target in ROOMS[own], f"{path}:{line}: {own} imports {target}"
+
+
+def test_settings_are_read_without_torch() -> None:
+    assert all("torch" not in module for _, module in imports(SOURCE / "agent" / "settings.py"))
+
+
+def test_importing_anything_outside_the_ranks_loads_neither_torch_nor_more_than_it_needs() -> None:
+    code = (
+        "import importlib, sys\n"
+        f"for name in {WITHOUT_TORCH!r}: importlib.import_module(name)\n"
+        "assert 'torch' not in sys.modules, 'torch'\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    bare = "import rankscope, sys; assert not {'numpy', 'torch', 'zmq'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", bare], check=True, timeout=60)
+
+
+def test_the_public_names_are_these() -> None:
+    assert rankscope.__all__ == ["Trace", "attach", "open_trace", "step", "trace"]
+    assert rankscope.__all__ == sorted(rankscope.__all__)
+    assert all(callable(getattr(rankscope, name)) for name in rankscope.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        rankscope.nothing  # noqa: B018
+
+
+def test_broad_excepts_are_few_and_give_their_reason() -> None:
+    found = []
+    for path in MODULES:
+        lines = path.read_text().splitlines()
+        found += [
+            f"{path.name}:{number}: {line.strip()}"
+            for number, line in enumerate(lines, 1)
+            if line.strip().startswith(("except Exception", "except BaseException", "except:"))
+        ]
+    assert len(found) <= 4, found
+    assert all("#" in line for line in found), found
+
+
+def test_private_names_of_torch_stand_in_one_file() -> None:
+    for path in MODULES:
+        if path.name != "torch_internals.py":
+            text = path.read_text()
+            assert "torch._C" not in text, path
+            assert "torch._dynamo" not in text.replace('"torch._dynamo', ""), path
