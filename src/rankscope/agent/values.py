@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import weakref
 
 import torch
 
@@ -11,17 +10,23 @@ from rankscope.agent.accelerators import DeviceValues, ValuePlace
 from rankscope.agent.recorder import Recorder
 from rankscope.agent.settings import Settings, matches
 from rankscope.capture.describe import Describer
-from rankscope.capture.digest import Digester
+from rankscope.capture.digest import Digester, Reading
 from rankscope.capture.invisible import invisible
 from rankscope.capture.pytree import walk
+from rankscope.capture.torch_internals import is_collective_outstanding
 from rankscope.record.call import Phase
 from rankscope.record.value import ValueFlag
 
 __all__ = ["ValueReader"]
 
 
+_ACTIVATIONS = frozenset({Phase.FORWARD, Phase.RECOMPUTE, Phase.BACKWARD})
+_MOST_PENDING = 256
+"""Values in flight held at a time; further ones stay pending."""
+
+
 class _PerThread(threading.local):
-    """Digesters remember tensors, and autograd may run on a thread of its own: one for each thread."""
+    """Digesters remember tensors, and autograd runs on threads of its own: one for each thread."""
 
     digester: Digester | None = None
 
@@ -38,8 +43,9 @@ class ValueReader:
         self._local = _PerThread()
         self._digesters: list[Digester] = []
         self._on_devices = DeviceValues(settings.batch_dim)
-        self._pending: list[tuple[weakref.ref[torch.Tensor], ValuePlace]] = []
-        """Values a collective was still writing when they were seen, and where they belong."""
+        self._pending: list[tuple[torch.Tensor, ValuePlace]] = []
+        """Memory a collective was still writing when it was seen, and where it belongs: let go at
+        the next hook that finds no collective outstanding."""
         self.is_on = settings.digest == "full"
         """False where only the structure is recorded."""
 
@@ -65,23 +71,35 @@ class ValueReader:
     ) -> None:
         """Digest one tensor as it is now and record it; the caller holds `invisible()`."""
         described, local = self._describer.describe(tensor)
-        reading = None
         if described.is_pending:
-            place = ValuePlace(sequence, slot, described, phase, ordinal, flags)
-            self._pending.append((weakref.ref(tensor), place))
+            self._remember_pending(tensor, sequence, slot, phase, ordinal, flags)
             flags |= ValueFlag.PENDING
-        elif described.can_digest_on_device:
-            place = ValuePlace(sequence, slot, described, phase, ordinal, flags)
-            if self._on_devices.read(local, place, samples=samples and described.allows_samples):
-                return
-        elif described.can_digest:
+        place = ValuePlace(sequence, slot, described, phase, ordinal, flags)
+        self._digest(local, place, samples=samples)
+
+    def _digest(self, local: torch.Tensor, place: ValuePlace, *, samples: bool) -> None:
+        """Digest memory that may be read now and record it; from an accelerator it comes later."""
+        described, reading = place.described, None
+        samples = samples and described.allows_samples
+        if described.can_digest:
             digester = self._local.digester or self._new_digester()
-            reading = digester.read(
-                local, described.ranges, samples=samples and described.allows_samples
-            )
+            reading = digester.read(local, described.ranges, samples=samples)
+        elif described.can_digest_on_device:
+            if self._on_devices.read(local, place, samples=samples):
+                return
+        self._record(place, reading)
+
+    def _record(self, place: ValuePlace, reading: Reading | None, flags: int = 0) -> None:
         self._recorder.value(
-            sequence, slot, described, reading, phase=phase, ordinal=ordinal, flags=flags, batch_dim=self._batch_dim
-        )  # fmt: skip
+            place.sequence,
+            place.slot,
+            place.described,
+            reading,
+            phase=place.phase,
+            ordinal=place.ordinal,
+            flags=place.flags | flags,
+            batch_dim=self._batch_dim,
+        )
 
     def read_all(
         self,
@@ -130,28 +148,25 @@ class ValueReader:
         self._digesters.append(digester)
         return digester
 
+    def _remember_pending(
+        self, tensor: torch.Tensor, sequence: int, slot: str, phase: Phase, ordinal: int, flags: int
+    ) -> None:
+        found = self._describer.describe_result(tensor)
+        if found is None or len(self._pending) >= _MOST_PENDING:
+            return
+        described, memory = found
+        flags |= ValueFlag.AFTER_CALL | ValueFlag.SUPERSEDES
+        place = ValuePlace(sequence, slot, described, phase, ordinal, flags)
+        self._pending.append((memory, place))
+
     def read_pending(self) -> None:
-        """Read what collectives have finished since; never waits, and forgets what is gone by now."""
-        if not self._pending:
+        """Read what collectives have finished since it was seen; never waits for one."""
+        if not self._pending or is_collective_outstanding():
             return
         pending, self._pending = self._pending, []
-        later = ValueFlag.AFTER_CALL | ValueFlag.SUPERSEDES
         with invisible():
-            for reference, place in pending:
-                tensor = reference()
-                if tensor is None:
-                    continue
-                if self._describer.describe(tensor)[0].is_pending:
-                    self._pending.append((reference, place))
-                    continue
-                self.read(
-                    tensor,
-                    place.sequence,
-                    place.slot,
-                    place.phase,
-                    ordinal=place.ordinal,
-                    flags=place.flags | later,
-                )
+            for memory, place in pending:
+                self._digest(memory, place, samples=place.phase in _ACTIVATIONS)
 
     def end_step(self) -> None:
         """Forget every tensor seen: memory of what was digested ends with the step."""
@@ -169,13 +184,4 @@ class ValueReader:
             wait: wait for all of them. Only at the end of a trace.
         """
         for place, reading in self._on_devices.collect(wait=wait):
-            self._recorder.value(
-                place.sequence,
-                place.slot,
-                place.described,
-                reading,
-                phase=place.phase,
-                ordinal=place.ordinal,
-                flags=place.flags | ValueFlag.MIX64,
-                batch_dim=self._batch_dim,
-            )
+            self._record(place, reading, ValueFlag.MIX64)

@@ -110,13 +110,27 @@ class Describer:
             # nested, lazy and functorch tensors refuse to tell their shape or memory
             return self._structure(tensor, describe_leaf(tensor)), tensor
         if kind is _Kind.ASYNC:
-            result = async_collective_result(tensor)
-            if result is not None:
+            result, is_done = async_collective_result(tensor)
+            if is_done:
                 return self.describe(result)
             return self._structure(
                 tensor, "a collective may still be writing it", is_pending=True
             ), tensor
         return self._structure(tensor, f"tensor subclass {describe_leaf(tensor)}"), tensor
+
+    def describe_result(self, tensor: torch.Tensor) -> tuple[Described, torch.Tensor] | None:
+        """Describe what a pending value will be, without looking at its memory.
+
+        Returns:
+            as `describe`, to be digested once no collective is outstanding; None where it cannot be told.
+        """
+        is_distributed = self._kinds.get(type(tensor)) is _Kind.DTENSOR
+        waiting = dtensor_parts(tensor)[0] if is_distributed else tensor
+        result, _ = async_collective_result(waiting)
+        if result is waiting:
+            return None
+        inner, memory = self.describe(result)
+        return self._around(tensor, inner) if is_distributed else inner, memory
 
     def describe_other(self, value: object) -> Described:
         """Return the description of a value that is no tensor: its bounded repr as a note."""
@@ -207,8 +221,12 @@ class Describer:
         )
 
     def _distributed(self, tensor: torch.Tensor) -> tuple[Described, torch.Tensor]:
-        local, spec = dtensor_parts(tensor)
-        inner, memory = self.describe(local)
+        inner, memory = self.describe(dtensor_parts(tensor)[0])
+        return self._around(tensor, inner), memory
+
+    def _around(self, tensor: torch.Tensor, inner: Described) -> Described:
+        """Return the description of a DTensor whose local tensor is described by `inner`."""
+        _, spec = dtensor_parts(tensor)
         number, mesh = self._meshes.find(spec.mesh)
         placements = tuple(p if placement_class(p) else describe_leaf(p) for p in spec.placements)
         shape = tensor.shape if spec.tensor_meta is None else spec.tensor_meta.shape
@@ -218,7 +236,7 @@ class Describer:
             found = self._keep(
                 key, self._with_layout(inner, mesh, spec, tuple(shape), tensor.requires_grad)
             )
-        return found, memory
+        return found
 
     def _with_layout(
         self, inner: Described, mesh: Mesh, spec: Any, shape: tuple[int, ...], requires_grad: bool

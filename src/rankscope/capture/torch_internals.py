@@ -23,6 +23,7 @@ __all__ = [
     "dtensor_parts",
     "forget_keyword_hook",
     "is_async_collective",
+    "is_collective_outstanding",
     "is_compiling",
     "is_dtensor",
     "is_functorch_wrapper",
@@ -154,17 +155,23 @@ def is_async_collective(kind: type) -> bool:
     return waiting is not None and issubclass(kind, waiting)
 
 
-def async_collective_result(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the plain tensor behind an AsyncCollectiveTensor once its collective is known to be waited for.
+def async_collective_result(tensor: torch.Tensor) -> tuple[torch.Tensor, bool]:
+    """Return the plain tensor behind an AsyncCollectiveTensor, and whether it may be read.
 
-    Known from the tensor itself, or because no functional collective of this process is outstanding.
-    Nothing is waited for. None while it may be in flight, or where torch does not tell.
+    Nothing is waited for. It may be read once somebody has waited: the tensor says so itself, or no
+    functional collective of this process is outstanding. Without torch's names it never may.
     """
     waiting: Any = tensor
+    result = getattr(waiting, "elem", None)
+    if not isinstance(result, torch.Tensor):
+        return tensor, False
+    return result, bool(getattr(waiting, "completed", False)) or not is_collective_outstanding()
+
+
+def is_collective_outstanding() -> bool:
+    """True while a functional collective of this process has not been waited for, or torch does not tell."""
     count = getattr(getattr(_C, "_distributed_c10d", None), "_get_work_registry_size", None)
-    is_done = getattr(waiting, "completed", False) or (count is not None and count() == 0)
-    found = getattr(waiting, "elem", None) if is_done else None
-    return found if isinstance(found, torch.Tensor) else None
+    return count is None or count() != 0
 
 
 def dtensor_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
