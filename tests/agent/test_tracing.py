@@ -396,6 +396,35 @@ def test_only_the_steps_paths_phases_and_slots_asked_for_are_taken(tmp_path: Pat
     assert {view.slot for n in nodes for view in n.slots} == {"output"}
 
 
+def test_a_glob_that_matches_no_module_is_said_with_names_that_would(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = trace(tmp_path, lambda: train(Net()), paths="layer.0,head")
+    said = capsys.readouterr().err
+    assert "'layer.0' matched no module" in said
+    assert "layers.0" in said
+    assert "'head'" not in said
+    assert found.find("head")
+
+
+def test_a_fused_optimizer_step_is_seen_although_it_counts_no_version(tmp_path: Path) -> None:
+    model, truth = Net(), []
+
+    def body() -> None:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+        for _ in range(3):
+            model(torch.ones(4, 8)).sum().backward()
+            optimizer.step()
+            truth.append(model.head.weight.detach().double().norm().item())
+
+    found = trace(tmp_path, body)
+    digests = [
+        found.value("head", "param:weight", phase="params", step=s).per_rank[0] for s in range(3)
+    ]
+    assert [d.l2 for d in digests if d is not None] == pytest.approx(truth, rel=1e-6)
+    assert len({d.hash for d in digests if d is not None}) == 3
+
+
 def test_structure_alone_keeps_calls_and_no_values(tmp_path: Path) -> None:
     found = trace(tmp_path, lambda: train(Net()), digest="none")
     assert paths(found, "forward")[:2] == ["", "layers.0"]

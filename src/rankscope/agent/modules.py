@@ -170,6 +170,10 @@ class ModuleTable:
             for parameter in top.parameters()
         )
 
+    def paths(self) -> set[str]:
+        """Return the canonical paths of all modules seen."""
+        return {info.path for info in self._infos.values()}
+
     def with_hooks(self, root: Root) -> list[nn.Module]:
         """Return the known modules of a root that have forward hooks of their own."""
         modules = (info.module() for info in self._infos.values() if info.root is root)

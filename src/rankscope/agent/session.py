@@ -24,7 +24,7 @@ from rankscope.agent.modules import ModuleInfo, ModuleTable, Root
 from rankscope.agent.optimizers import OptimizerSearch, held_parameters, runs_closure
 from rankscope.agent.parameters import ParameterEvents
 from rankscope.agent.recorder import Recorder
-from rankscope.agent.settings import Settings
+from rankscope.agent.settings import Settings, matches
 from rankscope.agent.tracer import Tracer
 from rankscope.agent.values import ValueReader
 from rankscope.capture.describe import Describer
@@ -138,7 +138,19 @@ class Session:
         self._end_train()
         self._values.collect(wait=True)
         self._define_groups()
+        self._report_unmatched_globs()
         self._writer.close(reason)
+
+    def _report_unmatched_globs(self) -> None:
+        """Say which globs of the setting `paths` matched no module: most likely they are misspelt."""
+        known = self._table.paths()
+        for glob in self._settings.paths:
+            if not any(matches((glob,), path) for path in known):
+                near = ", ".join(sorted(known - {""})[:5]) or "none at all"
+                text = f"paths: {glob!r} matched no module; modules here are {near} ..."
+                self._recorder.error(None, text)
+                if self._rank == 0:
+                    say(f"{text} Globs match the whole path: write '*.name' or 'layers.0.*'")
 
     def disarm(self) -> None:
         """Stop without a word in the spool: a forked child, or a process that is not to be traced."""

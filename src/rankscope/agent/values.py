@@ -84,9 +84,10 @@ class ValueReader:
         if described.can_digest:
             digester = self._local.digester or self._new_digester()
             reading = digester.read(local, described.ranges, samples=samples)
-        elif described.can_digest_on_device:
-            if self._on_devices.read(local, place, samples=samples):
-                return
+        elif described.can_digest_on_device and self._on_devices.read(
+            local, place, samples=samples
+        ):
+            return
         self._record(place, reading)
 
     def _record(self, place: ValuePlace, reading: Reading | None, flags: int = 0) -> None:
