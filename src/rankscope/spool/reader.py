@@ -16,61 +16,63 @@ import numpy.typing as npt
 
 from rankscope.errors import SpoolError
 from rankscope.spool.cells import CELL_BYTES, FIRST, MAX_RECORD_CELLS
-from rankscope.spool.crc import cell_crcs
+from rankscope.spool.crc import CHECK_BLOCK, BlockCheck, cell_crcs
 from rankscope.spool.segment import segment_indexes, segment_path
 
-__all__ = ["StreamReader", "committed_cells", "valid_prefix"]
+__all__ = ["StreamReader", "committed_cells", "committed_heads", "valid_prefix"]
 
 _CHUNK = 4 << 20
-_BLOCK = 4096
-"""Cells checked at a time, so that they are still in the cache for the crc."""
 Cells = npt.NDArray[np.uint8]
+Heads = npt.NDArray[np.uint32]
+"""Bytes 4..8 of cells as numbers."""
+_KIND = np.uint32(0xFF)
+_FLAGS = np.uint32(0xFF00)
+_FIRST_BIT = np.uint32(FIRST << 8)
+_LEFT_SHIFT = 16
 
 
 def committed_cells(cells: Cells) -> int:
     """How many of these cells, [N, 64] from a record boundary on, are whole valid records."""
-    left_before, kind_before, end = 0, 0, 0
-    for start in range(0, len(cells), _BLOCK):
-        block = cells[start : start + _BLOCK]
-        good = _good_cells(block, left_before, kind_before)
-        end = start + good
-        if good < len(block):
+    return len(committed_heads(cells))
+
+
+def committed_heads(cells: Cells) -> Heads:
+    """Return the second word of each cell that `committed_cells` counts: kind, flags, left."""
+    check = BlockCheck()
+    heads = np.empty(len(cells), np.uint32)
+    end, before = 0, np.uint32(0)
+    while end < len(cells):
+        block = cells[end : end + CHECK_BLOCK]
+        words = np.ascontiguousarray(block[:, :8]).view("<u4")
+        own = heads[end : end + len(block)]
+        own[:] = words[:, 1]
+        shaped = _shaped(own, before)
+        if shaped:
+            check.add(block[:shaped], words[:shaped, 0])
+            before = own[shaped - 1]
+        end += shaped
+        if shaped < len(block):
             break
-        left_before, kind_before = _left(block[-1:])[0], block[-1, 4]
-    if end and _left(cells[end - 1 : end])[0]:
-        end = _record_start(cells, end - 1)
-    return end
+    damaged = check.first_damaged()
+    if damaged is not None:
+        start = damaged * CHECK_BLOCK
+        block = cells[start : min(start + CHECK_BLOCK, end)]
+        stored = np.ascontiguousarray(block[:, :4]).view("<u4").reshape(-1)
+        end = start + int(np.flatnonzero(stored != cell_crcs(block))[0])
+    if end and heads[end - 1] >> _LEFT_SHIFT:
+        lowest = max(0, end - MAX_RECORD_CELLS)
+        end = lowest + int(np.flatnonzero(heads[lowest:end] & _FIRST_BIT)[-1])
+    return heads[:end]
 
 
-def _good_cells(block: Cells, left_before: int, kind_before: int) -> int:
-    """Cells before the first whose shape or crc is wrong; the cell before the block is given."""
-    heads = np.ascontiguousarray(block[:, :8].T)
-    kind, flags = heads[4], heads[5]
-    left = np.empty(len(block) + 1, np.int32)
-    left[0] = left_before
-    left[1:] = heads[6] | heads[7].astype(np.int32) << 8
-    kinds = np.empty(len(block) + 1, np.uint8)
-    kinds[0] = kind_before
-    kinds[1:] = kind
-    starts = left[:-1] == 0
-    follows = (left[1:] + 1 == left[:-1]) & (kind == kinds[:-1]) & (flags == 0)
-    shaped = np.where(starts, flags == FIRST, follows) & (kind != 0)
-    stored = np.ascontiguousarray(block[:, :4]).view("<u4").reshape(-1)
-    wrong = np.flatnonzero(~shaped)
-    count = int(wrong[0]) if len(wrong) else len(block)
-    damaged = np.flatnonzero(stored[:count] != cell_crcs(block[:count]))
-    return int(damaged[0]) if len(damaged) else count
-
-
-def _left(cells: Cells) -> npt.NDArray[np.int32]:
-    """Cells of the record that follow each cell."""
-    return cells[:, 6] | cells[:, 7].astype(np.int32) << 8
-
-
-def _record_start(cells: Cells, number: int) -> int:
-    """The first cell of the record that cell `number` belongs to."""
-    lowest = max(0, number - MAX_RECORD_CELLS)
-    return lowest + int(np.flatnonzero(cells[lowest : number + 1, 5] == FIRST)[-1])
+def _shaped(heads: Heads, before: np.uint32) -> int:
+    """Cells before the first that does not follow from the one before it, `before` the block's."""
+    previous = np.empty_like(heads)
+    previous[0], previous[1:] = before, heads[:-1]
+    begins = (heads & _FLAGS == _FIRST_BIT) & (heads & _KIND != 0)
+    follows = heads == (previous & ~_FLAGS) - np.uint32(1 << _LEFT_SHIFT)
+    wrong = np.flatnonzero(~np.where(previous >> _LEFT_SHIFT, follows, begins))
+    return int(wrong[0]) if len(wrong) else len(heads)
 
 
 def as_cells(buffer: bytes | memoryview | Cells) -> Cells:
