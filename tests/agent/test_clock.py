@@ -55,6 +55,15 @@ def test_a_closure_running_forward_inside_the_optimizer_stays_in_its_step() -> N
     assert forward(clock).step == 1
 
 
+def test_a_loop_that_runs_every_forward_in_a_closure_has_one_step_per_optimizer_step() -> None:
+    clock, steps = StepClock(), []
+    for _ in range(3):
+        clock.optimizer_begins()
+        steps.append([forward(clock).step for _ in range(4)])
+        clock.optimizer_ends()
+    assert steps == [[0] * 4, [1] * 4, [2] * 4]
+
+
 def test_forwards_without_gradients_are_eval_steps_of_their_own_and_close_nothing() -> None:
     clock = StepClock()
     forward(clock)

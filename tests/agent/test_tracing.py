@@ -380,6 +380,44 @@ def test_an_exception_in_forward_is_recorded_and_passes_through(tmp_path: Path) 
     assert len(found.steps) == 2
 
 
+def test_a_keyboard_interrupt_leaves_no_call_open_for_the_next_step(tmp_path: Path) -> None:
+    class Interrupted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.is_new = True
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.linear(x)
+            if self.is_new:
+                self.is_new = False
+                raise KeyboardInterrupt
+            return y
+
+    model = Interrupted()
+
+    def body() -> None:
+        with pytest.raises(KeyboardInterrupt):
+            model(torch.ones(2, 4))
+        with torch.no_grad():
+            model(torch.ones(2, 4))
+
+    found = trace(tmp_path, body)
+    (broken,) = found.find("", phase="forward", mode="train")
+    (whole,) = found.find("", phase="forward", mode="eval")
+    assert broken.status == "abandoned"
+    assert whole.status == "returned"
+    assert [child.path for child in whole.children] == ["linear"]
+
+
+def test_a_scripted_module_is_opaque_and_its_parameters_are_seen(tmp_path: Path) -> None:
+    model = nn.Sequential(torch.jit.script(nn.Sequential(nn.Linear(8, 8))), nn.Linear(8, 2))
+    found = trace(tmp_path, lambda: train(model, steps=1))
+    assert "0" in paths(found, "forward")
+    assert found.value("0.0", "param:weight", phase="setup").per_rank[0] is not None
+    assert not found.completeness["ranks"][0]["errors"]
+
+
 def test_only_the_steps_paths_phases_and_slots_asked_for_are_taken(tmp_path: Path) -> None:
     found = trace(
         tmp_path,

@@ -1,8 +1,9 @@
 """When a step begins and ends: a pure rule over root forwards and optimizer steps. No torch.
 
-An optimizer step marks the train step as *ended*; the next root forward with gradients, outside any
-optimizer step, *closes* it. So several optimizers, gradient accumulation, closures and nested
-`super().step()` calls stay one step. A root forward without gradients is an eval step of its own.
+An optimizer step marks the train step as *ended*; the next root forward with gradients *closes* it.
+So several optimizers, gradient accumulation, the forwards of one closure and nested `super().step()`
+calls stay one step, and a loop that runs every forward inside a closure (LBFGS, Lightning) still has
+one step per optimizer step. A root forward without gradients is an eval step of its own.
 Where no optimizer exists every root forward is a step.
 """
 
@@ -43,9 +44,10 @@ class StepClock:
         if not has_gradients:
             self.eval += 1
             return Tick(Mode.EVAL, self.eval, True)
-        if self._optimizer_depth:  # a closure re-running forward inside optimizer.step()
-            return Tick(Mode.TRAIN, max(self.train, 0), False)
-        if self.train < 0 or self.is_ended or not (self._is_manual or optimizer_exists()):
+        is_over = self.train < 0 or self.is_ended
+        if not is_over and not self._optimizer_depth:  # a closure may run forward several times
+            is_over = not (self._is_manual or optimizer_exists())
+        if is_over:
             self.train += 1
             self.is_ended = False
             return Tick(Mode.TRAIN, self.train, True)

@@ -11,10 +11,11 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-__all__ = ["ModuleInfo", "ModuleTable", "Root"]
+__all__ = ["ModuleInfo", "ModuleTable", "Root", "own_buffers", "own_parameters"]
 
 _WRAPPED_ATTRIBUTE = {
     "torch.nn.parallel.distributed.DistributedDataParallel": ("module", "DDP"),
@@ -70,6 +71,18 @@ def _count_elements(module: nn.Module) -> int:
 
 def _owns_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Return a module's own parameters by name; scripted modules keep theirs in C++."""
+    found = module._parameters
+    return found if isinstance(found, dict) else dict(module.named_parameters(recurse=False))
+
+
+def own_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """Return a module's own buffers by name; scripted modules keep theirs in C++."""
+    found = module._buffers
+    return found if isinstance(found, dict) else dict(module.named_buffers(recurse=False))
 
 
 @dataclass(eq=False, slots=True)
@@ -223,7 +236,7 @@ class ModuleTable:
                 info.is_wrapper = wrapper is not None and wrapper[1] != "compile"
                 info.is_opaque = wrapper is not None and wrapper[1] == "compile"
             own = []
-            for name, parameter in module._parameters.items():
+            for name, parameter in own_parameters(module).items():
                 if parameter is not None and id(parameter) not in tied:
                     tied.add(id(parameter))
                     own.append(name)

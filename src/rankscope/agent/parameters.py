@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from rankscope.agent.modules import ModuleInfo, ModuleTable, Root
+from rankscope.agent.modules import ModuleInfo, ModuleTable, Root, own_buffers, own_parameters
 from rankscope.agent.recorder import Recorder
 from rankscope.agent.values import ValueReader
 from rankscope.capture.invisible import invisible
@@ -102,8 +102,9 @@ class ParameterEvents:
     def _items(
         self, info: ModuleInfo, module: torch.nn.Module, phase: Phase, held: frozenset[int] | None
     ) -> Iterable[tuple[str, torch.Tensor | None]]:
+        parameters = own_parameters(module)
         for name in info.own_parameters:
-            parameter = module._parameters.get(name)
+            parameter = parameters.get(name)
             if parameter is None or (held and id(parameter) not in held):
                 continue
             kind = "grad" if phase is Phase.GRADS else "param"
@@ -117,6 +118,6 @@ class ParameterEvents:
                     gradient = parameter.grad
                 yield slot, gradient
         if phase is not Phase.GRADS:
-            for name, buffer in module._buffers.items():
+            for name, buffer in own_buffers(module).items():
                 if buffer is not None and self._values.wants(f"buffer:{name}"):
                     yield f"buffer:{name}", buffer

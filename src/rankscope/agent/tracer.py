@@ -65,6 +65,8 @@ class Tracer:
         # Decided before a step may begin: hooks put on a module now are not run for this call of it.
         is_followed = module._forward_pre_hooks and self._stands_behind_inputs(module)
         info = self._table.get(module) or self._learn(module, top)
+        if top is not None and info.root is not None and info.root.module() is module:
+            top = self._without_abandoned()
         in_backward = current_graph_task() != -1
         if top is not None:
             scope: Scope | None = top.scope
@@ -260,6 +262,17 @@ class Tracer:
             )
         return info.definition
 
+    def _without_abandoned(self) -> Frame | None:
+        """Close the calls that ended without a hook (KeyboardInterrupt), and return the innermost left.
+
+        Asked where a root is called inside other calls: rare enough to look at the Python stack.
+        """
+        frames = self._stacks.frames
+        running = _module_calls_running() - 1
+        while len(frames) > max(running, 0):
+            self._abandon(frames.pop())
+        return frames[-1] if frames else None
+
     def _scope_that_called(self, info: ModuleInfo) -> Scope | None:
         """Return the latest root forward of this step in which a module ran."""
         return next(
@@ -297,6 +310,16 @@ def _keyword_arguments() -> dict[str, object] | None:
             return None
         frame = frame.f_back
     return None
+
+
+def _module_calls_running() -> int:
+    """Return how many module calls with hooks are on this thread's Python stack."""
+    count, frame = 0, sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        count += code.co_name == "inner" and code.co_filename.endswith("module.py")
+        frame = frame.f_back  # type: ignore[assignment]  # None ends the walk
+    return count
 
 
 def _describe_error(error: BaseException) -> str:
