@@ -38,6 +38,10 @@ class Storage:
     """The stored words are already `floats`."""
     widen: Callable[[Array], Floats] | None = None
     """Stored words to values; None where a plain conversion does it."""
+    kernel_kind: str = ""
+    """What `rankscope.capture.kernel` knows the stored words by; "" where it does not."""
+    table: npt.NDArray[np.float32] | None = None
+    """The values of all 256 words of an 8-bit float."""
     normalize: Callable[[Array], Array] | None = None
     """A normalized copy of stored words, None for dtypes without -0 and NaN."""
 
@@ -109,13 +113,17 @@ def _eight_bits(values: list[float]) -> Storage:
     return Storage(
         dtype=np.dtype(np.uint8),
         floats=np.dtype(np.float32),
+        kernel_kind="table",
+        table=table,
         widen=lambda words: table[words],
         normalize=lambda words: normal[words],
     )
 
 
 def _integer(dtype: str, floats: str) -> Storage:
-    return Storage(dtype=np.dtype(dtype), floats=_float_type(floats))
+    word = np.dtype(dtype)
+    kernel_kind = word.name if floats == "<f4" else ""
+    return Storage(dtype=word, floats=_float_type(floats), kernel_kind=kernel_kind)
 
 
 def _float_type(name: str) -> np.dtype[np.floating]:
@@ -133,6 +141,7 @@ def _floating(
         floats=_float_type(floats),
         is_complex=is_complex,
         is_native=dtype == floats,
+        kernel_kind=np.dtype(dtype).name if floats == "<f4" else "",
         widen=widen,
         normalize=_normalize_floats,
     )
@@ -145,6 +154,7 @@ _STORAGES: Final[dict[torch.dtype, Storage]] = {
     torch.bfloat16: Storage(
         dtype=np.dtype("<u2"),
         floats=np.dtype("<f4"),
+        kernel_kind="bfloat16",
         widen=_widen_bfloat16,
         normalize=_normalize_bfloat16,
     ),

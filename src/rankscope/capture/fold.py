@@ -118,8 +118,10 @@ class Plan:
     segments: tuple[Segment, ...]
     batch_factors: npt.NDArray[np.float64] | None
     """[samples, 8] factors of the batch dim, None where samples are not kept apart."""
+    whole: Segment | None = None
+    """The whole tensor as one segment, where its rows are few enough to weigh them from a table."""
     batch_rows: tuple[int, int, int] | None = None
-    """Rows of a simple plan as (before, samples, after); else samples are segments."""
+    """Rows of `whole` as (before, samples, after); None where samples are not kept apart."""
     is_simple: bool = False
     """One segment, one block: the hot path."""
     is_per_sample: bool = False
@@ -128,7 +130,8 @@ class Plan:
     @property
     def held_bytes(self) -> int:
         """Memory this plan may come to hold."""
-        return sum(segment.held_bytes for segment in self.segments)
+        held = sum(segment.held_bytes for segment in self.segments)
+        return held if self.is_simple or self.whole is None else held + self.whole.held_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,14 +176,13 @@ def make_plan(
     begin, cut = (first, False) if count <= TINY_ELEMENTS else _choose_inner(sizes, first)
     pieces = _cut(begin, held[begin], sizes[begin]) if cut else [_Piece(None, (), None)]
     box = partial(_segment, sizes, held, begin, cut, batch_dim)
-    if len(pieces) == 1 and pieces[0].local is None and count <= BLOCK_ELEMENTS:
-        segment = box(pieces[0], None)
-        if segment.rows <= BLOCK_ROWS:
-            rows = _batch_rows(sizes, batch_dim, segment.rows)
-            is_per_sample = batch_dim == 0 and len(segment.outer) == 1
-            return plan(
-                segments=(segment,), batch_rows=rows, is_simple=True, is_per_sample=is_per_sample
-            )
+    if len(pieces) == 1 and pieces[0].local is None:
+        whole = box(pieces[0], None)
+        if whole.rows <= BLOCK_ROWS:
+            plan = partial(plan, whole=whole, batch_rows=_batch_rows(sizes, batch_dim, whole.rows))
+            if count <= BLOCK_ELEMENTS:
+                is_per_sample = batch_dim == 0 and len(whole.outer) == 1
+                return plan(segments=(whole,), is_simple=True, is_per_sample=is_per_sample)
     indices: Sequence[int | None] = [None] if batch_dim is None else range(sizes[batch_dim])
     return plan(segments=tuple(box(piece, index) for index in indices for piece in pieces))
 

@@ -1,0 +1,413 @@
+/* One pass over a value: extrema, sums, zeros and the eight projections of its sketch.
+
+   A value is [before, samples, after, inner]: `inner` columns with float32 factors, rows with float64
+   weights. Values are added up in float32 lanes over 512 columns at most, then in double. Four rows
+   share every load of a factor. What float32 sums cannot do (NaN, infinities, magnitudes whose
+   squares leave its range) is refused, and numpy takes it.
+
+   Plain C99 with the vector extensions of GCC and Clang: any machine they know. Compile without
+   -ffast-math, which would take the refusals away. */
+
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#if defined(__AVX512F__)
+#define LANES 16
+#define AT_ONCE 4 /* projections of four rows whose accumulators fit the registers */
+#elif defined(__AVX2__)
+#define LANES 8
+#define AT_ONCE 3
+#elif defined(__aarch64__)
+#define LANES 4
+#define AT_ONCE 4
+#else
+#define LANES 4
+#define AT_ONCE 2
+#endif
+
+#define SKETCH 8
+#define ROWS 4
+#define CHUNK 512
+#define MOST_SAMPLES 64
+#define LARGE 1e15
+#define SMALL 1e-12
+#define CANCELLATION 0.25
+/* Compilers would load a value once more for every product: two loads a cycle, two products. */
+#if defined(__AVX2__)
+#define IN_REGISTER(v) __asm__("" : "+v"(v))
+#else
+#define IN_REGISTER(v) ((void)0)
+#endif
+#define INLINE static inline __attribute__((always_inline))
+
+#if defined(__clang__) || __GNUC__ >= 12
+#define SHUFFLE(a, b, i, j, k, l) __builtin_shufflevector(a, b, i, j, k, l)
+#else
+#define SHUFFLE(a, b, i, j, k, l) __builtin_shuffle(a, b, (quad_int){i, j, k, l})
+#endif
+
+typedef float vec __attribute__((vector_size(4 * LANES)));
+typedef int32_t vec_int __attribute__((vector_size(4 * LANES)));
+typedef float quad __attribute__((vector_size(16)));
+typedef int32_t quad_int __attribute__((vector_size(16)));
+typedef double quad_double __attribute__((vector_size(32)));
+
+enum { FLOAT32, BFLOAT16, FLOAT16, UINT8, INT8, INT16, UINT16, TABLE };
+
+/* Mirrored by `_Plan` in kernel.py. */
+struct plan {
+    int64_t kind, before, samples, after, inner;
+    int64_t pitch;        /* of the factors, a multiple of 16, zeros behind `inner` */
+    int64_t weight_pitch; /* of the weights */
+    const float *factors; /* [8, pitch] */
+    const double *weights; /* [8, weight_pitch], one for every row */
+    const double *batch;  /* [samples, 8]; NULL: one sample, and it is the whole */
+    const float *table;   /* values of the 256 words of an 8-bit float */
+};
+
+/* Mirrored by `_NUMBERS` and its neighbours in kernel.py. */
+struct result {
+    double low, high, mean, std, norm, deviation;
+    double sketch[SKETCH];
+    int64_t zero, has_minus_zero;
+    double rows[MOST_SAMPLES * SKETCH];
+    float rows32[MOST_SAMPLES * SKETCH];
+};
+
+struct sums {
+    vec low, high;
+    vec_int zero, least;
+    double total[LANES], squares[LANES];
+    /* of the elements behind the last whole vector of a row */
+    double tail_low, tail_high, tail_total, tail_squares;
+    int64_t tail_zero, tail_minus;
+};
+
+INLINE vec load(const float *at) {
+    vec v;
+    memcpy(&v, at, sizeof v);
+    return v;
+}
+
+/* C has no ?: of vectors, and compilers see no minimum in what can be said instead. */
+#if defined(__AVX512F__)
+INLINE vec smaller(vec a, vec b) { return (vec)_mm512_min_ps((__m512)a, (__m512)b); }
+INLINE vec larger(vec a, vec b) { return (vec)_mm512_max_ps((__m512)a, (__m512)b); }
+INLINE vec_int smaller_int(vec_int a, vec_int b) {
+    return (vec_int)_mm512_min_epi32((__m512i)a, (__m512i)b);
+}
+#elif defined(__AVX2__)
+INLINE vec smaller(vec a, vec b) { return (vec)_mm256_min_ps((__m256)a, (__m256)b); }
+INLINE vec larger(vec a, vec b) { return (vec)_mm256_max_ps((__m256)a, (__m256)b); }
+INLINE vec_int smaller_int(vec_int a, vec_int b) {
+    return (vec_int)_mm256_min_epi32((__m256i)a, (__m256i)b);
+}
+#else
+INLINE vec chosen(vec_int is_first, vec a, vec b) {
+    return (vec)((is_first & (vec_int)a) | (~is_first & (vec_int)b));
+}
+INLINE vec smaller(vec a, vec b) { return chosen(a < b, a, b); }
+INLINE vec larger(vec a, vec b) { return chosen(a > b, a, b); }
+INLINE vec_int smaller_int(vec_int a, vec_int b) {
+    vec_int is_less = a < b;
+    return (is_less & a) | (~is_less & b);
+}
+#endif
+
+INLINE void widen(double *into, vec lanes) {
+    float held[LANES];
+    memcpy(held, &lanes, sizeof held);
+    for (int i = 0; i < LANES; i++) into[i] += held[i];
+}
+
+INLINE void look_at(const float *x, ptrdiff_t n, struct sums *s) {
+    vec total = {0}, squares = {0}, low = s->low, high = s->high;
+    const vec none = {0};
+    vec_int zero = s->zero, least = s->least;
+    ptrdiff_t i = 0;
+    for (; i + 4 * LANES <= n; i += 4 * LANES) {
+        vec a = load(x + i), b = load(x + i + LANES);
+        vec c = load(x + i + 2 * LANES), d = load(x + i + 3 * LANES);
+        total += (a + b) + (c + d);
+        squares += (a * a + b * b) + (c * c + d * d);
+        low = smaller(smaller(smaller(a, b), smaller(c, d)), low);
+        high = larger(larger(larger(a, b), larger(c, d)), high);
+        zero += ((a == none) + (b == none)) + ((c == none) + (d == none));
+        least = smaller_int(smaller_int(smaller_int((vec_int)a, (vec_int)b),
+                                        smaller_int((vec_int)c, (vec_int)d)), least);
+    }
+    for (; i + LANES <= n; i += LANES) {
+        vec a = load(x + i);
+        total += a;
+        squares += a * a;
+        low = smaller(a, low);
+        high = larger(a, high);
+        zero += a == none;
+        least = smaller_int((vec_int)a, least);
+    }
+    s->low = low, s->high = high, s->zero = zero, s->least = least;
+    widen(s->total, total);
+    widen(s->squares, squares);
+    for (; i < n; i++) {
+        double v = x[i];
+        s->tail_total += v;
+        s->tail_squares += v * v;
+        s->tail_low = v < s->tail_low ? v : s->tail_low;
+        s->tail_high = v > s->tail_high ? v : s->tail_high;
+        s->tail_zero += v == 0.0;
+        s->tail_minus |= v == 0.0 && __builtin_signbit(v);
+    }
+}
+
+INLINE quad halved(vec v) {
+#if LANES == 4
+    return v;
+#else
+    quad part[LANES / 4];
+    memcpy(part, &v, sizeof part);
+#if LANES == 16
+    return (part[0] + part[1]) + (part[2] + part[3]);
+#else
+    return part[0] + part[1];
+#endif
+#endif
+}
+
+/* The lane sums of four vectors. */
+INLINE quad sums_of_four(vec v0, vec v1, vec v2, vec v3) {
+    quad a = halved(v0), b = halved(v1), c = halved(v2), d = halved(v3);
+    quad ab = SHUFFLE(a, b, 0, 4, 1, 5) + SHUFFLE(a, b, 2, 6, 3, 7);
+    quad cd = SHUFFLE(c, d, 0, 4, 1, 5) + SHUFFLE(c, d, 2, 6, 3, 7);
+    return SHUFFLE(ab, cd, 0, 1, 4, 5) + SHUFFLE(ab, cd, 2, 3, 6, 7);
+}
+
+/* Adds `count` weighted projections of four rows of n columns, n a multiple of LANES. */
+INLINE void project_some(int count, const float *x, ptrdiff_t step, ptrdiff_t n,
+                         const float *factors, ptrdiff_t pitch, const double *weights,
+                         ptrdiff_t weight_pitch, quad_double *sketch) {
+    vec sums[4][ROWS] = {{{0}}};
+    for (ptrdiff_t i = 0; i < n; i += LANES) {
+        vec factor[4];
+        for (int p = 0; p < count; p++) {
+            factor[p] = load(factors + p * pitch + i);
+            IN_REGISTER(factor[p]);
+        }
+        for (int r = 0; r < ROWS; r++) {
+            vec v = load(x + r * step + i);
+            IN_REGISTER(v);
+            for (int p = 0; p < count; p++) sums[p][r] += v * factor[p];
+        }
+    }
+    for (int p = 0; p < count; p++) {
+        quad rows = sums_of_four(sums[p][0], sums[p][1], sums[p][2], sums[p][3]);
+        quad_double weight;
+        memcpy(&weight, weights + p * weight_pitch, sizeof weight);
+        sketch[p] += __builtin_convertvector(rows, quad_double) * weight;
+    }
+}
+
+INLINE void project_four(const float *x, ptrdiff_t step, ptrdiff_t n, const float *factors,
+                         ptrdiff_t pitch, const double *weights, ptrdiff_t weight_pitch,
+                         quad_double *sketch) {
+    int k = 0;
+    for (; k + AT_ONCE <= SKETCH; k += AT_ONCE)
+        project_some(AT_ONCE, x, step, n, factors + k * pitch, pitch, weights + k * weight_pitch,
+                     weight_pitch, sketch + k);
+    if (SKETCH % AT_ONCE)
+        project_some(SKETCH % AT_ONCE, x, step, n, factors + k * pitch, pitch,
+                     weights + k * weight_pitch, weight_pitch, sketch + k);
+}
+
+INLINE void project_one(const float *x, ptrdiff_t n, const float *factors, ptrdiff_t pitch,
+                        const double *weights, ptrdiff_t weight_pitch, quad_double *sketch) {
+    vec sums[SKETCH] = {{0}};
+    for (ptrdiff_t i = 0; i < n; i += LANES) {
+        vec v = load(x + i);
+        for (int k = 0; k < SKETCH; k++) sums[k] += v * load(factors + k * pitch + i);
+    }
+    for (int k = 0; k < SKETCH; k += 4) {
+        quad of = sums_of_four(sums[k], sums[k + 1], sums[k + 2], sums[k + 3]);
+        for (int p = 0; p < 4; p++) sketch[k + p][0] += of[p] * weights[(k + p) * weight_pitch];
+    }
+}
+
+static void convert(const struct plan *p, const void *values, int64_t at, ptrdiff_t n, float *into) {
+    switch (p->kind) {
+    case FLOAT32:
+        memcpy(into, (const float *)values + at, (size_t)n * sizeof(float));
+        break;
+    case BFLOAT16: {
+        const uint16_t *words = (const uint16_t *)values + at;
+        for (ptrdiff_t i = 0; i < n; i++) {
+            uint32_t bits = (uint32_t)words[i] << 16;
+            memcpy(into + i, &bits, 4);
+        }
+        break;
+    }
+    case FLOAT16: {
+        const uint16_t *words = (const uint16_t *)values + at;
+        for (ptrdiff_t i = 0; i < n; i++) {
+            /* exponent and mantissa moved into place are the value divided by 2**112 */
+            uint32_t bits = (uint32_t)(words[i] & 0x7fff) << 13;
+            uint32_t beyond = bits >= 0x0f800000 ? 0x7f800000 : 0;
+            float value;
+            memcpy(&value, &bits, 4);
+            value *= 0x1p112f;
+            memcpy(&bits, &value, 4);
+            bits |= beyond | (uint32_t)(words[i] & 0x8000) << 16;
+            memcpy(into + i, &bits, 4);
+        }
+        break;
+    }
+    case UINT8: {
+        const uint8_t *words = (const uint8_t *)values + at;
+        for (ptrdiff_t i = 0; i < n; i++) into[i] = words[i];
+        break;
+    }
+    case INT8: {
+        const int8_t *words = (const int8_t *)values + at;
+        for (ptrdiff_t i = 0; i < n; i++) into[i] = words[i];
+        break;
+    }
+    case INT16: {
+        const int16_t *words = (const int16_t *)values + at;
+        for (ptrdiff_t i = 0; i < n; i++) into[i] = words[i];
+        break;
+    }
+    case UINT16: {
+        const uint16_t *words = (const uint16_t *)values + at;
+        for (ptrdiff_t i = 0; i < n; i++) into[i] = words[i];
+        break;
+    }
+    default: {
+        const uint8_t *words = (const uint8_t *)values + at;
+        for (ptrdiff_t i = 0; i < n; i++) into[i] = p->table[words[i]];
+    }
+    }
+}
+
+/* Looks at a group of rows, all of one sample, and adds their weighted projections. */
+static void look_at_rows(const struct plan *p, const void *values, int64_t first, int64_t count,
+                         struct sums *s, double *sketch) {
+    quad_double lanes[SKETCH] = {{0}};
+    float copy[ROWS * CHUNK] __attribute__((aligned(64)));
+    for (int64_t row = 0; row < count;) {
+        int at_once = count - row >= ROWS ? ROWS : 1;
+        for (int64_t column = 0; column < p->inner; column += CHUNK) {
+            ptrdiff_t n = p->inner - column < CHUNK ? p->inner - column : CHUNK;
+            ptrdiff_t padded = (n + LANES - 1) / LANES * LANES;
+            int64_t at = (first + row) * p->inner + column;
+            const float *x = copy;
+            ptrdiff_t step = padded;
+            if (p->kind == FLOAT32 && n == padded) {
+                x = (const float *)values + at;
+                step = p->inner;
+            } else {
+                for (int r = 0; r < at_once; r++) {
+                    convert(p, values, at + r * p->inner, n, copy + r * padded);
+                    for (ptrdiff_t i = n; i < padded; i++) copy[r * padded + i] = 0.0f;
+                }
+            }
+            if (at_once == ROWS && step == n && n * ROWS <= CHUNK)
+                look_at(x, ROWS * n, s);
+            else
+                for (int r = 0; r < at_once; r++) look_at(x + r * step, n, s);
+            const float *factors = p->factors + column;
+            const double *weights = p->weights + first + row;
+            if (at_once == ROWS)
+                project_four(x, step, padded, factors, p->pitch, weights, p->weight_pitch, lanes);
+            else
+                project_one(x, padded, factors, p->pitch, weights, p->weight_pitch, lanes);
+        }
+        row += at_once;
+    }
+    for (int k = 0; k < SKETCH; k++)
+        sketch[k] += (lanes[k][0] + lanes[k][1]) + (lanes[k][2] + lanes[k][3]);
+}
+
+/* Sums x - center and its square: what is left where the mean is far larger than the spread. */
+static void sum_around(const struct plan *p, const void *values, int64_t count, float center,
+                       double *total, double *squares) {
+    float copy[CHUNK] __attribute__((aligned(64)));
+    double totals[LANES] = {0}, all_squares[LANES] = {0};
+    vec middle = {0};
+    middle += center;
+    for (int64_t at = 0; at < count; at += CHUNK) {
+        ptrdiff_t n = count - at < CHUNK ? count - at : CHUNK, i = 0;
+        const float *x = copy;
+        if (p->kind == FLOAT32)
+            x = (const float *)values + at;
+        else
+            convert(p, values, at, n, copy);
+        vec sum = {0}, square = {0};
+        for (; i + 2 * LANES <= n; i += 2 * LANES) {
+            vec a = load(x + i) - middle, b = load(x + i + LANES) - middle;
+            sum += a + b;
+            square += a * a + b * b;
+        }
+        widen(totals, sum);
+        widen(all_squares, square);
+        for (; i < n; i++) {
+            double away = (double)x[i] - (double)center;
+            *total += away;
+            *squares += away * away;
+        }
+    }
+    for (int i = 0; i < LANES; i++) *total += totals[i], *squares += all_squares[i];
+}
+
+/* Returns 0, or 1 where the value has to be looked at carefully (nothing in `out` holds then). */
+int rankscope_look(const struct plan *p, const void *values, struct result *out) {
+    const float infinity = __builtin_inff();
+    struct sums s;
+    memset(&s, 0, sizeof s);
+    s.low += infinity, s.high -= infinity, s.least += INT32_MAX;
+    s.tail_low = infinity, s.tail_high = -infinity;
+    memset(out->rows, 0, (size_t)p->samples * SKETCH * sizeof(double));
+    for (int64_t b = 0; b < p->before; b++)
+        for (int64_t sample = 0; sample < p->samples; sample++)
+            look_at_rows(p, values, (b * p->samples + sample) * p->after, p->after, &s,
+                         out->rows + sample * SKETCH);
+
+    double low = s.tail_low, high = s.tail_high, total = s.tail_total, squares = s.tail_squares;
+    int64_t zero = s.tail_zero, minus = s.tail_minus;
+    for (int i = 0; i < LANES; i++) {
+        low = s.low[i] < low ? s.low[i] : low;
+        high = s.high[i] > high ? s.high[i] : high;
+        total += s.total[i];
+        squares += s.squares[i];
+        zero -= s.zero[i];
+        minus |= s.least[i] == INT32_MIN;
+    }
+    double reach = high > -low ? high : -low;
+    /* extrema pass over a NaN, sums do not; a NaN makes every comparison false */
+    if (!(squares < LARGE * LARGE * 1e15) || !(reach < LARGE) || (reach > 0.0 && reach < SMALL))
+        return 1;
+    int64_t count = p->before * p->samples * p->after * p->inner;
+    double mean = total / (double)count, around = squares - total * mean;
+    if (around < CANCELLATION * squares) {
+        float center = (float)mean;
+        double rest = 0.0, rest_squares = 0.0;
+        sum_around(p, values, count, center, &rest, &rest_squares);
+        around = rest_squares - rest * rest / (double)count;
+        mean = (double)center + rest / (double)count;
+    }
+    out->low = low, out->high = high, out->mean = mean;
+    out->norm = __builtin_sqrt(squares);
+    out->deviation = __builtin_sqrt(around > 0.0 ? around : 0.0);
+    out->std = count > 1 ? out->deviation / __builtin_sqrt((double)(count - 1)) : __builtin_nan("");
+    out->zero = zero, out->has_minus_zero = minus;
+    for (int k = 0; k < SKETCH; k++) {
+        out->sketch[k] = p->batch ? 0.0 : out->rows[k];
+        for (int64_t i = 0; p->batch && i < p->samples; i++)
+            out->sketch[k] += out->rows[i * SKETCH + k] * p->batch[i * SKETCH + k];
+    }
+    for (int64_t i = 0; p->batch && i < p->samples * SKETCH; i++)
+        out->rows32[i] = (float)out->rows[i];
+    return 0;
+}
