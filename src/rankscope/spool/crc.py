@@ -92,7 +92,7 @@ def _powers() -> Words:
 def _times(power: Words, words: Words) -> Words:
     """Apply one of the powers of Z to each word."""
     octets = np.ascontiguousarray(words)[..., None].view(np.uint8)
-    product = power[0].take(octets[..., 0])
+    product: Words = power[0].take(octets[..., 0])
     for table, place in zip(power[1:], (1, 2, 3)):
         product ^= table.take(octets[..., place])
     return product

@@ -65,6 +65,11 @@ def committed_heads(cells: Cells) -> Heads:
     return heads[:end]
 
 
+def cell_heads(cells: Cells) -> Heads:
+    """Return bytes 4..8 of each cell as a number: kind, flags, left."""
+    return np.ascontiguousarray(cells[:, 4:8]).view("<u4").reshape(-1)
+
+
 def _shaped(heads: Heads, before: np.uint32) -> int:
     """Cells before the first that does not follow from the one before it, `before` the block's."""
     previous = np.empty_like(heads)

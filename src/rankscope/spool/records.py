@@ -20,6 +20,7 @@ import numpy.typing as npt
 from rankscope.errors import SpoolError
 from rankscope.record.run import EndReason
 from rankscope.spool.cells import (
+    CELL_BYTES,
     DEFINITION_LENGTH,
     END_DTYPE,
     END_REASONS,
@@ -37,7 +38,7 @@ from rankscope.spool.cells import (
     VALUE_HEAD_DTYPE,
     RecordKind,
 )
-from rankscope.spool.reader import Cells, as_cells, committed_cells
+from rankscope.spool.reader import Cells, as_cells, cell_heads, committed_heads
 
 __all__ = ["Definitions", "Ending", "Records", "ending", "open_replica", "records", "unpack_map"]
 
@@ -50,6 +51,8 @@ COLUMNS: Mapping[RecordKind, np.dtype[Any]] = {
     RecordKind.END: END_DTYPE,
 }
 """Record kinds of one cell each."""
+_BLOCK = 1024
+"""Records of several cells copied at a time."""
 Positions = npt.NDArray[np.int64]
 Structured = npt.NDArray[Any]
 
@@ -109,8 +112,12 @@ class Records:
         flat = rows.view(np.uint8).reshape(len(rows), VALUE_CELLS, PAYLOAD_BYTES)
         starts = self.start[positions]
         assert VALUE_HEAD_DTYPE.itemsize == PAYLOAD_BYTES
-        whole = starts[has_digest, None] + np.arange(VALUE_CELLS)
-        flat[has_digest] = self.cells.take(whole, axis=0)[:, :, HEADER_BYTES:]
+        if has_digest.all():  # the usual case, without a copy more
+            _copy_payloads(self.cells, starts, flat)
+            return positions, rows, has_digest
+        digested = np.empty((int(has_digest.sum()), *flat.shape[1:]), np.uint8)
+        _copy_payloads(self.cells, starts[has_digest], digested)
+        flat[has_digest] = digested
         flat[~has_digest, 0] = self.cells.take(starts[~has_digest], axis=0)[:, HEADER_BYTES:]
         return positions, rows, has_digest
 
@@ -144,11 +151,27 @@ class Records:
         return Definitions(found=tuple(found), rejected=tuple(rejected))
 
     def _one_cell(self, positions: Positions, dtype: np.dtype[Any]) -> tuple[Positions, Structured]:
-        stop = HEADER_BYTES + dtype.itemsize
-        packed = np.ascontiguousarray(
-            self.cells.take(self.start[positions], axis=0)[:, HEADER_BYTES:stop]
+        cell = np.dtype(
+            {
+                "names": ["fields"],
+                "formats": [dtype],
+                "offsets": [HEADER_BYTES],
+                "itemsize": CELL_BYTES,
+            }
         )
-        return positions, packed.view(dtype).reshape(-1)
+        taken = self.cells.take(self.start[positions], axis=0)
+        # the fields as they lie in the cells that were taken: no second copy
+        return positions, taken.view(cell).reshape(-1)["fields"]
+
+
+def _copy_payloads(cells: Cells, starts: Positions, flat: npt.NDArray[np.uint8]) -> None:
+    """Copy the payloads of records of as many cells as `flat`, [N, cells, 56], has, in the cache's
+    size."""
+    count = flat.shape[1]
+    of_record = np.arange(count)
+    for at in range(0, len(starts), _BLOCK):
+        taken = cells.take(starts[at : at + _BLOCK, None] + of_record, axis=0)
+        flat[at : at + _BLOCK].view(np.uint64)[:] = taken.view(np.uint64)[:, :, 1:]
 
 
 def records(buffer: bytes | memoryview | Cells, *, is_verified: bool = False) -> Records:
@@ -159,11 +182,12 @@ def records(buffer: bytes | memoryview | Cells, *, is_verified: bool = False) ->
         is_verified: the buffer is known to be whole valid records: leave the crcs alone.
     """
     cells = as_cells(buffer)
-    if not is_verified:
-        cells = cells[: committed_cells(cells)]
-    start = np.flatnonzero(cells[:, 5] == FIRST)
+    heads = cell_heads(cells) if is_verified else committed_heads(cells)
+    cells = cells[: len(heads)]
+    octets = heads.view(np.uint8).reshape(-1, 4)
+    start = np.flatnonzero(octets[:, 1] == FIRST)
     size = np.diff(start, append=len(cells))
-    return Records(cells=cells, start=start, size=size, kind=cells[start, 4])
+    return Records(cells=cells, start=start, size=size, kind=octets[start, 0])
 
 
 def open_replica(path: Path) -> Records:

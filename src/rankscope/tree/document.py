@@ -2,42 +2,26 @@
 
 from __future__ import annotations
 
-import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.record.call import Mode, Phase
-from rankscope.record.value import ValueFlag
 from rankscope.spool.cells import CallStatus
-from rankscope.tree.combine import Combined
-from rankscope.tree.interning import Description, Interned, Vocabulary
-from rankscope.tree.jsontext import number, statistic
-from rankscope.tree.nodes import UNFOLDED_FLAGS, Merged
-from rankscope.tree.ranks import ranks_text
+from rankscope.tree.callfacts import CallFacts, NodeFacts
+from rankscope.tree.interning import Vocabulary
+from rankscope.tree.nodes import Merged
+from rankscope.tree.ranks import RankTexts, ranks_text
+from rankscope.tree.slotdata import SlotData
 from rankscope.tree.tables import UNFINISHED, Tables
-from rankscope.tree.whole import WholeTensors
 
-__all__ = ["Document", "flag_words", "node_id"]
+__all__ = ["Document"]
 
-_SHARED_FIELDS = ("dtype", "device", "global_shape", "source", "mesh", "placements")
 _STATUS_WORDS = {int(s): s.name.lower() for s in CallStatus} | {UNFINISHED: "unfinished"}
-_HIDDEN_FLAGS = ValueFlag.REUSED | ValueFlag.HAS_SAMPLES | ValueFlag.SUPERSEDES | ValueFlag.PYTHON
+_PHASE_WORDS = {int(phase): phase.word for phase in Phase}
 _PLACED_PHASES = (Phase.FORWARD, Phase.RECOMPUTE, Phase.BACKWARD, Phase.COLLECTIVE)
-
-
-def node_id(identity: int) -> str:
-    """Return a node's id as the JSON spells it: the number in the columns, in hex."""
-    return f"{identity:016x}"
-
-
-@functools.lru_cache(maxsize=1024)
-def flag_words(flags: int) -> tuple[str, ...]:
-    """Return the words of a value's flags, without those that only say how it was obtained."""
-    shown = flags & ~int(_HIDDEN_FLAGS)
-    return tuple(flag.name.lower() for flag in ValueFlag if int(flag) & shown and flag.name)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -58,6 +42,7 @@ class Document:
     together."""
     notes: dict[tuple[int, bool, int, int], list[dict[str, Any]]]
     """Per group, what ranks noted about the step."""
+    _renderers: dict[bool, _Renderer] = field(default_factory=dict, init=False, repr=False)
 
     def heads(self) -> list[dict[str, Any]]:
         """Return what identifies each group: {"incarnation", "mode", "step"}; setup has incarnation
@@ -70,7 +55,9 @@ class Document:
 
     def nodes(self, group: int, *, is_compact: bool = False) -> list[dict[str, Any]]:
         """Return the top nodes of a group as JSON data, children inside."""
-        return _Renderer(self, is_compact=is_compact).group(group)
+        if is_compact not in self._renderers:
+            self._renderers[is_compact] = _Renderer(self, is_compact=is_compact)
+        return self._renderers[is_compact].group(group)
 
     def json_bytes_estimate(self) -> int:
         """Return roughly how large the nodes are as JSON with every rank's numbers in it."""
@@ -90,27 +77,19 @@ class _Renderer:
     """Turns rows of the merged tables into JSON data."""
 
     def __init__(self, document: Document, *, is_compact: bool) -> None:
+        merged = document.merged
         self._document = document
-        self._merged = document.merged
-        self._is_compact = is_compact
-        self._descriptions = document.vocabulary.descriptions.items
-        self._whole = WholeTensors(self._descriptions, document.rank_of_stream)
-        merged, tables = document.merged, document.tables
-        self._ranks = document.rank_of_stream[merged.value_stream]
-        self._description = tables.description[merged.order]
-        self._has_digest = tables.has_digest[merged.order]
-        self._sample_rows = tables.sample_start[merged.order]
-        self._sample_counts = tables.sample_count[merged.order]
-        self._sample_dims = tables.sample_dim[merged.order]
-        self._slot = tables.slot[merged.order]
-        local: Interned[object] = Interned()
-        self._piece_of_description = np.array(
-            [local.number((d.shape, d.note, d.requires_grad)) for d in self._descriptions], np.int64
-        )
-        self._texts: dict[bytes, str] = {}
-        self._run_start = int(merged.calls["start"].min(initial=np.iinfo(np.int64).max))
+        self._merged = merged
+        self._facts = CallFacts(merged, document.rank_of_stream)
+        self._texts = RankTexts()
+        self._call_ranks: NDArray[np.int64] = document.rank_of_stream[merged.calls["stream"]]
+        self._slots = SlotData(
+            document.tables, merged, document.vocabulary, document.rank_of_stream, self._texts,
+            is_compact=is_compact,
+        )  # fmt: skip
+        self._names: dict[tuple[int, int], dict[str, Any]] = {}
         self._errors: dict[int, list[tuple[int, int]]] = {}
-        if any(row >= 0 for _, row, _ in tables.errors):
+        if any(row >= 0 for _, row, _ in document.tables.errors):
             self._collect_errors()
 
     def _collect_errors(self) -> None:
@@ -130,68 +109,75 @@ class _Renderer:
                 listed.extend((stream, text) for text in texts)
 
     def group(self, group: int) -> list[dict[str, Any]]:
-        """Return the top nodes of a group."""
-        numbers = np.flatnonzero(self._merged.group == group)
-        rendered: dict[int, dict[str, Any]] = {}
+        """Return the top nodes of a group, which stand behind each other."""
+        first, last = np.searchsorted(self._merged.group, [group, group + 1]).tolist()
+        start = int(self._merged.node_entries[first])
+        entries = self._slots.entries(start, int(self._merged.node_entries[last]))
+        rendered: list[dict[str, Any]] = []
         tops: list[dict[str, Any]] = []
-        for node in numbers.tolist():
-            rendered[node] = self._node(node)
-            parent = int(self._merged.parent[node])
-            (rendered[parent]["children"] if parent >= 0 else tops).append(rendered[node])
+        for facts in self._facts.rows(first, last):
+            own = entries[facts.first_entry - start : facts.last_entry - start]
+            rendered.append(self._node(facts, own))
+            siblings = tops if facts.parent < 0 else rendered[facts.parent - first]["children"]
+            siblings.append(rendered[-1])
         return tops
 
-    def _node(self, node: int) -> dict[str, Any]:
-        merged = self._merged
-        calls = merged.calls[merged.call_start[node] : merged.call_start[node + 1]]
-        head = calls[0]
-        phase = Phase(int(head["phase"]))
-        path = self._document.paths[int(head["path"])]
-        micro_batch = int(head["micro_batch"])
+    def _node(self, facts: NodeFacts, slots: list[dict[str, Any]]) -> dict[str, Any]:
+        path = self._document.paths[facts.path]
+        is_placed = facts.micro_batch >= 0 and facts.phase in _PLACED_PHASES
         result: dict[str, Any] = {
-            "id": node_id(int(merged.identity[node])),
+            "id": f"{facts.identity:016x}",
             "path": path,
-            **self._names(calls, path),
-            "phase": phase.word,
-            "micro_batch": micro_batch if micro_batch >= 0 and phase in _PLACED_PHASES else None,
-            "ordinal": int(head["ordinal"]),
+            **self._names_of(facts, path),
+            "phase": _PHASE_WORDS[facts.phase],
+            "micro_batch": facts.micro_batch if is_placed else None,
+            "ordinal": facts.ordinal,
         }
-        if phase is Phase.BACKWARD and (head["pass"] or head["ordinal"] != head["forward_ordinal"]):
-            result |= {"of_ordinal": int(head["forward_ordinal"]), "graph_task": int(head["pass"])}
-        result["ranks"] = self._ranks_text(self._call_ranks(calls))
-        result |= self._outcome(calls)
-        if node in self._errors:
-            result["errors"] = self._error_list(self._errors[node])
-        result["time"] = self._time(calls)
-        entries = range(int(merged.node_entries[node]), int(merged.node_entries[node + 1]))
-        result["slots"] = self._slots(entries)
+        if facts.phase == Phase.BACKWARD and (
+            facts.graph_task or facts.ordinal != facts.forward_ordinal
+        ):
+            result |= {"of_ordinal": facts.forward_ordinal, "graph_task": facts.graph_task}
+        result["ranks"] = self._texts.text(self._call_ranks[facts.first_call : facts.last_call])
+        if facts.has_returned:
+            result["status"] = "returned"
+        else:
+            result |= self._outcome(facts)
+        if facts.node in self._errors:
+            result["errors"] = self._error_list(self._errors[facts.node])
+        result["time"] = {
+            "start_us": facts.start_us,
+            "min_us": facts.min_us,
+            "max_us": facts.max_us,
+            "slowest": facts.slowest,
+        }
+        result["slots"] = slots
         result["children"] = []
         return result
 
-    def _ranks_text(self, ranks: NDArray[np.int64]) -> str:
-        """Fold ranks; the same few sets of them come again and again."""
-        key = ranks.tobytes()
-        found = self._texts.get(key)
-        if found is None:
-            found = self._texts[key] = ranks_text(ranks.tolist())
-        return found
+    def _names_of(self, facts: NodeFacts, path: str) -> dict[str, Any]:
+        """What the module is called, beside its path."""
+        if not facts.is_one_module:
+            rows = slice(facts.first_call, facts.last_call)
+            return self._name(self._merged.calls["module"][rows], self._call_ranks[rows], path)
+        key = (facts.module, facts.path)
+        if key not in self._names:
+            self._names[key] = self._name(np.array([facts.module]), self._call_ranks[:1], path)
+        return self._names[key]
 
-    def _call_ranks(self, calls: NDArray[Any]) -> NDArray[np.int64]:
-        ranks: NDArray[np.int64] = self._document.rank_of_stream[calls["stream"]]
-        return ranks
-
-    def _names(self, calls: NDArray[Any], path: str) -> dict[str, Any]:
+    def _name(
+        self, numbers: NDArray[np.int64], ranks: NDArray[np.int64], path: str
+    ) -> dict[str, Any]:
         modules = self._document.vocabulary.modules.items
-        names = {int(m): modules[int(m)] for m in np.unique(calls["module"])}
-        first = modules[int(calls["module"][0])]
+        names = {int(m): modules[int(m)] for m in np.unique(numbers)}
+        first = modules[int(numbers[0])]
         result: dict[str, Any] = {}
         if first.raw_path != path:
             result["raw_path"] = first.raw_path
         result["class"] = first.class_name
         if len({name.class_name for name in names.values()}) > 1:
-            ranks = self._call_ranks(calls)
             result["classes"] = [
                 {
-                    "ranks": ranks_text(ranks[calls["module"] == number].tolist()),
+                    "ranks": ranks_text(ranks[numbers == number].tolist()),
                     "class": name.class_name,
                 }
                 for number, name in names.items()
@@ -202,13 +188,14 @@ class _Renderer:
             result["opaque"] = True
         return result
 
-    def _outcome(self, calls: NDArray[Any]) -> dict[str, Any]:
+    def _outcome(self, facts: NodeFacts) -> dict[str, Any]:
+        calls = self._merged.calls[facts.first_call : facts.last_call]
+        ranks = self._call_ranks[facts.first_call : facts.last_call]
         keys = np.stack([calls["status"].astype(np.int64), calls["text"].astype(np.int64)], axis=1)
         distinct, inverse = np.unique(keys, axis=0, return_inverse=True)
         words = [_STATUS_WORDS.get(int(s), "unknown") for s, _ in distinct]
         if words == ["returned"]:
             return {"status": "returned"}
-        ranks = self._call_ranks(calls)
         outcomes: list[dict[str, Any]] = []
         for i, (_, text) in enumerate(distinct.tolist()):
             outcome = {
@@ -229,152 +216,3 @@ class _Renderer:
             {"ranks": ranks_text(r), "error": texts[t] if t >= 0 else ""}
             for t, r in by_text.items()
         ]
-
-    def _time(self, calls: NDArray[Any]) -> dict[str, Any]:
-        done = calls[calls["status"] != UNFINISHED]
-        taken = (done["end"] - done["start"]) / 1e3
-        slowest = int(taken.argmax()) if len(taken) else 0
-        return {
-            "start_us": round(float(calls["start"][0] - self._run_start) / 1e3, 1),
-            "min_us": round(float(taken.min()), 1) if len(taken) else None,
-            "max_us": round(float(taken.max()), 1) if len(taken) else None,
-            "slowest": int(self._call_ranks(done)[slowest]) if len(taken) else None,
-        }
-
-    def _slots(self, entries: range) -> list[dict[str, Any]]:
-        starts = self._merged.entry_start
-        by_slot: dict[int, list[int]] = {}
-        for entry in entries:
-            by_slot.setdefault(int(self._slot[starts[entry]]), []).append(entry)
-        result = []
-        for variants in by_slot.values():
-            described = [self._descriptions[int(self._description[starts[e]])] for e in variants]
-            disagree = [
-                name
-                for i, name in enumerate(_SHARED_FIELDS)
-                if len({d.shared[i] for d in described}) > 1
-            ]
-            result += [self._entry(e, d, disagree) for e, d in zip(variants, described)]
-        return result
-
-    def _entry(self, entry: int, described: Description, disagree: list[str]) -> dict[str, Any]:
-        merged = self._merged
-        first, last = int(merged.entry_start[entry]), int(merged.entry_start[entry + 1])
-        folds = range(int(merged.entry_folds[entry]), int(merged.entry_folds[entry + 1]))
-        result: dict[str, Any] = {
-            "slot": self._document.vocabulary.slots.items[int(self._slot[first])],
-            "ranks": self._ranks_text(self._ranks[first:last]),
-            "dtype": described.dtype,
-            "device": described.device,
-            "shape": None if described.global_shape is None else list(described.global_shape),
-            "layout": _layout(described),
-        }
-        if disagree:
-            result["disagree"] = disagree
-        result["rows"] = [first, last]
-        if self._is_compact:
-            result["summary"] = self._summary(first, last, len(folds))
-            result["values"] = self._shapes(first, last)
-        else:
-            bounds = merged.fold_start
-            result["values"] = [self._value(int(bounds[f]), int(bounds[f + 1])) for f in folds]
-        part = slice(first, last)
-        combined = self._whole.combine(
-            merged.values[part], self._description[part], merged.value_stream[part],
-            self._has_digest[part],
-            folds=len(folds),
-        )  # fmt: skip
-        if combined:
-            result["combined"] = [_combined(each) for each in combined]
-        return result
-
-    def _piece(self, row: int) -> dict[str, Any]:
-        """What a value is besides its ranks and numbers."""
-        described = self._descriptions[int(self._description[row])]
-        result: dict[str, Any] = {"shape": list(described.shape)}
-        if described.requires_grad:
-            result["requires_grad"] = True
-        flags = flag_words(int(self._merged.values["flags"][row]))
-        if flags:
-            result["flags"] = list(flags)
-        if described.note is not None:
-            result["note"] = described.note
-        return result
-
-    def _value(self, first: int, last: int) -> dict[str, Any]:
-        described = self._descriptions[int(self._description[first])]
-        result = {"ranks": self._ranks_text(self._ranks[first:last]), **self._piece(first)}
-        if described.ranges is not None and described.shape != described.global_shape:
-            result["ranges"] = [[list(r) for r in dim] for dim in described.ranges]
-        if self._has_digest[first]:
-            result["digest"] = _digest(self._merged.values[first])
-        if self._sample_rows[first] >= 0:
-            result["samples"] = {
-                "dim": int(self._sample_dims[first]),
-                "count": int(self._sample_counts[first]),
-                "row": int(self._sample_rows[first]),
-            }
-        return result
-
-    def _shapes(self, first: int, last: int) -> list[dict[str, Any]]:
-        """Return what the ranks hold, without numbers: ranks with the same shape and flags
-        together."""
-        piece = self._piece_of_description[self._description[first:last]]
-        key = piece << 32 | (self._merged.values["flags"][first:last] & ~UNFOLDED_FLAGS).astype(
-            np.int64
-        )
-        _, firsts, inverse = np.unique(key, return_index=True, return_inverse=True)
-        return [
-            {
-                "ranks": self._ranks_text(self._ranks[first:last][inverse == i]),
-                **self._piece(first + row),
-            }
-            for i, row in enumerate(firsts.tolist())
-        ]
-
-    def _summary(self, first: int, last: int, folds: int) -> dict[str, Any]:
-        rows = self._merged.values[first:last][self._has_digest[first:last]]
-        finite = rows[rows["count"] - rows["nan"] - rows["posinf"] - rows["neginf"] > 0]
-        result: dict[str, Any] = {"distinct": folds, "digested": len(rows)}
-        result |= {name: int(rows[name].sum()) for name in ("nan", "posinf", "neginf", "zero")}
-        for name in ("min", "max", "mean", "std", "l2"):
-            column = finite[name][~np.isnan(finite[name])]
-            result[name] = (
-                [number(float(column.min())), number(float(column.max()))] if len(column) else None
-            )
-        return result
-
-
-def _layout(described: Description) -> dict[str, Any]:
-    result: dict[str, Any] = {"source": described.source}
-    if described.family is not None:
-        result["mesh"] = described.family.name
-        result["placements"] = dict(
-            zip(described.family.axes, map(str, described.parsed_placements))
-        )
-    return result
-
-
-def _digest(row: NDArray[Any]) -> dict[str, Any]:
-    return {
-        **{name: int(row[name]) for name in ("count", "nan", "posinf", "neginf", "zero")},
-        **{name: statistic(float(row[name])) for name in ("min", "max", "mean", "std", "l2")},
-        "hash": f"{int(row['hash']):016x}",
-        "sketch": [number(s) for s in row["sketch"].tolist()],
-    }
-
-
-def _combined(combined: Combined) -> dict[str, Any]:
-    result: dict[str, Any] = {"ranks": ranks_text(combined.ranks)}
-    if combined.note:
-        result["note"] = combined.note
-    if not combined.is_known:
-        return result | {"digest": None}
-    digest: dict[str, Any] = {
-        n: getattr(combined, n) for n in ("count", "nan", "posinf", "neginf", "zero")
-    }
-    for name in ("min", "max", "mean", "std", "l2"):
-        value = getattr(combined, name)
-        digest[name] = None if value is None else statistic(value)
-    digest["sketch"] = None if combined.sketch is None else [number(s) for s in combined.sketch]
-    return result | {"digest": digest}

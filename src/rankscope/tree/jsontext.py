@@ -27,6 +27,7 @@ _BROKEN = frozenset(
 """Keys whose lists get one line per item, wherever they stand."""
 _SECTIONS = frozenset({"completeness", "run"})
 """Objects that get one line per member."""
+_MAYBE_BROKEN = _BROKEN | _SECTIONS | {"ranks"}
 
 
 def statistic(value: float) -> float | str | None:
@@ -46,7 +47,7 @@ def read_number(value: Any) -> float:
     return math.nan if value is None else float(value)
 
 
-_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, check_circular=False)
 
 
 def json_text(document: Mapping[str, Any]) -> list[str]:
@@ -62,11 +63,11 @@ def _write_object(
     value: Mapping[str, Any], pad: str, pieces: list[str], *, by_member: bool = False
 ) -> None:
     """Append an object: members that fit on its line together, broken ones on lines of their
-    own."""
+    own. What fits is encoded at once: encoders are fast, calling them is not."""
     line: dict[str, Any] = {}
     opening = "{"
     for key, item in value.items():
-        is_broken = _is_broken(key, item)
+        is_broken = key in _MAYBE_BROKEN and _is_broken(key, item)
         if not is_broken and not by_member:
             line[key] = item
             continue
@@ -77,7 +78,7 @@ def _write_object(
         opening = ","
         if not is_broken:
             pieces.append(_ENCODER.encode(item))
-        elif isinstance(item, Mapping):
+        elif isinstance(item, dict):
             _write_object(item, pad + " ", pieces, by_member=True)
         else:
             _write_list(item, pad + " ", pieces)
@@ -97,8 +98,6 @@ def _write_list(items: Sequence[Mapping[str, Any]], pad: str, pieces: list[str])
 
 
 def _is_broken(key: str, item: object) -> bool:
-    if isinstance(item, Mapping):
-        return key in _SECTIONS
-    if key == "ranks" or key in _BROKEN:
-        return isinstance(item, (list, tuple)) and bool(item) and isinstance(item[0], Mapping)
-    return False
+    if key in _SECTIONS:
+        return isinstance(item, dict)
+    return isinstance(item, (list, tuple)) and bool(item) and isinstance(item[0], dict)

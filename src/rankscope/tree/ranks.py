@@ -4,9 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
+from numpy.typing import NDArray
+
 from rankscope.errors import TraceError
 
-__all__ = ["parse_ranks", "ranks_text"]
+__all__ = ["RankTexts", "parse_ranks", "ranks_text"]
+
+
+class RankTexts:
+    """`ranks_text` for columns of ranks, where the same few sets come again and again."""
+
+    def __init__(self) -> None:
+        self._texts: dict[bytes, str] = {}
+
+    def text(self, ranks: NDArray[np.int64]) -> str:
+        """Return the ranks of a column, folded."""
+        key = ranks.tobytes()
+        found = self._texts.get(key)
+        if found is None:
+            found = self._texts[key] = ranks_text(ranks.tolist())
+        return found
 
 
 def ranks_text(ranks: Iterable[int]) -> str:

@@ -26,6 +26,24 @@ class WholeTensors:
         self._descriptions = descriptions
         self._rank_of_stream = rank_of_stream
         self._plans: dict[bytes, list[tuple[NDArray[np.int64], Plan | str]]] = {}
+        self._spread: dict[int, tuple[bool, bool]] = {}
+        """By description: with several distinct values, with one."""
+
+    def is_spread(self, description: int, *, folds: int) -> bool:
+        """True where an entry is to be combined: its layout is known, and it is not one value that
+        every rank holds whole.
+
+        Args:
+            description: number of its first row's description.
+            folds: distinct values among its rows.
+        """
+        found = self._spread.get(description)
+        if found is None:
+            first = self._descriptions[description]
+            is_placed = first.mesh is not None and first.global_shape is not None
+            is_whole = all(p.kind is PlacementKind.REPLICATE for p in first.parsed_placements)
+            found = self._spread[description] = (is_placed, is_placed and not is_whole)
+        return found[folds == 1]
 
     def combine(
         self,
@@ -33,28 +51,17 @@ class WholeTensors:
         description: NDArray[np.int32],
         stream: NDArray[np.int32],
         has_digest: NDArray[np.bool_],
-        *,
-        folds: int,
     ) -> list[Combined]:
-        """Return the global statistics of one entry, one per distinct result; [] where there is
-        nothing to combine.
+        """Return the global statistics of one spread entry, one per distinct result; [] where no
+        row has numbers.
 
         Args:
             rows: VALUE_DTYPE, the values of one entry.
             description: number of each row's description.
             stream: stream of each row.
             has_digest: False where a row has no numbers.
-            folds: distinct values among the rows; one value that every rank holds whole needs no
-            combining.
         """
-        first = self._descriptions[int(description[0])]
-        is_whole = all(p.kind is PlacementKind.REPLICATE for p in first.parsed_placements)
-        if (
-            first.mesh is None
-            or first.global_shape is None
-            or (is_whole and folds == 1)
-            or not has_digest.any()
-        ):
+        if not has_digest.any():
             return []
         results: list[Combined] = []
         for chosen, plan in self._plan(description, stream):
