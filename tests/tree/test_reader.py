@@ -198,6 +198,31 @@ def test_a_damaged_trace_is_one_clear_error(out, text):
         open_trace(out)
 
 
+def read_everything(trace):
+    for node in trace.walk():
+        _ = node.key, node.ranks, node.time
+        for slot in node.slots:
+            _ = slot.global_shape, slot.folds, slot.per_rank()
+
+
+@pytest.mark.parametrize("name", ["ranks", "children", "phase", "slots", "time", "shape", "values"])
+def test_a_field_missing_deep_inside_a_nodes_file_is_one_clear_error(tmp_path, name):
+    """Where a view first misses it, not where the file was opened; and it says which file."""
+
+    def without(data):
+        if isinstance(data, dict):
+            return {key: without(item) for key, item in data.items() if key != name}
+        return [without(item) for item in data] if isinstance(data, list) else data
+
+    grid_job(tmp_path / "spools", tmp_path / "out")
+    build(tmp_path / "out", inline_limit_bytes=100)
+    for file in (tmp_path / "out" / "steps").iterdir():
+        file.write_text(json.dumps(without(json.loads(file.read_text()))))
+    trace = open_trace(tmp_path / "out")
+    with pytest.raises(TraceError, match=r"steps/\d{6}\.json: .* the trace is damaged"):
+        read_everything(trace)
+
+
 @pytest.mark.parametrize("cut", [0, 5, 200, 4000])
 def test_damaged_columns_are_one_clear_error(out, cut):
     path = out / "values.safetensors"

@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 
 from rankscope.errors import TraceError
 from rankscope.tree.document import Document
+from rankscope.tree.names import VALUES_NAME
 from rankscope.tree.tables import UNFINISHED
 
 __all__ = ["VALUES_FORMAT", "VALUES_NAME", "columns_of", "map_columns", "write_columns"]
 
-VALUES_NAME = "values.safetensors"
 VALUES_FORMAT = "rankscope.values/1"
 _DTYPES = {
     "U64": "<u8", "I64": "<i8", "F64": "<f8", "F32": "<f4", "U32": "<u4", "I32": "<i4",

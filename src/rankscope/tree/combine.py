@@ -23,38 +23,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.record.placement import Mesh, Placement, PlacementKind, Ranges
+from rankscope.tree.combined import Combined
 from rankscope.tree.ranks import ranks_text
 
 __all__ = ["Combined", "Holding", "Plan", "apply_plan", "plan_pieces"]
 
 PARTIAL_NOTE = "a partial is reduced later: only mean and sketch are linear"
 NO_OFFSETS_NOTE = "no offsets were recorded: the sketches of its shards do not add up"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Combined:
-    """Statistics of one global tensor; None where a number cannot be known."""
-
-    ranks: tuple[int, ...]
-    """Ranks that together hold it."""
-    note: str | None = None
-    """Why numbers are missing; None where all are there."""
-    count: int | None = None
-    nan: int | None = None
-    posinf: int | None = None
-    neginf: int | None = None
-    zero: int | None = None
-    min: float | None = None
-    max: float | None = None
-    mean: float | None = None
-    std: float | None = None
-    l2: float | None = None
-    sketch: tuple[float, ...] | None = None
-
-    @property
-    def is_known(self) -> bool:
-        """True where at least the mean and the sketch of the whole could be combined."""
-        return self.count is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

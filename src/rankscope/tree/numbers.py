@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any
 
 from rankscope.record.value import Digest
-from rankscope.tree.combine import Combined
+from rankscope.tree.combined import Combined
 from rankscope.tree.jsontext import read_number
 from rankscope.tree.ranks import parse_ranks
 
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
 __all__ = ["COUNTS", "STATISTICS", "Columns", "Fold", "column_digest", "read_combined", "read_fold"]
 
-Columns = Mapping[str, NDArray[Any]]
+Columns = Mapping[str, "NDArray[Any]"]
 COUNTS = ("count", "nan", "posinf", "neginf", "zero")
 STATISTICS = ("min", "max", "mean", "std", "l2")
 
@@ -67,7 +67,7 @@ def column_digest(columns: Columns, row: int) -> Digest:
         **counts,
         **numbers,
         hash=int(columns["values.hash"][row]),
-        sketch=tuple(np.asarray(columns["values.sketch"][row]).tolist()),
+        sketch=tuple(columns["values.sketch"][row].tolist()),
     )
 
 

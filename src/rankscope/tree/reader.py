@@ -2,35 +2,27 @@
 
 from __future__ import annotations
 
-import fcntl
-import json
 import os
-import re
-import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from rankscope.errors import FolderError, SelectionError, TraceError, TraceVersionError
+from rankscope.errors import FolderError, SelectionError, TraceError
 from rankscope.record.call import Mode, Phase
 from rankscope.record.placement import Mesh
-from rankscope.tree.assemble import assemble
-from rankscope.tree.columns import columns_of, map_columns
-from rankscope.tree.document import Document
+from rankscope.tree.damage import UNREADABLE
+from rankscope.tree.names import REPLICA_FOLDER, TRACE_NAME, Progress
 from rankscope.tree.numbers import Columns
 from rankscope.tree.selection import glob_matches, nothing_matched
-from rankscope.tree.sources import REPLICA_FOLDER, find_streams
+from rankscope.tree.tracefiles import TraceFiles, wait_for_collector
 from rankscope.tree.views import GroupHead, Node, Value, Whereabouts
-from rankscope.tree.writer import TRACE_NAME, Progress
+
+if TYPE_CHECKING:
+    from rankscope.tree.document import Document
 
 __all__ = ["Step", "Trace", "newest_trace", "open_trace"]
-
-_FORMAT = re.compile(r"rankscope\.(trace|nodes)/(\d+)")
-_NEWEST_FORMAT = 1
-_NODES_FILE = re.compile(r"steps/\d{6}\.json")
-_COLLECTOR_LOCK = "collector.lock"
-_POLL_S = 0.1
 
 
 class _Source(Protocol):
@@ -41,44 +33,24 @@ class _Source(Protocol):
     groups: list[tuple[bool, dict[str, Any]]]
     """is setup, head of each group of nodes."""
 
+    def file(self, group: int) -> Path: ...
+
     def nodes(self, group: int) -> list[dict[str, Any]]: ...
 
     def columns(self) -> Columns: ...
 
 
-class _Files:
-    """A finished trace folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self.head: Mapping[str, Any] = _load(folder / TRACE_NAME, "trace")
-        listed = [
-            (kind == "setup", group) for kind in ("setup", "steps") for group in self.head[kind]
-        ]
-        self.groups: list[tuple[bool, dict[str, Any]]] = listed
-
-    def nodes(self, group: int) -> list[dict[str, Any]]:
-        """Return the nodes of a group, from its own file where it has one."""
-        head = self.groups[group][1]
-        name = head.get("nodes_file")
-        if name is None:
-            return list(head["nodes"])
-        if not _NODES_FILE.fullmatch(str(name)):
-            raise TraceError(f"{self._folder}: {name!r} is no nodes file: the trace is damaged")
-        return list(_load(self._folder / name, "nodes")["nodes"])
-
-    def columns(self) -> Columns:
-        """Return the value columns, mapped."""
-        return map_columns(self._folder / self.head["storage"]["values"].replace("/", ""))
-
-
 class _Records:
     """A trace assembled in memory."""
 
-    def __init__(self, document: Document) -> None:
-        self._document = document
+    def __init__(self, document: Document, folder: Path) -> None:
+        self._document, self._folder = document, folder
         self.head: Mapping[str, Any] = {"run": document.run, "completeness": document.completeness}
         self.groups = [(document.is_setup(i), head) for i, head in enumerate(document.heads())]
+
+    def file(self, group: int) -> Path:
+        """Where the records are."""
+        return self._folder
 
     def nodes(self, group: int) -> list[dict[str, Any]]:
         """Return the nodes of a group."""
@@ -86,6 +58,8 @@ class _Records:
 
     def columns(self) -> Columns:
         """Return the value columns."""
+        from rankscope.tree.columns import columns_of  # numpy: a finished tree is shown without
+
         return {name: make() for name, make in columns_of(self._document).items()}
 
 
@@ -93,7 +67,8 @@ class Step:
     """One step of one mode, or the setup, with its nodes."""
 
     def __init__(self, source: _Source, group: int, where: Whereabouts) -> None:
-        self._source, self._group, self._where = source, group, where
+        self._source, self._group = source, group
+        self._where = replace(where, file=source.file(group))
         is_setup, head = source.groups[group]
         self.is_setup = is_setup
         self.mode = Mode[str(head.get("mode", "train")).upper()]
@@ -133,7 +108,7 @@ class Trace:
         meshes = {m["name"]: _meshes(m) for m in self.run["meshes"]}
         self._columns: Columns | None = None
         self._source = source
-        where = Whereabouts(self.columns, meshes)
+        where = Whereabouts(self.columns, meshes, path)
         every = [Step(source, group, where) for group in range(len(source.groups))]
         self.setup: tuple[Step, ...] = tuple(step for step in every if step.is_setup)
         """Setup of every incarnation that recorded one."""
@@ -306,83 +281,32 @@ def open_trace(
         raise FolderError(
             f"{folder}: no such folder; give the trace folder that rankscope run named"
         )
-    _wait_for_collector(folder, wait_s, progress)
+    wait_for_collector(folder, wait_s, progress)
     if (folder / TRACE_NAME).exists():
-        return _understood(folder, lambda: Trace(_Files(folder), folder))
+        return _understood(folder, lambda: Trace(TraceFiles(folder), folder))
+    from rankscope.tree.assemble import assemble  # slow to import; a finished tree needs neither
+    from rankscope.tree.sources import find_streams
+
     sources = find_streams([folder])
     if not sources:
         if (folder / TRACE_NAME).exists():  # finished between the two looks
-            return _understood(folder, lambda: Trace(_Files(folder), folder))
+            return _understood(folder, lambda: Trace(TraceFiles(folder), folder))
         if not any(folder.iterdir()):
             raise FolderError(f"{folder}: is empty; nothing has been traced into it yet")
         raise TraceError(
             f"{folder}: not a trace: it holds neither {TRACE_NAME} nor records in {REPLICA_FOLDER}/"
         )
-    return Trace(_Records(assemble(sources, progress=progress)), folder, is_live=True)
+    return Trace(_Records(assemble(sources, progress=progress), folder), folder, is_live=True)
 
 
 def _understood(folder: Path, read: Any) -> Trace:
     try:
         trace: Trace = read()
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except UNREADABLE as error:
         raise TraceError(
             f"{folder / TRACE_NAME}: {type(error).__name__} {error}: the trace is damaged"
         ) from error
     return trace
-
-
-def _load(path: Path, kind: str) -> dict[str, Any]:
-    try:
-        data = json.loads(path.read_bytes())
-    except OSError as error:
-        raise TraceError(f"{path}: cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise TraceError(f"{path}: is no JSON ({error}); the trace is damaged") from error
-    found = _FORMAT.fullmatch(str(data.get("format"))) if isinstance(data, dict) else None
-    if found is None or found[1] != kind:
-        raise TraceError(
-            f"{path}: no rankscope {kind}, or a damaged one: it names no rankscope.{kind} format"
-        )
-    if int(found[2]) > _NEWEST_FORMAT:
-        run = data.get("run")
-        maker = run.get("versions", {}).get("rankscope") if isinstance(run, dict) else None
-        needed = f"rankscope {maker} or newer" if maker else "a newer rankscope"
-        raise TraceVersionError(
-            f"{path}: format {found[0]}, this rankscope reads up to "
-            f"rankscope.{kind}/{_NEWEST_FORMAT}; install {needed}"
-        )
-    checked: dict[str, Any] = data
-    return checked
-
-
-def _wait_for_collector(folder: Path, wait_s: float, progress: Progress | None) -> None:
-    """Return once trace.json is there, or nobody is about to write it."""
-    deadline = time.monotonic() + wait_s
-    while not (folder / TRACE_NAME).exists() and _is_finishing(folder):
-        left = deadline - time.monotonic()
-        if left <= 0:
-            return
-        if progress is not None:
-            progress("waiting for the collector", 1 - left / wait_s)
-        time.sleep(min(_POLL_S, left))
-
-
-def _is_finishing(folder: Path) -> bool:
-    """True where every stream has ended and a collector still holds the folder."""
-    replicas = [*(folder / REPLICA_FOLDER).glob("*.cells")]
-    if not replicas or not all(replica.with_suffix(".json").exists() for replica in replicas):
-        return False
-    try:
-        descriptor = os.open(folder / _COLLECTOR_LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False
 
 
 def _meshes(data: Mapping[str, Any]) -> tuple[Mesh, ...]:

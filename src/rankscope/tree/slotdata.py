@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.record.value import ValueFlag
-from rankscope.tree.combine import Combined
+from rankscope.tree.combined import Combined
 from rankscope.tree.interning import Description, Interned, Vocabulary
 from rankscope.tree.jsontext import number, statistic
 from rankscope.tree.nodes import UNFOLDED_FLAGS, Merged

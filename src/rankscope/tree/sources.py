@@ -21,12 +21,10 @@ from rankscope.spool.folder import read_json_map, stream_named
 from rankscope.spool.lock import is_alive
 from rankscope.spool.reader import StreamReader, valid_prefix
 from rankscope.spool.segment import segment_indexes
+from rankscope.tree.names import REPLICA_FOLDER
 from rankscope.tree.streams import Array, StreamBytes
 
 __all__ = ["REPLICA_FOLDER", "EndMarker", "find_streams", "read_end_marker", "replica_path"]
-
-REPLICA_FOLDER = "spool"
-"""Folder of the replicas inside a trace folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

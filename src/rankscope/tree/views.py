@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from rankscope.record.call import CallKey, Mode, Phase
@@ -16,7 +17,8 @@ from rankscope.record.placement import (
     parse_placement,
 )
 from rankscope.record.value import Digest, Samples
-from rankscope.tree.combine import Combined
+from rankscope.tree.combined import Combined
+from rankscope.tree.damage import damaged_is_trace_error
 from rankscope.tree.numbers import (
     COUNTS,
     STATISTICS,
@@ -46,6 +48,8 @@ class Whereabouts:
 
     columns: Callable[[], Columns]
     meshes: Mapping[str, tuple[Mesh, ...]]
+    file: Path
+    """What their own data was read from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +73,7 @@ class Timing:
     """Rank of max_us."""
 
 
+@damaged_is_trace_error
 @dataclass(frozen=True, slots=True)
 class SlotView:
     """One slot of one node, as the ranks that agree on it hold it."""
@@ -257,6 +262,7 @@ class Value:
         return Combined(ranks=view.ranks, **{name: getattr(digest, name) for name in names})
 
 
+@damaged_is_trace_error
 @dataclass(frozen=True, slots=True)
 class Node:
     """The same call merged over ranks."""

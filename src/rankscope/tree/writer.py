@@ -5,14 +5,23 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rankscope.errors import FolderError
-from rankscope.tree.columns import VALUES_NAME, columns_of, write_columns
-from rankscope.tree.document import Document
 from rankscope.tree.jsontext import json_text
+from rankscope.tree.names import (
+    NODES_FORMAT,
+    STEPS_FOLDER,
+    TRACE_FORMAT,
+    TRACE_NAME,
+    VALUES_NAME,
+    Progress,
+)
+
+if TYPE_CHECKING:
+    from rankscope.tree.document import Document
 
 __all__ = [
     "INLINE_LIMIT_BYTES",
@@ -24,14 +33,8 @@ __all__ = [
     "write_trace",
 ]
 
-TRACE_NAME = "trace.json"
-TRACE_FORMAT = "rankscope.trace/1"
-NODES_FORMAT = "rankscope.nodes/1"
-STEPS_FOLDER = "steps"
 INLINE_LIMIT_BYTES = 32 << 20
 """A larger trace.json is not written: per-rank numbers then stand in the columns alone."""
-Progress = Callable[[str, float], None]
-"""Told what is being done, and how much of it (0 to 1)."""
 
 
 def write_trace(
@@ -46,6 +49,8 @@ def write_trace(
     Raises:
         FolderError: a file cannot be written; names the folder.
     """
+    from rankscope.tree.columns import columns_of, write_columns  # numpy: readers do without
+
     say = progress or (lambda _what, _part: None)
     try:
         say("writing values", 0.0)

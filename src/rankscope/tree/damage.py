@@ -1,0 +1,51 @@
+"""One kind of error for whatever is wrong deep inside the JSON of a trace.
+
+Views read fields when they are asked for them, so a field that is missing, or is not what it should
+be, shows long after the file was opened. It then is a TraceError that names file and place too.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from rankscope.errors import TraceError
+
+__all__ = ["UNREADABLE", "damaged_is_trace_error"]
+
+UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, IndexError)
+"""What reading JSON of another shape than expected raises."""
+T = TypeVar("T")
+
+
+def damaged_is_trace_error(view: type[T]) -> type[T]:
+    """Make properties and public methods of a class raise TraceError where the data is damaged.
+
+    Args:
+        view: a class whose instances have `_where.file`, what their data was read from.
+    """
+    for name, item in [*vars(view).items()]:
+        if isinstance(item, property) and item.fget is not None:
+            setattr(view, name, property(_guarded(item.fget), doc=item.__doc__))
+        elif inspect.isfunction(item) and not name.startswith("_"):
+            setattr(view, name, _guarded(item))
+    return view
+
+
+def _guarded(read: Callable[..., Any]) -> Callable[..., Any]:
+    if inspect.isgeneratorfunction(read):
+        return read  # reads through the others
+
+    @functools.wraps(read)
+    def guarded(view: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return read(view, *args, **kwargs)
+        except UNREADABLE as error:
+            raise TraceError(
+                f"{view._where.file}: {type(error).__name__} {error} in {read.__name__} of a "
+                f"{type(view).__name__}: the trace is damaged"
+            ) from error
+
+    return guarded

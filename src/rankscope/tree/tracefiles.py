@@ -1,0 +1,115 @@
+"""A finished trace folder, and whether one is about to be finished."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rankscope.errors import TraceError, TraceVersionError
+from rankscope.tree.names import REPLICA_FOLDER, TRACE_NAME, Progress
+from rankscope.tree.numbers import Columns
+
+__all__ = ["TraceFiles", "wait_for_collector"]
+
+_FORMAT = re.compile(r"rankscope\.(trace|nodes)/(\d+)")
+_NEWEST_FORMAT = 1
+_NODES_FILE = re.compile(r"steps/\d{6}\.json")
+_COLLECTOR_LOCK = "collector.lock"
+_POLL_S = 0.1
+
+
+class TraceFiles:
+    """A finished trace folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.head: Mapping[str, Any] = _load(folder / TRACE_NAME, "trace")
+        listed = [
+            (kind == "setup", group) for kind in ("setup", "steps") for group in self.head[kind]
+        ]
+        self.groups: list[tuple[bool, dict[str, Any]]] = listed
+
+    def file(self, group: int) -> Path:
+        """Where the nodes of a group are.
+
+        Raises:
+            TraceError: the file named is none that a trace has.
+        """
+        name = str(self.groups[group][1].get("nodes_file", TRACE_NAME))
+        if name != TRACE_NAME and not _NODES_FILE.fullmatch(name):
+            raise TraceError(f"{self._folder}: {name!r} is no nodes file: the trace is damaged")
+        return self._folder / name
+
+    def nodes(self, group: int) -> list[dict[str, Any]]:
+        """Return the nodes of a group, from its own file where it has one."""
+        head, file = self.groups[group][1], self.file(group)
+        nodes = (_load(file, "nodes") if "nodes_file" in head else head).get("nodes")
+        if not isinstance(nodes, list):
+            raise TraceError(f"{file}: has no list of nodes: the trace is damaged")
+        return nodes
+
+    def columns(self) -> Columns:
+        """Return the value columns, mapped."""
+        from rankscope.tree.columns import map_columns  # numpy: a small tree is shown without
+
+        return map_columns(self._folder / self.head["storage"]["values"].replace("/", ""))
+
+
+def _load(path: Path, kind: str) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_bytes())
+    except OSError as error:
+        raise TraceError(f"{path}: cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise TraceError(f"{path}: is no JSON ({error}); the trace is damaged") from error
+    found = _FORMAT.fullmatch(str(data.get("format"))) if isinstance(data, dict) else None
+    if found is None or found[1] != kind:
+        raise TraceError(
+            f"{path}: no rankscope {kind}, or a damaged one: it names no rankscope.{kind} format"
+        )
+    if int(found[2]) > _NEWEST_FORMAT:
+        run = data.get("run")
+        maker = run.get("versions", {}).get("rankscope") if isinstance(run, dict) else None
+        needed = f"rankscope {maker} or newer" if maker else "a newer rankscope"
+        raise TraceVersionError(
+            f"{path}: format {found[0]}, this rankscope reads up to "
+            f"rankscope.{kind}/{_NEWEST_FORMAT}; install {needed}"
+        )
+    checked: dict[str, Any] = data
+    return checked
+
+
+def wait_for_collector(folder: Path, wait_s: float, progress: Progress | None) -> None:
+    """Return once trace.json is there, or nobody is about to write it."""
+    deadline = time.monotonic() + wait_s
+    while not (folder / TRACE_NAME).exists() and _is_finishing(folder):
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return
+        if progress is not None:
+            progress("waiting for the collector", 1 - left / wait_s)
+        time.sleep(min(_POLL_S, left))
+
+
+def _is_finishing(folder: Path) -> bool:
+    """True where every stream has ended and a collector still holds the folder."""
+    replicas = [*(folder / REPLICA_FOLDER).glob("*.cells")]
+    if not replicas or not all(replica.with_suffix(".json").exists() for replica in replicas):
+        return False
+    try:
+        descriptor = os.open(folder / _COLLECTOR_LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
