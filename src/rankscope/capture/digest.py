@@ -172,7 +172,7 @@ class Digester:
             address = 0
             array = elements(local, kind.storage)
             if array.flags.c_contiguous or array.size <= BLOCK_ELEMENTS:
-                array = array.reshape(-1)
+                array = np.ascontiguousarray(array).reshape(-1)
             raw = _hash_runs(array)
         try:
             version = local._version

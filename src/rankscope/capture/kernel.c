@@ -186,8 +186,10 @@ INLINE quad sums_of_four(vec v0, vec v1, vec v2, vec v3) {
     return SHUFFLE(ab, cd, 0, 1, 4, 5) + SHUFFLE(ab, cd, 2, 3, 6, 7);
 }
 
-/* Adds `count` weighted projections of four rows of n columns, n a multiple of LANES. */
-INLINE void project_some(int count, const float *x, ptrdiff_t step, ptrdiff_t n,
+/* Adds `count` weighted projections of four rows of n columns, n a multiple of LANES. Meanwhile
+   `fetched` rows from `next` on are fetched; whose memory that is does not matter. */
+INLINE void project_some(int count, const float *x, ptrdiff_t step, ptrdiff_t n, uintptr_t next,
+                         int fetched,
                          const float *factors, ptrdiff_t pitch, const double *weights,
                          ptrdiff_t weight_pitch, quad_double *sketch) {
     vec sums[4][ROWS] = {{{0}}};
@@ -197,6 +199,9 @@ INLINE void project_some(int count, const float *x, ptrdiff_t step, ptrdiff_t n,
             factor[p] = load(factors + p * pitch + i);
             IN_REGISTER(factor[p]);
         }
+        if (next)
+            for (int r = 0; r < fetched; r++)
+                __builtin_prefetch((const void *)(next + (uintptr_t)((r * step + i) * 4)));
         for (int r = 0; r < ROWS; r++) {
             vec v = load(x + r * step + i);
             IN_REGISTER(v);
@@ -211,16 +216,16 @@ INLINE void project_some(int count, const float *x, ptrdiff_t step, ptrdiff_t n,
     }
 }
 
-INLINE void project_four(const float *x, ptrdiff_t step, ptrdiff_t n, const float *factors,
-                         ptrdiff_t pitch, const double *weights, ptrdiff_t weight_pitch,
-                         quad_double *sketch) {
-    int k = 0;
-    for (; k + AT_ONCE <= SKETCH; k += AT_ONCE)
-        project_some(AT_ONCE, x, step, n, factors + k * pitch, pitch, weights + k * weight_pitch,
+INLINE void project_four(const float *x, ptrdiff_t step, ptrdiff_t n, uintptr_t next,
+                         const float *factors, ptrdiff_t pitch, const double *weights,
+                         ptrdiff_t weight_pitch, quad_double *sketch) {
+    const int first = SKETCH % AT_ONCE ? SKETCH % AT_ONCE : AT_ONCE;
+    const uintptr_t row = (uintptr_t)step * 4;
+    project_some(first, x, step, n, next, 1, factors, pitch, weights, weight_pitch, sketch);
+    for (int k = first; k < SKETCH; k += AT_ONCE)
+        project_some(AT_ONCE, x, step, n, next ? next + (k == first ? 1 : 3) * row : 0,
+                     k == first ? 2 : 1, factors + k * pitch, pitch, weights + k * weight_pitch,
                      weight_pitch, sketch + k);
-    if (SKETCH % AT_ONCE)
-        project_some(SKETCH % AT_ONCE, x, step, n, factors + k * pitch, pitch,
-                     weights + k * weight_pitch, weight_pitch, sketch + k);
 }
 
 INLINE void project_one(const float *x, ptrdiff_t n, const float *factors, ptrdiff_t pitch,
@@ -304,8 +309,10 @@ static void look_at_rows(const struct plan *p, const void *values, int64_t first
             int64_t at = (first + row) * p->inner + column;
             const float *x = copy;
             ptrdiff_t step = padded;
+            uintptr_t next = 0;
             if (p->kind == FLOAT32 && n == padded) {
                 x = (const float *)values + at;
+                next = (uintptr_t)(x + (n < p->inner ? n : ROWS * n));
                 step = p->inner;
             } else {
                 for (int r = 0; r < at_once; r++) {
@@ -320,7 +327,8 @@ static void look_at_rows(const struct plan *p, const void *values, int64_t first
             const float *factors = p->factors + column;
             const double *weights = p->weights + first + row;
             if (at_once == ROWS)
-                project_four(x, step, padded, factors, p->pitch, weights, p->weight_pitch, lanes);
+                project_four(x, step, padded, next, factors, p->pitch, weights, p->weight_pitch,
+                             lanes);
             else
                 project_one(x, padded, factors, p->pitch, weights, p->weight_pitch, lanes);
         }
