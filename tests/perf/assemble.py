@@ -1,9 +1,10 @@
 """How fast records become a trace, and what a large one costs: prints figures, asserts nothing.
 
-    python tests/perf/assemble.py [--ranks 256] [--modules 2000] [--values 3] [--distinct]
+    python tests/perf/assemble.py [--ranks 256] [--modules 2000] [--values 3]
 
 The streams are made without the spool writer (it would take longer than what is measured): cells
-with valid crcs, one template of a rank's records with that rank's numbers in it.
+with valid crcs, one template of a rank's records with that rank's numbers in it. Besides
+the large job there is a small one of many calls: one rank, 10,000 modules, 5 steps, no values.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ def cells_of(kind: RecordKind, payload: bytes) -> np.ndarray:
     return made
 
 
-def rank_cells(rank: int, ranks: int, modules: int, values: int) -> np.ndarray:
-    """One traced forward of a flat model of `modules` modules, `values` sharded values each."""
+def rank_cells(rank: int, ranks: int, modules: int, values: int, *, steps: int = 1) -> np.ndarray:
+    """Traced forwards of a flat model of `modules` modules, `values` sharded values each."""
     parts = [
         definition(
             id=1,
@@ -68,7 +69,7 @@ def rank_cells(rank: int, ranks: int, modules: int, values: int) -> np.ndarray:
             id=3,
             kind="mesh",
             axes=["dp", "tp"],
-            shape=[ranks // 8, 8],
+            shape=[ranks // min(ranks, 8), min(ranks, 8)],
             ranks=list(range(ranks)),
             device="cuda",
         ),
@@ -102,22 +103,22 @@ def rank_cells(rank: int, ranks: int, modules: int, values: int) -> np.ndarray:
         ),
     ]
     made = [cells_of(RecordKind.DEFINITION, part) for part in parts]
-    enters = np.zeros(modules, cells.ENTER_DTYPE)
-    enters["sequence"] = np.arange(modules)
-    enters["parent"] = 0
-    enters["parent"][0] = cells.NO_SEQUENCE
-    enters["time_ns"] = np.arange(modules) * 1000
-    enters["module"] = np.arange(modules) + 5 + values
+    calls = modules * steps
+    enters = np.zeros(calls, cells.ENTER_DTYPE)
+    enters["sequence"] = np.arange(calls)
+    enters["parent"] = np.arange(calls) // modules * modules
+    enters["parent"][::modules] = cells.NO_SEQUENCE
+    enters["time_ns"] = np.arange(calls) * 1000
+    enters["module"] = np.arange(calls) % modules + 5 + values
+    enters["step"] = np.arange(calls) // modules
     enters["phase"] = 1
     enters["root"] = 2
-    exits = np.zeros(modules, cells.EXIT_DTYPE)
+    exits = np.zeros(calls, cells.EXIT_DTYPE)
     exits["sequence"], exits["time_ns"] = enters["sequence"], enters["time_ns"] + 500
-    rows = np.zeros(modules * values, cells.VALUE_DTYPE)
+    rows = np.zeros(calls * values, cells.VALUE_DTYPE)
     rows["sequence"] = np.repeat(enters["sequence"], values)
-    rows["time_ns"] = (
-        np.repeat(enters["time_ns"], values) + np.tile(np.arange(values), modules) * 10
-    )
-    rows["slot"] = np.tile(np.arange(values) + 5, modules)
+    rows["time_ns"] = np.repeat(enters["time_ns"], values) + np.tile(np.arange(values), calls) * 10
+    rows["slot"] = np.tile(np.arange(values) + 5, calls)
     rows["meta"], rows["phase"], rows["count"] = 4, 1, 4 * 64 * 512
     random = np.random.default_rng(rank % 8)
     rows["hash"] = random.integers(0, 1 << 63, len(rows))
@@ -129,7 +130,7 @@ def rank_cells(rank: int, ranks: int, modules: int, values: int) -> np.ndarray:
         wide(RecordKind.VALUE, rows),
         wide(RecordKind.EXIT, exits),
     ]
-    made.append(cells_of(RecordKind.END, cells.END.pack(10**9, modules * (2 + values), 0, 0, 0)))
+    made.append(cells_of(RecordKind.END, cells.END.pack(10**9, calls * (2 + values), 0, 0, 0)))
     whole = np.concatenate(made)
     whole[:, :4] = cell_crcs(whole).astype("<u4").view(np.uint8).reshape(-1, 4)
     return whole.reshape(-1)
@@ -142,13 +143,28 @@ def wide(kind: RecordKind, rows: np.ndarray) -> np.ndarray:
     made[:, 0, 5] = cells.FIRST
     made[:, :, 6] = np.arange(count - 1, -1, -1)
     body = np.zeros((len(rows), count * cells.PAYLOAD_BYTES), np.uint8)
-    body[:, : rows.dtype.itemsize] = rows.view(np.uint8).reshape(len(rows), -1)
-    made[:, :, 8:] = body.reshape(len(rows), count, -1)
+    body[:, : rows.dtype.itemsize] = rows.view(np.uint8).reshape(len(rows), rows.dtype.itemsize)
+    made[:, :, 8:] = body.reshape(len(rows), count, cells.PAYLOAD_BYTES)
     return made.reshape(-1, cells.CELL_BYTES)
 
 
 def peak_gib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20)
+
+
+def many_small_calls(folder: Path) -> None:
+    """Print what a node costs that holds no values."""
+    data = rank_cells(0, 1, 10_000, 0, steps=5)
+    folder.mkdir()
+    begin = time.process_time()
+    document = assemble([StreamBytes(stream=StreamId(rank=0, incarnation=0), data=data)])
+    assembled_s = time.process_time() - begin
+    write_trace(document, folder)
+    taken_s = time.process_time() - begin
+    print(
+        f"50,000 nodes         {taken_s:6.2f} s  {taken_s / 50_000 * 1e6:.1f} us a node, "
+        f"{assembled_s / 50_000 * 1e6:.1f} of them to assemble"
+    )
 
 
 def main() -> None:
@@ -195,6 +211,7 @@ def main() -> None:
             for p in sorted((folder / "out").rglob("*"))
             if p.is_file()
         }
+        many_small_calls(folder / "small")
         print(", ".join(f"{name} {size / 1e6:.1f} MB" for name, size in sizes.items()))
     finally:
         shutil.rmtree(folder)

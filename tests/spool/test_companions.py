@@ -51,6 +51,11 @@ def test_a_companion_never_sees_what_would_make_it_trace():
     assert kept["PYTHONPATH"].startswith("/p" + os.pathsep)
 
 
+def test_entries_of_the_module_path_stay_where_they_are_for_a_companion_that_works_elsewhere():
+    kept = companion_environment({"PYTHONPATH": f"src{os.pathsep}{os.pathsep}/p"})
+    assert kept["PYTHONPATH"].split(os.pathsep)[:2] == [os.path.abspath("src"), "/p"]
+
+
 def test_an_ipc_address_always_fits(tmp_path):
     assert ipc_address(tmp_path) == f"ipc://{tmp_path}/collector.sock"
     deep = tmp_path / ("x" * 120)
@@ -68,7 +73,7 @@ from rankscope.spool.companions import start_daemon
 spare, inherited = os.pipe()
 os.set_inheritable(inherited, True)
 sleeper = "import time; print('started', flush=True); time.sleep(30)"
-start_daemon([sys.executable, "-c", sleeper], Path({str(tmp_path / "log")!r}))
+start_daemon([sys.executable, "-c", sleeper], Path({str(tmp_path / "log")!r}), Path({str(tmp_path)!r}))
 try:
     os.waitpid(-1, os.WNOHANG)
     print("has a child")
@@ -91,7 +96,7 @@ except ChildProcessError:
 
 def test_a_daemon_that_cannot_be_started_is_told(tmp_path):
     with pytest.raises(SpoolError, match="cannot be started"):
-        start_daemon(["true"], tmp_path / "missing" / "log")
+        start_daemon(["true"], tmp_path / "missing" / "log", tmp_path)
 
 
 def test_neither_companion_imports_torch():

@@ -5,6 +5,9 @@ from __future__ import annotations
 import fcntl
 import json
 import math
+import os
+import subprocess
+import sys
 import threading
 import time
 
@@ -15,6 +18,7 @@ from rankscope.errors import FolderError, SelectionError, TraceError, TraceVersi
 from rankscope.record.call import Mode, Phase
 from rankscope.tree.assemble import build
 from rankscope.tree.reader import newest_trace, open_trace
+from tests.conftest import REPOSITORY
 from tests.tree.jobs import GRID, WEIGHT, grid_job, piece
 from tests.tree.ranks_on_paper import PaperRank, digest
 
@@ -229,6 +233,25 @@ def test_damaged_columns_are_one_clear_error(out, cut):
     path.write_bytes(path.read_bytes()[:cut])
     with pytest.raises(TraceError, match=r"values\.safetensors"):
         open_trace(out).columns()
+
+
+def test_a_finished_tree_is_read_without_numpy(out):
+    """Importing it, and what assembles trees, takes longer than showing a small one."""
+    program = (
+        "import sys; from rankscope.tree.reader import open_trace; "
+        "print(sum(len(n.slots) for n in open_trace(sys.argv[1]).walk()), "
+        "{'numpy', 'rankscope.tree.assemble'} & {*sys.modules})"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", program, str(out)],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY / "src")},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    slots = sum(len(node.slots) for node in open_trace(out).walk())
+    assert run.stdout == f"{slots} set()\n"
 
 
 def test_folders_that_are_no_traces_say_what_they_are(tmp_path):

@@ -140,7 +140,7 @@ def completeness(streams: Sequence[RankStream], not_understood: Sequence[int]) -
         not_understood: per stream, values that name a call or definition which is not there.
     """
     world = max((int(s.identity.get("world_size", 1)) for s in streams), default=0)
-    missing = sorted(set(range(world)) - {s.stream.rank for s in streams})
+    missing = sorted(_to_be_traced(streams, world) - {s.stream.rank for s in streams})
     ranks = [_state(stream, lost) for stream, lost in zip(streams, not_understood)]
     last = {s.stream.rank: s.stream.incarnation for s in streams}
     # a rank that was restarted ended without a word: what counts is that all it wrote has arrived
@@ -153,6 +153,15 @@ def completeness(streams: Sequence[RankStream], not_understood: Sequence[int]) -
         )
     )
     return {"complete": complete, "missing": ranks_text(missing), "ranks": ranks}
+
+
+def _to_be_traced(streams: Sequence[RankStream], world: int) -> set[int]:
+    """Return the ranks that were selected: all, unless the setting `ranks` lists some."""
+    ranks = set(range(world))
+    listed = _shared(streams, "settings").get("ranks", "all").split(",")
+    if not all(rank.isdigit() for rank in listed):
+        return ranks
+    return ranks & {int(rank) for rank in listed}
 
 
 def _is_whole(state: Mapping[str, Any]) -> bool:

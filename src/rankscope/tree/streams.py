@@ -148,10 +148,8 @@ def _definitions(
     raw = found.cells.take(wanted, axis=0).tobytes()
     definitions: dict[int, dict[str, Any]] = {}
     rejected: list[str] = []
-    for first, size in zip(
-        (firsts * cells.CELL_BYTES).tolist(), (sizes * cells.CELL_BYTES).tolist()
-    ):
-        packed = raw[first : first + size]
+    begins, ends = firsts * cells.CELL_BYTES, (firsts + sizes) * cells.CELL_BYTES
+    for packed in [raw[begin:end] for begin, end in zip(begins.tolist(), ends.tolist())]:
         if packed not in decoded:
             try:
                 decoded[packed] = _decode(packed)
