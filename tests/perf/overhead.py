@@ -133,20 +133,21 @@ def compare(
     watched: Callable[[], contextlib.AbstractContextManager[None]],
     rounds: int,
 ) -> None:
-    """Print the ratio of a watched step to a plain one, timed in alternating rounds."""
-    plain: list[float] = []
-    watching: list[float] = []
+    """Print the ratio of a watched step to a plain one: the median over rounds of both, side by side."""
+    ratios, plain, watching = [], [], []
     for _ in range(rounds):
-        plain += seconds(step, 2)
+        base = seconds(step, 3)
         with watched():
             step()  # set-up, first calls
-            watching += seconds(step, 2)
-    base, cost = statistics.median(plain), statistics.median(watching)
-    spread = (
-        statistics.quantiles(watching, n=4)[2] - statistics.quantiles(watching, n=4)[0]
-    ) / base
+            cost = seconds(step, 3)
+        base += seconds(step, 2)
+        ratios.append(statistics.median(cost) / statistics.median(base))
+        plain += base
+        watching += cost
+    low, middle, high = statistics.quantiles(ratios, n=4)
     print(
-        f"| {name} | {cost / base:.3f} | ±{spread / 2:.3f} | {base * 1e3:.1f} | {cost * 1e3:.1f} |",
+        f"| {name} | {middle:.3f} | {low:.3f} to {high:.3f} "
+        f"| {statistics.median(plain) * 1e3:.1f} | {statistics.median(watching) * 1e3:.1f} |",
         flush=True,
     )
 

@@ -53,7 +53,7 @@ class ParameterEvents:
         """
         if not self.wants(Phase.GRADS):
             return
-        flags = ValueFlag.SCALED if is_scaled else ValueFlag.NONE
+        flags = int(ValueFlag.SCALED) if is_scaled else 0
         for root in self._table.roots:
             self._event(root, Phase.GRADS, Mode.TRAIN, step, ordinal, held, flags)
 

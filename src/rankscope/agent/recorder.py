@@ -35,7 +35,10 @@ __all__ = ["Recorder"]
 _MAX_TEXTS = 10_000
 """Distinct reprs and error texts interned per rank; later ones are replaced by a fixed text."""
 _ENTER, _EXIT, _VALUE = int(RecordKind.ENTER), int(RecordKind.EXIT), int(RecordKind.VALUE)
+_SAMPLES = int(RecordKind.SAMPLES)
+# plain ints: an IntFlag's own `|` costs a microsecond
 _STRUCTURE = int(ValueFlag.STRUCTURE_ONLY)
+_HAS_SAMPLES, _REUSED = int(ValueFlag.HAS_SAMPLES), int(ValueFlag.REUSED)
 
 
 class Recorder:
@@ -166,33 +169,45 @@ class Recorder:
         slot: str,
         described: Described,
         reading: Reading | None,
-        *,
         phase: Phase,
-        ordinal: int = 0,
-        flags: int = 0,
-        batch_dim: int = 0,
+        ordinal: int,
+        flags: int,
+        batch_dim: int,
     ) -> None:
-        """Record one tensor in one slot; without a reading its description alone."""
+        """Record one tensor in one slot, without a reading its description alone. (By position: hot path.)"""
         slot_number = self._slots.get(slot) or self.slot(slot)
         meta = self._metas.get(described) or self.meta(described)
         now = time.monotonic_ns()
         if reading is None:
-            head = VALUE_HEAD.pack(
-                sequence, now, slot_number, meta, flags | _STRUCTURE, phase, ordinal, 0, 0, 0
-            )
+            flags |= _STRUCTURE
+            head = VALUE_HEAD.pack(sequence, now, slot_number, meta, flags, phase, ordinal, 0, 0, 0)
             self._write(_VALUE, head)
             return
-        samples = reading.samples
+        (
+            count,
+            digest,
+            nan,
+            posinf,
+            neginf,
+            zero,
+            low,
+            high,
+            mean,
+            std,
+            l2,
+            sketch,
+            samples,
+            reused,
+        ) = reading
         if samples is not None:
-            flags |= ValueFlag.HAS_SAMPLES
-        if reading.reused:
-            flags |= ValueFlag.REUSED
+            flags |= _HAS_SAMPLES
+        if reused:
+            flags |= _REUSED
         self._write(
             _VALUE,
             VALUE.pack(
-                sequence, now, slot_number, meta, flags, phase, ordinal, reading.count, reading.hash, 0,
-                reading.nan, reading.posinf, reading.neginf, reading.zero, reading.min, reading.max,
-                reading.mean, reading.std, reading.l2, *reading.sketch,
+                sequence, now, slot_number, meta, flags, phase, ordinal, count, digest, 0,
+                nan, posinf, neginf, zero, low, high, mean, std, l2, *sketch,
             ),
         )  # fmt: skip
         if samples is not None:
@@ -200,7 +215,7 @@ class Recorder:
             head = SAMPLES.pack(
                 sequence, slot_number, ordinal, phase, rows, size, batch_dim, 0, 0, 0
             )
-            self._write(RecordKind.SAMPLES, head + samples.tobytes())
+            self._write(_SAMPLES, head + samples.tobytes())
 
     def step(self, event: StepEvent, mode: Mode, step: int, note: str = "") -> None:
         """Record that a traced step began or ended."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
+from types import FrameType
 
 import torch
 from torch import nn
@@ -201,7 +202,11 @@ class Tracer:
                         and self._values.wants(slot)
                     ):
                         self._values.read(
-                            leaf, frame.sequence, slot, frame.phase, flags=ValueFlag.AFTER_CALL | ValueFlag.SUPERSEDES
+                            leaf,
+                            frame.sequence,
+                            slot,
+                            frame.phase,
+                            flags=int(ValueFlag.AFTER_CALL | ValueFlag.SUPERSEDES),
                         )
 
     def _watch(
@@ -314,11 +319,12 @@ def _keyword_arguments() -> dict[str, object] | None:
 
 def _module_calls_running() -> int:
     """Return how many module calls with hooks are on this thread's Python stack."""
-    count, frame = 0, sys._getframe(1)
+    count = 0
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
         count += code.co_name == "inner" and code.co_filename.endswith("module.py")
-        frame = frame.f_back  # type: ignore[assignment]  # None ends the walk
+        frame = frame.f_back
     return count
 
 

@@ -21,6 +21,8 @@ __all__ = ["ValueReader"]
 
 
 _ACTIVATIONS = frozenset({Phase.FORWARD, Phase.RECOMPUTE, Phase.BACKWARD})
+# plain ints: an IntFlag's own `|` costs a microsecond, and these are used for every value
+_PENDING, _PYTHON, _ABSENT = int(ValueFlag.PENDING), int(ValueFlag.PYTHON), int(ValueFlag.ABSENT)
 _MOST_PENDING = 256
 """Values in flight held at a time; further ones stay pending."""
 
@@ -71,36 +73,34 @@ class ValueReader:
     ) -> None:
         """Digest one tensor as it is now and record it; the caller holds `invisible()`."""
         described, local = self._describer.describe(tensor)
-        if described.is_pending:
-            self._remember_pending(tensor, sequence, slot, phase, ordinal, flags)
-            flags |= ValueFlag.PENDING
-        place = ValuePlace(sequence, slot, described, phase, ordinal, flags)
-        self._digest(local, place, samples=samples)
-
-    def _digest(self, local: torch.Tensor, place: ValuePlace, *, samples: bool) -> None:
-        """Digest memory that may be read now and record it; from an accelerator it comes later."""
-        described, reading = place.described, None
-        samples = samples and described.allows_samples
         if described.can_digest:
             digester = self._local.digester or self._new_digester()
-            reading = digester.read(local, described.ranges, samples=samples)
-        elif described.can_digest_on_device and self._on_devices.read(
-            local, place, samples=samples
-        ):
+            reading = digester.read(
+                local, described.ranges, samples=samples and described.allows_samples
+            )
+            self._recorder.value(
+                sequence, slot, described, reading, phase, ordinal, flags, self._batch_dim
+            )
             return
-        self._record(place, reading)
+        if described.is_pending:
+            self._remember_pending(tensor, sequence, slot, phase, ordinal, flags)
+            flags |= _PENDING
+        place = ValuePlace(sequence, slot, described, phase, ordinal, flags)
+        if not self._is_read_on_device(local, place, samples=samples):
+            self._record(place, None)
+
+    def _is_read_on_device(self, local: torch.Tensor, place: ValuePlace, *, samples: bool) -> bool:
+        """Have an accelerator digest what lies there: it comes back later. False for anything else."""
+        described = place.described
+        return described.can_digest_on_device and self._on_devices.read(
+            local, place, samples=samples and described.allows_samples
+        )
 
     def _record(self, place: ValuePlace, reading: Reading | None, flags: int = 0) -> None:
         self._recorder.value(
-            place.sequence,
-            place.slot,
-            place.described,
-            reading,
-            phase=place.phase,
-            ordinal=place.ordinal,
-            flags=place.flags | flags,
-            batch_dim=self._batch_dim,
-        )
+            place.sequence, place.slot, place.described, reading, place.phase, place.ordinal,
+            place.flags | flags, self._batch_dim,
+        )  # fmt: skip
 
     def read_all(
         self,
@@ -134,14 +134,12 @@ class ValueReader:
     def note(self, leaf: object, sequence: int, slot: str, phase: Phase, flags: int = 0) -> None:
         """Record an argument that is no tensor by its bounded description."""
         described = self._describer.describe_other(leaf)
-        self._recorder.value(
-            sequence, slot, described, None, phase=phase, flags=flags | ValueFlag.PYTHON
-        )
+        self._recorder.value(sequence, slot, described, None, phase, 0, flags | _PYTHON, 0)
 
     def absent(self, sequence: int, slot: str, phase: Phase) -> None:
         """Record that a slot holds nothing (`.grad is None`)."""
         described = self._describer.describe_other(None)
-        self._recorder.value(sequence, slot, described, None, phase=phase, flags=ValueFlag.ABSENT)
+        self._recorder.value(sequence, slot, described, None, phase, 0, _ABSENT, 0)
 
     def _new_digester(self) -> Digester:
         digester = Digester(batch_dim=self._batch_dim)
@@ -156,7 +154,7 @@ class ValueReader:
         if found is None or len(self._pending) >= _MOST_PENDING:
             return
         described, memory = found
-        flags |= ValueFlag.AFTER_CALL | ValueFlag.SUPERSEDES
+        flags |= int(ValueFlag.AFTER_CALL | ValueFlag.SUPERSEDES)
         place = ValuePlace(sequence, slot, described, phase, ordinal, flags)
         self._pending.append((memory, place))
 
@@ -167,7 +165,14 @@ class ValueReader:
         pending, self._pending = self._pending, []
         with invisible():
             for memory, place in pending:
-                self._digest(memory, place, samples=place.phase in _ACTIVATIONS)
+                samples = place.phase in _ACTIVATIONS
+                if place.described.can_digest:
+                    digester = self._local.digester or self._new_digester()
+                    ranges = place.described.ranges
+                    samples = samples and place.described.allows_samples
+                    self._record(place, digester.read(memory, ranges, samples=samples))
+                elif not self._is_read_on_device(memory, place, samples=samples):
+                    self._record(place, None)
 
     def end_step(self) -> None:
         """Forget every tensor seen: memory of what was digested ends with the step."""
@@ -185,4 +190,4 @@ class ValueReader:
             wait: wait for all of them. Only at the end of a trace.
         """
         for place, reading in self._on_devices.collect(wait=wait):
-            self._record(place, reading, ValueFlag.MIX64)
+            self._record(place, reading, int(ValueFlag.MIX64))
