@@ -16,6 +16,8 @@ from rankscope.capture.digest import Digester, Reading
 from rankscope.record.factors import factors
 from rankscope.record.placement import Ranges
 
+pytestmark = pytest.mark.usefixtures("way")
+
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 EIGHT_BITS = [
     getattr(torch, name)

@@ -5,9 +5,9 @@ operation at all, so nothing that watches torch, no checkpointing, autocast, mod
 can see it or change it: xxhash, and the kernel of this host or else numpy, read the tensor's own
 memory.
 
-The kernel (`rankscope.capture.kernel`) takes values of float32 and narrower types in one pass. Where
-there is none, or it refuses a value, numpy takes the value by blocks: minimum, maximum and sums first; only a block they do not prove finite is looked at again. Both give
-the same numbers to the last digits of float32 sums.
+The kernel (`rankscope.capture.kernel`) takes values of float32 and narrower types in one pass.
+Where there is none, or it refuses a value, numpy takes minimum, maximum and sums first, and only a
+block they do not prove finite is looked at again. Both agree to the last digits of float32 sums.
 
 Statistics and sketch are reused for the same live object of the same version *and the same hash*:
 `_version` alone proves nothing (in-place collectives, fused optimizers and `.data` leave it), so
@@ -38,6 +38,7 @@ from rankscope.capture.fold import (
     multiply_rows,
     sum_width,
 )
+from rankscope.capture.hashing import has_minus_zero, hash_words
 from rankscope.capture.kernel import Bound, Kernel, Workspace, load
 from rankscope.capture.moments import (
     Block,
@@ -173,7 +174,7 @@ class Digester:
             array = elements(local, kind.storage)
             if array.flags.c_contiguous or array.size <= BLOCK_ELEMENTS:
                 array = np.ascontiguousarray(array).reshape(-1)
-            raw = _hash_runs(array)
+            raw = hash_words(array)
         try:
             version = local._version
         except RuntimeError:  # inference tensors have none
@@ -235,9 +236,7 @@ class Digester:
     def _bind(self, plan: Plan, storage: Storage) -> Bound | None:
         """Return the kernel for whole values, None where there is none or it does not pay."""
         whole = plan.whole
-        if self._kernel is None or not storage.kernel_kind or whole is None:
-            return None
-        if whole.inner < _LEAST_COLUMNS and whole.rows > _MOST_SHORT_ROWS:
+        if self._kernel is None or whole is None or not _pays(storage, whole.inner, whole.rows):
             return None
         return self._kernel.bind(
             storage.kernel_kind,
@@ -249,15 +248,16 @@ class Digester:
         )
 
     def _in_one_pass(self, bound: Bound, address: int, kind: _Kind, raw: int) -> Reading | None:
-        """Return the reading of contiguous words, None where they have to be looked at carefully."""
+        """Return the reading of contiguous words, None where they need a careful look."""
         workspace = self._scratch.workspace
         found = bound.look(address, workspace)
         if found is None:
             return None
-        low, high, mean, std, norm, _, *_, zero, has_minus_zero = found
-        if has_minus_zero and kind.storage.normalize is not None:
+        low, high, mean, std, norm = found[:5]
+        zero, minus_zero = found[14:]
+        if minus_zero and kind.storage.normalize is not None:
             words = _words_at(kind.memory.from_address(address), kind.dtype)
-            raw = _hash_runs(words, kind.storage)
+            raw = hash_words(words, kind.storage)
         rows = workspace.rows32(kind.samples) if kind.samples else None
         sketch = found[6:14]
         return Reading(
@@ -281,9 +281,9 @@ class Digester:
             block, sketch, rows = self._blockwise(array, plan, storage)
         digest = raw
         if storage.normalize is not None and (
-            block.nan or (block.zero and _has_minus_zero(array, storage))
+            block.nan or (block.zero and has_minus_zero(array, storage))
         ):
-            digest = _hash_runs(array, storage)
+            digest = hash_words(array, storage)
         return _reading(plan, block, digest, sketch, rows)
 
     def _look(self, values: Floats, segment: Segment, width: int) -> tuple[Block, Floats, float]:
@@ -326,18 +326,38 @@ class Digester:
             most = max(1, min(BLOCK_ROWS, BLOCK_ELEMENTS // segment.inner))
             for run in contiguous_runs(shaped if segment.where is None else shaped[segment.where]):
                 for start in range(0, run.size, most * segment.inner):
-                    values = storage.values(run[start : start + most * segment.inner])
-                    count = values.size // segment.inner
-                    block, products, scale = self._look(
-                        values, segment, sum_width(count, segment.inner)
-                    )
+                    words = run[start : start + most * segment.inner]
+                    block, part = self._look_at_block(words, segment, row, storage)
                     moments.add(block)
-                    weights = segment.weights(row, row + count)
-                    parts[segment.sample] += _vecdot(products, weights, axis=0) * scale
-                    row += count
+                    parts[segment.sample] += part
+                    row += words.size // segment.inner
         if plan.batch_factors is None:
             return moments.block(), parts[0], None
         return moments.block(), _vecdot(parts, plan.batch_factors, axis=0), parts
+
+    def _look_at_block(
+        self, words: Array, segment: Segment, row: int, storage: Storage
+    ) -> tuple[Block, Doubles]:
+        """Return the moments and the sketch of whole rows of a segment, from `row` on."""
+        rows = words.size // segment.inner
+        weights = segment.weights(row, row + rows)
+        if self._kernel is not None and _pays(storage, segment.inner, rows):
+            bound = self._kernel.bind(
+                storage.kernel_kind, (1, 1, rows), segment.matrix, weights, None, storage.table
+            )
+            found = bound.look(words.ctypes.data, self._scratch.workspace)
+            if found is not None:
+                low, high, mean, _, norm, deviation = found[:6]
+                block = Block(words.size, 0, 0, 0, found[14], low, high, mean, deviation, norm)
+                return block, np.array(found[6:14])
+        width = sum_width(rows, segment.inner)
+        block, products, scale = self._look(storage.values(words), segment, width)
+        return block, _vecdot(products, weights, axis=0) * scale
+
+
+def _pays(storage: Storage, inner: int, rows: int) -> bool:
+    """True where the kernel knows the stored words and has enough columns to work on."""
+    return bool(storage.kernel_kind) and (inner >= _LEAST_COLUMNS or rows <= _MOST_SHORT_ROWS)
 
 
 def _multiply(values: Floats, matrix: Floats, rows: int, at_once: int, out: Floats) -> Floats:
@@ -362,30 +382,6 @@ def _per_sample(products: Floats, segment: Segment, plan: Plan) -> Doubles:
     sums: Doubles = _vecdot(products.reshape(shape), weights.reshape(shape), axis=2)
     whole: Doubles = sums[0] if len(sums) == 1 else sums.sum(axis=0)
     return whole
-
-
-def _has_minus_zero(array: Array, storage: Storage) -> bool:
-    size = storage.dtype.itemsize
-    if size == 1:
-        return True  # a table normalizes 8-bit floats at no cost worth a look
-    words = np.dtype(f"<i{size}")
-    for run in contiguous_runs(array):
-        # -0 is the smallest signed integer of its size
-        if int(np.minimum.reduce(run.view(words))) == np.iinfo(words).min:
-            return True
-    return False
-
-
-def _hash_runs(array: Array, storage: Storage | None = None) -> int:
-    """Return xxh3 of the words in row-major order, normalized where a storage is given."""
-    state: Any = xxhash.xxh3_64()
-    for run in contiguous_runs(array):
-        for start in range(0, run.size, BLOCK_ELEMENTS):
-            part = run[start : start + BLOCK_ELEMENTS]
-            state.update(
-                storage.normalize(part) if storage is not None and storage.normalize else part
-            )
-    return int(state.intdigest())
 
 
 def _reading(
