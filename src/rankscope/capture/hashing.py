@@ -1,4 +1,4 @@
-"""The hash of stored words in row-major order, with one zero and one NaN where that is asked for."""
+"""The hash of stored words in row-major order, with one zero and one NaN where asked for."""
 
 from __future__ import annotations
 
