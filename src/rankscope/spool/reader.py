@@ -43,7 +43,7 @@ def committed_heads(cells: Cells) -> Heads:
     end, before = 0, np.uint32(0)
     while end < len(cells):
         block = cells[end : end + CHECK_BLOCK]
-        words = np.ascontiguousarray(block[:, :8]).view("<u4")
+        words = block.view("<u8")[:, 0].copy().view("<u4").reshape(-1, 2)
         own = heads[end : end + len(block)]
         own[:] = words[:, 1]
         shaped = _shaped(own, before)
@@ -67,7 +67,8 @@ def committed_heads(cells: Cells) -> Heads:
 
 def cell_heads(cells: Cells) -> Heads:
     """Return bytes 4..8 of each cell as a number: kind, flags, left."""
-    return np.ascontiguousarray(cells[:, 4:8]).view("<u4").reshape(-1)
+    heads: Heads = cells.view("<u4")[:, 1].copy()
+    return heads
 
 
 def _shaped(heads: Heads, before: np.uint32) -> int:
