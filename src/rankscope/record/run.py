@@ -21,6 +21,8 @@ class EndReason(str, enum.Enum):
     """The process is gone and left no end record (killed, aborted, os._exit)."""
     RUNNING = "running"
     """The rank was alive when the trace was read."""
+    RAISED = "raised"
+    """The end record was committed while an uncaught exception ended the program."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -94,5 +96,5 @@ class StreamState:
         return (
             self.committed == self.received
             and self.dropped_records == 0
-            and self.end in (EndReason.EXIT, EndReason.CLOSED)
+            and self.end in (EndReason.EXIT, EndReason.CLOSED, EndReason.RAISED)
         )

@@ -194,7 +194,7 @@ END_REASONS."""
 END_DTYPE = np.dtype(
     [("time_ns", "<i8"), ("records", "<u8"), ("dropped", "<u8"), ("text", "<u4"), ("reason", "<u4")]
 )
-END_REASONS = (EndReason.EXIT, EndReason.CLOSED, EndReason.SWITCHED_OFF)
+END_REASONS = (EndReason.EXIT, EndReason.CLOSED, EndReason.SWITCHED_OFF, EndReason.RAISED)
 """What the number in an END record means. Never reorder."""
 
 DEFINITION_LENGTH = struct.Struct("<I")
