@@ -29,25 +29,33 @@ from rankscope.spool.companions import (
     relay_command,
 )
 from rankscope.spool.folder import (
+    COLLECTOR_LOCK_NAME,
+    LAUNCHER_LOCK_NAME,
     RELAY_LOG_NAME,
     SHARED,
+    FolderLock,
     RunHeader,
     check_free_space,
     host_run_folder,
+    is_held,
     mark_job_over,
+    remove_run_folder,
     run_key,
     spool_base,
     streams,
     write_run_header,
 )
-from rankscope.spool.outfolder import default_out, prepare_out
+from rankscope.spool.outfolder import (
+    COLLECTOR_LOG_NAME,
+    claim_out,
+    default_out,
+    prepare_out,
+)
 from rankscope_launcher.progress import Progress, say
 
 __all__ = ["JobShape", "TracedJob"]
 
 TREE_NAME = "trace.json"
-_OF_OTHER_HOSTS = frozenset({"spool", "collector.lock", "collector.json", "collector.log"})
-"""What the first hosts of a run may have put into a trace folder before the last one starts."""
 _BUSY = 2
 """Exit code of a collector that could not start, because another one owns the folder."""
 _POLL_S = 0.05
@@ -84,6 +92,7 @@ class TracedJob:
     def __init__(
         self, settings: Settings, shape: JobShape, out: Path, run_folder: Path, address: str
     ) -> None:
+        self._life = FolderLock(run_folder / LAUNCHER_LOCK_NAME, "launcher")
         self._settings = settings
         self._shape = shape
         self._out = out
@@ -111,16 +120,24 @@ class TracedJob:
                 f"{shape.hosts} hosts: expected one trace folder that all of them see; "
                 "give every host the same --rs-out, on a shared disk"
             )
+        if not settings.traced_of(shape.world_size):
+            raise SettingError(
+                f"--rs-ranks selects none of the {shape.world_size} ranks of this job"
+            )
         base = spool_base(settings.spool)
         check_free_space(base, settings.spool_bytes * shape.local_ranks)
         out = settings.out or default_out()
-        if is_shared and shape.hosts > 1:
-            _claim_shared(out)
-        else:
-            prepare_out(out)
         launch = f"{shape.run_id}/{os.uname().nodename}/{os.getpid()}/{time.time_ns()}"
         run_folder = host_run_folder(base, run_key(launch))
         address = SHARED if is_shared else settings.collector or ipc_address(run_folder)
+        try:
+            if is_shared:
+                claim_out(out)
+            elif not settings.collector:
+                prepare_out(out)
+        except FolderError:
+            remove_run_folder(run_folder)
+            raise
         header = RunHeader(
             run_id=shape.run_id,
             out=out,
@@ -136,10 +153,11 @@ class TracedJob:
         variables = {s.variable: given[s.field] for s in SETTINGS if s.field in given}
         if self._settings.spool is not None:
             variables["RANKSCOPE_SPOOL"] = str(self._settings.spool)
+        if not self._is_collected_elsewhere:
+            variables["RANKSCOPE_OUT"] = str(self._out)
         return {
             **variables,
             "RANKSCOPE": "1",
-            "RANKSCOPE_OUT": str(self._out),
             "RANKSCOPE_RUN_FOLDER": str(self._run_folder),
         }
 
@@ -151,31 +169,29 @@ class TracedJob:
 
     def start(self) -> None:
         """Start the relay, and on the head host the collector, unless one was named by address."""
-        self._relay = _start(relay_command(self._run_folder), self._run_folder / RELAY_LOG_NAME)
+        folder = self._run_folder
+        self._relay = _start(relay_command(folder), folder / RELAY_LOG_NAME, folder)
         if not self._shape.is_head or self._is_collected_elsewhere:
             return
+        if self._address == SHARED and is_held(self._out / COLLECTOR_LOCK_NAME):
+            return  # one that was started by hand: it finishes the run
         command = collector_command(
             self._out,
             bind=() if self._address == SHARED else (self._address,),
             world_size=self._shape.world_size,
-            traced_ranks=self._traced_ranks(),
+            traced_ranks=self._settings.traced_of(self._shape.world_size),
             keep_spool=self._settings.keep_spool,
             drain_seconds=self._settings.drain_seconds,
             finish_seconds=self._settings.finish_seconds,
         )
-        self._collector = _start(command, self._out / "collector.log")
-
-    def _traced_ranks(self) -> int | None:
-        """Return how many ranks of the job are traced, None for all."""
-        if self._settings.ranks is None:
-            return None
-        return max(1, sum(rank < self._shape.world_size for rank in self._settings.ranks))
+        self._collector = _start(command, self._out / COLLECTOR_LOG_NAME, folder)
 
     def finish(self) -> None:
         """Say the job is over, wait for the tree as long as settings allow, print where it is."""
         if self._is_over or self._relay is None:
             return
         self._is_over = True
+        self._life.release()
         if self._run_folder.is_dir():  # else everything in it was shipped, and the relay has left
             mark_job_over(self._run_folder)
         if self._nothing_came():
@@ -185,7 +201,7 @@ class TracedJob:
                 "in the ranks' Python"
             )
             return
-        if self._shape.hosts > 1 and self._collector and self._collector.poll() == _BUSY:
+        if self._address == SHARED and self._collector and self._collector.poll() == _BUSY:
             self._collector = None  # two hosts of the run on one machine: the other one collects
         waiting_for = self._collector or self._relay
         tree = self._out / TREE_NAME
@@ -214,11 +230,16 @@ class TracedJob:
 
     def _last_line(self, tree: Path) -> str:
         if self._is_collected_elsewhere:
-            return f"records went to the collector at {self._address}, which writes the tree"
-        if self._collector is None:
-            return f"the records of this host are in {self._out}; the head host builds the tree"
+            if self._relay is not None and self._relay.poll() == 0:
+                return f"records went to the collector at {self._address}, which writes the tree"
+            return (
+                f"the collector at {self._address} has not finished the trace; what it has not "
+                f"taken by then stays in {self._run_folder}"
+            )
         if tree.exists():
             return f"trace in {self._out}; read it: rankscope show {_shown(self._out)}"
+        if self._collector is None:
+            return f"the records of this host are in {self._out}; its collector builds the tree"
         recover = (
             f"rankscope recover {_shown(self._run_folder)} --out {_shown(self._out)}-recovered"
         )
@@ -230,7 +251,7 @@ class TracedJob:
             )
         return (
             f"no tree in {self._out}: the collector ended with code {code} "
-            f"(see {self._out / 'collector.log'}); build it from the spools: {recover}"
+            f"(see {self._out / COLLECTOR_LOG_NAME}); build it from the spools: {recover}"
         )
 
     def _tidy(self) -> None:
@@ -243,6 +264,7 @@ class TracedJob:
                 time.sleep(_POLL_S)
         if self._run_folder.is_dir() and not streams(self._run_folder):
             shutil.rmtree(self._run_folder, ignore_errors=True)
+            remove_run_folder(self._run_folder)
 
     def close(self) -> None:
         """Finish; what goes wrong on the way is said, never raised: the job's end stays its own."""
@@ -268,29 +290,8 @@ def new_run_id() -> str:
     return uuid.uuid4().hex
 
 
-def _claim_shared(out: Path) -> None:
-    """Make a trace folder that hosts share: another host of this run may have begun to use it.
-
-    Raises:
-        FolderError: it holds something else, or cannot be used.
-    """
-    begun = out.is_dir() and set(os.listdir(out)) <= _OF_OTHER_HOSTS
-    if not begun:
-        try:
-            prepare_out(out)
-        except FolderError:
-            if not (out.is_dir() and set(os.listdir(out)) <= _OF_OTHER_HOSTS):
-                raise  # else another host was quicker by the blink of an eye
-
-
-def _start(command: list[str], log: Path) -> subprocess.Popen[bytes]:
+def _start(command: list[str], log: Path, folder: Path) -> subprocess.Popen[bytes]:
     """Start a companion in its own session, so that Ctrl-C in the terminal ends the job alone."""
-    environment = companion_environment()
-    if (
-        "PYTHONPATH" in environment
-    ):  # its entries may be relative, and the companion works elsewhere
-        entries = environment["PYTHONPATH"].split(os.pathsep)
-        environment["PYTHONPATH"] = os.pathsep.join(os.path.abspath(e) for e in entries if e)
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
     descriptor = os.open(log, flags, 0o600)
     try:
@@ -299,8 +300,8 @@ def _start(command: list[str], log: Path) -> subprocess.Popen[bytes]:
             stdin=subprocess.DEVNULL,
             stdout=descriptor,
             stderr=descriptor,
-            env=environment,
-            cwd=log.parent,  # `-m` puts it on the module path: a folder that only this user writes
+            env=companion_environment(),
+            cwd=folder,  # `-m` puts it on the module path: a folder that only this user writes
             start_new_session=True,
         )
     finally:

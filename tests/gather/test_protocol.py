@@ -23,6 +23,7 @@ from rankscope.gather.protocol import (
     decode,
     encode,
 )
+from rankscope.gather.roster import JobState
 from rankscope.record.run import EndReason, StreamId
 
 STREAM = StreamId(rank=3, incarnation=1)
@@ -32,7 +33,7 @@ MESSAGES = [
     Open(STREAM),
     Frame(STREAM, 640, zlib.crc32(BODY), BODY),
     Ended(STREAM, 6400, EndReason.LOST),
-    Beat(2, 3, True),
+    Beat(2, 3, JobState.LAUNCHED, 4),
     Bye(),
     At(STREAM, 1 << 40),
     EndedSeen(STREAM),

@@ -2,13 +2,16 @@
 
 import pytest
 
-from rankscope.gather.roster import Decision, PeerState, StreamProgress, decide
+from rankscope.gather.roster import Decision, JobState, PeerState, StreamProgress, decide
 from rankscope.record.run import EndReason, StreamId
 
-EXIT, LOST, RUNNING = EndReason.EXIT, EndReason.LOST, None
-ALIVE = PeerState(silent_s=0.1, is_job_over=False)
-OVER = PeerState(silent_s=0.1, is_job_over=True)
-GONE = PeerState(silent_s=60.0, is_job_over=False)
+EXIT, LOST, RAISED, RUNNING = EndReason.EXIT, EndReason.LOST, EndReason.RAISED, None
+ALIVE = PeerState(silent_s=0.1, job=JobState.UNKNOWN)
+OVER = PeerState(silent_s=0.1, job=JobState.OVER)
+GONE = PeerState(silent_s=60.0, job=JobState.UNKNOWN)
+LAUNCHED = PeerState(silent_s=0.1, job=JobState.LAUNCHED)
+LAUNCHER_GONE = PeerState(silent_s=60.0, job=JobState.LAUNCHED)
+ELASTIC = PeerState(silent_s=0.1, job=JobState.UNKNOWN, max_restarts=1)
 
 
 def streams(*ends, incarnation=0):
@@ -65,6 +68,24 @@ def decided(known, peers, *, idle_s=0.0, expected_ranks=2):
         ("over, nobody traced", [], [OVER], 10, Decision.NOTHING),
         ("nobody traced yet", [], [ALIVE], 1000, Decision.WAIT),
         ("nobody traced, relays gone", [], [GONE], 10, Decision.NOTHING),
+        ("all raised, nobody restarts", streams(RAISED, RAISED), [ALIVE], 0, Decision.COMPLETE),
+        ("all raised, they may come back", streams(RAISED, RAISED), [ELASTIC], 5, Decision.WAIT),
+        ("one raised, it may come back", streams(EXIT, RAISED), [ELASTIC], 5, Decision.WAIT),
+        ("raised, none came back", streams(EXIT, RAISED), [ELASTIC], 10, Decision.INCOMPLETE),
+        (
+            "raised, no restart is left",
+            streams(RAISED, RAISED, incarnation=1),
+            [ELASTIC],
+            0,
+            Decision.COMPLETE,
+        ),
+        ("all ended, could restart", streams(EXIT, EXIT), [ELASTIC], 0, Decision.COMPLETE),
+        ("raised, the job is over", streams(RAISED, RAISED), [OVER], 0, Decision.COMPLETE),
+        ("all ended, launcher at work", streams(EXIT, EXIT), [LAUNCHED], 1000, Decision.WAIT),
+        ("raised, launcher at work", streams(RAISED, LOST), [LAUNCHED], 1000, Decision.WAIT),
+        ("one launcher still at work", streams(EXIT, EXIT), [OVER, LAUNCHED], 0, Decision.WAIT),
+        ("launcher's host gone", streams(EXIT, EXIT), [LAUNCHER_GONE], 0, Decision.COMPLETE),
+        ("nobody traced, launcher at work", [], [LAUNCHED], 1000, Decision.WAIT),
     ],
 )
 def test_the_decision(why, known, peers, idle_s, expected):

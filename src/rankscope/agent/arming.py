@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import sys
 from collections.abc import Mapping
 
 from rankscope.agent.guard import say
@@ -68,6 +69,14 @@ def close(reason: EndReason = EndReason.EXIT) -> None:
     joined, _joined = _joined, None
     if session is None:
         return
+    if reason is EndReason.EXIT and _is_ended_by_exception():
+        reason = EndReason.RAISED
     session.close(reason)
     if joined is not None:
-        joined.wait_for_tree()
+        joined.wait_for_tree(reason)
+
+
+def _is_ended_by_exception() -> bool:
+    """True at exit after an uncaught exception; the interpreter notes it before `atexit` runs."""
+    is_interactive = hasattr(sys, "ps1") or sys.flags.interactive
+    return not is_interactive and getattr(sys, "last_value", None) is not None

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from rankscope.record.run import RankIdentity
 
-__all__ = ["identify"]
+__all__ = ["identify", "restarts_left"]
 
 _RANK_VARIABLES = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
@@ -54,3 +54,10 @@ def identify(
         host=socket.gethostname(),
         pid=os.getpid(),
     )
+
+
+def restarts_left(environ: Mapping[str, str] = os.environ) -> int:
+    """Return how often an elastic agent may still start the ranks again; 0 without one."""
+    most = environ.get("TORCHELASTIC_MAX_RESTARTS", "")
+    done = environ.get("TORCHELASTIC_RESTART_COUNT", "")
+    return max(0, int(most) - int(done)) if most.isdigit() and done.isdigit() else 0

@@ -1,10 +1,9 @@
-"""Joining the run: which run folder, which trace folder, who starts the relay and the collector, who waits."""
+"""Joining the run: which run folder, which trace folder, who starts relay and collector, who waits."""
 
 from __future__ import annotations
 
 import os
 import platform
-import socket
 import sys
 import time
 from collections.abc import Mapping
@@ -16,13 +15,13 @@ import torch.distributed as dist
 
 import rankscope
 from rankscope.agent.guard import say
-from rankscope.agent.identity import identify
-from rankscope.agent.meeting import Meeting, find_store, lookup, publish
+from rankscope.agent.identity import identify, restarts_left
+from rankscope.agent.meeting import Meeting, find_store, is_visible, leave_mark, lookup, publish
 from rankscope.agent.recorder import Recorder
 from rankscope.agent.session import Opened
 from rankscope.agent.settings import Settings
 from rankscope.errors import FolderBusyError, SpoolError
-from rankscope.record.run import RankIdentity
+from rankscope.record.run import EndReason, RankIdentity
 from rankscope.spool.cells import FORMAT_VERSION
 from rankscope.spool.companions import (
     collector_command,
@@ -31,6 +30,8 @@ from rankscope.spool.companions import (
     start_daemon,
 )
 from rankscope.spool.folder import (
+    COLLECTOR_LOCK_NAME,
+    MUSTER_LOCK_NAME,
     RELAY_LOCK_NAME,
     RELAY_LOG_NAME,
     SHARED,
@@ -38,6 +39,7 @@ from rankscope.spool.folder import (
     RunHeader,
     check_free_space,
     host_run_folder,
+    is_held,
     read_run_header,
     run_key,
     spool_base,
@@ -45,7 +47,7 @@ from rankscope.spool.folder import (
     write_run_header,
 )
 from rankscope.spool.lock import is_alive
-from rankscope.spool.outfolder import default_out, prepare_out
+from rankscope.spool.outfolder import COLLECTOR_LOG_NAME, claim_out, default_out, prepare_out
 from rankscope.spool.writer import SpoolWriter
 
 __all__ = ["RUN_FOLDER_VARIABLE", "Joined", "define_rank", "join_run", "who_am_i"]
@@ -54,7 +56,13 @@ RUN_FOLDER_VARIABLE = "RANKSCOPE_RUN_FOLDER"
 """Set by a launcher that has prepared the run folder and started relay and collector itself."""
 _MUSTER_S = 45.0
 _POLL_S = 0.05
-_ENVIRONMENT_SHOWN = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "NCCL_DEBUG", "TORCH_DISTRIBUTED_DEBUG", "PYTORCH_CUDA_ALLOC_CONF")  # fmt: skip
+_ENVIRONMENT_SHOWN = (
+    "CUDA_VISIBLE_DEVICES",
+    "OMP_NUM_THREADS",
+    "NCCL_DEBUG",
+    "TORCH_DISTRIBUTED_DEBUG",
+    "PYTORCH_CUDA_ALLOC_CONF",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,18 +72,31 @@ class Joined:
     opened: Opened
     out: Path
     finish_seconds: float
+    collector: str
+    """Address of the collector that writes the tree elsewhere, empty where it is in `out`."""
     must_wait: bool
-    """True on rank 0 where no launcher waits for the tree."""
+    """True on the one rank that speaks for the run, where no launcher waits for the tree."""
 
-    def wait_for_tree(self) -> None:
-        """Poll for `trace.json`, at most `finish_seconds`; the end record is committed by now."""
+    def wait_for_tree(self, reason: EndReason) -> None:
+        """Poll for `trace.json`, at most `finish_seconds`; the end record is committed by now.
+
+        After an exception nobody is kept waiting for long: a launcher may want to start the ranks
+        again, and ranks that hang in a collective only learn of it when this process is gone.
+        """
         if not self.must_wait:
+            return
+        if self.collector:
+            say(f"records go to the collector at {self.collector}, which writes the tree")
+            return
+        if reason is EndReason.RAISED and (self.opened.identity.world_size > 1 or restarts_left()):
+            say(f"the trace follows in {self.out}: rankscope show {self.out}")
             return
         deadline = time.monotonic() + self.finish_seconds
         while not (self.out / "trace.json").exists():
             if time.monotonic() > deadline:
                 say(
-                    f"the tree is not there after {self.finish_seconds:g} s; build it with: rankscope recover {self.out}"
+                    f"the tree is not there after {self.finish_seconds:g} s; "
+                    f"build it with: rankscope recover {self.out}"
                 )
                 return
             time.sleep(_POLL_S)
@@ -101,9 +122,12 @@ def join_run(settings: Settings, environ: Mapping[str, str] = os.environ) -> Joi
         RankscopeError: the spool or the trace folder cannot be used.
     """
     identity = who_am_i()
-    if settings.ranks is not None and identity.rank not in settings.ranks:
-        return None
+    is_selected = settings.ranks is None or identity.rank in settings.ranks
     prepared = environ.get(RUN_FOLDER_VARIABLE)
+    if not is_selected:
+        if not prepared and identity.rank == 0 and settings.traced_of(identity.world_size):
+            _muster(settings, identity, environ)  # the head's collector, for the ranks that are
+        return None
     run_folder = Path(prepared) if prepared else _muster(settings, identity, environ)
     header = read_run_header(run_folder)
     folder = stream_folder(run_folder, identity.stream)
@@ -112,11 +136,13 @@ def join_run(settings: Settings, environ: Mapping[str, str] = os.environ) -> Joi
     writer = SpoolWriter(folder, limit_bytes=settings.spool_bytes)
     recorder = Recorder(writer)
     define_rank(recorder, identity, header.run_id, settings)
+    speaks = identity.rank == min(settings.ranks or (0,))
     return Joined(
         opened=Opened(identity=identity, writer=writer, recorder=recorder),
         out=header.out,
         finish_seconds=settings.finish_seconds,
-        must_wait=not prepared and identity.rank == 0,
+        collector="" if settings.collector == SHARED else settings.collector,
+        must_wait=not prepared and speaks and not header.keeps_apart,
     )
 
 
@@ -152,12 +178,12 @@ def _muster(settings: Settings, identity: RankIdentity, environ: Mapping[str, st
     """Find the run folder of this host; the first rank there decides, and starts the companions."""
     base = spool_base(settings.spool)
     run_folder = host_run_folder(base, run_key(_run_name(identity, environ)))
-    lock = _wait_for_lock(run_folder / "muster.lock")
+    lock = _wait_for_lock(run_folder / MUSTER_LOCK_NAME)
     try:
         if not (run_folder / "run.json").exists():
             check_free_space(run_folder, settings.spool_bytes * identity.local_world_size)
             write_run_header(run_folder, _decide(settings, identity, run_folder, environ))
-        _ensure_companions(settings, identity, run_folder, read_run_header(run_folder))
+        _ensure_companions(settings, run_folder, read_run_header(run_folder))
     finally:
         lock.release()
     return run_folder
@@ -176,11 +202,16 @@ def _wait_for_lock(path: Path) -> FolderLock:
 
 def _run_name(identity: RankIdentity, environ: Mapping[str, str]) -> str:
     """Return what all ranks of this launch on this host share and no other launch does."""
-    if identity.world_size == 1:
+    if identity.world_size == 1 and not restarts_left(environ) and not identity.incarnation:
         return f"{identity.host}:{identity.pid}:{time.time_ns()}"
     parent = os.getppid()
-    names = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID")
-    return ":".join([*(environ.get(name, "") for name in names), str(parent), _start_time(parent)])
+    # an elastic agent may choose another port when it starts its ranks again
+    at = (
+        ("TORCHELASTIC_RUN_ID",)
+        if "TORCHELASTIC_RUN_ID" in environ
+        else ("MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID")
+    )
+    return ":".join([*(environ.get(name, "") for name in at), str(parent), _start_time(parent)])
 
 
 def _start_time(pid: int) -> str:
@@ -199,68 +230,91 @@ def _decide(
     is_alone = identity.local_world_size >= identity.world_size
     store = None if is_alone else find_store(environ)
     if is_head or store is None:
-        out = prepare_out(settings.out or default_out())
-        say(f"tracing into {out}")
-        address = settings.collector or ipc_address(run_folder)
         run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{run_folder.name[:8]}"
+        address = settings.collector or (ipc_address(run_folder) if is_alone else SHARED)
+        out = _own_out(settings, address, run_id)
         if store is not None:
-            publish(
-                store,
-                Meeting(run_id=run_id, out=str(out), host=socket.gethostname(), address=address),
-            )
-        if not is_alone and not settings.collector:
-            address = SHARED
-            (out / "spool").mkdir(mode=0o700, exist_ok=True)
-        return RunHeader(
-            run_id=run_id,
-            out=out,
-            collector=address,
-            world_size=identity.world_size,
-            settings=settings.as_text(),
-        )
+            publish(store, Meeting(run_id=run_id, out=str(out), host=identity.host))
+        collects = settings.traced_of(identity.world_size)
+        return _header(
+            settings, identity, environ, run_id=run_id, out=out, address=address,
+            collects=0 if settings.collector not in {"", SHARED} else collects,
+        )  # fmt: skip
     meeting = lookup(store)
     if meeting is None:
         raise SpoolError(
-            "the head host did not publish its trace folder within 30 s: is RANKSCOPE set on every host?"
+            "the head host did not publish its trace folder within 30 s: "
+            "is RANKSCOPE set on every host?"
         )
-    out = Path(meeting.out)
-    if not (out / "spool").is_dir():
-        out = prepare_out(out.with_name(f"{out.name}-{identity.host}"))
-        say(
-            f"the head's trace folder is not visible here; this host keeps its records in {out}: merge with rankscope recover"
-        )
-    return RunHeader(
-        run_id=meeting.run_id, out=out, collector=settings.collector or SHARED, world_size=identity.world_size,
-        settings=settings.as_text(),
+    out, run_id = Path(meeting.out), meeting.run_id
+    if settings.collector not in {"", SHARED} or is_visible(out, run_id):
+        return _header(
+            settings, identity, environ, run_id=run_id, out=out,
+            address=settings.collector or SHARED,
+        )  # fmt: skip
+    out = prepare_out(out.with_name(f"{out.name}-{identity.host}-{run_folder.name[:8]}"))
+    say(
+        f"the trace folder of {meeting.host} is not visible here: the records of this host go to "
+        f"{out}; merge them afterwards: rankscope recover {meeting.out} {out} --out MERGED"
+    )
+    first = identity.rank - identity.local_rank
+    here = range(first, first + identity.local_world_size)
+    return _header(
+        settings, identity, environ, run_id=run_id, out=out, address=SHARED, keeps_apart=True,
+        collects=len(here) if settings.ranks is None else len({*here} & {*settings.ranks}),
     )  # fmt: skip
 
 
-def _ensure_companions(
-    settings: Settings, identity: RankIdentity, run_folder: Path, header: RunHeader
-) -> None:
-    """Start the relay of this host, and on the head host the collector, where none is at work."""
-    if not _is_held(run_folder / RELAY_LOCK_NAME):
-        start_daemon(relay_command(run_folder), run_folder / RELAY_LOG_NAME)
-    if (
-        identity.rank != identity.local_rank
-        or settings.collector
-        or _is_held(header.out / "collector.lock")
-    ):
+def _own_out(settings: Settings, address: str, run_id: str) -> Path:
+    """Make the trace folder of a run that begins here, unless the collector has its own."""
+    out = settings.out or default_out()
+    if settings.collector not in {"", SHARED}:
+        say(f"tracing to the collector at {address}")
+        return out
+    if address == SHARED:
+        leave_mark(claim_out(out), run_id)
+    else:
+        prepare_out(out)
+    say(f"tracing into {out}")
+    return out
+
+
+def _header(
+    settings: Settings,
+    identity: RankIdentity,
+    environ: Mapping[str, str],
+    *,
+    run_id: str,
+    out: Path,
+    address: str,
+    collects: int = 0,
+    keeps_apart: bool = False,
+) -> RunHeader:
+    return RunHeader(
+        run_id=run_id,
+        out=out,
+        collector=address,
+        world_size=identity.world_size,
+        settings=settings.as_text(),
+        max_restarts=identity.incarnation + restarts_left(environ),
+        collects=collects,
+        keeps_apart=keeps_apart,
+    )
+
+
+def _ensure_companions(settings: Settings, run_folder: Path, header: RunHeader) -> None:
+    """Start the relay of this host, and the collector if it is this host's, where none is there."""
+    if not is_held(run_folder / RELAY_LOCK_NAME):
+        start_daemon(relay_command(run_folder), run_folder / RELAY_LOG_NAME, run_folder)
+    if not header.collects or is_held(header.out / COLLECTOR_LOCK_NAME):
         return
     command = collector_command(
         header.out,
         bind=[] if header.collector == SHARED else [header.collector],
         world_size=header.world_size,
-        keep_spool=settings.keep_spool,
+        traced_ranks=header.collects,
+        keep_spool=settings.keep_spool or header.keeps_apart,
         drain_seconds=settings.drain_seconds,
         finish_seconds=settings.finish_seconds,
     )
-    start_daemon(command, run_folder / "collector.log")
-
-
-def _is_held(path: Path) -> bool:
-    try:
-        FolderLock(path, "process").release()
-    except FolderBusyError:
-        return True
-    return False
+    start_daemon(command, header.out / COLLECTOR_LOG_NAME, run_folder)

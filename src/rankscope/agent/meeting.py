@@ -1,4 +1,4 @@
-"""How the hosts of a job agree on one trace folder: one value through the job's own store, at start, never data."""
+"""How the hosts of a job agree on one trace folder: one value through its store, at start, never data."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # lazy
 
 from rankscope.capture.torch_internals import default_store
+from rankscope.errors import FolderError
 
-__all__ = ["Meeting", "find_store", "lookup", "publish"]
+__all__ = ["Meeting", "find_store", "is_visible", "leave_mark", "lookup", "publish"]
 
 _PREFIX = "rankscope"
 _KEY = "meeting"
@@ -29,23 +31,23 @@ class Meeting:
     out: str
     """Absolute path of the trace folder on the head host."""
     host: str
-    address: str
-    """Where the collector listens; reachable from the same machine only."""
 
 
 def find_store(environ: Mapping[str, str] = os.environ) -> Store | None:
-    """Return the job's store: the process group's, or the launching agent's before there is a group."""
-    if dist.is_available() and dist.is_initialized():
-        return default_store()
-    if environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return None
+    """Return the job's store: the launching agent's where it has one, else the process group's.
+
+    The agent's comes first because every rank finds it, with or without a process group.
+    """
     address, port = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")
-    if not address or not port.isdigit():
-        return None
-    try:
-        return TCPStore(address, int(port), is_master=False, timeout=_CONNECT)
-    except (RuntimeError, ValueError):  # no store there: the hosts do not meet, and say so
-        return None
+    if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and address and port.isdigit():
+        try:
+            return TCPStore(address, int(port), is_master=False, timeout=_CONNECT)
+        except (RuntimeError, ValueError):  # no store there: perhaps there is a process group
+            pass
+    if dist.is_available() and dist.is_initialized():
+        store: Store | None = default_store()
+        return store
+    return None
 
 
 def publish(store: Store, meeting: Meeting) -> None:
@@ -61,3 +63,29 @@ def lookup(store: Store) -> Meeting | None:
         return Meeting(**json.loads(prefixed.get(_KEY)))
     except (RuntimeError, ValueError, TypeError):  # torch's timeouts are RuntimeErrors
         return None
+
+
+def leave_mark(out: Path, run_id: str) -> None:
+    """Leave in the trace folder what tells other hosts that they see this one.
+
+    Raises:
+        FolderError: it cannot be written.
+    """
+    mark = _mark(out, run_id)
+    try:
+        mark.parent.mkdir(mode=0o700, exist_ok=True)
+        mark.touch(mode=0o600)
+    except OSError as error:
+        raise FolderError(f"{mark}: cannot be made: {error.strerror}; see --rs-out") from error
+
+
+def is_visible(out: Path, run_id: str) -> bool:
+    """True where this host sees the head's folder itself, not one of its own of that name."""
+    try:
+        return _mark(out, run_id).exists() and os.access(out / "spool", os.W_OK | os.X_OK)
+    except OSError:
+        return False
+
+
+def _mark(out: Path, run_id: str) -> Path:
+    return out / "spool" / f"run-{run_id}"

@@ -225,6 +225,12 @@ class Settings:
     finish_seconds: float
     drain_seconds: float
 
+    def traced_of(self, world_size: int) -> int:
+        """Return how many ranks of a world are selected."""
+        if self.ranks is None:
+            return world_size
+        return sum(rank < world_size for rank in self.ranks)
+
     def as_text(self) -> dict[str, str]:
         """Return {name: text} of every setting, as it would be written on a command line."""
         return {s.name: _as_text(getattr(self, s.field)) or s.default for s in SETTINGS}

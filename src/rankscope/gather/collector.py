@@ -47,7 +47,7 @@ from rankscope.gather.replica import (
     replicated,
     write_end,
 )
-from rankscope.gather.roster import PeerState, StreamProgress
+from rankscope.gather.roster import JobState, PeerState, StreamProgress
 from rankscope.gather.shared import read_host_states
 from rankscope.record.run import EndReason, StreamId
 from rankscope.spool.folder import write_by_rename
@@ -91,7 +91,8 @@ class Source(Protocol):
 class _Peer:
     host: str = ""
     heard_at: float = field(default_factory=time.monotonic)
-    is_job_over: bool = False
+    job: JobState = JobState.UNKNOWN
+    max_restarts: int = 0
     has_left: bool = False
 
 
@@ -147,7 +148,7 @@ class Intake:
         """Every relay that said Hello."""
         now = time.monotonic()
         return [
-            PeerState(silent_s=now - peer.heard_at, is_job_over=peer.is_job_over)
+            PeerState(silent_s=now - peer.heard_at, job=peer.job, max_restarts=peer.max_restarts)
             for peer in self._peers.values()
         ]
 
@@ -223,10 +224,11 @@ class Intake:
             case Hello(version, host):
                 self._greet(identity, version, host)
                 return None
-            case Beat(_, _, is_job_over):
+            case Beat(_, _, job, max_restarts):
                 if identity not in self._peers:
                     self._greet(identity, PROTOCOL_VERSION, "")
-                self._peers[identity].is_job_over = is_job_over
+                self._peers[identity].job = job
+                self._peers[identity].max_restarts = max_restarts
                 return BeatSeen()
             case Bye():
                 if identity in self._peers:
@@ -326,7 +328,9 @@ class SharedWatch:
             if beat != state.beat:
                 since = now
             self._beats[name] = (state.beat, since)
-            self._peers.append(PeerState(silent_s=now - since, is_job_over=state.is_job_over))
+            self._peers.append(
+                PeerState(silent_s=now - since, job=state.job, max_restarts=state.max_restarts)
+            )
 
     def streams(self) -> list[StreamProgress]:
         """Every stream with a replica."""

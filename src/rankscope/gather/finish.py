@@ -12,16 +12,16 @@ from rankscope.errors import FolderError
 from rankscope.gather.collector import COLLECTOR_NAME, Intake, SharedWatch, Source
 from rankscope.gather.log import log
 from rankscope.gather.replica import TREE_NAME
-from rankscope.gather.roster import Decision, decide
-from rankscope.spool.folder import FolderLock
+from rankscope.gather.roster import Decision, StreamProgress, decide
+from rankscope.spool.folder import COLLECTOR_LOCK_NAME, FolderLock
+from rankscope.spool.outfolder import COLLECTOR_LOG_NAME
 
-__all__ = ["CollectorOptions", "collect"]
+__all__ = ["CollectorOptions", "Observer", "collect"]
 
 _LOOK_S = 0.05
 _AWAY_S = 1.0
 _ORPHANS_S = 2.0
 _FIRST_RELAY_S = 3600.0
-"""How long to wait for the first relay: importing torch on a large cluster takes its time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,14 +36,34 @@ class CollectorOptions:
     keep_spool: bool
     drain_s: float
     finish_s: float
+    first_relay_s: float = _FIRST_RELAY_S
+    """How long to wait for the first relay: importing torch on a large cluster takes its time."""
 
 
-def collect(options: CollectorOptions, is_stopped: Callable[[], bool]) -> int:
+class Observer:
+    """Is told how far a collector has come; this one, the daemons', has nobody to pass it on to."""
+
+    def listening(self, addresses: Sequence[str]) -> None:
+        """The collector is ready; no address: it watches a shared folder."""
+
+    def gathering(self, streams: Sequence[StreamProgress]) -> None:
+        """These streams are known by now."""
+
+    def building(self, what: str, part: float) -> None:
+        """The tree is being built."""
+
+
+def collect(
+    options: CollectorOptions, is_stopped: Callable[[], bool], observer: Observer | None = None
+) -> int:
     """Gather a run, build its tree, tell the relays; return the exit code.
+
+    When all went well the folder's `collector.log` is removed: there is nothing in it to learn.
 
     Args:
         options: where, from whom, how long.
         is_stopped: true once somebody asked for an end (SIGTERM): finish with what is there.
+        observer: who wants to know how far it is.
 
     Raises:
         FolderError: the trace folder cannot be used, or another collector is at work there.
@@ -53,20 +73,25 @@ def collect(options: CollectorOptions, is_stopped: Callable[[], bool]) -> int:
         options.out.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise FolderError(f"{options.out}: cannot be made: {error.strerror}") from error
-    lock = FolderLock(options.out / "collector.lock", "collector")
+    lock = FolderLock(options.out / COLLECTOR_LOCK_NAME, "collector")
     source: Source | None = None
     try:
+        watching = observer or Observer()
         if options.bind:
-            source = Intake(options.out, options.bind, world_size=options.world_size)
+            source = intake = Intake(options.out, options.bind, world_size=options.world_size)
+            watching.listening(intake.addresses)
         else:
             source = SharedWatch(options.out)
+            watching.listening(())
         code = 0
         if not (options.out / TREE_NAME).exists():
-            code = _gather_and_build(options, source, is_stopped)
+            code = _gather_and_build(options, source, is_stopped, watching)
         else:
             _listen(source)
         source.farewell()
         (options.out / COLLECTOR_NAME).unlink(missing_ok=True)
+        if code == 0:
+            (options.out / COLLECTOR_LOG_NAME).unlink(missing_ok=True)
         return code
     finally:
         if source is not None:
@@ -75,16 +100,24 @@ def collect(options: CollectorOptions, is_stopped: Callable[[], bool]) -> int:
 
 
 def _gather_and_build(
-    options: CollectorOptions, source: Source, is_stopped: Callable[[], bool]
+    options: CollectorOptions,
+    source: Source,
+    is_stopped: Callable[[], bool],
+    observer: Observer,
 ) -> int:
-    decision = _gather(options, source, is_stopped)
+    decision = _gather(options, source, is_stopped, observer)
     log(f"{len(source.streams())} streams, {decision.value}")
     if decision is Decision.NOTHING:
         return 0
-    return _build(options.out, keep_spool=options.keep_spool)
+    return _build(options.out, keep_spool=options.keep_spool, observer=observer)
 
 
-def _gather(options: CollectorOptions, source: Source, is_stopped: Callable[[], bool]) -> Decision:
+def _gather(
+    options: CollectorOptions,
+    source: Source,
+    is_stopped: Callable[[], bool],
+    observer: Observer,
+) -> Decision:
     started = looked = time.monotonic()
     while True:
         source.work(_LOOK_S)
@@ -95,6 +128,7 @@ def _gather(options: CollectorOptions, source: Source, is_stopped: Callable[[], 
             source.excuse(now - looked)
         looked = now
         streams, peers = source.streams(), source.peers()
+        observer.gathering(streams)
         if is_stopped():
             return Decision.INCOMPLETE if streams else Decision.NOTHING
         decision = decide(
@@ -107,7 +141,7 @@ def _gather(options: CollectorOptions, source: Source, is_stopped: Callable[[], 
         )
         if decision is not Decision.WAIT:
             return decision
-        if not peers and not streams and now - started > _FIRST_RELAY_S:
+        if not peers and not streams and now - started > options.first_relay_s:
             log("no relay ever came")
             return Decision.NOTHING
 
@@ -119,13 +153,13 @@ def _listen(source: Source) -> None:
         source.work(_LOOK_S)
 
 
-def _build(out: Path, *, keep_spool: bool) -> int:
+def _build(out: Path, *, keep_spool: bool, observer: Observer) -> int:
     """Build the tree; whatever goes wrong leaves the replicas for `rankscope recover`."""
     from rankscope.tree import assemble
 
     started = time.monotonic()
     try:
-        assemble.build(out, keep_spool=keep_spool)
+        assemble.build(out, keep_spool=keep_spool, progress=observer.building)
     except Exception:  # noqa: BLE001  # the job's records must survive any fault of the tree's
         log(f"the tree was not built; the records are kept, try: rankscope recover {out}")
         log(traceback.format_exc())

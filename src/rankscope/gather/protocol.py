@@ -5,7 +5,7 @@
     Open(stream)                       ->  <-    At(stream, offset it holds)
     Frame(stream, offset, crc) + body  ->  <-    At(stream, offset after writing)
     Ended(stream, committed, ...)      ->  <-    EndedSeen(stream), once the end marker is written
-    Beat(alive, known, is_job_over)    ->  <-    BeatSeen()
+    Beat(alive, known, job, restarts)  ->  <-    BeatSeen()
                                            <-    Refused(stream, reason): do not send it again
                                            <-    Done(): the tree is built
     Bye()                              ->
@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import msgpack  # type: ignore[import-untyped]  # ships no annotations
 
 from rankscope.errors import WireError
+from rankscope.gather.roster import JobState
 from rankscope.record.run import EndReason, StreamId
 from rankscope.spool.cells import CELL_BYTES, MAX_RECORD_CELLS
 
@@ -102,7 +103,9 @@ class Beat:
     alive: int
     """Streams whose rank still lives."""
     known: int
-    is_job_over: bool
+    job: JobState
+    max_restarts: int
+    """As a `PeerState` has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,8 +161,8 @@ def encode(message: Message) -> list[bytes]:
         case Ended(stream, committed, reason):
             number = _REASONS.index(reason)
             return _header(4, stream.rank, stream.incarnation, committed, number)
-        case Beat(alive, known, is_job_over):
-            return _header(5, alive, known, int(is_job_over))
+        case Beat(alive, known, job, max_restarts):
+            return _header(5, alive, known, int(job), max_restarts)
         case Bye():
             return _header(6)
         case At(stream, offset):
@@ -196,10 +199,10 @@ def decode(parts: Sequence[bytes]) -> Message:
         case 4, 4:
             reason = _REASONS[_number(rest[3], len(_REASONS))]
             return Ended(_stream(rest), _offset(rest[2]), reason)
-        case 5, 3:
-            return Beat(
-                _number(rest[0], 1 << 24), _number(rest[1], 1 << 24), bool(_number(rest[2], 2))
-            )
+        case 5, 4:
+            counts = _number(rest[0], 1 << 24), _number(rest[1], 1 << 24)
+            job = JobState(_number(rest[2], len(JobState)))
+            return Beat(*counts, job, _number(rest[3], 1 << 24))
         case 6, 0:
             return Bye()
         case 10, 3:

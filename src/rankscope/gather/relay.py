@@ -48,19 +48,24 @@ from rankscope.gather.replica import (
     read_end,
     write_end,
 )
+from rankscope.gather.roster import JobState
 from rankscope.gather.shared import HostState, write_host_state
 from rankscope.gather.shipping import Shipment
 from rankscope.record.run import StreamId
 from rankscope.spool.companions import SOCKET_NAME
 from rankscope.spool.folder import (
     JOB_OVER_NAME,
+    LAUNCHER_LOCK_NAME,
+    MUSTER_LOCK_NAME,
     RELAY_LOCK_NAME,
     RELAY_LOG_NAME,
     RUN_NAME,
     SHARED,
     FolderLock,
     RunHeader,
+    is_held,
     read_run_header,
+    remove_run_folder,
     streams,
 )
 from rankscope.spool.lock import is_alive
@@ -76,6 +81,16 @@ _PATIENCE_S = 300.0
 """How long a relay whose ranks have all ended waits for a collector it does not hear."""
 _SILENT_S = 2.0
 _FIRST_STREAM_S = 3600.0
+_OURS = (
+    RUN_NAME,
+    JOB_OVER_NAME,
+    LAUNCHER_LOCK_NAME,
+    MUSTER_LOCK_NAME,
+    SOCKET_NAME,
+    RELAY_LOG_NAME,
+    RELAY_LOCK_NAME,
+)
+"""Files of a run folder that go with it."""
 
 
 def relay(run_folder: Path, is_stopped: Callable[[], bool]) -> int:
@@ -106,7 +121,7 @@ class _Relay:
         self._is_stopped = is_stopped
         self._shipments: dict[StreamId, Shipment] = {}
         self._discovered_at = float("-inf")
-        self._is_job_over = False
+        self._job = JobState.UNKNOWN
         self._tree = run_folder / TREE_NAME
 
     def run(self) -> int:
@@ -114,11 +129,12 @@ class _Relay:
         if header is None:
             return 1
         self._tree = header.out / TREE_NAME
+        name = relay_name(self._run_folder)
         link: _SocketLink | _SharedLink
         if header.collector == SHARED:
-            link = _SharedLink(header.out, relay_name(self._run_folder))
+            link = _SharedLink(header.out, name, header.max_restarts)
         else:
-            link = _SocketLink(check_address(header.collector), relay_name(self._run_folder))
+            link = _SocketLink(check_address(header.collector), name, header.max_restarts)
         try:
             is_done = self._ship(link)
         finally:
@@ -135,7 +151,7 @@ class _Relay:
         while not link.is_done:
             now = time.monotonic()
             self._discover(now)
-            was_busy = link.exchange(self._shipments, now, is_job_over=self._is_job_over)
+            was_busy = link.exchange(self._shipments, now, self._job)
             if not was_busy:
                 link.wait(_IDLE_S)
                 if self._sees_tree(now - link.heard_at):
@@ -180,10 +196,19 @@ class _Relay:
         if now - self._discovered_at < _DISCOVER_S:
             return
         self._discovered_at = now
-        self._is_job_over = self._is_stopped() or (self._run_folder / JOB_OVER_NAME).exists()
+        self._job = self._job_state()
         for stream in streams(self._run_folder):
             if stream not in self._shipments:
                 self._shipments[stream] = Shipment(self._run_folder, stream)
+
+    def _job_state(self) -> JobState:
+        """A launcher holds a lock while it lives, so a killed one is as good as its marker."""
+        if self._is_stopped() or (self._run_folder / JOB_OVER_NAME).exists():
+            return JobState.OVER
+        lock = self._run_folder / LAUNCHER_LOCK_NAME
+        if not lock.exists():
+            return JobState.UNKNOWN
+        return JobState.LAUNCHED if is_held(lock) else JobState.OVER
 
     def _clean(self) -> None:
         """Remove what was shipped; a stream that never got its end stays for `recover`."""
@@ -194,10 +219,9 @@ class _Relay:
                 return
         for shipment in self._shipments.values():
             shutil.rmtree(shipment.folder, ignore_errors=True)
-        for name in (RUN_NAME, JOB_OVER_NAME, SOCKET_NAME, RELAY_LOG_NAME, RELAY_LOCK_NAME):
+        for name in _OURS:
             (self._run_folder / name).unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # somebody else left something there
-            self._run_folder.rmdir()
+        remove_run_folder(self._run_folder)
 
 
 def relay_name(run_folder: Path) -> str:
@@ -209,7 +233,9 @@ def relay_name(run_folder: Path) -> str:
 class _SocketLink:
     """To a collector that listens."""
 
-    def __init__(self, address: str, name: str) -> None:
+    def __init__(self, address: str, name: str, max_restarts: int) -> None:
+        self._max_restarts = max_restarts
+        self._job = JobState.UNKNOWN
         self.is_done = False
         self.heard_at = float("-inf")
         self._beat_at = float("-inf")
@@ -227,14 +253,13 @@ class _SocketLink:
         self._socket.connect(address)
         log(f"relaying to {address}")
 
-    def exchange(
-        self, shipments: dict[StreamId, Shipment], now: float, *, is_job_over: bool
-    ) -> bool:
+    def exchange(self, shipments: dict[StreamId, Shipment], now: float, job: JobState) -> bool:
         """Send and receive what can be; True where anything was."""
-        if now - self._beat_at > _BEAT_S:
+        if now - self._beat_at > _BEAT_S or job is not self._job:
+            self._job = job
             self._send(Hello(PROTOCOL_VERSION, socket.gethostname()))
             alive = sum(shipment.is_alive for shipment in shipments.values())
-            self._send(Beat(alive, len(shipments), is_job_over))
+            self._send(Beat(alive, len(shipments), job, self._max_restarts))
             self._beat_at = now
         was_busy = self._receive(shipments, now)
         return self._pump(list(shipments.values()), now) or was_busy
@@ -312,7 +337,9 @@ class _SocketLink:
 class _SharedLink:
     """To a trace folder this host sees: the collector's writing, without a collector between."""
 
-    def __init__(self, out: Path, name: str) -> None:
+    def __init__(self, out: Path, name: str, max_restarts: int) -> None:
+        self._max_restarts = max_restarts
+        self._job = JobState.UNKNOWN
         self._out = out
         self._name = name
         self._beat = os.getpid() << 20
@@ -326,14 +353,14 @@ class _SharedLink:
         """True once the tree is there."""
         return (self._out / TREE_NAME).exists()
 
-    def exchange(
-        self, shipments: dict[StreamId, Shipment], now: float, *, is_job_over: bool
-    ) -> bool:
+    def exchange(self, shipments: dict[StreamId, Shipment], now: float, job: JobState) -> bool:
         """Append what is committed; True where anything was."""
-        if now - self._beat_at > _SHARED_BEAT_S and (self._out / REPLICAS_NAME).exists():
+        is_due = now - self._beat_at > _SHARED_BEAT_S or job is not self._job
+        if is_due and (self._out / REPLICAS_NAME).exists():
+            self._job = job
             self._beat += 1
             self._beat_at = now
-            state = HostState(beat=self._beat, is_job_over=is_job_over)
+            state = HostState(beat=self._beat, job=job, max_restarts=self._max_restarts)
             with contextlib.suppress(SpoolError):  # the folder goes once the tree is there
                 write_host_state(self._out, self._name, state)
         was_busy = False

@@ -8,9 +8,20 @@ from dataclasses import dataclass
 
 from rankscope.record.run import EndReason, StreamId
 
-__all__ = ["Decision", "PeerState", "StreamProgress", "decide"]
+__all__ = ["Decision", "JobState", "PeerState", "StreamProgress", "decide"]
 
 _ORDERLY = (EndReason.EXIT, EndReason.CLOSED, EndReason.SWITCHED_OFF)
+
+
+class JobState(enum.IntEnum):
+    """What one host knows of its job; the numbers travel."""
+
+    UNKNOWN = 0
+    """No launcher of ours: only the ranks' ends tell."""
+    LAUNCHED = 1
+    """A launcher of ours is at work and will say when it is over: ranks may come back until then."""
+    OVER = 2
+    """No further incarnation of any rank of this host will come."""
 
 
 class Decision(enum.Enum):
@@ -39,7 +50,9 @@ class PeerState:
     """One relay as the collector sees it."""
 
     silent_s: float
-    is_job_over: bool
+    job: JobState
+    max_restarts: int = 0
+    """How often ranks may come back after an exception, where the job's state is UNKNOWN."""
 
 
 def decide(
@@ -61,15 +74,18 @@ def decide(
         drain_s: grace for ranks and relays that vanished.
         finish_s: grace for streams that stop before their end although the job is over.
     """
+    if any(peer.job is JobState.LAUNCHED and peer.silent_s < drain_s for peer in peers):
+        return Decision.WAIT
     has_ended = bool(streams) and all(progress.end is not None for progress in streams)
     newest = {
         progress.stream.rank: progress
         for progress in sorted(streams, key=lambda progress: progress.stream)
     }
     is_whole = len(newest) >= expected_ranks
-    if has_ended and is_whole and all(one.end in _ORDERLY for one in newest.values()):
+    restarts = max((peer.max_restarts for peer in peers), default=0)
+    if has_ended and is_whole and all(_is_final(one, restarts) for one in newest.values()):
         return Decision.COMPLETE
-    is_job_over = bool(peers) and all(peer.is_job_over for peer in peers)
+    is_job_over = bool(peers) and all(peer.job is JobState.OVER for peer in peers)
     is_deserted = bool(peers) and all(peer.silent_s >= drain_s for peer in peers)
     if has_ended and is_whole and is_job_over:
         return Decision.INCOMPLETE
@@ -82,3 +98,10 @@ def decide(
     if not streams and (is_job_over or is_deserted):
         return Decision.NOTHING
     return Decision.WAIT
+
+
+def _is_final(progress: StreamProgress, max_restarts: int) -> bool:
+    """True where this rank ended in order, or by an exception after which nobody restarts it."""
+    if progress.end is EndReason.RAISED:
+        return progress.stream.incarnation >= max_restarts
+    return progress.end in _ORDERLY

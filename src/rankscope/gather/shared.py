@@ -12,6 +12,7 @@ from pathlib import Path
 
 from rankscope.errors import SpoolError
 from rankscope.gather.replica import REPLICAS_NAME
+from rankscope.gather.roster import JobState
 from rankscope.spool.folder import read_json_map, write_by_rename
 
 __all__ = ["HostState", "read_host_states", "write_host_state"]
@@ -24,7 +25,8 @@ class HostState:
     """What one relay says of itself."""
 
     beat: int
-    is_job_over: bool
+    job: JobState
+    max_restarts: int
 
 
 def write_host_state(out: Path, relay: str, state: HostState) -> None:
@@ -34,7 +36,7 @@ def write_host_state(out: Path, relay: str, state: HostState) -> None:
         SpoolError: it cannot be written.
     """
     path = out / REPLICAS_NAME / f"{_PREFIX}{relay}.json"
-    fields = {"beat": state.beat, "is_job_over": state.is_job_over}
+    fields = {"beat": state.beat, "job": int(state.job), "max_restarts": state.max_restarts}
     write_by_rename(path, json.dumps(fields) + "\n")
 
 
@@ -51,7 +53,9 @@ def read_host_states(out: Path) -> dict[str, HostState]:
         try:
             fields = read_json_map(out / REPLICAS_NAME / name)
             states[name] = HostState(
-                beat=int(fields["beat"]), is_job_over=bool(fields["is_job_over"])
+                beat=int(fields["beat"]),
+                job=JobState(fields["job"]),
+                max_restarts=int(fields["max_restarts"]),
             )
         except (SpoolError, KeyError, TypeError, ValueError):
             continue

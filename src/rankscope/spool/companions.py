@@ -84,8 +84,9 @@ def ipc_address(run_folder: Path) -> str:
 def companion_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The environment of a companion: no RANKSCOPE variable, so that it never traces itself.
 
-    Nor the rank variables, nor the job's working directory on the module path; one thread for
-    numpy; and this package is found wherever it was imported from.
+    Nor the rank variables, nor the job's working directory on the module path, whose entries are
+    made absolute because a companion works elsewhere; one thread for numpy; and this package is
+    found wherever it was imported from.
     """
     left_out = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "PYTHONINSPECT")
     kept = {
@@ -94,7 +95,8 @@ def companion_environment(environ: Mapping[str, str] = os.environ) -> dict[str, 
         if name != "RANKSCOPE" and not name.startswith("RANKSCOPE_") and name not in left_out
     }
     package_root = str(Path(__file__).resolve().parents[2])
-    path = [entry for entry in kept.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    given = kept.get("PYTHONPATH", "").split(os.pathsep)
+    path = [os.path.abspath(entry) for entry in given if entry]
     if package_root not in path:
         path.append(package_root)
     return {
@@ -107,11 +109,12 @@ def companion_environment(environ: Mapping[str, str] = os.environ) -> dict[str, 
 
 
 def start_daemon(
-    command: Sequence[str], log: Path, environ: Mapping[str, str] = os.environ
+    command: Sequence[str], log: Path, folder: Path, environ: Mapping[str, str] = os.environ
 ) -> None:
     """Start `command` as nobody's child: own session, stdio to `log`, no inherited descriptor.
 
-    An open descriptor of the job's would keep its readers waiting (`torchrun | cat`). The shell
+    It works in `folder`, which `-m` puts on the module path of Python 3.10: give one that only this
+    user writes. An open descriptor of the job's would keep its readers waiting (`torchrun | cat`). The shell
     forks the daemon and ends, and is reaped here: the rank never has a child it does not know.
 
     Raises:
@@ -123,7 +126,7 @@ def start_daemon(
         done = subprocess.run(
             ["/bin/sh", "-c", line],
             env=companion_environment(environ),
-            cwd=log.parent,
+            cwd=folder,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

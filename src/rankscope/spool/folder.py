@@ -4,10 +4,13 @@
     run.json        what the relay has to know, written by rename
     rank00003.0/    one folder per stream: `lock` and its segments
     relay.lock, relay.log, job-over
+    launcher.lock   held by the launcher that prepared the run, for as long as it lives
+    muster.lock     held by one starting rank after the other where no launcher prepared it
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -24,7 +27,10 @@ from rankscope.record.run import StreamId
 from rankscope.spool.segment import segment_indexes
 
 __all__ = [
+    "COLLECTOR_LOCK_NAME",
     "JOB_OVER_NAME",
+    "LAUNCHER_LOCK_NAME",
+    "MUSTER_LOCK_NAME",
     "RELAY_LOCK_NAME",
     "RELAY_LOG_NAME",
     "RUN_NAME",
@@ -33,8 +39,10 @@ __all__ = [
     "RunHeader",
     "check_free_space",
     "host_run_folder",
+    "is_held",
     "mark_job_over",
     "read_run_header",
+    "remove_run_folder",
     "run_key",
     "spool_base",
     "stream_folder",
@@ -48,10 +56,15 @@ RUN_NAME = "run.json"
 RELAY_LOCK_NAME = "relay.lock"
 RELAY_LOG_NAME = "relay.log"
 JOB_OVER_NAME = "job-over"
+LAUNCHER_LOCK_NAME = "launcher.lock"
+MUSTER_LOCK_NAME = "muster.lock"
+COLLECTOR_LOCK_NAME = "collector.lock"
+"""In the trace folder, not in the run folder."""
 SHARED = "shared"
 """Stands for an address where the relay writes into the trace folder itself."""
 _STREAM_NAME = re.compile(r"rank(\d{5,8})\.(\d{1,5})")
 _LARGEST_JSON = 16 << 20
+_TRIES = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +77,12 @@ class RunHeader:
     """Address, "" where it is not known yet, or `SHARED`."""
     world_size: int
     settings: Mapping[str, str] = field(default_factory=dict)
+    max_restarts: int = 0
+    """How often ranks may come back, where no launcher of ours says when the job is over."""
+    collects: int = 0
+    """Ranks the collector of this host waits for; 0 where it is not the ranks that start one."""
+    keeps_apart: bool = False
+    """True where `out` is this host's own, because it does not see the head's."""
 
     def __post_init__(self) -> None:
         if not self.run_id or self.world_size < 1 or self.world_size >= 1 << 24:
@@ -93,7 +112,7 @@ def host_run_folder(base: Path, key: str) -> Path:
         raise SpoolError(f"run key {key!r} is no file name; use run_key(run_id)")
     for folder in (base, base / key):
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _make_private(folder, base)
             status = folder.lstat()
         except OSError as error:
             raise SpoolError(
@@ -105,6 +124,23 @@ def host_run_folder(base: Path, key: str) -> Path:
                 f"(mode {status.st_mode & 0o777:o}); remove it, or choose another with --rs-spool"
             )
     return base / key
+
+
+def _make_private(folder: Path, base: Path) -> None:
+    """Make a folder; its base may vanish meanwhile, with the last run that was in it."""
+    for _ in range(_TRIES):
+        base.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            folder.mkdir(mode=0o700, exist_ok=True)
+            return
+    folder.mkdir(mode=0o700)
+
+
+def remove_run_folder(run_folder: Path) -> None:
+    """Remove a run folder that holds nothing any more, and the base if it was the last one."""
+    with contextlib.suppress(OSError):  # somebody else left something there
+        run_folder.rmdir()
+        run_folder.parent.rmdir()
 
 
 def stream_folder(run_folder: Path, stream: StreamId) -> Path:
@@ -188,6 +224,9 @@ def write_run_header(run_folder: Path, header: RunHeader) -> None:
         "collector": header.collector,
         "world_size": header.world_size,
         "settings": dict(header.settings),
+        "max_restarts": header.max_restarts,
+        "collects": header.collects,
+        "keeps_apart": header.keeps_apart,
     }
     write_by_rename(run_folder / RUN_NAME, json.dumps(fields, indent=1) + "\n")
 
@@ -206,6 +245,11 @@ def read_run_header(run_folder: Path) -> RunHeader:
     for name, kind in kinds.items():
         if not isinstance(fields.get(name), kind) or isinstance(fields[name], bool):
             raise SpoolError(f"{path}: {name} is {fields.get(name)!r}, expected {kind.__name__}")
+    counts = {}
+    for name in ("max_restarts", "collects"):
+        counts[name] = fields.get(name, 0)
+        if not isinstance(counts[name], int) or not 0 <= counts[name] < 1 << 24:
+            raise SpoolError(f"{path}: {name} is {counts[name]!r}, expected a count")
     settings = {str(name): str(value) for name, value in fields["settings"].items()}
     return RunHeader(
         run_id=fields["run_id"],
@@ -213,6 +257,8 @@ def read_run_header(run_folder: Path) -> RunHeader:
         collector=fields["collector"],
         world_size=fields["world_size"],
         settings=settings,
+        keeps_apart=fields.get("keeps_apart") is True,
+        **counts,
     )
 
 
@@ -272,3 +318,14 @@ class FolderLock:
         if self._descriptor >= 0:
             os.close(self._descriptor)
         self._descriptor = -1
+
+
+def is_held(path: Path) -> bool:
+    """True while some process holds the FolderLock at `path`; makes no lock file."""
+    if not path.exists():
+        return False
+    try:
+        FolderLock(path, "process").release()
+    except FolderBusyError:
+        return True
+    return False

@@ -8,7 +8,11 @@ from pathlib import Path
 
 from rankscope.errors import FolderError
 
-__all__ = ["default_out", "prepare_out"]
+__all__ = ["COLLECTOR_LOG_NAME", "claim_out", "default_out", "prepare_out"]
+
+COLLECTOR_LOG_NAME = "collector.log"
+_OF_A_COLLECTOR = frozenset({"spool", "collector.lock", "collector.json", COLLECTOR_LOG_NAME})
+"""What is in a trace folder as long as its tree is not."""
 
 
 def default_out(folder: Path | None = None) -> Path:
@@ -32,7 +36,8 @@ def prepare_out(path: Path) -> Path:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         if next(path.iterdir(), None) is not None:
             raise FolderError(
-                f"{path} is not empty: give a new folder with --rs-out (RANKSCOPE_OUT), or remove it"
+                f"{path} is not empty: give a new folder with --rs-out (RANKSCOPE_OUT), "
+                f"or remove it"
             )
     except FileExistsError:
         raise FolderError(
@@ -40,8 +45,32 @@ def prepare_out(path: Path) -> Path:
         ) from None
     except OSError as error:
         raise FolderError(
-            f"{path} cannot be made or read ({error.strerror}): give a folder you may write with --rs-out"
+            f"{path} cannot be made or read ({error.strerror}): "
+            f"give a folder you may write with --rs-out"
         ) from error
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise FolderError(f"{path} cannot be written: give a folder you may write with --rs-out")
+    return path
+
+
+def claim_out(path: Path) -> Path:
+    """Make a trace folder, or take one in which other hosts or a collector of the run have begun.
+
+    Raises:
+        FolderError: it holds something else, is no folder, or cannot be written.
+    """
+    for is_last in (False, True):  # another host may be quicker by the blink of an eye
+        try:
+            if path.is_dir() and set(os.listdir(path)) <= _OF_A_COLLECTOR:
+                break
+            prepare_out(path)
+        except FolderError:
+            if is_last:
+                raise
+        except OSError as error:
+            raise FolderError(
+                f"{path} cannot be read ({error.strerror}): give another folder with --rs-out"
+            ) from error
     if not os.access(path, os.W_OK | os.X_OK):
         raise FolderError(f"{path} cannot be written: give a folder you may write with --rs-out")
     return path
