@@ -1,0 +1,153 @@
+"""`rankscope collect`: a collector by hand, for ranks that are started elsewhere."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Optional
+
+import typer
+
+if TYPE_CHECKING:
+    from rankscope.gather.finish import CollectorOptions
+
+__all__ = ["command"]
+
+EXIT_INCOMPLETE = 1
+
+
+def command(
+    world_size: Annotated[int, typer.Option(min=1, help="Ranks of the job.")],
+    out: Annotated[
+        Optional[Path],  # noqa: UP045  # typer reads it on 3.10
+        typer.Option(
+            help="Trace folder; made with its parents, refused when it holds something else; "
+            "default rankscope-<time> here."
+        ),
+    ] = None,
+    bind: Annotated[
+        str,
+        typer.Option(metavar="ADDRESS", help="Where to listen: tcp://127.0.0.1:7777, ipc:///path."),
+    ] = "",
+    shared: Annotated[
+        bool,
+        typer.Option("--shared", help="Listen nowhere: every host writes into --out; the default."),
+    ] = False,
+    ranks: Annotated[
+        str, typer.Option(metavar="RANKS", help="Ranks that are traced: 0-3,8 or all.")
+    ] = "all",
+    keep_spool: Annotated[
+        bool, typer.Option("--keep-spool", help="Keep the ranks' records beside the tree.")
+    ] = False,
+    drain_seconds: Annotated[
+        float, typer.Option(min=0, help="Grace for ranks that vanished without an end record.")
+    ] = 10.0,
+    finish_seconds: Annotated[
+        float, typer.Option(min=0, help="Grace for ranks that go silent although the job is over.")
+    ] = 60.0,
+) -> None:
+    """Gather the records of a job whose ranks are started elsewhere, and build its tree.
+
+    Exit code 0 where the trace is complete, 1 where anything is missing, 2 where it could not start.
+    """
+    from rankscope.agent.settings import settings_from
+    from rankscope.errors import SettingError
+    from rankscope.gather.finish import CollectorOptions
+    from rankscope.spool.outfolder import claim_out, default_out
+
+    if shared and bind:
+        raise SettingError("--shared listens nowhere: leave --bind away, or --shared")
+    selected = settings_from({"ranks": ranks}, {}).ranks
+    folder = claim_out(out.expanduser().absolute() if out else default_out())
+    options = CollectorOptions(
+        out=folder,
+        bind=(bind,) if bind else (),
+        world_size=world_size,
+        traced_ranks=_count(selected, world_size),
+        keep_spool=keep_spool,
+        drain_s=drain_seconds,
+        finish_s=finish_seconds,
+        first_relay_s=float("inf"),
+    )
+    raise typer.Exit(_collect(options))
+
+
+def _count(selected: Sequence[int] | None, world_size: int) -> int:
+    from rankscope.errors import SettingError
+
+    traced = world_size if selected is None else sum(rank < world_size for rank in selected)
+    if not traced:
+        raise SettingError(f"--ranks: none of these is in a world of {world_size}")
+    return traced
+
+
+def _collect(options: CollectorOptions) -> int:
+    from rankscope.cli.terminal import progress
+    from rankscope.gather.finish import Observer, collect
+    from rankscope.gather.log import log_into
+    from rankscope.gather.roster import StreamProgress
+    from rankscope.spool.outfolder import COLLECTOR_LOG_NAME
+
+    with progress() as show:
+
+        class Terminal(Observer):
+            """Says where it listens, and shows the rest where a person looks on."""
+
+            def listening(self, addresses: Sequence[str]) -> None:
+                where = ", ".join(addresses) or f"hosts that write into {options.out}"
+                _say(f"waiting for {options.traced_ranks} ranks at {where}; trace in {options.out}")
+
+            def gathering(self, streams: Sequence[StreamProgress]) -> None:
+                here = {one.stream.rank for one in streams}
+                ended = sum(one.end is not None for one in streams)
+                what = f"{len(here)} of {options.traced_ranks} ranks are here, ended:"
+                show(what, ended / max(len(streams), options.traced_ranks))
+
+            def building(self, what: str, part: float) -> None:
+                show(what, part)
+
+        with _stop_signals() as is_stopped, log_into(options.out / COLLECTOR_LOG_NAME):
+            code = collect(options, is_stopped, Terminal())
+    return _verdict(options.out, code)
+
+
+def _verdict(out: Path, code: int) -> int:
+    from rankscope.spool.outfolder import COLLECTOR_LOG_NAME
+    from rankscope.tree.reader import open_trace
+
+    if code:
+        _say(f"no tree in {out}: see {out / COLLECTOR_LOG_NAME}; try: rankscope recover {out}")
+        return EXIT_INCOMPLETE
+    if not (out / "trace.json").exists():
+        _say(f"nothing was traced: no rank sent anything to {out}")
+        return EXIT_INCOMPLETE
+    if not open_trace(out).is_complete:
+        _say(f"trace in {out}, incomplete: rankscope verify {out}")
+        return EXIT_INCOMPLETE
+    _say(f"trace in {out}; read it: rankscope show {out}")
+    return 0
+
+
+@contextmanager
+def _stop_signals() -> Iterator[Callable[[], bool]]:
+    """Finish with what is there at the first Ctrl-C or SIGTERM; the second ends the process."""
+    stops: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        stops.append(number)
+        signal.signal(number, before[signal.Signals(number)])
+        _say("stopping: building the tree from what is here; once more to end at once")
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: bool(stops)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _say(line: str) -> None:
+    typer.echo(f"rankscope: {line}", err=True)
