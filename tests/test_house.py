@@ -23,7 +23,7 @@ ROOMS = {
     "gather": {"errors", "record", "spool", "tree"},
     "cli": {"errors", "record", "spool", "tree", "gather", "agent"},
     "tracing": {"errors", "agent", "block", "tree"},
-    "block": {"errors", "record", "spool", "agent", "tree"},
+    "block": {"errors", "record", "capture", "spool", "agent", "tree"},
     "__init__": {"tracing", "tree"},
     "__main__": {"cli"},
 }

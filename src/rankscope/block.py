@@ -18,6 +18,7 @@ from rankscope.agent.joining import define_rank, who_am_i
 from rankscope.agent.recorder import Recorder
 from rankscope.agent.session import Opened, Session
 from rankscope.agent.settings import Settings, settings_from
+from rankscope.capture.kernel import build as build_kernel
 from rankscope.errors import RankscopeError
 from rankscope.record.run import EndReason
 from rankscope.spool.folder import (
@@ -74,6 +75,7 @@ class _Block:
     """The parts of one block, put together and taken apart."""
 
     def __init__(self, model: nn.Module | None, settings: Settings) -> None:
+        build_kernel()
         self.out = prepare_out(settings.out or default_out())
         if settings.out is None:
             say(f"tracing into {self.out}")
