@@ -340,6 +340,27 @@ def test_what_a_modules_own_hooks_replace_is_seen_on_both_sides(tmp_path: Path) 
         assert read["output"] is not None and read["output"].mean != 9
 
 
+def test_an_input_replaced_by_the_roots_own_hook_is_read_again_and_keeps_its_place(
+    tmp_path: Path,
+) -> None:
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return self.linear(x + y)
+
+    model = Root()
+    model.register_forward_pre_hook(lambda module, args: (args[0] + 3, args[1]))
+    found = trace(tmp_path, lambda: model(torch.ones(2, 4), torch.zeros(2, 4)))
+    (node,) = found.find("", phase="forward")
+    assert [view.slot for view in node.slots] == ["input.0", "input.1", "output"]
+    digest = found.value("", "input.0").per_rank[0]
+    assert digest is not None
+    assert digest.mean == 4
+
+
 def test_a_value_changed_in_place_without_a_new_version_is_seen_again(tmp_path: Path) -> None:
     class Shared(nn.Module):
         def __init__(self) -> None:

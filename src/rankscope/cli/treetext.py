@@ -11,7 +11,7 @@ from rankscope.cli.terminal import Paint
 from rankscope.errors import SelectionError
 from rankscope.record.call import Mode, Phase
 from rankscope.record.value import Digest
-from rankscope.tree.combine import Combined
+from rankscope.tree.combined import Combined
 from rankscope.tree.ranks import ranks_text
 from rankscope.tree.reader import Step, Trace
 from rankscope.tree.selection import glob_matches, nothing_matched

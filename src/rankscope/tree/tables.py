@@ -182,8 +182,8 @@ def _values(
     first_row: int,
     first_sample: int,
 ) -> dict[str, NDArray[Any]]:
-    kept = _latest(stream.values)
-    values, heads = stream.values[kept], stream.samples.heads
+    values, rows = _standing(stream.values)
+    heads = stream.samples.heads
     call = _find(order, stream.enters["sequence"], values["sequence"])
     start = np.full(len(values), -1, np.int64)
     count, dim = np.zeros(len(values), np.int32), np.zeros(len(values), np.int32)
@@ -207,24 +207,32 @@ def _values(
         "description": _take(vocabulary.description_lookup[number], values["meta"]).astype(
             np.int32
         ),
-        "has_digest": stream.has_digest[kept],
+        "has_digest": stream.has_digest[rows],
         "sample_start": start,
         "sample_count": count,
         "sample_dim": dim,
     }
 
 
-def _latest(values: NDArray[Any]) -> NDArray[np.bool_]:
-    """Return which values stand: all but those that a later record of the same slot replaces."""
-    kept = np.ones(len(values), np.bool_)
+def _standing(values: NDArray[Any]) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    """Return the values that stand, and the rows they were in: where a later record replaces one of
+    the same slot it takes its place and its time, so that slots keep the order they were seen in."""
+    rows = np.arange(len(values))
     replacing = (values["flags"] & np.uint32(ValueFlag.SUPERSEDES)) != 0
     if not replacing.any():
-        return kept
-    codes, _ = factorize(*(values[name] for name in ("sequence", "slot", "ordinal", "phase")))
-    last = len(codes) - 1 - np.unique(codes[::-1], return_index=True)[1]
-    kept[np.isin(codes, codes[replacing])] = False
-    kept[last] = True
-    return kept
+        return values, rows
+    codes, count = factorize(*(values[name] for name in ("sequence", "slot", "ordinal", "phase")))
+    first = np.full(count, len(values), np.int64)
+    np.minimum.at(first, codes, rows)
+    latest = np.full(count, -1, np.int64)
+    np.maximum.at(latest, codes[replacing], rows[replacing])
+    is_replaced = latest >= 0
+    kept = ~np.isin(codes, np.flatnonzero(is_replaced))
+    kept[first[is_replaced]] = True
+    rows[first[is_replaced]] = latest[is_replaced]
+    standing = values[rows]
+    standing["time_ns"] = values["time_ns"]
+    return standing[kept], rows[kept]
 
 
 def _fold_event_owners(tables: Tables) -> None:
