@@ -20,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 
 from rankscope.agent.settings import SETTINGS, Settings
+from rankscope.capture.kernel import build as build_kernel
 from rankscope.errors import FolderError, RankscopeError, SettingError
 from rankscope.gather.address import check_address
 from rankscope.spool.companions import (
@@ -125,6 +126,7 @@ class TracedJob:
                 f"--rs-ranks selects none of the {shape.world_size} ranks of this job"
             )
         base = spool_base(settings.spool)
+        build_kernel()  # before any rank runs: they only load it
         check_free_space(base, settings.spool_bytes * shape.local_ranks)
         out = settings.out or default_out()
         launch = f"{shape.run_id}/{os.uname().nodename}/{os.getpid()}/{time.time_ns()}"

@@ -20,6 +20,7 @@ from rankscope.agent.meeting import Meeting, find_store, is_visible, leave_mark,
 from rankscope.agent.recorder import Recorder
 from rankscope.agent.session import Opened
 from rankscope.agent.settings import Settings
+from rankscope.capture.kernel import build as build_kernel
 from rankscope.errors import FolderBusyError, SpoolError
 from rankscope.record.run import EndReason, RankIdentity
 from rankscope.spool.cells import FORMAT_VERSION
@@ -181,6 +182,7 @@ def _muster(settings: Settings, identity: RankIdentity, environ: Mapping[str, st
     lock = _wait_for_lock(run_folder / MUSTER_LOCK_NAME)
     try:
         if not (run_folder / "run.json").exists():
+            build_kernel()
             check_free_space(run_folder, settings.spool_bytes * identity.local_world_size)
             write_run_header(run_folder, _decide(settings, identity, run_folder, environ))
         _ensure_companions(settings, run_folder, read_run_header(run_folder))
