@@ -55,18 +55,22 @@ def command(
     """
     from rankscope.agent.settings import settings_from
     from rankscope.errors import SettingError
+    from rankscope.gather.address import check_address
     from rankscope.gather.finish import CollectorOptions
     from rankscope.spool.outfolder import claim_out, default_out
 
     if shared and bind:
         raise SettingError("--shared listens nowhere: leave --bind away, or --shared")
     selected = settings_from({"ranks": ranks}, {}).ranks
-    folder = claim_out(out.expanduser().absolute() if out else default_out())
+    traced_ranks = _count(selected, world_size)
+    if bind:
+        check_address(bind)  # before a folder is made
+    folder = claim_out(out.expanduser().absolute() if out else default_out(), "--out")
     options = CollectorOptions(
         out=folder,
         bind=(bind,) if bind else (),
         world_size=world_size,
-        traced_ranks=_count(selected, world_size),
+        traced_ranks=traced_ranks,
         keep_spool=keep_spool,
         drain_s=drain_seconds,
         finish_s=finish_seconds,
@@ -98,7 +102,8 @@ def _collect(options: CollectorOptions) -> int:
 
             def listening(self, addresses: Sequence[str]) -> None:
                 where = ", ".join(addresses) or f"hosts that write into {options.out}"
-                _say(f"waiting for {options.traced_ranks} ranks at {where}; trace in {options.out}")
+                ranks = f"{options.traced_ranks} rank{'s' * (options.traced_ranks > 1)}"
+                _say(f"waiting for {ranks} at {where}; trace in {options.out}")
 
             def gathering(self, streams: Sequence[StreamProgress]) -> None:
                 here = {one.stream.rank for one in streams}

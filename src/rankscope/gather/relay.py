@@ -52,7 +52,7 @@ from rankscope.gather.roster import JobState
 from rankscope.gather.shared import HostState, write_host_state
 from rankscope.gather.shipping import Shipment
 from rankscope.record.run import StreamId
-from rankscope.spool.companions import SOCKET_NAME
+from rankscope.spool.companions import ipc_address
 from rankscope.spool.folder import (
     JOB_OVER_NAME,
     LAUNCHER_LOCK_NAME,
@@ -86,7 +86,6 @@ _OURS = (
     JOB_OVER_NAME,
     LAUNCHER_LOCK_NAME,
     MUSTER_LOCK_NAME,
-    SOCKET_NAME,
     RELAY_LOG_NAME,
     RELAY_LOCK_NAME,
 )
@@ -123,12 +122,15 @@ class _Relay:
         self._discovered_at = float("-inf")
         self._job = JobState.UNKNOWN
         self._tree = run_folder / TREE_NAME
+        self._socket_path: Path | None = None
 
     def run(self) -> int:
         header = self._wait_for_header()
         if header is None:
             return 1
         self._tree = header.out / TREE_NAME
+        if header.collector == ipc_address(self._run_folder):
+            self._socket_path = Path(header.collector.removeprefix("ipc://"))
         name = relay_name(self._run_folder)
         link: _SocketLink | _SharedLink
         if header.collector == SHARED:
@@ -219,8 +221,9 @@ class _Relay:
                 return
         for shipment in self._shipments.values():
             shutil.rmtree(shipment.folder, ignore_errors=True)
-        for name in _OURS:
-            (self._run_folder / name).unlink(missing_ok=True)
+        for path in (*(self._run_folder / name for name in _OURS), self._socket_path):
+            if path is not None:  # a killed collector leaves its socket, which may lie elsewhere
+                path.unlink(missing_ok=True)
         remove_run_folder(self._run_folder)
 
 

@@ -26,7 +26,7 @@ def default_out(folder: Path | None = None) -> Path:
     return path
 
 
-def prepare_out(path: Path) -> Path:
+def prepare_out(path: Path, option: str = "--rs-out") -> Path:
     """Make a trace folder (0700, with its parents), or take an empty one.
 
     Raises:
@@ -35,25 +35,22 @@ def prepare_out(path: Path) -> Path:
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         if next(path.iterdir(), None) is not None:
-            raise FolderError(
-                f"{path} is not empty: give a new folder with --rs-out (RANKSCOPE_OUT), "
-                f"or remove it"
-            )
+            raise FolderError(f"{path} is not empty: give a new folder with {option}, or remove it")
     except FileExistsError:
         raise FolderError(
-            f"{path} is a file, not a folder: give another name with --rs-out"
+            f"{path} is a file, not a folder: give another name with {option}"
         ) from None
     except OSError as error:
         raise FolderError(
             f"{path} cannot be made or read ({error.strerror}): "
-            f"give a folder you may write with --rs-out"
+            f"give a folder you may write with {option}"
         ) from error
     if not os.access(path, os.W_OK | os.X_OK):
-        raise FolderError(f"{path} cannot be written: give a folder you may write with --rs-out")
+        raise FolderError(f"{path} cannot be written: give a folder you may write with {option}")
     return path
 
 
-def claim_out(path: Path) -> Path:
+def claim_out(path: Path, option: str = "--rs-out") -> Path:
     """Make a trace folder, or take one in which other hosts or a collector of the run have begun.
 
     Raises:
@@ -63,14 +60,14 @@ def claim_out(path: Path) -> Path:
         try:
             if path.is_dir() and set(os.listdir(path)) <= _OF_A_COLLECTOR:
                 break
-            prepare_out(path)
+            prepare_out(path, option)
         except FolderError:
             if is_last:
                 raise
         except OSError as error:
             raise FolderError(
-                f"{path} cannot be read ({error.strerror}): give another folder with --rs-out"
+                f"{path} cannot be read ({error.strerror}): give another folder with {option}"
             ) from error
     if not os.access(path, os.W_OK | os.X_OK):
-        raise FolderError(f"{path} cannot be written: give a folder you may write with --rs-out")
+        raise FolderError(f"{path} cannot be written: give a folder you may write with {option}")
     return path

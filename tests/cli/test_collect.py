@@ -1,0 +1,189 @@
+"""A collector started by hand: what it says, what it refuses, and its exit codes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from rankscope.spool.folder import SHARED, mark_job_over
+from tests.cli.test_commands import rankscope
+from tests.gather.jobs import Host, environment, wait_until
+
+RANK = """
+import rankscope
+rankscope.attach()
+import torch
+torch.nn.Linear(2, 2)(torch.ones(1, 2)).sum().backward()
+"""
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def address() -> str:
+    """A port of this host that is free."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+
+
+@pytest.fixture
+def host(tmp_path: Path, address: str) -> Iterator[Host]:
+    """Two ranks' host that ships to `address`."""
+    made = Host(tmp_path / "host", tmp_path / "trace", address=address)
+    yield made
+    made.stop()
+
+
+@pytest.fixture
+def collect(tmp_path: Path) -> Iterator[Start]:
+    """Start `rankscope collect`; returns once it listens, with the line that says so read."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*options: object) -> subprocess.Popen[str]:
+        words = ["--out", tmp_path / "trace", "--world-size", 2, *options]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "rankscope", "collect", *map(str, words)],
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        assert process.stderr is not None
+        assert "waiting for" in (line := process.stderr.readline()), line
+        return process
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+            process.communicate()
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=60)
+    return process.returncode, out, err
+
+
+@pytest.mark.parametrize("way", ["bind", "shared"])
+def test_ranks_started_one_by_one_make_a_whole_trace_in_the_collectors_folder(
+    way: str, collect: Start, address: str, tmp_path: Path
+):
+    out = tmp_path / "trace"
+    collector = collect(*(["--bind", address] if way == "bind" else ["--shared"]))
+    variables = {
+        "RANKSCOPE": "1",
+        "RANKSCOPE_SPOOL": str(tmp_path / "spool"),
+        "RANKSCOPE_COLLECTOR": address if way == "bind" else SHARED,
+        **({"RANKSCOPE_OUT": str(out)} if way == "shared" else {}),
+        "WORLD_SIZE": "2",
+    }
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK],
+            env={**os.environ, **variables, "RANK": str(rank)},
+            cwd=tmp_path,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [rank.communicate(timeout=60)[1] for rank in ranks]
+    code, stdout, err = ended(collector)
+    assert (code, stdout) == (0, ""), err
+    assert err == f"rankscope: trace in {out}; read it: rankscope show {out}\n"
+    assert {path.name for path in out.iterdir()} == {
+        "trace.json",
+        "values.safetensors",
+        "collector.lock",
+    }
+    assert wait_until(lambda: not any((tmp_path / "spool").iterdir()))
+    assert {path.name for path in tmp_path.iterdir()} == {"spool", "trace"}
+    where = f"records go to the collector at {address}" if way == "bind" else f"trace in {out}"
+    assert where in said[0]
+    assert where not in said[1]
+
+
+def test_a_run_that_lost_a_rank_is_code_1_and_names_the_command_that_says_more(
+    host: Host, collect: Start
+):
+    collector = collect("--bind", host.address)
+    host.relay()
+    killed = host.rank(1, hangs=True)
+    assert killed.stdout is not None
+    assert killed.stdout.readline() == "written\n"
+    killed.kill()
+    assert host.rank(0).wait(30) == 0
+    mark_job_over(host.folder)
+    code, _, err = ended(collector)
+    assert code == 1
+    assert f"incomplete: rankscope verify {host.out}" in err
+
+
+def test_fewer_traced_ranks_than_the_world_has_are_not_waited_for(host: Host, collect: Start):
+    collector = collect("--bind", host.address, "--ranks", "1,7")
+    host.relay()
+    assert host.rank(1).wait(30) == 0
+    ended(collector)
+    assert (host.out / "trace.json").exists()
+
+
+def test_the_first_ctrl_c_builds_the_tree_from_what_is_there(host: Host, collect: Start):
+    collector = collect("--bind", host.address)
+    host.relay()
+    rank = host.rank(0, hangs=True)
+    assert rank.stdout is not None
+    assert rank.stdout.readline() == "written\n"
+    assert wait_until(lambda: (host.out / "spool/rank00000.0.cells").exists())
+    collector.send_signal(signal.SIGINT)
+    code, _, err = ended(collector)
+    assert code == 1
+    assert "stopping" in err
+    assert (host.out / "trace.json").exists()
+
+
+def test_a_stop_before_any_rank_came_is_code_1_without_a_tree(collect: Start, tmp_path: Path):
+    collector = collect("--shared")
+    collector.send_signal(signal.SIGTERM)
+    code, _, err = ended(collector)
+    assert code == 1
+    assert "nothing was traced" in err
+    assert not (tmp_path / "trace/trace.json").exists()
+
+
+def test_a_second_collector_on_one_folder_is_refused(collect: Start, address: str, tmp_path: Path):
+    collect("--bind", address)
+    code, out, err = rankscope(
+        "collect", "--out", tmp_path / "trace", "--world-size", 2, "--bind", "tcp://127.0.0.1:*"
+    )
+    assert (code, out) == (2, "")
+    assert "another collector is at work there" in err
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--bind", "tcp://0.0.0.0:7777"], "anybody on the network"),
+        (["--bind", "127.0.0.1:7777"], "expected ipc:///path or tcp://127.0.0.1:PORT"),
+        (["--bind", "tcp://127.0.0.1:7777", "--shared"], "leave --bind away"),
+        (["--ranks", "5-6"], "none of these is in a world of 2"),
+        (["--ranks", "first"], "ranks: "),
+        (["--out", "/proc/nothing"], "folder you may write with --out"),
+        (["--out", __file__], "is a file"),
+        (["--out", str(Path(__file__).parent)], "is not empty"),
+    ],
+)
+def test_what_cannot_be_used_is_one_line_and_exit_2(words: list[str], said: str, tmp_path: Path):
+    code, out, err = rankscope("collect", "--world-size", 2, *words, cwd=tmp_path)
+    assert (code, out) == (2, "")
+    assert said in err
+    assert len(err.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
