@@ -1,4 +1,6 @@
-"""The house rules that a machine can check: who may import whom, what imports cost, what is public."""
+"""The house rules that a machine can check: who may import whom, what imports cost, what
+is public.
+"""
 
 from __future__ import annotations
 

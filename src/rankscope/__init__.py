@@ -1,4 +1,5 @@
-"""One trace for a whole distributed training job: which module, on which rank, went wrong first, and how.
+"""One trace for a whole distributed training job: which module, on which rank, went wrong first,
+and how.
 
 Importing this package imports neither torch nor numpy: every public name is loaded when it is used.
 """

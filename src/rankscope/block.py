@@ -1,4 +1,6 @@
-"""`with rankscope.trace(...)`: one process, its own spool, and the tree in place when the block ends."""
+"""`with rankscope.trace(...)`: one process, its own spool, and the tree in place when the block
+ends.
+"""
 
 from __future__ import annotations
 
@@ -107,7 +109,9 @@ class _Block:
         path.unlink()
 
     def finish(self) -> None:
-        """Close the spool and build the tree; a failure is said, and the records stay where they are."""
+        """Close the spool and build the tree; a failure is said, and the records stay where they
+        are.
+        """
         hold(None)
         Guard(self._say_unfinished).hook(self._finish)()
 

@@ -1,7 +1,8 @@
-"""Whole tensors in a trace, put together from shards no rank ever gathered, against the gathered ones.
+"""Whole tensors in a trace, put together from shards no rank ever gathered, against the gathered
+ones.
 
-Four real ranks hand out DTensors of every placement on 1-D and 2-D meshes, strided, uneven and empty
-shards included, beside the whole values: `full_tensor()`, or what was distributed.
+Four real ranks hand out DTensors of every placement on 1-D and 2-D meshes, strided, uneven and
+empty shards included, beside the whole values: `full_tensor()`, or what was distributed.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ def test_statistics_of_shards_and_replicas_are_those_of_the_whole(trace: Trace) 
         assert [getattr(combined, n) for n in COUNTS] == [getattr(whole, n) for n in COUNTS]
         assert (combined.min, combined.max) == (whole.min, whole.max)
         for name in ("mean", "std", "l2"):
-            assert getattr(combined, name) == pytest.approx(getattr(whole, name), rel=1e-6, nan_ok=True)
+            expected = pytest.approx(getattr(whole, name), rel=1e-6, nan_ok=True)
+            assert getattr(combined, name) == expected
         checked += 1
     assert checked > 40
 

@@ -1,4 +1,5 @@
-"""What watching costs: traced and untraced steps beside plain ones, and beside other tools, in one process.
+"""What watching costs: traced and untraced steps beside plain ones, and beside other tools, in one
+process.
 
     python -m tests.perf.overhead [--rounds 9] [--peers] [--training] [--calls] [--profile]
 
@@ -29,6 +30,7 @@ from torch import nn
 import rankscope
 
 Step = Callable[[], None]
+HEADER = "\n| {} | ratio to plain | quartiles | plain ms | watched ms |\n|---|---|---|---|---|"
 
 
 def llama() -> nn.Module:
@@ -118,7 +120,8 @@ def msprobe(model: nn.Module) -> Iterator[None]:
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         config = Path(folder) / "config.json"
         config.write_text(
-            json.dumps({"task": "statistics", "dump_path": folder, "rank": [], "step": [], "level": "L0",
+            json.dumps({"task": "statistics", "dump_path": folder, "rank": [], "step": [], "level":
+            "L0",
                         "statistics": {"scope": [], "list": [], "data_mode": ["all"]}})
         )  # fmt: skip
         debugger = PrecisionDebugger(config_path=str(config))
@@ -133,7 +136,9 @@ def compare(
     watched: Callable[[], contextlib.AbstractContextManager[None]],
     rounds: int,
 ) -> None:
-    """Print the ratio of a watched step to a plain one: the median over rounds of both, side by side."""
+    """Print the ratio of a watched step to a plain one: the median over rounds of both, side by
+    side.
+    """
     ratios, plain, watching = [], [], []
     for _ in range(rounds):
         base = seconds(step, 3)
@@ -241,15 +246,14 @@ def main() -> None:
     if options.profile:
         profile(training(model) if options.training else step, model)
         return
-    print(
-        "| forward, no gradients | ratio to plain | quartiles | plain ms | watched ms |\n|---|---|---|---|---|"
-    )
+    print(HEADER.format("forward, no gradients"))
     compare("whole digest", step, lambda: traced(model), options.rounds)
     compare("structure only", step, lambda: traced(model, digest="none"), options.rounds)
     compare_untraced(step, model, options.rounds)
     if options.peers:
         for name, peer in (
-            ("transformers' debugger", hf_debugger), ("torch DebugMode with hashes", torch_debug_mode), ("msProbe L0 statistics", msprobe),
+            ("transformers' debugger", hf_debugger), ("torch DebugMode with hashes",
+            torch_debug_mode), ("msProbe L0 statistics", msprobe),
         ):  # fmt: skip
             try:
                 compare(name, step, lambda peer=peer: peer(model), max(options.rounds // 3, 2))
@@ -258,9 +262,7 @@ def main() -> None:
     if options.training:
         step = training(llama())
         step()
-        print(
-            "\n| training step | ratio to plain | quartiles | plain ms | watched ms |\n|---|---|---|---|---|"
-        )
+        print(HEADER.format("training step"))
         compare("whole digest", step, lambda: traced(model), options.rounds)
         compare("structure only", step, lambda: traced(model, digest="none"), options.rounds)
         compare_untraced(step, model, options.rounds)

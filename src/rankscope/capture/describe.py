@@ -122,7 +122,8 @@ class Describer:
         """Describe what a pending value will be, without looking at its memory.
 
         Returns:
-            as `describe`, to be digested once no collective is outstanding; None where it cannot be told.
+            as `describe`, to be digested once no collective is outstanding; None where it cannot be
+            told.
         """
         is_distributed = self._kinds.get(type(tensor)) is _Kind.DTENSOR
         waiting = dtensor_parts(tensor)[0] if is_distributed else tensor

@@ -169,7 +169,9 @@ def async_collective_result(tensor: torch.Tensor) -> tuple[torch.Tensor, bool]:
 
 
 def is_collective_outstanding() -> bool:
-    """True while a functional collective of this process has not been waited for, or torch does not tell."""
+    """True while a functional collective of this process has not been waited for, or torch does not
+    tell.
+    """
     count = getattr(getattr(_C, "_distributed_c10d", None), "_get_work_registry_size", None)
     return count is None or count() != 0
 

@@ -114,8 +114,9 @@ def start_daemon(
     """Start `command` as nobody's child: own session, stdio to `log`, no inherited descriptor.
 
     It works in `folder`, which `-m` puts on the module path of Python 3.10: give one that only this
-    user writes. An open descriptor of the job's would keep its readers waiting (`torchrun | cat`). The shell
-    forks the daemon and ends, and is reaped here: the rank never has a child it does not know.
+    user writes. An open descriptor of the job's would keep its readers waiting (`torchrun | cat`).
+    The shell forks the daemon and ends, and is reaped here: the rank never has a child it does not
+    know.
 
     Raises:
         SpoolError: it could not be started.

@@ -216,7 +216,8 @@ def _values(
 
 def _standing(values: NDArray[Any]) -> tuple[NDArray[Any], NDArray[np.int64]]:
     """Return the values that stand, and the rows they were in: where a later record replaces one of
-    the same slot it takes its place and its time, so that slots keep the order they were seen in."""
+    the same slot it takes its place and its time, so that slots keep the order they were seen
+    in."""
     rows = np.arange(len(values))
     replacing = (values["flags"] & np.uint32(ValueFlag.SUPERSEDES)) != 0
     if not replacing.any():
