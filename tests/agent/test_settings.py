@@ -54,7 +54,7 @@ def test_an_error_names_the_variable_it_was_read_from() -> None:
 
 
 def test_an_unknown_keyword_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(SettingError, match="stepz.*steps"):
+    with pytest.raises(SettingError, match=r"stepz.*steps"):
         settings_from({"stepz": "1"}, {})
 
 

@@ -268,7 +268,8 @@ def test_any_nesting_of_outputs_is_walked(tmp_path: Path) -> None:
     found = trace(tmp_path, lambda: Nested()({"x": torch.ones(2, 4), "flag": True}))
     (node,) = found.find("", phase="forward")
     assert [view.slot for view in node.slots] == [
-        "input.0.x", "input.0.flag", "output.0.logits", "output.0.extra.states.0", "output.0.extra.states.1", "output.1.a",
+        "input.0.x", "input.0.flag", "output.0.logits", "output.0.extra.states.0",
+        "output.0.extra.states.1", "output.1.a",
     ]  # fmt: skip
 
 
@@ -531,7 +532,8 @@ def test_nothing_of_ours_is_left_in_torch_or_on_the_model_afterwards(tmp_path: P
 
     def registered() -> list[int]:
         tables = (
-            hooks._global_forward_hooks, hooks._global_forward_pre_hooks, hooks._global_forward_hooks_always_called,
+            hooks._global_forward_hooks, hooks._global_forward_pre_hooks,
+            hooks._global_forward_hooks_always_called,
             hooks._global_forward_hooks_with_kwargs, optimizers._global_optimizer_pre_hooks,
             optimizers._global_optimizer_post_hooks,
         )  # fmt: skip

@@ -85,9 +85,11 @@ def seconds(step: Step, repeats: int) -> list[float]:
 @contextlib.contextmanager
 def traced(model: nn.Module, **settings: object) -> Iterator[None]:
     """Trace into a new folder that is thrown away."""
-    with tempfile.TemporaryDirectory() as folder:
-        with rankscope.trace(model, out=Path(folder) / "trace", **settings):  # type: ignore[arg-type]
-            yield
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        rankscope.trace(model, out=Path(folder) / "trace", **settings),  # type: ignore[arg-type]
+    ):
+        yield
 
 
 @contextlib.contextmanager
@@ -95,9 +97,11 @@ def hf_debugger(model: nn.Module) -> Iterator[None]:
     """Trace with transformers' debugger."""
     from transformers.model_debugging_utils import model_addition_debugger_context
 
-    with tempfile.TemporaryDirectory() as folder:
-        with model_addition_debugger_context(model, debug_path=folder, do_prune_layers=False):
-            yield
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        model_addition_debugger_context(model, debug_path=folder, do_prune_layers=False),
+    ):
+        yield
 
 
 @contextlib.contextmanager

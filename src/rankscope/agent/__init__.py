@@ -1,1 +1,3 @@
-"""Life inside a rank: settings, identity, the clock that counts steps, hooks, and the session that joins them."""
+"""Life inside a rank: settings, identity, the clock that counts steps, hooks, and the session that
+joins them.
+"""

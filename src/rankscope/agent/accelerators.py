@@ -28,7 +28,9 @@ class ValuePlace:
 
 
 class DeviceValues:
-    """Digests in flight, over all accelerators of this process; autograd's threads read here too."""
+    """Digests in flight, over all accelerators of this process; autograd's threads read
+    here too.
+    """
 
     def __init__(self, batch_dim: int) -> None:
         self._batch_dim = batch_dim
@@ -37,7 +39,9 @@ class DeviceValues:
         self._places: dict[tuple[torch.device, int], ValuePlace] = {}
 
     def read(self, local: torch.Tensor, place: ValuePlace, *, samples: bool) -> bool:
-        """Enqueue a digest on the tensor's device; False where that cannot be (a graph is captured)."""
+        """Enqueue a digest on the tensor's device; False where that cannot be (a graph is
+        captured).
+        """
         device = local.device
         with self._lock:
             digester = self._digesters.get(device)

@@ -25,13 +25,16 @@ def current_session() -> Session | None:
 
 
 def hold(session: Session | None) -> None:
-    """Make a session that somebody else opens and closes the one of this process; None lets it go."""
+    """Make a session that somebody else opens and closes the one of this process; None
+    lets it go.
+    """
     global _session
     _session = session
 
 
 def arm(given: Mapping[str, object] | None = None) -> Session | None:
-    """Arm tracing in this process; what is wrong with the settings is said once, and the job goes on untraced.
+    """Arm tracing in this process; what is wrong with the settings is said once, and the job goes
+    on untraced.
 
     Args:
         given: settings by keyword; the rest comes from `RANKSCOPE_*` variables and defaults.
@@ -63,7 +66,9 @@ def _open(settings: Settings) -> Opened | None:
 
 
 def close(reason: EndReason = EndReason.EXIT) -> None:
-    """End the session, then wait for the tree where no launcher does. Called at exit; safe to call again."""
+    """End the session, then wait for the tree where no launcher does. Called at exit; safe to call
+    again.
+    """
     global _session, _joined
     session, _session = _session, None
     joined, _joined = _joined, None

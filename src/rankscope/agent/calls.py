@@ -39,10 +39,14 @@ class Frame:
     scope: Scope
     phase: Phase
     sequence: int | None
-    """Number of this call's record; of the enclosing call's where this one leaves none; None for none."""
+    """Number of this call's record; of the enclosing call's where this one leaves none; None for
+    none.
+    """
     is_recorded: bool
     seen_inputs: dict[str, int] | None = None
-    """Slot -> id of the tensor read before forward, kept where a module's own hooks may replace it."""
+    """Slot -> id of the tensor read before forward, kept where a module's own hooks may
+    replace it.
+    """
     outputs: tuple[torch.Tensor, ...] = ()
     """What `forward` returned, held until the module's own hooks have run."""
 
@@ -59,8 +63,8 @@ class CallStacks(threading.local):
         """Take the call of `module` off the stack.
 
         Returns:
-            the frame (None where it was never seen to begin), and the frames above it that no hook saw
-            end (KeyboardInterrupt, or an exception past a hook).
+            the frame (None where it was never seen to begin), and the frames above it that no hook
+            saw end (KeyboardInterrupt, or an exception past a hook).
         """
         frames = self.frames
         for index in range(len(frames) - 1, -1, -1):

@@ -1,10 +1,10 @@
 """When a step begins and ends: a pure rule over root forwards and optimizer steps. No torch.
 
 An optimizer step marks the train step as *ended*; the next root forward with gradients *closes* it.
-So several optimizers, gradient accumulation, the forwards of one closure and nested `super().step()`
-calls stay one step, and a loop that runs every forward inside a closure (LBFGS, Lightning) still has
-one step per optimizer step. A root forward without gradients is an eval step of its own.
-Where no optimizer exists every root forward is a step.
+So several optimizers, gradient accumulation, the forwards of one closure and nested
+`super().step()` calls stay one step, and a loop that runs every forward inside a closure (LBFGS,
+Lightning) still has one step per optimizer step. A root forward without gradients is an eval step
+of its own. Where no optimizer exists every root forward is a step.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ class StepClock:
         self._is_manual = False
 
     def root_forward(self, *, has_gradients: bool, optimizer_exists: Callable[[], bool]) -> Tick:
-        """Return the step this root forward belongs to, opening a new one where the rule says so."""
+        """Return the step this root forward belongs to, opening a new one where the rule
+        says so.
+        """
         if not has_gradients:
             self.eval += 1
             return Tick(Mode.EVAL, self.eval, True)
@@ -59,12 +61,16 @@ class StepClock:
         return self._optimizer_depth > 0
 
     def optimizer_begins(self) -> bool:
-        """Enter an optimizer step; True for the outermost one (ZeRO calls `super().step()` inside its own)."""
+        """Enter an optimizer step; True for the outermost one (ZeRO calls `super().step()` inside
+        its own).
+        """
         self._optimizer_depth += 1
         return self._optimizer_depth == 1
 
     def optimizer_ends(self) -> bool:
-        """Leave an optimizer step; True for the outermost one, which marks the train step as ended."""
+        """Leave an optimizer step; True for the outermost one, which marks the train step
+        as ended.
+        """
         self._optimizer_depth = max(self._optimizer_depth - 1, 0)
         if self._optimizer_depth == 0:
             self.is_ended = self.is_ended or not self._is_manual
@@ -76,6 +82,8 @@ class StepClock:
         self._optimizer_depth = 0
 
     def step(self) -> None:
-        """Close the train step now (`rankscope.step()`); from here on only this call closes steps."""
+        """Close the train step now (`rankscope.step()`); from here on only this call
+        closes steps.
+        """
         self._is_manual = True
         self.is_ended = True

@@ -1,4 +1,6 @@
-"""Gradients of activations: one tensor hook per tensor, however many slots that tensor stands in."""
+"""Gradients of activations: one tensor hook per tensor, however many slots that tensor
+stands in.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ class _Watched:
 
 
 class GradientHooks:
-    """Registers tensor hooks for one traced step; every hook returns None, so no gradient changes."""
+    """Registers tensor hooks for one traced step; every hook returns None, so no gradient
+    changes.
+    """
 
     def __init__(
         self, guard: Guard, record: Callable[[list[GradientTarget], torch.Tensor, int], None]
@@ -59,7 +63,9 @@ class GradientHooks:
             watched.handles.append(handle)
 
     def forget(self) -> None:
-        """Take the hooks off leaf tensors and forget the step; hooks on others go with their graph."""
+        """Take the hooks off leaf tensors and forget the step; hooks on others go with
+        their graph.
+        """
         for watched in self._watched.values():
             for handle in watched.handles:
                 handle.remove()

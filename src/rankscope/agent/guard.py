@@ -16,17 +16,15 @@ MAX_FAILURES = 20
 def say(text: str) -> None:
     """Write one line of rankscope's own to stderr; stdout belongs to the job."""
     try:
-        print(f"rankscope: {text}", file=sys.stderr, flush=True)
-    except (
-        OSError,
-        ValueError,
-        AttributeError,
-    ):  # a closed or missing stderr must not hurt the job
+        print(f"rankscope: {text}", file=sys.stderr, flush=True)  # noqa: T201  # to stderr
+    except (OSError, ValueError, AttributeError):  # a closed stderr must not hurt the job
         return
 
 
 class Guard:
-    """Turns functions into hooks that never raise and do nothing while a graph is being compiled."""
+    """Turns functions into hooks that never raise and do nothing while a graph is being
+    compiled.
+    """
 
     def __init__(self, failed: Callable[[Exception], None]) -> None:
         self._failed = failed
@@ -44,9 +42,7 @@ class Guard:
                 return
             try:
                 body(*arguments)
-            except (
-                Exception
-            ) as error:  # the promise: nothing of ours raises into the user's program
+            except Exception as error:  # noqa: BLE001  # nothing of ours raises into the program
                 self.failed(error)
 
         return guarded
@@ -56,6 +52,6 @@ class Guard:
         self.failures += 1
         try:
             self._failed(error)
-        except Exception as second:  # the spool itself may be what failed: say it once, go on
+        except Exception as second:  # noqa: BLE001  # the spool may be what failed: say it once
             if self.failures == 1:
                 say(f"cannot record a failure ({second!r} after {error!r}); the job goes on")

@@ -1,4 +1,6 @@
-"""Putting hooks on and taking them off: global ones for a traced step, one watching for the next step, none else."""
+"""Putting hooks on and taking them off: global ones for a traced step, one watching for the next
+step, none else.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,9 @@ class HookSet:
             ]
 
     def trace_own_hooks_of(self, modules: Iterable[nn.Module]) -> None:
-        """Stand behind the hooks that modules already have: what they replace is what we must see."""
+        """Stand behind the hooks that modules already have: what they replace is what we
+        must see.
+        """
         for module in modules:
             if (
                 module._forward_pre_hooks

@@ -1,4 +1,6 @@
-"""Who this process is in the job: rank, world, host, incarnation. Read from the environment, or the process group."""
+"""Who this process is in the job: rank, world, host, incarnation. Read from the environment, or the
+process group.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ _RANK_VARIABLES = (
     ),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
-"""(rank, world size, local rank, local world size), by launcher; the first pair that is set wins."""
+"""(rank, world size, local rank, local world size), by launcher; the first pair that is
+set wins.
+"""
 
 
 def identify(
@@ -30,7 +34,8 @@ def identify(
     """Return who this process is.
 
     Args:
-        group: (rank, world size) of the default process group once it exists; it wins over variables.
+        group: (rank, world size) of the default process group once it exists; it wins over
+        variables.
         environ: where the launchers' variables are looked up.
     """
     rank, world_size, local_rank, local_size = 0, 1, None, None

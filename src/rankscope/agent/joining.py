@@ -1,4 +1,6 @@
-"""Joining the run: which run folder, which trace folder, who starts relay and collector, who waits."""
+"""Joining the run: which run folder, which trace folder, who starts relay and collector,
+who waits.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""How the hosts of a job agree on one trace folder: one value through its store, at start, never data."""
+"""How the hosts of a job agree on one trace folder: one value through its store, at start, never
+data.
+"""
 
 from __future__ import annotations
 

@@ -36,7 +36,9 @@ _WRAPPED_ATTRIBUTE = {
 }
 """Wrapper class -> (attribute holding the wrapped module, the word the trace uses)."""
 _FSDP2 = "torch.distributed.fsdp.FSDPModule"
-"""fully_shard() gives a module a new class with this base; it is no wrapper, but it renames the class."""
+"""fully_shard() gives a module a new class with this base; it is no wrapper, but it renames the
+class.
+"""
 
 
 _wrappers: dict[type, tuple[str, str] | None] = {}
@@ -127,10 +129,14 @@ class ModuleTable:
         self._infos: dict[int, ModuleInfo] = {}
         self.roots: list[Root] = []
         self.contained: list[tuple[Root, Root, str]] = []
-        """(root, the root found to contain it later, its path there), not yet written to the spool."""
+        """(root, the root found to contain it later, its path there), not yet written to
+        the spool.
+        """
 
     def get(self, module: nn.Module) -> ModuleInfo | None:
-        """Return what is known of a module, None for one never seen (or another now at its address)."""
+        """Return what is known of a module, None for one never seen (or another now at its
+        address).
+        """
         info = self._infos.get(id(module))
         return info if info is not None and info.module() is module else None
 

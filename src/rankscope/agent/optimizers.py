@@ -14,9 +14,9 @@ __all__ = ["OptimizerSearch", "held_parameters", "runs_closure"]
 class OptimizerSearch:
     """Answers whether an optimizer is alive in this process, made before or after attaching.
 
-    torch marks the `step` of a class as hooked when its first object is made: without a marked class
-    there is none. Else one living object is looked for among those the garbage collector knows, and
-    then only remembered; a search that finds none is repeated at doubling intervals.
+    torch marks the `step` of a class as hooked when its first object is made: without a marked
+    class there is none. Else one living object is looked for among those the garbage collector
+    knows, and then only remembered; a search that finds none is repeated at doubling intervals.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,6 @@
-"""Events of a root: its parameters and buffers at setup, its gradients before and parameters after an optimizer step."""
+"""Events of a root: its parameters and buffers at setup, its gradients before and parameters after
+an optimizer step.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,9 @@ class ParameterEvents:
         held: frozenset[int] | None,
         flags: int = 0,
     ) -> None:
-        """Record one event of a root: a call for it, and one below it for every module that owns something."""
+        """Record one event of a root: a call for it, and one below it for every module that owns
+        something.
+        """
         parent: int | None = None
         for info in self._table.of_root(root):
             module = info.module()

@@ -1,4 +1,6 @@
-"""Writes what hooks saw into the spool: definitions once, then fixed-size records that refer to them by number."""
+"""Writes what hooks saw into the spool: definitions once, then fixed-size records that refer to
+them by number.
+"""
 
 from __future__ import annotations
 
@@ -133,7 +135,9 @@ class Recorder:
         phase: Phase,
         ordinal: int,
     ) -> int:
-        """Record that a call began; return its sequence number. (By position: this is the hot path.)"""
+        """Record that a call began; return its sequence number. (By position: this is the hot
+        path.)
+        """
         sequence = next(self._sequence)
         ident = threading.get_ident()
         self._write(
@@ -174,7 +178,9 @@ class Recorder:
         flags: int,
         batch_dim: int,
     ) -> None:
-        """Record one tensor in one slot, without a reading its description alone. (By position: hot path.)"""
+        """Record one tensor in one slot, without a reading its description alone. (By position: hot
+        path.)
+        """
         slot_number = self._slots.get(slot) or self.slot(slot)
         meta = self._metas.get(described) or self.meta(described)
         now = time.monotonic_ns()

@@ -1,8 +1,8 @@
 """One session: from the first module call of a process to its end record.
 
 The session joins the parts: the clock says which step a root forward belongs to, the hook set is
-turned on and off accordingly, the tracer records calls, the parameter events record whole roots.
-In an untraced step nothing but the optimizer hooks is left; an optimizer step arms one pre-hook that
+turned on and off accordingly, the tracer records calls, the parameter events record whole roots. In
+an untraced step nothing but the optimizer hooks is left; an optimizer step arms one pre-hook that
 notices the next root forward and takes itself off.
 """
 
@@ -60,7 +60,7 @@ class Session:
 
         Args:
             settings: what to trace.
-            start: opens the spool at the first root forward and writes who this rank is; returns None
+            start: opens the spool at the first root forward and writes who this rank is; None
                 where this process is not to be traced (and says so itself).
             preferred_root: the module whose path is to be "", by default the largest root called.
         """
@@ -142,7 +142,9 @@ class Session:
         self._writer.close(reason)
 
     def _report_unmatched_globs(self) -> None:
-        """Say which globs of the setting `paths` matched no module: most likely they are misspelt."""
+        """Say which globs of the setting `paths` matched no module: most likely they are
+        misspelt.
+        """
         known = self._table.paths()
         for glob in self._settings.paths:
             if not any(matches((glob,), path) for path in known):
@@ -153,7 +155,9 @@ class Session:
                     say(f"{text} Globs match the whole path: write '*.name' or 'layers.0.*'")
 
     def disarm(self) -> None:
-        """Stop without a word in the spool: a forked child, or a process that is not to be traced."""
+        """Stop without a word in the spool: a forked child, or a process that is not to be
+        traced.
+        """
         self._is_closed = True
         self._hooks.remove_all()
 
@@ -173,7 +177,8 @@ class Session:
         )
         if self.guard.failures == MAX_FAILURES:
             say(
-                f"tracing is switched off on rank {self._rank} after {MAX_FAILURES} failures, last: {error!r}"
+                f"tracing is switched off on rank {self._rank} after {MAX_FAILURES} failures, "
+                f"last: {error!r}"
             )
             self.close(EndReason.SWITCHED_OFF)
 
@@ -223,7 +228,9 @@ class Session:
     # ------------------------------------------------------------------ steps
 
     def _open_scope(self, info: ModuleInfo, module: nn.Module) -> Scope | None:
-        """Say which step an outermost call belongs to; turn tracing on or off where a step begins."""
+        """Say which step an outermost call belongs to; turn tracing on or off where a step
+        begins.
+        """
         root = info.root
         if root is None:
             return self._loose_scope()
@@ -339,7 +346,9 @@ class Session:
         )  # fmt: skip
 
     def _held_by(self, optimizer: torch.optim.Optimizer) -> frozenset[int]:
-        """Return which parameters to record at an optimizer's step: its own, and those no optimizer is known to hold."""
+        """Return which parameters to record at an optimizer's step: its own, and those no optimizer
+        is known to hold.
+        """
         held = self._held[optimizer] = held_parameters(optimizer)
         known = self._table.parameter_ids()
         if not known & held:  # flattened or sharded copies: nothing can be told apart

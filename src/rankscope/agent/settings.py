@@ -1,4 +1,5 @@
-"""Every setting, parsed in one place: `--rs-name`, `RANKSCOPE_NAME` and the keyword `name` mean the same.
+"""Every setting, parsed in one place: `--rs-name`, `RANKSCOPE_NAME` and the keyword `name` mean the
+same.
 
 No torch here: the launcher and the command line read this table too.
 """
@@ -176,34 +177,108 @@ class Setting:
 
 
 SETTINGS: tuple[Setting, ...] = (
-    Setting(name="out", parse=_parse_path, default="", metavar="DIR",
-            help="trace folder; made with its parents, refused when it is not empty; default rankscope-<time> here"),
-    Setting(name="steps", parse=StepSelection.parse, default="0-2", metavar="STEPS",
-            help="steps to trace: 0-2,10 or every:100 or all"),
-    Setting(name="ranks", parse=_parse_ranks, default="all", metavar="RANKS", help="ranks to trace: 0-3,8 or all"),
-    Setting(name="paths", parse=_parse_globs, default="*", metavar="GLOBS",
-            help="modules to trace: fnmatch globs on the whole path, separated by commas"),
-    Setting(name="phases", parse=_parse_phases, default="setup,forward,recompute,backward,grads,params,collective",
-            metavar="PHASES", help="phases to trace, separated by commas"),
-    Setting(name="slots", parse=_parse_globs, default="*", metavar="GLOBS",
-            help="slots to take: input.*, output, grad:weight ..."),
-    Setting(name="digest", parse=_parse_digest, default="full", metavar="full|none",
-            help="numbers kept per value: full, or none for the structure alone"),
-    Setting(name="batch-dim", parse=_parse_whole, default="0", metavar="DIM",
-            help="dimension that counts samples: 0, or 1 for [sequence, batch, hidden]"),
-    Setting(name="spool", parse=_parse_path, default="", metavar="DIR",
-            help="local disk folder for the ranks' spools; default the system's temporary folder"),
-    Setting(name="spool-bytes", parse=parse_size, default="256M", metavar="SIZE",
-            help="unsent bytes a rank may hold before whole steps are dropped"),
-    Setting(name="keep-spool", parse=_parse_bool, default="0", metavar="0|1", is_flag=True,
-            help="keep the ranks' records beside the tree after finishing"),
-    Setting(name="collector", parse=str, default="", metavar="ADDRESS",
-            help="address of a collector already running, such as tcp://127.0.0.1:7777"),
-    Setting(name="finish-seconds", parse=_parse_seconds, default="60", metavar="SECONDS",
-            help="how long the finished job waits for its tree"),
-    Setting(name="drain-seconds", parse=_parse_seconds, default="10", metavar="SECONDS",
-            help="grace for ranks that vanished without an end record, before the tree is built without them"),
-)  # fmt: skip
+    Setting(
+        name="out",
+        parse=_parse_path,
+        default="",
+        metavar="DIR",
+        help="trace folder; made with its parents, refused when it is not empty; "
+        "default rankscope-<time> here",
+    ),
+    Setting(
+        name="steps",
+        parse=StepSelection.parse,
+        default="0-2",
+        metavar="STEPS",
+        help="steps to trace: 0-2,10 or every:100 or all",
+    ),
+    Setting(
+        name="ranks",
+        parse=_parse_ranks,
+        default="all",
+        metavar="RANKS",
+        help="ranks to trace: 0-3,8 or all",
+    ),
+    Setting(
+        name="paths",
+        parse=_parse_globs,
+        default="*",
+        metavar="GLOBS",
+        help="modules to trace: fnmatch globs on the whole path, separated by commas",
+    ),
+    Setting(
+        name="phases",
+        parse=_parse_phases,
+        default="setup,forward,recompute,backward,grads,params,collective",
+        metavar="PHASES",
+        help="phases to trace, separated by commas",
+    ),
+    Setting(
+        name="slots",
+        parse=_parse_globs,
+        default="*",
+        metavar="GLOBS",
+        help="slots to take: input.*, output, grad:weight ...",
+    ),
+    Setting(
+        name="digest",
+        parse=_parse_digest,
+        default="full",
+        metavar="full|none",
+        help="numbers kept per value: full, or none for the structure alone",
+    ),
+    Setting(
+        name="batch-dim",
+        parse=_parse_whole,
+        default="0",
+        metavar="DIM",
+        help="dimension that counts samples: 0, or 1 for [sequence, batch, hidden]",
+    ),
+    Setting(
+        name="spool",
+        parse=_parse_path,
+        default="",
+        metavar="DIR",
+        help="local disk folder for the ranks' spools; default the system's temporary folder",
+    ),
+    Setting(
+        name="spool-bytes",
+        parse=parse_size,
+        default="256M",
+        metavar="SIZE",
+        help="unsent bytes a rank may hold before whole steps are dropped",
+    ),
+    Setting(
+        name="keep-spool",
+        parse=_parse_bool,
+        default="0",
+        metavar="0|1",
+        is_flag=True,
+        help="keep the ranks' records beside the tree after finishing",
+    ),
+    Setting(
+        name="collector",
+        parse=str,
+        default="",
+        metavar="ADDRESS",
+        help="address of a collector already running, such as tcp://127.0.0.1:7777",
+    ),
+    Setting(
+        name="finish-seconds",
+        parse=_parse_seconds,
+        default="60",
+        metavar="SECONDS",
+        help="how long the finished job waits for its tree",
+    ),
+    Setting(
+        name="drain-seconds",
+        parse=_parse_seconds,
+        default="10",
+        metavar="SECONDS",
+        help="grace for ranks that vanished without an end record, "
+        "before the tree is built without them",
+    ),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,7 +324,8 @@ def _as_text(value: object) -> str:
 def settings_from(
     texts: Mapping[str, object] | None = None, environ: Mapping[str, str] = os.environ
 ) -> Settings:
-    """Return the settings: given texts (keywords) first, then `RANKSCOPE_*` variables, then defaults.
+    """Return the settings: given texts (keywords) first, then `RANKSCOPE_*` variables, then
+    defaults.
 
     Raises:
         SettingError: a value that cannot be read, or a keyword that is no setting; names both.

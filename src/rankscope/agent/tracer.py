@@ -1,4 +1,6 @@
-"""The hooks themselves: what happens when a module's forward begins and ends in a traced process."""
+"""The hooks themselves: what happens when a module's forward begins and ends in a traced
+process.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ _MAX_ERROR_CHARACTERS = 500
 
 
 class Tracer:
-    """Follows module calls while hooks are on; `open_scope` decides what an outermost call means."""
+    """Follows module calls while hooks are on; `open_scope` decides what an outermost call
+    means.
+    """
 
     def __init__(
         self,
@@ -63,7 +67,8 @@ class Tracer:
         """Global forward pre-hook: a call begins."""
         frames = self._stacks.frames
         top = frames[-1] if frames else None
-        # Decided before a step may begin: hooks put on a module now are not run for this call of it.
+        # Decided before a step may begin: hooks put on a module now are not run for this call of
+        # it.
         is_followed = module._forward_pre_hooks and self._stands_behind_inputs(module)
         info = self._table.get(module) or self._learn(module, top)
         if top is not None and info.root is not None and info.root.module() is module:
@@ -90,7 +95,8 @@ class Tracer:
         calls[info] = ordinal = calls.get(info, -1) + 1
         root = info.root
         sequence = self._recorder.enter(
-            info.definition or self.definition_of(info), root.definition if root is not None else 0, parent,
+            info.definition or self.definition_of(info), root.definition if root is not None else 0,
+            parent,
             scope.mode, scope.step, scope.micro_batch, phase, ordinal,
         )  # fmt: skip
         frame = Frame(module, info, scope, phase, sequence, True)
@@ -106,8 +112,8 @@ class Tracer:
     ) -> None:
         """Instance pre-hook behind a module's own pre-hooks: its inputs as `forward` receives them.
 
-        torch hands it no kwargs where it was taken off (and put on again) by the step that began with
-        this very call.
+        torch hands it no kwargs where it was taken off (and put on again) by the step that began
+        with this very call.
         """
         frames = self._stacks.frames
         if frames and frames[-1].module is module and frames[-1].is_recorded and self._values.is_on:
@@ -116,7 +122,9 @@ class Tracer:
             self._read_inputs(frames[-1], args, kwargs)
 
     def after_forward(self, module: nn.Module, args: tuple[object, ...], *rest: object) -> None:
-        """Global forward hook: a call ended. `rest` is (kwargs, output), or one item where forward raised."""
+        """Global forward hook: a call ended. `rest` is (kwargs, output), or one item where forward
+        raised.
+        """
         stacks = self._stacks
         frames = stacks.frames
         if frames and frames[-1].module is module:
@@ -191,7 +199,9 @@ class Tracer:
     def _reread_replaced_inputs(
         self, frame: Frame, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> None:
-        """Read the inputs the module's own pre-hooks put in place of those we saw; forward has run by now."""
+        """Read the inputs the module's own pre-hooks put in place of those we saw; forward has run
+        by now.
+        """
         assert frame.sequence is not None and frame.seen_inputs is not None
         with invisible():
             for value in (args, kwargs):
@@ -268,7 +278,8 @@ class Tracer:
         return info.definition
 
     def _without_abandoned(self) -> Frame | None:
-        """Close the calls that ended without a hook (KeyboardInterrupt), and return the innermost left.
+        """Close the calls that ended without a hook (KeyboardInterrupt), and return the innermost
+        left.
 
         Asked where a root is called inside other calls: rare enough to look at the Python stack.
         """
@@ -302,7 +313,8 @@ class Tracer:
 
 
 def _keyword_arguments() -> dict[str, object] | None:
-    """Return the kwargs of the module call whose global pre-hook is running, None where they are hidden.
+    """Return the kwargs of the module call whose global pre-hook is running, None where they are
+    hidden.
 
     Global pre-hooks are handed no kwargs; they stand in the frame of torch's `Module._call_impl`.
     """

@@ -90,7 +90,9 @@ class ValueReader:
             self._record(place, None)
 
     def _is_read_on_device(self, local: torch.Tensor, place: ValuePlace, *, samples: bool) -> bool:
-        """Have an accelerator digest what lies there: it comes back later. False for anything else."""
+        """Have an accelerator digest what lies there: it comes back later. False for
+        anything else.
+        """
         described = place.described
         return described.can_digest_on_device and self._on_devices.read(
             local, place, samples=samples and described.allows_samples

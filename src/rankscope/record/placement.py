@@ -79,7 +79,9 @@ class Placement:
 
     @property
     def is_composable(self) -> bool:
-        """True where digests of the pieces give the digest of the whole (sum and avg partials included)."""
+        """True where digests of the pieces give the digest of the whole (sum and avg partials
+        included).
+        """
         if self.kind is PlacementKind.PARTIAL:
             return self.reduce_op in ("sum", "avg")
         return self.kind is not PlacementKind.OTHER
@@ -148,11 +150,14 @@ class Mesh:
             size *= extent
         if len(self.axes) != len(self.shape) or size != len(self.ranks):
             raise LayoutError(
-                f"mesh axes {self.axes} and shape {self.shape} do not fit its {len(self.ranks)} ranks"
+                f"mesh axes {self.axes} and shape {self.shape} do not fit "
+                f"its {len(self.ranks)} ranks"
             )
 
     def coordinate(self, rank: int) -> tuple[int, ...] | None:
-        """Return the position of a global rank on every axis, or None where the rank is not in the mesh."""
+        """Return the position of a global rank on every axis, or None where the rank is not in the
+        mesh.
+        """
         if rank not in self.ranks:
             return None
         flat, position = self.ranks.index(rank), []
