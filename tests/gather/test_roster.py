@@ -92,6 +92,21 @@ def test_the_decision(why, known, peers, idle_s, expected):
     assert decided(known, peers, idle_s=idle_s) is expected, why
 
 
+def test_a_grace_of_nothing_gives_up_no_relay_between_two_beats():
+    for peer in (ALIVE, LAUNCHED):
+        assert (
+            decide(
+                streams(RUNNING, RUNNING),
+                [peer],
+                expected_ranks=2,
+                idle_s=1.0,
+                drain_s=0.0,
+                finish_s=60.0,
+            )
+            is Decision.WAIT
+        )
+
+
 def test_only_the_newest_incarnation_of_a_rank_has_to_end_in_order():
     known = streams(EXIT, LOST) + [StreamProgress(stream=StreamId(rank=1, incarnation=1), end=EXIT)]
     assert decided(known, [ALIVE]) is Decision.COMPLETE

@@ -51,7 +51,7 @@ def command(
 ) -> None:
     """Gather the records of a job whose ranks are started elsewhere, and build its tree.
 
-    Exit code 0 where the trace is complete, 1 where anything is missing, 2 where it could not start.
+    Exit code 0: the trace is complete; 1: anything is missing; 2: it could not start.
     """
     from rankscope.agent.settings import settings_from
     from rankscope.errors import SettingError

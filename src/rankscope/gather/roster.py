@@ -10,6 +10,8 @@ from rankscope.record.run import EndReason, StreamId
 
 __all__ = ["Decision", "JobState", "PeerState", "StreamProgress", "decide"]
 
+LEAST_SILENCE_S = 5.0
+"""A relay is heard every second at least; a shorter silence proves nothing, whatever the grace."""
 _ORDERLY = (EndReason.EXIT, EndReason.CLOSED, EndReason.SWITCHED_OFF)
 
 
@@ -19,7 +21,9 @@ class JobState(enum.IntEnum):
     UNKNOWN = 0
     """No launcher of ours: only the ranks' ends tell."""
     LAUNCHED = 1
-    """A launcher of ours is at work and will say when it is over: ranks may come back until then."""
+    """A launcher of ours is at work and will say when it is over: ranks may come back
+    until then.
+    """
     OVER = 2
     """No further incarnation of any rank of this host will come."""
 
@@ -74,7 +78,8 @@ def decide(
         drain_s: grace for ranks and relays that vanished.
         finish_s: grace for streams that stop before their end although the job is over.
     """
-    if any(peer.job is JobState.LAUNCHED and peer.silent_s < drain_s for peer in peers):
+    silence_s = max(drain_s, LEAST_SILENCE_S)
+    if any(peer.job is JobState.LAUNCHED and peer.silent_s < silence_s for peer in peers):
         return Decision.WAIT
     has_ended = bool(streams) and all(progress.end is not None for progress in streams)
     newest = {
@@ -86,7 +91,7 @@ def decide(
     if has_ended and is_whole and all(_is_final(one, restarts) for one in newest.values()):
         return Decision.COMPLETE
     is_job_over = bool(peers) and all(peer.job is JobState.OVER for peer in peers)
-    is_deserted = bool(peers) and all(peer.silent_s >= drain_s for peer in peers)
+    is_deserted = bool(peers) and all(peer.silent_s >= silence_s for peer in peers)
     if has_ended and is_whole and is_job_over:
         return Decision.INCOMPLETE
     if idle_s < drain_s:

@@ -1,0 +1,131 @@
+"""Jobs on several hosts, two of them played on this machine, with the variable alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import socket
+import subprocess
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+
+pytestmark = [
+    pytest.mark.xdist_group("lives"),
+    pytest.mark.skipif(
+        not entry_points(group="torchrun.logs_specs").select(name="rankscope"),
+        reason="needs the start-up file: an environment made by launcher/test",
+    ),
+]
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+BIN = Path(sys.executable).parent
+SPAWN = """
+import os, sys
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+def work(rank, port):
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+    model(torch.ones(1, 2)).sum().backward()
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    mp.spawn(work, (sys.argv[1],), nprocs=2)
+"""
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def two_hosts(folder: Path, *, second: str = "exec {}") -> list[str]:
+    """Run examples/ddp.py with one rank on each of two hosts; return what each said on stderr.
+
+    Args:
+        folder: the spools of the hosts go here, each its own; the head's trace is `head/trace`.
+        second: what the second host's shell does with its command.
+    """
+    port = free_port()
+    (folder / "head").mkdir()
+    hosts = []
+    for node in range(2):
+        command = shlex.join(
+            [str(BIN / "torchrun"), "--nnodes", "2", "--node-rank", str(node)]
+            + ["--master-addr", "127.0.0.1", "--master-port", port]
+            + ["--nproc-per-node", "1", str(EXAMPLES / "ddp.py"), "--steps", "2"]
+        )
+        variables = {
+            "RANKSCOPE": "1",
+            "RANKSCOPE_OUT": str(folder / "head/trace"),
+            "RANKSCOPE_SPOOL": str(folder / f"spool{node}"),
+            "RANKSCOPE_DRAIN_SECONDS": "2",
+        }
+        shell = ["sh", "-c", (second if node else "exec {}").format(command)]
+        if node and second != "exec {}":
+            shell = ["unshare", "--mount", *shell]
+        hosts.append(
+            subprocess.Popen(
+                shell, env={**os.environ, **variables}, stderr=subprocess.PIPE, text=True
+            )
+        )
+    said = [host.communicate(timeout=120)[1] for host in hosts]
+    assert [host.returncode for host in hosts] == [0, 0], said
+    return said
+
+
+def test_hosts_that_see_one_folder_meet_in_it_through_the_jobs_store(tmp_path: Path):
+    said = two_hosts(tmp_path)
+    document = json.loads((tmp_path / "head/trace/trace.json").read_text())
+    assert [rank["rank"] for rank in document["completeness"]["ranks"]] == [0, 1]
+    assert document["completeness"]["complete"] is True
+    assert "tracing into" in said[0]
+    assert "rankscope" not in said[1]
+    left = {path.name for path in (tmp_path / "head/trace").iterdir()}
+    assert left == {"trace.json", "values.safetensors", "collector.lock"}
+
+
+@pytest.mark.skipif(
+    subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode != 0,
+    reason="needs the right to make a mount namespace",
+)
+def test_a_host_that_does_not_see_the_heads_folder_keeps_its_records_for_recover(tmp_path: Path):
+    own = tmp_path / "own"
+    (own / "trace/spool").mkdir(parents=True)  # a folder of that name is not the head's
+    head = tmp_path / "head"
+    said = two_hosts(
+        tmp_path,
+        second=f"mount --bind {shlex.quote(str(own))} {shlex.quote(str(head))} && exec {{}}",
+    )
+    assert "is not visible here" in said[1]
+    (kept,) = (path for path in own.iterdir() if path.name.startswith("trace-"))
+    done = subprocess.run(
+        [str(BIN / "rankscope"), "recover", str(head / "trace"), str(kept)]
+        + ["--out", str(tmp_path / "merged")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout.endswith("2 of 2 ranks, complete\n"), done.stderr
+
+
+def test_ranks_that_only_their_process_group_knows_make_one_trace(tmp_path: Path):
+    script = tmp_path / "spawn.py"
+    script.write_text(SPAWN)
+    subprocess.run(
+        [sys.executable, str(script), free_port()],
+        env={**os.environ, "RANKSCOPE": "1", "RANKSCOPE_OUT": str(tmp_path / "trace")},
+        check=True,
+        timeout=120,
+    )
+    found = json.loads((tmp_path / "trace/trace.json").read_text())["completeness"]
+    assert [(rank["rank"], rank["end"]) for rank in found["ranks"]] == [(0, "exit"), (1, "exit")]
+    assert found["complete"] is True

@@ -1,0 +1,124 @@
+"""Ranks that raise, come back, or are not traced: what of it is in the tree, and who waits."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [
+    pytest.mark.xdist_group("lives"),
+    pytest.mark.skipif(
+        not entry_points(group="torchrun.logs_specs").select(name="rankscope"),
+        reason="needs the start-up file: an environment made by launcher/test",
+    ),
+]
+
+BIN = Path(sys.executable).parent
+TORCHRUN = [str(BIN / "torchrun"), "--nproc-per-node", "2"]
+RUN = [str(BIN / "rankscope"), "run", "--nproc-per-node", "2"]
+LIFE = """
+import os, pathlib, sys, time, torch
+torch.nn.Linear(2, 2)(torch.ones(1, 2)).sum().backward()
+life, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
+pathlib.Path(f"{sys.argv[1]}.{life}.{rank}").touch()
+while not all(os.path.exists(f"{sys.argv[1]}.{life}.{other}") for other in "01"):
+    time.sleep(0.01)
+if life == "0" and len(sys.argv) > 2:
+    raise ValueError("on purpose")
+"""
+
+
+def start(command: list[str], folder: Path, *arguments: str, **variables: str) -> Any:
+    """Run the script; return the completeness of its trace, after looking into every folder."""
+    script = folder / "script.py"
+    script.write_text(LIFE)
+    spool = folder / "spool"
+    done = subprocess.run(
+        [*command, str(script), str(folder / "life"), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={
+            **os.environ,
+            "RANKSCOPE_OUT": str(folder / "trace"),
+            "RANKSCOPE_SPOOL": str(spool),
+            **variables,
+        },
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"trace in {folder / 'trace'}" in done.stderr
+    left = {path.name for path in (folder / "trace").iterdir()}
+    assert left == {"trace.json", "values.safetensors", "collector.lock"}
+    deadline = time.monotonic() + 10
+    while any(spool.iterdir()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert list(spool.iterdir()) == []
+    return json.loads((folder / "trace/trace.json").read_text())["completeness"]
+
+
+@pytest.mark.parametrize(
+    ("command", "variables"),
+    [
+        (
+            [*TORCHRUN, "--max-restarts", "1"],
+            {"RANKSCOPE": "1", "RANKSCOPE_DRAIN_SECONDS": "100"},
+        ),
+        ([*TORCHRUN, "--max-restarts", "1", "--logs-specs", "rankscope"], {}),
+        ([*RUN, "--max-restarts", "1", "--rs-drain-seconds", "0"], {}),
+    ],
+    ids=["variable", "logs-specs", "run"],
+)
+def test_both_lives_of_ranks_that_raised_and_were_restarted_are_in_the_tree(
+    command: list[str], variables: dict[str, str], tmp_path: Path
+):
+    found = start(command, tmp_path, "raise", **variables)
+    ends = {(rank["rank"], rank["incarnation"]): rank["end"] for rank in found["ranks"]}
+    assert [ends[rank, 1] for rank in (0, 1)] == ["exit", "exit"]
+    first = {ends[rank, 0] for rank in (0, 1)}
+    assert "raised" in first
+    assert first <= {"raised", "lost"}  # the agent ends the others of a life as soon as one failed
+    assert found["complete"] is True
+
+
+@pytest.mark.parametrize(
+    ("command", "variables"),
+    [
+        ([*RUN, "--rs-ranks", "1"], {}),
+        (TORCHRUN, {"RANKSCOPE": "1", "RANKSCOPE_RANKS": "1"}),
+    ],
+    ids=["run", "variable"],
+)
+def test_ranks_that_are_not_traced_are_not_waited_for_and_not_missing(
+    command: list[str], variables: dict[str, str], tmp_path: Path
+):
+    found = start(command, tmp_path, RANKSCOPE_DRAIN_SECONDS="100", **variables)
+    assert [rank["rank"] for rank in found["ranks"]] == [1]
+    assert (found["complete"], found["missing"]) == (True, "")
+    verified = subprocess.run(
+        [str(BIN / "rankscope"), "verify", str(tmp_path / "trace")], capture_output=True, text=True
+    )
+    assert verified.returncode == 0
+    assert "complete" in verified.stdout
+
+
+def test_a_plain_script_that_raises_has_its_tree_when_it_returns(tmp_path: Path):
+    code = "import torch; torch.nn.Linear(2, 2)(torch.ones(1, 2)); raise ValueError('on purpose')"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "RANKSCOPE": "1", "RANKSCOPE_OUT": str(tmp_path / "trace")},
+    )
+    assert done.returncode == 1
+    document = json.loads((tmp_path / "trace/trace.json").read_text())
+    assert [rank["end"] for rank in document["completeness"]["ranks"]] == ["raised"]
+    assert document["completeness"]["complete"] is True
