@@ -73,7 +73,8 @@ from rankscope.spool.companions import start_daemon
 spare, inherited = os.pipe()
 os.set_inheritable(inherited, True)
 sleeper = "import time; print('started', flush=True); time.sleep(30)"
-start_daemon([sys.executable, "-c", sleeper], Path({str(tmp_path / "log")!r}), Path({str(tmp_path)!r}))
+folder = Path({str(tmp_path)!r})
+start_daemon([sys.executable, "-c", sleeper], folder / "log", folder)
 try:
     os.waitpid(-1, os.WNOHANG)
     print("has a child")
