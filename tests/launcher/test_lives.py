@@ -122,3 +122,16 @@ def test_a_plain_script_that_raises_has_its_tree_when_it_returns(tmp_path: Path)
     document = json.loads((tmp_path / "trace/trace.json").read_text())
     assert [rank["end"] for rank in document["completeness"]["ranks"]] == ["raised"]
     assert document["completeness"]["complete"] is True
+
+
+def test_two_programs_that_a_rank_runs_one_after_the_other_are_two_lives(tmp_path: Path):
+    """As after a restart that another host began: this host's agent does not count that one."""
+    code = "import torch; torch.nn.Linear(2, 2)(torch.ones(1, 2))"
+    python = f"{sys.executable} -c '{code}'"
+    command = [str(BIN / "rankscope"), "run", "--rs-out", str(tmp_path / "trace")]
+    command += ["--nproc-per-node", "1", "--no-python", "sh", "-c", f"{python} && {python}"]
+    subprocess.run(command, check=True, timeout=120)
+    found = json.loads((tmp_path / "trace/trace.json").read_text())["completeness"]
+    lives = [(rank["incarnation"], rank["end"]) for rank in found["ranks"]]
+    assert lives == [(0, "exit"), (1, "exit")]
+    assert found["complete"] is True

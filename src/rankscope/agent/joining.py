@@ -9,7 +9,7 @@ import platform
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -133,9 +133,11 @@ def join_run(settings: Settings, environ: Mapping[str, str] = os.environ) -> Joi
         return None
     run_folder = Path(prepared) if prepared else _muster(settings, identity, environ)
     header = read_run_header(run_folder)
-    folder = stream_folder(run_folder, identity.stream)
-    if folder.exists() and is_alive(folder):
-        return None  # a child that inherited RANK
+    while (folder := stream_folder(run_folder, identity.stream)).exists():
+        if is_alive(folder):
+            return None  # a child that inherited RANK
+        # an earlier life that the agent of this host does not count: another host began the restart
+        identity = replace(identity, incarnation=identity.incarnation + 1)
     writer = SpoolWriter(folder, limit_bytes=settings.spool_bytes)
     recorder = Recorder(writer)
     define_rank(recorder, identity, header.run_id, settings)
