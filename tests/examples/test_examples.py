@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 import subprocess
 import sys
 from importlib.metadata import entry_points
@@ -24,21 +26,47 @@ FIRST_LOSS = {"tensor_parallel": "5.5509", "pipeline": "5.5509", "fsdp2_tp": "5.
 """Without dropout: of the whole batch, and of its first half."""
 
 
-def train(name: str, check_file: Path, *options: str, out: Path | None = None) -> str:
-    """Run an example, traced where a trace folder is given; return its stdout."""
-    launcher = [sys.executable, "-m", "torch.distributed.run"]
-    if out is not None:
-        command = str(Path(sys.executable).with_name("rankscope"))
-        launcher = [command, "run", "--rs-out", str(out), "--rs-steps", "all"]
-    done = subprocess.run(
-        [*launcher, "--nproc-per-node", str(RANKS[name]), str(EXAMPLES / f"{name}.py")]
-        + ["--check-file", str(check_file), *options],
-        capture_output=True,
+Job = list["subprocess.Popen[str]"]
+
+
+def begin(command: list[str], **variables: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=180,
+        env={**os.environ, **variables},
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+
+
+def train(name: str, check_file: Path, *options: str) -> Job:
+    """Start the ranks of an example, untraced and without a launcher, which is slow to start."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    size = str(RANKS[name])
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    shared |= {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    command = [sys.executable, str(EXAMPLES / f"{name}.py"), "--check-file", str(check_file)]
+    return [
+        begin([*command, *options], RANK=str(rank), LOCAL_RANK=str(rank), **shared)
+        for rank in range(RANKS[name])
+    ]
+
+
+def train_traced(name: str, check_file: Path, *options: str, out: Path) -> Job:
+    """Start an example under `rankscope run`."""
+    command = [str(Path(sys.executable).with_name("rankscope")), "run", "--rs-out", str(out)]
+    command += ["--rs-steps", "all", "--nproc-per-node", str(RANKS[name])]
+    script = str(EXAMPLES / f"{name}.py")
+    return [begin([*command, script, "--check-file", str(check_file), *options])]
+
+
+def stdout_of(job: Job) -> str:
+    """Wait for a job; return what its processes printed."""
+    said = [process.communicate(timeout=240) for process in job]
+    assert [process.returncode for process in job] == [0] * len(job), said
+    return "".join(out for out, _ in said)
 
 
 def bits(check_file: Path, rank: int) -> tuple[list[str], dict[str, tuple[str, bytes]]]:
@@ -63,8 +91,11 @@ def test_losses_gradients_parameters_and_random_state_are_bitwise_those_of_an_un
     name: str, tmp_path: Path
 ):
     options = () if name in FIRST_LOSS else ("--dropout", "0.1")
-    plain = train(name, tmp_path / "plain", *options)
-    traced = train(name, tmp_path / "traced", *options, out=tmp_path / "trace")
+    jobs = [
+        train(name, tmp_path / "plain", *options),
+        train_traced(name, tmp_path / "traced", *options, out=tmp_path / "trace"),
+    ]
+    plain, traced = map(stdout_of, jobs)
     if name in FIRST_LOSS:
         assert plain.startswith(f"step 0 loss {FIRST_LOSS[name]}")
     assert traced == plain

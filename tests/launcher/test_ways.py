@@ -56,16 +56,14 @@ def _without_times(value: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, str]:
-    """What `rankscope run` makes of the script, and what the script prints untraced."""
+    """What `rankscope run` makes of the script, and what the script prints.
+
+    That it prints the same untraced is a test of every example.
+    """
     out = tmp_path_factory.mktemp("run") / "trace"
-    plain = subprocess.run(
-        [*TORCHRUN, "--nproc-per-node", "2", "ddp.py"],
-        capture_output=True, text=True, timeout=120, cwd=EXAMPLES, check=True,
-    )  # fmt: skip
     done = start([str(BIN / "rankscope"), "run", "--nproc-per-node", "2", "ddp.py"], out)
-    assert done.stdout == plain.stdout
     assert f"trace in {out}" in done.stderr
-    return steps_of(out), plain.stdout
+    return steps_of(out), done.stdout
 
 
 @pytest.mark.xdist_group("ways")
@@ -100,16 +98,11 @@ def test_plain_python_gives_the_tree_that_one_rank_under_rankscope_run_gives(tmp
 
 
 @pytest.mark.xdist_group("ways")
-@pytest.mark.parametrize("way", ["variable", "logs-specs", "run"])
-def test_a_pipe_behind_the_job_sees_its_end_when_the_job_ends(way: str, tmp_path: Path):
-    command = {
-        "variable": "RANKSCOPE=1 torchrun one_process.py",
-        "logs-specs": "torchrun --logs-specs rankscope one_process.py",
-        "run": "rankscope run one_process.py",
-    }[way]
+def test_a_pipe_behind_the_job_sees_its_end_when_the_job_ends(tmp_path: Path):
+    """With the variable, whose companions outlive the ranks; the others' are the launcher's own."""
     begin = time.monotonic()
     done = subprocess.run(
-        f"{command} 2>&1 | cat",
+        "RANKSCOPE=1 torchrun one_process.py 2>&1 | cat",
         shell=True,
         capture_output=True,
         text=True,
@@ -127,14 +120,13 @@ def test_a_pipe_behind_the_job_sees_its_end_when_the_job_ends(way: str, tmp_path
 
 
 @pytest.mark.xdist_group("ways")
-@pytest.mark.parametrize(("ending", "code"), [("sys.exit(3)", 1), ("raise ValueError", 1)])
-def test_a_failed_job_keeps_its_exit_code_and_has_its_tree(ending: str, code: int, tmp_path: Path):
+def test_a_failed_job_keeps_its_exit_code_and_has_its_tree(tmp_path: Path):
     script = tmp_path / "fails.py"
     script.write_text(
         "import sys, torch\n"
         "model = torch.nn.Linear(2, 2)\n"
         "model(torch.ones(1, 2)).sum().backward()\n"
-        f"{ending}\n"
+        "sys.exit(3)\n"
     )
     done = subprocess.run(
         [str(BIN / "rankscope"), "run", "--rs-out", str(tmp_path / "trace"), str(script)],
@@ -142,6 +134,6 @@ def test_a_failed_job_keeps_its_exit_code_and_has_its_tree(ending: str, code: in
         text=True,
         timeout=120,
     )
-    assert done.returncode == code
+    assert done.returncode == 1
     assert (tmp_path / "trace/trace.json").exists()
     assert "trace in" in done.stderr
