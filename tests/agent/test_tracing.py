@@ -635,3 +635,93 @@ def test_attach_without_arguments_does_nothing_unless_the_variable_is_set(
     from rankscope.agent.arming import current_session
 
     assert current_session() is None
+
+
+def test_gradients_around_an_in_place_operation_are_told_apart(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 3))
+    torch.manual_seed(1)
+    x, kept = torch.randn(4, 8), {}
+
+    def body() -> None:
+        hidden = torch.relu(model[0](x)).detach().requires_grad_()
+        model[2](hidden).square().sum().backward()
+        kept["after"] = hidden.grad
+        for parameter in model.parameters():
+            parameter.grad = None
+        model(x).square().sum().backward()
+
+    found = trace(tmp_path, body, phases="forward,backward")
+    last = found.steps[-1].step
+    digest = found.value("2", "grad_input.0", phase="backward", step=last).per_rank[0]
+    assert digest is not None
+    assert digest.l2 == pytest.approx(kept["after"].double().norm().item(), rel=1e-6)
+    digest = found.value("1", "grad_output", phase="backward", step=last).per_rank[0]
+    assert digest is not None
+    assert digest.l2 == pytest.approx(kept["after"].double().norm().item(), rel=1e-6)
+
+
+def test_a_model_saved_or_copied_inside_a_traced_step_carries_nothing_of_ours(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    import copy
+    import io
+
+    model = nn.Sequential(Net(), nn.Linear(3, 3))
+    model[1].register_forward_hook(print_nothing)
+    model[1].register_forward_pre_hook(print_nothing)
+
+    def body() -> None:
+        x = torch.randn(2, 8, requires_grad=True)
+        out = model(x)
+        out.sum().backward()
+        torch.save(x, io.BytesIO())
+        torch.save(model, io.BytesIO())
+        twin = copy.deepcopy(model)
+        assert [len(m._forward_hooks) for m in twin] == [0, 1]
+        assert [len(m._forward_pre_hooks) for m in twin] == [0, 1]
+
+    found = trace(tmp_path, body)
+    assert found.find("1", phase="forward")
+    assert not [w for w in recwarn if "hook" in str(w.message)]
+
+
+def print_nothing(*arguments: object) -> None:
+    """A hook that can be pickled."""
+
+
+def test_memory_taken_from_under_a_tensor_is_not_read(tmp_path: Path) -> None:
+    class Takes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor, *freed: torch.Tensor) -> torch.Tensor:
+            return self.linear(x)
+
+    whole, shrunk = torch.ones(100), torch.ones(100)
+    view = whole[10:]
+    whole.untyped_storage().resize_(0)
+    shrunk.untyped_storage().resize_(16)
+    found = trace(tmp_path, lambda: Takes()(torch.ones(2, 4), view, shrunk))
+    for slot in ("input.1", "input.2"):
+        assert found.value("", slot).per_rank[0] is None
+    assert found.value("", "input.0").per_rank[0] is not None
+
+
+def test_an_optimizer_step_that_raises_does_not_stop_the_counting_of_steps(tmp_path: Path) -> None:
+    model = Net()
+
+    def body() -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def broken() -> float:
+            raise LookupError("no loss")
+
+        for step in range(4):
+            model(torch.ones(2, 8)).sum().backward()
+            if step == 1:
+                with pytest.raises(LookupError):
+                    optimizer.step(broken)
+            optimizer.step()
+
+    assert [s.step for s in trace(tmp_path, body).steps] == [0, 1, 2, 3]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import sys
 from collections.abc import Mapping
 
@@ -15,6 +16,8 @@ from rankscope.record.run import EndReason
 
 __all__ = ["arm", "close", "current_session", "hold"]
 
+_OWNER_VARIABLE = "RANKSCOPE_OWNER"
+"""rank:pid of the process that traces under this RANK."""
 _session: Session | None = None
 _joined: Joined | None = None
 
@@ -45,6 +48,8 @@ def arm(given: Mapping[str, object] | None = None) -> Session | None:
     global _session
     if _session is not None:
         return _session
+    if _is_child_of_a_rank():
+        return None
     try:
         settings = settings_from(given)
     except RankscopeError as error:
@@ -77,8 +82,24 @@ def close(reason: EndReason = EndReason.EXIT) -> None:
     if reason is EndReason.EXIT and _is_ended_by_exception():
         reason = EndReason.RAISED
     session.close(reason)
-    if joined is not None:
+    if joined is not None and joined.opened.identity.pid == os.getpid():  # not a forked child
         joined.wait_for_tree(reason)
+
+
+def _is_child_of_a_rank() -> bool:
+    """True in a process that a rank started and that inherited its RANK: it must not pose as it.
+
+    A rank leaves its own name in the environment for those it starts. The launcher's agent has no
+    rank, so its name is nobody's.
+    """
+    rank = os.environ.get("RANK")
+    if rank is None:
+        return False
+    name, _, pid = os.environ.get(_OWNER_VARIABLE, "").partition(":")
+    if name == rank and pid != str(os.getpid()):
+        return True
+    os.environ[_OWNER_VARIABLE] = f"{rank}:{os.getpid()}"
+    return False
 
 
 def _is_ended_by_exception() -> bool:

@@ -77,9 +77,9 @@ class StepClock:
             return True
         return False
 
-    def optimizer_was_abandoned(self) -> None:
-        """Forget an optimizer step that raised: its end was never announced."""
-        self._optimizer_depth = 0
+    def set_optimizer_depth(self, running: int) -> None:
+        """Correct the count of optimizer steps that are running: one that raised never ended."""
+        self._optimizer_depth = max(min(self._optimizer_depth, running), 0)
 
     def step(self) -> None:
         """Close the train step now (`rankscope.step()`); from here on only this call

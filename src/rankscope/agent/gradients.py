@@ -26,6 +26,8 @@ class GradientTarget:
 @dataclass(eq=False, slots=True)
 class _Watched:
     tensor: weakref.ReferenceType[torch.Tensor]
+    version: int
+    """An in-place operation makes the same object another tensor to autograd."""
     targets: list[GradientTarget]
     firings: int = 0
     handles: list[torch.utils.hooks.RemovableHandle] = field(default_factory=list)
@@ -46,10 +48,15 @@ class GradientHooks:
     def watch(self, tensor: torch.Tensor, sequence: int, slot: str) -> None:
         """Record the total gradient of `tensor` under a call's slot when backward reaches it."""
         watched = self._watched.get(id(tensor))
-        if watched is not None and watched.tensor() is tensor:
+        if (
+            watched is not None
+            and watched.tensor() is tensor
+            and watched.version == tensor._version
+        ):
             watched.targets.append(GradientTarget(sequence, slot))
             return
-        watched = _Watched(weakref.ref(tensor), [GradientTarget(sequence, slot)])
+        target = GradientTarget(sequence, slot)
+        watched = _Watched(weakref.ref(tensor), tensor._version, [target])
         self._watched[id(tensor)] = watched
         record = self._record
 

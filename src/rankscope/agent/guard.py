@@ -15,6 +15,8 @@ MAX_FAILURES = 20
 
 def say(text: str) -> None:
     """Write one line of rankscope's own to stderr; stdout belongs to the job."""
+    if sys.stderr is None:  # print would take it for stdout
+        return
     try:
         print(f"rankscope: {text}", file=sys.stderr, flush=True)  # noqa: T201  # to stderr
     except (OSError, ValueError, AttributeError):  # a closed stderr must not hurt the job
@@ -45,6 +47,8 @@ class Guard:
             except Exception as error:  # noqa: BLE001  # nothing of ours raises into the program
                 self.failed(error)
 
+        # a tensor saved with it loses nothing: torch need not warn
+        guarded.__torch_unserializable__ = True  # type: ignore[attr-defined]
         return guarded
 
     def failed(self, error: Exception) -> None:

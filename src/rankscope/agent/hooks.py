@@ -96,11 +96,18 @@ class HookSet:
 
     def stop_tracing(self) -> None:
         """Take the hooks of a traced step off again, those on modules included."""
-        for handle in (*self._tracing, *self._on_modules):
+        self.leave_modules()
+        for handle in self._tracing:
             handle.remove()
         for handle in self._tracing:
             forget_keyword_hook(handle.id)
-        self._tracing, self._on_modules = [], []
+        self._tracing = []
+
+    def leave_modules(self) -> None:
+        """Take our hooks off the modules that have hooks of their own."""
+        for handle in self._on_modules:
+            handle.remove()
+        self._on_modules = []
 
     def remove_all(self) -> None:
         """Leave nothing of ours in torch."""

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from collections.abc import Iterator
+from types import FrameType
 
 import torch
 
-__all__ = ["OptimizerSearch", "held_parameters", "runs_closure"]
+__all__ = ["OptimizerSearch", "held_parameters", "runs_closure", "steps_running"]
+
+_OPTIMIZER_FILE = "torch/optim/optimizer.py"
 
 
 class OptimizerSearch:
@@ -64,3 +68,14 @@ def runs_closure(arguments: tuple[object, ...], keywords: dict[str, object]) -> 
     """True where `step` was called with a closure: gradients are only final after it."""
     closure = keywords.get("closure", arguments[1] if len(arguments) > 1 else None)
     return closure is not None
+
+
+def steps_running() -> int:
+    """Return how many optimizer steps are on this thread's Python stack."""
+    count = 0
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        count += code.co_name == "wrapper" and code.co_filename.endswith(_OPTIMIZER_FILE)
+        frame = frame.f_back
+    return count

@@ -21,7 +21,12 @@ from rankscope.agent.clock import StepClock
 from rankscope.agent.guard import MAX_FAILURES, Guard, say
 from rankscope.agent.hooks import HookSet
 from rankscope.agent.modules import ModuleInfo, ModuleTable, Root
-from rankscope.agent.optimizers import OptimizerSearch, held_parameters, runs_closure
+from rankscope.agent.optimizers import (
+    OptimizerSearch,
+    held_parameters,
+    runs_closure,
+    steps_running,
+)
 from rankscope.agent.parameters import ParameterEvents
 from rankscope.agent.recorder import Recorder
 from rankscope.agent.settings import Settings, matches
@@ -109,7 +114,7 @@ class Session:
         self._values = ValueReader(self._recorder, Describer(self._rank), settings)
         self._tracer = Tracer(
             self.guard, self._recorder, self._table, self._values, settings, self._open_scope,
-            self._hooks.stands_behind_inputs_of,
+            self._hooks.stands_behind_inputs_of, self._follow_own_hooks, self._hooks.leave_modules,
         )  # fmt: skip
         self._parameters = ParameterEvents(
             self._table, self._recorder, self._values, self._tracer.definition_of, settings.phases
@@ -147,7 +152,7 @@ class Session:
         """
         known = self._table.paths()
         for glob in self._settings.paths:
-            if not any(matches((glob,), path) for path in known):
+            if glob not in ("*", "**") and not any(matches((glob,), path) for path in known):
                 near = ", ".join(sorted(known - {""})[:5]) or "none at all"
                 text = f"paths: {glob!r} matched no module; modules here are {near} ..."
                 self._recorder.error(None, text)
@@ -186,10 +191,12 @@ class Session:
 
     def _watch(self, module: nn.Module, args: tuple[object, ...]) -> None:
         """The one hook of an untraced step: is this the next root forward?"""
-        if current_graph_task() != -1 or not self._open():
+        if current_graph_task() != -1:
             return
-        info = self._table.get(module)
+        info = self._table.get(module) if self._writer is not None else None
         if info is None and next(module.parameters(), None) is None:
+            return
+        if not self._open():
             return
         if info is not None and (info.root is None or (info.path and not self._clock.is_ended)):
             return
@@ -205,6 +212,7 @@ class Session:
         self, optimizer: torch.optim.Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> None:
         self._optimizers.saw(optimizer)
+        self._clock.set_optimizer_depth(steps_running() - 1)
         if not self._clock.optimizer_begins() or self._traced_train is None:
             return
         if not runs_closure(args, kwargs):
@@ -240,6 +248,8 @@ class Session:
         if not root.is_setup_recorded:
             root.is_setup_recorded = True
             self._record_setup(info)
+        if self._clock.is_inside_optimizer:
+            self._clock.set_optimizer_depth(steps_running())
         has_gradients = torch.is_grad_enabled() and any(
             p.requires_grad for p in module.parameters()
         )
@@ -319,8 +329,14 @@ class Session:
         self._values.collect()  # of the step before: what accelerators have finished by now
         self._recorder.step(StepEvent.BEGIN, mode, step)
         self._hooks.trace()
-        for root in self._table.roots:
-            self._hooks.trace_own_hooks_of(self._table.with_hooks(root))
+
+    def _follow_own_hooks(self, info: ModuleInfo) -> None:
+        """Stand behind the hooks of a root's modules while it runs, and not a moment longer.
+
+        A model that is saved or copied between two forwards must carry nothing of ours.
+        """
+        if info.root is not None:
+            self._hooks.trace_own_hooks_of(self._table.with_hooks(info.root))
 
     def _turn_off(self) -> None:
         if self._hooks.is_tracing:

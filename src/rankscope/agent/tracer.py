@@ -46,6 +46,8 @@ class Tracer:
         settings: Settings,
         open_scope: Callable[[ModuleInfo, nn.Module], Scope | None],
         stands_behind_inputs: Callable[[nn.Module], bool],
+        follow_own_hooks: Callable[[ModuleInfo], None],
+        leave_own_hooks: Callable[[], None],
     ) -> None:
         self._recorder = recorder
         self._table = table
@@ -56,6 +58,8 @@ class Tracer:
         self._wants_backward = Phase.BACKWARD.word in settings.phases and values.is_on
         self._open_scope = open_scope
         self._stands_behind_inputs = stands_behind_inputs
+        self._follow_own_hooks = follow_own_hooks
+        self._leave_own_hooks = leave_own_hooks
         self._stacks = CallStacks()
         self._scopes: list[Scope] = []
         """Root forwards of this step, for the modules that checkpointing runs again."""
@@ -80,6 +84,8 @@ class Tracer:
             scope = self._scope_that_called(info)
         else:
             scope = self._open_scope(info, module)
+            if scope is not None and not scope.is_muted:
+                self._follow_own_hooks(info)
             if scope is not None and (not self._scopes or self._scopes[-1] is not scope):
                 self._scopes.append(scope)
         if scope is None:
@@ -131,6 +137,8 @@ class Tracer:
             frame: Frame | None = frames.pop()
         else:
             frame = self._repair(module)
+        if not frames:
+            self._leave_own_hooks()
         if frame is None or not frame.is_recorded or frame.sequence is None:
             return
         if len(rest) == 1:

@@ -101,7 +101,7 @@ class Describer:
                 found = self._known.get(key)
                 if found is None:
                     found = self._plain(tensor, key)
-                if found.can_digest and not tensor.data_ptr() and tensor.numel():
+                if found.can_digest and tensor.numel() and not _has_memory(tensor):
                     found = self._without_memory(tensor, key)
                 return found, tensor
             if kind is _Kind.DTENSOR:
@@ -337,6 +337,13 @@ def _ranges(
     if held != local_shape and (0 not in local_shape or 0 not in held):
         return None, f"local shape {list(local_shape)}, but its placements say {list(held)}"
     return ranges, None
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """False where a storage was freed or shrunk under the tensor, as FSDP does."""
+    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    extent = (tensor.storage_offset() + last + 1) * tensor.element_size()
+    return bool(tensor.data_ptr()) and extent <= tensor.untyped_storage().nbytes()
 
 
 def _why_not(tensor: torch.Tensor) -> str | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import enum
 import types
-from collections.abc import Mapping
+from collections import UserDict
 from typing import Final
 
 import numpy as np
@@ -81,7 +81,7 @@ def _children(value: object) -> Leaves | None:
         registered = registered_children(value)
         if registered is not None:
             return _named(registered)
-        if isinstance(value, Mapping):
+        if isinstance(value, (UserDict, types.MappingProxyType)):
             return _named(list(value.items()))
         fields = getattr(type(value), "__dataclass_fields__", None)
         if isinstance(fields, dict):

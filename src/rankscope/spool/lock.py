@@ -46,7 +46,7 @@ class StreamLock:
                 f"{folder}: this process already writes this stream; close that writer"
             )
         try:
-            self._descriptor = os.open(path, flags, 0o600)
+            self._descriptor = _above_standard_streams(os.open(path, flags, 0o600))
         except OSError as error:
             raise SpoolError(f"{path}: cannot be made: {error.strerror}") from error
         deadline = time.monotonic() + _RETRY_S
@@ -99,3 +99,12 @@ def _is_held_here(path: Path) -> bool:
     except OSError:
         return False
     return _held.get((status.st_dev, status.st_ino)) == os.getpid()
+
+
+def _above_standard_streams(descriptor: int) -> int:
+    """Move a descriptor off 0 to 2, where a program that closed its stdout would write into it."""
+    if descriptor > 2:
+        return descriptor
+    moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3)
+    os.close(descriptor)
+    return moved
