@@ -11,7 +11,7 @@ from rankscope.agent.guard import say
 from rankscope.agent.joining import Joined, join_run
 from rankscope.agent.session import Opened, Session
 from rankscope.agent.settings import Settings, settings_from
-from rankscope.errors import RankscopeError
+from rankscope.errors import FolderError, RankscopeError, SettingError
 from rankscope.record.run import EndReason
 
 __all__ = ["arm", "close", "current_session", "hold"]
@@ -53,7 +53,7 @@ def arm(given: Mapping[str, object] | None = None) -> Session | None:
     try:
         settings = settings_from(given)
     except RankscopeError as error:
-        say(f"not tracing: {error}")
+        _say_once_a_host(error)
         return None
     _session = Session(settings, lambda: _open(settings))
     atexit.register(close)
@@ -65,7 +65,7 @@ def _open(settings: Settings) -> Opened | None:
     try:
         _joined = join_run(settings)
     except RankscopeError as error:
-        say(f"not tracing: {error}")
+        _say_once_a_host(error)
         return None
     return _joined.opened if _joined else None
 
@@ -84,6 +84,13 @@ def close(reason: EndReason = EndReason.EXIT) -> None:
     session.close(reason)
     if joined is not None and joined.opened.identity.pid == os.getpid():  # not a forked child
         joined.wait_for_tree(reason)
+
+
+def _say_once_a_host(error: RankscopeError) -> None:
+    """Say why nothing is traced; what all ranks of a host share only its first one says."""
+    is_shared = isinstance(error, (SettingError, FolderError))
+    if not is_shared or os.environ.get("LOCAL_RANK", "0") == "0":
+        say(f"not tracing: {error}")
 
 
 def _is_child_of_a_rank() -> bool:

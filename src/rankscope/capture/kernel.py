@@ -41,7 +41,7 @@ _FLAGS: Final = (
 )
 _TARGETS: Final = (("-march=native",), ("-mcpu=native",), ())
 """Compilers disagree on the option that means this very machine."""
-_BUILD_TIMEOUT_S: Final = 10.0
+_BUILD_TIMEOUT_S: Final = 30.0
 _PADDING: Final = 16
 """Columns of factors are a multiple of this: the widest vectors hold 16 floats."""
 _ALIGNMENT: Final = 64

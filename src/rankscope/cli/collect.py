@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -144,7 +145,8 @@ def _stop_signals() -> Iterator[Callable[[], bool]]:
     def note(number: int, frame: FrameType | None) -> None:
         stops.append(number)
         signal.signal(number, before[signal.Signals(number)])
-        _say("stopping: building the tree from what is here; once more to end at once")
+        # not through sys.stderr: the main thread may be inside a write of its own
+        os.write(2, b"rankscope: stopping: building the tree from what is here\n")
 
     before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
