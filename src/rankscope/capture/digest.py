@@ -264,6 +264,7 @@ class Digester:
             kind.plan.count, raw, 0, 0, 0, zero, low, high, mean, std, norm, sketch, rows, False
         )
 
+    @np.errstate(all="ignore")  # huge values overflow here: their warnings are not the program's
     def _compute(self, array: Array, kind: _Kind, raw: int) -> Reading:
         plan, storage = kind.plan, kind.storage
         rows: Floats | None = None
