@@ -9,7 +9,7 @@ import torch
 from rankscope.agent.accelerators import DeviceValues, ValuePlace
 from rankscope.agent.recorder import Recorder
 from rankscope.agent.settings import Settings, matches
-from rankscope.capture.describe import Describer
+from rankscope.capture.describe import Described, Describer
 from rankscope.capture.digest import Digester, Reading
 from rankscope.capture.invisible import invisible
 from rankscope.capture.pytree import walk
@@ -74,10 +74,7 @@ class ValueReader:
         """Digest one tensor as it is now and record it; the caller holds `invisible()`."""
         described, local = self._describer.describe(tensor)
         if described.can_digest:
-            digester = self._local.digester or self._new_digester()
-            reading = digester.read(
-                local, described.ranges, samples=samples and described.allows_samples
-            )
+            reading = self._digest_on_host(local, described, samples=samples)
             self._recorder.value(
                 sequence, slot, described, reading, phase, ordinal, flags, self._batch_dim
             )
@@ -88,6 +85,12 @@ class ValueReader:
         place = ValuePlace(sequence, slot, described, phase, ordinal, flags)
         if not self._is_read_on_device(local, place, samples=samples):
             self._record(place, None)
+
+    def _digest_on_host(
+        self, local: torch.Tensor, described: Described, *, samples: bool
+    ) -> Reading:
+        digester = self._local.digester or self._new_digester()
+        return digester.read(local, described.ranges, samples=samples and described.allows_samples)
 
     def _is_read_on_device(self, local: torch.Tensor, place: ValuePlace, *, samples: bool) -> bool:
         """Have an accelerator digest what lies there: it comes back later. False for
@@ -169,10 +172,8 @@ class ValueReader:
             for memory, place in pending:
                 samples = place.phase in _ACTIVATIONS
                 if place.described.can_digest:
-                    digester = self._local.digester or self._new_digester()
-                    ranges = place.described.ranges
-                    samples = samples and place.described.allows_samples
-                    self._record(place, digester.read(memory, ranges, samples=samples))
+                    reading = self._digest_on_host(memory, place.described, samples=samples)
+                    self._record(place, reading)
                 elif not self._is_read_on_device(memory, place, samples=samples):
                     self._record(place, None)
 

@@ -341,8 +341,11 @@ def _ranges(
 
 def _has_memory(tensor: torch.Tensor) -> bool:
     """False where a storage was freed or shrunk under the tensor, as FSDP does."""
-    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    extent = (tensor.storage_offset() + last + 1) * tensor.element_size()
+    if tensor.is_contiguous():  # asked for every value: nearly all are
+        held = tensor.numel()
+    else:
+        held = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    extent = (tensor.storage_offset() + held) * tensor.element_size()
     return bool(tensor.data_ptr()) and extent <= tensor.untyped_storage().nbytes()
 
 
