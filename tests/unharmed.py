@@ -1,4 +1,4 @@
-"""The first promise, in one call: a program run plain and run traced gives the same numbers, bit for bit.
+"""The first promise in one call: a program run plain and run traced gives the same numbers, bitwise.
 
     def program():
         model = Net()
