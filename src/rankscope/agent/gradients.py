@@ -44,6 +44,8 @@ class GradientHooks:
         self._guard = guard
         self._record = record
         self._watched: dict[int, _Watched] = {}
+        self.has_fired = False
+        """A backward pass of this step reached a tensor."""
 
     def watch(self, tensor: torch.Tensor, sequence: int, slot: str) -> None:
         """Record the total gradient of `tensor` under a call's slot when backward reaches it."""
@@ -63,6 +65,7 @@ class GradientHooks:
         def fired(gradient: torch.Tensor, watched: _Watched = watched) -> None:
             ordinal = watched.firings  # double backward and retain_graph fire again
             watched.firings += 1
+            self.has_fired = True
             record(watched.targets, gradient, ordinal)
 
         handle = tensor.register_hook(self._guard.hook(fired))  # type: ignore[no-untyped-call]  # torch
@@ -77,3 +80,4 @@ class GradientHooks:
             for handle in watched.handles:
                 handle.remove()
         self._watched.clear()
+        self.has_fired = False

@@ -21,16 +21,13 @@ from rankscope.agent.clock import StepClock
 from rankscope.agent.guard import MAX_FAILURES, Guard, say
 from rankscope.agent.hooks import HookSet
 from rankscope.agent.modules import ModuleInfo, ModuleTable, Root
-from rankscope.agent.optimizers import (
-    OptimizerSearch,
-    held_parameters,
-    runs_closure,
-    steps_running,
-)
+from rankscope.agent.optimizers import OptimizerSearch, steps_running
 from rankscope.agent.parameters import ParameterEvents
 from rankscope.agent.recorder import Recorder
+from rankscope.agent.scalers import ScalerWatch
 from rankscope.agent.settings import Settings, matches
 from rankscope.agent.tracer import Tracer
+from rankscope.agent.updates import Updates
 from rankscope.agent.values import ValueReader
 from rankscope.capture.describe import Describer
 from rankscope.capture.groups import process_groups
@@ -80,14 +77,11 @@ class Session:
         self._eval_scope: Scope | None = None
         self._traced_train: int | None = None
         """Number of the train step being traced."""
-        self._optimizer_steps = 0
-        self._held: weakref.WeakKeyDictionary[torch.optim.Optimizer, frozenset[int]] = (
-            weakref.WeakKeyDictionary()
-        )
         self._expected: Root | None = None
         """Root whose wrapper has just been counted by `_watch`."""
         self.guard = Guard(self._failed)
         hook = self.guard.hook
+        self._scalers = ScalerWatch(hook(self._optimizer_skipped))
         self._hooks = HookSet(hook(self._watch))
         self._hooks.watch_optimizers(hook(self._optimizer_begins), hook(self._optimizer_ends))
         self._hooks.watch_for_step()
@@ -119,6 +113,7 @@ class Session:
         self._parameters = ParameterEvents(
             self._table, self._recorder, self._values, self._tracer.definition_of, settings.phases
         )
+        self._updates = Updates(self._table, self._recorder, self._parameters, self._optimizers)
         hook, tracer = self.guard.hook, self._tracer
         self._hooks.follow_with(
             before=hook(tracer.before_forward),
@@ -136,7 +131,7 @@ class Session:
         if self._is_closed:
             return
         self._is_closed = True
-        self._hooks.remove_all()
+        self._remove_hooks()
         if self._writer is None:
             return
         self._end_eval()
@@ -164,7 +159,11 @@ class Session:
         traced.
         """
         self._is_closed = True
+        self._remove_hooks()
+
+    def _remove_hooks(self) -> None:
         self._hooks.remove_all()
+        self._scalers.take_off()
 
     def step(self) -> None:
         """Close the current train step by hand."""
@@ -212,11 +211,10 @@ class Session:
         self, optimizer: torch.optim.Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> None:
         self._optimizers.saw(optimizer)
+        self._scalers.stepped()
         self._clock.set_optimizer_depth(steps_running() - 1)
-        if not self._clock.optimizer_begins() or self._traced_train is None:
-            return
-        if not runs_closure(args, kwargs):
-            self._record_gradients(optimizer)
+        if self._clock.optimizer_begins() and self._traced_train is not None:
+            self._updates.begins(optimizer, args, kwargs, self._traced_train)
 
     def _optimizer_ends(
         self, optimizer: torch.optim.Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
@@ -224,14 +222,13 @@ class Session:
         if not self._clock.optimizer_ends():
             return
         if self._traced_train is not None:
-            if runs_closure(args, kwargs):
-                self._record_gradients(optimizer)
-            self._parameters.parameters(
-                self._traced_train, self._optimizer_steps, self._held_by(optimizer)
-            )
-            self._optimizer_steps += 1
+            self._updates.ends(optimizer, args, kwargs, self._traced_train)
         else:
             self._hooks.watch_for_step()
+
+    def _optimizer_skipped(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._traced_train is not None:
+            self._updates.skipped(optimizer, self._traced_train)
 
     # ------------------------------------------------------------------ steps
 
@@ -293,9 +290,9 @@ class Session:
     def _end_train(self) -> None:
         for root in self._table.roots:
             root.calls_in_step = 0
-        self._optimizer_steps = 0
         step, self._traced_train, self._train_scope = self._traced_train, None, None
         if step is not None:
+            self._updates.close_step(step, is_trained=self._tracer.gradients.has_fired)
             self._recorder.step(StepEvent.END, Mode.TRAIN, step)
             self._tracer.end_step()
             self._define_groups()
@@ -329,6 +326,7 @@ class Session:
         self._values.collect()  # of the step before: what accelerators have finished by now
         self._recorder.step(StepEvent.BEGIN, mode, step)
         self._hooks.trace()
+        self._scalers.put_on()
 
     def _follow_own_hooks(self, info: ModuleInfo) -> None:
         """Stand behind the hooks of a root's modules while it runs, and not a moment longer.
@@ -341,6 +339,7 @@ class Session:
     def _turn_off(self) -> None:
         if self._hooks.is_tracing:
             self._hooks.stop_tracing()
+        self._scalers.take_off()
         self._hooks.watch_for_step()
 
     def _record_setup(self, info: ModuleInfo) -> None:
@@ -353,24 +352,6 @@ class Session:
             )
         self._table.contained.clear()
         self._parameters.setup(info.root)
-
-    def _record_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        assert self._traced_train is not None  # only called in a traced step
-        self._parameters.gradients(
-            self._traced_train, self._optimizer_steps, self._held_by(optimizer),
-            is_scaled=getattr(optimizer, "grad_scale", None) is not None,
-        )  # fmt: skip
-
-    def _held_by(self, optimizer: torch.optim.Optimizer) -> frozenset[int]:
-        """Return which parameters to record at an optimizer's step: its own, and those no optimizer
-        is known to hold.
-        """
-        held = self._held[optimizer] = held_parameters(optimizer)
-        known = self._table.parameter_ids()
-        if not known & held:  # flattened or sharded copies: nothing can be told apart
-            return frozenset()
-        others = frozenset().union(*(h for key, h in self._held.items() if key is not optimizer))
-        return known - others
 
 
 def _disarm(session: Session | None) -> None:

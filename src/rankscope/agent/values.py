@@ -141,10 +141,10 @@ class ValueReader:
         described = self._describer.describe_other(leaf)
         self._recorder.value(sequence, slot, described, None, phase, 0, flags | _PYTHON, 0)
 
-    def absent(self, sequence: int, slot: str, phase: Phase) -> None:
+    def absent(self, sequence: int, slot: str, phase: Phase, flags: int = 0) -> None:
         """Record that a slot holds nothing (`.grad is None`)."""
         described = self._describer.describe_other(None)
-        self._recorder.value(sequence, slot, described, None, phase, 0, _ABSENT, 0)
+        self._recorder.value(sequence, slot, described, None, phase, 0, flags | _ABSENT, 0)
 
     def _new_digester(self) -> Digester:
         digester = Digester(batch_dim=self._batch_dim)

@@ -45,6 +45,10 @@ class ValueFlag(enum.IntFlag):
     """Replaces the earlier record of the same call and slot."""
     HAS_SAMPLES = 256
     """A samples record follows in the spool."""
+    SKIPPED = 2048
+    """Of an optimizer step that a GradScaler skipped: inf or NaN in the gradients."""
+    UNHELD = 4096
+    """Gradient of a parameter that is in no group of any optimizer alive."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

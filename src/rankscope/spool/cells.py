@@ -107,10 +107,12 @@ class CallStatus(enum.IntEnum):
 
 
 class StepEvent(enum.IntEnum):
-    """What a STEP record marks."""
+    """What a STEP record marks. Never renumber."""
 
     BEGIN = 0
     END = 1
+    NOTE = 2
+    """Something to know about a step that runs."""
 
 
 NO_SEQUENCE = 0xFFFF_FFFF_FFFF_FFFF
