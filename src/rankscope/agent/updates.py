@@ -45,7 +45,9 @@ class Updates:
         self._events = events
         self._optimizers = optimizers
         self._count = 0
-        """Optimizer steps of this step so far, skipped ones included."""
+        """Optimizer steps of this step so far, those included that were skipped or raised."""
+        self._running = ""
+        """Class of the optimizer whose step began, without a closure, and has not ended."""
         self._noted: set[str] = set()
         self._flags = 0
 
@@ -57,7 +59,10 @@ class Updates:
         step: int,
     ) -> None:
         """Record gradients before an outermost optimizer step; with a closure they come later."""
+        self._note_raised(step)
         if not runs_closure(args, kwargs):
+            self._running = type(optimizer).__name__
+            self._count += 1
             self._gradients(optimizer, step)
 
     def ends(
@@ -68,11 +73,12 @@ class Updates:
         step: int,
     ) -> None:
         """Record parameters after an outermost optimizer step."""
+        self._running = ""
         if runs_closure(args, kwargs):
+            self._count += 1
             self._gradients(optimizer, step)
         concerned, _ = self._concerned(optimizer)
-        self._events.parameters(step, self._count, concerned, flags=self._flags & _SKIPPED)
-        self._count += 1
+        self._events.parameters(step, self._count - 1, concerned, flags=self._flags & _SKIPPED)
 
     def skipped(self, optimizer: torch.optim.Optimizer, step: int) -> None:
         """Record the gradients for which a GradScaler did not step an optimizer."""
@@ -81,8 +87,8 @@ class Updates:
             f"GradScaler skipped the step of {type(optimizer).__name__}: "
             "inf or NaN in its gradients",
         )
-        self._gradients(optimizer, step, flags=_SKIPPED)
         self._count += 1
+        self._gradients(optimizer, step, flags=_SKIPPED)
 
     def close_step(self, step: int, *, is_trained: bool) -> None:
         """Forget a step; record what it did to parameters where no optimizer has stepped.
@@ -91,6 +97,7 @@ class Updates:
             step: the train step.
             is_trained: a backward pass reached a tensor of it.
         """
+        self._note_raised(step)
         if not self._count and not self._optimizers.exists():
             has_gradients = self._events.has_gradients()
             if has_gradients:
@@ -114,7 +121,7 @@ class Updates:
         concerned, holdings = self._concerned(optimizer)
         self._note(step, describe_strangers(optimizer, holdings))
         self._events.gradients(
-            step, self._count, concerned, flags=flags, unheld=holdings.unheld,
+            step, self._count - 1, concerned, flags=flags, unheld=holdings.unheld,
             extras=scaling_of(optimizer),
         )  # fmt: skip
 
@@ -124,6 +131,11 @@ class Updates:
         if current_graph_task() != -1:  # inside backward: gradients of others are not final
             return holdings.own, holdings
         return holdings.own | holdings.unheld, holdings
+
+    def _note_raised(self, step: int) -> None:
+        if self._running:
+            self._note(step, f"the step of {self._running} did not return: it raised")
+            self._running = ""
 
     def _note(self, step: int, text: str) -> None:
         if text and text not in self._noted:
