@@ -79,6 +79,8 @@ class RunHeader:
     settings: Mapping[str, str] = field(default_factory=dict)
     max_restarts: int = 0
     """How often ranks may come back, where no launcher of ours says when the job is over."""
+    agent: str = ""
+    """The process that may start them again (`spool.processes`), "" where none will."""
     collects: int = 0
     """Ranks the collector of this host waits for; 0 where it is not the ranks that start one."""
     keeps_apart: bool = False
@@ -225,6 +227,7 @@ def write_run_header(run_folder: Path, header: RunHeader) -> None:
         "world_size": header.world_size,
         "settings": dict(header.settings),
         "max_restarts": header.max_restarts,
+        "agent": header.agent,
         "collects": header.collects,
         "keeps_apart": header.keeps_apart,
     }
@@ -258,6 +261,7 @@ def read_run_header(run_folder: Path) -> RunHeader:
         world_size=fields["world_size"],
         settings=settings,
         keeps_apart=fields.get("keeps_apart") is True,
+        agent=str(fields.get("agent", "")),
         **counts,
     )
 
