@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from rankscope.capture.torch_internals import dynamo_has_compiled, is_compiled_in_place
+
 __all__ = ["ModuleInfo", "ModuleTable", "Root", "own_buffers", "own_parameters"]
 
 _WRAPPED_ATTRIBUTE = {
@@ -65,6 +67,13 @@ def _own_class(cls: type) -> tuple[type, tuple[str, ...]]:
         )
         return own, ("FSDP2",)
     return cls, ()
+
+
+def _class_behind_wrappers(module: nn.Module) -> type:
+    """Return the class the user wrote of what stands inside all wrappers."""
+    while (wrapper := _wrapper_of(module)) is not None:
+        module = getattr(module, wrapper[0])
+    return _own_class(type(module))[0]
 
 
 def _count_elements(module: nn.Module) -> int:
@@ -125,7 +134,14 @@ class ModuleInfo:
 class ModuleTable:
     """Every module seen so far, by identity; never keeps one alive."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, enters_compiled: bool = False) -> None:
+        """Make an empty table.
+
+        Args:
+            enters_compiled: compiled modules run as written while they are traced, so that a
+                compile wrapper is folded into what it wraps like any other.
+        """
+        self._enters_compiled = enters_compiled
         self._infos: dict[int, ModuleInfo] = {}
         self.roots: list[Root] = []
         self.contained: list[tuple[Root, Root, str]] = []
@@ -180,6 +196,24 @@ class ModuleTable:
                 seen.add(id(child))
                 yield info
 
+    def compiled_in_place(self, root: Root) -> tuple[ModuleInfo, ...]:
+        """Return the outermost modules below a root that `module.compile()` hides from hooks."""
+        if self._enters_compiled or not dynamo_has_compiled():
+            return ()
+        found: list[ModuleInfo] = []
+        hidden: tuple[str, ...] = ()
+        for info in self.of_root(root):
+            module = info.module()
+            if module is None or not info.path or f"{info.path}.".startswith(hidden):
+                continue
+            if is_compiled_in_place(module):
+                if not info.is_opaque:
+                    info.is_opaque, info.definition = True, 0
+                found.append(info)
+            if info.is_opaque:
+                hidden = (*hidden, f"{info.path}.")
+        return tuple(found)
+
     def parameter_ids(self) -> frozenset[int]:
         """Return the identities of the parameters of every root."""
         return frozenset(
@@ -201,14 +235,14 @@ class ModuleTable:
     def _learn_root(self, module: nn.Module) -> ModuleInfo:
         core = module
         outer: list[nn.Module] = []
-        while (wrapper := _wrapper_of(core)) is not None and wrapper[1] != "compile":
+        while (wrapper := _wrapper_of(core)) is not None and not self._is_opaque(wrapper):
             outer.append(core)
             core = getattr(core, wrapper[0])
         known = self.get(core)
         if known is not None and known.root is not None:
             root, path = known.root, known.path
         else:
-            own, _ = _own_class(type(core))
+            own = _class_behind_wrappers(core)
             root = Root(weakref.ref(core), own.__name__, _count_elements(core))
             path = ""
             self.roots.append(root)
@@ -219,6 +253,9 @@ class ModuleTable:
         found = self.get(module)
         assert found is not None  # added just above
         return found
+
+    def _is_opaque(self, wrapper: tuple[str, str]) -> bool:
+        return wrapper[1] == "compile" and not self._enters_compiled
 
     def _walk(self, root: Root) -> None:
         """Add every module below a root that is not known yet."""
@@ -239,8 +276,11 @@ class ModuleTable:
                 continue
             if info is None or info.root is None:
                 info = self._add(module, path, raw, root, wrappers)
-                info.is_wrapper = wrapper is not None and wrapper[1] != "compile"
-                info.is_opaque = wrapper is not None and wrapper[1] == "compile"
+                info.is_wrapper = wrapper is not None and not self._is_opaque(wrapper)
+                if wrapper is not None and not info.is_wrapper:
+                    info.is_opaque = True
+                    info.class_name = _class_behind_wrappers(module).__name__
+                    info.wrappers = (*info.wrappers, wrapper[1])
             own = []
             for name, parameter in own_parameters(module).items():
                 if parameter is not None and id(parameter) not in tied:
@@ -255,6 +295,7 @@ class ModuleTable:
         info = ModuleInfo(
             weakref.ref(module), path, raw, own.__name__, (*wrappers, *over), root, is_wrapper=False
         )
+        info.is_opaque = isinstance(module, torch.jit.ScriptModule)
         self._infos[id(module)] = info
         if len(self._infos) > 4 * 65_536:  # modules made anew at every call: forget the dead
             self._infos = {key: i for key, i in self._infos.items() if i.module() is not None}

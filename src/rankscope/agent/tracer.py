@@ -15,13 +15,17 @@ from torch import nn
 from rankscope.agent.calls import CallStacks, Frame, Scope
 from rankscope.agent.gradients import GradientHooks, GradientTarget
 from rankscope.agent.guard import Guard
-from rankscope.agent.modules import ModuleInfo, ModuleTable
+from rankscope.agent.modules import ModuleInfo, ModuleTable, Root
 from rankscope.agent.recorder import Recorder
 from rankscope.agent.settings import Settings, matches
 from rankscope.agent.values import ValueReader
 from rankscope.capture.invisible import invisible
 from rankscope.capture.pytree import walk
-from rankscope.capture.torch_internals import current_graph_task
+from rankscope.capture.torch_internals import (
+    current_graph_task,
+    is_being_captured,
+    stops_recomputation,
+)
 from rankscope.record.call import Phase
 from rankscope.record.value import ValueFlag
 from rankscope.spool.cells import CallStatus
@@ -63,12 +67,16 @@ class Tracer:
         self._stacks = CallStacks()
         self._scopes: list[Scope] = []
         """Root forwards of this step, for the modules that checkpointing runs again."""
+        self._compiled_in_place: dict[Root, tuple[ModuleInfo, ...]] = {}
+        """Of the roots called in this step."""
         self.gradients = GradientHooks(guard, self._gradient)
 
     # ------------------------------------------------------------------ hooks
 
     def before_forward(self, module: nn.Module, args: tuple[object, ...]) -> None:
         """Global forward pre-hook: a call begins."""
+        if is_being_captured():
+            return
         frames = self._stacks.frames
         top = frames[-1] if frames else None
         # Decided before a step may begin: hooks put on a module now are not run for this call of
@@ -95,7 +103,10 @@ class Tracer:
             phase, calls, is_wanted = Phase.RECOMPUTE, scope.recompute_calls, self._wants_recompute
         else:
             phase, calls, is_wanted = Phase.FORWARD, scope.forward_calls, self._wants_forward
-        if scope.is_muted or info.is_wrapper or not info.is_selected or not is_wanted:
+        if (
+            scope.is_muted or info.is_wrapper or not info.is_selected or not is_wanted
+            or (top is not None and _is_wrapped_by(top.info, info))
+        ):  # fmt: skip
             frames.append(Frame(module, info, scope, phase, parent, False))
             return
         calls[info] = ordinal = calls.get(info, -1) + 1
@@ -143,14 +154,32 @@ class Tracer:
             return
         if len(rest) == 1:
             error = sys.exc_info()[1]
-            text = _describe_error(error) if error is not None else ""
-            self._recorder.exit(frame.sequence, CallStatus.RAISED, text)
+            if error is not None and stops_recomputation(error):
+                self._recorder.exit(frame.sequence, CallStatus.STOPPED)
+            else:
+                text = _describe_error(error) if error is not None else ""
+                self._recorder.exit(frame.sequence, CallStatus.RAISED, text)
             return
         if self._values.is_on:
             self._values.read_pending()
             self._finish(frame, args, rest[0], rest[1])
             stacks.ended = frame if module._forward_hooks else None
+        if frame.phase is Phase.FORWARD and not frame.info.path and frame.info.root is not None:
+            self._note_compiled_in_place(frame, frame.info.root)
         self._recorder.exit(frame.sequence)
+
+    def _note_compiled_in_place(self, frame: Frame, root: Root) -> None:
+        """Leave a call without values for the modules of a root that no hook could see."""
+        scope = frame.scope
+        if root not in self._compiled_in_place:
+            self._compiled_in_place[root] = self._table.compiled_in_place(root)
+        for info in self._compiled_in_place[root]:
+            if info.is_selected and info not in scope.forward_calls:
+                sequence = self._recorder.enter(
+                    self.definition_of(info), root.definition, frame.sequence,
+                    scope.mode, scope.step, scope.micro_batch, Phase.FORWARD, 0,
+                )  # fmt: skip
+                self._recorder.exit(sequence, CallStatus.NOT_ENTERED)
 
     def _repair(self, module: nn.Module) -> Frame | None:
         """Find the call that ends below calls that no hook saw end, and close those."""
@@ -309,7 +338,11 @@ class Tracer:
 
     def end_step(self) -> None:
         """Forget what belongs to the step: hooks on leaves, tensors seen, scopes of its calls."""
+        if self._wants_backward:
+            for target in self.gradients.unseen():
+                self._values.unseen(target.sequence, target.slot, Phase.BACKWARD)
         self.gradients.forget()
+        self._compiled_in_place.clear()
         self._values.end_step()
         self._scopes.clear()
         self._stacks.ended = None
@@ -335,6 +368,13 @@ def _keyword_arguments() -> dict[str, object] | None:
             return None
         frame = frame.f_back
     return None
+
+
+def _is_wrapped_by(outer: ModuleInfo, inner: ModuleInfo) -> bool:
+    """True where a call is that of the very module around which the outer one was compiled: the
+    compiler is switched off.
+    """
+    return outer.is_opaque and outer.root is inner.root and outer.path == inner.path
 
 
 def _module_calls_running() -> int:

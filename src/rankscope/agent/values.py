@@ -23,6 +23,7 @@ __all__ = ["ValueReader"]
 _ACTIVATIONS = frozenset({Phase.FORWARD, Phase.RECOMPUTE, Phase.BACKWARD})
 # plain ints: an IntFlag's own `|` costs a microsecond, and these are used for every value
 _PENDING, _PYTHON, _ABSENT = int(ValueFlag.PENDING), int(ValueFlag.PYTHON), int(ValueFlag.ABSENT)
+_UNSEEN = int(ValueFlag.UNSEEN)
 _MOST_PENDING = 256
 """Values in flight held at a time; further ones stay pending."""
 
@@ -145,6 +146,11 @@ class ValueReader:
         """Record that a slot holds nothing (`.grad is None`)."""
         described = self._describer.describe_other(None)
         self._recorder.value(sequence, slot, described, None, phase, 0, flags | _ABSENT, 0)
+
+    def unseen(self, sequence: int, slot: str, phase: Phase) -> None:
+        """Record that what belongs in a slot could not be seen."""
+        described = self._describer.describe_other(None)
+        self._recorder.value(sequence, slot, described, None, phase, 0, _UNSEEN, 0)
 
     def _new_digester(self) -> Digester:
         digester = Digester(batch_dim=self._batch_dim)

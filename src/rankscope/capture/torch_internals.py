@@ -19,11 +19,14 @@ __all__ = [
     "default_groups",
     "default_store",
     "disable_torch_function",
+    "dynamo_has_compiled",
     "dispatch_bits",
     "dtensor_parts",
     "forget_keyword_hook",
     "is_async_collective",
+    "is_being_captured",
     "is_collective_outstanding",
+    "is_compiled_in_place",
     "is_compiling",
     "is_dtensor",
     "is_functorch_wrapper",
@@ -33,7 +36,9 @@ __all__ = [
     "overrides_dispatch",
     "placement_class",
     "registered_children",
+    "run_compiled_eagerly",
     "shard_order",
+    "stops_recomputation",
 ]
 
 _C: Any = torch._C
@@ -52,6 +57,57 @@ current_graph_task: Callable[[], int] = getattr(_C, "_current_graph_task_id", la
 
 is_compiling: Callable[[], bool] = torch.compiler.is_compiling
 """True while torch.compile traces (dynamo takes it for a constant)."""
+
+_is_jit_tracing: Callable[[], bool] = getattr(_C, "_is_tracing", torch.jit.is_tracing)
+
+
+def is_being_captured() -> bool:
+    """True while `torch.jit.trace` or `torch.fx` runs a module to write down its operations.
+
+    Reading a shape would be written down with them. Without fx's flag its proxies are seen as
+    arguments.
+    """
+    fx = sys.modules.get("torch.fx._symbolic_trace")
+    return _is_jit_tracing() or getattr(fx, "_is_fx_tracing_flag", False)
+
+
+def is_compiled_in_place(module: torch.nn.Module) -> bool:
+    """True after `module.compile()`: no hook sees its calls then. Without the name, never."""
+    return getattr(module, "_compiled_call_impl", None) is not None
+
+
+def dynamo_has_compiled() -> bool:
+    """True where torch.compile has compiled a frame in this process, or does not count them."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    if dynamo is None:
+        return False
+    counters = getattr(dynamo, "counters", None)
+    return counters is None or counters["frames"]["total"] > 0
+
+
+def run_compiled_eagerly() -> Callable[[], None] | None:
+    """Have everything compiled run as written, and return what ends that; None where torch cannot.
+
+    Whatever stance the program has chosen comes back then.
+    """
+    choose = getattr(torch.compiler, "set_stance", None)  # torch 2.6 and newer
+    if choose is None:
+        return None
+    stance = choose("force_eager")
+
+    def restore() -> None:
+        stance.__exit__(None, None, None)
+
+    return restore
+
+
+def stops_recomputation(error: BaseException) -> bool:
+    """True for what checkpointing raises when it has recomputed enough: not a fault.
+
+    Without torch's class such a call reads as raised.
+    """
+    stop = _loaded("torch.utils.checkpoint", "_StopRecomputationError")
+    return stop is not None and isinstance(error, stop)
 
 
 def forget_keyword_hook(number: int) -> None:

@@ -98,12 +98,16 @@ class RecordKind(enum.IntEnum):
 
 
 class CallStatus(enum.IntEnum):
-    """How a call ended."""
+    """How a call ended. Never renumber; 3 is a call whose end was not recorded."""
 
     RETURNED = 0
     RAISED = 1
     ABANDONED = 2
     """No hook saw it end (KeyboardInterrupt): closed when the stack was repaired."""
+    STOPPED = 4
+    """A recomputation that checkpointing stopped when it had what backward needs."""
+    NOT_ENTERED = 5
+    """Compiled in place: no hook sees its calls, so whether it was called is not known."""
 
 
 class StepEvent(enum.IntEnum):
