@@ -13,7 +13,14 @@ import torch
 
 from rankscope.capture.invisible import invisible
 
-__all__ = ["Holdings", "OptimizerSearch", "describe_strangers", "runs_closure", "steps_running"]
+__all__ = [
+    "Holdings",
+    "OptimizerSearch",
+    "describe_strangers",
+    "held_parameters",
+    "runs_closure",
+    "steps_running",
+]
 
 _OPTIMIZER_FILE = "torch/optim/optimizer.py"
 _SHAPES_NAMED = 3
@@ -82,7 +89,7 @@ class OptimizerSearch:
         return Holdings(known & held.keys(), unheld, strangers)
 
     def _unheld(self, known: frozenset[int]) -> frozenset[int]:
-        return known.difference(*({id(p) for p in _parameters_of(o)} for o in self._alive()))
+        return known.difference(*(held_parameters(o) for o in self._alive()))
 
     def _look(self) -> bool:
         """Search the objects of the garbage collector; True where an optimizer was found that was
@@ -112,6 +119,11 @@ def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     # an optimizer found while its __init__ runs has no groups yet
     for group in getattr(optimizer, "param_groups", ()):
         yield from group["params"]
+
+
+def held_parameters(optimizer: torch.optim.Optimizer) -> frozenset[int]:
+    """Return the identities of all parameters in an optimizer's groups."""
+    return frozenset(id(parameter) for parameter in _parameters_of(optimizer))
 
 
 def describe_strangers(optimizer: torch.optim.Optimizer, holdings: Holdings) -> str:
