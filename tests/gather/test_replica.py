@@ -8,7 +8,6 @@ from rankscope.errors import FolderError
 from rankscope.gather.replica import (
     Replicas,
     StreamEnd,
-    dropped_in,
     read_end,
     replica_path,
     replicated,
@@ -86,15 +85,14 @@ def test_more_streams_than_open_files_all_grow(tmp_path):
 
 def test_end_markers_are_read_back_and_broken_ones_are_none(tmp_path):
     Replicas(tmp_path).close()
-    end = StreamEnd(committed=640, end=EndReason.LOST, dropped=3)
+    end = StreamEnd(committed=640, end=EndReason.LOST)
     write_end(tmp_path, STREAM, end)
     assert read_end(tmp_path, STREAM) == end
     path = tmp_path / "spool" / "rank00003.0.json"
-    for text in ("", "[]", "{}", '{"committed": "x", "end": "exit", "dropped": 0}', "\xff"):
+    for text in ("", "[]", "{}", '{"committed": "x", "end": "exit"}', "\xff"):
         path.write_text(text)
         assert read_end(tmp_path, STREAM) is None
     assert read_end(tmp_path, StreamId(rank=4, incarnation=0)) is None
-    assert dropped_in(tmp_path, STREAM) == 0
 
 
 def test_other_files_in_the_folder_are_no_streams(tmp_path):

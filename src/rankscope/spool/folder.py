@@ -17,7 +17,7 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ __all__ = [
     "FolderLock",
     "RunHeader",
     "check_free_space",
+    "find_runs",
     "host_run_folder",
     "is_held",
     "mark_job_over",
@@ -143,6 +144,18 @@ def remove_run_folder(run_folder: Path) -> None:
     with contextlib.suppress(OSError):  # somebody else left something there
         run_folder.rmdir()
         run_folder.parent.rmdir()
+
+
+def find_runs(bases: Iterable[Path], run_id: str) -> list[Path]:
+    """Return the run folders of one run on this host, in these spool bases."""
+    found = []
+    for base in bases:
+        with contextlib.suppress(OSError):
+            for folder in sorted(base.iterdir()):
+                with contextlib.suppress(SpoolError):
+                    if read_run_header(folder).run_id == run_id:
+                        found.append(folder)
+    return found
 
 
 def stream_folder(run_folder: Path, stream: StreamId) -> Path:
