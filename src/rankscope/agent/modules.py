@@ -104,11 +104,15 @@ class Root:
     class_name: str
     parameter_count: int
     """Elements over all parameters, DTensors by their global shape."""
+    depth: int = 0
+    """How deep its modules nest."""
     definition: int = 0
     """Number under which the spool knows it; 0 until it is defined."""
     is_preferred: bool = False
     """The user named it as the root of the trace."""
     is_setup_recorded: bool = False
+    is_hidden: bool = False
+    """Found around an optimizer's parameters: compiled, no hook saw its calls."""
     calls_in_step: int = 0
 
 
@@ -214,6 +218,18 @@ class ModuleTable:
                 hidden = (*hidden, f"{info.path}.")
         return tuple(found)
 
+    def hidden_roots(self) -> list[ModuleInfo]:
+        """Return the roots whose own calls no hook can see."""
+        found = []
+        for root in self.roots:
+            module = root.module()
+            info = self.get(module) if module is not None else None
+            if info is None or module is None:
+                continue
+            if root.is_hidden or is_compiled_in_place(module):
+                found.append(info)
+        return found
+
     def parameter_ids(self) -> frozenset[int]:
         """Return the identities of the parameters of every root."""
         return frozenset(
@@ -266,6 +282,7 @@ class ModuleTable:
         names: dict[str, tuple[str, list[str]]] = {}
         for raw, module in top.named_modules(remove_duplicate=True):
             parent, _, last = raw.rpartition(".")
+            root.depth = max(root.depth, raw.count(".") + 1)
             path, wrappers = _canonical(top, raw, parent, last, names)
             wrapper = _wrapper_of(module)
             names[raw] = (path, [*wrappers, wrapper[1]] if wrapper else [])

@@ -9,6 +9,7 @@ notices the next root forward and takes itself off.
 from __future__ import annotations
 
 import os
+import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from torch import nn
 
 from rankscope.agent.calls import Scope
 from rankscope.agent.clock import StepClock
+from rankscope.agent.compiling import HIDDEN, EagerStance, HiddenSteps, outermost_modules_of
+from rankscope.agent.depth import has_room_for
 from rankscope.agent.guard import MAX_FAILURES, Guard, say
 from rankscope.agent.hooks import HookSet
 from rankscope.agent.modules import ModuleInfo, ModuleTable, Root
@@ -31,7 +34,7 @@ from rankscope.agent.updates import Updates
 from rankscope.agent.values import ValueReader
 from rankscope.capture.describe import Describer
 from rankscope.capture.groups import process_groups
-from rankscope.capture.torch_internals import current_graph_task
+from rankscope.capture.torch_internals import current_graph_task, dynamo_has_compiled
 from rankscope.record.call import Mode
 from rankscope.record.run import EndReason, RankIdentity
 from rankscope.spool.cells import StepEvent
@@ -77,6 +80,9 @@ class Session:
         self._eval_scope: Scope | None = None
         self._traced_train: int | None = None
         """Number of the train step being traced."""
+        self._hidden = HiddenSteps()
+        self._stance = EagerStance(is_wanted=settings.compile == "eager")
+        self._stance.choose(is_eager=0 in settings.steps)
         self._expected: Root | None = None
         """Root whose wrapper has just been counted by `_watch`."""
         self.guard = Guard(self._failed)
@@ -104,7 +110,7 @@ class Session:
         self._rank = opened.identity.rank
         self._recorder = opened.recorder
         settings = self._settings
-        self._table = ModuleTable()
+        self._table = ModuleTable(enters_compiled=settings.compile == "eager")
         self._values = ValueReader(self._recorder, Describer(self._rank), settings)
         self._tracer = Tracer(
             self.guard, self._recorder, self._table, self._values, settings, self._open_scope,
@@ -133,6 +139,8 @@ class Session:
         self._is_closed = True
         self._remove_hooks()
         if self._writer is None:
+            if dynamo_has_compiled():
+                say(f"nothing was traced: {HIDDEN}")
             return
         self._end_eval()
         self._end_train()
@@ -164,6 +172,7 @@ class Session:
     def _remove_hooks(self) -> None:
         self._hooks.remove_all()
         self._scalers.take_off()
+        self._stance.choose(is_eager=False)
 
     def step(self) -> None:
         """Close the current train step by hand."""
@@ -179,7 +188,7 @@ class Session:
         self._recorder.error(
             self._tracer.current_sequence(), f"{type(error).__name__}: {error}"[:500]
         )
-        if self.guard.failures == MAX_FAILURES:
+        if self.guard.failures >= MAX_FAILURES:
             say(
                 f"tracing is switched off on rank {self._rank} after {MAX_FAILURES} failures, "
                 f"last: {error!r}"
@@ -213,7 +222,10 @@ class Session:
         self._optimizers.saw(optimizer)
         self._scalers.stepped()
         self._clock.set_optimizer_depth(steps_running() - 1)
-        if self._clock.optimizer_begins() and self._traced_train is not None:
+        if not self._clock.optimizer_begins():
+            return
+        self._begin_hidden_step(optimizer)
+        if self._traced_train is not None:
             self._updates.begins(optimizer, args, kwargs, self._traced_train)
 
     def _optimizer_ends(
@@ -225,6 +237,8 @@ class Session:
             self._updates.ends(optimizer, args, kwargs, self._traced_train)
         else:
             self._hooks.watch_for_step()
+        # now, because the next forward of a model compiled in place is only seen if it runs eagerly
+        self._stance.choose(is_eager=self._clock.train + 1 in self._settings.steps)
 
     def _optimizer_skipped(self, optimizer: torch.optim.Optimizer) -> None:
         if self._traced_train is not None:
@@ -242,9 +256,10 @@ class Session:
         last = self._train_scope if torch.is_grad_enabled() else self._eval_scope
         if info.path and last is not None and last.root is root and not self._clock.is_ended:
             return last  # a submodule called directly, inside the step its root has begun
-        if not root.is_setup_recorded:
-            root.is_setup_recorded = True
-            self._record_setup(info)
+        self._record_setup(info)
+        if not has_room_for(root.depth):
+            self._leave_too_deep(root)
+            return None
         if self._clock.is_inside_optimizer:
             self._clock.set_optimizer_depth(steps_running())
         has_gradients = torch.is_grad_enabled() and any(
@@ -255,6 +270,7 @@ class Session:
         )
         if tick.mode is Mode.EVAL:
             return self._begin_eval(tick.step, info)
+        self._hidden.root_was_seen()
         if tick.opened:
             self._begin_train(tick.step)
         if self._traced_train is None:
@@ -275,6 +291,45 @@ class Session:
         )
         return Scope(None, mode, max(step, 0), None, is_muted=self._traced_train is None)
 
+    def _begin_hidden_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Begin the train step that an optimizer ends although no hook saw its forward."""
+        is_first = self._clock.train < 0
+        if not self._hidden.begins(optimizer, is_first=is_first):
+            return
+        if not (is_first or self._clock.is_ended):
+            return
+        if is_first:
+            modules = outermost_modules_of(optimizer)
+            if not modules or not self._open():
+                return
+            for module in modules:
+                info = self._tracer.learn(module)
+                if info.root is not None:
+                    info.root.is_hidden = True
+                    self._record_setup(info)
+            if self._rank == 0:
+                say(f"{type(modules[0]).__name__}: {HIDDEN}")
+        step = self._clock.root_forward(has_gradients=True, optimizer_exists=lambda: True).step
+        self._end_eval()
+        self._end_train()
+        # hooks stay as they are: each change of theirs would compile the model again
+        if step in self._settings.steps:
+            self._traced_train = step
+            self._recorder.step(StepEvent.BEGIN, Mode.TRAIN, step)
+            for info in self._table.hidden_roots():
+                self._tracer.note_hidden_root(info, step)
+
+    def _leave_too_deep(self, root: Root) -> None:
+        """Switch off before a model that nests so deep that hooks would end its own calls."""
+        text = (
+            f"{root.class_name} nests {root.depth} modules deep: with hooks on, Python's recursion "
+            f"limit ({sys.getrecursionlimit()}) leaves no room for it; tracing is switched off. "
+            "Raise it with sys.setrecursionlimit to trace this model"
+        )
+        self._recorder.error(None, text)
+        say(text)
+        self.close(EndReason.SWITCHED_OFF)
+
     def _begin_train(self, step: int) -> None:
         """Leave the steps before and begin this one, traced or not."""
         self._end_eval()
@@ -291,6 +346,9 @@ class Session:
         for root in self._table.roots:
             root.calls_in_step = 0
         step, self._traced_train, self._train_scope = self._traced_train, None, None
+        if self.guard.is_too_deep:
+            self.guard.is_too_deep = False
+            self._recorder.error(None, "Python's recursion limit left a hook no room: calls lack")
         if step is not None:
             self._updates.close_step(step, is_trained=self._tracer.gradients.has_fired)
             self._recorder.step(StepEvent.END, Mode.TRAIN, step)
@@ -324,7 +382,8 @@ class Session:
 
     def _turn_on(self, mode: Mode, step: int) -> None:
         self._values.collect()  # of the step before: what accelerators have finished by now
-        self._recorder.step(StepEvent.BEGIN, mode, step)
+        self._stance.choose(is_eager=True)
+        self._recorder.step(StepEvent.BEGIN, mode, step, self._stance.note)
         self._hooks.trace()
         self._scalers.put_on()
 
@@ -339,11 +398,15 @@ class Session:
     def _turn_off(self) -> None:
         if self._hooks.is_tracing:
             self._hooks.stop_tracing()
+        self._stance.choose(is_eager=False)
         self._scalers.take_off()
         self._hooks.watch_for_step()
 
     def _record_setup(self, info: ModuleInfo) -> None:
         assert info.root is not None  # only called for modules of a root
+        if info.root.is_setup_recorded:
+            return
+        info.root.is_setup_recorded = True
         for each in self._table.of_root(info.root):
             self._tracer.definition_of(each)
         for inner, outer, path in self._table.contained:

@@ -149,6 +149,15 @@ def _parse_digest(text: str) -> str:
     return text
 
 
+def _parse_compile(text: str) -> str:
+    if text not in {"opaque", "eager"}:
+        raise SettingError(
+            f"compile={text!r}: write opaque (a compiled region is one node) or eager (traced "
+            "steps run it as written: all is seen, but the numbers are not bitwise the compiled)"
+        )
+    return text
+
+
 def _parse_path(text: str) -> Path:
     return Path(text).expanduser().absolute()
 
@@ -228,6 +237,13 @@ SETTINGS: tuple[Setting, ...] = (
         help="numbers kept per value: full, or none for the structure alone",
     ),
     Setting(
+        name="compile",
+        parse=_parse_compile,
+        default="opaque",
+        metavar="opaque|eager",
+        help="compiled regions: one opaque node each, or run as written while a step is traced",
+    ),
+    Setting(
         name="batch-dim",
         parse=_parse_whole,
         default="0",
@@ -292,6 +308,7 @@ class Settings:
     phases: tuple[str, ...]
     slots: tuple[str, ...]
     digest: str
+    compile: str
     batch_dim: int
     spool: Path | None
     spool_bytes: int

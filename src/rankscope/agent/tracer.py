@@ -26,7 +26,7 @@ from rankscope.capture.torch_internals import (
     is_being_captured,
     stops_recomputation,
 )
-from rankscope.record.call import Phase
+from rankscope.record.call import Mode, Phase
 from rankscope.record.value import ValueFlag
 from rankscope.spool.cells import CallStatus
 
@@ -82,7 +82,7 @@ class Tracer:
         # Decided before a step may begin: hooks put on a module now are not run for this call of
         # it.
         is_followed = module._forward_pre_hooks and self._stands_behind_inputs(module)
-        info = self._table.get(module) or self._learn(module, top)
+        info = self._table.get(module) or self.learn(module, top)
         if top is not None and info.root is not None and info.root.module() is module:
             top = self._without_abandoned()
         in_backward = current_graph_task() != -1
@@ -196,6 +196,18 @@ class Tracer:
         before = frozenset(id(tensor) for tensor in frame.outputs)
         self._values.read_all("returned", output, frame.sequence, frame.phase, skip=before)
 
+    def note_hidden_root(self, info: ModuleInfo, step: int) -> None:
+        """Leave a call without values for a root whose forward in this step no hook saw."""
+        root = info.root
+        assert root is not None  # only roots own parameters
+        if not info.is_selected or not self._wants_forward:
+            return
+        sequence = self._recorder.enter(
+            self.definition_of(info), root.definition, None,
+            Mode.TRAIN, step, root.calls_in_step, Phase.FORWARD, 0,
+        )  # fmt: skip
+        self._recorder.exit(sequence, CallStatus.NOT_ENTERED)
+
     # ------------------------------------------------------------------ values
 
     def _inputs_at_global_hook(
@@ -278,7 +290,8 @@ class Tracer:
 
     # ------------------------------------------------------------------ bookkeeping
 
-    def _learn(self, module: nn.Module, top: Frame | None) -> ModuleInfo:
+    def learn(self, module: nn.Module, top: Frame | None = None) -> ModuleInfo:
+        """Make a module known, inside the call that is open where there is one."""
         with invisible():
             info = self._table.learn(module, top.info.root if top is not None else None)
         self.select(info)

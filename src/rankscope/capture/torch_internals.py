@@ -19,9 +19,9 @@ __all__ = [
     "default_groups",
     "default_store",
     "disable_torch_function",
-    "dynamo_has_compiled",
     "dispatch_bits",
     "dtensor_parts",
+    "dynamo_has_compiled",
     "forget_keyword_hook",
     "is_async_collective",
     "is_being_captured",
@@ -88,7 +88,7 @@ def dynamo_has_compiled() -> bool:
 def run_compiled_eagerly() -> Callable[[], None] | None:
     """Have everything compiled run as written, and return what ends that; None where torch cannot.
 
-    Whatever stance the program has chosen comes back then.
+    Whatever stance the program had chosen comes back then, unless it chose another meanwhile.
     """
     choose = getattr(torch.compiler, "set_stance", None)  # torch 2.6 and newer
     if choose is None:
@@ -96,7 +96,9 @@ def run_compiled_eagerly() -> Callable[[], None] | None:
     stance = choose("force_eager")
 
     def restore() -> None:
-        stance.__exit__(None, None, None)
+        chosen = getattr(stance, "stance", None)
+        if getattr(sys.modules["torch._dynamo.eval_frame"], "_stance", chosen) is chosen:
+            stance.__exit__(None, None, None)
 
     return restore
 

@@ -199,7 +199,7 @@ def _state(stream: RankStream, lost: int) -> dict[str, Any]:
         "errors": _run_errors(stream),
         "notes": [
             *notes,
-            *(["tracing was switched off on this rank after repeated failures"] if is_off else []),
+            *(["tracing was switched off on this rank: its errors say why"] if is_off else []),
         ],
     }
 
