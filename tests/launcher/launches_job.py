@@ -15,9 +15,9 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from gpt import Sizes, batch, build, loss_of
 from torch.nn.parallel import DistributedDataParallel
 
+from gpt import Sizes, batch, build, loss_of
 
 SIZES = Sizes()
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from tests.launcher.ways import RANKSCOPE, STEPS, TORCHRUN, free_port, installed, start, steps_of
 
 pytestmark = [installed, pytest.mark.xdist_group("ways")]

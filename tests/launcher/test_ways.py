@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from tests.launcher.ways import BIN, EXAMPLES, RANKSCOPE, TORCHRUN, installed, start, steps_of
 
 pytestmark = installed

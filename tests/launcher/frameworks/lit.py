@@ -1,4 +1,4 @@
-"""Training with Lightning: its own launcher where two devices are asked for; validation, accumulation."""
+"""Training with Lightning, by its own launcher where two devices are asked for; accumulation."""
 
 import hashlib
 import sys

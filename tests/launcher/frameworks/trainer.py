@@ -1,4 +1,4 @@
-"""Training with the Hugging Face Trainer: a tiny random Llama, accumulation, evaluation, gradient clipping."""
+"""Training with the Hugging Face Trainer: a tiny random Llama, accumulation, evaluation."""
 
 import hashlib
 import sys
