@@ -273,10 +273,10 @@ class Tracer:
     ) -> None:
         if not self._wants_backward or frame.phase is not Phase.FORWARD or frame.sequence is None:
             return
-        for slot, tensor in tensors:
-            gradient_slot = gradient_kind + slot.removeprefix(kind)
-            if tensor.requires_grad and self._values.wants(gradient_slot):
-                with invisible():
+        with invisible():  # what needs a gradient is not asked in sight of a subclass either
+            for slot, tensor in tensors:
+                gradient_slot = gradient_kind + slot.removeprefix(kind)
+                if tensor.requires_grad and self._values.wants(gradient_slot):
                     self.gradients.watch(tensor, frame.sequence, gradient_slot)
 
     def _gradient(

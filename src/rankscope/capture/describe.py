@@ -172,12 +172,11 @@ class Describer:
         return described
 
     def _plain(self, tensor: torch.Tensor, key: object) -> Described:
-        device = str(tensor.device)
-        full_key = (key, device)
+        device, reason = str(tensor.device), _why_not(tensor)
+        full_key = (key, device, reason)
         known = self._known.get(full_key)
         if known is not None:
             return known
-        reason = _why_not(tensor)
         meta = ValueMeta(
             dtype=_dtype_name(tensor),
             device=device,
@@ -195,8 +194,9 @@ class Describer:
             can_digest_on_device=reason is None and not is_on_host,
             allows_samples=reason is None and tensor.dim() > 0,
         )
-        # accelerators of one kind differ by index, which the short key does not hold
-        return self._keep(key if is_on_host else full_key, described)
+        # accelerators of one kind differ by index, compressed sparse layouts in nothing that the
+        # short key holds
+        return self._keep(key if described.can_digest else full_key, described)
 
     def _unread(self, tensor: torch.Tensor, key: object, problem: str) -> Described:
         known = self._known.get((problem, key))
