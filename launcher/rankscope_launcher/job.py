@@ -161,6 +161,8 @@ class TracedJob:
         variables = {s.variable: given[s.field] for s in SETTINGS if s.field in given}
         if self._settings.spool is not None:
             variables["RANKSCOPE_SPOOL"] = str(self._settings.spool)
+        if self._settings.steps.file is not None:  # its path made whole here, not in the script
+            variables["RANKSCOPE_STEPS"] = self._settings.steps.text
         if not self._is_collected_elsewhere:
             variables["RANKSCOPE_OUT"] = str(self._out)
         return {

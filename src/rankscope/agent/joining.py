@@ -44,6 +44,7 @@ from rankscope.spool.companions import (
 )
 from rankscope.spool.folder import (
     COLLECTOR_LOCK_NAME,
+    MEETING_NAME,
     MUSTER_LOCK_NAME,
     RELAY_LOCK_NAME,
     RELAY_LOG_NAME,
@@ -157,12 +158,27 @@ def join_run(settings: Settings, environ: Mapping[str, str] = os.environ) -> Joi
     define_rank(recorder, identity, header.run_id, settings)
     speaks = identity.rank == min(settings.ranks or (0,))
     return Joined(
-        opened=Opened(identity=identity, writer=writer, recorder=recorder),
+        opened=Opened(
+            identity=identity,
+            writer=writer,
+            recorder=recorder,
+            meeting_place=_meeting_place(settings, identity, run_folder, header),
+        ),
         out=header.out,
         finish_seconds=settings.finish_seconds,
         collector="" if settings.collector == SHARED else settings.collector,
         must_wait=not prepared and speaks and not header.keeps_apart,
     )
+
+
+def _meeting_place(
+    settings: Settings, identity: RankIdentity, run_folder: Path, header: RunHeader
+) -> Path | None:
+    """Return the folder in which the traced ranks agree on a step: all of them see it."""
+    if settings.traced_of(identity.world_size) == 1:
+        return None
+    seen_by_all = header.out / "spool" if header.collector == SHARED else run_folder
+    return seen_by_all / f"{MEETING_NAME}.{identity.incarnation}"
 
 
 def define_rank(

@@ -13,6 +13,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -30,6 +31,7 @@ from rankscope.agent.recorder import Recorder
 from rankscope.agent.scalers import ScalerWatch
 from rankscope.agent.settings import Settings, matches
 from rankscope.agent.tracer import Tracer
+from rankscope.agent.trigger import Trigger
 from rankscope.agent.updates import Updates
 from rankscope.agent.values import ValueReader
 from rankscope.capture.describe import Describer
@@ -50,6 +52,8 @@ class Opened:
     identity: RankIdentity
     writer: SpoolWriter
     recorder: Recorder
+    meeting_place: Path | None = None
+    """Folder in which the traced ranks agree on a step, None for a rank that is alone."""
 
 
 class Session:
@@ -80,6 +84,7 @@ class Session:
         self._eval_scope: Scope | None = None
         self._traced_train: int | None = None
         """Number of the train step being traced."""
+        self._trigger: Trigger | None = None
         self._hidden = HiddenSteps()
         self._stance = EagerStance(is_wanted=settings.compile == "eager")
         self._stance.choose(is_eager=0 in settings.steps)
@@ -127,6 +132,11 @@ class Session:
             own_input=hook(tracer.own_input_hook),
             own_output=hook(tracer.own_output_hook),
         )
+        if settings.steps.file is not None:
+            self._trigger = Trigger(
+                settings.steps.file, opened.meeting_place,
+                missed=self._missed, failed=self._trigger_failed,
+            )  # fmt: skip
         if self._preferred_root is not None:
             self._table.prefer(self._preferred_root)
             self._preferred_root = None
@@ -147,6 +157,8 @@ class Session:
         self._values.collect(wait=True)
         self._define_groups()
         self._report_unmatched_globs()
+        if self._trigger is not None:
+            self._trigger.close()
         self._writer.close(reason)
 
     def _report_unmatched_globs(self) -> None:
@@ -238,7 +250,7 @@ class Session:
         else:
             self._hooks.watch_for_step()
         # now, because the next forward of a model compiled in place is only seen if it runs eagerly
-        self._stance.choose(is_eager=self._clock.train + 1 in self._settings.steps)
+        self._stance.choose(is_eager=self._is_expected(self._clock.train + 1))
 
     def _optimizer_skipped(self, optimizer: torch.optim.Optimizer) -> None:
         if self._traced_train is not None:
@@ -313,7 +325,7 @@ class Session:
         self._end_eval()
         self._end_train()
         # hooks stay as they are: each change of theirs would compile the model again
-        if step in self._settings.steps:
+        if self._is_selected(Mode.TRAIN, step):
             self._traced_train = step
             self._recorder.step(StepEvent.BEGIN, Mode.TRAIN, step)
             for info in self._table.hidden_roots():
@@ -334,13 +346,32 @@ class Session:
         """Leave the steps before and begin this one, traced or not."""
         self._end_eval()
         self._end_train()
-        if step in self._settings.steps:
+        if self._is_selected(Mode.TRAIN, step):
             self._traced_train = step
             self._turn_on(Mode.TRAIN, step)
         else:
             self._turn_off()
             if self._optimizers.exists() or self._settings.steps.is_over(step):
                 self._hooks.stop_watching()
+
+    def _is_selected(self, mode: Mode, step: int) -> bool:
+        """Say, once as it begins, whether a step is traced."""
+        is_asked = self._trigger is not None and self._trigger.begins(mode, step)
+        return is_asked or step in self._settings.steps
+
+    def _is_expected(self, step: int) -> bool:
+        """Say whether a train step is going to be traced, as far as is known before it begins."""
+        is_asked = self._trigger is not None and self._trigger.expects(Mode.TRAIN, step)
+        return is_asked or step in self._settings.steps
+
+    def _missed(self, mode: Mode, step: int, why: str) -> None:
+        note = f"not traced on this rank: {why}"
+        self._recorder.step(StepEvent.NOTE, mode, step, note)
+        say(f"rank {self._rank}: {mode.word} step {step} is {note}")
+
+    def _trigger_failed(self, why: str) -> None:
+        self._recorder.error(None, why)
+        say(f"rank {self._rank}: {why}")
 
     def _end_train(self) -> None:
         for root in self._table.roots:
@@ -357,7 +388,7 @@ class Session:
 
     def _begin_eval(self, step: int, info: ModuleInfo) -> Scope | None:
         self._end_eval()
-        is_selected = step in self._settings.steps
+        is_selected = self._is_selected(Mode.EVAL, step)
         if is_selected:
             self._eval_scope = Scope(info.root, Mode.EVAL, step, 0, is_muted=False)
             self._turn_on(Mode.EVAL, step)

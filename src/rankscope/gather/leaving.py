@@ -12,6 +12,7 @@ from rankscope.spool.companions import SOCKET_NAME
 from rankscope.spool.folder import (
     JOB_OVER_NAME,
     LAUNCHER_LOCK_NAME,
+    MEETING_NAME,
     MUSTER_LOCK_NAME,
     RELAY_LOCK_NAME,
     RELAY_LOG_NAME,
@@ -50,6 +51,8 @@ def remove_run(run_folder: Path, is_elsewhere: Callable[[StreamId], bool]) -> St
             return stream
     for stream in found:
         shutil.rmtree(stream_folder(run_folder, stream), ignore_errors=True)
+    for meeting in run_folder.glob(f"{MEETING_NAME}.*"):
+        shutil.rmtree(meeting, ignore_errors=True)
     for name in _OURS:
         (run_folder / name).unlink(missing_ok=True)
     remove_run_folder(run_folder)

@@ -6,6 +6,7 @@
     relay.lock, relay.log, job-over
     launcher.lock   held by the launcher that prepared the run, for as long as it lives
     muster.lock     held by one starting rank after the other where no launcher prepared it
+    meeting.0/      where ranks agree on the step that `at:FILE` asks for
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ __all__ = [
     "COLLECTOR_LOCK_NAME",
     "JOB_OVER_NAME",
     "LAUNCHER_LOCK_NAME",
+    "MEETING_NAME",
     "MUSTER_LOCK_NAME",
     "RELAY_LOCK_NAME",
     "RELAY_LOG_NAME",
@@ -59,6 +61,8 @@ RELAY_LOG_NAME = "relay.log"
 JOB_OVER_NAME = "job-over"
 LAUNCHER_LOCK_NAME = "launcher.lock"
 MUSTER_LOCK_NAME = "muster.lock"
+MEETING_NAME = "meeting"
+"""Folder `meeting.<life>` in which ranks agree on a step (`agent.trigger`)."""
 COLLECTOR_LOCK_NAME = "collector.lock"
 """In the trace folder, not in the run folder."""
 SHARED = "shared"
