@@ -112,7 +112,8 @@ class ParameterEvents:
             module = info.module()
             if module is None or (info.path and not info.is_selected):
                 continue
-            items = list(self._items(info, module, event))
+            with invisible():
+                items = list(self._items(info, module, event))
             if parent is None:
                 items += [_Item(slot, tensor, 0) for slot, tensor in event.extras]
             elif not items:
@@ -163,8 +164,7 @@ class ParameterEvents:
             if not is_grads:
                 yield _Item(slot, parameter, event.flags)
             elif parameter.requires_grad:
-                with invisible():
-                    gradient = parameter.grad
+                gradient = parameter.grad
                 is_unheld = gradient is not None and id(parameter) in event.unheld
                 yield _Item(slot, gradient, event.flags | (_UNHELD if is_unheld else 0))
         if is_grads or event.root in self._with_buffers:

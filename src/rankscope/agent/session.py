@@ -36,6 +36,7 @@ from rankscope.agent.updates import Updates
 from rankscope.agent.values import ValueReader
 from rankscope.capture.describe import Describer
 from rankscope.capture.groups import process_groups
+from rankscope.capture.invisible import invisible
 from rankscope.capture.torch_internals import current_graph_task, dynamo_has_compiled
 from rankscope.record.call import Mode
 from rankscope.record.run import EndReason, RankIdentity
@@ -274,9 +275,10 @@ class Session:
             return None
         if self._clock.is_inside_optimizer:
             self._clock.set_optimizer_depth(steps_running())
-        has_gradients = torch.is_grad_enabled() and any(
-            p.requires_grad for p in module.parameters()
-        )
+        with invisible():
+            has_gradients = torch.is_grad_enabled() and any(
+                p.requires_grad for p in module.parameters()
+            )
         tick = self._clock.root_forward(
             has_gradients=has_gradients, optimizer_exists=self._optimizers.exists
         )
