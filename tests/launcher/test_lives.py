@@ -31,7 +31,7 @@ life, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
 pathlib.Path(f"{sys.argv[1]}.{life}.{rank}").touch()
 while not all(os.path.exists(f"{sys.argv[1]}.{life}.{other}") for other in "01"):
     time.sleep(0.01)
-if life == "0" and len(sys.argv) > 2:
+if len(sys.argv) > 2 and life < sys.argv[2]:
     raise ValueError("on purpose")
 """
 
@@ -65,27 +65,33 @@ def start(command: list[str], folder: Path, *arguments: str, **variables: str) -
 
 
 @pytest.mark.parametrize(
-    ("command", "variables"),
+    ("command", "restarts", "variables"),
     [
-        (
-            [*TORCHRUN, "--max-restarts", "1"],
-            {"RANKSCOPE": "1", "RANKSCOPE_DRAIN_SECONDS": "100"},
-        ),
-        ([*TORCHRUN, "--max-restarts", "1", "--logs-specs", "rankscope"], {}),
-        ([*RUN, "--max-restarts", "1", "--rs-drain-seconds", "0"], {}),
+        (TORCHRUN, 1, {"RANKSCOPE": "1", "RANKSCOPE_DRAIN_SECONDS": "100"}),
+        ([*TORCHRUN, "--logs-specs", "rankscope"], 1, {}),
+        ([*RUN, "--rs-drain-seconds", "0"], 2, {}),
     ],
     ids=["variable", "logs-specs", "run"],
 )
-def test_both_lives_of_ranks_that_raised_and_were_restarted_are_in_the_tree(
-    command: list[str], variables: dict[str, str], tmp_path: Path
+def test_every_life_of_ranks_that_raised_and_were_restarted_is_in_the_tree_and_listed(
+    command: list[str], restarts: int, variables: dict[str, str], tmp_path: Path
 ):
-    found = start(command, tmp_path, "raise", **variables)
+    found = start([*command, "--max-restarts", str(restarts)], tmp_path, str(restarts), **variables)
     ends = {(rank["rank"], rank["incarnation"]): rank["end"] for rank in found["ranks"]}
-    assert [ends[rank, 1] for rank in (0, 1)] == ["exit", "exit"]
-    first = {ends[rank, 0] for rank in (0, 1)}
-    assert "raised" in first
-    assert first <= {"raised", "lost"}  # the agent ends the others of a life as soon as one failed
+    assert set(ends) == {(rank, life) for rank in (0, 1) for life in range(restarts + 1)}
+    assert [ends[rank, restarts] for rank in (0, 1)] == ["exit", "exit"]
+    for life in range(restarts):
+        of_life = {ends[rank, life] for rank in (0, 1)}
+        assert "raised" in of_life
+        assert of_life <= {"raised", "lost"}  # the agent ends the others as soon as one failed
     assert found["complete"] is True
+    listed = subprocess.run(
+        [str(BIN / "rankscope"), "verify", str(tmp_path / "trace")], capture_output=True, text=True
+    )
+    assert listed.returncode == 0
+    assert [line.split()[:2] for line in listed.stdout.splitlines() if line.endswith("exit")] == [
+        [str(rank), str(restarts)] for rank in (0, 1)
+    ]
 
 
 @pytest.mark.parametrize(
