@@ -5,13 +5,13 @@ have everything run as written instead (setting `compile`).
 from __future__ import annotations
 
 import gc
-import weakref
 from collections.abc import Callable
 
 import torch
 from torch import nn
 
 from rankscope.agent.guard import say
+from rankscope.agent.optimizers import OptimizerSet, held_parameters
 from rankscope.capture.torch_internals import dynamo_has_compiled, run_compiled_eagerly
 
 __all__ = ["HIDDEN", "EagerStance", "HiddenSteps", "outermost_modules_of"]
@@ -33,9 +33,9 @@ class HiddenSteps:
     """
 
     def __init__(self) -> None:
-        self._stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._stepped = OptimizerSet()
         """Optimizers that have stepped since the last root forward that was seen."""
-        self._asked_first: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._asked_first = OptimizerSet()
         """Optimizers that stepped before any train step, each looked at once."""
 
     def root_was_seen(self) -> None:
@@ -70,7 +70,7 @@ def outermost_modules_of(optimizer: torch.optim.Optimizer) -> list[nn.Module]:
     # not isinstance: asking a proxy for its __class__ may import a module, or warn
     modules = [o for o in gc.get_objects() if issubclass(type(o), nn.Module)]
     inside = {id(child) for module in modules for child in module._modules.values()}
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    held = held_parameters(optimizer)
     return [
         module
         for module in modules

@@ -16,6 +16,7 @@ from rankscope.capture.invisible import invisible
 __all__ = [
     "Holdings",
     "OptimizerSearch",
+    "OptimizerSet",
     "describe_strangers",
     "held_parameters",
     "runs_closure",
@@ -40,6 +41,38 @@ class Holdings:
     """
 
 
+class OptimizerSet:
+    """Living optimizers by identity, none kept alive: a class of somebody's own may compare and not
+    hash.
+    """
+
+    def __init__(self) -> None:
+        self._members: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
+
+    def add(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Take an optimizer in; True where it was not a member."""
+        if optimizer in self:
+            return False
+        self._members[id(optimizer)] = weakref.ref(optimizer)
+        return True
+
+    def __contains__(self, optimizer: torch.optim.Optimizer) -> bool:
+        member = self._members.get(id(optimizer))
+        return member is not None and member() is optimizer
+
+    def __iter__(self) -> Iterator[torch.optim.Optimizer]:
+        for key, member in list(self._members.items()):
+            optimizer = member()
+            if optimizer is None:
+                self._members.pop(key, None)
+            else:
+                yield optimizer
+
+    def clear(self) -> None:
+        """Leave no member."""
+        self._members.clear()
+
+
 class OptimizerSearch:
     """Finds the optimizers that are alive in this process, made before or after attaching.
 
@@ -50,13 +83,12 @@ class OptimizerSearch:
     """
 
     def __init__(self) -> None:
-        self._found: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
-        """By identity: a class of somebody's own may compare and not hash."""
+        self._found = OptimizerSet()
         self._questions = 0
 
     def exists(self) -> bool:
         """True where an optimizer is alive."""
-        if self._alive():
+        if any(True for _ in self._found):
             return True
         if not any(
             getattr(c.__dict__.get("step"), "hooked", False)
@@ -67,17 +99,7 @@ class OptimizerSearch:
 
     def saw(self, optimizer: torch.optim.Optimizer) -> bool:
         """Remember an optimizer; True where it was not known."""
-        known = self._found.get(id(optimizer))
-        if known is not None and known() is optimizer:
-            return False
-        self._found[id(optimizer)] = weakref.ref(optimizer)
-        return True
-
-    def _alive(self) -> list[torch.optim.Optimizer]:
-        alive = [(key, optimizer) for key, ref in self._found.items() if (optimizer := ref())]
-        if len(alive) < len(self._found):
-            self._found = {key: self._found[key] for key, _ in alive}
-        return [optimizer for _, optimizer in alive]
+        return self._found.add(optimizer)
 
     def holdings(self, optimizer: torch.optim.Optimizer, known: frozenset[int]) -> Holdings:
         """Say which of the known parameters an optimizer holds, and which nobody does."""
@@ -89,7 +111,7 @@ class OptimizerSearch:
         return Holdings(known & held.keys(), unheld, strangers)
 
     def _unheld(self, known: frozenset[int]) -> frozenset[int]:
-        return known.difference(*(held_parameters(o) for o in self._alive()))
+        return known.difference(*(held_parameters(o) for o in self._found))
 
     def _look(self) -> bool:
         """Search the objects of the garbage collector; True where an optimizer was found that was

@@ -78,7 +78,9 @@ class Updates:
             self._count += 1
             self._gradients(optimizer, step)
         concerned, _ = self._concerned(optimizer)
-        self._events.parameters(step, self._count - 1, concerned, flags=self._flags & _SKIPPED)
+        self._events.parameters(
+            step, max(self._count - 1, 0), concerned, flags=self._flags & _SKIPPED
+        )
 
     def skipped(self, optimizer: torch.optim.Optimizer, step: int) -> None:
         """Record the gradients for which a GradScaler did not step an optimizer."""
