@@ -42,8 +42,8 @@ _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 class Placed:
     """What a launcher's variables say of this process."""
 
-    variable: str
-    """The one that holds the rank."""
+    variables: Mapping[str, str]
+    """Those that number this process: its rank and, where it is said, its local rank."""
     rank: int
     world_size: int
     local_rank: int | None
@@ -60,7 +60,7 @@ def placed(environ: Mapping[str, str] = os.environ) -> Placed | None:
         here = environ.get(local_rank, "")
         many = environ.get(local_size, "") if local_size else _slurm_tasks_here(environ, int(size))
         return Placed(
-            variable=variable,
+            variables={n: environ[n] for n in (variable, local_rank) if n in environ},
             rank=int(rank),
             world_size=max(int(size), int(rank) + 1),
             local_rank=int(here) if here.isdigit() else None,

@@ -258,7 +258,7 @@ def _launcher(identity: RankIdentity, environ: Mapping[str, str]) -> str:
     found = placed(environ)
     if found is None or found.rank != identity.rank:
         return process_name(os.getppid())
-    return process_name(launcher_of(found.variable, environ[found.variable]))
+    return process_name(launcher_of(found.variables))
 
 
 def _is_placed(identity: RankIdentity, environ: Mapping[str, str]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 __all__ = ["is_process_alive", "launcher_of", "process_name"]
@@ -23,16 +24,17 @@ def is_process_alive(name: str) -> bool:
     )
 
 
-def launcher_of(variable: str, value: str) -> int:
+def launcher_of(variables: Mapping[str, str]) -> int:
     """Return the process that launched this rank: its nearest ancestor that is not of the rank.
 
-    Shells and wrappers between the launcher and the rank (`torchrun --no-python bind.sh ...`) have
-    the rank's variable with the rank's value; what stands above them all ranks of a host share.
+    Shells and wrappers between the launcher and the rank (`torchrun --no-python bind.sh ...`) were
+    started with the variables that number the rank; what stands above them all ranks of a host
+    share.
     """
     pid = os.getppid()
     for _ in range(_MOST_ANCESTORS):
         parent = _status(pid, 1)
-        if pid <= 1 or not parent.isdigit() or _variable(pid, variable) != value:
+        if pid <= 1 or not parent.isdigit() or not _has(pid, variables):
             break
         pid = int(parent)
     return pid
@@ -46,11 +48,10 @@ def _status(pid: int, field: int) -> str:
         return ""
 
 
-def _variable(pid: int, name: str) -> str | None:
-    """Return a variable of the environment a process was started with; None where unreadable."""
-    start = f"{name}=".encode()
+def _has(pid: int, variables: Mapping[str, str]) -> bool:
+    """True where a process was started with all these variables; False where that is unreadable."""
     try:
-        entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        entries = set(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
     except OSError:
-        return None
-    return next((os.fsdecode(e[len(start) :]) for e in entries if e.startswith(start)), None)
+        return False
+    return all(os.fsencode(f"{name}={value}") in entries for name, value in variables.items())
