@@ -351,6 +351,13 @@ class Witness:
         ]
 
 
+@pytest.fixture(autouse=True)
+def no_optimizer_stays() -> Iterator[None]:
+    """Schedulers and closures make cycles: what a test left alive would count as an optimizer."""
+    yield
+    gc.collect()
+
+
 def _has_closure(args: Any, kwargs: Any) -> bool:
     return any(value is not None for value in (*args[1:], *kwargs.values()))
 
@@ -575,7 +582,7 @@ def by_hand(way: str) -> Callable[[], Any]:
 def test_without_an_optimizer_every_forward_is_a_step_and_shows_what_it_left(
     tmp_path: Path, way: str
 ) -> None:
-    gc.collect()  # optimizers of other tests
+    gc.collect()
     kept: list[Net] = []  # as a script keeps its model: what is gone cannot be read
 
     def program() -> Any:
