@@ -237,3 +237,56 @@ def test_memory_taken_from_under_a_tensor_is_not_read(tmp_path: Path) -> None:
     for slot in ("input.1", "input.2"):
         assert found.value("", slot).per_rank[0] is None
     assert found.value("", "input.0").per_rank[0] is not None
+
+
+def test_the_gradient_of_a_view_that_was_written_in_place_is_said_to_be_unseen(
+    tmp_path: Path,
+) -> None:
+    """torch 2.13 gives such a tensor another place in its graph, and a hook on it never fires.
+
+    Without a view the hook stays where the value was, and fires.
+    """
+
+    class Overwritten(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.view, self.plain = nn.Unflatten(1, (2, 4)), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            kept = self.view(x * 2)
+            kept.add_(1)
+            out = self.plain(kept)
+            out.mul_(3)
+            return out
+
+    def body() -> None:
+        x = torch.randn(3, 8, requires_grad=True)
+        model = Overwritten()
+        with torch.no_grad():
+            model(x)
+        model(x).sum().backward()
+
+    found = trace(tmp_path, body)
+    nodes = {n.path: n for n in found.find("*", phase="backward", step=0)}
+    (unseen,) = (v for v in nodes["view"].slots if v.slot == "grad_output")
+    assert "unseen" in unseen.folds[0].flags and unseen.folds[0].digest is None
+    assert nodes["view"].value("grad_input.0").per_rank[0] is not None
+    fired = nodes["plain"].value("grad_output").per_rank[0]
+    assert fired is not None and fired.mean == 3, "before the in-place product"
+
+
+def test_a_leaf_written_in_place_between_two_calls_keeps_no_hook(tmp_path: Path) -> None:
+    model = nn.Linear(4, 4)
+    x = torch.ones(2, 4, requires_grad=True)
+
+    def body() -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            model(x).sum().backward()
+            with torch.no_grad():
+                x.add_(1)
+        optimizer.step()
+
+    found = trace(tmp_path, body)
+    assert len(found.steps) == 1
+    assert not x._backward_hooks

@@ -312,7 +312,9 @@ class ModuleTable:
         info = ModuleInfo(
             weakref.ref(module), path, raw, own.__name__, (*wrappers, *over), root, is_wrapper=False
         )
-        info.is_opaque = isinstance(module, torch.jit.ScriptModule)
+        if isinstance(module, torch.jit.ScriptModule):
+            info.is_opaque = True
+            info.class_name = str(module.original_name)
         self._infos[id(module)] = info
         if len(self._infos) > 4 * 65_536:  # modules made anew at every call: forget the dead
             self._infos = {key: i for key, i in self._infos.items() if i.module() is not None}

@@ -116,7 +116,9 @@ class Tracer:
             parent,
             scope.mode, scope.step, scope.micro_batch, phase, ordinal,
         )  # fmt: skip
-        frame = Frame(module, info, scope, phase, sequence, True)
+        frame = Frame(module, info, scope, phase, sequence, True, ordinal)
+        if phase is Phase.FORWARD and scope.mode is Mode.TRAIN and not torch.is_grad_enabled():
+            scope.without_gradients[info, ordinal] = (sequence, set())
         frames.append(frame)
         if self._values.is_on and not is_followed:
             self._inputs_at_global_hook(frame, module, args)
@@ -271,13 +273,24 @@ class Tracer:
     def _watch(
         self, frame: Frame, tensors: list[tuple[str, torch.Tensor]], kind: str, gradient_kind: str
     ) -> None:
-        if not self._wants_backward or frame.phase is not Phase.FORWARD or frame.sequence is None:
+        if not self._wants_backward or frame.sequence is None:
+            return
+        sequence, watched = frame.sequence, None
+        if frame.scope.without_gradients:
+            found = frame.scope.without_gradients.get((frame.info, frame.ordinal))
+            if found is not None:
+                sequence, watched = found
+        if frame.phase is not Phase.FORWARD and watched is None:
             return
         with invisible():  # what needs a gradient is not asked in sight of a subclass either
             for slot, tensor in tensors:
                 gradient_slot = gradient_kind + slot.removeprefix(kind)
-                if tensor.requires_grad and self._values.wants(gradient_slot):
-                    self.gradients.watch(tensor, frame.sequence, gradient_slot)
+                if not tensor.requires_grad or not self._values.wants(gradient_slot):
+                    continue
+                if watched is None or gradient_slot not in watched:
+                    self.gradients.watch(tensor, sequence, gradient_slot)
+                if watched is not None:
+                    watched.add(gradient_slot)
 
     def _gradient(
         self, targets: list[GradientTarget], gradient: torch.Tensor, ordinal: int
