@@ -11,7 +11,7 @@ import time
 import msgpack  # type: ignore[import-untyped]  # ships no types
 
 from rankscope.capture.describe import Described
-from rankscope.capture.digest import Reading
+from rankscope.capture.reading import Reading
 from rankscope.record.call import Mode, Phase
 from rankscope.record.placement import Mesh
 from rankscope.record.run import ProcessGroup

@@ -10,9 +10,10 @@ from rankscope.agent.accelerators import DeviceValues, ValuePlace
 from rankscope.agent.recorder import Recorder
 from rankscope.agent.settings import Settings, matches
 from rankscope.capture.describe import Described, Describer
-from rankscope.capture.digest import Digester, Reading
+from rankscope.capture.digest import Digester
 from rankscope.capture.invisible import invisible
 from rankscope.capture.pytree import walk
+from rankscope.capture.reading import Reading
 from rankscope.capture.torch_internals import is_collective_outstanding
 from rankscope.record.call import Phase
 from rankscope.record.value import ValueFlag
