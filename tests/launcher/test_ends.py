@@ -6,10 +6,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -17,6 +19,8 @@ from typing import Any
 
 import pytest
 
+from rankscope.record.call import Mode
+from rankscope.tree.reader import open_trace
 from tests.launcher.launches import Launch, eventually, kill, rankscope, run_named_command
 
 pytestmark = [
@@ -149,16 +153,18 @@ def test_killed_companions_are_started_again_beside_another_run_of_the_same_host
 
 def test_a_killed_launcher_leaves_a_tree_or_what_recover_makes_one_of(launch: Start):
     """Its ranks live on. With the collector killed as well nobody builds the tree: the relay leaves
-    by itself, the records stay, and what they were recovered from is removed."""
-    job, alone = launch("job", ["pause"]), launch("alone", ["pause"])
-    for each in (job, alone):
+    by itself, the records stay, and what they were recovered from is removed. With the relay killed
+    as well the tree lacks what came later, and `verify` names the command that adds it."""
+    job, alone, cut = (launch(name, ["pause"]) for name in ("job", "alone", "cut"))
+    for each in (job, alone, cut):
         each.trained()
-    kill(alone.companion("collector"))
-    for each in (job, alone):
+    assert eventually(lambda: any((cut.out / "spool").glob("*.cells")))
+    for each in (job, alone, cut):
         kill(each.process.pid)
         each.process.wait()
-    kill(alone.companion("collector"))  # it may have been started again
-    assert len(job.ranks()) == len(alone.ranks()) == 1
+    kill(alone.companion("collector"))
+    kill(cut.companion("relay"))
+    assert len(job.ranks()) == len(alone.ranks()) == len(cut.ranks()) == 1
     job.go()
     assert eventually(lambda: (job.out / "trace.json").exists())
     assert verified(job.out)["verdict"] == "clean"
@@ -172,6 +178,14 @@ def test_a_killed_launcher_leaves_a_tree_or_what_recover_makes_one_of(launch: St
     assert f"removed {run_folder}" in made.stdout
     assert verified(alone.folder / "made")["verdict"] == "clean"
     assert is_empty(alone.spool)
+    assert eventually(lambda: (cut.out / "trace.json").exists())
+    cut.go()
+    assert eventually(lambda: not cut.ranks())
+    named = rankscope("verify", cut.out)
+    assert named.returncode == 1
+    (line,) = [one for one in named.stdout.splitlines() if "rankscope recover" in one]
+    assert verified(run_named_command(line, cut.folder))["verdict"] == "clean"
+    assert is_empty(cut.spool)
 
 
 def test_a_job_that_is_over_while_its_collector_is_down_names_what_finishes_it(launch: Start):
@@ -185,6 +199,32 @@ def test_a_job_that_is_over_while_its_collector_is_down_names_what_finishes_it(l
     assert eventually(lambda: not job.companion("relay"))
     made = run_named_command(job.last_line, job.folder)
     assert verified(made)["verdict"] == "clean"
+    assert is_empty(job.spool)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(20))
+def test_a_rank_killed_at_any_moment_of_a_job_loses_nothing_it_committed(launch: Start, seed: int):
+    chosen = random.Random(seed)
+    job = launch("job", ["wait", "wait"], "--rs-steps", "all")
+    job.trained()
+    victims = ["rank", "relay", "collector"]
+    chosen.shuffle(victims)
+    for victim in victims:
+        time.sleep(chosen.uniform(0.0, 0.4))
+        kill(chosen.choice(job.ranks()) if victim == "rank" else job.companion(victim))
+        if victim == "rank":
+            break
+    assert job.wait() == 1
+    report = verified(job.out)
+    assert set(ends(report).values()) == {"lost"}
+    assert all_there(report)
+    found = [step for step in open_trace(job.out).steps if step.mode is Mode.TRAIN]
+    assert [step.step for step in found] == [*range(len(found))]
+    for rank in (0, 1):
+        confirmed = int((job.meeting / f"steps.{rank}").read_text() or 0)
+        seen = sum(any(rank in node.ranks for node in step.nodes) for step in found)
+        assert seen >= confirmed
     assert is_empty(job.spool)
 
 
