@@ -218,6 +218,8 @@ class Recorder:
         )  # fmt: skip
         if samples is not None:
             rows, size = samples.shape
+            if batch_dim < 0:  # counted from the back
+                batch_dim += len(described.meta.shape)
             head = SAMPLES.pack(
                 sequence, slot_number, ordinal, phase, rows, size, batch_dim, 0, 0, 0
             )
