@@ -250,9 +250,11 @@ def test_the_gradient_of_a_view_that_was_written_in_place_is_said_to_be_unseen(
     class Overwritten(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.view, self.plain = nn.Unflatten(1, (2, 4)), nn.Linear(4, 4)
+            self.view, self.plain = nn.Unflatten(1, (2, 4)), nn.Softplus()
+            self.weight = nn.Parameter(torch.ones(()))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x * self.weight
             kept = self.view(x * 2)
             kept.add_(1)
             out = self.plain(kept)

@@ -24,6 +24,7 @@ from rankscope.capture.pytree import walk
 from rankscope.capture.torch_internals import (
     current_graph_task,
     is_being_captured,
+    is_compiled_graph,
     stops_recomputation,
 )
 from rankscope.record.call import Mode, Phase
@@ -82,7 +83,11 @@ class Tracer:
         # Decided before a step may begin: hooks put on a module now are not run for this call of
         # it.
         is_followed = module._forward_pre_hooks and self._stands_behind_inputs(module)
-        info = self._table.get(module) or self.learn(module, top)
+        info = self._table.get(module)
+        if info is None:
+            if is_compiled_graph(module):
+                return
+            info = self.learn(module, top)
         if top is not None and info.root is not None and info.root.module() is module:
             top = self._without_abandoned()
         in_backward = current_graph_task() != -1

@@ -26,6 +26,7 @@ __all__ = [
     "is_async_collective",
     "is_being_captured",
     "is_collective_outstanding",
+    "is_compiled_graph",
     "is_compiled_in_place",
     "is_compiling",
     "is_dtensor",
@@ -58,17 +59,34 @@ current_graph_task: Callable[[], int] = getattr(_C, "_current_graph_task_id", la
 is_compiling: Callable[[], bool] = torch.compiler.is_compiling
 """True while torch.compile traces (dynamo takes it for a constant)."""
 
-_is_jit_tracing: Callable[[], bool] = getattr(_C, "_is_tracing", torch.jit.is_tracing)
+_is_jit_tracing: Callable[[], bool] = getattr(_C, "_is_tracing", lambda: False)
 
 
 def is_being_captured() -> bool:
-    """True while `torch.jit.trace` or `torch.fx` runs a module to write down its operations.
+    """True while `torch.jit.trace`, `torch.fx` or a compiler's backend runs a module to write down
+    its operations.
 
-    Reading a shape would be written down with them. Without fx's flag its proxies are seen as
-    arguments.
+    Reading a shape would be written down with them. Without jit's name that is what happens, without
+    fx's flag its proxies are seen as arguments, without the compiler's context its run as a call.
     """
     fx = sys.modules.get("torch.fx._symbolic_trace")
-    return _is_jit_tracing() or getattr(fx, "_is_fx_tracing_flag", False)
+    compiler = getattr(sys.modules.get("torch._guards"), "_TLS", None)
+    return (
+        _is_jit_tracing()
+        or getattr(fx, "_is_fx_tracing_flag", False)
+        or getattr(compiler, "tracing_context", None) is not None
+    )
+
+
+def is_compiled_graph(module: torch.nn.Module) -> bool:
+    """True for what backends of torch.compile call in place of a model: its graph, with the
+    parameters among the arguments.
+    """
+    return (
+        isinstance(module, torch.fx.GraphModule)
+        and dynamo_has_compiled()
+        and next(module.parameters(), None) is None
+    )
 
 
 def is_compiled_in_place(module: torch.nn.Module) -> bool:
