@@ -117,7 +117,7 @@ class Host:
     def confirmed(self, rank: int) -> int:
         """The number of the last record a rank knows to be committed."""
         path = self.folder.parent / f"rank{rank:05d}.0.confirmed"
-        return int.from_bytes(path.read_bytes(), "little")
+        return int.from_bytes(path.read_bytes(), "little") if path.exists() else 0
 
     def log(self, name: str) -> str:
         path = self.folder.parent / f"{name}.log"

@@ -194,18 +194,18 @@ def test_steps_that_a_full_spool_dropped_are_counted_and_named(hosts):
 def test_relay_and_collector_need_no_more_memory_for_millions_of_records(hosts):
     host = hosts(world_size=1)
     companions = [host.collector(), host.relay()]
-    rank = host.rank(0, batches=20_000, hangs=True)
+    rank = host.rank(0, batches=10_000, pause_ms=1, hangs=True)
 
     def resident() -> list[int]:
         return [
             int(Path(f"/proc/{one.pid}/statm").read_text().split()[1]) * 4 for one in companions
         ]
 
-    assert wait_until(lambda: host.confirmed(0) > 200_000, 300)
+    assert wait_until(lambda: host.confirmed(0) > 100_000, 300)
     early = resident()
     assert rank.stdout.readline() == "written\n"
     late = resident()
-    assert host.confirmed(0) == 2_000_000
+    assert host.confirmed(0) == 1_000_000  # calls, each with a value
     assert all(end < begin + 4096 for begin, end in zip(early, late)), (early, late)
 
 

@@ -103,6 +103,8 @@ class _Relay:
             link.close()
             for shipment in self._shipments.values():
                 shipment.reader.close()
+        if self._own_socket is not None:  # a killed collector leaves it, maybe elsewhere
+            self._own_socket.unlink(missing_ok=True)
         if outcome is Outcome.DONE:
             self._clean()
         else:
@@ -203,8 +205,6 @@ class _Relay:
         kept = remove_run(self._run_folder, is_delivered)
         if kept is not None:
             log(f"{kept.name} was not finished: kept in {self._run_folder}")
-        elif self._own_socket is not None:  # a killed collector leaves it, maybe elsewhere
-            self._own_socket.unlink(missing_ok=True)
 
 
 def relay_name(run_folder: Path) -> str:
