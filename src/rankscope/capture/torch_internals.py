@@ -66,8 +66,9 @@ def is_being_captured() -> bool:
     """True while `torch.jit.trace`, `torch.fx` or a compiler's backend runs a module to write down
     its operations.
 
-    Reading a shape would be written down with them. Without jit's name that is what happens, without
-    fx's flag its proxies are seen as arguments, without the compiler's context its run as a call.
+    Reading a shape would be written down with them. Without jit's name that is what happens;
+    without fx's flag its proxies are seen as arguments, without the compiler's context its run as a
+    call.
     """
     fx = sys.modules.get("torch.fx._symbolic_trace")
     compiler = getattr(sys.modules.get("torch._guards"), "_TLS", None)
