@@ -2,9 +2,10 @@
 
 job = TracedJob.prepare(settings, shape)    # folders, disk, run.json: every refusal is here
 job.start()                                 # relay and collector
-with job:
+try:
     ...                                     # the job, however it ends
-                                            # then: marker, wait for the tree, the last line
+finally:
+    job.close()                             # marker, wait for the tree, the last line
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 
 from rankscope.agent.settings import SETTINGS, Settings
 from rankscope.capture.kernel import build as build_kernel
@@ -194,10 +195,12 @@ class TracedJob:
             self._collector = Companion(command, self._out / COLLECTOR_LOG_NAME, folder)
         self._keeper = Keeper(self._companions)
 
-    def finish(self) -> None:
-        """Say the job is over, wait for the tree as long as settings allow, print where it is."""
+    def finish(self) -> str:
+        """Tell the companions that the job is over, wait for the tree as long as settings allow;
+        return the line that says where it is, "" the second time.
+        """
         if self._is_over or self._relay is None:
-            return
+            return ""
         self._is_over = True
         if self._keeper is not None:
             self._keeper.stop()
@@ -207,17 +210,17 @@ class TracedJob:
                 mark_job_over(self._run_folder)
             if self._nothing_came():
                 self._stop()
-                say(
+                return (
                     "nothing was traced: no rank called a torch module, or rankscope is not "
                     "installed in the ranks' Python"
                 )
-                return
             if self._address == SHARED and self._was_refused(self._collector):
                 self._collector = None  # two hosts of the run on one machine: the other one's does
             self._wait(is_hurried)
-            say(self._last_line())
+            line = self._last_line()
             if self._has_tree() or not self._relay.is_at_work():
                 self._tidy()
+            return line
 
     @property
     def _companions(self) -> list[Companion]:
@@ -320,23 +323,18 @@ class TracedJob:
             shutil.rmtree(self._run_folder, ignore_errors=True)
             remove_run_folder(self._run_folder)
 
-    def close(self) -> None:
-        """Finish; what goes wrong on the way is said, never raised: the job's end stays its own."""
+    def close(self, speak: Callable[[str], object] = say) -> None:
+        """Finish; what goes wrong on the way is said, never raised: the job's end stays its own.
+
+        Args:
+            speak: takes the last line, now or later.
+        """
         try:
-            self.finish()
+            line = self.finish()
         except (RankscopeError, OSError) as problem:
-            say(f"the trace in {self._out} was not finished: {problem}")
-
-    def __enter__(self) -> TracedJob:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
+            line = f"the trace in {self._out} was not finished: {problem}"
+        if line:
+            speak(line)
 
 
 def new_run_id() -> str:

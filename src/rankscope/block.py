@@ -20,6 +20,7 @@ from rankscope.agent.joining import define_rank, who_am_i
 from rankscope.agent.recorder import Recorder
 from rankscope.agent.session import Opened, Session
 from rankscope.agent.settings import Settings, settings_from
+from rankscope.agent.wording import as_keywords
 from rankscope.capture.kernel import build as build_kernel
 from rankscope.errors import RankscopeError
 from rankscope.record.run import EndReason
@@ -69,7 +70,7 @@ def _start(model: nn.Module | None, given: Mapping[str, object]) -> _Block | Non
     try:
         return _Block(model, settings_from({k: v for k, v in given.items() if v is not None}))
     except RankscopeError as error:
-        say(f"not tracing: {error}")
+        say(as_keywords(f"not tracing: {error}"))
         return None
 
 

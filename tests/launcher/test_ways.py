@@ -98,4 +98,5 @@ def test_a_failed_job_keeps_its_exit_code_and_has_its_tree(tmp_path: Path):
     )
     assert done.returncode == 1
     assert (tmp_path / "trace/trace.json").exists()
-    assert "trace in" in done.stderr
+    assert "ChildFailedError" in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("rankscope: trace in")

@@ -67,7 +67,7 @@ def arm(given: Mapping[str, object] | None = None) -> Session | None:
     if _is_child_of_a_rank():
         return None
     misspelt = misspelt_variables()
-    if misspelt:
+    if misspelt and not os.environ.get(RUN_FOLDER_VARIABLE):  # else the launcher has said it
         _say_once_a_host(misspelt)
     try:
         settings = settings_from(given)

@@ -11,6 +11,7 @@ from rankscope.agent.settings import SETTINGS
 
 __all__ = ["as_keywords", "as_variables", "misspelt_variables"]
 
+_PREFIX = "RANKSCOPE_"
 _OPTION = re.compile(r"--rs-([a-z]+(?:-[a-z]+)*)")
 _OTHERS = {
     "RANKSCOPE",
@@ -27,7 +28,7 @@ _OTHERS = {
 
 def as_variables(text: str) -> str:
     """Name variables where a message names options of `rankscope run`."""
-    return _OPTION.sub(lambda m: "RANKSCOPE_" + m[1].replace("-", "_").upper(), text)
+    return _OPTION.sub(lambda m: _PREFIX + m[1].replace("-", "_").upper(), text)
 
 
 def as_keywords(text: str) -> str:
@@ -38,9 +39,10 @@ def as_keywords(text: str) -> str:
 def misspelt_variables(environ: Mapping[str, str] = os.environ) -> str:
     """Return one sentence on variables that begin like ours and mean nothing; "" without any."""
     known = {setting.variable for setting in SETTINGS} | _OTHERS
-    wrong = [n for n in environ if n.startswith(("RANKSCOPE_", "RANKSCOPE-")) and n not in known]
+    ends = {name.removeprefix(_PREFIX): name for name in known}
+    wrong = [name for name in environ if name.startswith(_PREFIX) and name not in known]
     parts = []
     for name in sorted(wrong):
-        near = difflib.get_close_matches(name, known, n=1)
-        parts.append(f"{name} is no setting" + (f", did you mean {near[0]}?" if near else ""))
+        near = difflib.get_close_matches(name.removeprefix(_PREFIX), ends, n=1)
+        parts.append(f"{name} is no setting" + (f", did you mean {ends[near[0]]}?" if near else ""))
     return "; ".join(parts)
