@@ -12,9 +12,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.amp.grad_scaler import GradScaler
+from torch.amp import GradScaler
 
 from rankscope.capture.elements import number_on_host
+from rankscope.capture.invisible import invisible
 
 __all__ = ["ScalerWatch", "is_skipped_inside", "scaling_of"]
 
@@ -82,4 +83,7 @@ def scaling_of(optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.Tensor
 def is_skipped_inside(optimizer: torch.optim.Optimizer) -> bool:
     """True where a fused optimizer is known to skip its step; on an accelerator nobody is asked."""
     found_inf = getattr(optimizer, "found_inf", None)
-    return isinstance(found_inf, torch.Tensor) and bool(number_on_host(found_inf))
+    if not isinstance(found_inf, torch.Tensor):
+        return False
+    with invisible():
+        return bool(number_on_host(found_inf))
