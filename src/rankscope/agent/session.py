@@ -9,7 +9,6 @@ notices the next root forward and takes itself off.
 from __future__ import annotations
 
 import os
-import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +20,6 @@ from torch import nn
 from rankscope.agent.calls import Scope
 from rankscope.agent.clock import StepClock
 from rankscope.agent.compiling import HIDDEN, EagerStance, HiddenSteps, outermost_modules_of
-from rankscope.agent.depth import has_room_for
 from rankscope.agent.guard import MAX_FAILURES, Guard, say
 from rankscope.agent.hooks import HookSet
 from rankscope.agent.modules import ModuleInfo, ModuleTable, Root
@@ -30,6 +28,7 @@ from rankscope.agent.parameters import ParameterEvents
 from rankscope.agent.recorder import Recorder
 from rankscope.agent.scalers import ScalerWatch
 from rankscope.agent.settings import Settings, matches
+from rankscope.agent.stack import explain_no_room, has_room_for
 from rankscope.agent.tracer import Tracer
 from rankscope.agent.trigger import Trigger
 from rankscope.agent.updates import Updates
@@ -335,11 +334,7 @@ class Session:
 
     def _leave_too_deep(self, root: Root) -> None:
         """Switch off before a model that nests so deep that hooks would end its own calls."""
-        text = (
-            f"{root.class_name} nests {root.depth} modules deep: with hooks on, Python's recursion "
-            f"limit ({sys.getrecursionlimit()}) leaves no room for it; tracing is switched off. "
-            "Raise it with sys.setrecursionlimit to trace this model"
-        )
+        text = explain_no_room(root.class_name, root.depth)
         self._recorder.error(None, text)
         say(text)
         self.close(EndReason.SWITCHED_OFF)

@@ -7,7 +7,6 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
-from types import FrameType
 
 import torch
 from torch import nn
@@ -18,6 +17,7 @@ from rankscope.agent.guard import Guard
 from rankscope.agent.modules import ModuleInfo, ModuleTable, Root
 from rankscope.agent.recorder import Recorder
 from rankscope.agent.settings import Settings, matches
+from rankscope.agent.stack import keyword_arguments, module_calls_running
 from rankscope.agent.values import ValueReader
 from rankscope.capture.invisible import invisible
 from rankscope.capture.pytree import walk
@@ -142,7 +142,7 @@ class Tracer:
         frames = self._stacks.frames
         if frames and frames[-1].module is module and frames[-1].is_recorded and self._values.is_on:
             if kwargs is None:
-                kwargs = _keyword_arguments() or {}
+                kwargs = keyword_arguments() or {}
             self._read_inputs(frames[-1], args, kwargs)
 
     def after_forward(self, module: nn.Module, args: tuple[object, ...], *rest: object) -> None:
@@ -220,7 +220,7 @@ class Tracer:
     def _inputs_at_global_hook(
         self, frame: Frame, module: nn.Module, args: tuple[object, ...]
     ) -> None:
-        kwargs = _keyword_arguments()
+        kwargs = keyword_arguments()
         seen = self._read_inputs(frame, args, kwargs or {})
         if module._forward_pre_hooks or kwargs is None:
             frame.seen_inputs = {slot: id(tensor) for slot, tensor in seen}
@@ -352,7 +352,7 @@ class Tracer:
         Asked where a root is called inside other calls: rare enough to look at the Python stack.
         """
         frames = self._stacks.frames
-        running = _module_calls_running() - 1
+        running = module_calls_running() - 1
         while len(frames) > max(running, 0):
             self._abandon(frames.pop())
         return frames[-1] if frames else None
@@ -384,39 +384,11 @@ class Tracer:
         return frames[-1].sequence if frames else None
 
 
-def _keyword_arguments() -> dict[str, object] | None:
-    """Return the kwargs of the module call whose global pre-hook is running, None where they are
-    hidden.
-
-    Global pre-hooks are handed no kwargs; they stand in the frame of torch's `Module._call_impl`.
-    """
-    frame = sys._getframe(1)
-    for _ in range(6):
-        if frame.f_code.co_name == "inner" and frame.f_code.co_filename.endswith("module.py"):
-            found = frame.f_locals.get("kwargs")
-            return found if isinstance(found, dict) else None
-        if frame.f_back is None:
-            return None
-        frame = frame.f_back
-    return None
-
-
 def _is_wrapped_by(outer: ModuleInfo, inner: ModuleInfo) -> bool:
     """True where a call is that of the very module around which the outer one was compiled: the
     compiler is switched off.
     """
     return outer.is_opaque and outer.root is inner.root and outer.path == inner.path
-
-
-def _module_calls_running() -> int:
-    """Return how many module calls with hooks are on this thread's Python stack."""
-    count = 0
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        count += code.co_name == "inner" and code.co_filename.endswith("module.py")
-        frame = frame.f_back
-    return count
 
 
 def _describe_error(error: BaseException) -> str:
