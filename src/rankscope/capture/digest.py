@@ -14,12 +14,11 @@ from __future__ import annotations
 import weakref
 from typing import Any, Final, NamedTuple
 
-import numpy as np
 import torch
 import xxhash
 
 from rankscope.capture.elements import Array, elements, memory_type, storage_of
-from rankscope.capture.fold import BLOCK_ELEMENTS, make_plan
+from rankscope.capture.fold import BLOCK_ELEMENTS, flat_copy, make_plan
 from rankscope.capture.hashing import hash_words
 from rankscope.capture.reading import Arithmetic, Kind, Reading, empty_reading, words_at
 from rankscope.record.placement import Ranges
@@ -84,7 +83,7 @@ class Digester:
             address = 0
             array = elements(local, kind.storage)
             if array.flags.c_contiguous or array.size <= BLOCK_ELEMENTS:
-                array = np.ascontiguousarray(array).reshape(-1)
+                array = flat_copy(array)
             raw = hash_words(array)
         try:
             version = local._version
