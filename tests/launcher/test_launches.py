@@ -24,6 +24,8 @@ SLURM = {
     "SLURM_TASKS_PER_NODE": "2",
 }
 
+ONE_TASK = {**SLURM, "SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> Any:
@@ -33,13 +35,17 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return steps_of(out)
 
 
-@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
+@pytest.mark.parametrize(
+    ("method", "task"),
+    [("spawn", {}), ("fork", {}), ("forkserver", {}), ("fork", ONE_TASK)],
+    ids=["spawn", "fork", "forkserver", "fork in the one task of a host"],
+)
 def test_ranks_that_only_their_process_group_knows_give_the_same_tree(
-    method: str, tmp_path: Path, expected: Any
+    method: str, task: dict[str, str], tmp_path: Path, expected: Any
 ):
     done = start(
         [sys.executable, JOB, method], tmp_path / "trace", RANKSCOPE="1",
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port(),
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port(), **task,
     )  # fmt: skip
     assert steps_of(tmp_path / "trace") == expected
     assert done.stderr.count("rankscope: ") == 2, "said where it goes, and where it is"

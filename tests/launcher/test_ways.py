@@ -15,6 +15,9 @@ from tests.launcher.ways import BIN, EXAMPLES, RANKSCOPE, TORCHRUN, installed, s
 
 pytestmark = installed
 
+ISOLATED = f"import sys; sys.path.insert(0, {str(EXAMPLES)!r}); import ddp; ddp.main()"
+"""`python -I` does not look for modules where the script is."""
+
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, str]:
@@ -40,8 +43,32 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, str]:
             [RANKSCOPE, "run", "--nproc-per-node=2", "--run-path", "ddp.py"],
             {"PYTHONPATH": f"{os.environ['PYTHONPATH']}:{EXAMPLES}"},  # runpy adds no folder
         ),
+        (
+            [RANKSCOPE, "run", "--standalone", "--nnodes", "1:1", "--nproc-per-node", "2"]
+            + ["--local-ranks-filter", "0", "--redirects", "2", "ddp.py"],
+            {},
+        ),
+        (
+            [TORCHRUN, "--nproc-per-node", "2", "--redirects", "2"]
+            + ["--no-python", sys.executable, "ddp.py"],
+            {"RANKSCOPE": "1"},
+        ),
+        (
+            [TORCHRUN, "--logs-specs", "rankscope", "--standalone", "--nproc-per-node", "2"]
+            + ["--no-python", sys.executable, "-I", "-c", ISOLATED],
+            {},
+        ),
     ],
-    ids=["variable", "variable, module", "logs-specs", "run, module", "run, path"],
+    ids=[
+        "variable",
+        "variable, module",
+        "logs-specs",
+        "run, module",
+        "run, path",
+        "run, a range of one host, filtered, redirected",
+        "variable, redirected, no python",
+        "logs-specs, standalone, isolated python",
+    ],
 )
 def test_every_way_of_starting_gives_the_same_tree_and_the_same_stdout(
     command: list[str], variables: dict[str, str], tmp_path: Path, expected: tuple[Any, str]

@@ -94,7 +94,7 @@ def _after_fork() -> None:
     _session = _joined = _given = None
     _is_forked = True
     is_rank = dist.is_available() and dist.is_initialized()
-    if given is not None and not has_joined and not is_rank and placed() is None:
+    if given is not None and not has_joined and not is_rank:
         arm(given)
 
 
