@@ -61,7 +61,13 @@ from rankscope.spool.folder import (
     write_run_header,
 )
 from rankscope.spool.lock import is_alive
-from rankscope.spool.outfolder import COLLECTOR_LOG_NAME, claim_out, default_out, prepare_out
+from rankscope.spool.outfolder import (
+    COLLECTOR_LOG_NAME,
+    announced,
+    claim_out,
+    default_out,
+    prepare_out,
+)
 from rankscope.spool.processes import launcher_of, process_name
 from rankscope.spool.writer import SpoolWriter
 
@@ -107,18 +113,19 @@ class Joined:
             say(f"records go to the collector at {self.collector}, which writes the tree")
             return
         if restarts_left() or (reason is EndReason.RAISED and self.opened.identity.world_size > 1):
-            say(f"the trace follows in {self.out}: rankscope show {self.out}")
+            say(f"the trace follows in {self.out}; read it then: rankscope show {self.out}")
             return
         deadline = time.monotonic() + self.finish_seconds
         while not (self.out / "trace.json").exists():
             if time.monotonic() > deadline:
                 say(
-                    f"the tree is not there after {self.finish_seconds:g} s; "
-                    f"build it with: rankscope recover {self.out}"
+                    f"no tree in {self.out} after {self.finish_seconds:g} s; build it from the "
+                    f"records: rankscope recover {self.opened.writer.folder.parent} {self.out} "
+                    f"--out {self.out}-recovered"
                 )
                 return
             time.sleep(_POLL_S)
-        say(f"trace in {self.out}: rankscope show {self.out}")
+        say(announced(self.out))
 
 
 def who_am_i() -> RankIdentity:
