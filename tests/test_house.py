@@ -23,7 +23,8 @@ ROOMS = {
     "agent": {"errors", "record", "capture", "spool"},
     "tree": {"errors", "record", "spool"},
     "gather": {"errors", "record", "spool", "tree"},
-    "cli": {"errors", "record", "spool", "tree", "gather", "agent"},
+    "doctor": {"errors", "record", "spool", "gather", "agent", "capture"},
+    "cli": {"errors", "record", "spool", "tree", "gather", "agent", "doctor"},
     "tracing": {"errors", "agent", "block", "tree"},
     "block": {"errors", "record", "capture", "spool", "agent", "tree"},
     "__init__": {"tracing", "tree"},
@@ -40,6 +41,7 @@ WITHOUT_TORCH = [
     "rankscope.spool.writer",
     "rankscope.gather.collector",
     "rankscope.gather.relay",
+    "rankscope.doctor.examine",
     "rankscope.tree.assemble",
     "rankscope.tree.reader",
 ]

@@ -39,13 +39,8 @@ class Mount:
 
 
 def mount_of(path: Path, table: str = "/proc/mounts") -> Mount | None:
-    """Return where a path (or the nearest folder above it that exists) is mounted, None if
-    unknown.
-    """
-    existing = path.absolute()
-    while not os.path.lexists(existing) and existing != existing.parent:
-        existing = existing.parent
-    real = Path(os.path.realpath(existing))
+    """Return where a path is mounted, or will be once it is made; None where nobody says."""
+    real = Path(os.path.realpath(path))
     try:
         lines = Path(table).read_text(errors="surrogateescape").splitlines()
     except OSError:
