@@ -62,6 +62,9 @@ is_compiling: Callable[[], bool] = torch.compiler.is_compiling
 _is_jit_tracing: Callable[[], bool] = getattr(_C, "_is_tracing", lambda: False)
 
 
+_modules, _FX = sys.modules, "torch.fx._symbolic_trace"
+
+
 def is_being_captured() -> bool:
     """True while `torch.jit.trace`, `torch.fx` or a compiler's backend runs a module to write down
     its operations.
@@ -70,13 +73,12 @@ def is_being_captured() -> bool:
     without fx's flag its proxies are seen as arguments, without the compiler's context its run as a
     call.
     """
-    fx = sys.modules.get("torch.fx._symbolic_trace")
-    compiler = getattr(sys.modules.get("torch._guards"), "_TLS", None)
-    return (
-        _is_jit_tracing()
-        or getattr(fx, "_is_fx_tracing_flag", False)
-        or getattr(compiler, "tracing_context", None) is not None
-    )
+    if _is_jit_tracing() or getattr(_modules.get(_FX), "_is_fx_tracing_flag", False):
+        return True
+    if "torch._dynamo" not in _modules:  # asked at every call of a module: cheapest first
+        return False
+    compiler = getattr(_modules.get("torch._guards"), "_TLS", None)
+    return getattr(compiler, "tracing_context", None) is not None
 
 
 def is_compiled_graph(module: torch.nn.Module) -> bool:
