@@ -9,5 +9,5 @@ import pytest
 
 @pytest.fixture(autouse=True, scope="module")
 def _no_optimizer_of_another_file_is_left() -> None:
-    """Free what earlier files left in cycles: whether any optimizer lives decides what a step is."""
+    """Free what earlier files left in cycles: a living optimizer decides what a step is."""
     gc.collect()
