@@ -43,6 +43,8 @@ class.
 """
 
 
+_FEWEST_KEPT = 1024
+"""So many modules are kept before the dead among them are looked for."""
 _wrappers: dict[type, tuple[str, str] | None] = {}
 """What `_wrapper_of` found, by class: it is asked for every module of a model."""
 
@@ -147,6 +149,9 @@ class ModuleTable:
         """
         self._enters_compiled = enters_compiled
         self._infos: dict[int, ModuleInfo] = {}
+        self._most = _FEWEST_KEPT
+        """Modules known above which the dead ones are forgotten."""
+        self._paths_of_dead: set[str] = set()
         self.roots: list[Root] = []
         self.contained: list[tuple[Root, Root, str]] = []
         """(root, the root found to contain it later, its path there), not yet written to
@@ -241,7 +246,7 @@ class ModuleTable:
 
     def paths(self) -> set[str]:
         """Return the canonical paths of all modules seen."""
-        return {info.path for info in self._infos.values()}
+        return self._paths_of_dead | {info.path for info in self._infos.values()}
 
     def with_hooks(self, root: Root) -> list[nn.Module]:
         """Return the known modules of a root that have forward hooks of their own."""
@@ -316,9 +321,17 @@ class ModuleTable:
             info.is_opaque = True
             info.class_name = str(module.original_name)
         self._infos[id(module)] = info
-        if len(self._infos) > 4 * 65_536:  # modules made anew at every call: forget the dead
-            self._infos = {key: i for key, i in self._infos.items() if i.module() is not None}
+        if len(self._infos) > self._most:
+            self.forget_dead()
+            self._most = max(_FEWEST_KEPT, 2 * len(self._infos))
         return info
+
+    def forget_dead(self) -> None:
+        """Forget modules that are gone: a program may make new ones in every step."""
+        self.roots = [root for root in self.roots if root.module() is not None]
+        dead = [key for key, info in self._infos.items() if info.module() is None]
+        for key in dead:
+            self._paths_of_dead.add(self._infos.pop(key).path)
 
 
 def _canonical(

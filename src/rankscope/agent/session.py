@@ -381,6 +381,7 @@ class Session:
             self._updates.close_step(step, is_trained=self._tracer.gradients.has_fired)
             self._recorder.step(StepEvent.END, Mode.TRAIN, step)
             self._tracer.end_step()
+            self._table.forget_dead()
             self._define_groups()
 
     def _begin_eval(self, step: int, info: ModuleInfo) -> Scope | None:
