@@ -186,11 +186,12 @@ class ModuleTable:
                 self._add(child, f"@{own.__name__}.{name}", f"@{own.__name__}.{name}", inside, [])
         return info
 
-    def prefer(self, module: nn.Module) -> None:
+    def prefer(self, module: nn.Module) -> ModuleInfo:
         """Make a module a root before it is called, and the one whose path is ""."""
         info = self.learn(module, None)
         if info.root is not None:
             info.root.is_preferred = True
+        return info
 
     def of_root(self, root: Root) -> Iterator[ModuleInfo]:
         """Yield the known modules of a root that still exist, in the model's own order."""

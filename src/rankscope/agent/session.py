@@ -138,7 +138,7 @@ class Session:
                 missed=self._missed, failed=self._trigger_failed,
             )  # fmt: skip
         if self._preferred_root is not None:
-            self._table.prefer(self._preferred_root)
+            self._tracer.select(self._table.prefer(self._preferred_root))
             self._preferred_root = None
         return True
 

@@ -59,11 +59,13 @@ def _parse_ranks(text: str) -> tuple[int, ...] | None:
 
 
 def _parse_phases(text: str) -> tuple[str, ...]:
-    known = {"setup", "forward", "recompute", "backward", "grads", "params", "collective"}
+    known = ("setup", "forward", "recompute", "backward", "grads", "params", "collective")
+    if text == "all":
+        return known
     chosen = _parse_globs(text)
-    wrong = sorted(set(chosen) - known)
+    wrong = sorted(set(chosen) - set(known))
     if wrong:
-        raise SettingError(f"unknown phase {wrong[0]!r}: choose from {', '.join(sorted(known))}")
+        raise SettingError(f"unknown phase {wrong[0]!r}: choose from {', '.join(known)}")
     return chosen
 
 
@@ -169,9 +171,9 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         name="phases",
         parse=_parse_phases,
-        default="setup,forward,recompute,backward,grads,params,collective",
+        default="all",
         metavar="PHASES",
-        help="phases to trace, separated by commas",
+        help="phases to trace, separated by commas, or all",
     ),
     Setting(
         name="slots",

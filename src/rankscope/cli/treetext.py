@@ -127,9 +127,20 @@ def tree_lines(trace: Trace, view: View, paint: Paint) -> Iterator[str]:
         yield from (f"  {note}" for note in group.notes)
         for node in group.nodes:
             yield from _node_lines(node, 1, view, paint)
+    yield from _complaints(trace, paint)
     hidden = [step for step in trace.steps if step not in groups]
     if view.steps is None and hidden:
         yield paint("dim", f"also traced: {_names(hidden)}; show them with --step, --mode")
+
+
+def _complaints(trace: Trace, paint: Paint) -> Iterator[str]:
+    """Yield what ranks could not do as they were asked, and that belongs to no call."""
+    ranks_by_text: dict[str, list[int]] = {}
+    for rank in trace.completeness["ranks"]:
+        for text in rank["errors"]:
+            ranks_by_text.setdefault(text, []).append(rank["rank"])
+    for text, ranks in ranks_by_text.items():
+        yield paint("yellow", f"rank {ranks_text(ranks)}: {text}")
 
 
 def _groups(trace: Trace, view: View) -> list[Step]:
