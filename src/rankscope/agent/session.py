@@ -29,7 +29,7 @@ from rankscope.agent.parameters import ParameterEvents
 from rankscope.agent.recorder import Recorder
 from rankscope.agent.scalers import ScalerWatch
 from rankscope.agent.settings import Settings, matches
-from rankscope.agent.stack import explain_no_room, has_room_for
+from rankscope.agent.stack import explain_no_room, has_room_for, is_inferring_shapes
 from rankscope.agent.tracer import Tracer
 from rankscope.agent.updates import Updates
 from rankscope.agent.values import ValueReader
@@ -271,6 +271,10 @@ class Session:
         begins.
         """
         root = info.root
+        if is_inferring_shapes():  # no part of any step: what it computes is garbage
+            step = max(self._clock.train, 0)
+            is_seen = self._hooks.is_tracing
+            return Scope(root, Mode.TRAIN, step, None, is_muted=True) if is_seen else None
         if root is None:
             return self._loose_scope()
         last = self._train_scope if torch.is_grad_enabled() else self._eval_scope
