@@ -19,6 +19,9 @@ import rankscope as tracing
 from rankscope.agent.settings import SETTINGS
 from rankscope.cli.app import main
 from rankscope.cli.terminal import fitted
+from rankscope.record.placement import Mesh
+from rankscope.record.run import EndReason
+from rankscope.spool.cells import CallStatus
 from rankscope.tree.assemble import build
 from tests.tree.jobs import grid_job
 from tests.tree.ranks_on_paper import PaperRank
@@ -187,6 +190,55 @@ def test_recover_makes_a_trace_of_spool_folders(tmp_path):
     code, _, errors = rankscope("recover", tmp_path / "spools", "--out", tmp_path / "new")
     assert code == 2
     assert "not an empty folder" in errors
+
+
+@pytest.fixture(scope="module")
+def stages(tmp_path_factory):
+    """Two stages of a pipeline, of which the second raised; and two replicas on one mesh."""
+    folder = tmp_path_factory.mktemp("stages")
+    mesh = Mesh(axes=("tp",), shape=(2,), ranks=(0, 1))
+    for number in range(2):
+        rank = PaperRank(folder / "spools", number, 2)
+        root = rank.enter()
+        rank.value(root, "input.0", np.ones((2, 3)), dtype=("int64", "float32")[number])
+        rank.value(root, "output", np.ones((2, 3 + number), np.float32))
+        place = {"mesh": mesh, "placements": ["Replicate()"], "whole": (2,)}
+        rank.value(root, "held", np.ones(2), dtype=("bfloat16", "float32")[number], **place)
+        rank.exit(root, *((CallStatus.RAISED, "ValueError: boom") if number else ()))
+        rank.end(EndReason.RAISED if number else EndReason.EXIT)
+        rank.ship(folder / "trace", end="raised" if number else "exit")
+    build(folder / "trace")
+    return folder / "trace"
+
+
+def test_a_rank_that_raised_is_said_first_with_its_exception(stages):
+    first, second, *_ = rankscope("show", stages)[1].splitlines()
+    assert first.endswith("2 ranks on 1 host, mesh tp=2, complete; rank 1 raised")
+    assert second == "first: ValueError: boom  in (root), train step 0 (rank 1)"
+    code, text, _ = rankscope("verify", stages)
+    assert code == 0
+    assert "raised: ValueError: boom  in (root)" in text
+    assert text.splitlines()[-1].endswith("did not end in order: rank 1 raised")
+    report = json.loads(rankscope("verify", stages, "--json")[1])
+    assert [(r["rank"], r["path"], r["error"]) for r in report["raised"]] == [
+        (1, "", "ValueError: boom")
+    ]
+
+
+def test_stages_that_hold_different_things_are_no_fault_and_replicas_are(stages):
+    text = rankscope("show", stages)[1]
+    assert re.search(r"input.0 +int64\[2, 3\]  rank 0  differs by rank: dtype", text)
+    assert re.search(r"input.0 +float32\[2, 3\]  rank 1  differs by rank: dtype", text)
+    assert re.search(r"held +bfloat16\[2\] .* rank 0 disagree in dtype", text)
+    assert re.search(r"output +float32\[2, \*\]  2 values", text)
+    assert re.search(r"output +float32\[2, 4\] ", rankscope("show", stages, "--rank", "1")[1])
+    assert "ranks 0 " not in text and "ranks 1 " not in text
+
+
+def test_a_file_is_called_a_file(tmp_path):
+    (tmp_path / "train.py").write_text("")
+    code, _, errors = rankscope("show", tmp_path / "train.py")
+    assert code == 2 and "train.py: is a file" in errors
 
 
 def test_colours_appear_on_a_terminal_only_and_never_with_no_color(out):

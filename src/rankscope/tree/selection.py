@@ -7,10 +7,25 @@ import fnmatch
 from collections.abc import Iterable
 
 from rankscope.errors import SelectionError
+from rankscope.record.call import Phase
 
-__all__ = ["glob_matches", "nothing_matched"]
+__all__ = ["default_phase", "glob_matches", "nothing_matched"]
 
 _SHOWN = 5
+_PHASES = {
+    "grad_input": Phase.BACKWARD,
+    "grad_output": Phase.BACKWARD,
+    "grad:": Phase.GRADS,
+    "param:": Phase.PARAMS,
+    "buffer:": Phase.PARAMS,
+}
+"""Where slots that begin so are meant, if no phase is named."""
+
+
+def default_phase(slot: str) -> Phase:
+    """Return the phase in which a slot is meant where none is named: forward, but gradients in
+    backward and grads, parameters and buffers in params."""
+    return next((p for begin, p in _PHASES.items() if slot.startswith(begin)), Phase.FORWARD)
 
 
 def glob_matches(glob: str, name: str) -> bool:

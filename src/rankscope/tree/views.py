@@ -28,9 +28,18 @@ from rankscope.tree.numbers import (
     read_combined,
     read_fold,
 )
-from rankscope.tree.ranks import parse_ranks
+from rankscope.tree.ranks import parse_ranks, ranks_named
 
-__all__ = ["GroupHead", "Node", "Outcome", "SlotView", "Timing", "Value", "Whereabouts"]
+__all__ = [
+    "GroupHead",
+    "Node",
+    "Outcome",
+    "SlotView",
+    "Timing",
+    "Value",
+    "Whereabouts",
+    "shape_text",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,12 +207,46 @@ class SlotView:
         return found
 
 
+def shape_text(slot: SlotView, rank: int | None = None) -> str:
+    """Return the shape of the whole tensor, or what is common to the ranks' own: `[2, 32, *]`.
+
+    Args:
+        slot: one entry of a slot.
+        rank: where the layout is unknown, this rank's own alone.
+    """
+    if slot.global_shape is not None:
+        return str(list(slot.global_shape))
+    shapes = {fold.shape for fold in slot.folds if rank is None or rank in fold.ranks}
+    if len({len(shape) for shape in shapes}) != 1:
+        return "[...]"
+    sizes = [set(dim) for dim in zip(*shapes)]
+    return f"[{', '.join(str(*size) if len(size) == 1 else '*' for size in sizes)}]"
+
+
 @dataclass(frozen=True, slots=True)
 class Value:
     """One slot over all ranks, whether they agree on it or not."""
 
     views: tuple[SlotView, ...]
     """One, or several where ranks disagree in dtype, global shape or layout."""
+
+    def __str__(self) -> str:
+        first = self.views[0]
+        of_which = [
+            f"{first.slot} {first.dtype}{shape_text(first)}",
+            str(first.layout()) if first.placements else "layout unknown",
+            ranks_named(self.ranks),
+            f"{self.distinct} values" if self.distinct > 1 else "1 value",
+        ]
+        return ", ".join(of_which)
+
+    def __repr__(self) -> str:
+        return f"Value({self})"
+
+    @property
+    def distinct(self) -> int:
+        """How many different values the ranks hold."""
+        return sum(view.distinct for view in self.views)
 
     @property
     def is_uniform(self) -> bool:
