@@ -37,7 +37,7 @@ from tests.spool.streams import enter, rank_definition, samples, step, value
 folder, rank, count, pause, limit = Path(sys.argv[1]), *map(int, sys.argv[2:6])
 writer = SpoolWriter(folder, limit_bytes=limit)
 confirmed = os.open(f"{folder.parent.parent}/{folder.name}.confirmed", os.O_RDWR | os.O_CREAT)
-writer.define(rank_definition(rank))
+writer.define(rank_definition(rank, pid=os.getpid()))
 number = 0
 for batch in range(count):
     writer.write(RecordKind.STEP, step(batch, StepEvent.BEGIN))

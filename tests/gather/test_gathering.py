@@ -354,3 +354,43 @@ def test_an_address_others_can_reach_is_refused_with_the_two_ways_out(hosts):
     log = host.log("collector")
     assert "--rs-keys" in log
     assert "--rs-collector shared" in log
+
+
+@pytest.mark.parametrize("address", [SHARED, "tcp://127.0.0.1:47394"], ids=["shared", "sockets"])
+def test_a_node_that_was_replaced_has_a_life_of_its_own_beside_the_dead_ones(hosts, address):
+    """The replacement starts the same rank in the same life, with a spool that knows of no other;
+    its segments are freed while it is shipped, and its relay is killed on the way.
+    """
+    head, dead, new = (hosts(name, address=address) for name in ("head", "dead", "new"))
+    collector = head.collector(drain_seconds=30.0)
+    relays = [head.relay(), dead.relay()]
+    assert head.rank(0).wait(30) == 0
+    killed = dead.rank(1, batches=7, hangs=True)
+    assert killed.stdout.readline() == "written\n"
+    place = replica_path(head.out, stream(1))
+    assert wait_until(lambda: place.exists() and 700 in numbers_in(place.read_bytes()))
+    for process in (relays[1], killed):
+        process.kill()
+        process.wait()
+    before = place.read_bytes()
+    relay = new.relay()
+    replacement = new.rank(1, batches=40, pause_ms=20, limit_bytes=4 << 20)
+    assert wait_until(lambda: replica_path(head.out, stream(1, 1)).exists())
+    relay.kill()
+    relay.wait()
+    relay = new.relay()
+    assert replacement.wait(60) == 0
+    assert wait_until(lambda: read_end(head.out, stream(1, 1)))
+    for host in (head, new):
+        mark_job_over(host.folder)
+    assert dead.relay().wait(60) == 0
+    assert [collector.wait(60), relays[0].wait(30), relay.wait(30)] == [0, 0, 0]
+    assert_replica_is_whole(head.out, 1, 40, incarnation=1)
+    assert place.read_bytes() == before
+    lives = json.loads((head.out / "trace.json").read_text())["completeness"]["ranks"]
+    assert [(one["rank"], one["incarnation"], one["end"]) for one in lives] == [
+        (0, 0, "exit"), (1, 0, "lost"), (1, 1, "exit")
+    ]  # fmt: skip
+    assert all(one["committed"] == one["received"] for one in lives)
+    assert not new.folder.exists()
+    assert not dead.folder.exists()

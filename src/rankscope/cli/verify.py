@@ -122,5 +122,7 @@ def _remarks(rank: Mapping[str, Any]) -> Iterator[str]:
         yield f"spool full: {gap['mode']} steps {steps} lost {lost}"
     if rank["end"] in _ENDS:
         yield _ENDS[rank["end"]]
+    if (rank["committed"] or 0) < rank["received"] and rank["committed"] is not None:
+        yield "more is here than the rank committed: its records are mixed with others"
     yield from rank["errors"]
     yield from rank["notes"]

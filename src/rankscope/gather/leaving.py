@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from rankscope.errors import SpoolError
 from rankscope.record.run import StreamId
 from rankscope.spool.companions import SOCKET_NAME
 from rankscope.spool.folder import (
@@ -23,6 +24,7 @@ from rankscope.spool.folder import (
     streams,
 )
 from rankscope.spool.lock import is_alive
+from rankscope.spool.origin import origin_text
 from rankscope.spool.reader import StreamReader
 
 __all__ = ["is_abandoned", "is_in_tree", "remove_run"]
@@ -65,11 +67,12 @@ def is_in_tree(run_folder: Path, stream: StreamId, tree: Path) -> bool:
         return False
     try:
         ranks = json.loads(tree.read_bytes())["completeness"]["ranks"]
-        received = {(r["rank"], r["incarnation"]): int(r["received"]) for r in ranks}
-    except (OSError, ValueError, KeyError, TypeError):
+        received = {(r["rank"], r["origin"]): int(r["received"]) for r in ranks}
+        with StreamReader(stream_folder(run_folder, stream)) as reader:
+            held = received.get((stream.rank, origin_text(reader.origin())), -1)
+            return held >= reader.committed()
+    except (OSError, ValueError, KeyError, TypeError, SpoolError):
         return False
-    with StreamReader(stream_folder(run_folder, stream)) as reader:
-        return received.get((stream.rank, stream.incarnation), -1) >= reader.committed()
 
 
 def is_abandoned(run_folder: Path) -> bool:

@@ -18,6 +18,7 @@ from rankscope.record.run import EndReason, StreamId
 from rankscope.spool.cells import CELL_BYTES, END_REASONS, RecordKind
 from rankscope.spool.folder import stream_folder
 from rankscope.spool.lock import is_alive
+from rankscope.spool.origin import UNKNOWN
 from rankscope.spool.reader import StreamReader
 from rankscope.spool.records import ending, records
 
@@ -56,6 +57,8 @@ class Shipment:
         self.is_delivered = False
         """Every byte of it and its end are over there: it may be removed here."""
         self.is_alive = True
+        self.origin = UNKNOWN
+        """Whose records these are: asked before the first is sent."""
         self._is_broken = False
         self._end: Ended | None = None
         self._asked_at = float("-inf")
@@ -70,9 +73,11 @@ class Shipment:
         """Return what to send now, None for nothing; `window_bytes` may be added in flight."""
         if self.is_done:
             return None
+        if not self.is_open and not self._knows_origin():
+            return None
         if not self.is_open or (self.in_flight and now - self._progress_at > GO_BACK_S):
             self.is_open = False
-            return self._ask(now, Open(self.stream))
+            return self._ask(now, Open(self.stream, self.origin))
         if self._end is not None:
             return self._ask(now, self._end)
         try:
@@ -114,6 +119,20 @@ class Shipment:
         self.is_done = True
         self.reader.close()
 
+    def _knows_origin(self) -> bool:
+        """True once it is known who wrote this stream, or that nobody ever will."""
+        if self.origin != UNKNOWN or not self.is_alive:
+            return True
+        was_alive = is_alive(self.folder)  # asked first: what is gone by then writes no more
+        try:
+            self.origin = self.reader.origin()
+        except SpoolError as error:
+            if not _is_short_of_files(error):
+                self.take_refusal(str(error))
+            return False
+        self.is_alive = was_alive
+        return self.origin != UNKNOWN or not was_alive
+
     def _ask(self, now: float, question: Open | Ended) -> Message | None:
         if now - self._asked_at < GO_BACK_S:
             return None
@@ -128,7 +147,7 @@ class Shipment:
         if body:
             if not self.in_flight:
                 self._progress_at = now
-            frame = Frame(self.stream, self.sent, zlib.crc32(body), body)
+            frame = Frame(self.stream, self.origin, self.sent, zlib.crc32(body), body)
             self.sent += len(body)
             return frame
         if self.in_flight:
@@ -139,7 +158,7 @@ class Shipment:
         if reason is None:
             return None
         self.is_alive = False
-        self._end = Ended(self.stream, self.acked, reason)
+        self._end = Ended(self.stream, self.origin, self.acked, reason)
         self._asked_at = float("-inf")
         return self._ask(now, self._end)
 
@@ -151,7 +170,7 @@ class Shipment:
         self.is_alive = is_alive(self.folder)
         if not self.is_alive:
             committed = max(self.acked, self.reader.committed())
-            self._end = Ended(self.stream, committed, EndReason.LOST)
+            self._end = Ended(self.stream, self.origin, committed, EndReason.LOST)
 
 
 def _is_short_of_files(error: SpoolError) -> bool:

@@ -11,6 +11,7 @@ from rankscope.record.call import Mode
 from rankscope.record.run import EndReason, StreamState
 from rankscope.record.value import MAX_SAMPLES, SKETCH_SIZE
 from rankscope.spool.cells import NO_SEQUENCE
+from rankscope.spool.origin import origin_text
 from rankscope.tree.interning import MeshFamily, mesh_of
 from rankscope.tree.ranks import ranks_text
 from rankscope.tree.streams import RankStream
@@ -181,6 +182,7 @@ def _state(stream: RankStream, lost: int) -> dict[str, Any]:
         "rank": stream.stream.rank,
         "incarnation": stream.stream.incarnation,
         "host": str(stream.identity.get("host", "")),
+        "origin": origin_text(stream.origin),
         "committed": state.committed,
         "received": state.received,
         "dropped": state.dropped_records,

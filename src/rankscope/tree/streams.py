@@ -17,6 +17,7 @@ from rankscope.record.run import EndReason, StreamId
 from rankscope.record.value import SKETCH_SIZE
 from rankscope.spool import cells
 from rankscope.spool.cells import RecordKind
+from rankscope.spool.origin import origin_of
 from rankscope.spool.records import Records, ending, records, unpack_map
 
 __all__ = ["RankStream", "Samples", "StreamBytes", "read_stream"]
@@ -69,6 +70,8 @@ class RankStream:
     gaps: Array
     errors: Array
     committed: int | None
+    origin: int
+    """Which process wrote it (`spool.origin`), 0 where nothing arrived."""
     received: int
     """Valid bytes at hand."""
     dropped: int
@@ -128,6 +131,7 @@ def read_stream(
         gaps=gaps,
         errors=found.columns(RecordKind.ERROR)[1],
         committed=committed,
+        origin=origin_of(data[: found.committed_bytes]),
         received=found.committed_bytes,
         dropped=max(said.dropped_records, int(gaps["records"].sum())),
         end=said.reason or source.end or EndReason.RUNNING,
