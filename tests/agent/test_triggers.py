@@ -262,7 +262,7 @@ def test_a_relative_file_is_made_whole_where_it_is_read(tmp_path: Path, monkeypa
         ("at:", "wants the file"),
         ("at:.", "is a folder; name a file"),
         ("at:/nowhere/at/all", "make it first"),
-        ("at:a,at:b", "one file is enough"),
+        ("at:a,at:b", "names two files"),
         ("0-2,every:0", "positive number"),
         ("0-2,tomorrow", "write 0-2,10 or every:100"),
     ],

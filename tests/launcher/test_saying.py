@@ -49,7 +49,7 @@ TWO = [TORCHRUN, "--nproc-per-node", "2"]
 @pytest.mark.parametrize(
     ("wrong", "line"),
     [
-        ({"RANKSCOPE_STEPS": "x"}, "RANKSCOPE_STEPS: steps='x'"),
+        ({"RANKSCOPE_STEPS": "x"}, "RANKSCOPE_STEPS: 'x' is not a step: write"),
         ({"RANKSCOPE_OUT": "train.py"}, "give another name with RANKSCOPE_OUT"),
     ],
     ids=["setting", "folder"],
@@ -124,7 +124,7 @@ for _ in range(2):
     assert done.stdout.splitlines() == ["False", "trained", "[0]"]
     lines = done.stderr.splitlines()
     assert "full is not empty: give a new folder with out=" in lines[0]
-    assert "steps: steps='x'" in lines[1]
+    assert "steps: 'x' is not a step" in lines[1]
     assert lines[2] == lines[3]
     assert "'step' is not a setting" in lines[2]
     assert "--rs-" not in done.stderr

@@ -96,7 +96,7 @@ def _parse_whole(text: str) -> int:
 def _parse_digest(text: str) -> str:
     if text not in {"full", "none"}:
         raise SettingError(
-            f"digest={text!r}: write full (statistics, hash and sketch) or none (structure only)"
+            f"{text!r} is neither: write full (statistics, hash, sketch) or none (structure only)"
         )
     return text
 
@@ -104,7 +104,7 @@ def _parse_digest(text: str) -> str:
 def _parse_compile(text: str) -> str:
     if text not in {"opaque", "eager"}:
         raise SettingError(
-            f"compile={text!r}: write opaque (a compiled region is one node) or eager (traced "
+            f"{text!r} is neither: write opaque (a compiled region is one node) or eager (traced "
             "steps run it as written: all is seen, but the numbers are not bitwise the compiled)"
         )
     return text
