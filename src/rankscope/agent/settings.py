@@ -15,6 +15,7 @@ from pathlib import Path
 
 from rankscope.agent.steps import StepSelection, number_ranges
 from rankscope.errors import SettingError
+from rankscope.spool.writer import MINIMUM_LIMIT_BYTES
 
 __all__ = [
     "SETTINGS",
@@ -40,6 +41,15 @@ def parse_size(text: str) -> int:
     if not found:
         raise SettingError(f"{text!r} is not a size: write 256M, 1.5G or a number of bytes")
     return int(float(found[1]) * _UNITS[found[2].lower()])
+
+
+def _parse_spool_bytes(text: str) -> int:
+    size = parse_size(text)
+    if size < MINIMUM_LIMIT_BYTES:
+        raise SettingError(
+            f"{text!r} is too little: a rank needs {MINIMUM_LIMIT_BYTES >> 10}K or more"
+        )
+    return size
 
 
 def _parse_globs(text: str) -> tuple[str, ...]:
@@ -212,7 +222,7 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting(
         name="spool-bytes",
-        parse=parse_size,
+        parse=_parse_spool_bytes,
         default="256M",
         metavar="SIZE",
         help="unsent bytes a rank may hold before whole steps are dropped",
