@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rankscope.errors import SpoolError
 from rankscope.record.run import StreamId
-from rankscope.spool.companions import SOCKET_NAME
+from rankscope.spool.companions import SOCKET_NAME, ipc_address
 from rankscope.spool.folder import (
     JOB_OVER_NAME,
     LAUNCHER_LOCK_NAME,
@@ -57,6 +57,7 @@ def remove_run(run_folder: Path, is_elsewhere: Callable[[StreamId], bool]) -> St
         shutil.rmtree(meeting, ignore_errors=True)
     for name in _OURS:
         (run_folder / name).unlink(missing_ok=True)
+    Path(ipc_address(run_folder).removeprefix("ipc://")).unlink(missing_ok=True)  # maybe elsewhere
     remove_run_folder(run_folder)
     return None
 
@@ -76,10 +77,14 @@ def is_in_tree(run_folder: Path, stream: StreamId, tree: Path) -> bool:
 
 
 def is_abandoned(run_folder: Path) -> bool:
-    """True for a host's run folder in which nobody is at work: no rank, relay or launcher."""
-    if not (run_folder / RUN_NAME).is_file():
+    """True for a host's run folder in which nobody is at work: no rank, relay or launcher.
+
+    Without `run.json` it is that of one process that traced itself, once there are records.
+    """
+    found = streams(run_folder) if run_folder.is_dir() else []
+    if not found and not (run_folder / RUN_NAME).is_file():
         return False
     locks = (LAUNCHER_LOCK_NAME, RELAY_LOCK_NAME, MUSTER_LOCK_NAME)
     return not any(is_held(run_folder / name) for name in locks) and not any(
-        is_alive(stream_folder(run_folder, stream)) for stream in streams(run_folder)
+        is_alive(stream_folder(run_folder, stream)) for stream in found
     )
