@@ -54,6 +54,8 @@ class Opened:
     recorder: Recorder
     meeting_place: Path | None = None
     """Folder in which the traced ranks agree on a step, None for a rank that is alone."""
+    is_launched: bool = False
+    """A launcher of ours has the last word on the trace."""
 
 
 class Session:
@@ -115,6 +117,7 @@ class Session:
             return False
         self._writer = opened.writer
         self._rank = opened.identity.rank
+        self._is_launched = opened.is_launched
         self._recorder = opened.recorder
         settings = self._settings
         self._table = ModuleTable(enters_compiled=settings.compile == "eager")
@@ -155,6 +158,8 @@ class Session:
         self._values.collect(wait=True)
         self._define_groups()
         self._report_unmatched_globs()
+        if reason is not EndReason.SWITCHED_OFF:  # which says why itself
+            self._report_no_step()
         self._chosen.close()
         self._writer.close(reason)
 
@@ -170,6 +175,14 @@ class Session:
                 self._recorder.error(None, text)
                 if self._rank == 0:
                     say(f"{text} Globs match the whole path: write '*.name' or 'layers.0.*'")
+
+    def _report_no_step(self) -> None:
+        """Say that the job ended before any step it was to trace."""
+        text = self._chosen.none_traced(self._clock.train, self._clock.eval)
+        if text:
+            self._recorder.error(None, text)
+            if self._rank == 0 and not self._is_launched:
+                say(text)
 
     def disarm(self) -> None:
         """Stop without a word in the spool: a forked child, or a process that is not to be
