@@ -12,14 +12,18 @@ from pathlib import Path
 import pytest
 
 from rankscope.gather.outcome import Outcome
+from rankscope.gather.protocol import Ended, Open
 from rankscope.gather.replica import read_end, replica_path
+from rankscope.gather.shipping import Shipment
 from rankscope.record.run import EndReason, StreamId
 from rankscope.spool.cells import RecordKind
-from rankscope.spool.folder import SHARED, mark_job_over
+from rankscope.spool.folder import SHARED, mark_job_over, stream_folder
 from rankscope.spool.reader import valid_prefix
 from rankscope.spool.records import open_replica
+from rankscope.spool.writer import SpoolWriter
 from rankscope.tree.sources import find_streams
 from tests.gather.jobs import environment, wait_until
+from tests.spool.streams import enter, rank_definition
 from tests.spool.test_interruption import numbers_in
 
 
@@ -394,3 +398,31 @@ def test_a_node_that_was_replaced_has_a_life_of_its_own_beside_the_dead_ones(hos
     assert all(one["committed"] == one["received"] for one in lives)
     assert not new.folder.exists()
     assert not dead.folder.exists()
+
+
+def test_a_rank_that_closed_every_descriptor_is_alive_and_its_own_files_stay_open(hosts):
+    """As a program that makes a daemon of itself does: the lock goes with its descriptor."""
+    host = hosts(world_size=1)
+    collector, relay = host.collector(drain_seconds=0.0), host.relay()
+    rank = host.rank(0, batches=20, pause_ms=100, limit_bytes=1 << 20, closes=True)
+    assert rank.wait(60) == 0
+    assert (collector.wait(30), relay.wait(30)) == (0, 0)
+    (state,) = json.loads((host.out / "trace.json").read_text())["completeness"]["ranks"]
+    assert (state["end"], state["committed"]) == ("exit", state["received"])
+    assert read_end(host.out, stream(0)).end is EndReason.EXIT
+    assert not host.folder.exists()
+
+
+def test_a_spool_that_grew_behind_its_end_is_not_removed(tmp_path):
+    """Whoever called the rank lost may have been wrong: what nobody else has must stay."""
+    writer = SpoolWriter(stream_folder(tmp_path, stream(0)), limit_bytes=1 << 20)
+    writer.define(rank_definition())
+    writer._lock.release()  # as the kernel does when the process ends
+    shipment = Shipment(tmp_path, stream(0))
+    assert isinstance(shipment.next_message(0.0, 1 << 20), Open)
+    shipment.take_offset(writer.committed_bytes, 0.0)
+    assert isinstance(shipment.next_message(0.0, 1 << 20), Ended)
+    shipment.take_end_seen()
+    assert shipment.is_delivered()
+    writer.write(RecordKind.ENTER, enter(1))
+    assert not shipment.is_delivered()

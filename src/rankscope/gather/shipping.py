@@ -54,8 +54,7 @@ class Shipment:
         """The other side said which offset it holds."""
         self.is_done = False
         """Nothing more will be sent: its end is known to the other side, or it was refused."""
-        self.is_delivered = False
-        """Every byte of it and its end are over there: it may be removed here."""
+        self._is_delivered = False
         self.is_alive = True
         self.origin = UNKNOWN
         """Whose records these are: asked before the first is sent."""
@@ -68,6 +67,22 @@ class Shipment:
     def in_flight(self) -> int:
         """Bytes sent and not acknowledged."""
         return self.sent - self.acked
+
+    def is_delivered(self) -> bool:
+        """True where every byte of it and its end are over there: it may be removed here.
+
+        Looks once more: a rank that was called lost may have been alive all the same.
+        """
+        if not self._is_delivered or self._end is None:
+            return False
+        if self._end.reason is EndReason.LOST and is_alive(self.folder):
+            return False
+        try:
+            return self.reader.committed(self.acked) == self.acked
+        except SpoolError:
+            return False
+        finally:
+            self.reader.close()
 
     def next_message(self, now: float, window_bytes: int) -> Message | None:
         """Return what to send now, None for nothing; `window_bytes` may be added in flight."""
@@ -109,7 +124,7 @@ class Shipment:
     def take_end_seen(self) -> None:
         """The end marker is on disk over there."""
         self.is_done = self._end is not None
-        self.is_delivered = self.is_done and not self._is_broken
+        self._is_delivered = self.is_done and not self._is_broken
         if self.is_done:
             self.reader.close()
 
