@@ -45,7 +45,8 @@ def command(
 
 
 def _remove(folder: Path, out: Path) -> None:
-    from rankscope.gather.leaving import is_abandoned, is_in_tree, remove_run
+    from rankscope.gather.leaving import is_in_tree, remove_run
+    from rankscope.spool.vacant import is_abandoned
 
     tree = out / "trace.json"
     if is_abandoned(folder) and not remove_run(folder, lambda s: is_in_tree(folder, s, tree)):
