@@ -58,6 +58,7 @@ from rankscope.spool.outfolder import (
     missing_folders,
     prepare_out,
     remove_empty,
+    typed,
 )
 from rankscope.tree.names import TRACE_NAME
 from rankscope.tree.reader import open_trace
@@ -275,8 +276,11 @@ class TracedJob:
         """True where no rank of the whole run ever opened a spool."""
         if self._shape.hosts > 1 or not self._run_folder.is_dir():
             return False
+        return not self._has_records()
+
+    def _has_records(self) -> bool:
         folders = [f for f in (self._run_folder, self._out / "spool") if f.is_dir()]
-        return not any(streams(f) or any(f.glob("rank*.cells")) for f in folders)
+        return any(streams(f) or any(f.glob("rank*.cells")) for f in folders)
 
     def _stop(self) -> None:
         for companion in self._companions:
@@ -299,10 +303,10 @@ class TracedJob:
         code = self._collector.outcome()
         if code is None:
             return (
-                f"the trace follows in {self._out}; read it then: rankscope show {shown} "
+                f"the trace follows in {self._out}; read it then: {typed('show', shown)} "
                 f"(not waited for any longer; should it not come: {self._recover()})"
             )
-        if code == Outcome.DONE:  # and built no tree: not one record had come
+        if code == Outcome.DONE and not self._has_records():
             return _NOTHING
         why = f"the collector ended with code {code}, see {self._out / COLLECTOR_LOG_NAME}"
         if code == Outcome.NO_ROOM:
@@ -328,7 +332,7 @@ class TracedJob:
         places = [_shown(self._run_folder)] if self._run_folder.is_dir() else []
         if (self._out / "spool").is_dir():
             places.append(_shown(self._out))
-        return f"rankscope recover {' '.join(places)} --out {_shown(self._out)}-recovered"
+        return typed("recover", *places, out=f"{_shown(self._out)}-recovered")
 
     def _announced(self, shown: str) -> str:
         try:
