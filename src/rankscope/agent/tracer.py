@@ -13,7 +13,7 @@ from torch import nn
 
 from rankscope.agent.calls import CallStacks, Frame, Scope
 from rankscope.agent.gradients import GradientHooks, GradientTarget
-from rankscope.agent.guard import Guard
+from rankscope.agent.guard import Guard, text_of
 from rankscope.agent.modules import ModuleInfo, ModuleTable, Root
 from rankscope.agent.recorder import Recorder
 from rankscope.agent.settings import Settings, matches
@@ -393,5 +393,5 @@ def _is_wrapped_by(outer: ModuleInfo, inner: ModuleInfo) -> bool:
 
 def _describe_error(error: BaseException) -> str:
     """Return a bounded, address-free text of the user's exception."""
-    text = _ADDRESS.sub("0x…", f"{type(error).__name__}: {error}")
+    text = _ADDRESS.sub("0x…", text_of(error))
     return text if len(text) <= _MAX_ERROR_CHARACTERS else text[:_MAX_ERROR_CHARACTERS] + "…"
