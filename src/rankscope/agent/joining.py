@@ -71,6 +71,7 @@ from rankscope.spool.outfolder import (
     claim_out,
     default_out,
     prepare_out,
+    typed,
 )
 from rankscope.spool.processes import launcher_of, process_name, started_at
 from rankscope.spool.writer import SpoolWriter
@@ -117,15 +118,15 @@ class Joined:
             say(f"records go to the collector at {self.collector}, which writes the tree")
             return
         if restarts_left() or (reason is EndReason.RAISED and self.opened.identity.world_size > 1):
-            say(f"the trace follows in {self.out}; read it then: rankscope show {self.out}")
+            say(f"the trace follows in {self.out}; read it then: {typed('show', self.out)}")
             return
         deadline = time.monotonic() + self.finish_seconds
         while not (self.out / "trace.json").exists():
             if time.monotonic() > deadline:
+                places = (self.opened.writer.folder.parent, self.out)
                 say(
                     f"no tree in {self.out} after {self.finish_seconds:g} s; build it from the "
-                    f"records: rankscope recover {self.opened.writer.folder.parent} {self.out} "
-                    f"--out {self.out}-recovered"
+                    f"records: {typed('recover', *places, out=f'{self.out}-recovered')}"
                 )
                 return
             time.sleep(_POLL_S)
@@ -354,7 +355,7 @@ def _decide(
     out = prepare_out(out.with_name(f"{out.name}-{identity.host}-{run_folder.name[:8]}"))
     say(
         f"the trace folder of {meeting.host} is not visible here: the records of this host go to "
-        f"{out}; merge them afterwards: rankscope recover {meeting.out} {out} --out MERGED"
+        f"{out}; merge them afterwards: {typed('recover', meeting.out, out, out='MERGED')}"
     )
     first = identity.rank - identity.local_rank
     here = range(first, first + identity.local_world_size)

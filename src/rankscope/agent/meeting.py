@@ -61,7 +61,7 @@ def find_store(environ: Mapping[str, str] = os.environ) -> Store | None:
 def find_agents_store(environ: Mapping[str, str] = os.environ) -> Store | None:
     """Return the store of the launching elastic agents, which outlives the ranks; None without."""
     address, port = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")
-    if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and address and port.isdigit():
+    if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and address and port.isdecimal():
         try:
             return TCPStore(address, int(port), is_master=False, timeout=_CONNECT)
         except (RuntimeError, ValueError):  # no store there: perhaps there is a process group

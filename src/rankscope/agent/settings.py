@@ -104,7 +104,7 @@ def _parse_seconds(text: str) -> float:
 
 
 def _parse_whole(text: str) -> int:
-    if not text.lstrip("-").isdigit():
+    if not text.lstrip("-").isdecimal():
         raise SettingError(f"{text!r} is not a whole number")
     return int(text)
 

@@ -97,6 +97,7 @@ def _what_to_add(trace: Trace) -> Iterator[str]:
     import os
 
     from rankscope.spool.folder import find_runs
+    from rankscope.spool.outfolder import typed
     from rankscope.tree.liveness import spool_bases
 
     state, bases = trace.completeness, spool_bases(trace.run)
@@ -104,12 +105,12 @@ def _what_to_add(trace: Trace) -> Iterator[str]:
     lacking = {r["host"] for r in state["ranks"] if r["committed"] != r["received"]}
     if held:
         kept = [trace.path] if (trace.path / "spool").is_dir() else []
-        places = " ".join(map(str, [*held, *kept]))
-        yield f"this host still holds records: rankscope recover {places} --out {trace.path}-whole"
+        command = typed("recover", *held, *kept, out=f"{trace.path}-whole")
+        yield f"this host still holds records: {command}"
     elif not trace.is_written:
         yield (
-            f"nobody is at work here who would write the tree: "
-            f"rankscope recover {trace.path} --out {trace.path}-whole"
+            "nobody is at work here who would write the tree: "
+            + typed("recover", trace.path, out=f"{trace.path}-whole")
         )
     lacking -= {os.uname().nodename} if held else set()
     if lacking:

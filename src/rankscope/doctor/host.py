@@ -25,6 +25,7 @@ from rankscope.spool.folder import (
     streams,
 )
 from rankscope.spool.mounts import mount_of
+from rankscope.spool.outfolder import typed
 from rankscope.spool.vacant import is_abandoned
 
 __all__ = ["clock", "descriptors", "kernel", "leftovers", "spool_conditions"]
@@ -197,7 +198,7 @@ def leftovers(settings: Settings) -> Condition:
     return Condition.note(
         "leftovers",
         f"records of {runs}, {size * 512 >> 20} MiB: {named}",
-        f"rankscope recover {found[0]} --out NEW, then remove the folder",
+        f"{typed('recover', found[0], out='NEW')}, then remove the folder",
     )
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from rankscope.errors import FolderError, SelectionError, TraceError
 from rankscope.record.call import Mode, Phase
 from rankscope.record.placement import Mesh
+from rankscope.spool.outfolder import typed
 from rankscope.tree.damage import UNREADABLE
 from rankscope.tree.names import REPLICA_FOLDER, TRACE_NAME, Progress
 from rankscope.tree.numbers import Columns
@@ -232,7 +233,7 @@ class Trace:
             raise SelectionError(
                 f"{path or '(root)'} has no {wanted.word} call in {chosen.word} step {step}, "
                 f"micro-batch {micro_batch}, ordinal {ordinal}; list its calls with: "
-                f"rankscope show {self.path} --path {path!r}"
+                f"{typed('show', self.path)} --path {path!r}"
             )
         for node in nodes:
             found = node.value(slot)
