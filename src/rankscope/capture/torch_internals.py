@@ -26,6 +26,7 @@ __all__ = [
     "dynamo_has_compiled",
     "forget_keyword_hook",
     "global_hook_tables",
+    "has_hook",
     "hide_from_compiled_modules",
     "is_async_collective",
     "is_being_captured",
@@ -85,6 +86,14 @@ def is_being_captured() -> bool:
         return False
     compiler = getattr(_modules.get("torch._guards"), "_TLS", None)
     return getattr(compiler, "tracing_context", None) is not None
+
+
+def has_hook(tensor: torch.Tensor, handle: torch.utils.hooks.RemovableHandle) -> bool:
+    """True where a tensor hook was registered on this tensor: numbers of handles never recur.
+
+    Without torch's table of hooks, False.
+    """
+    return handle.id in (getattr(tensor, "_backward_hooks", None) or ())
 
 
 def is_compiled_graph(module: torch.nn.Module) -> bool:
@@ -411,15 +420,18 @@ def shape_inference() -> frozenset[CodeType]:
 # ---------------------------------------------------------------- pytrees
 
 
-def registered_children(value: object) -> list[tuple[str, object]] | None:
-    """Return the named children of an instance of a registered pytree node, else None.
+def registered_children(
+    value: object, libraries: frozenset[str]
+) -> list[tuple[str, object]] | None:
+    """Return the named children of an instance of a pytree node that one of these libraries
+    registered, else None.
 
-    Runs the class's own flatten function. Without torch's table nothing is registered.
+    Runs the flatten function it registered. Without torch's table nothing is registered.
     """
     from torch.utils import _pytree  # here: it imports optree machinery that most runs never need
 
     node = getattr(_pytree, "SUPPORTED_NODES", {}).get(type(value))
-    if node is None:
+    if node is None or str(node.flatten_fn.__module__).partition(".")[0] not in libraries:
         return None
     with_keys = getattr(node, "flatten_with_keys_fn", None)
     if with_keys is not None:
