@@ -23,6 +23,7 @@ from rankscope.agent.clock import StepClock
 from rankscope.agent.compiling import HIDDEN, EagerStance, HiddenSteps, outermost_modules_of
 from rankscope.agent.guard import MAX_FAILURES, Guard, say, text_of
 from rankscope.agent.hooks import HookSet
+from rankscope.agent.members import parameters_of_module
 from rankscope.agent.modules import ModuleInfo, ModuleTable, Root
 from rankscope.agent.optimizers import OptimizerSearch, runs_closure, steps_running
 from rankscope.agent.parameters import ParameterEvents
@@ -110,7 +111,8 @@ class Session:
             return True
         if self._is_closed:
             return False
-        opened = self._start()
+        start, self._start = self._start, lambda: None  # once, even where it fails
+        opened = start()
         if opened is None:
             self.disarm(is_inside_hook=True)
             return False
@@ -119,7 +121,7 @@ class Session:
         self._is_launched = opened.is_launched
         self._recorder = opened.recorder
         settings = self._settings
-        self._table = ModuleTable(enters_compiled=settings.compile == "eager")
+        self._table = ModuleTable(enters_compiled=settings.compile == "eager", paths=settings.paths)
         self._values = ValueReader(self._recorder, Describer(self._rank), settings)
         self._tracer = Tracer(
             self.guard, self._recorder, self._table, self._values, settings, self._open_scope,
@@ -138,7 +140,7 @@ class Session:
         )
         self._chosen.watch_file(self._recorder, self._rank, opened.meeting_place)
         if self._preferred_root is not None:
-            self._tracer.select(self._table.prefer(self._preferred_root))
+            self._table.prefer(self._preferred_root)
             self._preferred_root = None
         return True
 
@@ -207,7 +209,11 @@ class Session:
             return
         if self._writer is None:
             self.disarm()
-            say(f"not tracing: {error}")
+            say(f"not tracing: {text_of(error)}")
+            opened = self._start()
+            if opened is not None:  # else a trace without a record would call itself complete
+                opened.recorder.error(None, text_of(error)[:500])
+                opened.writer.close(EndReason.SWITCHED_OFF)
             return
         self._recorder.error(self._tracer.current_sequence(), text_of(error)[:500])
         if self.guard.failures >= MAX_FAILURES:
@@ -224,7 +230,7 @@ class Session:
         if current_graph_task() != -1:
             return
         info = self._table.get(module) if self._writer is not None else None
-        if info is None and next(module.parameters(), None) is None:
+        if info is None and next(parameters_of_module(module), None) is None:
             return
         if not self._open():
             return
