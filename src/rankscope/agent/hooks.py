@@ -64,6 +64,7 @@ class HookSet:
         # bound once: hooks are told apart by identity
         self._enter, self._leave = self._entering.run, self._leaving.run
         self._on_input, self._on_output = self._own_input.run, self._own_output.run
+        self._tables = global_hook_tables()
         self._is_on = False
         self.is_tracing = False
         """The global hooks see every module call."""
@@ -116,15 +117,14 @@ class HookSet:
 
     def _put_on(self) -> None:
         self._is_on = True
-        tables = global_hook_tables()
-        if tables is None:
+        if self._tables is None:
             self._handles = [
                 register_module_forward_pre_hook(self._enter),
                 register_module_forward_hook(self._leave, with_kwargs=True, always_call=True),
             ]
             self._numbers.update(handle.id for handle in self._handles)
             return
-        before, after, always_called, taking_keywords = tables
+        before, after, always_called, taking_keywords = self._tables
         before.pop(_ENTER, None)  # of a session that could not take them off: we stand at the end
         after.pop(_LEAVE, None)
         before[_ENTER] = self._enter
@@ -135,14 +135,13 @@ class HookSet:
         if not self._is_on:
             return
         self._is_on = False
-        for handle in self._handles:
-            handle.remove()
-            forget_keyword_hook(handle.id)
-        self._handles = []
-        tables = global_hook_tables()
-        if tables is None:
+        if self._tables is None:
+            for handle in self._handles:
+                handle.remove()
+                forget_keyword_hook(handle.id)
+            self._handles = []
             return
-        before, after, always_called, taking_keywords = tables
+        before, after, always_called, taking_keywords = self._tables
         if before.get(_ENTER) is self._enter:
             del before[_ENTER]
         if after.get(_LEAVE) is self._leave:
