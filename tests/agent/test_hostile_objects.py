@@ -103,7 +103,7 @@ def test_a_gradient_looked_at_by_a_compiled_programs_step_can_be_swapped() -> No
 def test_a_parameter_handed_to_a_module_keeps_nothing_of_ours_so_that_later_hooks_on_it_fire(
     tmp_path: Path,
 ) -> None:
-    """torch 2.13: a parameter that ever had a hook, and was swapped, runs no hook put on it later."""
+    """torch 2.13: a parameter that ever had a hook runs no later one once it was swapped."""
     fired: list[torch.Tensor] = []
 
     def body() -> None:
