@@ -333,6 +333,7 @@ def test_an_exception_in_a_hook_of_the_user_ends_the_call_it_belongs_to(tmp_path
 
     def program() -> Any:
         model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        alive = torch.optim.SGD(model.parameters(), lr=0.1)  # so that a forward alone is no step
         for register in (
             model[0].register_forward_pre_hook,
             model[1].register_forward_hook,
@@ -342,7 +343,7 @@ def test_an_exception_in_a_hook_of_the_user_ends_the_call_it_belongs_to(tmp_path
             with pytest.raises(LookupError, match="in a hook"):
                 model(torch.randn(3, 8))
             handle.remove()
-        return step_through(model)
+        return step_through(model), alive
 
     found = traced_unharmed(program, tmp_path / "trace")
     first, second, third, whole = found.find("", phase="forward", step=0)
