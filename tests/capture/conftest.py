@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ def kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", os.fspath(cache))
         patch.delenv("RANKSCOPE_KERNEL", raising=False)
+        patch.setattr(tempfile, "tempdir", os.fspath(cache))  # another kernel may lie there
         path = kernel.build()
     assert path is not None
     assert cache in path.parents
