@@ -81,12 +81,21 @@ class Step:
     @cached_property
     def nodes(self) -> tuple[Node, ...]:
         """The outermost calls of the step, in order."""
+        return tuple(self._read())
+
+    def _read(self) -> Iterator[Node]:
         head = GroupHead(mode=self.mode, step=self.step, incarnation=self.incarnation)
-        return tuple(Node(data, head, self._where) for data in self._source.nodes(self._group))
+        return (Node(data, head, self._where) for data in self._source.nodes(self._group))
 
     def walk(self) -> Iterator[Node]:
         """Yield every node of the step, parents first."""
         for node in self.nodes:
+            yield from node.walk()
+
+    def passing(self) -> Iterator[Node]:
+        """Yield what `walk` yields, and keep none of it: a pass over a large trace holds one step
+        at a time."""
+        for node in self._read():
             yield from node.walk()
 
     def __repr__(self) -> str:

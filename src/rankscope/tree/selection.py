@@ -4,13 +4,56 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
 
 from rankscope.errors import SelectionError
+from rankscope.record.call import Mode, Phase
 
-__all__ = ["glob_matches", "nothing_matched"]
+__all__ = ["glob_matches", "nothing_matched", "parse_mode", "parse_phase", "parse_ranges"]
 
 _SHOWN = 5
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+
+
+def parse_ranges(what: str, text: str) -> Iterator[range]:
+    """Yield the numbers that an option --step or --rank names: `0-2,5`.
+
+    Args:
+        what: step or rank.
+        text: what the option was given.
+
+    Raises:
+        SelectionError: it names none.
+    """
+    for part in text.split(","):
+        found = _RANGE.fullmatch(part.strip())
+        if not found:
+            raise SelectionError(f"--{what} {text!r}: write {what}s as 0-2,5 or all")
+        yield range(int(found[1]), int(found[2] or found[1]) + 1)
+
+
+def parse_phase(word: str) -> Phase:
+    """Return a phase that the option --phase names.
+
+    Raises:
+        SelectionError: there is none of that name.
+    """
+    if word.strip().upper() not in Phase.__members__:
+        known = ", ".join(phase.word for phase in Phase)
+        raise SelectionError(f"--phase: {word!r} is none of {known}")
+    return Phase[word.strip().upper()]
+
+
+def parse_mode(word: str) -> Mode:
+    """Return the mode that the option --mode names.
+
+    Raises:
+        SelectionError: there is none of that name.
+    """
+    if word.strip().upper() not in Mode.__members__:
+        raise SelectionError(f"--mode: {word!r} is neither train nor eval")
+    return Mode[word.strip().upper()]
 
 
 def glob_matches(glob: str, name: str) -> bool:
