@@ -6,6 +6,8 @@
     │   └── FolderBusyError   another collector already owns the folder
     ├── SpoolError            a spool that cannot be created or read
     │   └── SpoolFullError    a spool that has no room left for this record
+    ├── ChunkError            full tensors that cannot be stored, or a chunk that cannot be read
+    │   └── ChunkFullError    a tensor that would go beyond the budget
     ├── WireError             a message from the network that breaks the protocol
     ├── BindError             an address rankscope will not listen on
     ├── TraceError            a trace that cannot be read
@@ -22,6 +24,8 @@ from __future__ import annotations
 
 __all__ = [
     "BindError",
+    "ChunkError",
+    "ChunkFullError",
     "FolderBusyError",
     "FolderError",
     "LayoutError",
@@ -58,6 +62,14 @@ class SpoolError(RankscopeError):
 
 class SpoolFullError(SpoolError):
     """A spool that has no room left: the caller drops the step and writes a gap record later."""
+
+
+class ChunkError(RankscopeError):
+    """Full tensors that cannot be stored, or a chunk of them that cannot be read."""
+
+
+class ChunkFullError(ChunkError):
+    """A tensor that would go beyond the budget: it is left out, smaller ones may still fit."""
 
 
 class WireError(RankscopeError):

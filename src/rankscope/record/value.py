@@ -43,6 +43,8 @@ class ValueFlag(enum.IntFlag):
     """The hash is mix64, computed on an accelerator; hashes of two kinds never compare."""
     SUPERSEDES = 1024
     """Replaces the earlier record of the same call and slot."""
+    NOT_KEPT = 2048
+    """Its bytes were asked for and could not be kept: what cannot be stored, no room, no budget."""
     HAS_SAMPLES = 256
     """A samples record follows in the spool."""
 
