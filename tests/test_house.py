@@ -33,6 +33,8 @@ ROOMS = {
 """Room -> the rooms it may import from: data flows one way."""
 FOREIGN = {"torch": {"capture", "agent", "block", "tracing"}, "zmq": {"gather"}, "typer": {"cli"}}
 """Package -> the only rooms that may know it."""
+ONE_FILE = {"pyarrow": "view/parquet.py"}
+"""Optional package -> the only file that may import it."""
 ALONE = {("tree/rebuild.py", "torch")}
 """Single files of other rooms that may know a package: nothing imports them before a tensor is
 asked for (the list below is without torch)."""
@@ -86,6 +88,8 @@ def test_no_import_goes_against_the_flow(path: Path) -> None:
         is_alone = (path.relative_to(SOURCE).as_posix(), top) in ALONE
         if top in FOREIGN and path.name != "settings.py" and not is_alone:
             assert own in FOREIGN[top], f"{path}:{line}: {own} must not know {top}"
+        if top in ONE_FILE:
+            assert str(path.relative_to(SOURCE)) == ONE_FILE[top], f"{path}:{line}: {top}"
         if top == "rankscope" and rest:
             target = rest.split(".")[0]
             assert target == own or target in ROOMS[own], f"{path}:{line}: {own} imports {target}"
