@@ -48,6 +48,8 @@ WITHOUT_TORCH = [
     "rankscope.gather.relay",
     "rankscope.tree.assemble",
     "rankscope.tree.reader",
+    "rankscope.view.formats",
+    "rankscope.view.perfetto",
     "rankscope.record.assembly",
     "rankscope.record.declared",
 ]
