@@ -160,7 +160,7 @@ def finish_chunks(
 
 
 def _finish(path: Path, stream: StreamId, number: int, held: list[HeldTensor]) -> ChunkReport:
-    if path.stat().st_size < LENGTH_BYTES and not held:
+    if not held and _is_torn(path):
         path.unlink()
         return ChunkReport(path=path, tensors=0, was_finished=False)
     start, header = read_header(path)
@@ -172,11 +172,11 @@ def _finish(path: Path, stream: StreamId, number: int, held: list[HeldTensor]) -
         return ChunkReport(path=path, tensors=count, was_finished=True, lost=lost, note=note)
     with _held_alone(path) as descriptor:
         data_bytes = os.fstat(descriptor).st_size - start
-        if not held and data_bytes <= 0:
+        if not held:
+            if data_bytes:
+                return _set_aside(path, data_bytes)
             path.unlink()
             return ChunkReport(path=path, tensors=0, was_finished=False)
-        if not held:
-            raise ChunkError(f"{path}: {data_bytes} bytes of which no record says what they are")
         whole, lost = _whole_tensors(descriptor, start, data_bytes, held)
         end = whole[-1].end if whole else 0
         text = rebuilt_json(stream, number, whole)
@@ -196,6 +196,31 @@ def _finish(path: Path, stream: StreamId, number: int, held: list[HeldTensor]) -
         lost=lost,
         cut_bytes=cut,
         note=f"{path}: {'; '.join(parts)}",
+    )
+
+
+def _is_torn(path: Path) -> bool:
+    """True where a rank was killed while it made the chunk: not even its header region is whole."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        head = file.read(LENGTH_BYTES + 1)
+    length = int.from_bytes(head[:LENGTH_BYTES], "little")
+    is_blank = head[LENGTH_BYTES:] in (b"", _UNFINISHED)
+    return size < LENGTH_BYTES or (
+        is_blank and length <= MOST_HEADER_BYTES and size < LENGTH_BYTES + length
+    )
+
+
+def _set_aside(path: Path, data_bytes: int) -> ChunkReport:
+    """Take a chunk out of the way in which no tensor became whole; nothing is thrown away."""
+    aside = path.with_suffix(".unfinished")
+    path.rename(aside)
+    return ChunkReport(
+        path=path,
+        tensors=0,
+        was_finished=False,
+        cut_bytes=data_bytes,
+        note=f"{path}: was left before its first tensor was whole; it is now {aside.name}",
     )
 
 

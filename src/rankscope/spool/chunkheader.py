@@ -180,8 +180,10 @@ def parse_header(text: bytes, data_bytes: int) -> ChunkHeader:
         metadata: Any = decoded.pop("__metadata__")
         if metadata["format"] != CHUNK_FORMAT:
             raise ChunkError(f"format {metadata['format']!r}, expected {CHUNK_FORMAT!r}")
+        if not all(isinstance(text, str) for text in metadata.values()):
+            raise ChunkError("its metadata is not text alone")
         stream = StreamId(rank=int(metadata["rank"]), incarnation=int(metadata["incarnation"]))
-        number, checksums = int(metadata["chunk"]), str(metadata["xxh3"])
+        number, checksums = int(metadata["chunk"]), metadata["xxh3"]
         if len(checksums) != CHECKSUM_DIGITS * len(decoded):
             raise ChunkError(f"{len(checksums)} digits of checksums for {len(decoded)} tensors")
         tensors = [
