@@ -9,6 +9,7 @@ from rankscope.record.call import Phase
 from rankscope.record.value import ValueFlag
 from rankscope.spool.cells import CallStatus
 from rankscope.tree.assemble import build
+from rankscope.tree.numbers import column_digest
 from rankscope.tree.reader import open_trace
 from rankscope.view.formats import export
 from rankscope.view.selection import Selection
@@ -93,10 +94,14 @@ def exported(trace, name, out, **words):
 
 
 def held_values(trace):
-    """{(node, slot, rank): numbers or None} as `open_trace` reads them."""
-    return {
-        (node.id, slot.slot, rank): digest
-        for node in trace.walk()
-        for slot in node.slots
-        for rank, digest in slot.per_rank().items()
-    }
+    """{(node, slot, rank): numbers or None}: each rank's own, as `open_trace` reads the columns."""
+    columns, held = trace.columns(), {}
+    for node in trace.walk():
+        for slot in node.slots:
+            folded = slot.per_rank()
+            for row in slot.rows:
+                rank = int(columns["values.rank"][row])
+                own = column_digest(columns, row) if columns["values.digested"][row] else None
+                assert getattr(folded[rank], "hash", None) == getattr(own, "hash", None)
+                held[node.id, slot.slot, rank] = own
+    return held
