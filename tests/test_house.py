@@ -51,6 +51,7 @@ WITHOUT_TORCH = [
     "rankscope.view.formats",
     "rankscope.view.perfetto",
     "rankscope.record.assembly",
+    "rankscope.record.batches",
     "rankscope.record.declared",
 ]
 

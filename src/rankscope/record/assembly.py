@@ -17,7 +17,7 @@ from __future__ import annotations
 import enum
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from rankscope.errors import LayoutError
 from rankscope.record.placement import (
@@ -36,9 +36,9 @@ __all__ = [
     "Piece",
     "Reduction",
     "Refusal",
-    "join_batches",
     "plan_assemblies",
     "plan_assembly",
+    "ranks_words",
 ]
 
 REDUCE_OPS = frozenset({"sum", "avg", "min", "max", "product", "band", "bor", "bxor"})
@@ -75,6 +75,11 @@ class Refusal:
     ranks: tuple[int, ...]
     """Whom it concerns, sorted."""
 
+    @classmethod
+    def about(cls, ranks: Iterable[int], obstacle: Obstacle, message: str) -> Refusal:
+        """Return the refusal that concerns these ranks, given in any order."""
+        return cls(obstacle=obstacle, message=message, ranks=tuple(sorted(set(ranks))))
+
     def __str__(self) -> str:
         return self.message
 
@@ -101,6 +106,7 @@ class Reduction:
     op: str
     """One of REDUCE_OPS."""
     size: int
+    """Two or more."""
     axis: str
     """Name of the mesh axis."""
 
@@ -176,7 +182,7 @@ def plan_assembly(
         try:
             found = _cell_ranges(whole, layout, coordinate, members, ranges or {})
         except LayoutError as error:
-            return _refuse(Obstacle.RANGES, str(error), members)
+            return Refusal.about(members, Obstacle.RANGES, str(error))
         misfits = [rank for rank in members if rank in held and not _fits(held[rank], found)]
         if misfits:
             return _misfit(held, misfits, _lengths(found))
@@ -201,11 +207,11 @@ def plan_assembly(
         )
     if lost or not held.keys() & set(mesh.ranks):
         absent = lost or mesh.ranks
-        text = f"no value was recorded on {_ranks_words(absent)}, and no other rank holds its part"
-        return _refuse(Obstacle.MISSING_RANK, text, absent)
+        text = f"no value was recorded on {ranks_words(absent)}, and no other rank holds its part"
+        return Refusal.about(absent, Obstacle.MISSING_RANK, text)
     problem = _tiling_problem(whole, [box.ranges for box in boxes])
     if problem:
-        return _refuse(Obstacle.RANGES, problem, held)
+        return Refusal.about(held, Obstacle.RANGES, problem)
     return AssemblyPlan(
         global_shape=whole,
         boxes=tuple(boxes),
@@ -226,53 +232,13 @@ def plan_assemblies(pieces: Mapping[int, Piece]) -> tuple[AssemblyPlan | Refusal
     return tuple(
         _plan_of_one_mesh(held)
         if mesh is not None or len(held) == len(pieces)
-        else _refuse(
-            Obstacle.DISAGREEMENT,
-            f"{_ranks_words(held)} have no layout for a value that has one on other ranks",
+        else Refusal.about(
             held,
+            Obstacle.DISAGREEMENT,
+            f"{ranks_words(held)} have no layout for a value that has one on other ranks",
         )
         for mesh, held in by_mesh.items()
     )
-
-
-def join_batches(
-    mesh: Mesh, axes: Sequence[str], plans: Sequence[AssemblyPlan], dim: int = 0
-) -> AssemblyPlan | Refusal:
-    """Return the plan of all data-parallel batches in one tensor, in rank order along the batch
-    dim.
-
-    Args:
-        mesh: mesh of the run that has the data axes.
-        axes: names of the data axes.
-        plans: one per place along them, in any order, as `plan_assemblies` gives them.
-        dim: the batch dim; the batches may differ in size along it and in nothing else.
-    """
-    wanted = [mesh.axes.index(axis) for axis in axes]
-    by_place: dict[tuple[int, ...], AssemblyPlan] = {}
-    for plan in plans:
-        places = set()
-        for rank in plan.ranks:
-            at = mesh.coordinate(rank)
-            places.add(tuple(at[axis] for axis in wanted) if at else None)
-        place = places.pop()
-        if places or place is None:
-            text = f"{_ranks_words(plan.ranks)} hold one value, but are not one data-parallel peer"
-            return _refuse(Obstacle.BATCH, text, plan.ranks)
-        if place in by_place:
-            both = {*by_place[place].ranks, *plan.ranks}
-            text = f"{_ranks_words(both)} are one data-parallel peer, but hold several values"
-            return _refuse(Obstacle.BATCH, text, both)
-        by_place[place] = plan
-    every = list(itertools.product(*(range(mesh.shape[axis]) for axis in wanted)))
-    absent = [
-        rank
-        for rank, at in zip(mesh.ranks, itertools.product(*map(range, mesh.shape)))
-        if tuple(at[axis] for axis in wanted) not in by_place
-    ]
-    if absent:
-        text = f"no batch was recorded on {_ranks_words(absent)}"
-        return _refuse(Obstacle.MISSING_RANK, text, absent)
-    return _concatenated([by_place[place] for place in every], dim)
 
 
 # ---- one mesh ------------------------------------------------------------------------------------
@@ -284,8 +250,8 @@ def _plan_of_one_mesh(held: Mapping[int, Piece]) -> AssemblyPlan | Refusal:
         if piece.refusal:
             return piece.refusal
     if any((p.layout, p.global_shape) != (first.layout, first.global_shape) for p in held.values()):
-        text = f"{_ranks_words(held)} record different layouts or global shapes for one value"
-        return _refuse(Obstacle.DISAGREEMENT, text, held)
+        text = f"{ranks_words(held)} record different layouts or global shapes for one value"
+        return Refusal.about(held, Obstacle.DISAGREEMENT, text)
     return plan_assembly(
         first.global_shape or (),
         first.layout,
@@ -297,8 +263,8 @@ def _plan_of_one_mesh(held: Mapping[int, Piece]) -> AssemblyPlan | Refusal:
 def _plan_alone(held: Mapping[int, tuple[int, ...]]) -> AssemblyPlan | Refusal:
     """Plan for values whose layout is unknown: that of a single rank is whole."""
     if len(held) != 1:
-        text = f"nothing says how the values of {_ranks_words(held)} belong together"
-        return _refuse(Obstacle.UNKNOWN_LAYOUT, text, held)
+        text = f"nothing says how the values of {ranks_words(held)} belong together"
+        return Refusal.about(held, Obstacle.UNKNOWN_LAYOUT, text)
     rank, shape = next(iter(held.items()))
     ranges = tuple(((0, size),) for size in shape)
     boxes = () if 0 in shape else (Box(ranges=ranges, summands=((rank,),)),)
@@ -312,10 +278,10 @@ def _placements_refusal(mesh: Mesh, placements: Sequence[Placement]) -> Refusal 
             placement.reduce_op is not None and placement.reduce_op not in REDUCE_OPS
         ):
             text = f"{placement} is reduced in a way of its own, which was not recorded"
-            return _refuse(Obstacle.PLACEMENT, text, mesh.ranks)
+            return Refusal.about(mesh.ranks, Obstacle.PLACEMENT, text)
     if len(ops) > 1 and ops != {"sum", "avg"}:
         text = f"Partial({') and Partial('.join(sorted(map(str, ops)))}) have no defined order"
-        return _refuse(Obstacle.PLACEMENT, text, mesh.ranks)
+        return Refusal.about(mesh.ranks, Obstacle.PLACEMENT, text)
     return None
 
 
@@ -325,8 +291,8 @@ def _outsiders_refusal(mesh: Mesh, held: Mapping[int, tuple[int, ...]]) -> Refus
     outside = [rank for rank, shape in held.items() if rank not in members and 0 not in shape]
     if not outside:
         return None
-    text = f"{_ranks_words(outside)} hold a value, but are not in its mesh"
-    return _refuse(Obstacle.DISAGREEMENT, text, outside)
+    text = f"{ranks_words(outside)} hold a value, but are not in its mesh"
+    return Refusal.about(outside, Obstacle.DISAGREEMENT, text)
 
 
 def _reduction_order(mesh: Mesh, placements: Sequence[Placement]) -> list[int]:
@@ -364,14 +330,14 @@ def _cell_ranges(
 ) -> tuple[Ranges, ...]:
     recorded = {known[rank] for rank in members if rank in known}
     if len(recorded) > 1:
-        raise LayoutError(f"{_ranks_words(members)} claim different parts, but hold one shard")
+        raise LayoutError(f"{ranks_words(members)} claim different parts, but hold one shard")
     if not recorded:
         assert layout.mesh is not None
         return global_ranges(whole, layout.mesh.shape, coordinate, layout.placements)
     found = recorded.pop()
     if len(found) != len(whole):
         raise LayoutError(
-            f"{_ranks_words(members)}: ranges of {len(found)} dims for {len(whole)} dims"
+            f"{ranks_words(members)}: ranges of {len(found)} dims for {len(whole)} dims"
         )
     return found
 
@@ -385,10 +351,10 @@ def _misfit(
     held: Mapping[int, tuple[int, ...]], misfits: Sequence[int], wanted: tuple[int, ...]
 ) -> Refusal:
     text = (
-        f"{_ranks_words(misfits[:1])} holds shape {list(held[misfits[0]])}, "
+        f"{ranks_words(misfits[:1])} holds shape {list(held[misfits[0]])}, "
         f"its layout says {list(wanted)}"
     )
-    return _refuse(Obstacle.SHAPE, text, misfits)
+    return Refusal.about(misfits, Obstacle.SHAPE, text)
 
 
 def _tiling_problem(whole: tuple[int, ...], boxes: Sequence[tuple[Ranges, ...]]) -> str | None:
@@ -415,39 +381,6 @@ def _tiling_problem(whole: tuple[int, ...], boxes: Sequence[tuple[Ranges, ...]])
     return None
 
 
-# ---- batches -------------------------------------------------------------------------------------
-
-
-def _concatenated(plans: Sequence[AssemblyPlan], dim: int) -> AssemblyPlan | Refusal:
-    ranks = sorted({rank for plan in plans for rank in plan.ranks})
-    first = plans[0].global_shape
-    for plan in plans:
-        shape = plan.global_shape
-        if dim >= len(shape):
-            text = f"a value of shape {list(shape)} has no batch dim {dim}"
-            return _refuse(Obstacle.BATCH, text, plan.ranks)
-        if len(shape) != len(first) or _without(shape, dim) != _without(first, dim):
-            text = f"batches of shapes {list(first)} and {list(shape)} differ beyond dim {dim}"
-            return _refuse(Obstacle.BATCH, text, ranks)
-    boxes: list[Box] = []
-    offset = 0
-    for plan in plans:
-        for box in plan.boxes:
-            moved = tuple((start + offset, stop + offset) for start, stop in box.ranges[dim])
-            boxes.append(replace(box, ranges=(*box.ranges[:dim], moved, *box.ranges[dim + 1 :])))
-        offset += plan.global_shape[dim]
-    return AssemblyPlan(
-        global_shape=(*first[:dim], offset, *first[dim + 1 :]),
-        boxes=tuple(boxes),
-        ranks=tuple(ranks),
-        missing=tuple(sorted({rank for plan in plans for rank in plan.missing})),
-    )
-
-
-def _without(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
-    return shape[:dim] + shape[dim + 1 :]
-
-
 # ---- small things --------------------------------------------------------------------------------
 
 
@@ -455,13 +388,9 @@ def _lengths(ranges: tuple[Ranges, ...]) -> tuple[int, ...]:
     return tuple(sum(stop - start for start, stop in dim) for dim in ranges)
 
 
-def _ranks_words(ranks: Iterable[int]) -> str:
+def ranks_words(ranks: Iterable[int]) -> str:
     """Return "rank 3", "ranks 0, 2", bounded."""
     known = sorted(set(ranks))
     listed = ", ".join(map(str, known[:_MOST_RANKS]))
     more = f" and {len(known) - _MOST_RANKS} more" if len(known) > _MOST_RANKS else ""
     return f"rank{'s' if len(known) != 1 else ''} {listed or '(none)'}{more}"
-
-
-def _refuse(obstacle: Obstacle, message: str, ranks: Iterable[int]) -> Refusal:
-    return Refusal(obstacle=obstacle, message=message, ranks=tuple(sorted(set(ranks))))

@@ -9,11 +9,11 @@ described axes is a mesh of its own.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from rankscope.errors import LayoutError
-from rankscope.record.assembly import Obstacle, Piece, Refusal
+from rankscope.record.assembly import Obstacle, Piece, Refusal, ranks_words
 from rankscope.record.placement import (
     Layout,
     LayoutSource,
@@ -106,7 +106,9 @@ def _places(
     solid = [shape for shape in held.values() if 0 not in shape] or list(held.values())
     dims = {len(shape) for shape in solid}
     if len(dims) > 1:
-        return _contradiction("the ranks hold values of different numbers of dims", held)
+        return Refusal.about(
+            held, Obstacle.SHAPE, "the ranks hold values of different numbers of dims"
+        )
     found: list[dict[_Coordinate, Ranges]] = []
     for dim in range(max(dims, default=0)):
         lengths = _lengths(layout, mesh, dim, held)
@@ -116,7 +118,9 @@ def _places(
         found.append(places)
     beyond = [p for p in layout.placements if p.dim is not None and p.dim >= len(found)]
     if beyond and held:
-        return _contradiction(f"{beyond[0]} cannot cut a value of {len(found)} dims", held)
+        return Refusal.about(
+            held, Obstacle.SHAPE, f"{beyond[0]} cannot cut a value of {len(found)} dims"
+        )
     return found
 
 
@@ -134,12 +138,12 @@ def _lengths(
     for place, ranks in members.items():
         present = [held[rank] for rank in ranks if rank in held]
         if not present:
-            text = f"rank {ranks[0]} recorded nothing, so what its peers hold has no offset"
+            text = f"{ranks_words(ranks)} recorded nothing, so what others hold has no offset"
             return Refusal(obstacle=Obstacle.MISSING_RANK, message=text, ranks=tuple(sorted(ranks)))
         solid = {shape[dim] for shape in present if 0 not in shape}
         if len(solid) > 1:
             text = f"ranks that should hold the same part of dim {dim} hold {sorted(solid)} of it"
-            return _contradiction(text, ranks)
+            return Refusal.about(ranks, Obstacle.SHAPE, text)
         stated = solid or {shape[dim] for shape in present if len(shape) > dim}
         lengths[place] = max(stated, default=0)
     return lengths
@@ -165,13 +169,9 @@ def _offsets(
             f"dim {dim}: a strided shard of {total} is {list(wanted.values())} long, "
             f"the ranks hold {list(lengths.values())}"
         )
-        return _contradiction(text, mesh.ranks)
+        return Refusal.about(mesh.ranks, Obstacle.SHAPE, text)
     return found
 
 
 def _cutting(layout: Layout, dim: int) -> list[int]:
     return [axis for axis, placement in enumerate(layout.placements) if placement.dim == dim]
-
-
-def _contradiction(text: str, ranks: Iterable[int]) -> Refusal:
-    return Refusal(obstacle=Obstacle.SHAPE, message=text, ranks=tuple(sorted(ranks)))

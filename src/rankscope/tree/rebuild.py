@@ -6,10 +6,11 @@ process group is used, and a piece is read only when its turn has come and dropp
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import torch
 import xxhash
@@ -23,7 +24,7 @@ __all__ = ["Assembled", "Mismatch", "assemble"]
 Load = Callable[[int], torch.Tensor]
 """Returns a rank's piece; it may be a view of mapped memory, and is never written to."""
 
-_REDUCE: Final[dict[str, Callable[..., Any]]] = {
+_REDUCE: Final[dict[str, Callable[..., torch.Tensor]]] = {
     "sum": torch.add,
     "avg": torch.add,
     "product": torch.mul,
@@ -74,7 +75,7 @@ class Assembled:
 def assemble(plan: AssemblyPlan, load: Load) -> Assembled:
     """Return the global tensor, with every replica compared.
 
-    Beside the result, two pieces are in memory at a time, and one more per reduced axis.
+    Beside the result, two pieces are in memory at a time, and one sum per axis that is reduced.
 
     Args:
         plan: what `plan_assembly` made.
@@ -98,6 +99,7 @@ def assemble(plan: AssemblyPlan, load: Load) -> Assembled:
             whole = value.new_empty(plan.global_shape) if whole is None else whole
             for there, here in _runs(box.ranges):
                 whole[there] = value[here]
+        del value  # before the next is read
     assert whole is not None
     return Assembled(tensor=whole, mismatches=tuple(pieces.mismatches))
 
@@ -108,21 +110,21 @@ class _Pieces:
     def __init__(self, plan: AssemblyPlan, load: Load) -> None:
         self._plan = plan
         self._load = load
-        self._first: tuple[int, torch.dtype] | None = None
+        self._first_rank: int | None = None
+        self._dtype = torch.float32
         self.mismatches: list[Mismatch] = []
 
     def value(self, box: Box) -> torch.Tensor:
-        summands = (self._agreed(box, ranks) for ranks in box.summands)
+        # map, unlike a generator expression, keeps nothing of one summand while the next is read
+        summands = map(functools.partial(self._agreed, box), box.summands)
         if not box.reductions:
             return next(summands)
-        first = next(summands)
-        is_narrow = _has_no_arithmetic(first.dtype)
-        widened = (s.float() if is_narrow else s for s in itertools.chain([first], summands))
         try:
-            return _reduced(box.reductions, widened).to(first.dtype)
+            total = _reduced(box.reductions, map(_widened, summands))
+            return total.to(self._dtype)
         except RuntimeError as error:  # NotImplementedError included
             names = ", ".join(sorted({f"Partial({r.op})" for r in box.reductions}))
-            raise LayoutError(f"{names} of {first.dtype} is not defined: {error}") from error
+            raise LayoutError(f"{names} of {self._dtype} is not defined: {error}") from error
 
     def _agreed(self, box: Box, ranks: Sequence[int]) -> torch.Tensor:
         """Return the value of ranks that should all hold the same."""
@@ -160,29 +162,26 @@ class _Pieces:
                 f"rank {rank} has a tensor of shape {list(piece.shape)}, its plan says "
                 f"{list(box.shape)}"
             )
-        self._first = self._first or (rank, piece.dtype)
-        if piece.dtype is not self._first[1]:
+        if self._first_rank is None:
+            self._first_rank, self._dtype = rank, piece.dtype
+        if piece.dtype is not self._dtype:
             raise LayoutError(
-                f"rank {self._first[0]} has {self._first[1]}, rank {rank} {piece.dtype}: one "
-                "tensor has one dtype"
+                f"rank {self._first_rank} has {self._dtype}, rank {rank} {piece.dtype}: one tensor "
+                "has one dtype"
             )
         return piece
 
 
 def _reduced(reductions: Sequence[Reduction], summands: Iterator[torch.Tensor]) -> torch.Tensor:
-    """Take what the last reduction needs from `summands`, reduced by those before it."""
+    """Take from `summands` what these reductions need, and return what they make of it."""
+    if not reductions:
+        return next(summands)
     *inner, last = reductions
     step = _REDUCE[last.op]
-    total: torch.Tensor | None = None
-    for _ in range(last.size):
-        part = _reduced(inner, summands) if inner else next(summands)
-        # the first sum makes a tensor of our own, the others add to it; what was loaded is not ours
-        if total is None:
-            total, is_ours = part, False
-        else:
-            total = step(total, part, out=total) if is_ours else step(total, part)
-            is_ours = True
-    assert total is not None
+    # a tensor of our own from here on: what was loaded is never written to
+    total = step(_reduced(inner, summands), _reduced(inner, summands))
+    for _ in range(last.size - 2):
+        step(total, _reduced(inner, summands), out=total)
     return total.div_(last.size) if last.op == "avg" else total
 
 
@@ -207,12 +206,12 @@ def _fingerprint(piece: torch.Tensor) -> bytes:
     return xxhash.xxh3_128_digest(flat.numpy().data)
 
 
-def _has_no_arithmetic(dtype: torch.dtype) -> bool:
-    """True for float8: torch on the host neither adds nor compares it, so it is widened."""
-    return dtype.is_floating_point and dtype.itemsize == 1
+def _widened(piece: torch.Tensor) -> torch.Tensor:
+    """Return float8 as float32: torch on the host neither adds nor compares it."""
+    is_float8 = piece.dtype.is_floating_point and piece.dtype.itemsize == 1
+    return piece.float() if is_float8 else piece
 
 
 def _same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if _has_no_arithmetic(a.dtype):
-        a, b = a.float(), b.float()
+    a, b = _widened(a), _widened(b)
     return bool(((a == b) | ((a != a) & (b != b))).all())
