@@ -23,7 +23,7 @@ from rankscope.record.run import StreamId
 from rankscope.spool.cells import RecordKind
 from rankscope.spool.chunkfinish import damaged, finish_chunks, read_header
 from rankscope.spool.chunkheader import chunk_folder, chunk_path, parse_header, stream_of_folder
-from rankscope.spool.chunks import ChunkWriter
+from rankscope.spool.chunks import HEADER_BYTES, ChunkWriter
 from rankscope.spool.reader import StreamReader
 from rankscope.spool.records import records
 from tests.spool.chunked import STREAM, Writing, assert_whole, content, read_plainly
@@ -89,7 +89,7 @@ def test_a_chunk_ends_before_a_limit_is_passed(tmp_path, limits, chunks):
         assert len(header.tensors) <= limits.get("chunk_tensors", 8192)
         data_bytes = path.stat().st_size - start
         assert data_bytes <= limits.get("chunk_bytes", 256 << 20) or len(header.tensors) == 1
-        assert start == 8 + limits.get("header_bytes", 1 << 20)
+        assert start == 8 + limits.get("header_bytes", HEADER_BYTES)
     found = read_plainly(folder_of(writing))
     for reference in range(1, 61):
         assert_whole(found, reference)
@@ -156,7 +156,7 @@ def test_a_header_torn_while_it_was_written_is_written_again(tmp_path):
     for cut in (1, 2, 300, 5000):
         torn = bytearray(finished)
         torn[8] = 0  # written last
-        torn[8 + cut : 8 + (1 << 20)] = bytes((1 << 20) - cut)
+        torn[8 + cut : 8 + HEADER_BYTES] = bytes(HEADER_BYTES - cut)
         path.write_bytes(torn)
         (report,) = finish_chunks(folder_of(writing), STREAM, writing.tensors, writing.definitions)
         assert report.tensors == 5
@@ -204,9 +204,9 @@ def test_a_recorded_tensor_that_did_not_reach_the_disk_is_lost_and_said(tmp_path
     folder = killed_copy(writing, tmp_path / "b")
     path = chunk_path(folder, 1)
     with path.open("r+b") as file:
-        file.seek(8 + (1 << 20) + 1500)
+        file.seek(8 + HEADER_BYTES + 1500)
         file.write(bytes(100))
-        file.truncate(8 + (1 << 20) + 4400)
+        file.truncate(8 + HEADER_BYTES + 4400)
     (report,) = finish_chunks(folder, STREAM, writing.tensors, writing.definitions)
     assert report.lost == (2, 5) and "2 recorded tensors" in report.note
     found = read_plainly(folder)
@@ -285,7 +285,7 @@ def test_a_header_that_does_not_fit_its_file_is_refused(tmp_path, change):
         writing.add(reference)
     writing.writer.finish()
     raw = chunk_path(folder_of(writing), 1).read_bytes()
-    text = raw[8 : 8 + (1 << 20)].rstrip()
+    text = raw[8 : 8 + HEADER_BYTES].rstrip()
     assert len(parse_header(text, 21).tensors) == 3
     with pytest.raises(ChunkError):
         parse_header(change(text), 21)
@@ -487,7 +487,7 @@ import msgpack
 from rankscope.spool.cells import RecordKind
 from rankscope.spool.writer import SpoolWriter
 from tests.spool.chunked import STREAM, content, pack
-from rankscope.spool.chunks import ChunkWriter
+from rankscope.spool.chunks import HEADER_BYTES, ChunkWriter
 trace, chosen = Path(sys.argv[1]), random.Random(int(sys.argv[2]))
 spool = SpoolWriter(trace / "spool", limit_bytes=64 << 20)
 writer = ChunkWriter(trace, STREAM, limit_bytes=1 << 40, chunk_bytes=3_000_000, chunk_tensors=60)
