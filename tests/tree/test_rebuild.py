@@ -226,8 +226,20 @@ def test_a_nan_of_any_rank_is_kept_by_minimum_and_maximum() -> None:
 )
 def test_what_torch_does_not_define_is_refused_and_not_made_up(op: str, dtype: torch.dtype) -> None:
     held = {rank: torch.zeros(2, dtype=dtype) for rank in range(2)}
-    with pytest.raises(LayoutError, match=rf"Partial\({op}\) of {dtype} is not defined"):
+    with pytest.raises(LayoutError, match=rf"Partial\({op}\) of {dtype} is not defined in torch"):
         put_together(f"Partial({op})", held, (2,))
+
+
+def test_an_error_of_the_loader_stays_what_it_is() -> None:
+    class Unreadable(dict[int, torch.Tensor]):
+        def __getitem__(self, rank: int) -> torch.Tensor:
+            if rank == 2:
+                raise RuntimeError("cannot read rank 2")
+            return super().__getitem__(rank)
+
+    held = Unreadable({rank: torch.ones(2) for rank in range(3)})
+    with pytest.raises(RuntimeError, match="cannot read rank 2"):
+        put_together("Partial(sum)", held, (2,))
 
 
 def test_replicas_of_every_summand_are_compared_before_they_are_added() -> None:

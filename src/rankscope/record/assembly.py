@@ -252,6 +252,9 @@ def _plan_of_one_mesh(held: Mapping[int, Piece]) -> AssemblyPlan | Refusal:
     if any((p.layout, p.global_shape) != (first.layout, first.global_shape) for p in held.values()):
         text = f"{ranks_words(held)} record different layouts or global shapes for one value"
         return Refusal.about(held, Obstacle.DISAGREEMENT, text)
+    if first.layout.mesh is not None and first.global_shape is None:
+        text = f"the global shape of what {ranks_words(held)} hold was not recorded"
+        return Refusal.about(held, Obstacle.UNKNOWN_LAYOUT, text)
     return plan_assembly(
         first.global_shape or (),
         first.layout,

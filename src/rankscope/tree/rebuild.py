@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -86,7 +86,7 @@ def assemble(plan: AssemblyPlan, load: Load) -> Assembled:
         LayoutError: pieces of other shapes or dtypes than planned, or a reduction that torch does
             not define for their dtype.
     """
-    pieces = _Pieces(plan, load)
+    pieces = _Pieces(load)
     if not plan.boxes:
         like = load(plan.ranks[0]).detach()
         return Assembled(tensor=like.new_empty(plan.global_shape), mismatches=())
@@ -107,11 +107,11 @@ def assemble(plan: AssemblyPlan, load: Load) -> Assembled:
 class _Pieces:
     """Reads, compares and reduces, one box at a time."""
 
-    def __init__(self, plan: AssemblyPlan, load: Load) -> None:
-        self._plan = plan
+    def __init__(self, load: Load) -> None:
         self._load = load
         self._first_rank: int | None = None
         self._dtype = torch.float32
+        self._defined: set[str] = set()
         self.mismatches: list[Mismatch] = []
 
     def value(self, box: Box) -> torch.Tensor:
@@ -119,12 +119,7 @@ class _Pieces:
         summands = map(functools.partial(self._agreed, box), box.summands)
         if not box.reductions:
             return next(summands)
-        try:
-            total = _reduced(box.reductions, map(_widened, summands))
-            return total.to(self._dtype)
-        except RuntimeError as error:  # NotImplementedError included
-            names = ", ".join(sorted({f"Partial({r.op})" for r in box.reductions}))
-            raise LayoutError(f"{names} of {self._dtype} is not defined: {error}") from error
+        return _reduced(box.reductions, map(_widened, summands)).to(self._dtype)
 
     def _agreed(self, box: Box, ranks: Sequence[int]) -> torch.Tensor:
         """Return the value of ranks that should all hold the same."""
@@ -169,7 +164,22 @@ class _Pieces:
                 f"rank {self._first_rank} has {self._dtype}, rank {rank} {piece.dtype}: one tensor "
                 "has one dtype"
             )
+        for reduction in box.reductions:
+            if reduction.op not in self._defined:
+                _must_be_defined(reduction, piece.dtype)
+                self._defined.add(reduction.op)
         return piece
+
+
+def _must_be_defined(reduction: Reduction, dtype: torch.dtype) -> None:
+    """Try a reduction on single elements: torch knows what it defines."""
+    one = _widened(torch.ones(1, dtype=dtype, device="cpu"))
+    try:
+        _reduced([replace(reduction, size=2)], iter([one, one]))
+    except RuntimeError as error:  # NotImplementedError included
+        raise LayoutError(
+            f"Partial({reduction.op}) of {dtype} is not defined in torch: {error}"
+        ) from error
 
 
 def _reduced(reductions: Sequence[Reduction], summands: Iterator[torch.Tensor]) -> torch.Tensor:
