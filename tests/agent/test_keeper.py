@@ -290,6 +290,15 @@ def test_what_cannot_be_stored_is_left_out_with_its_reason_and_counted(tmp_path)
         assert word in said
 
 
+def test_reasons_are_bounded_however_many_kinds_of_tensors_there_are(tmp_path):
+    rank = Rank(tmp_path)
+    for number in range(200):
+        described = rank.describer.describe_other(f"odd thing {number}")
+        assert rank.keeper.keep(torch.ones(2), described) == 0
+    assert len(rank.told) == len(rank.keeper.notes()) <= 51
+    assert sum(int(line.split()[0]) for line in rank.keeper.notes()) == 200
+
+
 @pytest.mark.parametrize("as_if_on_device", [False, True], ids=["host", "device"])
 def test_a_used_up_budget_is_said_once_and_what_fits_is_still_kept(tmp_path, as_if_on_device):
     rank = Rank(tmp_path, budget=HEADER_BYTES + 8 + 10_000)

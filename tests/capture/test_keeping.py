@@ -195,6 +195,13 @@ def test_what_does_not_fit_beside_what_is_on_its_way_is_not_staged():
     assert staging.stage(torch.ones(100)) is not None
 
 
+def test_without_memory_for_the_ring_nothing_is_staged_and_nothing_raised():
+    staging = DeviceStaging(CPU, 1 << 60)
+    assert staging.stage(torch.ones(3)) is None
+    assert staging.stage(torch.ones(3)) is None
+    assert staging.held_bytes == 0 and list(staging.arrived(wait=True)) == []
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_a_ring_never_gives_one_place_to_two(seed):
     chosen = random.Random(seed)

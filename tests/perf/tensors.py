@@ -126,8 +126,9 @@ def main() -> None:
     for name, found in rates.items():
         best, median = max(found), statistics.median(found)
         print(
-            f"{name:16} {best:7.0f} MB/s best, {median:7.0f} median, {best / saved:5.2f}x save_file,"
-            f" {max(cpu[name]):7.0f} MB per second of CPU"
+            f"{name:16} {best:7.0f} MB/s best, {median:7.0f} median, "
+            f"{best / saved:5.2f}x save_file, "
+            f"{max(cpu[name]):7.0f} MB per second of CPU"
         )
     best = max(rates["keeper"])
     print(f"keeper against the bar of {BAR_MB_S} MB/s: {best / BAR_MB_S:.2f}x")

@@ -84,7 +84,7 @@ def test_an_unfinished_chunk_is_reported_and_read_from_the_records(job):
     assert "333 bytes behind them never became a whole tensor" in problem
     without = TensorFiles(trace)
     assert without.find(12, 0, 8).is_intact  # in a chunk that was finished
-    with pytest.raises(TraceError, match=r"unfinished by its rank.*rankscope recover"):
+    with pytest.raises(TraceError, match=r"is unfinished.*rankscope recover"):
         without.find(12, 0, 9)
 
 

@@ -30,6 +30,7 @@ __all__ = ["Keeper", "free_disk_share"]
 _MOST_STORED: Final = 1 << 16
 """Stored tensors remembered, so that equal ones are found; the oldest are forgotten first."""
 _MOST_NAMES: Final = 1 << 16
+_MOST_REASONS: Final = 50
 _SHARE: Final = 0.5
 _CLOSED: Final = "the trace is closed"
 _xxh3: Final[Any] = xxhash.xxh3_64_intdigest
@@ -218,7 +219,7 @@ class Keeper:
             ticket = staging.stage(tensor)
         if ticket is None:
             return self._miss(
-                "too much was on its way from the accelerator (--rs-tensor-memory)", tensor
+                "no room on the way from the accelerator (--rs-tensor-memory)", tensor
             )
         reference = self._next_reference
         self._next_reference += 1
@@ -243,6 +244,9 @@ class Keeper:
 
     def _count(self, reason: str, size: int) -> None:
         missed = self._missed.get(reason)
+        if missed is None and len(self._missed) >= _MOST_REASONS:
+            reason = "(further reasons)"
+            missed = self._missed.get(reason)
         if missed is None:
             missed = self._missed[reason] = [0, 0]
             self._tell(f"tensors are not kept: {reason}")

@@ -71,7 +71,8 @@ class DeviceStaging:
 
         Returns:
             The ticket under which `arrived` gives its bytes; None where it does not fit beside what
-            is on its way, or a CUDA graph is captured, of which the copy would become part.
+            is on its way, where there is no memory for the copy, or while a CUDA graph is captured,
+            of which the copy would become part.
         """
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return None
@@ -79,13 +80,18 @@ class DeviceStaging:
         place = self._place_for(max(_ALIGNMENT, -(-nbytes // _ALIGNMENT) * _ALIGNMENT))
         if place is None:
             return None
-        with invisible_operations():
-            ring = self._ring if self._ring is not None else self._make_ring()
-            source = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-            if nbytes:
-                # a copy also resolves conjugate and negative bits
-                source.view(local.dtype).view(local.shape).copy_(local.detach())
-            is_done, wait = self._send(source, ring[place[0] : place[0] + nbytes])
+        try:
+            with invisible_operations():
+                ring = self._ring if self._ring is not None else self._make_ring()
+                source = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+                if nbytes:
+                    # a copy also resolves conjugate and negative bits
+                    source.view(local.dtype).view(local.shape).copy_(local.detach())
+                is_done, wait = self._send(source, ring[place[0] : place[0] + nbytes])
+        except RuntimeError:  # out of memory there or here: the program needs it more than we do
+            if self._ring is None:
+                self._limit_bytes = 0  # and none to pin: do not try again
+            return None
         self._next_ticket += 1
         self._flights.append(_Flight(self._next_ticket, *place, nbytes, source, is_done, wait))
         self._head = place[1]

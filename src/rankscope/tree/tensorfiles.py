@@ -181,7 +181,10 @@ class TensorFiles:
         tensors, definitions = self._records.get(stream, (None, {}))
         recorded = [] if tensors is None else recorded_tensors(tensors, definitions, number)
         held = {t.reference: t for t in recorded if t.end <= len(data)}
-        note = f"{path}: was left unfinished by its rank; {len(held)} tensors are readable"
+        note = (
+            f"{path}: is unfinished, its rank was killed or still writes it; {len(held)} "
+            f"tensors are readable"
+        )
         behind = len(data) - max((t.end for t in held.values()), default=0)
         if behind:
             note += f", {behind} bytes behind them never became a whole tensor"
