@@ -135,7 +135,7 @@ def test_sizes_that_contradict_the_declaration_are_refused(
 
 def test_the_shape_of_an_empty_piece_counts_only_where_there_is_no_other() -> None:
     mesh = Mesh(axes=("a", "b"), shape=(2, 2), ranks=(0, 1, 2, 3))
-    shapes = {0: (2, 3), 1: (2, 1), 2: (0, 3), 3: (0, 0)}
+    shapes = {0: (2, 3), 1: (2, 1), 2: (0, 0), 3: (0, 7)}
     (plan,) = plan_assemblies(declared_pieces(mesh, along(a="Shard(0)", b="Shard(1)"), shapes))
     assert isinstance(plan, AssemblyPlan), plan
     assert plan.global_shape == (2, 4)

@@ -124,7 +124,7 @@ def test_a_majority_is_believed_and_otherwise_the_lowest_rank_and_it_is_said() -
     assert str(by_majority.mismatches[0]) == (
         "replicas of [0:3] differ: ranks 0 | 1,2; used 1,2, the majority"
     )
-    for pieces in ([a, b], [a, b, c], [a, b, b, a]):
+    for pieces in ([a, b], [a, b, c], [a, b, b, a], [a, b, b, c]):
         tied = put_together("Replicate()", dict(enumerate(pieces)), (3,))
         assert tied.tensor.equal(a)
         assert not tied.mismatches[0].is_majority
