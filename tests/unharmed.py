@@ -1,4 +1,4 @@
-"""The first promise in one call: a program run plain and run traced gives the same numbers, bitwise.
+"""The first promise in one call: a program plain and the same traced give equal numbers, bitwise.
 
     def program():
         model = Net()

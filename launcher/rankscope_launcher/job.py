@@ -2,30 +2,33 @@
 
 job = TracedJob.prepare(settings, shape)    # folders, disk, run.json: every refusal is here
 job.start()                                 # relay and collector
-with job:
+try:
     ...                                     # the job, however it ends
-                                            # then: marker, wait for the tree, the last line
+finally:
+    job.close()                             # marker, wait for the tree, the last line
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-import subprocess
+import signal
+import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from types import FrameType
 
 from rankscope.agent.settings import SETTINGS, Settings
 from rankscope.capture.kernel import build as build_kernel
 from rankscope.errors import FolderError, RankscopeError, SettingError
 from rankscope.gather.address import check_address
+from rankscope.gather.outcome import Outcome
 from rankscope.spool.companions import (
     collector_command,
-    companion_environment,
     ipc_address,
     relay_command,
 )
@@ -48,20 +51,23 @@ from rankscope.spool.folder import (
 )
 from rankscope.spool.outfolder import (
     COLLECTOR_LOG_NAME,
+    announced,
     claim_out,
     default_out,
     prepare_out,
 )
+from rankscope.tree.names import TRACE_NAME
+from rankscope.tree.reader import open_trace
+from rankscope_launcher.companions import Companion, Keeper, wait_for_end
 from rankscope_launcher.progress import Progress, say
 
 __all__ = ["JobShape", "TracedJob"]
 
-TREE_NAME = "trace.json"
-_BUSY = 2
-"""Exit code of a collector that could not start, because another one owns the folder."""
 _POLL_S = 0.05
 _COMPANION_END_S = 5.0
 """How long the relay and the collector may take to leave once the tree is there."""
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+"""End the waiting for the tree; the job has ended by then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,8 +105,9 @@ class TracedJob:
         self._out = out
         self._run_folder = run_folder
         self._address = address
-        self._relay: subprocess.Popen[bytes] | None = None
-        self._collector: subprocess.Popen[bytes] | None = None
+        self._relay: Companion | None = None
+        self._collector: Companion | None = None
+        self._keeper: Keeper | None = None
         self._is_over = False
 
     @classmethod
@@ -155,6 +162,8 @@ class TracedJob:
         variables = {s.variable: given[s.field] for s in SETTINGS if s.field in given}
         if self._settings.spool is not None:
             variables["RANKSCOPE_SPOOL"] = str(self._settings.spool)
+        if self._settings.steps.file is not None:  # its path made whole here, not in the script
+            variables["RANKSCOPE_STEPS"] = self._settings.steps.text
         if not self._is_collected_elsewhere:
             variables["RANKSCOPE_OUT"] = str(self._out)
         return {
@@ -172,50 +181,78 @@ class TracedJob:
     def start(self) -> None:
         """Start the relay, and on the head host the collector, unless one was named by address."""
         folder = self._run_folder
-        self._relay = _start(relay_command(folder), folder / RELAY_LOG_NAME, folder)
-        if not self._shape.is_head or self._is_collected_elsewhere:
-            return
-        if self._address == SHARED and is_held(self._out / COLLECTOR_LOCK_NAME):
-            return  # one that was started by hand: it finishes the run
-        command = collector_command(
-            self._out,
-            bind=() if self._address == SHARED else (self._address,),
-            world_size=self._shape.world_size,
-            traced_ranks=self._settings.traced_of(self._shape.world_size),
-            keep_spool=self._settings.keep_spool,
-            drain_seconds=self._settings.drain_seconds,
-            finish_seconds=self._settings.finish_seconds,
-        )
-        self._collector = _start(command, self._out / COLLECTOR_LOG_NAME, folder)
-
-    def finish(self) -> None:
-        """Say the job is over, wait for the tree as long as settings allow, print where it is."""
-        if self._is_over or self._relay is None:
-            return
-        self._is_over = True
-        self._life.release()
-        if self._run_folder.is_dir():  # else everything in it was shipped, and the relay has left
-            mark_job_over(self._run_folder)
-        if self._nothing_came():
-            self._stop()
-            say(
-                "nothing was traced: no rank called a torch module, or rankscope is not installed "
-                "in the ranks' Python"
+        self._relay = Companion(relay_command(folder), folder / RELAY_LOG_NAME, folder)
+        if self._must_collect():
+            command = collector_command(
+                self._out,
+                bind=() if self._address == SHARED else (self._address,),
+                world_size=self._shape.world_size,
+                traced_ranks=self._settings.traced_of(self._shape.world_size),
+                keep_spool=self._settings.keep_spool,
+                drain_seconds=self._settings.drain_seconds,
+                finish_seconds=self._settings.finish_seconds,
             )
-            return
-        if self._address == SHARED and self._collector and self._collector.poll() == _BUSY:
-            self._collector = None  # two hosts of the run on one machine: the other one collects
+            self._collector = Companion(command, self._out / COLLECTOR_LOG_NAME, folder)
+        self._keeper = Keeper(self._companions)
+
+    def finish(self) -> str:
+        """Tell the companions that the job is over, wait for the tree as long as settings allow;
+        return the line that says where it is, "" the second time.
+        """
+        if self._is_over or self._relay is None:
+            return ""
+        self._is_over = True
+        if self._keeper is not None:
+            self._keeper.stop()
+        with _signals_noted() as is_hurried:
+            self._life.release()
+            if self._run_folder.is_dir():  # else everything in it was shipped, the relay has left
+                mark_job_over(self._run_folder)
+            if self._nothing_came():
+                self._stop()
+                return (
+                    "nothing was traced: no rank called a torch module, or rankscope is not "
+                    "installed in the ranks' Python"
+                )
+            if self._address == SHARED and self._was_refused(self._collector):
+                self._collector = None  # two hosts of the run on one machine: the other one's does
+            self._wait(is_hurried)
+            line = self._last_line()
+            if self._has_tree() or not self._relay.is_at_work():
+                self._tidy()
+            return line
+
+    @property
+    def _companions(self) -> list[Companion]:
+        return [one for one in (self._relay, self._collector) if one is not None]
+
+    def _must_collect(self) -> bool:
+        if not self._shape.is_head or self._is_collected_elsewhere:
+            return False
+        # held: a collector that was started by hand finishes the run
+        return self._address != SHARED or not is_held(self._out / COLLECTOR_LOCK_NAME)
+
+    @staticmethod
+    def _was_refused(collector: Companion | None) -> bool:
+        return collector is not None and collector.outcome() == Outcome.REFUSED
+
+    def _has_tree(self) -> bool:
+        return not self._is_collected_elsewhere and (self._out / TRACE_NAME).exists()
+
+    def _wait(self, is_hurried: Callable[[], bool]) -> None:
+        """Wait for the tree, or for the records to have left where it is built elsewhere."""
         waiting_for = self._collector or self._relay
-        tree = self._out / TREE_NAME
+        deadline = time.monotonic() + self._settings.finish_seconds
         with Progress("finishing the trace") as progress:
-            deadline = time.monotonic() + self._settings.finish_seconds
-            while waiting_for.poll() is None and time.monotonic() < deadline:
-                if self._collector is not None and tree.exists():
-                    break
+            while waiting_for is not None and waiting_for.is_at_work():
+                if time.monotonic() >= deadline or is_hurried():
+                    return
+                if self._collector is not None and self._has_tree():
+                    return
+                for companion in self._companions:
+                    companion.tend()
                 progress.tick()
                 time.sleep(_POLL_S)
-        say(self._last_line(tree))
-        self._tidy()
 
     def _nothing_came(self) -> bool:
         """True where no rank of the whole run ever opened a spool."""
@@ -225,66 +262,79 @@ class TracedJob:
         return not any(path.name.startswith("rank") for f in folders for path in f.iterdir())
 
     def _stop(self) -> None:
-        for companion in (self._relay, self._collector):
-            if companion is not None:
-                companion.terminate()
+        for companion in self._companions:
+            companion.stop()
         self._tidy()
+        if self._must_collect():  # an empty folder is left, which the next run may use
+            shutil.rmtree(self._out / "spool", ignore_errors=True)
+            (self._out / COLLECTOR_LOCK_NAME).unlink(missing_ok=True)
 
-    def _last_line(self, tree: Path) -> str:
+    def _last_line(self) -> str:
         if self._is_collected_elsewhere:
-            if self._relay is not None and self._relay.poll() == 0:
-                return f"records went to the collector at {self._address}, which writes the tree"
-            return (
-                f"the collector at {self._address} has not finished the trace; what it has not "
-                f"taken by then stays in {self._run_folder}"
-            )
-        if tree.exists():
-            return f"trace in {self._out}; read it: rankscope show {_shown(self._out)}"
+            return self._sent_line()
+        shown = _shown(self._out)
+        if self._has_tree():
+            return announced(self._out, shown, is_complete=self._is_complete())
         if self._collector is None:
             return f"the records of this host are in {self._out}; its collector builds the tree"
-        recover = (
-            f"rankscope recover {_shown(self._run_folder)} --out {_shown(self._out)}-recovered"
-        )
-        code = self._collector.poll()
+        code = self._collector.outcome()
         if code is None:
             return (
-                f"no tree in {self._out} after {self._settings.finish_seconds:g} s, the collector "
-                f"is still at it; wait, or: {recover}"
+                f"the trace follows in {self._out}; read it then: rankscope show {shown} "
+                f"(not waited for any longer; should it not come: {self._recover()})"
+            )
+        why = f"the collector ended with code {code}, see {self._out / COLLECTOR_LOG_NAME}"
+        if code == Outcome.NO_ROOM:
+            why = "its disk is full, or cannot be written; make room first"
+        return f"no tree in {self._out}: {why}; build it from the records: {self._recover()}"
+
+    def _sent_line(self) -> str:
+        code = self._relay.outcome() if self._relay is not None else None
+        if code == Outcome.DONE:
+            return f"records went to the collector at {self._address}, which writes the tree"
+        if code == Outcome.REJECTED:
+            return (
+                f"the collector at {self._address} gathers another run and took nothing of this "
+                f"one; build its tree from the records here: {self._recover()}"
             )
         return (
-            f"no tree in {self._out}: the collector ended with code {code} "
-            f"(see {self._out / COLLECTOR_LOG_NAME}); build it from the spools: {recover}"
+            f"the collector at {self._address} has not finished the trace; what it will not have "
+            f"taken stays here: {self._recover()}"
         )
+
+    def _recover(self) -> str:
+        """Return the command that makes a tree of what this host holds."""
+        places = [_shown(self._run_folder)] if self._run_folder.is_dir() else []
+        if (self._out / "spool").is_dir():
+            places.append(_shown(self._out))
+        return f"rankscope recover {' '.join(places)} --out {_shown(self._out)}-recovered"
+
+    def _is_complete(self) -> bool:
+        try:
+            return open_trace(self._out).is_complete
+        except RankscopeError:
+            return False
 
     def _tidy(self) -> None:
         """Remove this host's run folder once nobody writes there and every record has gone."""
-        deadline = time.monotonic() + _COMPANION_END_S
-        for companion in (self._relay, self._collector):
-            while companion is not None and companion.poll() is None:
-                if time.monotonic() > deadline:
-                    return
-                time.sleep(_POLL_S)
+        if not wait_for_end(self._companions, _COMPANION_END_S):
+            return
         if self._run_folder.is_dir() and not streams(self._run_folder):
             shutil.rmtree(self._run_folder, ignore_errors=True)
             remove_run_folder(self._run_folder)
 
-    def close(self) -> None:
-        """Finish; what goes wrong on the way is said, never raised: the job's end stays its own."""
+    def close(self, speak: Callable[[str], object] = say) -> None:
+        """Finish; what goes wrong on the way is said, never raised: the job's end stays its own.
+
+        Args:
+            speak: takes the last line, now or later.
+        """
         try:
-            self.finish()
+            line = self.finish()
         except (RankscopeError, OSError) as problem:
-            say(f"the trace in {self._out} was not finished: {problem}")
-
-    def __enter__(self) -> TracedJob:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
+            line = f"the trace in {self._out} was not finished: {problem}"
+        if line:
+            speak(line)
 
 
 def new_run_id() -> str:
@@ -292,22 +342,23 @@ def new_run_id() -> str:
     return uuid.uuid4().hex
 
 
-def _start(command: list[str], log: Path, folder: Path) -> subprocess.Popen[bytes]:
-    """Start a companion in its own session, so that Ctrl-C in the terminal ends the job alone."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-    descriptor = os.open(log, flags, 0o600)
+@contextmanager
+def _signals_noted() -> Iterator[Callable[[], bool]]:
+    """Note signals instead of obeying them: the job has ended, and its exit code stays its own."""
+    noted: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        noted.append(number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    before = {number: signal.signal(number, note) for number in _SIGNALS}
     try:
-        return subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=descriptor,
-            stderr=descriptor,
-            env=companion_environment(),
-            cwd=folder,  # `-m` puts it on the module path: a folder that only this user writes
-            start_new_session=True,
-        )
+        yield lambda: bool(noted)
     finally:
-        os.close(descriptor)
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
 
 
 def _shown(path: Path) -> str:

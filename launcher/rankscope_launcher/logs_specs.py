@@ -13,7 +13,8 @@ from collections.abc import Mapping
 
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, LogsDest
 
-from rankscope.agent.settings import settings_from
+from rankscope.agent.settings import is_enabled, settings_from
+from rankscope.agent.wording import as_variables, misspelt_variables
 from rankscope.errors import RankscopeError
 from rankscope_launcher.job import JobShape, TracedJob, new_run_id
 from rankscope_launcher.progress import say
@@ -36,13 +37,16 @@ class RankscopeLogsSpecs(DefaultLogsSpecs):
 
 def _trace(worker: Mapping[str, str]) -> None:
     """Start tracing this host's ranks; what is wrong is said once, and they train untraced."""
+    misspelt = misspelt_variables()
+    if misspelt and not is_enabled():  # else this process said it when it imported torch
+        say(misspelt)
     try:
         settings = settings_from()
         job = TracedJob.prepare(settings, _shape(worker))
         job.start()
     except (RankscopeError, OSError, ValueError) as error:
         os.environ["RANKSCOPE"] = "0"  # nor shall the ranks try on their own
-        say(f"not tracing: {error}")
+        say(as_variables(f"not tracing: {error}"))
         return
     os.environ.update(job.environment({}))
     atexit.register(job.close)

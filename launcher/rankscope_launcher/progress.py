@@ -14,8 +14,12 @@ _SHOW_AFTER_S = 1.0
 
 def say(line: str) -> None:
     """Print one line on stderr; a stderr that is gone is no reason to fail."""
-    with contextlib.suppress(OSError, ValueError):
-        sys.stderr.write(f"rankscope: {line}\n")
+    _write(f"rankscope: {line}\n")
+
+
+def _write(text: str) -> None:
+    with contextlib.suppress(OSError, ValueError):  # of a terminal that was closed
+        sys.stderr.write(text)
         sys.stderr.flush()
 
 
@@ -33,8 +37,7 @@ class Progress:
         seconds = time.monotonic() - self._begin
         if self._is_terminal and seconds >= _SHOW_AFTER_S and int(seconds) != self._shown:
             self._shown = int(seconds)
-            sys.stderr.write(f"\rrankscope: {self._what} … {self._shown} s")
-            sys.stderr.flush()
+            _write(f"\rrankscope: {self._what} … {self._shown} s")
 
     def __enter__(self) -> Progress:
         return self
@@ -46,5 +49,4 @@ class Progress:
         trace: TracebackType | None,
     ) -> None:
         if self._shown >= 0:
-            sys.stderr.write("\r\x1b[K")
-            sys.stderr.flush()
+            _write("\r\x1b[K")

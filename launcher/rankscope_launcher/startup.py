@@ -16,6 +16,8 @@ from types import ModuleType
 
 __all__ = ["install"]
 
+_SAID_VARIABLE = "RANKSCOPE_SAID"
+
 
 class _AfterTorch(MetaPathFinder):
     """Finds `torch` by the other finders, with a loader that arms rankscope afterwards."""
@@ -74,8 +76,12 @@ def _arm() -> None:
 
         arm()
     except Exception as error:  # noqa: BLE001  # torch was imported to train, which goes on untraced
+        text = f"{type(error).__name__}: {error}"
+        if os.environ.get(_SAID_VARIABLE) == text:
+            return  # the process that started this one has said it
+        os.environ[_SAID_VARIABLE] = text
         print(
-            f"rankscope: process {os.getpid()} goes on untraced: {type(error).__name__}: {error}. "
+            f"rankscope: process {os.getpid()} goes on untraced: {text}. "
             "Check that rankscope and torch are in the same environment, or unset RANKSCOPE.",
             file=sys.stderr,
         )

@@ -8,6 +8,7 @@ when something is wrong with the trace: somebody is there to read why.
 from __future__ import annotations
 
 import argparse
+import atexit
 import difflib
 import hashlib
 import os
@@ -18,8 +19,10 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from rankscope.agent.settings import SETTINGS, settings_from
+from rankscope.agent.wording import misspelt_variables
 from rankscope.errors import RankscopeError, SettingError
 from rankscope_launcher.job import JobShape, TracedJob, new_run_id
+from rankscope_launcher.progress import say
 
 __all__ = ["main"]
 
@@ -45,13 +48,18 @@ def main(arguments: Sequence[str]) -> None:
         _refuse(error)  # the last two are torchrun's own, on --nnodes and --nproc-per-node
     except OSError as error:
         _refuse(SettingError(f"the trace cannot be prepared: {error}"))
+    misspelt = misspelt_variables()
+    if misspelt:
+        say(misspelt)
 
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.errors import record
 
     os.environ.update(job.environment(line.settings))
-    with job:
+    try:
         record(torchrun.run)(parsed)
+    finally:  # the line is for the end of the log: behind the traceback of a job that failed
+        job.close(speak=lambda line: atexit.register(say, line))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,6 +20,7 @@ from rankscope.agent.joining import define_rank, who_am_i
 from rankscope.agent.recorder import Recorder
 from rankscope.agent.session import Opened, Session
 from rankscope.agent.settings import Settings, settings_from
+from rankscope.agent.wording import as_keywords
 from rankscope.capture.kernel import build as build_kernel
 from rankscope.errors import RankscopeError
 from rankscope.record.run import EndReason
@@ -69,7 +70,7 @@ def _start(model: nn.Module | None, given: Mapping[str, object]) -> _Block | Non
     try:
         return _Block(model, settings_from({k: v for k, v in given.items() if v is not None}))
     except RankscopeError as error:
-        say(f"not tracing: {error}")
+        say(as_keywords(f"not tracing: {error}"))
         return None
 
 
@@ -90,6 +91,8 @@ class _Block:
         replicas = self.out / "spool"
         replicas.mkdir(mode=0o700)
         self._replica = replicas / f"{self._stream.name}.cells"
+        self._taken = 0
+        """Bytes of it that are whole segments."""
         self._writer = writer = SpoolWriter(
             stream_folder(self._run_folder, self._stream),
             limit_bytes=settings.spool_bytes,
@@ -104,8 +107,12 @@ class _Block:
 
     def _take_segment(self, path: Path, offset: int) -> None:
         """Move a full segment behind the records already in the trace folder."""
+        if offset != self._taken:
+            return  # the one before it waits for room: the writer asks again
         with self._replica.open("ab") as replica, path.open("rb") as segment:
+            replica.truncate(offset)  # of a try before this one, which a full disk cut short
             shutil.copyfileobj(segment, replica, 1 << 20)
+        self._taken = self._replica.stat().st_size
         path.unlink()
 
     def finish(self) -> None:
@@ -131,14 +138,13 @@ class _Block:
 
     def _take_rest(self) -> None:
         """Append what the last segments hold, and mark the stream as ended."""
-        with StreamReader(stream_folder(self._run_folder, self._stream)) as reader:
-            offset = self._replica.stat().st_size if self._replica.exists() else 0
-            with self._replica.open("ab") as replica:
-                for chunk in reader.chunks(offset):
-                    replica.write(chunk)
+        folder = stream_folder(self._run_folder, self._stream)
+        with StreamReader(folder) as reader, self._replica.open("ab") as replica:
+            replica.truncate(self._taken)
+            for chunk in reader.chunks(self._taken):
+                replica.write(chunk)
         marker = {
             "committed": self._replica.stat().st_size,
             "end": EndReason.CLOSED.value,
-            "dropped": self._writer.dropped_records,
         }
         write_by_rename(self._replica.with_suffix(".json"), json.dumps(marker))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rankscope.agent.settings import SETTINGS, StepSelection, matches, parse_size, settings_from
+from rankscope.agent.settings import SETTINGS, matches, parse_size, settings_from
+from rankscope.agent.steps import StepSelection
 from rankscope.errors import SettingError
 
 

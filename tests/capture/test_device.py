@@ -10,8 +10,9 @@ import torch
 
 from rankscope.capture.describe import Describer
 from rankscope.capture.device import DeviceDigester, mix64
-from rankscope.capture.digest import Digester, Reading
+from rankscope.capture.digest import Digester
 from rankscope.capture.elements import storage_of
+from rankscope.capture.reading import Reading
 
 CPU = torch.device("cpu")
 DTYPES = [

@@ -12,7 +12,8 @@ import pytest
 import torch
 import xxhash
 
-from rankscope.capture.digest import Digester, Reading
+from rankscope.capture.digest import Digester
+from rankscope.capture.reading import Reading
 from rankscope.record.factors import factors
 from rankscope.record.placement import Ranges
 

@@ -19,9 +19,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from rankscope.capture.describe import Describer
 from rankscope.capture.device import DeviceDigester
-from rankscope.capture.digest import Digester, Reading
+from rankscope.capture.digest import Digester
 from rankscope.capture.invisible import invisible
 from rankscope.capture.pytree import walk
+from rankscope.capture.reading import Reading
 
 CPU = torch.device("cpu")
 

@@ -26,6 +26,10 @@ NAMES = [
     "torch._C._distributed_c10d._get_work_registry_size",
     "torch.distributed.distributed_c10d._get_default_store",
     "torch.utils._pytree.SUPPORTED_NODES",
+    "torch.utils.checkpoint._StopRecomputationError",
+    "torch.fx._symbolic_trace._is_fx_tracing_flag",
+    "torch._dynamo.utils.counters",
+    "torch._C._is_tracing",
     "torch.float8_e8m0fnu",
     "torch.float4_e2m1fn_x2",
 ]

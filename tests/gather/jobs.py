@@ -27,7 +27,7 @@ from rankscope.spool.folder import (
 )
 
 RANK = """
-import sys, time
+import os, sys, time
 from pathlib import Path
 import msgpack
 from rankscope.record.run import EndReason
@@ -36,6 +36,7 @@ from rankscope.spool.writer import SpoolWriter
 from tests.spool.streams import enter, rank_definition, samples, step, value
 folder, rank, count, pause, limit = Path(sys.argv[1]), *map(int, sys.argv[2:6])
 writer = SpoolWriter(folder, limit_bytes=limit)
+confirmed = os.open(f"{folder.parent.parent}/{folder.name}.confirmed", os.O_RDWR | os.O_CREAT)
 writer.define(rank_definition(rank))
 number = 0
 for batch in range(count):
@@ -47,6 +48,7 @@ for batch in range(count):
         if number % 7 == 0:
             writer.write(RecordKind.SAMPLES, samples(number, number % 9))
     writer.write(RecordKind.STEP, step(batch, StepEvent.END))
+    os.pwrite(confirmed, number.to_bytes(8, "little"), 0)
     time.sleep(pause / 1000)
 if len(sys.argv) > 6:
     print("written", flush=True)
@@ -58,13 +60,21 @@ writer.close(EndReason.EXIT)
 class Host:
     """One host of a job: its run folder, and the processes on it."""
 
-    def __init__(self, base: Path, out: Path, *, address: str = "", world_size: int = 2) -> None:
+    def __init__(
+        self,
+        base: Path,
+        out: Path,
+        *,
+        address: str = "",
+        world_size: int = 2,
+        run_id: str = "test",
+    ) -> None:
         self.out = out
-        self.folder = host_run_folder(spool_base(base), run_key("test"))
+        self.folder = host_run_folder(spool_base(base), run_key(run_id))
         self.world_size = world_size
         self.address = address or ipc_address(self.folder)
         self.processes: list[subprocess.Popen[str]] = []
-        header = RunHeader(run_id="test", out=out, collector=self.address, world_size=world_size)
+        header = RunHeader(run_id=run_id, out=out, collector=self.address, world_size=world_size)
         write_run_header(self.folder, header)
 
     def relay(self) -> subprocess.Popen[str]:
@@ -103,6 +113,11 @@ class Host:
         )
         self.processes.append(process)
         return process
+
+    def confirmed(self, rank: int) -> int:
+        """The number of the last record a rank knows to be committed."""
+        path = self.folder.parent / f"rank{rank:05d}.0.confirmed"
+        return int.from_bytes(path.read_bytes(), "little") if path.exists() else 0
 
     def log(self, name: str) -> str:
         path = self.folder.parent / f"{name}.log"

@@ -2,19 +2,35 @@
 
 import json
 import random
+import shutil
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
+from rankscope.gather.outcome import Outcome
 from rankscope.gather.replica import read_end, replica_path
 from rankscope.record.run import EndReason, StreamId
 from rankscope.spool.cells import RecordKind
 from rankscope.spool.folder import SHARED, mark_job_over
 from rankscope.spool.reader import valid_prefix
 from rankscope.spool.records import open_replica
-from tests.gather.jobs import wait_until
+from rankscope.tree.sources import find_streams
+from tests.gather.jobs import environment, wait_until
 from tests.spool.test_interruption import numbers_in
+
+
+def soak(seed):
+    return pytest.param(seed, marks=pytest.mark.soak)
+
+
+def verify(trace):
+    """What `rankscope verify` prints."""
+    command = [sys.executable, "-m", "rankscope", "verify", str(trace)]
+    return subprocess.run(command, env=environment(), capture_output=True, text=True).stdout
 
 
 def stream(rank, incarnation=0):
@@ -32,7 +48,7 @@ def assert_replica_is_whole(out, rank, batches, incarnation=0):
     assert found.definitions().found[0]["rank"] == rank
     end = read_end(out, stream(rank, incarnation))
     assert end is not None
-    assert (end.committed, end.end, end.dropped) == (size, EndReason.EXIT, 0)
+    assert (end.committed, end.end) == (size, EndReason.EXIT)
 
 
 def test_a_job_ends_with_its_tree_in_place_and_an_empty_spool(hosts):
@@ -59,25 +75,138 @@ def test_companions_started_after_the_ranks_ended_find_everything(hosts):
         assert_replica_is_whole(host.out, rank, 3)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_relay_and_collector_killed_at_random_lose_and_double_nothing(hosts, seed):
+@pytest.mark.parametrize("seed", [*range(3), *(soak(seed) for seed in range(3, 20))])
+def test_rank_relay_and_collector_killed_at_random_lose_and_double_nothing(hosts, seed):
     chosen = random.Random(seed)
     host = hosts()
-    companions = {"collector": host.collector(), "relay": host.relay()}
-    ranks = [host.rank(rank, batches=30, pause_ms=40) for rank in range(2)]
-    wait_until(lambda: replica_path(host.out, stream(0)).exists())
-    for _ in range(5):
-        time.sleep(chosen.uniform(0.05, 0.3))
-        name = chosen.choice(["collector", "relay"])
-        if companions[name].poll() is None and any(rank.poll() is None for rank in ranks):
+    companions = {
+        "collector": host.collector(drain_seconds=30.0),
+        "relay": host.relay(),
+    }
+    well, killed = host.rank(0, batches=30, pause_ms=40), host.rank(1, batches=900, pause_ms=3)
+    wait_until(lambda: replica_path(host.out, stream(1)).exists())
+    deaths = ["rank", *chosen.choices(["collector", "relay"], k=5)]
+    chosen.shuffle(deaths)
+    for name in deaths:
+        time.sleep(chosen.uniform(0.01, 0.3))
+        if name == "rank":
+            killed.kill()
+            killed.wait()
+        elif companions[name].poll() is None and well.poll() is None:
             companions[name].kill()
             companions[name].wait()
-            companions[name] = getattr(host, name)()
-    assert [rank.wait(30) for rank in ranks] == [0, 0]
-    assert companions["collector"].wait(30) == 0, host.log("collector")
-    assert companions["relay"].wait(30) == 0, host.log("relay")
+            companions[name] = getattr(host, name)(
+                **({"drain_seconds": 30.0} if name == "collector" else {})
+            )
+    assert well.wait(60) == 0
+    mark_job_over(host.folder)
+    assert companions["collector"].wait(60) == 0, host.log("collector")
+    assert companions["relay"].wait(60) == 0, host.log("relay")
+    assert_replica_is_whole(host.out, 0, 30)
+    path = replica_path(host.out, stream(1))
+    _, values, _ = open_replica(path).values()
+    assert values["sequence"].tolist() == [*range(1, len(values) + 1)]
+    assert len(values) >= host.confirmed(1) > 0
+    ranks = json.loads((host.out / "trace.json").read_text())["completeness"]["ranks"]
+    assert [(rank["rank"], rank["end"]) for rank in ranks] == [(0, "exit"), (1, "lost")]
+    assert all(rank["committed"] == rank["received"] for rank in ranks)
+    assert ranks[1]["received"] == path.stat().st_size
+    assert not host.folder.exists()
+
+
+def test_a_relay_of_another_run_is_turned_away_and_keeps_its_records(hosts):
+    """As where a collector was started anew on a port for which an old relay still looks."""
+    address = "tcp://127.0.0.1:47393"
+    host, old = hosts("host", address=address), hosts("old", address=address, run_id="old")
+    collector, relay = host.collector(drain_seconds=30.0), host.relay()
+    assert host.rank(0).wait(30) == 0
+    assert wait_until(lambda: read_end(host.out, stream(0)))
+    assert old.rank(1).wait(30) == 0
+    assert old.relay().wait(30) == Outcome.REJECTED
+    assert "gathers run test, and takes nothing of run old" in old.log("relay")
+    assert f"the records of this host stay in {old.folder}" in old.log("relay")
+    assert host.log("collector").count("was turned away") == 1
+    assert host.rank(1).wait(30) == 0
+    assert (collector.wait(30), relay.wait(30)) == (0, 0)
     for rank in range(2):
-        assert_replica_is_whole(host.out, rank, 30)
+        assert_replica_is_whole(host.out, rank, 3)
+    (found,) = find_streams([old.folder])
+    assert numbers_in(bytes(found.data))
+
+
+def test_in_a_shared_folder_that_an_unfinished_run_left_another_run_writes_nothing(hosts):
+    first = hosts("first", address=SHARED)
+    relay = first.relay()
+    assert first.rank(0).wait(30) == 0
+    assert wait_until(lambda: read_end(first.out, stream(0)))
+    before = replica_path(first.out, stream(0)).read_bytes()
+    second = hosts("second", address=SHARED, run_id="second")
+    assert second.rank(0, batches=5).wait(30) == 0
+    assert second.relay().wait(30) == Outcome.REJECTED
+    assert replica_path(first.out, stream(0)).read_bytes() == before
+    assert second.folder.exists()
+    relay.kill()
+
+
+def test_a_relay_that_was_killed_while_the_tree_was_built_cleans_up_all_the_same(hosts):
+    host = hosts()
+    collector, relay = host.collector(), host.relay()
+    ranks = [host.rank(rank) for rank in range(2)]
+    assert [rank.wait(30) for rank in ranks] == [0, 0]
+    relay.send_signal(signal.SIGSTOP)  # so that it sees no Done
+    no_sockets = shutil.ignore_patterns("*.sock")
+    shutil.copytree(host.folder, host.folder.with_name("copy"), ignore=no_sockets)
+    relay.send_signal(signal.SIGCONT)
+    assert (collector.wait(30), relay.wait(30)) == (0, 0)
+    host.folder.with_name("copy").rename(host.folder)
+    assert host.relay().wait(60) == 0
+    assert not host.folder.exists()
+
+
+def test_a_stream_that_was_refused_stays_in_its_spool(hosts):
+    host = hosts()
+    collector, relay = host.collector(drain_seconds=1.0), host.relay()
+    beyond = host.rank(2)  # of a world of 2
+    assert [rank.wait(30) for rank in (host.rank(0), host.rank(1), beyond)] == [0, 0, 0]
+    assert (collector.wait(30), relay.wait(30)) == (0, 0)
+    assert "rank 2 in a world of 2" in host.log("relay")
+    (found,) = [one for one in find_streams([host.folder]) if one.stream == stream(2)]
+    assert numbers_in(bytes(found.data))
+
+
+def test_steps_that_a_full_spool_dropped_are_counted_and_named(hosts):
+    host = hosts(world_size=1)
+    assert host.rank(0, batches=50, limit_bytes=512 << 10).wait(60) == 0
+    collector, relay = host.collector(), host.relay()
+    assert (collector.wait(30), relay.wait(30)) == (0, 0)
+    completeness = json.loads((host.out / "trace.json").read_text())["completeness"]
+    (rank,) = completeness["ranks"]
+    assert completeness["complete"] is False
+    assert (rank["end"], rank["committed"]) == ("exit", rank["received"])
+    assert rank["dropped"] == sum(gap["records"] for gap in rank["gaps"]) > 0
+    assert rank["gaps"][-1]["last_step"] == 49
+    said = verify(host.out)
+    assert "spool full: train steps" in said
+    assert "incomplete" in said
+
+
+@pytest.mark.soak
+def test_relay_and_collector_need_no_more_memory_for_millions_of_records(hosts):
+    host = hosts(world_size=1)
+    companions = [host.collector(), host.relay()]
+    rank = host.rank(0, batches=10_000, pause_ms=1, hangs=True)
+
+    def resident() -> list[int]:
+        return [
+            int(Path(f"/proc/{one.pid}/statm").read_text().split()[1]) * 4 for one in companions
+        ]
+
+    assert wait_until(lambda: host.confirmed(0) > 100_000, 300)
+    early = resident()
+    assert rank.stdout.readline() == "written\n"
+    late = resident()
+    assert host.confirmed(0) == 1_000_000  # calls, each with a value
+    assert all(end < begin + 4096 for begin, end in zip(early, late)), (early, late)
 
 
 def test_a_killed_rank_keeps_what_it_committed_and_is_called_lost(hosts):
@@ -214,7 +343,7 @@ def test_a_second_collector_on_a_folder_and_a_second_relay_are_refused(hosts):
     assert published["address"] == host.address
     assert published["pid"] == first.pid
     host.relay()
-    assert wait_until(lambda: "relaying to" in host.log("relay"))
+    assert wait_until(lambda: "relaying run" in host.log("relay"))
     assert host.relay().wait(20) == 2
     assert "another relay is at work there" in host.log("relay")
 

@@ -8,6 +8,7 @@ import pytest
 import zmq
 
 from rankscope.gather.protocol import (
+    PROTOCOL_VERSION,
     At,
     Ended,
     EndedSeen,
@@ -36,7 +37,9 @@ def sender(hosts):
     context = zmq.Context()
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.ROUTING_ID, b"relay-hostile")
     socket.connect(host.address)
+    socket.send_multipart(encode(Hello(PROTOCOL_VERSION, "hostile", "test")))
     yield host, socket
     socket.close()
     context.term()
@@ -45,7 +48,7 @@ def sender(hosts):
 def ask(socket, message):
     """Send one message and return the answer."""
     socket.send_multipart(encode(message))
-    assert socket.poll(5000), "the collector does not answer any more"
+    assert socket.poll(20000), "the collector does not answer any more"
     return decode(socket.recv_multipart())
 
 
@@ -56,7 +59,6 @@ def frame(offset, body):
 def test_nothing_broken_reaches_a_replica_or_stops_the_collector(sender, tmp_path):
     host, socket = sender
     whole = write_some(tmp_path / "s", 20)
-    socket.send_multipart(encode(Hello(1, "hostile")))
     socket.send_multipart(encode(frame(0, whole)))  # nobody opened it
     assert ask(socket, Open(STREAM)) == At(STREAM, 0)
     chosen = random.Random(5)
@@ -76,7 +78,7 @@ def test_nothing_broken_reaches_a_replica_or_stops_the_collector(sender, tmp_pat
     assert ask(socket, frame(0, whole)) == At(STREAM, len(whole))
     assert replica_path(host.out, STREAM).read_bytes() == whole
     names = {path.name for path in (host.out / "spool").iterdir()}
-    assert names == {"rank00000.0.cells"}
+    assert names == {"rank00000.0.cells", "run-id"}
 
 
 def test_a_rank_outside_the_world_is_refused(sender):
@@ -84,7 +86,7 @@ def test_a_rank_outside_the_world_is_refused(sender):
     answer = ask(socket, Open(StreamId(rank=2, incarnation=0)))
     assert isinstance(answer, Refused)
     assert "rank 2 in a world of 2" in answer.reason
-    assert not any((host.out / "spool").iterdir())
+    assert {path.name for path in (host.out / "spool").iterdir()} == {"run-id"}
 
 
 def test_an_end_before_what_was_received_is_refused_and_the_true_one_taken(sender, tmp_path):

@@ -20,6 +20,7 @@ from rankscope.gather.protocol import (
     Hello,
     Open,
     Refused,
+    Rejected,
     decode,
     encode,
 )
@@ -29,7 +30,7 @@ from rankscope.record.run import EndReason, StreamId
 STREAM = StreamId(rank=3, incarnation=1)
 BODY = bytes(range(64)) * 3
 MESSAGES = [
-    Hello(1, "host"),
+    Hello(2, "host", "run"),
     Open(STREAM),
     Frame(STREAM, 640, zlib.crc32(BODY), BODY),
     Ended(STREAM, 6400, EndReason.LOST),
@@ -39,6 +40,7 @@ MESSAGES = [
     EndedSeen(STREAM),
     BeatSeen(),
     Refused(STREAM, "no"),
+    Rejected("another run"),
     Done(),
 ]
 
@@ -81,7 +83,7 @@ BROKEN = {
     "a frame without a body": [pack(3, 0, 0, 0, 0)],
     "a body nobody asked for": [pack(2, 0, 0), BODY],
     "an unknown reason": [pack(4, 0, 0, 64, 17)],
-    "a long header": [pack(13, 0, 0, "x" * 2000)],
+    "a long header": [pack(15, "x" * 5000)],
     "a long text": [pack(13, 0, 0, "x" * 300)],
     "a header that claims 4 billion fields": [b"\xdd\xff\xff\xff\xff"],
     "nesting": [b"\x91" * 1000],

@@ -1,6 +1,8 @@
 """Replicas grow at exactly their own end, and never through a link."""
 
 import os
+import random
+import resource
 
 import pytest
 
@@ -8,7 +10,6 @@ from rankscope.errors import FolderError
 from rankscope.gather.replica import (
     Replicas,
     StreamEnd,
-    dropped_in,
     read_end,
     replica_path,
     replicated,
@@ -16,6 +17,7 @@ from rankscope.gather.replica import (
 )
 from rankscope.record.run import EndReason, StreamId
 from tests.spool.streams import write_some
+from tests.spool.test_reader import record_ends
 
 STREAM = StreamId(rank=3, incarnation=0)
 
@@ -35,19 +37,88 @@ def test_only_a_frame_at_the_end_is_written(tmp_path):
     assert path.stat().st_mode & 0o777 == 0o600
 
 
-def test_a_torn_replica_is_cut_to_its_valid_prefix_and_the_cut_is_reported(tmp_path):
-    whole = write_some(tmp_path / "s", 10)
+def test_a_replica_torn_at_any_byte_is_cut_to_its_valid_prefix_and_grows_on(tmp_path):
+    whole = write_some(tmp_path / "s", 3)
+    ends = record_ends(whole)
     path = replica_path(tmp_path / "out", STREAM)
-    for cut in range(len(whole) - 700, len(whole) + 1, 50):
-        path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(parents=True)
+    for cut in range(len(whole) + 1):
         path.write_bytes(whole[:cut])
         replicas = Replicas(tmp_path / "out")
         length = replicas.length(STREAM)
-        assert length <= cut
+        assert length == max(end for end in ends if end <= cut) == path.stat().st_size
         assert bool(replicas.reports) == (length != cut)
         assert replicas.append(STREAM, length, whole[length:]) == len(whole)
         replicas.close()
         assert path.read_bytes() == whole
+
+
+def test_a_bit_flipped_in_a_replica_cuts_it_there_and_it_grows_on(tmp_path):
+    whole = write_some(tmp_path / "s", 6)
+    ends = record_ends(whole)
+    path = replica_path(tmp_path / "out", STREAM)
+    path.parent.mkdir(parents=True)
+    chosen = random.Random(6)
+    for _ in range(1000):
+        at = chosen.randrange(len(whole))
+        damaged = bytearray(whole)
+        damaged[at] ^= 1 << chosen.randrange(8)
+        path.write_bytes(damaged)
+        replicas = Replicas(tmp_path / "out")
+        length = replicas.length(STREAM)
+        assert length == max(end for end in ends if end <= at)
+        assert replicas.append(STREAM, length, whole[length:]) == len(whole)
+        replicas.close()
+        assert path.read_bytes() == whole
+
+
+def test_a_folder_holds_records_of_the_run_that_claimed_it_first_also_after_a_restart(tmp_path):
+    first = Replicas(tmp_path / "out")
+    first.claim("one")
+    first.claim("one")
+    first.close()
+    again = Replicas(tmp_path / "out")
+    with pytest.raises(FolderError, match="gathers run one, and takes nothing of run two"):
+        again.claim("two")
+    again.claim("one")
+    names = [path.name for path in (tmp_path / "out/spool").iterdir()]
+    assert names == ["run-id"]
+
+
+def test_a_disk_that_refuses_is_reported_once_and_what_it_refused_is_taken_later(tmp_path):
+    replicas = Replicas(tmp_path / "out")
+    replicas.append(STREAM, 0, bytes(1024))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2048 + 17, hard))
+    try:
+        for _ in range(5):
+            assert replicas.append(STREAM, 1024, bytes(4096)) == 1024
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "File too large" in replicas.trouble
+    assert len(replicas.reports) == 1
+    assert replica_path(tmp_path / "out", STREAM).stat().st_size == 1024
+    assert replicas.append(STREAM, 1024, bytes(4096)) == 5120
+    assert replicas.trouble == ""
+    replicas.close()
+
+
+def test_with_few_descriptors_left_others_are_closed_for_a_stream(tmp_path):
+    """Otherwise a stream that found none would have been refused for good."""
+    replicas = Replicas(tmp_path / "out")
+    ranks = [StreamId(rank=rank, incarnation=0) for rank in range(64)]
+    for rank in ranks[:32]:
+        replicas.append(rank, 0, bytes(64))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(int(name) for name in os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest, hard))
+    try:
+        for rank in ranks:
+            assert replicas.append(rank, replicas.length(rank), bytes(64)) in (64, 128)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    replicas.close()
+    assert len(replicated(tmp_path / "out")) == 64
 
 
 def test_a_link_or_a_pipe_in_a_replicas_place_is_not_followed(tmp_path):
@@ -86,15 +157,14 @@ def test_more_streams_than_open_files_all_grow(tmp_path):
 
 def test_end_markers_are_read_back_and_broken_ones_are_none(tmp_path):
     Replicas(tmp_path).close()
-    end = StreamEnd(committed=640, end=EndReason.LOST, dropped=3)
+    end = StreamEnd(committed=640, end=EndReason.LOST)
     write_end(tmp_path, STREAM, end)
     assert read_end(tmp_path, STREAM) == end
     path = tmp_path / "spool" / "rank00003.0.json"
-    for text in ("", "[]", "{}", '{"committed": "x", "end": "exit", "dropped": 0}', "\xff"):
+    for text in ("", "[]", "{}", '{"committed": "x", "end": "exit"}', "\xff"):
         path.write_text(text)
         assert read_end(tmp_path, STREAM) is None
     assert read_end(tmp_path, StreamId(rank=4, incarnation=0)) is None
-    assert dropped_in(tmp_path, STREAM) == 0
 
 
 def test_other_files_in_the_folder_are_no_streams(tmp_path):

@@ -26,12 +26,16 @@ TORCHRUN = [str(BIN / "torchrun"), "--nproc-per-node", "2"]
 RUN = [str(BIN / "rankscope"), "run", "--nproc-per-node", "2"]
 LIFE = """
 import os, pathlib, sys, time, torch
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "1":
+    time.sleep(float(os.environ.get("SLOW", "0")))
 torch.nn.Linear(2, 2)(torch.ones(1, 2)).sum().backward()
 life, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
 pathlib.Path(f"{sys.argv[1]}.{life}.{rank}").touch()
 while not all(os.path.exists(f"{sys.argv[1]}.{life}.{other}") for other in "01"):
     time.sleep(0.01)
-if life == "0" and len(sys.argv) > 2:
+if len(sys.argv) > 2 and life < sys.argv[2]:
+    if "BY_EXIT" in os.environ:
+        sys.exit(3)
     raise ValueError("on purpose")
 """
 
@@ -65,27 +69,73 @@ def start(command: list[str], folder: Path, *arguments: str, **variables: str) -
 
 
 @pytest.mark.parametrize(
-    ("command", "variables"),
+    ("command", "restarts", "variables"),
     [
-        (
-            [*TORCHRUN, "--max-restarts", "1"],
-            {"RANKSCOPE": "1", "RANKSCOPE_DRAIN_SECONDS": "100"},
-        ),
-        ([*TORCHRUN, "--max-restarts", "1", "--logs-specs", "rankscope"], {}),
-        ([*RUN, "--max-restarts", "1", "--rs-drain-seconds", "0"], {}),
+        (TORCHRUN, 1, {"RANKSCOPE": "1", "RANKSCOPE_DRAIN_SECONDS": "100"}),
+        ([*TORCHRUN, "--logs-specs", "rankscope"], 1, {}),
+        ([*RUN, "--rs-drain-seconds", "0"], 2, {}),
     ],
     ids=["variable", "logs-specs", "run"],
 )
-def test_both_lives_of_ranks_that_raised_and_were_restarted_are_in_the_tree(
-    command: list[str], variables: dict[str, str], tmp_path: Path
+def test_every_life_of_ranks_that_raised_and_were_restarted_is_in_the_tree_and_listed(
+    command: list[str], restarts: int, variables: dict[str, str], tmp_path: Path
 ):
-    found = start(command, tmp_path, "raise", **variables)
+    found = start([*command, "--max-restarts", str(restarts)], tmp_path, str(restarts), **variables)
+    ends = {(rank["rank"], rank["incarnation"]): rank["end"] for rank in found["ranks"]}
+    assert set(ends) == {(rank, life) for rank in (0, 1) for life in range(restarts + 1)}
+    assert [ends[rank, restarts] for rank in (0, 1)] == ["exit", "exit"]
+    for life in range(restarts):
+        of_life = {ends[rank, life] for rank in (0, 1)}
+        assert "raised" in of_life
+        assert of_life <= {"raised", "lost"}  # the agent ends the others as soon as one failed
+    assert found["complete"] is True
+    listed = subprocess.run(
+        [str(BIN / "rankscope"), "verify", str(tmp_path / "trace")], capture_output=True, text=True
+    )
+    assert listed.returncode == 0
+    assert [line.split()[:2] for line in listed.stdout.splitlines() if line.endswith("exit")] == [
+        [str(rank), str(restarts)] for rank in (0, 1)
+    ]
+
+
+def test_lives_that_end_by_an_exit_code_are_followed_by_slow_ones_with_the_variable_alone(
+    tmp_path: Path,
+):
+    """Nobody tells a rank that its exit code is 3, nor when the agent will have started it again:
+    as long as that lives and has restarts left, the run is not over.
+    """
+    found = start(
+        [*TORCHRUN, "--max-restarts", "1"], tmp_path, "1",
+        RANKSCOPE="1", RANKSCOPE_DRAIN_SECONDS="1", SLOW="3", BY_EXIT="1",
+    )  # fmt: skip
     ends = {(rank["rank"], rank["incarnation"]): rank["end"] for rank in found["ranks"]}
     assert [ends[rank, 1] for rank in (0, 1)] == ["exit", "exit"]
-    first = {ends[rank, 0] for rank in (0, 1)}
-    assert "raised" in first
-    assert first <= {"raised", "lost"}  # the agent ends the others of a life as soon as one failed
+    assert {ends[rank, 0] for rank in (0, 1)} <= {"exit", "lost"}
     assert found["complete"] is True
+
+
+def test_ranks_that_could_be_restarted_and_end_well_have_their_tree_when_it_is_read(
+    tmp_path: Path,
+):
+    """While restarts are left no rank may wait for the tree: the agent waits for the rank."""
+    (tmp_path / "script.py").write_text(LIFE)
+    done = subprocess.run(
+        [*TORCHRUN, "--max-restarts", "2", str(tmp_path / "script.py"), str(tmp_path / "life")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "RANKSCOPE": "1", "RANKSCOPE_OUT": str(tmp_path / "trace")},
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"the trace follows in {tmp_path / 'trace'}" in done.stderr
+    shown = subprocess.run(
+        [str(BIN / "rankscope"), "verify", str(tmp_path / "trace")],
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    assert shown.returncode == 0, shown
+    assert (tmp_path / "trace/trace.json").exists()
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,9 @@ def test_the_installed_distribution_has_command_entry_point_and_start_up_file():
     names = {(e.group, e.name): e.value for e in found.entry_points}
     assert names["console_scripts", "rankscope"] == "rankscope.cli.app:main"
     assert ("torchrun.logs_specs", "rankscope") in names
-    start_up = [f for f in found.files or [] if str(f) == "rankscope.pth"]
-    assert len(start_up) == 1
-    assert Path(str(start_up[0].locate())).read_text().startswith("import os;")
+    start_up = {str(f): Path(str(f.locate())) for f in found.files or [] if "/" not in str(f)}
+    assert start_up["rankscope.pth"].read_text().startswith("import os;")
+    assert "rankscope.start" in start_up, "installed before it was there: run launcher/test"
 
 
 @pytest.mark.slow
@@ -36,7 +36,7 @@ def test_a_wheel_holds_both_packages_and_the_start_up_file_and_works_without_the
     )
     (wheel,) = tmp_path.glob("rankscope-*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
-    assert "rankscope.pth" in names
+    assert {"rankscope.pth", "rankscope.start"} <= names
     assert "rankscope_launcher/startup.py" in names
     assert "rankscope/cli/app.py" in names
     assert not [name for name in names if name.startswith(("tests", "examples", "src"))]

@@ -2,56 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import subprocess
 import sys
 import time
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.skipif(
-    not entry_points(group="torchrun.logs_specs").select(name="rankscope"),
-    reason="needs the start-up file and the entry point: an environment made by launcher/test",
-)
+from tests.launcher.ways import BIN, EXAMPLES, RANKSCOPE, TORCHRUN, installed, start, steps_of
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-BIN = Path(sys.executable).parent
-TORCHRUN = [str(BIN / "torchrun")]
-TIMES = re.compile(r"(^time|_us|_ns)$")
-STEPS = "0-1"
+pytestmark = installed
 
-
-def start(command: list[str], out: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=180,
-        cwd=EXAMPLES,
-        env={**os.environ, "RANKSCOPE_OUT": str(out), "RANKSCOPE_STEPS": STEPS, **variables},
-    )
-    assert done.returncode == 0, done.stderr
-    return done
-
-
-def steps_of(out: Path) -> Any:
-    """Return setup and steps of a finished trace, times taken out."""
-    document = json.loads((out / "trace.json").read_text())
-    assert document["completeness"]["complete"] is True
-    return _without_times([document["setup"], document["steps"]])
-
-
-def _without_times(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _without_times(v) for k, v in value.items() if not TIMES.search(k)}
-    if isinstance(value, list):
-        return [_without_times(item) for item in value]
-    return value
+ISOLATED = f"import sys; sys.path.insert(0, {str(EXAMPLES)!r}); import ddp; ddp.main()"
+"""`python -I` does not look for modules where the script is."""
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +26,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, str]:
     That it prints the same untraced is a test of every example.
     """
     out = tmp_path_factory.mktemp("run") / "trace"
-    done = start([str(BIN / "rankscope"), "run", "--nproc-per-node", "2", "ddp.py"], out)
+    done = start([RANKSCOPE, "run", "--nproc-per-node", "2", "ddp.py"], out)
     assert f"trace in {out}" in done.stderr
     return steps_of(out), done.stdout
 
@@ -70,16 +35,40 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, str]:
 @pytest.mark.parametrize(
     ("command", "variables"),
     [
-        ([*TORCHRUN, "--nproc-per-node", "2", "ddp.py"], {"RANKSCOPE": "1"}),
-        ([*TORCHRUN, "--nproc-per-node", "2", "-m", "ddp"], {"RANKSCOPE": "1"}),
-        ([*TORCHRUN, "--logs-specs", "rankscope", "--nproc-per-node", "2", "ddp.py"], {}),
-        ([str(BIN / "rankscope"), "run", "--nproc-per-node", "2", "-m", "ddp"], {}),
+        ([TORCHRUN, "--nproc-per-node", "2", "ddp.py"], {"RANKSCOPE": "1"}),
+        ([TORCHRUN, "--nproc-per-node", "2", "-m", "ddp"], {"RANKSCOPE": "1"}),
+        ([TORCHRUN, "--logs-specs", "rankscope", "--nproc-per-node", "2", "ddp.py"], {}),
+        ([RANKSCOPE, "run", "--nproc-per-node", "2", "-m", "ddp"], {}),
         (
-            [str(BIN / "rankscope"), "run", "--nproc-per-node=2", "--run-path", "ddp.py"],
+            [RANKSCOPE, "run", "--nproc-per-node=2", "--run-path", "ddp.py"],
             {"PYTHONPATH": f"{os.environ['PYTHONPATH']}:{EXAMPLES}"},  # runpy adds no folder
         ),
+        (
+            [RANKSCOPE, "run", "--standalone", "--nnodes", "1:1", "--nproc-per-node", "2"]
+            + ["--local-ranks-filter", "0", "--redirects", "2", "ddp.py"],
+            {},
+        ),
+        (
+            [TORCHRUN, "--nproc-per-node", "2", "--redirects", "2"]
+            + ["--no-python", sys.executable, "ddp.py"],
+            {"RANKSCOPE": "1"},
+        ),
+        (
+            [TORCHRUN, "--logs-specs", "rankscope", "--standalone", "--nproc-per-node", "2"]
+            + ["--no-python", sys.executable, "-I", "-c", ISOLATED],
+            {},
+        ),
     ],
-    ids=["variable", "variable, module", "logs-specs", "run, module", "run, path"],
+    ids=[
+        "variable",
+        "variable, module",
+        "logs-specs",
+        "run, module",
+        "run, path",
+        "run, a range of one host, filtered, redirected",
+        "variable, redirected, no python",
+        "logs-specs, standalone, isolated python",
+    ],
 )
 def test_every_way_of_starting_gives_the_same_tree_and_the_same_stdout(
     command: list[str], variables: dict[str, str], tmp_path: Path, expected: tuple[Any, str]
@@ -92,7 +81,7 @@ def test_every_way_of_starting_gives_the_same_tree_and_the_same_stdout(
 @pytest.mark.xdist_group("ways")
 def test_plain_python_gives_the_tree_that_one_rank_under_rankscope_run_gives(tmp_path: Path):
     plain = start([sys.executable, "one_process.py"], tmp_path / "a", RANKSCOPE="1")
-    ran = start([str(BIN / "rankscope"), "run", "one_process.py"], tmp_path / "b")
+    ran = start([RANKSCOPE, "run", "one_process.py"], tmp_path / "b")
     assert plain.stdout == ran.stdout
     assert steps_of(tmp_path / "a") == steps_of(tmp_path / "b")
 
@@ -129,11 +118,12 @@ def test_a_failed_job_keeps_its_exit_code_and_has_its_tree(tmp_path: Path):
         "sys.exit(3)\n"
     )
     done = subprocess.run(
-        [str(BIN / "rankscope"), "run", "--rs-out", str(tmp_path / "trace"), str(script)],
+        [RANKSCOPE, "run", "--rs-out", str(tmp_path / "trace"), str(script)],
         capture_output=True,
         text=True,
         timeout=120,
     )
     assert done.returncode == 1
     assert (tmp_path / "trace/trace.json").exists()
-    assert "trace in" in done.stderr
+    assert "ChildFailedError" in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("rankscope: trace in")

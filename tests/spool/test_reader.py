@@ -52,7 +52,7 @@ def test_any_bit_flip_cuts_the_stream_at_the_record_it_hits(tmp_path):
     whole = write_some(tmp_path / "s", 12)
     ends = record_ends(whole)
     chosen = random.Random(1)
-    for _ in range(3000):
+    for _ in range(10_000):
         at = chosen.randrange(len(whole))
         damaged = bytearray(whole)
         damaged[at] ^= 1 << chosen.randrange(8)

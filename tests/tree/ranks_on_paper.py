@@ -311,7 +311,6 @@ class PaperRank:
             fields = {
                 "committed": len(data),
                 "end": end or ("exit" if self.writer.is_closed else "lost"),
-                "dropped": 0,
             }
             replica.with_suffix(".json").write_text(json.dumps(fields))
         return replica

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 
@@ -9,6 +11,9 @@ from rankscope.errors import FolderError, TraceError, TraceVersionError
 from rankscope.spool.segment import segment_path
 from rankscope.tree.assemble import build, recover
 from rankscope.tree.reader import open_trace
+from rankscope.tree.sources import find_streams
+from tests.spool.streams import SMALL, write_some
+from tests.spool.test_reader import record_ends
 from tests.tree.jobs import grid_job, read_valid
 from tests.tree.ranks_on_paper import PaperRank
 
@@ -39,6 +44,42 @@ def test_a_rank_that_was_killed_is_recovered_and_called_lost(tmp_path):
     (state,) = open_trace(tmp_path / "out").completeness["ranks"]
     assert state["end"] == "lost"
     assert state["committed"] == state["received"] > 0
+
+
+def test_a_spool_or_replica_torn_at_any_byte_gives_exactly_its_committed_prefix(tmp_path):
+    """What `recover` reads; behind the tear stand the zeros of a preallocated segment."""
+    whole = write_some(tmp_path / "written", 3)
+    ends = record_ends(whole)
+    folder, replica = tmp_path / "spool/rank00000.0", tmp_path / "trace/spool/rank00000.0.cells"
+    folder.mkdir(parents=True)
+    replica.parent.mkdir(parents=True)
+    for cut in range(len(whole) + 1):
+        last = max(end for end in ends if end <= cut)
+        segment_path(folder, 0).write_bytes(whole[:cut].ljust(SMALL // 8, b"\0"))
+        replica.write_bytes(whole[:cut])
+        for place in (tmp_path / "spool", tmp_path / "trace"):
+            (found,) = find_streams([place])
+            kept = bytes(found.data)
+            # a tail of zeros that happens to be the record's own bytes makes the record whole
+            assert kept[:last] == whole[:last]
+            assert whole[last:].startswith(kept[last:])
+            assert len(kept) == last or not any(whole[cut : len(kept)])
+        assert bytes(found.data) == whole[:last]
+
+
+def test_a_bit_flipped_anywhere_in_a_spool_gives_the_records_before_it(tmp_path):
+    whole = write_some(tmp_path / "written", 6)
+    ends = record_ends(whole)
+    folder = tmp_path / "spool/rank00000.0"
+    folder.mkdir(parents=True)
+    chosen = random.Random(7)
+    for _ in range(1000):
+        at = chosen.randrange(len(whole))
+        damaged = bytearray(whole)
+        damaged[at] ^= 1 << chosen.randrange(8)
+        segment_path(folder, 0).write_bytes(bytes(damaged).ljust(SMALL // 8, b"\0"))
+        (found,) = find_streams([tmp_path / "spool"])
+        assert bytes(found.data) == whole[: max(end for end in ends if end <= at)]
 
 
 def test_a_replica_and_the_segments_behind_it_are_joined(tmp_path):

@@ -9,7 +9,7 @@ import torch
 
 from rankscope.capture.describe import Described
 from rankscope.capture.device import DeviceDigester
-from rankscope.capture.digest import Reading
+from rankscope.capture.reading import Reading
 from rankscope.record.call import Phase
 
 __all__ = ["DeviceValues", "ValuePlace"]

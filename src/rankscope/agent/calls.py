@@ -27,6 +27,12 @@ class Scope:
     """True where this step is not traced although hooks are on for another."""
     forward_calls: dict[ModuleInfo, int] = field(default_factory=dict)
     """How often each module ran forward in this scope."""
+    without_gradients: dict[tuple[ModuleInfo, int], tuple[int, set[str]]] = field(
+        default_factory=dict
+    )
+    """(module, ordinal) of the forward calls that ran with gradients off -> sequence, and the slots
+    whose gradients are watched: reentrant checkpointing shows the others when it runs them again.
+    """
     recompute_calls: dict[ModuleInfo, int] = field(default_factory=dict)
 
 
@@ -43,6 +49,7 @@ class Frame:
     none.
     """
     is_recorded: bool
+    ordinal: int = 0
     seen_inputs: dict[str, int] | None = None
     """Slot -> id of the tensor read before forward, kept where a module's own hooks may
     replace it.

@@ -31,6 +31,8 @@ class Guard:
     def __init__(self, failed: Callable[[Exception], None]) -> None:
         self._failed = failed
         self.failures = 0
+        self.is_too_deep = False
+        """A hook found no room left on Python's stack, and could not even say so."""
 
     def hook(self, body: Callable[..., None]) -> Callable[..., None]:
         """Return `body` as a hook.
@@ -44,6 +46,8 @@ class Guard:
                 return
             try:
                 body(*arguments)
+            except RecursionError:  # one more call, and this would raise as well
+                self.is_too_deep = True
             except Exception as error:  # noqa: BLE001  # nothing of ours raises into the program
                 self.failed(error)
 

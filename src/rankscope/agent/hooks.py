@@ -4,6 +4,7 @@ step, none else.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 
 from torch import nn
@@ -22,6 +23,9 @@ from rankscope.capture.torch_internals import forget_keyword_hook
 __all__ = ["HookSet"]
 
 Hook = Callable[..., None]
+_ABOUT_GLOBAL_HOOKS = "Using `torch.compile\\(module\\)` when there are global hooks"
+"""Begin of what torch warns of when a compiled module is called: our hooks know the wrapper, and a
+program run with `-W error` must not end because of them."""
 
 
 class HookSet:
@@ -38,6 +42,8 @@ class HookSet:
         self._tracing: list[RemovableHandle] = []
         self._on_modules: list[RemovableHandle] = []
         self._on_optimizers: list[RemovableHandle] = []
+        warnings.filterwarnings("ignore", _ABOUT_GLOBAL_HOOKS, UserWarning)
+        self._warning_filter = warnings.filters[0]
 
     def follow_with(self, *, before: Hook, after: Hook, own_input: Hook, own_output: Hook) -> None:
         """Say which hooks `trace` puts on; once, before the first traced step."""
@@ -116,3 +122,5 @@ class HookSet:
         for handle in self._on_optimizers:
             handle.remove()
         self._on_optimizers = []
+        if self._warning_filter in warnings.filters and isinstance(warnings.filters, list):
+            warnings.filters.remove(self._warning_filter)

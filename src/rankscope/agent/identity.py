@@ -5,27 +5,68 @@ process group.
 from __future__ import annotations
 
 import os
+import re
 import socket
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from rankscope.record.run import RankIdentity
 
-__all__ = ["identify", "restarts_left"]
+__all__ = ["Placed", "identify", "placed", "restarts_left"]
 
 _RANK_VARIABLES = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", ""),
+    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", ""),
     (
         "OMPI_COMM_WORLD_RANK",
         "OMPI_COMM_WORLD_SIZE",
         "OMPI_COMM_WORLD_LOCAL_RANK",
         "OMPI_COMM_WORLD_LOCAL_SIZE",
     ),
+    (
+        "MV2_COMM_WORLD_RANK",
+        "MV2_COMM_WORLD_SIZE",
+        "MV2_COMM_WORLD_LOCAL_RANK",
+        "MV2_COMM_WORLD_LOCAL_SIZE",
+    ),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
 """(rank, world size, local rank, local world size), by launcher; the first pair that is
 set wins.
 """
+_TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placed:
+    """What a launcher's variables say of this process."""
+
+    variables: Mapping[str, str]
+    """Those that number this process: its rank and, where it is said, its local rank."""
+    rank: int
+    world_size: int
+    local_rank: int | None
+    """None where the launcher does not say."""
+    local_world_size: int | None
+
+
+def placed(environ: Mapping[str, str] = os.environ) -> Placed | None:
+    """Return what the launcher's variables say; None where no launcher set any."""
+    for variable, world, local_rank, local_size in _RANK_VARIABLES:
+        rank, size = environ.get(variable, ""), environ.get(world, "")
+        if not (rank.isdigit() and size.isdigit()) or _is_batch_script(variable, environ):
+            continue
+        here = environ.get(local_rank, "")
+        many = environ.get(local_size, "") if local_size else _slurm_tasks_here(environ, int(size))
+        return Placed(
+            variables={n: environ[n] for n in (variable, local_rank) if n in environ},
+            rank=int(rank),
+            world_size=max(int(size), int(rank) + 1),
+            local_rank=int(here) if here.isdigit() else None,
+            local_world_size=int(many) if many.isdigit() else None,
+        )
+    return None
 
 
 def identify(
@@ -38,21 +79,17 @@ def identify(
         variables.
         environ: where the launchers' variables are looked up.
     """
-    rank, world_size, local_rank, local_size = 0, 1, None, None
-    for names in _RANK_VARIABLES:
-        numbers = [environ.get(name, "") for name in names]
-        if numbers[0].isdigit() and numbers[1].isdigit():
-            rank, world_size = int(numbers[0]), int(numbers[1])
-            local_rank = int(numbers[2]) if numbers[2].isdigit() else None
-            local_size = int(numbers[3]) if numbers[3].isdigit() else None
-            break
-    if group is not None:
-        rank, world_size = group
-    world_size = max(world_size, rank + 1)
+    found = placed(environ)
+    rank, world_size = (found.rank, found.world_size) if found else (0, 1)
+    local_rank = found.local_rank if found else None
+    local_size = found.local_world_size if found else None
+    if group is not None and group != (rank, world_size):
+        rank, world_size = group  # ranks that a task of the launcher started are not placed by it
+        local_rank = local_size = None
     restarts = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return RankIdentity(
         rank=rank,
-        world_size=world_size,
+        world_size=max(world_size, rank + 1),
         local_rank=rank if local_rank is None else local_rank,
         local_world_size=world_size if local_size is None else local_size,
         incarnation=int(restarts) if restarts.isdigit() else 0,
@@ -66,3 +103,28 @@ def restarts_left(environ: Mapping[str, str] = os.environ) -> int:
     most = environ.get("TORCHELASTIC_MAX_RESTARTS", "")
     done = environ.get("TORCHELASTIC_RESTART_COUNT", "")
     return max(0, int(most) - int(done)) if most.isdigit() and done.isdigit() else 0
+
+
+def _is_batch_script(variable: str, environ: Mapping[str, str]) -> bool:
+    """True in what sbatch runs outside `srun`: it has the variables of task 0, and is alone."""
+    return (
+        variable == "SLURM_PROCID"
+        and environ.get(variable) == "0"
+        and not {"SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NUM_TASKS"} & environ.keys()
+    )
+
+
+def _slurm_tasks_here(environ: Mapping[str, str], world_size: int) -> str:
+    """Return how many tasks of a Slurm step run on this node, "" where it does not say."""
+    node = environ.get("SLURM_NODEID", "")
+    for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"):
+        parts = [_TASKS.fullmatch(part.strip()) for part in environ.get(name, "").split(",")]
+        if all(parts) and node.isdigit():
+            counts = [int(p[1]) for p in parts if p for _ in range(min(int(p[2] or 1), 1 << 16))]
+            if sum(counts) == world_size and int(node) < len(counts):
+                return str(counts[int(node)])
+    for name in ("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES"):
+        nodes = environ.get(name, "")
+        if nodes.isdigit() and int(nodes):
+            return str(world_size // int(nodes)) if world_size % int(nodes) == 0 else ""
+    return environ.get("SLURM_NTASKS_PER_NODE", "")

@@ -8,17 +8,27 @@ import os
 import platform
 import sys
 import time
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]  # lazy
 
 import rankscope
 from rankscope.agent.guard import say
-from rankscope.agent.identity import identify, restarts_left
-from rankscope.agent.meeting import Meeting, find_store, is_visible, leave_mark, lookup, publish
+from rankscope.agent.identity import identify, placed, restarts_left
+from rankscope.agent.meeting import (
+    Meeting,
+    agree,
+    find_store,
+    is_visible,
+    leave_mark,
+    lookup,
+    publish,
+)
 from rankscope.agent.recorder import Recorder
 from rankscope.agent.session import Opened
 from rankscope.agent.settings import Settings
@@ -34,6 +44,7 @@ from rankscope.spool.companions import (
 )
 from rankscope.spool.folder import (
     COLLECTOR_LOCK_NAME,
+    MEETING_NAME,
     MUSTER_LOCK_NAME,
     RELAY_LOCK_NAME,
     RELAY_LOG_NAME,
@@ -50,13 +61,22 @@ from rankscope.spool.folder import (
     write_run_header,
 )
 from rankscope.spool.lock import is_alive
-from rankscope.spool.outfolder import COLLECTOR_LOG_NAME, claim_out, default_out, prepare_out
+from rankscope.spool.outfolder import (
+    COLLECTOR_LOG_NAME,
+    announced,
+    claim_out,
+    default_out,
+    prepare_out,
+)
+from rankscope.spool.processes import launcher_of, process_name
 from rankscope.spool.writer import SpoolWriter
 
 __all__ = ["RUN_FOLDER_VARIABLE", "Joined", "define_rank", "join_run", "who_am_i"]
 
 RUN_FOLDER_VARIABLE = "RANKSCOPE_RUN_FOLDER"
 """Set by a launcher that has prepared the run folder and started relay and collector itself."""
+_ELASTIC_RUN = "TORCHELASTIC_RUN_ID"
+"""Variable of every rank that an elastic agent started."""
 _MUSTER_S = 45.0
 _POLL_S = 0.05
 _ENVIRONMENT_SHOWN = (
@@ -83,27 +103,29 @@ class Joined:
     def wait_for_tree(self, reason: EndReason) -> None:
         """Poll for `trace.json`, at most `finish_seconds`; the end record is committed by now.
 
-        After an exception nobody is kept waiting for long: a launcher may want to start the ranks
-        again, and ranks that hang in a collective only learn of it when this process is gone.
+        Where an elastic agent may start the ranks again nobody waits: whether it will is known once
+        they are all gone. Nor after an exception: ranks that hang in a collective only learn of it
+        when this process is gone.
         """
         if not self.must_wait:
             return
         if self.collector:
             say(f"records go to the collector at {self.collector}, which writes the tree")
             return
-        if reason is EndReason.RAISED and (self.opened.identity.world_size > 1 or restarts_left()):
-            say(f"the trace follows in {self.out}: rankscope show {self.out}")
+        if restarts_left() or (reason is EndReason.RAISED and self.opened.identity.world_size > 1):
+            say(f"the trace follows in {self.out}; read it then: rankscope show {self.out}")
             return
         deadline = time.monotonic() + self.finish_seconds
         while not (self.out / "trace.json").exists():
             if time.monotonic() > deadline:
                 say(
-                    f"the tree is not there after {self.finish_seconds:g} s; "
-                    f"build it with: rankscope recover {self.out}"
+                    f"no tree in {self.out} after {self.finish_seconds:g} s; build it from the "
+                    f"records: rankscope recover {self.opened.writer.folder.parent} {self.out} "
+                    f"--out {self.out}-recovered"
                 )
                 return
             time.sleep(_POLL_S)
-        say(f"trace in {self.out}: rankscope show {self.out}")
+        say(announced(self.out))
 
 
 def who_am_i() -> RankIdentity:
@@ -143,12 +165,27 @@ def join_run(settings: Settings, environ: Mapping[str, str] = os.environ) -> Joi
     define_rank(recorder, identity, header.run_id, settings)
     speaks = identity.rank == min(settings.ranks or (0,))
     return Joined(
-        opened=Opened(identity=identity, writer=writer, recorder=recorder),
+        opened=Opened(
+            identity=identity,
+            writer=writer,
+            recorder=recorder,
+            meeting_place=_meeting_place(settings, identity, run_folder, header),
+        ),
         out=header.out,
         finish_seconds=settings.finish_seconds,
         collector="" if settings.collector == SHARED else settings.collector,
         must_wait=not prepared and speaks and not header.keeps_apart,
     )
+
+
+def _meeting_place(
+    settings: Settings, identity: RankIdentity, run_folder: Path, header: RunHeader
+) -> Path | None:
+    """Return the folder in which the traced ranks agree on a step: all of them see it."""
+    if settings.traced_of(identity.world_size) == 1:
+        return None
+    seen_by_all = header.out / "spool" if header.collector == SHARED else run_folder
+    return seen_by_all / f"{MEETING_NAME}.{identity.incarnation}"
 
 
 def define_rank(
@@ -182,13 +219,15 @@ def define_rank(
 def _muster(settings: Settings, identity: RankIdentity, environ: Mapping[str, str]) -> Path:
     """Find the run folder of this host; the first rank there decides, and starts the companions."""
     base = spool_base(settings.spool)
-    run_folder = host_run_folder(base, run_key(_run_name(identity, environ)))
+    store = find_store(environ) if identity.world_size > 1 else None
+    run_folder = host_run_folder(base, run_key(_run_name(identity, environ, store)))
     lock = _wait_for_lock(run_folder / MUSTER_LOCK_NAME)
     try:
         if not (run_folder / "run.json").exists():
             build_kernel()
             check_free_space(run_folder, settings.spool_bytes * identity.local_world_size)
-            write_run_header(run_folder, _decide(settings, identity, run_folder, environ))
+            header = _decide(settings, identity, run_folder, environ, store)
+            write_run_header(run_folder, header)
         _ensure_companions(settings, run_folder, read_run_header(run_folder))
     finally:
         lock.release()
@@ -206,35 +245,61 @@ def _wait_for_lock(path: Path) -> FolderLock:
             time.sleep(_POLL_S)
 
 
-def _run_name(identity: RankIdentity, environ: Mapping[str, str]) -> str:
+def _run_name(identity: RankIdentity, environ: Mapping[str, str], store: Store | None) -> str:
     """Return what all ranks of this launch on this host share and no other launch does."""
     if identity.world_size == 1 and not restarts_left(environ) and not identity.incarnation:
         return f"{identity.host}:{identity.pid}:{time.time_ns()}"
-    parent = os.getppid()
-    # an elastic agent may choose another port when it starts its ranks again
-    at = (
-        ("TORCHELASTIC_RUN_ID",)
-        if "TORCHELASTIC_RUN_ID" in environ
-        else ("MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID")
+    if _ELASTIC_RUN in environ:  # an elastic agent may choose another port for the next life
+        return f"{environ[_ELASTIC_RUN]}:{_launcher(identity, environ)}"
+    at = ("MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID")
+    name = ":".join([*(environ.get(name, "") for name in at), _launcher(identity, environ)])
+    if store is None:
+        return name
+    # ranks that no launcher placed (one started the other, or somebody by hand) agree in the store
+    own = name if _is_placed(identity, environ) else f"{name}:{uuid.uuid4().hex}"
+    return agree(store, f"run on {identity.host}", own)
+
+
+def _launcher(identity: RankIdentity, environ: Mapping[str, str]) -> str:
+    """Name the process that started the ranks of this host."""
+    found = placed(environ)
+    if found is None or found.rank != identity.rank:
+        return process_name(os.getppid())
+    return process_name(launcher_of(found.variables))
+
+
+def _is_placed(identity: RankIdentity, environ: Mapping[str, str]) -> bool:
+    """True where a launcher's variables say where on its host this rank stands."""
+    found = placed(environ)
+    return (
+        found is not None
+        and (found.rank, found.world_size) == (identity.rank, identity.world_size)
+        and found.local_rank is not None
+        and found.local_world_size is not None
     )
-    return ":".join([*(environ.get(name, "") for name in at), str(parent), _start_time(parent)])
-
-
-def _start_time(pid: int) -> str:
-    """Return when a process started, so that a process id used again is another run."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        return ""
 
 
 def _decide(
-    settings: Settings, identity: RankIdentity, run_folder: Path, environ: Mapping[str, str]
+    settings: Settings,
+    identity: RankIdentity,
+    run_folder: Path,
+    environ: Mapping[str, str],
+    store: Store | None,
 ) -> RunHeader:
-    """Choose the trace folder and how records travel; on several hosts the head's word counts."""
+    """Choose the trace folder and how records travel; on several hosts the head's word counts.
+
+    The head is the host of rank 0 under an elastic agent, which counts the ranks of a host in a
+    row; else the host that asks first.
+    """
+    is_alone = identity.local_world_size >= identity.world_size and (
+        identity.world_size == 1 or _is_placed(identity, environ)
+    )
     is_head = identity.rank == identity.local_rank
-    is_alone = identity.local_world_size >= identity.world_size
-    store = None if is_alone else find_store(environ)
+    if is_alone:
+        store = None
+    elif store is not None and _ELASTIC_RUN not in environ:
+        own = f"{identity.host}/{run_folder.name}"
+        is_head = agree(store, "head", own) == own
     if is_head or store is None:
         run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{run_folder.name[:8]}"
         address = settings.collector or (ipc_address(run_folder) if is_alone else SHARED)
@@ -303,6 +368,7 @@ def _header(
         world_size=identity.world_size,
         settings=settings.as_text(),
         max_restarts=identity.incarnation + restarts_left(environ),
+        agent=_launcher(identity, environ) if restarts_left(environ) else "",
         collects=collects,
         keeps_apart=keeps_apart,
     )

@@ -17,7 +17,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from rankscope.capture.torch_internals import default_store
 from rankscope.errors import FolderError
 
-__all__ = ["Meeting", "find_store", "is_visible", "leave_mark", "lookup", "publish"]
+__all__ = ["Meeting", "agree", "find_store", "is_visible", "leave_mark", "lookup", "publish"]
 
 _PREFIX = "rankscope"
 _KEY = "meeting"
@@ -50,6 +50,18 @@ def find_store(environ: Mapping[str, str] = os.environ) -> Store | None:
         store: Store | None = default_store()
         return store
     return None
+
+
+def agree(store: Store, key: str, value: str) -> str:
+    """Return what the first process of the job to ask said under this key: everybody gets the same.
+
+    A store that cannot compare leaves each process with its own word.
+    """
+    try:
+        found = PrefixStore(_PREFIX, store).compare_set(key, "", value)
+    except RuntimeError:
+        return value
+    return bytes(found).decode() or value
 
 
 def publish(store: Store, meeting: Meeting) -> None:

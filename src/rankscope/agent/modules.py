@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from rankscope.capture.torch_internals import dynamo_has_compiled, is_compiled_in_place
+
 __all__ = ["ModuleInfo", "ModuleTable", "Root", "own_buffers", "own_parameters"]
 
 _WRAPPED_ATTRIBUTE = {
@@ -41,6 +43,8 @@ class.
 """
 
 
+_FEWEST_KEPT = 1024
+"""So many modules are kept before the dead among them are looked for."""
 _wrappers: dict[type, tuple[str, str] | None] = {}
 """What `_wrapper_of` found, by class: it is asked for every module of a model."""
 
@@ -65,6 +69,13 @@ def _own_class(cls: type) -> tuple[type, tuple[str, ...]]:
         )
         return own, ("FSDP2",)
     return cls, ()
+
+
+def _class_behind_wrappers(module: nn.Module) -> type:
+    """Return the class the user wrote of what stands inside all wrappers."""
+    while (wrapper := _wrapper_of(module)) is not None:
+        module = getattr(module, wrapper[0])
+    return _own_class(type(module))[0]
 
 
 def _count_elements(module: nn.Module) -> int:
@@ -95,11 +106,15 @@ class Root:
     class_name: str
     parameter_count: int
     """Elements over all parameters, DTensors by their global shape."""
+    depth: int = 0
+    """How deep its modules nest."""
     definition: int = 0
     """Number under which the spool knows it; 0 until it is defined."""
     is_preferred: bool = False
     """The user named it as the root of the trace."""
     is_setup_recorded: bool = False
+    is_hidden: bool = False
+    """Found around an optimizer's parameters: compiled, no hook saw its calls."""
     calls_in_step: int = 0
 
 
@@ -125,8 +140,18 @@ class ModuleInfo:
 class ModuleTable:
     """Every module seen so far, by identity; never keeps one alive."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, enters_compiled: bool = False) -> None:
+        """Make an empty table.
+
+        Args:
+            enters_compiled: compiled modules run as written while they are traced, so that a
+                compile wrapper is folded into what it wraps like any other.
+        """
+        self._enters_compiled = enters_compiled
         self._infos: dict[int, ModuleInfo] = {}
+        self._most = _FEWEST_KEPT
+        """Modules known above which the dead ones are forgotten."""
+        self._paths_of_dead: set[str] = set()
         self.roots: list[Root] = []
         self.contained: list[tuple[Root, Root, str]] = []
         """(root, the root found to contain it later, its path there), not yet written to
@@ -180,6 +205,36 @@ class ModuleTable:
                 seen.add(id(child))
                 yield info
 
+    def compiled_in_place(self, root: Root) -> tuple[ModuleInfo, ...]:
+        """Return the outermost modules below a root that `module.compile()` hides from hooks."""
+        if self._enters_compiled or not dynamo_has_compiled():
+            return ()
+        found: list[ModuleInfo] = []
+        hidden: tuple[str, ...] = ()
+        for info in self.of_root(root):
+            module = info.module()
+            if module is None or not info.path or f"{info.path}.".startswith(hidden):
+                continue
+            if is_compiled_in_place(module):
+                if not info.is_opaque:
+                    info.is_opaque, info.definition = True, 0
+                found.append(info)
+            if info.is_opaque:
+                hidden = (*hidden, f"{info.path}.")
+        return tuple(found)
+
+    def hidden_roots(self) -> list[ModuleInfo]:
+        """Return the roots whose own calls no hook can see."""
+        found = []
+        for root in self.roots:
+            module = root.module()
+            info = self.get(module) if module is not None else None
+            if info is None or module is None:
+                continue
+            if root.is_hidden or is_compiled_in_place(module):
+                found.append(info)
+        return found
+
     def parameter_ids(self) -> frozenset[int]:
         """Return the identities of the parameters of every root."""
         return frozenset(
@@ -191,7 +246,7 @@ class ModuleTable:
 
     def paths(self) -> set[str]:
         """Return the canonical paths of all modules seen."""
-        return {info.path for info in self._infos.values()}
+        return self._paths_of_dead | {info.path for info in self._infos.values()}
 
     def with_hooks(self, root: Root) -> list[nn.Module]:
         """Return the known modules of a root that have forward hooks of their own."""
@@ -201,14 +256,14 @@ class ModuleTable:
     def _learn_root(self, module: nn.Module) -> ModuleInfo:
         core = module
         outer: list[nn.Module] = []
-        while (wrapper := _wrapper_of(core)) is not None and wrapper[1] != "compile":
+        while (wrapper := _wrapper_of(core)) is not None and not self._is_opaque(wrapper):
             outer.append(core)
             core = getattr(core, wrapper[0])
         known = self.get(core)
         if known is not None and known.root is not None:
             root, path = known.root, known.path
         else:
-            own, _ = _own_class(type(core))
+            own = _class_behind_wrappers(core)
             root = Root(weakref.ref(core), own.__name__, _count_elements(core))
             path = ""
             self.roots.append(root)
@@ -220,6 +275,9 @@ class ModuleTable:
         assert found is not None  # added just above
         return found
 
+    def _is_opaque(self, wrapper: tuple[str, str]) -> bool:
+        return wrapper[1] == "compile" and not self._enters_compiled
+
     def _walk(self, root: Root) -> None:
         """Add every module below a root that is not known yet."""
         top = root.module()
@@ -229,6 +287,7 @@ class ModuleTable:
         names: dict[str, tuple[str, list[str]]] = {}
         for raw, module in top.named_modules(remove_duplicate=True):
             parent, _, last = raw.rpartition(".")
+            root.depth = max(root.depth, raw.count(".") + 1)
             path, wrappers = _canonical(top, raw, parent, last, names)
             wrapper = _wrapper_of(module)
             names[raw] = (path, [*wrappers, wrapper[1]] if wrapper else [])
@@ -239,8 +298,11 @@ class ModuleTable:
                 continue
             if info is None or info.root is None:
                 info = self._add(module, path, raw, root, wrappers)
-                info.is_wrapper = wrapper is not None and wrapper[1] != "compile"
-                info.is_opaque = wrapper is not None and wrapper[1] == "compile"
+                info.is_wrapper = wrapper is not None and not self._is_opaque(wrapper)
+                if wrapper is not None and not info.is_wrapper:
+                    info.is_opaque = True
+                    info.class_name = _class_behind_wrappers(module).__name__
+                    info.wrappers = (*info.wrappers, wrapper[1])
             own = []
             for name, parameter in own_parameters(module).items():
                 if parameter is not None and id(parameter) not in tied:
@@ -255,10 +317,21 @@ class ModuleTable:
         info = ModuleInfo(
             weakref.ref(module), path, raw, own.__name__, (*wrappers, *over), root, is_wrapper=False
         )
+        if isinstance(module, torch.jit.ScriptModule):
+            info.is_opaque = True
+            info.class_name = str(module.original_name)
         self._infos[id(module)] = info
-        if len(self._infos) > 4 * 65_536:  # modules made anew at every call: forget the dead
-            self._infos = {key: i for key, i in self._infos.items() if i.module() is not None}
+        if len(self._infos) > self._most:
+            self.forget_dead()
+            self._most = max(_FEWEST_KEPT, 2 * len(self._infos))
         return info
+
+    def forget_dead(self) -> None:
+        """Forget modules that are gone: a program may make new ones in every step."""
+        self.roots = [root for root in self.roots if root.module() is not None]
+        dead = [key for key, info in self._infos.items() if info.module() is None]
+        for key in dead:
+            self._paths_of_dead.add(self._infos.pop(key).path)
 
 
 def _canonical(

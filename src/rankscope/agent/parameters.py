@@ -4,7 +4,9 @@ an optimizer step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -16,6 +18,8 @@ from rankscope.record.call import Mode, Phase
 from rankscope.record.value import ValueFlag
 
 __all__ = ["ParameterEvents"]
+
+_UNHELD = int(ValueFlag.UNHELD)
 
 
 class ParameterEvents:
@@ -34,6 +38,8 @@ class ParameterEvents:
         self._values = values
         self._define = define
         self._phases = frozenset(phases)
+        self._with_buffers: set[Root] = set()
+        """Roots whose buffers this step has recorded."""
 
     def wants(self, phase: Phase) -> bool:
         """True where the setting `phases` takes this event and values are taken at all."""
@@ -42,86 +48,149 @@ class ParameterEvents:
     def setup(self, root: Root) -> None:
         """Record parameters and buffers before the first forward of a root."""
         if self.wants(Phase.SETUP):
-            self._event(root, Phase.SETUP, Mode.TRAIN, 0, 0, None)
+            self._record(_Event(root, Phase.SETUP, 0, 0, 0, None))
 
-    def gradients(self, step: int, ordinal: int, held: frozenset[int], *, is_scaled: bool) -> None:
-        """Record final gradients of every root.
+    def gradients(
+        self,
+        step: int,
+        ordinal: int,
+        chosen: frozenset[int] | None,
+        *,
+        flags: int = 0,
+        unheld: frozenset[int] = frozenset(),
+        extras: Sequence[tuple[str, torch.Tensor]] = (),
+    ) -> None:
+        """Record final gradients.
 
         Args:
             step: the train step.
             ordinal: how many optimizers have stepped in this step before.
-            held: identities of the parameters to record; empty for all.
-            is_scaled: the optimizer divides them by the loss scale itself.
+            chosen: identities of the parameters to record; None for all.
+            flags: what to know about all of them.
+            unheld: parameters that no optimizer holds.
+            extras: (slot, tensor) of what belongs to the event itself.
         """
         if not self.wants(Phase.GRADS):
             return
-        flags = int(ValueFlag.SCALED) if is_scaled else 0
         for root in self._table.roots:
-            self._event(root, Phase.GRADS, Mode.TRAIN, step, ordinal, held, flags)
+            event = _Event(root, Phase.GRADS, step, ordinal, flags, chosen, unheld, tuple(extras))
+            self._record(event)
 
-    def parameters(self, step: int, ordinal: int, held: frozenset[int]) -> None:
-        """Record parameters and buffers of every root, just after an optimizer step."""
+    def parameters(
+        self, step: int, ordinal: int, chosen: frozenset[int] | None, *, flags: int = 0
+    ) -> None:
+        """Record parameters just after an optimizer step, with the first in a step all buffers of
+        their roots; arguments as for `gradients`.
+        """
         if not self.wants(Phase.PARAMS):
             return
         for root in self._table.roots:
-            self._event(root, Phase.PARAMS, Mode.TRAIN, step, ordinal, held)
+            self._record(_Event(root, Phase.PARAMS, step, ordinal, flags, chosen))
 
-    def _event(
-        self,
-        root: Root,
-        phase: Phase,
-        mode: Mode,
-        step: int,
-        ordinal: int,
-        held: frozenset[int] | None,
-        flags: int = 0,
-    ) -> None:
+    def has_gradients(self) -> bool:
+        """True where a parameter of a root has a gradient now."""
+        with invisible():
+            return any(
+                parameter.grad is not None
+                for root in self._table.roots
+                if (top := root.module()) is not None
+                for parameter in top.parameters()
+            )
+
+    def end_step(self) -> None:
+        """Forget whose buffers were recorded: they go with the first event of a step."""
+        self._with_buffers.clear()
+
+    def _record(self, event: _Event) -> None:
         """Record one event of a root: a call for it, and one below it for every module that owns
-        something.
+        something; nothing where it concerns none of the root's parameters.
         """
+        if not self._concerns(event):
+            return
         parent: int | None = None
-        for info in self._table.of_root(root):
+        for info in self._table.of_root(event.root):
             module = info.module()
             if module is None or (info.path and not info.is_selected):
                 continue
-            items = list(self._items(info, module, phase, held))
-            if parent is not None and not items:
-                continue
-            sequence = self._recorder.enter(
-                self._define(info), root.definition, parent, mode, step, None, phase, ordinal
-            )
             with invisible():
-                for slot, tensor in items:
-                    if tensor is None:
-                        self._values.absent(sequence, slot, phase)
-                    else:
-                        self._values.read(tensor, sequence, slot, phase, flags=flags, samples=False)
+                items = list(self._items(info, module, event))
+            if parent is None:
+                items += [_Item(slot, tensor, 0) for slot, tensor in event.extras]
+            elif not items:
+                continue
+            sequence = self._enter(info, event, parent)
+            with invisible():
+                for item in items:
+                    self._read(item, sequence, event.phase)
             if parent is None:
                 parent = sequence
             else:
                 self._recorder.exit(sequence)
         if parent is not None:
             self._recorder.exit(parent)
+        if event.phase is Phase.PARAMS:
+            self._with_buffers.add(event.root)
 
-    def _items(
-        self, info: ModuleInfo, module: torch.nn.Module, phase: Phase, held: frozenset[int] | None
-    ) -> Iterable[tuple[str, torch.Tensor | None]]:
+    def _concerns(self, event: _Event) -> bool:
+        if event.chosen is None:
+            return True
+        top = event.root.module()
+        return top is not None and any(id(p) in event.chosen for p in top.parameters())
+
+    def _enter(self, info: ModuleInfo, event: _Event, parent: int | None) -> int:
+        return self._recorder.enter(
+            self._define(info), event.root.definition, parent, Mode.TRAIN, event.step, None,
+            event.phase, event.ordinal,
+        )  # fmt: skip
+
+    def _read(self, item: _Item, sequence: int, phase: Phase) -> None:
+        if item.tensor is None:
+            self._values.absent(sequence, item.slot, phase, item.flags)
+        else:
+            self._values.read(
+                item.tensor, sequence, item.slot, phase, flags=item.flags, samples=False
+            )
+
+    def _items(self, info: ModuleInfo, module: torch.nn.Module, event: _Event) -> Iterable[_Item]:
+        is_grads, chosen = event.phase is Phase.GRADS, event.chosen
         parameters = own_parameters(module)
         for name in info.own_parameters:
             parameter = parameters.get(name)
-            if parameter is None or (held and id(parameter) not in held):
+            if parameter is None or (chosen is not None and id(parameter) not in chosen):
                 continue
-            kind = "grad" if phase is Phase.GRADS else "param"
-            slot = f"{kind}:{name}"
+            slot = f"{'grad' if is_grads else 'param'}:{name}"
             if not self._values.wants(slot):
                 continue
-            if phase is not Phase.GRADS:
-                yield slot, parameter
+            if not is_grads:
+                yield _Item(slot, parameter, event.flags)
             elif parameter.requires_grad:
-                with invisible():
-                    gradient = parameter.grad
-                yield slot, gradient
-        if phase is not Phase.GRADS:
-            for name, buffer in own_buffers(module).items():
-                if buffer is not None and self._values.wants(f"buffer:{name}"):
-                    yield f"buffer:{name}", buffer
+                gradient = parameter.grad
+                is_unheld = gradient is not None and id(parameter) in event.unheld
+                yield _Item(slot, gradient, event.flags | (_UNHELD if is_unheld else 0))
+        if is_grads or event.root in self._with_buffers:
+            return
+        for name, buffer in own_buffers(module).items():
+            if buffer is not None and self._values.wants(f"buffer:{name}"):
+                yield _Item(f"buffer:{name}", buffer, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Event:
+    """One event of one root."""
+
+    root: Root
+    phase: Phase
+    step: int
+    ordinal: int
+    flags: int
+    chosen: frozenset[int] | None
+    unheld: frozenset[int] = frozenset()
+    extras: tuple[tuple[str, torch.Tensor], ...] = ()
+
+
+class _Item(NamedTuple):
+    """One value of an event."""
+
+    slot: str
+    tensor: torch.Tensor | None
+    flags: int

@@ -11,7 +11,7 @@ import time
 import msgpack  # type: ignore[import-untyped]  # ships no types
 
 from rankscope.capture.describe import Described
-from rankscope.capture.digest import Reading
+from rankscope.capture.reading import Reading
 from rankscope.record.call import Mode, Phase
 from rankscope.record.placement import Mesh
 from rankscope.record.run import ProcessGroup
@@ -218,6 +218,8 @@ class Recorder:
         )  # fmt: skip
         if samples is not None:
             rows, size = samples.shape
+            if batch_dim < 0:  # counted from the back
+                batch_dim += len(described.meta.shape)
             head = SAMPLES.pack(
                 sequence, slot_number, ordinal, phase, rows, size, batch_dim, 0, 0, 0
             )

@@ -12,29 +12,31 @@ import os
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from rankscope.agent.calls import Scope
 from rankscope.agent.clock import StepClock
+from rankscope.agent.compiling import HIDDEN, EagerStance, HiddenSteps, outermost_modules_of
 from rankscope.agent.guard import MAX_FAILURES, Guard, say
 from rankscope.agent.hooks import HookSet
 from rankscope.agent.modules import ModuleInfo, ModuleTable, Root
-from rankscope.agent.optimizers import (
-    OptimizerSearch,
-    held_parameters,
-    runs_closure,
-    steps_running,
-)
+from rankscope.agent.optimizers import OptimizerSearch, steps_running
 from rankscope.agent.parameters import ParameterEvents
 from rankscope.agent.recorder import Recorder
+from rankscope.agent.scalers import ScalerWatch
 from rankscope.agent.settings import Settings, matches
+from rankscope.agent.stack import explain_no_room, has_room_for
 from rankscope.agent.tracer import Tracer
+from rankscope.agent.trigger import Trigger
+from rankscope.agent.updates import Updates
 from rankscope.agent.values import ValueReader
 from rankscope.capture.describe import Describer
 from rankscope.capture.groups import process_groups
-from rankscope.capture.torch_internals import current_graph_task
+from rankscope.capture.invisible import invisible
+from rankscope.capture.torch_internals import current_graph_task, dynamo_has_compiled
 from rankscope.record.call import Mode
 from rankscope.record.run import EndReason, RankIdentity
 from rankscope.spool.cells import StepEvent
@@ -50,6 +52,8 @@ class Opened:
     identity: RankIdentity
     writer: SpoolWriter
     recorder: Recorder
+    meeting_place: Path | None = None
+    """Folder in which the traced ranks agree on a step, None for a rank that is alone."""
 
 
 class Session:
@@ -80,14 +84,15 @@ class Session:
         self._eval_scope: Scope | None = None
         self._traced_train: int | None = None
         """Number of the train step being traced."""
-        self._optimizer_steps = 0
-        self._held: weakref.WeakKeyDictionary[torch.optim.Optimizer, frozenset[int]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._trigger: Trigger | None = None
+        self._hidden = HiddenSteps()
+        self._stance = EagerStance(is_wanted=settings.compile == "eager")
+        self._stance.choose(is_eager=0 in settings.steps)
         self._expected: Root | None = None
         """Root whose wrapper has just been counted by `_watch`."""
         self.guard = Guard(self._failed)
         hook = self.guard.hook
+        self._scalers = ScalerWatch(hook(self._optimizer_skipped))
         self._hooks = HookSet(hook(self._watch))
         self._hooks.watch_optimizers(hook(self._optimizer_begins), hook(self._optimizer_ends))
         self._hooks.watch_for_step()
@@ -110,7 +115,7 @@ class Session:
         self._rank = opened.identity.rank
         self._recorder = opened.recorder
         settings = self._settings
-        self._table = ModuleTable()
+        self._table = ModuleTable(enters_compiled=settings.compile == "eager")
         self._values = ValueReader(self._recorder, Describer(self._rank), settings)
         self._tracer = Tracer(
             self.guard, self._recorder, self._table, self._values, settings, self._open_scope,
@@ -119,6 +124,7 @@ class Session:
         self._parameters = ParameterEvents(
             self._table, self._recorder, self._values, self._tracer.definition_of, settings.phases
         )
+        self._updates = Updates(self._table, self._recorder, self._parameters, self._optimizers)
         hook, tracer = self.guard.hook, self._tracer
         self._hooks.follow_with(
             before=hook(tracer.before_forward),
@@ -126,6 +132,11 @@ class Session:
             own_input=hook(tracer.own_input_hook),
             own_output=hook(tracer.own_output_hook),
         )
+        if settings.steps.file is not None:
+            self._trigger = Trigger(
+                settings.steps.file, opened.meeting_place,
+                missed=self._missed, failed=self._trigger_failed,
+            )  # fmt: skip
         if self._preferred_root is not None:
             self._table.prefer(self._preferred_root)
             self._preferred_root = None
@@ -136,14 +147,18 @@ class Session:
         if self._is_closed:
             return
         self._is_closed = True
-        self._hooks.remove_all()
+        self._remove_hooks()
         if self._writer is None:
+            if dynamo_has_compiled():
+                say(f"nothing was traced: {HIDDEN}")
             return
         self._end_eval()
         self._end_train()
         self._values.collect(wait=True)
         self._define_groups()
         self._report_unmatched_globs()
+        if self._trigger is not None:
+            self._trigger.close()
         self._writer.close(reason)
 
     def _report_unmatched_globs(self) -> None:
@@ -164,7 +179,12 @@ class Session:
         traced.
         """
         self._is_closed = True
+        self._remove_hooks()
+
+    def _remove_hooks(self) -> None:
         self._hooks.remove_all()
+        self._scalers.take_off()
+        self._stance.choose(is_eager=False)
 
     def step(self) -> None:
         """Close the current train step by hand."""
@@ -180,7 +200,7 @@ class Session:
         self._recorder.error(
             self._tracer.current_sequence(), f"{type(error).__name__}: {error}"[:500]
         )
-        if self.guard.failures == MAX_FAILURES:
+        if self.guard.failures >= MAX_FAILURES:
             say(
                 f"tracing is switched off on rank {self._rank} after {MAX_FAILURES} failures, "
                 f"last: {error!r}"
@@ -212,11 +232,13 @@ class Session:
         self, optimizer: torch.optim.Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> None:
         self._optimizers.saw(optimizer)
+        self._scalers.stepped()
         self._clock.set_optimizer_depth(steps_running() - 1)
-        if not self._clock.optimizer_begins() or self._traced_train is None:
+        if not self._clock.optimizer_begins():
             return
-        if not runs_closure(args, kwargs):
-            self._record_gradients(optimizer)
+        self._begin_hidden_step(optimizer)
+        if self._traced_train is not None:
+            self._updates.begins(optimizer, args, kwargs, self._traced_train)
 
     def _optimizer_ends(
         self, optimizer: torch.optim.Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
@@ -224,14 +246,15 @@ class Session:
         if not self._clock.optimizer_ends():
             return
         if self._traced_train is not None:
-            if runs_closure(args, kwargs):
-                self._record_gradients(optimizer)
-            self._parameters.parameters(
-                self._traced_train, self._optimizer_steps, self._held_by(optimizer)
-            )
-            self._optimizer_steps += 1
+            self._updates.ends(optimizer, args, kwargs, self._traced_train)
         else:
             self._hooks.watch_for_step()
+        # now, because the next forward of a model compiled in place is only seen if it runs eagerly
+        self._stance.choose(is_eager=self._is_expected(self._clock.train + 1))
+
+    def _optimizer_skipped(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._traced_train is not None:
+            self._updates.skipped(optimizer, self._traced_train)
 
     # ------------------------------------------------------------------ steps
 
@@ -245,19 +268,22 @@ class Session:
         last = self._train_scope if torch.is_grad_enabled() else self._eval_scope
         if info.path and last is not None and last.root is root and not self._clock.is_ended:
             return last  # a submodule called directly, inside the step its root has begun
-        if not root.is_setup_recorded:
-            root.is_setup_recorded = True
-            self._record_setup(info)
+        self._record_setup(info)
+        if not has_room_for(root.depth):
+            self._leave_too_deep(root)
+            return None
         if self._clock.is_inside_optimizer:
             self._clock.set_optimizer_depth(steps_running())
-        has_gradients = torch.is_grad_enabled() and any(
-            p.requires_grad for p in module.parameters()
-        )
+        with invisible():
+            has_gradients = torch.is_grad_enabled() and any(
+                p.requires_grad for p in module.parameters()
+            )
         tick = self._clock.root_forward(
             has_gradients=has_gradients, optimizer_exists=self._optimizers.exists
         )
         if tick.mode is Mode.EVAL:
             return self._begin_eval(tick.step, info)
+        self._hidden.root_was_seen()
         if tick.opened:
             self._begin_train(tick.step)
         if self._traced_train is None:
@@ -278,11 +304,46 @@ class Session:
         )
         return Scope(None, mode, max(step, 0), None, is_muted=self._traced_train is None)
 
+    def _begin_hidden_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Begin the train step that an optimizer ends although no hook saw its forward."""
+        is_first = self._clock.train < 0
+        if not self._hidden.begins(optimizer, is_first=is_first):
+            return
+        if not (is_first or self._clock.is_ended):
+            return
+        if is_first:
+            modules = outermost_modules_of(optimizer)
+            if not modules or not self._open():
+                return
+            for module in modules:
+                info = self._tracer.learn(module)
+                if info.root is not None:
+                    info.root.is_hidden = True
+                    self._record_setup(info)
+            if self._rank == 0:
+                say(f"{type(modules[0]).__name__}: {HIDDEN}")
+        step = self._clock.root_forward(has_gradients=True, optimizer_exists=lambda: True).step
+        self._end_eval()
+        self._end_train()
+        # hooks stay as they are: each change of theirs would compile the model again
+        if self._is_selected(Mode.TRAIN, step):
+            self._traced_train = step
+            self._recorder.step(StepEvent.BEGIN, Mode.TRAIN, step)
+            for info in self._table.hidden_roots():
+                self._tracer.note_hidden_root(info, step)
+
+    def _leave_too_deep(self, root: Root) -> None:
+        """Switch off before a model that nests so deep that hooks would end its own calls."""
+        text = explain_no_room(root.class_name, root.depth)
+        self._recorder.error(None, text)
+        say(text)
+        self.close(EndReason.SWITCHED_OFF)
+
     def _begin_train(self, step: int) -> None:
         """Leave the steps before and begin this one, traced or not."""
         self._end_eval()
         self._end_train()
-        if step in self._settings.steps:
+        if self._is_selected(Mode.TRAIN, step):
             self._traced_train = step
             self._turn_on(Mode.TRAIN, step)
         else:
@@ -290,19 +351,42 @@ class Session:
             if self._optimizers.exists() or self._settings.steps.is_over(step):
                 self._hooks.stop_watching()
 
+    def _is_selected(self, mode: Mode, step: int) -> bool:
+        """Say, once as it begins, whether a step is traced."""
+        is_asked = self._trigger is not None and self._trigger.begins(mode, step)
+        return is_asked or step in self._settings.steps
+
+    def _is_expected(self, step: int) -> bool:
+        """Say whether a train step is going to be traced, as far as is known before it begins."""
+        is_asked = self._trigger is not None and self._trigger.expects(Mode.TRAIN, step)
+        return is_asked or step in self._settings.steps
+
+    def _missed(self, mode: Mode, step: int, why: str) -> None:
+        note = f"not traced on this rank: {why}"
+        self._recorder.step(StepEvent.NOTE, mode, step, note)
+        say(f"rank {self._rank}: {mode.word} step {step} is {note}")
+
+    def _trigger_failed(self, why: str) -> None:
+        self._recorder.error(None, why)
+        say(f"rank {self._rank}: {why}")
+
     def _end_train(self) -> None:
         for root in self._table.roots:
             root.calls_in_step = 0
-        self._optimizer_steps = 0
         step, self._traced_train, self._train_scope = self._traced_train, None, None
+        if self.guard.is_too_deep:
+            self.guard.is_too_deep = False
+            self._recorder.error(None, "Python's recursion limit left a hook no room: calls lack")
         if step is not None:
+            self._updates.close_step(step, is_trained=self._tracer.gradients.has_fired)
             self._recorder.step(StepEvent.END, Mode.TRAIN, step)
             self._tracer.end_step()
+            self._table.forget_dead()
             self._define_groups()
 
     def _begin_eval(self, step: int, info: ModuleInfo) -> Scope | None:
         self._end_eval()
-        is_selected = step in self._settings.steps
+        is_selected = self._is_selected(Mode.EVAL, step)
         if is_selected:
             self._eval_scope = Scope(info.root, Mode.EVAL, step, 0, is_muted=False)
             self._turn_on(Mode.EVAL, step)
@@ -327,8 +411,10 @@ class Session:
 
     def _turn_on(self, mode: Mode, step: int) -> None:
         self._values.collect()  # of the step before: what accelerators have finished by now
-        self._recorder.step(StepEvent.BEGIN, mode, step)
+        self._stance.choose(is_eager=True)
+        self._recorder.step(StepEvent.BEGIN, mode, step, self._stance.note)
         self._hooks.trace()
+        self._scalers.put_on()
 
     def _follow_own_hooks(self, info: ModuleInfo) -> None:
         """Stand behind the hooks of a root's modules while it runs, and not a moment longer.
@@ -341,10 +427,15 @@ class Session:
     def _turn_off(self) -> None:
         if self._hooks.is_tracing:
             self._hooks.stop_tracing()
+        self._stance.choose(is_eager=False)
+        self._scalers.take_off()
         self._hooks.watch_for_step()
 
     def _record_setup(self, info: ModuleInfo) -> None:
         assert info.root is not None  # only called for modules of a root
+        if info.root.is_setup_recorded:
+            return
+        info.root.is_setup_recorded = True
         for each in self._table.of_root(info.root):
             self._tracer.definition_of(each)
         for inner, outer, path in self._table.contained:
@@ -353,24 +444,6 @@ class Session:
             )
         self._table.contained.clear()
         self._parameters.setup(info.root)
-
-    def _record_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        assert self._traced_train is not None  # only called in a traced step
-        self._parameters.gradients(
-            self._traced_train, self._optimizer_steps, self._held_by(optimizer),
-            is_scaled=getattr(optimizer, "grad_scale", None) is not None,
-        )  # fmt: skip
-
-    def _held_by(self, optimizer: torch.optim.Optimizer) -> frozenset[int]:
-        """Return which parameters to record at an optimizer's step: its own, and those no optimizer
-        is known to hold.
-        """
-        held = self._held[optimizer] = held_parameters(optimizer)
-        known = self._table.parameter_ids()
-        if not known & held:  # flattened or sharded copies: nothing can be told apart
-            return frozenset()
-        others = frozenset().union(*(h for key, h in self._held.items() if key is not optimizer))
-        return known - others
 
 
 def _disarm(session: Session | None) -> None:

@@ -13,13 +13,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from rankscope.agent.steps import StepSelection, number_ranges
 from rankscope.errors import SettingError
 
 __all__ = [
     "SETTINGS",
     "Setting",
     "Settings",
-    "StepSelection",
     "is_enabled",
     "matches",
     "parse_size",
@@ -28,56 +28,6 @@ __all__ = [
 
 _SIZE = re.compile(r"^(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b)?$", re.IGNORECASE)
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
-
-
-@dataclass(frozen=True, slots=True)
-class StepSelection:
-    """Which steps are traced: ranges, a period, or all."""
-
-    text: str
-    ranges: tuple[tuple[int, int], ...] = ()
-    """Inclusive on both ends."""
-    every: int = 0
-    """Trace steps divisible by this; 0 for no period."""
-
-    def __contains__(self, step: int) -> bool:
-        if self.every and step % self.every == 0:
-            return True
-        return any(first <= step <= last for first, last in self.ranges)
-
-    def is_over(self, step: int) -> bool:
-        """True where no step after `step` can ever be selected."""
-        return not self.every and all(last <= step for _, last in self.ranges)
-
-    @classmethod
-    def parse(cls, text: str) -> StepSelection:
-        """Read `0-2,10`, `every:100` or `all`.
-
-        Raises:
-            SettingError: the text is none of these.
-        """
-        if text == "all":
-            return cls(text, every=1)
-        if text.startswith("every:"):
-            period = text.removeprefix("every:")
-            if period.isdigit() and int(period) > 0:
-                return cls(text, every=int(period))
-            raise SettingError(
-                f"steps={text!r}: 'every:' wants a positive number of steps, like every:100"
-            )
-        ranges = []
-        for part in text.split(","):
-            found = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
-            if not found:
-                raise SettingError(f"steps={text!r}: write steps as 0-2,10 or every:100 or all")
-            first = int(found[1])
-            last = int(found[2]) if found[2] else first
-            if last < first:
-                raise SettingError(
-                    f"steps={text!r}: {part.strip()} ends before it begins; write {last}-{first}"
-                )
-            ranges.append((first, last))
-        return cls(text, ranges=tuple(ranges))
 
 
 def parse_size(text: str) -> int:
@@ -103,7 +53,7 @@ def _parse_ranks(text: str) -> tuple[int, ...] | None:
     if text == "all":
         return None
     chosen: set[int] = set()
-    for first, last in StepSelection.parse(text).ranges:
+    for first, last in number_ranges("ranks", text):
         chosen.update(range(first, last + 1))
     return tuple(sorted(chosen))
 
@@ -149,6 +99,15 @@ def _parse_digest(text: str) -> str:
     return text
 
 
+def _parse_compile(text: str) -> str:
+    if text not in {"opaque", "eager"}:
+        raise SettingError(
+            f"compile={text!r}: write opaque (a compiled region is one node) or eager (traced "
+            "steps run it as written: all is seen, but the numbers are not bitwise the compiled)"
+        )
+    return text
+
+
 def _parse_path(text: str) -> Path:
     return Path(text).expanduser().absolute()
 
@@ -190,7 +149,8 @@ SETTINGS: tuple[Setting, ...] = (
         parse=StepSelection.parse,
         default="0-2",
         metavar="STEPS",
-        help="steps to trace: 0-2,10 or every:100 or all",
+        help="steps to trace: 0-2,10 or every:100 or all, or at:FILE for one soon after each touch "
+        "of that file; several with commas",
     ),
     Setting(
         name="ranks",
@@ -226,6 +186,13 @@ SETTINGS: tuple[Setting, ...] = (
         default="full",
         metavar="full|none",
         help="numbers kept per value: full, or none for the structure alone",
+    ),
+    Setting(
+        name="compile",
+        parse=_parse_compile,
+        default="opaque",
+        metavar="opaque|eager",
+        help="compiled regions: one opaque node each, or run as written while a step is traced",
     ),
     Setting(
         name="batch-dim",
@@ -314,6 +281,7 @@ class Settings:
     phases: tuple[str, ...]
     slots: tuple[str, ...]
     digest: str
+    compile: str
     batch_dim: int
     spool: Path | None
     spool_bytes: int

@@ -7,7 +7,6 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
-from types import FrameType
 
 import torch
 from torch import nn
@@ -15,14 +14,20 @@ from torch import nn
 from rankscope.agent.calls import CallStacks, Frame, Scope
 from rankscope.agent.gradients import GradientHooks, GradientTarget
 from rankscope.agent.guard import Guard
-from rankscope.agent.modules import ModuleInfo, ModuleTable
+from rankscope.agent.modules import ModuleInfo, ModuleTable, Root
 from rankscope.agent.recorder import Recorder
 from rankscope.agent.settings import Settings, matches
+from rankscope.agent.stack import keyword_arguments, module_calls_running
 from rankscope.agent.values import ValueReader
 from rankscope.capture.invisible import invisible
 from rankscope.capture.pytree import walk
-from rankscope.capture.torch_internals import current_graph_task
-from rankscope.record.call import Phase
+from rankscope.capture.torch_internals import (
+    current_graph_task,
+    is_being_captured,
+    is_compiled_graph,
+    stops_recomputation,
+)
+from rankscope.record.call import Mode, Phase
 from rankscope.record.value import ValueFlag
 from rankscope.spool.cells import CallStatus
 
@@ -63,18 +68,26 @@ class Tracer:
         self._stacks = CallStacks()
         self._scopes: list[Scope] = []
         """Root forwards of this step, for the modules that checkpointing runs again."""
+        self._compiled_in_place: dict[Root, tuple[ModuleInfo, ...]] = {}
+        """Of the roots called in this step."""
         self.gradients = GradientHooks(guard, self._gradient)
 
     # ------------------------------------------------------------------ hooks
 
     def before_forward(self, module: nn.Module, args: tuple[object, ...]) -> None:
         """Global forward pre-hook: a call begins."""
+        if is_being_captured():
+            return
         frames = self._stacks.frames
         top = frames[-1] if frames else None
         # Decided before a step may begin: hooks put on a module now are not run for this call of
         # it.
         is_followed = module._forward_pre_hooks and self._stands_behind_inputs(module)
-        info = self._table.get(module) or self._learn(module, top)
+        info = self._table.get(module)
+        if info is None:
+            if is_compiled_graph(module):
+                return
+            info = self.learn(module, top)
         if top is not None and info.root is not None and info.root.module() is module:
             top = self._without_abandoned()
         in_backward = current_graph_task() != -1
@@ -95,7 +108,10 @@ class Tracer:
             phase, calls, is_wanted = Phase.RECOMPUTE, scope.recompute_calls, self._wants_recompute
         else:
             phase, calls, is_wanted = Phase.FORWARD, scope.forward_calls, self._wants_forward
-        if scope.is_muted or info.is_wrapper or not info.is_selected or not is_wanted:
+        if (
+            scope.is_muted or info.is_wrapper or not info.is_selected or not is_wanted
+            or (top is not None and _is_wrapped_by(top.info, info))
+        ):  # fmt: skip
             frames.append(Frame(module, info, scope, phase, parent, False))
             return
         calls[info] = ordinal = calls.get(info, -1) + 1
@@ -105,7 +121,9 @@ class Tracer:
             parent,
             scope.mode, scope.step, scope.micro_batch, phase, ordinal,
         )  # fmt: skip
-        frame = Frame(module, info, scope, phase, sequence, True)
+        frame = Frame(module, info, scope, phase, sequence, True, ordinal)
+        if phase is Phase.FORWARD and scope.mode is Mode.TRAIN and not torch.is_grad_enabled():
+            scope.without_gradients[info, ordinal] = (sequence, set())
         frames.append(frame)
         if self._values.is_on and not is_followed:
             self._inputs_at_global_hook(frame, module, args)
@@ -124,7 +142,7 @@ class Tracer:
         frames = self._stacks.frames
         if frames and frames[-1].module is module and frames[-1].is_recorded and self._values.is_on:
             if kwargs is None:
-                kwargs = _keyword_arguments() or {}
+                kwargs = keyword_arguments() or {}
             self._read_inputs(frames[-1], args, kwargs)
 
     def after_forward(self, module: nn.Module, args: tuple[object, ...], *rest: object) -> None:
@@ -143,14 +161,32 @@ class Tracer:
             return
         if len(rest) == 1:
             error = sys.exc_info()[1]
-            text = _describe_error(error) if error is not None else ""
-            self._recorder.exit(frame.sequence, CallStatus.RAISED, text)
+            if error is not None and stops_recomputation(error):
+                self._recorder.exit(frame.sequence, CallStatus.STOPPED)
+            else:
+                text = _describe_error(error) if error is not None else ""
+                self._recorder.exit(frame.sequence, CallStatus.RAISED, text)
             return
         if self._values.is_on:
             self._values.read_pending()
             self._finish(frame, args, rest[0], rest[1])
             stacks.ended = frame if module._forward_hooks else None
+        if frame.phase is Phase.FORWARD and not frame.info.path and frame.info.root is not None:
+            self._note_compiled_in_place(frame, frame.info.root)
         self._recorder.exit(frame.sequence)
+
+    def _note_compiled_in_place(self, frame: Frame, root: Root) -> None:
+        """Leave a call without values for the modules of a root that no hook could see."""
+        scope = frame.scope
+        if root not in self._compiled_in_place:
+            self._compiled_in_place[root] = self._table.compiled_in_place(root)
+        for info in self._compiled_in_place[root]:
+            if info.is_selected and info not in scope.forward_calls:
+                sequence = self._recorder.enter(
+                    self.definition_of(info), root.definition, frame.sequence,
+                    scope.mode, scope.step, scope.micro_batch, Phase.FORWARD, 0,
+                )  # fmt: skip
+                self._recorder.exit(sequence, CallStatus.NOT_ENTERED)
 
     def _repair(self, module: nn.Module) -> Frame | None:
         """Find the call that ends below calls that no hook saw end, and close those."""
@@ -167,12 +203,24 @@ class Tracer:
         before = frozenset(id(tensor) for tensor in frame.outputs)
         self._values.read_all("returned", output, frame.sequence, frame.phase, skip=before)
 
+    def note_hidden_root(self, info: ModuleInfo, step: int) -> None:
+        """Leave a call without values for a root whose forward in this step no hook saw."""
+        root = info.root
+        assert root is not None  # only roots own parameters
+        if not info.is_selected or not self._wants_forward:
+            return
+        sequence = self._recorder.enter(
+            self.definition_of(info), root.definition, None,
+            Mode.TRAIN, step, root.calls_in_step, Phase.FORWARD, 0,
+        )  # fmt: skip
+        self._recorder.exit(sequence, CallStatus.NOT_ENTERED)
+
     # ------------------------------------------------------------------ values
 
     def _inputs_at_global_hook(
         self, frame: Frame, module: nn.Module, args: tuple[object, ...]
     ) -> None:
-        kwargs = _keyword_arguments()
+        kwargs = keyword_arguments()
         seen = self._read_inputs(frame, args, kwargs or {})
         if module._forward_pre_hooks or kwargs is None:
             frame.seen_inputs = {slot: id(tensor) for slot, tensor in seen}
@@ -230,13 +278,24 @@ class Tracer:
     def _watch(
         self, frame: Frame, tensors: list[tuple[str, torch.Tensor]], kind: str, gradient_kind: str
     ) -> None:
-        if not self._wants_backward or frame.phase is not Phase.FORWARD or frame.sequence is None:
+        if not self._wants_backward or frame.sequence is None:
             return
-        for slot, tensor in tensors:
-            gradient_slot = gradient_kind + slot.removeprefix(kind)
-            if tensor.requires_grad and self._values.wants(gradient_slot):
-                with invisible():
-                    self.gradients.watch(tensor, frame.sequence, gradient_slot)
+        sequence, watched = frame.sequence, None
+        if frame.scope.without_gradients:
+            found = frame.scope.without_gradients.get((frame.info, frame.ordinal))
+            if found is not None:
+                sequence, watched = found
+        if frame.phase is not Phase.FORWARD and watched is None:
+            return
+        with invisible():  # what needs a gradient is not asked in sight of a subclass either
+            for slot, tensor in tensors:
+                gradient_slot = gradient_kind + slot.removeprefix(kind)
+                if not tensor.requires_grad or not self._values.wants(gradient_slot):
+                    continue
+                if watched is None or gradient_slot not in watched:
+                    self.gradients.watch(tensor, sequence, gradient_slot)
+                if watched is not None:
+                    watched.add(gradient_slot)
 
     def _gradient(
         self, targets: list[GradientTarget], gradient: torch.Tensor, ordinal: int
@@ -249,7 +308,8 @@ class Tracer:
 
     # ------------------------------------------------------------------ bookkeeping
 
-    def _learn(self, module: nn.Module, top: Frame | None) -> ModuleInfo:
+    def learn(self, module: nn.Module, top: Frame | None = None) -> ModuleInfo:
+        """Make a module known, inside the call that is open where there is one."""
         with invisible():
             info = self._table.learn(module, top.info.root if top is not None else None)
         self.select(info)
@@ -292,7 +352,7 @@ class Tracer:
         Asked where a root is called inside other calls: rare enough to look at the Python stack.
         """
         frames = self._stacks.frames
-        running = _module_calls_running() - 1
+        running = module_calls_running() - 1
         while len(frames) > max(running, 0):
             self._abandon(frames.pop())
         return frames[-1] if frames else None
@@ -309,7 +369,11 @@ class Tracer:
 
     def end_step(self) -> None:
         """Forget what belongs to the step: hooks on leaves, tensors seen, scopes of its calls."""
+        if self._wants_backward:
+            for target in self.gradients.unseen():
+                self._values.unseen(target.sequence, target.slot, Phase.BACKWARD)
         self.gradients.forget()
+        self._compiled_in_place.clear()
         self._values.end_step()
         self._scopes.clear()
         self._stacks.ended = None
@@ -320,32 +384,11 @@ class Tracer:
         return frames[-1].sequence if frames else None
 
 
-def _keyword_arguments() -> dict[str, object] | None:
-    """Return the kwargs of the module call whose global pre-hook is running, None where they are
-    hidden.
-
-    Global pre-hooks are handed no kwargs; they stand in the frame of torch's `Module._call_impl`.
+def _is_wrapped_by(outer: ModuleInfo, inner: ModuleInfo) -> bool:
+    """True where a call is that of the very module around which the outer one was compiled: the
+    compiler is switched off.
     """
-    frame = sys._getframe(1)
-    for _ in range(6):
-        if frame.f_code.co_name == "inner" and frame.f_code.co_filename.endswith("module.py"):
-            found = frame.f_locals.get("kwargs")
-            return found if isinstance(found, dict) else None
-        if frame.f_back is None:
-            return None
-        frame = frame.f_back
-    return None
-
-
-def _module_calls_running() -> int:
-    """Return how many module calls with hooks are on this thread's Python stack."""
-    count = 0
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        count += code.co_name == "inner" and code.co_filename.endswith("module.py")
-        frame = frame.f_back
-    return count
+    return outer.is_opaque and outer.root is inner.root and outer.path == inner.path
 
 
 def _describe_error(error: BaseException) -> str:

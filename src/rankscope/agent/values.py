@@ -10,9 +10,10 @@ from rankscope.agent.accelerators import DeviceValues, ValuePlace
 from rankscope.agent.recorder import Recorder
 from rankscope.agent.settings import Settings, matches
 from rankscope.capture.describe import Described, Describer
-from rankscope.capture.digest import Digester, Reading
+from rankscope.capture.digest import Digester
 from rankscope.capture.invisible import invisible
 from rankscope.capture.pytree import walk
+from rankscope.capture.reading import Reading
 from rankscope.capture.torch_internals import is_collective_outstanding
 from rankscope.record.call import Phase
 from rankscope.record.value import ValueFlag
@@ -23,6 +24,7 @@ __all__ = ["ValueReader"]
 _ACTIVATIONS = frozenset({Phase.FORWARD, Phase.RECOMPUTE, Phase.BACKWARD})
 # plain ints: an IntFlag's own `|` costs a microsecond, and these are used for every value
 _PENDING, _PYTHON, _ABSENT = int(ValueFlag.PENDING), int(ValueFlag.PYTHON), int(ValueFlag.ABSENT)
+_UNSEEN = int(ValueFlag.UNSEEN)
 _MOST_PENDING = 256
 """Values in flight held at a time; further ones stay pending."""
 
@@ -141,10 +143,15 @@ class ValueReader:
         described = self._describer.describe_other(leaf)
         self._recorder.value(sequence, slot, described, None, phase, 0, flags | _PYTHON, 0)
 
-    def absent(self, sequence: int, slot: str, phase: Phase) -> None:
+    def absent(self, sequence: int, slot: str, phase: Phase, flags: int = 0) -> None:
         """Record that a slot holds nothing (`.grad is None`)."""
         described = self._describer.describe_other(None)
-        self._recorder.value(sequence, slot, described, None, phase, 0, _ABSENT, 0)
+        self._recorder.value(sequence, slot, described, None, phase, 0, flags | _ABSENT, 0)
+
+    def unseen(self, sequence: int, slot: str, phase: Phase) -> None:
+        """Record that what belongs in a slot could not be seen."""
+        described = self._describer.describe_other(None)
+        self._recorder.value(sequence, slot, described, None, phase, 0, _UNSEEN, 0)
 
     def _new_digester(self) -> Digester:
         digester = Digester(batch_dim=self._batch_dim)

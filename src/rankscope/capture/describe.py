@@ -44,6 +44,9 @@ __all__ = ["Described", "Describer", "placement_of"]
 
 _MOST_TEXT: Final = 120
 _MOST_CACHED: Final = 1 << 16
+_MOST_REPEATED: Final = 1 << 24
+_REPETITIONS: Final = 8
+"""A view of more elements than that which shows its memory more often than this is not read."""
 _UNKNOWN: Final = Layout(source=LayoutSource.UNKNOWN)
 
 
@@ -101,8 +104,10 @@ class Describer:
                 found = self._known.get(key)
                 if found is None:
                     found = self._plain(tensor, key)
-                if found.can_digest and tensor.numel() and not _has_memory(tensor):
-                    found = self._without_memory(tensor, key)
+                if found.can_digest or found.can_digest_on_device:
+                    problem = _problem_of_memory(tensor)
+                    if problem is not None:
+                        found = self._unread(tensor, key, problem)
                 return found, tensor
             if kind is _Kind.DTENSOR:
                 return self._distributed(tensor)
@@ -167,12 +172,11 @@ class Describer:
         return described
 
     def _plain(self, tensor: torch.Tensor, key: object) -> Described:
-        device = str(tensor.device)
-        full_key = (key, device)
+        device, reason = str(tensor.device), _why_not(tensor)
+        full_key = (key, device, reason)
         known = self._known.get(full_key)
         if known is not None:
             return known
-        reason = _why_not(tensor)
         meta = ValueMeta(
             dtype=_dtype_name(tensor),
             device=device,
@@ -190,12 +194,13 @@ class Describer:
             can_digest_on_device=reason is None and not is_on_host,
             allows_samples=reason is None and tensor.dim() > 0,
         )
-        # accelerators of one kind differ by index, which the short key does not hold
-        return self._keep(key if is_on_host else full_key, described)
+        # accelerators of one kind differ by index, compressed sparse layouts in nothing that the
+        # short key holds
+        return self._keep(key if described.can_digest else full_key, described)
 
-    def _without_memory(self, tensor: torch.Tensor, key: object) -> Described:
-        known = self._known.get(("freed", key))
-        return known or self._keep(("freed", key), self._structure(tensor, "its memory is freed"))
+    def _unread(self, tensor: torch.Tensor, key: object, problem: str) -> Described:
+        known = self._known.get((problem, key))
+        return known or self._keep((problem, key), self._structure(tensor, problem))
 
     def _structure(self, tensor: torch.Tensor, note: str, is_pending: bool = False) -> Described:
         """Return a description without a digest, of whatever a strange tensor is ready to tell."""
@@ -339,14 +344,25 @@ def _ranges(
     return ranges, None
 
 
-def _has_memory(tensor: torch.Tensor) -> bool:
-    """False where a storage was freed or shrunk under the tensor, as FSDP does."""
+def _problem_of_memory(tensor: torch.Tensor) -> str | None:
+    """Return what speaks against reading the memory of a strided tensor, None for nearly all.
+
+    A storage may have been freed or shrunk under it, as FSDP does; and a view that repeats a few
+    elements (`expand`) may have more of them than any memory could hold.
+    """
+    count = tensor.numel()
+    if not count:
+        return None
     if tensor.is_contiguous():  # asked for every value: nearly all are
-        held = tensor.numel()
+        spanned = count
     else:
-        held = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    extent = (tensor.storage_offset() + held) * tensor.element_size()
-    return bool(tensor.data_ptr()) and extent <= tensor.untyped_storage().nbytes()
+        spanned = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        if count > _MOST_REPEATED and count > _REPETITIONS * spanned:
+            return "a view that repeats its memory too often to be read"
+    extent = (tensor.storage_offset() + spanned) * tensor.element_size()
+    if not tensor.data_ptr() or extent > tensor.untyped_storage().nbytes():
+        return "its memory is freed"
+    return None
 
 
 def _why_not(tensor: torch.Tensor) -> str | None:

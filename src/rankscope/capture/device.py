@@ -28,10 +28,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rankscope.capture.digest import Reading
 from rankscope.capture.elements import Array, storage_of
 from rankscope.capture.fold import Plan, Segment, make_plan
 from rankscope.capture.invisible import invisible_operations
+from rankscope.capture.reading import Reading
 from rankscope.record.placement import Ranges
 from rankscope.record.value import SKETCH_SIZE
 

@@ -25,6 +25,7 @@ __all__ = [
     "Storage",
     "elements",
     "memory_type",
+    "number_on_host",
     "storage_of",
     "stored_words",
 ]
@@ -239,3 +240,13 @@ def elements(tensor: torch.Tensor, storage: Storage) -> Array:
         array = array.copy()
         np.negative(array[..., 1], out=array[..., 1])
     return array
+
+
+def number_on_host(tensor: torch.Tensor) -> float | None:
+    """Return the one number a plain CPU tensor holds, None for any other tensor."""
+    if type(tensor) is not torch.Tensor or tensor.device.type != "cpu" or tensor.numel() != 1:
+        return None
+    storage = storage_of(tensor.dtype)
+    if storage is None or storage.is_complex or tensor.layout is not torch.strided:
+        return None
+    return float(storage.values(elements(tensor, storage).reshape(-1))[0])

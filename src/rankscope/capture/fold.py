@@ -30,6 +30,7 @@ __all__ = [
     "Plan",
     "Segment",
     "contiguous_runs",
+    "flat_copy",
     "make_plan",
     "multiply_rows",
     "sum_width",
@@ -52,6 +53,8 @@ _ENOUGH_WIDTH = 2048
 _LEAST_INNER = 64
 _MOST_INNER = 4096
 _MOST_PIECES = 64
+_TILE = 64
+"""Columns copied at a time where neighbours in a row lie far apart in memory."""
 
 Floats = npt.NDArray[np.floating]
 
@@ -303,7 +306,7 @@ def contiguous_runs(view: npt.NDArray[np.generic]) -> Iterator[npt.NDArray[np.ge
         yield view.reshape(-1)
         return
     if view.size <= BLOCK_ELEMENTS:
-        yield np.ascontiguousarray(view).reshape(-1)
+        yield flat_copy(view)
         return
     step = BLOCK_ELEMENTS // view[0].size
     if step == 0:
@@ -313,3 +316,16 @@ def contiguous_runs(view: npt.NDArray[np.generic]) -> Iterator[npt.NDArray[np.ge
     step -= step % RADIX if step > RADIX else 0
     for start in range(0, view.shape[0], step):
         yield from contiguous_runs(view[start : start + step])
+
+
+def flat_copy(view: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
+    """Return the elements of an array in row-major order, flat and contiguous.
+
+    A transposed one is copied in tiles: whole rows of it would touch a page for every element.
+    """
+    if view.ndim < 2 or abs(view.strides[-1]) <= abs(view.strides[-2]):
+        return np.ascontiguousarray(view).reshape(-1)
+    copy = np.empty(view.shape, view.dtype)
+    for start in range(0, view.shape[-1], _TILE):
+        copy[..., start : start + _TILE] = view[..., start : start + _TILE]
+    return copy.reshape(-1)

@@ -21,9 +21,13 @@ __all__ = [
     "disable_torch_function",
     "dispatch_bits",
     "dtensor_parts",
+    "dynamo_has_compiled",
     "forget_keyword_hook",
     "is_async_collective",
+    "is_being_captured",
     "is_collective_outstanding",
+    "is_compiled_graph",
+    "is_compiled_in_place",
     "is_compiling",
     "is_dtensor",
     "is_functorch_wrapper",
@@ -33,7 +37,9 @@ __all__ = [
     "overrides_dispatch",
     "placement_class",
     "registered_children",
+    "run_compiled_eagerly",
     "shard_order",
+    "stops_recomputation",
 ]
 
 _C: Any = torch._C
@@ -52,6 +58,79 @@ current_graph_task: Callable[[], int] = getattr(_C, "_current_graph_task_id", la
 
 is_compiling: Callable[[], bool] = torch.compiler.is_compiling
 """True while torch.compile traces (dynamo takes it for a constant)."""
+
+_is_jit_tracing: Callable[[], bool] = getattr(_C, "_is_tracing", lambda: False)
+
+
+_modules, _FX = sys.modules, "torch.fx._symbolic_trace"
+
+
+def is_being_captured() -> bool:
+    """True while `torch.jit.trace`, `torch.fx` or a compiler's backend runs a module to write down
+    its operations.
+
+    Reading a shape would be written down with them. Without jit's name that is what happens;
+    without fx's flag its proxies are seen as arguments, without the compiler's context its run as a
+    call.
+    """
+    if _is_jit_tracing() or getattr(_modules.get(_FX), "_is_fx_tracing_flag", False):
+        return True
+    if "torch._dynamo" not in _modules:  # asked at every call of a module: cheapest first
+        return False
+    compiler = getattr(_modules.get("torch._guards"), "_TLS", None)
+    return getattr(compiler, "tracing_context", None) is not None
+
+
+def is_compiled_graph(module: torch.nn.Module) -> bool:
+    """True for what backends of torch.compile call in place of a model: its graph, with the
+    parameters among the arguments.
+    """
+    return (
+        isinstance(module, torch.fx.GraphModule)
+        and dynamo_has_compiled()
+        and next(module.parameters(), None) is None
+    )
+
+
+def is_compiled_in_place(module: torch.nn.Module) -> bool:
+    """True after `module.compile()`: no hook sees its calls then. Without the name, never."""
+    return getattr(module, "_compiled_call_impl", None) is not None
+
+
+def dynamo_has_compiled() -> bool:
+    """True where torch.compile has compiled a frame in this process, or does not count them."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    if dynamo is None:
+        return False
+    counters = getattr(dynamo, "counters", None)
+    return counters is None or counters["frames"]["total"] > 0
+
+
+def run_compiled_eagerly() -> Callable[[], None] | None:
+    """Have everything compiled run as written, and return what ends that; None where torch cannot.
+
+    Whatever stance the program had chosen comes back then, unless it chose another meanwhile.
+    """
+    choose = getattr(torch.compiler, "set_stance", None)  # torch 2.6 and newer
+    if choose is None:
+        return None
+    stance = choose("force_eager")
+
+    def restore() -> None:
+        chosen = getattr(stance, "stance", None)
+        if getattr(sys.modules["torch._dynamo.eval_frame"], "_stance", chosen) is chosen:
+            stance.__exit__(None, None, None)
+
+    return restore
+
+
+def stops_recomputation(error: BaseException) -> bool:
+    """True for what checkpointing raises when it has recomputed enough: not a fault.
+
+    Without torch's class such a call reads as raised.
+    """
+    stop = _loaded("torch.utils.checkpoint", "_StopRecomputationError")
+    return stop is not None and isinstance(error, stop)
 
 
 def forget_keyword_hook(number: int) -> None:

@@ -120,21 +120,22 @@ def _collect(options: CollectorOptions) -> int:
     return _verdict(options.out, code)
 
 
-def _verdict(out: Path, code: int) -> int:
-    from rankscope.spool.outfolder import COLLECTOR_LOG_NAME
+def _verdict(out: Path, outcome: int) -> int:
+    from rankscope.spool.outfolder import COLLECTOR_LOG_NAME, announced
     from rankscope.tree.reader import open_trace
 
-    if code:
-        _say(f"no tree in {out}: see {out / COLLECTOR_LOG_NAME}; try: rankscope recover {out}")
+    if outcome:
+        _say(
+            f"no tree in {out}, see {out / COLLECTOR_LOG_NAME}; build it from the records: "
+            f"rankscope recover {out} --out {out}-recovered"
+        )
         return EXIT_INCOMPLETE
     if not (out / "trace.json").exists():
         _say(f"nothing was traced: no rank sent anything to {out}")
         return EXIT_INCOMPLETE
-    if not open_trace(out).is_complete:
-        _say(f"trace in {out}, incomplete: rankscope verify {out}")
-        return EXIT_INCOMPLETE
-    _say(f"trace in {out}; read it: rankscope show {out}")
-    return 0
+    is_complete = open_trace(out).is_complete
+    _say(announced(out, is_complete=is_complete))
+    return 0 if is_complete else EXIT_INCOMPLETE
 
 
 @contextmanager

@@ -21,8 +21,14 @@ def command(
         Path,
         typer.Option(help="New trace folder; made with its parents, refused when it is not empty."),
     ],
+    keep_spool: Annotated[
+        bool, typer.Option("--keep-spool", help="Leave the spool folders of this host in place.")
+    ] = False,
 ) -> None:
-    """Build a trace from the records in spool folders and unfinished trace folders."""
+    """Build a trace from the records in spool folders and unfinished trace folders.
+
+    A spool folder of this host is removed once all it holds is in the trace; a trace folder never.
+    """
     from rankscope.cli.terminal import progress
     from rankscope.tree.assemble import recover
 
@@ -32,3 +38,15 @@ def command(
     ranks = len({rank["rank"] for rank in state["ranks"]})
     word = "complete" if state["complete"] else f"incomplete: see rankscope verify {out}"
     typer.echo(f"{out}: {ranks} of {document.run['world_size']} ranks, {word}")
+    # where anything is missing the spools may be needed again, with what another host holds
+    if not state["missing"] and all(r["committed"] == r["received"] for r in state["ranks"]):
+        for folder in () if keep_spool else folders:
+            _remove(folder, out)
+
+
+def _remove(folder: Path, out: Path) -> None:
+    from rankscope.gather.leaving import is_abandoned, is_in_tree, remove_run
+
+    tree = out / "trace.json"
+    if is_abandoned(folder) and not remove_run(folder, lambda s: is_in_tree(folder, s, tree)):
+        typer.echo(f"removed {folder}: all of it is in {out}")

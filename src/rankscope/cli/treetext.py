@@ -27,6 +27,7 @@ __all__ = ["View", "tree_lines"]
 COLUMNS = ("count", "nan", "posinf", "neginf", "zero", "min", "max", "mean", "std", "l2", "hash")
 _MAX_VALUES = 4
 """Distinct values listed below a slot whose ranks differ."""
+_NO_FAULT = frozenset({"stopped", "not_entered"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,6 +189,8 @@ def _head(node: Node, paint: Paint) -> str:
         parts.append(f"call {node.ordinal + 1}")
     if node.wrappers:
         parts.append(f"[{', '.join(node.wrappers)}]")
+    if node.is_opaque:
+        parts.append(paint("dim", "opaque"))
     parts.append(paint("dim", f"ranks {ranks_text(node.ranks)}"))
     if node.time.max_us:
         slowest = f", slowest rank {node.time.slowest}" if len(node.ranks) > 1 else ""
@@ -205,8 +208,9 @@ def _outcome_lines(node: Node, paint: Paint) -> Iterator[str]:
     if node.status != "returned":
         for outcome in node.outcomes:
             if outcome.status != "returned":
-                text = f"{outcome.status} on rank {ranks_text(outcome.ranks)}"
-                yield paint("red", f"{text}: {outcome.error}" if outcome.error else text)
+                text = f"{outcome.status.replace('_', ' ')} on rank {ranks_text(outcome.ranks)}"
+                color = "dim" if outcome.status in _NO_FAULT else "red"
+                yield paint(color, f"{text}: {outcome.error}" if outcome.error else text)
     for error in node.errors:
         yield paint(
             "yellow", f"rankscope failed here on rank {ranks_text(error.ranks)}: {error.error}"

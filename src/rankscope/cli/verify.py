@@ -15,6 +15,11 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 EXIT_INCOMPLETE = 1
+_ENDS = {
+    "lost": "gone without an end record: killed by a signal, aborted, or left by os._exit",
+    "running": "was alive when this was read",
+}
+"""What ends mean that are not in order."""
 
 
 def command(
@@ -70,11 +75,31 @@ def _lines(trace: Trace, paint: Paint) -> Iterator[str]:
         yield paint(
             "red", "incomplete" + (": the job may still be running" if trace.is_live else "")
         )
-        if not trace.is_live and any(
-            rank["committed"] != rank["received"] for rank in state["ranks"]
-        ):
-            add = f"rankscope recover {trace.path} SPOOL --out NEW"
-            yield f"what hosts still hold can be added: {add}"
+        if not trace.is_live:
+            yield from _what_to_add(trace)
+
+
+def _what_to_add(trace: Trace) -> Iterator[str]:
+    """Name the command that adds what this host's spool holds, or where other hosts' would be."""
+    import os
+
+    from rankscope.spool.folder import find_runs, spool_base
+
+    state, chosen = trace.completeness, trace.run["settings"].get("spool")
+    bases = {spool_base(Path(text)) if text else spool_base(None) for text in ("", chosen)}
+    held = find_runs(sorted(bases), str(trace.run["id"]))
+    lacking = {r["host"] for r in state["ranks"] if r["committed"] != r["received"]}
+    if held:
+        kept = [trace.path] if (trace.path / "spool").is_dir() else []
+        places = " ".join(map(str, [*held, *kept]))
+        yield f"this host still holds records: rankscope recover {places} --out {trace.path}-whole"
+    lacking -= {os.uname().nodename} if held else set()
+    if lacking:
+        yield (
+            f"{', '.join(sorted(lacking)) or 'a host'} may still hold records, in a folder below "
+            f"{' or '.join(str(base) for base in sorted(bases))} there: give it and {trace.path} "
+            f"to rankscope recover"
+        )
 
 
 def _remarks(rank: Mapping[str, Any]) -> Iterator[str]:
@@ -82,5 +107,7 @@ def _remarks(rank: Mapping[str, Any]) -> Iterator[str]:
         steps = f"{gap['first_step']}-{gap['last_step']}"
         lost = f"{gap['records']} records ({gap['bytes']} bytes)"
         yield f"spool full: {gap['mode']} steps {steps} lost {lost}"
+    if rank["end"] in _ENDS:
+        yield _ENDS[rank["end"]]
     yield from rank["errors"]
     yield from rank["notes"]

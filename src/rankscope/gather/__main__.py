@@ -12,6 +12,7 @@ from types import FrameType
 
 from rankscope.errors import RankscopeError
 from rankscope.gather.log import log
+from rankscope.gather.outcome import Outcome
 
 __all__ = ["main"]
 
@@ -19,7 +20,7 @@ _FILES_WANTED = 65536
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one companion; return its exit code: 0 done, 1 not finished, 2 could not start."""
+    """Run one companion; return its exit code, an `Outcome`."""
     options = _parser().parse_args(arguments)
     _raise_file_limit()
     is_stopped = _watch_signals()
@@ -44,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
         )
     except RankscopeError as error:
         log(str(error))
-        return 2
+        return Outcome.REFUSED
 
 
 def _parser() -> argparse.ArgumentParser:

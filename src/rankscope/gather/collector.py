@@ -36,13 +36,13 @@ from rankscope.gather.protocol import (
     Message,
     Open,
     Refused,
+    Rejected,
     decode,
     encode,
 )
 from rankscope.gather.replica import (
     Replicas,
     StreamEnd,
-    dropped_in,
     read_end,
     replicated,
     write_end,
@@ -60,6 +60,8 @@ _RECEIVE_QUEUE = 2
 _BATCH = 256
 """Messages taken before anything else is looked at."""
 _FAREWELL_S = 3.0
+_MOST_REJECTED = 100
+"""Relays of other runs that are remembered, so that each is logged once."""
 
 
 class Source(Protocol):
@@ -79,6 +81,10 @@ class Source(Protocol):
 
     def excuse(self, seconds: float) -> None:
         """The collector itself was away (suspended, starved): nobody was silent meanwhile."""
+
+    @property
+    def trouble(self) -> str:
+        """Why nothing can be written just now; empty where it can."""
 
     def farewell(self) -> None:
         """Tell the relays that the run is finished."""
@@ -117,6 +123,8 @@ class Intake:
             self._ends[stream] = marker.end if marker else None
         self._peers: dict[bytes, _Peer] = {}
         self._refused = 0
+        self._rejected: set[bytes] = set()
+        self._trouble = ""
         self.progress_at = time.monotonic()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -157,6 +165,11 @@ class Intake:
         self.progress_at += seconds
         for peer in self._peers.values():
             peer.heard_at += seconds
+
+    @property
+    def trouble(self) -> str:
+        """What the disk said to the last frame, or to the last small file."""
+        return self._replicas.trouble or self._trouble
 
     def farewell(self) -> None:
         """Say Done to every relay until all have left, for a few seconds at most."""
@@ -214,6 +227,10 @@ class Intake:
             self._send(identity, answer)
 
     def _answer(self, identity: bytes, message: Message) -> Message | None:
+        if isinstance(message, Hello):
+            return self._greet(identity, message)
+        if identity not in self._peers:
+            return None  # of another run, or this collector has just been started: it says Hello
         match message:
             case Frame(stream, offset, _, body):
                 return self._append(stream, offset, body)
@@ -221,28 +238,39 @@ class Intake:
                 return self._open(stream)
             case Ended(stream, committed, reason):
                 return self._end(stream, committed, reason)
-            case Hello(version, host):
-                self._greet(identity, version, host)
-                return None
             case Beat(_, _, job, max_restarts):
-                if identity not in self._peers:
-                    self._greet(identity, PROTOCOL_VERSION, "")
                 self._peers[identity].job = job
                 self._peers[identity].max_restarts = max_restarts
                 return BeatSeen()
             case Bye():
-                if identity in self._peers:
-                    self._peers[identity].has_left = True
+                self._peers[identity].has_left = True
                 return None
         raise WireError(f"{type(message).__name__} is nothing a relay says")
 
-    def _greet(self, identity: bytes, version: int, host: str) -> None:
-        if version != PROTOCOL_VERSION:
-            raise WireError(f"a relay on {host} speaks protocol {version}, not {PROTOCOL_VERSION}")
-        if identity not in self._peers:
-            log(f"relay {identity.decode(errors='replace')} on {host or 'unknown host'}")
-            self.progress_at = time.monotonic()
-        self._peers.setdefault(identity, _Peer()).host = host
+    def _greet(self, identity: bytes, hello: Hello) -> Message | None:
+        """Take a relay in, unless it brings records of another run than the one gathered here."""
+        if identity in self._peers:
+            return None
+        name = f"relay {identity.decode(errors='replace')} on {hello.host or 'unknown host'}"
+        try:
+            if hello.version != PROTOCOL_VERSION:
+                raise FolderError(
+                    f"{name} speaks protocol {hello.version}, not {PROTOCOL_VERSION}: "
+                    f"use one version of rankscope everywhere"
+                )
+            self._replicas.claim(hello.run_id)
+        except FolderError as error:
+            if identity not in self._rejected and len(self._rejected) < _MOST_REJECTED:
+                self._rejected.add(identity)
+                log(f"{name} was turned away: {error}")
+            return Rejected(str(error))
+        except SpoolError as error:
+            self._note_trouble(str(error))
+            return None
+        log(f"{name} brings run {hello.run_id}")
+        self.progress_at = time.monotonic()
+        self._peers[identity] = _Peer(host=hello.host)
+        return None
 
     def _open(self, stream: StreamId) -> Message:
         if stream.rank >= self._world_size:
@@ -282,17 +310,23 @@ class Intake:
         if committed < length or reason is EndReason.RUNNING:
             raise WireError(f"{stream.name} ended {reason.value} at {committed}, {length} are here")
         if self._ends[stream] is None:
-            dropped = dropped_in(self._out, stream)
-            marker = StreamEnd(committed=committed, end=reason, dropped=dropped)
+            marker = StreamEnd(committed=committed, end=reason)
             try:
                 write_end(self._out, stream, marker)
             except SpoolError as error:
-                log(str(error))
+                self._note_trouble(str(error))
                 return At(stream, length)
+            self._trouble = ""
             self._ends[stream] = reason
             self.progress_at = time.monotonic()
             log(f"{stream.name} ended ({reason.value}), {length} of {committed} bytes")
         return EndedSeen(stream)
+
+    def _note_trouble(self, text: str) -> None:
+        """Log it once: the relays ask again and again."""
+        if text != self._trouble:
+            log(text)
+        self._trouble = text
 
     def _send(self, identity: bytes, message: Message) -> None:
         """Send without waiting: what a relay misses it asks for again."""
@@ -344,6 +378,11 @@ class SharedWatch:
         """Move every clock on by the time the collector was away."""
         self.progress_at += seconds
         self._beats = {name: (beat, at + seconds) for name, (beat, at) in self._beats.items()}
+
+    @property
+    def trouble(self) -> str:
+        """Relays write by themselves, and say so in their own logs."""
+        return ""
 
     def farewell(self) -> None:
         """Nothing to do: relays see the tree appear."""

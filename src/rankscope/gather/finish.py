@@ -11,6 +11,7 @@ from pathlib import Path
 from rankscope.errors import FolderError
 from rankscope.gather.collector import COLLECTOR_NAME, Intake, SharedWatch, Source
 from rankscope.gather.log import log
+from rankscope.gather.outcome import Outcome
 from rankscope.gather.replica import TREE_NAME
 from rankscope.gather.roster import Decision, StreamProgress, decide
 from rankscope.spool.folder import COLLECTOR_LOCK_NAME, FolderLock
@@ -55,8 +56,8 @@ class Observer:
 
 def collect(
     options: CollectorOptions, is_stopped: Callable[[], bool], observer: Observer | None = None
-) -> int:
-    """Gather a run, build its tree, tell the relays; return the exit code.
+) -> Outcome:
+    """Gather a run, build its tree, tell the relays; return how it ended.
 
     When all went well the folder's `collector.log` is removed: there is nothing in it to learn.
 
@@ -83,16 +84,16 @@ def collect(
         else:
             source = SharedWatch(options.out)
             watching.listening(())
-        code = 0
+        outcome = Outcome.DONE
         if not (options.out / TREE_NAME).exists():
-            code = _gather_and_build(options, source, is_stopped, watching)
+            outcome = _gather_and_build(options, source, is_stopped, watching)
         else:
             _listen(source)
         source.farewell()
         (options.out / COLLECTOR_NAME).unlink(missing_ok=True)
-        if code == 0:
+        if outcome is Outcome.DONE:
             (options.out / COLLECTOR_LOG_NAME).unlink(missing_ok=True)
-        return code
+        return outcome
     finally:
         if source is not None:
             source.close()
@@ -104,12 +105,13 @@ def _gather_and_build(
     source: Source,
     is_stopped: Callable[[], bool],
     observer: Observer,
-) -> int:
+) -> Outcome:
     decision = _gather(options, source, is_stopped, observer)
     log(f"{len(source.streams())} streams, {decision.value}")
     if decision is Decision.NOTHING:
-        return 0
-    return _build(options.out, keep_spool=options.keep_spool, observer=observer)
+        return Outcome.DONE
+    outcome = _build(options.out, keep_spool=options.keep_spool, observer=observer)
+    return Outcome.NO_ROOM if outcome is Outcome.UNFINISHED and source.trouble else outcome
 
 
 def _gather(
@@ -137,7 +139,7 @@ def _gather(
             expected_ranks=options.traced_ranks,
             idle_s=now - source.progress_at,
             drain_s=options.drain_s,
-            finish_s=options.finish_s,
+            finish_s=0.0 if source.trouble else options.finish_s,  # nothing more can be taken
         )
         if decision is not Decision.WAIT:
             return decision
@@ -153,16 +155,19 @@ def _listen(source: Source) -> None:
         source.work(_LOOK_S)
 
 
-def _build(out: Path, *, keep_spool: bool, observer: Observer) -> int:
+def _build(out: Path, *, keep_spool: bool, observer: Observer) -> Outcome:
     """Build the tree; whatever goes wrong leaves the replicas for `rankscope recover`."""
     from rankscope.tree import assemble
 
     started = time.monotonic()
     try:
         assemble.build(out, keep_spool=keep_spool, progress=observer.building)
+    except FolderError as error:
+        log(f"the tree was not built, and the records are kept: {error}")
+        return Outcome.NO_ROOM
     except Exception:  # noqa: BLE001  # the job's records must survive any fault of the tree's
-        log(f"the tree was not built; the records are kept, try: rankscope recover {out}")
+        log(f"the tree was not built; the records are kept in {out}")
         log(traceback.format_exc())
-        return 1
+        return Outcome.UNFINISHED
     log(f"built {out / TREE_NAME} in {time.monotonic() - started:.1f} s")
-    return 0
+    return Outcome.DONE

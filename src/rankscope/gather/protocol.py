@@ -1,7 +1,7 @@
 """What relay and collector say to each other: pure functions between messages and frames.
 
     relay                                        collector
-    Hello(version, host)               ->
+    Hello(version, host, run id)       ->  <-    Rejected(reason), where it gathers another run
     Open(stream)                       ->  <-    At(stream, offset it holds)
     Frame(stream, offset, crc) + body  ->  <-    At(stream, offset after writing)
     Ended(stream, committed, ...)      ->  <-    EndedSeen(stream), once the end marker is written
@@ -10,15 +10,17 @@
                                            <-    Done(): the tree is built
     Bye()                              ->
 
-A header is a msgpack array: verb, then whole numbers and short texts. Every number is checked
-against its range; what does not fit is a WireError and changes nothing. A lost message costs time.
+A header is a msgpack array: verb, then whole numbers and short texts, as the table at the end of
+this file lists them. Every number is checked against its range; what does not fit is a WireError
+and changes nothing. A lost message costs time. A collector answers nobody who has not said Hello.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
 
 import msgpack  # type: ignore[import-untyped]  # ships no annotations
 
@@ -44,21 +46,21 @@ __all__ = [
     "Message",
     "Open",
     "Refused",
+    "Rejected",
     "decode",
     "encode",
 ]
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 FRAME_BYTES = 64 << 10
 """Records in one frame, more only where a single record is longer."""
 WINDOW_BYTES = 1 << 20
 """Unacknowledged bytes a relay keeps in flight, all its streams together."""
 LONGEST_BODY = MAX_RECORD_CELLS * CELL_BYTES
-LONGEST_MESSAGE = LONGEST_BODY + 1024
-_LONGEST_HEADER = 1024
+_LONGEST_HEADER = 4096
+LONGEST_MESSAGE = LONGEST_BODY + _LONGEST_HEADER
 _LONGEST_TEXT = 256
 _LARGEST_OFFSET = 1 << 48
-_REASONS = tuple(EndReason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,7 @@ class Hello:
 
     version: int
     host: str
+    run_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,39 +145,41 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True)
+class Rejected:
+    """The collector takes nothing from this relay: it gathers another run."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Done:
     """The run is finished."""
 
 
-Message = Hello | Open | Frame | Ended | Beat | Bye | At | EndedSeen | BeatSeen | Refused | Done
+Message = (
+    Hello
+    | Open
+    | Frame
+    | Ended
+    | Beat
+    | Bye
+    | At
+    | EndedSeen
+    | BeatSeen
+    | Refused
+    | Rejected
+    | Done
+)
 
 
 def encode(message: Message) -> list[bytes]:
     """Return the parts of a message: a header, and the body of a frame."""
-    match message:
-        case Hello(version, host):
-            return _header(1, version, host[:_LONGEST_TEXT])
-        case Open(stream):
-            return _header(2, stream.rank, stream.incarnation)
-        case Frame(stream, offset, crc, body):
-            return [*_header(3, stream.rank, stream.incarnation, offset, crc), body]
-        case Ended(stream, committed, reason):
-            number = _REASONS.index(reason)
-            return _header(4, stream.rank, stream.incarnation, committed, number)
-        case Beat(alive, known, job, max_restarts):
-            return _header(5, alive, known, int(job), max_restarts)
-        case Bye():
-            return _header(6)
-        case At(stream, offset):
-            return _header(10, stream.rank, stream.incarnation, offset)
-        case EndedSeen(stream):
-            return _header(11, stream.rank, stream.incarnation)
-        case BeatSeen():
-            return _header(12)
-        case Refused(stream, reason_text):
-            return _header(13, stream.rank, stream.incarnation, reason_text[:_LONGEST_TEXT])
-        case Done():
-            return _header(14)
+    verb, shape = _VERB_OF[type(message)], _SHAPES[_VERB_OF[type(message)]]
+    header: list[object] = [verb]
+    for field, name in zip(shape.fields, shape.names):
+        header += field.write(getattr(message, name))
+    parts = [msgpack.packb(header)]
+    return [*parts, message.body] if isinstance(message, Frame) else parts
 
 
 def decode(parts: Sequence[bytes]) -> Message:
@@ -185,46 +190,28 @@ def decode(parts: Sequence[bytes]) -> Message:
     """
     if not 1 <= len(parts) <= 2 or not 0 < len(parts[0]) <= _LONGEST_HEADER:
         raise WireError(f"a message of {len(parts)} parts, expected a header and at most a body")
-    fields = _unpack(parts[0])
-    verb, rest = fields[0], fields[1:]
-    if (verb == 3) != (len(parts) == 2):
+    verb, *rest = _unpack(parts[0])
+    shape = _SHAPES.get(verb) if isinstance(verb, int) else None
+    if shape is None or len(rest) != shape.size:
+        raise WireError(
+            f"verb {verb!r} with {len(rest)} fields, unknown to protocol {PROTOCOL_VERSION}"
+        )
+    if (shape.kind is Frame) != (len(parts) == 2):
         raise WireError(f"verb {verb} with {len(parts)} parts")
-    match verb, len(rest):
-        case 1, 2:
-            return Hello(_number(rest[0], 1 << 16), _text(rest[1]))
-        case 2, 2:
-            return Open(_stream(rest))
-        case 3, 4:
-            return _frame(rest, parts[1])
-        case 4, 4:
-            reason = _REASONS[_number(rest[3], len(_REASONS))]
-            return Ended(_stream(rest), _offset(rest[2]), reason)
-        case 5, 4:
-            counts = _number(rest[0], 1 << 24), _number(rest[1], 1 << 24)
-            job = JobState(_number(rest[2], len(JobState)))
-            return Beat(*counts, job, _number(rest[3], 1 << 24))
-        case 6, 0:
-            return Bye()
-        case 10, 3:
-            return At(_stream(rest), _offset(rest[2]))
-        case 11, 2:
-            return EndedSeen(_stream(rest))
-        case 12, 0:
-            return BeatSeen()
-        case 13, 3:
-            return Refused(_stream(rest), _text(rest[2]))
-        case 14, 0:
-            return Done()
-    raise WireError(f"verb {verb} with {len(rest)} fields, unknown to protocol {PROTOCOL_VERSION}")
-
-
-def _header(*fields: int | str) -> list[bytes]:
-    return [msgpack.packb(fields)]
+    values: list[Any] = []
+    at = 0
+    for field in shape.fields:
+        values.append(field.read(rest[at : at + field.size]))
+        at += field.size
+    message = shape.kind(*values, *parts[1:])
+    if isinstance(message, Frame):
+        _check_body(message)
+    return message
 
 
 def _unpack(header: bytes) -> list[object]:
     try:
-        fields = msgpack.unpackb(
+        unpacked = msgpack.unpackb(
             header,
             max_ext_len=0,
             max_array_len=8,
@@ -234,40 +221,102 @@ def _unpack(header: bytes) -> list[object]:
         )
     except (ValueError, msgpack.UnpackException, RecursionError) as error:
         raise WireError(f"a header of {len(header)} bytes that is no msgpack array") from error
-    if not isinstance(fields, list) or not fields:
+    if not isinstance(unpacked, list) or not unpacked:
         raise WireError("a header that is no array")
-    return fields
+    return unpacked
 
 
-def _number(value: object, limit: int) -> int:
+def _check_body(frame: Frame) -> None:
+    body = frame.body
+    if not body or len(body) % CELL_BYTES or len(body) > LONGEST_BODY:
+        # The crc of no bytes is 0 and would pass: an empty frame is refused by its length.
+        raise WireError(f"a frame of {len(body)} bytes: expected 1 to {MAX_RECORD_CELLS} cells")
+    if zlib.crc32(body) != frame.crc:
+        raise WireError(f"a frame of {frame.stream.name} at {frame.offset} whose crc is wrong")
+
+
+# ---- what stands in a header ----------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Field:
+    """One attribute of a message: how it is written into a header and read, checked, from it."""
+
+    write: Callable[[Any], Sequence[object]]
+    read: Callable[[Sequence[object]], object]
+    size: int = 1
+    """Places it takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """One kind of message: its class, and its attributes in order (a frame's body left out)."""
+
+    kind: type[Message]
+    fields: tuple[_Field, ...]
+    names: tuple[str, ...]
+    size: int
+
+
+def _shape(kind: type[Message], *of: _Field) -> _Shape:
+    names = tuple(field.name for field in fields(kind))[: len(of)]
+    return _Shape(kind, of, names, sum(field.size for field in of))
+
+
+def _checked(value: object, limit: int) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < limit:
         raise WireError(f"{value!r} is no whole number below {limit}")
     return value
 
 
-def _text(value: object) -> str:
-    if not isinstance(value, str) or len(value) > _LONGEST_TEXT:
+def _number(limit: int) -> _Field:
+    return _Field(lambda value: (value,), lambda places: _checked(places[0], limit))
+
+
+def _member(members: Sequence[object]) -> _Field:
+    """One of a fixed list, as its number in it."""
+    return _Field(
+        lambda value: (members.index(value),),
+        lambda places: members[_checked(places[0], len(members))],
+    )
+
+
+def _read_text(places: Sequence[object]) -> str:
+    if not isinstance(places[0], str) or len(places[0]) > _LONGEST_TEXT:
         raise WireError(f"expected a text of at most {_LONGEST_TEXT} characters")
-    return value
+    return places[0]
 
 
-def _stream(fields: list[object]) -> StreamId:
-    return StreamId(rank=_number(fields[0], 1 << 24), incarnation=_number(fields[1], 1 << 16))
+def _read_stream(places: Sequence[object]) -> StreamId:
+    rank, incarnation = _checked(places[0], 1 << 24), _checked(places[1], 1 << 16)
+    return StreamId(rank=rank, incarnation=incarnation)
 
 
-def _offset(value: object) -> int:
-    offset = _number(value, _LARGEST_OFFSET)
+def _read_offset(places: Sequence[object]) -> int:
+    offset = _checked(places[0], _LARGEST_OFFSET)
     if offset % CELL_BYTES:
         raise WireError(f"offset {offset} is no multiple of a cell")
     return offset
 
 
-def _frame(fields: list[object], body: bytes) -> Frame:
-    stream, offset = _stream(fields), _offset(fields[2])
-    crc = _number(fields[3], 1 << 32)
-    if not body or len(body) % CELL_BYTES or len(body) > LONGEST_BODY:
-        # The crc of no bytes is 0 and would pass: an empty frame is refused by its length.
-        raise WireError(f"a frame of {len(body)} bytes: expected 1 to {MAX_RECORD_CELLS} cells")
-    if zlib.crc32(body) != crc:
-        raise WireError(f"a frame of {stream.name} at {offset} whose crc is wrong")
-    return Frame(stream, offset, crc, body)
+_COUNT = _number(1 << 24)
+_TEXT = _Field(lambda text: (text[:_LONGEST_TEXT],), _read_text)
+_STREAM = _Field(lambda stream: (stream.rank, stream.incarnation), _read_stream, 2)
+_OFFSET = _Field(lambda offset: (offset,), _read_offset)
+
+_SHAPES: Mapping[int, _Shape] = {
+    1: _shape(Hello, _number(1 << 16), _TEXT, _TEXT),
+    2: _shape(Open, _STREAM),
+    3: _shape(Frame, _STREAM, _OFFSET, _number(1 << 32)),
+    4: _shape(Ended, _STREAM, _OFFSET, _member(tuple(EndReason))),
+    5: _shape(Beat, _COUNT, _COUNT, _member(tuple(JobState)), _COUNT),
+    6: _shape(Bye),
+    10: _shape(At, _STREAM, _OFFSET),
+    11: _shape(EndedSeen, _STREAM),
+    12: _shape(BeatSeen),
+    13: _shape(Refused, _STREAM, _TEXT),
+    14: _shape(Done),
+    15: _shape(Rejected, _TEXT),
+}
+"""Every message by its verb. Never renumber."""
+_VERB_OF: Mapping[type[object], int] = {shape.kind: verb for verb, shape in _SHAPES.items()}

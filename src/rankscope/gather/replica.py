@@ -2,13 +2,16 @@
 
 The length of a replica is the collector's whole state: it is opened by cutting it to its valid
 prefix (a kill may have torn the last write) and grows only at exactly its own end. Paths are built
-from integers only and never followed through links.
+from integers only and never followed through links. One folder holds replicas of one run only.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
+import resource
 import stat
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -18,14 +21,12 @@ from rankscope.errors import FolderError, SpoolError
 from rankscope.record.run import EndReason, StreamId
 from rankscope.spool.folder import read_json_map, stream_named, write_by_rename
 from rankscope.spool.reader import valid_prefix
-from rankscope.spool.records import ending, open_replica
 
 __all__ = [
     "REPLICAS_NAME",
     "TREE_NAME",
     "Replicas",
     "StreamEnd",
-    "dropped_in",
     "read_end",
     "replica_path",
     "replicated",
@@ -35,7 +36,11 @@ __all__ = [
 REPLICAS_NAME = "spool"
 TREE_NAME = "trace.json"
 DEFAULT_QUOTA_BYTES = 64 << 30
+_RUN_ID_NAME = "run-id"
 _OPEN_FILES = 256
+_SHARE_OF_LIMIT = 4
+"""Replicas may use this part (1/4) of the process's file descriptors."""
+_NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +49,6 @@ class StreamEnd:
 
     committed: int
     end: EndReason
-    dropped: int
 
 
 def replica_path(out: Path, stream: StreamId) -> Path:
@@ -76,7 +80,7 @@ def write_end(out: Path, stream: StreamId, end: StreamEnd) -> None:
     Raises:
         SpoolError: it cannot be written.
     """
-    fields = {"committed": end.committed, "end": end.end.value, "dropped": end.dropped}
+    fields = {"committed": end.committed, "end": end.end.value}
     write_by_rename(_end_path(out, stream), json.dumps(fields) + "\n")
 
 
@@ -84,21 +88,9 @@ def read_end(out: Path, stream: StreamId) -> StreamEnd | None:
     """Read the end marker of a stream; None where there is none, or none that can be read."""
     try:
         fields = read_json_map(_end_path(out, stream))
-        return StreamEnd(
-            committed=int(fields["committed"]),
-            end=EndReason(fields["end"]),
-            dropped=int(fields["dropped"]),
-        )
+        return StreamEnd(committed=int(fields["committed"]), end=EndReason(fields["end"]))
     except (SpoolError, KeyError, TypeError, ValueError):
         return None
-
-
-def dropped_in(out: Path, stream: StreamId) -> int:
-    """Records the replica itself says were dropped; 0 where it cannot be read."""
-    try:
-        return ending(open_replica(replica_path(out, stream))).dropped_records
-    except SpoolError:
-        return 0
 
 
 class Replicas:
@@ -114,13 +106,53 @@ class Replicas:
         self._quota_bytes = quota_bytes
         self._lengths: dict[StreamId, int] = {}
         self._open: OrderedDict[StreamId, int] = OrderedDict()
+        self._run_id = ""
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        if limit == resource.RLIM_INFINITY:
+            limit = _OPEN_FILES * _SHARE_OF_LIMIT
+        self._most_open = max(1, min(_OPEN_FILES, limit // _SHARE_OF_LIMIT))
+        self.trouble = ""
+        """Why the last write failed (a full disk, mostly); empty once one succeeds again."""
         self.reports: list[str] = []
-        """One line for each replica that was cut to its valid prefix, or that the disk refused."""
+        """One line for each replica that was cut to its valid prefix, and for each new trouble."""
         try:
             out.mkdir(mode=0o700, parents=True, exist_ok=True)
             (out / REPLICAS_NAME).mkdir(mode=0o700, exist_ok=True)
         except OSError as error:
             raise FolderError(f"{out}: cannot be made: {error.strerror}; see --rs-out") from error
+
+    def claim(self, run_id: str) -> None:
+        """Say whose records these are; the first to say so decides, also after a restart.
+
+        Raises:
+            FolderError: they are another run's.
+            SpoolError: it cannot be written, now.
+        """
+        if run_id == self._run_id:
+            return
+        path = self._out / REPLICAS_NAME / _RUN_ID_NAME
+        draft = path.with_name(f".{_RUN_ID_NAME}.{os.getpid()}.new")
+        try:
+            draft.write_text(run_id)
+            try:
+                os.link(draft, path)  # one of several hosts wins, and its file is whole
+            except FileExistsError:
+                pass
+            except OSError:  # a disk without hard links
+                if not path.exists():
+                    os.replace(draft, path)
+            held = path.read_text(errors="replace")
+        except OSError as error:
+            raise SpoolError(f"{path}: cannot be written: {error.strerror}") from error
+        finally:
+            with contextlib.suppress(OSError):
+                draft.unlink(missing_ok=True)
+        if held != run_id:
+            raise FolderError(
+                f"{self._out} gathers run {held}, and takes nothing of run {run_id}: "
+                f"give each run a trace folder and a collector of its own"
+            )
+        self._run_id = run_id
 
     def length(self, stream: StreamId) -> int:
         """Bytes held of a stream; opens its replica the first time.
@@ -152,9 +184,14 @@ class Replicas:
                 rest = rest[os.pwrite(descriptor, rest, length + len(body) - len(rest)) :]
         except OSError as error:
             os.ftruncate(descriptor, length)
-            path = replica_path(self._out, stream)
-            self.reports.append(f"{path}: cannot be written: {error.strerror}")
+            if not self.trouble:
+                path = replica_path(self._out, stream)
+                self.trouble = f"{path}: cannot be written: {error.strerror}"
+                self.reports.append(f"{self.trouble}; tried again until it can")
             return length
+        if self.trouble:
+            self.reports.append("the disk takes records again")
+            self.trouble = ""
         self._lengths[stream] = length + len(body)
         return self._lengths[stream]
 
@@ -170,8 +207,7 @@ class Replicas:
             return descriptor
         path = replica_path(self._out, stream)
         try:
-            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-            descriptor = os.open(path, flags, 0o600)
+            descriptor = self._open_file(path)
         except OSError as error:
             raise FolderError(f"{path}: cannot be opened: {error.strerror}") from error
         status = os.fstat(descriptor)
@@ -185,6 +221,17 @@ class Replicas:
                 self.reports.append(f"{path}: cut from {status.st_size} to {whole} valid bytes")
             self._lengths[stream] = whole
         self._open[stream] = descriptor
-        while len(self._open) > _OPEN_FILES:
+        while len(self._open) > self._most_open:
             os.close(self._open.popitem(last=False)[1])
         return descriptor
+
+    def _open_file(self, path: Path) -> int:
+        """Open one file; where descriptors are short, others are closed for it."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+        while True:
+            try:
+                return os.open(path, flags, 0o600)
+            except OSError as error:
+                if error.errno not in _NO_DESCRIPTORS or not self._open:
+                    raise
+                os.close(self._open.popitem(last=False)[1])

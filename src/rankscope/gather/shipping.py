@@ -7,6 +7,7 @@ ever believes, so a lost message, a restarted collector or a restarted relay cos
 
 from __future__ import annotations
 
+import errno
 import zlib
 from pathlib import Path
 
@@ -51,7 +52,9 @@ class Shipment:
         self.is_open = False
         """The other side said which offset it holds."""
         self.is_done = False
-        """Its end is known to the other side, or it was refused."""
+        """Nothing more will be sent: its end is known to the other side, or it was refused."""
+        self.is_delivered = False
+        """Every byte of it and its end are over there: it may be removed here."""
         self.is_alive = True
         self._is_broken = False
         self._end: Ended | None = None
@@ -75,7 +78,8 @@ class Shipment:
         try:
             return self._next_frame(now, window_bytes)
         except SpoolError as error:
-            self._give_up(error)
+            if not _is_short_of_files(error):
+                self._give_up(error)
             return None
 
     def take_offset(self, offset: int, now: float) -> None:
@@ -100,6 +104,7 @@ class Shipment:
     def take_end_seen(self) -> None:
         """The end marker is on disk over there."""
         self.is_done = self._end is not None
+        self.is_delivered = self.is_done and not self._is_broken
         if self.is_done:
             self.reader.close()
 
@@ -107,6 +112,7 @@ class Shipment:
         """The other side wants no more of it."""
         log(f"{self.stream.name} was refused: {reason}")
         self.is_done = True
+        self.reader.close()
 
     def _ask(self, now: float, question: Open | Ended) -> Message | None:
         if now - self._asked_at < GO_BACK_S:
@@ -146,3 +152,9 @@ class Shipment:
         if not self.is_alive:
             committed = max(self.acked, self.reader.committed())
             self._end = Ended(self.stream, committed, EndReason.LOST)
+
+
+def _is_short_of_files(error: SpoolError) -> bool:
+    """True where the file is fine and this process has too many open: try again."""
+    cause = error.__cause__
+    return isinstance(cause, OSError) and cause.errno in (errno.EMFILE, errno.ENFILE)

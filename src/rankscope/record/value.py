@@ -43,10 +43,14 @@ class ValueFlag(enum.IntFlag):
     """The hash is mix64, computed on an accelerator; hashes of two kinds never compare."""
     SUPERSEDES = 1024
     """Replaces the earlier record of the same call and slot."""
-    NOT_KEPT = 2048
-    """Its bytes were asked for and could not be kept: what cannot be stored, no room, no budget."""
     HAS_SAMPLES = 256
     """A samples record follows in the spool."""
+    SKIPPED = 2048
+    """Of an optimizer step that a GradScaler skipped: inf or NaN in the gradients."""
+    UNHELD = 4096
+    """Gradient of a parameter that is in no group of any optimizer alive."""
+    NOT_KEPT = 8192
+    """Its bytes were asked for and could not be kept: what cannot be stored, no room, no budget."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

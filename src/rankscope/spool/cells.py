@@ -102,19 +102,25 @@ class RecordKind(enum.IntEnum):
 
 
 class CallStatus(enum.IntEnum):
-    """How a call ended."""
+    """How a call ended. Never renumber; 3 is a call whose end was not recorded."""
 
     RETURNED = 0
     RAISED = 1
     ABANDONED = 2
     """No hook saw it end (KeyboardInterrupt): closed when the stack was repaired."""
+    STOPPED = 4
+    """A recomputation that checkpointing stopped when it had what backward needs."""
+    NOT_ENTERED = 5
+    """Compiled in place: no hook sees its calls, so whether it was called is not known."""
 
 
 class StepEvent(enum.IntEnum):
-    """What a STEP record marks."""
+    """What a STEP record marks. Never renumber."""
 
     BEGIN = 0
     END = 1
+    NOTE = 2
+    """Something to know about a step that runs."""
 
 
 NO_SEQUENCE = 0xFFFF_FFFF_FFFF_FFFF

@@ -6,6 +6,7 @@
     relay.lock, relay.log, job-over
     launcher.lock   held by the launcher that prepared the run, for as long as it lives
     muster.lock     held by one starting rank after the other where no launcher prepared it
+    meeting.0/      where ranks agree on the step that `at:FILE` asks for
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ __all__ = [
     "COLLECTOR_LOCK_NAME",
     "JOB_OVER_NAME",
     "LAUNCHER_LOCK_NAME",
+    "MEETING_NAME",
     "MUSTER_LOCK_NAME",
     "RELAY_LOCK_NAME",
     "RELAY_LOG_NAME",
@@ -38,6 +40,7 @@ __all__ = [
     "FolderLock",
     "RunHeader",
     "check_free_space",
+    "find_runs",
     "host_run_folder",
     "is_held",
     "mark_job_over",
@@ -58,6 +61,8 @@ RELAY_LOG_NAME = "relay.log"
 JOB_OVER_NAME = "job-over"
 LAUNCHER_LOCK_NAME = "launcher.lock"
 MUSTER_LOCK_NAME = "muster.lock"
+MEETING_NAME = "meeting"
+"""Folder `meeting.<life>` in which ranks agree on a step (`agent.trigger`)."""
 COLLECTOR_LOCK_NAME = "collector.lock"
 """In the trace folder, not in the run folder."""
 SHARED = "shared"
@@ -79,6 +84,8 @@ class RunHeader:
     settings: Mapping[str, str] = field(default_factory=dict)
     max_restarts: int = 0
     """How often ranks may come back, where no launcher of ours says when the job is over."""
+    agent: str = ""
+    """The process that may start them again (`spool.processes`), "" where none will."""
     collects: int = 0
     """Ranks the collector of this host waits for; 0 where it is not the ranks that start one."""
     keeps_apart: bool = False
@@ -141,6 +148,18 @@ def remove_run_folder(run_folder: Path) -> None:
     with contextlib.suppress(OSError):  # somebody else left something there
         run_folder.rmdir()
         run_folder.parent.rmdir()
+
+
+def find_runs(bases: Iterable[Path], run_id: str) -> list[Path]:
+    """Return the run folders of one run on this host, in these spool bases."""
+    found = []
+    for base in bases:
+        with contextlib.suppress(OSError):
+            for folder in sorted(base.iterdir()):
+                with contextlib.suppress(SpoolError):
+                    if read_run_header(folder).run_id == run_id:
+                        found.append(folder)
+    return found
 
 
 def stream_folder(run_folder: Path, stream: StreamId) -> Path:
@@ -225,6 +244,7 @@ def write_run_header(run_folder: Path, header: RunHeader) -> None:
         "world_size": header.world_size,
         "settings": dict(header.settings),
         "max_restarts": header.max_restarts,
+        "agent": header.agent,
         "collects": header.collects,
         "keeps_apart": header.keeps_apart,
     }
@@ -258,6 +278,7 @@ def read_run_header(run_folder: Path) -> RunHeader:
         world_size=fields["world_size"],
         settings=settings,
         keeps_apart=fields.get("keeps_apart") is True,
+        agent=str(fields.get("agent", "")),
         **counts,
     )
 

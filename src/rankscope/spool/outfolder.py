@@ -1,4 +1,4 @@
-"""The trace folder before there is a trace in it: its default name, and whether it may be used."""
+"""The trace folder from outside: its default name, whether it may be used, how it is announced."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rankscope.errors import FolderError
 
-__all__ = ["COLLECTOR_LOG_NAME", "claim_out", "default_out", "prepare_out"]
+__all__ = ["COLLECTOR_LOG_NAME", "announced", "claim_out", "default_out", "prepare_out"]
 
 COLLECTOR_LOG_NAME = "collector.log"
 _OF_A_COLLECTOR = frozenset({"spool", "collector.lock", "collector.json", COLLECTOR_LOG_NAME})
@@ -71,3 +71,17 @@ def claim_out(path: Path, option: str = "--rs-out") -> Path:
     if not os.access(path, os.W_OK | os.X_OK):
         raise FolderError(f"{path} cannot be written: give a folder you may write with {option}")
     return path
+
+
+def announced(out: Path, shown: str | None = None, *, is_complete: bool = True) -> str:
+    """Return the line that tells of a finished trace, the same wherever it is printed.
+
+    Args:
+        out: the trace folder.
+        shown: the folder as it may be typed here; by default the whole path.
+        is_complete: every record of every rank is there, and every rank ended in order.
+    """
+    shown = shown or str(out)
+    if is_complete:
+        return f"trace in {out}; read it: rankscope show {shown}"
+    return f"trace in {out}, incomplete: rankscope verify {shown}"

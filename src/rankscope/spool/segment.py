@@ -15,7 +15,7 @@ import numpy as np
 from rankscope.errors import SpoolError
 from rankscope.spool.cells import CELL_BYTES, FIRST, RecordKind
 
-__all__ = ["SEGMENT_SUFFIX", "Segment", "segment_indexes", "segment_path"]
+__all__ = ["SEGMENT_SUFFIX", "Segment", "first_segment", "segment_indexes", "segment_path"]
 
 SEGMENT_SUFFIX = ".cells"
 
@@ -86,3 +86,27 @@ class Segment:
     def unmap(self) -> None:
         """Let the mapping go; the file stays."""
         self.map.close()
+
+
+def first_segment(folder: Path, size_bytes: int) -> Segment:
+    """Begin a stream.
+
+    Raises:
+        SpoolError: the folder holds an earlier process's records, or the disk has no room.
+    """
+    if segment_indexes(folder):
+        raise SpoolError(
+            f"{folder}: holds records of an earlier process; a restarted rank needs the "
+            f"next incarnation number, or remove the folder"
+        )
+    try:
+        segment = Segment(folder, 0, size_bytes)
+    except OSError as error:
+        found = os.statvfs(folder)
+        raise SpoolError(
+            f"{folder}: cannot reserve {size_bytes >> 10} KiB for the spool "
+            f"({error.strerror}; {found.f_bavail * found.f_frsize >> 10} KiB free); "
+            f"choose another disk with --rs-spool or less with --rs-spool-bytes"
+        ) from error
+    segment.data_end = segment.end
+    return segment

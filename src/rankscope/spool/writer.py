@@ -27,7 +27,6 @@ from rankscope.spool.cells import (
     DEFINITION_LENGTH,
     END,
     END_REASONS,
-    GAP,
     MAX_RECORD_CELLS,
     PAYLOAD_BYTES,
     STEP,
@@ -35,6 +34,7 @@ from rankscope.spool.cells import (
     StepEvent,
 )
 from rankscope.spool.lock import StreamLock
+from rankscope.spool.owed import Owed
 from rankscope.spool.packing import (
     CLOSED,
     FOUR,
@@ -46,7 +46,7 @@ from rankscope.spool.packing import (
     put_four,
     whole_record,
 )
-from rankscope.spool.segment import Segment, segment_indexes
+from rankscope.spool.segment import Segment, first_segment
 from rankscope.spool.turn import Token, Turn, Wait
 
 __all__ = ["DEFAULT_SEGMENT_BYTES", "MINIMUM_LIMIT_BYTES", "SpoolWriter"]
@@ -54,13 +54,6 @@ __all__ = ["DEFAULT_SEGMENT_BYTES", "MINIMUM_LIMIT_BYTES", "SpoolWriter"]
 DEFAULT_SEGMENT_BYTES: Final = 16 << 20
 MINIMUM_LIMIT_BYTES: Final = 64 << 10
 _SEGMENTS_PER_LIMIT: Final = 8
-_OWED_BYTES: Final = 64 << 20
-"""Definitions kept in memory while the spool is full; beyond it the write is refused."""
-
-_Gap = list[int]
-"""first step, last step, records, bytes: mutable because it grows while steps are dropped."""
-
-
 _RESERVED: Final = (RecordKind.DEFINITION, RecordKind.GAP, RecordKind.END)
 """May use the part of the last segment that data may not."""
 _writers: weakref.WeakSet[SpoolWriter] = weakref.WeakSet()
@@ -101,23 +94,18 @@ class SpoolWriter:
         self._retire = retire
         self._turn = Turn(frozenset((SpoolWriter.write.__code__, SpoolWriter.close.__code__)))
         self._holder = self._turn.holder
-        self._outside: list[int] = []
-        """Bytes of records dropped without the token: nested in a write, or waited too long."""
-        self._gaps: dict[int, _Gap] = {}
-        self._owed: list[bytes] = []
-        self._owed_bytes = 0
-        self._step, self._mode = 0, 0
+        self._owed = Owed()
         self._is_dropping = False
         self._records: dict[int, int] = {}
         """Records of each segment left behind: by its number, so that nothing is counted twice."""
-        self._dropped = 0
         self._kept: list[Segment] = []
         self.trouble = ""
         """Why the last segment could not be made, empty when there was no trouble."""
         self._segment: Segment | Closed = CLOSED
         self._lock = _claim(folder)
         try:
-            self._segment = self._first_segment()
+            first = first_segment(folder, self._segment_bytes)
+            self._segment, self._kept = first, [first]
         except SpoolError:
             self._lock.release()
             raise
@@ -141,7 +129,7 @@ class SpoolWriter:
     @property
     def dropped_records(self) -> int:
         """Records dropped so far."""
-        return self._dropped + len(self._outside)
+        return self._owed.dropped + len(self._owed.outside)
 
     @property
     def is_closed(self) -> bool:
@@ -167,7 +155,7 @@ class SpoolWriter:
         """
         token = (get_ident(),)
         if self._holder.setdefault(0, token) is not token and not self._wait(token):
-            self._outside.append(len(payload))
+            self._owed.outside.append(len(payload))
             return False
         segment = self._segment
         at = segment.at
@@ -206,13 +194,13 @@ class SpoolWriter:
             return
         segment = self._segment
         if isinstance(segment, Segment):
-            self._settle(must_fit=True)
+            self._owed.settle(self._put_reserved)
             self._count_records()
             committed = sum(self._records.values())
             code = END_REASONS.index(reason) if reason in END_REASONS else 0
             self._put_reserved(
                 RecordKind.END,
-                END.pack(time.monotonic_ns(), committed, self._dropped, note, code),
+                END.pack(time.monotonic_ns(), committed, self._owed.dropped, note, code),
             )
             last, self._segment = self._segment, CLOSED
             if isinstance(last, Segment):
@@ -235,7 +223,7 @@ class SpoolWriter:
         if cells:
             segment.at += cells * CELL_BYTES
         elif isinstance(segment, Segment):
-            self._count_drop(0)
+            self._owed.count(0)
 
     # ---- the slow way -----------------------------------------------------------------------
 
@@ -253,36 +241,35 @@ class SpoolWriter:
             )
         if kind == RecordKind.DEFINITION:
             return self._write_definition(payload)
-        if not self._is_dropping and self._owed:
+        if not self._is_dropping and self._owed.definitions:
             self._settle()
         if not self._is_dropping and self._make_room(cells, is_reserved=kind in _RESERVED):
             put(self._segment, kind, payload)
             return True
         self._start_dropping()
-        self._count_drop(len(payload))
+        self._owed.count(len(payload))
         return False
 
     def _write_definition(self, payload: bytes) -> bool:
         cells = max(1, -(-len(payload) // PAYLOAD_BYTES))
-        if not self._owed and self._make_room(cells, is_reserved=True):
+        if not self._owed.definitions and self._make_room(cells, is_reserved=True):
             put(self._segment, RecordKind.DEFINITION, payload)
             return True
-        if self._owed_bytes + len(payload) > _OWED_BYTES:
+        if not self._owed.keep(payload):
             del self._holder[0]
             raise SpoolError(
-                f"{self._folder}: the spool is full and {len(self._owed)} definitions wait for "
-                f"room; raise --rs-spool-bytes, or see relay.log beside it for why nothing is sent"
+                f"{self._folder}: the spool is full and {len(self._owed.definitions)} definitions "
+                f"wait for room; raise --rs-spool-bytes, or see relay.log beside it for why "
+                f"nothing is sent"
             )
         self._start_dropping()
-        self._owed.append(payload)
-        self._owed_bytes += len(payload)
         return True
 
     def _note_step(self, payload: bytes) -> None:
         _, step, mode, event, _ = STEP.unpack(payload)
         if event != StepEvent.BEGIN:
             return
-        self._step, self._mode = step, mode
+        self._owed.step, self._owed.mode = step, mode
         if self._is_dropping and self._has_room_again():
             self._is_dropping = False
         if not self._is_dropping:
@@ -293,29 +280,15 @@ class SpoolWriter:
         half = self._segment_bytes // 2 // CELL_BYTES
         self._refresh_data_end()
         segment = self._segment
-        owed_cells = sum(-(-len(payload) // PAYLOAD_BYTES) + 1 for payload in self._owed)
-        if segment.data_end - segment.at >= (half + owed_cells) * CELL_BYTES:
+        if segment.data_end - segment.at >= (half + self._owed.cells) * CELL_BYTES:
             return True
         segment.data_end = 0
         return self._roll_over()
 
-    def _settle(self, *, must_fit: bool = False) -> None:
-        """Write what is owed: definitions first, then the gap records."""
-        while self._owed:
-            payload = self._owed[0]
-            if not self._put_reserved(RecordKind.DEFINITION, payload):
-                if not must_fit:
-                    self._start_dropping()
-                break
-            self._owed_bytes -= len(self._owed.pop(0))
-        while self._outside:
-            self._count_drop(self._outside.pop())
-        for mode in list(self._gaps):
-            first, last, records, lost_bytes = self._gaps[mode]
-            packed = GAP.pack(time.monotonic_ns(), records, lost_bytes, first, last, mode)
-            if not self._put_reserved(RecordKind.GAP, packed):
-                break
-            del self._gaps[mode]
+    def _settle(self) -> None:
+        """Write what is owed; go on dropping where that finds no room."""
+        if not self._owed.settle(self._put_reserved):
+            self._start_dropping()
 
     def _put_reserved(self, kind: RecordKind, payload: bytes) -> bool:
         cells = max(1, -(-len(payload) // PAYLOAD_BYTES))
@@ -330,33 +303,7 @@ class SpoolWriter:
         if isinstance(segment, Segment):
             segment.data_end = 0
 
-    def _count_drop(self, size: int) -> None:
-        self._dropped += 1
-        gap = self._gaps.setdefault(self._mode, [self._step, self._step, 0, 0])
-        gap[0] = min(gap[0], self._step)
-        gap[1] = max(gap[1], self._step)
-        gap[2] += 1
-        gap[3] += size
-
     # ---- segments ---------------------------------------------------------------------------
-
-    def _first_segment(self) -> Segment:
-        if segment_indexes(self._folder):
-            raise SpoolError(
-                f"{self._folder}: holds records of an earlier process; a restarted rank needs the "
-                f"next incarnation number, or remove the folder"
-            )
-        try:
-            segment = Segment(self._folder, 0, self._segment_bytes)
-        except OSError as error:
-            raise SpoolError(
-                f"{self._folder}: cannot reserve {self._segment_bytes >> 10} KiB for the spool "
-                f"({error.strerror}; {_free_bytes(self._folder) >> 10} KiB free); "
-                f"choose another disk with --rs-spool or less with --rs-spool-bytes"
-            ) from error
-        segment.data_end = segment.end
-        self._kept = [segment]
-        return segment
 
     def _make_room(self, cells: int, *, is_reserved: bool) -> bool:
         """Make the current segment one with room for `cells` more; False where there is none."""
@@ -430,11 +377,6 @@ def _claim(folder: Path) -> StreamLock:
             f"{folder}: cannot be made: {error.strerror}; choose another with --rs-spool"
         ) from error
     return StreamLock(folder)
-
-
-def _free_bytes(folder: Path) -> int:
-    found = os.statvfs(folder)
-    return found.f_bavail * found.f_frsize
 
 
 def _middle(size: int) -> int:

@@ -105,14 +105,18 @@ def write_columns(path: Path, columns: Mapping[str, Callable[[], Column]]) -> No
     text += b" " * (-len(text) % 64)
     draft = path.with_name(f".{path.name}.{os.getpid()}.new")
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-    with os.fdopen(os.open(draft, flags, 0o600), "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for make in columns.values():
-            column = np.ascontiguousarray(make())
-            file.write(column.reshape(-1).view(np.uint8).data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(draft, path)
+    try:
+        with os.fdopen(os.open(draft, flags, 0o600), "wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            for make in columns.values():
+                column = np.ascontiguousarray(make())
+                file.write(column.reshape(-1).view(np.uint8).data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    except OSError:
+        draft.unlink(missing_ok=True)  # a full disk has better use for it
+        raise
 
 
 def _shape(column: Column) -> tuple[str, tuple[int, ...], int]:

@@ -199,7 +199,7 @@ def _state(stream: RankStream, lost: int) -> dict[str, Any]:
         "errors": _run_errors(stream),
         "notes": [
             *notes,
-            *(["tracing was switched off on this rank after repeated failures"] if is_off else []),
+            *(["tracing was switched off on this rank: its errors say why"] if is_off else []),
         ],
     }
 
@@ -218,13 +218,15 @@ def _run_errors(stream: RankStream) -> list[str]:
 def step_notes(
     streams: Sequence[RankStream],
 ) -> dict[tuple[int, bool, int, int], list[dict[str, Any]]]:
-    """Return, per group of nodes, what ranks noted when the step began or ended."""
+    """Return, per group of nodes, what ranks noted when the step began, while it ran, or when it
+    ended."""
     found: dict[tuple[int, bool, int, int], dict[str, set[int]]] = {}
     for stream in streams:
         for event in stream.steps[stream.steps["text"] != 0]:
             key = (stream.stream.incarnation, False, int(event["mode"]), int(event["step"]))
-            word = StepEvent(int(event["event"])).name.lower()
-            text = f"{word}: {_text(stream, int(event['text']))}"
+            text = _text(stream, int(event["text"]))
+            if event["event"] != StepEvent.NOTE:
+                text = f"{StepEvent(int(event['event'])).name.lower()}: {text}"
             found.setdefault(key, {}).setdefault(text, set()).add(stream.stream.rank)
     return {
         key: [{"ranks": ranks_text(ranks), "note": text} for text, ranks in notes.items()]

@@ -34,7 +34,6 @@ class EndMarker:
     committed: int | None
     """Bytes the rank committed."""
     end: EndReason
-    dropped: int
 
 
 @dataclass(slots=True)
@@ -57,7 +56,6 @@ def read_end_marker(replica: Path) -> EndMarker | None:
         return EndMarker(
             committed=None if committed is None else int(committed),
             end=EndReason(str(fields.get("end", "lost"))),
-            dropped=int(fields.get("dropped") or 0),
         )
     except (SpoolError, ValueError, TypeError):
         return None
@@ -137,7 +135,6 @@ def _join(stream: StreamId, found: _Found) -> StreamBytes:
         data=pieces[0] if len(pieces) == 1 else np.concatenate(pieces),
         is_verified=True,
         committed=committed,
-        dropped=marker.dropped if marker else 0,
         end=end,
         notes=tuple(notes),
     )

@@ -35,8 +35,6 @@ class StreamBytes:
     """True where every cell was checked already, and all of them make whole records."""
     committed: int | None = None
     """Bytes the rank committed; None where nobody who saw its spool has said."""
-    dropped: int = 0
-    """Records the rank could not write, as its end marker says."""
     end: EndReason | None = None
     """How it ended, as its end marker says; None without a marker."""
     notes: tuple[str, ...] = ()
@@ -131,7 +129,7 @@ def read_stream(
         errors=found.columns(RecordKind.ERROR)[1],
         committed=committed,
         received=found.committed_bytes,
-        dropped=max(source.dropped, said.dropped_records, int(gaps["records"].sum())),
+        dropped=max(said.dropped_records, int(gaps["records"].sum())),
         end=said.reason or source.end or EndReason.RUNNING,
         notes=(*source.notes, *rejected),
     )

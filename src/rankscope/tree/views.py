@@ -329,8 +329,14 @@ class Node:
 
     @property
     def status(self) -> str:
-        """ "returned", "raised", "abandoned", "unfinished", or "mixed" over the ranks."""
+        """ "returned", "raised", "abandoned", "stopped", "not_entered", "unfinished", or "mixed"
+        over the ranks."""
         return str(self.data["status"])
+
+    @property
+    def is_opaque(self) -> bool:
+        """True where nothing inside was seen: a compiled region, a scripted module."""
+        return bool(self.data.get("opaque", False))
 
     @property
     def outcomes(self) -> tuple[Outcome, ...]:

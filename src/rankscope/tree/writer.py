@@ -111,10 +111,14 @@ def _write(path: Path, pieces: Iterable[str]) -> None:
     descriptor = os.open(
         draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
     )
-    with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
-        remaining = iter(pieces)
-        while block := list(itertools.islice(remaining, 4096)):
-            file.write("".join(block))
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(draft, path)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
+            remaining = iter(pieces)
+            while block := list(itertools.islice(remaining, 4096)):
+                file.write("".join(block))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    except OSError:
+        draft.unlink(missing_ok=True)  # a full disk has better use for it
+        raise

@@ -1,0 +1,114 @@
+"""The launcher's child processes: a relay, maybe a collector; one that is killed is started again.
+
+Both keep no state but the files they work on, so one that was killed goes on where it was. That
+happens a few times, then the launcher leaves it be and says at the end what to do.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rankscope.gather.outcome import Outcome
+from rankscope.spool.companions import companion_environment
+
+__all__ = ["Companion", "Keeper"]
+
+_STARTS_AGAIN = 5
+_LOOK_S = 0.5
+_FINAL = tuple(Outcome)
+
+
+class Companion:
+    """One child process, in a session of its own: Ctrl-C in the terminal ends the job alone."""
+
+    def __init__(self, command: Sequence[str], log: Path, folder: Path) -> None:
+        """Start it.
+
+        Args:
+            command: what to run.
+            log: takes its output.
+            folder: where it works; `-m` puts it on the module path, so only this user writes there.
+
+        Raises:
+            OSError: it cannot be started.
+        """
+        self._command = list(command)
+        self._log = log
+        self._folder = folder
+        self._starts_left = _STARTS_AGAIN
+        self._process = self._start()
+
+    def outcome(self) -> int | None:
+        """Return its exit code, None while it runs."""
+        return self._process.poll()
+
+    def tend(self) -> None:
+        """Start it again where it was killed, or failed in a way it has no code for."""
+        if self.outcome() in (None, *_FINAL) or not self._starts_left:
+            return
+        self._starts_left -= 1
+        try:
+            self._process = self._start()
+        except OSError:
+            self._starts_left = 0
+
+    def is_at_work(self) -> bool:
+        """True while it runs, or would be started again."""
+        code = self.outcome()
+        return code is None or (code not in _FINAL and self._starts_left > 0)
+
+    def stop(self) -> None:
+        """Ask it to end."""
+        self._starts_left = 0
+        self._process.terminate()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(self._log, flags, 0o600)
+        try:
+            return subprocess.Popen(
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=descriptor,
+                stderr=descriptor,
+                env=companion_environment(),
+                cwd=self._folder,
+                start_new_session=True,
+            )
+        finally:
+            os.close(descriptor)
+
+
+class Keeper:
+    """Looks after companions while the launcher's main thread is inside torchrun."""
+
+    def __init__(self, companions: Sequence[Companion]) -> None:
+        self._companions = companions
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="rankscope-keeper", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End; from then on whoever asked tends them."""
+        self._is_over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._is_over.wait(_LOOK_S):
+            for companion in self._companions:
+                companion.tend()
+
+
+def wait_for_end(companions: Sequence[Companion], seconds: float) -> bool:
+    """Wait until all have ended; False where one has not."""
+    deadline = time.monotonic() + seconds
+    while any(companion.outcome() is None for companion in companions):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True

@@ -1,0 +1,89 @@
+"""Optimizer steps that never happened: a GradScaler found inf or NaN and skipped them.
+
+A skipped step runs no hook of torch's, so `GradScaler.step` itself is watched, by a function that
+stands in its class while a traced step runs. It calls the original and looks at nothing but whether
+the optimizer has stepped meanwhile.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.amp import GradScaler
+
+from rankscope.capture.elements import number_on_host
+from rankscope.capture.invisible import invisible
+
+__all__ = ["ScalerWatch", "is_skipped_inside", "scaling_of"]
+
+
+class ScalerWatch:
+    """Tells of skipped steps between `put_on` and `take_off`; both may be called at any time."""
+
+    def __init__(self, skipped: Callable[[torch.optim.Optimizer], None]) -> None:
+        """Watch nothing yet.
+
+        Args:
+            skipped: told of the optimizer after `GradScaler.step` returned without stepping it; it
+                must not raise.
+        """
+        self._skipped = skipped
+        self._original: Callable[..., Any] | None = None
+        self._watching: Callable[..., Any] | None = None
+        self._stepped = 0
+
+    def stepped(self) -> None:
+        """Take note that an optimizer step began."""
+        self._stepped += 1
+
+    def put_on(self) -> None:
+        """Stand in `GradScaler.step`."""
+        if self._watching is not None:
+            return
+        original = self._original = GradScaler.step
+
+        @functools.wraps(original)
+        def step(
+            scaler: GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
+        ) -> Any:
+            before = self._stepped
+            result = original(scaler, optimizer, *args, **kwargs)
+            if self._watching is step and self._stepped == before:
+                self._skipped(optimizer)
+            return result
+
+        self._watching = step
+        self._stand(step)
+
+    def take_off(self) -> None:
+        """Put the original back, unless somebody else has put theirs over ours since."""
+        if self._watching is None:
+            return
+        if GradScaler.step is self._watching and self._original is not None:
+            self._stand(self._original)
+        self._watching = self._original = None
+
+    def _stand(self, step: Any) -> None:
+        GradScaler.step = step  # type: ignore[method-assign]
+
+
+def scaling_of(optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.Tensor]]:
+    """Return what a GradScaler hands a fused optimizer, which unscales and skips in its own kernel:
+    (slot, tensor) of the loss scale and of whether inf or NaN was found.
+    """
+    found = (
+        (f"scaler:{name}", getattr(optimizer, name, None)) for name in ("grad_scale", "found_inf")
+    )
+    return [(slot, tensor) for slot, tensor in found if isinstance(tensor, torch.Tensor)]
+
+
+def is_skipped_inside(optimizer: torch.optim.Optimizer) -> bool:
+    """True where a fused optimizer is known to skip its step; on an accelerator nobody is asked."""
+    found_inf = getattr(optimizer, "found_inf", None)
+    if not isinstance(found_inf, torch.Tensor):
+        return False
+    with invisible():
+        return bool(number_on_host(found_inf))

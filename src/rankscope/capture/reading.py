@@ -1,0 +1,307 @@
+"""The numbers of one array of stored words: by the kernel in one pass, or by numpy.
+
+The kernel (`rankscope.capture.kernel`) takes values of float32 and narrower types in one pass.
+Where there is none, or it refuses a value, numpy takes minimum, maximum and sums first, and only a
+block they do not prove finite is looked at again. Both agree to the last digits of float32 sums.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import threading
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from rankscope.capture.elements import Array, Floats, Storage
+from rankscope.capture.fold import (
+    BLOCK_ELEMENTS,
+    BLOCK_ROWS,
+    Plan,
+    Segment,
+    contiguous_runs,
+    multiply_rows,
+    sum_width,
+)
+from rankscope.capture.hashing import has_minus_zero, hash_words
+from rankscope.capture.kernel import Bound, Kernel, Workspace, load
+from rankscope.capture.moments import (
+    Block,
+    Flags,
+    Moments,
+    measure,
+    measure_carefully,
+    measure_small,
+)
+from rankscope.record.value import SKETCH_SIZE
+
+__all__ = ["Arithmetic", "Kind", "Reading", "empty_reading", "words_at"]
+
+Doubles = npt.NDArray[np.float64]
+
+# the stubs know neither the `axis` of vecdot nor that ctypes memory and arrays are buffers
+_vecdot: Final[Any] = np.vecdot
+words_at: Final[Any] = np.frombuffer
+"""The words in ctypes memory, as (memory, dtype)."""
+
+_SMALL_ELEMENTS: Final = 1 << 13
+"""Up to here everything is done in float64; also below OpenBLAS's threshold for threads."""
+_LEAST_COLUMNS: Final = 16
+_MOST_SHORT_ROWS: Final = 256
+"""More rows than these with fewer columns than those are no work for the kernel."""
+
+
+class Reading(NamedTuple):
+    """The numbers of one value; fields as in `rankscope.record.value.Digest`."""
+
+    count: int  # type: ignore[assignment]  # nobody counts in a reading as in a tuple
+    hash: int
+    nan: int
+    posinf: int
+    neginf: int
+    zero: int
+    min: float
+    max: float
+    mean: float
+    std: float
+    l2: float
+    sketch: tuple[float, ...]
+    samples: npt.NDArray[np.float32] | None
+    """[samples, 8] sketches of the single samples, the batch dim's own factor left out."""
+    reused: bool
+    """Statistics and sketch are those of the same object, read earlier in this step."""
+
+
+class Kind(NamedTuple):
+    """What is the same for all values of one dtype, shape and layout."""
+
+    plan: Plan
+    storage: Storage
+    memory: type[ctypes.Array[ctypes.c_char]]
+    dtype: np.dtype[np.generic]
+    is_complex: bool
+    bound: Bound | None
+    """The kernel for a whole value of this kind."""
+    samples: int
+    """How many are kept apart, 0 for none."""
+
+
+class _Scratch(threading.local):
+    """Buffers of one thread: hooks run on autograd's threads too."""
+
+    def __init__(self) -> None:
+        self.flags = Flags()
+        self.workspace = Workspace()
+        self._products = np.empty((1 << 10, SKETCH_SIZE), dtype=np.float32)
+
+    def products(self, rows: int) -> npt.NDArray[np.float32]:
+        """Return [rows, 8] float32."""
+        if rows > len(self._products):
+            self._products = np.empty((rows, SKETCH_SIZE), dtype=np.float32)
+        return self._products[:rows]
+
+
+class Arithmetic:
+    """Computes readings; one serves any number of threads."""
+
+    def __init__(self) -> None:
+        self._scratch = _Scratch()
+        self._kernel: Kernel | None = load()
+
+    @property
+    def has_kernel(self) -> bool:
+        """False where everything is numpy's."""
+        return self._kernel is not None
+
+    def bind(self, plan: Plan, storage: Storage) -> Bound | None:
+        """Return the kernel for whole values, None where there is none or it does not pay."""
+        whole = plan.whole
+        if self._kernel is None or whole is None or not _pays(storage, whole.inner, whole.rows):
+            return None
+        return self._kernel.bind(
+            storage.kernel_kind,
+            plan.batch_rows or (1, 1, whole.rows),
+            whole.matrix,
+            whole.weights(0, whole.rows),
+            plan.batch_factors,
+            storage.table,
+        )
+
+    def in_one_pass(self, kind: Kind, address: int, raw: int) -> Reading | None:
+        """Return the reading of contiguous words, None where they need a careful look."""
+        if kind.bound is None:
+            return None
+        workspace = self._scratch.workspace
+        found = kind.bound.look(address, workspace)
+        if found is None:
+            return None
+        low, high, mean, std, norm = found[:5]
+        zero, minus_zero = found[14:]
+        if minus_zero and kind.storage.normalize is not None:
+            words = words_at(kind.memory.from_address(address), kind.dtype)
+            raw = hash_words(words, kind.storage)
+        rows = workspace.rows32(kind.samples) if kind.samples else None
+        sketch = found[6:14]
+        return Reading(
+            kind.plan.count, raw, 0, 0, 0, zero, low, high, mean, std, norm, sketch, rows, False
+        )
+
+    @np.errstate(all="ignore")  # huge values overflow here: their warnings are not the program's
+    def compute(self, array: Array, kind: Kind, raw: int) -> Reading:
+        """Return the reading of any words; an array that is not flat is taken by blocks."""
+        plan, storage = kind.plan, kind.storage
+        rows: Floats | None = None
+        if plan.is_simple and array.ndim == 1:
+            segment = plan.segments[0]
+            block, products, scale = self._look(storage.values(array), segment, segment.sum_width)
+            if plan.batch_factors is None:
+                sketch = _fold(products, segment) if segment.outer else products[0]
+            else:
+                rows = products if plan.is_per_sample else _per_sample(products, segment, plan)
+                sketch = _vecdot(rows, plan.batch_factors, axis=0)
+            if scale != 1.0:
+                sketch, rows = sketch * scale, None if rows is None else rows * scale
+        else:
+            block, sketch, rows = self._blockwise(array, plan, storage)
+        digest = raw
+        if storage.normalize is not None and (
+            block.nan or (block.zero and has_minus_zero(array, storage))
+        ):
+            digest = hash_words(array, storage)
+        return _reading(plan, block, digest, sketch, rows)
+
+    def _look(self, values: Floats, segment: Segment, width: int) -> tuple[Block, Floats, float]:
+        """Return moments, [rows, 8] products with the segment's columns, and the scale of these."""
+        scale = 1.0
+        if values.size <= _SMALL_ELEMENTS:
+            doubles = values.astype(np.float64)
+            block = measure_small(doubles)
+            if block is None:
+                with np.errstate(all="ignore"):
+                    block, doubles, scale = measure_carefully(values)
+            return block, doubles.reshape(-1, segment.inner) @ segment.matrix64, scale
+        block = measure(values, width, self._scratch.flags)
+        if block is None:
+            with np.errstate(all="ignore"):
+                block, values, scale = measure_carefully(values)
+        rows = values.size // segment.inner
+        at_once = (
+            segment.multiply_rows if rows == segment.rows else multiply_rows(rows, segment.inner)
+        )
+        if values.dtype.itemsize == 4:
+            out: Floats = self._scratch.products(rows)
+            return block, _multiply(values, segment.matrix, rows, at_once, out), scale
+        return (
+            block,
+            _multiply(values, segment.matrix64, rows, at_once, np.empty((rows, SKETCH_SIZE))),
+            scale,
+        )
+
+    def _blockwise(
+        self, array: Array, plan: Plan, storage: Storage
+    ) -> tuple[Block, Doubles, Doubles | None]:
+        """Return moments, sketch and rows of a tensor of any size and strides by blocks."""
+        moments, shaped = Moments(), array.reshape(plan.shape)
+        parts = np.zeros(
+            (1 if plan.batch_factors is None else len(plan.batch_factors), SKETCH_SIZE)
+        )
+        for segment in plan.segments:
+            row = 0
+            most = max(1, min(BLOCK_ROWS, BLOCK_ELEMENTS // segment.inner))
+            for run in contiguous_runs(shaped if segment.where is None else shaped[segment.where]):
+                for start in range(0, run.size, most * segment.inner):
+                    words = run[start : start + most * segment.inner]
+                    block, part = self._look_at_block(words, segment, row, storage)
+                    moments.add(block)
+                    parts[segment.sample] += part
+                    row += words.size // segment.inner
+        if plan.batch_factors is None:
+            return moments.block(), parts[0], None
+        return moments.block(), _vecdot(parts, plan.batch_factors, axis=0), parts
+
+    def _look_at_block(
+        self, words: Array, segment: Segment, row: int, storage: Storage
+    ) -> tuple[Block, Doubles]:
+        """Return the moments and the sketch of whole rows of a segment, from `row` on."""
+        rows = words.size // segment.inner
+        weights = segment.weights(row, row + rows)
+        if self._kernel is not None and _pays(storage, segment.inner, rows):
+            bound = self._kernel.bind(
+                storage.kernel_kind, (1, 1, rows), segment.matrix, weights, None, storage.table
+            )
+            found = bound.look(words.ctypes.data, self._scratch.workspace)
+            if found is not None:
+                low, high, mean, _, norm, deviation = found[:6]
+                block = Block(words.size, 0, 0, 0, found[14], low, high, mean, deviation, norm)
+                return block, np.array(found[6:14])
+        width = sum_width(rows, segment.inner)
+        block, products, scale = self._look(storage.values(words), segment, width)
+        return block, _vecdot(products, weights, axis=0) * scale
+
+
+def _pays(storage: Storage, inner: int, rows: int) -> bool:
+    """True where the kernel knows the stored words and has enough columns to work on."""
+    return bool(storage.kernel_kind) and (inner >= _LEAST_COLUMNS or rows <= _MOST_SHORT_ROWS)
+
+
+def _multiply(values: Floats, matrix: Floats, rows: int, at_once: int, out: Floats) -> Floats:
+    inner = len(matrix)
+    whole = rows - rows % at_once
+    stacked = values[: whole * inner].reshape(-1, at_once, inner)
+    np.matmul(stacked, matrix, out=out[:whole].reshape(-1, at_once, SKETCH_SIZE))
+    if whole != rows:
+        np.matmul(values[whole * inner :].reshape(-1, inner), matrix, out=out[whole:])
+    return out
+
+
+def _fold(products: Floats, segment: Segment) -> Doubles:
+    sketch: Doubles = _vecdot(products, segment.weights(0, segment.rows), axis=0)
+    return sketch
+
+
+def _per_sample(products: Floats, segment: Segment, plan: Plan) -> Doubles:
+    assert plan.batch_rows is not None
+    shape = (*plan.batch_rows, SKETCH_SIZE)
+    weights = segment.weights(0, segment.rows)
+    sums: Doubles = _vecdot(products.reshape(shape), weights.reshape(shape), axis=2)
+    whole: Doubles = sums[0] if len(sums) == 1 else sums.sum(axis=0)
+    return whole
+
+
+def _reading(
+    plan: Plan, block: Block, digest: int, sketch: Doubles, rows: Floats | None
+) -> Reading:
+    finite = block.finite
+    return Reading(
+        plan.count,
+        digest,
+        block.nan,
+        block.posinf,
+        block.neginf,
+        block.zero,
+        block.min,
+        block.max,
+        block.mean,
+        block.deviation / math.sqrt(finite - 1) if finite > 1 else math.nan,
+        block.norm,
+        tuple(sketch.tolist()),
+        None if rows is None else rows.astype(np.float32),
+        False,
+    )
+
+
+def empty_reading(plan: Plan) -> Reading:
+    """Return the reading of a tensor without elements."""
+    rows = (
+        None
+        if plan.batch_factors is None
+        else np.zeros((len(plan.batch_factors), SKETCH_SIZE), np.float32)
+    )
+    nan = math.nan
+    none = (0.0,) * SKETCH_SIZE
+    return Reading(
+        0, xxhash.xxh3_64_intdigest(b""), 0, 0, 0, 0, nan, nan, nan, nan, 0.0, none, rows, False
+    )

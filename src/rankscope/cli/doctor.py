@@ -1,0 +1,86 @@
+"""`rankscope doctor`: will a job be traced here, and if not, why not?"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Optional
+
+import typer
+
+if TYPE_CHECKING:
+    from rankscope.cli.terminal import Paint
+    from rankscope.doctor.condition import Condition
+
+__all__ = ["command"]
+
+EXIT_FAILED = 1
+_COLORS = {"ok": "green", "note": "yellow", "failed": "red", "skipped": "dim"}
+
+
+def command(
+    out: Annotated[str, typer.Option(metavar="DIR", help="Trace folder of the job.")] = "",
+    spool: Annotated[str, typer.Option(metavar="DIR", help="Local disk for the spools.")] = "",
+    spool_bytes: Annotated[
+        str, typer.Option(metavar="SIZE", help="Unsent bytes a rank may hold.")
+    ] = "",
+    steps: Annotated[str, typer.Option(metavar="STEPS", help="Steps to trace.")] = "",
+    ranks: Annotated[str, typer.Option(metavar="RANKS", help="Ranks to trace.")] = "",
+    collector: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="Address of a collector already running.")
+    ] = "",
+    nproc_per_node: Annotated[
+        Optional[int],  # noqa: UP045  # typer reads it on 3.10
+        typer.Option(min=1, help="Ranks on this host; default what a launcher's variables say."),
+    ] = None,
+    nnodes: Annotated[int, typer.Option(min=1, help="Hosts of the job.")] = 1,
+    python: Annotated[
+        str,
+        typer.Option(metavar="COMMAND", help="Interpreter of the ranks; default this one."),
+    ] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """Ask everything a traced job needs of this host: one line each, and what to do where it fails.
+
+    Exit code 0: a job would be traced; 1: something failed; 2: the question cannot be understood.
+    """
+    import json
+    import shlex
+    import sys
+
+    from rankscope.cli.terminal import Paint
+    from rankscope.doctor.condition import Status
+    from rankscope.doctor.examine import Question, examine
+
+    given = {
+        "out": out, "spool": spool, "spool_bytes": spool_bytes,
+        "steps": steps, "ranks": ranks, "collector": collector,
+    }  # fmt: skip
+    question = Question(
+        settings={name: text for name, text in given.items() if text},
+        local_ranks=nproc_per_node,
+        hosts=nnodes,
+        python=tuple(shlex.split(python)) or (sys.executable,),
+    )
+    paint, found = Paint(sys.stdout), []
+    for condition in examine(question):
+        found.append(condition)
+        if not as_json:
+            typer.echo(_line(condition, paint))
+    has_failed = any(condition.status is Status.FAILED for condition in found)
+    if as_json:
+        report = {
+            "format": "rankscope.report/1",
+            "command": "doctor",
+            "verdict": "failed" if has_failed else "clean",
+            "conditions": [
+                {"name": c.name, "status": c.status.value, "found": c.found, "remedy": c.remedy}
+                for c in found
+            ],
+        }
+        typer.echo(json.dumps(report))
+    raise typer.Exit(EXIT_FAILED if has_failed else 0)
+
+
+def _line(condition: Condition, paint: Paint) -> str:
+    word = condition.status.value
+    line = f"{paint(_COLORS[word], f'{word:<7}')} {condition.name:<13} {condition.found}"
+    return f"{line}\n{'':<21} -> {condition.remedy}" if condition.remedy else line

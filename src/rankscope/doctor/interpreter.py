@@ -1,0 +1,165 @@
+"""The interpreter that ranks will run: really started, with RANKSCOPE set, and asked."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import rankscope
+from rankscope.doctor.condition import Condition, Status
+
+__all__ = ["interpreter_conditions"]
+
+OLDEST_TORCH = (2, 8)
+_LIMIT_S = 300.0
+_MARK = "rankscope-doctor:"
+_PROBE = f"""
+import json, os, site, sys
+has_run = "rankscope_launcher.startup" in sys.modules
+user = [site.getusersitepackages()] if site.ENABLE_USER_SITE else []
+folders = dict.fromkeys([*site.getsitepackages(), *user])
+files = [os.path.join(f, n) for f in folders for n in ("rankscope.pth", "rankscope.start")]
+found = dict(
+    executable=sys.executable, version=list(sys.version_info[:3]), has_run=has_run,
+    isolated=sys.flags.isolated, no_site=sys.flags.no_site, sites=list(folders),
+    start_files=[f for f in files if os.path.exists(f)],
+)
+try:
+    import rankscope
+    found["rankscope"] = os.path.dirname(os.path.realpath(rankscope.__file__))
+except (ImportError, OSError) as error:
+    found["no_rankscope"] = repr(error)
+try:
+    import torch
+    found["torch"] = torch.__version__
+except (ImportError, OSError, RuntimeError) as error:
+    found["no_torch"] = repr(error)
+arming = sys.modules.get("rankscope.agent.arming")
+found["is_armed"] = arming is not None and arming.current_session() is not None
+print("\\n{_MARK}" + json.dumps(found))
+"""
+_NAMES = ("python", "rankscope", "torch", "start-up file", "start-up")
+
+
+def interpreter_conditions(
+    command: Sequence[str], environ: Mapping[str, str] = os.environ
+) -> Iterator[Condition]:
+    """Yield what an interpreter says of itself.
+
+    Args:
+        command: how ranks call it: its path, and options such as `-I`.
+        environ: what it is started with; settings of rankscope's are left out.
+    """
+    called = shlex.join(command)
+    found, complaint = _ask(command, environ)
+    if found is None or found["no_site"]:
+        text = complaint if found is None else f"{called} runs without site-packages (-S)"
+        remedy = (
+            "start ranks without -S" if found else "name the interpreter of the ranks: --python"
+        )
+        yield Condition.failed("python", text, remedy)
+        yield from (Condition.skipped(name, "python") for name in _NAMES[1:])
+        return
+    version = ".".join(map(str, found["version"]))
+    isolated = ", isolated (-I)" if found["isolated"] else ""
+    yield Condition.ok("python", f"{found['executable']} {version}{isolated}")
+    yield _rankscope(found)
+    torch = _torch(found)
+    yield torch
+    yield from _start_up(found, complaint, torch.status is Status.OK)
+
+
+def _ask(command: Sequence[str], environ: Mapping[str, str]) -> tuple[dict[str, Any] | None, str]:
+    """Return what the interpreter says, and what it wrote to stderr."""
+    kept = {k: v for k, v in environ.items() if not k.startswith("RANKSCOPE_")}
+    try:
+        done = subprocess.run(
+            [*command, "-c", _PROBE],
+            env={**kept, "RANKSCOPE": "1"},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_LIMIT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return None, f"{shlex.join(command)} cannot be run: {error}"
+    said = " ".join(done.stderr.split()[-40:])
+    answers = [line for line in done.stdout.splitlines() if line.startswith(_MARK)]
+    if not answers:
+        return None, f"{shlex.join(command)} ended with {done.returncode}: {said or 'no word'}"
+    return json.loads(answers[-1].removeprefix(_MARK)), said
+
+
+def _rankscope(found: Mapping[str, Any]) -> Condition:
+    ours = str(Path(rankscope.__file__).resolve().parent)
+    theirs = found.get("rankscope")
+    if theirs is None:
+        return Condition.failed(
+            "rankscope",
+            f"that interpreter cannot import it: {found['no_rankscope']}",
+            f"{found['executable']} -m pip install rankscope, or name another with --python",
+        )
+    if theirs != ours:
+        return Condition.failed(
+            "rankscope",
+            f"ranks would import {theirs}, this command is {ours}",
+            "take one of them off PYTHONPATH, or out of the folder you start from",
+        )
+    return Condition.ok("rankscope", theirs)
+
+
+def _torch(found: Mapping[str, Any]) -> Condition:
+    oldest = ".".join(map(str, OLDEST_TORCH))
+    if "torch" not in found:
+        return Condition.failed(
+            "torch", f"cannot be imported: {found['no_torch']}", f"install torch {oldest} or newer"
+        )
+    numbers = re.match(r"(\d+)\.(\d+)", found["torch"])
+    if numbers and (int(numbers[1]), int(numbers[2])) < OLDEST_TORCH:
+        return Condition.failed(
+            "torch", f"{found['torch']} is too old", f"install torch {oldest} or newer"
+        )
+    return Condition.ok("torch", found["torch"])
+
+
+def _start_up(found: Mapping[str, Any], complaint: str, torch_is_fine: bool) -> Iterator[Condition]:
+    if "rankscope" not in found:
+        yield Condition.skipped("start-up file", "rankscope")
+        yield Condition.skipped("start-up", "rankscope")
+        return
+    if not found["start_files"]:
+        yield Condition.failed(
+            "start-up file",
+            f"no rankscope.pth in {', '.join(found['sites']) or 'any site-packages'}",
+            "pip install rankscope into that environment (copies on PYTHONPATH or by --target "
+            "have none), or call rankscope.attach() in the script",
+        )
+        yield Condition.skipped("start-up", "start-up file")
+        return
+    yield Condition.ok("start-up file", ", ".join(found["start_files"]))
+    if not found["has_run"]:
+        yield Condition.failed(
+            "start-up",
+            f"the file is there, but did nothing with RANKSCOPE=1: {complaint or 'no word'}",
+            "install rankscope once more; a .pth file of another package may stand in the way",
+        )
+    elif not torch_is_fine:
+        yield Condition.skipped("start-up", "torch")
+    elif not found["is_armed"]:
+        yield Condition.failed(
+            "start-up",
+            f"importing torch did not arm it: {complaint or 'no word'}",
+            "a sitecustomize or an import hook may have taken ours off; call rankscope.attach()",
+        )
+    else:
+        yield Condition.ok(
+            "start-up", "fires: a child with RANKSCOPE=1 was armed by importing torch"
+        )

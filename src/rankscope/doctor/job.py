@@ -1,0 +1,144 @@
+"""The job as it is asked for: who a rank would be, settings, trace folder, collector."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+
+from rankscope.agent.identity import identify, placed
+from rankscope.agent.settings import Settings, is_enabled, settings_from
+from rankscope.agent.wording import as_variables, misspelt_variables
+from rankscope.doctor.condition import Condition
+from rankscope.errors import RankscopeError
+from rankscope.gather.address import check_address
+from rankscope.spool.folder import SHARED
+from rankscope.spool.mounts import mount_of
+from rankscope.spool.outfolder import default_out, prepare_out
+
+__all__ = ["collector", "ranks", "read_settings", "trace_folder", "variables"]
+
+_CONNECT_S = 3.0
+
+
+def ranks(environ: Mapping[str, str] = os.environ) -> Condition:
+    """Say whom a rank started with these variables would take itself for."""
+    rank, world = environ.get("RANK"), environ.get("WORLD_SIZE")
+    if (rank is None) != (world is None):
+        there, missing = ("RANK", "WORLD_SIZE") if world is None else ("WORLD_SIZE", "RANK")
+        return Condition.failed(
+            "ranks",
+            f"{there}={environ[there]} without {missing}",
+            f"set both, or unset {there}: a launcher sets them for each rank",
+        )
+    is_rank = (rank or "0").isdigit() and (world or "1").isdigit()
+    if not is_rank or int(rank or 0) >= int(world or 1):
+        return Condition.failed(
+            "ranks",
+            f"RANK={rank} of WORLD_SIZE={world} is no rank",
+            "unset both here: a launcher sets them for each rank",
+        )
+    found = placed(environ)
+    if found is None:
+        return Condition.ok("ranks", "no launcher's variables here: alone, rank 0 of 1")
+    me = identify(None, environ)
+    return Condition.ok(
+        "ranks",
+        f"{next(iter(found.variables))}: rank {me.rank} of {me.world_size}, "
+        f"local rank {me.local_rank} of {me.local_world_size}",
+    )
+
+
+def variables(environ: Mapping[str, str] = os.environ) -> Condition:
+    """Say which variables begin like ours and mean nothing."""
+    wrong = misspelt_variables(environ)
+    if wrong:
+        return Condition.failed("variables", wrong, "rename it or unset it; it has no effect")
+    named = sorted(name for name in environ if name.startswith("RANKSCOPE"))
+    return Condition.ok("variables", ", ".join(named) or "none of RANKSCOPE's is set")
+
+
+def read_settings(
+    given: Mapping[str, str], world_size: int, environ: Mapping[str, str] = os.environ
+) -> tuple[Settings | None, Condition]:
+    """Read the settings as a rank would; None where they cannot be read."""
+    try:
+        found = settings_from(given, environ)
+    except RankscopeError as error:
+        return None, Condition.failed(
+            "settings", as_variables(str(error)), "correct it; ranks would train untraced"
+        )
+    if not found.traced_of(world_size):
+        return None, Condition.failed(
+            "settings",
+            f"ranks selects none of the {world_size} ranks of this job",
+            "give other --ranks, or the size of the job with --nproc-per-node and --nnodes",
+        )
+    asks = "" if is_enabled(environ) else "; RANKSCOPE is not set: only `rankscope run` traces"
+    traced = f"{found.traced_of(world_size)} of {world_size} ranks"
+    return found, Condition.ok("settings", f"steps {found.steps.text}, {traced}{asks}")
+
+
+def trace_folder(settings: Settings, hosts: int) -> Condition:
+    """Say whether the trace folder can be made; it is, with its parents, and removed again."""
+    if settings.collector not in {"", SHARED}:
+        return Condition.ok("trace folder", f"the collector at {settings.collector} has its own")
+    if hosts > 1 and settings.out is None:
+        return Condition.failed(
+            "trace folder",
+            f"{hosts} hosts and no folder that all of them see",
+            "give --out on a shared disk, the same on every host",
+        )
+    out = settings.out or default_out()
+    made = [path for path in (out, *out.parents) if not os.path.lexists(path)]
+    try:
+        prepare_out(out, "--out")
+        (out / "sample").touch()
+        (out / "sample").unlink()
+    except (RankscopeError, OSError) as error:
+        return Condition.failed("trace folder", str(error), "give another with --out")
+    finally:
+        for path in made:
+            if path.is_dir():
+                path.rmdir()
+    mount = mount_of(out)
+    text = f"{out}{f' ({mount.kind})' if mount else ''}"
+    if hosts > 1 and (mount is None or mount.is_local):
+        return Condition.note(
+            "trace folder",
+            f"{text} looks like this host's own disk",
+            "the other hosts must see it: give --out on a shared disk",
+        )
+    return Condition.ok("trace folder", text)
+
+
+def collector(settings: Settings) -> Condition:
+    """Say whether the collector that was named can be reached."""
+    address = settings.collector
+    if address in {"", SHARED}:
+        return Condition.ok("collector", address or "started with the job")
+    remedy = f"start it: rankscope collect --bind {address} --world-size N --out DIR"
+    try:
+        check_address(address)
+    except RankscopeError as error:
+        return Condition.failed("collector", as_variables(str(error)), "give another --collector")
+    try:
+        _connect(address)
+    except OSError as error:
+        return Condition.failed(
+            "collector", f"{address} does not answer: {error.strerror or error}", remedy
+        )
+    return Condition.ok("collector", f"{address} answers")
+
+
+def _connect(address: str) -> None:
+    if address.startswith("ipc://"):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as caller:
+            caller.settimeout(_CONNECT_S)
+            caller.connect(str(Path(address.removeprefix("ipc://"))))
+        return
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    if not port.isdigit():
+        raise OSError(f"port {port!r} cannot be called")
+    socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()

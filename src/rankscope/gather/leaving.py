@@ -1,0 +1,82 @@
+"""What may be removed of a host's run folder, and when: nothing that is not somewhere else."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from rankscope.record.run import StreamId
+from rankscope.spool.companions import SOCKET_NAME
+from rankscope.spool.folder import (
+    JOB_OVER_NAME,
+    LAUNCHER_LOCK_NAME,
+    MEETING_NAME,
+    MUSTER_LOCK_NAME,
+    RELAY_LOCK_NAME,
+    RELAY_LOG_NAME,
+    RUN_NAME,
+    is_held,
+    remove_run_folder,
+    stream_folder,
+    streams,
+)
+from rankscope.spool.lock import is_alive
+from rankscope.spool.reader import StreamReader
+
+__all__ = ["is_abandoned", "is_in_tree", "remove_run"]
+
+_OURS = (
+    RUN_NAME,
+    JOB_OVER_NAME,
+    LAUNCHER_LOCK_NAME,
+    MUSTER_LOCK_NAME,
+    RELAY_LOG_NAME,
+    RELAY_LOCK_NAME,
+    SOCKET_NAME,
+)
+"""Files of a run folder that go with it."""
+
+
+def remove_run(run_folder: Path, is_elsewhere: Callable[[StreamId], bool]) -> StreamId | None:
+    """Remove a run folder whose streams are all elsewhere; else keep it, and return the first not.
+
+    Raises:
+        SpoolError: the folder cannot be listed.
+    """
+    found = streams(run_folder)
+    for stream in found:
+        if not is_elsewhere(stream):
+            return stream
+    for stream in found:
+        shutil.rmtree(stream_folder(run_folder, stream), ignore_errors=True)
+    for meeting in run_folder.glob(f"{MEETING_NAME}.*"):
+        shutil.rmtree(meeting, ignore_errors=True)
+    for name in _OURS:
+        (run_folder / name).unlink(missing_ok=True)
+    remove_run_folder(run_folder)
+    return None
+
+
+def is_in_tree(run_folder: Path, stream: StreamId, tree: Path) -> bool:
+    """True where a finished `trace.json` has every byte this host's spool of a dead rank holds."""
+    if is_alive(stream_folder(run_folder, stream)):
+        return False
+    try:
+        ranks = json.loads(tree.read_bytes())["completeness"]["ranks"]
+        received = {(r["rank"], r["incarnation"]): int(r["received"]) for r in ranks}
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    with StreamReader(stream_folder(run_folder, stream)) as reader:
+        return received.get((stream.rank, stream.incarnation), -1) >= reader.committed()
+
+
+def is_abandoned(run_folder: Path) -> bool:
+    """True for a host's run folder in which nobody is at work: no rank, relay or launcher."""
+    if not (run_folder / RUN_NAME).is_file():
+        return False
+    locks = (LAUNCHER_LOCK_NAME, RELAY_LOCK_NAME, MUSTER_LOCK_NAME)
+    return not any(is_held(run_folder / name) for name in locks) and not any(
+        is_alive(stream_folder(run_folder, stream)) for stream in streams(run_folder)
+    )

@@ -1,0 +1,273 @@
+"""The two ways a relay sends: to a collector that listens, or into a folder both of them see.
+
+Either takes what the shipments of a host want to send, and tells them what has arrived.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from typing import Protocol
+
+import zmq
+
+from rankscope.errors import FolderError, RankscopeError, SpoolError, WireError
+from rankscope.gather.address import check_address
+from rankscope.gather.log import log
+from rankscope.gather.protocol import (
+    LONGEST_MESSAGE,
+    PROTOCOL_VERSION,
+    WINDOW_BYTES,
+    At,
+    Beat,
+    BeatSeen,
+    Bye,
+    Done,
+    Ended,
+    EndedSeen,
+    Frame,
+    Hello,
+    Message,
+    Open,
+    Refused,
+    Rejected,
+    decode,
+    encode,
+)
+from rankscope.gather.replica import (
+    REPLICAS_NAME,
+    TREE_NAME,
+    Replicas,
+    StreamEnd,
+    read_end,
+    write_end,
+)
+from rankscope.gather.roster import JobState
+from rankscope.gather.shared import HostState, write_host_state
+from rankscope.gather.shipping import Shipment
+from rankscope.record.run import StreamId
+from rankscope.spool.folder import RunHeader
+
+__all__ = ["Link", "SharedLink", "SocketLink"]
+
+_BEAT_S = 0.25
+_SHARED_BEAT_S = 1.0
+_SEND_QUEUE = 64
+
+
+class Link(Protocol):
+    """What the relay's loop needs of either."""
+
+    heard_at: float
+    """Monotonic time of the other side's last word."""
+    rejection: str
+    """Why nothing of this run is taken; empty as long as it is."""
+
+    @property
+    def is_done(self) -> bool:
+        """True once the tree is built."""
+
+    def exchange(self, shipments: dict[StreamId, Shipment], now: float, job: JobState) -> bool:
+        """Send and receive what can be; True where anything was."""
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for an answer, or for time to pass."""
+
+    def close(self) -> None:
+        """Leave."""
+
+
+class SocketLink:
+    """To a collector that listens."""
+
+    def __init__(self, header: RunHeader, name: str) -> None:
+        """Connect, which never waits.
+
+        Raises:
+            BindError: the address is none of this host.
+        """
+        self._header = header
+        self._job = JobState.UNKNOWN
+        self._is_done = False
+        self.rejection = ""
+        self.heard_at = float("-inf")
+        self._beat_at = float("-inf")
+        self._first = 0
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.ROUTING_ID, f"relay-{name}".encode())
+        self._socket.setsockopt(zmq.MAXMSGSIZE, LONGEST_MESSAGE)
+        self._socket.setsockopt(zmq.SNDHWM, _SEND_QUEUE)
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        self._socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+        self._socket.setsockopt(zmq.LINGER, 500)
+        self._socket.connect(check_address(header.collector))
+        log(f"relaying run {header.run_id} to {header.collector}")
+
+    @property
+    def is_done(self) -> bool:
+        """True once the collector said so."""
+        return self._is_done
+
+    def exchange(self, shipments: dict[StreamId, Shipment], now: float, job: JobState) -> bool:
+        """Send and receive what can be; True where anything was."""
+        if now - self._beat_at > _BEAT_S or job is not self._job:
+            self._job = job
+            self._send(Hello(PROTOCOL_VERSION, socket.gethostname(), self._header.run_id))
+            alive = sum(shipment.is_alive for shipment in shipments.values())
+            self._send(Beat(alive, len(shipments), job, self._header.max_restarts))
+            self._beat_at = now
+        was_busy = self._receive(shipments, now)
+        return self._pump(list(shipments.values()), now) or was_busy
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for an answer."""
+        self._socket.poll(int(timeout_s * 1000))
+
+    def close(self) -> None:
+        """Leave."""
+        if self.is_done:
+            self._send(Bye())
+        self._socket.close()
+        self._context.term()
+
+    def _pump(self, waiting: list[Shipment], now: float) -> bool:
+        """Send one message of each stream in turn, as long as the window allows."""
+        was_busy = False
+        window = WINDOW_BYTES - sum(shipment.in_flight for shipment in waiting)
+        self._first += 1
+        while waiting:
+            turn = self._first % len(waiting)
+            still = []
+            for shipment in waiting[turn:] + waiting[:turn]:
+                message = shipment.next_message(now, window)
+                if message is None:
+                    continue
+                was_busy = True
+                if not self._send(message):
+                    if isinstance(message, Frame):
+                        shipment.take_back(message)
+                    return False
+                if isinstance(message, Frame):
+                    window -= len(message.body)
+                    still.append(shipment)
+            waiting = still
+        return was_busy
+
+    def _receive(self, shipments: dict[StreamId, Shipment], now: float) -> bool:
+        was_busy = False
+        while True:
+            try:
+                message = decode(self._socket.recv_multipart(zmq.DONTWAIT))
+            except zmq.Again:
+                return was_busy
+            except WireError as error:
+                log(f"refused a message: {error}")
+                continue
+            self.heard_at = now
+            was_busy = was_busy or not isinstance(message, BeatSeen)
+            self._take(message, shipments, now)
+
+    def _take(self, message: Message, shipments: dict[StreamId, Shipment], now: float) -> None:
+        match message:
+            case At(stream, offset):
+                if stream in shipments:
+                    shipments[stream].take_offset(offset, now)
+            case EndedSeen(stream):
+                if stream in shipments:
+                    shipments[stream].take_end_seen()
+            case Refused(stream, reason):
+                if stream in shipments:
+                    shipments[stream].take_refusal(reason)
+            case Rejected(reason):
+                self.rejection = reason
+            case Done():
+                self._is_done = True
+
+    def _send(self, message: Message) -> bool:
+        try:
+            self._socket.send_multipart(encode(message), zmq.DONTWAIT)
+        except zmq.ZMQError:
+            return False
+        return True
+
+
+class SharedLink:
+    """To a trace folder this host sees: the collector's writing, without a collector between."""
+
+    def __init__(self, header: RunHeader, name: str) -> None:
+        """Open the folder.
+
+        Raises:
+            FolderError: it cannot be made.
+        """
+        self._out = header.out
+        self._max_restarts = header.max_restarts
+        self._job = JobState.UNKNOWN
+        self._name = name
+        self._beat = os.getpid() << 20
+        self._beat_at = float("-inf")
+        self.heard_at = time.monotonic()
+        self.rejection = ""
+        self._run_id = header.run_id
+        self._replicas = Replicas(self._out)
+        log(f"writing run {header.run_id} into the shared folder {self._out}")
+
+    @property
+    def is_done(self) -> bool:
+        """True once the tree is there."""
+        return (self._out / TREE_NAME).exists()
+
+    def exchange(self, shipments: dict[StreamId, Shipment], now: float, job: JobState) -> bool:
+        """Append what is committed; True where anything was."""
+        try:
+            self._replicas.claim(self._run_id)
+        except FolderError as error:
+            self.rejection = str(error)
+            return False
+        except SpoolError:
+            return False  # the disk is full
+        is_due = now - self._beat_at > _SHARED_BEAT_S or job is not self._job
+        if is_due and (self._out / REPLICAS_NAME).exists():
+            self._job = job
+            self._beat += 1
+            self._beat_at = now
+            state = HostState(beat=self._beat, job=job, max_restarts=self._max_restarts)
+            with contextlib.suppress(SpoolError):  # the folder goes once the tree is there
+                write_host_state(self._out, self._name, state)
+        was_busy = False
+        while self._replicas.reports:
+            log(self._replicas.reports.pop(0))
+        for shipment in shipments.values():
+            try:
+                was_busy = self._ship(shipment, now) or was_busy
+            except RankscopeError as error:
+                shipment.take_refusal(str(error))
+        if was_busy:
+            self.heard_at = now
+        return was_busy
+
+    def wait(self, timeout_s: float) -> None:
+        """Nothing will call: sleep."""
+        time.sleep(timeout_s)
+
+    def close(self) -> None:
+        """Close the replicas."""
+        self._replicas.close()
+
+    def _ship(self, shipment: Shipment, now: float) -> bool:
+        message = shipment.next_message(now, WINDOW_BYTES)
+        match message:
+            case Open(stream):
+                shipment.take_offset(self._replicas.length(stream), now)
+            case Frame(stream, offset, _, body):
+                shipment.take_offset(self._replicas.append(stream, offset, body), now)
+            case Ended(stream, committed, reason):
+                if read_end(self._out, stream) is None:
+                    write_end(self._out, stream, StreamEnd(committed=committed, end=reason))
+                shipment.take_end_seen()
+        return message is not None

@@ -1,0 +1,436 @@
+"""`at:FILE`: a touch while the job runs has one and the same step traced on every rank, or said."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import rankscope
+from rankscope.agent.settings import settings_from
+from rankscope.agent.steps import StepSelection
+from rankscope.agent.trigger import LEAD, Trigger
+from rankscope.errors import SettingError
+from rankscope.record.call import Mode
+from rankscope.tree.reader import Trace, open_trace
+from tests.unharmed import traced_unharmed
+
+# ---- ranks on paper: every interleaving there can be --------------------------------------------
+
+
+class Job:
+    """Ranks that step one at a time, in whatever order a test says, and look at one file."""
+
+    def __init__(self, folder: Path, world: int) -> None:
+        self.file, self.meeting = folder / "now", folder / "meeting.0"
+        self.times = itertools.count(10**18, 10**6)
+        self.traced: list[list[int]] = [[] for _ in range(world)]
+        self.missed: list[list[int]] = [[] for _ in range(world)]
+        self.steps = [0] * world
+        self.failures: list[str] = []
+        self.ranks = [self.rank(number) for number in range(world)]
+
+    def rank(self, number: int) -> Trigger:
+        def missed(mode: Mode, step: int, why: str) -> None:
+            assert mode is Mode.TRAIN and "touch" in why
+            self.missed[number].append(step)
+
+        return Trigger(self.file, self.meeting, missed=missed, failed=self.failures.append)
+
+    def touch(self) -> None:
+        self.file.touch()
+        os.utime(self.file, ns=(0, next(self.times)))
+
+    def step(self, number: int) -> None:
+        step = self.steps[number]
+        self.steps[number] += 1
+        if self.ranks[number].begins(Mode.TRAIN, step):
+            self.traced[number].append(step)
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            rank.close()
+        assert not self.failures, self.failures
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_ranks_that_wait_for_each_other_trace_each_touch_once_and_all_the_same_step(
+    tmp_path: Path, seed: int
+) -> None:
+    order, job = random.Random(seed), Job(tmp_path, 4)
+    slowest = order.randrange(4)
+    touches = 0
+    while min(job.steps) < 120:
+        ready = [n for n in range(4) if job.steps[n] <= min(job.steps)]  # a collective every step
+        job.step(order.choice([n for n in ready if n != slowest] or ready))
+        if order.random() < 0.02 and max(job.steps) < 100 and touches == len(job.traced[slowest]):
+            job.touch()
+            touches += 1
+    job.close()
+    assert touches > 1 and all(len(traced) == touches for traced in job.traced)
+    assert all(traced == job.traced[0] for traced in job.traced)
+    assert job.missed == [[]] * 4
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_ranks_that_run_apart_all_trace_a_step_or_say_that_they_could_not(
+    tmp_path: Path, seed: int
+) -> None:
+    order, job = random.Random(seed), Job(tmp_path, 3)
+    pace = [order.choice([1, 2, 8]) for _ in range(3)]
+    for _ in range(600):
+        job.step(order.choices(range(3), pace)[0])
+        if order.random() < 0.03:
+            job.touch()
+    job.close()
+    every = set().union(*job.traced)
+    assert every, "a job in which nothing is traced proves nothing"
+    for number in range(3):
+        own, missed = set(job.traced[number]), set(job.missed[number])
+        begun = {step for step in every if step < job.steps[number]}
+        assert begun == own | (missed & begun), f"rank {number} lost a step without a word"
+        assert not own & missed
+    assert all(max(Counter(traced).values(), default=1) == 1 for traced in job.traced)
+
+
+def test_ranks_far_ahead_put_the_step_off_instead_of_missing_it(tmp_path: Path) -> None:
+    job = Job(tmp_path, 2)
+    for _ in range(50):
+        job.step(0)  # 50 steps ahead, as on a queue of kernels
+    job.touch()
+    job.step(1)  # rank 1 sees it at its step 0 and proposes step 0 + LEAD
+    for _ in range(10):
+        job.step(0)
+    for _ in range(60):
+        job.step(1)
+    job.close()
+    assert job.traced == [[50 + LEAD]] * 2 and job.missed == [[], []]
+
+
+def test_a_rank_that_comes_too_late_says_which_step_it_missed(tmp_path: Path) -> None:
+    job = Job(tmp_path, 2)
+    for _ in range(20):
+        job.step(0)
+    job.touch()
+    for _ in range(10):
+        job.step(1)  # traces step 2 while rank 0 hangs behind its step 19
+    job.step(0)
+    job.close()
+    assert job.traced == [[], [LEAD]] and job.missed == [[LEAD], []]
+
+
+def test_a_rank_that_slept_through_a_touch_learns_of_it_from_the_next(tmp_path: Path) -> None:
+    job = Job(tmp_path, 2)
+    job.step(0)
+    job.touch()
+    job.step(0)  # step 1 sees the first touch: step 3
+    job.touch()
+    for _ in range(6):
+        job.step(1)  # sees the second alone
+    for _ in range(6):
+        job.step(0)
+    job.close()
+    assert job.traced[0] == job.traced[1] and len(job.traced[0]) == 2 and job.missed == [[], []]
+
+
+def test_a_rank_that_never_sees_the_file_says_so_when_it_ends(tmp_path: Path) -> None:
+    job = Job(tmp_path, 1)
+    elsewhere = Job(tmp_path, 0)
+    elsewhere.file = tmp_path / "of-another-host"
+    elsewhere.steps, elsewhere.traced, elsewhere.missed = [0], [[]], [[]]
+    elsewhere.ranks = [elsewhere.rank(0)]
+    job.touch()
+    for _ in range(8):
+        job.step(0)
+        elsewhere.step(0)
+    job.close()
+    elsewhere.close()
+    assert job.traced == [[LEAD]] and elsewhere.missed == [[LEAD]]
+
+
+def test_only_touches_count_not_what_is_there_nor_what_goes_away(tmp_path: Path) -> None:
+    (tmp_path / "now").touch()
+    job = Job(tmp_path, 2)
+    for _ in range(5):
+        for number in (0, 1):
+            job.step(number)
+    job.file.rename(tmp_path / "kept")
+    for number in (0, 1):
+        job.step(number)
+    (tmp_path / "kept").rename(job.file)  # back, untouched
+    for _ in range(5):
+        for number in (0, 1):
+            job.step(number)
+    assert job.traced == [[], []]
+    job.file.unlink()
+    job.step(0)
+    job.touch()  # made anew: a touch
+    for _ in range(5):
+        for number in (0, 1):
+            job.step(number)
+    job.close()
+    assert len(job.traced[0]) == 1 and job.traced[0] == job.traced[1]
+
+
+def test_a_rank_that_begins_later_counts_from_where_the_first_began(tmp_path: Path) -> None:
+    job = Job(tmp_path, 1)
+    job.touch()
+    job.traced.append([]), job.missed.append([]), job.steps.append(0)
+    job.ranks.append(job.rank(1))
+    for _ in range(6):
+        for number in (0, 1):
+            job.step(number)
+    job.close()
+    assert job.traced == [[LEAD]] * 2
+
+
+def test_eval_steps_answer_a_touch_only_where_nothing_was_trained_yet(tmp_path: Path) -> None:
+    file = tmp_path / "now"
+    said: list[object] = []
+    trigger = Trigger(file, None, missed=lambda *words: said.append(words), failed=said.append)
+    file.touch()
+    assert trigger.begins(Mode.EVAL, 0), "a rank that is alone traces the very step"
+    assert not trigger.begins(Mode.TRAIN, 0)
+    os.utime(file, ns=(0, 1))
+    assert not trigger.begins(Mode.EVAL, 1) and trigger.begins(Mode.TRAIN, 1)
+    trigger.close()
+    assert not said
+
+
+def test_ranks_that_cannot_agree_say_it_once_and_go_on(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    said: list[str] = []
+    trigger = Trigger(
+        tmp_path / "now", tmp_path / "file", missed=lambda *_: None, failed=said.append
+    )
+    for step in range(30):
+        (tmp_path / "now").touch()
+        assert not trigger.begins(Mode.TRAIN, step)
+    trigger.close()
+    assert len(said) == 1 and "not answered on this rank" in said[0]
+
+
+def test_a_step_without_a_touch_costs_one_look_at_the_file(tmp_path: Path) -> None:
+    trigger = Trigger(
+        tmp_path / "now", tmp_path / "meeting", missed=lambda *_: None, failed=lambda _: None
+    )
+    called: list[str] = []
+
+    def profile(frame: object, event: str, function: object) -> None:
+        if event == "c_call" and getattr(function, "__module__", "") in {"posix", "io"}:
+            called.append(function.__name__)  # type: ignore[attr-defined]
+
+    sys.setprofile(profile)
+    try:
+        for step in range(10):
+            trigger.begins(Mode.TRAIN, step)
+    finally:
+        sys.setprofile(None)
+    assert called == ["stat"] * 10
+
+
+# ---- the setting -------------------------------------------------------------------------------
+
+
+def test_parts_of_steps_combine(tmp_path: Path) -> None:
+    steps = StepSelection.parse(f"0-2, every:100,at:{tmp_path}/now,7")
+    assert [step for step in range(250) if step in steps] == [0, 1, 2, 7, 100, 200]
+    assert steps.file == tmp_path / "now" and not steps.is_over(10**9)
+    again = settings_from({"steps": steps.text}, {}).steps
+    assert again == steps, "as written into a trace, and handed to ranks"
+
+
+def test_a_relative_file_is_made_whole_where_it_is_read(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert StepSelection.parse("at:now").text == f"at:{tmp_path}/now"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("at:", "wants the file"),
+        ("at:.", "is a folder; name a file"),
+        ("at:/nowhere/at/all", "make it first"),
+        ("at:a,at:b", "one file is enough"),
+        ("0-2,every:0", "positive number"),
+        ("0-2,tomorrow", "write 0-2,10 or every:100"),
+    ],
+)
+def test_what_cannot_be_touched_or_read_is_refused_with_what_to_write(text, words) -> None:
+    with pytest.raises(SettingError, match=words):
+        StepSelection.parse(text)
+
+
+@pytest.mark.parametrize("text", ["every:2", "at:now", "0-1,all"])
+def test_ranks_are_ranges_and_not_steps(text: str) -> None:
+    with pytest.raises(SettingError, match="write ranks as 0-3,8 or all"):
+        settings_from({"ranks": text}, {})
+
+
+# ---- real ranks --------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.relu(self.first(x)))
+
+
+def train(file: str, out: str, touches: dict[int, list[int]], steps: int) -> list[float]:
+    """A loop whose ranks lag in turn; rank r touches the file in the middle of its steps."""
+    rank = dist.get_rank()
+    torch.manual_seed(3)
+    model = DistributedDataParallel(Net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    with rankscope.trace(out=out, steps=f"0,every:20,at:{file}", paths="first,second"):
+        for step in range(steps):
+            time.sleep(0.01 if (step + rank) % 4 == 0 else 0)
+            loss = model(torch.randn(3, 4)).square().mean()
+            if step in touches.get(rank, []):
+                Path(file).touch()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss))
+    return losses
+
+
+def apart(file: str, out: str, steps: int) -> None:
+    """Ranks that never wait for each other, one much faster than the rest."""
+    rank = dist.get_rank()
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    dist.barrier()
+    with rankscope.trace(out=out, steps=f"at:{file}", paths="first"):
+        for step in range(steps):
+            time.sleep(0.001 if rank == 0 else 0.004)
+            if (rank, step) in {(1, 10), (2, 30)}:
+                Path(file).touch()
+            model(torch.randn(3, 4)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        dist.barrier()
+
+
+def steps_by_rank(trace: Trace) -> dict[int, set[int]]:
+    found: dict[int, set[int]] = {}
+    for step in trace.steps:
+        for node in step.walk():
+            for rank in node.ranks:
+                found.setdefault(rank, set()).add(step.step)
+    return found
+
+
+def test_every_rank_of_a_real_job_traces_the_same_steps(ranks, tmp_path: Path) -> None:
+    file, out = tmp_path / "now", tmp_path / "trace"
+    file.touch()
+    ranks.run(train, str(file), str(out), {0: [5], 3: [11], 2: [23]}, 34)
+    trace = open_trace(out)
+    assert trace.is_complete
+    found = steps_by_rank(trace)
+    asked = found[0] - {0, 20}
+    assert len(asked) == 3 and all(steps == found[0] for steps in found.values()), found
+    for touched, traced in zip((5, 11, 23), sorted(asked), strict=True):
+        assert touched < traced <= touched + 1 + LEAD, "soon after"
+    assert not any(step.notes for step in trace.steps)
+
+
+def test_real_ranks_that_never_wait_trace_the_same_steps_or_say_which_they_missed(
+    ranks, tmp_path: Path
+) -> None:
+    file, out = tmp_path / "now", tmp_path / "trace"
+    ranks.run(apart, str(file), str(out), 120, world_size=3)
+    trace = open_trace(out)
+    found = steps_by_rank(trace)
+    assert found
+    for step in trace.steps:
+        lacking = {0, 1, 2} - {rank for rank in found if step.step in found[rank]}
+        noted = "".join(str(note) for note in step.notes)
+        assert not lacking or "not traced on this rank" in noted, (step.step, lacking, noted)
+
+
+def test_touching_a_file_of_one_process_traces_that_very_step_and_harms_nothing(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "now"
+
+    def program() -> object:
+        model = Net()
+        optimizer = torch.optim.Adam(model.parameters())
+        for step in range(9):
+            if step in (3, 6):
+                file.unlink(missing_ok=True)
+                file.touch()
+            optimizer.zero_grad()
+            model(torch.randn(5, 4)).sum().backward()
+            optimizer.step()
+        return model, optimizer
+
+    trace = traced_unharmed(program, tmp_path / "trace", steps=f"at:{file}")
+    assert [step.step for step in trace.steps] == [3, 6]
+
+
+SCRIPT = """
+import os, sys, time
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+os.chdir("/")
+for step in range(4000):
+    model(torch.ones(2, 4)).sum().backward()
+    for p in model.parameters():
+        dist.all_reduce(p.grad)
+    optimizer.step()
+    optimizer.zero_grad()
+    if step == 5 and dist.get_rank() == 0:
+        open(os.environ["READY"], "w").close()
+    done = torch.tensor(float(os.path.exists(os.environ["ENOUGH"])))
+    dist.all_reduce(done)
+    if done:
+        break
+    time.sleep(0.005)
+dist.destroy_process_group()
+"""
+
+
+def test_a_touch_from_outside_reaches_a_job_of_rankscope_run(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(SCRIPT)
+    ready, enough = tmp_path / "ready", tmp_path / "enough"
+    command = [
+        sys.executable, "-m", "rankscope", "run", "--rs-out", "trace", "--rs-steps", "at:now",
+        "--nproc-per-node", "2", "job.py",
+    ]  # fmt: skip
+    job = subprocess.Popen(
+        command, cwd=tmp_path, env={**os.environ, "READY": str(ready), "ENOUGH": str(enough)}
+    )
+    try:
+        deadline = time.monotonic() + 120
+        while not ready.exists() and job.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        for _ in range(2):
+            (tmp_path / "now").touch()
+            time.sleep(0.5)
+        enough.touch()
+        assert job.wait(120) == 0
+    finally:
+        job.kill()
+        job.wait()
+    trace = open_trace(tmp_path / "trace")
+    assert trace.is_complete and len(trace.steps) == 2
+    assert all(node.ranks == (0, 1) for step in trace.steps for node in step.walk())

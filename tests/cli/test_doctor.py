@@ -1,0 +1,318 @@
+"""`rankscope doctor`: what is really broken it names, that and nothing else, and what to do."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import venv
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+
+import rankscope
+from rankscope.doctor.condition import Condition, Status
+from rankscope.doctor.examine import Question, job_conditions
+from rankscope.doctor.host import clock_from
+from rankscope.doctor.interpreter import interpreter_conditions
+from rankscope.spool.mounts import mount_of
+from rankscope.tree.reader import open_trace
+
+PLAIN = {name: text for name, text in os.environ.items() if not name.startswith("RANKSCOPE")}
+SOURCES = [str(Path(rankscope.__file__).parents[1]), str(Path(__file__).parents[2] / "launcher")]
+TORCH = str(Path(sys.prefix) / f"lib/python3.{sys.version_info.minor}/site-packages")
+
+
+def wrong(conditions: Iterable[Condition], *but: str) -> dict[str, Condition]:
+    """Return what does not simply hold; `but`: what of this machine is not asked about."""
+    found = list(conditions)
+    assert all(c.remedy for c in found if c.status in (Status.FAILED, Status.NOTE)), found
+    cannot = {c.name for c in found if c.status is Status.SKIPPED}
+    return {c.name: c for c in found if c.status is not Status.OK and c.name not in {*but, *cannot}}
+
+
+def asked(tmp_path: Path, environ: dict[str, str] | None = None, **settings: str) -> dict:
+    """Ask about a job whose spools and trace are to lie in a folder of the test."""
+    place = {"spool": str(tmp_path / "spools"), "out": str(tmp_path / "trace"), "spool_bytes": "1M"}
+    question = Question(settings=place | settings, local_ranks=2)
+    found = wrong(job_conditions(question, PLAIN | (environ or {})), "leftovers", "kernel")
+    assert not (tmp_path / "trace" / "sample").exists()
+    return found
+
+
+def names(conditions: dict[str, Condition], name: str, words: str) -> None:
+    assert list(conditions) == [name], conditions
+    assert conditions[name].status is Status.FAILED
+    assert words in f"{conditions[name].found} {conditions[name].remedy}", conditions[name]
+
+
+def test_where_all_is_well_nothing_is_named_and_nothing_stays_behind(tmp_path: Path) -> None:
+    assert asked(tmp_path) == {}
+    assert not (tmp_path / "trace").exists()
+    assert list((tmp_path / "spools").rglob("*")) == []
+
+
+@pytest.mark.parametrize(
+    ("environ", "name", "words"),
+    [
+        ({"RANKSCOPE_STEP": "1"}, "variables", "did you mean RANKSCOPE_STEPS?"),
+        ({"RANKSCOPE_STEPS": "often"}, "settings", "RANKSCOPE_STEPS"),
+        ({"RANKSCOPE_RANKS": "7"}, "settings", "none of the 2 ranks"),
+        ({"RANK": "1"}, "ranks", "RANK=1 without WORLD_SIZE"),
+        ({"WORLD_SIZE": "2"}, "ranks", "unset WORLD_SIZE"),
+        ({"RANK": "4", "WORLD_SIZE": "4"}, "ranks", "is no rank"),
+        ({"RANK": "one", "WORLD_SIZE": "4"}, "ranks", "is no rank"),
+        ({"RANKSCOPE_COLLECTOR": "tcp://127.0.0.1:1"}, "collector", "rankscope collect --bind"),
+        ({"RANKSCOPE_COLLECTOR": "tcp://192.0.2.1:7777"}, "collector", "give another --collector"),
+        ({"RANKSCOPE_COLLECTOR": "ipc://relative"}, "collector", "absolute path"),
+        ({"RANKSCOPE_COLLECTOR": "ipc:///" + "x" * 200}, "collector", "107"),
+        ({"RANKSCOPE_COLLECTOR": "ipc:///nowhere/at.all"}, "collector", "does not answer"),
+    ],
+)
+def test_what_the_environment_says_wrong_is_named(tmp_path: Path, environ, name, words) -> None:
+    names(asked(tmp_path, environ), name, words)
+
+
+def test_a_collector_that_listens_is_reached(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+        assert asked(tmp_path, collector=address) == {}
+
+
+def test_a_trace_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "something").touch()
+    names(asked(tmp_path, out=str(tmp_path / "full")), "trace folder", "not empty")
+    names(asked(tmp_path, out=str(tmp_path / "file")), "trace folder", "is a file")
+    names(asked(tmp_path, out=str(tmp_path / "file" / "below")), "trace folder", "--out")
+    names(asked(tmp_path, out="/proc/nothing/here"), "trace folder", "--out")
+    assert (tmp_path / "full" / "something").exists()
+
+
+def test_several_hosts_need_a_trace_folder_that_all_of_them_see(tmp_path: Path) -> None:
+    settings = {"spool": str(tmp_path), "spool_bytes": "1M"}
+    found = wrong(job_conditions(Question(settings=settings, hosts=2), PLAIN), "leftovers")
+    names(found, "trace folder", "the same on every host")
+    settings["out"] = str(tmp_path / "trace")
+    found = wrong(job_conditions(Question(settings=settings, hosts=2), PLAIN), "leftovers")
+    assert list(found) == ["trace folder"] and found["trace folder"].status is Status.NOTE
+
+
+def test_a_spool_folder_that_cannot_be_made_or_is_open_to_others_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    names(asked(tmp_path, spool=str(tmp_path / "file")), "spool folder", "--spool")
+    names(asked(tmp_path, spool="/proc/nothing"), "spool folder", "--spool")
+    (tmp_path / "open" / f"rankscope-{os.getuid()}").mkdir(parents=True, mode=0o755)
+    names(asked(tmp_path, spool=str(tmp_path / "open")), "spool folder", "open to others")
+
+
+def test_a_disk_too_small_for_the_spools_is_named(tmp_path: Path) -> None:
+    names(asked(tmp_path, spool_bytes="900T"), "spool space", "--spool-bytes")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 8 MiB."""
+    point = tmp_path / "small"
+    point.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(point)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("file systems cannot be mounted here")
+    yield point
+    subprocess.run(["umount", "-l", str(point)], check=True)
+
+
+def test_a_disk_that_is_really_small_is_named(tmp_path: Path, small_disk: Path) -> None:
+    assert asked(tmp_path, spool=str(small_disk)) == {}
+    names(asked(tmp_path, spool=str(small_disk), spool_bytes="16M"), "spool space", "needs 32 MiB")
+    (small_disk / "hog").write_bytes(bytes(7 << 20))
+    names(asked(tmp_path, spool=str(small_disk)), "spool space", "needs 2 MiB")
+
+
+def test_a_disk_on_which_no_space_can_be_set_aside_is_named(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        found = asked(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    names(found, "spool files", "space cannot be set aside")
+
+
+MOUNTS = """\
+overlay / overlay rw 0 0
+server:/home /home nfs4 rw,vers=4.2 0 0
+tmpfs /home/me/fast tmpfs rw 0 0
+10.0.0.1@o2ib:/scratch /scratch lustre rw 0 0
+me@there:/x /mnt/with\\040space fuse.sshfs rw 0 0
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "is_local"),
+    [
+        ("/nowhere/x", "overlay", True),
+        ("/home/me", "nfs4", False),
+        ("/home/me/fast/spool", "tmpfs", True),
+        ("/scratch/job", "lustre", False),
+        ("/mnt/with space/x", "fuse.sshfs", False),
+    ],
+)
+def test_a_disk_of_another_host_is_told_from_this_ones(tmp_path, path, kind, is_local) -> None:
+    (tmp_path / "mounts").write_text(MOUNTS)
+    mount = mount_of(Path(path), str(tmp_path / "mounts"))
+    assert mount is not None and (mount.kind, mount.is_local) == (kind, is_local)
+
+
+def test_a_socket_path_that_is_too_long_moves_elsewhere(tmp_path: Path) -> None:
+    deep = tmp_path / ("deep" * 25)
+    settings = {"spool": str(deep), "out": str(tmp_path / "t"), "spool_bytes": "1M"}
+    found = {c.name: c for c in job_conditions(Question(settings=settings), PLAIN)}
+    assert found["socket"].status is Status.OK and "too long" in found["socket"].found
+
+
+@pytest.mark.parametrize(
+    ("wall", "wall_s", "steady_s"), [(0.0, 0.05, 0.05), (2e9, 3600.0, 0.05), (2e9, 0.05, 0.0)]
+)
+def test_a_clock_that_was_never_set_or_jumps_is_named(wall, wall_s, steady_s) -> None:
+    assert clock_from(wall, wall_s, steady_s, 1).status is Status.FAILED
+    assert clock_from(2e9, 0.05, 0.05, 1).status is Status.OK
+    assert "cannot be seen from here" in clock_from(2e9, 0.05, 0.05, 2).found
+
+
+def test_a_missing_kernel_is_noted_with_what_it_costs(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("RANKSCOPE_KERNEL", "off")
+    settings = {"spool": str(tmp_path), "out": str(tmp_path / "t"), "spool_bytes": "1M"}
+    found = wrong(job_conditions(Question(settings=settings)), "leftovers")
+    assert list(found) == ["kernel"] and found["kernel"].status is Status.NOTE
+    assert "three times slower" in found["kernel"].found
+
+
+DIES = """
+import os, sys, torch, rankscope
+with rankscope.trace(out=sys.argv[1], spool=sys.argv[2]):
+    torch.nn.Linear(2, 2)(torch.ones(1, 2)).sum().backward()
+    os._exit(9)
+"""
+
+
+def test_records_of_a_dead_run_are_noted_with_the_command_that_saves_them(tmp_path: Path) -> None:
+    spools, out = tmp_path / "spools", tmp_path / "trace"
+    command = [sys.executable, "-c", DIES, str(out), str(spools)]
+    assert subprocess.run(command, check=False).returncode == 9
+    settings = {"spool": str(spools), "out": str(tmp_path / "new"), "spool_bytes": "1M"}
+    found = {c.name: c for c in job_conditions(Question(settings=settings), PLAIN)}["leftovers"]
+    assert found.status is Status.NOTE and str(spools) in found.found
+    saved = found.remedy.partition(",")[0].replace("NEW", str(tmp_path / "saved"))
+    if str(spools) in saved:  # else this machine holds another dead run, named first
+        subprocess.run([sys.executable, "-m", *saved.split()], check=True, stdout=-3)
+        assert open_trace(tmp_path / "saved").steps
+
+
+# ---- the ranks' interpreter --------------------------------------------------------------------
+
+
+def environment(folder: Path, **start_files: str) -> tuple[str]:
+    """Make a virtual environment whose site-packages hold these `.pth` files alone."""
+    venv.create(folder, symlinks=True, with_pip=False)
+    (site,) = folder.glob("lib/python*/site-packages")
+    for name, text in start_files.items():
+        (site / f"{name}.pth").write_text(text + "\n")
+    return (str(folder / "bin/python"),)
+
+
+LINE = (Path(SOURCES[1]) / "rankscope_launcher/rankscope.pth").read_text().strip()
+BARE = {name: text for name, text in PLAIN.items() if name != "PYTHONPATH"}
+
+
+def test_an_environment_whose_start_up_file_fires_is_well(tmp_path: Path) -> None:
+    python = environment(tmp_path, a="\n".join([*SOURCES, TORCH]), rankscope=LINE)
+    assert wrong(interpreter_conditions(python, BARE)) == {}
+    assert wrong(interpreter_conditions((*python, "-I"), BARE)) == {}
+
+
+def test_an_interpreter_that_is_not_there_or_has_no_site_packages_is_named() -> None:
+    found = wrong(interpreter_conditions(("/nowhere/python",), BARE))
+    names(found, "python", "--python")
+    names(wrong(interpreter_conditions((sys.executable, "-S"), BARE)), "python", "without -S")
+    names(wrong(interpreter_conditions(("false",), BARE)), "python", "ended with 1")
+
+
+def test_sources_that_an_isolated_interpreter_cannot_see_are_named(tmp_path: Path) -> None:
+    python = environment(tmp_path, a=TORCH)
+    seen = BARE | {"PYTHONPATH": os.pathsep.join(SOURCES)}
+    assert list(wrong(interpreter_conditions(python, seen))) == ["start-up file"]
+    names(wrong(interpreter_conditions((*python, "-I"), seen)), "rankscope", "cannot import it")
+
+
+def test_other_sources_that_stand_in_front_are_named(tmp_path: Path) -> None:
+    shutil.copytree(SOURCES[0], tmp_path / "old", ignore=shutil.ignore_patterns("__pycache__"))
+    python = environment(tmp_path / "e", a="\n".join([*SOURCES, TORCH]), rankscope=LINE)
+    in_front = BARE | {"PYTHONPATH": str(tmp_path / "old")}
+    names(wrong(interpreter_conditions(python, in_front)), "rankscope", f"{tmp_path}/old/rankscope")
+
+
+def test_a_copy_without_its_start_up_file_is_named(tmp_path: Path) -> None:
+    python = environment(tmp_path, a="\n".join([*SOURCES, TORCH]))
+    names(wrong(interpreter_conditions(python, BARE)), "start-up file", "rankscope.attach()")
+
+
+def test_a_start_up_file_that_does_not_fire_is_named(tmp_path: Path) -> None:
+    python = environment(tmp_path / "half", a=f"{SOURCES[0]}\n{TORCH}", rankscope=LINE)
+    names(wrong(interpreter_conditions(python, BARE)), "start-up", "rankscope_launcher")
+    python = environment(tmp_path / "hooked", a="\n".join([*SOURCES, TORCH]), rankscope=LINE)
+    (site,) = (tmp_path / "hooked").glob("lib/python*/site-packages")
+    (site / "sitecustomize.py").write_text("import sys; del sys.meta_path[0]")  # takes ours off
+    names(wrong(interpreter_conditions(python, BARE)), "start-up", "rankscope.attach()")
+
+
+def test_a_missing_torch_is_named(tmp_path: Path) -> None:
+    python = environment(tmp_path, a="\n".join(SOURCES), rankscope=LINE)
+    names(wrong(interpreter_conditions(python, BARE)), "torch", "install torch 2.8 or newer")
+
+
+# ---- the command -------------------------------------------------------------------------------
+
+
+def doctor(tmp_path: Path, *words: str, hard_limit: int = 0) -> subprocess.CompletedProcess[str]:
+    def lower() -> None:
+        if hard_limit:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
+
+    place = ["--spool", str(tmp_path / "spools"), "--out", str(tmp_path / "trace")]
+    python = environment(tmp_path / "e", a="\n".join([*SOURCES, TORCH]), rankscope=LINE)
+    command = [sys.executable, "-m", "rankscope", "doctor", "--python", python[0], *place, *words]
+    return subprocess.run(
+        command, env=BARE | {"PYTHONPATH": os.pathsep.join(SOURCES)}, capture_output=True,
+        text=True, preexec_fn=lower, check=False, timeout=300,
+    )  # fmt: skip
+
+
+def test_too_few_descriptors_are_named_and_the_command_ends_with_1(tmp_path: Path) -> None:
+    done = doctor(tmp_path, "--spool-bytes", "1M", "--nproc-per-node", "40", hard_limit=128)
+    assert done.returncode == 1, done.stdout + done.stderr
+    failed = [line for line in done.stdout.splitlines() if line.startswith("failed")]
+    assert len(failed) == 1 and "descriptors" in failed[0] and "need 144" in failed[0]
+    assert "-> ulimit -Hn 144" in done.stdout
+
+
+def test_json_holds_every_condition_and_the_verdict(tmp_path: Path) -> None:
+    done = doctor(tmp_path, "--spool-bytes", "1M", "--json")
+    report = json.loads(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (report["format"], report["command"]) == ("rankscope.report/1", "doctor")
+    assert report["verdict"] == "clean" and len(report["conditions"]) == 19
+    page = (Path(__file__).parents[2] / "docs/commands/doctor.md").read_text()
+    for condition in report["conditions"]:
+        assert set(condition) == {"name", "status", "found", "remedy"}
+        assert f"| {condition['name']} |" in page, condition["name"]
+
+
+def test_a_question_that_cannot_be_understood_ends_with_2(tmp_path: Path) -> None:
+    assert doctor(tmp_path, "--nproc-per-node", "none").returncode == 2

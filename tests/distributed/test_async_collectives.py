@@ -1,0 +1,77 @@
+"""What a collective is still writing is never waited for and never read; its number comes later.
+
+Tests of `AsyncCollectiveTensor` and of torch's registry of outstanding work pin torch 2.13: without
+its private names a value in flight stays `pending` for ever, and only these tests fail.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rankscope.tree.reader import Trace, open_trace
+from tests.distributed import async_collectives_job as job
+from tests.distributed.pool import RankPool
+
+ROWS = [[float(column + 4 * row) for column in range(4)] for row in range(4)]
+SUM = [2 * x + 1 for row in ROWS for x in row]
+GATHERED = [x + rank for rank in (0, 1) for row in ROWS for x in row]
+EXPECTED = {
+    "all_reduce": [SUM, SUM],
+    "all_gather": [GATHERED, GATHERED],
+    "reduce_scatter": [SUM[:8], SUM[8:]],
+    "redistributed": [SUM, SUM],
+    "gathered_shards": [GATHERED, GATHERED],
+}
+CASES = [
+    *((name, "in") for name in EXPECTED),
+    *((name, "trace") for name in ("all_reduce", "redistributed")),
+    ("all_gather", "after"),
+]
+
+
+def norm(values: list[float]) -> float:
+    return sum(x * x for x in values) ** 0.5
+
+
+def seen(found: Trace, path: str, slot: str) -> tuple[list[float | None], set[str]]:
+    """Return the norm on each rank, and the flags on any."""
+    (node,) = found.find(path, phase="forward")
+    value = node.value(slot)
+    assert value is not None
+    folds = [fold for view in node.slots if view.slot == slot for fold in view.folds]
+    digests = [value.per_rank[rank] for rank in (0, 1)]
+    return [d and d.l2 for d in digests], {flag for fold in folds for flag in fold.flags}
+
+
+@pytest.mark.parametrize(("name", "waits"), CASES)
+def test_tracing_does_not_wait_for_a_collective_and_shows_its_number_once_it_is_known(
+    ranks: RankPool, tmp_path: Path, name: str, waits: str
+) -> None:
+    results = ranks.run(job.run, str(tmp_path), name, waits, world_size=2, timeout_s=120)
+    twice = 2 if waits == "in" else 1
+    assert results == [[twice * x for x in of_rank] for of_rank in EXPECTED[name]]
+    found = open_trace(tmp_path / "trace")
+    assert not [rank["errors"] for rank in found.completeness["ranks"] if rank["errors"]]
+    assert not [node.errors for node in found.walk() if node.errors]
+    norms, flags = seen(found, "starts", "output")
+    if waits == "trace":
+        assert (norms, flags) == ([None, None], {"pending", "structure_only"})
+        return
+    assert norms == pytest.approx([norm(of_rank) for of_rank in EXPECTED[name]])
+    assert flags == {"after_call"}
+    if waits == "in":
+        assert seen(found, "uses", "input.0") == (norms, {"after_call"})
+        assert seen(found, "uses", "output") == (pytest.approx([2 * n for n in norms]), set())
+
+
+def test_a_plain_tensor_in_flight_is_not_waited_for_and_right_where_it_is_used(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    """Nothing tells that a collective writes a plain tensor: what its memory held is recorded."""
+    results = ranks.run(job.run_plain_tensor, str(tmp_path), world_size=2, timeout_s=120)
+    assert results == [[2 * x for x in SUM]] * 2
+    found = open_trace(tmp_path / "trace")
+    assert seen(found, "uses", "input.0")[0] == pytest.approx([norm(SUM)] * 2)
+    assert seen(found, "uses", "output")[0] == pytest.approx([2 * norm(SUM)] * 2)

@@ -1,0 +1,185 @@
+"""`rankscope run` as a process of its own, whose companions and ranks can be found and killed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+BIN = Path(sys.executable).parent
+SCRIPT = """
+import ctypes, os, pathlib, signal, sys, time
+rank, life = int(os.environ["RANK"]), os.environ["TORCHELASTIC_RESTART_COUNT"]
+folder, ways = pathlib.Path(sys.argv[1]), sys.argv[2:]
+way = ways[rank]
+if way == "early":
+    sys.exit(0)
+if way == "import":
+    time.sleep(600)
+import torch
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+def step():
+    loss = model(torch.ones(2, 4)).square().sum()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item().hex()
+def meet(what):
+    (folder / f"{what}.{life}.{rank}").touch()
+    while len([*folder.glob(f"{what}.{life}.*")]) < sum(w not in ("early", "import") for w in ways):
+        time.sleep(0.005)
+losses = [step(), step()]
+meet("trained")
+steps = 2
+while way == "wait" and not (folder / "go").exists():
+    step()
+    steps += 1
+    (folder / f"steps.{rank}").write_text(str(steps - 1))  # known to be committed but the last
+    time.sleep(0.005)
+while way == "pause" and not (folder / "go").exists():
+    time.sleep(0.005)
+print(rank, way, *losses, flush=True)
+if way == "raise":
+    raise ValueError("on purpose")
+if way == "os._exit":
+    os._exit(3)
+if way == "sigkill":
+    os.kill(os.getpid(), signal.SIGKILL)
+if way == "abort":
+    os.abort()
+if way == "segfault":
+    ctypes.string_at(0)
+if way == "sleep":
+    time.sleep(600)
+"""
+
+
+class Launch:
+    """One `rankscope run` of `SCRIPT`, in a process group of its own."""
+
+    def __init__(self, folder: Path, ways: list[str], *options: object, out: str = "trace") -> None:
+        self.folder = folder
+        self.out = folder / out
+        self.spool = folder / "spool"
+        self.meeting = folder / "meeting"
+        self.meeting.mkdir(parents=True)
+        (folder / "script.py").write_text(SCRIPT)
+        self._texts: tuple[str, str] | None = None
+        given = ["--rs-out", self.out, "--rs-spool", self.spool, "--rs-drain-seconds", 1, *options]
+        command = [BIN / "rankscope", "run", *given, "--nproc-per-node", len(ways)]
+        self.process = subprocess.Popen(
+            [*map(str, command), str(folder / "script.py"), str(self.meeting), *ways],
+            stdout=(folder / "stdout").open("w"),
+            stderr=(folder / "stderr").open("w"),
+            cwd=folder,
+            start_new_session=True,
+        )
+
+    def trained(self, life: int = 0) -> None:
+        """Wait until every rank has been traced, and waits."""
+        ranks = len(self.process.args) - self.process.args.index(str(self.meeting)) - 1
+        assert eventually(lambda: len([*self.meeting.glob(f"trained.{life}.*")]) == ranks), self.err
+
+    def go(self) -> None:
+        """Let the ranks that wait end."""
+        (self.meeting / "go").touch()
+
+    def wait(self) -> int:
+        return self.process.wait(120)
+
+    @property
+    def stdout(self) -> str:
+        return (self.folder / "stdout").read_text()
+
+    @property
+    def err(self) -> str:
+        return (self.folder / "stderr").read_text()
+
+    @property
+    def last_line(self) -> str:
+        """What rankscope said last on stderr."""
+        return [line for line in self.err.splitlines() if line.startswith("rankscope: ")][-1]
+
+    def companion(self, name: str) -> int:
+        """Process number of the `relay` or `collector`; 0 where none lives."""
+        mark = str(self.out if name == "collector" else self.spool).encode()
+        for pid in pids():
+            words = command_line(pid)
+            is_one = b"rankscope.gather" in words and name.encode() in words
+            if is_one and any(word.startswith(mark) for word in words):
+                return pid
+        return 0
+
+    def ranks(self) -> list[int]:
+        """Process numbers of the ranks."""
+        script = str(self.folder / "script.py").encode()
+        return [
+            pid
+            for pid in pids()
+            if pid != self.process.pid
+            and script in command_line(pid)
+            and b"run" not in command_line(pid)
+        ]
+
+    def stop(self) -> None:
+        """End whatever of it still lives."""
+        for pid in [*self.ranks(), self.companion("relay"), self.companion("collector")]:
+            kill(pid)
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+
+
+def pids() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def command_line(pid: int) -> list[bytes]:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return []
+
+
+def kill(pid: int, number: int = signal.SIGKILL) -> None:
+    """Send a signal to a process, if there is one."""
+    if pid:  # 0 would be this very process group
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def eventually(is_true: Callable[[], object], seconds: float = 60.0) -> bool:
+    """Poll until something holds; False where it never did."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if is_true():
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def rankscope(*words: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run one command to its end."""
+    return subprocess.run(
+        [str(BIN / "rankscope"), *map(str, words)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=cwd,
+    )
+
+
+def run_named_command(line: str, cwd: Path) -> Path:
+    """Run the `rankscope recover` command that a line names; return the new trace folder."""
+    words = shlex.split("rankscope recover" + line.partition("rankscope recover")[2].rstrip(")"))
+    done = rankscope(*words[1:], cwd=cwd)
+    assert done.returncode == 0, done.stderr
+    return cwd / words[words.index("--out") + 1]

@@ -1,0 +1,83 @@
+"""What a traced process starts does not trace, does not hang it and does not harm it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rankscope import open_trace
+from tests.launcher.ways import RANKSCOPE, TORCHRUN, document_of, installed, start
+
+pytestmark = [installed, pytest.mark.xdist_group("children")]
+
+JOB = Path(__file__).parent / "children_job.py"
+
+
+@pytest.mark.parametrize(
+    ("command", "variables"),
+    [
+        ([RANKSCOPE, "run", "--nproc-per-node", "2", JOB, "few"], {}),
+        ([TORCHRUN, "--nproc-per-node", "2", JOB, "before"], {"RANKSCOPE": "1"}),
+    ],
+    ids=["run", "variable, children before the first step"],
+)
+def test_loaders_pools_forks_subprocesses_and_jobs_of_a_rank_are_not_traced(
+    command: list[str | Path], variables: dict[str, str], tmp_path: Path
+):
+    """Workers that run a module, of all start methods; a Python and a torchrun with more ranks than
+    the job, both with the rank's variables inherited.
+    """
+    out = tmp_path / "trace"
+    done = start(command, out, RANKSCOPE_SPOOL=str(tmp_path / "spool"), **variables)
+    assert sorted(done.stdout.splitlines()) == ["trained 0", "trained 1"]
+    lives = [(r["rank"], r["incarnation"]) for r in document_of(out)["completeness"]["ranks"]]
+    assert lives == [(0, 0), (1, 0)]
+    trace = open_trace(out)
+    assert [step.step for step in trace.steps] == [0, 1]
+    assert {node.path for step in trace.steps for node in step.nodes} == {""}
+    said = [line for line in done.stderr.splitlines() if "rankscope" in line]
+    assert len(said) == (1 if command[0] == RANKSCOPE else 2), said
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("trace")] == ["trace"]
+
+
+def test_children_of_one_traced_process_are_not_traced_and_a_job_below_it_says_so(tmp_path: Path):
+    """A job that it starts is a run of its own: here its folder is taken."""
+    out = tmp_path / "trace"
+    done = start([sys.executable, JOB, "few"], out, RANKSCOPE="1")
+    assert done.stdout == "trained 0\n"
+    assert [rank["rank"] for rank in document_of(out)["completeness"]["ranks"]] == [0]
+    assert [step.step for step in open_trace(out).steps] == [0, 1]
+    said = [line for line in done.stderr.splitlines() if "rankscope" in line]
+    assert len(said) == 3, said
+    assert f"not tracing: {out} is not empty: give a new folder with RANKSCOPE_OUT" in said[1]
+
+
+def test_a_launcher_that_was_given_the_rank_of_its_node_has_traced_ranks(tmp_path: Path):
+    """Cluster templates set RANK and WORLD_SIZE to the node's number, and run torchrun there."""
+    script = tmp_path / "script.py"
+    script.write_text("import torch; torch.nn.Linear(2, 2)(torch.ones(1, 2)).sum().backward()")
+    start(
+        [TORCHRUN, "--nproc-per-node", "2", script], tmp_path / "trace",
+        RANKSCOPE="1", RANK="0", WORLD_SIZE="1",
+    )  # fmt: skip
+    found = document_of(tmp_path / "trace")["completeness"]["ranks"]
+    assert [rank["rank"] for rank in found] == [0, 1]
+
+
+def test_a_program_that_an_untraced_launcher_starts_is_traced(tmp_path: Path):
+    """A launcher of somebody's own imports torch, calls no module, and starts the training."""
+    program = "import torch; torch.nn.Linear(2, 2)(torch.ones(1, 2)).sum().backward()"
+    launcher = f"import subprocess, sys, torch; subprocess.run([sys.executable, '-c', {program!r}])"
+    done = subprocess.run(
+        [sys.executable, "-c", launcher],
+        env={**os.environ, "RANKSCOPE": "1", "RANKSCOPE_OUT": str(tmp_path / "trace")},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert document_of(tmp_path / "trace")["run"]["world_size"] == 1

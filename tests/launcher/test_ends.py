@@ -1,0 +1,283 @@
+"""However a job ends: its exit code and stdout, a tree or the command that makes it, and `verify`
+names per rank what happened."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rankscope.record.call import Mode
+from rankscope.tree.reader import open_trace
+from tests.launcher.launches import Launch, eventually, kill, rankscope, run_named_command
+
+pytestmark = [
+    pytest.mark.xdist_group("ends"),
+    pytest.mark.skipif(
+        not entry_points(group="torchrun.logs_specs").select(name="rankscope"),
+        reason="needs the start-up file: an environment made by launcher/test",
+    ),
+]
+Start = Callable[..., Launch]
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Start]:
+    """Start jobs in folders of their own: `launch("name", ways, options...)`."""
+    started: list[Launch] = []
+
+    def start(name: str, ways: list[str], *options: object, **how: Any) -> Launch:
+        started.append(Launch(tmp_path / name, ways, *options, **how))
+        return started[-1]
+
+    yield start
+    for job in started:
+        job.stop()
+
+
+def verified(trace: Path) -> dict[str, Any]:
+    done = rankscope("verify", trace, "--json")
+    report: dict[str, Any] = json.loads(done.stdout)
+    assert done.returncode == (0 if report["verdict"] == "clean" else 1), done.stderr
+    return report
+
+
+def ends(report: dict[str, Any]) -> dict[int, str]:
+    """How the newest life of each rank ended."""
+    return {rank["rank"]: rank["end"] for rank in report["ranks"]}
+
+
+def all_there(report: dict[str, Any]) -> bool:
+    return all(
+        rank["committed"] == rank["received"] > 0 and not rank["dropped"] and not rank["notes"]
+        for rank in report["ranks"]
+    )
+
+
+def is_empty(spool: Path) -> bool:
+    return not spool.exists() or not any(spool.iterdir())
+
+
+def test_every_way_a_rank_can_end_keeps_its_records_and_is_named(launch: Start):
+    """One failed rank has torchelastic end the others by SIGTERM: that is the one that sleeps."""
+    ways = ["exit", "raise", "os._exit", "sigkill", "abort", "segfault", "sleep", "early", "import"]
+    job = launch("job", ways)
+    assert job.wait() == 1
+    said = sorted(line.split()[:2] for line in job.stdout.splitlines())
+    assert said == sorted([str(rank), way] for rank, way in enumerate(ways[:7]))
+    assert job.last_line == f"rankscope: trace in {job.out}, incomplete: rankscope verify trace"
+    report = verified(job.out)
+    assert ends(report) == {0: "exit", 1: "raised", **dict.fromkeys(range(2, 7), "lost")}
+    assert report["missing"] == "7-8"
+    assert all_there(report)
+    text = rankscope("verify", job.out).stdout
+    assert text.count("killed by a signal, aborted, or left by os._exit") == 5
+    assert "nothing at all from rank 7-8" in text
+    assert is_empty(job.spool)
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
+def test_a_signal_to_the_launcher_ends_the_ranks_and_leaves_the_tree(
+    number: signal.Signals, launch: Start
+):
+    job = launch("job", ["wait"])
+    job.trained()
+    job.process.send_signal(number)
+    assert job.wait() == 1
+    assert "incomplete: rankscope verify trace" in job.last_line
+    report = verified(job.out)
+    assert ends(report) == {0: "lost"}
+    assert all_there(report)
+    assert is_empty(job.spool)
+
+
+def test_ctrl_c_ends_the_job_and_a_second_one_the_waiting_for_its_tree(launch: Start):
+    job = launch("job", ["wait"])
+    job.trained()
+    collector = job.companion("collector")
+    kill(collector, signal.SIGSTOP)  # a tree that takes long
+    os.killpg(job.process.pid, signal.SIGINT)
+    assert eventually(lambda: [*job.spool.glob("*/*/job-over")])
+    assert job.process.poll() is None
+    os.killpg(job.process.pid, signal.SIGINT)
+    assert job.wait() == 1
+    assert f"the trace follows in {job.out}; read it then: rankscope show trace" in job.last_line
+    assert "was not finished" not in job.err
+    kill(collector, signal.SIGCONT)
+    assert eventually(lambda: (job.out / "trace.json").exists())
+    report = verified(job.out)
+    assert set(ends(report)) == {0}
+    assert all_there(report)
+    assert eventually(lambda: is_empty(job.spool))
+
+
+def test_killed_companions_are_started_again_beside_another_run_of_the_same_host(launch: Start):
+    """And a job that is told to wait no second for its tree says where the tree will be."""
+    job = launch("job", ["wait", "wait"], "--rs-steps", "all")
+    other = launch("other", ["wait"], "--rs-finish-seconds", 0)
+    job.trained()
+    for name in ("relay", "collector", "relay"):
+        before = job.companion(name)
+        assert before
+        kill(before)
+        assert eventually(lambda name=name, before=before: job.companion(name) not in {0, before})
+    job.go()
+    assert job.wait() == 0
+    assert job.last_line == f"rankscope: trace in {job.out}; read it: rankscope show trace"
+    report = verified(job.out)
+    assert report["verdict"] == "clean"
+    assert ends(report) == {0: "exit", 1: "exit"}
+    steps = json.loads((job.out / "trace.json").read_text())["steps"]
+    assert [step["step"] for step in steps] == [*range(len(steps))]
+    assert is_empty(job.spool)
+    other.trained()
+    other.go()
+    assert other.wait() == 0
+    assert f"the trace follows in {other.out}" in other.last_line
+    assert eventually(lambda: (other.out / "trace.json").exists())
+    assert verified(other.out)["verdict"] == "clean"
+    assert eventually(lambda: is_empty(other.spool))
+
+
+def test_a_killed_launcher_leaves_a_tree_or_what_recover_makes_one_of(launch: Start):
+    """Its ranks live on. With the collector killed as well nobody builds the tree: the relay leaves
+    by itself, the records stay, and what they were recovered from is removed. With the relay killed
+    as well the tree lacks what came later, and `verify` names the command that adds it."""
+    job, alone, cut = (launch(name, ["pause"]) for name in ("job", "alone", "cut"))
+    for each in (job, alone, cut):
+        each.trained()
+    assert eventually(lambda: any((cut.out / "spool").glob("*.cells")))
+    for each in (job, alone, cut):
+        kill(each.process.pid)
+        each.process.wait()
+    kill(alone.companion("collector"))
+    kill(cut.companion("relay"))
+    assert len(job.ranks()) == len(alone.ranks()) == len(cut.ranks()) == 1
+    job.go()
+    assert eventually(lambda: (job.out / "trace.json").exists())
+    assert verified(job.out)["verdict"] == "clean"
+    assert eventually(lambda: is_empty(job.spool))
+    alone.go()
+    assert eventually(lambda: not alone.companion("relay"))
+    assert not (alone.out / "trace.json").exists()
+    (run_folder,) = alone.spool.glob("*/*")
+    made = rankscope("recover", run_folder, alone.out, "--out", alone.folder / "made")
+    assert made.returncode == 0, made.stderr
+    assert f"removed {run_folder}" in made.stdout
+    assert verified(alone.folder / "made")["verdict"] == "clean"
+    assert is_empty(alone.spool)
+    assert eventually(lambda: (cut.out / "trace.json").exists())
+    cut.go()
+    assert eventually(lambda: not cut.ranks())
+    named = rankscope("verify", cut.out)
+    assert named.returncode == 1
+    (line,) = [one for one in named.stdout.splitlines() if "rankscope recover" in one]
+    assert verified(run_named_command(line, cut.folder))["verdict"] == "clean"
+    assert is_empty(cut.spool)
+
+
+def test_a_job_that_is_over_while_its_collector_is_down_names_what_finishes_it(launch: Start):
+    address = "tcp://127.0.0.1:47392"
+    job = launch("job", ["exit"], "--rs-collector", address, "--rs-finish-seconds", 1)
+    assert job.wait() == 0
+    assert f"the collector at {address} has not finished the trace" in job.last_line
+    relay = job.companion("relay")
+    assert relay  # a collector may yet be started there
+    kill(relay)
+    assert eventually(lambda: not job.companion("relay"))
+    made = run_named_command(job.last_line, job.folder)
+    assert verified(made)["verdict"] == "clean"
+    assert is_empty(job.spool)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(20))
+def test_a_rank_killed_at_any_moment_of_a_job_loses_nothing_it_committed(launch: Start, seed: int):
+    chosen = random.Random(seed)
+    job = launch("job", ["wait", "wait"], "--rs-steps", "all")
+    job.trained()
+    victims = ["rank", "relay", "collector"]
+    chosen.shuffle(victims)
+    for victim in victims:
+        time.sleep(chosen.uniform(0.0, 0.4))
+        kill(chosen.choice(job.ranks()) if victim == "rank" else job.companion(victim))
+        if victim == "rank":
+            break
+    assert job.wait() == 1
+    report = verified(job.out)
+    assert set(ends(report).values()) == {"lost"}
+    assert all_there(report)
+    found = [step for step in open_trace(job.out).steps if step.mode is Mode.TRAIN]
+    assert [step.step for step in found] == [*range(len(found))]
+    for rank in (0, 1):
+        confirmed = int((job.meeting / f"steps.{rank}").read_text() or 0)
+        seen = sum(any(rank in node.ranks for node in step.nodes) for step in found)
+        assert seen >= confirmed
+    assert is_empty(job.spool)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 1 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m,mode=700", "tmpfs", str(folder)]
+    if not shutil.which("mount") or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("only root may mount a small disk")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def fill(path: Path) -> None:
+    """Write until the disk takes no more."""
+    with contextlib.suppress(OSError), path.open("wb", buffering=0) as file:
+        while file.write(bytes(4096)):
+            pass
+
+
+def test_a_full_disk_under_the_trace_harms_no_training_and_is_said(launch: Start, small_disk: Path):
+    job = launch("job", ["wait"], "--rs-steps", "all", out=str(small_disk / "trace"))
+    job.trained()
+    fill(small_disk / "ballast")
+    size = sum(path.stat().st_size for path in (small_disk / "trace/spool").iterdir())
+    job.go()
+    assert job.wait() == 0
+    plain = subprocess.run(
+        [sys.executable, job.folder / "script.py", job.meeting, "exit"],
+        env={**os.environ, "RANK": "0", "TORCHELASTIC_RESTART_COUNT": "0"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert job.stdout.split()[2:] == plain.stdout.split()[2:]  # every bit of every loss
+    assert "its disk is full" in job.last_line
+    assert sum(path.stat().st_size for path in (small_disk / "trace/spool").iterdir()) >= size
+    line = job.last_line.replace(f"--out {small_disk}/trace-recovered", "--out made")
+    made = run_named_command(line, job.folder)
+    assert verified(made)["verdict"] == "clean"
+    assert is_empty(job.spool)
+
+
+def test_a_spool_disk_without_room_is_refused_before_the_job_starts(
+    tmp_path: Path, small_disk: Path
+):
+    done = rankscope(
+        "run", "--rs-spool", small_disk, "--rs-out", tmp_path / "t", tmp_path / "no-script.py"
+    )
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert "needs 256 MiB for the spools, 1 MiB are free" in done.stderr
+    assert "--rs-spool" in done.stderr
+    assert not (tmp_path / "t").exists()

@@ -1,0 +1,101 @@
+"""Launchers other than torchrun: the same tree as `rankscope run`, with the variable alone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launcher.ways import RANKSCOPE, STEPS, TORCHRUN, free_port, installed, start, steps_of
+
+pytestmark = [installed, pytest.mark.xdist_group("ways")]
+
+JOB = Path(__file__).parent / "launches_job.py"
+SLURM = {
+    "SLURM_JOB_ID": "77",
+    "SLURM_STEP_ID": "0",
+    "SLURM_NTASKS": "2",
+    "SLURM_NNODES": "1",
+    "SLURM_NODEID": "0",
+    "SLURM_TASKS_PER_NODE": "2",
+}
+
+ONE_TASK = {**SLURM, "SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What `rankscope run` makes of the same training."""
+    out = tmp_path_factory.mktemp("run") / "trace"
+    start([RANKSCOPE, "run", "--nproc-per-node", "2", "ddp.py"], out)
+    return steps_of(out)
+
+
+@pytest.mark.parametrize(
+    ("method", "task"),
+    [("spawn", {}), ("fork", {}), ("forkserver", {}), ("fork", ONE_TASK)],
+    ids=["spawn", "fork", "forkserver", "fork in the one task of a host"],
+)
+def test_ranks_that_only_their_process_group_knows_give_the_same_tree(
+    method: str, task: dict[str, str], tmp_path: Path, expected: Any
+):
+    done = start(
+        [sys.executable, JOB, method], tmp_path / "trace", RANKSCOPE="1",
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port(), **task,
+    )  # fmt: skip
+    assert steps_of(tmp_path / "trace") == expected
+    assert done.stderr.count("rankscope: ") == 2, "said where it goes, and where it is"
+
+
+@pytest.mark.parametrize(
+    ("names", "shared"),
+    [
+        (("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"), SLURM),
+        (
+            ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+            {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
+        ),
+        (("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"), {"MPI_LOCALNRANKS": "2"}),
+        (("PMI_RANK", "PMI_SIZE", ""), {}),
+        (("RANK", "WORLD_SIZE", ""), {}),
+    ],
+    ids=["srun", "mpirun", "mpiexec", "mpiexec, no local ranks", "by hand"],
+)
+def test_ranks_that_a_launchers_variables_number_give_the_same_tree(
+    names: tuple[str, str, str], shared: dict[str, str], tmp_path: Path, expected: Any
+):
+    """Each rank behind a shell of its own, as a binding script would start it."""
+    out = tmp_path / "trace"
+    common = {
+        "RANKSCOPE": "1", "RANKSCOPE_OUT": str(out), "RANKSCOPE_STEPS": STEPS,
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), **shared,
+    }  # fmt: skip
+    ranks = [
+        subprocess.Popen(
+            ["sh", "-c", f"{sys.executable} {JOB} variables {names[0]} {names[1]}; exit $?"],
+            env={**os.environ, **common}
+            | {name: value for name, value in zip(names, (str(rank), "2", str(rank))) if name},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [rank.communicate(timeout=120)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], said
+    assert steps_of(out) == expected, said
+    assert "".join(said).count("rankscope: ") == 2, said
+
+
+def test_a_script_around_every_rank_is_no_launcher_of_its_own(tmp_path: Path, expected: Any):
+    """As `torchrun --no-python numactl.sh`: the shells have other numbers, the run is one."""
+    start(
+        [TORCHRUN, "--nproc-per-node", "2", "--no-python", "sh", "-c"]
+        + [f"{sys.executable} ddp.py; exit $?"],
+        tmp_path / "trace",
+        RANKSCOPE="1",
+    )
+    assert steps_of(tmp_path / "trace") == expected
