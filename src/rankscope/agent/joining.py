@@ -20,6 +20,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # lazy
 import rankscope
 from rankscope.agent.guard import say
 from rankscope.agent.identity import identify, placed, restarts_left
+from rankscope.agent.keeping import keeper_of_run, make_recorder
 from rankscope.agent.meeting import (
     Meeting,
     agree,
@@ -64,6 +65,7 @@ from rankscope.spool.lock import is_alive
 from rankscope.spool.outfolder import (
     COLLECTOR_LOG_NAME,
     announced,
+    check_budget,
     claim_out,
     default_out,
     prepare_out,
@@ -161,7 +163,7 @@ def join_run(settings: Settings, environ: Mapping[str, str] = os.environ) -> Joi
         # an earlier life that the agent of this host does not count: another host began the restart
         identity = replace(identity, incarnation=identity.incarnation + 1)
     writer = SpoolWriter(folder, limit_bytes=settings.spool_bytes)
-    recorder = Recorder(writer)
+    recorder = make_recorder(writer, settings)
     define_rank(recorder, identity, header.run_id, settings)
     speaks = identity.rank == min(settings.ranks or (0,))
     return Joined(
@@ -170,6 +172,7 @@ def join_run(settings: Settings, environ: Mapping[str, str] = os.environ) -> Joi
             writer=writer,
             recorder=recorder,
             meeting_place=_meeting_place(settings, identity, run_folder, header),
+            keeper=keeper_of_run(settings, recorder, identity, run_folder, header),
         ),
         out=header.out,
         finish_seconds=settings.finish_seconds,
@@ -226,6 +229,10 @@ def _muster(settings: Settings, identity: RankIdentity, environ: Mapping[str, st
         if not (run_folder / "run.json").exists():
             build_kernel()
             check_free_space(run_folder, settings.spool_bytes * identity.local_world_size)
+            check_budget(
+                settings.out or Path.cwd(), settings.tensor_budget if settings.tensors else None,
+                ranks=identity.local_world_size,
+            )  # fmt: skip
             header = _decide(settings, identity, run_folder, environ, store)
             write_run_header(run_folder, header)
         _ensure_companions(settings, run_folder, read_run_header(run_folder))

@@ -25,7 +25,7 @@ from rankscope.errors import ChunkError, ChunkFullError
 from rankscope.spool.chunks import ByteArray, ChunkEntry, ChunkWriter
 from rankscope.spool.turn import Token, Turn, Wait
 
-__all__ = ["Keeper", "free_disk_share"]
+__all__ = ["Keeper", "free_disk_share", "size_of"]
 
 _MOST_STORED: Final = 1 << 16
 """Stored tensors remembered, so that equal ones are found; the oldest are forgotten first."""
@@ -52,6 +52,7 @@ class Keeper:
         *,
         memory_bytes: int,
         tell: Callable[[str], None],
+        note: Callable[[str, str], None] | None = None,
     ) -> None:
         """Prepare to keep; nothing is made before the first tensor.
 
@@ -60,14 +61,18 @@ class Keeper:
             writer: where the bytes go, and how many may.
             record: commits what stands in the chunk.
             memory_bytes: bytes on their way from an accelerator, held at a time.
-            tell: called once for each reason for which something is not kept.
+            tell: called once for each reason for which something is not kept, and for the sums.
+            note: told the same, the reason before the text, for the trace.
         """
-        self._globs = [_split(glob) for glob in globs]
+        self._globs = {glob: _split(glob) for glob in globs}
+        self._unmatched = {*self._globs}
         self._wanted: dict[tuple[str, str], bool] = {}
         self._writer = writer
         self._record = record
         self._memory_bytes = memory_bytes
         self._tell = tell
+        self._note = note or (lambda _reason, _text: None)
+        self._said: set[str] = set()
         working = (Keeper.keep.__code__, Keeper.collect.__code__, Keeper.close.__code__)
         self._turn = Turn(frozenset(working))
         self._next_reference = 1
@@ -83,7 +88,13 @@ class Keeper:
         """True where the globs take this slot of this path."""
         found = self._wanted.get((path, slot))
         if found is None:
-            found = any(matches((p,), path) and matches((s,), slot) for p, s in self._globs)
+            taking = {
+                glob
+                for glob, (p, s) in self._globs.items()
+                if matches((p,), path) and matches((s,), slot)
+            }
+            self._unmatched -= taking
+            found = bool(taking)
             if len(self._wanted) >= _MOST_NAMES:
                 self._wanted.clear()
             self._wanted[path, slot] = found
@@ -146,8 +157,9 @@ class Keeper:
             self._tell(str(error))
         finally:
             self._give_turn(token)
-        for line in self.notes():
+        for reason, line in zip(self._missed, self.notes()):
             self._tell(line)
+            self._note(reason, line)
 
     def notes(self) -> list[str]:
         """Return a line for each reason for which tensors were not kept: how many, how large."""
@@ -155,6 +167,27 @@ class Keeper:
             f"{count} tensors ({size / 1e6:.1f} MB) were not kept: {reason}"
             for reason, (count, size) in self._missed.items()
         ]
+
+    def expect(self, nbytes: int) -> None:
+        """Say once where what is going to be kept can never fit.
+
+        Args:
+            nbytes: parameters that are to be kept, all together.
+        """
+        limit = self._writer.limit_bytes
+        if nbytes > limit:
+            text = (
+                f"the parameters to keep take {nbytes / 1e6:.1f} MB, the disk budget is "
+                f"{limit / 1e6:.1f} MB: raise --rs-tensor-budget, or keep fewer with --rs-tensors"
+            )
+            if text not in self._said:
+                self._said.add(text)
+                self._tell(text)
+                self._note(text, text)
+
+    def unmatched_globs(self) -> list[str]:
+        """Return the globs that took nothing so far: most likely they are misspelt."""
+        return [glob for glob in self._globs if glob in self._unmatched]
 
     # ------------------------------------------------------------------ storing
 
@@ -239,7 +272,7 @@ class Keeper:
     # ------------------------------------------------------------------ not kept
 
     def _miss(self, reason: str, tensor: torch.Tensor) -> int:
-        self._count(reason, _size(tensor))
+        self._count(reason, size_of(tensor))
         return 0
 
     def _count(self, reason: str, size: int) -> None:
@@ -250,6 +283,7 @@ class Keeper:
         if missed is None:
             missed = self._missed[reason] = [0, 0]
             self._tell(f"tensors are not kept: {reason}")
+            self._note(reason, f"tensors were not kept: {reason}")
         missed[0] += 1
         missed[1] += size
 
@@ -271,7 +305,7 @@ def _split(glob: str) -> tuple[str, str]:
     return path, slot if colon else "*"
 
 
-def _size(tensor: torch.Tensor) -> int:
+def size_of(tensor: torch.Tensor) -> int:
     """Return the bytes of a tensor, 0 for one that does not tell."""
     try:
         return int(tensor.numel()) * tensor.element_size()

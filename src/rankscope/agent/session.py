@@ -22,6 +22,7 @@ from rankscope.agent.clock import StepClock
 from rankscope.agent.compiling import HIDDEN, EagerStance, HiddenSteps, outermost_modules_of
 from rankscope.agent.guard import MAX_FAILURES, Guard, say
 from rankscope.agent.hooks import HookSet
+from rankscope.agent.keeper import Keeper
 from rankscope.agent.modules import ModuleInfo, ModuleTable, Root
 from rankscope.agent.optimizers import OptimizerSearch, steps_running
 from rankscope.agent.parameters import ParameterEvents
@@ -54,6 +55,8 @@ class Opened:
     recorder: Recorder
     meeting_place: Path | None = None
     """Folder in which the traced ranks agree on a step, None for a rank that is alone."""
+    keeper: Keeper | None = None
+    """Keeps full tensors, None where none were asked for."""
 
 
 class Session:
@@ -113,10 +116,10 @@ class Session:
             return False
         self._writer = opened.writer
         self._rank = opened.identity.rank
-        self._recorder = opened.recorder
+        self._recorder, self._keeper = opened.recorder, opened.keeper
         settings = self._settings
         self._table = ModuleTable(enters_compiled=settings.compile == "eager")
-        self._values = ValueReader(self._recorder, Describer(self._rank), settings)
+        self._values = ValueReader(self._recorder, Describer(self._rank), settings, self._keeper)
         self._tracer = Tracer(
             self.guard, self._recorder, self._table, self._values, settings, self._open_scope,
             self._hooks.stands_behind_inputs_of, self._follow_own_hooks, self._hooks.leave_modules,
@@ -157,6 +160,9 @@ class Session:
         self._values.collect(wait=True)
         self._define_groups()
         self._report_unmatched_globs()
+        if self._keeper is not None:
+            with invisible():
+                self._keeper.close()
         if self._trigger is not None:
             self._trigger.close()
         self._writer.close(reason)
@@ -173,6 +179,12 @@ class Session:
                 self._recorder.error(None, text)
                 if self._rank == 0:
                     say(f"{text} Globs match the whole path: write '*.name' or 'layers.0.*'")
+
+        for glob in () if self._keeper is None else self._keeper.unmatched_globs():
+            text = f"tensors: {glob!r} took nothing: no traced slot of any module has that name"
+            self._recorder.not_kept(glob, text)
+            if self._rank == 0:
+                say(f"{text}. Write path:slot, such as 'layers.0.*:output' or '**:param:*'")
 
     def disarm(self) -> None:
         """Stop without a word in the spool: a forked child, or a process that is not to be

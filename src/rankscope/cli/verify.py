@@ -111,3 +111,4 @@ def _remarks(rank: Mapping[str, Any]) -> Iterator[str]:
         yield _ENDS[rank["end"]]
     yield from rank["errors"]
     yield from rank["notes"]
+    yield from rank.get("tensors", ())

@@ -145,6 +145,10 @@ def finish_chunks(
         held = recorded_tensors(tensors, definitions, number)
         try:
             reports.append(_finish(path, stream, number, held))
+        except _StillWrittenError as error:
+            reports.append(
+                ChunkReport(path=path, tensors=len(held), was_finished=False, note=str(error))
+            )
         except (ChunkError, OSError) as error:
             lost = tuple(tensor.reference for tensor in held)
             text = str(error) if isinstance(error, ChunkError) else f"{path}: {error.strerror}"
@@ -283,6 +287,10 @@ def damaged(path: Path) -> list[int]:
         os.close(descriptor)
 
 
+class _StillWrittenError(ChunkError):
+    """A chunk whose rank is alive: it finishes it itself."""
+
+
 @contextmanager
 def _held_alone(path: Path) -> Iterator[int]:
     """Open a chunk that no living rank writes.
@@ -296,7 +304,7 @@ def _held_alone(path: Path) -> Iterator[int]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                raise ChunkError(f"{path}: its rank still writes it; wait for its end") from error
+                raise _StillWrittenError(f"{path}: its rank still writes it") from error
         yield descriptor
     finally:
         os.close(descriptor)

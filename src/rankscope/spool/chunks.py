@@ -129,6 +129,11 @@ class ChunkWriter:
         return not self._is_over
 
     @property
+    def limit_bytes(self) -> int:
+        """What all chunks may occupy on disk."""
+        return self._limit_bytes
+
+    @property
     def spent_bytes(self) -> int:
         """Bytes on disk so far."""
         return self._spent_bytes + (self._data_start + self._end if self._descriptor >= 0 else 0)

@@ -20,7 +20,9 @@ from rankscope.tree.tracefiles import TraceFiles, wait_for_collector
 from rankscope.tree.views import GroupHead, Node, Value, Whereabouts
 
 if TYPE_CHECKING:
+    from rankscope.record.run import StreamId
     from rankscope.tree.document import Document
+    from rankscope.tree.tensorfiles import TensorFiles, TensorRecords
 
 __all__ = ["Step", "Trace", "newest_trace", "open_trace"]
 
@@ -38,6 +40,8 @@ class _Source(Protocol):
     def nodes(self, group: int) -> list[dict[str, Any]]: ...
 
     def columns(self) -> Columns: ...
+
+    def tensors(self) -> Mapping[StreamId, TensorRecords]: ...
 
 
 class _Records:
@@ -61,6 +65,10 @@ class _Records:
         from rankscope.tree.columns import columns_of  # numpy: a finished tree is shown without
 
         return {name: make() for name, make in columns_of(self._document).items()}
+
+    def tensors(self) -> Mapping[StreamId, TensorRecords]:
+        """Return what the records say of chunks that are still written."""
+        return self._document.tensors
 
 
 class Step:
@@ -135,6 +143,14 @@ class Trace:
         if self._columns is None:
             self._columns = self._source.columns()
         return self._columns
+
+    @cached_property
+    def tensor_files(self) -> TensorFiles:
+        """The full tensors that were kept: found by rank, incarnation and the reference in
+        `columns()`, mapped where they lie; of a job that still runs those that are whole."""
+        from rankscope.tree.tensorfiles import TensorFiles  # numpy: as above
+
+        return TensorFiles(self.path, self._source.tensors())
 
     @property
     def default_mode(self) -> Mode:
