@@ -15,6 +15,8 @@
     ├── SelectionError        a path, step or rank asked for that the trace does not hold
     └── LayoutError           placements, shapes or offsets that contradict each other
 
+`ReplicaWarning` is the one warning: about a tensor that is returned all the same.
+
 Each message says who, what was found, what was expected and what to do next. The command line turns
 any of them into one line on stderr and exit code 2; inside a training process none of them may
 leave rankscope's own code.
@@ -30,6 +32,7 @@ __all__ = [
     "FolderError",
     "LayoutError",
     "RankscopeError",
+    "ReplicaWarning",
     "SelectionError",
     "SettingError",
     "SpoolError",
@@ -94,3 +97,7 @@ class SelectionError(RankscopeError):
 
 class LayoutError(RankscopeError):
     """Placements, shapes or offsets that contradict each other."""
+
+
+class ReplicaWarning(UserWarning):
+    """Ranks that should hold the same values do not, or could not be compared."""

@@ -1,4 +1,4 @@
-"""Data-parallel batches as one tensor: plans of single batches, laid behind each other."""
+"""Plans of data-parallel peers as one: batches laid behind each other, replicas side by side."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import replace
 from rankscope.record.assembly import AssemblyPlan, Box, Obstacle, Refusal, ranks_words
 from rankscope.record.placement import Mesh
 
-__all__ = ["join_batches"]
+__all__ = ["join_batches", "join_replicas"]
 
 
 def join_batches(
@@ -50,6 +50,40 @@ def join_batches(
         text = f"no batch was recorded on {ranks_words(absent)}"
         return Refusal.about(absent, Obstacle.MISSING_RANK, text)
     return _concatenated([by_place[place] for place in every], dim)
+
+
+def join_replicas(plans: Sequence[AssemblyPlan]) -> AssemblyPlan | Refusal:
+    """Return the plan of one tensor that several sets of ranks hold each, so that all are compared.
+
+    Args:
+        plans: one per set, as `plan_assemblies` gives them.
+    """
+    first = plans[0]
+    ranks = sorted({rank for plan in plans for rank in plan.ranks})
+    parts = [{(box.ranges, box.reductions): box for box in plan.boxes} for plan in plans]
+    for plan, own in zip(plans, parts):
+        is_alike = plan.global_shape == first.global_shape and own.keys() == parts[0].keys()
+        if not is_alike or any(
+            len(own[key].summands) != len(box.summands) for key, box in parts[0].items()
+        ):
+            text = f"{ranks_words(plan.ranks)} and {ranks_words(first.ranks)} cut it differently"
+            return Refusal.about(ranks, Obstacle.DISAGREEMENT, text)
+    boxes = [
+        replace(
+            box,
+            summands=tuple(
+                tuple(sorted(itertools.chain.from_iterable(same)))
+                for same in zip(*(own[key].summands for own in parts))
+            ),
+        )
+        for key, box in parts[0].items()
+    ]
+    return AssemblyPlan(
+        global_shape=first.global_shape,
+        boxes=tuple(boxes),
+        ranks=tuple(ranks),
+        missing=tuple(sorted({rank for plan in plans for rank in plan.missing})),
+    )
 
 
 def _concatenated(plans: Sequence[AssemblyPlan], dim: int) -> AssemblyPlan | Refusal:

@@ -125,7 +125,7 @@ class Trace:
         meshes = {m["name"]: _meshes(m) for m in self.run["meshes"]}
         self._columns: Columns | None = None
         self._source = source
-        where = Whereabouts(self.columns, meshes, path)
+        where = Whereabouts(self.columns, meshes, path, self)
         every = [Step(source, group, where) for group in range(len(source.groups))]
         self.setup: tuple[Step, ...] = tuple(step for step in every if step.is_setup)
         """Setup of every incarnation that recorded one."""

@@ -1,4 +1,5 @@
-"""Global tensors from the ranks' pieces: what a plan of `record/assembly.py` says, done.
+"""Kept bytes as torch tensors, and global ones from the ranks' pieces: what a plan of
+`record/assembly.py` says, done.
 
 The one file of this room that needs torch; import it where a tensor is asked for, not before. No
 process group is used, and a piece is read only when its turn has come and dropped right after.
@@ -12,14 +13,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+import numpy as np
 import torch
 import xxhash
+from numpy.typing import NDArray
 
-from rankscope.errors import LayoutError
+from rankscope.errors import LayoutError, TraceError
 from rankscope.record.assembly import AssemblyPlan, Box, Reduction
 from rankscope.record.placement import Ranges
+from rankscope.tree.tensorfiles import StoredTensor
 
-__all__ = ["Assembled", "Mismatch", "assemble"]
+__all__ = ["Assembled", "Mismatch", "assemble", "bytes_of", "tensor_of"]
 
 Load = Callable[[int], torch.Tensor]
 """Returns a rank's piece; it may be a view of mapped memory, and is never written to."""
@@ -70,6 +74,32 @@ class Assembled:
     """Where one piece is the whole it is what was loaded, not a copy."""
     mismatches: tuple[Mismatch, ...]
     """Replicas that differ; one entry per part and summand."""
+
+
+def tensor_of(stored: StoredTensor) -> torch.Tensor:
+    """Return a kept tensor over its bytes in the file, mapped (a copy only where they are not
+    aligned). It may be written to: neither the file nor another such tensor changes.
+
+    Raises:
+        TraceError: the file is gone.
+    """
+    dtype: torch.dtype = getattr(torch, stored.dtype)
+    if not stored.data.size:
+        return torch.empty(stored.shape, dtype=dtype)
+    try:
+        data = np.memmap(stored.path, np.uint8, "c", stored.offset, stored.data.shape)
+    except OSError as error:
+        raise TraceError(f"{stored.path}: cannot be mapped: {error.strerror}") from error
+    own = data.view(np.ndarray)
+    if data.ctypes.data % dtype.itemsize:
+        own = own.copy()
+    return torch.from_numpy(own).view(dtype).reshape(stored.shape)
+
+
+def bytes_of(tensor: torch.Tensor) -> NDArray[np.uint8]:
+    """Return a host tensor's bytes in row-major order."""
+    found: NDArray[np.uint8] = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return found
 
 
 def assemble(plan: AssemblyPlan, load: Load) -> Assembled:
@@ -212,8 +242,7 @@ def _runs(ranges: Sequence[Ranges]) -> Iterator[tuple[tuple[slice, ...], tuple[s
 
 def _fingerprint(piece: torch.Tensor) -> bytes:
     """Return a 128-bit hash of the elements' bytes."""
-    flat = piece.cpu().contiguous().reshape(-1).view(torch.uint8)
-    return xxhash.xxh3_128_digest(flat.numpy().data)
+    return xxhash.xxh3_128_digest(bytes_of(piece.cpu()).data)
 
 
 def _widened(piece: torch.Tensor) -> torch.Tensor:

@@ -56,6 +56,8 @@ class StoredTensor:
     """xxh3_64 of these bytes when they were written."""
     path: Path
     """The chunk they are in."""
+    offset: int
+    """Where in that file they begin."""
 
     @property
     def is_intact(self) -> bool:
@@ -79,6 +81,8 @@ class _Chunk:
     """One opened chunk."""
 
     path: Path
+    start: int
+    """Where in the file its data begins."""
     data: NDArray[np.uint8]
     tensors: dict[int, HeldTensor]
 
@@ -177,7 +181,7 @@ class TensorFiles:
                     f"it was moved or renamed"
                 )
             held = {t.reference: t for t in header.tensors if t.reference}
-            return _Chunk(path, data, held)
+            return _Chunk(path, start, data, held)
         tensors, definitions = self._records.get(stream, (None, {}))
         recorded = [] if tensors is None else recorded_tensors(tensors, definitions, number)
         held = {t.reference: t for t in recorded if t.end <= len(data)}
@@ -193,7 +197,7 @@ class TensorFiles:
         if tensors is None:
             note += " without the rank's records; rankscope recover finishes it from its spool"
         self._problems[path] = note
-        return _Chunk(path, data, held)
+        return _Chunk(path, start, data, held)
 
 
 def _stored(chunk: _Chunk, held: HeldTensor) -> StoredTensor:
@@ -203,6 +207,7 @@ def _stored(chunk: _Chunk, held: HeldTensor) -> StoredTensor:
         data=chunk.data[held.begin : held.end],
         checksum=held.checksum,
         path=chunk.path,
+        offset=chunk.start + held.begin,
     )
 
 
