@@ -15,7 +15,7 @@
     ├── SelectionError        a path, step or rank asked for that the trace does not hold
     └── LayoutError           placements, shapes or offsets that contradict each other
 
-`ReplicaWarning` is the one warning: about a tensor that is returned all the same.
+`TensorWarning` is the one warning: about a tensor that is returned all the same.
 
 Each message says who, what was found, what was expected and what to do next. The command line turns
 any of them into one line on stderr and exit code 2; inside a training process none of them may
@@ -32,11 +32,11 @@ __all__ = [
     "FolderError",
     "LayoutError",
     "RankscopeError",
-    "ReplicaWarning",
     "SelectionError",
     "SettingError",
     "SpoolError",
     "SpoolFullError",
+    "TensorWarning",
     "TraceError",
     "TraceVersionError",
     "WireError",
@@ -99,5 +99,6 @@ class LayoutError(RankscopeError):
     """Placements, shapes or offsets that contradict each other."""
 
 
-class ReplicaWarning(UserWarning):
-    """Ranks that should hold the same values do not, or could not be compared."""
+class TensorWarning(UserWarning):
+    """About a global tensor that is returned all the same: ranks that should hold the same do not,
+    or could not be compared, or how its pieces belong together was inferred."""

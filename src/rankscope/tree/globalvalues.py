@@ -11,26 +11,26 @@ error, never a guess. Torch is loaded when a tensor is made, not before.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
-from rankscope.errors import LayoutError, ReplicaWarning, SelectionError, TraceError
+from rankscope.errors import LayoutError, TensorWarning, SelectionError, TraceError
 from rankscope.record.assembly import (
     AssemblyPlan,
     Obstacle,
     Piece,
     Refusal,
     plan_assemblies,
-    plan_assembly,
     ranks_words,
 )
 from rankscope.record.batches import join_batches, join_replicas
+from rankscope.record.call import Phase
 from rankscope.record.declared import declared_pieces
 from rankscope.record.layoutfile import LayoutFile
-from rankscope.record.placement import Layout, LayoutSource, Mesh, Placement, PlacementKind
+from rankscope.record.placement import Layout, LayoutSource, Placement, PlacementKind
 from rankscope.tree.keptvalues import held_shapes, references, stored, value_name, why_not_kept
-from rankscope.tree.peers import Peers, find_peers, prints_of
+from rankscope.tree.peers import Peers, find_peers, is_alike, is_constant
 from rankscope.tree.reader import Step, Trace
 from rankscope.tree.views import Value
 
@@ -106,7 +106,7 @@ def full_tensor(value: Value, layouts: LayoutFile | None = None) -> torch.Tensor
     """Return `whole_value(value, layouts).tensor`, and warn of what stands beside it."""
     whole = whole_value(value, layouts)
     for text in (*map(str, whole.mismatches), *whole.notes):
-        warnings.warn(f"{value_name(value)}: {text}", ReplicaWarning, stacklevel=3)
+        warnings.warn(f"{value_name(value)}: {text}", TensorWarning, stacklevel=3)
     return whole.tensor
 
 
@@ -220,7 +220,7 @@ class _Planning:
         slot = self._value.views[0].slot
         is_parameter = slot.startswith(("param:", "grad:"))
         axes = peers.replicas if is_parameter else peers.data
-        plans = self._by_place(found, peers, axes, is_parameter=is_parameter)
+        plans = self._by_place(found, peers, axes)
         if isinstance(plans, Refusal):
             return plans
         if len(plans) == 1:
@@ -241,75 +241,62 @@ class _Planning:
         return joined
 
     def _by_place(
-        self,
-        found: Sequence[AssemblyPlan | Refusal],
-        peers: Peers,
-        axes: Sequence[str],
-        *,
-        is_parameter: bool,
+        self, found: Sequence[AssemblyPlan | Refusal], peers: Peers, axes: Sequence[str]
     ) -> list[AssemblyPlan] | Refusal:
-        """Return one plan per place along the axes: the plans there are, or of plain values what
-        all ranks of a place hold alike."""
+        """Return one plan per place along the axes: what all plans there (of plain values, all
+        ranks there) hold alike."""
         refusal = next((each for each in found if isinstance(each, Refusal)), None)
-        if refusal is None:
-            plans = [_certain(each) for each in found]
-            if axes:
-                return plans
-            text = f"{' and '.join(ranks_words(p.ranks) for p in plans)} hold values of their own"
-            return Refusal.about(self._shapes, Obstacle.UNKNOWN_LAYOUT, text)
-        places: dict[tuple[int, ...], list[int]] = {}
         wanted = [peers.mesh.axes.index(axis) for axis in axes]
-        for rank in sorted(self._shapes):
-            at = peers.mesh.coordinate(rank)
-            places.setdefault(tuple(at[a] for a in wanted) if at else (), []).append(rank)
-        plans = []
-        for ranks in places.values():
-            plan = self._alike(ranks)
-            if plan is None:
-                return refusal
-            plans.append(plan)
-        if any(len(ranks) > 1 for ranks in places.values()):
+        places: dict[tuple[int, ...], list[AssemblyPlan]] = {}
+        for plan in self._single_ranks() if refusal else map(_certain, found):
+            at = peers.mesh.coordinate(plan.ranks[0])
+            places.setdefault(tuple(at[a] for a in wanted) if at else (), []).append(plan)
+        joined = []
+        for plans in places.values():
+            same = plans[0] if len(plans) == 1 else join_replicas(plans)
+            if isinstance(same, Refusal) or not self._are_alike(same, plans):
+                own = " and ".join(ranks_words(plan.ranks) for plan in plans)
+                text = f"{own} hold values of their own, and nothing says how they belong together"
+                return refusal or Refusal.about(self._shapes, Obstacle.UNKNOWN_LAYOUT, text)
+            joined.append(same)
+        if any(len(plans) > 1 for plans in places.values()):
             beside = "" if len(places) == 1 else f" of each place along {', '.join(axes)}"
             self._notes.append(f"inferred: whole, as every rank{beside} holds the same")
-        return plans
+        return joined
 
-    def _alike(self, ranks: Sequence[int]) -> AssemblyPlan | None:
-        """Return the plan of plain values that are the same on all these ranks, None where that is
-        not so or proves nothing."""
-        if len(ranks) > 1:
-            prints = self._prints()
-            if len({prints.get(rank) for rank in ranks}) > 1 or ranks[0] not in prints:
-                return None
-            if self._is_constant():
-                return None
-        layout = Layout(
-            source=LayoutSource.INFERRED,
-            mesh=Mesh(axes=("same",), shape=(len(ranks),), ranks=tuple(ranks)),
-            placements=(_REPLICATE,),
-        )
-        plan = plan_assembly(
-            self._shapes[ranks[0]], layout, {rank: self._shapes[rank] for rank in ranks}
-        )
-        return plan if isinstance(plan, AssemblyPlan) else None
+    def _single_ranks(self) -> Iterator[AssemblyPlan]:
+        """Yield the plan of each rank's plain value as if it were whole."""
+        for rank, shape in self._shapes.items():
+            layout = Layout(source=LayoutSource.UNKNOWN)
+            yield from map(_certain, plan_assemblies({rank: Piece(shape=shape, layout=layout)}))
 
-    def _prints(self) -> dict[int, object]:
-        columns = self._trace.columns()
-        return {
-            rank: found
-            for view in self._value.views
-            for rank, found in prints_of(columns, view).items()
-        }
+    def _are_alike(self, joined: AssemblyPlan, plans: Sequence[AssemblyPlan]) -> bool:
+        """True where the plans' ranks hold the same, and it is no accident."""
+        if len(plans) == 1:
+            return True
+        columns, views = self._trace.columns(), self._value.views
+        together = [ranks for box in joined.boxes for ranks in box.summands]
+        if not all(is_alike(columns, views, ranks) for ranks in together):
+            return False
+        return not is_constant(columns, views) or all(map(self._moves_alike, together))
 
-    def _is_constant(self) -> bool:
-        """True where all elements are equal, of which tensor-parallel shards are no less."""
-        columns = self._trace.columns()
-        first = self._value.views[0].rows.start
-        count = int(columns["values.count"][first])
-        return count > 1 and not columns["values.min"][first] < columns["values.max"][first]
+    def _moves_alike(self, ranks: Sequence[int]) -> bool:
+        """True for a parameter whose gradients or updates agree and are no constants: that its
+        zeros or ones agree says nothing, tensor-parallel shards of them are no less equal."""
+        columns, slot = self._trace.columns(), self._value.views[0].slot
+        if not slot.startswith("param:"):
+            return False
+        moving = {slot, slot.replace("param:", "grad:", 1)}
+        for node in self._step().walk():
+            if node.path == self._value.node.path and node.phase in (Phase.GRADS, Phase.PARAMS):
+                for found in filter(None, map(node.value, moving)):
+                    if not is_constant(columns, found.views):
+                        return is_alike(columns, found.views, ranks)
+        return False
 
     def _is_common(self, peers: Peers) -> bool:
         """True for what does not depend on the batch, such as a table of positions."""
-        if len({*self._prints().values()}) != 1:
+        if not is_alike(self._trace.columns(), self._value.views, [*self._shapes]):
             return False
         dim = self._batch_dim
         return not all(

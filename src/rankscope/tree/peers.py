@@ -32,7 +32,7 @@ from rankscope.tree.numbers import Columns
 from rankscope.tree.reader import Step, Trace
 from rankscope.tree.views import Node, SlotView
 
-__all__ = ["Peers", "Print", "find_peers", "prints_of"]
+__all__ = ["Peers", "Print", "find_peers", "is_alike", "is_constant", "prints_of"]
 
 _NO_DATA: Final = re.compile(r"(^|_)(tp|sp|cp|pp|ep|tensor|sequence|seq|context|pipe|expert)(_|$)")
 _OWN_AXIS: Final = "data"
@@ -138,6 +138,21 @@ def prints_of(columns: Columns, view: SlotView) -> dict[int, Print]:
     }
 
 
+def is_alike(columns: Columns, views: Iterable[SlotView], ranks: Iterable[int]) -> bool:
+    """True where all these ranks hold the same bytes, as far as digests tell."""
+    prints = {rank: p for view in views for rank, p in prints_of(columns, view).items()}
+    return None not in (held := {prints.get(rank) for rank in ranks}) and len(held) == 1
+
+
+def is_constant(columns: Columns, views: Iterable[SlotView]) -> bool:
+    """True where no rank holds two different finite elements: as equal on shards as on replicas."""
+    return not any(
+        columns["values.digested"][row] and columns["values.min"][row] < columns["values.max"][row]
+        for view in views
+        for row in view.rows
+    )
+
+
 # ---- parameters ----------------------------------------------------------------------------------
 
 
@@ -149,10 +164,7 @@ class _Parameter:
         self.placements = views[0].placements
         self.mesh = views[0].layout().mesh
         self.meshes = views[0].meshes
-        rows = [row for view in views for row in view.rows if columns["values.digested"][row]]
-        self.is_constant = not any(
-            columns["values.min"][row] < columns["values.max"][row] for row in rows
-        )
+        self.is_constant = is_constant(columns, views)
 
 
 def _parameters(setup: Step, ranks: frozenset[int]) -> Iterator[list[SlotView]]:

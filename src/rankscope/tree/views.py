@@ -76,9 +76,9 @@ class Value:
     def full(self, layouts: LayoutFile | None = None) -> torch.Tensor:
         """Return the global tensor, put together from what the ranks held.
 
-        Warns (`ReplicaWarning`) where ranks that should hold the same do not, or could not be
-        compared; `rankscope.tree.globalvalues.whole_value` gives both as data, with what was
-        inferred.
+        Warns (`TensorWarning`) where ranks that should hold the same do not, or could not be
+        compared, and of what was inferred; `rankscope.tree.globalvalues.whole_value` returns all
+        of it beside the tensor.
 
         Args:
             layouts: declared layouts, for values that no DTensor describes.
