@@ -193,3 +193,30 @@ def test_recover_carries_the_tensors_along(tmp_path):
     counts = all_kept(trace)
     assert min(counts[0], counts[1]) >= 2 * 3
     assert all("was left unfinished" in notes[0] for notes in notes_of(trace).values())
+
+
+def test_tensors_of_a_host_that_does_not_see_the_trace_folder_are_shipped_there(tmp_path):
+    """One rank is killed: what it left is finished there; nothing stays on the ranks' host."""
+    out, address = tmp_path / "collected", f"ipc://{tmp_path}/c.sock"
+    words = [BIN / "rankscope", "collect", "--out", out, "--bind", address, "--world-size", 2]
+    collector = subprocess.Popen([*map(str, words)], stderr=subprocess.DEVNULL)
+    job = None
+    try:
+        assert eventually(lambda: (out / "collector.json").exists())
+        job = Launch(
+            tmp_path / "job", ["exit", "sigkill"], "--rs-tensors", "**", "--rs-collector", address
+        )
+        assert job.wait() == 1
+        assert collector.wait(60) is not None
+    finally:
+        if job is not None:
+            job.stop()
+        collector.kill()
+        collector.wait()
+    trace = open_trace(out)
+    counts = all_kept(trace)
+    assert counts[0] == counts[1] > 30
+    notes = notes_of(trace)
+    assert "was left unfinished" in notes[1][0]
+    assert not job.out.exists()
+    assert eventually(lambda: not any(job.spool.rglob("*")))
