@@ -229,8 +229,10 @@ def _muster(settings: Settings, identity: RankIdentity, environ: Mapping[str, st
         if not (run_folder / "run.json").exists():
             build_kernel()
             check_free_space(run_folder, settings.spool_bytes * identity.local_world_size)
+            is_elsewhere = settings.collector not in {"", SHARED}
             check_budget(
-                settings.out or Path.cwd(), settings.tensor_budget if settings.tensors else None,
+                run_folder if is_elsewhere else settings.out or Path.cwd(),
+                settings.tensor_budget if settings.tensors else None,
                 ranks=identity.local_world_size,
             )  # fmt: skip
             header = _decide(settings, identity, run_folder, environ, store)
