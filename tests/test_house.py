@@ -55,6 +55,9 @@ WITHOUT_TORCH = [
     "rankscope.record.assembly",
     "rankscope.record.batches",
     "rankscope.record.declared",
+    "rankscope.record.layoutfile",
+    "rankscope.cli.tensortext",
+    "rankscope.tree.globalvalues",
 ]
 
 

@@ -105,5 +105,6 @@ def run(kind: str, out: str) -> None:
     if kind.startswith("ddp"):
         model = DistributedDataParallel(model)
     rate = RATE * (2 if kind == "ddp drifting" and rank == world - 1 else 1)
-    with rankscope.trace(out=Path(out), steps="all", tensors="**"):
+    ranks = "0" if kind == "ddp, rank 0 traced" else "all"
+    with rankscope.trace(out=Path(out), steps="all", tensors="**", ranks=ranks):
         train(model, batch(place, places), rate)

@@ -16,7 +16,8 @@ from tests.cli.test_commands import rankscope as command
 from tests.distributed import global_tensors_job as job
 from tests.distributed.pool import RankPool
 
-KINDS = {"tp": 2, "ddp": 2, "fsdp": 2, "fsdp x tp": 4, "ddp drifting": 2, "by hand": 4}
+KINDS = {"tp": 2, "ddp": 2, "fsdp": 2, "fsdp x tp": 4, "ddp drifting": 2, "by hand": 4,
+         "ddp, rank 0 traced": 2}  # fmt: skip
 LAYOUT = """
 axes = "dp=2,tp=2"
 [[layout]]
@@ -150,3 +151,11 @@ def test_shards_cut_by_hand_are_refused_until_a_layout_declares_them(
     torch.testing.assert_close(found[":output"], whole.detach())
     assert "up:output: inferred: batches joined" in said
     assert ":output: inferred: whole, as every rank of each place along dp holds the same" in said
+
+
+def test_the_only_rank_that_was_traced_is_not_passed_off_as_the_whole_job(
+    traced: Traced, tmp_path: Path
+) -> None:
+    found, said = saved(traced("ddp, rank 0 traced"), tmp_path / "found", ":output", "--global")
+    assert len(found[":output"]) == job.BATCH // 2
+    assert "taken as whole, but only rank 0 of 2 are in the trace" in said

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from rankscope.record.assembly import AssemblyPlan, Obstacle, Refusal, plan_assembly
-from rankscope.record.batches import join_batches
+from rankscope.record.batches import join_batches, join_replicas
 from rankscope.record.placement import Layout, LayoutSource, Mesh, parse_placement
 
 SQUARE = Mesh(axes=("dp", "tp"), shape=(2, 2), ranks=(0, 1, 2, 3))
@@ -74,3 +74,25 @@ def test_values_that_are_not_batches_of_one_another_are_refused(
     assert isinstance(found, Refusal), found
     assert found.obstacle is obstacle
     assert re.search(words, str(found)), found
+
+
+def row(first: int, *placements: str) -> AssemblyPlan:
+    mesh = Mesh(axes=("tp",), shape=(2,), ranks=(first, first + 1))
+    placed = tuple(map(parse_placement, placements))
+    layout = Layout(source=LayoutSource.DTENSOR, mesh=mesh, placements=placed)
+    shape = (2,) if placements == ("Shard(0)",) else (4,)
+    return planned(plan_assembly((4,), layout, {first: shape, first + 1: shape}))
+
+
+def test_replicas_are_read_together_part_by_part_and_summand_by_summand() -> None:
+    joined = planned(join_replicas([row(2, "Shard(0)"), row(0, "Shard(0)")]))
+    assert joined.ranks == (0, 1, 2, 3) and joined.global_shape == (4,)
+    assert [box.summands for box in joined.boxes] == [((0, 2),), ((1, 3),)]
+    joined = planned(join_replicas([row(0, "Partial(sum)"), row(2, "Partial(sum)")]))
+    assert [box.summands for box in joined.boxes] == [((0, 2), (1, 3))]
+
+
+@pytest.mark.parametrize("other", [row(2, "Replicate()"), row(2, "Partial(sum)"), batch(2, 5)])
+def test_what_is_cut_otherwise_is_no_replica(other: AssemblyPlan) -> None:
+    found = join_replicas([row(0, "Shard(0)"), other])
+    assert isinstance(found, Refusal) and found.obstacle is Obstacle.DISAGREEMENT

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
-from rankscope.errors import LayoutError, TensorWarning, SelectionError, TraceError
+from rankscope.errors import LayoutError, SelectionError, TensorWarning, TraceError
 from rankscope.record.assembly import (
     AssemblyPlan,
     Obstacle,
@@ -30,7 +30,7 @@ from rankscope.record.declared import declared_pieces
 from rankscope.record.layoutfile import LayoutFile
 from rankscope.record.placement import Layout, LayoutSource, Placement, PlacementKind
 from rankscope.tree.keptvalues import held_shapes, references, stored, value_name, why_not_kept
-from rankscope.tree.peers import Peers, find_peers, is_alike, is_constant
+from rankscope.tree.peers import Peers, find_peers, is_alike, is_constant, owners_of
 from rankscope.tree.reader import Step, Trace
 from rankscope.tree.views import Value
 
@@ -180,9 +180,10 @@ class _Planning:
         if any(each.obstacle is not Obstacle.UNKNOWN_LAYOUT for each in refusals):
             raise self._error(str(refusals[0]))
         if len(found) == 1 and not refusals:
-            self._say_if_alone()
+            if self._value.views[0].layout().mesh is None and len(self._shapes) == 1:
+                self._say_if_ranks_lack("taken as whole")
             return _certain(found[0]), self._notes
-        peers = find_peers(self._trace, self._step(), self._shapes, declared=self._declared)
+        peers = find_peers(self._trace, self._step(), self._owners(), declared=self._declared)
         plan = self._of_peers(found, peers)
         if isinstance(plan, Refusal):
             raise self._error(
@@ -235,6 +236,7 @@ class _Planning:
             return join_replicas(plans)
         dim = self._batch_dim
         joined = join_batches(peers.mesh, axes, plans, dim)
+        self._say_if_ranks_lack("all batches there are")
         self._notes.append(
             f"inferred: batches joined along dim {dim} in rank order, as {peers.reason}"
         )
@@ -317,13 +319,21 @@ class _Planning:
                 return step
         return own[0] if own else self._trace.setup[0]
 
-    def _say_if_alone(self) -> None:
-        missing = str(self._trace.completeness["missing"])
+    def _owners(self) -> set[int]:
+        """Return the ranks that should hold the value: those that do, and those that own the module
+        it is of, or the nearest around it; a batch that one of them lacks is then missed."""
+        node = self._value.node
+        owners = owners_of(self._trace, node.head.incarnation)
+        parts = node.path.split(".") if node.path else []
+        around = (".".join(parts[:size]) for size in range(len(parts), -1, -1))
+        nearest = next((owners[path] for path in around if path in owners), ())
+        return {*self._shapes, *nearest}
+
+    def _say_if_ranks_lack(self, what: str) -> None:
         traced = {int(rank["rank"]) for rank in self._trace.run["ranks"]}
-        is_plain = self._value.views[0].layout().mesh is None
-        if is_plain and len(self._shapes) == 1 and (missing or len(traced) < self._world):
+        if len(traced) < self._world:
             self._notes.append(
-                f"taken as whole, but only {ranks_words(traced)} of {self._world} are in the trace"
+                f"{what}, but only {ranks_words(traced)} of {self._world} are in the trace"
             )
 
     def _error(self, text: str) -> LayoutError:

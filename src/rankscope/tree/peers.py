@@ -22,7 +22,8 @@ import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 from rankscope.record.assembly import ranks_words
 from rankscope.record.call import Phase
@@ -32,10 +33,15 @@ from rankscope.tree.numbers import Columns
 from rankscope.tree.reader import Step, Trace
 from rankscope.tree.views import Node, SlotView
 
-__all__ = ["Peers", "Print", "find_peers", "is_alike", "is_constant", "prints_of"]
+__all__ = ["Peers", "Print", "find_peers", "is_alike", "is_constant", "owners_of", "prints_of"]
 
 _NO_DATA: Final = re.compile(r"(^|_)(tp|sp|cp|pp|ep|tensor|sequence|seq|context|pipe|expert)(_|$)")
 _OWN_AXIS: Final = "data"
+_PEERS: Final[WeakKeyDictionary[Trace, dict[Any, Peers]]] = WeakKeyDictionary()
+_OWNERS: Final[WeakKeyDictionary[Trace, dict[int, dict[str, tuple[int, ...]]]]] = (
+    WeakKeyDictionary()
+)
+"""What was worked out of open traces, which do not change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +81,7 @@ class Peers:
 def find_peers(
     trace: Trace, step: Step, ranks: Iterable[int], *, declared: Mesh | None = None
 ) -> Peers:
-    """Return what can be inferred of these ranks.
+    """Return what can be inferred of these ranks; worked out once for all values of a step.
 
     Args:
         trace: an open trace.
@@ -84,6 +90,27 @@ def find_peers(
         declared: mesh of a layout file.
     """
     wanted = frozenset(ranks)
+    known = _PEERS.setdefault(trace, {})
+    key = (step.is_setup, step.mode, step.step, step.incarnation, wanted, declared)
+    if key not in known:
+        known[key] = _infer(trace, step, wanted, declared)
+    return known[key]
+
+
+def owners_of(trace: Trace, incarnation: int) -> Mapping[str, tuple[int, ...]]:
+    """Return {path: ranks} of the modules that own parameters or buffers; read once."""
+    known = _OWNERS.setdefault(trace, {})
+    if incarnation not in known:
+        known[incarnation] = {
+            node.path: node.ranks
+            for setup in trace.setup
+            if setup.incarnation == incarnation
+            for node in setup.walk()
+        }
+    return known[incarnation]
+
+
+def _infer(trace: Trace, step: Step, wanted: frozenset[int], declared: Mesh | None) -> Peers:
     setup = [s for s in trace.setup if s.incarnation == step.incarnation]
     columns = trace.columns()
     owned = [_Parameter(columns, views) for s in setup for views in _parameters(s, wanted)]

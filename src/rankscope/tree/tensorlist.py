@@ -65,11 +65,11 @@ def list_tensors(trace: Trace, nodes: Iterable[tuple[Node, SlotView]] | None = N
         key = (node.path, view.slot, node.phase.word)
         entry = listing.entries.setdefault(key, Kept(*key))
         entry.not_kept.update(view.not_kept)
+        entry.dtypes[view.dtype] = None
         item = STORED_TYPES[view.dtype].item_bytes if view.dtype in STORED_TYPES else 0
         shapes = view.shapes()
         for rank, where in known.items():
             size = prod(shapes[rank]) * item
-            entry.dtypes[view.dtype] = None
             entry.shapes[view.global_shape or shapes[rank]] = None
             entry.ranks.add(rank)
             entry.values += 1
