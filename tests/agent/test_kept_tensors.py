@@ -16,7 +16,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import rankscope
-from rankscope.tree.reader import Trace
+from rankscope.tree.assemble import recover
+from rankscope.tree.reader import Trace, open_trace
 from rankscope.tree.views import Node, SlotView
 from tests.agent.models import Net, train
 from tests.unharmed import traced_unharmed
@@ -230,6 +231,24 @@ def test_a_budget_that_the_disk_does_not_hold_is_refused_before_anything_runs(tm
         train(Net(), steps=1)
     assert handle.path is None
     assert "may keep" in capsys.readouterr().err
+
+
+def test_bytes_that_are_gone_are_named_and_nothing_refers_to_them(tmp_path):
+    with rankscope.trace(out=tmp_path / "t", steps="0", tensors="**", keep_spool=True) as handle:
+        train(Net())
+    count = len(list(handle.open().tensor_files.tensors(*_streams(handle.open()))))
+    (tmp_path / "t/tensors/rank00000/000001.safetensors").unlink()
+    recover([tmp_path / "t"], tmp_path / "again")
+    trace = open_trace(tmp_path / "again")
+    (rank,) = trace.completeness["ranks"]
+    assert rank["notes"] == [
+        f"tensors/rank00000/000001.safetensors: is not there; the records name {count} tensors "
+        "in it"
+    ]
+    assert not trace.is_complete
+    views = [view for _, view, reference in values_of(trace) if not reference]
+    assert len(views) == len(list(values_of(trace)))
+    assert {v.data.get("not_kept") for v in views if v.dtype != "python"} == {"0"}
 
 
 def test_the_trace_says_where_the_bytes_are_to_whoever_has_only_safetensors(tmp_path):

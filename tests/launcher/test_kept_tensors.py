@@ -111,6 +111,7 @@ def test_a_killed_rank_leaves_every_recorded_tensor_readable_and_its_chunk_is_fi
         job.trained()
         chunks = [job.out / f"tensors/rank0000{rank}/000001.safetensors" for rank in (0, 1)]
         assert eventually(lambda: min(chunk.stat().st_size for chunk in chunks) > (1 << 20) + 5000)
+        assert eventually(lambda: len(all_kept(open_trace(job.out, wait_s=0))) == 2)  # it runs
         victim = next(p for p in job.ranks() if _rank_of(p) == 1)
         kill(victim)
         assert job.wait() == 1
