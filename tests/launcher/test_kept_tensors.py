@@ -56,7 +56,8 @@ for step in range(6):
 if filler and rank == 0:
     wait_for("done.1")
     filler.unlink(missing_ok=True)
-print(rank, *losses, hash(tuple(p.detach().numpy().tobytes() for p in model.parameters())))
+final = hash(tuple(p.detach().numpy().tobytes() for p in model.parameters()))
+sys.stdout.write(" ".join([str(rank), *losses, str(final)]) + "\\n")
 """
 
 
@@ -72,21 +73,17 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-def run(folder: Path, *words: object, script: tuple[object, ...] = ()) -> tuple[list[str], str]:
-    """Run the script on two ranks; return what they printed, and stderr."""
-    folder.mkdir()
-    (folder / "script.py").write_text(SCRIPT)
-    command = [*words, "--nproc-per-node", 2, folder / "script.py", *script]
+def plainly(script: Path, rank: int) -> str:
+    """Run one rank by itself, untraced; return what it printed."""
     done = subprocess.run(
-        [*map(str, command)],
-        capture_output=True,
+        [sys.executable, script],
+        stdout=subprocess.PIPE,
         text=True,
         timeout=180,
-        cwd=folder,
-        env={**os.environ, "PYTHONHASHSEED": "0"},
+        check=True,
+        env={**os.environ, "PYTHONHASHSEED": "0", "RANK": str(rank)},
     )
-    assert done.returncode == 0, done.stderr
-    return sorted(done.stdout.splitlines()), done.stderr
+    return done.stdout.strip()
 
 
 def all_kept(trace: Trace) -> dict[int, int]:
@@ -120,12 +117,13 @@ def test_a_killed_rank_leaves_every_recorded_tensor_readable_and_its_chunk_is_fi
     trace = open_trace(job.out)
     counts = all_kept(trace)
     steps = int((job.meeting / "steps.1").read_text())
-    assert min(counts[0], counts[1]) > 20 * steps
+    assert min(counts[0], counts[1]) > 10 * steps
     for rank, notes in notes_of(trace).items():
         (note,) = notes
         assert f"tensors/rank0000{rank}/000001.safetensors: was left unfinished with" in note
     columns = trace.columns()
     assert not (columns["values.flags"] & 8192).any()
+    assert [*counts.values()] == [(columns["values.rank"] == rank).sum() for rank in counts]
     assert trace.tensor_files.problems() == []
     assert "was left unfinished" in rankscope("verify", job.out).stdout
 
@@ -136,14 +134,23 @@ def _rank_of(pid: int) -> int:
 
 
 def test_a_disk_that_fills_harms_nothing_and_what_was_finished_is_readable(tmp_path, small_disk):
-    torchrun = (sys.executable, "-m", "torch.distributed.run")
-    plain, _ = run(tmp_path / "plain", *torchrun)
-    out = small_disk / "trace"
-    traced, said = run(
-        tmp_path / "traced", BIN / "rankscope", "run", "--rs-out", out, "--rs-steps", "all",
-        "--rs-tensors", "**", "--rs-spool", tmp_path / "spool", script=(small_disk / "filler",),
-    )  # fmt: skip
-    assert traced == plain
+    (tmp_path / "job").mkdir()
+    script, out = tmp_path / "job/script.py", small_disk / "trace"
+    script.write_text(SCRIPT)
+    words = [
+        BIN / "rankscope", "run", "--rs-out", out, "--rs-steps", "all", "--rs-tensors", "**",
+        "--rs-spool", tmp_path / "spool", "--nproc-per-node", 2, script, small_disk / "filler",
+    ]  # fmt: skip
+    done = subprocess.run(
+        [*map(str, words)],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        env={**os.environ, "PYTHONHASHSEED": "0"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [plainly(script, 0), plainly(script, 1)]
+    said = done.stderr
     assert "tensors are not kept: " in said and "No space left on device" in said
     trace = open_trace(out)
     assert trace.is_complete, trace.completeness
