@@ -16,7 +16,7 @@ import signal
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,7 @@ from rankscope.capture.kernel import build as build_kernel
 from rankscope.errors import FolderError, RankscopeError, SettingError
 from rankscope.gather.address import check_address
 from rankscope.gather.outcome import Outcome
+from rankscope.record.run import NO_STEP
 from rankscope.spool.companions import (
     collector_command,
     ipc_address,
@@ -55,7 +56,9 @@ from rankscope.spool.outfolder import (
     check_budget,
     claim_out,
     default_out,
+    missing_folders,
     prepare_out,
+    remove_empty,
 )
 from rankscope.tree.names import TRACE_NAME
 from rankscope.tree.reader import open_trace
@@ -98,7 +101,13 @@ class TracedJob:
     """Folders and companion processes of one traced job on this host."""
 
     def __init__(
-        self, settings: Settings, shape: JobShape, out: Path, run_folder: Path, address: str
+        self,
+        settings: Settings,
+        shape: JobShape,
+        out: Path,
+        run_folder: Path,
+        address: str,
+        made: Sequence[Path] = (),
     ) -> None:
         self._life = FolderLock(run_folder / LAUNCHER_LOCK_NAME, "launcher")
         self._settings = settings
@@ -106,6 +115,8 @@ class TracedJob:
         self._out = out
         self._run_folder = run_folder
         self._address = address
+        self._made = made
+        """The trace folder and those of its parents that this job made, the innermost first."""
         self._relay: Companion | None = None
         self._collector: Companion | None = None
         self._keeper: Keeper | None = None
@@ -146,6 +157,7 @@ class TracedJob:
         launch = f"{shape.run_id}/{os.uname().nodename}/{os.getpid()}/{time.time_ns()}"
         run_folder = host_run_folder(base, run_key(launch))
         address = SHARED if is_shared else settings.collector or ipc_address(run_folder)
+        made = missing_folders(out)
         try:
             if is_shared:
                 claim_out(out)
@@ -162,7 +174,7 @@ class TracedJob:
             settings=settings.as_text(),
         )
         write_run_header(run_folder, header)
-        return cls(settings, shape, out, run_folder, address)
+        return cls(settings, shape, out, run_folder, address, made)
 
     def environment(self, given: Mapping[str, str]) -> dict[str, str]:
         """Return the variables the ranks need; `given`: settings of the command line, as text."""
@@ -186,7 +198,11 @@ class TracedJob:
     # ------------------------------------------------------------------ life
 
     def start(self) -> None:
-        """Start the relay, and on the head host the collector, unless one was named by address."""
+        """Say where the trace goes; start the relay, and on the head host the collector, unless one
+        was named by address.
+        """
+        where = f"to the collector at {self._address}" if self._is_collected_elsewhere else ""
+        say(f"tracing {where or f'into {self._out}'}")
         folder = self._run_folder
         self._relay = Companion(relay_command(folder), folder / RELAY_LOG_NAME, folder)
         if self._must_collect():
@@ -219,7 +235,7 @@ class TracedJob:
                 self._stop()
                 return (
                     "nothing was traced: no rank called a torch module, or rankscope is not "
-                    "installed in the ranks' Python"
+                    "installed in the ranks' Python, or the ranks said above why they did not trace"
                 )
             if self._address == SHARED and self._was_refused(self._collector):
                 self._collector = None  # two hosts of the run on one machine: the other one's does
@@ -272,16 +288,18 @@ class TracedJob:
         for companion in self._companions:
             companion.stop()
         self._tidy()
-        if self._must_collect():  # an empty folder is left, which the next run may use
+        if self._must_collect():
             shutil.rmtree(self._out / "spool", ignore_errors=True)
-            (self._out / COLLECTOR_LOCK_NAME).unlink(missing_ok=True)
+            for name in (COLLECTOR_LOCK_NAME, COLLECTOR_LOG_NAME):
+                (self._out / name).unlink(missing_ok=True)
+            remove_empty(self._made)
 
     def _last_line(self) -> str:
         if self._is_collected_elsewhere:
             return self._sent_line()
         shown = _shown(self._out)
         if self._has_tree():
-            return announced(self._out, shown, is_complete=self._is_complete())
+            return self._announced(shown)
         if self._collector is None:
             return f"the records of this host are in {self._out}; its collector builds the tree"
         code = self._collector.outcome()
@@ -316,11 +334,14 @@ class TracedJob:
             places.append(_shown(self._out))
         return f"rankscope recover {' '.join(places)} --out {_shown(self._out)}-recovered"
 
-    def _is_complete(self) -> bool:
+    def _announced(self, shown: str) -> str:
         try:
-            return open_trace(self._out).is_complete
+            found = open_trace(self._out)
         except RankscopeError:
-            return False
+            return announced(self._out, shown, is_complete=False)
+        said = [text for rank in found.completeness["ranks"] for text in rank["errors"]]
+        no_step = "" if found.steps else next((t for t in said if t.startswith(NO_STEP)), "")
+        return announced(self._out, shown, is_complete=found.is_complete, remark=no_step)
 
     def _tidy(self) -> None:
         """Remove this host's run folder once nobody writes there and every record has gone."""

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from torch import nn
 
@@ -39,39 +40,57 @@ from rankscope.spool.writer import SpoolWriter
 __all__ = ["trace_block"]
 
 
+_UNNAMED = (
+    "several ranks trace into one folder: give all of them the same out= to open it from here"
+)
+
+
+class Begun(NamedTuple):
+    """How a block began."""
+
+    out: Path | None
+    problem: str
+    """Why `out` is None."""
+
+
 @contextmanager
-def trace_block(model: nn.Module | None, given: Mapping[str, object]) -> Iterator[Path | None]:
-    """Trace what runs inside; yields the trace folder, None where tracing could not begin.
+def trace_block(model: nn.Module | None, given: Mapping[str, object]) -> Iterator[Begun]:
+    """Trace what runs inside; yields the trace folder, or why there is none.
 
     Tracing problems are said on stderr and never raised into the block; the block's own exception
     passes through after the tree is written.
     """
     if current_session() is not None:
-        say("not tracing this block: this process is traced already")
-        yield None
+        problem = "not tracing this block: this process is traced already"
+        say(problem)
+        yield Begun(None, problem)
         return
     if who_am_i().world_size > 1:
         arm(given)
         try:
             out = given.get("out")
-            yield Path(str(out)).absolute() if out else None
+            yield Begun(Path(str(out)).absolute(), "") if out else Begun(None, _UNNAMED)
         finally:
             close(EndReason.CLOSED)
         return
     block = _start(model, given)
+    if isinstance(block, str):
+        yield Begun(None, block)
+        return
     try:
-        yield block.out if block else None
+        yield Begun(block.out, "")
     finally:
-        if block is not None:
-            block.finish()
+        block.finish()
 
 
-def _start(model: nn.Module | None, given: Mapping[str, object]) -> _Block | None:
+def _start(model: nn.Module | None, given: Mapping[str, object]) -> _Block | str:
+    """Begin, or return the line that was said of what is wrong."""
     try:
         return _Block(model, settings_from({k: v for k, v in given.items() if v is not None}))
     except RankscopeError as error:
-        say(as_keywords(f"not tracing: {error}"))
-        return None
+        problem = as_keywords(f"not tracing: {error}")
+        say(problem)
+        return problem
 
 
 class _Block:

@@ -48,9 +48,15 @@ def step() -> None:
 class TraceHandle:
     """What `with rankscope.trace(...)` hands out."""
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None, problem: str = "") -> None:
         self.path = path
-        """The trace folder; None where tracing could not begin."""
+        """The trace folder; None where tracing could not begin, or one rank of several was not told
+        `out`."""
+        self.problem = problem
+        """Why `path` is None, as it was said on stderr."""
+
+    def __repr__(self) -> str:
+        return f"TraceHandle({self.path or self.problem})"
 
     def open(self) -> Trace:
         """Return the finished trace.
@@ -62,7 +68,7 @@ class TraceHandle:
         from rankscope.tree.reader import open_trace
 
         if self.path is None:
-            raise TraceError("nothing was traced: see the line rankscope wrote to stderr")
+            raise TraceError(self.problem)
         return open_trace(self.path)
 
 
@@ -82,5 +88,5 @@ def trace(
     """
     from rankscope.block import trace_block
 
-    with trace_block(model, {"steps": "all", "out": out, **settings}) as path:
-        yield TraceHandle(path)
+    with trace_block(model, {"steps": "all", "out": out, **settings}) as (path, problem):
+        yield TraceHandle(path, problem)

@@ -291,3 +291,39 @@ def test_a_compile_wrapper_with_the_compiler_off_is_one_node_with_its_inside(
 
     found = traced_unharmed(program, tmp_path / "trace")
     assert called(found, 0) == WHOLE
+
+
+@pytest.mark.parametrize("kind", ["closure", "two steps for one backward"])
+def test_what_else_was_compiled_makes_no_step_of_a_model_that_hooks_see(
+    tmp_path: Path, kind: str
+) -> None:
+    double = torch.compile(lambda x: x * 2, backend="eager")
+
+    def program() -> Any:
+        assert double(torch.ones(2)).tolist() == [2, 2]
+        model = Net()
+        x = torch.randn(4, 8)
+        if kind == "closure":
+            stepper: torch.optim.Optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+        else:
+            stepper = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def loss() -> torch.Tensor:
+            stepper.zero_grad()
+            value = model(x).square().mean()
+            value.backward()
+            return value
+
+        for _ in range(2):
+            if kind == "closure":
+                stepper.step(loss)
+            else:
+                loss()
+                stepper.step()
+                stepper.step()
+        return model
+
+    found = traced_unharmed(program, tmp_path / "trace")
+    assert [s.step for s in found.steps] == [0, 1]
+    forwards = [len(found.find("", phase="forward", step=step)) for step in range(2)]
+    assert forwards[0] == forwards[1] > 0

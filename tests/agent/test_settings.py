@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
 
+import pytest
+import torch
+from torch import nn
+
+import rankscope
 from rankscope.agent.settings import SETTINGS, matches, parse_size, settings_from
 from rankscope.agent.steps import StepSelection
 from rankscope.errors import SettingError
@@ -40,7 +45,7 @@ def test_steps_are_ranges_a_period_or_all(
 
 @pytest.mark.parametrize("text", ["", "2-1", "a", "1-", "every:0", "every:x", "-1", "1;2"])
 def test_a_bad_step_range_says_how_to_write_one(text: str) -> None:
-    with pytest.raises(SettingError, match="steps="):
+    with pytest.raises(SettingError, match=r"not a step: write|write 1-2|every:100"):
         StepSelection.parse(text)
 
 
@@ -69,3 +74,18 @@ def test_sizes_are_powers_of_1024(text: str, size: int) -> None:
 def test_globs_match_the_whole_path_and_two_stars_are_one() -> None:
     assert matches(("layers.*.attn",), "layers.0.attn") and not matches(("layers",), "layers.0")
     assert matches(("layers.**",), "layers.0.attn.q")
+
+
+def test_phases_may_be_all_and_are_written_in_order() -> None:
+    every = settings_from({"phases": "all"}, {}).phases
+    assert every == settings_from({}, {}).phases and every[0] == "setup" and len(every) == 7
+    with pytest.raises(SettingError, match="choose from setup, forward"):
+        settings_from({"phases": "sideways"}, {})
+
+
+def test_paths_select_modules_also_of_a_model_that_was_named(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    with rankscope.trace(model, out=tmp_path / "trace", paths="0", phases="forward") as traced:
+        model(torch.ones(1, 2))
+    nodes = [node for step in traced.open().steps for node in step.walk()]
+    assert [node.path for node in nodes] == ["0"]

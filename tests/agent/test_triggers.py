@@ -262,7 +262,7 @@ def test_a_relative_file_is_made_whole_where_it_is_read(tmp_path: Path, monkeypa
         ("at:", "wants the file"),
         ("at:.", "is a folder; name a file"),
         ("at:/nowhere/at/all", "make it first"),
-        ("at:a,at:b", "one file is enough"),
+        ("at:a,at:b", "names two files"),
         ("0-2,every:0", "positive number"),
         ("0-2,tomorrow", "write 0-2,10 or every:100"),
     ],
@@ -409,12 +409,15 @@ dist.destroy_process_group()
 """
 
 
-def test_a_touch_from_outside_reaches_a_job_of_rankscope_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("collector", [[], ["--rs-collector", "shared"]])
+def test_a_touch_from_outside_reaches_a_job_of_rankscope_run(
+    tmp_path: Path, collector: list[str]
+) -> None:
     (tmp_path / "job.py").write_text(SCRIPT)
     ready, enough = tmp_path / "ready", tmp_path / "enough"
     command = [
         sys.executable, "-m", "rankscope", "run", "--rs-out", "trace", "--rs-steps", "at:now",
-        "--nproc-per-node", "2", "job.py",
+        *collector, "--nproc-per-node", "2", "job.py",
     ]  # fmt: skip
     job = subprocess.Popen(
         command, cwd=tmp_path, env={**os.environ, "READY": str(ready), "ENOUGH": str(enough)}

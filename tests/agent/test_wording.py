@@ -24,6 +24,9 @@ def test_a_misspelt_variable_is_named_with_the_nearest_one():
         "RANKSCOPE_OUTT is no setting, did you mean RANKSCOPE_OUT?; "
         "RANKSCOPE_STEP is no setting, did you mean RANKSCOPE_STEPS?"
     )
+    for name in ("RANKSCOP", "RANKSCOPES", "RANSKCOPE", "RANKSCOBE"):
+        assert misspelt_variables({name: "1"}) == f"{name} is no setting, did you mean RANKSCOPE?"
+    assert misspelt_variables({"RANK": "1", "RANKS": "2", "TRANSCOPE": "1", "RANSOME": "1"}) == ""
     assert misspelt_variables({"RANKSCOPE_XYZZYQ": "1"}) == "RANKSCOPE_XYZZYQ is no setting"
 
 

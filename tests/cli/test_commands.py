@@ -6,14 +6,22 @@ import contextlib
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+import rankscope as tracing
+from rankscope.agent.settings import SETTINGS
 from rankscope.cli.app import main
+from rankscope.cli.terminal import fitted
+from rankscope.record.placement import Mesh
+from rankscope.record.run import EndReason
+from rankscope.spool.cells import CallStatus
 from rankscope.tree.assemble import build
 from tests.tree.jobs import grid_job
 from tests.tree.ranks_on_paper import PaperRank
@@ -184,6 +192,55 @@ def test_recover_makes_a_trace_of_spool_folders(tmp_path):
     assert "not an empty folder" in errors
 
 
+@pytest.fixture(scope="module")
+def stages(tmp_path_factory):
+    """Two stages of a pipeline, of which the second raised; and two replicas on one mesh."""
+    folder = tmp_path_factory.mktemp("stages")
+    mesh = Mesh(axes=("tp",), shape=(2,), ranks=(0, 1))
+    for number in range(2):
+        rank = PaperRank(folder / "spools", number, 2)
+        root = rank.enter()
+        rank.value(root, "input.0", np.ones((2, 3)), dtype=("int64", "float32")[number])
+        rank.value(root, "output", np.ones((2, 3 + number), np.float32))
+        place = {"mesh": mesh, "placements": ["Replicate()"], "whole": (2,)}
+        rank.value(root, "held", np.ones(2), dtype=("bfloat16", "float32")[number], **place)
+        rank.exit(root, *((CallStatus.RAISED, "ValueError: boom") if number else ()))
+        rank.end(EndReason.RAISED if number else EndReason.EXIT)
+        rank.ship(folder / "trace", end="raised" if number else "exit")
+    build(folder / "trace")
+    return folder / "trace"
+
+
+def test_a_rank_that_raised_is_said_first_with_its_exception(stages):
+    first, second, *_ = rankscope("show", stages)[1].splitlines()
+    assert first.endswith("2 ranks on 1 host, mesh tp=2, complete; rank 1 raised")
+    assert second == "first: ValueError: boom  in (root), train step 0 (rank 1)"
+    code, text, _ = rankscope("verify", stages)
+    assert code == 0
+    assert "raised: ValueError: boom  in (root)" in text
+    assert text.splitlines()[-1].endswith("did not end in order: rank 1 raised")
+    report = json.loads(rankscope("verify", stages, "--json")[1])
+    assert [(r["rank"], r["path"], r["error"]) for r in report["raised"]] == [
+        (1, "", "ValueError: boom")
+    ]
+
+
+def test_stages_that_hold_different_things_are_no_fault_and_replicas_are(stages):
+    text = rankscope("show", stages)[1]
+    assert re.search(r"input.0 +int64\[2, 3\]  rank 0  differs by rank: dtype", text)
+    assert re.search(r"input.0 +float32\[2, 3\]  rank 1  differs by rank: dtype", text)
+    assert re.search(r"held +bfloat16\[2\] .* rank 0 disagree in dtype", text)
+    assert re.search(r"output +float32\[2, \*\]  2 values", text)
+    assert re.search(r"output +float32\[2, 4\] ", rankscope("show", stages, "--rank", "1")[1])
+    assert "ranks 0 " not in text and "ranks 1 " not in text
+
+
+def test_a_file_is_called_a_file(tmp_path):
+    (tmp_path / "train.py").write_text("")
+    code, _, errors = rankscope("show", tmp_path / "train.py")
+    assert code == 2 and "train.py: is a file" in errors
+
+
 def test_colours_appear_on_a_terminal_only_and_never_with_no_color(out):
     import pty
 
@@ -218,3 +275,51 @@ def test_a_reader_that_goes_away_makes_no_noise(out):
         ["bash", "-c", line], capture_output=True, text=True, timeout=60, check=False
     )
     assert "Traceback" not in run.stderr
+
+
+def test_lines_fit_a_narrow_terminal_and_are_never_broken_in_a_pipe(out, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "50")
+    narrow = rankscope("show", out)[1]
+    monkeypatch.delenv("COLUMNS")
+    plain = rankscope("show", out)[1]
+    assert max(map(len, narrow.splitlines())) <= 50 < max(map(len, plain.splitlines()))
+    assert narrow.split() == plain.split(), "not a word is lost"
+
+
+def test_a_long_placement_is_broken_between_words_and_keeps_its_colour():
+    layout = "dp_replicate=Replicate() dp_shard=Shard(0) tp=_StridedShard(dim=0, sf=2)"
+    line = f"    output         float32[4096, 1024]  \x1b[36m{layout}\x1b[0m  mean 1  std 2"
+    assert list(fitted(line, 0)) == list(fitted(line, 200)) == [line]
+    rows = list(fitted(line, 60))
+    assert all(len(re.sub(r"\x1b\[\d+m", "", row)) <= 60 for row in rows)
+    assert " ".join(rows).split() == line.split()
+    assert rows[0].startswith("    output         float32[4096, 1024]")
+    assert all(row.startswith("        ") for row in rows[1:])
+
+
+def test_globs_of_the_setting_paths_that_matched_nothing_are_shown(tmp_path):
+    with tracing.trace(out=tmp_path / "t", paths="nothing.*"):
+        torch.nn.Linear(2, 2)(torch.ones(1, 2))
+    code, text, _ = rankscope("show", tmp_path / "t")
+    assert code == 0 and "rank 0: paths: 'nothing.*' matched no module" in text
+    assert "'nothing.*' matched no module" in rankscope("verify", tmp_path / "t")[1]
+
+
+def test_a_trace_of_a_newer_build_of_the_same_version_says_so(out, tmp_path):
+    document = json.loads((out / "trace.json").read_text())
+    document["format"] = "rankscope.trace/9"
+    document["run"]["versions"]["rankscope"] = tracing.__version__
+    (tmp_path / "trace.json").write_text(json.dumps(document))
+    code, _, err = rankscope("show", tmp_path)
+    assert code == 2 and "a newer build than this one" in err
+
+
+def test_help_of_run_breaks_no_word():
+    done = subprocess.run(
+        [sys.executable, "-m", "rankscope", "run", "--help"],
+        env={**os.environ, "COLUMNS": "80"}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    ours = done.stdout.split("usage: ")[1]
+    known = [word for setting in SETTINGS for word in f"{setting.help} {setting.default}".split()]
+    for word in known:
+        assert word.strip("()") in ours, word

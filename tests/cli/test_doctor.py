@@ -61,6 +61,7 @@ def test_where_all_is_well_nothing_is_named_and_nothing_stays_behind(tmp_path: P
     ("environ", "name", "words"),
     [
         ({"RANKSCOPE_STEP": "1"}, "variables", "did you mean RANKSCOPE_STEPS?"),
+        ({"RANKSCOP": "1"}, "variables", "did you mean RANKSCOPE?"),
         ({"RANKSCOPE_STEPS": "often"}, "settings", "RANKSCOPE_STEPS"),
         ({"RANKSCOPE_RANKS": "7"}, "settings", "none of the 2 ranks"),
         ({"RANK": "1"}, "ranks", "RANK=1 without WORLD_SIZE"),
@@ -108,12 +109,15 @@ def test_a_spool_folder_that_cannot_be_made_or_is_open_to_others_is_named(tmp_pa
     (tmp_path / "file").touch()
     names(asked(tmp_path, spool=str(tmp_path / "file")), "spool folder", "--spool")
     names(asked(tmp_path, spool="/proc/nothing"), "spool folder", "--spool")
+    found = asked(tmp_path, spool="/proc")["spool folder"]
+    assert "RANKSCOPE_" not in f"{found.found} {found.remedy}", "it was asked with --spool"
     (tmp_path / "open" / f"rankscope-{os.getuid()}").mkdir(parents=True, mode=0o755)
     names(asked(tmp_path, spool=str(tmp_path / "open")), "spool folder", "open to others")
 
 
 def test_a_disk_too_small_for_the_spools_is_named(tmp_path: Path) -> None:
     names(asked(tmp_path, spool_bytes="900T"), "spool space", "--spool-bytes")
+    names(asked(tmp_path, spool_bytes="1"), "settings", "64K or more")
 
 
 @pytest.fixture
@@ -213,6 +217,7 @@ def test_records_of_a_dead_run_are_noted_with_the_command_that_saves_them(tmp_pa
     if str(spools) in saved:  # else this machine holds another dead run, named first
         subprocess.run([sys.executable, "-m", *saved.split()], check=True, stdout=-3)
         assert open_trace(tmp_path / "saved").steps
+        assert not any(path.is_dir() for path in spools.rglob("rank0*")), "all of it is saved"
 
 
 # ---- the ranks' interpreter --------------------------------------------------------------------

@@ -36,8 +36,11 @@ from rankscope.spool.writer import SpoolWriter
 from tests.spool.streams import enter, rank_definition, samples, step, value
 folder, rank, count, pause, limit = Path(sys.argv[1]), *map(int, sys.argv[2:6])
 writer = SpoolWriter(folder, limit_bytes=limit)
+if "closes" in sys.argv:  # what follows has the numbers of what rankscope had open
+    os.closerange(3, 4096)
+    own = [open(os.devnull, "w") for _ in range(8)]
 confirmed = os.open(f"{folder.parent.parent}/{folder.name}.confirmed", os.O_RDWR | os.O_CREAT)
-writer.define(rank_definition(rank))
+writer.define(rank_definition(rank, pid=os.getpid()))
 number = 0
 for batch in range(count):
     writer.write(RecordKind.STEP, step(batch, StepEvent.BEGIN))
@@ -50,10 +53,15 @@ for batch in range(count):
     writer.write(RecordKind.STEP, step(batch, StepEvent.END))
     os.pwrite(confirmed, number.to_bytes(8, "little"), 0)
     time.sleep(pause / 1000)
-if len(sys.argv) > 6:
+if "hang" in sys.argv:
     print("written", flush=True)
     time.sleep(600)
 writer.close(EndReason.EXIT)
+if "closes" in sys.argv:
+    os.fstat(confirmed)
+    for file in own:
+        file.write("mine")
+        file.close()
 """
 
 
@@ -101,12 +109,13 @@ class Host:
         incarnation: int = 0,
         limit_bytes: int = 64 << 20,
         hangs: bool = False,
+        closes: bool = False,
     ) -> subprocess.Popen[str]:
         folder = stream_folder(self.folder, StreamId(rank=rank, incarnation=incarnation))
         numbers = [str(number) for number in (rank, batches, pause_ms, limit_bytes)]
         command = [sys.executable, "-c", RANK, str(folder), *numbers]
         process = subprocess.Popen(
-            [*command, *(["hang"] if hangs else [])],
+            [*command, *(["hang"] if hangs else []), *(["closes"] if closes else [])],
             env=environment(),
             stdout=subprocess.PIPE if hangs else None,
             text=True,

@@ -12,14 +12,18 @@ from pathlib import Path
 import pytest
 
 from rankscope.gather.outcome import Outcome
+from rankscope.gather.protocol import Ended, Open
 from rankscope.gather.replica import read_end, replica_path
+from rankscope.gather.shipping import Shipment
 from rankscope.record.run import EndReason, StreamId
 from rankscope.spool.cells import RecordKind
-from rankscope.spool.folder import SHARED, mark_job_over
+from rankscope.spool.folder import SHARED, mark_job_over, stream_folder
 from rankscope.spool.reader import valid_prefix
 from rankscope.spool.records import open_replica
+from rankscope.spool.writer import SpoolWriter
 from rankscope.tree.sources import find_streams
 from tests.gather.jobs import environment, wait_until
+from tests.spool.streams import enter, rank_definition
 from tests.spool.test_interruption import numbers_in
 
 
@@ -354,3 +358,71 @@ def test_an_address_others_can_reach_is_refused_with_the_two_ways_out(hosts):
     log = host.log("collector")
     assert "--rs-keys" in log
     assert "--rs-collector shared" in log
+
+
+@pytest.mark.parametrize("address", [SHARED, "tcp://127.0.0.1:47394"], ids=["shared", "sockets"])
+def test_a_node_that_was_replaced_has_a_life_of_its_own_beside_the_dead_ones(hosts, address):
+    """The replacement starts the same rank in the same life, with a spool that knows of no other;
+    its segments are freed while it is shipped, and its relay is killed on the way.
+    """
+    head, dead, new = (hosts(name, address=address) for name in ("head", "dead", "new"))
+    collector = head.collector(drain_seconds=30.0)
+    relays = [head.relay(), dead.relay()]
+    assert head.rank(0).wait(30) == 0
+    killed = dead.rank(1, batches=7, hangs=True)
+    assert killed.stdout.readline() == "written\n"
+    place = replica_path(head.out, stream(1))
+    assert wait_until(lambda: place.exists() and 700 in numbers_in(place.read_bytes()))
+    for process in (relays[1], killed):
+        process.kill()
+        process.wait()
+    before = place.read_bytes()
+    relay = new.relay()
+    replacement = new.rank(1, batches=40, pause_ms=20, limit_bytes=4 << 20)
+    assert wait_until(lambda: replica_path(head.out, stream(1, 1)).exists())
+    relay.kill()
+    relay.wait()
+    relay = new.relay()
+    assert replacement.wait(60) == 0
+    assert wait_until(lambda: read_end(head.out, stream(1, 1)))
+    for host in (head, new):
+        mark_job_over(host.folder)
+    assert dead.relay().wait(60) == 0
+    assert [collector.wait(60), relays[0].wait(30), relay.wait(30)] == [0, 0, 0]
+    assert_replica_is_whole(head.out, 1, 40, incarnation=1)
+    assert place.read_bytes() == before
+    lives = json.loads((head.out / "trace.json").read_text())["completeness"]["ranks"]
+    assert [(one["rank"], one["incarnation"], one["end"]) for one in lives] == [
+        (0, 0, "exit"), (1, 0, "lost"), (1, 1, "exit")
+    ]  # fmt: skip
+    assert all(one["committed"] == one["received"] for one in lives)
+    assert not new.folder.exists()
+    assert not dead.folder.exists()
+
+
+def test_a_rank_that_closed_every_descriptor_is_alive_and_its_own_files_stay_open(hosts):
+    """As a program that makes a daemon of itself does: the lock goes with its descriptor."""
+    host = hosts(world_size=1)
+    collector, relay = host.collector(drain_seconds=0.0), host.relay()
+    rank = host.rank(0, batches=20, pause_ms=100, limit_bytes=1 << 20, closes=True)
+    assert rank.wait(60) == 0
+    assert (collector.wait(30), relay.wait(30)) == (0, 0)
+    (state,) = json.loads((host.out / "trace.json").read_text())["completeness"]["ranks"]
+    assert (state["end"], state["committed"]) == ("exit", state["received"])
+    assert read_end(host.out, stream(0)).end is EndReason.EXIT
+    assert not host.folder.exists()
+
+
+def test_a_spool_that_grew_behind_its_end_is_not_removed(tmp_path):
+    """Whoever called the rank lost may have been wrong: what nobody else has must stay."""
+    writer = SpoolWriter(stream_folder(tmp_path, stream(0)), limit_bytes=1 << 20)
+    writer.define(rank_definition())
+    writer._lock.release()  # as the kernel does when the process ends
+    shipment = Shipment(tmp_path, stream(0))
+    assert isinstance(shipment.next_message(0.0, 1 << 20), Open)
+    shipment.take_offset(writer.committed_bytes, 0.0)
+    assert isinstance(shipment.next_message(0.0, 1 << 20), Ended)
+    shipment.take_end_seen()
+    assert shipment.is_delivered()
+    writer.write(RecordKind.ENTER, enter(1))
+    assert not shipment.is_delivered()

@@ -26,6 +26,7 @@ from tests.gather.test_protocol import BROKEN
 from tests.spool.streams import write_some
 
 STREAM = StreamId(rank=0, incarnation=0)
+ORIGIN = 7
 
 
 @pytest.fixture
@@ -53,14 +54,14 @@ def ask(socket, message):
 
 
 def frame(offset, body):
-    return Frame(STREAM, offset, zlib.crc32(body), body)
+    return Frame(STREAM, ORIGIN, offset, zlib.crc32(body), body)
 
 
 def test_nothing_broken_reaches_a_replica_or_stops_the_collector(sender, tmp_path):
     host, socket = sender
     whole = write_some(tmp_path / "s", 20)
     socket.send_multipart(encode(frame(0, whole)))  # nobody opened it
-    assert ask(socket, Open(STREAM)) == At(STREAM, 0)
+    assert ask(socket, Open(STREAM, ORIGIN)) == At(STREAM, 0)
     chosen = random.Random(5)
     for parts in BROKEN.values():
         if parts:
@@ -71,19 +72,19 @@ def test_nothing_broken_reaches_a_replica_or_stops_the_collector(sender, tmp_pat
         )
     assert ask(socket, frame(64, whole[64:])) == At(STREAM, 0)
     assert ask(socket, frame(1 << 40, whole)) == At(STREAM, 0)
-    socket.send_multipart([msgpack.packb([3, 0, 0, 0, zlib.crc32(whole) ^ 1]), whole])
-    assert ask(socket, Open(STREAM)) == At(STREAM, 0)
+    socket.send_multipart([msgpack.packb([3, 0, 0, ORIGIN, 0, zlib.crc32(whole) ^ 1]), whole])
+    assert ask(socket, Open(STREAM, ORIGIN)) == At(STREAM, 0)
     assert replica_path(host.out, STREAM).read_bytes() == b""
     assert ask(socket, frame(0, whole)) == At(STREAM, len(whole))
     assert ask(socket, frame(0, whole)) == At(STREAM, len(whole))
     assert replica_path(host.out, STREAM).read_bytes() == whole
     names = {path.name for path in (host.out / "spool").iterdir()}
-    assert names == {"rank00000.0.cells", "run-id"}
+    assert names == {"rank00000.0.cells", "rank00000.0.origin", "run-id"}
 
 
 def test_a_rank_outside_the_world_is_refused(sender):
     host, socket = sender
-    answer = ask(socket, Open(StreamId(rank=2, incarnation=0)))
+    answer = ask(socket, Open(StreamId(rank=2, incarnation=0), ORIGIN))
     assert isinstance(answer, Refused)
     assert "rank 2 in a world of 2" in answer.reason
     assert {path.name for path in (host.out / "spool").iterdir()} == {"run-id"}
@@ -92,28 +93,55 @@ def test_a_rank_outside_the_world_is_refused(sender):
 def test_an_end_before_what_was_received_is_refused_and_the_true_one_taken(sender, tmp_path):
     host, socket = sender
     whole = write_some(tmp_path / "s", 5)
-    ask(socket, Open(STREAM))
+    ask(socket, Open(STREAM, ORIGIN))
     ask(socket, frame(0, whole))
-    socket.send_multipart(encode(Ended(STREAM, 64, EndReason.EXIT)))
-    socket.send_multipart(encode(Ended(STREAM, len(whole), EndReason.RUNNING)))
-    socket.send_multipart(encode(Ended(StreamId(rank=1, incarnation=0), 0, EndReason.EXIT)))
-    assert ask(socket, Open(STREAM)) == At(STREAM, len(whole))
+    socket.send_multipart(encode(Ended(STREAM, ORIGIN, 64, EndReason.EXIT)))
+    socket.send_multipart(encode(Ended(STREAM, ORIGIN, len(whole), EndReason.RUNNING)))
+    socket.send_multipart(encode(Ended(StreamId(rank=1, incarnation=0), ORIGIN, 0, EndReason.EXIT)))
+    assert ask(socket, Open(STREAM, ORIGIN)) == At(STREAM, len(whole))
     assert read_end(host.out, STREAM) is None
-    assert ask(socket, Ended(STREAM, len(whole), EndReason.EXIT)) == EndedSeen(STREAM)
+    assert ask(socket, Ended(STREAM, ORIGIN, len(whole), EndReason.EXIT)) == EndedSeen(STREAM)
     assert read_end(host.out, STREAM).end is EndReason.EXIT
-    assert ask(socket, Ended(STREAM, len(whole), EndReason.LOST)) == EndedSeen(STREAM)
+    assert ask(socket, Ended(STREAM, ORIGIN, len(whole), EndReason.LOST)) == EndedSeen(STREAM)
     assert read_end(host.out, STREAM).end is EndReason.EXIT
 
 
 def test_a_message_longer_than_any_frame_is_cut_off_and_others_go_on(sender):
     host, socket = sender
-    ask(socket, Open(STREAM))
+    ask(socket, Open(STREAM, ORIGIN))
     context = zmq.Context()
     other = context.socket(zmq.DEALER)
     other.setsockopt(zmq.LINGER, 0)
     other.connect(host.address)
-    other.send_multipart([msgpack.packb([3, 0, 0, 0, 0]), bytes(64 << 20)])
-    assert ask(socket, Open(STREAM)) == At(STREAM, 0)
+    other.send_multipart([msgpack.packb([3, 0, 0, ORIGIN, 0, 0]), bytes(64 << 20)])
+    assert ask(socket, Open(STREAM, ORIGIN)) == At(STREAM, 0)
     other.close()
     context.term()
-    assert ask(socket, Open(STREAM)) == At(STREAM, 0)
+    assert ask(socket, Open(STREAM, ORIGIN)) == At(STREAM, 0)
+
+
+def test_what_another_process_says_of_the_same_rank_and_life_goes_to_the_next(sender, tmp_path):
+    """A node that was replaced knows nothing of the first; neither its records nor its end may be
+    taken for that one's, nor after the collector was started again.
+    """
+    host, socket = sender
+    whole, other = write_some(tmp_path / "s", 5), write_some(tmp_path / "t", 9)
+    assert ask(socket, Open(STREAM, ORIGIN)) == At(STREAM, 0)
+    assert ask(socket, frame(0, whole)) == At(STREAM, len(whole))
+    assert ask(socket, Ended(STREAM, ORIGIN, len(whole), EndReason.LOST)) == EndedSeen(STREAM)
+    socket.send_multipart(encode(Frame(STREAM, 8, len(whole), zlib.crc32(other), other)))
+    socket.send_multipart(encode(Ended(STREAM, 8, 10 * len(whole), EndReason.EXIT)))
+    assert ask(socket, Open(STREAM, 8)) == At(STREAM, 0)
+    assert ask(socket, Frame(STREAM, 8, 0, zlib.crc32(other), other)) == At(STREAM, len(other))
+    assert ask(socket, Open(STREAM, ORIGIN)) == At(STREAM, len(whole))
+    next_life = StreamId(rank=0, incarnation=1)
+    collector = host.processes[-1]
+    collector.kill()
+    collector.wait()
+    host.collector(drain_seconds=60.0)
+    socket.send_multipart(encode(Hello(PROTOCOL_VERSION, "hostile", "test")))
+    assert ask(socket, Ended(STREAM, 8, len(other), EndReason.EXIT)) == EndedSeen(STREAM)
+    assert read_end(host.out, STREAM).end is EndReason.LOST
+    assert read_end(host.out, next_life).end is EndReason.EXIT
+    assert replica_path(host.out, STREAM).read_bytes() == whole
+    assert replica_path(host.out, next_life).read_bytes() == other

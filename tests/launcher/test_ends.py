@@ -84,7 +84,7 @@ def test_every_way_a_rank_can_end_keeps_its_records_and_is_named(launch: Start):
     assert all_there(report)
     text = rankscope("verify", job.out).stdout
     assert text.count("killed by a signal, aborted, or left by os._exit") == 5
-    assert "nothing at all from rank 7-8" in text
+    assert "nothing at all from ranks 7-8" in text
     assert is_empty(job.spool)
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from rankscope.tree.reader import open_trace
+
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 WRAPPER = [
     sys.executable,
@@ -19,6 +21,12 @@ WRAPPER = [
 ]
 
 ENDS = "print('rank', os.environ['RANK'], sys.argv[1:])"
+TRAINS = """import torch
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3):
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()"""
 FAILURES = {
     "exits with 3": "sys.exit(3)",
     "raises": "raise RuntimeError('on purpose')",
@@ -49,11 +57,49 @@ def test_a_job_that_calls_no_module_keeps_code_and_stdout_and_is_told_so_without
     path = script(tmp_path, ENDS)
     plain = run(TORCHRUN, "--nproc-per-node", 1, path, "--lr", "1")
     begin = time.monotonic()
-    ours = run(WRAPPER, "--rs-out", tmp_path / "trace", "--nproc-per-node", 1, path, "--lr", "1")
+    out = tmp_path / "new" / "trace"
+    ours = run(WRAPPER, "--rs-out", out, "--nproc-per-node", 1, path, "--lr", "1")
     assert time.monotonic() - begin < 45
     assert (ours.returncode, plain.returncode) == (0, 0)
     assert ours.stdout == plain.stdout
-    assert "nothing was traced" in ours.stderr
+    lines = [line for line in ours.stderr.splitlines() if line.startswith("rankscope: ")]
+    assert lines[0] == f"rankscope: tracing into {out}"
+    assert lines[1].startswith("rankscope: nothing was traced: ")
+    assert "or the ranks said above why" in lines[1] and len(lines) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["script.py"], "folders it made itself"
+
+
+def test_a_job_that_ends_before_the_steps_to_trace_is_told_at_which_one_it_ended(tmp_path: Path):
+    installed("ranks are armed by the start-up file")
+    path = script(tmp_path, TRAINS)
+    done = run(WRAPPER, "--rs-out", tmp_path / "trace", "--rs-steps", "40000", path)
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(
+        "rankscope: no step was traced: the job ended at step 2 (train), before any of 40000; "
+    )
+    assert done.stderr.count("no step was traced") == 1
+    found = open_trace(tmp_path / "trace")
+    assert found.is_complete and not found.steps
+    assert "before any of 40000" in found.completeness["ranks"][0]["errors"][0]
+
+
+def test_a_trace_folder_that_was_there_before_stays_when_nothing_is_traced(tmp_path: Path):
+    path = script(tmp_path, ENDS)
+    (tmp_path / "trace").mkdir()
+    run(WRAPPER, "--rs-out", tmp_path / "trace", path)
+    assert list((tmp_path / "trace").iterdir()) == []
+
+
+def test_the_traceback_of_a_failed_job_is_torchruns_without_frames_of_the_command_line(
+    tmp_path: Path,
+):
+    path = script(tmp_path, FAILURES["exits with 3"])
+    command = [sys.executable, "-m", "rankscope", "run"]
+    plain, ours = run(TORCHRUN, path), run(command, "--rs-out", tmp_path / "trace", path)
+    assert ours.returncode == plain.returncode
+    frames = [done.stderr.count('  File "') for done in (plain, ours)]
+    assert 0 < frames[1] <= frames[0] + 2
+    assert "/typer/" not in ours.stderr and "/click/" not in ours.stderr
 
 
 @pytest.fixture(scope="module")

@@ -18,11 +18,22 @@ def test_the_installed_distribution_has_command_entry_point_and_start_up_file():
     except PackageNotFoundError:
         pytest.skip("rankscope is on the path but not installed: run launcher/test")
     names = {(e.group, e.name): e.value for e in found.entry_points}
-    assert names["console_scripts", "rankscope"] == "rankscope.cli.app:main"
+    assert names["console_scripts", "rankscope"] == "rankscope_launcher.command:main"
     assert ("torchrun.logs_specs", "rankscope") in names
     start_up = {str(f): Path(str(f.locate())) for f in found.files or [] if "/" not in str(f)}
     assert start_up["rankscope.pth"].read_text().startswith("import os;")
     assert "rankscope.start" in start_up, "installed before it was there: run launcher/test"
+
+
+def test_a_module_of_the_same_name_in_front_is_told_in_one_line(tmp_path: Path):
+    (tmp_path / "rankscope").mkdir()
+    (tmp_path / "rankscope/__init__.py").touch()
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+    code += "from rankscope_launcher.command import main; main()"
+    done = subprocess.run([sys.executable, "-c", code, "doctor"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.count("\n") == 1
+    assert f"{tmp_path}/rankscope/__init__.py; take it off PYTHONPATH" in done.stderr
 
 
 @pytest.mark.slow

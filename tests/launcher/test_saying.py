@@ -49,7 +49,7 @@ TWO = [TORCHRUN, "--nproc-per-node", "2"]
 @pytest.mark.parametrize(
     ("wrong", "line"),
     [
-        ({"RANKSCOPE_STEPS": "x"}, "RANKSCOPE_STEPS: steps='x'"),
+        ({"RANKSCOPE_STEPS": "x"}, "RANKSCOPE_STEPS: 'x' is not a step: write"),
         ({"RANKSCOPE_OUT": "train.py"}, "give another name with RANKSCOPE_OUT"),
     ],
     ids=["setting", "folder"],
@@ -61,13 +61,15 @@ def test_what_is_wrong_is_said_once_in_variables_and_the_job_trains_untraced(
     line: str,
     tmp_path: Path,
 ):
-    done, lines = said(command, tmp_path, **variables, **wrong)
+    spool = tmp_path / "spool"
+    done, lines = said(command, tmp_path, RANKSCOPE_SPOOL=str(spool), **variables, **wrong)
     assert done.returncode == 0
     assert done.stdout == "trained\n" * (1 if command == [sys.executable] else 2)
     assert len(lines) == 1, lines
     assert line in lines[0]
     assert "--rs-" not in lines[0]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["train.py"]
+    assert not spool.exists() or list(spool.iterdir()) == []
+    assert {path.name for path in tmp_path.iterdir()} <= {"train.py", "spool"}
 
 
 @pytest.mark.parametrize(
@@ -124,7 +126,7 @@ for _ in range(2):
     assert done.stdout.splitlines() == ["False", "trained", "[0]"]
     lines = done.stderr.splitlines()
     assert "full is not empty: give a new folder with out=" in lines[0]
-    assert "steps: steps='x'" in lines[1]
+    assert "steps: 'x' is not a step" in lines[1]
     assert lines[2] == lines[3]
     assert "'step' is not a setting" in lines[2]
     assert "--rs-" not in done.stderr

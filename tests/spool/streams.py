@@ -35,9 +35,10 @@ def step(number: int, event: StepEvent) -> bytes:
     return STEP.pack(number, number, 0, event, 0)
 
 
-def rank_definition(rank: int = 0) -> bytes:
+def rank_definition(rank: int = 0, pid: int = 1) -> bytes:
     """The definition a stream begins with."""
-    return msgpack.packb({"id": 1, "kind": "rank", "format": 1, "rank": rank, "host": "h" * 200})
+    who = {"rank": rank, "host": "h" * 200, "pid": pid}
+    return msgpack.packb({"id": 1, "kind": "rank", "format": 1, **who})
 
 
 def write_some(folder: Path, count: int = 40, *, limit_bytes: int = SMALL) -> bytes:

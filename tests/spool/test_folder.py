@@ -2,6 +2,7 @@
 
 import json
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from rankscope.spool.folder import (
     RunHeader,
     check_free_space,
     host_run_folder,
+    is_held,
     mark_job_over,
     read_run_header,
     run_key,
@@ -105,6 +107,31 @@ def test_a_folder_lock_is_held_by_one_at_a_time(tmp_path):
     lock.release()
     lock.release()
     FolderLock(tmp_path / "relay.lock", "relay").release()
+
+
+def test_a_removed_lock_file_never_lets_two_in(tmp_path):
+    """Threads open the file at the very moment in which its holder removes it."""
+    path, inside, most, turns = tmp_path / "collector.lock", [], [0], [0] * 3
+
+    def take(me: int) -> None:
+        while turns[me] < 200:
+            try:
+                lock = FolderLock(path, "collector")
+            except FolderBusyError:
+                continue
+            inside.append(me)
+            most[0] = max(most[0], len(inside))
+            inside.remove(me)
+            lock.remove()
+            turns[me] += 1
+
+    threads = [threading.Thread(target=take, args=(me,)) for me in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert (most[0], turns) == (1, [200] * 3)
+    assert not path.exists() and not is_held(path) and not path.exists()
 
 
 def test_too_little_disk_is_told_with_what_is_needed_and_free(tmp_path):

@@ -264,9 +264,7 @@ def test_setup_and_steps_of_both_modes_are_groups_of_their_own(spools, out):
         ("train", 1),
         ("eval", 0),
     ]
-    assert trace["steps"][1]["notes"] == [
-        {"ranks": "0", "note": "end: the scaler skipped this step"}
-    ]
+    assert trace["steps"][1]["notes"] == [{"ranks": "0", "note": "the scaler skipped this step"}]
 
 
 def test_micro_batches_of_a_step_are_nodes_of_their_own(spools, out):

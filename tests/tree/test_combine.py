@@ -141,7 +141,7 @@ def test_replicas_that_differ_are_not_combined_and_are_named():
 def test_a_rank_that_is_missing_is_named_instead_of_guessed():
     whole = np.ones((4, 4), np.float32)
     found = combine(LINE, ["Shard(0)"], whole, lambda _rank: whole, without=(1, 2))
-    assert found.note == "no value from rank 1-2"
+    assert found.note == "no value from ranks 1-2"
 
 
 def test_shards_without_offsets_give_statistics_but_no_sketch():

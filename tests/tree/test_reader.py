@@ -18,6 +18,7 @@ from rankscope.errors import FolderError, SelectionError, TraceError, TraceVersi
 from rankscope.record.call import Mode, Phase
 from rankscope.tree.assemble import build
 from rankscope.tree.reader import newest_trace, open_trace
+from rankscope.tree.selection import default_phase
 from tests.conftest import REPOSITORY
 from tests.tree.jobs import GRID, WEIGHT, grid_job, piece
 from tests.tree.ranks_on_paper import PaperRank, digest
@@ -96,6 +97,30 @@ def test_what_is_not_there_is_refused_with_what_is(out):
         trace.value("fc", "output", step=7)
     with pytest.raises(SelectionError, match="no phase is called 'bakward'"):
         trace.value("fc", "output", phase="bakward")
+
+
+def test_the_slot_decides_the_phase_where_none_is_named(out):
+    trace = open_trace(out)
+    for slot, phase in (
+        ("output", "forward"),
+        ("returned", "forward"),
+        ("grad_output.0", "backward"),
+        ("grad_input.1", "backward"),
+        ("grad:weight", "grads"),
+        ("param:weight", "params"),
+        ("buffer:mask", "params"),
+    ):
+        assert default_phase(slot).word == phase
+    named = trace.value("fc", "grad_output.0", phase="backward")
+    assert trace.value("fc", "grad_output.0").views == named.views
+
+
+def test_a_slot_of_another_phase_is_refused_with_that_phase(out):
+    trace = open_trace(out)
+    with pytest.raises(SelectionError, match=r"no param:weight in phase params.*phase='setup'"):
+        trace.value("fc", "param:weight")
+    with pytest.raises(SelectionError, match=r"no output in phase backward.*phase='forward'"):
+        trace.value("fc", "output", phase="backward")
 
 
 def test_samples_are_read_by_rank(out):
@@ -260,6 +285,8 @@ def test_folders_that_are_no_traces_say_what_they_are(tmp_path):
     with pytest.raises(FolderError, match="is empty"):
         open_trace(tmp_path)
     (tmp_path / "x").write_text("")
+    with pytest.raises(FolderError, match="x: is a file"):
+        open_trace(tmp_path / "x")
     with pytest.raises(TraceError, match="not a trace"):
         open_trace(tmp_path)
 

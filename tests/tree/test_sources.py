@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from rankscope.errors import FolderError, TraceError, TraceVersionError
+from rankscope.spool.reader import StreamReader
 from rankscope.spool.segment import segment_path
 from rankscope.tree.assemble import build, recover
 from rankscope.tree.reader import open_trace
@@ -185,3 +186,46 @@ def test_definitions_that_make_no_sense_cost_only_what_names_them(tmp_path):
     assert document.completeness["ranks"][0]["notes"] == [
         "1 values name a call or a description that is not there"
     ]
+
+
+def two_processes(folder, *how):
+    """Spools of two processes, one after the other the same rank in the same life."""
+    for name, began in zip("ba", (20, 10)):  # in an order that says nothing
+        rank = busy_rank(
+            folder / name, identity={"wall_ns": began, "host": f"host-{name}"}, calls=90
+        )
+        if name in how:
+            rank.end()
+        else:
+            rank.writer._lock.release()
+    return folder / "b", folder / "a"
+
+
+def lives_of(trace):
+    ranks = open_trace(trace).completeness["ranks"]
+    assert all(rank["committed"] == rank["received"] for rank in ranks)
+    return [(rank["incarnation"], rank["host"], rank["end"]) for rank in ranks]
+
+
+def test_spools_of_two_processes_of_one_rank_and_life_are_two_lives_never_one(tmp_path):
+    recover(two_processes(tmp_path, "b"), tmp_path / "out")
+    assert lives_of(tmp_path / "out") == [(0, "host-a", "lost"), (1, "host-b", "exit")]
+    assert len(open_trace(tmp_path / "out").steps) == 180
+
+
+def test_a_spool_is_joined_with_its_own_replica_whatever_life_that_has(tmp_path):
+    """The collector had given the replacement the next life; the rest of it is still on its host,
+    which had freed the begin.
+    """
+    later, first = two_processes(tmp_path, "b")
+    replicas = tmp_path / "trace/spool"
+    replicas.mkdir(parents=True)
+    for life, folder, length in ((0, first, 40 << 10), (1, later, 24 << 10)):
+        segments = sorted((folder / "rank00000.0").glob("*.cells"))
+        data = b"".join(segment.read_bytes() for segment in segments)[:length]
+        (replicas / f"rank00000.{life}.cells").write_bytes(data)
+        with StreamReader(folder / "rank00000.0") as reader:
+            assert reader.free_below(length) >= 1
+    recover([tmp_path / "trace", later, first], tmp_path / "out")
+    assert lives_of(tmp_path / "out") == [(0, "host-a", "lost"), (1, "host-b", "exit")]
+    assert len(open_trace(tmp_path / "out").steps) == 180

@@ -5,18 +5,21 @@ have everything run as written instead (setting `compile`).
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable
 
 import torch
 from torch import nn
 
 from rankscope.agent.guard import say
-from rankscope.agent.optimizers import OptimizerSet, held_parameters
+from rankscope.agent.optimizers import OptimizerSet, held_parameters, parameters_of
+from rankscope.capture.invisible import invisible
 from rankscope.capture.torch_internals import dynamo_has_compiled, run_compiled_eagerly
 
 __all__ = ["HIDDEN", "EagerStance", "HiddenSteps", "outermost_modules_of"]
 
 
+_MOST_GRADIENTS = 1000
 HIDDEN = (
     "what was compiled as a whole shows no call to hooks. Steps are counted where an optimizer "
     "steps, gradients and parameters are recorded, activations are not; --rs-compile eager runs "
@@ -37,6 +40,8 @@ class HiddenSteps:
         """Optimizers that have stepped since the last root forward that was seen."""
         self._asked_first = OptimizerSet()
         """Optimizers that stepped before any train step, each looked at once."""
+        self._gradients: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        """Identity of an optimizer -> its first gradient, and the version, at its last step."""
 
     def root_was_seen(self) -> None:
         """Note that a root forward has announced its step as usual."""
@@ -51,7 +56,7 @@ class HiddenSteps:
         """
         has_stepped = optimizer in self._stepped
         self._stepped.add(optimizer)
-        if not dynamo_has_compiled():
+        if not dynamo_has_compiled() or not self._has_new_gradient(optimizer):
             return False
         if is_first:
             has_stepped = optimizer not in self._asked_first
@@ -60,6 +65,22 @@ class HiddenSteps:
             self._stepped.clear()
             self._stepped.add(optimizer)
         return has_stepped
+
+    def _has_new_gradient(self, optimizer: torch.optim.Optimizer) -> bool:
+        """True where a backward ran since this optimizer last stepped: two steps of it may follow
+        one backward.
+        """
+        with invisible():
+            found = (p.grad for p in parameters_of(optimizer) if p.grad is not None)
+            gradient = next(found, None)
+            if gradient is None:
+                return False
+            known, version = self._gradients.get(id(optimizer), (None, -1))
+            is_new = known is None or known() is not gradient or version != gradient._version
+            if len(self._gradients) > _MOST_GRADIENTS:
+                self._gradients.clear()
+            self._gradients[id(optimizer)] = (weakref.ref(gradient), gradient._version)
+        return is_new
 
 
 def outermost_modules_of(optimizer: torch.optim.Optimizer) -> list[nn.Module]:

@@ -56,6 +56,7 @@ from rankscope.spool.folder import (
     host_run_folder,
     is_held,
     read_run_header,
+    remove_run_folder,
     run_key,
     spool_base,
     stream_folder,
@@ -173,6 +174,7 @@ def join_run(settings: Settings, environ: Mapping[str, str] = os.environ) -> Joi
             recorder=recorder,
             meeting_place=_meeting_place(settings, identity, run_folder, header),
             keeper=keeper_of_run(settings, recorder, identity, run_folder, header),
+            is_launched=bool(prepared),
         ),
         out=header.out,
         finish_seconds=settings.finish_seconds,
@@ -223,8 +225,8 @@ def _muster(settings: Settings, identity: RankIdentity, environ: Mapping[str, st
     """Find the run folder of this host; the first rank there decides, and starts the companions."""
     base = spool_base(settings.spool)
     store = find_store(environ) if identity.world_size > 1 else None
-    run_folder = host_run_folder(base, run_key(_run_name(identity, environ, store)))
-    lock = _wait_for_lock(run_folder / MUSTER_LOCK_NAME)
+    key = run_key(_run_name(identity, environ, store))
+    run_folder, lock = _wait_for_lock(base, key)
     try:
         if not (run_folder / "run.json").exists():
             build_kernel()
@@ -239,17 +241,23 @@ def _muster(settings: Settings, identity: RankIdentity, environ: Mapping[str, st
             write_run_header(run_folder, header)
         _ensure_companions(settings, run_folder, read_run_header(run_folder))
     finally:
-        lock.release()
+        if (run_folder / "run.json").exists():
+            lock.release()
+        else:  # refused: nothing of it stays
+            lock.remove()
+            remove_run_folder(run_folder)
     return run_folder
 
 
-def _wait_for_lock(path: Path) -> FolderLock:
+def _wait_for_lock(base: Path, key: str) -> tuple[Path, FolderLock]:
     deadline = time.monotonic() + _MUSTER_S
     while True:
+        run_folder = host_run_folder(base, key)
         try:
-            return FolderLock(path, "rank that is starting")
-        except FolderBusyError:
-            if time.monotonic() > deadline:
+            return run_folder, FolderLock(run_folder / MUSTER_LOCK_NAME, "rank that is starting")
+        except (FolderBusyError, SpoolError) as error:
+            is_gone = not run_folder.exists()  # with the rank before this one, which was refused
+            if not (is_gone or isinstance(error, FolderBusyError)) or time.monotonic() > deadline:
                 raise
             time.sleep(_POLL_S)
 

@@ -116,6 +116,17 @@ class Root:
     is_hidden: bool = False
     """Found around an optimizer's parameters: compiled, no hook saw its calls."""
     calls_in_step: int = 0
+    trainable: weakref.ref[torch.Tensor] | None = None
+    """A parameter found to need a gradient: asked first the next time."""
+
+    def needs_gradient(self, module: nn.Module) -> bool:
+        """True where a parameter of `module`, which belongs to this root, needs a gradient."""
+        known = self.trainable() if self.trainable is not None else None
+        if known is not None and known.requires_grad:
+            return True
+        found = next((p for p in module.parameters() if p.requires_grad), None)
+        self.trainable = weakref.ref(found) if found is not None else None
+        return found is not None
 
 
 @dataclass(eq=False, slots=True)
@@ -186,11 +197,12 @@ class ModuleTable:
                 self._add(child, f"@{own.__name__}.{name}", f"@{own.__name__}.{name}", inside, [])
         return info
 
-    def prefer(self, module: nn.Module) -> None:
+    def prefer(self, module: nn.Module) -> ModuleInfo:
         """Make a module a root before it is called, and the one whose path is ""."""
         info = self.learn(module, None)
         if info.root is not None:
             info.root.is_preferred = True
+        return info
 
     def of_root(self, root: Root) -> Iterator[ModuleInfo]:
         """Yield the known modules of a root that still exist, in the model's own order."""

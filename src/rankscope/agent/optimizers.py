@@ -19,6 +19,7 @@ __all__ = [
     "OptimizerSet",
     "describe_strangers",
     "held_parameters",
+    "parameters_of",
     "runs_closure",
     "steps_running",
 ]
@@ -103,7 +104,7 @@ class OptimizerSearch:
 
     def holdings(self, optimizer: torch.optim.Optimizer, known: frozenset[int]) -> Holdings:
         """Say which of the known parameters an optimizer holds, and which nobody does."""
-        held = {id(parameter): parameter for parameter in _parameters_of(optimizer)}
+        held = {id(parameter): parameter for parameter in parameters_of(optimizer)}
         unheld = self._unheld(known)
         if unheld and self._look():
             unheld = self._unheld(known)
@@ -137,7 +138,8 @@ def _subclasses(cls: type) -> Iterator[type]:
         yield from _subclasses(child)
 
 
-def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """Yield all parameters in an optimizer's groups."""
     # an optimizer found while its __init__ runs has no groups yet
     for group in getattr(optimizer, "param_groups", ()):
         yield from group["params"]
@@ -145,7 +147,7 @@ def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 
 def held_parameters(optimizer: torch.optim.Optimizer) -> frozenset[int]:
     """Return the identities of all parameters in an optimizer's groups."""
-    return frozenset(id(parameter) for parameter in _parameters_of(optimizer))
+    return frozenset(id(parameter) for parameter in parameters_of(optimizer))
 
 
 def describe_strangers(optimizer: torch.optim.Optimizer, holdings: Holdings) -> str:

@@ -18,20 +18,20 @@ import torch
 from torch import nn
 
 from rankscope.agent.calls import Scope
+from rankscope.agent.chosen import ChosenSteps
 from rankscope.agent.clock import StepClock
 from rankscope.agent.compiling import HIDDEN, EagerStance, HiddenSteps, outermost_modules_of
 from rankscope.agent.guard import MAX_FAILURES, Guard, say
 from rankscope.agent.hooks import HookSet
 from rankscope.agent.keeper import Keeper
 from rankscope.agent.modules import ModuleInfo, ModuleTable, Root
-from rankscope.agent.optimizers import OptimizerSearch, steps_running
+from rankscope.agent.optimizers import OptimizerSearch, runs_closure, steps_running
 from rankscope.agent.parameters import ParameterEvents
 from rankscope.agent.recorder import Recorder
 from rankscope.agent.scalers import ScalerWatch
 from rankscope.agent.settings import Settings, matches
-from rankscope.agent.stack import explain_no_room, has_room_for
+from rankscope.agent.stack import explain_no_room, has_room_for, is_inferring_shapes
 from rankscope.agent.tracer import Tracer
-from rankscope.agent.trigger import Trigger
 from rankscope.agent.updates import Updates
 from rankscope.agent.values import ValueReader
 from rankscope.capture.describe import Describer
@@ -57,6 +57,8 @@ class Opened:
     """Folder in which the traced ranks agree on a step, None for a rank that is alone."""
     keeper: Keeper | None = None
     """Keeps full tensors, None where none were asked for."""
+    is_launched: bool = False
+    """A launcher of ours has the last word on the trace."""
 
 
 class Session:
@@ -87,7 +89,9 @@ class Session:
         self._eval_scope: Scope | None = None
         self._traced_train: int | None = None
         """Number of the train step being traced."""
-        self._trigger: Trigger | None = None
+        self._chosen = ChosenSteps(settings.steps)
+        self._is_train_over = False
+        """No later train step can be traced: only evaluation is still watched for."""
         self._hidden = HiddenSteps()
         self._stance = EagerStance(is_wanted=settings.compile == "eager")
         self._stance.choose(is_eager=0 in settings.steps)
@@ -117,6 +121,7 @@ class Session:
         self._writer = opened.writer
         self._rank = opened.identity.rank
         self._recorder, self._keeper = opened.recorder, opened.keeper
+        self._is_launched = opened.is_launched
         settings = self._settings
         self._table = ModuleTable(enters_compiled=settings.compile == "eager")
         self._values = ValueReader(self._recorder, Describer(self._rank), settings, self._keeper)
@@ -135,13 +140,9 @@ class Session:
             own_input=hook(tracer.own_input_hook),
             own_output=hook(tracer.own_output_hook),
         )
-        if settings.steps.file is not None:
-            self._trigger = Trigger(
-                settings.steps.file, opened.meeting_place,
-                missed=self._missed, failed=self._trigger_failed,
-            )  # fmt: skip
+        self._chosen.watch_file(self._recorder, self._rank, opened.meeting_place)
         if self._preferred_root is not None:
-            self._table.prefer(self._preferred_root)
+            self._tracer.select(self._table.prefer(self._preferred_root))
             self._preferred_root = None
         return True
 
@@ -163,8 +164,9 @@ class Session:
         if self._keeper is not None:
             with invisible():
                 self._keeper.close()
-        if self._trigger is not None:
-            self._trigger.close()
+        if reason is not EndReason.SWITCHED_OFF:  # which says why itself
+            self._report_no_step()
+        self._chosen.close()
         self._writer.close(reason)
 
     def _report_unmatched_globs(self) -> None:
@@ -185,6 +187,14 @@ class Session:
             self._recorder.not_kept(glob, text)
             if self._rank == 0:
                 say(f"{text}. Write path:slot, such as 'layers.0.*:output' or '**:param:*'")
+
+    def _report_no_step(self) -> None:
+        """Say that the job ended before any step it was to trace."""
+        text = self._chosen.none_traced(self._clock.train, self._clock.eval)
+        if text:
+            self._recorder.error(None, text)
+            if self._rank == 0 and not self._is_launched:
+                say(text)
 
     def disarm(self) -> None:
         """Stop without a word in the spool: a forked child, or a process that is not to be
@@ -232,6 +242,9 @@ class Session:
             return
         if info is not None and (info.root is None or (info.path and not self._clock.is_ended)):
             return
+        if self._is_train_over and info is not None and self._is_train_forward(info, module):
+            self._hooks.stop_watching()  # until the next optimizer step
+            return
         expected, self._expected = self._expected, None
         if info is not None and info.root is expected and not info.is_wrapper:
             return  # the wrapper around it has just been counted
@@ -243,18 +256,26 @@ class Session:
     def _optimizer_begins(
         self, optimizer: torch.optim.Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> None:
+        if self._is_train_over:
+            return
         self._optimizers.saw(optimizer)
         self._scalers.stepped()
         self._clock.set_optimizer_depth(steps_running() - 1)
         if not self._clock.optimizer_begins():
             return
-        self._begin_hidden_step(optimizer)
+        if not runs_closure(args, kwargs):  # which may run the forward inside the step
+            self._begin_hidden_step(optimizer)
         if self._traced_train is not None:
             self._updates.begins(optimizer, args, kwargs, self._traced_train)
 
     def _optimizer_ends(
         self, optimizer: torch.optim.Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> None:
+        if self._is_train_over:
+            self._hooks.watch_for_step()
+            return
+        if runs_closure(args, kwargs):
+            self._begin_hidden_step(optimizer)
         if not self._clock.optimizer_ends():
             return
         if self._traced_train is not None:
@@ -262,7 +283,7 @@ class Session:
         else:
             self._hooks.watch_for_step()
         # now, because the next forward of a model compiled in place is only seen if it runs eagerly
-        self._stance.choose(is_eager=self._is_expected(self._clock.train + 1))
+        self._stance.choose(is_eager=self._chosen.expects(self._clock.train + 1))
 
     def _optimizer_skipped(self, optimizer: torch.optim.Optimizer) -> None:
         if self._traced_train is not None:
@@ -275,6 +296,10 @@ class Session:
         begins.
         """
         root = info.root
+        if is_inferring_shapes():  # no part of any step: what it computes is garbage
+            step = max(self._clock.train, 0)
+            is_seen = self._hooks.is_tracing
+            return Scope(root, Mode.TRAIN, step, None, is_muted=True) if is_seen else None
         if root is None:
             return self._loose_scope()
         last = self._train_scope if torch.is_grad_enabled() else self._eval_scope
@@ -286,12 +311,9 @@ class Session:
             return None
         if self._clock.is_inside_optimizer:
             self._clock.set_optimizer_depth(steps_running())
-        with invisible():
-            has_gradients = torch.is_grad_enabled() and any(
-                p.requires_grad for p in module.parameters()
-            )
         tick = self._clock.root_forward(
-            has_gradients=has_gradients, optimizer_exists=self._optimizers.exists
+            has_gradients=self._is_train_forward(info, module),
+            optimizer_exists=self._optimizers.exists,
         )
         if tick.mode is Mode.EVAL:
             return self._begin_eval(tick.step, info)
@@ -303,6 +325,13 @@ class Session:
         self._train_scope = Scope(root, Mode.TRAIN, tick.step, root.calls_in_step, is_muted=False)
         root.calls_in_step += 1
         return self._train_scope
+
+    def _is_train_forward(self, info: ModuleInfo, module: nn.Module) -> bool:
+        """True where a root forward builds a graph that reaches a parameter."""
+        if info.root is None or not torch.is_grad_enabled():
+            return False
+        with invisible():
+            return info.root.needs_gradient(module)
 
     def _loose_scope(self) -> Scope:
         """Return the scope of a module called outside every root: the step that is running."""
@@ -338,7 +367,7 @@ class Session:
         self._end_eval()
         self._end_train()
         # hooks stay as they are: each change of theirs would compile the model again
-        if self._is_selected(Mode.TRAIN, step):
+        if self._chosen.begins(Mode.TRAIN, step):
             self._traced_train = step
             self._recorder.step(StepEvent.BEGIN, Mode.TRAIN, step)
             for info in self._table.hidden_roots():
@@ -355,32 +384,14 @@ class Session:
         """Leave the steps before and begin this one, traced or not."""
         self._end_eval()
         self._end_train()
-        if self._is_selected(Mode.TRAIN, step):
+        if self._chosen.begins(Mode.TRAIN, step):
             self._traced_train = step
             self._turn_on(Mode.TRAIN, step)
         else:
             self._turn_off()
-            if self._optimizers.exists() or self._settings.steps.is_over(step):
+            self._is_train_over = self._chosen.is_over(step)
+            if self._is_train_over or self._optimizers.exists():
                 self._hooks.stop_watching()
-
-    def _is_selected(self, mode: Mode, step: int) -> bool:
-        """Say, once as it begins, whether a step is traced."""
-        is_asked = self._trigger is not None and self._trigger.begins(mode, step)
-        return is_asked or step in self._settings.steps
-
-    def _is_expected(self, step: int) -> bool:
-        """Say whether a train step is going to be traced, as far as is known before it begins."""
-        is_asked = self._trigger is not None and self._trigger.expects(Mode.TRAIN, step)
-        return is_asked or step in self._settings.steps
-
-    def _missed(self, mode: Mode, step: int, why: str) -> None:
-        note = f"not traced on this rank: {why}"
-        self._recorder.step(StepEvent.NOTE, mode, step, note)
-        say(f"rank {self._rank}: {mode.word} step {step} is {note}")
-
-    def _trigger_failed(self, why: str) -> None:
-        self._recorder.error(None, why)
-        say(f"rank {self._rank}: {why}")
 
     def _end_train(self) -> None:
         for root in self._table.roots:
@@ -398,7 +409,7 @@ class Session:
 
     def _begin_eval(self, step: int, info: ModuleInfo) -> Scope | None:
         self._end_eval()
-        is_selected = self._is_selected(Mode.EVAL, step)
+        is_selected = self._chosen.begins(Mode.EVAL, step)
         if is_selected:
             self._eval_scope = Scope(info.root, Mode.EVAL, step, 0, is_muted=False)
             self._turn_on(Mode.EVAL, step)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from rankscope.agent.steps import StepSelection, number_ranges
 from rankscope.errors import SettingError
+from rankscope.spool.writer import MINIMUM_LIMIT_BYTES
 
 __all__ = [
     "SETTINGS",
@@ -42,6 +43,15 @@ def parse_size(text: str) -> int:
     return int(float(found[1]) * _UNITS[found[2].lower()])
 
 
+def _parse_spool_bytes(text: str) -> int:
+    size = parse_size(text)
+    if size < MINIMUM_LIMIT_BYTES:
+        raise SettingError(
+            f"{text!r} is too little: a rank needs {MINIMUM_LIMIT_BYTES >> 10}K or more"
+        )
+    return size
+
+
 def _parse_globs(text: str) -> tuple[str, ...]:
     globs = tuple(part.strip() for part in text.split(",") if part.strip())
     if not globs:
@@ -59,11 +69,13 @@ def _parse_ranks(text: str) -> tuple[int, ...] | None:
 
 
 def _parse_phases(text: str) -> tuple[str, ...]:
-    known = {"setup", "forward", "recompute", "backward", "grads", "params", "collective"}
+    known = ("setup", "forward", "recompute", "backward", "grads", "params", "collective")
+    if text == "all":
+        return known
     chosen = _parse_globs(text)
-    wrong = sorted(set(chosen) - known)
+    wrong = sorted(set(chosen) - set(known))
     if wrong:
-        raise SettingError(f"unknown phase {wrong[0]!r}: choose from {', '.join(sorted(known))}")
+        raise SettingError(f"unknown phase {wrong[0]!r}: choose from {', '.join(known)}")
     return chosen
 
 
@@ -94,7 +106,7 @@ def _parse_whole(text: str) -> int:
 def _parse_digest(text: str) -> str:
     if text not in {"full", "none"}:
         raise SettingError(
-            f"digest={text!r}: write full (statistics, hash and sketch) or none (structure only)"
+            f"{text!r} is neither: write full (statistics, hash, sketch) or none (structure only)"
         )
     return text
 
@@ -102,7 +114,7 @@ def _parse_digest(text: str) -> str:
 def _parse_compile(text: str) -> str:
     if text not in {"opaque", "eager"}:
         raise SettingError(
-            f"compile={text!r}: write opaque (a compiled region is one node) or eager (traced "
+            f"{text!r} is neither: write opaque (a compiled region is one node) or eager (traced "
             "steps run it as written: all is seen, but the numbers are not bitwise the compiled)"
         )
     return text
@@ -169,9 +181,9 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         name="phases",
         parse=_parse_phases,
-        default="setup,forward,recompute,backward,grads,params,collective",
+        default="all",
         metavar="PHASES",
-        help="phases to trace, separated by commas",
+        help="phases to trace, separated by commas, or all",
     ),
     Setting(
         name="slots",
@@ -210,7 +222,7 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting(
         name="spool-bytes",
-        parse=parse_size,
+        parse=_parse_spool_bytes,
         default="256M",
         metavar="SIZE",
         help="unsent bytes a rank may hold before whole steps are dropped",

@@ -1,4 +1,4 @@
-"""What Python's own stack tells: the keywords of a call, how many calls run, how much room is left.
+"""What Python's own stack tells: the keywords of a call, who made it, how much room is left.
 
 A module call takes one frame more while any hook is on (torch's own `inner`), so a model may run
 untraced and end in a RecursionError traced. That must not happen: such a model is not traced.
@@ -9,7 +9,15 @@ from __future__ import annotations
 import sys
 from types import FrameType
 
-__all__ = ["explain_no_room", "has_room_for", "keyword_arguments", "module_calls_running"]
+from rankscope.capture.torch_internals import shape_inference
+
+__all__ = [
+    "explain_no_room",
+    "has_room_for",
+    "is_inferring_shapes",
+    "keyword_arguments",
+    "module_calls_running",
+]
 
 _PER_CALL = 5
 """Levels that one nested call with hooks takes: `__call__` from C, three frames of torch's and
@@ -65,3 +73,14 @@ def module_calls_running() -> int:
         count += code.co_name == "inner" and code.co_filename.endswith("module.py")
         frame = frame.f_back
     return count
+
+
+def is_inferring_shapes() -> bool:
+    """True where a pipeline stage runs its module on empty memory, only to learn shapes."""
+    inferring = shape_inference()
+    frame: FrameType | None = sys._getframe(1) if inferring else None
+    while frame is not None:
+        if frame.f_code in inferring:
+            return True
+        frame = frame.f_back
+    return False

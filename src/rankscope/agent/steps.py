@@ -53,14 +53,14 @@ class StepSelection:
             if part == "all":
                 periods.append(1)
             elif colon and word == "every":
-                periods.append(_period(text, rest))
+                periods.append(_period(rest))
             elif colon and word == "at":
                 if file is not None:
-                    raise SettingError(f"steps={text!r}: one file is enough; leave an at: away")
-                file = _file(text, rest)
+                    raise SettingError(f"{text!r} names two files: leave an at: away")
+                file = _file(rest)
                 parts[number] = f"at:{file}"
             else:
-                ranges.append(_range(f"steps={text!r}", part, _HOW))
+                ranges.append(_range("a step", part, _HOW))
         return cls(",".join(parts), tuple(ranges), tuple(periods), file)
 
 
@@ -71,38 +71,35 @@ def number_ranges(name: str, text: str) -> tuple[tuple[int, int], ...]:
         SettingError: the text is something else; names the setting.
     """
     how = f"write {name} as 0-3,8 or all"
-    return tuple(_range(f"{name}={text!r}", part.strip(), how) for part in text.split(","))
+    noun = f"a {name.removesuffix('s')}"
+    return tuple(_range(noun, part.strip(), how) for part in text.split(","))
 
 
-def _range(where: str, part: str, how: str) -> tuple[int, int]:
+def _range(noun: str, part: str, how: str) -> tuple[int, int]:
     found = _RANGE.fullmatch(part)
     if not found:
-        raise SettingError(f"{where}: {part!r} is none; {how}" if part else f"{where}: {how}")
+        raise SettingError(f"{part!r} is not {noun}: {how}")
     first, last = int(found[1]), int(found[2] or found[1])
     if last < first:
-        raise SettingError(f"{where}: {part} ends before it begins; write {last}-{first}")
+        raise SettingError(f"{part} ends before it begins: write {last}-{first}")
     return first, last
 
 
-def _period(text: str, period: str) -> int:
+def _period(period: str) -> int:
     if not period.isdigit() or not int(period):
-        raise SettingError(
-            f"steps={text!r}: 'every:' wants a positive number of steps, like every:100"
-        )
+        raise SettingError(f"'every:{period}' wants a positive number of steps, like every:100")
     return int(period)
 
 
-def _file(text: str, name: str) -> Path:
+def _file(name: str) -> Path:
     if not name:
-        raise SettingError(
-            f"steps={text!r}: 'at:' wants the file to be touched, like at:/shared/now"
-        )
+        raise SettingError("'at:' wants the file to be touched, like at:/shared/now")
     file = Path(name).expanduser().absolute()
     if os.path.isdir(file):
-        raise SettingError(f"steps={text!r}: {file} is a folder; name a file in it: at:{file}/now")
+        raise SettingError(f"{file} is a folder; name a file in it: at:{file}/now")
     if not os.path.isdir(file.parent):
         raise SettingError(
-            f"steps={text!r}: nobody could touch {file}, because {file.parent} is no folder that "
+            f"nobody could touch {file}, because {file.parent} is no folder that "
             f"can be entered here; make it first"
         )
     return file

@@ -40,9 +40,21 @@ def misspelt_variables(environ: Mapping[str, str] = os.environ) -> str:
     """Return one sentence on variables that begin like ours and mean nothing; "" without any."""
     known = {setting.variable for setting in SETTINGS} | _OTHERS
     ends = {name.removeprefix(_PREFIX): name for name in known}
+    switch = _PREFIX.rstrip("_")
+    parts = [
+        f"{name} is no setting, did you mean {switch}?"
+        for name in sorted(environ)
+        if name != switch and not name.startswith(_PREFIX) and _is_nearly(name, switch)
+    ]
     wrong = [name for name in environ if name.startswith(_PREFIX) and name not in known]
-    parts = []
     for name in sorted(wrong):
         near = difflib.get_close_matches(name.removeprefix(_PREFIX), ends, n=1)
         parts.append(f"{name} is no setting" + (f", did you mean {ends[near[0]]}?" if near else ""))
     return "; ".join(parts)
+
+
+def _is_nearly(name: str, switch: str) -> bool:
+    """True for one letter too few, too many, another or in its neighbour's place."""
+    if abs(len(name) - len(switch)) > 1 or name[:1] != switch[:1]:
+        return False
+    return difflib.SequenceMatcher(None, name, switch, autojunk=False).ratio() > 0.85

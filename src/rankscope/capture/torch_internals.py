@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from types import CodeType
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ __all__ = [
     "placement_class",
     "registered_children",
     "run_compiled_eagerly",
+    "shape_inference",
     "shard_order",
     "stops_recomputation",
 ]
@@ -319,6 +321,22 @@ def default_store() -> Any:
     """Return the store of the default process group, None where torch does not say."""
     find = getattr(torch.distributed.distributed_c10d, "_get_default_store", None)
     return find() if find is not None else None
+
+
+_INFERENCE = ("_forward_metadata_inference", "_backward_metadata_inference", "_shape_inference")
+
+
+def shape_inference() -> frozenset[CodeType]:
+    """Return the functions in which a pipeline stage runs once on empty memory, to learn shapes.
+
+    Without their names, or where no pipeline was imported, there are none: that run then counts as
+    a micro-batch.
+    """
+    stage = getattr(_modules.get("torch.distributed.pipelining.stage"), "PipelineStage", None)
+    if stage is None:
+        return frozenset()
+    found = (getattr(getattr(stage, name, None), "__code__", None) for name in _INFERENCE)
+    return frozenset(code for code in found if code is not None)
 
 
 # ---------------------------------------------------------------- pytrees

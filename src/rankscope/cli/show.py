@@ -50,7 +50,7 @@ def command(
     """Show the tree of a trace: calls, placements, numbers, and where ranks differ."""
     import sys
 
-    from rankscope.cli.terminal import Paint, opened
+    from rankscope.cli.terminal import Paint, fitted, opened, width
     from rankscope.cli.treetext import View, tree_lines
 
     view = View.parse(
@@ -63,5 +63,7 @@ def command(
         stats=stats,
         slots=slots,
     )
+    columns = width()
     for line in tree_lines(opened(trace), view, Paint(sys.stdout)):
-        typer.echo(line)
+        for row in fitted(line, columns):
+            typer.echo(row)

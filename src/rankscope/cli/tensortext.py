@@ -13,8 +13,9 @@ from rankscope.record.layoutfile import LayoutFile
 from rankscope.tree.askedtensors import asked_tensors, printed, save_tensors
 from rankscope.tree.ranks import ranks_text
 from rankscope.tree.reader import Trace
+from rankscope.tree.selection import default_phase
 from rankscope.tree.tensorlist import Kept, Listing, list_tensors
-from rankscope.tree.tensornames import Wanted, choose, default_phase
+from rankscope.tree.tensornames import Wanted, choose
 
 __all__ = ["listing_lines", "run_tensor"]
 

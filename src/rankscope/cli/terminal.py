@@ -4,6 +4,8 @@ second."""
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -14,9 +16,11 @@ from typing import TextIO
 from rankscope.tree.reader import Trace, open_trace
 from rankscope.tree.writer import Progress
 
-__all__ = ["Paint", "opened", "progress"]
+__all__ = ["Paint", "fitted", "opened", "progress", "width"]
 
 _CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
+_COLOR = re.compile(r"\x1b\[\d+m")
+_PART = re.compile(r"( {2,}|^)((?:\S| (?! ))+)")
 _FIRST_S = 1.0
 """Nothing is said about work that is done sooner."""
 _EVERY_S = 0.2
@@ -32,6 +36,38 @@ class Paint:
     def __call__(self, style: str, text: str) -> str:
         """Return the text in a style of `_CODES`."""
         return f"\x1b[{_CODES[style]}m{text}\x1b[0m" if self._is_on and text else text
+
+
+def width() -> int:
+    """Return the columns of the terminal, or of the variable COLUMNS; 0 where lines may be of any
+    length.
+    """
+    return shutil.get_terminal_size((0, 0)).columns
+
+
+def fitted(line: str, columns: int) -> Iterator[str]:
+    """Yield a line in rows that fit: broken between its parts (two spaces), else between words."""
+    if not columns or _length(line) <= columns:
+        yield line
+        return
+    text = line.lstrip()
+    indent = " " * (len(line) - len(text))
+    row = indent
+    for gap, part in _PART.findall(text):
+        pieces = [(gap, part)]
+        if _length(f"{indent}    {part}") > columns:
+            pieces = [(gap if not n else " ", word) for n, word in enumerate(part.split(" "))]
+        for between, piece in pieces:
+            if row.strip() and _length(f"{row}{between}{piece}") > columns:
+                yield row
+                row = f"{indent}    {piece}"
+            else:
+                row = f"{row}{between}{piece}"
+    yield row
+
+
+def _length(text: str) -> int:
+    return len(_COLOR.sub("", text))
 
 
 @contextmanager

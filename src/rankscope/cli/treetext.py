@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from rankscope.cli.terminal import Paint
@@ -11,7 +11,7 @@ from rankscope.errors import SelectionError
 from rankscope.record.call import Mode, Phase
 from rankscope.record.value import Digest
 from rankscope.tree.combined import Combined
-from rankscope.tree.ranks import ranks_text
+from rankscope.tree.ranks import ranks_named, ranks_text
 from rankscope.tree.reader import Step, Trace
 from rankscope.tree.selection import (
     glob_matches,
@@ -20,7 +20,8 @@ from rankscope.tree.selection import (
     parse_phase,
     parse_ranges,
 )
-from rankscope.tree.views import Node, SlotView
+from rankscope.tree.summary import crashes, endings, extent, state
+from rankscope.tree.views import Node, SlotView, shape_text
 
 __all__ = ["View", "tree_lines"]
 
@@ -102,17 +103,29 @@ def tree_lines(trace: Trace, view: View, paint: Paint) -> Iterator[str]:
     ):
         raise nothing_matched("--slots", view.slots, slots)
     yield from _header(trace, paint)
+    lives = len({rank["incarnation"] for rank in trace.run["ranks"]})
     for group in groups:
         name = "setup" if group.is_setup else f"{group.mode.word} step {group.step}"
-        if group.incarnation:
+        if lives > 1:
             name += f" (life {group.incarnation} of the ranks)"
         yield paint("bold", name)
         yield from (f"  {note}" for note in group.notes)
         for node in group.nodes:
             yield from _node_lines(node, 1, view, paint)
+    yield from _complaints(trace, paint)
     hidden = [step for step in trace.steps if step not in groups]
     if view.steps is None and hidden:
         yield paint("dim", f"also traced: {_names(hidden)}; show them with --step, --mode")
+
+
+def _complaints(trace: Trace, paint: Paint) -> Iterator[str]:
+    """Yield what ranks could not do as they were asked, and that belongs to no call."""
+    ranks_by_text: dict[str, list[int]] = {}
+    for rank in trace.completeness["ranks"]:
+        for text in rank["errors"]:
+            ranks_by_text.setdefault(text, []).append(rank["rank"])
+    for text, ranks in ranks_by_text.items():
+        yield paint("yellow", f"{ranks_named(ranks)}: {text}")
 
 
 def _groups(trace: Trace, view: View) -> list[Step]:
@@ -142,19 +155,12 @@ def _names(steps: Iterable[Step]) -> str:
     return ", ".join(f"{mode} {ranks_text(numbers)}" for mode, numbers in by_mode.items())
 
 
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
 def _header(trace: Trace, paint: Paint) -> Iterator[str]:
-    run = trace.run
-    meshes = "; ".join(f"mesh {mesh['name']}" for mesh in run["meshes"])
-    parts = [
-        f"{_counted(run['world_size'], 'rank')} on {_counted(len(run['hosts']), 'host')}",
-        *([meshes] if meshes else []),
-    ]
-    state = paint("green", "complete") if trace.is_complete else paint("red", "incomplete")
-    yield f"{paint('bold', str(trace.path))}  {', '.join(parts)}, {state}"
+    is_fine = trace.is_complete and not endings(trace) and trace.steps
+    how = paint("green" if is_fine else "red", state(trace))
+    yield f"{paint('bold', str(trace.path))}  {extent(trace)}, {how}"
+    for first in crashes(trace)[:1]:
+        yield paint("red", f"first: {first} ({ranks_named([first.rank])})")
 
 
 def _node_lines(node: Node, depth: int, view: View, paint: Paint) -> Iterator[str]:
@@ -169,11 +175,14 @@ def _node_lines(node: Node, depth: int, view: View, paint: Paint) -> Iterator[st
     if shown:
         yield pad + _head(node, paint)
         yield from (pad + "    " + line for line in _outcome_lines(node, paint))
-        for slot in node.slots if view.slots != "none" else ():
+        slots = node.slots
+        for slot in slots if view.slots != "none" else ():
             if glob_matches(view.slots, slot.slot) and (
                 view.rank is None or view.rank in slot.ranks
             ):
-                yield from (pad + "    " + line for line in _slot_lines(slot, view, paint))
+                others = [s for s in slots if s.slot == slot.slot and s is not slot]
+                lines = _slot_lines(slot, others if slot.disagreement else (), view, paint)
+                yield from (pad + "    " + line for line in lines)
     if view.depth is None or depth <= view.depth:
         for child in node.children:
             yield from _node_lines(child, depth + 1 if shown else depth, view, paint)
@@ -191,7 +200,7 @@ def _head(node: Node, paint: Paint) -> str:
         parts.append(f"[{', '.join(node.wrappers)}]")
     if node.is_opaque:
         parts.append(paint("dim", "opaque"))
-    parts.append(paint("dim", f"ranks {ranks_text(node.ranks)}"))
+    parts.append(paint("dim", ranks_named(node.ranks)))
     if node.time.max_us:
         slowest = f", slowest rank {node.time.slowest}" if len(node.ranks) > 1 else ""
         parts.append(paint("dim", f"{_duration(node.time.max_us)}{slowest}"))
@@ -208,16 +217,35 @@ def _outcome_lines(node: Node, paint: Paint) -> Iterator[str]:
     if node.status != "returned":
         for outcome in node.outcomes:
             if outcome.status != "returned":
-                text = f"{outcome.status.replace('_', ' ')} on rank {ranks_text(outcome.ranks)}"
+                text = f"{outcome.status.replace('_', ' ')} on {ranks_named(outcome.ranks)}"
                 color = "dim" if outcome.status in _NO_FAULT else "red"
                 yield paint(color, f"{text}: {outcome.error}" if outcome.error else text)
     for error in node.errors:
-        yield paint(
-            "yellow", f"rankscope failed here on rank {ranks_text(error.ranks)}: {error.error}"
-        )
+        yield paint("yellow", f"rankscope failed here on {ranks_named(error.ranks)}: {error.error}")
 
 
-def _slot_lines(slot: SlotView, view: View, paint: Paint) -> Iterator[str]:
+def _disagreement(slot: SlotView, others: Sequence[SlotView], paint: Paint) -> str:
+    """Say what ranks differ in: as a fault only where one mesh spans them, which binds them to one
+    tensor. Stages of a pipeline share a path and hold different things."""
+    what = ", ".join(slot.disagreement)
+    mesh = slot.layout().mesh
+    bound = set(mesh.ranks) if mesh else set()
+    if any(other.placements and bound & set(other.ranks) for other in others):
+        return paint("red", f"{ranks_named(slot.ranks)} disagree in {what}")
+    return f"{paint('dim', ranks_named(slot.ranks))}  differs by rank: {what}"
+
+
+def _slot_lines(
+    slot: SlotView, others: Sequence[SlotView], view: View, paint: Paint
+) -> Iterator[str]:
+    """Yield what is known of a slot.
+
+    Args:
+        slot: one entry.
+        others: entries of the same slot, of ranks that differ from it.
+        view: what was asked for.
+        paint: gives colour.
+    """
     if slot.dtype == "python":
         notes = [fold.note or "" for fold in slot.folds]
         yield f"{slot.slot} = {notes[0]}" + (
@@ -225,8 +253,7 @@ def _slot_lines(slot: SlotView, view: View, paint: Paint) -> Iterator[str]:
         )
         return
     folds = slot.folds
-    shape = slot.global_shape if slot.global_shape is not None else folds[0].shape
-    parts = [f"{slot.slot:<14} {slot.dtype}{list(shape)}"]
+    parts = [f"{slot.slot:<14} {slot.dtype}{shape_text(slot, view.rank)}"]
     if slot.placements:
         parts.append(
             paint("cyan", " ".join(f"{axis}={text}" for axis, text in slot.placements.items()))
@@ -235,8 +262,7 @@ def _slot_lines(slot: SlotView, view: View, paint: Paint) -> Iterator[str]:
     if flags:
         parts.append(paint("yellow", ",".join(flags)))
     if slot.disagreement:
-        named = f"ranks {ranks_text(slot.ranks)} disagree in {', '.join(slot.disagreement)}"
-        parts.append(paint("red", named))
+        parts.append(_disagreement(slot, others, paint))
     numbers, is_one = _numbers(slot, view)
     if numbers is not None:
         parts.append(_statistics(numbers, view))
@@ -254,12 +280,12 @@ def _slot_lines(slot: SlotView, view: View, paint: Paint) -> Iterator[str]:
     wholes = slot.combined
     if wholes and all(whole.is_known for whole in wholes):  # one tensor per mesh of a kind
         for whole in wholes[:_MAX_VALUES] if view.columns else ():
-            yield f"  ranks {ranks_text(whole.ranks):<9} together  {_statistics(whole, view)}"
+            yield f"  {ranks_named(whole.ranks):<15} together  {_statistics(whole, view)}"
         return
     for fold in folds[:_MAX_VALUES] if view.columns else ():
         if fold.digest is not None:
             numbers_text = _statistics(fold.digest, view)
-            yield f"  ranks {ranks_text(fold.ranks):<9} {list(fold.shape)}  {numbers_text}"
+            yield f"  {ranks_named(fold.ranks):<15} {list(fold.shape)}  {numbers_text}"
     if len(folds) > _MAX_VALUES and view.columns:
         yield paint("dim", f"  and {len(folds) - _MAX_VALUES} more")
 

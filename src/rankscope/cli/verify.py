@@ -44,6 +44,8 @@ def command(
 
 
 def _report(trace: Trace) -> dict[str, Any]:
+    from rankscope.tree.summary import as_json, crashes
+
     return {
         "format": "rankscope.report/1",
         "command": "verify",
@@ -51,11 +53,16 @@ def _report(trace: Trace) -> dict[str, Any]:
         "trace": str(trace.path),
         "is_live": trace.is_live,
         **trace.completeness,
+        "raised": [as_json(crash) for crash in crashes(trace)],
     }
 
 
 def _lines(trace: Trace, paint: Paint) -> Iterator[str]:
+    from rankscope.tree.ranks import ranks_named
+    from rankscope.tree.summary import crashes, endings
+
     state = trace.completeness
+    left = {(crash.rank, crash.incarnation): crash for crash in crashes(trace)}
     yield paint(
         "dim", f"{'rank':>6} {'life':>4} {'committed':>12} {'received':>12} {'dropped':>8}  end"
     )
@@ -66,11 +73,17 @@ def _lines(trace: Trace, paint: Paint) -> Iterator[str]:
             f"{rank['dropped']:>8}  {rank['end']}"
         )
         yield line if rank["complete"] else paint("red", line)
-        yield from (f"{'':>6} {text}" for text in _remarks(rank))
+        crash = left.get((rank["rank"], rank["incarnation"]))
+        texts = [*([f"raised: {crash}"] if crash else ()), *_remarks(rank)]
+        yield from (f"{'':>6} {text}" for text in texts)
     if state["missing"]:
-        yield paint("red", f"nothing at all from rank {state['missing']}")
+        yield paint("red", f"nothing at all from {ranks_named(state['missing'])}")
     if trace.is_complete:
         yield paint("green", "complete: every record of every rank is in the trace")
+        if ended := endings(trace):
+            yield paint("red", f"but the job did not end in order: {'; '.join(ended)}")
+        if not trace.steps:
+            yield paint("yellow", "no step was traced")
     else:
         yield paint(
             "red", "incomplete" + (": the job may still be running" if trace.is_live else "")
@@ -109,6 +122,8 @@ def _remarks(rank: Mapping[str, Any]) -> Iterator[str]:
         yield f"spool full: {gap['mode']} steps {steps} lost {lost}"
     if rank["end"] in _ENDS:
         yield _ENDS[rank["end"]]
+    if (rank["committed"] or 0) < rank["received"] and rank["committed"] is not None:
+        yield "more is here than the rank committed: its records are mixed with others"
     yield from rank["errors"]
     yield from rank["notes"]
     yield from rank.get("tensors", ())

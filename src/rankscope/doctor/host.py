@@ -12,23 +12,19 @@ from contextlib import suppress
 from pathlib import Path
 
 from rankscope.agent.settings import Settings
-from rankscope.agent.wording import as_variables
 from rankscope.capture.kernel import build as build_kernel
 from rankscope.doctor.condition import Condition
 from rankscope.errors import RankscopeError
 from rankscope.gather.leaving import is_abandoned
 from rankscope.spool.companions import ipc_address
 from rankscope.spool.folder import (
-    RUN_NAME,
     check_free_space,
     host_run_folder,
     remove_run_folder,
     run_key,
     spool_base,
-    stream_folder,
     streams,
 )
-from rankscope.spool.lock import is_alive
 from rankscope.spool.mounts import mount_of
 
 __all__ = ["clock", "descriptors", "kernel", "leftovers", "spool_conditions"]
@@ -51,7 +47,7 @@ def spool_conditions(settings: Settings, local_ranks: int) -> Iterator[Condition
         folder = host_run_folder(base, run_key(f"doctor {os.getpid()} {time.time_ns()}"))
     except RankscopeError as error:
         yield Condition.failed(
-            "spool folder", as_variables(str(error)), "give a local folder with --spool"
+            "spool folder", str(error).partition(";")[0], "give a local folder with --spool"
         )
         yield from (Condition.skipped(name, "spool folder") for name in _SPOOL_NAMES[1:])
         return
@@ -208,9 +204,6 @@ def leftovers(settings: Settings) -> Condition:
 def _is_left(folder: Path) -> bool:
     """True for a run that holds records, and in which nobody is at work."""
     try:
-        held = streams(folder)
-        if (folder / RUN_NAME).exists():  # without it, one process traced itself
-            return bool(held) and is_abandoned(folder)
-        return bool(held) and not any(is_alive(stream_folder(folder, each)) for each in held)
+        return bool(streams(folder)) and is_abandoned(folder)
     except (RankscopeError, OSError):
         return False

@@ -240,12 +240,12 @@ class Intake:
         if identity not in self._peers:
             return None  # of another run, or this collector has just been started: it says Hello
         match message:
-            case Frame(stream, offset, _, body):
-                return self._append(stream, offset, body)
-            case Open(stream):
-                return self._open(stream)
-            case Ended(stream, committed, reason):
-                return self._end(stream, committed, reason)
+            case Frame():
+                return self._append(message)
+            case Open(stream, origin):
+                return self._open(stream, origin)
+            case Ended():
+                return self._end(message)
             case ChunkOpen(stream) | ChunkFrame(stream) | ChunkEnded(stream):
                 if stream not in self._ends:
                     raise WireError(f"a chunk of {stream.name}, which nobody opened")
@@ -287,54 +287,74 @@ class Intake:
         self._peers[identity] = _Peer(host=hello.host)
         return None
 
-    def _open(self, stream: StreamId) -> Message:
+    def _open(self, stream: StreamId, origin: int) -> Message | None:
         if stream.rank >= self._world_size:
             return Refused(stream, f"rank {stream.rank} in a world of {self._world_size}")
         try:
-            length = self._replicas.length(stream)
+            place = self._replicas.place(stream, origin)
+            length = self._replicas.length(place)
         except FolderError as error:
             log(str(error))
             return Refused(stream, str(error))
+        except SpoolError as error:
+            self._note_trouble(str(error))
+            return None
         self._report()
-        if stream not in self._ends:
-            self._ends[stream] = None
+        if place not in self._ends:
+            self._ends[place] = None
             self.progress_at = time.monotonic()
         return At(stream, length)
 
-    def _append(self, stream: StreamId, offset: int, body: bytes) -> Message:
-        if stream not in self._ends:
-            raise WireError(f"a frame of {stream.name}, which nobody opened")
+    def _append(self, frame: Frame) -> Message:
+        stream, offset = frame.stream, frame.offset
         try:
-            length = self._replicas.append(stream, offset, body)
+            place = self._opened(stream, frame.origin)
+            length = self._replicas.append(place, offset, frame.body)
         except FolderError as error:
             log(str(error))
             return Refused(stream, str(error))
         self._report()
-        if length == offset + len(body):
+        if length == offset + len(frame.body):
             self.progress_at = time.monotonic()
         return At(stream, length)
+
+    def _opened(self, stream: StreamId, origin: int) -> StreamId:
+        """Return where the records of a stream go that a relay opened, here or before a restart.
+
+        Raises:
+            WireError: nobody opened it.
+            FolderError: its replica cannot be read.
+        """
+        place = self._replicas.placed(stream, origin)
+        if place not in self._ends:
+            raise WireError(f"a word about {stream.name}, which nobody opened")
+        return place
 
     def _report(self) -> None:
         while self._replicas.reports:
             log(self._replicas.reports.pop(0))
 
-    def _end(self, stream: StreamId, committed: int, reason: EndReason) -> Message:
-        if stream not in self._ends:
-            raise WireError(f"the end of {stream.name}, which nobody opened")
-        length = self._replicas.length(stream)
+    def _end(self, ended: Ended) -> Message:
+        stream, committed, reason = ended.stream, ended.committed, ended.reason
+        try:
+            place = self._opened(stream, ended.origin)
+            length = self._replicas.length(place)
+        except FolderError as error:
+            log(str(error))
+            return Refused(stream, str(error))
         if committed < length or reason is EndReason.RUNNING:
             raise WireError(f"{stream.name} ended {reason.value} at {committed}, {length} are here")
-        if self._ends[stream] is None:
-            marker = StreamEnd(committed=committed, end=reason)
+        known = read_end(self._out, place)
+        if known is None or known.committed < committed:
             try:
-                write_end(self._out, stream, marker)
+                write_end(self._out, place, StreamEnd(committed=committed, end=reason))
             except SpoolError as error:
                 self._note_trouble(str(error))
                 return At(stream, length)
             self._trouble = ""
-            self._ends[stream] = reason
+            self._ends[place] = reason
             self.progress_at = time.monotonic()
-            log(f"{stream.name} ended ({reason.value}), {length} of {committed} bytes")
+            log(f"{place.name} ended ({reason.value}), {length} of {committed} bytes")
         return EndedSeen(stream)
 
     def _note_trouble(self, text: str) -> None:

@@ -97,7 +97,7 @@ def collect(
     finally:
         if source is not None:
             source.close()
-        lock.release()
+        lock.remove()
 
 
 def _gather_and_build(

@@ -7,10 +7,10 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from rankscope.errors import ChunkError
+from rankscope.errors import ChunkError, SpoolError
 from rankscope.record.run import StreamId
 from rankscope.spool.chunkheader import TENSOR_FOLDER, chunk_folder, chunk_numbers
-from rankscope.spool.companions import SOCKET_NAME
+from rankscope.spool.companions import SOCKET_NAME, ipc_address
 from rankscope.spool.folder import (
     JOB_OVER_NAME,
     LAUNCHER_LOCK_NAME,
@@ -25,6 +25,7 @@ from rankscope.spool.folder import (
     streams,
 )
 from rankscope.spool.lock import is_alive
+from rankscope.spool.origin import origin_text
 from rankscope.spool.reader import StreamReader
 
 __all__ = ["is_abandoned", "is_in_tree", "remove_run"]
@@ -58,6 +59,7 @@ def remove_run(run_folder: Path, is_elsewhere: Callable[[StreamId], bool]) -> St
         shutil.rmtree(meeting, ignore_errors=True)
     for name in _OURS:
         (run_folder / name).unlink(missing_ok=True)
+    Path(ipc_address(run_folder).removeprefix("ipc://")).unlink(missing_ok=True)  # maybe elsewhere
     remove_run_folder(run_folder)
     return None
 
@@ -71,11 +73,12 @@ def is_in_tree(run_folder: Path, stream: StreamId, tree: Path) -> bool:
         return False
     try:
         ranks = json.loads(tree.read_bytes())["completeness"]["ranks"]
-        received = {(r["rank"], r["incarnation"]): int(r["received"]) for r in ranks}
-    except (OSError, ValueError, KeyError, TypeError):
+        received = {(r["rank"], r["origin"]): int(r["received"]) for r in ranks}
+        with StreamReader(stream_folder(run_folder, stream)) as reader:
+            held = received.get((stream.rank, origin_text(reader.origin())), -1)
+            return held >= reader.committed()
+    except (OSError, ValueError, KeyError, TypeError, SpoolError):
         return False
-    with StreamReader(stream_folder(run_folder, stream)) as reader:
-        return received.get((stream.rank, stream.incarnation), -1) >= reader.committed()
 
 
 def _chunks(folder: Path, stream: StreamId) -> list[int]:
@@ -86,10 +89,14 @@ def _chunks(folder: Path, stream: StreamId) -> list[int]:
 
 
 def is_abandoned(run_folder: Path) -> bool:
-    """True for a host's run folder in which nobody is at work: no rank, relay or launcher."""
-    if not (run_folder / RUN_NAME).is_file():
+    """True for a host's run folder in which nobody is at work: no rank, relay or launcher.
+
+    Without `run.json` it is that of one process that traced itself, once there are records.
+    """
+    found = streams(run_folder) if run_folder.is_dir() else []
+    if not found and not (run_folder / RUN_NAME).is_file():
         return False
     locks = (LAUNCHER_LOCK_NAME, RELAY_LOCK_NAME, MUSTER_LOCK_NAME)
     return not any(is_held(run_folder / name) for name in locks) and not any(
-        is_alive(stream_folder(run_folder, stream)) for stream in streams(run_folder)
+        is_alive(stream_folder(run_folder, stream)) for stream in found
     )

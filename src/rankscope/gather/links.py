@@ -274,13 +274,20 @@ class SharedLink:
 
     def _ship(self, shipment: Shipment, now: float) -> bool:
         message = shipment.next_message(now, WINDOW_BYTES)
+        if message is None:
+            return False
+        try:
+            place = self._replicas.place(shipment.stream, shipment.origin)
+        except SpoolError:
+            return False  # the disk is full: asked again
         match message:
-            case Open(stream):
-                shipment.take_offset(self._replicas.length(stream), now)
-            case Frame(stream, offset, _, body):
-                shipment.take_offset(self._replicas.append(stream, offset, body), now)
-            case Ended(stream, committed, reason):
-                if read_end(self._out, stream) is None:
-                    write_end(self._out, stream, StreamEnd(committed=committed, end=reason))
+            case Open():
+                shipment.take_offset(self._replicas.length(place), now)
+            case Frame(_, _, offset, _, body):
+                shipment.take_offset(self._replicas.append(place, offset, body), now)
+            case Ended(_, _, committed, reason):
+                known = read_end(self._out, place)
+                if known is None or known.committed < committed:
+                    write_end(self._out, place, StreamEnd(committed=committed, end=reason))
                 shipment.take_end_seen()
-        return message is not None
+        return True

@@ -96,6 +96,8 @@ class Open:
     """Which offset of this stream do you hold?"""
 
     stream: StreamId
+    origin: int
+    """Which process wrote it (`spool.origin`): a node that was replaced counts from 0 again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +105,7 @@ class Frame:
     """Whole records of a stream, from `offset` on."""
 
     stream: StreamId
+    origin: int
     offset: int
     crc: int
     """CRC-32 of the body."""
@@ -114,6 +117,7 @@ class Ended:
     """Everything this stream committed was acknowledged, and no more will come."""
 
     stream: StreamId
+    origin: int
     committed: int
     reason: EndReason
 
@@ -137,7 +141,7 @@ class Bye:
 
 @dataclass(frozen=True, slots=True)
 class At:
-    """The replica of this stream is `offset` bytes long."""
+    """The replica of this stream, as its relay names it, is `offset` bytes long."""
 
     stream: StreamId
     offset: int
@@ -330,14 +334,15 @@ def _read_offset(places: Sequence[object]) -> int:
 _COUNT = _number(1 << 24)
 _TEXT = _Field(lambda text: (text[:_LONGEST_TEXT],), _read_text)
 _STREAM = _Field(lambda stream: (stream.rank, stream.incarnation), _read_stream, 2)
+_ORIGIN = _number(1 << 64)
 _OFFSET = _Field(lambda offset: (offset,), _read_offset)
 _CHUNK, _SIZE = _number(1_000_000_000), _number(_LARGEST_OFFSET)
 
 _SHAPES: Mapping[int, _Shape] = {
     1: _shape(Hello, _number(1 << 16), _TEXT, _TEXT),
-    2: _shape(Open, _STREAM),
-    3: _shape(Frame, _STREAM, _OFFSET, _number(1 << 32)),
-    4: _shape(Ended, _STREAM, _OFFSET, _member(tuple(EndReason))),
+    2: _shape(Open, _STREAM, _ORIGIN),
+    3: _shape(Frame, _STREAM, _ORIGIN, _OFFSET, _number(1 << 32)),
+    4: _shape(Ended, _STREAM, _ORIGIN, _OFFSET, _member(tuple(EndReason))),
     5: _shape(Beat, _COUNT, _COUNT, _member(tuple(JobState)), _COUNT),
     6: _shape(Bye),
     10: _shape(At, _STREAM, _OFFSET),

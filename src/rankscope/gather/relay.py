@@ -205,7 +205,7 @@ class _Relay:
 
         def is_delivered(stream: StreamId) -> bool:
             shipment = self._shipments.get(stream)
-            return (shipment is not None and shipment.is_delivered) or is_in_tree(
+            return (shipment is not None and shipment.is_delivered()) or is_in_tree(
                 self._run_folder, stream, self._tree
             )
 

@@ -2,7 +2,8 @@
 
 The length of a replica is the collector's whole state: it is opened by cutting it to its valid
 prefix (a kill may have torn the last write) and grows only at exactly its own end. Paths are built
-from integers only and never followed through links. One folder holds replicas of one run only.
+from integers only and never followed through links. One folder holds replicas of one run only, and
+a replica records of one process only: another one of the same rank and life has the next life.
 """
 
 from __future__ import annotations
@@ -12,14 +13,18 @@ import errno
 import json
 import os
 import resource
+import socket
 import stat
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from rankscope.errors import FolderError, SpoolError
 from rankscope.record.run import EndReason, StreamId
+from rankscope.spool.cells import CELL_BYTES
 from rankscope.spool.folder import read_json_map, stream_named, write_by_rename
+from rankscope.spool.origin import UNKNOWN, origin_of, origin_text
 from rankscope.spool.reader import valid_prefix
 
 __all__ = [
@@ -58,6 +63,10 @@ def replica_path(out: Path, stream: StreamId) -> Path:
 
 def _end_path(out: Path, stream: StreamId) -> Path:
     return out / REPLICAS_NAME / f"{stream.name}.json"
+
+
+def _origin_path(out: Path, stream: StreamId) -> Path:
+    return out / REPLICAS_NAME / f"{stream.name}.origin"
 
 
 def replicated(out: Path) -> dict[StreamId, int]:
@@ -106,6 +115,7 @@ class Replicas:
         self._quota_bytes = quota_bytes
         self._lengths: dict[StreamId, int] = {}
         self._open: OrderedDict[StreamId, int] = OrderedDict()
+        self._places: dict[tuple[StreamId, int], StreamId] = {}
         self._run_id = ""
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         if limit == resource.RLIM_INFINITY:
@@ -130,29 +140,71 @@ class Replicas:
         """
         if run_id == self._run_id:
             return
-        path = self._out / REPLICAS_NAME / _RUN_ID_NAME
-        draft = path.with_name(f".{_RUN_ID_NAME}.{os.getpid()}.new")
-        try:
-            draft.write_text(run_id)
-            try:
-                os.link(draft, path)  # one of several hosts wins, and its file is whole
-            except FileExistsError:
-                pass
-            except OSError:  # a disk without hard links
-                if not path.exists():
-                    os.replace(draft, path)
-            held = path.read_text(errors="replace")
-        except OSError as error:
-            raise SpoolError(f"{path}: cannot be written: {error.strerror}") from error
-        finally:
-            with contextlib.suppress(OSError):
-                draft.unlink(missing_ok=True)
+        held = _first_word(self._out / REPLICAS_NAME / _RUN_ID_NAME, run_id)
         if held != run_id:
             raise FolderError(
                 f"{self._out} gathers run {held}, and takes nothing of run {run_id}: "
                 f"give each run a trace folder and a collector of its own"
             )
         self._run_id = run_id
+
+    def place(self, stream: StreamId, origin: int) -> StreamId:
+        """Return the life whose replica takes these records: their own, or the next free one.
+
+        Args:
+            stream: as the host that has them calls it.
+            origin: which process wrote them (`spool.origin`).
+
+        Raises:
+            FolderError: every life is taken, or a replica cannot be read.
+            SpoolError: it cannot be noted, now.
+        """
+        place = self.placed(stream, origin)
+        while place is None:
+            free = next(one for one in self._lives(stream) if self._holder(one) is None)
+            _first_word(_origin_path(self._out, free), origin_text(origin))
+            place = self.placed(stream, origin)  # another host may have been quicker
+            if place not in (None, stream):
+                self.reports.append(
+                    f"another process wrote {stream.name} before: the records of this one are "
+                    f"kept as {place.name}"
+                )
+        return place
+
+    def placed(self, stream: StreamId, origin: int) -> StreamId | None:
+        """Return where these records were placed, now or before a restart; None where nowhere.
+
+        Raises:
+            FolderError: every life is taken, or a replica cannot be read.
+        """
+        place = self._places.get((stream, origin))
+        if place is not None:
+            return place
+        for life in self._lives(stream):
+            holder = self._holder(life)
+            if holder is None:
+                return None
+            if holder == origin_text(origin):
+                self._places[stream, origin] = life
+                return life
+        return None
+
+    def _lives(self, stream: StreamId) -> Iterator[StreamId]:
+        """Yield a stream and its later lives.
+
+        Raises:
+            FolderError: when there are no more.
+        """
+        for life in range(stream.incarnation, 1 << 16):
+            yield StreamId(rank=stream.rank, incarnation=life)
+        raise FolderError(f"{stream.name}: every life of this rank is taken")
+
+    def _holder(self, stream: StreamId) -> str | None:
+        """Return whose records the replica of a stream takes, None where it takes anybody's."""
+        with contextlib.suppress(OSError):
+            return _origin_path(self._out, stream).read_text(errors="replace")
+        origin = _origin_in(replica_path(self._out, stream))
+        return origin_text(origin) if origin else None
 
     def length(self, stream: StreamId) -> int:
         """Bytes held of a stream; opens its replica the first time.
@@ -235,3 +287,43 @@ class Replicas:
                 if error.errno not in _NO_DESCRIPTORS or not self._open:
                     raise
                 os.close(self._open.popitem(last=False)[1])
+
+
+def _first_word(path: Path, word: str) -> str:
+    """Write a small file unless there is one; return what stands in it: the first word decides.
+
+    Raises:
+        SpoolError: it cannot be written, now.
+    """
+    draft = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.new")
+    try:
+        draft.write_text(word)
+        try:
+            os.link(draft, path)  # one of several hosts wins, and its file is whole
+        except FileExistsError:
+            pass
+        except OSError:  # a disk without hard links
+            if not path.exists():
+                os.replace(draft, path)
+        return path.read_text(errors="replace")
+    except OSError as error:
+        raise SpoolError(f"{path}: cannot be written: {error.strerror}") from error
+    finally:
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
+
+
+def _origin_in(replica: Path) -> int:
+    """Return whose records a replica begins with; UNKNOWN where there are none.
+
+    Raises:
+        FolderError: it cannot be read.
+    """
+    try:
+        with replica.open("rb") as file:
+            begin = file.read(CELL_BYTES)
+            return origin_of(begin + file.read(int.from_bytes(begin[6:8], "little") * CELL_BYTES))
+    except FileNotFoundError:
+        return UNKNOWN
+    except OSError as error:
+        raise FolderError(f"{replica}: cannot be read: {error.strerror}") from error

@@ -28,6 +28,7 @@ from rankscope.record.run import EndReason, StreamId
 from rankscope.spool.cells import CELL_BYTES, END_REASONS, RecordKind
 from rankscope.spool.folder import stream_folder
 from rankscope.spool.lock import is_alive
+from rankscope.spool.origin import UNKNOWN
 from rankscope.spool.reader import StreamReader
 from rankscope.spool.records import ending, records
 
@@ -69,9 +70,10 @@ class Shipment:
         """The other side said which offset it holds."""
         self.is_done = False
         """Nothing more will be sent: its end is known to the other side, or it was refused."""
-        self.is_delivered = False
-        """Every byte of it and its end are over there: it may be removed here."""
+        self._is_delivered = False
         self.is_alive = True
+        self.origin = UNKNOWN
+        """Whose records these are: asked before the first is sent."""
         self._is_broken = False
         self._is_over = False
         """Its rank has ended, and every record was acknowledged."""
@@ -84,13 +86,31 @@ class Shipment:
         """Bytes sent and not acknowledged."""
         return self.sent - self.acked
 
+    def is_delivered(self) -> bool:
+        """True where every byte of it and its end are over there: it may be removed here.
+
+        Looks once more: a rank that was called lost may have been alive all the same.
+        """
+        if not self._is_delivered or self._end is None:
+            return False
+        if self._end.reason is EndReason.LOST and is_alive(self.folder):
+            return False
+        try:
+            return self.reader.committed(self.acked) == self.acked
+        except SpoolError:
+            return False
+        finally:
+            self.reader.close()
+
     def next_message(self, now: float, window_bytes: int) -> Message | None:
         """Return what to send now, None for nothing; `window_bytes` may be added in flight."""
         if self.is_done:
             return None
+        if not self.is_open and not self._knows_origin():
+            return None
         if not self.is_open or (self.in_flight and now - self._progress_at > GO_BACK_S):
             self.is_open = False
-            return self._ask(now, Open(self.stream))
+            return self._ask(now, Open(self.stream, self.origin))
         if self._end is not None:
             return self._ask(now, self._end)
         try:
@@ -129,7 +149,7 @@ class Shipment:
         """The end marker is on disk over there."""
         self.is_done = self._end is not None
         has_chunks = self.chunks is None or self.chunks.is_delivered
-        self.is_delivered = self.is_done and not self._is_broken and has_chunks
+        self._is_delivered = self.is_done and not self._is_broken and has_chunks
         if self.is_done:
             self.reader.close()
 
@@ -138,6 +158,20 @@ class Shipment:
         log(f"{self.stream.name} was refused: {reason}")
         self.is_done = True
         self.reader.close()
+
+    def _knows_origin(self) -> bool:
+        """True once it is known who wrote this stream, or that nobody ever will."""
+        if self.origin != UNKNOWN or not self.is_alive:
+            return True
+        was_alive = is_alive(self.folder)  # asked first: what is gone by then writes no more
+        try:
+            self.origin = self.reader.origin()
+        except SpoolError as error:
+            if not _is_short_of_files(error):
+                self.take_refusal(str(error))
+            return False
+        self.is_alive = was_alive
+        return self.origin != UNKNOWN or not was_alive
 
     def _ask(self, now: float, question: Open | Ended) -> Message | None:
         if now - self._asked_at < GO_BACK_S:
@@ -153,7 +187,7 @@ class Shipment:
         if body:
             if not self.in_flight:
                 self._progress_at = now
-            frame = Frame(self.stream, self.sent, zlib.crc32(body), body)
+            frame = Frame(self.stream, self.origin, self.sent, zlib.crc32(body), body)
             self.sent += len(body)
             return frame
         if self.in_flight:
@@ -166,7 +200,7 @@ class Shipment:
         self.is_alive, self._is_over = False, True
         if self.chunks is not None and not self.chunks.is_done:
             return None
-        self._end = Ended(self.stream, self.acked, reason)
+        self._end = Ended(self.stream, self.origin, self.acked, reason)
         self._asked_at = float("-inf")
         return self._ask(now, self._end)
 
@@ -178,7 +212,7 @@ class Shipment:
         self.is_alive = is_alive(self.folder)
         if not self.is_alive:
             committed = max(self.acked, self.reader.committed())
-            self._end = Ended(self.stream, committed, EndReason.LOST)
+            self._end = Ended(self.stream, self.origin, committed, EndReason.LOST)
 
 
 def _is_short_of_files(error: SpoolError) -> bool:

@@ -180,6 +180,16 @@ class Layout:
         if len(self.placements) != axes:
             raise LayoutError(f"{len(self.placements)} placements for a mesh of {axes} axes")
 
+    def __str__(self) -> str:
+        placed = " ".join(f"{axis}={text}" for axis, text in self.by_axis().items())
+        return placed or self.source.value
+
+    def __repr__(self) -> str:
+        over = f", over {len(self.mesh.ranks)} ranks" if self.mesh else ""
+        return (
+            f"Layout({self}{over}, {self.source.value})" if self.placements else f"Layout({self})"
+        )
+
     def by_axis(self) -> dict[str, str]:
         """Return {axis name: placement text}, as the trace writes it."""
         return {

@@ -5,7 +5,10 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-__all__ = ["EndReason", "ProcessGroup", "RankIdentity", "StreamId", "StreamState"]
+__all__ = ["NO_STEP", "EndReason", "ProcessGroup", "RankIdentity", "StreamId", "StreamState"]
+
+NO_STEP = "no step was traced"
+"""Begin of what a rank leaves among its errors where its job ended before any step to trace."""
 
 
 class EndReason(str, enum.Enum):

@@ -311,7 +311,7 @@ def check_free_space(folder: Path, needed_bytes: int) -> None:
 class FolderLock:
     """An advisory lock (flock) that one process at a time holds on a folder."""
 
-    __slots__ = ("_descriptor",)
+    __slots__ = ("_descriptor", "_path")
 
     def __init__(self, path: Path, holder: str) -> None:
         """Take the lock file at `path`; `holder` names what would hold it, for the message.
@@ -320,22 +320,32 @@ class FolderLock:
             FolderBusyError: another process holds it.
             SpoolError: it cannot be made.
         """
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        try:
-            self._descriptor = os.open(path, flags, 0o600)
-        except OSError as error:
-            raise SpoolError(f"{path}: cannot be made: {error.strerror}") from error
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(self._descriptor)
-            raise FolderBusyError(
-                f"{path.parent}: another {holder} is at work there; one is enough, "
-                f"wait for it or give this one another folder"
-            ) from error
+        self._path = path
+        self._descriptor = -1
+        while self._descriptor < 0:
+            try:
+                descriptor = _locked(path, os.O_CREAT)
+            except BlockingIOError as error:
+                raise FolderBusyError(
+                    f"{path.parent}: another {holder} is at work there; one is enough, "
+                    f"wait for it or give this one another folder"
+                ) from error
+            except OSError as error:
+                raise SpoolError(f"{path}: cannot be made: {error.strerror}") from error
+            if _is_file_at(path, descriptor):
+                self._descriptor = descriptor
+            else:  # whoever held it removed the file meanwhile: that lock keeps nobody out
+                os.close(descriptor)
+
+    def remove(self) -> None:
+        """Give the lock up and remove its file; whoever waits for it makes a new one."""
+        if self._descriptor >= 0:
+            with contextlib.suppress(OSError):
+                self._path.unlink()
+        self.release()
 
     def release(self) -> None:
-        """Give the lock up; the file stays, so that nobody locks an unlinked one."""
+        """Give the lock up; the file stays."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
         self._descriptor = -1
@@ -343,10 +353,29 @@ class FolderLock:
 
 def is_held(path: Path) -> bool:
     """True while some process holds the FolderLock at `path`; makes no lock file."""
-    if not path.exists():
-        return False
     try:
-        FolderLock(path, "process").release()
-    except FolderBusyError:
+        os.close(_locked(path, 0))
+    except BlockingIOError:
         return True
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise SpoolError(f"{path}: cannot be opened: {error.strerror}") from error
     return False
+
+
+def _locked(path: Path, how: int) -> int:
+    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | how, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _is_file_at(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(descriptor))
+    except OSError:
+        return False

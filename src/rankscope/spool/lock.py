@@ -3,10 +3,13 @@
 The kernel drops such a lock however the process ends, and a forked child does not inherit it.
 Asking whether a stream is alive never takes the lock (`F_GETLK`), and never opens the file in the
 process that holds it: closing any descriptor of a file drops all its POSIX locks in that process.
+The program may do just that (`os.closerange`), so the file also names the process, and whoever is
+named there and lives is alive.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -15,6 +18,7 @@ import time
 from pathlib import Path
 
 from rankscope.errors import SpoolError
+from rankscope.spool.processes import is_process_alive, process_name
 
 __all__ = ["LOCK_NAME", "StreamLock", "above_standard_streams", "is_alive"]
 
@@ -30,7 +34,7 @@ _held: dict[tuple[int, int], int] = {}
 class StreamLock:
     """The life of one stream, held from construction to `release` or the end of the process."""
 
-    __slots__ = ("_descriptor", "_key", "_pid")
+    __slots__ = ("_descriptor", "_key", "_path", "_pid")
 
     def __init__(self, folder: Path) -> None:
         """Take the lock of `folder`.
@@ -38,7 +42,7 @@ class StreamLock:
         Raises:
             SpoolError: another writer holds it, in this process or another; or it cannot be made.
         """
-        path = folder / LOCK_NAME
+        self._path = path = folder / LOCK_NAME
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         self._pid = os.getpid()
         if _is_held_here(path):
@@ -65,17 +69,31 @@ class StreamLock:
         status = os.fstat(self._descriptor)
         self._key = (status.st_dev, status.st_ino)
         _held[self._key] = self._pid
+        with contextlib.suppress(OSError):  # a full disk: the lock alone tells
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, process_name(self._pid).encode(), 0)
 
     def release(self) -> None:
-        """Give the lock up. Does nothing in a forked child, nor the second time."""
+        """Give the lock up. Does nothing in a forked child, nor the second time.
+
+        The program may have closed the descriptor, and opened a file of its own under that number.
+        """
         if self._descriptor >= 0 and self._pid == os.getpid():
             _held.pop(self._key, None)
-            os.close(self._descriptor)
+            with contextlib.suppress(OSError):
+                os.truncate(self._path, 0)
+            with contextlib.suppress(OSError):
+                status = os.fstat(self._descriptor)
+                if (status.st_dev, status.st_ino) == self._key:
+                    os.close(self._descriptor)
         self._descriptor = -1
 
 
 def is_alive(folder: Path) -> bool:
-    """True while some process holds the lock of this stream folder. Takes no lock itself."""
+    """True while the process that writes this stream folder lives, and has not released its lock.
+
+    Takes no lock itself.
+    """
     path = folder / LOCK_NAME
     if _is_held_here(path):
         return True
@@ -86,11 +104,14 @@ def is_alive(folder: Path) -> bool:
     try:
         asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0).ljust(32, b"\0")
         answer = fcntl.fcntl(descriptor, fcntl.F_GETLK, asked)
+        name = os.pread(descriptor, 64, 0).decode(errors="replace")
     except OSError:
         return False
     finally:
         os.close(descriptor)
-    return bool(_FLOCK.unpack(answer[: _FLOCK.size])[0] != fcntl.F_UNLCK)
+    if _FLOCK.unpack(answer[: _FLOCK.size])[0] != fcntl.F_UNLCK:
+        return True
+    return is_process_alive(name) and name != process_name(os.getpid())  # itself, before an exec
 
 
 def _is_held_here(path: Path) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from rankscope.errors import FolderError, SpoolError
@@ -15,7 +17,9 @@ __all__ = [
     "check_budget",
     "claim_out",
     "default_out",
+    "missing_folders",
     "prepare_out",
+    "remove_empty",
 ]
 
 COLLECTOR_LOG_NAME = "collector.log"
@@ -107,15 +111,32 @@ def check_budget(folder: Path, budget_bytes: int | None, *, ranks: int) -> None:
         )
 
 
-def announced(out: Path, shown: str | None = None, *, is_complete: bool = True) -> str:
+def missing_folders(path: Path) -> list[Path]:
+    """Return which of a folder and its parents do not exist yet, the innermost first."""
+    return [folder for folder in (path, *path.parents) if not os.path.lexists(folder)]
+
+
+def remove_empty(folders: Iterable[Path]) -> None:
+    """Remove folders, the innermost first, up to the first that holds something."""
+    with contextlib.suppress(OSError):
+        for folder in folders:
+            folder.rmdir()
+
+
+def announced(
+    out: Path, shown: str | None = None, *, is_complete: bool = True, remark: str = ""
+) -> str:
     """Return the line that tells of a finished trace, the same wherever it is printed.
 
     Args:
         out: the trace folder.
         shown: the folder as it may be typed here; by default the whole path.
         is_complete: every record of every rank is there, and every rank ended in order.
+        remark: what has to be known before that, "" for nothing.
     """
     shown = shown or str(out)
+    if remark:
+        return f"{remark}; what there is lies in {out}: rankscope verify {shown}"
     if is_complete:
         return f"trace in {out}; read it: rankscope show {shown}"
     return f"trace in {out}, incomplete: rankscope verify {shown}"

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from rankscope.errors import SpoolError
 from rankscope.spool.cells import CELL_BYTES, FIRST, MAX_RECORD_CELLS
 from rankscope.spool.crc import CHECK_BLOCK, BlockCheck, cell_crcs
+from rankscope.spool.origin import UNKNOWN, keep_origin, kept_origin, origin_of
 from rankscope.spool.segment import segment_indexes, segment_path
 
 __all__ = ["StreamReader", "committed_cells", "committed_heads", "valid_prefix"]
@@ -121,6 +122,7 @@ class StreamReader:
         self._open_index = -1
         self._descriptor = -1
         self._segment_bytes = 0
+        self._origin = UNKNOWN
 
     @property
     def segment_bytes(self) -> int:
@@ -143,6 +145,16 @@ class StreamReader:
                 self._segment_bytes = size
                 break
         return self._segment_bytes
+
+    def origin(self) -> int:
+        """Which process's stream this is (`origin`); UNKNOWN while nothing is committed.
+
+        Raises:
+            SpoolError: the first record cannot be read, or was freed and its origin not kept.
+        """
+        if self._origin == UNKNOWN:
+            self._origin = kept_origin(self.folder) or origin_of(self.read_from(0, CELL_BYTES))
+        return self._origin
 
     def lowest(self) -> int:
         """First stream offset that has not been freed; 0 while the stream has no segment."""
@@ -190,12 +202,18 @@ class StreamReader:
             at += len(chunk)
 
     def free_below(self, offset: int) -> int:
-        """Unlink segments that lie wholly below `offset`, never the newest one; return how many."""
+        """Unlink segments that lie wholly below `offset`, never the newest one; return how many.
+
+        Raises:
+            SpoolError: a segment is none, or whose records these are is not known.
+        """
         indexes = segment_indexes(self.folder)
         freed = 0
         for index in indexes[:-1]:
             if (index + 1) * self.segment_bytes > offset:
                 break
+            if index == 0 and not keep_origin(self.folder, self.origin()):
+                break  # the disk is full: asked again with the next acknowledgement
             segment_path(self.folder, index).unlink(missing_ok=True)
             freed += 1
         return freed

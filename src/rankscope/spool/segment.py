@@ -6,8 +6,10 @@ size, and no page of it can fail to exist later (a sparse map on a full disk kil
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -44,7 +46,7 @@ def segment_indexes(folder: Path) -> list[int]:
 class Segment:
     """A mapped segment and how far it is filled. The writer alone moves `at`."""
 
-    __slots__ = ("at", "data_end", "end", "index", "map", "path")
+    __slots__ = ("_status", "at", "data_end", "end", "index", "map", "path")
 
     def __init__(self, folder: Path, index: int, size_bytes: int) -> None:
         """Make, preallocate and map segment `index`.
@@ -65,7 +67,8 @@ class Segment:
         descriptor = os.open(draft, flags, 0o600)
         try:
             os.posix_fallocate(descriptor, 0, size_bytes)
-            self.map = mmap.mmap(descriptor, size_bytes)
+            self._status = os.fstat(descriptor)
+            self.map = _mapped(descriptor, size_bytes)
             os.rename(draft, self.path)
         except OSError:
             draft.unlink(missing_ok=True)
@@ -85,7 +88,36 @@ class Segment:
 
     def unmap(self) -> None:
         """Let the mapping go; the file stays."""
+        if sys.version_info < (3, 13) and not self._holds_duplicate():
+            # the mapping would close a number that by now may be a file of the program's
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.map))
+            return
         self.map.close()
+
+    def _holds_duplicate(self) -> bool:
+        """True while the descriptor that the mapping keeps is open: the program may close any."""
+        for name in os.listdir("/proc/self/fd"):
+            try:
+                if os.path.samestat(os.fstat(int(name)), self._status):
+                    return True
+            except OSError:
+                continue
+        return False
+
+
+def _mapped(descriptor: int, size_bytes: int) -> mmap.mmap:
+    if sys.version_info >= (3, 13):
+        return mmap.mmap(descriptor, size_bytes, trackfd=False)
+    # it keeps a duplicate: not as 0 to 2, where a program that closed its stdout would write
+    low = []
+    try:
+        while (number := os.dup(descriptor)) < 3:
+            low.append(number)
+        os.close(number)
+        return mmap.mmap(descriptor, size_bytes)
+    finally:
+        for number in low:
+            os.close(number)
 
 
 def first_segment(folder: Path, size_bytes: int) -> Segment:

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from rankscope.record.placement import Mesh, Placement, PlacementKind, Ranges
 from rankscope.tree.combined import Combined
-from rankscope.tree.ranks import ranks_text
+from rankscope.tree.ranks import ranks_named
 
 __all__ = ["Combined", "Holding", "Plan", "apply_plan", "plan_pieces"]
 
@@ -80,10 +80,10 @@ def plan_pieces(
         return "a rank has several values here"
     missing = [rank for rank in mesh.ranks if rank not in row_of]
     if missing:
-        return f"no value from rank {ranks_text(missing)}"
+        return f"no value from {ranks_named(missing)}"
     outside = sorted(set(row_of) - set(mesh.ranks))
     if outside:
-        return f"rank {ranks_text(outside)} is not in the mesh"
+        return f"not in the mesh: {ranks_named(outside)}"
     rows = np.array([row_of[rank] for rank in mesh.ranks], np.int64).reshape(mesh.shape)
     of_kind = _axes_by_kind(placements)
     replicated, partial, cut = of_kind["replicated"], of_kind["partial"], of_kind["cut"]
@@ -114,9 +114,9 @@ def apply_plan(plan: Plan, rows: NDArray[Any]) -> Combined:
     differ = (hashes != hashes[:, :1]) | (counts != counts[:, :1])
     if differ.any():
         first = int(np.flatnonzero(differ.any(axis=1))[0])
-        ranks = ranks_text(plan.ranks[i] for i in plan.index[first].tolist())
+        ranks = ranks_named(plan.ranks[i] for i in plan.index[first].tolist())
         return Combined(
-            ranks=plan.ranks, note=f"replicas differ: ranks {ranks} should hold the same values"
+            ranks=plan.ranks, note=f"replicas differ: {ranks} should hold the same values"
         )
     pieces = rows[plan.index[:, 0]]
     return _sum_of_partials(plan, pieces) if plan.summands else _union(plan, pieces)

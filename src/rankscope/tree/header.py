@@ -10,7 +10,8 @@ from typing import Any
 from rankscope.record.call import Mode
 from rankscope.record.run import EndReason, StreamState
 from rankscope.record.value import MAX_SAMPLES, SKETCH_SIZE
-from rankscope.spool.cells import NO_SEQUENCE, StepEvent
+from rankscope.spool.cells import NO_SEQUENCE
+from rankscope.spool.origin import origin_text
 from rankscope.tree.interning import MeshFamily, mesh_of
 from rankscope.tree.ranks import ranks_text
 from rankscope.tree.streams import RankStream
@@ -182,6 +183,7 @@ def _state(stream: RankStream, lost: int) -> dict[str, Any]:
         "rank": stream.stream.rank,
         "incarnation": stream.stream.incarnation,
         "host": str(stream.identity.get("host", "")),
+        "origin": origin_text(stream.origin),
         "committed": state.committed,
         "received": state.received,
         "dropped": state.dropped_records,
@@ -227,8 +229,6 @@ def step_notes(
         for event in stream.steps[stream.steps["text"] != 0]:
             key = (stream.stream.incarnation, False, int(event["mode"]), int(event["step"]))
             text = _text(stream, int(event["text"]))
-            if event["event"] != StepEvent.NOTE:
-                text = f"{StepEvent(int(event['event'])).name.lower()}: {text}"
             found.setdefault(key, {}).setdefault(text, set()).add(stream.stream.rank)
     return {
         key: [{"ranks": ranks_text(ranks), "note": text} for text, ranks in notes.items()]

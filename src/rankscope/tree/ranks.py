@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["RankTexts", "parse_ranks", "ranks_text"]
+__all__ = ["RankTexts", "parse_ranks", "ranks_named", "ranks_text"]
 
 
 class RankTexts:
@@ -38,6 +38,13 @@ def ranks_text(ranks: Iterable[int]) -> str:
         else:
             runs.append([rank, rank])
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def ranks_named(ranks: Iterable[int] | str) -> str:
+    """Return `rank 3` for one, `ranks 0-2,8` for several; a text is taken as `ranks_text` made
+    it."""
+    text = ranks if isinstance(ranks, str) else ranks_text(ranks)
+    return f"rank {text}" if text.isdigit() else f"ranks {text}"
 
 
 def parse_ranks(text: str) -> tuple[int, ...]:

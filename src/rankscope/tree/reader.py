@@ -15,7 +15,9 @@ from rankscope.record.placement import Mesh
 from rankscope.tree.damage import UNREADABLE
 from rankscope.tree.names import REPLICA_FOLDER, TRACE_NAME, Progress
 from rankscope.tree.numbers import Columns
-from rankscope.tree.selection import glob_matches, nothing_matched
+from rankscope.tree.ranks import ranks_named
+from rankscope.tree.selection import default_phase, glob_matches, nothing_matched
+from rankscope.tree.summary import extent, state
 from rankscope.tree.tracefiles import TraceFiles, wait_for_collector
 from rankscope.tree.views import GroupHead, Node, Value, Whereabouts
 
@@ -83,7 +85,7 @@ class Step:
         self.step = int(head.get("step", 0))
         self.incarnation = int(head.get("incarnation", 0))
         self.notes: tuple[str, ...] = tuple(
-            f"rank {n['ranks']}: {n['note']}" for n in head.get("notes", ())
+            f"{ranks_named(n['ranks'])}: {n['note']}" for n in head.get("notes", ())
         )
 
     @cached_property
@@ -212,7 +214,7 @@ class Trace:
         *,
         step: int = 0,
         micro_batch: int | None = 0,
-        phase: Phase | str = Phase.FORWARD,
+        phase: Phase | str | None = None,
         mode: Mode | str | None = None,
         ordinal: int = 0,
     ) -> Value:
@@ -223,14 +225,15 @@ class Trace:
             slot: its name, such as `output` or `param:weight`.
             step: number of the step.
             micro_batch: ignored in phases that have none.
-            phase: part of the step.
+            phase: part of the step; by default the slot decides: backward for `grad_input` and
+                `grad_output`, grads for `grad:`, params for `param:` and `buffer:`, else forward.
             mode: default train, or eval where there is no train step.
             ordinal: which call of the path.
 
         Raises:
             SelectionError: there is no such value; says what there is.
         """
-        wanted: Phase = _named(Phase, "phase", phase)
+        wanted: Phase = default_phase(slot) if phase is None else _named(Phase, "phase", phase)
         chosen: Mode = self.default_mode if mode is None else _named(Mode, "mode", mode)
         groups = self.setup if wanted is Phase.SETUP else self.steps
         nodes = [
@@ -246,6 +249,7 @@ class Trace:
         if not nodes:
             if all(node.path != path for node in self.walk()):
                 raise nothing_matched("path", path, (node.path for node in self.walk()))
+            self._refuse_another_phase(path, slot, wanted)
             raise SelectionError(
                 f"{path or '(root)'} has no {wanted.word} call in {chosen.word} step {step}, "
                 f"micro-batch {micro_batch}, ordinal {ordinal}; list its calls with: "
@@ -255,9 +259,27 @@ class Trace:
             found = node.value(slot)
             if found is not None:
                 return found
+        self._refuse_another_phase(path, slot, wanted)
         raise nothing_matched(
             f"slot of {path or '(root)'}", slot, (view.slot for view in nodes[0].slots)
         )
+
+    def _refuse_another_phase(self, path: str, slot: str, wanted: Phase) -> None:
+        """Raise where the slot is in other phases of the path alone; say in which."""
+        phases = {
+            node.phase
+            for node in self.walk()
+            if node.path == path and any(view.slot == slot for view in node.slots)
+        }
+        if phases and wanted not in phases:
+            words = sorted(phase.word for phase in phases)
+            raise SelectionError(
+                f"{path or '(root)'} has no {slot} in phase {wanted.word}: it has it in "
+                f"{' and '.join(words)}; ask with phase={words[0]!r}"
+            )
+
+    def __repr__(self) -> str:
+        return f"Trace({self.path}: {extent(self)}, {state(self)})"
 
 
 def newest_trace(base: Path | None = None) -> Path:
@@ -302,6 +324,8 @@ def open_trace(
     folder = newest_trace() if path is None else Path(path)
     if folder.name == TRACE_NAME and not folder.is_dir():
         folder = folder.parent
+    if folder.is_file():
+        raise FolderError(f"{folder}: is a file; give the trace folder that rankscope run named")
     if not folder.is_dir():
         raise FolderError(
             f"{folder}: no such folder; give the trace folder that rankscope run named"

@@ -10,10 +10,22 @@ from collections.abc import Iterable, Iterator
 from rankscope.errors import SelectionError
 from rankscope.record.call import Mode, Phase
 
-__all__ = ["glob_matches", "nothing_matched", "parse_mode", "parse_phase", "parse_ranges"]
+__all__ = [
+    "default_phase",
+    "glob_matches",
+    "nothing_matched",
+    "parse_mode",
+    "parse_phase",
+    "parse_ranges",
+]
 
 _SHOWN = 5
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+_PHASES = {
+    "param": Phase.PARAMS, "buffer": Phase.PARAMS, "grad": Phase.GRADS, "scaler": Phase.GRADS,
+    "grad_input": Phase.BACKWARD, "grad_output": Phase.BACKWARD, "collective": Phase.COLLECTIVE,
+}  # fmt: skip
+"""Where slots of these kinds are meant, if no phase is named."""
 
 
 def parse_ranges(what: str, text: str) -> Iterator[range]:
@@ -54,6 +66,12 @@ def parse_mode(word: str) -> Mode:
     if word.strip().upper() not in Mode.__members__:
         raise SelectionError(f"--mode: {word!r} is neither train nor eval")
     return Mode[word.strip().upper()]
+
+
+def default_phase(slot: str) -> Phase:
+    """Return the phase in which a slot is meant where none is named: forward, but gradients in
+    backward and grads, parameters and buffers in params."""
+    return _PHASES.get(slot.replace(":", ".").split(".")[0], Phase.FORWARD)
 
 
 def glob_matches(glob: str, name: str) -> bool:

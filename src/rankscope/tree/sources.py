@@ -4,13 +4,14 @@
     <folder>/rank00003.0/000001.cells   segment 1 of that stream: bytes from 1 * its size on
 
 The relay frees segments once they are acknowledged, so a spool often holds only the end of a stream
-and a replica its beginning; together they are the whole.
+and a replica its beginning; together they are the whole. What processes of one rank and life wrote
+(a node was replaced) is never joined: the later one has the next life.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,9 @@ from rankscope.errors import FolderError, SpoolError
 from rankscope.record.run import EndReason, StreamId
 from rankscope.spool.folder import read_json_map, stream_named
 from rankscope.spool.lock import is_alive
+from rankscope.spool.origin import UNKNOWN, first_record, origin_of
 from rankscope.spool.reader import StreamReader, valid_prefix
+from rankscope.spool.records import records
 from rankscope.spool.segment import segment_indexes
 from rankscope.tree.names import REPLICA_FOLDER
 from rankscope.tree.streams import Array, StreamBytes
@@ -38,8 +41,20 @@ class EndMarker:
 
 @dataclass(slots=True)
 class _Found:
-    replicas: list[Path] = field(default_factory=list)
+    """What several places hold of one process's stream."""
+
+    stream: StreamId
+    """As the first trace folder that has it calls it, else as its spool does."""
+    replicas: list[tuple[Path, int]] = field(default_factory=list)
+    """Each with its valid length."""
     segments: list[Path] = field(default_factory=list)
+
+    def add(self, entry: Path, length: int | None) -> None:
+        """Add a replica of this valid length, or a stream folder (no length)."""
+        if length is None:
+            self.segments.append(entry)
+        else:
+            self.replicas.append((entry, length))
 
 
 def replica_path(out: Path, stream: StreamId) -> Path:
@@ -71,34 +86,78 @@ def find_streams(folders: Sequence[Path]) -> list[StreamBytes]:
         FolderError: one of them does not exist.
         SpoolError: a file cannot be read.
     """
-    found: dict[StreamId, _Found] = {}
+    entries = []
     for folder in folders:
         if not folder.is_dir():
             raise FolderError(f"{folder}: no such folder")
         for place in (folder, folder / REPLICA_FOLDER):
-            for entry in sorted(place.iterdir()) if place.is_dir() else ():
-                _note(entry, found)
-    return [_join(stream, found[stream]) for stream in sorted(found)]
+            entries += sorted(place.iterdir()) if place.is_dir() else []
+    return _told_apart([_join(found) for found in _by_process(entries)])
 
 
-def _note(entry: Path, found: dict[StreamId, _Found]) -> None:
-    is_replica = entry.suffix == ".cells" and entry.is_file()
-    stream = stream_named(entry.name.removesuffix(".cells") if is_replica else entry.name)
-    if stream is None:
-        return
-    if is_replica:
-        found.setdefault(stream, _Found()).replicas.append(entry)
-    elif entry.is_dir() and segment_indexes(entry):
-        found.setdefault(stream, _Found()).segments.append(entry)
+def _by_process(entries: Sequence[Path]) -> list[_Found]:
+    """Sort replicas and stream folders by the process that wrote them.
+
+    A part of which that is not known (a replica without a whole record, a spool whose begin is
+    gone) goes to the process of that rank and life that is known first.
+    """
+    found: dict[tuple[int, int], _Found] = {}
+    vague: list[tuple[StreamId, Path, int | None]] = []
+    replicas = [(one, one.name[:-6], True) for one in entries if one.suffix == ".cells"]
+    for entry, name, is_file in replicas + [(one, one.name, False) for one in entries]:
+        stream = stream_named(name)
+        if stream is None or not (entry.is_file() if is_file else segment_indexes(entry)):
+            continue
+        length = valid_prefix(entry) if is_file else None
+        origin = _origin(entry, length)
+        if origin == UNKNOWN:
+            vague.append((stream, entry, length))
+        else:
+            found.setdefault((stream.rank, origin), _Found(stream)).add(entry, length)
+    every = list(found.values())
+    for stream, entry, length in vague:
+        like = next((one for one in every if one.stream == stream), None)
+        if like is None:
+            every.append(like := _Found(stream))
+        like.add(entry, length)
+    return every
 
 
-def _join(stream: StreamId, found: _Found) -> StreamBytes:
+def _origin(entry: Path, length: int | None) -> int:
+    """Return which process wrote a replica of this length, or a stream folder (no length)."""
+    if length is not None:
+        return origin_of(np.memmap(entry, np.uint8, "r")[:length]) if length else UNKNOWN
+    try:
+        with StreamReader(entry) as reader:
+            return reader.origin()
+    except SpoolError:
+        return UNKNOWN  # its begin was freed, and by whom it was written not noted
+
+
+def _told_apart(streams: Sequence[StreamBytes]) -> list[StreamBytes]:
+    """Give streams of one rank and life lives of their own, in the order in which they began."""
+    taken: dict[int, int] = {}
+    apart = []
+    for one in sorted(streams, key=lambda one: (one.stream, _began_ns(one.data))):
+        life = max(one.stream.incarnation, taken.get(one.stream.rank, -1) + 1)
+        taken[one.stream.rank] = life
+        apart.append(replace(one, stream=StreamId(rank=one.stream.rank, incarnation=life)))
+    return sorted(apart, key=lambda one: one.stream)
+
+
+def _began_ns(data: Array | bytes) -> int:
+    """Return when the process of a stream says it began; 0 where its first record does not."""
+    defined = records(first_record(data)).definitions().found
+    began = defined[0].get("wall_ns") if defined else 0
+    return began if isinstance(began, int) else 0
+
+
+def _join(found: _Found) -> StreamBytes:
     """Put together what several places hold of one stream: the longest replica, then segments
     behind it."""
     best: Path | None = None
     length = 0
-    for path in found.replicas:
-        valid = valid_prefix(path)
+    for path, valid in found.replicas:
         if best is None or valid > length:
             best, length = path, valid
     data: Array = (
@@ -124,14 +183,14 @@ def _join(stream: StreamId, found: _Found) -> StreamBytes:
                 length += len(chunk)
             committed = max(committed or 0, reader.committed(max(length, lowest)))
         alive = alive or is_alive(folder)
-    marker = _latest(read_end_marker(path) for path in found.replicas)
+    marker = _latest(read_end_marker(path) for path, _ in found.replicas)
     if marker is not None and marker.committed is not None:
         committed = max(committed or 0, marker.committed)
     end = marker.end if marker else None
     if end is None and found.segments:
         end = EndReason.RUNNING if alive else EndReason.LOST
     return StreamBytes(
-        stream=stream,
+        stream=found.stream,
         data=pieces[0] if len(pieces) == 1 else np.concatenate(pieces),
         is_verified=True,
         committed=committed,

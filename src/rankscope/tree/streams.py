@@ -17,6 +17,7 @@ from rankscope.record.run import EndReason, StreamId
 from rankscope.record.value import SKETCH_SIZE
 from rankscope.spool import cells
 from rankscope.spool.cells import RecordKind
+from rankscope.spool.origin import origin_of
 from rankscope.spool.records import Records, ending, records, unpack_map
 
 __all__ = ["RankStream", "Samples", "StreamBytes", "read_stream"]
@@ -71,6 +72,8 @@ class RankStream:
     tensors: Array
     """TENSOR_DTYPE, in the order they were committed."""
     committed: int | None
+    origin: int
+    """Which process wrote it (`spool.origin`), 0 where nothing arrived."""
     received: int
     """Valid bytes at hand."""
     dropped: int
@@ -133,6 +136,7 @@ def read_stream(
         errors=found.columns(RecordKind.ERROR)[1],
         tensors=found.columns(RecordKind.TENSOR)[1],
         committed=committed,
+        origin=origin_of(data[: found.committed_bytes]),
         received=found.committed_bytes,
         dropped=max(said.dropped_records, int(gaps["records"].sum())),
         end=said.reason or source.end or EndReason.RUNNING,

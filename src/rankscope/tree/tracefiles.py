@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import rankscope
 from rankscope.errors import TraceError, TraceVersionError
 from rankscope.tree.names import REPLICA_FOLDER, TRACE_NAME, Progress
 from rankscope.tree.numbers import Columns
@@ -85,6 +86,8 @@ def _load(path: Path, kind: str) -> dict[str, Any]:
         run = data.get("run")
         maker = run.get("versions", {}).get("rankscope") if isinstance(run, dict) else None
         needed = f"rankscope {maker} or newer" if maker else "a newer rankscope"
+        if maker == rankscope.__version__:  # between two releases
+            needed = f"the rankscope {maker} that wrote it, a newer build than this one"
         raise TraceVersionError(
             f"{path}: format {found[0]}, this rankscope reads up to "
             f"rankscope.{kind}/{_NEWEST_FORMAT}; install {needed}"

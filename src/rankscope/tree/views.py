@@ -12,7 +12,7 @@ from rankscope.record.value import Digest, Samples
 from rankscope.tree.combined import Combined
 from rankscope.tree.damage import damaged_is_trace_error
 from rankscope.tree.numbers import COUNTS, STATISTICS
-from rankscope.tree.ranks import parse_ranks
+from rankscope.tree.ranks import parse_ranks, ranks_named
 from rankscope.tree.slotview import SlotView, Whereabouts
 
 if TYPE_CHECKING:
@@ -21,7 +21,16 @@ if TYPE_CHECKING:
     from rankscope.record.layoutfile import LayoutFile
     from rankscope.tree.reader import Trace
 
-__all__ = ["GroupHead", "Node", "Outcome", "SlotView", "Timing", "Value", "Whereabouts"]
+__all__ = [
+    "GroupHead",
+    "Node",
+    "Outcome",
+    "SlotView",
+    "Timing",
+    "Value",
+    "Whereabouts",
+    "shape_text",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +61,22 @@ class Timing:
     max_us: float | None
     slowest: int | None
     """Rank of max_us."""
+
+
+def shape_text(slot: SlotView, rank: int | None = None) -> str:
+    """Return the shape of the whole tensor, or what is common to the ranks' own: `[2, 32, *]`.
+
+    Args:
+        slot: one entry of a slot.
+        rank: where the layout is unknown, this rank's own alone.
+    """
+    if slot.global_shape is not None:
+        return str(list(slot.global_shape))
+    shapes = {fold.shape for fold in slot.folds if rank is None or rank in fold.ranks}
+    if len({len(shape) for shape in shapes}) != 1:
+        return "[...]"
+    sizes = [set(dim) for dim in zip(*shapes)]
+    return f"[{', '.join(str(*size) if len(size) == 1 else '*' for size in sizes)}]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +115,24 @@ class Value:
         from rankscope.tree.globalvalues import full_tensor
 
         return full_tensor(self, layouts)
+
+    def __str__(self) -> str:
+        first = self.views[0]
+        of_which = [
+            f"{first.slot} {first.dtype}{shape_text(first)}",
+            str(first.layout()) if first.placements else "layout unknown",
+            ranks_named(self.ranks),
+            f"{self.distinct} values" if self.distinct > 1 else "1 value",
+        ]
+        return ", ".join(of_which)
+
+    def __repr__(self) -> str:
+        return f"Value({self})"
+
+    @property
+    def distinct(self) -> int:
+        """How many different values the ranks hold."""
+        return sum(view.distinct for view in self.views)
 
     @property
     def is_uniform(self) -> bool:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from rankscope.record.placement import Mesh, PlacementKind
 from rankscope.tree.combine import Combined, Holding, Plan, apply_plan, plan_pieces
 from rankscope.tree.interning import Description
-from rankscope.tree.ranks import ranks_text
+from rankscope.tree.ranks import ranks_named
 
 __all__ = ["WholeTensors"]
 
@@ -70,8 +70,8 @@ class WholeTensors:
             if isinstance(plan, str):
                 found = Combined(ranks=ranks, note=plan)
             elif len(blank):
-                held = ranks_text(self._rank_of_stream[stream[blank]].tolist())
-                found = Combined(ranks=ranks, note=f"not digested on rank {held}")
+                held = ranks_named(self._rank_of_stream[stream[blank]].tolist())
+                found = Combined(ranks=ranks, note=f"not digested on {held}")
             else:
                 found = apply_plan(plan, rows[chosen])
             _add(results, found)

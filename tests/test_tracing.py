@@ -1,0 +1,77 @@
+"""The block as a notebook uses it: run again and again, and asked for what is not there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import rankscope
+from rankscope.errors import TraceError
+from tests.conftest import REPOSITORY
+
+
+class Layer(nn.Module):
+    """What the README's example names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.attention(x)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers[0](x)
+
+
+def test_the_example_of_the_readme_runs_twice_and_prints_short_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"```python\n(.*?)```", (REPOSITORY / "README.md").read_text(), re.DOTALL)
+    (example,) = [block for block in blocks if "rankscope.trace(" in block]
+    for _ in range(2):
+        exec(compile(example, "README.md", "exec"), {"model": Model(), "batch": torch.ones(2, 4)})
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4
+    assert all("output float32[2, 4]" in line for line in lines[::2])
+    assert max(map(len, lines)) < 100
+    assert len([*tmp_path.glob("rankscope-*/trace.json")]) == 2
+
+
+def test_what_could_not_be_traced_says_why_where_it_is_opened(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "notes.txt").touch()
+    with rankscope.trace(out=tmp_path) as refused:
+        pass
+    with rankscope.trace(out=tmp_path / "new") as traced, rankscope.trace() as inner:
+        pass
+    said = capsys.readouterr().err
+    for handle, words in ((refused, "is not empty"), (inner, "is traced already")):
+        assert handle.path is None
+        with pytest.raises(TraceError, match=words):
+            handle.open()
+        assert words in repr(handle)
+        assert words in said
+    assert repr(traced) == f"TraceHandle({tmp_path / 'new'})"
+
+
+def test_a_refused_block_leaves_no_trace_in_the_exception_of_what_runs_in_it(
+    tmp_path: Path,
+) -> None:
+    """The reason is no context of the user's exception: a traceback would show both."""
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(KeyError) as raised, rankscope.trace(out=tmp_path):
+        raise KeyError("the user's own")
+    assert raised.value.__context__ is None
