@@ -20,6 +20,74 @@ from rankscope.tree.views import Node, Value
 __all__ = ["Chosen", "Wanted", "choose"]
 
 _SHOWN = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """Names, and what narrows them; None is what was not asked for."""
+
+    names: tuple[str, ...]
+    step: int | None = None
+    """Default the first traced."""
+    mode: Mode | None = None
+    """Default train, or eval where there is no train step."""
+    micro_batch: int = 0
+    """Of phases that have any."""
+    phase: Phase | None = None
+    """Default that of the slot."""
+    ordinal: int | None = None
+    """Default the only one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chosen:
+    """One value that a name means."""
+
+    key: str
+    """The name as it was asked where it means this value alone, else path and slot."""
+    value: Value
+    is_named: bool
+    """True where a name without a glob and with a slot asked for it."""
+
+
+@dataclass(slots=True)
+class _Name:
+    """One name, and the nodes that have what it means, by path and slot."""
+
+    text: str
+    path: str
+    slot: str
+    found: dict[tuple[str, str], list[Node]] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, text: str) -> _Name:
+        path, colon, slot = text.partition(":")
+        return cls(text, "" if path == "(root)" else path, slot if colon else "*")
+
+    @property
+    def is_glob(self) -> bool:
+        return any(mark in self.path + self.slot for mark in "*?[")
+
+    def takes_path(self, path: str) -> bool:
+        return path == self.path or glob_matches(self.path, path)
+
+    def takes_slot(self, slot: str) -> bool:
+        """A kind means all its slots: `output` is output.0 and output.1 too."""
+        return glob_matches(self.slot, slot) or slot.startswith(f"{self.slot}.")
+
+
+def choose(trace: Trace, wanted: Wanted) -> tuple[list[Chosen], list[str]]:
+    """Return the values that the names mean, each once, and what is to be said of the choice.
+
+    Raises:
+        SelectionError: a name means nothing, or several calls; says what there is.
+    """
+    names = [_Name.parse(text) for text in dict.fromkeys(wanted.names)]
+    groups = _groups(trace, wanted)
+    for group in groups:
+        for node in group.walk():
+            _note(node, names, wanted)
+    chosen: dict[str, Chosen] = {}
     said: list[str] = []
     for name in names:
         if not name.found:
