@@ -59,6 +59,7 @@ from rankscope.spool.outfolder import (
     missing_folders,
     prepare_out,
     remove_empty,
+    typed,
 )
 from rankscope.tree.names import TRACE_NAME
 from rankscope.tree.reader import open_trace
@@ -70,6 +71,10 @@ __all__ = ["JobShape", "TracedJob"]
 _POLL_S = 0.05
 _COMPANION_END_S = 5.0
 """How long the relay and the collector may take to leave once the tree is there."""
+_NOTHING = (
+    "nothing was traced: no rank called a torch module, or rankscope is not installed in the "
+    "ranks' Python, or the ranks said above why they did not trace"
+)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """End the waiting for the tree; the job has ended by then."""
 
@@ -233,10 +238,7 @@ class TracedJob:
                 mark_job_over(self._run_folder)
             if self._nothing_came():
                 self._stop()
-                return (
-                    "nothing was traced: no rank called a torch module, or rankscope is not "
-                    "installed in the ranks' Python, or the ranks said above why they did not trace"
-                )
+                return _NOTHING
             if self._address == SHARED and self._was_refused(self._collector):
                 self._collector = None  # two hosts of the run on one machine: the other one's does
             self._wait(is_hurried)
@@ -281,8 +283,11 @@ class TracedJob:
         """True where no rank of the whole run ever opened a spool."""
         if self._shape.hosts > 1 or not self._run_folder.is_dir():
             return False
+        return not self._has_records()
+
+    def _has_records(self) -> bool:
         folders = [f for f in (self._run_folder, self._out / "spool") if f.is_dir()]
-        return not any(path.name.startswith("rank") for f in folders for path in f.iterdir())
+        return any(streams(f) or any(f.glob("rank*.cells")) for f in folders)
 
     def _stop(self) -> None:
         for companion in self._companions:
@@ -305,9 +310,11 @@ class TracedJob:
         code = self._collector.outcome()
         if code is None:
             return (
-                f"the trace follows in {self._out}; read it then: rankscope show {shown} "
+                f"the trace follows in {self._out}; read it then: {typed('show', shown)} "
                 f"(not waited for any longer; should it not come: {self._recover()})"
             )
+        if code == Outcome.DONE and not self._has_records():
+            return _NOTHING
         why = f"the collector ended with code {code}, see {self._out / COLLECTOR_LOG_NAME}"
         if code == Outcome.NO_ROOM:
             why = "its disk is full, or cannot be written; make room first"
@@ -332,7 +339,7 @@ class TracedJob:
         places = [_shown(self._run_folder)] if self._run_folder.is_dir() else []
         if (self._out / "spool").is_dir():
             places.append(_shown(self._out))
-        return f"rankscope recover {' '.join(places)} --out {_shown(self._out)}-recovered"
+        return typed("recover", *places, out=f"{_shown(self._out)}-recovered")
 
     def _announced(self, shown: str) -> str:
         try:

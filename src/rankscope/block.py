@@ -33,7 +33,7 @@ from rankscope.spool.folder import (
     stream_folder,
     write_by_rename,
 )
-from rankscope.spool.outfolder import check_budget, default_out, prepare_out
+from rankscope.spool.outfolder import check_budget, default_out, prepare_out, typed
 from rankscope.spool.reader import StreamReader
 from rankscope.spool.writer import SpoolWriter
 
@@ -154,7 +154,7 @@ class _Block:
     def _say_unfinished(self, error: Exception) -> None:
         say(
             f"the tree could not be built ({type(error).__name__}: {error}); the records are kept: "
-            f"rankscope recover {self._run_folder} {self.out} --out {self.out}-recovered"
+            + typed("recover", self._run_folder, self.out, out=f"{self.out}-recovered")
         )
 
     def _take_rest(self) -> None:

@@ -89,3 +89,19 @@ def test_paths_select_modules_also_of_a_model_that_was_named(tmp_path: Path) -> 
         model(torch.ones(1, 2))
     nodes = [node for step in traced.open().steps for node in step.walk()]
     assert [node.path for node in nodes] == ["0"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("ranks", "0-99999999999"),
+        ("ranks", str(1 << 24)),
+        ("ranks", "9" * 5000),
+        ("steps", "0-99999999999"),
+        ("steps", "every:" + "9" * 5000),
+        ("steps", "every:\u00b2"),
+    ],
+)
+def test_numbers_that_no_job_has_are_refused_not_counted_out(name: str, text: str) -> None:
+    with pytest.raises(SettingError, match=rf"{name}: .*(out of range|positive number)"):
+        settings_from({name: text}, {})

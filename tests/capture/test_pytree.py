@@ -67,18 +67,73 @@ def test_model_outputs_are_walked_by_their_keys() -> None:
     assert names(value) == ["output.logits", "output.hidden_states.0", "output.hidden_states.1"]
 
 
-def test_classes_registered_as_pytree_nodes_are_walked() -> None:
-    class Box:
-        def __init__(self, inside: object) -> None:
-            self.inside = inside
+class Box:
+    def __init__(self, inside: object) -> None:
+        self.inside = inside
 
+
+@dataclasses.dataclass
+class Registered:
+    inside: object
+
+
+def test_pytree_nodes_are_walked_where_a_known_library_takes_them_apart() -> None:
+    torch.export.register_dataclass(Registered)
     _pytree.register_pytree_node(
         Box, lambda box: ([box.inside], None), lambda children, _: Box(children[0])
     )
     try:
-        assert names(Box((T,))) == ["output.0.0"]
+        assert names(Registered((T,))) == ["output.inside.0"]
+        assert names(Box((T,))) == ["output"], "a function of the user's own, which may do anything"
     finally:
         _pytree._deregister_pytree_node(Box)
+
+
+class Computes:
+    """Whatever asks it, other than for its type, runs code of the user's own."""
+
+    def __getattribute__(self, name: str) -> object:
+        raise AssertionError(f"asked for {name}")
+
+
+class Named(type):
+    def __getattribute__(cls, name: str) -> object:
+        if name in ("__module__", "__qualname__"):
+            raise AssertionError(f"asked for {name}")
+        return super().__getattribute__(name)
+
+
+class LazyDict(collections.UserDict):  # type: ignore[type-arg]
+    def __getitem__(self, key: object) -> object:
+        raise AssertionError("computed")
+
+    items = values = keys = __iter__ = __len__ = __getitem__  # type: ignore[assignment]
+
+
+class LazyTuple(tuple):  # type: ignore[type-arg]
+    def __iter__(self) -> Any:
+        raise AssertionError("computed")
+
+    __getitem__ = __len__ = __iter__  # type: ignore[assignment]
+
+
+@dataclasses.dataclass
+class Slots:
+    __slots__ = ("inside",)
+    inside: object
+
+
+def test_containers_are_read_as_they_are_stored_and_never_asked_to_compute() -> None:
+    lazy = LazyDict()
+    lazy.data = {"a": T}
+    assert names(lazy) == ["output.a"]
+    assert names(collections.UserList([T, T])) == ["output.0", "output.1"]
+    assert names(LazyTuple((T, T))) == ["output.0", "output.1"]
+    assert names(Slots(T)) == ["output.inside"]
+    assert names(MappingProxyType(lazy)) == ["output"]
+    assert names(Computes()) == ["output"]
+    assert describe_leaf(Computes()).endswith("test_pytree.Computes")
+    assert describe_leaf(Named("Odd", (), {})).endswith("test_pytree.Odd")
 
 
 def test_empty_arguments_have_no_slots_and_inner_empty_containers_one() -> None:

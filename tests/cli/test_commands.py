@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +23,7 @@ from rankscope.cli.terminal import fitted
 from rankscope.record.placement import Mesh
 from rankscope.record.run import EndReason
 from rankscope.spool.cells import CallStatus
+from rankscope.spool.outfolder import typed
 from rankscope.tree.assemble import build
 from tests.tree.jobs import grid_job
 from tests.tree.ranks_on_paper import PaperRank
@@ -185,8 +187,14 @@ def test_recover_makes_a_trace_of_spool_folders(tmp_path):
         pass
     rank.end()
     code, text, _ = rankscope("recover", tmp_path / "spools", "--out", tmp_path / "new")
-    assert (code, text) == (0, f"{tmp_path / 'new'}: 1 of 1 ranks, complete\n")
+    assert code == 0
+    assert text.splitlines() == [
+        f"{tmp_path / 'new'}: 1 of 1 ranks, complete",
+        f"removed {tmp_path / 'spools'}: all of it is in {tmp_path / 'new'}",
+    ]
     assert rankscope("verify", tmp_path / "new")[0] == 0
+    again = PaperRank(tmp_path / "spools")
+    again.end()
     code, _, errors = rankscope("recover", tmp_path / "spools", "--out", tmp_path / "new")
     assert code == 2
     assert "not an empty folder" in errors
@@ -282,7 +290,8 @@ def test_lines_fit_a_narrow_terminal_and_are_never_broken_in_a_pipe(out, monkeyp
     narrow = rankscope("show", out)[1]
     monkeypatch.delenv("COLUMNS")
     plain = rankscope("show", out)[1]
-    assert max(map(len, narrow.splitlines())) <= 50 < max(map(len, plain.splitlines()))
+    longest = max(map(len, narrow.splitlines()[1:]))  # a path is one word, however long
+    assert longest <= 50 < max(map(len, plain.splitlines()[1:]))
     assert narrow.split() == plain.split(), "not a word is lost"
 
 
@@ -323,3 +332,33 @@ def test_help_of_run_breaks_no_word():
     known = [word for setting in SETTINGS for word in f"{setting.help} {setting.default}".split()]
     for word in known:
         assert word.strip("()") in ours, word
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["doctor", "--json", "--python", "'"],
+        ["doctor", "--json", "--nproc-per-node", "x"],
+        ["doctor", "--json", "--out", "x" * 300],
+        ["verify", "--json", "x" * 300],
+        ["verify", "--json", "--no-such-option"],
+    ],
+    ids=lambda words: " ".join(words)[:40],
+)
+def test_whatever_cannot_be_answered_is_one_json_object_and_exit_code_2(words, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "rankscope", *words],
+        cwd=tmp_path, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert "Traceback" not in done.stderr
+    assert done.returncode in (1, 2)
+    said = json.loads(done.stdout)
+    assert said["format"] == "rankscope.report/1"
+    assert "error" in said or said["verdict"] == "failed"
+
+
+def test_a_command_that_is_printed_may_be_pasted_whatever_the_paths_hold(tmp_path):
+    words = shlex.split(typed("recover", tmp_path / "a b", "it's ü", out=tmp_path / "c d"))
+    assert words == [
+        "rankscope", "recover", f"{tmp_path}/a b", "it's ü", "--out", f"{tmp_path}/c d",
+    ]  # fmt: skip

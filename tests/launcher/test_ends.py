@@ -173,6 +173,9 @@ def test_a_killed_launcher_leaves_a_tree_or_what_recover_makes_one_of(launch: St
     assert eventually(lambda: not alone.companion("relay"))
     assert not (alone.out / "trace.json").exists()
     (run_folder,) = alone.spool.glob("*/*")
+    said = rankscope("verify", alone.out).stdout
+    assert "may still be running" not in said  # nobody lives who would go on
+    assert f"rankscope recover {run_folder} {alone.out}" in said
     made = rankscope("recover", run_folder, alone.out, "--out", alone.folder / "made")
     assert made.returncode == 0, made.stderr
     assert f"removed {run_folder}" in made.stdout

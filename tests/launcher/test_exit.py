@@ -69,6 +69,18 @@ def test_a_job_that_calls_no_module_keeps_code_and_stdout_and_is_told_so_without
     assert [path.name for path in tmp_path.iterdir()] == ["script.py"], "folders it made itself"
 
 
+def test_ranks_that_can_make_no_spool_train_and_no_line_sends_anybody_to_recover(tmp_path: Path):
+    installed("ranks are armed by the start-up file")
+    path = script(tmp_path, TRAINS)
+    command = ["sh", "-c", 'ulimit -f 200; exec "$@"', "sh", *WRAPPER]
+    done = run(command, "--rs-out", tmp_path / "t", "--rs-spool", tmp_path / "sp", path)
+    assert done.returncode == 0, done.stderr
+    assert "cannot reserve" in done.stderr
+    (last,) = [line for line in done.stderr.splitlines()[-1:] if line.startswith("rankscope: ")]
+    assert "nothing was traced" in last
+    assert "recover" not in done.stderr
+
+
 def test_a_job_that_ends_before_the_steps_to_trace_is_told_at_which_one_it_ended(tmp_path: Path):
     installed("ranks are armed by the start-up file")
     path = script(tmp_path, TRAINS)

@@ -16,6 +16,7 @@ import pytest
 
 from rankscope.errors import FolderError, SelectionError, TraceError, TraceVersionError
 from rankscope.record.call import Mode, Phase
+from rankscope.spool.folder import COLLECTOR_LOCK_NAME, FolderLock
 from rankscope.tree.assemble import build
 from rankscope.tree.reader import newest_trace, open_trace
 from rankscope.tree.selection import default_phase
@@ -177,9 +178,12 @@ def test_records_of_a_job_that_still_runs_are_read_and_called_incomplete(tmp_pat
     with rank.call() as call:
         rank.value(call, "output", WEIGHT)
         rank.ship(out, marker=False)
+    lock = FolderLock(out / COLLECTOR_LOCK_NAME, "collector")
     trace = open_trace(out)
     assert trace.is_live
+    lock.release()
     assert not trace.is_complete
+    assert not open_trace(out).is_live  # nobody is left who would write it
     assert trace.completeness["ranks"][0]["end"] == "running"
     assert trace.find("")[0].status == "unfinished"
     assert trace.value("", "output").per_rank[0].count == 24

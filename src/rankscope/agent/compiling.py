@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from rankscope.agent.guard import say
+from rankscope.agent.members import parameters_of_module
 from rankscope.agent.optimizers import OptimizerSet, held_parameters, parameters_of
 from rankscope.capture.invisible import invisible
 from rankscope.capture.torch_internals import dynamo_has_compiled, run_compiled_eagerly
@@ -40,8 +41,10 @@ class HiddenSteps:
         """Optimizers that have stepped since the last root forward that was seen."""
         self._asked_first = OptimizerSet()
         """Optimizers that stepped before any train step, each looked at once."""
-        self._gradients: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
-        """Identity of an optimizer -> its first gradient, and the version, at its last step."""
+        self._gradients: dict[int, tuple[weakref.ref[object], int]] = {}
+        """Identity of an optimizer -> what stood for its first gradient, and the version, at its
+        last step.
+        """
 
     def root_was_seen(self) -> None:
         """Note that a root forward has announced its step as usual."""
@@ -76,11 +79,21 @@ class HiddenSteps:
             if gradient is None:
                 return False
             known, version = self._gradients.get(id(optimizer), (None, -1))
-            is_new = known is None or known() is not gradient or version != gradient._version
+            is_new = (
+                known is None or known() is not _proxy_of(gradient) or version != gradient._version
+            )
             if len(self._gradients) > _MOST_GRADIENTS:
                 self._gradients.clear()
-            self._gradients[id(optimizer)] = (weakref.ref(gradient), gradient._version)
+            self._gradients[id(optimizer)] = (weakref.ref(_proxy_of(gradient)), gradient._version)
         return is_new
+
+
+def _proxy_of(gradient: torch.Tensor) -> object:
+    """Return what lives as long as a gradient and may have a weak reference: its storage.
+
+    `Module.to` may swap gradients, which torch refuses for a tensor that has one.
+    """
+    return gradient if gradient.layout is not torch.strided else gradient.untyped_storage()
 
 
 def outermost_modules_of(optimizer: torch.optim.Optimizer) -> list[nn.Module]:
@@ -95,7 +108,7 @@ def outermost_modules_of(optimizer: torch.optim.Optimizer) -> list[nn.Module]:
     return [
         module
         for module in modules
-        if id(module) not in inside and any(id(p) in held for p in module.parameters())
+        if id(module) not in inside and any(id(p) in held for p in parameters_of_module(module))
     ]
 
 

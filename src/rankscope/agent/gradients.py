@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from rankscope.agent.guard import Guard
+from rankscope.capture.torch_internals import has_hook
 
-__all__ = ["GradientHooks", "GradientTarget"]
+__all__ = ["MOST_FIRINGS", "GradientHooks", "GradientTarget"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,16 +24,28 @@ class GradientTarget:
     slot: str
 
 
+MOST_FIRINGS = 1 << 16
+"""So many backward passes of one graph a record can number."""
+
+
 @dataclass(eq=False, slots=True)
 class _Watched:
-    tensor: weakref.ReferenceType[torch.Tensor]
+    tensor: weakref.ReferenceType[torch.Tensor] | None
+    """None for a leaf: torch refuses to swap a parameter that has a weak reference."""
     version: int
     """An in-place operation makes the same object another tensor to autograd."""
     targets: list[GradientTarget]
     is_view: bool
     """An in-place operation on a view gives it another place in the graph: the old one is gone."""
     firings: int = 0
-    handles: list[torch.utils.hooks.RemovableHandle] = field(default_factory=list)
+    handle: torch.utils.hooks.RemovableHandle | None = None
+    """Of a leaf, which outlives the graph: its hook must be taken off again."""
+
+    def is_of(self, tensor: torch.Tensor) -> bool:
+        """True where this was made for that very tensor, not for one at its address before."""
+        if self.tensor is not None:
+            return self.tensor() is tensor
+        return self.handle is not None and has_hook(tensor, self.handle)
 
 
 class GradientHooks:
@@ -41,9 +54,13 @@ class GradientHooks:
     """
 
     def __init__(
-        self, guard: Guard, record: Callable[[list[GradientTarget], torch.Tensor, int], None]
+        self,
+        guard: Guard,
+        record: Callable[[list[GradientTarget], torch.Tensor, int], None],
+        say_too_many: Callable[[GradientTarget], None],
     ) -> None:
         self._guard = guard
+        self._say_too_many = say_too_many
         self._record = record
         self._watched: dict[int, _Watched] = {}
         self._rewritten: list[_Watched] = []
@@ -54,17 +71,16 @@ class GradientHooks:
     def watch(self, tensor: torch.Tensor, sequence: int, slot: str) -> None:
         """Record the total gradient of `tensor` under a call's slot when backward reaches it."""
         watched = self._watched.get(id(tensor))
-        if (
-            watched is not None
-            and watched.tensor() is tensor
-            and watched.version == tensor._version
-        ):
-            watched.targets.append(GradientTarget(sequence, slot))
-            return
-        if watched is not None and watched.tensor() is tensor:
-            self._rewritten.append(watched)
         target = GradientTarget(sequence, slot)
-        watched = _Watched(weakref.ref(tensor), tensor._version, [target], tensor._is_view())
+        if watched is not None and watched.is_of(tensor):
+            if watched.version == tensor._version:
+                watched.targets.append(target)
+                return
+            self._rewritten.append(watched)
+        is_leaf = tensor.grad_fn is None
+        watched = _Watched(
+            None if is_leaf else weakref.ref(tensor), tensor._version, [target], tensor._is_view()
+        )
         self._watched[id(tensor)] = watched
         record = self._record
 
@@ -72,11 +88,14 @@ class GradientHooks:
             ordinal = watched.firings  # double backward and retain_graph fire again
             watched.firings += 1
             self.has_fired = True
-            record(watched.targets, gradient, ordinal)
+            if ordinal < MOST_FIRINGS:
+                record(watched.targets, gradient, ordinal)
+            elif ordinal == MOST_FIRINGS:
+                self._say_too_many(watched.targets[0])
 
         handle = tensor.register_hook(self._guard.hook(fired))  # type: ignore[no-untyped-call]  # torch
-        if tensor.grad_fn is None:  # a leaf outlives the graph: its hook must be taken off again
-            watched.handles.append(handle)
+        if is_leaf:
+            watched.handle = handle
 
     def unseen(self) -> list[GradientTarget]:
         """Return where a gradient was due that no hook can have seen: backward ran, and the tensor
@@ -97,13 +116,13 @@ class GradientHooks:
         their graph.
         """
         for watched in (*self._watched.values(), *self._rewritten):
-            for handle in watched.handles:
-                handle.remove()
+            if watched.handle is not None:
+                watched.handle.remove()
         self._watched.clear()
         self._rewritten.clear()
         self.has_fired = False
 
 
 def _is_rewritten(watched: _Watched) -> bool:
-    tensor = watched.tensor()
+    tensor = watched.tensor() if watched.tensor is not None else None
     return tensor is not None and tensor._version != watched.version

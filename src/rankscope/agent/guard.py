@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import dis
+import functools
+import signal
 import sys
 from collections.abc import Callable
+from typing import Any
 
 from rankscope.capture.torch_internals import is_compiling
 
-__all__ = ["MAX_FAILURES", "Guard", "say"]
+__all__ = ["MAX_FAILURES", "Guard", "GuardedHook", "say", "text_of"]
 
 MAX_FAILURES = 20
 """Failures inside hooks after which tracing is switched off on this rank, visibly."""
@@ -23,43 +28,131 @@ def say(text: str) -> None:
         return
 
 
-class Guard:
-    """Turns functions into hooks that never raise and do nothing while a graph is being
-    compiled.
+class GuardedHook:
+    """A function as a hook that never raises and does nothing while a graph is being compiled.
+
+    torch is handed `run`. In a copy of a module, and in a file it is saved to, stands a hook that
+    does nothing in place of ours; to read the file takes no rankscope.
     """
+
+    __slots__ = ("_guard", "body")
+
+    def __init__(self, guard: Guard, body: Callable[..., None]) -> None:
+        self._guard = guard
+        self.body = body
+
+    def run(self, *arguments: object) -> None:
+        """Call `body`.
+
+        Dynamo sees `is_compiling()` as a constant, so a guarded hook leaves one graph where an
+        unguarded one would split it.
+        """
+        if is_compiling():
+            return
+        try:
+            self.body(*arguments)
+        except RecursionError:  # one more call, and this would raise as well
+            self._guard.is_too_deep = True
+        except Exception as error:  # nothing of ours raises into the program
+            if _comes_from_outside(error):
+                raise
+            self._guard.failed(error)
+
+    # a tensor saved with it loses nothing: torch need not warn
+    run.__torch_unserializable__ = True  # type: ignore[attr-defined]
+    # what pickle asks the unpickled object for; nullcontext's takes everything and does nothing
+    run.__name__ = "__exit__"
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return contextlib.nullcontext, ()
+
+    def __deepcopy__(self, memo: object) -> GuardedHook:
+        return GuardedHook(self._guard, _nothing)
+
+
+class Guard:
+    """Turns functions into hooks, and counts those that failed."""
 
     def __init__(self, failed: Callable[[Exception], None]) -> None:
         self._failed = failed
         self.failures = 0
         self.is_too_deep = False
         """A hook found no room left on Python's stack, and could not even say so."""
+        self.is_failing = False
+        """A failure is being reported: torch is inside one of our hooks."""
 
     def hook(self, body: Callable[..., None]) -> Callable[..., None]:
-        """Return `body` as a hook.
-
-        Dynamo sees `is_compiling()` as a constant, so a guarded hook leaves one graph where an
-        unguarded one would split it.
-        """
-
-        def guarded(*arguments: object) -> None:
-            if is_compiling():
-                return
-            try:
-                body(*arguments)
-            except RecursionError:  # one more call, and this would raise as well
-                self.is_too_deep = True
-            except Exception as error:  # noqa: BLE001  # nothing of ours raises into the program
-                self.failed(error)
-
-        # a tensor saved with it loses nothing: torch need not warn
-        guarded.__torch_unserializable__ = True  # type: ignore[attr-defined]
-        return guarded
+        """Return `body` as a hook."""
+        return GuardedHook(self, body).run
 
     def failed(self, error: Exception) -> None:
         """Count a failure and report it; reporting must not raise either."""
         self.failures += 1
+        self.is_failing = True
         try:
-            self._failed(error)
-        except Exception as second:  # noqa: BLE001  # the spool may be what failed: say it once
-            if self.failures == 1:
-                say(f"cannot record a failure ({second!r} after {error!r}); the job goes on")
+            second = _attempt(self._failed, error)
+        finally:
+            self.is_failing = False
+        if second is not None and self.failures == 1:  # the spool may be what failed: said once
+            text = f"{text_of(second)} after {text_of(error)}"
+            say(f"cannot record a failure ({text}); the job goes on")
+
+
+def text_of(error: BaseException) -> str:
+    """Return the class of an exception and what it says, the class alone where it cannot say it."""
+    texts: list[str] = []
+    _attempt(lambda: texts.append(f"{type(error).__name__}: {error}"))
+    return texts[0] if texts else type(error).__name__
+
+
+def _attempt(work: Callable[..., None], *arguments: object) -> Exception | None:
+    """Return what `work` raised, unless it is the program's own."""
+    try:
+        work(*arguments)
+    except Exception as error:  # a failed report, or the user's __str__
+        if _comes_from_outside(error):
+            raise
+        return error
+    return None
+
+
+def _nothing(*arguments: object) -> None:
+    """Be the body of a copied hook."""
+
+
+def _comes_from_outside(error: Exception) -> bool:
+    """True for what a signal handler of the program raised, or another thread put into this one,
+    while a hook of ours ran: it is the program's.
+    """
+    handlers = _codes_of_signal_handlers()
+    trace, last = error.__traceback__, None
+    while trace is not None:
+        if trace.tb_frame.f_code in handlers:
+            return True
+        last, trace = trace, trace.tb_next
+    if last is None:
+        return False
+    operation = dis.opname[last.tb_frame.f_code.co_code[last.tb_lasti]]
+    return operation in _RAISING_NOTHING
+
+
+_RAISING_NOTHING = frozenset({"RESUME", "JUMP_BACKWARD", "JUMP_ABSOLUTE"})
+"""Operations of Python's at which only an exception put in from outside can appear."""
+
+
+def _codes_of_signal_handlers() -> set[object]:
+    """Return the code of every function that is a signal handler now."""
+    codes: set[object] = set()
+    for number in signal.valid_signals():
+        handler: Any = signal.getsignal(number)
+        if not callable(handler):
+            continue
+        while isinstance(handler, functools.partial):
+            handler = handler.func
+        handler = getattr(handler, "__func__", handler)
+        code = getattr(handler, "__code__", None)
+        if code is None:
+            code = getattr(type(handler).__call__, "__code__", None)
+        if code is not None:
+            codes.add(code)
+    return codes

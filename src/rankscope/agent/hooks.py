@@ -1,10 +1,14 @@
-"""Putting hooks on and taking them off: global ones for a traced step, one watching for the next
-step, none else.
+"""Putting hooks on and taking them off: global ones while a step is traced or the next one is
+watched for, none else.
+
+What torch.compile compiles is valid for the hooks that were on, by their numbers. So there are two
+states only, all hooks on or all off, always under the same numbers; what they do is switched
+inside.
 """
 
 from __future__ import annotations
 
-import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
 from torch import nn
@@ -18,109 +22,195 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from rankscope.capture.torch_internals import forget_keyword_hook
+from rankscope.agent.guard import Guard, GuardedHook
+from rankscope.capture.torch_internals import (
+    forget_keyword_hook,
+    global_hook_tables,
+    hide_from_compiled_modules,
+    own_hook_tables,
+)
 
 __all__ = ["HookSet"]
 
 Hook = Callable[..., None]
-_ABOUT_GLOBAL_HOOKS = "Using `torch.compile\\(module\\)` when there are global hooks"
-"""Begin of what torch warns of when a compiled module is called: our hooks know the wrapper, and a
-program run with `-W error` must not end because of them."""
+
+
+def _number() -> int:
+    """Return a number that torch gives to no hook of anybody else's."""
+    return RemovableHandle(OrderedDict()).id
+
+
+_ENTER, _LEAVE, _OWN_INPUT, _OWN_OUTPUT = (_number() for _ in range(4))
+"""The same for every session of this process."""
+
+
+def _nothing(*arguments: object) -> None:
+    """Do what a hook does that is on for its number alone."""
 
 
 class HookSet:
     """The hooks of one session. Every method may be called in any state, any number of times."""
 
-    _before: Hook
-    _after: Hook
-    _own_input: Hook
-    _own_output: Hook
-
-    def __init__(self, watch: Hook) -> None:
-        self._watch = watch
-        self._watching: RemovableHandle | None = None
-        self._tracing: list[RemovableHandle] = []
-        self._on_modules: list[RemovableHandle] = []
+    def __init__(self, guard: Guard, watch: Hook) -> None:
+        self._guard = guard
+        self._watch: Hook = watch
+        self._before: Hook = _nothing
+        self._after: Hook = _nothing
+        self._entering = GuardedHook(guard, _nothing)
+        self._leaving = GuardedHook(guard, _nothing)
+        self._own_input = GuardedHook(guard, _nothing)
+        self._own_output = GuardedHook(guard, _nothing)
+        self._optimizer_hooks: list[GuardedHook] = []
+        # bound once: hooks are told apart by identity
+        self._enter, self._leave = self._entering.run, self._leaving.run
+        self._on_input, self._on_output = self._own_input.run, self._own_output.run
+        self._tables = global_hook_tables()
+        self._is_on = False
+        self.is_tracing = False
+        """The global hooks see every module call."""
+        self._handles: list[RemovableHandle] = []
+        """Of global hooks, where torch's tables have other names."""
+        self._on_modules: list[Callable[[], None]] = []
         self._on_optimizers: list[RemovableHandle] = []
-        warnings.filterwarnings("ignore", _ABOUT_GLOBAL_HOOKS, UserWarning)
-        self._warning_filter = warnings.filters[0]
+        self._numbers = {_ENTER, _LEAVE}
+        self._unhide = hide_from_compiled_modules(self._numbers)
 
     def follow_with(self, *, before: Hook, after: Hook, own_input: Hook, own_output: Hook) -> None:
-        """Say which hooks `trace` puts on; once, before the first traced step."""
+        """Say what the hooks of a traced step do; once, before the first."""
         self._before, self._after = before, after
-        self._own_input, self._own_output = own_input, own_output
-
-    @property
-    def is_tracing(self) -> bool:
-        """True while global hooks see every module call."""
-        return bool(self._tracing)
+        self._own_input.body, self._own_output.body = own_input, own_output
 
     def watch_optimizers(self, begins: Hook, ends: Hook) -> None:
         """Be told of every optimizer step, for the whole session."""
+        before, after = GuardedHook(self._guard, begins), GuardedHook(self._guard, ends)
+        self._optimizer_hooks = [before, after]
         self._on_optimizers = [
-            register_optimizer_step_pre_hook(begins),
-            register_optimizer_step_post_hook(ends),
+            register_optimizer_step_pre_hook(before.run),
+            register_optimizer_step_post_hook(after.run),
         ]
 
     def watch_for_step(self) -> None:
-        """Put on the one pre-hook that notices the next root forward."""
-        if self._watching is None and not self._tracing:
-            self._watching = register_module_forward_pre_hook(self._watch)
+        """Have the pre-hook notice the next root forward."""
+        if not self.is_tracing and not self._is_on:
+            self._entering.body, self._leaving.body = self._watch, _nothing
+            self._put_on()
 
     def stop_watching(self) -> None:
-        """Take that pre-hook off: from now on module calls cost nothing."""
-        if self._watching is not None:
-            self._watching.remove()
-            self._watching = None
+        """Take the hooks off unless they trace: from now on module calls cost nothing."""
+        if not self.is_tracing:
+            self._take_off()
 
     def trace(self) -> None:
-        """Put the global hooks of a traced step on."""
-        self.stop_watching()
-        if not self._tracing:
-            self._tracing = [
-                register_module_forward_pre_hook(self._before),
-                register_module_forward_hook(self._after, with_kwargs=True, always_call=True),
+        """Have the global hooks trace, behind those of everybody else."""
+        if not self.is_tracing:
+            self._take_off()
+            self._entering.body, self._leaving.body = self._before, self._after
+            self._put_on()
+            self.is_tracing = True
+
+    def stop_tracing(self) -> None:
+        """Take the hooks of a traced step off again, those on modules included."""
+        self.leave_modules()
+        if self.is_tracing:
+            self.is_tracing = False
+            self._take_off()
+
+    def _put_on(self) -> None:
+        self._is_on = True
+        if self._tables is None:
+            self._handles = [
+                register_module_forward_pre_hook(self._enter),
+                register_module_forward_hook(self._leave, with_kwargs=True, always_call=True),
             ]
+            self._numbers.update(handle.id for handle in self._handles)
+            return
+        before, after, always_called, taking_keywords = self._tables
+        before.pop(_ENTER, None)  # of a session that could not take them off: we stand at the end
+        after.pop(_LEAVE, None)
+        before[_ENTER] = self._enter
+        after[_LEAVE] = self._leave
+        always_called[_LEAVE] = taking_keywords[_LEAVE] = True
+
+    def _take_off(self) -> None:
+        if not self._is_on:
+            return
+        self._is_on = False
+        if self._tables is None:
+            for handle in self._handles:
+                handle.remove()
+                forget_keyword_hook(handle.id)
+            self._handles = []
+            return
+        before, after, always_called, taking_keywords = self._tables
+        if before.get(_ENTER) is self._enter:
+            del before[_ENTER]
+        if after.get(_LEAVE) is self._leave:
+            for table in (after, always_called, taking_keywords):
+                table.pop(_LEAVE, None)
+
+    # ------------------------------------------------------------------ hooks on modules
 
     def trace_own_hooks_of(self, modules: Iterable[nn.Module]) -> None:
         """Stand behind the hooks that modules already have: what they replace is what we
         must see.
         """
         for module in modules:
-            if (
-                module._forward_pre_hooks
-                and self._own_input not in module._forward_pre_hooks.values()
-            ):
-                handle = module.register_forward_pre_hook(self._own_input, with_kwargs=True)
-                self._on_modules.append(handle)
-            if module._forward_hooks and self._own_output not in module._forward_hooks.values():
-                self._on_modules.append(module.register_forward_hook(self._own_output))
+            tables = own_hook_tables(module)
+            if tables is None:
+                continue
+            before, before_keywords, after = tables
+            if before and before.get(_OWN_INPUT) is not self._on_input:
+                before.pop(_OWN_INPUT, None)  # of a copy made while we stood there
+                before[_OWN_INPUT] = self._on_input
+                before_keywords[_OWN_INPUT] = True
+                self._on_modules.append(_removal(_OWN_INPUT, before, before_keywords))
+            if after and after.get(_OWN_OUTPUT) is not self._on_output:
+                after.pop(_OWN_OUTPUT, None)
+                after[_OWN_OUTPUT] = self._on_output
+                self._on_modules.append(_removal(_OWN_OUTPUT, after))
 
     def stands_behind_inputs_of(self, module: nn.Module) -> bool:
         """True where our hook follows the module's own pre-hooks."""
-        return self._own_input in module._forward_pre_hooks.values()
-
-    def stop_tracing(self) -> None:
-        """Take the hooks of a traced step off again, those on modules included."""
-        self.leave_modules()
-        for handle in self._tracing:
-            handle.remove()
-        for handle in self._tracing:
-            forget_keyword_hook(handle.id)
-        self._tracing = []
+        return module._forward_pre_hooks.get(_OWN_INPUT) is self._on_input
 
     def leave_modules(self) -> None:
         """Take our hooks off the modules that have hooks of their own."""
-        for handle in self._on_modules:
-            handle.remove()
+        for remove in self._on_modules:
+            remove()
         self._on_modules = []
 
-    def remove_all(self) -> None:
-        """Leave nothing of ours in torch."""
-        self.stop_watching()
+    # ------------------------------------------------------------------ the end
+
+    def remove_all(self, *, is_inside_hook: bool = False) -> None:
+        """Leave nothing of ours in torch.
+
+        Args:
+            is_inside_hook: torch may be walking its tables right now, and would raise into the
+                program if they changed: the hooks do nothing any more, and go at the next call of
+                a module.
+        """
+        if not (is_inside_hook or self._guard.is_failing):
+            self._remove_now()
+            return
+        self.leave_modules()
+        for hook in (self._leaving, self._own_input, self._own_output, *self._optimizer_hooks):
+            hook.body = _nothing
+        self._entering.body = self._remove_now  # torch walks over a copy of the pre-hooks
+        if not self._is_on:
+            self._put_on()
+
+    def _remove_now(self, *arguments: object) -> None:
         self.stop_tracing()
+        self._take_off()
         for handle in self._on_optimizers:
             handle.remove()
         self._on_optimizers = []
-        if self._warning_filter in warnings.filters and isinstance(warnings.filters, list):
-            warnings.filters.remove(self._warning_filter)
+        self._unhide()
+
+
+def _removal(number: int, *tables: dict[int, object]) -> Callable[[], None]:
+    def remove() -> None:
+        for table in tables:
+            table.pop(number, None)
+
+    return remove

@@ -55,7 +55,7 @@ def placed(environ: Mapping[str, str] = os.environ) -> Placed | None:
     """Return what the launcher's variables say; None where no launcher set any."""
     for variable, world, local_rank, local_size in _RANK_VARIABLES:
         rank, size = environ.get(variable, ""), environ.get(world, "")
-        if not (rank.isdigit() and size.isdigit()) or _is_batch_script(variable, environ):
+        if not (rank.isdecimal() and size.isdecimal()) or _is_batch_script(variable, environ):
             continue
         here = environ.get(local_rank, "")
         many = environ.get(local_size, "") if local_size else _slurm_tasks_here(environ, int(size))
@@ -63,8 +63,8 @@ def placed(environ: Mapping[str, str] = os.environ) -> Placed | None:
             variables={n: environ[n] for n in (variable, local_rank) if n in environ},
             rank=int(rank),
             world_size=max(int(size), int(rank) + 1),
-            local_rank=int(here) if here.isdigit() else None,
-            local_world_size=int(many) if many.isdigit() else None,
+            local_rank=int(here) if here.isdecimal() else None,
+            local_world_size=int(many) if many.isdecimal() else None,
         )
     return None
 
@@ -92,7 +92,7 @@ def identify(
         world_size=max(world_size, rank + 1),
         local_rank=rank if local_rank is None else local_rank,
         local_world_size=world_size if local_size is None else local_size,
-        incarnation=int(restarts) if restarts.isdigit() else 0,
+        incarnation=int(restarts) if restarts.isdecimal() else 0,
         host=socket.gethostname(),
         pid=os.getpid(),
     )
@@ -102,7 +102,7 @@ def restarts_left(environ: Mapping[str, str] = os.environ) -> int:
     """Return how often an elastic agent may still start the ranks again; 0 without one."""
     most = environ.get("TORCHELASTIC_MAX_RESTARTS", "")
     done = environ.get("TORCHELASTIC_RESTART_COUNT", "")
-    return max(0, int(most) - int(done)) if most.isdigit() and done.isdigit() else 0
+    return max(0, int(most) - int(done)) if most.isdecimal() and done.isdecimal() else 0
 
 
 def _is_batch_script(variable: str, environ: Mapping[str, str]) -> bool:
@@ -119,12 +119,12 @@ def _slurm_tasks_here(environ: Mapping[str, str], world_size: int) -> str:
     node = environ.get("SLURM_NODEID", "")
     for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"):
         parts = [_TASKS.fullmatch(part.strip()) for part in environ.get(name, "").split(",")]
-        if all(parts) and node.isdigit():
+        if all(parts) and node.isdecimal():
             counts = [int(p[1]) for p in parts if p for _ in range(min(int(p[2] or 1), 1 << 16))]
             if sum(counts) == world_size and int(node) < len(counts):
                 return str(counts[int(node)])
     for name in ("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES"):
         nodes = environ.get(name, "")
-        if nodes.isdigit() and int(nodes):
+        if nodes.isdecimal() and int(nodes):
             return str(world_size // int(nodes)) if world_size % int(nodes) == 0 else ""
     return environ.get("SLURM_NTASKS_PER_NODE", "")

@@ -9,7 +9,7 @@ import platform
 import sys
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,6 +24,8 @@ from rankscope.agent.keeping import keeper_of_run, make_recorder
 from rankscope.agent.meeting import (
     Meeting,
     agree,
+    agree_on_life,
+    find_agents_store,
     find_store,
     is_visible,
     leave_mark,
@@ -35,7 +37,7 @@ from rankscope.agent.session import Opened
 from rankscope.agent.settings import Settings
 from rankscope.capture.kernel import build as build_kernel
 from rankscope.errors import FolderBusyError, SpoolError
-from rankscope.record.run import EndReason, RankIdentity
+from rankscope.record.run import EndReason, RankIdentity, StreamId
 from rankscope.spool.cells import FORMAT_VERSION
 from rankscope.spool.companions import (
     collector_command,
@@ -60,6 +62,7 @@ from rankscope.spool.folder import (
     run_key,
     spool_base,
     stream_folder,
+    streams,
     write_run_header,
 )
 from rankscope.spool.lock import is_alive
@@ -70,8 +73,9 @@ from rankscope.spool.outfolder import (
     claim_out,
     default_out,
     prepare_out,
+    typed,
 )
-from rankscope.spool.processes import launcher_of, process_name
+from rankscope.spool.processes import launcher_of, process_name, started_at
 from rankscope.spool.writer import SpoolWriter
 
 __all__ = ["RUN_FOLDER_VARIABLE", "Joined", "define_rank", "join_run", "who_am_i"]
@@ -116,15 +120,15 @@ class Joined:
             say(f"records go to the collector at {self.collector}, which writes the tree")
             return
         if restarts_left() or (reason is EndReason.RAISED and self.opened.identity.world_size > 1):
-            say(f"the trace follows in {self.out}; read it then: rankscope show {self.out}")
+            say(f"the trace follows in {self.out}; read it then: {typed('show', self.out)}")
             return
         deadline = time.monotonic() + self.finish_seconds
         while not (self.out / "trace.json").exists():
             if time.monotonic() > deadline:
+                places = (self.opened.writer.folder.parent, self.out)
                 say(
                     f"no tree in {self.out} after {self.finish_seconds:g} s; build it from the "
-                    f"records: rankscope recover {self.opened.writer.folder.parent} {self.out} "
-                    f"--out {self.out}-recovered"
+                    f"records: {typed('recover', *places, out=f'{self.out}-recovered')}"
                 )
                 return
             time.sleep(_POLL_S)
@@ -158,10 +162,11 @@ def join_run(settings: Settings, environ: Mapping[str, str] = os.environ) -> Joi
         return None
     run_folder = Path(prepared) if prepared else _muster(settings, identity, environ)
     header = read_run_header(run_folder)
+    earlier = [one for one in streams(run_folder) if one.rank == identity.rank]
+    if any(is_alive(stream_folder(run_folder, one)) for one in earlier):
+        return None  # a child that inherited RANK
+    identity = replace(identity, incarnation=_life(identity, earlier, environ))
     while (folder := stream_folder(run_folder, identity.stream)).exists():
-        if is_alive(folder):
-            return None  # a child that inherited RANK
-        # an earlier life that the agent of this host does not count: another host began the restart
         identity = replace(identity, incarnation=identity.incarnation + 1)
     writer = SpoolWriter(folder, limit_bytes=settings.spool_bytes)
     recorder = make_recorder(writer, settings)
@@ -181,6 +186,22 @@ def join_run(settings: Settings, environ: Mapping[str, str] = os.environ) -> Joi
         collector="" if settings.collector == SHARED else settings.collector,
         must_wait=not prepared and speaks and not header.keeps_apart,
     )
+
+
+def _life(identity: RankIdentity, earlier: Sequence[StreamId], environ: Mapping[str, str]) -> int:
+    """Return the number of this life of the rank: on several hosts the one that they agree on.
+
+    Where they cannot, it is what the agent of this host counts, or the next that has no records
+    here: two programs one after the other, or a restart that another host began.
+    """
+    free = max((one.incarnation + 1 for one in earlier), default=0)
+    if _ELASTIC_RUN in environ and identity.world_size > identity.local_world_size:
+        store = find_agents_store(environ)
+        if store is not None:
+            agreed = agree_on_life(store, at_least=free, started_at=started_at())
+            if agreed is not None:
+                return agreed
+    return max(identity.incarnation, free)
 
 
 def _meeting_place(
@@ -343,7 +364,7 @@ def _decide(
     out = prepare_out(out.with_name(f"{out.name}-{identity.host}-{run_folder.name[:8]}"))
     say(
         f"the trace folder of {meeting.host} is not visible here: the records of this host go to "
-        f"{out}; merge them afterwards: rankscope recover {meeting.out} {out} --out MERGED"
+        f"{out}; merge them afterwards: {typed('recover', meeting.out, out, out='MERGED')}"
     )
     first = identity.rank - identity.local_rank
     here = range(first, first + identity.local_world_size)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -17,10 +18,21 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from rankscope.capture.torch_internals import default_store
 from rankscope.errors import FolderError
 
-__all__ = ["Meeting", "agree", "find_store", "is_visible", "leave_mark", "lookup", "publish"]
+__all__ = [
+    "Meeting",
+    "agree",
+    "agree_on_life",
+    "find_agents_store",
+    "find_store",
+    "is_visible",
+    "leave_mark",
+    "lookup",
+    "publish",
+]
 
 _PREFIX = "rankscope"
 _KEY = "meeting"
+_LIFE = "life"
 _CONNECT = timedelta(seconds=10)
 _WAIT = timedelta(seconds=30)
 
@@ -40,15 +52,20 @@ def find_store(environ: Mapping[str, str] = os.environ) -> Store | None:
 
     The agent's comes first because every rank finds it, with or without a process group.
     """
+    store = find_agents_store(environ)
+    if store is None and dist.is_available() and dist.is_initialized():
+        store = default_store()
+    return store
+
+
+def find_agents_store(environ: Mapping[str, str] = os.environ) -> Store | None:
+    """Return the store of the launching elastic agents, which outlives the ranks; None without."""
     address, port = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")
-    if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and address and port.isdigit():
+    if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and address and port.isdecimal():
         try:
             return TCPStore(address, int(port), is_master=False, timeout=_CONNECT)
         except (RuntimeError, ValueError):  # no store there: perhaps there is a process group
             pass
-    if dist.is_available() and dist.is_initialized():
-        store: Store | None = default_store()
-        return store
     return None
 
 
@@ -62,6 +79,32 @@ def agree(store: Store, key: str, value: str) -> str:
     except RuntimeError:
         return value
     return bytes(found).decode() or value
+
+
+def agree_on_life(store: Store, *, at_least: int, started_at: float) -> int | None:
+    """Return the number of the life that all ranks of this round of the job have; None where the
+    store cannot compare.
+
+    Agents count restarts each for itself, and none tells its ranks which round this is. But all
+    ranks of a round are started before the first of them calls a module, and those of the next one
+    are started after: whoever finds a life that began before its own process begins the next.
+
+    Args:
+        store: outlives the ranks.
+        at_least: the first life that this host has no records of yet, of this rank.
+        started_at: when this process was started, by the host's clock.
+    """
+    shared = PrefixStore(_PREFIX, store)
+    expected, proposed = "", f"{at_least} {time.time()!r}"
+    while True:
+        try:
+            held = bytes(shared.compare_set(_LIFE, expected, proposed)).decode()
+        except RuntimeError:
+            return None
+        life, _, began_at = held.partition(" ")
+        if int(life) >= at_least and float(began_at) >= started_at:
+            return int(life)
+        expected, proposed = held, f"{max(at_least, int(life) + 1)} {time.time()!r}"
 
 
 def publish(store: Store, meeting: Meeting) -> None:

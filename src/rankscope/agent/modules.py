@@ -15,87 +15,26 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from rankscope.agent.members import modules_of, own_parameters, parameters_of_module
+from rankscope.agent.settings import matches
+from rankscope.agent.wrappers import class_behind_wrappers, own_class, wrapper_of
 from rankscope.capture.torch_internals import dynamo_has_compiled, is_compiled_in_place
 
-__all__ = ["ModuleInfo", "ModuleTable", "Root", "own_buffers", "own_parameters"]
+__all__ = ["ModuleInfo", "ModuleTable", "Root"]
 
-_WRAPPED_ATTRIBUTE = {
-    "torch.nn.parallel.distributed.DistributedDataParallel": ("module", "DDP"),
-    "torch.nn.parallel.data_parallel.DataParallel": ("module", "DataParallel"),
-    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": (
-        "_fsdp_wrapped_module",
-        "FSDP1",
-    ),
-    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.CheckpointWrapper": (
-        "_checkpoint_wrapped_module",
-        "checkpoint",
-    ),
-    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.OffloadWrapper": (
-        "_checkpoint_wrapped_module",
-        "offload",
-    ),
-    "torch._dynamo.eval_frame.OptimizedModule": ("_orig_mod", "compile"),
-}
-"""Wrapper class -> (attribute holding the wrapped module, the word the trace uses)."""
-_FSDP2 = "torch.distributed.fsdp.FSDPModule"
-"""fully_shard() gives a module a new class with this base; it is no wrapper, but it renames the
-class.
-"""
-
-
+_Named = tuple[str, list[str], str | None]
+"""Canonical path of a module, the wrappers that end with it, the name of what it wraps."""
+_MOST_LOOSE = 4096
 _FEWEST_KEPT = 1024
 """So many modules are kept before the dead among them are looked for."""
-_wrappers: dict[type, tuple[str, str] | None] = {}
-"""What `_wrapper_of` found, by class: it is asked for every module of a model."""
-
-
-def _qualified(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
-
-
-def _wrapper_of(module: nn.Module) -> tuple[str, str] | None:
-    cls = type(module)
-    if cls not in _wrappers:
-        found = (_WRAPPED_ATTRIBUTE.get(_qualified(base)) for base in cls.__mro__)
-        _wrappers[cls] = next((wrapper for wrapper in found if wrapper is not None), None)
-    return _wrappers[cls]
-
-
-def _own_class(cls: type) -> tuple[type, tuple[str, ...]]:
-    """Return the class the user wrote and the words for what was put over it in place."""
-    if any(_qualified(base) == _FSDP2 for base in cls.__mro__):
-        own = next(
-            c for c in cls.__mro__[1:] if issubclass(c, nn.Module) and _qualified(c) != _FSDP2
-        )
-        return own, ("FSDP2",)
-    return cls, ()
-
-
-def _class_behind_wrappers(module: nn.Module) -> type:
-    """Return the class the user wrote of what stands inside all wrappers."""
-    while (wrapper := _wrapper_of(module)) is not None:
-        module = getattr(module, wrapper[0])
-    return _own_class(type(module))[0]
 
 
 def _count_elements(module: nn.Module) -> int:
-    return sum(0 if is_lazy(p) else p.numel() for p in module.parameters())
+    return sum(0 if is_lazy(p) else p.numel() for p in parameters_of_module(module))
 
 
 def _owns_parameters(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
-
-
-def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Return a module's own parameters by name; scripted modules keep theirs in C++."""
-    found = module._parameters
-    return found if isinstance(found, dict) else dict(module.named_parameters(recurse=False))
-
-
-def own_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
-    """Return a module's own buffers by name; scripted modules keep theirs in C++."""
-    found = module._buffers
-    return found if isinstance(found, dict) else dict(module.named_buffers(recurse=False))
+    return next(parameters_of_module(module), None) is not None
 
 
 @dataclass(eq=False, slots=True)
@@ -116,17 +55,27 @@ class Root:
     is_hidden: bool = False
     """Found around an optimizer's parameters: compiled, no hook saw its calls."""
     calls_in_step: int = 0
-    trainable: weakref.ref[torch.Tensor] | None = None
-    """A parameter found to need a gradient: asked first the next time."""
+    trainable: tuple[weakref.ref[nn.Module], str] | None = None
+    """Owner and name of a parameter found to need a gradient: asked first the next time. A weak
+    reference to the parameter itself would keep torch from swapping it.
+    """
+    walked_in: object = None
+    """The forward in which an unknown module had it walked: no second one does in the same."""
 
     def needs_gradient(self, module: nn.Module) -> bool:
         """True where a parameter of `module`, which belongs to this root, needs a gradient."""
-        known = self.trainable() if self.trainable is not None else None
-        if known is not None and known.requires_grad:
-            return True
-        found = next((p for p in module.parameters() if p.requires_grad), None)
-        self.trainable = weakref.ref(found) if found is not None else None
-        return found is not None
+        if self.trainable is not None:
+            owner, name = self.trainable[0](), self.trainable[1]
+            known = own_parameters(owner).get(name) if owner is not None else None
+            if known is not None and known.requires_grad:
+                return True
+        self.trainable = None
+        for _, child in modules_of(module):
+            for name, parameter in own_parameters(child).items():
+                if parameter is not None and parameter.requires_grad:
+                    self.trainable = weakref.ref(child), name
+                    return True
+        return False
 
 
 @dataclass(eq=False, slots=True)
@@ -141,6 +90,8 @@ class ModuleInfo:
     wrappers: tuple[str, ...]
     root: Root | None
     is_wrapper: bool
+    is_loose: bool = False
+    """No root holds it; what is known stands for all of its class that are made anew there."""
     is_opaque: bool = False
     is_selected: bool = True
     definition: int = 0
@@ -151,15 +102,18 @@ class ModuleInfo:
 class ModuleTable:
     """Every module seen so far, by identity; never keeps one alive."""
 
-    def __init__(self, *, enters_compiled: bool = False) -> None:
+    def __init__(self, *, enters_compiled: bool = False, paths: tuple[str, ...] = ("*",)) -> None:
         """Make an empty table.
 
         Args:
             enters_compiled: compiled modules run as written while they are traced, so that a
                 compile wrapper is folded into what it wraps like any other.
+            paths: globs of the canonical paths to record.
         """
         self._enters_compiled = enters_compiled
-        self._infos: dict[int, ModuleInfo] = {}
+        self._paths = paths
+        self._infos: dict[int, tuple[weakref.ReferenceType[nn.Module], ModuleInfo]] = {}
+        self._loose: dict[tuple[Root | None, str, type], ModuleInfo] = {}
         self._most = _FEWEST_KEPT
         """Modules known above which the dead ones are forgotten."""
         self._paths_of_dead: set[str] = set()
@@ -173,29 +127,62 @@ class ModuleTable:
         """Return what is known of a module, None for one never seen (or another now at its
         address).
         """
-        info = self._infos.get(id(module))
-        return info if info is not None and info.module() is module else None
+        known = self._infos.get(id(module))
+        return known[1] if known is not None and known[0]() is module else None
 
-    def learn(self, module: nn.Module, inside: Root | None) -> ModuleInfo:
+    def learn(
+        self,
+        module: nn.Module,
+        inside: Root | None,
+        caller: nn.Module | None = None,
+        forward: object = None,
+    ) -> ModuleInfo:
         """Make a module known that is called for the first time.
 
         Args:
             module: the module a hook was called for.
             inside: the root whose forward is running, None at the outermost level.
+            caller: the module whose call is open.
+            forward: what stands for this one forward of the root; None where nothing does.
         """
-        if inside is not None:
-            self._walk(inside)  # a module added after the root's first forward
-            found = self.get(module)
-            if found:
-                return found
         if inside is None and _owns_parameters(module):
             return self._learn_root(module)
-        own, _ = _own_class(type(module))
-        info = self._add(module, f"@{own.__name__}", f"@{own.__name__}", inside, [])
-        for name, child in module.named_modules():
-            if name and self.get(child) is None:
-                self._add(child, f"@{own.__name__}.{name}", f"@{own.__name__}.{name}", inside, [])
+        if inside is not None:
+            found = self._learn_registered(module, inside, caller, forward)
+            if found:
+                return found
+        own, _ = own_class(type(module))
+        for below, child in modules_of(module):
+            if self.get(child) is None:
+                self._add_loose(child, f"@{own.__name__}{below and '.'}{below}", inside)
+        info = self.get(module)
+        assert info is not None  # added just above
         return info
+
+    def _learn_registered(
+        self, module: nn.Module, root: Root, caller: nn.Module | None, forward: object
+    ) -> ModuleInfo | None:
+        """Find a module that was registered after the first forward of its root.
+
+        Programs make modules inside `forward`, so this must not walk the model for each: what its
+        caller holds is added alone, and for what nobody near holds a forward has one walk.
+        """
+        holder = self.get(caller) if caller is not None else None
+        if (
+            caller is not None
+            and holder is not None
+            and holder.root is root
+            and not (holder.is_wrapper or holder.is_loose)
+        ):
+            name = next((n for n, child in caller._modules.items() if child is module), None)
+            if name is not None:
+                raw = f"{holder.raw_path}.{name}" if holder.raw_path else name
+                self._add_below(root, module, raw, {holder.raw_path: (holder.path, [], None)})
+                return self.get(module)
+        if forward is None or root.walked_in is not forward:
+            root.walked_in = forward
+            self._walk(root)
+        return self.get(module)
 
     def prefer(self, module: nn.Module) -> ModuleInfo:
         """Make a module a root before it is called, and the one whose path is ""."""
@@ -211,7 +198,7 @@ class ModuleTable:
             return
         self._walk(root)
         seen: set[int] = set()
-        for child in module.modules():
+        for _, child in modules_of(module):
             info = self.get(child)
             if info and not info.is_wrapper and info.root is root and id(child) not in seen:
                 seen.add(id(child))
@@ -253,29 +240,29 @@ class ModuleTable:
             id(parameter)
             for root in self.roots
             if (top := root.module()) is not None
-            for parameter in top.parameters()
+            for parameter in parameters_of_module(top)
         )
 
     def paths(self) -> set[str]:
         """Return the canonical paths of all modules seen."""
-        return self._paths_of_dead | {info.path for info in self._infos.values()}
+        return self._paths_of_dead | {info.path for _, info in self._infos.values()}
 
     def with_hooks(self, root: Root) -> list[nn.Module]:
         """Return the known modules of a root that have forward hooks of their own."""
-        modules = (info.module() for info in self._infos.values() if info.root is root)
+        modules = (module() for module, info in self._infos.values() if info.root is root)
         return [m for m in modules if m is not None and (m._forward_pre_hooks or m._forward_hooks)]
 
     def _learn_root(self, module: nn.Module) -> ModuleInfo:
         core = module
         outer: list[nn.Module] = []
-        while (wrapper := _wrapper_of(core)) is not None and not self._is_opaque(wrapper):
+        while (wrapper := wrapper_of(core)) is not None and not self._is_opaque(wrapper):
             outer.append(core)
             core = getattr(core, wrapper[0])
         known = self.get(core)
         if known is not None and known.root is not None:
             root, path = known.root, known.path
         else:
-            own = _class_behind_wrappers(core)
+            own = class_behind_wrappers(core)
             root = Root(weakref.ref(core), own.__name__, _count_elements(core))
             path = ""
             self.roots.append(root)
@@ -293,27 +280,40 @@ class ModuleTable:
     def _walk(self, root: Root) -> None:
         """Add every module below a root that is not known yet."""
         top = root.module()
-        if top is None:
-            return
+        if top is not None:
+            self._add_below(root, top, "", {})
+
+    def _add_below(
+        self, root: Root, start: nn.Module, start_raw: str, names: dict[str, _Named]
+    ) -> None:
+        """Add a module of a root and every one below it that is not known yet.
+
+        Args:
+            root: whose they are.
+            start: the first.
+            start_raw: its raw path.
+            names: of the module that holds it, by raw path; nothing for the root's own.
+        """
         tied: set[int] = set()
-        names: dict[str, tuple[str, list[str]]] = {}
-        for raw, module in top.named_modules(remove_duplicate=True):
-            parent, _, last = raw.rpartition(".")
+        for below, module in modules_of(start):
+            raw = f"{start_raw}.{below}" if start_raw and below else start_raw or below
             root.depth = max(root.depth, raw.count(".") + 1)
-            path, wrappers = _canonical(top, raw, parent, last, names)
-            wrapper = _wrapper_of(module)
-            names[raw] = (path, [*wrappers, wrapper[1]] if wrapper else [])
+            path, wrappers = _canonical(raw, names)
+            wrapper = wrapper_of(module)
+            names[raw] = (
+                (path, [*wrappers, wrapper[1]], wrapper[0]) if wrapper else (path, [], None)
+            )
             info = self.get(module)
             if info is not None and info.root is not None and info.root is not root:
                 if info.path == "" and not info.is_wrapper:  # had been called as a root before
                     self.contained.append((info.root, root, path))
                 continue
-            if info is None or info.root is None:
+            if info is None or info.root is None or info.is_loose:
                 info = self._add(module, path, raw, root, wrappers)
                 info.is_wrapper = wrapper is not None and not self._is_opaque(wrapper)
                 if wrapper is not None and not info.is_wrapper:
                     info.is_opaque = True
-                    info.class_name = _class_behind_wrappers(module).__name__
+                    info.class_name = class_behind_wrappers(module).__name__
                     info.wrappers = (*info.wrappers, wrapper[1])
             own = []
             for name, parameter in own_parameters(module).items():
@@ -325,35 +325,53 @@ class ModuleTable:
     def _add(
         self, module: nn.Module, path: str, raw: str, root: Root | None, wrappers: list[str]
     ) -> ModuleInfo:
-        own, over = _own_class(type(module))
+        own, over = own_class(type(module))
         info = ModuleInfo(
             weakref.ref(module), path, raw, own.__name__, (*wrappers, *over), root, is_wrapper=False
         )
         if isinstance(module, torch.jit.ScriptModule):
             info.is_opaque = True
             info.class_name = str(module.original_name)
-        self._infos[id(module)] = info
+        info.is_selected = self._paths == ("*",) or matches(self._paths, path)
+        self._keep(module, info)
+        return info
+
+    def _add_loose(self, module: nn.Module, path: str, inside: Root | None) -> None:
+        """Add a module that no root holds. Those of one class and place share what is known: a
+        program may make new ones in every forward.
+        """
+        key = (inside, path, type(module))
+        info = self._loose.get(key)
+        if info is not None:
+            self._keep(module, info)
+            return
+        if len(self._loose) >= _MOST_LOOSE:
+            self._loose.clear()
+        info = self._loose[key] = self._add(module, path, path, inside, [])
+        info.is_loose = True
+
+    def _keep(self, module: nn.Module, info: ModuleInfo) -> None:
+        self._infos[id(module)] = weakref.ref(module), info
         if len(self._infos) > self._most:
             self.forget_dead()
             self._most = max(_FEWEST_KEPT, 2 * len(self._infos))
-        return info
 
     def forget_dead(self) -> None:
         """Forget modules that are gone: a program may make new ones in every step."""
         self.roots = [root for root in self.roots if root.module() is not None]
-        dead = [key for key, info in self._infos.items() if info.module() is None]
+        alive = {None, *self.roots}
+        self._loose = {key: info for key, info in self._loose.items() if key[0] in alive}
+        dead = [key for key, (module, _) in self._infos.items() if module() is None]
         for key in dead:
-            self._paths_of_dead.add(self._infos.pop(key).path)
+            self._paths_of_dead.add(self._infos.pop(key)[1].path)
 
 
-def _canonical(
-    top: nn.Module, raw: str, parent: str, last: str, names: dict[str, tuple[str, list[str]]]
-) -> tuple[str, list[str]]:
+def _canonical(raw: str, names: dict[str, _Named]) -> tuple[str, list[str]]:
     """Return the canonical path of a module and the wrappers directly around it."""
     if not raw:
         return "", []
-    path, wrappers = names.get(parent, (parent, []))
-    wrapper = _wrapper_of(top.get_submodule(parent)) if wrappers else None
-    if wrapper is not None and wrapper[0] == last:
+    parent, _, last = raw.rpartition(".")
+    path, wrappers, wraps = names.get(parent, (parent, [], None))
+    if wraps == last:
         return path, wrappers
     return (f"{path}.{last}" if path else last), []

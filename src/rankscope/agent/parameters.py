@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from rankscope.agent.modules import ModuleInfo, ModuleTable, Root, own_buffers, own_parameters
+from rankscope.agent.members import own_buffers, own_parameters, parameters_of_module
+from rankscope.agent.modules import ModuleInfo, ModuleTable, Root
 from rankscope.agent.recorder import Recorder
 from rankscope.agent.values import ValueReader
 from rankscope.capture.invisible import invisible
@@ -108,7 +109,7 @@ class ParameterEvents:
                 parameter.grad is not None
                 for root in self._table.roots
                 if (top := root.module()) is not None
-                for parameter in top.parameters()
+                for parameter in parameters_of_module(top)
             )
 
     def end_step(self) -> None:
@@ -149,7 +150,7 @@ class ParameterEvents:
         if event.chosen is None:
             return True
         top = event.root.module()
-        return top is not None and any(id(p) in event.chosen for p in top.parameters())
+        return top is not None and any(id(p) in event.chosen for p in parameters_of_module(top))
 
     def _enter(self, info: ModuleInfo, event: _Event, parent: int | None) -> int:
         return self._recorder.enter(

@@ -65,7 +65,11 @@ class Recorder:
         """Commit a definition and return its number."""
         with self._defining:
             number = next(self._numbers)
-            self._writer.define(msgpack.packb({"id": number, "kind": kind, **fields}))
+            packed = msgpack.packb(
+                {"id": number, "kind": kind, **fields},
+                unicode_errors="backslashreplace",  # file names and keys may hold lone surrogates
+            )
+            self._writer.define(packed)
             return number
 
     def slot(self, name: str) -> int:

@@ -21,9 +21,10 @@ from rankscope.agent.calls import Scope
 from rankscope.agent.chosen import ChosenSteps
 from rankscope.agent.clock import StepClock
 from rankscope.agent.compiling import HIDDEN, EagerStance, HiddenSteps, outermost_modules_of
-from rankscope.agent.guard import MAX_FAILURES, Guard, say
+from rankscope.agent.guard import MAX_FAILURES, Guard, say, text_of
 from rankscope.agent.hooks import HookSet
 from rankscope.agent.keeper import Keeper
+from rankscope.agent.members import parameters_of_module
 from rankscope.agent.modules import ModuleInfo, ModuleTable, Root
 from rankscope.agent.optimizers import OptimizerSearch, runs_closure, steps_running
 from rankscope.agent.parameters import ParameterEvents
@@ -98,10 +99,9 @@ class Session:
         self._expected: Root | None = None
         """Root whose wrapper has just been counted by `_watch`."""
         self.guard = Guard(self._failed)
-        hook = self.guard.hook
-        self._scalers = ScalerWatch(hook(self._optimizer_skipped))
-        self._hooks = HookSet(hook(self._watch))
-        self._hooks.watch_optimizers(hook(self._optimizer_begins), hook(self._optimizer_ends))
+        self._scalers = ScalerWatch(self.guard.hook(self._optimizer_skipped))
+        self._hooks = HookSet(self.guard, self._watch)
+        self._hooks.watch_optimizers(self._optimizer_begins, self._optimizer_ends)
         self._hooks.watch_for_step()
         myself = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: _disarm(myself()))
@@ -114,16 +114,17 @@ class Session:
             return True
         if self._is_closed:
             return False
-        opened = self._start()
+        start, self._start = self._start, lambda: None  # once, even where it fails
+        opened = start()
         if opened is None:
-            self.disarm()
+            self.disarm(is_inside_hook=True)
             return False
         self._writer = opened.writer
         self._rank = opened.identity.rank
         self._recorder, self._keeper = opened.recorder, opened.keeper
         self._is_launched = opened.is_launched
         settings = self._settings
-        self._table = ModuleTable(enters_compiled=settings.compile == "eager")
+        self._table = ModuleTable(enters_compiled=settings.compile == "eager", paths=settings.paths)
         self._values = ValueReader(self._recorder, Describer(self._rank), settings, self._keeper)
         self._tracer = Tracer(
             self.guard, self._recorder, self._table, self._values, settings, self._open_scope,
@@ -133,22 +134,23 @@ class Session:
             self._table, self._recorder, self._values, self._tracer.definition_of, settings.phases
         )
         self._updates = Updates(self._table, self._recorder, self._parameters, self._optimizers)
-        hook, tracer = self.guard.hook, self._tracer
+        tracer = self._tracer
         self._hooks.follow_with(
-            before=hook(tracer.before_forward),
-            after=hook(tracer.after_forward),
-            own_input=hook(tracer.own_input_hook),
-            own_output=hook(tracer.own_output_hook),
+            before=tracer.before_forward,
+            after=tracer.after_forward,
+            own_input=tracer.own_input_hook,
+            own_output=tracer.own_output_hook,
         )
         self._chosen.watch_file(self._recorder, self._rank, opened.meeting_place)
         if self._preferred_root is not None:
-            self._tracer.select(self._table.prefer(self._preferred_root))
+            self._table.prefer(self._preferred_root)
             self._preferred_root = None
         return True
 
     def close(self, reason: EndReason = EndReason.EXIT) -> None:
         """End the open step, commit the end record and take every hook off; safe to call again."""
         if self._is_closed:
+            self._hooks.remove_all()  # which a hook could only ask for
             return
         self._is_closed = True
         self._remove_hooks()
@@ -196,15 +198,15 @@ class Session:
             if self._rank == 0 and not self._is_launched:
                 say(text)
 
-    def disarm(self) -> None:
+    def disarm(self, *, is_inside_hook: bool = False) -> None:
         """Stop without a word in the spool: a forked child, or a process that is not to be
         traced.
         """
         self._is_closed = True
-        self._remove_hooks()
+        self._remove_hooks(is_inside_hook=is_inside_hook)
 
-    def _remove_hooks(self) -> None:
-        self._hooks.remove_all()
+    def _remove_hooks(self, *, is_inside_hook: bool = False) -> None:
+        self._hooks.remove_all(is_inside_hook=is_inside_hook)
         self._scalers.take_off()
         self._stance.choose(is_eager=False)
 
@@ -215,17 +217,21 @@ class Session:
             self._hooks.watch_for_step()
 
     def _failed(self, error: Exception) -> None:
-        if self._writer is None:
-            say(f"not tracing: {error}")
-            self.disarm()
+        if self._is_closed:
             return
-        self._recorder.error(
-            self._tracer.current_sequence(), f"{type(error).__name__}: {error}"[:500]
-        )
+        if self._writer is None:
+            self.disarm()
+            say(f"not tracing: {text_of(error)}")
+            opened = self._start()
+            if opened is not None:  # else a trace without a record would call itself complete
+                opened.recorder.error(None, text_of(error)[:500])
+                opened.writer.close(EndReason.SWITCHED_OFF)
+            return
+        self._recorder.error(self._tracer.current_sequence(), text_of(error)[:500])
         if self.guard.failures >= MAX_FAILURES:
             say(
                 f"tracing is switched off on rank {self._rank} after {MAX_FAILURES} failures, "
-                f"last: {error!r}"
+                f"last: {text_of(error)}"
             )
             self.close(EndReason.SWITCHED_OFF)
 
@@ -236,7 +242,7 @@ class Session:
         if current_graph_task() != -1:
             return
         info = self._table.get(module) if self._writer is not None else None
-        if info is None and next(module.parameters(), None) is None:
+        if info is None and next(parameters_of_module(module), None) is None:
             return
         if not self._open():
             return

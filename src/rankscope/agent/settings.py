@@ -28,6 +28,7 @@ __all__ = [
 ]
 
 _SIZE = re.compile(r"^(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b)?$", re.IGNORECASE)
+_MOST_RANKS = 1 << 20
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
@@ -64,6 +65,11 @@ def _parse_ranks(text: str) -> tuple[int, ...] | None:
         return None
     chosen: set[int] = set()
     for first, last in number_ranges("ranks", text):
+        if last >= _MOST_RANKS:
+            raise SettingError(
+                f"rank {last} is out of range: no job has more than {_MOST_RANKS} ranks; write all "
+                f"for every rank there is"
+            )
         chosen.update(range(first, last + 1))
     return tuple(sorted(chosen))
 
@@ -98,7 +104,7 @@ def _parse_seconds(text: str) -> float:
 
 
 def _parse_whole(text: str) -> int:
-    if not text.lstrip("-").isdigit():
+    if not text.lstrip("-").isdecimal():
         raise SettingError(f"{text!r} is not a whole number")
     return int(text)
 

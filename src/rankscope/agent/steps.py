@@ -11,7 +11,9 @@ from rankscope.errors import SettingError
 
 __all__ = ["StepSelection", "number_ranges"]
 
-_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+_RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
+_MOST_DIGITS = 9
+"""Records number steps with 32 bits."""
 _HOW = "write 0-2,10 or every:100 or all or at:FILE, or several of them with commas"
 
 
@@ -79,6 +81,8 @@ def _range(noun: str, part: str, how: str) -> tuple[int, int]:
     found = _RANGE.fullmatch(part)
     if not found:
         raise SettingError(f"{part!r} is not {noun}: {how}")
+    if max(len(number or "") for number in found.groups()) > _MOST_DIGITS:
+        raise SettingError(f"{part!r} is out of range: {how}")
     first, last = int(found[1]), int(found[2] or found[1])
     if last < first:
         raise SettingError(f"{part} ends before it begins: write {last}-{first}")
@@ -86,7 +90,7 @@ def _range(noun: str, part: str, how: str) -> tuple[int, int]:
 
 
 def _period(period: str) -> int:
-    if not period.isdigit() or not int(period):
+    if not re.fullmatch("[0-9]+", period) or len(period) > _MOST_DIGITS or not int(period):
         raise SettingError(f"'every:{period}' wants a positive number of steps, like every:100")
     return int(period)
 

@@ -12,15 +12,15 @@ import torch
 from torch import nn
 
 from rankscope.agent.calls import CallStacks, Frame, Scope
-from rankscope.agent.gradients import GradientHooks, GradientTarget
-from rankscope.agent.guard import Guard
+from rankscope.agent.gradients import MOST_FIRINGS, GradientHooks, GradientTarget
+from rankscope.agent.guard import Guard, text_of
 from rankscope.agent.modules import ModuleInfo, ModuleTable, Root
 from rankscope.agent.recorder import Recorder
-from rankscope.agent.settings import Settings, matches
+from rankscope.agent.settings import Settings
 from rankscope.agent.stack import keyword_arguments, module_calls_running
 from rankscope.agent.values import ValueReader
 from rankscope.capture.invisible import invisible
-from rankscope.capture.pytree import walk
+from rankscope.capture.pytree import is_tensor, walk
 from rankscope.capture.torch_internals import (
     current_graph_task,
     is_being_captured,
@@ -35,6 +35,7 @@ __all__ = ["Tracer"]
 
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 _MAX_ERROR_CHARACTERS = 500
+_MOST_DEFINITIONS = 1 << 16
 
 
 class Tracer:
@@ -57,7 +58,6 @@ class Tracer:
         self._recorder = recorder
         self._table = table
         self._values = values
-        self._paths = settings.paths
         self._wants_forward = Phase.FORWARD.word in settings.phases
         self._wants_recompute = Phase.RECOMPUTE.word in settings.phases
         self._wants_backward = Phase.BACKWARD.word in settings.phases and values.is_on
@@ -70,7 +70,8 @@ class Tracer:
         """Root forwards of this step, for the modules that checkpointing runs again."""
         self._compiled_in_place: dict[Root, tuple[ModuleInfo, ...]] = {}
         """Of the roots called in this step."""
-        self.gradients = GradientHooks(guard, self._gradient)
+        self._definitions: dict[tuple[object, ...], int] = {}
+        self.gradients = GradientHooks(guard, self._gradient, self._too_many_backwards)
 
     # ------------------------------------------------------------------ hooks
 
@@ -263,7 +264,7 @@ class Tracer:
             for value in (args, kwargs):
                 for slot, leaf in walk("input", value):
                     if (
-                        isinstance(leaf, torch.Tensor)
+                        is_tensor(leaf)
                         and frame.seen_inputs.get(slot) != id(leaf)
                         and self._values.wants(slot)
                     ):
@@ -306,22 +307,18 @@ class Tracer:
                     gradient, target.sequence, target.slot, Phase.BACKWARD, ordinal=ordinal
                 )
 
+    def _too_many_backwards(self, target: GradientTarget) -> None:
+        text = f"{target.slot}: backward ran {MOST_FIRINGS} times; later gradients are not recorded"
+        self._recorder.error(target.sequence, text)
+
     # ------------------------------------------------------------------ bookkeeping
 
     def learn(self, module: nn.Module, top: Frame | None = None) -> ModuleInfo:
         """Make a module known, inside the call that is open where there is one."""
         with invisible():
-            info = self._table.learn(module, top.info.root if top is not None else None)
-        self.select(info)
-        return info
-
-    def select(self, info: ModuleInfo) -> None:
-        """Apply the setting `paths` to a module and everything of its root."""
-        if self._paths == ("*",):
-            return
-        every = self._table.of_root(info.root) if info.root is not None else (info,)
-        for each in (*every, info):
-            each.is_selected = matches(self._paths, each.path)
+            if top is None:
+                return self._table.learn(module, None)
+            return self._table.learn(module, top.info.root, top.module, top.scope)
 
     def definition_of(self, info: ModuleInfo) -> int:
         """Return the number of a module in the spool, defining it (and its root) on first sight."""
@@ -334,15 +331,21 @@ class Tracer:
                     parameters=root.parameter_count,
                     preferred=root.is_preferred,
                 )
-            info.definition = self._recorder.define(
-                "module",
-                root=root.definition if root is not None else 0,
-                path=info.path,
-                raw_path=info.raw_path,
-                **{"class": info.class_name},
-                wrappers=info.wrappers,
-                opaque=info.is_opaque,
-            )
+            fields: dict[str, object] = {
+                "root": root.definition if root is not None else 0,
+                "path": info.path,
+                "raw_path": info.raw_path,
+                "class": info.class_name,
+                "wrappers": info.wrappers,
+                "opaque": info.is_opaque,
+            }
+            kind = tuple(fields.values())
+            known = self._definitions.get(kind)  # of a module that this one has replaced
+            if known is None:
+                if len(self._definitions) >= _MOST_DEFINITIONS:
+                    self._definitions.clear()
+                known = self._definitions[kind] = self._recorder.define("module", **fields)
+            info.definition = known
         return info.definition
 
     def _without_abandoned(self) -> Frame | None:
@@ -393,5 +396,5 @@ def _is_wrapped_by(outer: ModuleInfo, inner: ModuleInfo) -> bool:
 
 def _describe_error(error: BaseException) -> str:
     """Return a bounded, address-free text of the user's exception."""
-    text = _ADDRESS.sub("0x…", f"{type(error).__name__}: {error}")
+    text = _ADDRESS.sub("0x…", text_of(error))
     return text if len(text) <= _MAX_ERROR_CHARACTERS else text[:_MAX_ERROR_CHARACTERS] + "…"

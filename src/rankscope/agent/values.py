@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -15,7 +16,7 @@ from rankscope.agent.settings import Settings, matches
 from rankscope.capture.describe import Described, Describer
 from rankscope.capture.digest import Digester
 from rankscope.capture.invisible import invisible
-from rankscope.capture.pytree import walk
+from rankscope.capture.pytree import is_tensor, walk
 from rankscope.capture.reading import Reading
 from rankscope.capture.torch_internals import is_collective_outstanding
 from rankscope.record.call import Phase
@@ -56,7 +57,8 @@ class ValueReader:
         self._globs = None if settings.slots == ("*",) else settings.slots
         self._wanted: dict[str, bool] = {}
         self._local = _PerThread()
-        self._digesters: list[Digester] = []
+        self._digesters: list[weakref.ref[Digester]] = []
+        """Of the threads that live: each leaves the list with its thread."""
         self._on_devices = DeviceValues(settings.batch_dim)
         self._pending: list[tuple[torch.Tensor, ValuePlace]] = []
         """Memory a collective was still writing when it was seen, and where it belongs: let go at
@@ -157,7 +159,7 @@ class ValueReader:
             for slot, leaf in walk(prefix, value):
                 if not self.wants(slot):
                     continue
-                if isinstance(leaf, torch.Tensor):
+                if is_tensor(leaf):
                     if id(leaf) in skip:
                         continue
                     self.read(leaf, sequence, slot, phase, flags=flags)
@@ -190,7 +192,7 @@ class ValueReader:
     def _new_digester(self) -> Digester:
         digester = Digester(batch_dim=self._batch_dim)
         self._local.digester = digester
-        self._digesters.append(digester)
+        self._digesters.append(weakref.ref(digester, self._digesters.remove))
         return digester
 
     def _remember_pending(
@@ -245,8 +247,10 @@ class ValueReader:
         self.read_pending()
         self._pending.clear()
         self._recorder.end_step()
-        for digester in self._digesters:
-            digester.end_step()
+        for reference in tuple(self._digesters):
+            digester = reference()
+            if digester is not None:
+                digester.end_step()
         self._on_devices.flush()
         self.collect()
 

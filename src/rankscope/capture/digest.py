@@ -4,14 +4,14 @@ This is the hot path of rankscope: it runs for every value of a traced step. It 
 operation at all, so nothing that watches torch, no checkpointing, autocast, mode or default device,
 can see it or change it: xxhash, and `rankscope.capture.reading`, read the tensor's own memory.
 
-Statistics and sketch are reused for the same live object of the same version *and the same hash*:
-`_version` alone proves nothing (in-place collectives, fused optimizers and `.data` leave it), so
-the hash is always computed.
+Statistics and sketch are reused for an object of the same identity, address, version *and hash*:
+all but the hash prove nothing (in-place collectives, fused optimizers and `.data` leave them, and
+addresses recur), so the hash is always computed. No reference to a tensor is kept, not even a weak
+one: torch refuses to swap a parameter that has any (`torch.utils.swap_tensors`).
 """
 
 from __future__ import annotations
 
-import weakref
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -32,9 +32,10 @@ _MOST_REMEMBERED: Final = 1 << 16
 
 
 class _Seen(NamedTuple):
-    """What is remembered of a tensor object until the step ends."""
+    """What is remembered of a tensor object, by its identity, until the step ends."""
 
-    tensor: weakref.ref[torch.Tensor]
+    address: int
+    """Of memory read where it lies, 0 of other."""
     version: int
     raw_hash: int
     kind: Kind
@@ -90,13 +91,13 @@ class Digester:
         except RuntimeError:  # inference tensors have none
             version = -1
         identity = id(local)
-        seen = self._seen.get(identity)
+        at, seen = address, self._seen.get(identity)
         if (
             seen is not None
             and seen.raw_hash == raw
             and seen.version == version
+            and seen.address == at
             and seen.kind is kind
-            and seen.tensor() is local
         ):
             return seen.reading if seen.reading.reused else self._reuse(identity, seen)
         reading = None
@@ -111,7 +112,7 @@ class Digester:
             reading = self._arithmetic.compute(array, kind, raw)
         if len(self._seen) >= _MOST_REMEMBERED:
             self._seen.clear()
-        self._seen[identity] = _Seen(weakref.ref(local), version, raw, kind, reading)
+        self._seen[identity] = _Seen(at, version, raw, kind, reading)
         return reading
 
     def _reuse(self, identity: int, seen: _Seen) -> Reading:

@@ -1,25 +1,30 @@
 """The tensors inside any argument or result, each with the name of its slot.
 
 A single tensor is `output`, a tuple gives `output.0` and `output.1`, keys and nesting add dots
-(`input.cache.key`). Mappings, dataclasses, named tuples, Hugging Face's ModelOutput (a mapping) and
-every class registered as a torch pytree node are walked. Anything else is a leaf, and
-`describe_leaf` says what it is without calling a line of the user's code and without addresses, so
-that two runs agree.
+(`input.cache.key`). Walked are what is stored in tuples, lists, dicts and their subclasses (named
+tuples, Hugging Face's ModelOutput), in a UserDict or UserList, in the fields of dataclasses, and
+pytree nodes that a library of `_TRUSTED` registered. Anything else is a leaf, and `describe_leaf`
+says what it is, without addresses, so that two runs agree.
+
+No line of the user's own code runs: a container that computes its items would compute them for us
+as well, and draw its random numbers twice. So types are asked, never objects (`isinstance` asks for
+`__class__`, which may be a property), and builtins are read past what a subclass overrides.
 """
 
 from __future__ import annotations
 
 import enum
+import gc
 import types
-from collections import UserDict
-from typing import Final
+from collections import UserDict, UserList
+from typing import Any, Final, TypeGuard
 
 import numpy as np
 import torch
 
 from rankscope.capture.torch_internals import registered_children
 
-__all__ = ["describe_leaf", "walk"]
+__all__ = ["describe_leaf", "is_tensor", "walk"]
 
 Leaves = list[tuple[str, object]]
 
@@ -28,8 +33,18 @@ _MOST_LEAVES: Final = 1 << 16
 _MOST_TEXT: Final = 200
 _MOST_NAME: Final = 100
 _LONG_SEQUENCE: Final = 16
+_TRUSTED: Final = frozenset({"torch", "torchrec", "tensordict", "transformers"})
+"""Libraries whose flatten functions are called: they only take apart what is there."""
+_LEAVES: Final = (
+    torch.Size, str, bytes, enum.Enum, type, types.ModuleType, torch.nn.Module,
+)  # fmt: skip
 _PRIMITIVES: Final = frozenset({int, float, bool, complex, str, bytes, type(None), type(Ellipsis)})
 _SAID_BY_TORCH: Final = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
+
+
+def is_tensor(value: object) -> TypeGuard[torch.Tensor]:
+    """True for a tensor; asks its type only."""
+    return issubclass(type(value), torch.Tensor)
 
 
 def walk(prefix: str, value: object) -> Leaves:
@@ -51,7 +66,7 @@ def walk(prefix: str, value: object) -> Leaves:
 
 
 def _walk(slot: str, value: object, found: Leaves, path: list[int]) -> None:
-    if type(value) in _PRIMITIVES or isinstance(value, torch.Tensor) or len(found) >= _MOST_LEAVES:
+    if type(value) in _PRIMITIVES or is_tensor(value) or len(found) >= _MOST_LEAVES:
         if len(found) < _MOST_LEAVES:
             found.append((slot, value))
         return
@@ -67,37 +82,69 @@ def _walk(slot: str, value: object, found: Leaves, path: list[int]) -> None:
     path.pop()
 
 
-def _children(value: object) -> Leaves | None:
+def _children(value: Any) -> Leaves | None:
     """Return the named parts of a container, None for a leaf."""
-    if isinstance(
-        value, (torch.Size, str, bytes, enum.Enum, type, types.ModuleType, torch.nn.Module)
-    ):
+    kind = type(value)
+    if issubclass(kind, _LEAVES):
         return None
     try:
-        if isinstance(value, (tuple, list)):
-            return _of_sequence(value)
-        if isinstance(value, dict):
+        if issubclass(kind, tuple):
+            return _of_sequence(kind, tuple(tuple.__iter__(value)))
+        if issubclass(kind, list):
+            return _of_sequence(kind, tuple(list.__iter__(value)))
+        if issubclass(kind, dict):
             return _named(dict.items(value))
-        registered = registered_children(value)
+        registered = registered_children(value, _TRUSTED)
         if registered is not None:
             return _named(registered)
-        if isinstance(value, (UserDict, types.MappingProxyType)):
-            return _named(list(value.items()))
-        fields = getattr(type(value), "__dataclass_fields__", None)
-        if isinstance(fields, dict):
-            return [(name, getattr(value, name, None)) for name in fields]
-    except Exception:  # noqa: BLE001 - a user's container may raise anything; then it is a leaf
+        if kind is types.MappingProxyType:
+            return _of_data(gc.get_referents(value)[0])
+        if UserDict in kind.__mro__ or UserList in kind.__mro__:
+            return _of_data(_stored(value, "data"))
+        fields = _static(kind, "__dataclass_fields__")
+        if type(fields) is dict:
+            return [(name, _stored(value, name)) for name in fields]
+    except Exception:  # noqa: BLE001 - a class may refuse anything; then it is a leaf
         return None
     return None
 
 
-def _of_sequence(value: tuple[object, ...] | list[object]) -> Leaves | None:
-    if len(value) > _LONG_SEQUENCE and _PRIMITIVES.issuperset(map(type, value)):
+def _of_data(data: Any) -> Leaves | None:
+    """Return the parts of what a wrapper around a dict or list stores."""
+    if issubclass(type(data), dict):
+        return _named(dict.items(data))
+    if issubclass(type(data), list):
+        return _of_sequence(type(data), tuple(list.__iter__(data)))
+    return None
+
+
+def _stored(value: object, name: str) -> object:
+    """Return what is stored under a name: in the object itself, a slot, or as its class's default;
+    None where it would have to be computed.
+    """
+    try:
+        held = object.__getattribute__(value, "__dict__")
+    except AttributeError:  # slots only
+        held = {}
+    if name in held:
+        return held[name]
+    found = _static(type(value), name)
+    if type(found) is types.MemberDescriptorType:
+        return found.__get__(value, type(value))
+    return None if hasattr(type(found), "__get__") else found
+
+
+def _static(kind: type, name: str) -> object:
+    return next((base.__dict__[name] for base in kind.__mro__ if name in base.__dict__), None)
+
+
+def _of_sequence(kind: type, items: tuple[object, ...]) -> Leaves | None:
+    if len(items) > _LONG_SEQUENCE and _PRIMITIVES.issuperset(map(type, items)):
         return None  # a list of token numbers is one leaf, not a slot for each
-    fields = getattr(type(value), "_fields", None)
-    if isinstance(fields, tuple) and len(fields) == len(value):
-        return list(zip(map(str, fields), value, strict=True))
-    return [(str(index), item) for index, item in enumerate(value)]
+    fields = _static(kind, "_fields")
+    if type(fields) is tuple and len(fields) == len(items):
+        return list(zip(map(str, fields), items, strict=True))
+    return [(str(index), item) for index, item in enumerate(items)]
 
 
 def _named(items: object) -> Leaves:
@@ -115,37 +162,42 @@ def _named(items: object) -> Leaves:
     return named
 
 
-def describe_leaf(value: object) -> str:
+def describe_leaf(value: Any) -> str:
     """Return a bounded, address-free description of anything that is not a tensor."""
     kind = type(value)
     if kind in _PRIMITIVES:
         return _primitive(value)
-    if isinstance(value, _SAID_BY_TORCH):
+    if issubclass(kind, _SAID_BY_TORCH):
         return _bounded(kind.__repr__(value))
-    if isinstance(value, enum.Enum):
-        return _bounded(f"{kind.__qualname__}.{value._name_}")
-    if isinstance(value, type):
-        return _bounded(f"class {value.__module__}.{value.__qualname__}")
-    if isinstance(value, (types.FunctionType, types.MethodType)):
+    if issubclass(kind, enum.Enum):
+        return _bounded(f"{kind.__qualname__}.{_stored(value, '_name_')}")
+    if issubclass(kind, type):
+        return _bounded(f"class {_name_of(value)}")
+    if kind is types.MethodType:
+        value = value.__func__
+        kind = type(value)
+    if kind is types.FunctionType:
         return _bounded(f"function {value.__qualname__}")
-    if isinstance(value, types.BuiltinFunctionType):
+    if kind is types.BuiltinFunctionType:
         return _bounded(f"function {value.__name__}")
     if kind is slice or kind is range:
-        assert isinstance(value, (slice, range))
         parts = (describe_leaf(part) for part in (value.start, value.stop, value.step))
         return _bounded(f"{kind.__name__}({', '.join(parts)})")
     if kind is np.ndarray:
-        assert isinstance(value, np.ndarray)
         return _bounded(f"ndarray {value.dtype.str} {list(value.shape)}")
-    if kind.__module__ == "numpy" and isinstance(value, np.generic):
+    if kind.__module__ == "numpy" and issubclass(kind, np.generic):
         return _bounded(f"{kind.__name__}({describe_leaf(value.item())})")
     if kind is list or kind is tuple:
-        assert isinstance(value, (list, tuple))
         return _sequence(kind.__name__, value)
     if kind is dict or kind is set or kind is frozenset:
-        assert isinstance(value, (dict, set, frozenset))
         return f"{kind.__name__} of {len(value)}"
-    return _bounded(f"{kind.__module__}.{kind.__qualname__}")
+    return _bounded(_name_of(kind))
+
+
+def _name_of(kind: type) -> str:
+    """Return module and name of a class, past what its metaclass makes of them."""
+    module, name = (type.__dict__[key].__get__(kind) for key in ("__module__", "__qualname__"))
+    return f"{module}.{name}"
 
 
 def _primitive(value: object) -> str:

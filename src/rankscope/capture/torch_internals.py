@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Sequence, Set
 from types import CodeType
 from typing import Any
 
@@ -24,6 +25,9 @@ __all__ = [
     "dtensor_parts",
     "dynamo_has_compiled",
     "forget_keyword_hook",
+    "global_hook_tables",
+    "has_hook",
+    "hide_from_compiled_modules",
     "is_async_collective",
     "is_being_captured",
     "is_collective_outstanding",
@@ -36,6 +40,7 @@ __all__ = [
     "operation_guards",
     "optional_dtypes",
     "overrides_dispatch",
+    "own_hook_tables",
     "placement_class",
     "registered_children",
     "run_compiled_eagerly",
@@ -81,6 +86,14 @@ def is_being_captured() -> bool:
         return False
     compiler = getattr(_modules.get("torch._guards"), "_TLS", None)
     return getattr(compiler, "tracing_context", None) is not None
+
+
+def has_hook(tensor: torch.Tensor, handle: torch.utils.hooks.RemovableHandle) -> bool:
+    """True where a tensor hook was registered on this tensor: numbers of handles never recur.
+
+    Without torch's table of hooks, False.
+    """
+    return handle.id in (getattr(tensor, "_backward_hooks", None) or ())
 
 
 def is_compiled_graph(module: torch.nn.Module) -> bool:
@@ -142,6 +155,71 @@ def forget_keyword_hook(number: int) -> None:
     """
     taking_keywords = getattr(torch.nn.modules.module, "_global_forward_hooks_with_kwargs", {})
     taking_keywords.pop(number, None)
+
+
+HookTable = dict[int, Any]
+_hooks: Any = torch.nn.modules.module
+_GLOBAL_HOOKS = (
+    "_global_forward_pre_hooks", "_global_forward_hooks",
+    "_global_forward_hooks_always_called", "_global_forward_hooks_with_kwargs",
+)  # fmt: skip
+_BACKWARD_HOOKS = ("_global_backward_pre_hooks", "_global_backward_hooks")
+
+
+def global_hook_tables() -> tuple[HookTable, HookTable, HookTable, HookTable] | None:
+    """Return torch's tables of global forward hooks by number: pre-hooks, hooks, which of these are
+    always called, and which take keywords.
+
+    None where one is missing: hooks are then registered anew each time, and each time what was
+    compiled is compiled again.
+    """
+    first, second, third, fourth = (getattr(_hooks, name, None) for name in _GLOBAL_HOOKS)
+    if first is None or second is None or third is None or fourth is None:
+        return None
+    return first, second, third, fourth
+
+
+def own_hook_tables(module: torch.nn.Module) -> tuple[HookTable, HookTable, HookTable] | None:
+    """Return a module's own pre-hooks, which of them take keywords, and its forward hooks.
+
+    None where the module lacks one: what its hooks replace is not seen then.
+    """
+    kept = vars(module)
+    before, keywords = kept.get("_forward_pre_hooks"), kept.get("_forward_pre_hooks_with_kwargs")
+    after = kept.get("_forward_hooks")
+    return (
+        None if before is None or keywords is None or after is None else (before, keywords, after)
+    )
+
+
+_ABOUT_GLOBAL_HOOKS = "Using `torch.compile\\(module\\)` when there are global hooks"
+
+
+def hide_from_compiled_modules(numbers: Set[int]) -> Callable[[], None]:
+    """Keep a compiled module from warning of the global hooks with these numbers, which know its
+    wrapper, and return what ends that. A program in which warnings are errors must not end by them.
+
+    torch asks one function; where it is missing, the warning is filtered.
+    """
+    original = getattr(_hooks, "_has_any_global_hook", None)
+    if original is None:
+        warnings.filterwarnings("ignore", _ABOUT_GLOBAL_HOOKS, UserWarning)
+        return lambda: None
+
+    def has_hooks_of_others() -> bool:
+        if not original():
+            return False
+        return any(getattr(_hooks, name, None) for name in _BACKWARD_HOOKS) or any(
+            number not in numbers for name in _GLOBAL_HOOKS for number in getattr(_hooks, name, ())
+        )
+
+    _hooks._has_any_global_hook = has_hooks_of_others
+
+    def restore() -> None:
+        if _hooks._has_any_global_hook is has_hooks_of_others:
+            _hooks._has_any_global_hook = original
+
+    return restore
 
 
 # ---------------------------------------------------------------- invisibility
@@ -342,15 +420,18 @@ def shape_inference() -> frozenset[CodeType]:
 # ---------------------------------------------------------------- pytrees
 
 
-def registered_children(value: object) -> list[tuple[str, object]] | None:
-    """Return the named children of an instance of a registered pytree node, else None.
+def registered_children(
+    value: object, libraries: frozenset[str]
+) -> list[tuple[str, object]] | None:
+    """Return the named children of an instance of a pytree node that one of these libraries
+    registered, else None.
 
-    Runs the class's own flatten function. Without torch's table nothing is registered.
+    Runs the flatten function it registered. Without torch's table nothing is registered.
     """
     from torch.utils import _pytree  # here: it imports optree machinery that most runs never need
 
     node = getattr(_pytree, "SUPPORTED_NODES", {}).get(type(value))
-    if node is None:
+    if node is None or str(node.flatten_fn.__module__).partition(".")[0] not in libraries:
         return None
     with_keys = getattr(node, "flatten_with_keys_fn", None)
     if with_keys is not None:

@@ -107,9 +107,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit(0)
     try:
         app(args=words, prog_name="rankscope")
-    except RankscopeError as error:
+    except (RankscopeError, OSError) as error:  # an odd path, a folder that is gone: said as well
         line = " ".join(str(error).split())
-        if "--json" in words:
-            typer.echo(json.dumps({"format": "rankscope.report/1", "error": line}))
+        _report_trouble(words, line)
         typer.echo(f"rankscope: {line}", err=True)
         raise SystemExit(EXIT_TROUBLE) from None
+    except SystemExit as leaving:
+        if leaving.code == EXIT_TROUBLE:  # typer has said what it could not understand
+            _report_trouble(words, "the command line cannot be understood: see stderr")
+        raise
+
+
+def _report_trouble(words: Sequence[str], line: str) -> None:
+    if "--json" in words:
+        typer.echo(json.dumps({"format": "rankscope.report/1", "error": line}))

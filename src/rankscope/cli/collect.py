@@ -121,13 +121,13 @@ def _collect(options: CollectorOptions) -> int:
 
 
 def _verdict(out: Path, outcome: int) -> int:
-    from rankscope.spool.outfolder import COLLECTOR_LOG_NAME, announced
+    from rankscope.spool.outfolder import COLLECTOR_LOG_NAME, announced, typed
     from rankscope.tree.reader import open_trace
 
     if outcome:
         _say(
             f"no tree in {out}, see {out / COLLECTOR_LOG_NAME}; build it from the records: "
-            f"rankscope recover {out} --out {out}-recovered"
+            + typed("recover", out, out=f"{out}-recovered")
         )
         return EXIT_INCOMPLETE
     if not (out / "trace.json").exists():

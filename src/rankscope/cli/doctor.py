@@ -49,16 +49,21 @@ def command(
     from rankscope.cli.terminal import Paint
     from rankscope.doctor.condition import Status
     from rankscope.doctor.examine import Question, examine
+    from rankscope.errors import SettingError
 
     given = {
         "out": out, "spool": spool, "spool_bytes": spool_bytes,
         "steps": steps, "ranks": ranks, "collector": collector,
     }  # fmt: skip
+    try:
+        command = tuple(shlex.split(python))
+    except ValueError as error:
+        raise SettingError(f"--python {python!r}: {error}; quote it as a shell would") from None
     question = Question(
         settings={name: text for name, text in given.items() if text},
         local_ranks=nproc_per_node,
         hosts=nnodes,
-        python=tuple(shlex.split(python)) or (sys.executable,),
+        python=command or (sys.executable,),
     )
     paint, found = Paint(sys.stdout), []
     for condition in examine(question):

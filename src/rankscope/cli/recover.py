@@ -30,13 +30,14 @@ def command(
     A spool folder of this host is removed once all it holds is in the trace; a trace folder never.
     """
     from rankscope.cli.terminal import progress
+    from rankscope.spool.outfolder import typed
     from rankscope.tree.assemble import recover
 
     with progress() as say:
         document = recover(folders, out, progress=say)
     state = document.completeness
     ranks = len({rank["rank"] for rank in state["ranks"]})
-    word = "complete" if state["complete"] else f"incomplete: see rankscope verify {out}"
+    word = "complete" if state["complete"] else f"incomplete: see {typed('verify', out)}"
     typer.echo(f"{out}: {ranks} of {document.run['world_size']} ranks, {word}")
     # where anything is missing the spools may be needed again, with what another host holds
     if not state["missing"] and all(r["committed"] == r["received"] for r in state["ranks"]):
@@ -45,7 +46,8 @@ def command(
 
 
 def _remove(folder: Path, out: Path) -> None:
-    from rankscope.gather.leaving import is_abandoned, is_in_tree, remove_run
+    from rankscope.gather.leaving import is_in_tree, remove_run
+    from rankscope.spool.vacant import is_abandoned
 
     tree = out / "trace.json"
     if is_abandoned(folder) and not remove_run(folder, lambda s: is_in_tree(folder, s, tree)):

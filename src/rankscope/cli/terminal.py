@@ -98,7 +98,7 @@ def opened(path: Path | None) -> Trace:
     """Open a trace with progress shown, and say on stderr where it is not the finished tree."""
     with progress() as say:
         trace = open_trace(path, progress=say)
-    if trace.is_live:
+    if not trace.is_written:
         sys.stderr.write(
             f"rankscope: {trace.path} holds no finished tree; "
             "this is what its ranks have sent so far\n"

@@ -17,7 +17,7 @@ __all__ = ["command"]
 EXIT_INCOMPLETE = 1
 _ENDS = {
     "lost": "gone without an end record: killed by a signal, aborted, or left by os._exit",
-    "running": "was alive when this was read",
+    "running": "no end record had arrived when this was read",
 }
 """What ends mean that are not in order."""
 
@@ -96,21 +96,27 @@ def _what_to_add(trace: Trace) -> Iterator[str]:
     """Name the command that adds what this host's spool holds, or where other hosts' would be."""
     import os
 
-    from rankscope.spool.folder import find_runs, spool_base
+    from rankscope.spool.folder import find_runs
+    from rankscope.spool.outfolder import typed
+    from rankscope.tree.liveness import spool_bases
 
-    state, chosen = trace.completeness, trace.run["settings"].get("spool")
-    bases = {spool_base(Path(text)) if text else spool_base(None) for text in ("", chosen)}
-    held = find_runs(sorted(bases), str(trace.run["id"]))
+    state, bases = trace.completeness, spool_bases(trace.run)
+    held = find_runs(bases, str(trace.run["id"]))
     lacking = {r["host"] for r in state["ranks"] if r["committed"] != r["received"]}
     if held:
         kept = [trace.path] if (trace.path / "spool").is_dir() else []
-        places = " ".join(map(str, [*held, *kept]))
-        yield f"this host still holds records: rankscope recover {places} --out {trace.path}-whole"
+        command = typed("recover", *held, *kept, out=f"{trace.path}-whole")
+        yield f"this host still holds records: {command}"
+    elif not trace.is_written:
+        yield (
+            "nobody is at work here who would write the tree: "
+            + typed("recover", trace.path, out=f"{trace.path}-whole")
+        )
     lacking -= {os.uname().nodename} if held else set()
     if lacking:
         yield (
             f"{', '.join(sorted(lacking)) or 'a host'} may still hold records, in a folder below "
-            f"{' or '.join(str(base) for base in sorted(bases))} there: give it and {trace.path} "
+            f"{' or '.join(str(base) for base in bases)} there: give it and {trace.path} "
             f"to rankscope recover"
         )
 

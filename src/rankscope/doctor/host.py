@@ -15,7 +15,6 @@ from rankscope.agent.settings import Settings
 from rankscope.capture.kernel import build as build_kernel
 from rankscope.doctor.condition import Condition
 from rankscope.errors import RankscopeError
-from rankscope.gather.leaving import is_abandoned
 from rankscope.spool.companions import ipc_address
 from rankscope.spool.folder import (
     check_free_space,
@@ -26,6 +25,8 @@ from rankscope.spool.folder import (
     streams,
 )
 from rankscope.spool.mounts import mount_of
+from rankscope.spool.outfolder import typed
+from rankscope.spool.vacant import is_abandoned
 
 __all__ = ["clock", "descriptors", "kernel", "leftovers", "spool_conditions"]
 
@@ -197,7 +198,7 @@ def leftovers(settings: Settings) -> Condition:
     return Condition.note(
         "leftovers",
         f"records of {runs}, {size * 512 >> 20} MiB: {named}",
-        f"rankscope recover {found[0]} --out NEW, then remove the folder",
+        f"{typed('recover', found[0], out='NEW')}, then remove the folder",
     )
 
 

@@ -19,6 +19,8 @@ from rankscope.spool.outfolder import default_out, prepare_out
 
 __all__ = ["collector", "ranks", "read_settings", "trace_folder", "variables"]
 
+_MOST_RANKS = 1 << 24
+
 _CONNECT_S = 3.0
 
 
@@ -32,8 +34,8 @@ def ranks(environ: Mapping[str, str] = os.environ) -> Condition:
             f"{there}={environ[there]} without {missing}",
             f"set both, or unset {there}: a launcher sets them for each rank",
         )
-    is_rank = (rank or "0").isdigit() and (world or "1").isdigit()
-    if not is_rank or int(rank or 0) >= int(world or 1):
+    is_rank = (rank or "0").isdecimal() and (world or "1").isdecimal()
+    if not is_rank or not int(rank or 0) < int(world or 1) < _MOST_RANKS:
         return Condition.failed(
             "ranks",
             f"RANK={rank} of WORLD_SIZE={world} is no rank",
@@ -139,6 +141,6 @@ def _connect(address: str) -> None:
             caller.connect(str(Path(address.removeprefix("ipc://"))))
         return
     host, _, port = address.removeprefix("tcp://").rpartition(":")
-    if not port.isdigit():
+    if not port.isdecimal():
         raise OSError(f"port {port!r} cannot be called")
     socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()

@@ -300,6 +300,7 @@ class Intake:
             self._note_trouble(str(error))
             return None
         self._report()
+        self._trouble = ""
         if place not in self._ends:
             self._ends[place] = None
             self.progress_at = time.monotonic()

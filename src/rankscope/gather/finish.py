@@ -108,8 +108,8 @@ def _gather_and_build(
 ) -> Outcome:
     decision = _gather(options, source, is_stopped, observer)
     log(f"{len(source.streams())} streams, {decision.value}")
-    if decision is Decision.NOTHING:
-        return Outcome.DONE
+    if decision is Decision.NOTHING:  # or nothing could be taken
+        return Outcome.NO_ROOM if source.trouble else Outcome.DONE
     outcome = _build(options.out, keep_spool=options.keep_spool, observer=observer)
     return Outcome.NO_ROOM if outcome is Outcome.UNFINISHED and source.trouble else outcome
 

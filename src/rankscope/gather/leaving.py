@@ -19,7 +19,6 @@ from rankscope.spool.folder import (
     RELAY_LOCK_NAME,
     RELAY_LOG_NAME,
     RUN_NAME,
-    is_held,
     remove_run_folder,
     stream_folder,
     streams,
@@ -28,7 +27,7 @@ from rankscope.spool.lock import is_alive
 from rankscope.spool.origin import origin_text
 from rankscope.spool.reader import StreamReader
 
-__all__ = ["is_abandoned", "is_in_tree", "remove_run"]
+__all__ = ["is_in_tree", "remove_run"]
 
 _OURS = (
     RUN_NAME,
@@ -86,17 +85,3 @@ def _chunks(folder: Path, stream: StreamId) -> list[int]:
         return chunk_numbers(chunk_folder(folder, stream))
     except ChunkError:
         return []
-
-
-def is_abandoned(run_folder: Path) -> bool:
-    """True for a host's run folder in which nobody is at work: no rank, relay or launcher.
-
-    Without `run.json` it is that of one process that traced itself, once there are records.
-    """
-    found = streams(run_folder) if run_folder.is_dir() else []
-    if not found and not (run_folder / RUN_NAME).is_file():
-        return False
-    locks = (LAUNCHER_LOCK_NAME, RELAY_LOCK_NAME, MUSTER_LOCK_NAME)
-    return not any(is_held(run_folder / name) for name in locks) and not any(
-        is_alive(stream_folder(run_folder, stream)) for stream in found
-    )

@@ -25,7 +25,7 @@ from rankscope.record.run import EndReason, StreamId
 from rankscope.spool.cells import CELL_BYTES
 from rankscope.spool.folder import read_json_map, stream_named, write_by_rename
 from rankscope.spool.origin import UNKNOWN, origin_of, origin_text
-from rankscope.spool.reader import valid_prefix
+from rankscope.spool.reader import valid_prefix_of
 
 __all__ = [
     "REPLICAS_NAME",
@@ -267,7 +267,7 @@ class Replicas:
             os.close(descriptor)
             raise FolderError(f"{path}: is no ordinary file; remove it")
         if stream not in self._lengths:
-            whole = valid_prefix(path)
+            whole = valid_prefix_of(descriptor)
             if whole != status.st_size:
                 os.ftruncate(descriptor, whole)
                 self.reports.append(f"{path}: cut from {status.st_size} to {whole} valid bytes")

@@ -116,7 +116,7 @@ def parse_placement(text: str) -> Placement:
         return Placement(kind=PlacementKind.REPLICATE)
     if name == "Partial":
         return Placement(kind=PlacementKind.PARTIAL, reduce_op=arguments[0] if arguments else "sum")
-    if not arguments or not all(part.lstrip("-").isdigit() for part in arguments):
+    if not arguments or not all(part.lstrip("-").isdecimal() for part in arguments):
         return Placement(kind=PlacementKind.OTHER, text=text)
     if name == "Shard":
         return Placement(kind=PlacementKind.SHARD, dim=int(arguments[0]))

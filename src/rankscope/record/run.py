@@ -23,7 +23,7 @@ class EndReason(str, enum.Enum):
     LOST = "lost"
     """The process is gone and left no end record (killed, aborted, os._exit)."""
     RUNNING = "running"
-    """The rank was alive when the trace was read."""
+    """No end had arrived when the trace was read."""
     RAISED = "raised"
     """The end record was committed while an uncaught exception ended the program."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -20,6 +21,7 @@ __all__ = [
     "missing_folders",
     "prepare_out",
     "remove_empty",
+    "typed",
 ]
 
 COLLECTOR_LOG_NAME = "collector.log"
@@ -123,6 +125,18 @@ def remove_empty(folders: Iterable[Path]) -> None:
             folder.rmdir()
 
 
+def typed(command: str, *places: str | Path, out: str | Path | None = None) -> str:
+    """Return a command of rankscope as it may be pasted into a shell, whatever the paths hold.
+
+    Args:
+        command: its name.
+        places: folders it reads.
+        out: what follows `--out`, if anything.
+    """
+    words = ["rankscope", command, *places, *(["--out", out] if out is not None else [])]
+    return shlex.join(map(str, words))
+
+
 def announced(
     out: Path, shown: str | None = None, *, is_complete: bool = True, remark: str = ""
 ) -> str:
@@ -136,7 +150,7 @@ def announced(
     """
     shown = shown or str(out)
     if remark:
-        return f"{remark}; what there is lies in {out}: rankscope verify {shown}"
+        return f"{remark}; what there is lies in {out}: {typed('verify', shown)}"
     if is_complete:
-        return f"trace in {out}; read it: rankscope show {shown}"
-    return f"trace in {out}, incomplete: rankscope verify {shown}"
+        return f"trace in {out}; read it: {typed('show', shown)}"
+    return f"trace in {out}, incomplete: {typed('verify', shown)}"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["is_process_alive", "launcher_of", "process_name"]
+__all__ = ["is_process_alive", "launcher_of", "process_name", "started_at"]
 
 _MOST_ANCESTORS = 64
 
@@ -22,6 +23,13 @@ def is_process_alive(name: str) -> bool:
     return (
         pid.isdigit() and process_name(int(pid)) == name and _status(int(pid), 0) not in {"", "Z"}
     )
+
+
+def started_at() -> float:
+    """Return when this process was started, in seconds since the epoch by this host's clock."""
+    ticks = _status(os.getpid(), 19)
+    since_boot = int(ticks) / os.sysconf("SC_CLK_TCK") if ticks.isdigit() else float("inf")
+    return time.time() - max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - since_boot)
 
 
 def launcher_of(variables: Mapping[str, str]) -> int:

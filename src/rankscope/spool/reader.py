@@ -20,7 +20,7 @@ from rankscope.spool.crc import CHECK_BLOCK, BlockCheck, cell_crcs
 from rankscope.spool.origin import UNKNOWN, keep_origin, kept_origin, origin_of
 from rankscope.spool.segment import segment_indexes, segment_path
 
-__all__ = ["StreamReader", "committed_cells", "committed_heads", "valid_prefix"]
+__all__ = ["StreamReader", "committed_cells", "committed_heads", "valid_prefix", "valid_prefix_of"]
 
 _CHUNK = 4 << 20
 Cells = npt.NDArray[np.uint8]
@@ -98,13 +98,17 @@ def valid_prefix(source: Path | bytes | Cells) -> int:
         return committed_cells(as_cells(source)) * CELL_BYTES
     try:
         with source.open("rb") as file:
-            return _valid_prefix_of(file.fileno())
+            return valid_prefix_of(file.fileno())
     except OSError as error:
         raise SpoolError(f"{source}: cannot be read: {error.strerror}") from error
 
 
-def _valid_prefix_of(descriptor: int) -> int:
-    """The same for an open file, in pieces: a replica may be larger than memory."""
+def valid_prefix_of(descriptor: int) -> int:
+    """The same for an open file, in pieces: a replica may be larger than memory.
+
+    Raises:
+        OSError: it cannot be read.
+    """
     offset = 0
     while True:
         chunk = os.pread(descriptor, _CHUNK + MAX_RECORD_CELLS * CELL_BYTES, offset)

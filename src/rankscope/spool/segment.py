@@ -40,7 +40,7 @@ def segment_indexes(folder: Path) -> list[int]:
     except OSError as error:
         raise SpoolError(f"{folder}: cannot be listed: {error.strerror}") from error
     stems = (name.removesuffix(SEGMENT_SUFFIX) for name in names if name.endswith(SEGMENT_SUFFIX))
-    return sorted(int(stem) for stem in stems if len(stem) >= 6 and stem.isdigit())
+    return sorted(int(stem) for stem in stems if len(stem) >= 6 and stem.isdecimal())
 
 
 class Segment:

@@ -160,7 +160,7 @@ def _to_be_traced(streams: Sequence[RankStream], world: int) -> set[int]:
     """Return the ranks that were selected: all, unless the setting `ranks` lists some."""
     ranks = set(range(world))
     listed = _shared(streams, "settings").get("ranks", "all").split(",")
-    if not all(rank.isdigit() for rank in listed):
+    if not all(rank.isdecimal() for rank in listed):
         return ranks
     return ranks & {int(rank) for rank in listed}
 

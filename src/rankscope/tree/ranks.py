@@ -44,7 +44,7 @@ def ranks_named(ranks: Iterable[int] | str) -> str:
     """Return `rank 3` for one, `ranks 0-2,8` for several; a text is taken as `ranks_text` made
     it."""
     text = ranks if isinstance(ranks, str) else ranks_text(ranks)
-    return f"rank {text}" if text.isdigit() else f"ranks {text}"
+    return f"rank {text}" if text.isdecimal() else f"ranks {text}"
 
 
 def parse_ranks(text: str) -> tuple[int, ...]:
@@ -56,7 +56,7 @@ def parse_ranks(text: str) -> tuple[int, ...]:
     ranks: list[int] = []
     for part in filter(None, text.split(",")):
         first, _, last = part.partition("-")
-        if not first.isdigit() or (last and not last.isdigit()):
+        if not first.isdecimal() or (last and not last.isdecimal()):
             raise TraceError(f"{text!r} is no list of ranks: expected one like 0-3,8")
         ranks.extend(range(int(first), int(last or first) + 1))
     return tuple(ranks)

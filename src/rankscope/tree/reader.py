@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from rankscope.errors import FolderError, SelectionError, TraceError
 from rankscope.record.call import Mode, Phase
 from rankscope.record.placement import Mesh
+from rankscope.spool.outfolder import typed
 from rankscope.tree.damage import UNREADABLE
 from rankscope.tree.names import REPLICA_FOLDER, TRACE_NAME, Progress
 from rankscope.tree.numbers import Columns
@@ -115,11 +116,15 @@ class Step:
 class Trace:
     """One trace: what ran where, how much of it arrived, and the tree."""
 
-    def __init__(self, source: _Source, path: Path, *, is_live: bool = False) -> None:
+    def __init__(
+        self, source: _Source, path: Path, *, is_live: bool = False, is_written: bool = True
+    ) -> None:
         self.path = path
         """The trace folder."""
         self.is_live = is_live
-        """True where the tree is not written yet: assembled from the records that were there."""
+        """True where the tree is not written yet, and somebody is at work who may write it."""
+        self.is_written = is_written
+        """False where the tree was assembled from the records that were there."""
         self.run: Mapping[str, Any] = source.head["run"]
         """The run header, as in docs/trace-format.md."""
         self.completeness: Mapping[str, Any] = source.head["completeness"]
@@ -137,7 +142,7 @@ class Trace:
     @property
     def is_complete(self) -> bool:
         """True where every record of every rank is here and every rank ended in order."""
-        return bool(self.completeness["complete"]) and not self.is_live
+        return bool(self.completeness["complete"]) and self.is_written
 
     def columns(self) -> Columns:
         """Return the per-rank numbers as columns (docs/trace-format.md), mapped where they lie in a
@@ -253,7 +258,7 @@ class Trace:
             raise SelectionError(
                 f"{path or '(root)'} has no {wanted.word} call in {chosen.word} step {step}, "
                 f"micro-batch {micro_batch}, ordinal {ordinal}; list its calls with: "
-                f"rankscope show {self.path} --path {path!r}"
+                f"{typed('show', self.path)} --path {path!r}"
             )
         for node in nodes:
             found = node.value(slot)
@@ -308,8 +313,8 @@ def open_trace(
     """Open a trace folder.
 
     A folder without trace.json is assembled in memory from what the ranks have sent so far, and
-    says so (`is_live`); where every rank has ended and a collector is writing the tree, it is
-    waited for.
+    says so (`is_written`, `is_live`); where every rank has ended and a collector is writing the
+    tree, it is waited for.
 
     Args:
         path: the folder, or the trace.json in it; default the newest rankscope-* folder here.
@@ -334,6 +339,7 @@ def open_trace(
     if (folder / TRACE_NAME).exists():
         return _understood(folder, lambda: Trace(TraceFiles(folder), folder))
     from rankscope.tree.assemble import assemble  # slow to import; a finished tree needs neither
+    from rankscope.tree.liveness import is_at_work
     from rankscope.tree.sources import find_streams
 
     sources = find_streams([folder])
@@ -345,7 +351,9 @@ def open_trace(
         raise TraceError(
             f"{folder}: not a trace: it holds neither {TRACE_NAME} nor records in {REPLICA_FOLDER}/"
         )
-    return Trace(_Records(assemble(sources, progress=progress), folder), folder, is_live=True)
+    records = _Records(assemble(sources, progress=progress), folder)
+    at_work = is_at_work(folder, records.head["run"])
+    return Trace(records, folder, is_live=at_work, is_written=False)
 
 
 def _understood(folder: Path, read: Any) -> Trace:

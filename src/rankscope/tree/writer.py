@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rankscope.errors import FolderError
 from rankscope.spool.chunkheader import TENSOR_FOLDER
+from rankscope.spool.outfolder import typed
 from rankscope.tree.jsontext import json_text
 from rankscope.tree.names import (
     NODES_FORMAT,
@@ -64,7 +65,7 @@ def write_trace(
     except OSError as error:
         raise FolderError(
             f"{out}: the trace cannot be written ({error.strerror}); the ranks' records are still "
-            f"in {out / 'spool'}: make room and run rankscope recover {out} --out NEW"
+            f"in {out / 'spool'}: make room and run {typed('recover', out, out='NEW')}"
         ) from error
 
 

@@ -1,0 +1,406 @@
+"""Hooks as torch sees them: what is compiled stays valid, what others raise arrives, and torch's
+tables never change while torch walks over them.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import warnings
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.modules import module as tables
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+import rankscope
+from rankscope.agent.guard import MAX_FAILURES, Guard
+from rankscope.capture import torch_internals
+from tests.agent.models import Net, trace
+from tests.unharmed import traced_unharmed
+
+GLOBAL = (tables._global_forward_pre_hooks, tables._global_forward_hooks)
+
+
+def small() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+
+
+# ---------------------------------------------------------------- compiled models
+
+
+def train_and_evaluate(is_full: bool, own_hooks: bool, steps: int = 30) -> tuple[Any, int]:
+    torch._dynamo.reset()
+    counter, model = CompileCounterWithBackend("eager"), small()
+    if own_hooks:
+        model[0].register_forward_hook(lambda module, args, output: output * 2)
+        model[2].register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+    compiled = torch.compile(model, backend=counter, fullgraph=is_full)
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = compiled(torch.randn(3, 4)).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        with torch.no_grad():
+            losses += [loss.detach(), compiled(torch.randn(3, 4))]
+    return (model, losses), counter.frame_count
+
+
+@pytest.mark.parametrize("own_hooks", [False, True])
+@pytest.mark.parametrize("steps", ["0-2", "every:2", "5", "all"])
+def test_each_graph_is_compiled_at_most_once_more_however_often_steps_are_traced(
+    tmp_path: Path, steps: str, own_hooks: bool
+) -> None:
+    """torch 2.13 compiles again where hooks have other numbers, and with `fullgraph` fails the 9th
+    time.
+    """
+    frames: list[int] = []
+
+    def program() -> Any:
+        result, count = train_and_evaluate(True, own_hooks)
+        frames.append(count)
+        return result
+
+    traced_unharmed(program, tmp_path / "trace", steps=steps)
+    plain, traced = frames
+    assert plain == 2 and traced <= 2 * plain
+
+
+def test_a_second_block_finds_compiled_what_the_first_one_did(tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    counter, model = CompileCounterWithBackend("eager"), small()
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    for block in range(10):
+        with rankscope.trace(out=tmp_path / str(block), steps="0"):
+            compiled(torch.randn(3, 4)).sum().backward()
+        compiled(torch.randn(3, 4)).sum().backward()
+    assert counter.frame_count <= 2
+
+
+def test_hooks_are_registered_anew_where_torch_has_no_such_tables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rankscope.agent.hooks.global_hook_tables", lambda: None)
+    before = [list(table) for table in GLOBAL]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = traced_unharmed(lambda: train_and_evaluate(False, False, 3)[0], tmp_path / "trace")
+    assert len([s for s in found.steps if s.mode.word == "train"]) == 3
+    assert [list(table) for table in GLOBAL] == before
+    monkeypatch.setattr(tables, "_global_forward_hooks_always_called", None)
+    assert torch_internals.global_hook_tables() is None
+
+
+def test_our_hooks_stand_behind_those_registered_before_a_traced_step(tmp_path: Path) -> None:
+    model = small()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with rankscope.trace(out=tmp_path / "trace", steps="0,2"):
+        handles: list[Any] = []
+        for step in range(3):
+            if step == 1:
+                handles = [
+                    register_module_forward_pre_hook(lambda module, args: None),
+                    register_module_forward_hook(lambda module, args, output: None),
+                ]
+            loss = model(torch.ones(2, 4)).sum()
+            if step == 2:
+                for table, handle in zip(GLOBAL, handles, strict=True):
+                    assert len(table) == 2 and next(iter(table)) == handle.id
+            loss.backward()
+            optimizer.step()
+    for handle in handles:
+        handle.remove()
+    assert not any(GLOBAL)
+
+
+def test_warnings_made_errors_inside_the_block_let_a_compiled_module_run(tmp_path: Path) -> None:
+    """torch 2.13 warns where a compiled module is called while any global hook is on."""
+    asked = tables._has_any_global_hook
+    with warnings.catch_warnings(), rankscope.trace(out=tmp_path / "trace"):
+        warnings.simplefilter("error")
+        before = list(warnings.filters)
+        train_and_evaluate(True, False, 5)
+        assert list(warnings.filters) == before
+        handle = register_module_forward_hook(lambda module, args, output: None)
+        with pytest.raises(UserWarning, match="global hooks"):  # of others torch still warns
+            torch.compile(small(), backend="eager")(torch.ones(1, 4))
+        handle.remove()
+    assert tables._has_any_global_hook is asked
+
+
+# ---------------------------------------------------------------- exceptions of the program's
+
+
+class Timeout(Exception):
+    """What a watchdog raises."""
+
+
+def ring(number: int, frame: FrameType | None) -> None:
+    raise Timeout
+
+
+class Watchdog:
+    """Handlers of every kind that Python takes."""
+
+    def ring(self, number: int, frame: FrameType | None) -> None:
+        raise Timeout
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        ring(number, frame)
+
+
+HANDLERS = (ring, Watchdog().ring, Watchdog(), functools.partial(Watchdog.ring, Watchdog()))
+
+
+def test_every_exception_of_the_programs_signal_handler_reaches_the_program(
+    tmp_path: Path,
+) -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(200)))
+    arrived = 0
+
+    def body() -> None:
+        nonlocal arrived
+        model(torch.ones(2, 4))
+        for turn in range(40):
+            signal.signal(signal.SIGALRM, HANDLERS[turn % len(HANDLERS)])
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 0.004)
+                for _ in range(500):
+                    model(torch.ones(2, 4))
+            except Timeout:
+                arrived += 1
+        model(torch.ones(2, 4)).sum().backward()
+
+    before = signal.getsignal(signal.SIGALRM)
+    try:
+        found = trace(tmp_path, body)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert arrived == 40
+    assert not found.completeness["ranks"][0]["errors"]
+    *_, last = found.find("", phase="forward", step=0)
+    assert last.status == "returned" and len(last.children) == 200
+
+
+def test_an_exception_put_in_by_another_thread_is_not_ours(tmp_path: Path) -> None:
+    """Where Python code of ours is running, and only there, it can be told from a failure."""
+    import ctypes
+
+    failures: list[Exception] = []
+    started = threading.Event()
+
+    def work() -> None:
+        started.set()
+        for _ in range(10**9):
+            pass
+
+    def put_in(thread: int) -> None:
+        started.wait(60)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(
+            ctypes.c_ulong(thread), ctypes.py_object(Timeout)
+        )
+
+    other = threading.Thread(target=put_in, args=(threading.get_ident(),))
+    other.start()
+    with pytest.raises(Timeout):
+        Guard(failures.append).hook(work)()
+    other.join()
+    assert not failures
+
+
+def test_what_a_hook_of_ours_raises_itself_stays_with_us() -> None:
+    failures: list[Exception] = []
+
+    def fail() -> None:
+        raise ValueError("mine")
+
+    guard = Guard(failures.append)
+    signal_before = signal.signal(signal.SIGALRM, ring)
+    try:
+        guard.hook(fail)()
+    finally:
+        signal.signal(signal.SIGALRM, signal_before)
+    assert guard.failures == 1 and str(failures[0]) == "mine"
+
+
+# ---------------------------------------------------------------- switching off
+
+
+class Wordless(Exception):
+    """Cannot say what it is."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+    __repr__ = __str__
+
+
+class Fails(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.linear(x)
+        raise Wordless
+
+
+def test_an_exception_that_cannot_be_printed_is_recorded_by_its_class(tmp_path: Path) -> None:
+    model = Fails()
+
+    def body() -> None:
+        for _ in range(30):
+            with pytest.raises(Wordless):
+                model(torch.ones(2, 4))
+
+    found = trace(tmp_path, body)
+    assert not found.completeness["ranks"][0]["errors"]
+    assert {o.error for n in found.find("", phase="forward") for o in n.outcomes} == {"Wordless"}
+
+
+def fail_often(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    def fail(*arguments: object) -> None:
+        raise ValueError("broken on purpose")
+
+    monkeypatch.setattr(where, fail)
+
+
+def test_switching_off_in_the_middle_of_torchs_walk_leaves_the_programs_exceptions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """torch 2.13 walks over its own table of hooks after an exception, not over a copy."""
+    fail_often(monkeypatch, "rankscope.agent.tracer._describe_error")
+    model, raised = Fails(), []
+    with rankscope.trace(out=tmp_path / "trace"):
+        model.linear(torch.ones(2, 4))
+        with pytest.raises(Wordless):
+            model(torch.ones(2, 4))
+        handle = register_module_forward_hook(lambda module, args, output: None, always_call=True)
+        for _ in range(MAX_FAILURES + 10):
+            try:
+                model(torch.ones(2, 4))
+            except Exception as error:
+                raised.append(type(error))
+        handle.remove()
+        assert not any(GLOBAL), "taken off at the next call"
+    assert raised == [Wordless] * (MAX_FAILURES + 10)
+    assert capsys.readouterr().err.count("switched off") == 1
+
+
+def test_switching_off_in_an_optimizers_hook_leaves_the_step_to_the_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from torch.optim import optimizer as optimizers
+
+    fail_often(monkeypatch, "rankscope.agent.clock.StepClock.optimizer_begins")
+    model, seen = small(), 0
+
+    def count(*arguments: object) -> None:
+        nonlocal seen
+        seen += 1
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with rankscope.trace(out=tmp_path / "trace"):
+        handle = optimizers.register_optimizer_step_pre_hook(count)
+        for _ in range(MAX_FAILURES + 10):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+        handle.remove()
+    assert seen == MAX_FAILURES + 10
+    assert capsys.readouterr().err.count("switched off") == 1
+    assert not any(GLOBAL) and not optimizers._global_optimizer_pre_hooks
+
+
+# ---------------------------------------------------------------- copies and odd hooks
+
+
+class Saves(nn.Module):
+    """Copies and saves a part of itself while it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.inner.register_forward_hook(do_nothing)
+        self.inner.register_forward_pre_hook(do_nothing)
+        self.twins: list[nn.Module] = []
+        self.files: list[bytes] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        file = io.BytesIO()
+        torch.save(self.inner, file)
+        self.twins.append(copy.deepcopy(self.inner))
+        self.files += [pickle.dumps(self.inner), file.getvalue()]
+        return self.inner(x)
+
+
+def do_nothing(*arguments: object) -> None:
+    """A hook that can be pickled."""
+
+
+def test_a_module_copied_and_saved_inside_its_traced_forward_carries_hooks_that_do_nothing(
+    tmp_path: Path,
+) -> None:
+    model = Saves()
+    found = trace(tmp_path, lambda: model(torch.ones(2, 4)).sum().backward())
+    assert found.find("inner", phase="forward") and len(model.files) == 2
+    assert b"rankscope" not in model.files[0] + model.files[1]
+    read = [
+        pickle.loads(model.files[0]),
+        torch.load(io.BytesIO(model.files[1]), weights_only=False),
+    ]
+    for twin in (*read, *model.twins):
+        assert torch.equal(twin(torch.ones(2, 4)), model.inner(torch.ones(2, 4)))
+    assert [len(model.inner._forward_hooks), len(model.inner._forward_pre_hooks)] == [1, 1]
+    again = trace(tmp_path / "again", lambda: model.twins[0](torch.ones(2, 4)).sum().backward())
+    (node,) = again.find("", phase="forward", step=0)
+    assert [v.slot for v in node.slots] == ["input.0", "output"]
+
+
+def test_a_saved_module_is_read_where_rankscope_is_not_installed(tmp_path: Path) -> None:
+    hook = Guard(lambda error: None).hook(print)
+    (tmp_path / "hook.pickle").write_bytes(pickle.dumps(hook))
+    script = (
+        "import pickle, sys; hook = pickle.load(open(sys.argv[1], 'rb'));"
+        "assert hook(1, 2, 3) is None; assert 'rankscope' not in sys.modules"
+    )
+    subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "hook.pickle")], check=True, timeout=120
+    )
+
+
+class Incomparable:
+    """A hook that cannot be compared."""
+
+    def __call__(self, *arguments: object) -> None:
+        pass
+
+    def __eq__(self, other: object) -> bool:
+        raise TypeError("not comparable")
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def test_a_hook_that_cannot_be_compared_is_left_in_peace(tmp_path: Path) -> None:
+    def program() -> Any:
+        model = Net()
+        model.head.register_forward_hook(Incomparable())
+        model.head.register_forward_pre_hook(Incomparable())
+        model(torch.randn(2, 8)).sum().backward()
+        return model
+
+    found = traced_unharmed(program, tmp_path / "trace")
+    assert not found.completeness["ranks"][0]["errors"]
+    assert found.find("head", phase="forward")
