@@ -100,21 +100,22 @@ def test_a_gradient_looked_at_by_a_compiled_programs_step_can_be_swapped() -> No
 
 
 @pytest.mark.usefixtures("swaps_tensors")
-def test_a_parameter_called_with_twice_has_one_gradient_under_both_slots(tmp_path: Path) -> None:
+def test_a_parameter_handed_to_a_module_keeps_nothing_of_ours_so_that_later_hooks_on_it_fire(
+    tmp_path: Path,
+) -> None:
+    """torch 2.13: a parameter that ever had a hook runs no later one once it was swapped."""
+    fired: list[torch.Tensor] = []
+
     def body() -> None:
         model = GivesParameters()
         model(X).sum().backward()
         model.double()
+        model.scale.register_hook(lambda gradient: fired.append(gradient))
+        model(X).sum().backward()
 
     found = trace(tmp_path, body)
-    hashes = {
-        (path, slot): digest.hash
-        for path, slot in (("passes", "grad_input.0"), ("passes", "grad_output"),
-                           ("also", "grad_input.0"), ("also", "grad_output"))
-        if (digest := found.value(path, slot, phase="backward").per_rank[0]) is not None
-    }  # fmt: skip
-    assert len(hashes) == 4
-    assert len(set(hashes.values())) == 1
+    assert len(fired) == 1
+    assert found.value("passes", "input.0").per_rank[0] is not None
 
 
 class Hides(nn.Module):

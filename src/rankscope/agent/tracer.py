@@ -34,8 +34,7 @@ from rankscope.spool.cells import CallStatus
 __all__ = ["Tracer"]
 
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
-_MAX_ERROR_CHARACTERS = 500
-_MOST_DEFINITIONS = 1 << 16
+_MAX_ERROR_CHARACTERS, _MOST_DEFINITIONS = 500, 1 << 16
 
 
 class Tracer:
@@ -71,7 +70,7 @@ class Tracer:
         self._compiled_in_place: dict[Root, tuple[ModuleInfo, ...]] = {}
         """Of the roots called in this step."""
         self._definitions: dict[tuple[object, ...], int] = {}
-        self.gradients = GradientHooks(guard, self._gradient, self._too_many_backwards)
+        self.gradients = GradientHooks(guard, self._gradient, self._say_later_ones_lack)
 
     # ------------------------------------------------------------------ hooks
 
@@ -293,6 +292,8 @@ class Tracer:
                 gradient_slot = gradient_kind + slot.removeprefix(kind)
                 if not tensor.requires_grad or not self._values.wants(gradient_slot):
                     continue
+                if isinstance(tensor, nn.Parameter):  # a hook would stay on the model
+                    continue
                 if watched is None or gradient_slot not in watched:
                     self.gradients.watch(tensor, sequence, gradient_slot)
                 if watched is not None:
@@ -307,7 +308,7 @@ class Tracer:
                     gradient, target.sequence, target.slot, Phase.BACKWARD, ordinal=ordinal
                 )
 
-    def _too_many_backwards(self, target: GradientTarget) -> None:
+    def _say_later_ones_lack(self, target: GradientTarget) -> None:
         text = f"{target.slot}: backward ran {MOST_FIRINGS} times; later gradients are not recorded"
         self._recorder.error(target.sequence, text)
 
@@ -339,13 +340,12 @@ class Tracer:
                 "wrappers": info.wrappers,
                 "opaque": info.is_opaque,
             }
-            kind = tuple(fields.values())
-            known = self._definitions.get(kind)  # of a module that this one has replaced
-            if known is None:
-                if len(self._definitions) >= _MOST_DEFINITIONS:
-                    self._definitions.clear()
-                known = self._definitions[kind] = self._recorder.define("module", **fields)
-            info.definition = known
+            kind = tuple(fields.values())  # known of a module that this one has replaced
+            if len(self._definitions) >= _MOST_DEFINITIONS:
+                self._definitions.clear()
+            if kind not in self._definitions:
+                self._definitions[kind] = self._recorder.define("module", **fields)
+            info.definition = self._definitions[kind]
         return info.definition
 
     def _without_abandoned(self) -> Frame | None:
