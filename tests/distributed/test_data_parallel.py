@@ -65,7 +65,7 @@ def test_parameters_that_fully_shard_replaced_behind_the_optimizer_are_told(
     for step in found.steps:
         (note,) = step.notes
         assert note.startswith(
-            "rank 0-1: SGD holds 0 parameters of the modules seen, and 8 that none of them owns "
+            "ranks 0-1: SGD holds 0 parameters of the modules seen, and 8 that none of them owns "
             "(8 without a gradient"
         )
     first, last = (
