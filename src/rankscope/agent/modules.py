@@ -49,6 +49,8 @@ class Root:
     """How deep its modules nest."""
     definition: int = 0
     """Number under which the spool knows it; 0 until it is defined."""
+    definitions: dict[tuple[object, ...], int] = field(default_factory=dict)
+    """Numbers under which the spool knows its modules, by what was said of them."""
     is_preferred: bool = False
     """The user named it as the root of the trace."""
     is_setup_recorded: bool = False

@@ -69,7 +69,8 @@ class Tracer:
         """Root forwards of this step, for the modules that checkpointing runs again."""
         self._compiled_in_place: dict[Root, tuple[ModuleInfo, ...]] = {}
         """Of the roots called in this step."""
-        self._definitions: dict[tuple[object, ...], int] = {}
+        self._rootless: dict[tuple[object, ...], int] = {}
+        """Numbers of the definitions of modules that belong to no root."""
         self.gradients = GradientHooks(guard, self._gradient, self._say_later_ones_lack)
 
     # ------------------------------------------------------------------ hooks
@@ -340,12 +341,13 @@ class Tracer:
                 "wrappers": info.wrappers,
                 "opaque": info.is_opaque,
             }
+            known = root.definitions if root is not None else self._rootless
             kind = tuple(fields.values())  # known of a module that this one has replaced
-            if len(self._definitions) >= _MOST_DEFINITIONS:
-                self._definitions.clear()
-            if kind not in self._definitions:
-                self._definitions[kind] = self._recorder.define("module", **fields)
-            info.definition = self._definitions[kind]
+            if len(known) >= _MOST_DEFINITIONS:
+                known.clear()
+            if kind not in known:
+                known[kind] = self._recorder.define("module", **fields)
+            info.definition = known[kind]
         return info.definition
 
     def _without_abandoned(self) -> Frame | None:
