@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -14,7 +13,9 @@ import pytest
 
 from rankscope.spool.folder import SHARED, mark_job_over
 from tests.cli.test_commands import rankscope
-from tests.gather.jobs import Host, environment, wait_until
+from tests.gather.jobs import Host, environment
+from tests.ports import free_port
+from tests.waiting import wait_until
 
 RANK = """
 import rankscope
@@ -28,9 +29,7 @@ Start = Callable[..., "subprocess.Popen[str]"]
 @pytest.fixture
 def address() -> str:
     """A port of this host that is free."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    return f"tcp://127.0.0.1:{free_port()}"
 
 
 @pytest.fixture

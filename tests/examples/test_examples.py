@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from importlib.metadata import entry_points
@@ -12,6 +11,8 @@ from pathlib import Path
 
 import pytest
 from safetensors.numpy import load_file
+
+from tests.ports import free_port
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RANKS = {
@@ -41,11 +42,8 @@ def begin(command: list[str], **variables: str) -> subprocess.Popen[str]:
 
 def train(name: str, check_file: Path, *options: str) -> Job:
     """Start the ranks of an example, untraced and without a launcher, which is slow to start."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
     size = str(RANKS[name])
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     shared |= {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     command = [sys.executable, str(EXAMPLES / f"{name}.py"), "--check-file", str(check_file)]
     return [

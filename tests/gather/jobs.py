@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 from rankscope.record.run import StreamId
@@ -150,13 +148,3 @@ class Host:
 def environment() -> dict[str, str]:
     kept = companion_environment(os.environ)
     return {**kept, "PYTHONPATH": os.pathsep.join([os.getcwd(), *sys.path])}
-
-
-def wait_until(is_true: Callable[[], object], seconds: float = 20.0) -> bool:
-    """Poll until something holds; False where it never did."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if is_true():
-            return True
-        time.sleep(0.02)
-    return False

@@ -22,9 +22,10 @@ from rankscope.spool.reader import valid_prefix
 from rankscope.spool.records import open_replica
 from rankscope.spool.writer import SpoolWriter
 from rankscope.tree.sources import find_streams
-from tests.gather.jobs import environment, wait_until
+from tests.gather.jobs import environment
 from tests.spool.streams import enter, rank_definition
 from tests.spool.test_interruption import numbers_in
+from tests.waiting import wait_until
 
 
 def soak(seed):

@@ -21,9 +21,9 @@ from rankscope.gather.protocol import (
 )
 from rankscope.gather.replica import read_end, replica_path
 from rankscope.record.run import EndReason, StreamId
-from tests.gather.jobs import wait_until
 from tests.gather.test_protocol import BROKEN
 from tests.spool.streams import write_some
+from tests.waiting import wait_until
 
 STREAM = StreamId(rank=0, incarnation=0)
 ORIGIN = 7

@@ -56,7 +56,8 @@ def main() -> None:
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
-    print("trained", me, flush=True)
+    sys.stdout.write(f"trained {me}\n")  # in one write: print makes two where nothing is buffered
+    sys.stdout.flush()
 
 
 def children(me: int) -> None:

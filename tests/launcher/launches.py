@@ -8,9 +8,9 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
+
+from tests.waiting import wait_until
 
 BIN = Path(sys.executable).parent
 SCRIPT = """
@@ -46,7 +46,7 @@ while way == "wait" and not (folder / "go").exists():
     time.sleep(0.005)
 while way == "pause" and not (folder / "go").exists():
     time.sleep(0.005)
-print(rank, way, *losses, flush=True)
+os.write(1, f"{rank} {way} {losses[0]} {losses[1]}\n".encode())
 if way == "raise":
     raise ValueError("on purpose")
 if way == "os._exit":
@@ -86,7 +86,7 @@ class Launch:
     def trained(self, life: int = 0) -> None:
         """Wait until every rank has been traced, and waits."""
         ranks = len(self.process.args) - self.process.args.index(str(self.meeting)) - 1
-        assert eventually(lambda: len([*self.meeting.glob(f"trained.{life}.*")]) == ranks), self.err
+        assert wait_until(lambda: len([*self.meeting.glob(f"trained.{life}.*")]) == ranks), self.err
 
     def go(self) -> None:
         """Let the ranks that wait end."""
@@ -154,16 +154,6 @@ def kill(pid: int, number: int = signal.SIGKILL) -> None:
     if pid:  # 0 would be this very process group
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
-
-
-def eventually(is_true: Callable[[], object], seconds: float = 60.0) -> bool:
-    """Poll until something holds; False where it never did."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if is_true():
-            return True
-        time.sleep(0.02)
-    return False
 
 
 def rankscope(*words: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:

@@ -21,7 +21,8 @@ import pytest
 
 from rankscope.record.call import Mode
 from rankscope.tree.reader import open_trace
-from tests.launcher.launches import Launch, eventually, kill, rankscope, run_named_command
+from tests.launcher.launches import Launch, kill, rankscope, run_named_command
+from tests.waiting import wait_until
 
 pytestmark = [
     pytest.mark.xdist_group("ends"),
@@ -109,18 +110,18 @@ def test_ctrl_c_ends_the_job_and_a_second_one_the_waiting_for_its_tree(launch: S
     collector = job.companion("collector")
     kill(collector, signal.SIGSTOP)  # a tree that takes long
     os.killpg(job.process.pid, signal.SIGINT)
-    assert eventually(lambda: [*job.spool.glob("*/*/job-over")])
+    assert wait_until(lambda: [*job.spool.glob("*/*/job-over")])
     assert job.process.poll() is None
     os.killpg(job.process.pid, signal.SIGINT)
     assert job.wait() == 1
     assert f"the trace follows in {job.out}; read it then: rankscope show trace" in job.last_line
     assert "was not finished" not in job.err
     kill(collector, signal.SIGCONT)
-    assert eventually(lambda: (job.out / "trace.json").exists())
+    assert wait_until(lambda: (job.out / "trace.json").exists())
     report = verified(job.out)
     assert set(ends(report)) == {0}
     assert all_there(report)
-    assert eventually(lambda: is_empty(job.spool))
+    assert wait_until(lambda: is_empty(job.spool))
 
 
 def test_killed_companions_are_started_again_beside_another_run_of_the_same_host(launch: Start):
@@ -132,7 +133,7 @@ def test_killed_companions_are_started_again_beside_another_run_of_the_same_host
         before = job.companion(name)
         assert before
         kill(before)
-        assert eventually(lambda name=name, before=before: job.companion(name) not in {0, before})
+        assert wait_until(lambda name=name, before=before: job.companion(name) not in {0, before})
     job.go()
     assert job.wait() == 0
     assert job.last_line == f"rankscope: trace in {job.out}; read it: rankscope show trace"
@@ -146,9 +147,9 @@ def test_killed_companions_are_started_again_beside_another_run_of_the_same_host
     other.go()
     assert other.wait() == 0
     assert f"the trace follows in {other.out}" in other.last_line
-    assert eventually(lambda: (other.out / "trace.json").exists())
+    assert wait_until(lambda: (other.out / "trace.json").exists())
     assert verified(other.out)["verdict"] == "clean"
-    assert eventually(lambda: is_empty(other.spool))
+    assert wait_until(lambda: is_empty(other.spool))
 
 
 def test_a_killed_launcher_leaves_a_tree_or_what_recover_makes_one_of(launch: Start):
@@ -159,7 +160,7 @@ def test_a_killed_launcher_leaves_a_tree_or_what_recover_makes_one_of(launch: St
     for each in (job, alone, cut):
         each.trained()
     for each in (alone, cut):  # killed once records have come: before that there is no trace yet
-        assert eventually(lambda each=each: any((each.out / "spool").glob("*.cells")))
+        assert wait_until(lambda each=each: any((each.out / "spool").glob("*.cells")))
     for each in (job, alone, cut):
         kill(each.process.pid)
         each.process.wait()
@@ -167,11 +168,11 @@ def test_a_killed_launcher_leaves_a_tree_or_what_recover_makes_one_of(launch: St
     kill(cut.companion("relay"))
     assert len(job.ranks()) == len(alone.ranks()) == len(cut.ranks()) == 1
     job.go()
-    assert eventually(lambda: (job.out / "trace.json").exists())
+    assert wait_until(lambda: (job.out / "trace.json").exists())
     assert verified(job.out)["verdict"] == "clean"
-    assert eventually(lambda: is_empty(job.spool))
+    assert wait_until(lambda: is_empty(job.spool))
     alone.go()
-    assert eventually(lambda: not alone.companion("relay"))
+    assert wait_until(lambda: not alone.companion("relay"))
     assert not (alone.out / "trace.json").exists()
     (run_folder,) = alone.spool.glob("*/*")
     said = rankscope("verify", alone.out).stdout
@@ -182,9 +183,9 @@ def test_a_killed_launcher_leaves_a_tree_or_what_recover_makes_one_of(launch: St
     assert f"removed {run_folder}" in made.stdout
     assert verified(alone.folder / "made")["verdict"] == "clean"
     assert is_empty(alone.spool)
-    assert eventually(lambda: (cut.out / "trace.json").exists())
+    assert wait_until(lambda: (cut.out / "trace.json").exists())
     cut.go()
-    assert eventually(lambda: not cut.ranks())
+    assert wait_until(lambda: not cut.ranks())
     named = rankscope("verify", cut.out)
     assert named.returncode == 1
     (line,) = [one for one in named.stdout.splitlines() if "rankscope recover" in one]
@@ -200,7 +201,7 @@ def test_a_job_that_is_over_while_its_collector_is_down_names_what_finishes_it(l
     relay = job.companion("relay")
     assert relay  # a collector may yet be started there
     kill(relay)
-    assert eventually(lambda: not job.companion("relay"))
+    assert wait_until(lambda: not job.companion("relay"))
     made = run_named_command(job.last_line, job.folder)
     assert verified(made)["verdict"] == "clean"
     assert is_empty(job.spool)

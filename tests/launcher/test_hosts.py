@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import socket
 import subprocess
 import sys
 from importlib.metadata import entry_points
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from rankscope.tree.reader import open_trace
+from tests.ports import free_port
 
 pytestmark = [
     pytest.mark.xdist_group("lives"),
@@ -41,12 +41,6 @@ def work(rank, port):
 if __name__ == "__main__":
     mp.spawn(work, (sys.argv[1],), nprocs=2)
 """
-
-
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
 
 
 def two_hosts(folder: Path, *, second: str = "exec {}") -> list[str]:

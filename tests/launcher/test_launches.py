@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.launcher.ways import RANKSCOPE, STEPS, TORCHRUN, free_port, installed, start, steps_of
+from tests.launcher.ways import RANKSCOPE, STEPS, TORCHRUN, installed, start, steps_of
+from tests.ports import free_port
 
 pytestmark = [installed, pytest.mark.xdist_group("ways")]
 

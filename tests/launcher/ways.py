@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -64,10 +63,3 @@ def without_times(value: Any) -> Any:
     if isinstance(value, list):
         return [without_times(item) for item in value]
     return value
-
-
-def free_port() -> str:
-    """Return a port of the loopback that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
