@@ -31,10 +31,10 @@ from rankscope.spool.folder import (
     run_key,
     spool_base,
     stream_folder,
-    write_by_rename,
 )
 from rankscope.spool.outfolder import default_out, prepare_out, typed
 from rankscope.spool.reader import StreamReader
+from rankscope.spool.replacing import write_by_rename
 from rankscope.spool.writer import SpoolWriter
 
 __all__ = ["trace_block"]

@@ -13,13 +13,13 @@ from rankscope.agent.wording import as_variables, misspelt_variables
 from rankscope.doctor.condition import Condition
 from rankscope.errors import RankscopeError
 from rankscope.gather.address import check_address
+from rankscope.record.run import MAX_RANKS
 from rankscope.spool.folder import SHARED
 from rankscope.spool.mounts import mount_of
 from rankscope.spool.outfolder import default_out, prepare_out
 
 __all__ = ["collector", "ranks", "read_settings", "trace_folder", "variables"]
 
-_MOST_RANKS = 1 << 24
 
 _CONNECT_S = 3.0
 
@@ -35,7 +35,7 @@ def ranks(environ: Mapping[str, str] = os.environ) -> Condition:
             f"set both, or unset {there}: a launcher sets them for each rank",
         )
     is_rank = (rank or "0").isdecimal() and (world or "1").isdecimal()
-    if not is_rank or not int(rank or 0) < int(world or 1) < _MOST_RANKS:
+    if not is_rank or not int(rank or 0) < int(world or 1) < MAX_RANKS:
         return Condition.failed(
             "ranks",
             f"RANK={rank} of WORLD_SIZE={world} is no rank",

@@ -50,7 +50,7 @@ from rankscope.gather.replica import (
 from rankscope.gather.roster import JobState, PeerState, StreamProgress
 from rankscope.gather.shared import read_host_states
 from rankscope.record.run import EndReason, StreamId
-from rankscope.spool.folder import write_by_rename
+from rankscope.spool.replacing import write_by_rename
 
 __all__ = ["COLLECTOR_NAME", "Intake", "SharedWatch", "Source"]
 

@@ -26,7 +26,7 @@ import msgpack  # type: ignore[import-untyped]  # ships no annotations
 
 from rankscope.errors import WireError
 from rankscope.gather.roster import JobState
-from rankscope.record.run import EndReason, StreamId
+from rankscope.record.run import MAX_INCARNATIONS, MAX_RANKS, EndReason, StreamId
 from rankscope.spool.cells import CELL_BYTES, MAX_RECORD_CELLS
 
 __all__ = [
@@ -292,7 +292,7 @@ def _read_text(places: Sequence[object]) -> str:
 
 
 def _read_stream(places: Sequence[object]) -> StreamId:
-    rank, incarnation = _checked(places[0], 1 << 24), _checked(places[1], 1 << 16)
+    rank, incarnation = _checked(places[0], MAX_RANKS), _checked(places[1], MAX_INCARNATIONS)
     return StreamId(rank=rank, incarnation=incarnation)
 
 
@@ -303,7 +303,7 @@ def _read_offset(places: Sequence[object]) -> int:
     return offset
 
 
-_COUNT = _number(1 << 24)
+_COUNT = _number(MAX_RANKS)
 _TEXT = _Field(lambda text: (text[:_LONGEST_TEXT],), _read_text)
 _STREAM = _Field(lambda stream: (stream.rank, stream.incarnation), _read_stream, 2)
 _ORIGIN = _number(1 << 64)

@@ -21,11 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rankscope.errors import FolderError, SpoolError
-from rankscope.record.run import EndReason, StreamId
+from rankscope.record.run import MAX_INCARNATIONS, EndReason, StreamId
 from rankscope.spool.cells import CELL_BYTES
-from rankscope.spool.folder import read_json_map, stream_named, write_by_rename
+from rankscope.spool.folder import read_json_map, stream_named
 from rankscope.spool.origin import UNKNOWN, origin_of, origin_text
 from rankscope.spool.reader import valid_prefix_of
+from rankscope.spool.replacing import write_by_rename
 
 __all__ = [
     "REPLICAS_NAME",
@@ -195,7 +196,7 @@ class Replicas:
         Raises:
             FolderError: when there are no more.
         """
-        for life in range(stream.incarnation, 1 << 16):
+        for life in range(stream.incarnation, MAX_INCARNATIONS):
             yield StreamId(rank=stream.rank, incarnation=life)
         raise FolderError(f"{stream.name}: every life of this rank is taken")
 

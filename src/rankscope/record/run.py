@@ -5,7 +5,16 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-__all__ = ["NO_STEP", "EndReason", "ProcessGroup", "RankIdentity", "StreamId", "StreamState"]
+__all__ = [
+    "MAX_INCARNATIONS",
+    "MAX_RANKS",
+    "NO_STEP",
+    "EndReason",
+    "ProcessGroup",
+    "RankIdentity",
+    "StreamId",
+    "StreamState",
+]
 
 NO_STEP = "no step was traced"
 """Begin of what a rank leaves among its errors where its job ended before any step to trace."""
@@ -28,6 +37,11 @@ class EndReason(str, enum.Enum):
     """The end record was committed while an uncaught exception ended the program."""
 
 
+MAX_RANKS = 1 << 24
+"""More ranks than these no job has; a count or a rank from outside is checked against it."""
+MAX_INCARNATIONS = 1 << 16
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class StreamId:
     """One rank's spool in one incarnation: `rank00003.0`."""
@@ -36,7 +50,7 @@ class StreamId:
     incarnation: int
 
     def __post_init__(self) -> None:
-        if not (0 <= self.rank < 1 << 24 and 0 <= self.incarnation < 1 << 16):
+        if not (0 <= self.rank < MAX_RANKS and 0 <= self.incarnation < MAX_INCARNATIONS):
             raise ValueError(f"rank {self.rank} incarnation {self.incarnation} is out of range")
 
     @property

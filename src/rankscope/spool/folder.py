@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from rankscope.errors import FolderBusyError, SpoolError
-from rankscope.record.run import StreamId
+from rankscope.record.run import MAX_INCARNATIONS, MAX_RANKS, StreamId
+from rankscope.spool.replacing import write_by_rename
 from rankscope.spool.segment import segment_indexes
 
 __all__ = [
@@ -50,7 +51,6 @@ __all__ = [
     "spool_base",
     "stream_folder",
     "streams",
-    "write_by_rename",
     "write_run_header",
 ]
 
@@ -92,10 +92,10 @@ class RunHeader:
     """True where `out` is this host's own, because it does not see the head's."""
 
     def __post_init__(self) -> None:
-        if not self.run_id or self.world_size < 1 or self.world_size >= 1 << 24:
+        if not self.run_id or self.world_size < 1 or self.world_size >= MAX_RANKS:
             raise SpoolError(
                 f"run {self.run_id!r} with a world of {self.world_size}: expected a name and a "
-                f"world size from 1 to {(1 << 24) - 1}"
+                f"world size from 1 to {MAX_RANKS - 1}"
             )
 
 
@@ -188,27 +188,10 @@ def streams(run_folder: Path) -> list[StreamId]:
 def stream_named(name: str) -> StreamId | None:
     """The stream whose folder or file stem this is, None where it is no stream's."""
     match = _STREAM_NAME.fullmatch(name)
-    if match is None or int(match[1]) >= 1 << 24 or int(match[2]) >= 1 << 16:
+    if match is None or int(match[1]) >= MAX_RANKS or int(match[2]) >= MAX_INCARNATIONS:
         return None
     stream = StreamId(rank=int(match[1]), incarnation=int(match[2]))
     return stream if stream.name == name else None
-
-
-def write_by_rename(path: Path, text: str) -> None:
-    """Write a small file (0600) so that a reader sees all of it or the old one.
-
-    Raises:
-        SpoolError: it cannot be written.
-    """
-    draft = path.with_name(f".{path.name}.{os.getpid()}.new")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-    try:
-        descriptor = os.open(draft, flags, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            file.write(text)
-        os.replace(draft, path)
-    except OSError as error:
-        raise SpoolError(f"{path}: cannot be written: {error.strerror}") from error
 
 
 def read_json_map(path: Path) -> dict[str, Any]:
@@ -268,7 +251,7 @@ def read_run_header(run_folder: Path) -> RunHeader:
     counts = {}
     for name in ("max_restarts", "collects"):
         counts[name] = fields.get(name, 0)
-        if not isinstance(counts[name], int) or not 0 <= counts[name] < 1 << 24:
+        if not isinstance(counts[name], int) or not 0 <= counts[name] < MAX_RANKS:
             raise SpoolError(f"{path}: {name} is {counts[name]!r}, expected a count")
     settings = {str(name): str(value) for name, value in fields["settings"].items()}
     return RunHeader(

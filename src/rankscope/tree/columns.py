@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.errors import TraceError
+from rankscope.spool.replacing import replacing
 from rankscope.tree.document import Document
 from rankscope.tree.names import VALUES_NAME
 from rankscope.tree.tables import UNFINISHED
@@ -103,20 +103,11 @@ def write_columns(path: Path, columns: Mapping[str, Callable[[], Column]]) -> No
         offset += size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 64)
-    draft = path.with_name(f".{path.name}.{os.getpid()}.new")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-    try:
-        with os.fdopen(os.open(draft, flags, 0o600), "wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            for make in columns.values():
-                column = np.ascontiguousarray(make())
-                file.write(column.reshape(-1).view(np.uint8).data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, path)
-    except OSError:
-        draft.unlink(missing_ok=True)  # a full disk has better use for it
-        raise
+    with replacing(path) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for make in columns.values():
+            column = np.ascontiguousarray(make())
+            file.write(column.reshape(-1).view(np.uint8).data)
 
 
 def _shape(column: Column) -> tuple[str, tuple[int, ...], int]:

@@ -4,13 +4,13 @@ last."""
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rankscope.errors import FolderError
 from rankscope.spool.outfolder import typed
+from rankscope.spool.replacing import replacing
 from rankscope.tree.jsontext import json_text
 from rankscope.tree.names import (
     NODES_FORMAT,
@@ -108,18 +108,7 @@ def _split(document: Document, folder: Path, say: Progress) -> list[str]:
 
 
 def _write(path: Path, pieces: Iterable[str]) -> None:
-    draft = path.with_name(f".{path.name}.{os.getpid()}.new")
-    descriptor = os.open(
-        draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
-    )
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
-            remaining = iter(pieces)
-            while block := list(itertools.islice(remaining, 4096)):
-                file.write("".join(block))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, path)
-    except OSError:
-        draft.unlink(missing_ok=True)  # a full disk has better use for it
-        raise
+    with replacing(path) as file:
+        remaining = iter(pieces)
+        while block := list(itertools.islice(remaining, 4096)):
+            file.write("".join(block).encode(errors="backslashreplace"))
