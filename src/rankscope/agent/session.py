@@ -257,10 +257,11 @@ class Session:
         self._clock.set_optimizer_depth(steps_running() - 1)
         if not self._clock.optimizer_begins():
             return
-        if not runs_closure(args, kwargs):  # which may run the forward inside the step
+        has_closure = runs_closure(args, kwargs)
+        if not has_closure:  # which may run the forward inside the step
             self._begin_hidden_step(optimizer)
         if self._traced_train is not None:
-            self._updates.begins(optimizer, args, kwargs, self._traced_train)
+            self._updates.begins(optimizer, self._traced_train, has_closure=has_closure)
 
     def _optimizer_ends(
         self, optimizer: torch.optim.Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
@@ -268,12 +269,13 @@ class Session:
         if self._is_train_over:
             self._hooks.watch_for_step()
             return
-        if runs_closure(args, kwargs):
+        has_closure = runs_closure(args, kwargs)
+        if has_closure:
             self._begin_hidden_step(optimizer)
         if not self._clock.optimizer_ends():
             return
         if self._traced_train is not None:
-            self._updates.ends(optimizer, args, kwargs, self._traced_train)
+            self._updates.ends(optimizer, self._traced_train, has_closure=has_closure)
         else:
             self._hooks.watch_for_step()
         # now, because the next forward of a model compiled in place is only seen if it runs eagerly

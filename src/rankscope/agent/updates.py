@@ -14,7 +14,6 @@ from rankscope.agent.optimizers import (
     Holdings,
     OptimizerSearch,
     describe_strangers,
-    runs_closure,
 )
 from rankscope.agent.parameters import ParameterEvents
 from rankscope.agent.recorder import Recorder
@@ -51,30 +50,18 @@ class Updates:
         self._noted: set[str] = set()
         self._flags = 0
 
-    def begins(
-        self,
-        optimizer: torch.optim.Optimizer,
-        args: tuple[object, ...],
-        kwargs: dict[str, object],
-        step: int,
-    ) -> None:
+    def begins(self, optimizer: torch.optim.Optimizer, step: int, *, has_closure: bool) -> None:
         """Record gradients before an outermost optimizer step; with a closure they come later."""
         self._note_raised(step)
-        if not runs_closure(args, kwargs):
+        if not has_closure:
             self._running = type(optimizer).__name__
             self._count += 1
             self._gradients(optimizer, step)
 
-    def ends(
-        self,
-        optimizer: torch.optim.Optimizer,
-        args: tuple[object, ...],
-        kwargs: dict[str, object],
-        step: int,
-    ) -> None:
+    def ends(self, optimizer: torch.optim.Optimizer, step: int, *, has_closure: bool) -> None:
         """Record parameters after an outermost optimizer step."""
         self._running = ""
-        if runs_closure(args, kwargs):
+        if has_closure:
             self._count += 1
             self._gradients(optimizer, step)
         concerned, _ = self._concerned(optimizer)
