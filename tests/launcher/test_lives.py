@@ -6,12 +6,13 @@ import json
 import os
 import subprocess
 import sys
-import time
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.waiting import wait_until
 
 pytestmark = [
     pytest.mark.xdist_group("lives"),
@@ -61,10 +62,7 @@ def start(command: list[str], folder: Path, *arguments: str, **variables: str) -
     assert f"trace in {folder / 'trace'}" in done.stderr
     left = {path.name for path in (folder / "trace").iterdir()}
     assert left == {"trace.json", "values.safetensors"}
-    deadline = time.monotonic() + 10
-    while any(spool.iterdir()) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert list(spool.iterdir()) == []
+    assert wait_until(lambda: not any(spool.iterdir())), [*spool.iterdir()]
     return json.loads((folder / "trace/trace.json").read_text())["completeness"]
 
 

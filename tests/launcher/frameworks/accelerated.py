@@ -41,6 +41,9 @@ def main() -> None:
     state = accelerator.unwrap_model(model).state_dict()
     bits = b"".join(tensor.detach().numpy().tobytes() for tensor in state.values())
     accelerator.print("final", hashlib.sha256(bits).hexdigest())
+    # nothing of the group outlives it: its threads may abort an interpreter that is ending
+    accelerator.free_memory(model, optimizer, loader)
+    del model, optimizer, loader, state
     accelerator.end_training()
 
 
