@@ -16,6 +16,7 @@ import torch.distributed as dist
 import rankscope
 from rankscope.agent.guard import say
 from rankscope.agent.identity import identify, restarts_left
+from rankscope.agent.keeping import keeper_of_run, make_recorder
 from rankscope.agent.meeting import (
     agree_on_life,
     find_agents_store,
@@ -130,7 +131,7 @@ def join_run(settings: Settings, environ: Mapping[str, str] = os.environ) -> Joi
     while (folder := stream_folder(run_folder, identity.stream)).exists():
         identity = replace(identity, incarnation=identity.incarnation + 1)
     writer = SpoolWriter(folder, limit_bytes=settings.spool_bytes)
-    recorder = Recorder(writer)
+    recorder = make_recorder(writer, settings)
     define_rank(recorder, identity, header.run_id, settings)
     speaks = identity.rank == min(settings.ranks or (0,))
     return Joined(
@@ -139,6 +140,7 @@ def join_run(settings: Settings, environ: Mapping[str, str] = os.environ) -> Joi
             writer=writer,
             recorder=recorder,
             meeting_place=_meeting_place(settings, identity, run_folder, header),
+            keeper=keeper_of_run(settings, recorder, identity, run_folder, header),
             is_launched=bool(prepared),
         ),
         out=header.out,

@@ -263,6 +263,28 @@ SETTINGS: tuple[Setting, ...] = (
         help="grace for ranks that vanished without an end record, "
         "before the tree is built without them",
     ),
+    Setting(
+        name="tensors",
+        parse=_parse_globs,
+        default="",
+        metavar="GLOBS",
+        help="full tensors to keep: path:slot globs such as 'layers.0.*:output', without a slot "
+        "all of a path, '**' everything; default none",
+    ),
+    Setting(
+        name="tensor-budget",
+        parse=parse_size,
+        default="",
+        metavar="SIZE",
+        help="disk a rank may use for full tensors; default its share of half the free disk",
+    ),
+    Setting(
+        name="tensor-memory",
+        parse=parse_size,
+        default="256M",
+        metavar="SIZE",
+        help="pinned memory for full tensors on their way from an accelerator",
+    ),
 )
 
 
@@ -285,6 +307,11 @@ class Settings:
     collector: str
     finish_seconds: float
     drain_seconds: float
+    tensors: tuple[str, ...] | None
+    """None where no full tensor is kept."""
+    tensor_budget: int | None
+    """None for a share of the free disk."""
+    tensor_memory: int
 
     def traced_of(self, world_size: int) -> int:
         """Return how many ranks of a world are selected."""

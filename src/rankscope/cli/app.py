@@ -21,7 +21,7 @@ from rankscope.errors import RankscopeError
 
 __all__ = ["COMMANDS", "main"]
 
-COMMANDS = ("run", "doctor", "collect", "show", "verify", "recover")
+COMMANDS = ("run", "doctor", "collect", "show", "tensor", "export", "verify", "recover")
 """In the order the help lists them."""
 EXIT_TROUBLE = 2
 
@@ -32,6 +32,8 @@ _HELP = """One trace for the whole distributed job: every module call on every r
   rankscope doctor                            would a job be traced here? what to do if not
   rankscope show                              the tree of the newest trace here
   rankscope show --path 'layers.0*' --rank 1  one module, one rank
+  rankscope tensor TRACE 'layers.0:output' --global --print    numbers, where they were kept
+  rankscope export --format jsonl --out FILE  for jq and pandas; also perfetto, parquet
   rankscope verify                            is everything there? per rank, exit 1 if not
   rankscope recover SPOOL... --out NEW        a tree from what a killed job left behind
 

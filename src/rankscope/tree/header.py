@@ -177,6 +177,7 @@ def _state(stream: RankStream, lost: int) -> dict[str, Any]:
     notes = list(stream.notes)
     if lost:
         notes.append(f"{lost} values name a call or a description that is not there")
+    kept = {"tensors": list(stream.kept_notes)} if stream.kept_notes else {}
     is_off = stream.end is EndReason.SWITCHED_OFF
     return {
         "rank": stream.stream.rank,
@@ -203,6 +204,7 @@ def _state(stream: RankStream, lost: int) -> dict[str, Any]:
             *notes,
             *(["tracing was switched off on this rank: its errors say why"] if is_off else []),
         ],
+        **kept,
     }
 
 
