@@ -31,6 +31,7 @@ from rankscope.record.run import StreamId
 from rankscope.spool.cells import TENSOR, RecordKind
 from rankscope.spool.chunks import ChunkWriter
 from rankscope.spool.writer import SpoolWriter
+from tests.perf import keptsteps
 
 BAR_MB_S = 1500
 ROUNDS = 7
@@ -103,6 +104,9 @@ WAYS: tuple[Way, ...] = (plain_write, chunks, keeper, one_save_file, file_per_te
 
 def main() -> None:
     """Print MB/s of each way."""
+    if "--step" in sys.argv:
+        keptsteps.main([argument for argument in sys.argv[1:] if argument != "--step"])
+        return
     total = int(sys.argv[1]) if len(sys.argv) > 1 else 512
     size = int(sys.argv[2]) if len(sys.argv) > 2 else 64
     base = Path(sys.argv[3]) if len(sys.argv) > 3 else Path(tempfile.gettempdir())
