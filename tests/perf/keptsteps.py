@@ -1,7 +1,7 @@
 """What keeping full tensors costs a step: kept beside plain and beside transformers' debugger, and
 how much memory it takes.
 
-    python -m tests.perf.tensors --step [--rounds 7] [--folder DIR] [--everything]
+    python -m tests.perf.tensors --step [--rounds 7] [--folder DIR] [--everything] [--memory]
 
 The model is the Llama of `tests.perf.overhead` (hidden 512, 8 layers, batch 2 x 128, one thread).
 Every round takes each way in turn: a plain step, then the same step inside its context, again and
@@ -22,17 +22,24 @@ import io
 import os
 import shutil
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 from torch import nn
 
 import rankscope
-from tests.perf.overhead import Step, inference, llama, training
+from rankscope.agent.keeper import Keeper
+from rankscope.capture.describe import Describer
+from rankscope.capture.invisible import invisible
+from rankscope.record.run import StreamId
+from rankscope.spool.chunks import ChunkWriter
+from tests.perf.overhead import Step, llama
 
 INPUTS_AND_OUTPUTS = "**:input*,**:output*"
 Context = Callable[[Path], contextlib.AbstractContextManager[None]]
@@ -49,6 +56,40 @@ class Way:
     kept_mb: float = 0.0
     """Written by one step."""
     files: int = 0
+
+
+def batches() -> Iterator[torch.Tensor]:
+    """New tokens for every step: of equal ones nothing would be stored twice."""
+    generator = torch.Generator().manual_seed(1)
+    while True:
+        yield torch.randint(0, 4096, (2, 128), generator=generator)
+
+
+def inference(model: nn.Module) -> Step:
+    """Return one forward without gradients."""
+    model.eval()
+    batch = batches()
+
+    def forward() -> None:
+        with torch.no_grad():
+            model(input_ids=next(batch), use_cache=False)
+
+    return forward
+
+
+def training(model: nn.Module) -> Step:
+    """Return one whole training step."""
+    model.train()
+    batch = batches()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def train() -> None:
+        tokens = next(batch)
+        model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return train
 
 
 @contextlib.contextmanager
@@ -97,14 +138,13 @@ def measure(way: Way, step: Step, base: Path, repeats: int) -> None:
     try:
         with way.context(folder):
             step()
-            before, _ = written(folder)
+            before, _ = written(folder)  # of the debugger the same files, written again
             for _ in range(repeats):
                 began, worked = time.perf_counter(), time.process_time()
                 step()
                 way.wall.append(time.perf_counter() - began)
                 way.cpu.append(time.process_time() - worked)
             after, way.files = written(folder)
-        # the debugger writes the same files again in each step
         way.kept_mb = (after - before) / repeats or after
     finally:
         shutil.rmtree(folder)
@@ -150,6 +190,71 @@ def ways_of(model: nn.Module, *, with_debugger: bool, everything: bool) -> list[
     return ways
 
 
+def peak_mb(work: Callable[[], None]) -> float:
+    """Return the largest resident size of this process while `work` runs."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    work()
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (line,) = (line for line in lines if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024 / 1e6
+
+
+def print_memory(base: Path) -> None:
+    """Print the peak of kept training steps beyond plain ones, and of a ring, by the setting."""
+    print("\n| --rs-tensor-memory | training step, MB beyond plain | as if from a device |")
+    print("|---|---|---|")
+    # what is freed goes back at once, so that peaks can be compared
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072"}
+    for size in (1, 16, 64, 256):
+        subprocess.run(
+            [sys.executable, "-m", "tests.perf.tensors", "--step", "--folder", str(base),
+             "--memory-of", str(size)],
+            env=environment, check=True,
+        )  # fmt: skip
+
+
+def memory_of(size: int, base: Path) -> None:
+    """Print the row of one setting; in a process of its own."""
+    model = llama()
+    step = training(model)
+
+    def steps() -> None:
+        for _ in range(3):
+            step()
+
+    steps()
+    alone = peak_mb(steps)
+    folder = Path(tempfile.mkdtemp(dir=base))
+    try:
+        context = kept(model, tensors=INPUTS_AND_OUTPUTS, digest="none", tensor_memory=f"{size}M")
+        with context(folder):
+            steps()
+            watched = peak_mb(steps)
+        before = peak_mb(lambda: None)
+        staged = peak_mb(lambda: keep_as_if_on_device(folder, size << 20))
+    finally:
+        shutil.rmtree(folder)
+    print(f"| {size} MiB | {watched - alone:.1f} | {staged - before:.1f} |", flush=True)
+
+
+def keep_as_if_on_device(folder: Path, memory_bytes: int) -> None:
+    """Carry 600 tensors of 512 KiB through the ring that accelerators fill.
+
+    The copies that lie on the device there lie in this process here: twice the setting is the
+    bound.
+    """
+    writer = ChunkWriter(folder, StreamId(rank=1, incarnation=0), limit_bytes=1 << 40)
+    keeper = Keeper(
+        ("**",), writer, lambda *_: True, memory_bytes=memory_bytes, tell=lambda _: None
+    )
+    describer = Describer(0)
+    for number in range(600):
+        with invisible():
+            described, local = describer.describe(torch.full((1 << 17,), float(number)))
+            keeper.keep(local, replace(described, can_digest=False, can_digest_on_device=True))
+    keeper.close()
+
+
 def main(arguments: list[str]) -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -158,16 +263,19 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--everything", action="store_true",
                         help="also gradients and parameters")  # fmt: skip
     parser.add_argument("--memory", action="store_true", help="peak memory alone")
+    parser.add_argument("--memory-of", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
+    if options.memory_of:
+        memory_of(options.memory_of, options.folder)
+        return
     print(f"load before: {os.getloadavg()[0]:.1f}")
-    if not options.memory:
-        for title, make in (("forward, no gradients", inference), ("training step", training)):
-            model = llama()
-            step = make(model)
-            step()
-            ways = ways_of(
-                model, with_debugger=make is inference, everything=options.everything
-            )  # fmt: skip
-            compare(title, ways, step, options.folder, options.rounds)
+    kinds = (("forward, no gradients", inference), ("training step", training))
+    for title, make in () if options.memory else kinds:
+        model = llama()
+        step = make(model)
+        step()
+        ways = ways_of(model, with_debugger=make is inference, everything=options.everything)
+        compare(title, ways, step, options.folder, options.rounds)
+    print_memory(options.folder)
     print(f"load after: {os.getloadavg()[0]:.1f}")
