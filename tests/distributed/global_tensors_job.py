@@ -79,7 +79,7 @@ def train(model: nn.Module, x: torch.Tensor, rate: float = RATE) -> None:
     optimizer.step()
 
 
-def run(kind: str, out: str) -> None:
+def run(kind: str, out: str, layout: str = "") -> None:
     """Train one step, traced. Of "ddp drifting" the last rank's optimizer goes twice as far."""
     warnings.simplefilter("ignore")
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -98,7 +98,7 @@ def run(kind: str, out: str) -> None:
         parallelize_module(model, mesh["tp"], plan)
         fully_shard(model, mesh=mesh["dp"])
         place, places = rank // 2, world // 2
-    elif kind == "by hand":
+    elif kind.startswith("by hand"):
         rows = [dist.new_group([row, row + 1]) for row in range(0, world, 2)]
         model = HandCut(model, rank % 2, 2, rows[rank // 2])
         place, places = rank // 2, world // 2
@@ -106,5 +106,7 @@ def run(kind: str, out: str) -> None:
         model = DistributedDataParallel(model)
     rate = RATE * (2 if kind == "ddp drifting" and rank == world - 1 else 1)
     ranks = "0" if kind == "ddp, rank 0 traced" else "all"
-    with rankscope.trace(out=Path(out), steps="all", tensors="**", ranks=ranks):
+    with rankscope.trace(
+        out=Path(out), steps="all", tensors="**", ranks=ranks, layout=layout or None
+    ):
         train(model, batch(place, places), rate)

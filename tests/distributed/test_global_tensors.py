@@ -17,7 +17,7 @@ from tests.distributed import global_tensors_job as job
 from tests.distributed.pool import RankPool
 
 KINDS = {"tp": 2, "ddp": 2, "fsdp": 2, "fsdp x tp": 4, "ddp drifting": 2, "by hand": 4,
-         "ddp, rank 0 traced": 2}  # fmt: skip
+         "by hand, declared": 4, "ddp, rank 0 traced": 2}  # fmt: skip
 LAYOUT = """
 axes = "dp=2,tp=2"
 [[layout]]
@@ -53,7 +53,10 @@ def traced(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Traced:
     def of(kind: str) -> Trace:
         if kind not in found:
             out = folder / kind.replace(" ", "-")
-            ranks.run(job.run, kind, str(out), world_size=KINDS[kind], timeout_s=120)
+            layout = folder / "declared.toml"
+            layout.write_text(LAYOUT)
+            declared = str(layout) if kind.endswith("declared") else ""
+            ranks.run(job.run, kind, str(out), declared, world_size=KINDS[kind], timeout_s=120)
             found[kind] = open_trace(out)
         return found[kind]
 
@@ -141,7 +144,9 @@ def test_shards_cut_by_hand_are_refused_until_a_layout_declares_them(
     assert found["up:param:weight"].equal(truth.up.weight)
     assert found["up:param:bias"].equal(truth.up.bias)
     assert found["down:param:weight"].equal(truth.down.weight)
-    assert f"up:param:weight: placed as {layout} declares it: tp=Shard(0)" in said
+    assert (
+        f"up:param:weight: placed as {layout}, given afterwards, declares it: tp=Shard(0)" in said
+    )
     assert "inferred: replicas along dp, equal at setup" in said
     found, said = saved(
         trace, tmp_path / "found", "up:output", ":output", "--global", "--layout", str(layout)
@@ -151,6 +156,61 @@ def test_shards_cut_by_hand_are_refused_until_a_layout_declares_them(
     torch.testing.assert_close(found[":output"], whole.detach())
     assert "up:output: inferred: batches joined" in said
     assert ":output: inferred: whole, as every rank of each place along dp holds the same" in said
+
+
+def test_a_layout_given_at_trace_time_stands_in_the_tree_and_needs_not_be_given_again(
+    traced: Traced, tmp_path: Path
+) -> None:
+    trace = traced("by hand, declared")
+    file = trace.run["layout"]["file"]
+    assert trace.run["layout"] == {"file": file, "text": LAYOUT}
+    assert trace.run["settings"]["layout"] == file
+    truth = job.net()
+    for path, slot, placement in [
+        ("up", "param:weight", "Shard(0)"), ("up", "param:bias", "Shard(0)"),
+        ("down", "param:weight", "Shard(1)"), ("up", "output", "Shard(1)"),
+    ]:  # fmt: skip
+        phase = "setup" if slot.startswith("param") else None
+        value = trace.value(path, slot, phase=phase)
+        assert value.layout.source.value == "declared"
+        assert {view.placements["tp"] for view in value.views} == {placement}
+        with pytest.warns(TensorWarning) as warned:
+            whole = value.full()
+        said = f"placed as {file}, given at trace time, declares it: tp={placement}"
+        assert any(said in str(warning.message) for warning in warned)
+        if slot == "output":
+            torch.testing.assert_close(whole, truth.up(job.batch()).detach())
+        else:
+            assert whole.equal(truth.get_parameter(f"{path}.{slot.partition(':')[2]}"))
+    found, said = saved(trace, tmp_path / "found", "up:output", ":output", "--global")
+    torch.testing.assert_close(found["up:output"], truth.up(job.batch()).detach())
+    assert f"up:output: placed as {file}, given at trace time, declares it" in said
+    assert ":output: inferred: whole, as every rank of each place along dp holds the same" in said
+
+
+def test_a_layout_given_afterwards_takes_the_place_of_the_one_given_at_trace_time(
+    traced: Traced, tmp_path: Path
+) -> None:
+    trace = traced("by hand, declared")
+    file, other = trace.run["layout"]["file"], tmp_path / "other.toml"
+    other.write_text(LAYOUT.replace('slot = "output"\nplacements = { tp = "Shard(1)" }', 'slot = '
+                                    '"output"\nplacements = { tp = "Shard(0)" }'))  # fmt: skip
+    _, said = saved(trace, tmp_path / "found", "up:output", "--global", "--layout", str(other))
+    instead = f"given afterwards in place of {file}, which was given at trace time"
+    assert f"up:output: placed as {other}, {instead}, declares it: tp=Shard(0)" in said
+    same = tmp_path / "same.toml"
+    same.write_text(LAYOUT)
+    _, said = saved(trace, tmp_path / "found", "up:output", "--global", "--layout", str(same))
+    assert f"{file}, given at trace time, declares it" in said
+    silent = tmp_path / "silent.toml"
+    silent.write_text('axes = "dp=2,tp=2"')
+    words = ["up:output", "--global", "--print", "--layout"]
+    code, text, errors = command("tensor", trace.path, *words, silent)
+    assert (code, text) == (2, "") and "nothing says how the values" in errors
+    (tmp_path / "three.toml").write_text('axes = "dp=3"')
+    code, text, errors = command("tensor", trace.path, *words, tmp_path / "three.toml")
+    assert (code, text) == (2, "")
+    assert "axes dp=3 are those of 3 ranks, the run had 4" in errors
 
 
 def test_the_only_rank_that_was_traced_is_not_passed_off_as_the_whole_job(

@@ -25,6 +25,8 @@ from rankscope.agent.mustering import ELASTIC_RUN, muster
 from rankscope.agent.recorder import Recorder
 from rankscope.agent.session import Opened
 from rankscope.agent.settings import Settings
+from rankscope.errors import LayoutError
+from rankscope.record.layoutfile import LayoutFile
 from rankscope.record.run import EndReason, RankIdentity, StreamId
 from rankscope.spool.cells import FORMAT_VERSION
 from rankscope.spool.folder import (
@@ -48,6 +50,8 @@ __all__ = ["RUN_FOLDER_VARIABLE", "Joined", "define_rank", "join_run", "who_am_i
 RUN_FOLDER_VARIABLE = "RANKSCOPE_RUN_FOLDER"
 """Set by a launcher that has prepared the run folder and started relay and collector itself."""
 _POLL_S = 0.05
+_LAYOUT_PIECE = 8192
+"""Characters of a layout file in one record."""
 _ENVIRONMENT_SHOWN = (
     "CUDA_VISIBLE_DEVICES",
     "OMP_NUM_THREADS",
@@ -202,3 +206,17 @@ def define_rank(
         settings=settings.as_text(),
         environment={name: os.environ[name] for name in _ENVIRONMENT_SHOWN if name in os.environ},
     )
+    if settings.layout is not None:
+        _define_layout(recorder, identity, settings.layout)
+
+
+def _define_layout(recorder: Recorder, identity: RankIdentity, layout: LayoutFile) -> None:
+    """Write down what a layout file declares, in pieces that fit a frame each."""
+    for at in range(0, max(len(layout.text), 1), _LAYOUT_PIECE):
+        recorder.define("layout", file=layout.name, text=layout.text[at : at + _LAYOUT_PIECE])
+    try:
+        if identity.world_size > 1:
+            layout.mesh(identity.world_size)
+    except LayoutError as error:
+        if identity.rank == 0:
+            say(f"{error}: it is not used")

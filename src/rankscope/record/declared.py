@@ -109,18 +109,18 @@ def _places(
         return Refusal.about(
             held, Obstacle.SHAPE, "the ranks hold values of different numbers of dims"
         )
+    count = max(dims, default=0)
+    beyond = [p for p in layout.placements if p.dim is not None and p.dim >= count]
+    if beyond and held:
+        text = f"{beyond[0]} cannot cut a value of {count} dims"
+        return Refusal.about(held, Obstacle.SHAPE, text)
     found: list[dict[_Coordinate, Ranges]] = []
-    for dim in range(max(dims, default=0)):
+    for dim in range(count):
         lengths = _lengths(layout, mesh, dim, held)
         places = lengths if isinstance(lengths, Refusal) else _offsets(layout, mesh, dim, lengths)
         if isinstance(places, Refusal):
             return places
         found.append(places)
-    beyond = [p for p in layout.placements if p.dim is not None and p.dim >= len(found)]
-    if beyond and held:
-        return Refusal.about(
-            held, Obstacle.SHAPE, f"{beyond[0]} cannot cut a value of {len(found)} dims"
-        )
     return found
 
 

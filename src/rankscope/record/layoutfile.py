@@ -67,6 +67,8 @@ class LayoutFile:
 
     name: str
     """The file, for messages."""
+    text: str
+    """What stands in it."""
     axes: Mapping[str, int]
     entries: tuple[LayoutEntry, ...]
 
@@ -114,7 +116,7 @@ class LayoutFile:
             _entry(number, each, axes, f"layout file {name}: entry {number}")
             for number, each in enumerate(listed, 1)
         )
-        return cls(name=name, axes=axes, entries=entries)
+        return cls(name=name, text=text, axes=axes, entries=entries)
 
     def mesh(self, world_size: int) -> Mesh:
         """Return the declared axes over all ranks of a run.

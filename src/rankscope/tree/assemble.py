@@ -14,6 +14,7 @@ import numpy as np
 
 from rankscope.errors import FolderError, TraceError
 from rankscope.record.run import StreamId
+from rankscope.tree.declaredlayouts import declare_layouts
 from rankscope.tree.document import Document
 from rankscope.tree.header import completeness, run_header, step_notes
 from rankscope.tree.interning import build_vocabulary
@@ -60,9 +61,10 @@ def assemble(
     vocabulary = build_vocabulary(streams)
     tables = build_tables(streams, vocabulary)
     run, notes = run_header(streams), step_notes(streams)
+    ranks = np.array([stream.stream.rank for stream in streams], np.int64)
+    declare_layouts(tables, vocabulary, run, ranks)
     whole = completeness(streams, tables.orphans)
     offsets = np.array([stream.clock_offset_ns for stream in streams], np.int64)
-    ranks = np.array([stream.stream.rank for stream in streams], np.int64)
     tensors: dict[StreamId, TensorRecords] = {
         s.stream: (s.tensors, s.definitions) for s in streams if len(s.tensors)
     }

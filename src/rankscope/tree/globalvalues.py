@@ -3,9 +3,10 @@
     whole = whole_value(trace.value("layers.0", "output"))
     whole.tensor, whole.mismatches, whole.notes
 
-How the pieces belong together is taken from DTensors, else from a layout file, else inferred
-(`rankscope.tree.peers`); which of these it was stands in the notes. What none of them says is an
-error, never a guess. Torch is loaded when a tensor is made, not before.
+How the pieces belong together is taken from DTensors, else from a layout file (the one given now,
+else the one that was given when the trace was taken), else inferred (`rankscope.tree.peers`); which
+of these it was stands in the notes. What none of them says is an error, never a guess. Torch is
+loaded when a tensor is made, not before.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from rankscope.record.call import Phase
 from rankscope.record.declared import declared_pieces
 from rankscope.record.layoutfile import LayoutFile
 from rankscope.record.placement import Layout, LayoutSource, Placement, PlacementKind
+from rankscope.tree.givenlayouts import GivenLayouts
 from rankscope.tree.keptvalues import held_shapes, references, stored, value_name, why_not_kept
 from rankscope.tree.peers import Peers, find_peers, is_alike, is_constant, owners_of
 from rankscope.tree.reader import Step, Trace
@@ -164,9 +166,11 @@ class _Planning:
     def __init__(
         self, value: Value, shapes: Mapping[int, tuple[int, ...]], layouts: LayoutFile | None
     ) -> None:
-        self._value, self._shapes, self._layouts = value, shapes, layouts
+        self._value, self._shapes = value, shapes
         self._trace: Trace = value.node.trace
-        self._declared = layouts.mesh(self._world) if layouts and self._world > 1 else None
+        self._given = GivenLayouts(self._trace.run, layouts)
+        self._is_placed = False
+        """True where a DTensor or a layout file says how the pieces lie."""
         self._notes: list[str] = []
 
     @property
@@ -180,10 +184,10 @@ class _Planning:
         if any(each.obstacle is not Obstacle.UNKNOWN_LAYOUT for each in refusals):
             raise self._error(str(refusals[0]))
         if len(found) == 1 and not refusals:
-            if self._value.views[0].layout().mesh is None and len(self._shapes) == 1:
+            if not self._is_placed and len(self._shapes) == 1:
                 self._say_if_ranks_lack("taken as whole")
             return _certain(found[0]), self._notes
-        peers = find_peers(self._trace, self._step(), self._owners(), declared=self._declared)
+        peers = find_peers(self._trace, self._step(), self._owners(), declared=self._given.mesh)
         plan = self._of_peers(found, peers)
         if isinstance(plan, Refusal):
             raise self._error(
@@ -205,15 +209,16 @@ class _Planning:
             for rank in view.ranks
             if rank in self._shapes
         }
-        is_plain = all(piece.layout.mesh is None for piece in described.values())
-        if self._declared is None or self._layouts is None or not is_plain:
+        self._is_placed = any(p.layout.source is LayoutSource.DTENSOR for p in described.values())
+        if self._is_placed:
             return described
-        placements = self._layouts.placements(self._value.node.path, self._value.views[0].slot)
-        if not placements:
-            return described
-        listed = ", ".join(f"{axis}={place}" for axis, place in placements.items())
-        self._notes.append(f"placed as {self._layouts.name} declares it: {listed}")
-        return declared_pieces(self._declared, placements, self._shapes)
+        placements, said = self._given.of(self._value)
+        self._notes.extend(said)
+        if self._given.mesh is not None and placements:
+            self._is_placed = True
+            return declared_pieces(self._given.mesh, placements, self._shapes)
+        unknown = Layout(source=LayoutSource.UNKNOWN)
+        return {rank: Piece(shape=shape, layout=unknown) for rank, shape in self._shapes.items()}
 
     def _of_peers(
         self, found: Sequence[AssemblyPlan | Refusal], peers: Peers
@@ -338,9 +343,10 @@ class _Planning:
 
     def _error(self, text: str) -> LayoutError:
         rank = min(self._shapes)
+        more = f". {self._given.unused}" if self._given.unused else ""
         return LayoutError(
             f"{value_name(self._value)}: {text}. Take one rank's with --rank {rank}, or declare "
-            f"how it lies with --layout FILE"
+            f"how it lies with --layout FILE{more}"
         )
 
 

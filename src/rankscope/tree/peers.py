@@ -27,7 +27,7 @@ from weakref import WeakKeyDictionary
 
 from rankscope.record.assembly import ranks_words
 from rankscope.record.call import Phase
-from rankscope.record.placement import Mesh, PlacementKind, parse_placement
+from rankscope.record.placement import LayoutSource, Mesh, PlacementKind, parse_placement
 from rankscope.record.value import ValueFlag
 from rankscope.tree.numbers import Columns
 from rankscope.tree.reader import Step, Trace
@@ -188,8 +188,9 @@ class _Parameter:
 
     def __init__(self, columns: Columns, views: list[SlotView]) -> None:
         self.prints = {rank: p for view in views for rank, p in prints_of(columns, view).items()}
-        self.placements = views[0].placements
-        self.mesh = views[0].layout().mesh
+        is_placed = views[0].source is LayoutSource.DTENSOR  # what was declared proves nothing
+        self.placements = views[0].placements if is_placed else {}
+        self.mesh = views[0].layout().mesh if is_placed else None
         self.meshes = views[0].meshes
         self.is_constant = is_constant(columns, views)
 
@@ -245,7 +246,7 @@ def _root_inputs(
             continue
         for view in node.slots:
             is_input = view.slot.split(".")[0] == "input" and view.dtype != "python"
-            if is_input and not view.placements:
+            if is_input and view.source is not LayoutSource.DTENSOR:
                 prints = {r: p for r, p in prints_of(columns, view).items() if r in ranks}
                 if prints:
                     found.append((view, prints))

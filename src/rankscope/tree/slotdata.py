@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rankscope.record.placement import LayoutSource, Ranges
 from rankscope.record.value import ValueFlag
 from rankscope.tree.combined import Combined
 from rankscope.tree.interning import Description, Interned, Vocabulary
@@ -75,7 +76,11 @@ class SlotData:
         self._pieces: dict[tuple[int, int], Data] = {}
         local: Interned[object] = Interned()
         self._piece_of_description = np.array(
-            [local.number((d.shape, d.note, d.requires_grad)) for d in self._descriptions], np.int64
+            [
+                local.number((d.shape, d.note, d.requires_grad, _own_ranges(d)))
+                for d in self._descriptions
+            ],
+            np.int64,
         )
 
     def entries(self, first: int, last: int) -> list[Data]:
@@ -167,7 +172,7 @@ class SlotData:
         if described.note is not None:
             result["note"] = described.note
         is_piece = described.ranges is not None and described.shape != described.global_shape
-        if is_piece and not self._is_compact:
+        if is_piece and (not self._is_compact or _own_ranges(described)):
             result["ranges"] = [[list(r) for r in dim] for dim in described.ranges or ()]
         self._pieces[number, flags] = result
         return result
@@ -283,6 +288,11 @@ def _summaries(
         ):
             summary[name] = [number(low), number(high)] if known else None
     return made
+
+
+def _own_ranges(described: Description) -> tuple[Ranges, ...] | None:
+    """Return the ranges that do not follow from the placements: of what was cut by hand."""
+    return described.ranges if described.source == LayoutSource.DECLARED.value else None
 
 
 def _layout(described: Description) -> Data:

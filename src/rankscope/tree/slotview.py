@@ -79,10 +79,14 @@ class SlotView:
         """{axis: placement}; {} where the layout is unknown."""
         return dict(self.data["layout"].get("placements", {}))
 
+    @property
+    def source(self) -> LayoutSource:
+        """Where the layout comes from."""
+        return LayoutSource(self.data["layout"]["source"])
+
     def layout(self, rank: int | None = None) -> Layout:
         """Return the layout, with the mesh `rank` (default: the lowest) is in."""
-        data = self.data["layout"]
-        source = LayoutSource(data["source"])
+        data, source = self.data["layout"], self.source
         wanted = self.ranks[0] if rank is None else rank
         mesh = next((m for m in self.meshes if wanted in m.ranks), None)
         if mesh is None:
