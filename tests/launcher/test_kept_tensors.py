@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from rankscope.tree.reader import Trace, open_trace
-from tests.launcher.launches import BIN, Launch, eventually, kill, rankscope
+from tests.launcher.launches import BIN, Launch, kill, rankscope
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.xdist_group("kept")
 
@@ -107,8 +108,8 @@ def test_a_killed_rank_leaves_every_recorded_tensor_readable_and_its_chunk_is_fi
     try:
         job.trained()
         chunks = [job.out / f"tensors/rank0000{rank}/000001.safetensors" for rank in (0, 1)]
-        assert eventually(lambda: min(chunk.stat().st_size for chunk in chunks) > (1 << 20) + 5000)
-        assert eventually(lambda: len(all_kept(open_trace(job.out, wait_s=0))) == 2)  # it runs
+        assert wait_until(lambda: min(chunk.stat().st_size for chunk in chunks) > (1 << 20) + 5000)
+        assert wait_until(lambda: len(all_kept(open_trace(job.out, wait_s=0))) == 2)  # it runs
         victim = next(p for p in job.ranks() if _rank_of(p) == 1)
         kill(victim)
         assert job.wait() == 1
@@ -190,7 +191,7 @@ def test_recover_carries_the_tensors_along(tmp_path):
             kill(job.companion(name))
         for pid in job.ranks():
             kill(pid)
-        assert eventually(lambda: not job.ranks())
+        assert wait_until(lambda: not job.ranks())
     finally:
         job.stop()
     (run_folder,) = job.spool.glob("*/*")
@@ -210,7 +211,7 @@ def test_tensors_of_a_host_that_does_not_see_the_trace_folder_are_shipped_there(
     collector = subprocess.Popen([*map(str, words)], stderr=subprocess.DEVNULL)
     job = None
     try:
-        assert eventually(lambda: (out / "collector.json").exists())
+        assert wait_until(lambda: (out / "collector.json").exists())
         job = Launch(
             tmp_path / "job", ["exit", "sigkill"], "--rs-tensors", "**", "--rs-collector", address
         )
@@ -227,4 +228,4 @@ def test_tensors_of_a_host_that_does_not_see_the_trace_folder_are_shipped_there(
     notes = notes_of(trace)
     assert "was left unfinished" in notes[1][0]
     assert not job.out.exists()
-    assert eventually(lambda: not any(job.spool.rglob("*")))
+    assert wait_until(lambda: not any(job.spool.rglob("*")))
