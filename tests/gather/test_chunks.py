@@ -126,7 +126,7 @@ def test_what_the_other_side_refuses_stays_here(tmp_path):
     way.until_done()
     assert not way.sender.is_delivered
     assert (tmp_path / "run" / FOLDER / "000001.safetensors").read_bytes() == whole
-    answer, is_new = way.store.answer(ChunkFrame(STREAM, 2, 0, 0, bytes(2000)))
+    answer, is_new = way.store.answer(ChunkFrame(STREAM, 5, 2, 0, 0, bytes(2000)))
     assert (type(answer), is_new) == (ChunksRefused, False)
 
 
@@ -138,3 +138,22 @@ def test_links_are_not_followed(tmp_path):
     way.until_done()
     assert not way.sender.is_delivered
     assert not (tmp_path / "elsewhere").exists()
+
+
+def test_chunks_of_a_node_that_was_replaced_go_to_a_life_of_their_own(tmp_path):
+    """Another process of the same rank and life: its chunk of the same number is another one."""
+    first, second = tmp_path / "a", tmp_path / "b"
+    kept = [chunk(first, 1, 5000), chunk(second, 1, CHUNK_FRAME_BYTES + 1)]
+    chunk(second, 2, 7000)
+    store, life = ChunkStore(tmp_path / "out"), StreamId(rank=3, incarnation=4)
+    for run, place in ((first, STREAM), (second, life)):
+        sender = ChunkShipment(run, STREAM)
+        sender.origin = 7 + place.incarnation
+        for turn in range(200):
+            while (message := sender.next_message(turn, is_over=True)) is not None:
+                assert message.origin == sender.origin
+                sender.take_answer(decode(encode(store.answer(message, place)[0])), turn)
+        assert sender.is_delivered
+    found = {path.parent.name: path.read_bytes() for path in tmp_path.rglob("out/**/000001.*")}
+    assert found == {"rank00003.1": kept[0], "rank00003.4": kept[1]}
+    assert not [*first.rglob("*.safetensors"), *second.rglob("*.safetensors")]

@@ -14,6 +14,8 @@ class ChunkOpen:
     """How much of this chunk of full tensors do you hold?"""
 
     stream: StreamId
+    origin: int
+    """Which process wrote it (`spool.origin`), as with records."""
     chunk: int
 
 
@@ -22,6 +24,7 @@ class ChunkFrame:
     """Bytes of a chunk, from `offset` on."""
 
     stream: StreamId
+    origin: int
     chunk: int
     offset: int
     crc: int
@@ -34,6 +37,7 @@ class ChunkEnded:
     """All of this chunk was acknowledged."""
 
     stream: StreamId
+    origin: int
     chunk: int
     size: int
     checksum: int

@@ -33,6 +33,7 @@ from rankscope.gather.protocol import (
 )
 from rankscope.record.run import StreamId
 from rankscope.spool.chunkheader import LENGTH_BYTES, chunk_folder, chunk_numbers, chunk_path
+from rankscope.spool.origin import UNKNOWN
 
 __all__ = ["GO_BACK_S", "ChunkShipment", "checksum_of"]
 
@@ -47,6 +48,8 @@ class ChunkShipment:
     def __init__(self, run_folder: Path, stream: StreamId) -> None:
         self._folder = chunk_folder(run_folder, stream)
         self._stream = stream
+        self.origin = UNKNOWN
+        """Which process wrote them: set before the first is sent."""
         self._number = 0
         """Of the chunk that is sent now, 0 for none."""
         self._descriptor = -1
@@ -122,11 +125,13 @@ class ChunkShipment:
     def _next_of_chunk(self, now: float) -> Message | None:
         if not self._is_open or (self._sent > self._acked and now - self._progress_at > GO_BACK_S):
             self._is_open = False
-            return self._ask(now, ChunkOpen(self._stream, self._number))
+            return self._ask(now, ChunkOpen(self._stream, self.origin, self._number))
         if self._acked == self._size:
             if self._end is None:
                 checksum = checksum_of(self._descriptor)
-                self._end = ChunkEnded(self._stream, self._number, self._size, checksum)
+                self._end = ChunkEnded(
+                    self._stream, self.origin, self._number, self._size, checksum
+                )
                 self._asked_at = float("-inf")
             return self._ask(now, self._end)
         if self._sent == self._size or self._sent - self._acked >= CHUNK_WINDOW_BYTES:
@@ -136,7 +141,8 @@ class ChunkShipment:
             raise ChunkError(f"{chunk_path(self._folder, self._number)}: became shorter")
         if self._sent == self._acked:
             self._progress_at = now
-        frame = ChunkFrame(self._stream, self._number, self._sent, zlib.crc32(body), body)
+        crc = zlib.crc32(body)
+        frame = ChunkFrame(self._stream, self.origin, self._number, self._sent, crc, body)
         self._sent += len(body)
         return frame
 

@@ -8,6 +8,7 @@ takes its name. Paths are built from integers only and never followed through li
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 from rankscope.gather.chunkmessages import (
@@ -49,8 +50,23 @@ class ChunkStore:
         self._whole: dict[StreamId, int] = {}
         """Bytes of the chunks that are whole."""
 
-    def answer(self, message: ChunkOpen | ChunkFrame | ChunkEnded) -> tuple[Message, bool]:
-        """Do what a relay asks for; return the answer, and whether anything new is here."""
+    def answer(
+        self, message: ChunkOpen | ChunkFrame | ChunkEnded, place: StreamId | None = None
+    ) -> tuple[Message, bool]:
+        """Do what a relay asks for; return the answer, and whether anything new is here.
+
+        Args:
+            message: what it says.
+            place: the life whose chunks these are here, where another process was the same rank
+                in the same life before; default the message's own.
+        """
+        asked, place = message.stream, place or message.stream
+        answer, is_new = self._answer(replace(message, stream=place))
+        return (answer if place == asked else replace(answer, stream=asked)), is_new
+
+    def _answer(
+        self, message: ChunkOpen | ChunkFrame | ChunkEnded
+    ) -> tuple[ChunkAt | ChunkSeen | ChunksRefused, bool]:
         stream, chunk = message.stream, message.chunk
         try:
             if self._is_whole(stream, chunk):
@@ -93,7 +109,7 @@ class ChunkStore:
             raise
         return at
 
-    def _finish(self, descriptor: int, length: int, ended: ChunkEnded) -> Message:
+    def _finish(self, descriptor: int, length: int, ended: ChunkEnded) -> ChunkAt | ChunkSeen:
         """Give a chunk its name where it is what was sent; else it begins anew."""
         stream, chunk = ended.stream, ended.chunk
         if length != ended.size or checksum_of(descriptor) != ended.checksum:
@@ -105,7 +121,7 @@ class ChunkStore:
         self._forget(stream)
         return ChunkSeen(stream, chunk)
 
-    def _of_whole(self, message: ChunkOpen | ChunkFrame | ChunkEnded) -> Message:
+    def _of_whole(self, message: ChunkOpen | ChunkFrame | ChunkEnded) -> ChunkAt | ChunkSeen:
         stream, chunk = message.stream, message.chunk
         if isinstance(message, ChunkEnded):
             return ChunkSeen(stream, chunk)

@@ -24,6 +24,7 @@ from rankscope.gather.chunkmessages import (
     ChunkEnded,
     ChunkFrame,
     ChunkOpen,
+    ChunksRefused,
 )
 from rankscope.gather.chunkstore import ChunkStore
 from rankscope.gather.log import log
@@ -247,9 +248,11 @@ class Intake:
             case Ended():
                 return self._end(message)
             case ChunkOpen(stream) | ChunkFrame(stream) | ChunkEnded(stream):
-                if stream not in self._ends:
-                    raise WireError(f"a chunk of {stream.name}, which nobody opened")
-                answer, has_grown = self._chunks.answer(message)
+                try:
+                    place = self._opened(stream, message.origin)
+                except FolderError as error:
+                    return ChunksRefused(stream, str(error))
+                answer, has_grown = self._chunks.answer(message, place)
                 if has_grown:
                     self.progress_at = time.monotonic()
                 return answer

@@ -66,16 +66,17 @@ def remove_run(run_folder: Path, is_elsewhere: Callable[[StreamId], bool]) -> St
 def is_in_tree(run_folder: Path, stream: StreamId, tree: Path) -> bool:
     """True where a finished `trace.json` has every byte this host's spool of a dead rank holds, and
     the full tensors beside it are those of the run folder."""
-    if not {*_chunks(run_folder, stream)} <= {*_chunks(tree.parent, stream)}:
-        return False
     if is_alive(stream_folder(run_folder, stream)):
         return False
     try:
         ranks = json.loads(tree.read_bytes())["completeness"]["ranks"]
-        received = {(r["rank"], r["origin"]): int(r["received"]) for r in ranks}
+        known = {(r["rank"], r["origin"]): r for r in ranks}
         with StreamReader(stream_folder(run_folder, stream)) as reader:
-            held = received.get((stream.rank, origin_text(reader.origin())), -1)
-            return held >= reader.committed()
+            found = known.get((stream.rank, origin_text(reader.origin())))
+            if found is None or int(found["received"]) < reader.committed():
+                return False
+        place = StreamId(rank=stream.rank, incarnation=int(found["incarnation"]))
+        return {*_chunks(run_folder, stream)} <= {*_chunks(tree.parent, place)}
     except (OSError, ValueError, KeyError, TypeError, SpoolError):
         return False
 

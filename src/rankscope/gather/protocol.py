@@ -6,7 +6,7 @@
     Frame(stream, offset, crc) + body  ->  <-    At(stream, offset after writing)
     Ended(stream, committed, ...)      ->  <-    EndedSeen(stream), once the end marker is written
     Beat(alive, known, job, restarts)  ->  <-    BeatSeen()
-    ChunkOpen(stream, chunk)           ->  <-    ChunkAt(stream, chunk, offset it holds)
+    ChunkOpen(stream, origin, chunk)   ->  <-    ChunkAt(stream, chunk, offset it holds)
     ChunkFrame(.., offset, crc) + body ->  <-    ChunkAt(stream, chunk, offset after writing)
     ChunkEnded(.., size, checksum)     ->  <-    ChunkSeen(stream, chunk), once it is whole there;
                                                  ChunkAt(.., 0) where it is not: send it again
@@ -66,7 +66,7 @@ __all__ = [
     "encode",
 ]
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 FRAME_BYTES = 64 << 10
 """Records in one frame, more only where a single record is longer."""
 WINDOW_BYTES = 1 << 20
@@ -351,9 +351,9 @@ _SHAPES: Mapping[int, _Shape] = {
     13: _shape(Refused, _STREAM, _TEXT),
     14: _shape(Done),
     15: _shape(Rejected, _TEXT),
-    7: _shape(ChunkOpen, _STREAM, _CHUNK),
-    8: _shape(ChunkFrame, _STREAM, _CHUNK, _SIZE, _number(1 << 32)),
-    9: _shape(ChunkEnded, _STREAM, _CHUNK, _SIZE, _number(1 << 64)),
+    7: _shape(ChunkOpen, _STREAM, _ORIGIN, _CHUNK),
+    8: _shape(ChunkFrame, _STREAM, _ORIGIN, _CHUNK, _SIZE, _number(1 << 32)),
+    9: _shape(ChunkEnded, _STREAM, _ORIGIN, _CHUNK, _SIZE, _number(1 << 64)),
     16: _shape(ChunkAt, _STREAM, _CHUNK, _SIZE),
     17: _shape(ChunkSeen, _STREAM, _CHUNK),
     18: _shape(ChunksRefused, _STREAM, _TEXT),

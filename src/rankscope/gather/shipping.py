@@ -121,6 +121,7 @@ class Shipment:
             return None
         if message is not None or self.chunks is None:
             return message
+        self.chunks.origin = self.origin
         return self.chunks.next_message(now, is_over=self._is_over)
 
     def take_offset(self, offset: int, now: float) -> None:

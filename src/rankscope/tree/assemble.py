@@ -141,7 +141,8 @@ def recover(
         _refuse_mixture(streams)
         try:
             out.mkdir(mode=0o700, parents=True, exist_ok=True)
-            carry_chunks(folders, out)
+            lives = {(s.stream.rank, s.origin): s.stream for s in streams}
+            carry_chunks(folders, out, lives)
         except OSError as error:
             raise FolderError(f"{out}: cannot be made: {error.strerror}") from error
         return [finish_kept(out, stream) for stream in streams]

@@ -1,5 +1,8 @@
 """The chunks of full tensors when a tree is built: finished, carried along, what was lost noted.
 
+A node that was replaced wrote as the same rank in the same life as the one before it. Its chunks go
+where its records went, to a life of its own, and are told so.
+
 Everything is said of the stream it belongs to: what its rank did not keep (a disk that was full, a
 chunk that a kill left unfinished) in `kept_notes`, recorded bytes that are not there in `notes`.
 """
@@ -9,20 +12,27 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
 
 from rankscope.errors import ChunkError
+from rankscope.record.run import StreamId
 from rankscope.spool.chunkfinish import ChunkReport, finish_chunks, read_header
 from rankscope.spool.chunkheader import (
+    LENGTH_BYTES,
     TENSOR_FOLDER,
     chunk_folder,
     chunk_numbers,
     chunk_path,
+    rebuilt_json,
     stream_of_folder,
+    write_all,
+    write_header,
 )
+from rankscope.spool.origin import UNKNOWN
+from rankscope.tree.sources import origins_in
 from rankscope.tree.streams import Array, RankStream
 
 __all__ = ["carry_chunks", "finish_kept"]
@@ -36,6 +46,7 @@ def finish_kept(out: Path, stream: RankStream) -> RankStream:
     if not len(stream.tensors) and not folder.is_dir():
         return stream
     try:
+        _adopt(folder, stream.stream)
         reports = finish_chunks(folder, stream.stream, stream.tensors, stream.definitions)
     except ChunkError as error:
         return dataclasses.replace(stream, notes=(*stream.notes, str(error)))
@@ -62,32 +73,64 @@ def _without(stream: RankStream, lost: Iterable[int]) -> Array:
     return rows[~np.isin(place, gone)]
 
 
-def carry_chunks(folders: Iterable[Path], out: Path) -> None:
+def _adopt(folder: Path, stream: StreamId) -> None:
+    """Write the life that a replaced node's chunks were put under into their headers."""
+    for number in chunk_numbers(folder):
+        path = chunk_path(folder, number)
+        try:
+            start, header = read_header(path)
+        except ChunkError:
+            continue  # said when it is finished
+        if header is None or header.stream == stream or header.stream.rank != stream.rank:
+            continue
+        text = rebuilt_json(stream, header.number, header.tensors)
+        if len(text) > start - LENGTH_BYTES:
+            continue
+        try:
+            with path.open("r+b", buffering=0) as file:
+                write_all(file.fileno(), b"\0", LENGTH_BYTES)  # unfinished until all is written
+                write_header(file.fileno(), text, start - LENGTH_BYTES)
+        except OSError as error:
+            raise ChunkError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def carry_chunks(
+    folders: Iterable[Path], out: Path, lives: Mapping[tuple[int, int], StreamId]
+) -> None:
     """Put the chunks of several folders into a new trace folder, each chunk once, as a hard link
     where that can be.
+
+    Args:
+        folders: trace folders and run folders.
+        out: the new one.
+        lives: {(rank, origin): stream} as the records are told apart in it.
 
     Raises:
         OSError: one cannot be read or written.
     """
     best: dict[Path, Path] = {}
+    moved: set[Path] = set()
     for folder in folders:
-        top = folder / TENSOR_FOLDER
+        top, origins = folder / TENSOR_FOLDER, origins_in(folder)
         for place in sorted(top.iterdir()) if top.is_dir() else ():
             stream = stream_of_folder(place)
             if stream is None:
                 continue
+            life = lives.get((stream.rank, origins.get(stream, UNKNOWN)), stream)
             for number in chunk_numbers(place):
                 path, target = (
                     chunk_path(place, number),
-                    chunk_path(chunk_folder(out, stream), number),
+                    chunk_path(chunk_folder(out, life), number),
                 )
                 held = best.get(target)
                 if held is None or _worth(path) > _worth(held):
                     best[target] = path
+                    moved.discard(target)
+                    moved.update([target] if life != stream else [])
     for target, path in best.items():
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
-            os.link(path, target)
+            (shutil.copyfile if target in moved else os.link)(path, target)  # headers change
         except OSError:  # another disk, or one without hard links
             shutil.copyfile(path, target)
 
