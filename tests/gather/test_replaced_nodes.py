@@ -1,5 +1,5 @@
-"""Full tensors of a node that was replaced, never mixed with those of the dead one: the same rank in
-the same life, chunks of the same names, on hosts that know nothing of each other.
+"""Full tensors of a replaced node, never mixed with those of the dead one: the same rank in the
+same life, chunks of the same names, on hosts that know nothing of each other.
 """
 
 from __future__ import annotations
