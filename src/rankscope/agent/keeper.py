@@ -193,9 +193,11 @@ class Keeper:
 
     def _store_from_host(self, tensor: torch.Tensor, described: Described) -> int:
         whole = own_bytes(tensor)
-        pieces = byte_pieces(tensor) if whole is None else (whole,)
-        checksum = None if whole is None else int(_xxh3(whole))
-        entry = self._store(self._next_reference, pieces, checksum, described)
+        if whole is None:
+            entry = self._store(self._next_reference, byte_pieces(tensor), None, described)
+        else:
+            checksum = int(_xxh3(whole))
+            entry = self._store(self._next_reference, (whole,), checksum, described, tensor)
         if entry is None:
             return self._miss(self._refusal, tensor)
         if entry.reference == self._next_reference:
@@ -208,9 +210,14 @@ class Keeper:
         pieces: Iterable[ByteArray],
         checksum: int | None,
         described: Described,
+        live: torch.Tensor | None = None,
     ) -> ChunkEntry | None:
         """Store bytes under a reference, or find the entry of equal ones; None where neither was
-        possible, `_refusal` says why."""
+        possible, `_refusal` says why.
+
+        `live` is the tensor whose own memory the one piece is: what another thread or process wrote
+        into it meanwhile makes the checksum that of something else, so it is asked for again.
+        """
         meta = described.meta
         if checksum is not None:
             known = self._stored.get((checksum, meta.dtype, meta.shape))
@@ -219,6 +226,9 @@ class Keeper:
         self._refusal = self._writer.trouble or _CLOSED
         try:
             entry = self._writer.write(reference, meta.dtype, meta.shape, pieces, checksum=checksum)
+            if live is not None and any(_xxh3(piece) != checksum for piece in pieces):
+                copies = byte_pieces(live)
+                entry = self._writer.write(reference, meta.dtype, meta.shape, copies)
         except ChunkFullError:
             self._refusal = "the disk budget is used up (--rs-tensor-budget)"
             return None

@@ -5,6 +5,7 @@ path each call stands for.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Final
 
 from rankscope.agent.guard import say
 from rankscope.agent.keeper import Keeper, free_disk_share
@@ -19,11 +20,15 @@ from rankscope.spool.writer import SpoolWriter
 
 __all__ = ["PathRecorder", "keeper_of_run", "make_keeper", "make_recorder"]
 
+_CALLS_REMEMBERED: Final = 1 << 14
+"""At least so many of the latest calls, a few MB."""
+
 
 class PathRecorder(Recorder):
     """A recorder that knows which path a call was made of: what to keep is asked for by path.
 
-    Calls of the step before are remembered too, because gradients of its graph may still come.
+    Calls of steps before are remembered too, some thousands of them: gradients of their graphs may
+    still come, and where threads call roots beside each other, one ends the step of another's call.
     """
 
     def __init__(self, writer: SpoolWriter) -> None:
@@ -61,8 +66,9 @@ class PathRecorder(Recorder):
         return None if module is None else self._path_of_module.get(module)
 
     def end_step(self) -> None:
-        """Forget the calls before those of this step."""
-        self._modules, self._modules_before = {}, self._modules
+        """Forget the calls before those of this step, where they are many."""
+        if len(self._modules) >= _CALLS_REMEMBERED:
+            self._modules, self._modules_before = {}, self._modules
 
 
 def make_recorder(writer: SpoolWriter, settings: Settings) -> Recorder:

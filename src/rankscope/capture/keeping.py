@@ -64,17 +64,23 @@ def own_bytes(tensor: torch.Tensor) -> ByteArray | None:
 
 
 def byte_pieces(tensor: torch.Tensor) -> Iterator[ByteArray]:
-    """Yield a non-empty strided CPU tensor's bytes in row-major order, PIECE_BYTES at a time."""
+    """Yield a non-empty strided CPU tensor's bytes in row-major order, PIECE_BYTES at a time.
+
+    They are copies: what another thread writes into the tensor meanwhile does not reach them.
+    """
     storage = storage_of(tensor.dtype)
     assert storage is not None  # as above
     is_negative = tensor.is_neg()
     is_conjugate = tensor.is_complex() and tensor.is_conj()
-    for run in contiguous_runs(stored_words(tensor, storage)):
+    words = stored_words(tensor, storage)
+    for run in contiguous_runs(words):
+        is_own = np.may_share_memory(run, words)
         for start in range(0, run.size, BLOCK_ELEMENTS):
             part = run[start : start + BLOCK_ELEMENTS]
+            if is_own:
+                part = part.copy()
             if is_negative:
                 part = np.negative(part)
             if is_conjugate:
-                part = part.copy()
                 np.negative(part[1::2], out=part[1::2])
             yield part.view(np.uint8)
