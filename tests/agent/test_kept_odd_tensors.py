@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import rankscope
+from rankscope.agent import keeping
 from rankscope.capture.pytree import walk
 from rankscope.tree.reader import Trace
 from tests.unharmed import traced_unharmed
@@ -335,3 +336,26 @@ def test_forwards_of_several_threads_are_each_kept_as_they_were(tmp_path: Path) 
             assert torch.equal(made, model[0](given))
         seen.append(given[0, 0].item())
     assert sorted(seen) == [100.0 * n + step for n in range(threads) for step in range(20)]
+
+
+@pytest.mark.parametrize("remembered", [1 << 14, 1], ids=["remembered", "forgotten"])
+def test_gradients_that_come_steps_after_their_forward_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, remembered: int
+) -> None:
+    """Which module a call was of may be forgotten by then: its tensors are not."""
+    monkeypatch.setattr(keeping, "_CALLS_REMEMBERED", remembered)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    with rankscope.trace(model, out=tmp_path / "t", tensors="1:grad_*") as handle:
+        losses = []
+        for step in range(5):
+            losses.append(model(torch.full((3, 4), float(step))).sum())
+            rankscope.step()
+        sum(losses).backward()
+    trace = handle.open()
+    references = trace.columns()["values.reference"]
+    kept = [
+        bool(references[view.rows[0]])
+        for node in trace.find("1", phase="backward")
+        for view in node.slots
+    ]
+    assert kept == [True] * 10

@@ -84,8 +84,11 @@ class Keeper:
         self._missed: dict[str, list[int]] = {}
         """Reason to [tensors, bytes]."""
 
-    def wants(self, path: str, slot: str) -> bool:
-        """True where the globs take this slot of this path."""
+    def wants(self, path: str | None, slot: str) -> bool:
+        """True where the globs take this slot of this path; of a path that is not known any more,
+        where they take it of any: rather too much is kept than silently too little."""
+        if path is None:
+            return any(matches((s,), slot) for _, s in self._globs.values())
         found = self._wanted.get((path, slot))
         if found is None:
             taking = {

@@ -114,7 +114,7 @@ class ValueReader:
     def _is_kept(self, sequence: int, slot: str) -> bool:
         """True where the setting `tensors` takes this slot of this call."""
         path = self._recorder.path_of(sequence)
-        return path is not None and self._keeper is not None and self._keeper.wants(path, slot)
+        return self._keeper is not None and self._keeper.wants(path, slot)
 
     def _digest_on_host(
         self, local: torch.Tensor, described: Described, *, samples: bool
