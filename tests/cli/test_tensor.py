@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -199,3 +201,63 @@ def test_bytes_that_rotted_are_told_and_not_handed_out(tmp_path):
         assert code == 2 and "are not those that were written" in errors
     assert not (tmp_path / "new").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["trace"]
+
+
+ODD = "a/b:c\x00\x1b[31mü\n"
+
+
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory: pytest.TempPathFactory) -> Trace:
+    """A module whose name holds what terminals, file names and globs stumble over."""
+
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.add_module(ODD, nn.Linear(2, 2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self._modules[ODD](x)  # type: ignore[no-any-return]
+
+    with rankscope.trace(out=tmp_path_factory.mktemp("odd") / "t", tensors="**") as handle:
+        Odd()(torch.ones(1, 2)).sum().backward()
+    return handle.open()
+
+
+def test_a_name_of_any_characters_can_be_asked_for_and_reaches_the_terminal_escaped(
+    odd: Trace, tmp_path: Path
+) -> None:
+    found = numbers(odd, tmp_path / "out", f"{ODD}:output", f"{ODD}:input.0")
+    assert [*found] == [f"{ODD}:output", f"{ODD}:input.0"]
+    assert {*numbers(odd, tmp_path / "out", "*b?c*:output")} == {f"{ODD}:output"}
+    assert len(numbers(odd, tmp_path / "out", ODD)) > 1
+    weight = [f"{ODD}:param:weight", "--phase", "setup"]
+    assert {*numbers(odd, tmp_path / "out", *weight)} == {f"{ODD}:param:weight"}
+    shown = "a/b:c\\x00\\x1b[31mü\\n:output"
+    for words in ([], [ODD], [f"{ODD}:output", "--print"], [f"{ODD}:nothing", "--print"]):
+        _, text, errors = command("tensor", odd.path, *words)
+        assert "\x1b" not in text + errors and "\x00" not in text + errors
+        if "nothing" not in "".join(words):
+            assert shown in text
+        else:
+            assert len(errors.splitlines()) == 1
+
+
+def test_out_makes_its_folder_and_replaces_files_alone(odd: Trace, tmp_path: Path) -> None:
+    deep = tmp_path / "some/where/out.safetensors"
+    name = f"{ODD}:output"
+    assert numbers(odd, deep, name)
+    link = tmp_path / "link"
+    link.symlink_to(deep)
+    deep.write_text("old")
+    assert numbers(odd, link, name) and link.is_symlink()
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for out, said in [
+        (tmp_path, "is a folder"), (pipe, "is no regular file"), ("/dev/null", "no regular file"),
+        (deep / "below", "cannot be written"), (tmp_path / ("x" * 300), "too long"),
+    ]:  # fmt: skip
+        code, text, errors = command("tensor", odd.path, name, "--out", out)
+        assert (code, text) == (2, "") and said in errors, errors
+    assert stat.S_ISFIFO(pipe.stat().st_mode) and Path("/dev/null").is_char_device()
+    assert {path.name for path in tmp_path.iterdir()} == {"some", "link", "pipe"}
+    assert [path.name for path in deep.parent.iterdir()] == [deep.name]

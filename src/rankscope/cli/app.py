@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import io
 import json
 import sys
 from collections.abc import Sequence
@@ -105,10 +106,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
         run(words[1:])
         raise SystemExit(0)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a name that a terminal cannot show is no error
+            stream.reconfigure(errors="backslashreplace")
     try:
         app(args=words, prog_name="rankscope")
     except (RankscopeError, OSError) as error:  # an odd path, a folder that is gone: said as well
-        line = " ".join(str(error).split())
+        from rankscope.cli.terminal import visible
+
+        line = visible(" ".join(str(error).split()))
         _report_trouble(words, line)
         typer.echo(f"rankscope: {line}", err=True)
         raise SystemExit(EXIT_TROUBLE) from None

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import typer
 
-from rankscope.cli.terminal import opened
+from rankscope.cli.terminal import opened, visible
 from rankscope.errors import SettingError
 from rankscope.record.layoutfile import LayoutFile
 from rankscope.tree.askedtensors import asked_tensors, printed, save_tensors
@@ -53,15 +53,15 @@ def run_tensor(
         return
     asked = asked_tensors(trace, wanted, _say, rank=rank, is_global=is_global, layouts=layouts)
     if is_printed:
-        for line in printed(asked):
-            typer.echo(line)
+        for headline, numbers in printed(asked):
+            typer.echo(f"{visible(headline)}\n{numbers}")
     if out is not None:
         size = save_tensors(out, asked)
         typer.echo(f"{out}: {len(asked)} tensors, {_size(size)}", err=is_printed)
 
 
 def _say(line: str) -> None:
-    typer.echo(f"rankscope: {line}", err=True)
+    typer.echo(visible(f"rankscope: {line}"), err=True)
 
 
 def listing_lines(trace: Trace, wanted: Wanted) -> Iterator[str]:
@@ -87,7 +87,7 @@ def listing_lines(trace: Trace, wanted: Wanted) -> Iterator[str]:
 
 
 def _row(entry: Kept) -> tuple[str, ...]:
-    name = f"{entry.path or '(root)'}:{entry.slot}"
+    name = visible(f"{entry.path or '(root)'}:{entry.slot}")
     if entry.phase != default_phase(entry.slot).word:
         name += f" ({entry.phase})"
     shapes = ["x".join(map(str, shape)) or "scalar" for shape in entry.shapes]

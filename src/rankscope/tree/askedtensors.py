@@ -107,11 +107,10 @@ def save_tensors(out: Path, asked: Iterable[AskedTensor]) -> int:
     return write_tensors(out, [outgoing(each) for each in asked])
 
 
-def printed(asked: Iterable[AskedTensor]) -> Iterator[str]:
+def printed(asked: Iterable[AskedTensor]) -> Iterator[tuple[str, str]]:
     """Yield a headline and the numbers of each tensor; of large ones the edges."""
     for each in asked:
-        yield f"{each.key}  {each.dtype}{list(each.shape)}  {each.whence}"
-        yield str(each.make())
+        yield f"{each.key}  {each.dtype}{list(each.shape)}  {each.whence}", str(each.make())
 
 
 def _rank_of(each: Chosen, rank: int | None) -> int:

@@ -1,13 +1,13 @@
 """Which values a list of names means: `layers.0.attn:output`, `layers.*`, `fc:param:weight`.
 
-A name is split at its first colon; without a slot it means all slots of that path. What a name does
-not say is taken as a person would mean it: inputs and outputs of the first traced step, parameters
-after it, gradients before the optimizer.
+A name is split at its first colon (at a later one where a path has a colon); without a slot it
+means all slots of that path. What a name does not say is taken as a person would mean it: inputs
+and outputs of the first traced step, parameters after it, gradients before the optimizer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from rankscope.errors import SelectionError
@@ -60,9 +60,16 @@ class _Name:
     found: dict[tuple[str, str], list[Node]] = field(default_factory=dict)
 
     @classmethod
-    def parse(cls, text: str) -> _Name:
-        path, colon, slot = text.partition(":")
-        return cls(text, "" if path == "(root)" else path, slot if colon else "*")
+    def parse(cls, text: str, paths: Collection[str]) -> _Name:
+        """Split a name at its first colon; where no module has such a path, at the first colon that
+        gives one: paths may hold colons too."""
+        parts = text.split(":")
+        split = []
+        for end in range(1, len(parts) + 1):
+            path, slot = ":".join(parts[:end]), ":".join(parts[end:])
+            whole = end == len(parts)
+            split.append(cls(text, "" if path == "(root)" else path, "*" if whole else slot))
+        return next((each for each in split if any(map(each.takes_path, paths))), split[0])
 
     @property
     def is_glob(self) -> bool:
@@ -82,8 +89,9 @@ def choose(trace: Trace, wanted: Wanted) -> tuple[list[Chosen], list[str]]:
     Raises:
         SelectionError: a name means nothing, or several calls; says what there is.
     """
-    names = [_Name.parse(text) for text in dict.fromkeys(wanted.names)]
     groups = _groups(trace, wanted)
+    paths = {node.path for group in groups for node in group.walk()}
+    names = [_Name.parse(text, paths) for text in dict.fromkeys(wanted.names)]
     for group in groups:
         for node in group.walk():
             _note(node, names, wanted)
