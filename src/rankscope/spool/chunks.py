@@ -16,6 +16,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import sys
 import weakref
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -40,6 +41,7 @@ from rankscope.spool.chunkheader import (
     write_header,
 )
 from rankscope.spool.lock import above_standard_streams
+from rankscope.spool.reserving import reserve
 
 __all__ = ["CHUNK_BYTES", "CHUNK_TENSORS", "HEADER_BYTES", "ByteArray", "ChunkEntry", "ChunkWriter"]
 
@@ -49,6 +51,8 @@ HEADER_BYTES: Final = (1 << 20) - LENGTH_BYTES
 """Reserved per chunk: 8,192 tensors of the usual number of dims. The data behind it begins at a
 MiB: the page cache takes blocks that lie so in two thirds of the time."""
 _LEAST_HEADER_BYTES: Final = 4096
+_AHEAD_BYTES: Final = 8 << 20
+"""Reserved on disk beyond what is written."""
 ByteArray = npt.NDArray[np.uint8]
 # the stubs do not know that arrays are buffers
 _pwrite: Final[Any] = os.pwrite
@@ -114,6 +118,9 @@ class ChunkWriter:
         self._data_start = LENGTH_BYTES + header_bytes
         self._number = 0
         self._descriptor = -1
+        self._reserved_end = 0
+        """Up to where the open chunk has blocks on disk; beyond every file where it can have none
+        before they are written."""
         self._entries: list[ChunkEntry] = []
         """Committed in the open chunk: the only thing that says where it ends."""
         self._spent_bytes = 0
@@ -193,6 +200,7 @@ class ChunkWriter:
                 self._next_chunk()
                 begin = 0
                 text = entry_text(str(reference), stored.name, shape, 0, nbytes)
+            self._reserve(self._data_start + begin + nbytes)
             written, found = self._put(pieces, self._data_start + begin, checksum)
         except OSError as error:
             raise self._give_up(error) from error
@@ -236,6 +244,16 @@ class ChunkWriter:
             or self._header_end + text_bytes > self._header_bytes
         )
 
+    def _reserve(self, end: int) -> None:
+        """Have blocks on disk for what is written up to `end`, and for some of what follows."""
+        start = self._reserved_end
+        if end <= start:
+            return
+        ahead = min(_AHEAD_BYTES, self._limit_bytes - self._spent_bytes - end)
+        if not reserve(self._descriptor, start, end + max(ahead, 0) - start):
+            ahead = sys.maxsize
+        self._reserved_end = end + max(ahead, 0)
+
     def _put(self, pieces: Iterable[ByteArray], at: int, checksum: int | None) -> tuple[int, int]:
         """Write pieces from `at` on; return how many bytes, and their checksum."""
         start, descriptor = at, self._descriptor
@@ -269,6 +287,7 @@ class ChunkWriter:
                 os.close(descriptor)
                 path.unlink(missing_ok=True)
         self._descriptor = descriptor
+        self._reserved_end = self._data_start
 
     def _finish_chunk(self) -> None:
         """Cut the file behind the last tensor and fill the header in; a chunk of none is removed.
