@@ -201,11 +201,7 @@ class Keeper:
         else:
             checksum = int(_xxh3(whole))
             entry = self._store(self._next_reference, (whole,), checksum, described, tensor)
-        if entry is None:
-            return self._miss(self._refusal, tensor)
-        if entry.reference == self._next_reference:
-            self._next_reference += 1
-        return entry.reference
+        return self._miss(self._refusal, tensor) if entry is None else entry.reference
 
     def _store(
         self,
@@ -244,6 +240,8 @@ class Keeper:
         known = self._stored.get(key)
         if known is not None:
             return known  # what was just written is not committed: its place is used again
+        # before anything else: an interrupt from here on may cost a number, never give it twice
+        self._next_reference = max(self._next_reference, reference + 1)
         self._writer.commit(entry)
         if not self._record(reference, entry, described):
             self._writer.withdraw(entry)
@@ -275,7 +273,10 @@ class Keeper:
     def _collect(self, *, wait: bool) -> None:
         for device, staging in self._staging.items():
             for ticket, data in staging.arrived(wait=wait):
-                reference, described = self._staged.pop((device, ticket))
+                found = self._staged.pop((device, ticket), None)
+                if found is None:
+                    continue  # interrupted before its reference was given
+                reference, described = found
                 entry = self._store(reference, (data,), int(_xxh3(data)), described)
                 if entry is None:
                     self._count(self._refusal, len(data))
