@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 from pathlib import Path
 
@@ -261,3 +262,25 @@ def test_out_makes_its_folder_and_replaces_files_alone(odd: Trace, tmp_path: Pat
     assert stat.S_ISFIFO(pipe.stat().st_mode) and Path("/dev/null").is_char_device()
     assert {path.name for path in tmp_path.iterdir()} == {"some", "link", "pipe"}
     assert [path.name for path in deep.parent.iterdir()] == [deep.name]
+
+
+def test_chunks_that_are_gone_or_damaged_are_left_out_of_a_glob_and_named_where_asked_for(
+    made, tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(made[0].path, copy)
+    (chunk,) = copy.glob("tensors/*/*.safetensors")
+    content = chunk.read_bytes()
+    chunk.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    code, _, errors = command("tensor", copy, "**", "--step", 1, "--out", tmp_path / "out")
+    assert code == 2 and "are not those that were written: the file is damaged" in errors
+    chunk.write_bytes(content[:9] + b"\xff" + content[10:])
+    for name in ("fc:input.0", "**"):
+        words = [name, "--ordinal", 0, "--micro-batch", 1]
+        code, text, errors = command("tensor", copy, *words, "--out", tmp_path / "out")
+        assert (code, text) == (2, "") and "the chunk is damaged" in errors
+        assert len(errors.splitlines()) == 1
+    shutil.rmtree(copy / "tensors")
+    code, text, errors = command("tensor", copy, "fc:output", "--ordinal", 0, "--print")
+    assert (code, text) == (2, "") and "copy it from where the trace was made" in errors
+    assert {path.name for path in tmp_path.iterdir()} == {"copy"}

@@ -7,10 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rankscope.errors import LayoutError, SelectionError
+from rankscope.errors import LayoutError, SelectionError, TraceError
 from rankscope.record.layoutfile import LayoutFile
 from rankscope.tree.globalvalues import WholePlan, assembled, local_tensor, plan_whole
-from rankscope.tree.keptvalues import held_shapes, references, value_name, why_not_kept
+from rankscope.tree.keptvalues import (
+    held_shapes,
+    references,
+    stored,
+    value_name,
+    why_not_kept,
+)
 from rankscope.tree.ranks import ranks_text
 from rankscope.tree.reader import Trace
 from rankscope.tree.tensornames import Chosen, Wanted, choose
@@ -22,6 +28,8 @@ if TYPE_CHECKING:
 __all__ = ["AskedTensor", "asked_tensors", "printed", "save_tensors"]
 
 _MOST_LEFT_OUT = 5
+_WORST_FIRST = (TraceError, LayoutError, SelectionError)
+"""Of what is left out, first what was kept and cannot be read, last what was never kept."""
 Say = Callable[[str], None]
 """Told, one line each, what was inferred, left out, or found to differ."""
 
@@ -64,6 +72,7 @@ def asked_tensors(
     Raises:
         SelectionError: a name means nothing, or was not kept; says why.
         LayoutError: nothing says how pieces belong together, or they contradict it.
+        TraceError: bytes cannot be found.
     """
     held = {int(each["rank"]) for each in trace.run["ranks"]}
     if rank is not None and rank not in held:
@@ -72,22 +81,24 @@ def asked_tensors(
     for line in said:
         say(line)
     asked: list[AskedTensor] = []
-    left_out: list[str] = []
+    left_out: list[tuple[int, str]] = []
     for each in chosen:
         try:
             asked.append(
                 _global(each, layouts, say) if is_global else _local(each, _rank_of(each, rank))
             )
-        except (SelectionError, LayoutError) as error:
+        except (SelectionError, LayoutError, TraceError) as error:
             if each.is_named:
                 raise
-            left_out.append(str(error))
-    for line in left_out[:_MOST_LEFT_OUT] if asked else ():
+            badness = next(i for i, kind in enumerate(_WORST_FIRST) if isinstance(error, kind))
+            left_out.append((badness, str(error)))
+    left_out.sort(key=lambda each: each[0])
+    for _, line in left_out[:_MOST_LEFT_OUT] if asked else ():
         say(f"left out: {line}")
     if asked and len(left_out) > _MOST_LEFT_OUT:
         say(f"left out: {len(left_out) - _MOST_LEFT_OUT} more")
     if not asked:
-        reason = left_out[0] if left_out else "none of these is a tensor"
+        reason = left_out[0][1] if left_out else "none of these is a tensor"
         more = f" (and {len(left_out) - 1} more like it)" if len(left_out) > 1 else ""
         raise SelectionError(f"nothing to hand out: {reason}{more}")
     return asked
@@ -131,12 +142,11 @@ def _local(each: Chosen, rank: int) -> AskedTensor:
     value = each.value
     if rank not in references(value):
         raise SelectionError(why_not_kept(value, [rank]))
-    shape = held_shapes(value)[rank]
-    dtype = next(view.dtype for view in value.views if rank in view.ranks)
+    found = stored(value, rank, references(value)[rank])
     return AskedTensor(
         key=each.key,
-        dtype=dtype,
-        shape=shape,
+        dtype=found.dtype,
+        shape=found.shape,
         whence=f"of rank {rank}",
         make=lambda: local_tensor(value, rank, is_checked=True),
     )

@@ -142,6 +142,7 @@ def plan_whole(value: Value, layouts: LayoutFile | None = None) -> WholePlan:
     Raises:
         SelectionError: bytes that are needed were not kept; says why.
         LayoutError: nothing says how the pieces belong together, or they contradict it.
+        TraceError: bytes cannot be found.
     """
     shapes = held_shapes(value)
     kept = references(value)
@@ -153,6 +154,8 @@ def plan_whole(value: Value, layouts: LayoutFile | None = None) -> WholePlan:
         raise LayoutError(f"{value_name(value)} has not one dtype: {listed}; take one with --rank")
     plan, notes = _Planning(value, shapes, layouts).whole()
     plan, missing = _from_kept(value, plan, kept)
+    for rank in {*plan.reads}:
+        stored(value, rank, kept[rank])
     if missing:
         notes.append(f"not kept on {ranks_words(missing)}, so not compared there")
     if plan.missing:

@@ -126,7 +126,11 @@ class TensorFiles:
                 return _stored(chunk, chunk.tensors[reference])
         folder = chunk_folder(self._folder, stream)
         wrong = [text for path, text in self._problems.items() if path.parent == folder]
-        said = "; ".join(wrong) or f"{folder} has {len(self._opened[stream])} chunks without it"
+        said = "; ".join(wrong) or (
+            f"none of the {len(self._opened[stream])} chunks in {folder} has it"
+            if folder.is_dir()
+            else f"there is no {folder}: copy it from where the trace was made"
+        )
         raise TraceError(f"tensor {reference} of rank {rank} is not there: {said}")
 
     def tensors(self, stream: StreamId) -> Iterator[tuple[int, StoredTensor]]:
