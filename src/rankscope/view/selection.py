@@ -21,6 +21,9 @@ from rankscope.tree.views import Node
 
 __all__ = ["Selection", "group_name"]
 
+_SHOWN = 1000
+"""Ranks of a range that an error repeats."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
@@ -63,7 +66,7 @@ class Selection:
             return frozenset(held)
         found = frozenset(r for r in held if any(r in wanted for wanted in self.wanted_ranks))
         if not found:
-            asked = ",".join(f"{r.start}-{r.stop - 1}" for r in self.wanted_ranks)
+            asked = ranks_text(rank for wanted in self.wanted_ranks for rank in wanted[:_SHOWN])
             raise SelectionError(f"--rank {asked}: the trace holds ranks {ranks_text(held)}")
         return found
 
