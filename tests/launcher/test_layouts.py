@@ -71,7 +71,8 @@ def test_a_bad_file_in_a_variable_is_said_once_and_the_job_trains_untraced(tmp_p
     (tmp_path / "layout.toml").write_text("axes = 2")
     done = train(
         tmp_path, sys.executable, "-m", "torch.distributed.run",
-        RANKSCOPE="1", RANKSCOPE_LAYOUT=str(tmp_path / "layout.toml"), RANKSCOPE_OUT=str(tmp_path / "trace"),
+        RANKSCOPE="1", RANKSCOPE_LAYOUT=str(tmp_path / "layout.toml"),
+        RANKSCOPE_OUT=str(tmp_path / "trace"),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     said = [line for line in done.stderr.splitlines() if "RANKSCOPE_LAYOUT" in line]
@@ -85,7 +86,8 @@ def test_axes_of_another_number_of_ranks_are_said_and_the_job_is_traced_without(
     (tmp_path / "layout.toml").write_text(LAYOUT.replace("tp=2", "tp=3"))
     done = train(
         tmp_path, sys.executable, "-m", "torch.distributed.run",
-        RANKSCOPE="1", RANKSCOPE_LAYOUT=str(tmp_path / "layout.toml"), RANKSCOPE_OUT=str(tmp_path / "trace"),
+        RANKSCOPE="1", RANKSCOPE_LAYOUT=str(tmp_path / "layout.toml"),
+        RANKSCOPE_OUT=str(tmp_path / "trace"),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     said = [line for line in done.stderr.splitlines() if "are those of 3 ranks" in line]
