@@ -147,3 +147,13 @@ def test_a_rank_that_was_given_another_file_is_named_and_one_rank_alone_holds_ev
     assert trace.run["layout"]["notes"] == ["ranks 3 were given another layout file, or none"]
     trace = job(tmp_path / "one", world=1)
     assert "notes" not in trace.run["layout"] and trace.run["meshes"] == []
+
+
+def test_a_trace_without_values_takes_a_layout_file_too(tmp_path):
+    for number in range(4):
+        rank = PaperRank(tmp_path / "spools", number, 4)
+        rank.define("layout", file="layout.toml", text=LAYOUT)
+        rank.end()
+        rank.ship(tmp_path / "trace")
+    build(tmp_path / "trace")
+    assert read_valid(tmp_path / "trace")["run"]["layout"]["text"] == LAYOUT
