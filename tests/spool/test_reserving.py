@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rankscope.record.run import StreamId
-from rankscope.spool import chunks
+from rankscope.spool import chunks, reserving
 from rankscope.spool.chunks import ChunkWriter
 from rankscope.spool.reserving import reserve
 
@@ -88,3 +88,15 @@ def test_where_nothing_can_be_reserved_chunks_are_written_as_ever(
     assert asked == [MIB] * 3  # once a chunk
     sizes = [p.stat().st_size for p in sorted((tmp_path / "tensors" / "rank00000").iterdir())]
     assert sizes == [3 * MIB, 3 * MIB, 2 * MIB]
+
+
+def test_of_a_disk_that_is_nearly_full_nothing_is_taken_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = os.statvfs(tmp_path)
+    monkeypatch.setattr(reserving, "_LEAST_FREE_BYTES", 2 * free.f_bavail * free.f_frsize)
+    writer = ChunkWriter(tmp_path, STREAM, limit_bytes=1 << 40)
+    write(writer, 1, MIB)
+    (path,) = (tmp_path / "tensors" / "rank00000").iterdir()
+    assert on_disk(path) <= 2 * MIB + 65536
+    writer.finish()

@@ -15,6 +15,8 @@ __all__ = ["reserve"]
 
 _KEEP_SIZE: Final = 1
 """FALLOC_FL_KEEP_SIZE of linux/falloc.h: the length of the file stays as it is."""
+_LEAST_FREE_BYTES: Final = 1 << 30
+"""Of a disk with less room nothing is taken before it is needed: others write there too."""
 
 
 def _find() -> Any:
@@ -31,8 +33,17 @@ _fallocate: Final = _find() if os.name == "posix" else None
 
 
 def reserve(descriptor: int, start: int, nbytes: int) -> bool:
-    """Reserve blocks for bytes of a file from `start` on; False where that cannot be done.
+    """Reserve blocks for bytes of a file from `start` on; False where that cannot be done, or where
+    less than a GiB is free.
 
     What is not written in the end is given back by `ftruncate`, also to the length the file has.
     """
-    return _fallocate is not None and _fallocate(descriptor, _KEEP_SIZE, start, nbytes) == 0
+    if _fallocate is None:
+        return False
+    try:
+        disk = os.fstatvfs(descriptor)
+    except OSError:
+        return False
+    if disk.f_bavail * disk.f_frsize - nbytes < _LEAST_FREE_BYTES:
+        return False
+    return bool(_fallocate(descriptor, _KEEP_SIZE, start, nbytes) == 0)
