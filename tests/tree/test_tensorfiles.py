@@ -91,9 +91,9 @@ def test_an_unfinished_chunk_is_reported_and_read_from_the_records(job):
 def test_what_is_not_there_is_said(job):
     trace, writings = job
     files = TensorFiles(trace, records_of(writings))
-    with pytest.raises(TraceError, match=r"tensor 99 of rank 3 is not there.*3 chunks without it"):
+    with pytest.raises(TraceError, match=r"tensor 99 of rank 3 is not there.*none of the 3 chunks"):
         files.find(3, 0, 99)
-    with pytest.raises(TraceError, match="0 chunks"):
+    with pytest.raises(TraceError, match="there is no .*copy it"):
         files.find(7, 0, 1)
     assert TensorFiles(trace / "nowhere").streams() == []
     assert TensorFiles(trace / "nowhere").problems() == []
