@@ -93,7 +93,7 @@ def test_what_is_not_there_is_said(job):
     files = TensorFiles(trace, records_of(writings))
     with pytest.raises(TraceError, match=r"tensor 99 of rank 3 is not there.*none of the 3 chunks"):
         files.find(3, 0, 99)
-    with pytest.raises(TraceError, match="there is no .*copy it"):
+    with pytest.raises(TraceError, match=r"there is no .*copy it"):
         files.find(7, 0, 1)
     assert TensorFiles(trace / "nowhere").streams() == []
     assert TensorFiles(trace / "nowhere").problems() == []
