@@ -53,6 +53,7 @@ from rankscope.spool.folder import (
 from rankscope.spool.outfolder import (
     COLLECTOR_LOG_NAME,
     announced,
+    check_budget,
     claim_out,
     default_out,
     missing_folders,
@@ -152,6 +153,12 @@ class TracedJob:
         build_kernel()  # before any rank runs: they only load it
         check_free_space(base, settings.spool_bytes * shape.local_ranks)
         out = settings.out or default_out()
+        is_elsewhere = bool(settings.collector) and not is_shared
+        check_budget(
+            base if is_elsewhere else out,
+            settings.tensor_budget if settings.tensors else None,
+            ranks=shape.world_size if is_shared else shape.local_ranks,
+        )
         launch = f"{shape.run_id}/{os.uname().nodename}/{os.getpid()}/{time.time_ns()}"
         run_folder = host_run_folder(base, run_key(launch))
         address = SHARED if is_shared else settings.collector or ipc_address(run_folder)

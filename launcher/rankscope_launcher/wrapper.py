@@ -41,8 +41,12 @@ def main(arguments: Sequence[str]) -> None:
     try:
         line = _split(arguments)
         parsed = _parse(line)
-        settings = settings_from(line.settings)
-        job = TracedJob.prepare(settings, _shape(parsed))
+        settings, shape = settings_from(line.settings), _shape(parsed)
+        if settings.layout is not None:
+            line.settings["layout"] = settings.layout.name  # a script may go to another folder
+            if 1 == shape.hosts < shape.world_size:  # elsewhere ranks may come and go
+                settings.layout.mesh(shape.world_size)
+        job = TracedJob.prepare(settings, shape)
         job.start()
     except (RankscopeError, AssertionError, ValueError) as error:
         _refuse(error)  # the last two are torchrun's own, on --nnodes and --nproc-per-node

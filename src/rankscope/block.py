@@ -18,7 +18,7 @@ from torch import nn
 from rankscope.agent.arming import arm, close, current_session, hold
 from rankscope.agent.guard import Guard, say
 from rankscope.agent.joining import define_rank, who_am_i
-from rankscope.agent.recorder import Recorder
+from rankscope.agent.keeping import make_keeper, make_recorder
 from rankscope.agent.session import Opened, Session
 from rankscope.agent.settings import Settings, settings_from
 from rankscope.agent.wording import as_keywords
@@ -32,7 +32,7 @@ from rankscope.spool.folder import (
     spool_base,
     stream_folder,
 )
-from rankscope.spool.outfolder import default_out, prepare_out, typed
+from rankscope.spool.outfolder import check_budget, default_out, prepare_out, typed
 from rankscope.spool.reader import StreamReader
 from rankscope.spool.replacing import write_by_rename
 from rankscope.spool.writer import SpoolWriter
@@ -106,6 +106,7 @@ class _Block:
         base = spool_base(settings.spool)
         self._run_folder = host_run_folder(base, run_key(f"{run_id}:{time.monotonic_ns()}"))
         check_free_space(self._run_folder, settings.spool_bytes)
+        check_budget(self.out, settings.tensor_budget if settings.tensors else None, ranks=1)
         self._stream = identity.stream
         replicas = self.out / "spool"
         replicas.mkdir(mode=0o700)
@@ -117,9 +118,10 @@ class _Block:
             limit_bytes=settings.spool_bytes,
             retire=self._take_segment,
         )
-        recorder = Recorder(writer)
+        recorder = make_recorder(writer, settings)
         define_rank(recorder, identity, run_id, settings)
-        opened = Opened(identity=identity, writer=writer, recorder=recorder)
+        keeper = make_keeper(settings, recorder, self.out, self._stream, writers=1)
+        opened = Opened(identity=identity, writer=writer, recorder=recorder, keeper=keeper)
         self._keep_spool = settings.keep_spool
         self._session = Session(settings, lambda: opened, preferred_root=model)
         hold(self._session)

@@ -6,12 +6,16 @@
     │   └── FolderBusyError   another collector already owns the folder
     ├── SpoolError            a spool that cannot be created or read
     │   └── SpoolFullError    a spool that has no room left for this record
+    ├── ChunkError            full tensors that cannot be stored, or a chunk that cannot be read
+    │   └── ChunkFullError    a tensor that would go beyond the budget
     ├── WireError             a message from the network that breaks the protocol
     ├── BindError             an address rankscope will not listen on
     ├── TraceError            a trace that cannot be read
     │   └── TraceVersionError a trace written in a format newer than this reader
     ├── SelectionError        a path, step or rank asked for that the trace does not hold
     └── LayoutError           placements, shapes or offsets that contradict each other
+
+`TensorWarning` is the one warning: about a tensor that is returned all the same.
 
 Each message says who, what was found, what was expected and what to do next. The command line turns
 any of them into one line on stderr and exit code 2; inside a training process none of them may
@@ -22,6 +26,8 @@ from __future__ import annotations
 
 __all__ = [
     "BindError",
+    "ChunkError",
+    "ChunkFullError",
     "FolderBusyError",
     "FolderError",
     "LayoutError",
@@ -30,6 +36,7 @@ __all__ = [
     "SettingError",
     "SpoolError",
     "SpoolFullError",
+    "TensorWarning",
     "TraceError",
     "TraceVersionError",
     "WireError",
@@ -60,6 +67,14 @@ class SpoolFullError(SpoolError):
     """A spool that has no room left: the caller drops the step and writes a gap record later."""
 
 
+class ChunkError(RankscopeError):
+    """Full tensors that cannot be stored, or a chunk of them that cannot be read."""
+
+
+class ChunkFullError(ChunkError):
+    """A tensor that would go beyond the budget: it is left out, smaller ones may still fit."""
+
+
 class WireError(RankscopeError):
     """A message from the network that breaks the protocol."""
 
@@ -82,3 +97,8 @@ class SelectionError(RankscopeError):
 
 class LayoutError(RankscopeError):
     """Placements, shapes or offsets that contradict each other."""
+
+
+class TensorWarning(UserWarning):
+    """About a global tensor that is returned all the same: ranks that should hold the same do not,
+    or could not be compared, or how its pieces belong together was inferred."""

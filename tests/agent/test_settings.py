@@ -105,3 +105,20 @@ def test_paths_select_modules_also_of_a_model_that_was_named(tmp_path: Path) -> 
 def test_numbers_that_no_job_has_are_refused_not_counted_out(name: str, text: str) -> None:
     with pytest.raises(SettingError, match=rf"{name}: .*(out of range|positive number)"):
         settings_from({name: text}, {})
+
+
+def test_a_layout_file_is_read_with_the_settings_and_a_bad_one_names_its_option(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "layout.toml"
+    file.write_text('axes = "tp=2"')
+    settings = settings_from({}, {"RANKSCOPE_LAYOUT": str(file)})
+    assert settings.layout is not None and dict(settings.layout.axes) == {"tp": 2}
+    assert settings.as_text()["layout"] == str(file)
+    assert settings_from({}, {}).layout is None and settings_from({}, {}).as_text()["layout"] == ""
+    file.write_text("axes = 2")
+    for given, environ in [({"layout": file}, {}), ({}, {"RANKSCOPE_LAYOUT": str(file)})]:
+        with pytest.raises(SettingError, match=r"(?i)layout: layout file .*: write axes = "):
+            settings_from(given, environ)
+    with pytest.raises(SettingError, match="cannot be read: No such file"):
+        settings_from({"layout": tmp_path / "nowhere.toml"}, {})

@@ -107,7 +107,7 @@ def run(folder: str, name: str, waits: str) -> list[float]:
     warnings.simplefilter("ignore")
     place = Path(folder)
     plain = numbers_of(lambda: finished(started(name, waits, place), place))
-    with rankscope.trace(out=place / "trace", steps="all"):
+    with rankscope.trace(out=place / "trace", steps="all", tensors="**"):
         out = started(name, waits, place)
         if waits != "trace":
             out = finished(out, place)

@@ -16,6 +16,9 @@ call.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
+import functools
+import gc
 import importlib.util
 import inspect
 import os
@@ -53,6 +56,12 @@ class _Rank:
         with contextlib.suppress(ProcessLookupError):
             self.process.send_signal(signal.SIGKILL)
         self.process.wait()
+
+    def show_stacks(self) -> None:
+        """Have every thread's stack written to the log."""
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(signal.SIGUSR1)
+            time.sleep(0.3)
 
     def printed(self) -> str:
         with self.log.open("rb") as log:
@@ -136,6 +145,7 @@ class RankPool:
                     deadline = min(deadline, time.monotonic() + GRACE_S)
             if not ready:
                 for number in waiting.values():
+                    used[number].show_stacks()
                     answers[number] = (None, "did not come back, and was killed")
         return answers
 
@@ -217,11 +227,30 @@ def _group(rank: int, world_size: int, store: str) -> Iterator[None]:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+        _forget_meshes()
+
+
+def _forget_meshes() -> None:
+    """Empty DTensor's caches. To them meshes are equal that have the same ranks and axes, so what
+    they give back may carry the mesh of an earlier call, whose process groups are gone: torch then
+    finds no group of that name, or finds another one and waits for ever.
+    """
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    from torch.distributed.tensor import debug
+
+    getattr(debug, "_clear_sharding_prop_cache", lambda: None)()
+    for each in gc.get_objects():
+        if isinstance(each, functools._lru_cache_wrapper) and str(
+            getattr(each, "__module__", "")
+        ).startswith("torch.distributed.tensor"):
+            each.cache_clear()
 
 
 def _serve(channel: Connection) -> None:
     import torch
 
+    faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
     while True:
         try:

@@ -45,6 +45,20 @@ def seen(found: Trace, path: str, slot: str) -> tuple[list[float | None], set[st
     return [d and d.l2 for d in digests], {flag for fold in folds for flag in fold.flags}
 
 
+def stored(found: Trace, path: str, slot: str) -> list[object]:
+    """Return the elements kept of each rank; where none were, whose are kept and not kept."""
+    (node,) = found.find(path, phase="forward")
+    (view,) = (view for view in node.slots if view.slot == slot)
+    columns = found.columns()
+    keys = [int(columns["values.reference"][row]) for row in view.rows]
+    if not all(keys):
+        return [view.data.get("kept", ""), view.data.get("not_kept", "")]
+    return [
+        found.tensor_files.find(rank, 0, key).array().flatten().tolist()
+        for rank, key in enumerate(keys)
+    ]
+
+
 @pytest.mark.parametrize(("name", "waits"), CASES)
 def test_tracing_does_not_wait_for_a_collective_and_shows_its_number_once_it_is_known(
     ranks: RankPool, tmp_path: Path, name: str, waits: str
@@ -56,6 +70,8 @@ def test_tracing_does_not_wait_for_a_collective_and_shows_its_number_once_it_is_
     assert not [rank["errors"] for rank in found.completeness["ranks"] if rank["errors"]]
     assert not [node.errors for node in found.walk() if node.errors]
     norms, flags = seen(found, "starts", "output")
+    kept = stored(found, "starts", "output")
+    assert kept == (["", "0-1"] if waits == "trace" else EXPECTED[name])
     if waits == "trace":
         assert (norms, flags) == ([None, None], {"pending", "structure_only"})
         return

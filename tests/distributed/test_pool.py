@@ -8,6 +8,8 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.distributed.pool import RankFailure, RankPool
 
@@ -33,6 +35,15 @@ def leaves(rank: int) -> None:
     if dist.get_rank() == rank:
         os._exit(7)
     dist.barrier()
+
+
+def gathers_shards(groups_before: int) -> list[float]:
+    """The more groups there are, the later the names of those of the mesh."""
+    for _ in range(groups_before):
+        dist.new_group([0, 1])
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    cut = distribute_tensor(torch.arange(4.0), mesh["dp"], [Shard(0)], src_data_rank=None)
+    return (cut.detach() * 2).full_tensor().tolist()  # type: ignore[no-any-return]
 
 
 def sleeps() -> int:
@@ -68,3 +79,11 @@ def test_ranks_that_hang_are_killed_and_replaced(ranks: RankPool):
     with pytest.raises(RankFailure, match="did not come back"):
         ranks.run(sleeps, world_size=2, timeout_s=0.5)
     assert ranks.run(gathers, 1, world_size=2) == [[1, 2]] * 2
+
+
+def test_a_mesh_has_the_groups_of_its_own_call_not_those_of_an_equal_mesh_before_it(
+    ranks: RankPool,
+):
+    for groups_before in (3, 0, 5):
+        found = ranks.run(gathers_shards, groups_before, world_size=2)
+        assert found == [[0.0, 2.0, 4.0, 6.0]] * 2

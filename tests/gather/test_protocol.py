@@ -8,7 +8,16 @@ import pytest
 
 from rankscope.errors import BindError, WireError
 from rankscope.gather.address import check_address
+from rankscope.gather.chunkmessages import (
+    ChunkAt,
+    ChunkEnded,
+    ChunkFrame,
+    ChunkOpen,
+    ChunkSeen,
+    ChunksRefused,
+)
 from rankscope.gather.protocol import (
+    CHUNK_FRAME_BYTES,
     At,
     Beat,
     BeatSeen,
@@ -42,6 +51,12 @@ MESSAGES = [
     Refused(STREAM, "no"),
     Rejected("another run"),
     Done(),
+    ChunkOpen(STREAM, 5, 1),
+    ChunkFrame(STREAM, (1 << 64) - 1, 999_999_999, 17, zlib.crc32(BODY[:7]), BODY[:7]),
+    ChunkEnded(STREAM, 5, 1, (1 << 48) - 1, (1 << 64) - 1),
+    ChunkAt(STREAM, 1, 12345),
+    ChunkSeen(STREAM, 1),
+    ChunksRefused(STREAM, "no"),
 ]
 
 
@@ -83,6 +98,14 @@ BROKEN = {
     ],
     "a frame without a body": [pack(3, 0, 0, 7, 0, 0)],
     "a body nobody asked for": [pack(2, 0, 0, 7), BODY],
+    "an empty piece of a chunk": [pack(8, 0, 0, 1, 0, 0), b""],
+    "a piece of a chunk with a wrong crc": [pack(8, 0, 0, 1, 0, zlib.crc32(BODY) ^ 1), BODY],
+    "a piece of a chunk that is too long": [
+        pack(8, 0, 0, 1, 0, zlib.crc32(bytes(CHUNK_FRAME_BYTES + 1))),
+        bytes(CHUNK_FRAME_BYTES + 1),
+    ],
+    "a chunk whose number is no file name": [pack(7, 0, 0, 1_000_000_000)],
+    "a checksum out of range": [pack(9, 0, 0, 1, 1, -1)],
     "an unknown reason": [pack(4, 0, 0, 7, 64, 17)],
     "a long header": [pack(15, "x" * 5000)],
     "a long text": [pack(13, 0, 0, "x" * 300)],

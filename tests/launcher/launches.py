@@ -42,7 +42,8 @@ steps = 2
 while way == "wait" and not (folder / "go").exists():
     step()
     steps += 1
-    (folder / f"steps.{rank}").write_text(str(steps - 1))  # known to be committed but the last
+    (folder / f"new.{rank}").write_text(str(steps - 1))  # known to be committed but the last
+    (folder / f"new.{rank}").replace(folder / f"steps.{rank}")  # whole whenever the rank is killed
     time.sleep(0.005)
 while way == "pause" and not (folder / "go").exists():
     time.sleep(0.005)

@@ -94,6 +94,24 @@ def test_a_variable_that_cannot_be_read_is_refused_by_its_name(
     assert "RANKSCOPE_BATCH_DIM: 'first' is not a whole number" in refusal(["a.py"], capsys)
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('axes = "tp=3"', "axes tp=3 are those of 3 ranks, the run had 2"),
+        ("axes = ", "is no TOML"),
+        ("axes = 2", 'write axes = "dp=1,tp=2"'),
+    ],
+)
+def test_a_layout_file_that_cannot_be_used_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, said: str
+):
+    file = tmp_path / "layout.toml"
+    file.write_text(text)
+    words = ["--rs-layout", str(file), "--rs-out", str(tmp_path / "t"), "--nproc-per-node", "2"]
+    assert said in refusal([*words, "a.py"], capsys)
+    assert [path.name for path in tmp_path.iterdir()] == ["layout.toml"]
+
+
 def test_options_are_taken_from_anywhere_before_the_script_in_both_spellings():
     line = wrapper._split(
         ["--rs-steps=all", "--nnodes", "1", "--rs-keep-spool", "--rs-out", "x", "a.py", "--lr", "1"]

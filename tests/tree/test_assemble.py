@@ -287,6 +287,7 @@ def test_incarnations_of_a_rank_have_steps_of_their_own(spools, out):
     assert [(s["step"], s["incarnation"]) for s in trace["steps"]] == [(0, 0), (0, 1)]
     assert [r["end"] for r in trace["completeness"]["ranks"]] == ["lost", "exit"]
     assert trace["completeness"]["complete"]
+    assert open_trace(out).columns()["values.incarnation"].tolist() == [0, 1]
 
 
 def test_how_a_call_ended_is_kept_by_rank(spools, out):

@@ -41,7 +41,7 @@ def test_every_json_of_the_page_is_valid(name, text):
 
 
 def test_the_pages_program_reads_a_trace_without_rankscope(folder):
-    (program,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    program, _ = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     run = subprocess.run(
         [sys.executable, "-c", program],
         cwd=folder,
@@ -51,6 +51,28 @@ def test_the_pages_program_reads_a_trace_without_rankscope(folder):
         timeout=60,
     )
     assert "fc output [0 2 1 3]" in run.stdout
+
+
+def test_the_pages_second_program_opens_a_full_tensor_without_rankscope(tmp_path):
+    import torch
+
+    import rankscope
+
+    model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.Linear(3, 2)])})
+    model.forward = lambda x: model["layers"][0](x)
+    x = torch.ones(1, 3)
+    with rankscope.trace(model, out=tmp_path / "trace", tensors="layers.0:output"):
+        output = model(x)
+    _, program = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    run = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert run.stdout.strip() == str(output.detach())
 
 
 def test_every_column_of_the_file_is_explained_and_the_other_way_round(folder):

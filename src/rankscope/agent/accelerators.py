@@ -25,6 +25,8 @@ class ValuePlace:
     phase: Phase
     ordinal: int
     flags: int
+    reference: int = 0
+    """Of its kept bytes, 0 where they are not."""
 
 
 class DeviceValues:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 import rankscope
 from rankscope.agent.guard import say
 from rankscope.agent.identity import identify, restarts_left
+from rankscope.agent.keeping import keeper_of_run, make_recorder
 from rankscope.agent.meeting import (
     agree_on_life,
     find_agents_store,
@@ -24,6 +25,8 @@ from rankscope.agent.mustering import ELASTIC_RUN, muster
 from rankscope.agent.recorder import Recorder
 from rankscope.agent.session import Opened
 from rankscope.agent.settings import Settings
+from rankscope.errors import LayoutError
+from rankscope.record.layoutfile import LayoutFile
 from rankscope.record.run import EndReason, RankIdentity, StreamId
 from rankscope.spool.cells import FORMAT_VERSION
 from rankscope.spool.folder import (
@@ -47,6 +50,8 @@ __all__ = ["RUN_FOLDER_VARIABLE", "Joined", "define_rank", "join_run", "who_am_i
 RUN_FOLDER_VARIABLE = "RANKSCOPE_RUN_FOLDER"
 """Set by a launcher that has prepared the run folder and started relay and collector itself."""
 _POLL_S = 0.05
+_LAYOUT_PIECE = 8192
+"""Characters of a layout file in one record."""
 _ENVIRONMENT_SHOWN = (
     "CUDA_VISIBLE_DEVICES",
     "OMP_NUM_THREADS",
@@ -130,7 +135,7 @@ def join_run(settings: Settings, environ: Mapping[str, str] = os.environ) -> Joi
     while (folder := stream_folder(run_folder, identity.stream)).exists():
         identity = replace(identity, incarnation=identity.incarnation + 1)
     writer = SpoolWriter(folder, limit_bytes=settings.spool_bytes)
-    recorder = Recorder(writer)
+    recorder = make_recorder(writer, settings)
     define_rank(recorder, identity, header.run_id, settings)
     speaks = identity.rank == min(settings.ranks or (0,))
     return Joined(
@@ -139,6 +144,7 @@ def join_run(settings: Settings, environ: Mapping[str, str] = os.environ) -> Joi
             writer=writer,
             recorder=recorder,
             meeting_place=_meeting_place(settings, identity, run_folder, header),
+            keeper=keeper_of_run(settings, recorder, identity, run_folder, header),
             is_launched=bool(prepared),
         ),
         out=header.out,
@@ -200,3 +206,17 @@ def define_rank(
         settings=settings.as_text(),
         environment={name: os.environ[name] for name in _ENVIRONMENT_SHOWN if name in os.environ},
     )
+    if settings.layout is not None:
+        _define_layout(recorder, identity, settings.layout)
+
+
+def _define_layout(recorder: Recorder, identity: RankIdentity, layout: LayoutFile) -> None:
+    """Write down what a layout file declares, in pieces that fit a frame each."""
+    for at in range(0, max(len(layout.text), 1), _LAYOUT_PIECE):
+        recorder.define("layout", file=layout.name, text=layout.text[at : at + _LAYOUT_PIECE])
+    try:
+        if identity.world_size > 1:
+            layout.mesh(identity.world_size)
+    except LayoutError as error:
+        if identity.rank == 0:
+            say(f"{error}: it is not used")

@@ -52,6 +52,7 @@ from rankscope.spool.folder import (
 )
 from rankscope.spool.outfolder import (
     COLLECTOR_LOG_NAME,
+    check_budget,
     claim_out,
     default_out,
     prepare_out,
@@ -77,6 +78,12 @@ def muster(settings: Settings, identity: RankIdentity, environ: Mapping[str, str
         if not (run_folder / "run.json").exists():
             build_kernel()
             check_free_space(run_folder, settings.spool_bytes * identity.local_world_size)
+            is_elsewhere = settings.collector not in {"", SHARED}
+            check_budget(
+                run_folder if is_elsewhere else settings.out or Path.cwd(),
+                settings.tensor_budget if settings.tensors else None,
+                ranks=identity.local_world_size,
+            )  # fmt: skip
             header = _decide(settings, identity, run_folder, environ, store)
             write_run_header(run_folder, header)
         _ensure_companions(settings, run_folder, read_run_header(run_folder))

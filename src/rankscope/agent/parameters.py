@@ -48,8 +48,22 @@ class ParameterEvents:
 
     def setup(self, root: Root) -> None:
         """Record parameters and buffers before the first forward of a root."""
+        self._expect_to_keep(root)
         if self.wants(Phase.SETUP):
             self._record(_Event(root, Phase.SETUP, 0, 0, 0, None))
+
+    def _expect_to_keep(self, root: Root) -> None:
+        """Tell what keeping the parameters of a root is going to take."""
+        if not self._values.keeps:
+            return
+        with invisible():
+            self._values.expect_to_keep(
+                (info.path, f"param:{name}", parameter)
+                for info in self._table.of_root(root)
+                if (module := info.module()) is not None
+                for name, parameter in own_parameters(module).items()
+                if parameter is not None
+            )
 
     def gradients(
         self,

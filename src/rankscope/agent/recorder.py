@@ -24,12 +24,14 @@ from rankscope.spool.cells import (
     NO_SEQUENCE,
     SAMPLES,
     STEP,
+    TENSOR,
     VALUE,
     VALUE_HEAD,
     CallStatus,
     RecordKind,
     StepEvent,
 )
+from rankscope.spool.chunks import ChunkEntry
 from rankscope.spool.writer import SpoolWriter
 
 __all__ = ["Recorder"]
@@ -37,7 +39,7 @@ __all__ = ["Recorder"]
 _MAX_TEXTS = 10_000
 """Distinct reprs and error texts interned per rank; later ones are replaced by a fixed text."""
 _ENTER, _EXIT, _VALUE = int(RecordKind.ENTER), int(RecordKind.EXIT), int(RecordKind.VALUE)
-_SAMPLES = int(RecordKind.SAMPLES)
+_SAMPLES, _TENSOR = int(RecordKind.SAMPLES), int(RecordKind.TENSOR)
 # plain ints: an IntFlag's own `|` costs a microsecond
 _STRUCTURE = int(ValueFlag.STRUCTURE_ONLY)
 _HAS_SAMPLES, _REUSED = int(ValueFlag.HAS_SAMPLES), int(ValueFlag.REUSED)
@@ -181,6 +183,7 @@ class Recorder:
         ordinal: int,
         flags: int,
         batch_dim: int,
+        reference: int = 0,
     ) -> None:
         """Record one tensor in one slot, without a reading its description alone. (By position: hot
         path.)
@@ -190,8 +193,12 @@ class Recorder:
         now = time.monotonic_ns()
         if reading is None:
             flags |= _STRUCTURE
-            head = VALUE_HEAD.pack(sequence, now, slot_number, meta, flags, phase, ordinal, 0, 0, 0)
-            self._write(_VALUE, head)
+            self._write(
+                _VALUE,
+                VALUE_HEAD.pack(
+                    sequence, now, slot_number, meta, flags, phase, ordinal, 0, 0, reference
+                ),
+            )
             return
         (
             count,
@@ -216,7 +223,7 @@ class Recorder:
         self._write(
             _VALUE,
             VALUE.pack(
-                sequence, now, slot_number, meta, flags, phase, ordinal, count, digest, 0,
+                sequence, now, slot_number, meta, flags, phase, ordinal, count, digest, reference,
                 nan, posinf, neginf, zero, low, high, mean, std, l2, *sketch,
             ),
         )  # fmt: skip
@@ -228,6 +235,32 @@ class Recorder:
                 sequence, slot_number, ordinal, phase, rows, size, batch_dim, 0, 0, 0
             )
             self._write(_SAMPLES, head + samples.tobytes())
+
+    def tensor(self, reference: int, entry: ChunkEntry, described: Described) -> bool:
+        """Record that the bytes of a tensor are whole in a chunk; False where there is no room."""
+        meta = self._metas.get(described) or self.meta(described)
+        return self._write(
+            _TENSOR,
+            TENSOR.pack(
+                reference, entry.chunk, entry.index, entry.begin, entry.nbytes, entry.checksum, meta
+            ),
+        )
+
+    def not_kept(self, reason: str, text: str) -> None:
+        """Note what is not kept of the full tensors that were asked for; a later note replaces an
+        earlier one of the same reason.
+        """
+        self.define("not_kept", reason=reason, text=text)
+
+    def path_of(self, sequence: int) -> str | None:
+        """Return the path of the module a call of this step or the last was made of.
+
+        None where it is not known: it is noted only while full tensors are kept (`PathRecorder`).
+        """
+        return None
+
+    def end_step(self) -> None:
+        """Forget what is noted of the calls before those of this step."""
 
     def step(self, event: StepEvent, mode: Mode, step: int, note: str = "") -> None:
         """Record that a traced step began or ended."""

@@ -23,6 +23,7 @@ from rankscope.agent.clock import StepClock
 from rankscope.agent.compiling import HIDDEN, EagerStance, HiddenSteps, outermost_modules_of
 from rankscope.agent.guard import MAX_FAILURES, Guard, say, text_of
 from rankscope.agent.hooks import HookSet
+from rankscope.agent.keeper import Keeper
 from rankscope.agent.members import parameters_of_module
 from rankscope.agent.modules import ModuleInfo, ModuleTable, Root
 from rankscope.agent.optimizers import OptimizerSearch, runs_closure, steps_running
@@ -55,6 +56,8 @@ class Opened:
     recorder: Recorder
     meeting_place: Path | None = None
     """Folder in which the traced ranks agree on a step, None for a rank that is alone."""
+    keeper: Keeper | None = None
+    """Keeps full tensors, None where none were asked for."""
     is_launched: bool = False
     """A launcher of ours has the last word on the trace."""
 
@@ -118,11 +121,11 @@ class Session:
             return False
         self._writer = opened.writer
         self._rank = opened.identity.rank
+        self._recorder, self._keeper = opened.recorder, opened.keeper
         self._is_launched = opened.is_launched
-        self._recorder = opened.recorder
         settings = self._settings
         self._table = ModuleTable(enters_compiled=settings.compile == "eager", paths=settings.paths)
-        self._values = ValueReader(self._recorder, Describer(self._rank), settings)
+        self._values = ValueReader(self._recorder, Describer(self._rank), settings, self._keeper)
         self._tracer = Tracer(
             self.guard, self._recorder, self._table, self._values, settings, self._open_scope,
             self._hooks.stands_behind_inputs_of, self._follow_own_hooks, self._hooks.leave_modules,
@@ -160,6 +163,9 @@ class Session:
         self._values.collect(wait=True)
         self._define_groups()
         self._report_unmatched_globs()
+        if self._keeper is not None:
+            with invisible():
+                self._keeper.close()
         if reason is not EndReason.SWITCHED_OFF:  # which says why itself
             self._report_no_step()
         self._chosen.close()
@@ -177,6 +183,12 @@ class Session:
                 self._recorder.error(None, text)
                 if self._rank == 0:
                     say(f"{text} Globs match the whole path: write '*.name' or 'layers.0.*'")
+
+        for glob in () if self._keeper is None else self._keeper.unmatched_globs():
+            text = f"tensors: {glob!r} took nothing: no traced slot of any module has that name"
+            self._recorder.not_kept(glob, text)
+            if self._rank == 0:
+                say(f"{text}. Write path:slot, such as 'layers.0.*:output' or '**:param:*'")
 
     def _report_no_step(self) -> None:
         """Say that the job ended before any step it was to trace."""

@@ -14,7 +14,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from rankscope.agent.steps import StepSelection, number_ranges
-from rankscope.errors import SettingError
+from rankscope.errors import LayoutError, SettingError
+from rankscope.record.layoutfile import LayoutFile
 from rankscope.spool.writer import MINIMUM_LIMIT_BYTES
 
 __all__ = [
@@ -130,6 +131,10 @@ def _parse_path(text: str) -> Path:
     return Path(text).expanduser().absolute()
 
 
+def _parse_layout(text: str) -> LayoutFile:
+    return LayoutFile.load(_parse_path(text))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
     """One row of the table: its name, how its text is read, and one line of help."""
@@ -220,6 +225,13 @@ SETTINGS: tuple[Setting, ...] = (
         help="dimension that counts samples: 0, or 1 for [sequence, batch, hidden]",
     ),
     Setting(
+        name="layout",
+        parse=_parse_layout,
+        default="",
+        metavar="FILE",
+        help="TOML file: how plain tensors lie that were cut by hand; goes into the trace",
+    ),
+    Setting(
         name="spool",
         parse=_parse_path,
         default="",
@@ -263,6 +275,28 @@ SETTINGS: tuple[Setting, ...] = (
         help="grace for ranks that vanished without an end record, "
         "before the tree is built without them",
     ),
+    Setting(
+        name="tensors",
+        parse=_parse_globs,
+        default="",
+        metavar="GLOBS",
+        help="full tensors to keep: path:slot globs such as 'layers.0.*:output', without a slot "
+        "all of a path, '**' everything; default none",
+    ),
+    Setting(
+        name="tensor-budget",
+        parse=parse_size,
+        default="",
+        metavar="SIZE",
+        help="disk a rank may use for full tensors; default its share of half the free disk",
+    ),
+    Setting(
+        name="tensor-memory",
+        parse=parse_size,
+        default="256M",
+        metavar="SIZE",
+        help="pinned memory for full tensors on their way from an accelerator",
+    ),
 )
 
 
@@ -279,12 +313,18 @@ class Settings:
     digest: str
     compile: str
     batch_dim: int
+    layout: LayoutFile | None
     spool: Path | None
     spool_bytes: int
     keep_spool: bool
     collector: str
     finish_seconds: float
     drain_seconds: float
+    tensors: tuple[str, ...] | None
+    """None where no full tensor is kept."""
+    tensor_budget: int | None
+    """None for a share of the free disk."""
+    tensor_memory: int
 
     def traced_of(self, world_size: int) -> int:
         """Return how many ranks of a world are selected."""
@@ -302,6 +342,8 @@ def _as_text(value: object) -> str:
         return ""
     if isinstance(value, StepSelection):
         return value.text
+    if isinstance(value, LayoutFile):
+        return value.name
     if isinstance(value, tuple):
         return ",".join(map(str, value))
     return str(int(value)) if isinstance(value, bool) else str(value)
@@ -333,7 +375,7 @@ def settings_from(
             values[setting.field] = (
                 setting.parse(str(text)) if str(text) or setting.default else _empty(setting)
             )
-        except SettingError as error:
+        except (SettingError, LayoutError) as error:
             raise SettingError(f"{source}: {error}") from None
     if given:
         known = ", ".join(s.field for s in SETTINGS)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 
 from rankscope.agent.accelerators import DeviceValues, ValuePlace
+from rankscope.agent.keeper import Keeper, size_of
 from rankscope.agent.recorder import Recorder
 from rankscope.agent.settings import Settings, matches
 from rankscope.capture.describe import Described, Describer
@@ -25,7 +28,7 @@ __all__ = ["ValueReader"]
 _ACTIVATIONS = frozenset({Phase.FORWARD, Phase.RECOMPUTE, Phase.BACKWARD})
 # plain ints: an IntFlag's own `|` costs a microsecond, and these are used for every value
 _PENDING, _PYTHON, _ABSENT = int(ValueFlag.PENDING), int(ValueFlag.PYTHON), int(ValueFlag.ABSENT)
-_UNSEEN = int(ValueFlag.UNSEEN)
+_UNSEEN, _NOT_KEPT = int(ValueFlag.UNSEEN), int(ValueFlag.NOT_KEPT)
 _MOST_PENDING = 256
 """Values in flight held at a time; further ones stay pending."""
 
@@ -39,8 +42,16 @@ class _PerThread(threading.local):
 class ValueReader:
     """Reads values for one session: what to take, how to digest it, where to write it."""
 
-    def __init__(self, recorder: Recorder, describer: Describer, settings: Settings) -> None:
+    def __init__(
+        self,
+        recorder: Recorder,
+        describer: Describer,
+        settings: Settings,
+        keeper: Keeper | None = None,
+    ) -> None:
         self._recorder = recorder
+        self._keeper = keeper
+        self._digests = settings.digest == "full"
         self._describer = describer
         self._batch_dim = settings.batch_dim
         self._globs = None if settings.slots == ("*",) else settings.slots
@@ -52,7 +63,7 @@ class ValueReader:
         self._pending: list[tuple[torch.Tensor, ValuePlace]] = []
         """Memory a collective was still writing when it was seen, and where it belongs: let go at
         the next hook that finds no collective outstanding."""
-        self.is_on = settings.digest == "full"
+        self.is_on = self._digests or keeper is not None
         """False where only the structure is recorded."""
 
     def wants(self, slot: str) -> bool:
@@ -77,18 +88,33 @@ class ValueReader:
     ) -> None:
         """Digest one tensor as it is now and record it; the caller holds `invisible()`."""
         described, local = self._describer.describe(tensor)
-        if described.can_digest:
+        reference = 0
+        if self._keeper is not None:
+            is_wanted = self._is_kept(sequence, slot)
+            if not (self._digests or is_wanted):
+                return
+            if is_wanted and not described.is_pending:
+                reference = self._keeper.keep(local, described)
+            if is_wanted and not reference:
+                flags |= _NOT_KEPT
+        if described.can_digest and self._digests:
             reading = self._digest_on_host(local, described, samples=samples)
             self._recorder.value(
-                sequence, slot, described, reading, phase, ordinal, flags, self._batch_dim
-            )
+                sequence, slot, described, reading, phase, ordinal, flags, self._batch_dim,
+                reference,
+            )  # fmt: skip
             return
         if described.is_pending:
             self._remember_pending(tensor, sequence, slot, phase, ordinal, flags)
             flags |= _PENDING
-        place = ValuePlace(sequence, slot, described, phase, ordinal, flags)
+        place = ValuePlace(sequence, slot, described, phase, ordinal, flags, reference)
         if not self._is_read_on_device(local, place, samples=samples):
             self._record(place, None)
+
+    def _is_kept(self, sequence: int, slot: str) -> bool:
+        """True where the setting `tensors` takes this slot of this call."""
+        path = self._recorder.path_of(sequence)
+        return self._keeper is not None and self._keeper.wants(path, slot)
 
     def _digest_on_host(
         self, local: torch.Tensor, described: Described, *, samples: bool
@@ -101,14 +127,16 @@ class ValueReader:
         anything else.
         """
         described = place.described
-        return described.can_digest_on_device and self._on_devices.read(
-            local, place, samples=samples and described.allows_samples
+        return (
+            self._digests
+            and described.can_digest_on_device
+            and self._on_devices.read(local, place, samples=samples and described.allows_samples)
         )
 
     def _record(self, place: ValuePlace, reading: Reading | None, flags: int = 0) -> None:
         self._recorder.value(
             place.sequence, place.slot, place.described, reading, place.phase, place.ordinal,
-            place.flags | flags, self._batch_dim,
+            place.flags | flags, self._batch_dim, place.reference,
         )  # fmt: skip
 
     def read_all(
@@ -142,16 +170,22 @@ class ValueReader:
 
     def note(self, leaf: object, sequence: int, slot: str, phase: Phase, flags: int = 0) -> None:
         """Record an argument that is no tensor by its bounded description."""
+        if not self._digests:
+            return
         described = self._describer.describe_other(leaf)
         self._recorder.value(sequence, slot, described, None, phase, 0, flags | _PYTHON, 0)
 
     def absent(self, sequence: int, slot: str, phase: Phase, flags: int = 0) -> None:
         """Record that a slot holds nothing (`.grad is None`)."""
+        if not self._digests:
+            return
         described = self._describer.describe_other(None)
         self._recorder.value(sequence, slot, described, None, phase, 0, flags | _ABSENT, 0)
 
     def unseen(self, sequence: int, slot: str, phase: Phase) -> None:
         """Record that what belongs in a slot could not be seen."""
+        if not self._digests:
+            return
         described = self._describer.describe_other(None)
         self._recorder.value(sequence, slot, described, None, phase, 0, _UNSEEN, 0)
 
@@ -178,18 +212,41 @@ class ValueReader:
             return
         pending, self._pending = self._pending, []
         with invisible():
-            for memory, place in pending:
-                samples = place.phase in _ACTIVATIONS
-                if place.described.can_digest:
+            for memory, seen in pending:
+                samples = seen.phase in _ACTIVATIONS
+                place = self._kept_late(memory, seen)
+                if place.described.can_digest and self._digests:
                     reading = self._digest_on_host(memory, place.described, samples=samples)
                     self._record(place, reading)
                 elif not self._is_read_on_device(memory, place, samples=samples):
                     self._record(place, None)
 
+    def _kept_late(self, memory: torch.Tensor, place: ValuePlace) -> ValuePlace:
+        """Keep what a collective has finished by now, where it is to be kept."""
+        if self._keeper is None or not place.flags & _NOT_KEPT:
+            return place
+        reference = self._keeper.keep(memory, place.described)
+        if not reference:
+            return place
+        return replace(place, flags=place.flags & ~_NOT_KEPT, reference=reference)
+
+    @property
+    def keeps(self) -> bool:
+        """True where full tensors are kept."""
+        return self._keeper is not None
+
+    def expect_to_keep(self, items: Iterable[tuple[str, str, torch.Tensor]]) -> None:
+        """Say so where this rank's parts of these (path, slot, tensor) cannot all be kept."""
+        if self._keeper is None:
+            return
+        wants, describe = self._keeper.wants, self._describer.describe
+        self._keeper.expect(sum(size_of(describe(t)[1]) for p, s, t in items if wants(p, s)))
+
     def end_step(self) -> None:
         """Forget every tensor seen: memory of what was digested ends with the step."""
         self.read_pending()
         self._pending.clear()
+        self._recorder.end_step()
         for reference in tuple(self._digesters):
             digester = reference()
             if digester is not None:
@@ -203,5 +260,8 @@ class ValueReader:
         Args:
             wait: wait for all of them. Only at the end of a trace.
         """
+        if self._keeper is not None:
+            with invisible():
+                self._keeper.collect(wait=wait)
         for place, reading in self._on_devices.collect(wait=wait):
             self._record(place, reading, int(ValueFlag.MIX64))

@@ -19,7 +19,16 @@ import torch
 
 from rankscope.capture.torch_internals import optional_dtypes
 
-__all__ = ["Array", "Floats", "Storage", "elements", "memory_type", "number_on_host", "storage_of"]
+__all__ = [
+    "Array",
+    "Floats",
+    "Storage",
+    "elements",
+    "memory_type",
+    "number_on_host",
+    "storage_of",
+    "stored_words",
+]
 
 Array = npt.NDArray[Any]
 Floats = npt.NDArray[np.floating]
@@ -202,11 +211,10 @@ def memory_type(count: int, storage: Storage) -> type[ctypes.Array[ctypes.c_char
     return ctypes.c_char * (count * storage.dtype.itemsize * (1 + storage.is_complex))
 
 
-def elements(tensor: torch.Tensor, storage: Storage) -> Array:
-    """Return the stored words of a non-empty strided CPU tensor: its own memory, as it lies.
+def stored_words(tensor: torch.Tensor, storage: Storage) -> Array:
+    """Return the memory of a non-empty strided CPU tensor, conjugate and negative bits left alone.
 
-    The array keeps nothing alive: use it while the tensor is. Conjugate and negative bits are
-    resolved in a copy.
+    The array keeps nothing alive: use it while the tensor is.
 
     Returns:
         An array of the tensor's shape and strides, a complex one with a last dim of 2 more.
@@ -220,6 +228,12 @@ def elements(tensor: torch.Tensor, storage: Storage) -> Array:
     extent = size + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
     memory: Any = (ctypes.c_char * extent).from_address(tensor.data_ptr())
     array: Array = np.ndarray(shape, storage.dtype, memory, 0, strides)
+    return array
+
+
+def elements(tensor: torch.Tensor, storage: Storage) -> Array:
+    """Return `stored_words`, conjugate and negative bits resolved in a copy."""
+    array = stored_words(tensor, storage)
     if tensor.is_neg():
         array = np.negative(array)
     if storage.is_complex and tensor.is_conj():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import io
 import json
 import sys
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from rankscope.errors import RankscopeError
 
 __all__ = ["COMMANDS", "main"]
 
-COMMANDS = ("run", "doctor", "collect", "show", "verify", "recover")
+COMMANDS = ("run", "doctor", "collect", "show", "tensor", "export", "verify", "recover")
 """In the order the help lists them."""
 EXIT_TROUBLE = 2
 
@@ -32,6 +33,8 @@ _HELP = """One trace for the whole distributed job: every module call on every r
   rankscope doctor                            would a job be traced here? what to do if not
   rankscope show                              the tree of the newest trace here
   rankscope show --path 'layers.0*' --rank 1  one module, one rank
+  rankscope tensor TRACE 'layers.0:output' --global --print    numbers, where they were kept
+  rankscope export --format jsonl --out FILE  for jq and pandas; also perfetto, parquet
   rankscope verify                            is everything there? per rank, exit 1 if not
   rankscope recover SPOOL... --out NEW        a tree from what a killed job left behind
 
@@ -103,10 +106,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
         run(words[1:])
         raise SystemExit(0)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a name that a terminal cannot show is no error
+            stream.reconfigure(errors="backslashreplace")
     try:
         app(args=words, prog_name="rankscope")
     except (RankscopeError, OSError) as error:  # an odd path, a folder that is gone: said as well
-        line = " ".join(str(error).split())
+        from rankscope.cli.terminal import visible
+
+        line = visible(" ".join(str(error).split()))
         _report_trouble(words, line)
         typer.echo(f"rankscope: {line}", err=True)
         raise SystemExit(EXIT_TROUBLE) from None

@@ -16,7 +16,7 @@ from typing import TextIO
 from rankscope.tree.reader import Trace, open_trace
 from rankscope.tree.writer import Progress
 
-__all__ = ["Paint", "fitted", "opened", "progress", "width"]
+__all__ = ["Paint", "fitted", "opened", "progress", "visible", "width"]
 
 _CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
 _COLOR = re.compile(r"\x1b\[\d+m")
@@ -36,6 +36,13 @@ class Paint:
     def __call__(self, style: str, text: str) -> str:
         """Return the text in a style of `_CODES`."""
         return f"\x1b[{_CODES[style]}m{text}\x1b[0m" if self._is_on and text else text
+
+
+def visible(text: str) -> str:
+    """Return one line in which what does not print (names may hold anything) is escaped."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def width() -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -14,7 +13,13 @@ from rankscope.record.value import Digest
 from rankscope.tree.combined import Combined
 from rankscope.tree.ranks import ranks_named, ranks_text
 from rankscope.tree.reader import Step, Trace
-from rankscope.tree.selection import glob_matches, nothing_matched
+from rankscope.tree.selection import (
+    glob_matches,
+    nothing_matched,
+    parse_mode,
+    parse_phase,
+    parse_ranges,
+)
 from rankscope.tree.summary import crashes, endings, extent, state
 from rankscope.tree.views import Node, SlotView, shape_text
 
@@ -24,7 +29,6 @@ COLUMNS = ("count", "nan", "posinf", "neginf", "zero", "min", "max", "mean", "st
 _MAX_VALUES = 4
 """Distinct values listed below a slot whose ranks differ."""
 _NO_FAULT = frozenset({"stopped", "not_entered"})
-_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,38 +71,17 @@ class View:
                 )
         phases = frozenset(Phase) - {Phase.SETUP}
         if phase:
-            phases = frozenset(_phase(word) for word in phase.split(","))
+            phases = frozenset(parse_phase(word) for word in phase.split(","))
         return cls(
             depth=depth,
             path="" if path == "(root)" else path,
-            steps=None if not step else () if step == "all" else tuple(_steps(step)),
-            mode=_mode(mode) if mode else None,
+            steps=None if not step else () if step == "all" else tuple(parse_ranges("step", step)),
+            mode=parse_mode(mode) if mode else None,
             phases=phases,
             rank=rank,
             columns=columns,
             slots=slots,
         )
-
-
-def _phase(word: str) -> Phase:
-    if word.strip().upper() not in Phase.__members__:
-        known = ", ".join(phase.word for phase in Phase)
-        raise SelectionError(f"--phase: {word!r} is none of {known}")
-    return Phase[word.strip().upper()]
-
-
-def _mode(word: str) -> Mode:
-    if word.strip().upper() not in Mode.__members__:
-        raise SelectionError(f"--mode: {word!r} is neither train nor eval")
-    return Mode[word.strip().upper()]
-
-
-def _steps(text: str) -> Iterator[range]:
-    for part in text.split(","):
-        found = _RANGE.fullmatch(part.strip())
-        if not found:
-            raise SelectionError(f"--step {text!r}: write steps as 0-2,5 or all")
-        yield range(int(found[1]), int(found[2] or found[1]) + 1)
 
 
 def tree_lines(trace: Trace, view: View, paint: Paint) -> Iterator[str]:

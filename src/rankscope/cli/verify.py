@@ -132,3 +132,4 @@ def _remarks(rank: Mapping[str, Any]) -> Iterator[str]:
         yield "more is here than the rank committed: its records are mixed with others"
     yield from rank["errors"]
     yield from rank["notes"]
+    yield from rank.get("tensors", ())

@@ -20,6 +20,13 @@ import zmq
 
 from rankscope.errors import BindError, FolderError, SpoolError, WireError
 from rankscope.gather.address import check_address
+from rankscope.gather.chunkmessages import (
+    ChunkEnded,
+    ChunkFrame,
+    ChunkOpen,
+    ChunksRefused,
+)
+from rankscope.gather.chunkstore import ChunkStore
 from rankscope.gather.log import log
 from rankscope.gather.protocol import (
     LONGEST_MESSAGE,
@@ -117,6 +124,7 @@ class Intake:
         self._out = out
         self._world_size = world_size
         self._replicas = Replicas(out)
+        self._chunks = ChunkStore(out)
         self._ends: dict[StreamId, EndReason | None] = {}
         for stream in replicated(out):
             marker = read_end(out, stream)
@@ -185,6 +193,7 @@ class Intake:
     def close(self) -> None:
         """Close the sockets and files."""
         self._replicas.close()
+        self._chunks.close()
         self._socket.close()
         self._context.term()
         for address in self.addresses:
@@ -238,6 +247,15 @@ class Intake:
                 return self._open(stream, origin)
             case Ended():
                 return self._end(message)
+            case ChunkOpen(stream) | ChunkFrame(stream) | ChunkEnded(stream):
+                try:
+                    place = self._opened(stream, message.origin)
+                except FolderError as error:
+                    return ChunksRefused(stream, str(error))
+                answer, has_grown = self._chunks.answer(message, place)
+                if has_grown:
+                    self.progress_at = time.monotonic()
+                return answer
             case Beat(_, _, job, max_restarts):
                 self._peers[identity].job = job
                 self._peers[identity].max_restarts = max_restarts

@@ -7,8 +7,9 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from rankscope.errors import SpoolError
+from rankscope.errors import ChunkError, SpoolError
 from rankscope.record.run import StreamId
+from rankscope.spool.chunkheader import TENSOR_FOLDER, chunk_folder, chunk_numbers
 from rankscope.spool.companions import SOCKET_NAME, ipc_address
 from rankscope.spool.folder import (
     JOB_OVER_NAME,
@@ -52,6 +53,7 @@ def remove_run(run_folder: Path, is_elsewhere: Callable[[StreamId], bool]) -> St
             return stream
     for stream in found:
         shutil.rmtree(stream_folder(run_folder, stream), ignore_errors=True)
+    shutil.rmtree(run_folder / TENSOR_FOLDER, ignore_errors=True)
     for meeting in run_folder.glob(f"{MEETING_NAME}.*"):
         shutil.rmtree(meeting, ignore_errors=True)
     for name in _OURS:
@@ -62,14 +64,25 @@ def remove_run(run_folder: Path, is_elsewhere: Callable[[StreamId], bool]) -> St
 
 
 def is_in_tree(run_folder: Path, stream: StreamId, tree: Path) -> bool:
-    """True where a finished `trace.json` has every byte this host's spool of a dead rank holds."""
+    """True where a finished `trace.json` has every byte this host's spool of a dead rank holds, and
+    the full tensors beside it are those of the run folder."""
     if is_alive(stream_folder(run_folder, stream)):
         return False
     try:
         ranks = json.loads(tree.read_bytes())["completeness"]["ranks"]
-        received = {(r["rank"], r["origin"]): int(r["received"]) for r in ranks}
+        known = {(r["rank"], r["origin"]): r for r in ranks}
         with StreamReader(stream_folder(run_folder, stream)) as reader:
-            held = received.get((stream.rank, origin_text(reader.origin())), -1)
-            return held >= reader.committed()
+            found = known.get((stream.rank, origin_text(reader.origin())))
+            if found is None or int(found["received"]) < reader.committed():
+                return False
+        place = StreamId(rank=stream.rank, incarnation=int(found["incarnation"]))
+        return {*_chunks(run_folder, stream)} <= {*_chunks(tree.parent, place)}
     except (OSError, ValueError, KeyError, TypeError, SpoolError):
         return False
+
+
+def _chunks(folder: Path, stream: StreamId) -> list[int]:
+    try:
+        return chunk_numbers(chunk_folder(folder, stream))
+    except ChunkError:
+        return []

@@ -15,6 +15,12 @@ import zmq
 
 from rankscope.errors import FolderError, RankscopeError, SpoolError, WireError
 from rankscope.gather.address import check_address
+from rankscope.gather.chunkmessages import (
+    ChunkAt,
+    ChunkFrame,
+    ChunkSeen,
+    ChunksRefused,
+)
 from rankscope.gather.log import log
 from rankscope.gather.protocol import (
     LONGEST_MESSAGE,
@@ -149,11 +155,12 @@ class SocketLink:
                     continue
                 was_busy = True
                 if not self._send(message):
-                    if isinstance(message, Frame):
+                    if isinstance(message, (Frame, ChunkFrame)):
                         shipment.take_back(message)
                     return False
                 if isinstance(message, Frame):
                     window -= len(message.body)
+                if isinstance(message, (Frame, ChunkFrame)):
                     still.append(shipment)
             waiting = still
         return was_busy
@@ -180,6 +187,12 @@ class SocketLink:
             case EndedSeen(stream):
                 if stream in shipments:
                     shipments[stream].take_end_seen()
+            case ChunkAt(stream) | ChunkSeen(stream) | ChunksRefused(stream):
+                if stream in shipments and (chunks := shipments[stream].chunks) is not None:
+                    chunks.take_answer(message, now)
+            case ChunkAt(stream) | ChunkSeen(stream) | ChunksRefused(stream):
+                if stream in shipments and (chunks := shipments[stream].chunks) is not None:
+                    chunks.take_answer(message, now)
             case Refused(stream, reason):
                 if stream in shipments:
                     shipments[stream].take_refusal(reason)

@@ -6,6 +6,11 @@
     Frame(stream, offset, crc) + body  ->  <-    At(stream, offset after writing)
     Ended(stream, committed, ...)      ->  <-    EndedSeen(stream), once the end marker is written
     Beat(alive, known, job, restarts)  ->  <-    BeatSeen()
+    ChunkOpen(stream, origin, chunk)   ->  <-    ChunkAt(stream, chunk, offset it holds)
+    ChunkFrame(.., offset, crc) + body ->  <-    ChunkAt(stream, chunk, offset after writing)
+    ChunkEnded(.., size, checksum)     ->  <-    ChunkSeen(stream, chunk), once it is whole there;
+                                                 ChunkAt(.., 0) where it is not: send it again
+                                           <-    ChunksRefused(stream, reason): no more of them
                                            <-    Refused(stream, reason): do not send it again
                                            <-    Done(): the tree is built
     Bye()                              ->
@@ -25,11 +30,21 @@ from typing import Any
 import msgpack  # type: ignore[import-untyped]  # ships no annotations
 
 from rankscope.errors import WireError
+from rankscope.gather.chunkmessages import (
+    ChunkAt,
+    ChunkEnded,
+    ChunkFrame,
+    ChunkOpen,
+    ChunkSeen,
+    ChunksRefused,
+)
 from rankscope.gather.roster import JobState
 from rankscope.record.run import MAX_INCARNATIONS, MAX_RANKS, EndReason, StreamId
 from rankscope.spool.cells import CELL_BYTES, MAX_RECORD_CELLS
 
 __all__ = [
+    "CHUNK_FRAME_BYTES",
+    "CHUNK_WINDOW_BYTES",
     "FRAME_BYTES",
     "LONGEST_MESSAGE",
     "PROTOCOL_VERSION",
@@ -51,11 +66,15 @@ __all__ = [
     "encode",
 ]
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 FRAME_BYTES = 64 << 10
 """Records in one frame, more only where a single record is longer."""
 WINDOW_BYTES = 1 << 20
 """Unacknowledged bytes a relay keeps in flight, all its streams together."""
+CHUNK_FRAME_BYTES = 256 << 10
+"""Bytes of a chunk of full tensors in one frame at most."""
+CHUNK_WINDOW_BYTES = 1 << 20
+"""Unacknowledged bytes of chunks in flight, for each stream."""
 LONGEST_BODY = MAX_RECORD_CELLS * CELL_BYTES
 _LONGEST_HEADER = 4096
 LONGEST_MESSAGE = LONGEST_BODY + _LONGEST_HEADER
@@ -173,6 +192,12 @@ Message = (
     | Refused
     | Rejected
     | Done
+    | ChunkOpen
+    | ChunkFrame
+    | ChunkEnded
+    | ChunkAt
+    | ChunkSeen
+    | ChunksRefused
 )
 
 
@@ -183,7 +208,7 @@ def encode(message: Message) -> list[bytes]:
     for field, name in zip(shape.fields, shape.names):
         header += field.write(getattr(message, name))
     parts = [msgpack.packb(header)]
-    return [*parts, message.body] if isinstance(message, Frame) else parts
+    return [*parts, message.body] if isinstance(message, (Frame, ChunkFrame)) else parts
 
 
 def decode(parts: Sequence[bytes]) -> Message:
@@ -200,7 +225,7 @@ def decode(parts: Sequence[bytes]) -> Message:
         raise WireError(
             f"verb {verb!r} with {len(rest)} fields, unknown to protocol {PROTOCOL_VERSION}"
         )
-    if (shape.kind is Frame) != (len(parts) == 2):
+    if (shape.kind in (Frame, ChunkFrame)) != (len(parts) == 2):
         raise WireError(f"verb {verb} with {len(parts)} parts")
     values: list[Any] = []
     at = 0
@@ -208,7 +233,7 @@ def decode(parts: Sequence[bytes]) -> Message:
         values.append(field.read(rest[at : at + field.size]))
         at += field.size
     message = shape.kind(*values, *parts[1:])
-    if isinstance(message, Frame):
+    if isinstance(message, (Frame, ChunkFrame)):
         _check_body(message)
     return message
 
@@ -230,9 +255,12 @@ def _unpack(header: bytes) -> list[object]:
     return unpacked
 
 
-def _check_body(frame: Frame) -> None:
+def _check_body(frame: Frame | ChunkFrame) -> None:
     body = frame.body
-    if not body or len(body) % CELL_BYTES or len(body) > LONGEST_BODY:
+    if isinstance(frame, ChunkFrame):
+        if not 0 < len(body) <= CHUNK_FRAME_BYTES:
+            raise WireError(f"{len(body)} bytes of a chunk: expected 1 to {CHUNK_FRAME_BYTES}")
+    elif not body or len(body) % CELL_BYTES or len(body) > LONGEST_BODY:
         # The crc of no bytes is 0 and would pass: an empty frame is refused by its length.
         raise WireError(f"a frame of {len(body)} bytes: expected 1 to {MAX_RECORD_CELLS} cells")
     if zlib.crc32(body) != frame.crc:
@@ -308,6 +336,7 @@ _TEXT = _Field(lambda text: (text[:_LONGEST_TEXT],), _read_text)
 _STREAM = _Field(lambda stream: (stream.rank, stream.incarnation), _read_stream, 2)
 _ORIGIN = _number(1 << 64)
 _OFFSET = _Field(lambda offset: (offset,), _read_offset)
+_CHUNK, _SIZE = _number(1_000_000_000), _number(_LARGEST_OFFSET)
 
 _SHAPES: Mapping[int, _Shape] = {
     1: _shape(Hello, _number(1 << 16), _TEXT, _TEXT),
@@ -322,6 +351,12 @@ _SHAPES: Mapping[int, _Shape] = {
     13: _shape(Refused, _STREAM, _TEXT),
     14: _shape(Done),
     15: _shape(Rejected, _TEXT),
+    7: _shape(ChunkOpen, _STREAM, _ORIGIN, _CHUNK),
+    8: _shape(ChunkFrame, _STREAM, _ORIGIN, _CHUNK, _SIZE, _number(1 << 32)),
+    9: _shape(ChunkEnded, _STREAM, _ORIGIN, _CHUNK, _SIZE, _number(1 << 64)),
+    16: _shape(ChunkAt, _STREAM, _CHUNK, _SIZE),
+    17: _shape(ChunkSeen, _STREAM, _CHUNK),
+    18: _shape(ChunksRefused, _STREAM, _TEXT),
 }
 """Every message by its verb. Never renumber."""
 _VERB_OF: Mapping[type[object], int] = {shape.kind: verb for verb, shape in _SHAPES.items()}

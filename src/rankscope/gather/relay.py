@@ -21,7 +21,7 @@ from rankscope.gather.replica import TREE_NAME
 from rankscope.gather.roster import JobState
 from rankscope.gather.shipping import Shipment
 from rankscope.record.run import StreamId
-from rankscope.spool.companions import ipc_address
+from rankscope.spool.companions import ipc_address, is_collected_elsewhere
 from rankscope.spool.folder import (
     COLLECTOR_LOCK_NAME,
     JOB_OVER_NAME,
@@ -82,6 +82,8 @@ class _Relay:
         self._max_restarts = 0
         self._header: RunHeader | None = None
         self._tree = run_folder / TREE_NAME
+        self._has_own_chunks = False
+        """Full tensors of this host lie in the run folder, because it sees no trace folder."""
         self._own_socket: Path | None = None
         """Of a collector that was started for this host's run alone."""
 
@@ -91,6 +93,7 @@ class _Relay:
             return Outcome.UNFINISHED
         self._header = header
         self._tree = header.out / TREE_NAME
+        self._has_own_chunks = is_collected_elsewhere(self._run_folder, header)
         self._agent, self._max_restarts = header.agent, header.max_restarts
         if header.collector == ipc_address(self._run_folder):
             self._own_socket = Path(header.collector.removeprefix("ipc://"))
@@ -103,6 +106,8 @@ class _Relay:
             link.close()
             for shipment in self._shipments.values():
                 shipment.reader.close()
+                if shipment.chunks is not None:
+                    shipment.chunks.close()
         if self._own_socket is not None:  # a killed collector leaves it, maybe elsewhere
             self._own_socket.unlink(missing_ok=True)
         if outcome is Outcome.DONE:
@@ -174,7 +179,9 @@ class _Relay:
         self._job = self._job_state()
         for stream in streams(self._run_folder):
             if stream not in self._shipments:
-                self._shipments[stream] = Shipment(self._run_folder, stream)
+                self._shipments[stream] = Shipment(
+                    self._run_folder, stream, has_own_chunks=self._has_own_chunks
+                )
 
     def _job_state(self) -> JobState:
         """A launcher holds a lock while it lives; ranks that outlive a killed one say the rest."""

@@ -12,8 +12,18 @@ import zlib
 from pathlib import Path
 
 from rankscope.errors import SpoolError
+from rankscope.gather.chunkmessages import (
+    ChunkFrame,
+)
+from rankscope.gather.chunkshipping import GO_BACK_S, ChunkShipment
 from rankscope.gather.log import log
-from rankscope.gather.protocol import FRAME_BYTES, Ended, Frame, Message, Open
+from rankscope.gather.protocol import (
+    FRAME_BYTES,
+    Ended,
+    Frame,
+    Message,
+    Open,
+)
 from rankscope.record.run import EndReason, StreamId
 from rankscope.spool.cells import CELL_BYTES, END_REASONS, RecordKind
 from rankscope.spool.folder import stream_folder
@@ -23,8 +33,6 @@ from rankscope.spool.reader import StreamReader
 from rankscope.spool.records import ending, records
 
 __all__ = ["GO_BACK_S", "Shipment", "end_reason"]
-
-GO_BACK_S = 0.5
 
 
 def end_reason(reader: StreamReader, offset: int) -> EndReason | None:
@@ -44,8 +52,16 @@ def end_reason(reader: StreamReader, offset: int) -> EndReason | None:
 class Shipment:
     """The sending side of one stream."""
 
-    def __init__(self, run_folder: Path, stream: StreamId) -> None:
+    def __init__(self, run_folder: Path, stream: StreamId, *, has_own_chunks: bool = False) -> None:
+        """Begin at nothing; the other side says what it holds.
+
+        Args:
+            run_folder: the host's spool folder of the run.
+            stream: which of its streams.
+            has_own_chunks: full tensors lie there too, and are to be sent before the end is told.
+        """
         self.stream = stream
+        self.chunks = ChunkShipment(run_folder, stream) if has_own_chunks else None
         self.folder = stream_folder(run_folder, stream)
         self.reader = StreamReader(self.folder)
         self.acked = 0
@@ -59,6 +75,8 @@ class Shipment:
         self.origin = UNKNOWN
         """Whose records these are: asked before the first is sent."""
         self._is_broken = False
+        self._is_over = False
+        """Its rank has ended, and every record was acknowledged."""
         self._end: Ended | None = None
         self._asked_at = float("-inf")
         self._progress_at = float("-inf")
@@ -96,11 +114,15 @@ class Shipment:
         if self._end is not None:
             return self._ask(now, self._end)
         try:
-            return self._next_frame(now, window_bytes)
+            message = self._next_frame(now, window_bytes)
         except SpoolError as error:
             if not _is_short_of_files(error):
                 self._give_up(error)
             return None
+        if message is not None or self.chunks is None:
+            return message
+        self.chunks.origin = self.origin
+        return self.chunks.next_message(now, is_over=self._is_over)
 
     def take_offset(self, offset: int, now: float) -> None:
         """The other side holds `offset` bytes."""
@@ -117,14 +139,18 @@ class Shipment:
             return
         self._progress_at = now
 
-    def take_back(self, frame: Frame) -> None:
+    def take_back(self, frame: Frame | ChunkFrame) -> None:
         """This frame could not be sent just now."""
-        self.sent = frame.offset
+        if isinstance(frame, Frame):
+            self.sent = frame.offset
+        elif self.chunks is not None:
+            self.chunks.take_back(frame)
 
     def take_end_seen(self) -> None:
         """The end marker is on disk over there."""
         self.is_done = self._end is not None
-        self._is_delivered = self.is_done and not self._is_broken
+        has_chunks = self.chunks is None or self.chunks.is_delivered
+        self._is_delivered = self.is_done and not self._is_broken and has_chunks
         if self.is_done:
             self.reader.close()
 
@@ -172,7 +198,9 @@ class Shipment:
         reason = end_reason(self.reader, self.acked) or (None if was_alive else EndReason.LOST)
         if reason is None:
             return None
-        self.is_alive = False
+        self.is_alive, self._is_over = False, True
+        if self.chunks is not None and not self.chunks.is_done:
+            return None
         self._end = Ended(self.stream, self.origin, self.acked, reason)
         self._asked_at = float("-inf")
         return self._ask(now, self._end)

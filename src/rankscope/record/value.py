@@ -49,6 +49,8 @@ class ValueFlag(enum.IntFlag):
     """Of an optimizer step that a GradScaler skipped: inf or NaN in the gradients."""
     UNHELD = 4096
     """Gradient of a parameter that is in no group of any optimizer alive."""
+    NOT_KEPT = 8192
+    """Its bytes were asked for and could not be kept: what cannot be stored, no room, no budget."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

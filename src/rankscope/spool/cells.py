@@ -50,6 +50,8 @@ __all__ = [
     "SAMPLES_DTYPE",
     "STEP",
     "STEP_DTYPE",
+    "TENSOR",
+    "TENSOR_DTYPE",
     "VALUE",
     "VALUE_CELLS",
     "VALUE_DTYPE",
@@ -95,6 +97,8 @@ class RecordKind(enum.IntEnum):
     """Nothing: the rest of a segment."""
     ERROR = 10
     """Something inside rankscope failed while it watched a call; the user's program went on."""
+    TENSOR = 11
+    """The bytes of a value are whole in a chunk: written after them, before what refers to them."""
 
 
 class CallStatus(enum.IntEnum):
@@ -184,6 +188,17 @@ ERROR = struct.Struct("<QqII")
 """sequence of the call (NO_SEQUENCE for none), time_ns, text definition, spare."""
 ERROR_DTYPE = np.dtype([("sequence", "<u8"), ("time_ns", "<i8"), ("text", "<u4"), ("spare", "<u4")])
 
+TENSOR = struct.Struct("<QIIQQQI12x")
+"""reference, chunk, index in the chunk, offset in its data, bytes, xxh3_64 of them, meta definition
+(dtype and local shape), spare. A later record of the same place in the same chunk gives those bytes
+another reference; the key in the chunk is the first one."""
+TENSOR_DTYPE = np.dtype(
+    [
+        ("reference", "<u8"), ("chunk", "<u4"), ("index", "<u4"), ("offset", "<u8"),
+        ("nbytes", "<u8"), ("checksum", "<u8"), ("meta", "<u4"), ("pad", "V12"),
+    ]
+)  # fmt: skip
+
 GAP = struct.Struct("<qQQIIBxxx")
 """time_ns, records dropped, bytes dropped, first step, last step, mode."""
 
@@ -213,5 +228,6 @@ assert VALUE.size == VALUE_DTYPE.itemsize == VALUE_CELLS * PAYLOAD_BYTES
 assert SAMPLES.size == SAMPLES_DTYPE.itemsize <= PAYLOAD_BYTES
 assert STEP.size == STEP_DTYPE.itemsize <= PAYLOAD_BYTES
 assert ERROR.size == ERROR_DTYPE.itemsize <= PAYLOAD_BYTES
+assert TENSOR.size == TENSOR_DTYPE.itemsize == PAYLOAD_BYTES
 assert GAP.size == GAP_DTYPE.itemsize <= PAYLOAD_BYTES
 assert END.size == END_DTYPE.itemsize <= PAYLOAD_BYTES

@@ -20,7 +20,7 @@ from pathlib import Path
 from rankscope.errors import SpoolError
 from rankscope.spool.processes import is_process_alive, process_name
 
-__all__ = ["LOCK_NAME", "StreamLock", "is_alive"]
+__all__ = ["LOCK_NAME", "StreamLock", "above_standard_streams", "is_alive"]
 
 LOCK_NAME = "lock"
 _RETRY_S = 0.2
@@ -50,7 +50,7 @@ class StreamLock:
                 f"{folder}: this process already writes this stream; close that writer"
             )
         try:
-            self._descriptor = _above_standard_streams(os.open(path, flags, 0o600))
+            self._descriptor = above_standard_streams(os.open(path, flags, 0o600))
         except OSError as error:
             raise SpoolError(f"{path}: cannot be made: {error.strerror}") from error
         deadline = time.monotonic() + _RETRY_S
@@ -122,7 +122,7 @@ def _is_held_here(path: Path) -> bool:
     return _held.get((status.st_dev, status.st_ino)) == os.getpid()
 
 
-def _above_standard_streams(descriptor: int) -> int:
+def above_standard_streams(descriptor: int) -> int:
     """Move a descriptor off 0 to 2, where a program that closed its stdout would write into it."""
     if descriptor > 2:
         return descriptor

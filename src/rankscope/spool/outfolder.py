@@ -9,11 +9,13 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from rankscope.errors import FolderError
+from rankscope.errors import FolderError, SpoolError
+from rankscope.spool.chunkheader import TENSOR_FOLDER
 
 __all__ = [
     "COLLECTOR_LOG_NAME",
     "announced",
+    "check_budget",
     "claim_out",
     "default_out",
     "missing_folders",
@@ -23,7 +25,9 @@ __all__ = [
 ]
 
 COLLECTOR_LOG_NAME = "collector.log"
-_OF_A_COLLECTOR = frozenset({"spool", "collector.lock", "collector.json", COLLECTOR_LOG_NAME})
+_OF_A_COLLECTOR = frozenset(
+    {"spool", "collector.lock", "collector.json", COLLECTOR_LOG_NAME, TENSOR_FOLDER}
+)
 """What is in a trace folder as long as its tree is not."""
 
 
@@ -83,6 +87,30 @@ def claim_out(path: Path, option: str = "--rs-out") -> Path:
     if not os.access(path, os.W_OK | os.X_OK):
         raise FolderError(f"{path} cannot be written: give a folder you may write with {option}")
     return path
+
+
+def check_budget(folder: Path, budget_bytes: int | None, *, ranks: int) -> None:
+    """Refuse a disk without room for the full tensors that ranks may keep.
+
+    Args:
+        folder: where they go, or will once it is made.
+        budget_bytes: of one rank, as it was asked for; None refuses nothing.
+        ranks: how many keep tensors there.
+
+    Raises:
+        SpoolError: says what is needed and what is free.
+    """
+    if budget_bytes is None:
+        return
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    found = os.statvfs(existing)
+    free = found.f_bavail * found.f_frsize
+    if free < budget_bytes * ranks:
+        raise SpoolError(
+            f"{folder}: {ranks} ranks may keep {budget_bytes >> 20} MiB of full tensors each, "
+            f"{free >> 20} MiB are free; give less with --rs-tensor-budget, or another disk with "
+            f"--rs-out"
+        )
 
 
 def missing_folders(path: Path) -> list[Path]:

@@ -33,6 +33,7 @@ from rankscope.spool.cells import (
     PAYLOAD_BYTES,
     SAMPLES_DTYPE,
     STEP_DTYPE,
+    TENSOR_DTYPE,
     VALUE_CELLS,
     VALUE_DTYPE,
     VALUE_HEAD_DTYPE,
@@ -47,6 +48,7 @@ COLUMNS: Mapping[RecordKind, np.dtype[Any]] = {
     RecordKind.EXIT: EXIT_DTYPE,
     RecordKind.STEP: STEP_DTYPE,
     RecordKind.ERROR: ERROR_DTYPE,
+    RecordKind.TENSOR: TENSOR_DTYPE,
     RecordKind.GAP: GAP_DTYPE,
     RecordKind.END: END_DTYPE,
 }

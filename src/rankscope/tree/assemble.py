@@ -6,27 +6,41 @@ streams --read--> columns per rank --number--> tables --merge--> nodes --write--
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from rankscope.errors import FolderError, TraceError
+from rankscope.record.run import StreamId
+from rankscope.tree.declaredlayouts import declare_layouts
 from rankscope.tree.document import Document
 from rankscope.tree.header import completeness, run_header, step_notes
 from rankscope.tree.interning import build_vocabulary
+from rankscope.tree.keptchunks import carry_chunks, finish_kept
 from rankscope.tree.nodes import merge
 from rankscope.tree.sources import REPLICA_FOLDER, find_streams
-from rankscope.tree.streams import StreamBytes, read_stream
+from rankscope.tree.streams import RankStream, StreamBytes, read_stream
 from rankscope.tree.tables import build_tables
+from rankscope.tree.tensorfiles import TensorRecords
 from rankscope.tree.writer import INLINE_LIMIT_BYTES, TRACE_NAME, Progress, write_trace
 
 __all__ = ["assemble", "build", "recover"]
 
 
-def assemble(sources: Iterable[StreamBytes], *, progress: Progress | None = None) -> Document:
+def assemble(
+    sources: Iterable[StreamBytes],
+    *,
+    settle: Callable[[list[RankStream]], list[RankStream]] | None = None,
+    progress: Progress | None = None,
+) -> Document:
     """Return the trace that streams make together, in memory.
+
+    Args:
+        sources: the bytes of every stream.
+        settle: looks over the streams once all are read, before anything is made of them.
+        progress: told how far it is.
 
     Raises:
         TraceError: there is not one record in them.
@@ -41,14 +55,19 @@ def assemble(sources: Iterable[StreamBytes], *, progress: Progress | None = None
         streams.append(read_stream(source, decoded))
     if not any(stream.received for stream in streams):
         raise TraceError("not one record was found: no rank has written anything yet")
+    if settle is not None:
+        streams = settle(streams)
     say("merging ranks", 0.0)
     vocabulary = build_vocabulary(streams)
     tables = build_tables(streams, vocabulary)
     run, notes = run_header(streams), step_notes(streams)
+    ranks = np.array([stream.stream.rank for stream in streams], np.int64)
+    declare_layouts(tables, vocabulary, run, ranks)
     whole = completeness(streams, tables.orphans)
     offsets = np.array([stream.clock_offset_ns for stream in streams], np.int64)
-    run_ids = tuple(sorted({str(s.identity.get("run_id", "")) for s in streams if s.identity}))
-    ranks = np.array([stream.stream.rank for stream in streams], np.int64)
+    tensors: dict[StreamId, TensorRecords] = {
+        s.stream: (s.tensors, s.definitions) for s in streams if len(s.tensors)
+    }
     del streams
     merged = merge(tables, vocabulary, tables.paths)
     return Document(
@@ -60,8 +79,8 @@ def assemble(sources: Iterable[StreamBytes], *, progress: Progress | None = None
         paths=tables.paths,
         rank_of_stream=ranks,
         clock_offsets=offsets,
-        run_ids=run_ids,
         notes=notes,
+        tensors=tensors,
     )
 
 
@@ -81,7 +100,11 @@ def build(
         TraceError: no records were found.
         FolderError: the trace cannot be written.
     """
-    document = assemble(find_streams([out]), progress=progress)
+    document = assemble(
+        find_streams([out]),
+        settle=lambda streams: [finish_kept(out, stream) for stream in streams],
+        progress=progress,
+    )
     write_trace(document, out, inline_limit_bytes=inline_limit_bytes, progress=progress)
     has_all = not document.completeness["missing"] and all(
         rank["committed"] == rank["received"] for rank in document.completeness["ranks"]
@@ -113,15 +136,26 @@ def recover(
         )
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise FolderError(f"{out}: exists and is not an empty folder; give a new one with --out")
-    document = assemble(sources, progress=progress)
-    if len(document.run_ids) > 1:
-        raise TraceError(
-            f"these are records of {len(document.run_ids)} different runs, recover one at a time: "
-            f"{', '.join(document.run_ids)}"
-        )
-    try:
-        out.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise FolderError(f"{out}: cannot be made: {error.strerror}") from error
+
+    def settle(streams: list[RankStream]) -> list[RankStream]:
+        _refuse_mixture(streams)
+        try:
+            out.mkdir(mode=0o700, parents=True, exist_ok=True)
+            lives = {(s.stream.rank, s.origin): s.stream for s in streams}
+            carry_chunks(folders, out, lives)
+        except OSError as error:
+            raise FolderError(f"{out}: cannot be made: {error.strerror}") from error
+        return [finish_kept(out, stream) for stream in streams]
+
+    document = assemble(sources, settle=settle, progress=progress)
     write_trace(document, out, inline_limit_bytes=inline_limit_bytes, progress=progress)
     return document
+
+
+def _refuse_mixture(streams: Iterable[RankStream]) -> None:
+    run_ids = sorted({str(s.identity.get("run_id", "")) for s in streams if s.identity})
+    if len(run_ids) > 1:
+        raise TraceError(
+            f"these are records of {len(run_ids)} different runs, recover one at a time: "
+            f"{', '.join(run_ids)}"
+        )

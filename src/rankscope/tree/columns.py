@@ -66,6 +66,10 @@ def columns_of(document: Document) -> dict[str, Callable[[], Column]]:
         ),
         "values.slot": lambda: _slot_places(document),
         "values.rank": lambda: ranks[merged.value_stream].astype(np.int32),
+        "values.incarnation": lambda: tables.calls["incarnation"][tables.call[order]].astype(
+            np.uint32
+        ),
+        "values.chunk": lambda: tables.chunk[order],
         "values.flags": lambda: values["flags"],
         "values.sample_count": lambda: tables.sample_count[order],
         "values.sample_dim": lambda: tables.sample_dim[order],

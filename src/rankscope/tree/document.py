@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.record.call import Mode, Phase
+from rankscope.record.run import StreamId
 from rankscope.spool.cells import CallStatus
 from rankscope.tree.callfacts import CallFacts, NodeFacts
 from rankscope.tree.interning import Vocabulary
@@ -16,6 +18,7 @@ from rankscope.tree.nodes import Merged
 from rankscope.tree.ranks import RankTexts, ranks_text
 from rankscope.tree.slotdata import SlotData
 from rankscope.tree.tables import UNFINISHED, Tables
+from rankscope.tree.tensorfiles import TensorRecords
 
 __all__ = ["Document"]
 
@@ -37,11 +40,10 @@ class Document:
     rank_of_stream: NDArray[np.int64]
     clock_offsets: NDArray[np.int64]
     """Per stream, what to add to its time_ns to get wall-clock time."""
-    run_ids: tuple[str, ...]
-    """Runs the records say they belong to; more than one is a mistake of whoever put them
-    together."""
     notes: dict[tuple[int, bool, int, int], list[dict[str, Any]]]
     """Per group, what ranks noted about the step."""
+    tensors: Mapping[StreamId, TensorRecords]
+    """Of the streams that kept full tensors."""
     _renderers: dict[bool, _Renderer] = field(default_factory=dict, init=False, repr=False)
 
     def heads(self) -> list[dict[str, Any]]:

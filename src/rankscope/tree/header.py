@@ -12,6 +12,7 @@ from rankscope.record.run import EndReason, StreamState
 from rankscope.record.value import MAX_SAMPLES, SKETCH_SIZE
 from rankscope.spool.cells import NO_SEQUENCE
 from rankscope.spool.origin import origin_text
+from rankscope.tree.declaredlayouts import layout_header
 from rankscope.tree.interning import MeshFamily, mesh_of
 from rankscope.tree.ranks import ranks_text
 from rankscope.tree.streams import RankStream
@@ -38,6 +39,7 @@ def run_header(streams: Sequence[RankStream]) -> dict[str, Any]:
         "settings": _shared(streams, "settings"),
         "environment": _shared(streams, "environment"),
         "differs": _differing(streams),
+        **layout_header(streams),
         "digest": {"sketch_size": SKETCH_SIZE, "hash": "xxh3_64", "max_samples": MAX_SAMPLES},
     }
 
@@ -177,6 +179,7 @@ def _state(stream: RankStream, lost: int) -> dict[str, Any]:
     notes = list(stream.notes)
     if lost:
         notes.append(f"{lost} values name a call or a description that is not there")
+    kept = {"tensors": list(stream.kept_notes)} if stream.kept_notes else {}
     is_off = stream.end is EndReason.SWITCHED_OFF
     return {
         "rank": stream.stream.rank,
@@ -203,6 +206,7 @@ def _state(stream: RankStream, lost: int) -> dict[str, Any]:
             *notes,
             *(["tracing was switched off on this rank: its errors say why"] if is_off else []),
         ],
+        **kept,
     }
 
 

@@ -73,11 +73,14 @@ class MeshFamily:
 
     axes: tuple[str, ...]
     shape: tuple[int, ...]
+    is_declared: bool = False
+    """True for axes of a layout file; DeviceMeshes of the same axes may be over other ranks."""
 
     @property
     def name(self) -> str:
-        """How layouts refer to it: "dp=2,tp=2"."""
-        return ",".join(f"{axis}={size}" for axis, size in zip(self.axes, self.shape))
+        """How layouts refer to it: "dp=2,tp=2", "declared:tp=2"."""
+        listed = ",".join(f"{axis}={size}" for axis, size in zip(self.axes, self.shape))
+        return f"declared:{listed}" if self.is_declared else listed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +110,11 @@ class Description:
     def local(self) -> tuple[object, ...]:
         """Ranks that differ in this hold different pieces of the same thing."""
         return self.shape, self.ranges, self.note, self.requires_grad
+
+    @property
+    def offsets(self) -> tuple[Ranges, ...] | None:
+        """The global indices it was sketched at, None where the rank did not know them."""
+        return None if self.source == LayoutSource.DECLARED.value else self.ranges
 
     @property
     def parsed_placements(self) -> tuple[Placement, ...]:

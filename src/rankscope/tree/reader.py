@@ -23,7 +23,9 @@ from rankscope.tree.tracefiles import TraceFiles, wait_for_collector
 from rankscope.tree.views import GroupHead, Node, Value, Whereabouts
 
 if TYPE_CHECKING:
+    from rankscope.record.run import StreamId
     from rankscope.tree.document import Document
+    from rankscope.tree.tensorfiles import TensorFiles, TensorRecords
 
 __all__ = ["Step", "Trace", "newest_trace", "open_trace"]
 
@@ -41,6 +43,8 @@ class _Source(Protocol):
     def nodes(self, group: int) -> list[dict[str, Any]]: ...
 
     def columns(self) -> Columns: ...
+
+    def tensors(self) -> Mapping[StreamId, TensorRecords]: ...
 
 
 class _Records:
@@ -65,6 +69,10 @@ class _Records:
 
         return {name: make() for name, make in columns_of(self._document).items()}
 
+    def tensors(self) -> Mapping[StreamId, TensorRecords]:
+        """Return what the records say of chunks that are still written."""
+        return self._document.tensors
+
 
 class Step:
     """One step of one mode, or the setup, with its nodes."""
@@ -84,12 +92,21 @@ class Step:
     @cached_property
     def nodes(self) -> tuple[Node, ...]:
         """The outermost calls of the step, in order."""
+        return tuple(self._read())
+
+    def _read(self) -> Iterator[Node]:
         head = GroupHead(mode=self.mode, step=self.step, incarnation=self.incarnation)
-        return tuple(Node(data, head, self._where) for data in self._source.nodes(self._group))
+        return (Node(data, head, self._where) for data in self._source.nodes(self._group))
 
     def walk(self) -> Iterator[Node]:
         """Yield every node of the step, parents first."""
         for node in self.nodes:
+            yield from node.walk()
+
+    def passing(self) -> Iterator[Node]:
+        """Yield what `walk` yields, and keep none of it: a pass over a large trace holds one step
+        at a time."""
+        for node in self._read():
             yield from node.walk()
 
     def __repr__(self) -> str:
@@ -115,7 +132,7 @@ class Trace:
         meshes = {m["name"]: _meshes(m) for m in self.run["meshes"]}
         self._columns: Columns | None = None
         self._source = source
-        where = Whereabouts(self.columns, meshes, path)
+        where = Whereabouts(self.columns, meshes, path, self)
         every = [Step(source, group, where) for group in range(len(source.groups))]
         self.setup: tuple[Step, ...] = tuple(step for step in every if step.is_setup)
         """Setup of every incarnation that recorded one."""
@@ -133,6 +150,14 @@ class Trace:
         if self._columns is None:
             self._columns = self._source.columns()
         return self._columns
+
+    @cached_property
+    def tensor_files(self) -> TensorFiles:
+        """The full tensors that were kept: found by rank, incarnation and the reference in
+        `columns()`, mapped where they lie; of a job that still runs those that are whole."""
+        from rankscope.tree.tensorfiles import TensorFiles  # numpy: as above
+
+        return TensorFiles(self.path, self._source.tensors())
 
     @property
     def default_mode(self) -> Mode:

@@ -4,28 +4,74 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
 
 from rankscope.errors import SelectionError
-from rankscope.record.call import Phase
+from rankscope.record.call import Mode, Phase
 
-__all__ = ["default_phase", "glob_matches", "nothing_matched"]
+__all__ = [
+    "default_phase",
+    "glob_matches",
+    "nothing_matched",
+    "parse_mode",
+    "parse_phase",
+    "parse_ranges",
+]
 
 _SHOWN = 5
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 _PHASES = {
-    "grad_input": Phase.BACKWARD,
-    "grad_output": Phase.BACKWARD,
-    "grad:": Phase.GRADS,
-    "param:": Phase.PARAMS,
-    "buffer:": Phase.PARAMS,
-}
-"""Where slots that begin so are meant, if no phase is named."""
+    "param": Phase.PARAMS, "buffer": Phase.PARAMS, "grad": Phase.GRADS, "scaler": Phase.GRADS,
+    "grad_input": Phase.BACKWARD, "grad_output": Phase.BACKWARD, "collective": Phase.COLLECTIVE,
+}  # fmt: skip
+"""Where slots of these kinds are meant, if no phase is named."""
+
+
+def parse_ranges(what: str, text: str) -> Iterator[range]:
+    """Yield the numbers that an option --step or --rank names: `0-2,5`.
+
+    Args:
+        what: step or rank.
+        text: what the option was given.
+
+    Raises:
+        SelectionError: it names none.
+    """
+    for part in text.split(","):
+        found = _RANGE.fullmatch(part.strip())
+        if not found:
+            raise SelectionError(f"--{what} {text!r}: write {what}s as 0-2,5 or all")
+        yield range(int(found[1]), int(found[2] or found[1]) + 1)
+
+
+def parse_phase(word: str) -> Phase:
+    """Return a phase that the option --phase names.
+
+    Raises:
+        SelectionError: there is none of that name.
+    """
+    if word.strip().upper() not in Phase.__members__:
+        known = ", ".join(phase.word for phase in Phase)
+        raise SelectionError(f"--phase: {word!r} is none of {known}")
+    return Phase[word.strip().upper()]
+
+
+def parse_mode(word: str) -> Mode:
+    """Return the mode that the option --mode names.
+
+    Raises:
+        SelectionError: there is none of that name.
+    """
+    if word.strip().upper() not in Mode.__members__:
+        raise SelectionError(f"--mode: {word!r} is neither train nor eval")
+    return Mode[word.strip().upper()]
 
 
 def default_phase(slot: str) -> Phase:
     """Return the phase in which a slot is meant where none is named: forward, but gradients in
     backward and grads, parameters and buffers in params."""
-    return next((p for begin, p in _PHASES.items() if slot.startswith(begin)), Phase.FORWARD)
+    return _PHASES.get(slot.replace(":", ".").split(".")[0], Phase.FORWARD)
 
 
 def glob_matches(glob: str, name: str) -> bool:

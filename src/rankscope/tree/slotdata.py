@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rankscope.record.placement import LayoutSource, Ranges
 from rankscope.record.value import ValueFlag
 from rankscope.tree.combined import Combined
 from rankscope.tree.interning import Description, Interned, Vocabulary
@@ -26,7 +27,14 @@ from rankscope.tree.whole import WholeTensors
 __all__ = ["SlotData", "flag_words"]
 
 _SHARED_FIELDS = ("dtype", "device", "global_shape", "source", "mesh", "placements")
-_HIDDEN_FLAGS = ValueFlag.REUSED | ValueFlag.HAS_SAMPLES | ValueFlag.SUPERSEDES | ValueFlag.PYTHON
+_HIDDEN_FLAGS = (
+    ValueFlag.REUSED
+    | ValueFlag.HAS_SAMPLES
+    | ValueFlag.SUPERSEDES
+    | ValueFlag.PYTHON
+    | ValueFlag.NOT_KEPT
+)
+"""They say how a value was obtained; what was not kept stands in the entry, by rank."""
 Data = dict[str, Any]
 
 
@@ -59,13 +67,20 @@ class SlotData:
         self._description = tables.description[order]
         self._has_digest = tables.has_digest[order]
         self._samples = (tables.sample_dim, tables.sample_count, tables.sample_start)
+        self._is_kept = merged.values["reference"] != 0
+        self._is_missed = (merged.values["flags"] & np.uint32(ValueFlag.NOT_KEPT)) != 0
+        self._has_tensors = bool(self._is_kept.any() or self._is_missed.any())
         self._slot = tables.slot[order[merged.entry_start[:-1]]].tolist()
         self._entry_description = self._description[merged.entry_start[:-1]].tolist()
         self._shared: dict[int, Data] = {}
         self._pieces: dict[tuple[int, int], Data] = {}
         local: Interned[object] = Interned()
         self._piece_of_description = np.array(
-            [local.number((d.shape, d.note, d.requires_grad)) for d in self._descriptions], np.int64
+            [
+                local.number((d.shape, d.note, d.requires_grad, _own_ranges(d)))
+                for d in self._descriptions
+            ],
+            np.int64,
         )
 
     def entries(self, first: int, last: int) -> list[Data]:
@@ -84,6 +99,7 @@ class SlotData:
                 "ranks": self._texts.text(self._ranks[begin:end]),
                 **self._shared_data(described),
                 "rows": [begin, end],
+                **self._kept_ranks(begin, end),
             }
             if compact is not None:
                 result |= compact[i]
@@ -97,6 +113,17 @@ class SlotData:
             made.append(result)
         self._mark_disagreement(made, first)
         return made
+
+    def _kept_ranks(self, begin: int, end: int) -> Data:
+        """Say of which ranks the bytes of an entry are in the trace, and of which they are not
+        although they were asked for."""
+        if not self._has_tensors:
+            return {}
+        ranks, found = self._ranks[begin:end], {}
+        for name, column in (("kept", self._is_kept), ("not_kept", self._is_missed)):
+            if column[begin:end].any():
+                found[name] = self._texts.text(ranks[column[begin:end]])
+        return found
 
     def _mark_disagreement(self, made: list[Data], first: int) -> None:
         """Say in what the entries of one slot of one node differ; they stand side by side."""
@@ -145,7 +172,7 @@ class SlotData:
         if described.note is not None:
             result["note"] = described.note
         is_piece = described.ranges is not None and described.shape != described.global_shape
-        if is_piece and not self._is_compact:
+        if is_piece and (not self._is_compact or _own_ranges(described)):
             result["ranges"] = [[list(r) for r in dim] for dim in described.ranges or ()]
         self._pieces[number, flags] = result
         return result
@@ -214,7 +241,7 @@ class SlotData:
         return made
 
 
-_BEHIND = frozenset({"rows", "summary", "values", "combined"})
+_BEHIND = frozenset({"rows", "kept", "not_kept", "summary", "values", "combined"})
 """What stands behind `disagree` in an entry."""
 
 
@@ -261,6 +288,11 @@ def _summaries(
         ):
             summary[name] = [number(low), number(high)] if known else None
     return made
+
+
+def _own_ranges(described: Description) -> tuple[Ranges, ...] | None:
+    """Return the ranges that do not follow from the placements: of what was cut by hand."""
+    return described.ranges if described.source == LayoutSource.DECLARED.value else None
 
 
 def _layout(described: Description) -> Data:

@@ -10,7 +10,7 @@ and a replica its beginning; together they are the whole. What processes of one 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -27,7 +27,14 @@ from rankscope.spool.segment import segment_indexes
 from rankscope.tree.names import REPLICA_FOLDER
 from rankscope.tree.streams import Array, StreamBytes
 
-__all__ = ["REPLICA_FOLDER", "EndMarker", "find_streams", "read_end_marker", "replica_path"]
+__all__ = [
+    "REPLICA_FOLDER",
+    "EndMarker",
+    "find_streams",
+    "origins_in",
+    "read_end_marker",
+    "replica_path",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,9 +97,33 @@ def find_streams(folders: Sequence[Path]) -> list[StreamBytes]:
     for folder in folders:
         if not folder.is_dir():
             raise FolderError(f"{folder}: no such folder")
-        for place in (folder, folder / REPLICA_FOLDER):
-            entries += sorted(place.iterdir()) if place.is_dir() else []
+        entries += _entries(folder)
     return _told_apart([_join(found) for found in _by_process(entries)])
+
+
+def origins_in(folder: Path) -> dict[StreamId, int]:
+    """Return which process wrote each stream of one folder, as far as that is known there."""
+    found: dict[StreamId, int] = {}
+    for stream, entry, length in _places(_entries(folder)):
+        origin = _origin(entry, length)
+        if origin != UNKNOWN:
+            found.setdefault(stream, origin)
+    return found
+
+
+def _entries(folder: Path) -> list[Path]:
+    """Return what may be replicas or stream folders of a trace folder or a host's run folder."""
+    places = [place for place in (folder, folder / REPLICA_FOLDER) if place.is_dir()]
+    return [entry for place in places for entry in sorted(place.iterdir())]
+
+
+def _places(entries: Sequence[Path]) -> Iterator[tuple[StreamId, Path, int | None]]:
+    """Yield every replica with its valid length, then every stream folder (no length)."""
+    replicas = [(one, one.name[:-6], True) for one in entries if one.suffix == ".cells"]
+    for entry, name, is_file in replicas + [(one, one.name, False) for one in entries]:
+        stream = stream_named(name)
+        if stream is not None and (entry.is_file() if is_file else segment_indexes(entry)):
+            yield stream, entry, valid_prefix(entry) if is_file else None
 
 
 def _by_process(entries: Sequence[Path]) -> list[_Found]:
@@ -103,12 +134,7 @@ def _by_process(entries: Sequence[Path]) -> list[_Found]:
     """
     found: dict[tuple[int, int], _Found] = {}
     vague: list[tuple[StreamId, Path, int | None]] = []
-    replicas = [(one, one.name[:-6], True) for one in entries if one.suffix == ".cells"]
-    for entry, name, is_file in replicas + [(one, one.name, False) for one in entries]:
-        stream = stream_named(name)
-        if stream is None or not (entry.is_file() if is_file else segment_indexes(entry)):
-            continue
-        length = valid_prefix(entry) if is_file else None
+    for stream, entry, length in _places(entries):
         origin = _origin(entry, length)
         if origin == UNKNOWN:
             vague.append((stream, entry, length))

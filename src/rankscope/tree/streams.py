@@ -69,6 +69,8 @@ class RankStream:
     steps: Array
     gaps: Array
     errors: Array
+    tensors: Array
+    """TENSOR_DTYPE, in the order they were committed."""
     committed: int | None
     origin: int
     """Which process wrote it (`spool.origin`), 0 where nothing arrived."""
@@ -77,6 +79,8 @@ class RankStream:
     dropped: int
     end: EndReason
     notes: tuple[str, ...] = ()
+    kept_notes: tuple[str, ...] = ()
+    """What was not kept of the full tensors that were asked for, and what became of the chunks."""
 
     @property
     def clock_offset_ns(self) -> int:
@@ -130,13 +134,25 @@ def read_stream(
         steps=found.columns(RecordKind.STEP)[1],
         gaps=gaps,
         errors=found.columns(RecordKind.ERROR)[1],
+        tensors=found.columns(RecordKind.TENSOR)[1],
         committed=committed,
         origin=origin_of(data[: found.committed_bytes]),
         received=found.committed_bytes,
         dropped=max(said.dropped_records, int(gaps["records"].sum())),
         end=said.reason or source.end or EndReason.RUNNING,
         notes=(*source.notes, *rejected),
+        kept_notes=_not_kept(definitions),
     )
+
+
+def _not_kept(definitions: dict[int, dict[str, Any]]) -> tuple[str, ...]:
+    """Return what a rank noted of tensors it did not keep, the latest for each reason."""
+    latest = {
+        str(d.get("reason")): str(d.get("text"))
+        for d in definitions.values()
+        if d["kind"] == "not_kept"
+    }
+    return tuple(latest.values())
 
 
 def _definitions(

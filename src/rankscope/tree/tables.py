@@ -19,6 +19,7 @@ from rankscope.record.value import ValueFlag
 from rankscope.spool.cells import NO_SEQUENCE
 from rankscope.tree.interning import Interned, Vocabulary
 from rankscope.tree.streams import RankStream
+from rankscope.tree.tensorfiles import standing_references
 
 __all__ = ["UNFINISHED", "Tables", "build_tables", "factorize"]
 
@@ -60,6 +61,8 @@ class Tables:
     """[rows, K]."""
     paths: list[str]
     """What the numbers in the calls' column "path" mean."""
+    chunk: NDArray[np.uint32]
+    """Number of the chunk that holds each value's bytes, 0 for none."""
     errors: list[tuple[int, int, int]]
     """stream, row of `calls` (-1 for none), text number."""
     orphans: list[int]
@@ -183,6 +186,7 @@ def _values(
     first_sample: int,
 ) -> dict[str, NDArray[Any]]:
     values, rows = _standing(stream.values)
+    values, chunk = _kept(values, stream)
     heads = stream.samples.heads
     call = _find(order, stream.enters["sequence"], values["sequence"])
     start = np.full(len(values), -1, np.int64)
@@ -211,7 +215,27 @@ def _values(
         "sample_start": start,
         "sample_count": count,
         "sample_dim": dim,
+        "chunk": chunk,
     }
+
+
+def _kept(values: NDArray[Any], stream: RankStream) -> tuple[NDArray[Any], NDArray[np.uint32]]:
+    """Return the values with the keys under which their bytes lie, and the number of each one's
+    chunk; bytes that never arrived are marked as not kept."""
+    chunk = np.zeros(len(values), np.uint32)
+    was_given = values["reference"] != 0
+    if not was_given.any():
+        return values, chunk
+    keys = standing_references(values["reference"], stream.tensors)
+    values = values.copy()
+    values["reference"] = keys
+    values["flags"][was_given & (keys == 0)] |= np.uint32(ValueFlag.NOT_KEPT)
+    if len(stream.tensors):
+        order = np.argsort(stream.tensors["reference"], kind="stable")
+        known = stream.tensors["reference"][order]
+        at = np.searchsorted(known, keys[keys != 0])
+        chunk[keys != 0] = stream.tensors["chunk"][order][at]
+    return values, chunk
 
 
 def _standing(values: NDArray[Any]) -> tuple[NDArray[Any], NDArray[np.int64]]:

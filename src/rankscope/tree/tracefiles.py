@@ -9,12 +9,16 @@ import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import rankscope
 from rankscope.errors import TraceError, TraceVersionError
 from rankscope.tree.names import REPLICA_FOLDER, TRACE_NAME, Progress
 from rankscope.tree.numbers import Columns
+
+if TYPE_CHECKING:
+    from rankscope.record.run import StreamId
+    from rankscope.tree.tensorfiles import TensorRecords
 
 __all__ = ["TraceFiles", "wait_for_collector"]
 
@@ -60,6 +64,10 @@ class TraceFiles:
         from rankscope.tree.columns import map_columns  # numpy: a small tree is shown without
 
         return map_columns(self._folder / self.head["storage"]["values"].replace("/", ""))
+
+    def tensors(self) -> Mapping[StreamId, TensorRecords]:
+        """Return {}: the chunks of a finished trace need no records."""
+        return {}
 
 
 def _load(path: Path, kind: str) -> dict[str, Any]:

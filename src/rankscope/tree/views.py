@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rankscope.record.call import CallKey, Mode, Phase
-from rankscope.record.placement import (
-    Layout,
-    LayoutSource,
-    Mesh,
-    Ranges,
-    global_ranges,
-    parse_placement,
-)
+from rankscope.record.placement import Layout
 from rankscope.record.value import Digest, Samples
 from rankscope.tree.combined import Combined
 from rankscope.tree.damage import damaged_is_trace_error
-from rankscope.tree.numbers import (
-    COUNTS,
-    STATISTICS,
-    Columns,
-    Fold,
-    column_digest,
-    read_combined,
-    read_fold,
-)
+from rankscope.tree.numbers import COUNTS, STATISTICS
 from rankscope.tree.ranks import parse_ranks, ranks_named
+from rankscope.tree.slotview import SlotView, Whereabouts
+
+if TYPE_CHECKING:
+    import torch
+
+    from rankscope.record.layoutfile import LayoutFile
+    from rankscope.tree.reader import Trace
 
 __all__ = [
     "GroupHead",
@@ -51,16 +42,6 @@ class GroupHead:
     incarnation: int
 
 
-@dataclass(frozen=True, slots=True)
-class Whereabouts:
-    """What views need beside their own data: the numbers' columns and the run's meshes."""
-
-    columns: Callable[[], Columns]
-    meshes: Mapping[str, tuple[Mesh, ...]]
-    file: Path
-    """What their own data was read from."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """How a call ended on some ranks."""
@@ -80,131 +61,6 @@ class Timing:
     max_us: float | None
     slowest: int | None
     """Rank of max_us."""
-
-
-@damaged_is_trace_error
-@dataclass(frozen=True, slots=True)
-class SlotView:
-    """One slot of one node, as the ranks that agree on it hold it."""
-
-    data: Mapping[str, Any]
-    place: int
-    """Which entry of its node's list it is."""
-    _where: Whereabouts = field(repr=False)
-
-    @property
-    def slot(self) -> str:
-        """Name: `input.0`, `output`, `param:weight` ..."""
-        return str(self.data["slot"])
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """Ranks that have a value here."""
-        return parse_ranks(self.data["ranks"])
-
-    @property
-    def dtype(self) -> str:
-        """torch's name without the prefix, or "python"."""
-        return str(self.data["dtype"])
-
-    @property
-    def global_shape(self) -> tuple[int, ...] | None:
-        """Shape of the whole tensor, None where the layout is unknown."""
-        shape = self.data["shape"]
-        return None if shape is None else tuple(shape)
-
-    @property
-    def disagreement(self) -> tuple[str, ...]:
-        """What the ranks of this slot's entries differ in; () where there is one entry."""
-        return tuple(self.data.get("disagree", ()))
-
-    @property
-    def placements(self) -> dict[str, str]:
-        """{axis: placement}; {} where the layout is unknown."""
-        return dict(self.data["layout"].get("placements", {}))
-
-    def layout(self, rank: int | None = None) -> Layout:
-        """Return the layout, with the mesh `rank` (default: the lowest) is in."""
-        data = self.data["layout"]
-        source = LayoutSource(data["source"])
-        wanted = self.ranks[0] if rank is None else rank
-        mesh = next(
-            (m for m in self._where.meshes.get(data.get("mesh", ""), ()) if wanted in m.ranks), None
-        )
-        if mesh is None:
-            return Layout(source=source)
-        texts = data["placements"]
-        return Layout(
-            source=source, mesh=mesh, placements=tuple(parse_placement(texts[a]) for a in mesh.axes)
-        )
-
-    @property
-    def folds(self) -> tuple[Fold, ...]:
-        """The distinct values; in a large trace, ranks of the same shape together, without
-        numbers."""
-        return tuple(read_fold(each) for each in self.data["values"])
-
-    @property
-    def distinct(self) -> int:
-        """How many different values the ranks hold."""
-        summary = self.data.get("summary")
-        return int(summary["distinct"]) if summary else len(self.data["values"])
-
-    @property
-    def summary(self) -> Mapping[str, Any] | None:
-        """Over the ranks, where the numbers stand in the columns alone."""
-        return self.data.get("summary")
-
-    @property
-    def combined(self) -> tuple[Combined, ...]:
-        """Global statistics, one per mesh that gives another result; () where nothing is
-        sharded."""
-        return tuple(read_combined(each) for each in self.data.get("combined", ()))
-
-    @property
-    def rows(self) -> range:
-        """Rows of the value columns, one per rank."""
-        return range(*self.data["rows"])
-
-    def per_rank(self) -> dict[int, Digest | None]:
-        """Return each rank's numbers, None where a value was not digested."""
-        if self.data.get("summary") is None:
-            return {rank: fold.digest for fold in self.folds for rank in fold.ranks}
-        columns, rows = self._where.columns(), self.rows
-        return {
-            int(columns["values.rank"][row]): column_digest(columns, row)
-            if columns["values.digested"][row]
-            else None
-            for row in rows
-        }
-
-    def ranges(self, rank: int) -> tuple[Ranges, ...] | None:
-        """Return the global indices a rank holds, None where the layout is unknown."""
-        for each in self.data["values"]:
-            if "ranges" in each and rank in parse_ranks(each["ranks"]):
-                return tuple(tuple((a, b) for a, b in dim) for dim in each["ranges"])
-        layout, shape = self.layout(rank), self.global_shape
-        at = layout.mesh.coordinate(rank) if layout.mesh else None
-        if layout.mesh is None or shape is None or at is None:
-            return None
-        return global_ranges(shape, layout.mesh.shape, at, layout.placements)
-
-    def samples(self) -> dict[int, Samples]:
-        """Return per-sample sketches by rank, for the ranks that have them."""
-        columns = self._where.columns()
-        found = {}
-        for row in self.rows:
-            first, count = (
-                int(columns["values.sample_row"][row]),
-                int(columns["values.sample_count"][row]),
-            )
-            if first >= 0:
-                rows = columns["samples.sketch"][first : first + count].tolist()
-                dim = int(columns["values.sample_dim"][row])
-                found[int(columns["values.rank"][row])] = Samples(
-                    dim=dim, rows=tuple(map(tuple, rows))
-                )
-        return found
 
 
 def shape_text(slot: SlotView, rank: int | None = None) -> str:
@@ -229,6 +85,36 @@ class Value:
 
     views: tuple[SlotView, ...]
     """One, or several where ranks disagree in dtype, global shape or layout."""
+    node: Node
+
+    def local(self, rank: int) -> torch.Tensor:
+        """Return what a rank held, over the bytes in the trace folder: mapped, not read. Writing to
+        it leaves the trace as it is.
+
+        Raises:
+            SelectionError: the rank has no value here, or its bytes were not kept; says why.
+        """
+        from rankscope.tree.globalvalues import local_tensor
+
+        return local_tensor(self, rank)
+
+    def full(self, layouts: LayoutFile | None = None) -> torch.Tensor:
+        """Return the global tensor, put together from what the ranks held.
+
+        Warns (`TensorWarning`) where ranks that should hold the same do not, or could not be
+        compared, and of what was inferred; `rankscope.tree.globalvalues.whole_value` returns all
+        of it beside the tensor.
+
+        Args:
+            layouts: declared layouts, for values that no DTensor describes.
+
+        Raises:
+            SelectionError: bytes that are needed were not kept; says why.
+            LayoutError: nothing says how the pieces belong together, or they contradict it.
+        """
+        from rankscope.tree.globalvalues import full_tensor
+
+        return full_tensor(self, layouts)
 
     def __str__(self) -> str:
         first = self.views[0]
@@ -413,10 +299,15 @@ class Node:
         """Calls made inside this one."""
         return tuple(Node(each, self.head, self._where) for each in self.data["children"])
 
+    @property
+    def trace(self) -> Trace:
+        """The trace it is of."""
+        return self._where.trace
+
     def value(self, slot: str) -> Value | None:
         """Return the value of one slot over all ranks, None where the node has no such slot."""
         views = tuple(view for view in self.slots if view.slot == slot)
-        return Value(views) if views else None
+        return Value(views, self) if views else None
 
     def walk(self) -> Iterator[Node]:
         """Yield this node and everything below it, parents first."""

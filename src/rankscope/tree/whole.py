@@ -102,7 +102,7 @@ class WholeTensors:
     ) -> Plan | str:
         described = [self._descriptions[int(description[row])] for row in rows]
         held = [
-            Holding(rank=int(self._rank_of_stream[stream[row]]), shape=d.shape, ranges=d.ranges)
+            Holding(rank=int(self._rank_of_stream[stream[row]]), shape=d.shape, ranges=d.offsets)
             for row, d in zip(rows, described)
         ]
         whole = described[0].global_shape

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rankscope.errors import FolderError
+from rankscope.spool.chunkheader import TENSOR_FOLDER
 from rankscope.spool.outfolder import typed
 from rankscope.spool.replacing import replacing
 from rankscope.tree.jsontext import json_text
@@ -69,11 +70,12 @@ def write_trace(
 
 
 def _head(document: Document, *, is_inline: bool) -> dict[str, Any]:
+    storage = {"values": VALUES_NAME, "numbers": "inline" if is_inline else "columns"}
     return {
         "format": TRACE_FORMAT,
         "run": document.run,
         "completeness": document.completeness,
-        "storage": {"values": VALUES_NAME, "numbers": "inline" if is_inline else "columns"},
+        "storage": storage | ({"tensors": TENSOR_FOLDER} if document.tensors else {}),
     }
 
 

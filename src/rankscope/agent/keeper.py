@@ -1,0 +1,339 @@
+"""Full tensors: which are kept, that equal ones are stored once, and what could not be kept.
+
+A kept tensor has a reference, a number from 1 in each life of a rank. Its bytes are written first,
+then its TENSOR record, then the value that refers to it; so a reference in a value means bytes that
+are whole. (From an accelerator they arrive later: there the reference may come before the record,
+and one without a record means that the tensor never arrived.)
+"""
+
+from __future__ import annotations
+
+import os
+from _thread import get_ident
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import xxhash
+
+from rankscope.agent.settings import matches
+from rankscope.capture.describe import Described
+from rankscope.capture.keeping import byte_pieces, own_bytes, why_not_stored
+from rankscope.capture.staging import DeviceStaging
+from rankscope.errors import ChunkError, ChunkFullError
+from rankscope.spool.chunks import ByteArray, ChunkEntry, ChunkWriter
+from rankscope.spool.turn import Token, Turn, Wait
+
+__all__ = ["Keeper", "free_disk_share", "size_of"]
+
+_MOST_STORED: Final = 1 << 16
+"""Stored tensors remembered, so that equal ones are found; the oldest are forgotten first."""
+_MOST_NAMES: Final = 1 << 16
+_MOST_REASONS: Final = 50
+_SHARE: Final = 0.5
+_CLOSED: Final = "the trace is closed"
+_xxh3: Final[Any] = xxhash.xxh3_64_intdigest
+RecordTensor = Callable[[int, ChunkEntry, Described], bool]
+"""Commits a TENSOR record: reference, where the bytes are, what they are; False where the spool
+had no room for it."""
+
+
+class Keeper:
+    """Keeps the full tensors of one rank. Call it with torch's function modes out of the way
+    (`rankscope.capture.invisible`); every method may be called from several threads.
+    """
+
+    def __init__(
+        self,
+        globs: Iterable[str],
+        writer: ChunkWriter,
+        record: RecordTensor,
+        *,
+        memory_bytes: int,
+        tell: Callable[[str], None],
+        note: Callable[[str, str], None] | None = None,
+    ) -> None:
+        """Prepare to keep; nothing is made before the first tensor.
+
+        Args:
+            globs: `path:slot`, split at the first colon; without one all slots of those paths.
+            writer: where the bytes go, and how many may.
+            record: commits what stands in the chunk.
+            memory_bytes: bytes on their way from an accelerator, held at a time.
+            tell: called once for each reason for which something is not kept, and for the sums.
+            note: told the same, the reason before the text, for the trace.
+        """
+        self._globs = {glob: _split(glob) for glob in globs}
+        self._unmatched = {*self._globs}
+        self._wanted: dict[tuple[str, str], bool] = {}
+        self._writer = writer
+        self._record = record
+        self._memory_bytes = memory_bytes
+        self._tell = tell
+        self._note = note or (lambda _reason, _text: None)
+        self._said: set[str] = set()
+        working = (Keeper.keep.__code__, Keeper.collect.__code__, Keeper.close.__code__)
+        self._turn = Turn(frozenset(working))
+        self._next_reference = 1
+        self._stored: dict[tuple[int, str, tuple[int, ...]], ChunkEntry] = {}
+        self._staging: dict[torch.device, DeviceStaging] = {}
+        self._staged: dict[tuple[torch.device, int], tuple[int, Described]] = {}
+        self._refusal = ""
+        """Why the last tensor was not stored."""
+        self._missed: dict[str, list[int]] = {}
+        """Reason to [tensors, bytes]."""
+
+    def wants(self, path: str | None, slot: str) -> bool:
+        """True where the globs take this slot of this path; of a path that is not known any more,
+        where they take it of any: rather too much is kept than silently too little."""
+        if path is None:
+            return any(matches((s,), slot) for _, s in self._globs.values())
+        found = self._wanted.get((path, slot))
+        if found is None:
+            taking = {
+                glob
+                for glob, (p, s) in self._globs.items()
+                if matches((p,), path) and matches((s,), slot)
+            }
+            self._unmatched -= taking
+            found = bool(taking)
+            if len(self._wanted) >= _MOST_NAMES:
+                self._wanted.clear()
+            self._wanted[path, slot] = found
+        return found
+
+    def keep(self, tensor: torch.Tensor, described: Described) -> int:
+        """Keep a tensor as it is now; when this returns it may change or be freed.
+
+        Args:
+            tensor: what `Describer.describe` gave: plain, of this rank.
+            described: its description.
+
+        Returns:
+            The reference under which its bytes are found; 0 where it is not kept.
+        """
+        if not self._writer.is_open:
+            return self._miss(self._writer.trouble or _CLOSED, tensor)
+        token = (get_ident(),)
+        if not self._takes_turn(token):
+            return self._miss("another thread, or what a signal interrupted, was writing", tensor)
+        try:
+            can_read = described.can_digest or described.can_digest_on_device
+            reason = why_not_stored(described.meta, can_read=can_read)
+            if reason is not None:
+                return self._miss(f"{described.meta.dtype}: {reason}", tensor)
+            if described.can_digest_on_device:
+                return self._stage(tensor, described)
+            return self._store_from_host(tensor, described)
+        finally:
+            self._give_turn(token)
+
+    def collect(self, *, wait: bool = False) -> None:
+        """Store what has arrived from accelerators.
+
+        Args:
+            wait: wait for all of it. Only at the end of a trace.
+        """
+        if not self._staged:
+            return
+        token = (get_ident(),)
+        if not self._takes_turn(token):
+            return
+        try:
+            self._collect(wait=wait)
+        finally:
+            self._give_turn(token)
+
+    def close(self) -> None:
+        """Store what is still on its way, finish the open chunk, and tell what was not kept."""
+        token = (get_ident(),)
+        if not self._takes_turn(token):
+            return  # nested in a write: the chunk is finished from the records
+        try:
+            self._collect(wait=True)
+            for staging in self._staging.values():
+                staging.close()
+            self._staging.clear()
+            self._writer.finish()
+        except ChunkError as error:
+            self._tell(str(error))
+        finally:
+            self._give_turn(token)
+        for reason, line in zip(self._missed, self.notes()):
+            self._tell(line)
+            self._note(reason, line)
+
+    def notes(self) -> list[str]:
+        """Return a line for each reason for which tensors were not kept: how many, how large."""
+        return [
+            f"{count} tensors ({size / 1e6:.1f} MB) were not kept: {reason}"
+            for reason, (count, size) in self._missed.items()
+        ]
+
+    def expect(self, nbytes: int) -> None:
+        """Say once where what is going to be kept can never fit.
+
+        Args:
+            nbytes: parameters that are to be kept, all together.
+        """
+        limit = self._writer.limit_bytes
+        if nbytes > limit:
+            text = (
+                f"the parameters to keep take {nbytes / 1e6:.1f} MB, the disk budget is "
+                f"{limit / 1e6:.1f} MB: raise --rs-tensor-budget, or keep fewer with --rs-tensors"
+            )
+            if text not in self._said:
+                self._said.add(text)
+                self._tell(text)
+                self._note(text, text)
+
+    def unmatched_globs(self) -> list[str]:
+        """Return the globs that took nothing so far: most likely they are misspelt."""
+        return [glob for glob in self._globs if glob in self._unmatched]
+
+    # ------------------------------------------------------------------ storing
+
+    def _store_from_host(self, tensor: torch.Tensor, described: Described) -> int:
+        whole = own_bytes(tensor)
+        if whole is None:
+            entry = self._store(self._next_reference, byte_pieces(tensor), None, described)
+        else:
+            checksum = int(_xxh3(whole))
+            entry = self._store(self._next_reference, (whole,), checksum, described, tensor)
+        return self._miss(self._refusal, tensor) if entry is None else entry.reference
+
+    def _store(
+        self,
+        reference: int,
+        pieces: Iterable[ByteArray],
+        checksum: int | None,
+        described: Described,
+        live: torch.Tensor | None = None,
+    ) -> ChunkEntry | None:
+        """Store bytes under a reference, or find the entry of equal ones; None where neither was
+        possible, `_refusal` says why.
+
+        `live` is the tensor whose own memory the one piece is: what another thread or process wrote
+        into it meanwhile makes the checksum that of something else, so it is asked for again.
+        """
+        meta = described.meta
+        if checksum is not None:
+            known = self._stored.get((checksum, meta.dtype, meta.shape))
+            if known is not None:
+                return known
+        self._refusal = self._writer.trouble or _CLOSED
+        try:
+            entry = self._writer.write(reference, meta.dtype, meta.shape, pieces, checksum=checksum)
+            if live is not None and any(_xxh3(piece) != checksum for piece in pieces):
+                copies = byte_pieces(live)
+                entry = self._writer.write(reference, meta.dtype, meta.shape, copies)
+        except ChunkFullError:
+            self._refusal = "the disk budget is used up (--rs-tensor-budget)"
+            return None
+        except ChunkError:
+            self._refusal = self._writer.trouble
+            return None
+        if entry is None:
+            return None
+        key = (entry.checksum, meta.dtype, meta.shape)
+        known = self._stored.get(key)
+        if known is not None:
+            return known  # what was just written is not committed: its place is used again
+        # before anything else: an interrupt from here on may cost a number, never give it twice
+        self._next_reference = max(self._next_reference, reference + 1)
+        self._writer.commit(entry)
+        if not self._record(reference, entry, described):
+            self._writer.withdraw(entry)
+            self._refusal = "the spool is full (--rs-spool-bytes)"
+            return None
+        if len(self._stored) >= _MOST_STORED:
+            del self._stored[next(iter(self._stored))]
+        self._stored[key] = entry
+        return entry
+
+    def _stage(self, tensor: torch.Tensor, described: Described) -> int:
+        device = tensor.device
+        staging = self._staging.get(device)
+        if staging is None:
+            staging = self._staging[device] = DeviceStaging(device, self._memory_bytes)
+        ticket = staging.stage(tensor)
+        if ticket is None:
+            self._collect(wait=False)
+            ticket = staging.stage(tensor)
+        if ticket is None:
+            return self._miss(
+                "no room on the way from the accelerator (--rs-tensor-memory)", tensor
+            )
+        reference = self._next_reference
+        self._next_reference += 1
+        self._staged[device, ticket] = reference, described
+        return reference
+
+    def _collect(self, *, wait: bool) -> None:
+        for device, staging in self._staging.items():
+            for ticket, data in staging.arrived(wait=wait):
+                found = self._staged.pop((device, ticket), None)
+                if found is None:
+                    continue  # interrupted before its reference was given
+                reference, described = found
+                entry = self._store(reference, (data,), int(_xxh3(data)), described)
+                if entry is None:
+                    self._count(self._refusal, len(data))
+                elif entry.reference != reference:
+                    self._record(reference, entry, described)
+
+    # ------------------------------------------------------------------ not kept
+
+    def _miss(self, reason: str, tensor: torch.Tensor) -> int:
+        self._count(reason, size_of(tensor))
+        return 0
+
+    def _count(self, reason: str, size: int) -> None:
+        missed = self._missed.get(reason)
+        if missed is None and len(self._missed) >= _MOST_REASONS:
+            reason = "(further reasons)"
+            missed = self._missed.get(reason)
+        if missed is None:
+            missed = self._missed[reason] = [0, 0]
+            self._tell(f"tensors are not kept: {reason}")
+            self._note(reason, f"tensors were not kept: {reason}")
+        missed[0] += 1
+        missed[1] += size
+
+    # ------------------------------------------------------------------ turns
+
+    def _takes_turn(self, token: Token) -> bool:
+        holder = self._turn.holder
+        if holder.setdefault(0, token) is token:
+            return True
+        return self._turn.wait(token, 3) is not Wait.REFUSED
+
+    def _give_turn(self, token: Token) -> None:
+        if self._turn.holder.get(0) is token:
+            del self._turn.holder[0]
+
+
+def _split(glob: str) -> tuple[str, str]:
+    path, colon, slot = glob.partition(":")
+    return path, slot if colon else "*"
+
+
+def size_of(tensor: torch.Tensor) -> int:
+    """Return the bytes of a tensor, 0 for one that does not tell."""
+    try:
+        return int(tensor.numel()) * tensor.element_size()
+    except (RuntimeError, TypeError, NotImplementedError):
+        return 0
+
+
+def free_disk_share(folder: Path, writers: int) -> int:
+    """Return the default budget of one rank: half of what is free, divided by who writes there.
+
+    Args:
+        folder: the trace folder, or one that will be made.
+        writers: ranks that keep tensors on that disk.
+    """
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    found = os.statvfs(existing)
+    return int(found.f_bavail * found.f_frsize * _SHARE) // max(writers, 1)

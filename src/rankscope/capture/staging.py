@@ -1,0 +1,166 @@
+"""Full tensors from an accelerator to the host, without ever waiting for it.
+
+On the caller's stream the tensor is copied into memory of our own, so that what arrives is the
+value at the call, whatever happens to the tensor afterwards. From there a side stream copies it
+into a ring of pinned host memory and records an event; `arrived` gives what has passed its event.
+Copies and ring are bounded by one limit: what does not fit is not kept.
+
+Nothing in a hook synchronizes; only `arrived(wait=True)`, at the end of a trace, waits. On the CPU
+the same code runs without streams, so that it can be tested there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from rankscope.capture.invisible import invisible_operations
+
+__all__ = ["DeviceStaging"]
+
+_ALIGNMENT: Final = 64
+ByteArray = npt.NDArray[np.uint8]
+
+
+class _Flight(NamedTuple):
+    """One tensor on its way."""
+
+    ticket: int
+    start: int
+    stop: int
+    """Its place in the ring."""
+    nbytes: int
+    source: torch.Tensor
+    """Kept until the copy is done."""
+    is_done: Callable[[], bool]
+    wait: Callable[[], object]
+
+
+class DeviceStaging:
+    """Carries tensors of one device to the host. For one thread at a time."""
+
+    def __init__(self, device: torch.device, limit_bytes: int) -> None:
+        """Prepare; the ring is made with the first tensor.
+
+        Args:
+            device: where the tensors lie.
+            limit_bytes: size of the ring, and at most as much is held on the device.
+        """
+        self._device = device
+        self._limit_bytes = limit_bytes - limit_bytes % _ALIGNMENT
+        self._flights: deque[_Flight] = deque()
+        self._head = 0
+        """Where the ring is free, up to the oldest flight."""
+        self._next_ticket = 0
+        self._ring: torch.Tensor | None = None
+        self._side: Any = None
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of tensors on their way."""
+        return sum(flight.stop - flight.start for flight in self._flights)
+
+    def stage(self, local: torch.Tensor) -> int | None:
+        """Enqueue the copy of a tensor as it is now, on the current stream.
+
+        Returns:
+            The ticket under which `arrived` gives its bytes; None where it does not fit beside what
+            is on its way, where there is no memory for the copy, or while a CUDA graph is captured,
+            of which the copy would become part.
+        """
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return None
+        nbytes = local.numel() * local.element_size()
+        place = self._place_for(max(_ALIGNMENT, -(-nbytes // _ALIGNMENT) * _ALIGNMENT))
+        if place is None:
+            return None
+        try:
+            with invisible_operations():
+                ring = self._ring if self._ring is not None else self._make_ring()
+                source = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+                if nbytes:
+                    # a copy also resolves conjugate and negative bits
+                    source.view(local.dtype).view(local.shape).copy_(local.detach())
+                is_done, wait = self._send(source, ring[place[0] : place[0] + nbytes])
+        except RuntimeError:  # out of memory there or here: the program needs it more than we do
+            if self._ring is None:
+                self._limit_bytes = 0  # and none to pin: do not try again
+            return None
+        self._next_ticket += 1
+        self._flights.append(_Flight(self._next_ticket, *place, nbytes, source, is_done, wait))
+        self._head = place[1]
+        return self._next_ticket
+
+    def arrived(self, *, wait: bool = False) -> Iterator[tuple[int, ByteArray]]:
+        """Yield (ticket, bytes) of every tensor that has arrived, in the order they were staged.
+
+        The bytes are good until the next one is asked for.
+
+        Args:
+            wait: wait for the device. Only at the end of a trace.
+        """
+        while self._flights and (wait or self._flights[0].is_done()):
+            flight = self._flights[0]
+            if wait:
+                flight.wait()
+            try:
+                yield flight.ticket, self._bytes(flight)
+            finally:
+                self._flights.popleft()
+
+    def close(self) -> None:
+        """Let go of the ring: no tensor of ours is alive when the interpreter ends."""
+        self._flights.clear()
+        self._ring = self._side = None
+
+    def _place_for(self, size: int) -> tuple[int, int] | None:
+        """Return a free piece of the ring, None where there is none."""
+        if not self._flights:
+            return (0, size) if size <= self._limit_bytes else None
+        tail = self._flights[0].start
+        if self._head > tail:
+            if self._head + size <= self._limit_bytes:
+                return self._head, self._head + size
+            return (0, size) if size <= tail else None
+        return (self._head, self._head + size) if self._head + size <= tail else None
+
+    def _make_ring(self) -> torch.Tensor:
+        is_pinned = self._device.type != "cpu"
+        self._ring = torch.empty(
+            self._limit_bytes, dtype=torch.uint8, device="cpu", pin_memory=is_pinned
+        )
+        return self._ring
+
+    def _bytes(self, flight: _Flight) -> ByteArray:
+        if not flight.nbytes:
+            return np.empty(0, np.uint8)
+        assert self._ring is not None  # a flight has a place in it
+        address = self._ring.data_ptr() + flight.start
+        memory: Any = (ctypes.c_char * flight.nbytes).from_address(address)
+        data: ByteArray = np.frombuffer(memory, np.uint8)
+        return data
+
+    def _send(
+        self, source: torch.Tensor, target: torch.Tensor
+    ) -> tuple[Callable[[], bool], Callable[[], object]]:
+        """Copy to the host on the side stream; return whether it is done, and how to wait."""
+        if self._device.type == "cpu":
+            target.copy_(source)
+            return lambda: True, lambda: None
+        accelerator: Any = getattr(torch, self._device.type)
+        if self._side is None:
+            self._side = accelerator.Stream(self._device)
+        ready = accelerator.Event()
+        ready.record(accelerator.current_stream(self._device))
+        with accelerator.stream(self._side):
+            self._side.wait_event(ready)
+            target.copy_(source, non_blocking=True)
+            done = accelerator.Event()
+            done.record(self._side)
+        return done.query, done.synchronize

@@ -1,0 +1,54 @@
+"""`rankscope export`: a trace in the format of another tool."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+__all__ = ["command"]
+
+
+def command(
+    format_name: Annotated[
+        str, typer.Option("--format", metavar="FORMAT", help="jsonl, perfetto or parquet.")
+    ],
+    out: Annotated[
+        Path,
+        typer.Option(metavar="PATH", help="New file, for parquet new folder; never overwritten."),
+    ],
+    trace: Annotated[
+        Optional[Path], typer.Argument(help="Trace folder; default the newest rankscope-* here.")  # noqa: UP045  # typer reads it on 3.10
+    ] = None,
+    path: Annotated[
+        str, typer.Option(metavar="GLOB", help="Modules: fnmatch on the whole path.")
+    ] = "*",
+    step: Annotated[
+        str, typer.Option(metavar="STEPS", help="Steps: 0-2,5 or all; default all.")
+    ] = "",
+    mode: Annotated[str, typer.Option(help="train or eval; default both.")] = "",
+    phase: Annotated[
+        str, typer.Option(metavar="PHASES", help="Phases, separated by commas; default all.")
+    ] = "",
+    rank: Annotated[
+        str, typer.Option(metavar="RANKS", help="Ranks: 0-3,8 or all; default all.")
+    ] = "",
+) -> None:
+    """Write a trace in the format of another tool; PATH appears when it is whole."""
+    from rankscope.cli.terminal import opened, progress
+    from rankscope.view.formats import export, format_named
+    from rankscope.view.selection import Selection
+
+    format_named(format_name)
+    selection = Selection.parse(path=path, step=step, mode=mode, phase=phase, rank=rank)
+    found = opened(trace)
+    if not found.is_complete:
+        typer.echo(
+            f"rankscope: {found.path} is incomplete: see rankscope verify {found.path}", err=True
+        )
+    with progress() as say:
+        first, *more = export(found, format_name, out, selection, say)
+    typer.echo(f"{out}: {first}")
+    for line in more:
+        typer.echo(f"rankscope: {line}", err=True)

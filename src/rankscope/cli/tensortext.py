@@ -1,0 +1,127 @@
+"""The lines of `rankscope tensor`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import typer
+
+from rankscope.cli.terminal import opened, visible
+from rankscope.errors import SettingError
+from rankscope.record.layoutfile import LayoutFile
+from rankscope.tree.askedtensors import asked_tensors, printed, save_tensors
+from rankscope.tree.ranks import ranks_text
+from rankscope.tree.reader import Trace
+from rankscope.tree.selection import default_phase
+from rankscope.tree.tensorlist import Kept, Listing, list_tensors
+from rankscope.tree.tensornames import Wanted, choose
+
+__all__ = ["listing_lines", "run_tensor"]
+
+_MOST_SHAPES = 3
+_HEADINGS = ("tensor", "dtype", "shape", "ranks", "values", "bytes")
+
+
+def run_tensor(
+    path: Path | None,
+    wanted: Wanted,
+    *,
+    rank: int | None,
+    is_global: bool,
+    layout: Path | None,
+    out: Path | None,
+    is_printed: bool,
+) -> None:
+    """Do what `rankscope tensor` was asked for.
+
+    Raises:
+        SettingError: options that contradict each other.
+    """
+    if rank is not None and is_global:
+        raise SettingError("--rank and --global: ask for one rank's tensor or for the global one")
+    is_handed_out = out is not None or is_printed
+    if is_handed_out and not wanted.names:
+        raise SettingError("--out and --print need a name: layers.0:output, or '**' for all")
+    if (is_global or rank is not None) and not is_handed_out:
+        raise SettingError("--rank and --global hand out tensors: add --print or --out FILE")
+    layouts = None if layout is None else LayoutFile.load(layout)
+    trace = opened(path)
+    if not is_handed_out:
+        for line in listing_lines(trace, wanted):
+            typer.echo(line)
+        return
+    asked = asked_tensors(trace, wanted, _say, rank=rank, is_global=is_global, layouts=layouts)
+    if is_printed:
+        for headline, numbers in printed(asked):
+            typer.echo(f"{visible(headline)}\n{numbers}")
+    if out is not None:
+        size = save_tensors(out, asked)
+        typer.echo(f"{out}: {len(asked)} tensors, {_size(size)}", err=is_printed)
+
+
+def _say(line: str) -> None:
+    typer.echo(visible(f"rankscope: {line}"), err=True)
+
+
+def listing_lines(trace: Trace, wanted: Wanted) -> Iterator[str]:
+    """Yield the lines that list what was kept: all of it, or what the names mean."""
+    if wanted.names:
+        chosen, said = choose(trace, wanted)
+        for line in said:
+            _say(line)
+        listing = list_tensors(
+            trace, ((each.value.node, view) for each in chosen for view in each.value.views)
+        )
+    else:
+        listing = list_tensors(trace)
+    if not listing.entries:
+        yield (
+            "no full tensors were kept"
+            + (" of these" if wanted.names else "")
+            + ": trace with --rs-tensors 'PATH:SLOT', or '**' for all"
+        )
+        return
+    yield from _table([_HEADINGS, *map(_row, listing.entries.values())])
+    yield from _totals(listing)
+
+
+def _row(entry: Kept) -> tuple[str, ...]:
+    name = visible(f"{entry.path or '(root)'}:{entry.slot}")
+    if entry.phase != default_phase(entry.slot).word:
+        name += f" ({entry.phase})"
+    shapes = ["x".join(map(str, shape)) or "scalar" for shape in entry.shapes]
+    more = f" and {len(shapes) - _MOST_SHAPES} more" if len(shapes) > _MOST_SHAPES else ""
+    ranks = ranks_text(entry.ranks) or "none"
+    if entry.not_kept:
+        ranks += f" (not all of {ranks_text(entry.not_kept)})"
+    return (
+        name, ",".join(entry.dtypes), ", ".join(shapes[:_MOST_SHAPES]) + more, ranks,
+        str(entry.values), _size(entry.nbytes),
+    )  # fmt: skip
+
+
+def _totals(listing: Listing) -> Iterator[str]:
+    yield (
+        f"{listing.values} tensors, {_size(listing.nbytes)}; equal ones of a rank are stored once: "
+        f"{_size(listing.stored)}"
+    )
+
+
+def _table(rows: Iterable[tuple[str, ...]]) -> Iterator[str]:
+    listed = list(rows)
+    widths = [max(len(row[i]) for row in listed) for i in range(len(listed[0]))]
+    for row in listed:
+        first = [text.ljust(width) for text, width in zip(row[:-2], widths)]
+        last = [text.rjust(width) for text, width in zip(row[-2:], widths[-2:])]
+        yield "  ".join([*first, *last])
+
+
+def _size(count: int) -> str:
+    """Return bytes as people read them."""
+    size = float(count)
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000 or unit == "GB":
+            return f"{size:.1f} {unit}" if unit != "B" else f"{count} B"
+        size /= 1000
+    raise AssertionError

@@ -1,0 +1,180 @@
+"""Full tensors on their way: the finished chunks of one stream, one after another. No sockets.
+
+Where a host does not see the trace folder its ranks keep their chunks in the run folder. A chunk is
+sent once it is finished, and removed here once it is there. One that a dead rank left unfinished is
+sent as it is, and finished where the tree is built. As with records, the other side's offset is all
+that is believed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import zlib
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from rankscope.errors import ChunkError
+from rankscope.gather.chunkmessages import (
+    ChunkAt,
+    ChunkEnded,
+    ChunkFrame,
+    ChunkOpen,
+    ChunkSeen,
+    ChunksRefused,
+)
+from rankscope.gather.log import log
+from rankscope.gather.protocol import (
+    CHUNK_FRAME_BYTES,
+    CHUNK_WINDOW_BYTES,
+    Message,
+)
+from rankscope.record.run import StreamId
+from rankscope.spool.chunkheader import LENGTH_BYTES, chunk_folder, chunk_numbers, chunk_path
+from rankscope.spool.origin import UNKNOWN
+
+__all__ = ["GO_BACK_S", "ChunkShipment", "checksum_of"]
+
+GO_BACK_S = 0.5
+_LOOK_S = 0.1
+_PIECE_BYTES = 4 << 20
+
+
+class ChunkShipment:
+    """The sending side of one stream's chunks."""
+
+    def __init__(self, run_folder: Path, stream: StreamId) -> None:
+        self._folder = chunk_folder(run_folder, stream)
+        self._stream = stream
+        self.origin = UNKNOWN
+        """Which process wrote them: set before the first is sent."""
+        self._number = 0
+        """Of the chunk that is sent now, 0 for none."""
+        self._descriptor = -1
+        self._size = self._acked = self._sent = 0
+        self._is_open = False
+        self._end: ChunkEnded | None = None
+        self._asked_at = self._progress_at = self._looked_at = float("-inf")
+        self.is_done = False
+        """Nothing more will be sent."""
+        self.is_delivered = False
+        """Every chunk is over there: they may be removed here."""
+
+    def next_message(self, now: float, *, is_over: bool) -> Message | None:
+        """Return what to send now, None for nothing.
+
+        Args:
+            now: monotonic seconds.
+            is_over: the rank has ended: what it left unfinished is sent too.
+        """
+        if self.is_done:
+            return None
+        try:
+            if not self._number and not self._begin_next(now, is_over=is_over):
+                return None
+            return self._next_of_chunk(now)
+        except (ChunkError, OSError) as error:
+            self._give_up(str(error))
+            return None
+
+    def take_answer(self, answer: ChunkAt | ChunkSeen | ChunksRefused, now: float) -> None:
+        """What the other side says of a chunk."""
+        if isinstance(answer, ChunksRefused):
+            self._give_up(f"refused: {answer.reason}")
+        elif answer.chunk != self._number:
+            return
+        elif isinstance(answer, ChunkSeen):
+            chunk_path(self._folder, self._number).unlink(missing_ok=True)
+            self._let_go()
+        elif not self._is_open or (self._end is not None and answer.offset < self._size):
+            self._is_open, self._end = True, None
+            self._acked = self._sent = min(answer.offset, self._size)
+            self._asked_at, self._progress_at = float("-inf"), now
+        elif self._acked < answer.offset <= self._size:
+            self._acked = answer.offset
+            self._sent = max(self._sent, answer.offset)
+            self._progress_at = now
+
+    def take_back(self, frame: ChunkFrame) -> None:
+        """This frame could not be sent just now."""
+        if frame.chunk == self._number:
+            self._sent = frame.offset
+
+    def _begin_next(self, now: float, *, is_over: bool) -> bool:
+        """Open the next chunk that may be sent; False where there is none."""
+        if not is_over and now - self._looked_at < _LOOK_S:
+            return False
+        self._looked_at = now
+        for number in chunk_numbers(self._folder):
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+            descriptor = os.open(chunk_path(self._folder, number), flags)
+            if not is_over and os.pread(descriptor, 1, LENGTH_BYTES) in (b"", b"\0"):
+                os.close(descriptor)
+                return False  # chunks are finished one after another
+            self._number, self._descriptor = number, descriptor
+            self._size = os.fstat(descriptor).st_size
+            return True
+        if is_over:
+            with contextlib.suppress(OSError):
+                self._folder.rmdir()
+            self.is_done = self.is_delivered = True
+        return False
+
+    def _next_of_chunk(self, now: float) -> Message | None:
+        if not self._is_open or (self._sent > self._acked and now - self._progress_at > GO_BACK_S):
+            self._is_open = False
+            return self._ask(now, ChunkOpen(self._stream, self.origin, self._number))
+        if self._acked == self._size:
+            if self._end is None:
+                checksum = checksum_of(self._descriptor)
+                self._end = ChunkEnded(
+                    self._stream, self.origin, self._number, self._size, checksum
+                )
+                self._asked_at = float("-inf")
+            return self._ask(now, self._end)
+        if self._sent == self._size or self._sent - self._acked >= CHUNK_WINDOW_BYTES:
+            return None
+        body = os.pread(self._descriptor, CHUNK_FRAME_BYTES, self._sent)
+        if not body:
+            raise ChunkError(f"{chunk_path(self._folder, self._number)}: became shorter")
+        if self._sent == self._acked:
+            self._progress_at = now
+        crc = zlib.crc32(body)
+        frame = ChunkFrame(self._stream, self.origin, self._number, self._sent, crc, body)
+        self._sent += len(body)
+        return frame
+
+    def _ask(self, now: float, question: Message) -> Message | None:
+        if now - self._asked_at < GO_BACK_S:
+            return None
+        self._asked_at = now
+        return question
+
+    def _let_go(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._number, self._descriptor = 0, -1
+        self._size = self._acked = self._sent = 0
+        self._is_open, self._end = False, None
+        self._asked_at = self._looked_at = float("-inf")
+
+    def _give_up(self, reason: str) -> None:
+        log(f"full tensors of {self._stream.name} stay in {self._folder}: {reason}")
+        self._let_go()
+        self.is_done = True
+
+    def close(self) -> None:
+        """Close what is open."""
+        self._let_go()
+
+
+def checksum_of(descriptor: int) -> int:
+    """Return xxh3_64 of a file."""
+    state: Any = xxhash.xxh3_64()
+    at = 0
+    while piece := os.pread(descriptor, _PIECE_BYTES, at):
+        state.update(piece)
+        at += len(piece)
+    return int(state.intdigest())

@@ -1,0 +1,154 @@
+"""Chunks of full tensors that arrive from hosts which do not see the trace folder.
+
+A chunk grows as `<out>/tensors/rank00003/000001.part`, only at exactly its own end; its length is
+all there is to know, also after a kill. When all of it is here and its checksum is the sender's it
+takes its name. Paths are built from integers only and never followed through links.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from rankscope.gather.chunkmessages import (
+    ChunkAt,
+    ChunkEnded,
+    ChunkFrame,
+    ChunkOpen,
+    ChunkSeen,
+    ChunksRefused,
+)
+from rankscope.gather.chunkshipping import checksum_of
+from rankscope.gather.log import log
+from rankscope.gather.protocol import (
+    Message,
+)
+from rankscope.record.run import StreamId
+from rankscope.spool.chunkheader import chunk_folder, chunk_path
+
+__all__ = ["ChunkStore"]
+
+DEFAULT_QUOTA_BYTES = 1 << 40
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+
+
+class ChunkStore:
+    """Writes the chunks of one trace folder; one file is open for each stream that sends."""
+
+    def __init__(self, out: Path, *, quota_bytes: int = DEFAULT_QUOTA_BYTES) -> None:
+        """Nothing is made before the first chunk.
+
+        Args:
+            out: the trace folder.
+            quota_bytes: what the chunks of one stream may occupy.
+        """
+        self._out = out
+        self._quota_bytes = quota_bytes
+        self._open: dict[StreamId, tuple[int, int]] = {}
+        """Chunk and descriptor."""
+        self._whole: dict[StreamId, int] = {}
+        """Bytes of the chunks that are whole."""
+
+    def answer(
+        self, message: ChunkOpen | ChunkFrame | ChunkEnded, place: StreamId | None = None
+    ) -> tuple[Message, bool]:
+        """Do what a relay asks for; return the answer, and whether anything new is here.
+
+        Args:
+            message: what it says.
+            place: the life whose chunks these are here, where another process was the same rank
+                in the same life before; default the message's own.
+        """
+        asked, place = message.stream, place or message.stream
+        answer, is_new = self._answer(replace(message, stream=place))
+        return (answer if place == asked else replace(answer, stream=asked)), is_new
+
+    def _answer(
+        self, message: ChunkOpen | ChunkFrame | ChunkEnded
+    ) -> tuple[ChunkAt | ChunkSeen | ChunksRefused, bool]:
+        stream, chunk = message.stream, message.chunk
+        try:
+            if self._is_whole(stream, chunk):
+                return self._of_whole(message), False
+            descriptor = self._descriptor(stream, chunk)
+            length = os.fstat(descriptor).st_size
+            if isinstance(message, ChunkFrame):
+                grown = self._append(descriptor, length, message)
+                return ChunkAt(stream, chunk, grown), grown > length
+            if isinstance(message, ChunkEnded):
+                return self._finish(descriptor, length, message), True
+            return ChunkAt(stream, chunk, length), False
+        except OSError as error:
+            self._forget(stream)
+            log(f"chunk {chunk} of {stream.name}: {error.strerror}; no more of them are taken")
+            return ChunksRefused(stream, str(error.strerror)), False
+
+    def close(self) -> None:
+        """Close every file."""
+        for stream in [*self._open]:
+            self._forget(stream)
+
+    def _append(self, descriptor: int, length: int, frame: ChunkFrame) -> int:
+        """Write a frame if it begins at the end; return the length afterwards either way.
+
+        Raises:
+            OSError: the disk or the quota refuses it.
+        """
+        if frame.offset != length:
+            return length
+        if self._whole.get(frame.stream, 0) + length + len(frame.body) > self._quota_bytes:
+            raise OSError(0, f"more than {self._quota_bytes} bytes, the quota of one stream")
+        rest, at = memoryview(frame.body), length
+        try:
+            while rest:
+                written = os.pwrite(descriptor, rest, at)
+                rest, at = rest[written:], at + written
+        except OSError:
+            os.ftruncate(descriptor, length)
+            raise
+        return at
+
+    def _finish(self, descriptor: int, length: int, ended: ChunkEnded) -> ChunkAt | ChunkSeen:
+        """Give a chunk its name where it is what was sent; else it begins anew."""
+        stream, chunk = ended.stream, ended.chunk
+        if length != ended.size or checksum_of(descriptor) != ended.checksum:
+            log(f"chunk {chunk} of {stream.name} is not what was sent: it is taken again")
+            os.ftruncate(descriptor, 0)
+            return ChunkAt(stream, chunk, 0)
+        os.replace(self._part(stream, chunk), self._path(stream, chunk))
+        self._whole[stream] = self._whole.get(stream, 0) + length
+        self._forget(stream)
+        return ChunkSeen(stream, chunk)
+
+    def _of_whole(self, message: ChunkOpen | ChunkFrame | ChunkEnded) -> ChunkAt | ChunkSeen:
+        stream, chunk = message.stream, message.chunk
+        if isinstance(message, ChunkEnded):
+            return ChunkSeen(stream, chunk)
+        return ChunkAt(stream, chunk, self._path(stream, chunk).stat().st_size)
+
+    def _is_whole(self, stream: StreamId, chunk: int) -> bool:
+        held = self._open.get(stream)
+        return (held is None or held[0] != chunk) and self._path(stream, chunk).exists()
+
+    def _descriptor(self, stream: StreamId, chunk: int) -> int:
+        held = self._open.get(stream)
+        if held is not None and held[0] == chunk:
+            return held[1]
+        self._forget(stream)
+        part = self._part(stream, chunk)
+        part.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor = os.open(part, _FLAGS, 0o600)
+        self._open[stream] = chunk, descriptor
+        return descriptor
+
+    def _forget(self, stream: StreamId) -> None:
+        held = self._open.pop(stream, None)
+        if held is not None:
+            os.close(held[1])
+
+    def _path(self, stream: StreamId, chunk: int) -> Path:
+        return chunk_path(chunk_folder(self._out, stream), chunk)
+
+    def _part(self, stream: StreamId, chunk: int) -> Path:
+        return self._path(stream, chunk).with_suffix(".part")

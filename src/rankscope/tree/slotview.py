@@ -1,0 +1,192 @@
+"""One slot of one node as a view over its JSON data (docs/trace-format.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rankscope.record.placement import (
+    Layout,
+    LayoutSource,
+    Mesh,
+    Ranges,
+    global_ranges,
+    parse_placement,
+)
+from rankscope.record.value import Digest, Samples
+from rankscope.tree.combined import Combined
+from rankscope.tree.damage import damaged_is_trace_error
+from rankscope.tree.numbers import Columns, Fold, column_digest, read_combined, read_fold
+from rankscope.tree.ranks import parse_ranks
+
+if TYPE_CHECKING:
+    from rankscope.tree.reader import Trace
+
+__all__ = ["SlotView", "Whereabouts"]
+
+
+@dataclass(frozen=True, slots=True)
+class Whereabouts:
+    """What views need beside their own data: the numbers' columns, the run's meshes, the rest."""
+
+    columns: Callable[[], Columns]
+    meshes: Mapping[str, tuple[Mesh, ...]]
+    file: Path
+    """What their own data was read from."""
+    trace: Trace
+
+
+@damaged_is_trace_error
+@dataclass(frozen=True, slots=True)
+class SlotView:
+    """One slot of one node, as the ranks that agree on it hold it."""
+
+    data: Mapping[str, Any]
+    place: int
+    """Which entry of its node's list it is."""
+    _where: Whereabouts = field(repr=False)
+
+    @property
+    def slot(self) -> str:
+        """Name: `input.0`, `output`, `param:weight` ..."""
+        return str(self.data["slot"])
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Ranks that have a value here."""
+        return parse_ranks(self.data["ranks"])
+
+    @property
+    def dtype(self) -> str:
+        """torch's name without the prefix, or "python"."""
+        return str(self.data["dtype"])
+
+    @property
+    def global_shape(self) -> tuple[int, ...] | None:
+        """Shape of the whole tensor, None where the layout is unknown."""
+        shape = self.data["shape"]
+        return None if shape is None else tuple(shape)
+
+    @property
+    def disagreement(self) -> tuple[str, ...]:
+        """What the ranks of this slot's entries differ in; () where there is one entry."""
+        return tuple(self.data.get("disagree", ()))
+
+    @property
+    def placements(self) -> dict[str, str]:
+        """{axis: placement}; {} where the layout is unknown."""
+        return dict(self.data["layout"].get("placements", {}))
+
+    @property
+    def source(self) -> LayoutSource:
+        """Where the layout comes from."""
+        return LayoutSource(self.data["layout"]["source"])
+
+    def layout(self, rank: int | None = None) -> Layout:
+        """Return the layout, with the mesh `rank` (default: the lowest) is in."""
+        data, source = self.data["layout"], self.source
+        wanted = self.ranks[0] if rank is None else rank
+        mesh = next((m for m in self.meshes if wanted in m.ranks), None)
+        if mesh is None:
+            return Layout(source=source)
+        texts = data["placements"]
+        return Layout(
+            source=source, mesh=mesh, placements=tuple(parse_placement(texts[a]) for a in mesh.axes)
+        )
+
+    @property
+    def meshes(self) -> tuple[Mesh, ...]:
+        """All meshes of the kind that the layout names, over whatever ranks."""
+        return self._where.meshes.get(self.data["layout"].get("mesh", ""), ())
+
+    @property
+    def folds(self) -> tuple[Fold, ...]:
+        """The distinct values; in a large trace, ranks of the same shape together, without
+        numbers."""
+        return tuple(read_fold(each) for each in self.data["values"])
+
+    @property
+    def distinct(self) -> int:
+        """How many different values the ranks hold."""
+        summary = self.data.get("summary")
+        return int(summary["distinct"]) if summary else len(self.data["values"])
+
+    @property
+    def summary(self) -> Mapping[str, Any] | None:
+        """Over the ranks, where the numbers stand in the columns alone."""
+        return self.data.get("summary")
+
+    @property
+    def combined(self) -> tuple[Combined, ...]:
+        """Global statistics, one per mesh that gives another result; () where nothing is
+        sharded."""
+        return tuple(read_combined(each) for each in self.data.get("combined", ()))
+
+    @property
+    def rows(self) -> range:
+        """Rows of the value columns, one per rank."""
+        return range(*self.data["rows"])
+
+    def per_rank(self) -> dict[int, Digest | None]:
+        """Return each rank's numbers, None where a value was not digested."""
+        if self.data.get("summary") is None:
+            return {rank: fold.digest for fold in self.folds for rank in fold.ranks}
+        columns, rows = self._where.columns(), self.rows
+        return {
+            int(columns["values.rank"][row]): column_digest(columns, row)
+            if columns["values.digested"][row]
+            else None
+            for row in rows
+        }
+
+    def shapes(self) -> dict[int, tuple[int, ...]]:
+        """Return each rank's local shape."""
+        return {
+            rank: tuple(each["shape"])
+            for each in self.data["values"]
+            for rank in parse_ranks(each["ranks"])
+        }
+
+    def references(self) -> dict[int, tuple[int, int]]:
+        """Return {rank: (incarnation, reference)} of the ranks whose full tensor was kept."""
+        if "kept" not in self.data:
+            return {}
+        columns, rows = self._where.columns(), slice(self.rows.start, self.rows.stop)
+        names = ("rank", "incarnation", "reference")
+        own = (columns[f"values.{name}"][rows].tolist() for name in names)
+        return {rank: (life, number) for rank, life, number in zip(*own) if number}
+
+    @property
+    def not_kept(self) -> tuple[int, ...]:
+        """Ranks whose full tensor was asked for and could not be kept."""
+        return parse_ranks(self.data.get("not_kept", ""))
+
+    def ranges(self, rank: int) -> tuple[Ranges, ...] | None:
+        """Return the global indices a rank holds, None where the layout is unknown."""
+        for each in self.data["values"]:
+            if "ranges" in each and rank in parse_ranks(each["ranks"]):
+                return tuple(tuple((a, b) for a, b in dim) for dim in each["ranges"])
+        layout, shape = self.layout(rank), self.global_shape
+        at = layout.mesh.coordinate(rank) if layout.mesh else None
+        if layout.mesh is None or shape is None or at is None:
+            return None
+        return global_ranges(shape, layout.mesh.shape, at, layout.placements)
+
+    def samples(self) -> dict[int, Samples]:
+        """Return per-sample sketches by rank, for the ranks that have them."""
+        columns = self._where.columns()
+        found = {}
+        for row in self.rows:
+            first, count = (
+                int(columns["values.sample_row"][row]),
+                int(columns["values.sample_count"][row]),
+            )
+            if first >= 0:
+                rows = columns["samples.sketch"][first : first + count].tolist()
+                dim = int(columns["values.sample_dim"][row])
+                found[int(columns["values.rank"][row])] = Samples(
+                    dim=dim, rows=tuple(map(tuple, rows))
+                )
+        return found
