@@ -193,10 +193,14 @@ def test_bytes_that_rotted_are_told_and_not_handed_out(tmp_path):
     out = tmp_path / "trace"
     with rankscope.trace(out=out, tensors=":output"):
         nn.Linear(2, 2)(torch.ones(2, 2))
+    assert command("verify", out)[0] == 0
     (chunk,) = (out / "tensors" / "rank00000").iterdir()
     data = bytearray(chunk.read_bytes())
     data[-1] ^= 1
     chunk.write_bytes(data)
+    code, text, _ = command("verify", out)
+    assert code == 1
+    assert "000001.safetensors: 1 tensor is not what the rank wrote" in text.splitlines()[-1]
     for words in (["--print"], ["--global", "--print"], ["--out", tmp_path / "new"]):
         code, _, errors = command("tensor", out, ":output", *words)
         assert code == 2 and "are not those that were written" in errors

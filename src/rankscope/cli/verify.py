@@ -28,32 +28,46 @@ def command(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
-    """Say per rank what was committed, received and dropped; exit 1 where anything is missing."""
+    """Say per rank what was committed, received and dropped, and read every kept tensor's checksum;
+    exit 1 where anything is missing.
+    """
     import json
     import sys
 
     from rankscope.cli.terminal import Paint, opened
 
     found = opened(trace)
+    damaged = _damaged(found)
     if as_json:
-        typer.echo(json.dumps(_report(found)))
+        typer.echo(json.dumps(_report(found, damaged)))
     else:
-        for line in _lines(found, Paint(sys.stdout)):
+        paint = Paint(sys.stdout)
+        for line in _lines(found, paint):
             typer.echo(line)
-    raise typer.Exit(0 if found.is_complete else EXIT_INCOMPLETE)
+        for line in damaged:
+            typer.echo(paint("red", line))
+    raise typer.Exit(0 if found.is_complete and not damaged else EXIT_INCOMPLETE)
 
 
-def _report(trace: Trace) -> dict[str, Any]:
+def _damaged(trace: Trace) -> list[str]:
+    """Return what is wrong with kept tensors; those of a rank that lives are not read."""
+    from rankscope.tree.tensorcheck import tensor_faults
+
+    return [] if trace.is_live else list(tensor_faults(trace.path))
+
+
+def _report(trace: Trace, damaged: list[str]) -> dict[str, Any]:
     from rankscope.tree.summary import as_json, crashes
 
     return {
         "format": "rankscope.report/1",
         "command": "verify",
-        "verdict": "clean" if trace.is_complete else "incomplete",
+        "verdict": "clean" if trace.is_complete and not damaged else "incomplete",
         "trace": str(trace.path),
         "is_live": trace.is_live,
         **trace.completeness,
         "raised": [as_json(crash) for crash in crashes(trace)],
+        "damaged": damaged,
     }
 
 

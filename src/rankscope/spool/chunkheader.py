@@ -25,7 +25,7 @@ from typing import Any, Final, NamedTuple
 
 from rankscope.errors import ChunkError
 from rankscope.record.dtypes import STORED_TYPES, TORCH_NAMES
-from rankscope.record.run import StreamId
+from rankscope.record.run import MAX_INCARNATIONS, MAX_RANKS, StreamId
 
 __all__ = [
     "CHECKSUM_DIGITS",
@@ -95,7 +95,7 @@ def chunk_folder(trace: Path, stream: StreamId) -> Path:
 def stream_of_folder(folder: Path) -> StreamId | None:
     """The stream whose chunks a folder holds, None where it is no such folder."""
     found = _FOLDER_NAME.fullmatch(folder.name)
-    if found is None or int(found[1]) >= 1 << 24 or int(found[2] or 0) >= 1 << 16:
+    if found is None or int(found[1]) >= MAX_RANKS or int(found[2] or 0) >= MAX_INCARNATIONS:
         return None
     stream = StreamId(rank=int(found[1]), incarnation=int(found[2] or 0))
     return stream if chunk_folder(Path(), stream).name == folder.name else None
