@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import rankscope
-from rankscope.agent.settings import SETTINGS, matches, parse_size, settings_from
+from rankscope.agent.settings import SETTINGS, parse_size, settings_from
 from rankscope.agent.steps import StepSelection
 from rankscope.errors import SettingError
 
@@ -69,11 +69,6 @@ def test_an_unknown_keyword_is_refused_with_the_known_ones() -> None:
 )
 def test_sizes_are_powers_of_1024(text: str, size: int) -> None:
     assert parse_size(text) == size
-
-
-def test_globs_match_the_whole_path_and_two_stars_are_one() -> None:
-    assert matches(("layers.*.attn",), "layers.0.attn") and not matches(("layers",), "layers.0")
-    assert matches(("layers.**",), "layers.0.attn.q")
 
 
 def test_phases_may_be_all_and_are_written_in_order() -> None:

@@ -17,11 +17,11 @@ from typing import Any, Final
 import torch
 import xxhash
 
-from rankscope.agent.settings import matches
 from rankscope.capture.describe import Described
 from rankscope.capture.keeping import byte_pieces, own_bytes, why_not_stored
 from rankscope.capture.staging import DeviceStaging
 from rankscope.errors import ChunkError, ChunkFullError
+from rankscope.record.globs import glob_matches, slot_matches
 from rankscope.spool.chunks import ByteArray, ChunkEntry, ChunkWriter
 from rankscope.spool.turn import Token, Turn, Wait
 
@@ -88,13 +88,13 @@ class Keeper:
         """True where the globs take this slot of this path; of a path that is not known any more,
         where they take it of any: rather too much is kept than silently too little."""
         if path is None:
-            return any(matches((s,), slot) for _, s in self._globs.values())
+            return any(slot_matches(s, slot) for _, s in self._globs.values())
         found = self._wanted.get((path, slot))
         if found is None:
             taking = {
                 glob
                 for glob, (p, s) in self._globs.items()
-                if matches((p,), path) and matches((s,), slot)
+                if glob_matches(p, path) and slot_matches(s, slot)
             }
             self._unmatched -= taking
             found = bool(taking)

@@ -16,9 +16,9 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from rankscope.agent.members import modules_of, own_parameters, parameters_of_module
-from rankscope.agent.settings import matches
 from rankscope.agent.wrappers import class_behind_wrappers, own_class, wrapper_of
 from rankscope.capture.torch_internals import dynamo_has_compiled, is_compiled_in_place
+from rankscope.record.globs import glob_matches
 
 __all__ = ["ModuleInfo", "ModuleTable", "Root"]
 
@@ -334,7 +334,9 @@ class ModuleTable:
         if isinstance(module, torch.jit.ScriptModule):
             info.is_opaque = True
             info.class_name = str(module.original_name)
-        info.is_selected = self._paths == ("*",) or matches(self._paths, path)
+        info.is_selected = self._paths == ("*",) or any(
+            glob_matches(glob, path) for glob in self._paths
+        )
         self._keep(module, info)
         return info
 

@@ -30,7 +30,7 @@ from rankscope.agent.optimizers import OptimizerSearch, runs_closure, steps_runn
 from rankscope.agent.parameters import ParameterEvents
 from rankscope.agent.recorder import Recorder
 from rankscope.agent.scalers import ScalerWatch
-from rankscope.agent.settings import Settings, matches
+from rankscope.agent.settings import Settings
 from rankscope.agent.stack import explain_no_room, has_room_for, is_inferring_shapes
 from rankscope.agent.tracer import Tracer
 from rankscope.agent.updates import Updates
@@ -40,6 +40,7 @@ from rankscope.capture.groups import process_groups
 from rankscope.capture.invisible import invisible
 from rankscope.capture.torch_internals import current_graph_task, dynamo_has_compiled
 from rankscope.record.call import Mode
+from rankscope.record.globs import glob_matches
 from rankscope.record.run import EndReason, RankIdentity
 from rankscope.spool.cells import StepEvent
 from rankscope.spool.writer import SpoolWriter
@@ -177,7 +178,7 @@ class Session:
         """
         known = self._table.paths()
         for glob in self._settings.paths:
-            if glob not in ("*", "**") and not any(matches((glob,), path) for path in known):
+            if glob not in ("*", "**") and not any(glob_matches(glob, path) for path in known):
                 near = ", ".join(sorted(known - {""})[:5]) or "none at all"
                 text = f"paths: {glob!r} matched no module; modules here are {near} ..."
                 self._recorder.error(None, text)

@@ -6,7 +6,6 @@ No torch here: the launcher and the command line read this table too.
 
 from __future__ import annotations
 
-import fnmatch
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -23,7 +22,6 @@ __all__ = [
     "Setting",
     "Settings",
     "is_enabled",
-    "matches",
     "parse_size",
     "settings_from",
 ]
@@ -385,11 +383,6 @@ def settings_from(
 
 def _empty(setting: Setting) -> object:
     return "" if setting.parse is str else None
-
-
-def matches(globs: tuple[str, ...], name: str) -> bool:
-    """True where any fnmatch glob matches the whole name; `**` means what `*` means."""
-    return any(fnmatch.fnmatchcase(name, glob.replace("**", "*")) for glob in globs)
 
 
 def is_enabled(environ: Mapping[str, str] = os.environ) -> bool:

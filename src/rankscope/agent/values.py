@@ -12,7 +12,7 @@ import torch
 from rankscope.agent.accelerators import DeviceValues, ValuePlace
 from rankscope.agent.keeper import Keeper, size_of
 from rankscope.agent.recorder import Recorder
-from rankscope.agent.settings import Settings, matches
+from rankscope.agent.settings import Settings
 from rankscope.capture.describe import Described, Describer
 from rankscope.capture.digest import Digester
 from rankscope.capture.invisible import invisible
@@ -20,6 +20,7 @@ from rankscope.capture.pytree import is_tensor, walk
 from rankscope.capture.reading import Reading
 from rankscope.capture.torch_internals import is_collective_outstanding
 from rankscope.record.call import Phase
+from rankscope.record.globs import slot_matches
 from rankscope.record.value import ValueFlag
 
 __all__ = ["ValueReader"]
@@ -72,7 +73,7 @@ class ValueReader:
             return True
         found = self._wanted.get(slot)
         if found is None:
-            found = self._wanted[slot] = matches(self._globs, slot)
+            found = self._wanted[slot] = any(slot_matches(glob, slot) for glob in self._globs)
         return found
 
     def read(

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from rankscope.cli.terminal import Paint
 from rankscope.errors import SelectionError
 from rankscope.record.call import Mode, Phase
+from rankscope.record.globs import glob_matches, slot_matches
 from rankscope.record.value import Digest
 from rankscope.tree.combined import Combined
 from rankscope.tree.ranks import ranks_named, ranks_text
 from rankscope.tree.reader import Step, Trace
 from rankscope.tree.selection import (
-    glob_matches,
     nothing_matched,
     parse_mode,
     parse_phase,
@@ -99,7 +99,7 @@ def tree_lines(trace: Trace, view: View, paint: Paint) -> Iterator[str]:
         raise nothing_matched("--path", view.path, known)
     slots = {slot.slot for group in groups for node in group.walk() for slot in node.slots}
     if view.slots not in ("none", "*") and not any(
-        glob_matches(view.slots, slot) for slot in slots
+        slot_matches(view.slots, slot) for slot in slots
     ):
         raise nothing_matched("--slots", view.slots, slots)
     yield from _header(trace, paint)
@@ -177,7 +177,7 @@ def _node_lines(node: Node, depth: int, view: View, paint: Paint) -> Iterator[st
         yield from (pad + "    " + line for line in _outcome_lines(node, paint))
         slots = node.slots
         for slot in slots if view.slots != "none" else ():
-            if glob_matches(view.slots, slot.slot) and (
+            if slot_matches(view.slots, slot.slot) and (
                 view.rank is None or view.rank in slot.ranks
             ):
                 others = [s for s in slots if s.slot == slot.slot and s is not slot]

@@ -12,7 +12,6 @@ together; two that place it differently along one axis contradict each other, an
 
 from __future__ import annotations
 
-import fnmatch
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from rankscope.errors import LayoutError
+from rankscope.record.globs import glob_matches, slot_matches
 from rankscope.record.placement import Mesh, Placement, PlacementKind, parse_placement
 
 if sys.version_info >= (3, 11):
@@ -51,10 +51,10 @@ class LayoutEntry:
 
     def describes(self, path: str, slot: str) -> bool:
         """True where the entry speaks of this slot of this path."""
-        if not _matches(self.path, path):
+        if not glob_matches(self.path, path):
             return False
         heads = _KINDS.get(self.slot)
-        return slot.split(".")[0] in heads if heads else _matches(self.slot, slot)
+        return slot.split(".")[0] in heads if heads else slot_matches(self.slot, slot)
 
     def __str__(self) -> str:
         listed = ", ".join(f"{axis} = {place}" for axis, place in self.placements.items())
@@ -153,10 +153,6 @@ class LayoutFile:
                         f"{path or '(root)'}:{slot} different placements along {axis}"
                     )
         return {axis: placement for axis, (placement, _) in found.items()}
-
-
-def _matches(glob: str, name: str) -> bool:
-    return fnmatch.fnmatchcase(name, glob.replace("**", "*"))
 
 
 def _axes(text: object, name: str) -> dict[str, int]:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from rankscope.errors import TraceError
 from rankscope.record.assembly import ranks_words
 from rankscope.record.dtypes import STORED_TYPES
+from rankscope.record.globs import glob_matches, slot_matches
 from rankscope.tree.ranks import ranks_text
-from rankscope.tree.selection import glob_matches
 from rankscope.tree.views import Value
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def why_not_kept(value: Value, ranks: Iterable[int]) -> str:
 def _takes(globs: str, path: str, slot: str) -> bool:
     for glob in globs.split(","):
         path_glob, colon, slot_glob = glob.partition(":")
-        if glob_matches(path_glob, path) and glob_matches(slot_glob if colon else "*", slot):
+        if glob_matches(path_glob, path) and slot_matches(slot_glob if colon else "*", slot):
             return True
     return False
 

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from rankscope.errors import FolderError, SelectionError, TraceError
 from rankscope.record.call import Mode, Phase
+from rankscope.record.globs import glob_matches
 from rankscope.record.placement import Mesh
 from rankscope.spool.outfolder import typed
 from rankscope.tree.damage import UNREADABLE
 from rankscope.tree.names import REPLICA_FOLDER, TRACE_NAME, Progress
 from rankscope.tree.numbers import Columns
 from rankscope.tree.ranks import ranks_named
-from rankscope.tree.selection import default_phase, glob_matches, nothing_matched
+from rankscope.tree.selection import default_phase, nothing_matched
 from rankscope.tree.summary import extent, state
 from rankscope.tree.tracefiles import TraceFiles, wait_for_collector
 from rankscope.tree.views import GroupHead, Node, Value, Whereabouts

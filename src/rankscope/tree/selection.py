@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import fnmatch
 import re
 from collections.abc import Iterable, Iterator
 
@@ -12,7 +11,6 @@ from rankscope.record.call import Mode, Phase
 
 __all__ = [
     "default_phase",
-    "glob_matches",
     "nothing_matched",
     "parse_mode",
     "parse_phase",
@@ -72,11 +70,6 @@ def default_phase(slot: str) -> Phase:
     """Return the phase in which a slot is meant where none is named: forward, but gradients in
     backward and grads, parameters and buffers in params."""
     return _PHASES.get(slot.replace(":", ".").split(".")[0], Phase.FORWARD)
-
-
-def glob_matches(glob: str, name: str) -> bool:
-    """True where an fnmatch glob matches the whole name; `**` means what `*` means."""
-    return fnmatch.fnmatchcase(name, glob.replace("**", "*"))
 
 
 def nothing_matched(what: str, glob: str, names: Iterable[str]) -> SelectionError:

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 
 from rankscope.errors import SelectionError
 from rankscope.record.call import Mode, Phase
+from rankscope.record.globs import glob_matches, slot_matches
 from rankscope.tree.ranks import ranks_text
 from rankscope.tree.reader import Step, Trace
-from rankscope.tree.selection import default_phase, glob_matches, nothing_matched
+from rankscope.tree.selection import default_phase, nothing_matched
 from rankscope.tree.views import Node, Value
 
 __all__ = ["Chosen", "Wanted", "choose"]
@@ -80,7 +81,7 @@ class _Name:
 
     def takes_slot(self, slot: str) -> bool:
         """A kind means all its slots: `output` is output.0 and output.1 too."""
-        return glob_matches(self.slot, slot) or slot.startswith(f"{self.slot}.")
+        return slot_matches(self.slot, slot)
 
 
 def choose(trace: Trace, wanted: Wanted) -> tuple[list[Chosen], list[str]]:

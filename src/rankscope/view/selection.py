@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from rankscope.errors import SelectionError
 from rankscope.record.call import Mode, Phase
+from rankscope.record.globs import glob_matches
 from rankscope.tree.ranks import ranks_text
 from rankscope.tree.reader import Step, Trace
 from rankscope.tree.selection import (
-    glob_matches,
     nothing_matched,
     parse_mode,
     parse_phase,
