@@ -25,6 +25,7 @@ ROOMS = {
     "view": {"errors", "record", "tree"},
     "gather": {"errors", "record", "spool", "tree"},
     "doctor": {"errors", "record", "spool", "gather", "agent", "capture"},
+    "compat": {"errors", "record", "capture"},
     "cli": {"errors", "record", "spool", "tree", "view", "gather", "agent", "doctor"},
     "tracing": {"errors", "agent", "block", "tree"},
     "block": {"errors", "record", "capture", "spool", "agent", "tree"},
@@ -32,7 +33,11 @@ ROOMS = {
     "__main__": {"cli"},
 }
 """Room -> the rooms it may import from: data flows one way."""
-FOREIGN = {"torch": {"capture", "agent", "block", "tracing"}, "zmq": {"gather"}, "typer": {"cli"}}
+FOREIGN = {
+    "torch": {"capture", "agent", "block", "compat", "tracing"},
+    "zmq": {"gather"},
+    "typer": {"cli"},
+}
 """Package -> the only rooms that may know it."""
 ONE_FILE = {"pyarrow": "view/parquet.py"}
 """Optional package -> the only file that may import it."""
@@ -41,6 +46,7 @@ ALONE = {("tree/rebuild.py", "torch")}
 asked for (the list below is without torch)."""
 WITHOUT_TORCH = [
     "rankscope",
+    "rankscope.compat",
     "rankscope.cli.app",
     "rankscope.cli.show",
     "rankscope.agent.settings",

@@ -1,0 +1,51 @@
+"""Three tools of Hugging Face transformers for any `nn.Module`, without transformers installed.
+
+The module debugger, output capture and class patching, under the names and signatures they have in
+transformers 5.23; docs/compat.md says call by call what is the same and what is better. Importing
+this package imports neither torch nor transformers: every name is loaded when it is used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rankscope.compat.patchapply import apply_patches
+    from rankscope.compat.patchrecorders import patch_output_recorders
+    from rankscope.compat.patchregistry import (
+        clear_patch_mapping,
+        get_patch_mapping,
+        register_patch_mapping,
+        unregister_patch_mapping,
+    )
+
+__all__ = [
+    "apply_patches",
+    "clear_patch_mapping",
+    "get_patch_mapping",
+    "patch_output_recorders",
+    "register_patch_mapping",
+    "unregister_patch_mapping",
+]
+
+_HOMES = {
+    "apply_patches": "rankscope.compat.patchapply",
+    "clear_patch_mapping": "rankscope.compat.patchregistry",
+    "get_patch_mapping": "rankscope.compat.patchregistry",
+    "patch_output_recorders": "rankscope.compat.patchrecorders",
+    "register_patch_mapping": "rankscope.compat.patchregistry",
+    "unregister_patch_mapping": "rankscope.compat.patchregistry",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'rankscope.compat' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
