@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rankscope.compat.patchapply import apply_patches
-    from rankscope.compat.patchrecorders import patch_output_recorders
-    from rankscope.compat.patchregistry import (
+    from rankscope.compat.patchmapping import (
         clear_patch_mapping,
         get_patch_mapping,
         register_patch_mapping,
         unregister_patch_mapping,
     )
+    from rankscope.compat.patchrecorders import patch_output_recorders
 
 __all__ = [
     "apply_patches",
@@ -31,11 +31,11 @@ __all__ = [
 
 _HOMES = {
     "apply_patches": "rankscope.compat.patchapply",
-    "clear_patch_mapping": "rankscope.compat.patchregistry",
-    "get_patch_mapping": "rankscope.compat.patchregistry",
+    "clear_patch_mapping": "rankscope.compat.patchmapping",
+    "get_patch_mapping": "rankscope.compat.patchmapping",
     "patch_output_recorders": "rankscope.compat.patchrecorders",
-    "register_patch_mapping": "rankscope.compat.patchregistry",
-    "unregister_patch_mapping": "rankscope.compat.patchregistry",
+    "register_patch_mapping": "rankscope.compat.patchmapping",
+    "unregister_patch_mapping": "rankscope.compat.patchmapping",
 }
 
 
