@@ -52,7 +52,7 @@ class _Block:
     """One open block: what it replaces, and where."""
 
     def __init__(self, names: NameMap[type[nn.Module]], packages: tuple[str, ...]) -> None:
-        self.replacements = frozenset(names.values())
+        self.replacements = tuple(names.values())
         self._packages = packages
         self._inside = tuple(f"{package}." for package in packages)
         self._names = names
@@ -100,13 +100,13 @@ class _Patched:
         with self._lock:
             self._blocks.append(block)
             self._watch.start()
-            self._settle(block.replacements)
+            self._settle()
 
     def close(self, block: _Block) -> None:
         with self._lock:
             if block in self._blocks:
                 self._blocks.remove(block)
-            self._settle(block.replacements)
+            self._settle((block,))
             if not self._blocks:
                 self._watch.stop()
                 self._seen.clear()
@@ -123,11 +123,12 @@ class _Patched:
             if self._imports == 0:
                 self._settle()
 
-    def _settle(self, closing: frozenset[type[nn.Module]] = frozenset()) -> None:
+    def _settle(self, ending: tuple[_Block, ...] = ()) -> None:
         """Give every name what the open blocks say, the original while an import runs."""
-        replacements = closing.union(*(block.replacements for block in self._blocks))
-        for module, blocks in self._covered():
-            self._settle_module(module, blocks, replacements)
+        blocks = (*ending, *self._blocks)
+        replacements = {id(one) for block in blocks for one in block.replacements}
+        for module, covering in self._covered():
+            self._settle_module(module, covering, replacements)
 
     def _covered(self) -> list[tuple[ModuleType, list[_Block]]]:
         """Every module to look at, with the blocks that cover it, the last opened first."""
@@ -150,10 +151,7 @@ class _Patched:
         return any(block.covers(name) for block in self._blocks)
 
     def _settle_module(
-        self,
-        module: ModuleType,
-        blocks: list[_Block],
-        replacements: frozenset[type[nn.Module]],
+        self, module: ModuleType, blocks: list[_Block], replacements: set[int]
     ) -> None:
         is_new = id(module) not in self._seen
         seen = self._seen.setdefault(id(module), _Seen(module))
@@ -164,8 +162,10 @@ class _Patched:
             if bound is not None and bound.current is not value:
                 del seen.bound[name]  # another put this here since: it stays
                 bound = None
-            if bound is None and value in replacements:
-                if is_new or value.__module__ == module.__name__:
+            if bound is None and id(value) in replacements:
+                if is_new or type.__getattribute__(value, "__module__") == vars(module).get(
+                    "__name__"
+                ):
                     seen.own.add(name)
                 elif name not in seen.own and _is_lazy(module):
                     del vars(module)[name]  # kept on the way through: it is looked up again
