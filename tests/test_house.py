@@ -25,7 +25,7 @@ ROOMS = {
     "view": {"errors", "record", "tree"},
     "gather": {"errors", "record", "spool", "tree"},
     "doctor": {"errors", "record", "spool", "gather", "agent", "capture"},
-    "compat": {"errors", "record", "capture"},
+    "compat": {"errors", "record", "capture", "agent", "block", "tree", "view"},
     "cli": {"errors", "record", "spool", "tree", "view", "gather", "agent", "doctor"},
     "tracing": {"errors", "agent", "block", "tree"},
     "block": {"errors", "record", "capture", "spool", "agent", "tree"},
@@ -41,7 +41,11 @@ FOREIGN = {
 """Package -> the only rooms that may know it."""
 ONE_FILE = {"pyarrow": "view/parquet.py"}
 """Optional package -> the only file that may import it."""
-ALONE = {("tree/rebuild.py", "torch")}
+ALONE = {
+    ("tree/rebuild.py", "torch"),
+    ("view/hftext.py", "torch"),
+    ("view/hfvalues.py", "torch"),
+}
 """Single files of other rooms that may know a package: nothing imports them before a tensor is
 asked for (the list below is without torch)."""
 WITHOUT_TORCH = [
@@ -57,6 +61,7 @@ WITHOUT_TORCH = [
     "rankscope.tree.assemble",
     "rankscope.tree.reader",
     "rankscope.view.formats",
+    "rankscope.view.hf",
     "rankscope.view.perfetto",
     "rankscope.record.assembly",
     "rankscope.record.batches",

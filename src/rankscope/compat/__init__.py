@@ -11,6 +11,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from rankscope.compat.debugger import model_addition_debugger_context
     from rankscope.compat.patchapply import apply_patches
     from rankscope.compat.patchmapping import (
         clear_patch_mapping,
@@ -24,6 +25,7 @@ __all__ = [
     "apply_patches",
     "clear_patch_mapping",
     "get_patch_mapping",
+    "model_addition_debugger_context",
     "patch_output_recorders",
     "register_patch_mapping",
     "unregister_patch_mapping",
@@ -33,6 +35,7 @@ _HOMES = {
     "apply_patches": "rankscope.compat.patchapply",
     "clear_patch_mapping": "rankscope.compat.patchmapping",
     "get_patch_mapping": "rankscope.compat.patchmapping",
+    "model_addition_debugger_context": "rankscope.compat.debugger",
     "patch_output_recorders": "rankscope.compat.patchrecorders",
     "register_patch_mapping": "rankscope.compat.patchmapping",
     "unregister_patch_mapping": "rankscope.compat.patchmapping",
