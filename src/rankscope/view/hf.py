@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -124,9 +124,7 @@ class _Entry(dict[str, Any]):
 class _Writer:
     """Writes one forward."""
 
-    def __init__(
-        self, folder: Path, values: LocalValues | GlobalValues, files: Files
-    ) -> None:
+    def __init__(self, folder: Path, values: LocalValues | GlobalValues, files: Files) -> None:
         self._folder = folder
         self._values = values
         self._files = files
@@ -143,7 +141,9 @@ class _Writer:
 
     def _node(self, call: Call, *, is_root: bool = False) -> dict[str, Any]:
         inputs = {
-            kind: self._data(call, {"items": forms} if kind == "kwargs" else forms, f"_inputs_{kind}")
+            kind: self._data(
+                call, {"items": forms} if kind == "kwargs" else forms, f"_inputs_{kind}"
+            )
             for kind, forms in call.inputs.items()
             if forms or is_root
         }

@@ -161,9 +161,7 @@ class _Reading:
 
     def _error(self, node: Node) -> str:
         for outcome in node.outcomes:
-            if outcome.status != "returned" and (
-                self._rank is None or self._rank in outcome.ranks
-            ):
+            if outcome.status != "returned" and (self._rank is None or self._rank in outcome.ranks):
                 return outcome.error or outcome.status.replace("_", " ")
         return ""
 

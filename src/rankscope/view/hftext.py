@@ -10,8 +10,8 @@ with its last printed digit; so this file needs torch and is imported where a te
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final
+from collections.abc import Iterator, Sequence
+from typing import Final
 
 import torch
 
@@ -71,9 +71,7 @@ def meta_text(shape: Sequence[int], dtype: str) -> str:
 
 def scalar_text(number: float, dtype: torch.dtype, device: str) -> str:
     """Return the repr of a floating-point tensor without dims."""
-    return _with_suffixes(
-        _PREFIX + _floats([number])[0][0], _device(device) + _dtype(dtype)
-    )
+    return _with_suffixes(_PREFIX + _floats([number])[0][0], _device(device) + _dtype(dtype))
 
 
 def statistics_of(tensor: torch.Tensor, device: str = "cpu") -> dict[str, str]:
@@ -133,9 +131,7 @@ def _floats(values: Sequence[float]) -> tuple[list[str], int]:
     infinite; where there are none of these all are written as whole numbers.
     """
     texts = ["%.4e" % value for value in values]
-    ordinary = [
-        len(text) for text, value in zip(texts, values) if value and math.isfinite(value)
-    ]
+    ordinary = [len(text) for text, value in zip(texts, values) if value and math.isfinite(value)]
     if not ordinary:
         return [f"{value:.0f}." if math.isfinite(value) else str(value) for value in values], 1
     width = max(ordinary)

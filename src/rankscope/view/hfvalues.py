@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,9 +29,6 @@ from rankscope.tree.views import Node, Value
 from rankscope.view.hftext import is_measured, meta_text, statistics_of, tensor_text
 
 __all__ = ["GlobalValues", "LocalValues", "Shown"]
-
-_MOST_GAPS: Final = 16
-"""A view that spans more memory than so many times its elements is measured in row-major order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,8 +104,9 @@ class LocalValues:
         known = (key, device, stride)
         if known not in self._measured:
             tensor = self._tensor(stored)
-            self._measured[known] = _facts_of(tensor, stride, device), _lines(
-                tensor if self._as_text else None, device
+            self._measured[known] = (
+                _facts_of(tensor, stride, device),
+                _lines(tensor if self._as_text else None, device),
             )
         return self._measured[known]
 
@@ -208,23 +206,27 @@ def _strided(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
     """Return the tensor as it lay in memory: sums depend on the order, in their last digits."""
     if not stride or len(stride) != tensor.dim() or not tensor.numel():
         return tensor
-    repeated = [size if step == 0 else 1 for size, step in zip(tensor.shape, stride)]
     distinct = tensor
-    for dim, times in enumerate(repeated):
-        if times > 1:
+    for dim, step in enumerate(stride):
+        if not step:  # the same items again and again
             distinct = distinct.narrow(dim, 0, 1)
-    spanned = 1 + sum((size - 1) * step for size, step in zip(distinct.shape, stride))
-    if spanned > _MOST_GAPS * max(distinct.numel(), 1 << 10) or _overlaps(distinct.shape, stride):
+    closer = _closed_up(distinct.shape, stride)
+    if closer is None:
         return tensor
-    memory = torch.empty_strided(distinct.shape, stride, dtype=tensor.dtype, device="cpu")
+    memory = torch.empty_strided(distinct.shape, closer, dtype=tensor.dtype, device="cpu")
     return memory.copy_(distinct).expand(tensor.shape)
 
 
-def _overlaps(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """True where two items may lie at one place (`unfold`): such a view cannot be written."""
-    reach = 1
-    for step, size in sorted((step, size) for step, size in zip(stride, shape) if size > 1):
-        if step < reach:
-            return True
-        reach = step * (size - 1) + reach
-    return False
+def _closed_up(shape: Sequence[int], stride: Sequence[int]) -> list[int] | None:
+    """Return strides in the same order, with gaps where there are any, but small ones: what torch
+    makes of a tensor depends on no more. None where two items may lie at one place (`unfold`).
+    """
+    closer = [1] * len(shape)
+    reach, near = 1, 1
+    dims = [dim for dim, size in enumerate(shape) if size > 1]
+    for dim in sorted(dims, key=lambda dim: stride[dim]):
+        if stride[dim] < reach:
+            return None
+        closer[dim] = near + (stride[dim] > reach)
+        reach, near = stride[dim] * shape[dim], closer[dim] * shape[dim]
+    return closer
