@@ -11,6 +11,8 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from rankscope.compat.capture import capture_outputs, select_hidden_states
+    from rankscope.compat.config_defaults import merge_with_config_defaults
     from rankscope.compat.debugger import model_addition_debugger_context
     from rankscope.compat.patchapply import apply_patches
     from rankscope.compat.patchmapping import (
@@ -20,24 +22,33 @@ if TYPE_CHECKING:
         unregister_patch_mapping,
     )
     from rankscope.compat.patchrecorders import patch_output_recorders
+    from rankscope.compat.recorder import OutputRecorder
 
 __all__ = [
+    "OutputRecorder",
     "apply_patches",
+    "capture_outputs",
     "clear_patch_mapping",
     "get_patch_mapping",
+    "merge_with_config_defaults",
     "model_addition_debugger_context",
     "patch_output_recorders",
     "register_patch_mapping",
+    "select_hidden_states",
     "unregister_patch_mapping",
 ]
 
 _HOMES = {
+    "OutputRecorder": "rankscope.compat.recorder",
     "apply_patches": "rankscope.compat.patchapply",
+    "capture_outputs": "rankscope.compat.capture",
     "clear_patch_mapping": "rankscope.compat.patchmapping",
     "get_patch_mapping": "rankscope.compat.patchmapping",
+    "merge_with_config_defaults": "rankscope.compat.config_defaults",
     "model_addition_debugger_context": "rankscope.compat.debugger",
     "patch_output_recorders": "rankscope.compat.patchrecorders",
     "register_patch_mapping": "rankscope.compat.patchmapping",
+    "select_hidden_states": "rankscope.compat.capture",
     "unregister_patch_mapping": "rankscope.compat.patchmapping",
 }
 
