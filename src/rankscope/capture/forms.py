@@ -104,7 +104,7 @@ def _form(slot: str, value: Any, say: Say, path: list[int]) -> Any:
     kind = type(value)
     if is_tensor(value):
         return _tensor(slot, value)
-    if is_plain_text(kind):
+    if is_plain_text(kind) and kind is not torch.Size:
         return say(value)
     if len(path) >= _MOST_DEPTH or id(value) in path:
         return describe_leaf(value)
