@@ -11,9 +11,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
-from rankscope.compat import clear_patch_mapping, patch_output_recorders, register_patch_mapping
+from rankscope.compat import (
+    OutputRecorder,
+    capture_outputs,
+    clear_patch_mapping,
+    patch_output_recorders,
+    register_patch_mapping,
+)
 
 
 class Layer(nn.Linear):
@@ -47,6 +54,7 @@ class Model(nn.Module):
         "by_name": "Attention",
         "by_class_name": Recorder(None, class_name="Attention"),
         "several": [Layer, Recorder(Attention, index=2), "Unknown"],
+        "a_few": (Layer, "Attention"),
         "odd": 3,
         "odder": None,
     }
@@ -82,6 +90,7 @@ def test_every_form_of_recorder_of_this_model_targets_the_replacement() -> None:
         "by_name": Fused,
         "by_class_name": Recorder(Fused, class_name="Attention"),
         "several": [Layer, Recorder(Fused, index=2), "Unknown"],
+        "a_few": (Layer, Fused),
         "odd": 3,
         "odder": None,
     }
@@ -146,3 +155,41 @@ def test_a_patched_model_is_copied_pickled_saved_and_freed_as_before() -> None:
     del model
     gc.collect()
     assert gone() is None
+
+
+class Tower(nn.Module):
+    """Captures by the decorator of this package, and needs nothing of transformers."""
+
+    _can_record_outputs: Any = {  # noqa: RUF012
+        "hidden_states": OutputRecorder(Layer),
+        "attentions": Attention,
+    }
+
+    def __init__(self, layer: type[nn.Linear], attention: type[nn.Linear]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layer(2, 2) for _ in range(3))
+        self.attention = attention(2, 2)
+
+    @capture_outputs
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        for layer in self.layers:
+            x = layer(x)
+        return {"last_hidden_state": self.attention(x)}
+
+
+def counts(model: nn.Module) -> tuple[int, int]:
+    asked = model(torch.ones(1, 2), output_hidden_states=True, output_attentions=True)
+    return len(asked["hidden_states"]), len(asked["attentions"])
+
+
+def test_a_captured_model_follows_whether_it_has_captured_before_or_not() -> None:
+    register_patch_mapping({"^Layer$": Fused, "^Attention$": Other})
+    plain = Tower(Layer, Attention)
+    assert counts(plain) == (4, 1)
+    used, unused = Tower(Fused, Other), Tower(Fused, Other)
+    assert counts(used) == (0, 0)
+    for model in (used, unused):
+        patch_output_recorders(model)
+        assert counts(model) == (4, 1)
+    clear_patch_mapping()
+    assert counts(used) == counts(unused) == counts(plain) == counts(Tower(Layer, Attention))

@@ -66,8 +66,8 @@ def _original(module: nn.Module) -> Recorders | None:
 
 
 def _replaced(recorder: Any, names: NameMap[type[nn.Module]]) -> Any:
-    if isinstance(recorder, list):
-        return [_replaced(one, names) for one in recorder]
+    if type(recorder) in (list, tuple):
+        return type(recorder)(_replaced(one, names) for one in recorder)
     if isinstance(recorder, (str, type)):
         return _replacement(recorder, names) or recorder
     target = getattr(recorder, "target_class", None)
