@@ -48,6 +48,9 @@ def command(
     all_layers: Annotated[
         bool, typer.Option("--all-layers", help="hf: every layer, not the first and last of each.")
     ] = False,
+    all_outputs: Annotated[
+        bool, typer.Option("--all-outputs", help="hf: outputs of modules that hold others too.")
+    ] = False,
     safetensors: Annotated[
         bool, typer.Option("--safetensors", help="hf: a file for each tensor, not its text.")
     ] = False,
@@ -63,6 +66,7 @@ def command(
         "is_global": is_global,
         "layout": layout,
         "all_layers": all_layers,
+        "all_outputs": all_outputs,
         "safetensors": safetensors,
     }
     if is_global and rank:

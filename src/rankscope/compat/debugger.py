@@ -34,7 +34,7 @@ __all__ = ["model_addition_debugger_context"]
 
 _SETTINGS: Final = {
     "steps": "all", "ranks": "all", "paths": "*", "phases": "forward", "digest": "none",
-    "slots": "input*,output*,form:*", "tensors": "**:input*,**:output*,**:form:*",
+    "slots": "input*,output*,returned*,form:*", "tensors": "**",
     "compile": "opaque", "keep_spool": "0",
 }  # fmt: skip
 _NEW: Final = ".rankscope-debugger-"
@@ -59,6 +59,8 @@ def model_addition_debugger_context(
     use_repr: bool = True,
     no_grad: bool = True,
     ranks: Ranks = 0,
+    *,
+    all_outputs: bool = False,
 ) -> Iterator[nn.Module]:
     """Write what goes in and comes out of every module of `model`, for each of its forwards in the
     block: `{Class}_debug_tree_FULL_TENSORS.json` and `_SUMMARY.json`.
@@ -73,6 +75,7 @@ def model_addition_debugger_context(
             rank, as transformers does; with False the block may train.
         ranks: whose files are written: 0, other ranks, or "all". Unless it is 0 the rank stands in
             every name.
+        all_outputs: write the outputs of modules that hold others too.
 
     Raises:
         ValueError: `debug_path` cannot be a folder.
@@ -86,7 +89,9 @@ def model_addition_debugger_context(
             return
         is_alone = identity.world_size == 1 or ranks == "all"
         label = "" if ranks == 0 else f"_rank{identity.rank}"
-        files = Files(prunes=do_prune_layers, as_text=use_repr, label=label)
+        files = Files(
+            prunes=do_prune_layers, as_text=use_repr, all_outputs=all_outputs, label=label
+        )
         request = _Request(model=model, folder=folder, files=files, rank=identity.rank)
         with _traced(request, direct, runs_reprs=is_alone):
             yield model

@@ -44,7 +44,7 @@ FORMATS = {
         "hf",
         True,
         "the files of transformers' module debugger: calls, their tensors",
-        frozenset({"is_global", "layout", "all_layers", "safetensors"}),
+        frozenset({"is_global", "layout", "all_layers", "all_outputs", "safetensors"}),
     ),
 }
 """In the order the help lists them."""

@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -46,6 +46,8 @@ class Files:
     """Of a list of layers the first and the last alone."""
     as_text: bool = True
     """Values as lines of `print`; else a safetensors file for each."""
+    all_outputs: bool = False
+    """Of modules that hold others too."""
     label: str = ""
     """Goes into every name: the rank."""
 
@@ -59,6 +61,7 @@ def write(
     is_global: bool = False,
     layout: Path | None = None,
     all_layers: bool = False,
+    all_outputs: bool = False,
     safetensors: bool = False,
 ) -> Sequence[str]:
     """Write the files of every rank that is selected, or of all ranks together."""
@@ -66,7 +69,7 @@ def write(
 
     steps = [step for step in selection.groups(trace) if not step.is_setup]
     ranks = sorted(selection.ranks(trace))
-    files = Files(prunes=not all_layers, as_text=not safetensors)
+    files = Files(prunes=not all_layers, as_text=not safetensors, all_outputs=all_outputs)
     names: list[str] = []
     notes: dict[str, None] = {}
     for done, rank in enumerate([None] if is_global else ranks):
@@ -79,8 +82,7 @@ def write(
         else:
             values = LocalValues(trace, rank, as_text=files.as_text)
             label = f"_rank{rank}" if len(ranks) > 1 else ""
-        own = Files(prunes=files.prunes, as_text=files.as_text, label=label)
-        names += write_rank(place.target, steps, values, own, rank=rank)
+        names += write_rank(place.target, steps, values, replace(files, label=label), rank=rank)
         notes.update(dict.fromkeys(values.notes))
     if not names:
         raise SelectionError("the trace holds no forward of a model in what is asked for")
@@ -148,12 +150,15 @@ class _Writer:
             if forms or is_root
         }
         node: dict[str, Any] = {"module_path": call.name, "inputs": inputs}
-        if not call.children:
-            node["outputs"] = self._data(call, call.output, "_outputs")
-        else:
-            node["children"] = [self._node(child) for child in call.children]
+        is_shown = is_root or not call.holds_others or self._files.all_outputs
+        if self._files.all_outputs or not call.children:
+            node["outputs"] = self._data(call, call.output, "_outputs") if is_shown else None
         if is_root and not node.get("outputs"):
             node.pop("outputs", None)
+        if call.returned is not None:
+            node["returned"] = self._data(call, call.returned, "_returned")
+        if call.children:
+            node["children"] = [self._node(child) for child in call.children]
         if call.error:
             node["error"] = call.error
         return node

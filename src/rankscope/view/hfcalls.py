@@ -39,7 +39,11 @@ class Call:
     inputs: Mapping[str, Any]
     """{"args": [forms], "kwargs": {name: form}}, forms as in docs/trace-format.md."""
     output: Any
-    """Form of what it returned; None where that is not known or not shown."""
+    """Form of what `forward` returned; None where that is not known."""
+    returned: Any
+    """Form of what the caller got, where the module's own hooks made something else of it."""
+    holds_others: bool
+    """The module holds others, called or not."""
     error: str
     """How it ended, "" where it returned."""
     children: list[Call]
@@ -100,7 +104,9 @@ class _Reading:
             name=f"{self._class}{path}",
             stem=f"{self._class}{self._mark}{path}{again}",
             inputs=inputs,
-            output=None if held and path else self._output(views),
+            output=self._output(views),
+            returned=_nested("returned", self._leaves(views, "returned")),
+            holds_others=held,
             error=self._error(node),
             children=children,
             views=views,
@@ -130,7 +136,7 @@ class _Reading:
         found = self._form(views, "form:input")
         if found is not None:
             return {"args": found["args"], "kwargs": found["kwargs"]}, found["modules"] > 0
-        guessed = _nested("input", self._leaves(views, "input"))
+        guessed = _nested("input", self._leaves(views, "input")) or []
         items = guessed.get("items", {}) if isinstance(guessed, dict) else dict(enumerate(guessed))
         args = [form for name, form in items.items() if str(name).isdecimal()]
         kwargs = {str(name): form for name, form in items.items() if not str(name).isdecimal()}
@@ -140,8 +146,7 @@ class _Reading:
         found = self._form(views, "form:output")
         if found is not None:
             return found
-        leaves = self._leaves(views, "output")
-        return _nested("output", leaves) if leaves else None
+        return _nested("output", self._leaves(views, "output"))
 
     def _form(self, views: Mapping[str, list[SlotView]], slot: str) -> Any:
         for view in views.get(slot, ()):
@@ -167,7 +172,11 @@ class _Reading:
 
 
 def _nested(prefix: str, leaves: Mapping[str, Any]) -> Any:
-    """Return the form that slots speak for: a list where their names are numbers from 0."""
+    """Return the form that slots speak for: a list where their names are numbers from 0; None for
+    no slots.
+    """
+    if not leaves:
+        return None
     if set(leaves) == {prefix}:
         return leaves[prefix]
     groups: dict[str, dict[str, Any]] = {}

@@ -130,7 +130,7 @@ def _floats(values: Sequence[float]) -> tuple[list[str], int]:
     """Return the texts of floats and their width, which only those decide that are neither zero nor
     infinite; where there are none of these all are written as whole numbers.
     """
-    texts = ["%.4e" % value for value in values]
+    texts = [f"{value:.4e}" for value in values]
     ordinary = [len(text) for text, value in zip(texts, values) if value and math.isfinite(value)]
     if not ordinary:
         return [f"{value:.0f}." if math.isfinite(value) else str(value) for value in values], 1
