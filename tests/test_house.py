@@ -37,6 +37,7 @@ FOREIGN = {
     "torch": {"capture", "agent", "block", "compat", "tracing"},
     "zmq": {"gather"},
     "typer": {"cli"},
+    "transformers": set(),
 }
 """Package -> the only rooms that may know it."""
 ONE_FILE = {"pyarrow": "view/parquet.py"}
