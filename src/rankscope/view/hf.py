@@ -155,7 +155,7 @@ class _Writer:
             node["outputs"] = self._data(call, call.output, "_outputs") if is_shown else None
         if is_root and not node.get("outputs"):
             node.pop("outputs", None)
-        if call.returned is not None:
+        if call.returned is not None and self._values.differ(call.views, "returned", "output"):
             node["returned"] = self._data(call, call.returned, "_returned")
         if call.children:
             node["children"] = [self._node(child) for child in call.children]

@@ -89,6 +89,16 @@ class LocalValues:
             shape=shape, dtype=view.dtype, lines=lines, data=stored.data, facts={**facts, **labels}
         )
 
+    def differ(self, views: Mapping[str, Sequence[SlotView]], one: str, other: str) -> bool:
+        """True where a kind of slot (`returned`) holds other bytes than another (`output`)."""
+        kept: dict[str, dict[str, object]] = {one: {}, other: {}}
+        for slot, entries in views.items():
+            kind, _, rest = slot.partition(".")
+            if kind in kept:
+                found = [self._stored(view) for view in entries if self._rank in view.ranks]
+                kept[kind][rest] = [each and each[1] for each in found]
+        return kept[one] != kept[other]
+
     def _stored(self, view: SlotView) -> tuple[StoredTensor, tuple[int, int]] | None:
         for row in view.rows:
             if self._ranks[row] == self._rank and self._references[row]:
@@ -151,6 +161,10 @@ class GlobalValues:
     def notes(self) -> list[str]:
         """What was inferred, what replicas differ in, what could not be put together."""
         return list(self._said)
+
+    def differ(self, views: Mapping[str, Sequence[SlotView]], one: str, other: str) -> bool:
+        """Return False: hooks that lay a tensor out anew make no other global tensor of it."""
+        return False
 
     def shown(self, node: Node, views: Sequence[SlotView], form: Mapping[str, Any]) -> Shown | None:
         """As `LocalValues.shown`, of the whole tensor."""
