@@ -80,7 +80,8 @@ def calls(request: pytest.FixtureRequest) -> Iterator[Calls]:
 
 @pytest.fixture
 def parts(make_package: MakePackage) -> Any:
-    files = {"parts.py": PARTS, "late.py": f"from {HUB}.parts import RedBlock\n"}
+    late = f"from {HUB}.parts import RedBlock\nclass LateBlock(RedBlock):\n    pass\n"
+    files = {"parts.py": PARTS, "late.py": late}
     make_package(HUB, files)
     return importlib.import_module(f"{HUB}.parts")
 
@@ -233,11 +234,11 @@ def test_a_class_that_is_no_module_is_never_replaced_by_one(calls: Calls, parts:
 
 
 def test_a_module_imported_in_the_block_is_patched_in_it(calls: Calls, parts: Any) -> None:
-    calls.register_patch_mapping({"RedBlock": First})
+    calls.register_patch_mapping({"LateBlock": First})
     with calls.apply_patches():
         late: Any = importlib.import_module(f"{HUB}.late")
-        assert late.RedBlock is First
-    assert late.RedBlock is parts.RedBlock is not First
+        assert late.LateBlock is First
+    assert late.LateBlock.__bases__ == (parts.RedBlock,)
 
 
 def test_a_module_imported_in_the_block_keeps_no_replacement(calls: Calls, parts: Any) -> None:
@@ -245,7 +246,7 @@ def test_a_module_imported_in_the_block_keeps_no_replacement(calls: Calls, parts
     calls.register_patch_mapping({"RedBlock": First})
     with calls.apply_patches():
         late: Any = importlib.import_module(f"{HUB}.late")
-    assert late.RedBlock is original
+    assert late.RedBlock is original and late.LateBlock.__bases__ == (original,)
 
 
 def test_matching_a_pattern_imports_nothing(calls: Calls, make_package: MakePackage) -> None:
