@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, overload
 
@@ -18,6 +19,7 @@ from torch import nn
 from rankscope.capture.torch_internals import (
     current_graph_task,
     hook_while_tracing,
+    is_compiled_in_place,
     unhook_after_tracing,
     unseen_by_compiler,
 )
@@ -122,7 +124,24 @@ def _run(
         INNERMOST.reset(token)
         for handle in handles:
             handle.remove()
-    return outputs, capture.close()
+    values = capture.close()
+    if handles and not all(values.values()):
+        _warn_of_compiled(model, [key for key, found in values.items() if not found])
+    return outputs, values
+
+
+def _warn_of_compiled(model: nn.Module, keys: list[str]) -> None:
+    """Say why nothing was recorded where the reason may be that torch.compile left no hook in."""
+    for path, module in model.named_modules():
+        wrapper = getattr(module, "_orig_mod", None)
+        if wrapper is not None or is_compiled_in_place(module):
+            warnings.warn(
+                f"nothing was recorded for {', '.join(keys)}: {path} was compiled before its first "
+                "capture, and compiled code does not see hooks that come later. Compile after a "
+                "first capture, or compile the whole model",
+                stacklevel=5,
+            )
+            return
 
 
 def _run_traced(

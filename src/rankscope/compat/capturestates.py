@@ -34,7 +34,8 @@ class _Traced:
     is None, on every thread.
     """
 
-    innermost: Capture | None = None
+    def __init__(self) -> None:
+        self.innermost: Capture | None = None
 
 
 TRACED = _Traced()
