@@ -87,7 +87,10 @@ def trace_block(model: nn.Module | None, given: Mapping[str, object]) -> Iterato
 def rank_block(
     model: nn.Module, given: Mapping[str, object], say_leaf: Callable[[object], str]
 ) -> Iterator[Session | None]:
-    """Trace this process alone, whatever ranks there are beside it; yields its session.
+    """Trace this process alone, whatever ranks there are beside it; yields its session, None where
+    tracing could not begin.
+
+    What is left in `out` are the records and the tensors: `open_trace` makes a tree of them.
 
     Args:
         model: the root whose path is "".
@@ -101,7 +104,7 @@ def rank_block(
     try:
         yield block.session
     finally:
-        block.finish()
+        block.finish(with_tree=False)
 
 
 def _start(
@@ -167,19 +170,20 @@ class _Block:
         self._taken = self._replica.stat().st_size
         path.unlink()
 
-    def finish(self) -> None:
+    def finish(self, *, with_tree: bool = True) -> None:
         """Close the spool and build the tree; a failure is said, and the records stay where they
         are.
         """
         hold(None)
-        Guard(self._say_unfinished).hook(self._finish)()
+        Guard(self._say_unfinished).hook(self._finish)(with_tree)
 
-    def _finish(self) -> None:
+    def _finish(self, with_tree: bool) -> None:
         from rankscope.tree.assemble import build
 
         self.session.close(EndReason.CLOSED)
         self._take_rest()
-        build(self.out, keep_spool=self._keep_spool)
+        if with_tree:
+            build(self.out, keep_spool=self._keep_spool)
         shutil.rmtree(self._run_folder, ignore_errors=True)
 
     def _say_unfinished(self, error: Exception) -> None:

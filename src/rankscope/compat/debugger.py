@@ -135,8 +135,8 @@ def _traced(request: _Request, direct: DirectCalls, *, runs_reprs: bool) -> Iter
 
 
 def _write(request: _Request, folder: Path) -> None:
-    if not (folder / "trace.json").exists():
-        return  # why not was said
+    if not folder.is_dir():
+        return  # it could not begin, and why was said
     trace = open_trace(folder)
     values = LocalValues(trace, request.rank, as_text=request.files.as_text)
     write_rank(request.folder, trace.steps, values, request.files, rank=request.rank)

