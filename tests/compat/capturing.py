@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -59,6 +58,10 @@ def _pretrained_model() -> type[nn.Module]:
     return Pretrained
 
 
+class Config:
+    """What any model may have as `config`."""
+
+
 class Output(dict):
     """The least that both implementations take for an output: values by key and by attribute."""
 
@@ -102,7 +105,7 @@ def make(
         super(cls, self).__init__()
         self.layers = nn.ModuleList(layers())
         if base is nn.Module and config:
-            self.config = types.SimpleNamespace(**config)
+            self.config = Config()
         for key, value in config.items():
             setattr(self.config, key, value)
 
