@@ -311,3 +311,15 @@ def test_patching_the_recorders_twice_is_patching_them_once(calls: Calls) -> Non
         calls.patch_output_recorders(model)
         calls.patch_output_recorders(model)
         assert model._can_record_outputs["hidden_states"] is replacement
+
+
+@needs_transformers
+def test_the_recorders_of_a_compiled_model_are_patched_in_it() -> None:
+    cls, config, layer, replacement = layers_of_its_own("llama")
+    ours().register_patch_mapping({f"^{layer}$": replacement})
+    with ours().apply_patches():
+        model = cls(config).eval()
+    compiled = torch.compile(model, backend="eager")
+    ours().patch_output_recorders(compiled)
+    assert states(compiled, "llama") == states(model, "llama") == 3
+    assert states(cls(config), "llama") == 3

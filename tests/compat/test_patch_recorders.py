@@ -116,6 +116,28 @@ def test_submodels_are_patched_each_on_its_own_and_a_parent_has_none() -> None:
     assert not hasattr(pair, "_can_record_outputs")
 
 
+class Wrapper(nn.Module):
+    """Answers for what it wraps, as the modules of torch.compile, FSDP1 and PEFT do."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.inner, name)
+
+
+def test_a_wrapper_that_answers_for_its_model_is_no_model_of_its_own() -> None:
+    register_patch_mapping({"Attention": Fused})
+    wrapper = Wrapper(Model())
+    patch_output_recorders(wrapper)
+    assert "_can_record_outputs" not in vars(wrapper)
+    assert vars(wrapper.inner)["_can_record_outputs"]["by_name"] is Fused
+
+
 def test_calling_it_again_changes_nothing_even_where_a_replacement_is_itself_replaced() -> None:
     register_patch_mapping({"Attention": Fused, "Fused": Other})
     model = Model()

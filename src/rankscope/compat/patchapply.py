@@ -133,7 +133,7 @@ class _Patched:
     def _covered(self) -> list[tuple[ModuleType, list[_Block]]]:
         """Every module to look at, with the blocks that cover it, the last opened first."""
         known: dict[int, tuple[ModuleType, list[str]]] = {
-            key: (seen.module, []) for key, seen in self._seen.items()
+            key: (seen.module, []) for key, seen in list(self._seen.items())
         }
         for name, module in list(sys.modules.items()):
             if issubclass(type(module), ModuleType) and self._wants(name, module):

@@ -58,7 +58,9 @@ def patch_output_recorders(model: nn.Module) -> None:
 
 
 def _original(module: nn.Module) -> Recorders | None:
-    said = getattr(module, ATTRIBUTE, None)
+    if ATTRIBUTE not in vars(module) and not hasattr(type(module), ATTRIBUTE):
+        return None  # a wrapper may answer for what it wraps
+    said = getattr(module, ATTRIBUTE)
     change = _changed.get(module)
     if change is not None and said is change.patched:
         return change.original
