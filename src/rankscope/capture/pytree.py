@@ -155,7 +155,7 @@ def _of_sequence(kind: type, items: tuple[object, ...]) -> Leaves | None:
 
 def _named(items: object) -> Leaves:
     """Return items with slot names for keys; keys that read alike get their position."""
-    pairs = tuple(items)  # type: ignore[arg-type]  # pairs of any mapping
+    pairs: tuple[tuple[object, object], ...] = tuple(items)  # type: ignore[arg-type]  # of any mapping
     return list(zip(key_names(key for key, _ in pairs), (child for _, child in pairs)))
 
 

@@ -219,7 +219,7 @@ def _write_tensor(path: Path, shown: Shown) -> None:
     text += b" " * (-len(text) % 8)
     with path.open("wb", buffering=0) as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        left = memoryview(data)
+        left = data.data
         while len(left):
             left = left[file.write(left) :]
 

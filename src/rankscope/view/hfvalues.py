@@ -81,13 +81,12 @@ class LocalValues:
         found = self._stored(view)
         if found is None:
             why = why_not_kept(Value((view,), node), [self._rank])
-            facts = {"note": why} | labels
+            facts = {"note": why, **labels}
             return Shown(shape=shape, dtype=view.dtype, lines=None, data=None, facts=facts)
         stored, key = found
-        facts, lines = self._facts(stored, key, form)
-        return Shown(
-            shape=shape, dtype=view.dtype, lines=lines, data=stored.data, facts={**facts, **labels}
-        )
+        measured, lines = self._facts(stored, key, form)
+        facts = {**measured, **labels}
+        return Shown(shape=shape, dtype=view.dtype, lines=lines, data=stored.data, facts=facts)
 
     def differ(self, views: Mapping[str, Sequence[SlotView]], one: str, other: str) -> bool:
         """True where a kind of slot (`returned`) holds other bytes than another (`output`)."""
