@@ -103,6 +103,17 @@ def test_a_name_a_lazy_package_fetched_inside_is_fetched_anew_afterwards(
     assert machine.Head.__module__ == "machine.late"
 
 
+def test_a_lazy_package_outside_of_what_the_block_covers_keeps_nothing_either(
+    make_package: MakePackage,
+) -> None:
+    machine: Any = make_package("machine", {**FILES, "__init__.py": LAZY})
+    importlib.import_module("machine.parts")
+    register_patch_mapping({"^Block$": Swapped})
+    with apply_patches("machine.parts"):
+        assert machine.Block is Swapped
+    assert machine.Block.__module__ == "machine.parts"
+
+
 def test_a_replacement_at_home_in_a_lazy_package_stays_there(make_package: MakePackage) -> None:
     own = LAZY + "\nfrom torch import nn\nclass Fast(nn.Module):\n    pass\n"
     machine: Any = make_package("machine", {**FILES, "__init__.py": own, "more.py": own})

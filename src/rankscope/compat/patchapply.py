@@ -145,10 +145,12 @@ class _Patched:
         ]
 
     def _wants(self, name: str, module: ModuleType) -> bool:
-        """A module whose code may be half run is left for after the import."""
+        """What a block covers, and lazy modules anywhere, which may keep what they fetch inside.
+        A module whose code may be half run is left for after the import.
+        """
         if self._imports:
             return id(module) in self._seen
-        return any(block.covers(name) for block in self._blocks)
+        return _is_lazy(module) or any(block.covers(name) for block in self._blocks)
 
     def _settle_module(
         self, module: ModuleType, blocks: list[_Block], replacements: set[int]

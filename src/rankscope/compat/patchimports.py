@@ -25,7 +25,7 @@ class ImportWatch(MetaPathFinder):
 
     def stop(self) -> None:
         """Leave `sys.meta_path`; an import under way is still told of."""
-        if self in sys.meta_path:
+        if self in (sys.meta_path or ()):  # None while the interpreter ends
             sys.meta_path.remove(self)
 
     def find_spec(
