@@ -41,7 +41,7 @@ class Nesting(nn.Module):
             x.expand(50, 4, 6), torch.zeros(3), torch.full((2,), float("nan")).double(),
         ]  # fmt: skip
         with torch.no_grad():
-            self.forward(tensors, {"a": [x, None], 3: "text", "deep": {"er": (1.5, Pair(x, "b"))}})
+            self(tensors, {"a": [x, None], 3: "text", "deep": {"er": (1.5, Pair(x, "b"))}})
 
     def forward(self, tensors: list[torch.Tensor], held: dict[object, object]) -> torch.Tensor:
         for tensor in tensors:

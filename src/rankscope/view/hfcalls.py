@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -51,22 +51,35 @@ class Call:
     """Slot -> its entries."""
 
 
-def forwards(steps: Iterable[Step], rank: int | None, roots: Callable[[Node], bool]) -> list[Node]:
-    """Return the calls of a model in these steps, in the order of time.
+def forwards(
+    steps: Sequence[Step], rank: int | None, roots: Callable[[Node], bool]
+) -> Iterator[Node]:
+    """Yield the calls of a model in these steps, in the order of time; one step is in memory.
 
     Args:
         steps: where to look.
         rank: the rank whose calls are wanted, None for all together.
         roots: True for a call of the model.
     """
-    found = [
-        node
-        for step in steps
+
+    def found(step: Step) -> list[Node]:
+        return [
+            node
+            for node in step.passing()
+            if node.phase is Phase.FORWARD and (rank is None or rank in node.ranks) and roots(node)
+        ]
+
+    places = [
+        (step.incarnation, node.time.start_us, number, place)
+        for number, step in enumerate(steps)
         if not step.is_setup
-        for node in step.nodes
-        if node.phase is Phase.FORWARD and (rank is None or rank in node.ranks) and roots(node)
+        for place, node in enumerate(found(step))
     ]
-    return sorted(found, key=lambda node: (node.head.incarnation, node.time.start_us))
+    opened, nodes = -1, list[Node]()
+    for _, _, number, place in sorted(places):
+        if number != opened:
+            opened, nodes = number, found(steps[number])
+        yield nodes[place]
 
 
 def call_of(root: Node, rank: int | None, mark: str) -> Call:
