@@ -73,11 +73,12 @@ def _captured(func: Callable[..., Any], *, is_tied: bool) -> Callable[..., Any]:
 
     @functools.wraps(func)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        config = getattr(self, "config", None)
         return_dict = kwargs.pop("return_dict", None)
         if return_dict is None:
-            return_dict = config_value(self, "return_dict")
+            return_dict = config_value(config, "return_dict")
         declared = getattr(self, DECLARATION, None) or {}
-        flags = requested(self, declared, parameters, args, kwargs)
+        flags = requested(config, declared, parameters, args, kwargs)
         parameters.drop_unknown(declared, kwargs)
         call = functools.partial(func, self, *args, **kwargs)
         if flags:
@@ -97,7 +98,7 @@ def _capture(
     outputs, values = run(model, keys, selected, call)
     states = values.get("hidden_states")
     if states and states[-1] is not None:
-        configured = config_value(model, "tie_last_hidden_states")
+        configured = config_value(getattr(model, "config", None), "tie_last_hidden_states")
         last = last_state_of(outputs)
         if last is not None and (is_tied if configured is None else configured):
             states[-1] = last

@@ -72,16 +72,15 @@ class Parameters:
         return args
 
 
-def config_value(model: Any, name: str) -> Any:
-    """Return one value of a model's config (an object or a dict), None where there is none."""
-    config = getattr(model, "config", None)
+def config_value(config: Any, name: str) -> Any:
+    """Return one value of a config (an object, a dict or None), None where it is not there."""
     if isinstance(config, dict):
         return config.get(name)
     return getattr(config, name, None)
 
 
 def requested(
-    model: Any,
+    config: Any,
     declared: Iterable[str],
     parameters: Parameters,
     args: tuple[Any, ...],
@@ -99,17 +98,17 @@ def requested(
             if flag is None:
                 flag = parameters.given(name, args, kwargs)
         if flag is None:
-            flag = _configured(model, names)
+            flag = _configured(config, names)
         if _asks(key, flag):
             found[key] = flag
     return found
 
 
-def _configured(model: Any, names: tuple[str, ...]) -> Any:
+def _configured(config: Any, names: tuple[str, ...]) -> Any:
     flag = None
     for name in names:
         if not flag:
-            flag = config_value(model, name)
+            flag = config_value(config, name)
     return flag
 
 

@@ -23,23 +23,29 @@ from rankscope.compat.recorder import Watch, read_declaration
 __all__ = ["DECLARATION", "modules_to_record", "paths_to_record"]
 
 DECLARATION = "_can_record_outputs"
+_NO_CHILDREN: dict[str, nn.Module | None] = {}
+_MOST = 1_000_000
+"""Modules: beyond any model, and soon reached where one holds itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """One module to record from, by its number in the shape and by one path to it."""
+    """One module to record from, by its position in the shape."""
 
-    number: int
-    path: str
+    position: int
     taps: tuple[Tap, ...]
 
 
 @dataclass(slots=True)
 class _Shape:
-    """Everything a choice of modules depends on. Modules are numbered in order of first sight."""
+    """Everything that a choice of modules depends on, level by level from the model down; a module
+    held twice stands in it twice, and a name that holds none stands in it too.
+    """
 
-    edges: list[Any]
     classes: list[type]
+    names: list[str]
+    counts: list[int]
+    """How many children each module holds."""
 
 
 @dataclass(slots=True)
@@ -48,7 +54,7 @@ class _Known:
 
     shape: _Shape
     submodels: list[int]
-    """Numbers of the modules with a declaration of their own; the model itself is the first."""
+    """Positions of the modules with a declaration of their own; the model itself is the first."""
     watches: dict[int, tuple[Watch, ...]] = field(default_factory=dict)
     places: dict[tuple[str, ...], tuple[_Place, ...]] = field(default_factory=dict)
     """Chosen modules by the outputs asked for, under these watches."""
@@ -63,7 +69,14 @@ def modules_to_record(
 ) -> list[tuple[nn.Module, tuple[Tap, ...]]]:
     """Return the modules to record these outputs from, each once, with what to take from it."""
     modules, places = _look(model, keys)
-    return [(modules[place.number], place.taps) for place in places]
+    found: dict[int, tuple[nn.Module, tuple[Tap, ...]]] = {}
+    for place in places:
+        module, taps = modules[place.position], place.taps
+        assert module is not None
+        if id(module) in found:  # held twice
+            taps = tuple(dict.fromkeys(found[id(module)][1] + taps))
+        found[id(module)] = module, taps
+    return list(found.values())
 
 
 @constant_while_tracing
@@ -71,24 +84,42 @@ def paths_to_record(
     model: nn.Module, keys: tuple[str, ...]
 ) -> tuple[tuple[str, tuple[Tap, ...]], ...]:
     """Return the same with a path in place of each module."""
-    return tuple((place.path.lstrip("."), place.taps) for place in _look(model, keys)[1])
+    paths = {id(module): path for path, module in model.named_modules()}
+    return tuple((paths[id(module)], taps) for module, taps in modules_to_record(model, keys))
 
 
-def _look(model: nn.Module, keys: tuple[str, ...]) -> tuple[list[nn.Module], tuple[_Place, ...]]:
-    modules, shape = _outline(model)
+def _look(
+    model: nn.Module, keys: tuple[str, ...]
+) -> tuple[list[nn.Module | None], tuple[_Place, ...]]:
+    modules, shape = _read(model)
     known = _known.get(model)
     if known is None or known.shape != shape:
         known = _known[model] = _Known(shape, _submodels(shape))
     watches = {
-        number: read_declaration(getattr(modules[number], DECLARATION, None))
-        for number in known.submodels
+        position: read_declaration(getattr(modules[position], DECLARATION, None))
+        for position in known.submodels
     }
     if known.watches != watches:
         known = _known[model] = _Known(shape, known.submodels, watches)
     places = known.places.get(keys)
     if places is None:
-        places = known.places[keys] = _choose(modules, watches, frozenset(keys))
+        places = known.places[keys] = _choose(shape, modules, watches, frozenset(keys))
     return modules, places
+
+
+def _read(model: nn.Module) -> tuple[list[nn.Module | None], _Shape]:
+    modules: list[nn.Module | None] = [model]
+    names: list[str] = []
+    counts: list[int] = []
+    for module in modules:  # grows while it is read
+        children = _NO_CHILDREN if module is None else module._modules
+        counts.append(len(children))
+        if children:
+            modules += children.values()
+            names += children
+            if len(modules) > _MOST:
+                raise RecursionError(f"{type(model).__name__} holds itself, at some depth")
+    return modules, _Shape(list(map(type, modules)), names, counts)
 
 
 def _submodels(shape: _Shape) -> list[int]:
@@ -96,44 +127,31 @@ def _submodels(shape: _Shape) -> list[int]:
     return [0, *declaring]
 
 
-def _outline(model: nn.Module) -> tuple[list[nn.Module], _Shape]:
-    modules, numbers = [model], {id(model): 0}
-    edges: list[Any] = []
-    for module in modules:  # grows while it is read
-        for name, child in module._modules.items():
-            if child is not None:
-                number = numbers.setdefault(id(child), len(modules))
-                if number == len(modules):
-                    modules.append(child)
-                edges.append(name)
-                edges.append(number)
-        edges.append(None)
-    return modules, _Shape(edges, [type(module) for module in modules])
-
-
 def _choose(
-    modules: list[nn.Module], watches: dict[int, tuple[Watch, ...]], keys: frozenset[str]
+    shape: _Shape,
+    modules: list[nn.Module | None],
+    watches: dict[int, tuple[Watch, ...]],
+    keys: frozenset[str],
 ) -> tuple[_Place, ...]:
-    numbers = {id(module): number for number, module in enumerate(modules)}
-    paths: dict[int, str] = {}
-    taps: dict[int, dict[Tap, None]] = {}
-
-    def look(module: nn.Module, path: str, covering: tuple[Watch, ...], above: set[int]) -> None:
-        number = numbers[id(module)]
-        if number in above:
-            return  # it holds itself, at some depth
-        covering = watches.get(number, covering)
-        paths.setdefault(number, path)
-        for watch in covering:
+    paths, covering = [""] * len(modules), [watches[0]] * len(modules)
+    names, child = iter(shape.names), 1
+    places = []
+    for position, module in enumerate(modules):
+        if module is None:
+            continue
+        path = paths[position]
+        covering[position] = watches.get(position, covering[position])
+        for _ in range(shape.counts[position]):  # children stand in the order of who holds them
+            paths[child], covering[child] = f"{path}.{next(names)}", covering[position]
+            child += 1
+        taps: dict[Tap, None] = {}
+        for watch in covering[position]:
             if watch.key in keys and watch.covers(module, path):
                 first = _first_parameter(type(module).forward) if watch.takes_first_input else None
-                taps.setdefault(number, {})[watch.key, watch.index, first] = None
-        for name, child in module._modules.items():
-            if child is not None:
-                look(child, f"{path}.{name}", covering, above | {number})
-
-    look(modules[0], "", (), set())
-    return tuple(_Place(number, paths[number], tuple(found)) for number, found in taps.items())
+                taps[watch.key, watch.index, first] = None
+        if taps:
+            places.append(_Place(position, tuple(taps)))
+    return tuple(places)
 
 
 @functools.lru_cache(maxsize=1024)
