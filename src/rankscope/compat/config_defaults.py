@@ -51,10 +51,11 @@ def merge_with_config_defaults(func: Forward) -> Forward:
         if debug[0] and not torch.compiler.is_dynamo_compiling():
             with compat.model_addition_debugger_context(self, debug[1], bool(debug[2])):
                 return self.forward(*args, **kwargs)  # once more: it sees what begins in its block
+        config = getattr(self, "config", None)
         for name in _FROM_CONFIG:
             value = parameters.given(name, args, kwargs)
             if value is None:
-                value = config_value(self, name)
+                value = config_value(config, name)
             if value is not None:
                 value = _checked(self, name, value)
                 args = parameters.with_argument(name, value, args, kwargs)
