@@ -40,6 +40,7 @@ from rankscope.spool.writer import SpoolWriter
 __all__ = ["rank_block", "trace_block"]
 
 
+_TRACED_ALREADY = "not tracing this block: this process is traced already"
 _UNNAMED = (
     "several ranks trace into one folder: give all of them the same out= to open it from here"
 )
@@ -61,9 +62,8 @@ def trace_block(model: nn.Module | None, given: Mapping[str, object]) -> Iterato
     passes through after the tree is written.
     """
     if current_session() is not None:
-        problem = "not tracing this block: this process is traced already"
-        say(problem)
-        yield Begun(None, problem)
+        say(_TRACED_ALREADY)
+        yield Begun(None, _TRACED_ALREADY)
         return
     if who_am_i().world_size > 1:
         arm(given)
@@ -97,6 +97,10 @@ def rank_block(
         given: settings; `out` is of this rank alone.
         say_leaf: text of an argument that is no tensor, in the form of a call.
     """
+    if current_session() is not None:
+        say(_TRACED_ALREADY)
+        yield None
+        return
     block = _start(model, given, say_leaf)
     if isinstance(block, str):
         yield None

@@ -11,6 +11,7 @@ Every object has `slot` or `items`, so that no key of a program is taken for one
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections import UserDict
@@ -40,6 +41,7 @@ _TRUSTED: Final = "transformers."
 _CONSTANT_KEYS: Final = {"True": "true", "False": "false", "None": "null"}
 """How JSON spells such keys of a dict."""
 _encode: Final = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
+_OUTPUT: Final = _encode({"slot": "output"})
 Say = Callable[[object], str]
 """Returns the text of what is no tensor and no container."""
 
@@ -56,6 +58,8 @@ def call_form(args: object, kwargs: object, modules: int, say: Say) -> str | Non
     Returns:
         `{"args": [...], "kwargs": {...}, "modules": 2}`; None where it would be too long.
     """
+    if not kwargs and type(args) is tuple and all(map(_is_usual, args)):
+        return _of_usual(len(args), modules)
     held = form_of("input", kwargs, say)
     named = held["items"] if isinstance(held, dict) else {}
     return _bounded({"args": form_of("input", args, say), "kwargs": named, "modules": modules})
@@ -63,7 +67,25 @@ def call_form(args: object, kwargs: object, modules: int, say: Say) -> str | Non
 
 def result_form(value: object, say: Say) -> str | None:
     """Return the form of what a call returned; None where it would be too long."""
-    return _bounded(form_of("output", value, say))
+    return _OUTPUT if _is_usual(value) else _bounded(form_of("output", value, say))
+
+
+def _is_usual(value: object) -> bool:
+    """True for what most arguments are: a plain tensor on the host, in row-major order."""
+    return type(value) is torch.Tensor and value.is_cpu and _is_row_major(value)
+
+
+def _is_row_major(tensor: torch.Tensor) -> bool:
+    try:
+        return tensor.is_contiguous()
+    except RuntimeError:  # sparse
+        return False
+
+
+@functools.lru_cache(maxsize=256)
+def _of_usual(count: int, modules: int) -> str:
+    args = [{"slot": f"input.{index}"} for index in range(count)]
+    return _encode({"args": args, "kwargs": {}, "modules": modules})
 
 
 def form_of(slot: str, value: object, say: Say) -> Any:

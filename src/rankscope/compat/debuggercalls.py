@@ -24,6 +24,7 @@ __all__ = ["DirectCalls"]
 
 _TORCH: Final = nn.Module.__call__.__code__.co_filename
 _CALLERS: Final = frozenset({"_call_impl", "inner", "_slow_forward"})
+_MARK: Final = "__rankscope_debugger__"
 Forward = Callable[..., Any]
 
 
@@ -43,6 +44,8 @@ class DirectCalls:
     def __enter__(self) -> DirectCalls:
         """Put the attributes on."""
         for module in _uncompiled(self._model, set()):
+            if hasattr(vars(module).get("forward"), _MARK):
+                continue  # of a block around this one
             self._put.append((module, vars(module).get("forward", _MISSING)))
             vars(module)["forward"] = self._front_of(module, is_top=module is self._model)
         return self
@@ -74,6 +77,7 @@ class DirectCalls:
                     return self._call(module, forward, args, kwargs, _is_from_torch())
             return self._call(module, forward, args, kwargs, _is_from_torch())
 
+        setattr(call, _MARK, True)
         return call
 
     def _call(

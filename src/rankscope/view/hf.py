@@ -217,11 +217,18 @@ def _write_tensor(path: Path, shown: Shown) -> None:
     header["data_offsets"] = [0, data.nbytes]
     text = json.dumps({"data": header}, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with path.open("wb", buffering=0) as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        left = data.data
-        while len(left):
-            left = left[file.write(left) :]
+    left = [memoryview(len(text).to_bytes(8, "little") + text), data.data]
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+    descriptor = os.open(path, flags, 0o666)
+    try:
+        while left:
+            written = os.writev(descriptor, left)
+            while left and written >= len(left[0]):
+                written -= len(left.pop(0))
+            if left:
+                left[0] = left[0][written:]
+    finally:
+        os.close(descriptor)
 
 
 def _json_text(data: Any, line: str, is_summary: bool) -> str:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from rankscope.record.call import Phase
+from rankscope.tree.ranks import parse_ranks
 from rankscope.tree.reader import Step
 from rankscope.tree.slotview import SlotView
 from rankscope.tree.views import Node
@@ -108,8 +109,9 @@ class _Reading:
         again = f"_{node.ordinal}" if node.ordinal and path else ""
         views: dict[str, list[SlotView]] = {}
         for view in node.slots:
-            if self._rank is None or self._rank in view.ranks:
-                views.setdefault(view.slot, []).append(view)
+            data = view.data  # read as it is: a tree has thousands of them
+            if self._rank is None or self._rank in parse_ranks(data["ranks"]):
+                views.setdefault(data["slot"], []).append(view)
         children = [self.call(child) for child in self._below(node)]
         inputs, held = self._inputs(views, bool(children))
         return Call(
@@ -163,9 +165,9 @@ class _Reading:
 
     def _form(self, views: Mapping[str, list[SlotView]], slot: str) -> Any:
         for view in views.get(slot, ()):
-            for fold in view.folds:
-                if self._rank is None or self._rank in fold.ranks:
-                    return json.loads(fold.note or "null")
+            for fold in view.data["values"]:
+                if self._rank is None or self._rank in parse_ranks(fold["ranks"]):
+                    return json.loads(fold.get("note", "null"))
         return None
 
     def _leaves(self, views: Mapping[str, list[SlotView]], kind: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Final
 
 import torch
 
-__all__ = ["is_measured", "meta_text", "scalar_text", "statistics_of", "tensor_text"]
+__all__ = ["is_measured", "meta_text", "statistics_of", "tensor_text"]
 
 _LINE: Final = 120
 _EDGE: Final = 3
@@ -69,22 +69,18 @@ def meta_text(shape: Sequence[int], dtype: str) -> str:
     return _with_suffixes(f"{_PREFIX}...", suffixes)
 
 
-def scalar_text(number: float, dtype: torch.dtype, device: str) -> str:
-    """Return the repr of a floating-point tensor without dims."""
-    return _with_suffixes(_PREFIX + _floats([number])[0][0], _device(device) + _dtype(dtype))
-
-
 def statistics_of(tensor: torch.Tensor, device: str = "cpu") -> dict[str, str]:
     """Return mean, std, min and max as the repr of torch's results; {} where none is defined."""
     if not is_measured(tensor.dtype) or not tensor.numel():
         return {}
-    found = {
-        "mean": tensor.mean(),
-        "std": _std(tensor),
-        "min": tensor.min(),
-        "max": tensor.max(),
-    }
-    return {name: scalar_text(each.item(), each.dtype, device) for name, each in found.items()}
+    low, high = torch.aminmax(tensor)
+    suffixes = _device(device) + _dtype(tensor.dtype)
+    return {
+        name: _with_suffixes(_PREFIX + _floats([found.item()])[0][0], suffixes)
+        for name, found in (
+            ("mean", tensor.mean()), ("std", _std(tensor)), ("min", low), ("max", high),
+        )
+    }  # fmt: skip
 
 
 def _std(tensor: torch.Tensor) -> torch.Tensor:

@@ -55,7 +55,8 @@ class LocalValues:
         self._as_text = as_text
         columns = trace.columns()
         names = ("rank", "incarnation", "reference")
-        self._ranks, self._lives, self._references = (columns[f"values.{n}"] for n in names)
+        own = (columns[f"values.{name}"].tolist() for name in names)
+        self._ranks, self._lives, self._references = own
         self._maps: dict[Path, NDArray[np.uint8]] = {}
         self._measured: dict[object, tuple[Mapping[str, Any], tuple[str, ...] | None]] = {}
         self.has_layouts = bool(trace.run["meshes"])
@@ -70,23 +71,24 @@ class LocalValues:
             views: entries of its slot.
             form: what the form of the call says of it.
         """
-        view = next((each for each in views if self._rank in each.ranks), None)
+        view = next((each for each in views if self._rank in parse_ranks(each.data["ranks"])), None)
         if view is None:
             return None
         shape, labels = self._shape(view), self._labels(view)
+        dtype = str(view.data["dtype"])
         if view.data["device"] == "meta":
-            lines = tuple(meta_text(shape, view.dtype).split("\n")) if self._as_text else None
-            facts = _meta_facts(view.dtype) | labels
-            return Shown(shape=shape, dtype=view.dtype, lines=lines, data=None, facts=facts)
+            lines = tuple(meta_text(shape, dtype).split("\n")) if self._as_text else None
+            facts = _meta_facts(dtype) | labels
+            return Shown(shape=shape, dtype=dtype, lines=lines, data=None, facts=facts)
         found = self._stored(view)
         if found is None:
             why = why_not_kept(Value((view,), node), [self._rank])
             facts = {"note": why, **labels}
-            return Shown(shape=shape, dtype=view.dtype, lines=None, data=None, facts=facts)
+            return Shown(shape=shape, dtype=dtype, lines=None, data=None, facts=facts)
         stored, key = found
         measured, lines = self._facts(stored, key, form)
         facts = {**measured, **labels}
-        return Shown(shape=shape, dtype=view.dtype, lines=lines, data=stored.data, facts=facts)
+        return Shown(shape=shape, dtype=dtype, lines=lines, data=stored.data, facts=facts)
 
     def differ(self, views: Mapping[str, Sequence[SlotView]], one: str, other: str) -> bool:
         """True where a kind of slot (`returned`) holds other bytes than another (`output`)."""
@@ -99,9 +101,9 @@ class LocalValues:
         return kept[one] != kept[other]
 
     def _stored(self, view: SlotView) -> tuple[StoredTensor, tuple[int, int]] | None:
-        for row in view.rows:
+        for row in range(*view.data["rows"]):
             if self._ranks[row] == self._rank and self._references[row]:
-                key = int(self._lives[row]), int(self._references[row])
+                key = self._lives[row], self._references[row]
                 return self._files.find(self._rank, *key), key
         return None
 
@@ -138,7 +140,7 @@ class LocalValues:
         return ()
 
     def _labels(self, view: SlotView) -> dict[str, Any]:
-        if view.placements:
+        if view.data["layout"].get("placements"):
             whole = view.global_shape
             return {
                 "global_shape": None if whole is None else f"torch.Size({list(whole)})",
@@ -198,7 +200,7 @@ def _lines(tensor: torch.Tensor | None, device: str) -> tuple[str, ...] | None:
 def _facts_of(tensor: torch.Tensor, stride: tuple[int, ...], device: str) -> dict[str, Any]:
     """Return the statistics, and how many elements are not finite where any are."""
     facts: dict[str, Any] = dict(statistics_of(_strided(tensor, stride), device))
-    if facts and not torch.isfinite(tensor.min() + tensor.max()):
+    if any(word in facts.get(name, "") for name in ("min", "max") for word in ("nan", "inf")):
         counts = {
             "nan": tensor.isnan(),
             "posinf": tensor.isposinf(),
