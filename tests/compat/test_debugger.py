@@ -33,9 +33,9 @@ def test_files_go_to_the_current_folder_by_default(
 def test_a_path_that_is_a_file_is_refused_before_anything_happens(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     model = modules.Told()
-    with pytest.raises(ValueError, match="Unexpected or existing debug_path"):
-        with ours(model, tmp_path / "file"):
-            raise AssertionError
+    refusal = pytest.raises(ValueError, match="Unexpected or existing debug_path")
+    with refusal, ours(model, tmp_path / "file"):
+        raise AssertionError
     with pytest.raises(ValueError, match="ranks='some'"), ours(model, tmp_path, ranks="some"):
         raise AssertionError
     assert all("forward" not in vars(module) for module in model.modules())

@@ -103,7 +103,8 @@ def said_of(value: object) -> str:
     if is_plain_text(kind):
         return repr(value)[:_MOST_SAID]
     if kind.__repr__ is object.__repr__:
-        return f"<{kind.__module__}.{kind.__qualname__} object at 0xXXXXXXXX>"
+        module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
+        return f"<{module}{kind.__qualname__} object at 0xXXXXXXXX>"
     if kind.__module__.startswith(_TRUSTED):
         try:
             return without_addresses(repr(value))
@@ -181,7 +182,7 @@ def _tensor(slot: str, tensor: torch.Tensor) -> dict[str, Any]:
     form: dict[str, Any] = {"slot": slot}
     local = dtensor_parts(tensor)[0] if is_dtensor(type(tensor)) else tensor
     try:
-        if not local.is_contiguous():
+        if local.layout is torch.strided and not local.is_contiguous():
             form["stride"] = list(local.stride())
         if local.device.type != "cpu":
             form["device"] = str(local.device)
