@@ -25,6 +25,7 @@ ROOMS = {
     "view": {"errors", "record", "tree"},
     "gather": {"errors", "record", "spool", "tree"},
     "doctor": {"errors", "record", "spool", "gather", "agent", "capture"},
+    "compat": {"errors", "record", "capture", "agent", "block", "tree", "view"},
     "cli": {"errors", "record", "spool", "tree", "view", "gather", "agent", "doctor"},
     "tracing": {"errors", "agent", "block", "tree"},
     "block": {"errors", "record", "capture", "spool", "agent", "tree"},
@@ -32,15 +33,25 @@ ROOMS = {
     "__main__": {"cli"},
 }
 """Room -> the rooms it may import from: data flows one way."""
-FOREIGN = {"torch": {"capture", "agent", "block", "tracing"}, "zmq": {"gather"}, "typer": {"cli"}}
+FOREIGN = {
+    "torch": {"capture", "agent", "block", "compat", "tracing"},
+    "zmq": {"gather"},
+    "typer": {"cli"},
+    "transformers": set(),
+}
 """Package -> the only rooms that may know it."""
 ONE_FILE = {"pyarrow": "view/parquet.py"}
 """Optional package -> the only file that may import it."""
-ALONE = {("tree/rebuild.py", "torch")}
+ALONE = {
+    ("tree/rebuild.py", "torch"),
+    ("view/hftext.py", "torch"),
+    ("view/hfvalues.py", "torch"),
+}
 """Single files of other rooms that may know a package: nothing imports them before a tensor is
 asked for (the list below is without torch)."""
 WITHOUT_TORCH = [
     "rankscope",
+    "rankscope.compat",
     "rankscope.cli.app",
     "rankscope.cli.show",
     "rankscope.agent.settings",
@@ -51,6 +62,7 @@ WITHOUT_TORCH = [
     "rankscope.tree.assemble",
     "rankscope.tree.reader",
     "rankscope.view.formats",
+    "rankscope.view.hf",
     "rankscope.view.perfetto",
     "rankscope.record.assembly",
     "rankscope.record.batches",

@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -37,9 +37,10 @@ from rankscope.spool.reader import StreamReader
 from rankscope.spool.replacing import write_by_rename
 from rankscope.spool.writer import SpoolWriter
 
-__all__ = ["trace_block"]
+__all__ = ["rank_block", "trace_block"]
 
 
+_TRACED_ALREADY = "not tracing this block: this process is traced already"
 _UNNAMED = (
     "several ranks trace into one folder: give all of them the same out= to open it from here"
 )
@@ -61,9 +62,8 @@ def trace_block(model: nn.Module | None, given: Mapping[str, object]) -> Iterato
     passes through after the tree is written.
     """
     if current_session() is not None:
-        problem = "not tracing this block: this process is traced already"
-        say(problem)
-        yield Begun(None, problem)
+        say(_TRACED_ALREADY)
+        yield Begun(None, _TRACED_ALREADY)
         return
     if who_am_i().world_size > 1:
         arm(given)
@@ -83,10 +83,43 @@ def trace_block(model: nn.Module | None, given: Mapping[str, object]) -> Iterato
         block.finish()
 
 
-def _start(model: nn.Module | None, given: Mapping[str, object]) -> _Block | str:
+@contextmanager
+def rank_block(
+    model: nn.Module, given: Mapping[str, object], say_leaf: Callable[[object], str]
+) -> Iterator[Session | None]:
+    """Trace this process alone, whatever ranks there are beside it; yields its session, None where
+    tracing could not begin.
+
+    What is left in `out` are the records and the tensors: `open_trace` makes a tree of them.
+
+    Args:
+        model: the root whose path is "".
+        given: settings; `out` is of this rank alone.
+        say_leaf: text of an argument that is no tensor, in the form of a call.
+    """
+    if current_session() is not None:
+        say(_TRACED_ALREADY)
+        yield None
+        return
+    block = _start(model, given, say_leaf)
+    if isinstance(block, str):
+        yield None
+        return
+    try:
+        yield block.session
+    finally:
+        block.finish(with_tree=False)
+
+
+def _start(
+    model: nn.Module | None,
+    given: Mapping[str, object],
+    say_leaf: Callable[[object], str] | None = None,
+) -> _Block | str:
     """Begin, or return the line that was said of what is wrong."""
     try:
-        return _Block(model, settings_from({k: v for k, v in given.items() if v is not None}))
+        settings = settings_from({k: v for k, v in given.items() if v is not None})
+        return _Block(model, settings, say_leaf)
     except RankscopeError as error:
         problem = as_keywords(f"not tracing: {error}")
         say(problem)
@@ -96,7 +129,12 @@ def _start(model: nn.Module | None, given: Mapping[str, object]) -> _Block | str
 class _Block:
     """The parts of one block, put together and taken apart."""
 
-    def __init__(self, model: nn.Module | None, settings: Settings) -> None:
+    def __init__(
+        self,
+        model: nn.Module | None,
+        settings: Settings,
+        say_leaf: Callable[[object], str] | None,
+    ) -> None:
         build_kernel()
         self.out = prepare_out(settings.out or default_out())
         if settings.out is None:
@@ -123,8 +161,8 @@ class _Block:
         keeper = make_keeper(settings, recorder, self.out, self._stream, writers=1)
         opened = Opened(identity=identity, writer=writer, recorder=recorder, keeper=keeper)
         self._keep_spool = settings.keep_spool
-        self._session = Session(settings, lambda: opened, preferred_root=model)
-        hold(self._session)
+        self.session = Session(settings, lambda: opened, preferred_root=model, say_leaf=say_leaf)
+        hold(self.session)
 
     def _take_segment(self, path: Path, offset: int) -> None:
         """Move a full segment behind the records already in the trace folder."""
@@ -136,19 +174,20 @@ class _Block:
         self._taken = self._replica.stat().st_size
         path.unlink()
 
-    def finish(self) -> None:
+    def finish(self, *, with_tree: bool = True) -> None:
         """Close the spool and build the tree; a failure is said, and the records stay where they
         are.
         """
         hold(None)
-        Guard(self._say_unfinished).hook(self._finish)()
+        Guard(self._say_unfinished).hook(self._finish)(with_tree)
 
-    def _finish(self) -> None:
+    def _finish(self, with_tree: bool) -> None:
         from rankscope.tree.assemble import build
 
-        self._session.close(EndReason.CLOSED)
+        self.session.close(EndReason.CLOSED)
         self._take_rest()
-        build(self.out, keep_spool=self._keep_spool)
+        if with_tree:
+            build(self.out, keep_spool=self._keep_spool)
         shutil.rmtree(self._run_folder, ignore_errors=True)
 
     def _say_unfinished(self, error: Exception) -> None:

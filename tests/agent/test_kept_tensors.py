@@ -201,12 +201,16 @@ def test_what_cannot_be_kept_is_marked_and_its_reason_is_in_the_trace(tmp_path, 
             model(torch.ones(3000, 3))
     trace = handle.open()
     first, second = (n for n in trace.find("inner", phase="forward"))
-    kept = {v.slot: (v.data.get("kept"), v.data.get("not_kept")) for v in first.slots}
+    kept = {
+        v.slot: (v.data.get("kept"), v.data.get("not_kept"))
+        for v in first.slots
+        if v.dtype != "python"
+    }
     assert kept == {
         "input.0": (None, "0"), "input.1": (None, "0"), "input.2": ("0", None),
         "output": ("0", None),
     }  # fmt: skip
-    assert {v.data.get("not_kept") for v in second.slots} == {"0"}
+    assert {v.data.get("not_kept") for v in second.slots if v.dtype != "python"} == {"0"}
     (rank,) = trace.completeness["ranks"]
     said = "\n".join(rank["tensors"])
     assert "2 tensors (0.1 MB) were not kept: complex128: safetensors knows no complex128" in said

@@ -148,6 +148,16 @@ class HookSet:
             for table in (after, always_called, taking_keywords):
                 table.pop(_LEAVE, None)
 
+    def enter(self, *call: object) -> None:
+        """Do what the global pre-hook does for a call that torch runs without hooks."""
+        if self._is_on:
+            self._enter(*call)
+
+    def leave(self, *call: object) -> None:
+        """Do what the global forward hook does, for the same."""
+        if self._is_on:
+            self._leave(*call)
+
     # ------------------------------------------------------------------ hooks on modules
 
     def trace_own_hooks_of(self, modules: Iterable[nn.Module]) -> None:

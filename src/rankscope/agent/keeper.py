@@ -65,7 +65,8 @@ class Keeper:
             note: told the same, the reason before the text, for the trace.
         """
         self._globs = {glob: _split(glob) for glob in globs}
-        self._unmatched = {*self._globs}
+        self._takes_all = any({path, slot} <= {"*", "**"} for path, slot in self._globs.values())
+        self._unmatched = set() if self._takes_all else {*self._globs}
         self._wanted: dict[tuple[str, str], bool] = {}
         self._writer = writer
         self._record = record
@@ -87,6 +88,8 @@ class Keeper:
     def wants(self, path: str | None, slot: str) -> bool:
         """True where the globs take this slot of this path; of a path that is not known any more,
         where they take it of any: rather too much is kept than silently too little."""
+        if self._takes_all:
+            return True
         if path is None:
             return any(slot_matches(s, slot) for _, s in self._globs.values())
         found = self._wanted.get((path, slot))

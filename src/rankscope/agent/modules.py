@@ -187,8 +187,10 @@ class ModuleTable:
         return self.get(module)
 
     def prefer(self, module: nn.Module) -> ModuleInfo:
-        """Make a module a root before it is called, and the one whose path is ""."""
-        info = self.learn(module, None)
+        """Make a module a root before it is called, parameters or not, and the one whose path
+        is "".
+        """
+        info = self._learn_root(module)
         if info.root is not None:
             info.root.is_preferred = True
         return info

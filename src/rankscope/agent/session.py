@@ -47,6 +47,8 @@ from rankscope.spool.writer import SpoolWriter
 
 __all__ = ["Opened", "Session"]
 
+_Call = Callable[..., object]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opened:
@@ -71,6 +73,7 @@ class Session:
         settings: Settings,
         start: Callable[[], Opened | None],
         preferred_root: nn.Module | None = None,
+        say_leaf: Callable[[object], str] | None = None,
     ) -> None:
         """Arm a session; nothing is opened before the first module call.
 
@@ -79,8 +82,11 @@ class Session:
             start: opens the spool at the first root forward and writes who this rank is; None
                 where this process is not to be traced (and says so itself).
             preferred_root: the module whose path is to be "", by default the largest root called.
+            say_leaf: text of an argument that is no tensor, in the form of a call; by default one
+                for which no code of the program runs.
         """
         self._settings = settings
+        self._say_leaf = say_leaf
         self._start = start
         self._preferred_root = preferred_root
         self._writer: SpoolWriter | None = None
@@ -127,6 +133,7 @@ class Session:
         settings = self._settings
         self._table = ModuleTable(enters_compiled=settings.compile == "eager", paths=settings.paths)
         self._values = ValueReader(self._recorder, Describer(self._rank), settings, self._keeper)
+        self._values.say = self._say_leaf or self._values.say
         self._tracer = Tracer(
             self.guard, self._recorder, self._table, self._values, settings, self._open_scope,
             self._hooks.stands_behind_inputs_of, self._follow_own_hooks, self._hooks.leave_modules,
@@ -238,12 +245,34 @@ class Session:
 
     # ------------------------------------------------------------------ hooks
 
-    def _watch(self, module: nn.Module, args: tuple[object, ...]) -> None:
+    def call(
+        self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], forward: _Call
+    ) -> object:
+        """Call a module's `forward` as `Module.__call__` does, but for its own hooks.
+
+        For a program that calls `forward` itself: no hook of torch's sees that.
+        """
+        self._hooks.enter(module, args, kwargs)
+        ended: tuple[object, ...] = (None,)  # as torch tells a hook that `forward` raised
+        try:
+            output = forward(*args, **kwargs)
+            ended = (kwargs, output)
+        finally:
+            self._hooks.leave(module, args, *ended)
+        return output
+
+    def _watch(
+        self,
+        module: nn.Module,
+        args: tuple[object, ...],
+        kwargs: dict[str, object] | None = None,
+    ) -> None:
         """The one hook of an untraced step: is this the next root forward?"""
         if current_graph_task() != -1:
             return
         info = self._table.get(module) if self._writer is not None else None
-        if info is None and next(parameters_of_module(module), None) is None:
+        is_chosen = module is self._preferred_root
+        if info is None and not is_chosen and next(parameters_of_module(module), None) is None:
             return
         if not self._open():
             return
@@ -255,7 +284,7 @@ class Session:
         expected, self._expected = self._expected, None
         if info is not None and info.root is expected and not info.is_wrapper:
             return  # the wrapper around it has just been counted
-        self._tracer.before_forward(module, args)
+        self._tracer.before_forward(module, args, kwargs)
         info = self._table.get(module)
         if info is not None and info.is_wrapper:
             self._expected = info.root

@@ -75,8 +75,13 @@ class Tracer:
 
     # ------------------------------------------------------------------ hooks
 
-    def before_forward(self, module: nn.Module, args: tuple[object, ...]) -> None:
-        """Global forward pre-hook: a call begins."""
+    def before_forward(
+        self,
+        module: nn.Module,
+        args: tuple[object, ...],
+        kwargs: dict[str, object] | None = None,
+    ) -> None:
+        """Global forward pre-hook: a call begins. torch hands it no kwargs: they are looked up."""
         if is_being_captured():
             return
         frames = self._stacks.frames
@@ -127,7 +132,7 @@ class Tracer:
             scope.without_gradients[info, ordinal] = (sequence, set())
         frames.append(frame)
         if self._values.is_on and not is_followed:
-            self._inputs_at_global_hook(frame, module, args)
+            self._inputs_at_global_hook(frame, module, args, kwargs)
 
     def own_input_hook(
         self,
@@ -219,9 +224,13 @@ class Tracer:
     # ------------------------------------------------------------------ values
 
     def _inputs_at_global_hook(
-        self, frame: Frame, module: nn.Module, args: tuple[object, ...]
+        self,
+        frame: Frame,
+        module: nn.Module,
+        args: tuple[object, ...],
+        kwargs: dict[str, object] | None,
     ) -> None:
-        kwargs = keyword_arguments()
+        kwargs = keyword_arguments() if kwargs is None else kwargs
         seen = self._read_inputs(frame, args, kwargs or {})
         if module._forward_pre_hooks or kwargs is None:
             frame.seen_inputs = {slot: id(tensor) for slot, tensor in seen}
@@ -230,6 +239,8 @@ class Tracer:
         self, frame: Frame, args: tuple[object, ...], kwargs: dict[str, object], flags: int = 0
     ) -> list[tuple[str, torch.Tensor]]:
         assert frame.sequence is not None  # recorded frames have one
+        if self._values.keeps:
+            self._values.note_inputs(frame.module, args, kwargs, frame.sequence, frame.phase)
         seen = (
             self._values.read_all("input", args, frame.sequence, frame.phase, flags=flags)
             if args
@@ -247,6 +258,8 @@ class Tracer:
         if frame.seen_inputs is not None:
             self._reread_replaced_inputs(frame, args, kwargs)
         tensors = self._values.read_all("output", output, frame.sequence, frame.phase)
+        if self._values.keeps:
+            self._values.note_result(output, frame.sequence, frame.phase)
         self._watch(frame, tensors, "output", "grad_output")
         if (
             frame.module._forward_hooks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import torch
@@ -15,6 +15,7 @@ from rankscope.agent.recorder import Recorder
 from rankscope.agent.settings import Settings
 from rankscope.capture.describe import Described, Describer
 from rankscope.capture.digest import Digester
+from rankscope.capture.forms import call_form, result_form, said_of
 from rankscope.capture.invisible import invisible
 from rankscope.capture.pytree import is_tensor, walk
 from rankscope.capture.reading import Reading
@@ -64,6 +65,8 @@ class ValueReader:
         self._pending: list[tuple[torch.Tensor, ValuePlace]] = []
         """Memory a collective was still writing when it was seen, and where it belongs: let go at
         the next hook that finds no collective outstanding."""
+        self.say: Callable[[object], str] = said_of
+        """The text of what is no tensor, in the form of a call."""
         self.is_on = self._digests or keeper is not None
         """False where only the structure is recorded."""
 
@@ -175,6 +178,31 @@ class ValueReader:
             return
         described = self._describer.describe_other(leaf)
         self._recorder.value(sequence, slot, described, None, phase, 0, flags | _PYTHON, 0)
+
+    def note_inputs(
+        self, module: torch.nn.Module, args: object, kwargs: object, sequence: int, phase: Phase
+    ) -> None:
+        """Record how the arguments of a call are nested, where that is asked for (`tensors`)."""
+        if self._takes_form(sequence, "form:input"):
+            with invisible():
+                held = sum(child is not None for child in module._modules.values())
+                form = call_form(args, kwargs, held, self.say)
+            self._note_form(form, sequence, "form:input", phase)
+
+    def note_result(self, output: object, sequence: int, phase: Phase) -> None:
+        """Record how the result of a call is nested, where that is asked for (`tensors`)."""
+        if self._takes_form(sequence, "form:output"):
+            with invisible():
+                form = result_form(output, self.say)
+            self._note_form(form, sequence, "form:output", phase)
+
+    def _takes_form(self, sequence: int, slot: str) -> bool:
+        return self._keeper is not None and self.wants(slot) and self._is_kept(sequence, slot)
+
+    def _note_form(self, form: str | None, sequence: int, slot: str, phase: Phase) -> None:
+        if form is not None:
+            described = self._describer.describe_text(form)
+            self._recorder.value(sequence, slot, described, None, phase, 0, _PYTHON, 0)
 
     def absent(self, sequence: int, slot: str, phase: Phase, flags: int = 0) -> None:
         """Record that a slot holds nothing (`.grad is None`)."""

@@ -140,7 +140,10 @@ class Describer:
 
     def describe_other(self, value: object) -> Described:
         """Return the description of a value that is no tensor: its bounded repr as a note."""
-        note = describe_leaf(value)
+        return self.describe_text(describe_leaf(value))
+
+    def describe_text(self, note: str) -> Described:
+        """Return the description of a value that is no tensor, said in these words."""
         meta = ValueMeta(
             dtype="python",
             device="",

@@ -17,6 +17,7 @@ import enum
 import gc
 import types
 from collections import UserDict, UserList
+from collections.abc import Iterable
 from typing import Any, Final, TypeGuard
 
 import numpy as np
@@ -24,7 +25,7 @@ import torch
 
 from rankscope.capture.torch_internals import registered_children
 
-__all__ = ["describe_leaf", "is_tensor", "walk"]
+__all__ = ["children_of", "describe_leaf", "is_plain_text", "is_tensor", "key_names", "walk"]
 
 Leaves = list[tuple[str, object]]
 
@@ -45,6 +46,11 @@ _SAID_BY_TORCH: Final = (torch.dtype, torch.device, torch.layout, torch.memory_f
 def is_tensor(value: object) -> TypeGuard[torch.Tensor]:
     """True for a tensor; asks its type only."""
     return issubclass(type(value), torch.Tensor)
+
+
+def is_plain_text(kind: type) -> bool:
+    """True for a class whose repr is Python's or torch's own, and short: numbers, dtypes ..."""
+    return kind in _PRIMITIVES or kind in _SAID_BY_TORCH
 
 
 def walk(prefix: str, value: object) -> Leaves:
@@ -72,7 +78,7 @@ def _walk(slot: str, value: object, found: Leaves, path: list[int]) -> None:
         return
     children = None
     if len(path) < _MOST_DEPTH and id(value) not in path:
-        children = _children(value)
+        children = children_of(value)
     if not children:
         found.append((slot, value))
         return
@@ -82,7 +88,7 @@ def _walk(slot: str, value: object, found: Leaves, path: list[int]) -> None:
     path.pop()
 
 
-def _children(value: Any) -> Leaves | None:
+def children_of(value: Any) -> Leaves | None:
     """Return the named parts of a container, None for a leaf."""
     kind = type(value)
     if issubclass(kind, _LEAVES):
@@ -149,17 +155,23 @@ def _of_sequence(kind: type, items: tuple[object, ...]) -> Leaves | None:
 
 def _named(items: object) -> Leaves:
     """Return items with slot names for keys; keys that read alike get their position."""
-    named: Leaves = []
+    pairs: tuple[tuple[object, object], ...] = tuple(items)  # type: ignore[arg-type]  # of any mapping
+    return list(zip(key_names(key for key, _ in pairs), (child for _, child in pairs)))
+
+
+def key_names(keys: Iterable[object]) -> list[str]:
+    """Return what stands for the keys of one mapping in the names of slots, all different."""
+    names: list[str] = []
     used: set[str] = set()
-    for key, child in items:  # type: ignore[attr-defined]  # pairs of any mapping
+    for key in keys:
         name = key if type(key) is str else describe_leaf(key)
         if len(name) > _MOST_NAME:
             name = name[:_MOST_NAME] + "~"
         if name in used:
-            name = f"{name}#{len(named)}"
+            name = f"{name}#{len(names)}"
         used.add(name)
-        named.append((name, child))
-    return named
+        names.append(name)
+    return names
 
 
 def describe_leaf(value: Any) -> str:

@@ -11,12 +11,13 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence, Set
 from types import CodeType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 __all__ = [
     "async_collective_result",
+    "constant_while_tracing",
     "current_graph_task",
     "default_groups",
     "default_store",
@@ -28,6 +29,7 @@ __all__ = [
     "global_hook_tables",
     "has_hook",
     "hide_from_compiled_modules",
+    "hook_while_tracing",
     "is_async_collective",
     "is_being_captured",
     "is_collective_outstanding",
@@ -47,6 +49,8 @@ __all__ = [
     "shape_inference",
     "shard_order",
     "stops_recomputation",
+    "unhook_after_tracing",
+    "unseen_by_compiler",
 ]
 
 _C: Any = torch._C
@@ -220,6 +224,65 @@ def hide_from_compiled_modules(numbers: Set[int]) -> Callable[[], None]:
             _hooks._has_any_global_hook = original
 
     return restore
+
+
+# ---------------------------------------------------------------- under torch.compile's tracing
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def constant_while_tracing(func: Function) -> Function:
+    """Have torch.compile call a function while it traces, and take its result for a constant.
+
+    `torch.compiler.assume_constant_result` without the import of the compiler. A torch that does
+    not know the mark traces the function.
+    """
+    func._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return func
+
+
+_unseen: dict[Any, Any] = {}
+
+
+def unseen_by_compiler(func: Function) -> Function:
+    """Return a function in a form that runs as written inside compiled code, once there can be any:
+    a graph ends before it.
+    """
+    if "torch._dynamo" not in _modules:
+        return func
+    if func not in _unseen:
+        disable: Any = torch.compiler.disable
+        _unseen[func] = disable(func)
+    return _unseen[func]  # type: ignore[no-any-return]
+
+
+def hook_while_tracing(
+    module: torch.nn.Module, hook: Callable[..., None]
+) -> tuple[torch.nn.Module, HookTable, HookTable]:
+    """Hook a module's forward in code that torch.compile traces; return what undoes it.
+
+    torch.compile cannot follow a registration. It follows that the table is another object for a
+    while, and since the first one is there again in the end, compiled code changes no module. Read
+    from `vars()` because the attribute of an empty table has no source to write back.
+    """
+    kept = vars(module)
+    hooks, with_keywords = kept["_forward_hooks"], kept["_forward_hooks_with_kwargs"]
+    changed: Any = module
+    changed._forward_hooks = {**hooks, _TRACED_HOOK - len(hooks): hook}
+    changed._forward_hooks_with_kwargs = {**with_keywords, _TRACED_HOOK - len(hooks): True}
+    return module, hooks, with_keywords
+
+
+_TRACED_HOOK = -1_000_000
+"""torch counts its hooks from 0 up: these numbers are not among them, whatever is there before."""
+
+
+def unhook_after_tracing(
+    module: torch.nn.Module, hooks: HookTable, with_keywords: HookTable
+) -> None:
+    """Give a module the tables back that `hook_while_tracing` returned."""
+    changed: Any = module
+    changed._forward_hooks, changed._forward_hooks_with_kwargs = hooks, with_keywords
 
 
 # ---------------------------------------------------------------- invisibility

@@ -7,16 +7,20 @@ from typing import Annotated, Optional
 
 import typer
 
+from rankscope.errors import SettingError
+
 __all__ = ["command"]
 
 
 def command(
     format_name: Annotated[
-        str, typer.Option("--format", metavar="FORMAT", help="jsonl, perfetto or parquet.")
+        str, typer.Option("--format", metavar="FORMAT", help="jsonl, perfetto, parquet or hf.")
     ],
     out: Annotated[
         Path,
-        typer.Option(metavar="PATH", help="New file, for parquet new folder; never overwritten."),
+        typer.Option(
+            metavar="PATH", help="New file, for parquet and hf new folder; never overwritten."
+        ),
     ],
     trace: Annotated[
         Optional[Path], typer.Argument(help="Trace folder; default the newest rankscope-* here.")  # noqa: UP045  # typer reads it on 3.10
@@ -34,6 +38,22 @@ def command(
     rank: Annotated[
         str, typer.Option(metavar="RANKS", help="Ranks: 0-3,8 or all; default all.")
     ] = "",
+    is_global: Annotated[
+        bool, typer.Option("--global", help="hf: global tensors, put together from all ranks.")
+    ] = False,
+    layout: Annotated[
+        Optional[Path],  # noqa: UP045  # typer reads it on 3.10
+        typer.Option(metavar="FILE", help="hf --global: how undescribed tensors lie (TOML)."),
+    ] = None,
+    all_layers: Annotated[
+        bool, typer.Option("--all-layers", help="hf: every layer, not the first and last of each.")
+    ] = False,
+    all_outputs: Annotated[
+        bool, typer.Option("--all-outputs", help="hf: outputs of modules that hold others too.")
+    ] = False,
+    safetensors: Annotated[
+        bool, typer.Option("--safetensors", help="hf: a file for each tensor, not its text.")
+    ] = False,
 ) -> None:
     """Write a trace in the format of another tool; PATH appears when it is whole."""
     from rankscope.cli.terminal import opened, progress
@@ -42,13 +62,24 @@ def command(
 
     format_named(format_name)
     selection = Selection.parse(path=path, step=step, mode=mode, phase=phase, rank=rank)
+    options: dict[str, object] = {
+        "is_global": is_global,
+        "layout": layout,
+        "all_layers": all_layers,
+        "all_outputs": all_outputs,
+        "safetensors": safetensors,
+    }
+    if is_global and rank:
+        raise SettingError("--global and --rank: take one, global tensors are of all ranks")
+    if layout and not is_global:
+        raise SettingError("--layout: says how global tensors are put together; give --global")
     found = opened(trace)
     if not found.is_complete:
         typer.echo(
             f"rankscope: {found.path} is incomplete: see rankscope verify {found.path}", err=True
         )
     with progress() as say:
-        first, *more = export(found, format_name, out, selection, say)
+        first, *more = export(found, format_name, out, selection, say, options)
     typer.echo(f"{out}: {first}")
     for line in more:
         typer.echo(f"rankscope: {line}", err=True)

@@ -53,6 +53,8 @@ def parse_ranks(text: str) -> tuple[int, ...]:
     Raises:
         TraceError: the text is no list of ranks.
     """
+    if text.isdecimal():  # one rank: what small traces ask for thousands of times
+        return (int(text),)
     ranks: list[int] = []
     for part in filter(None, text.split(",")):
         first, _, last = part.partition("-")

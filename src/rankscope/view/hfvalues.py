@@ -1,0 +1,247 @@
+"""A tensor of a trace as the debugger of transformers writes it: what one rank held, labelled with
+its place in the whole, or the whole.
+
+The one part of these files that needs torch, for text and statistics; imported when it is asked
+for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rankscope.errors import LayoutError, SelectionError, TraceError
+from rankscope.record.layoutfile import LayoutFile
+from rankscope.tree.globalvalues import whole_value
+from rankscope.tree.keptvalues import why_not_kept
+from rankscope.tree.ranks import parse_ranks
+from rankscope.tree.reader import Trace
+from rankscope.tree.rebuild import bytes_of
+from rankscope.tree.slotview import SlotView
+from rankscope.tree.tensorfiles import StoredTensor
+from rankscope.tree.views import Node, Value
+from rankscope.view.hftext import is_measured, meta_text, statistics_of, tensor_text
+
+__all__ = ["GlobalValues", "LocalValues", "Shown"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shown:
+    """A tensor, ready to be written."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    """torch's name without the prefix."""
+    lines: tuple[str, ...] | None
+    """What `print` shows; None where not asked for, or there is nothing to show."""
+    data: NDArray[np.uint8] | None
+    """Its bytes in row-major order; None where they are not there."""
+    facts: Mapping[str, Any]
+    """Statistics, what is not finite, where it lies, why it is not there."""
+
+
+class LocalValues:
+    """What one rank held."""
+
+    def __init__(self, trace: Trace, rank: int, *, as_text: bool) -> None:
+        self._files = trace.tensor_files
+        self._rank = rank
+        self._as_text = as_text
+        columns = trace.columns()
+        names = ("rank", "incarnation", "reference")
+        own = (columns[f"values.{name}"].tolist() for name in names)
+        self._ranks, self._lives, self._references = own
+        self._maps: dict[Path, NDArray[np.uint8]] = {}
+        self._measured: dict[object, tuple[Mapping[str, Any], tuple[str, ...] | None]] = {}
+        self.has_layouts = bool(trace.run["meshes"])
+        """Tensors of this job are known to lie on meshes: what says nothing of it is marked."""
+        self.notes: list[str] = []
+
+    def shown(self, node: Node, views: Sequence[SlotView], form: Mapping[str, Any]) -> Shown | None:
+        """Return a tensor; None where nothing was recorded of it.
+
+        Args:
+            node: the call.
+            views: entries of its slot.
+            form: what the form of the call says of it.
+        """
+        view = next((each for each in views if self._rank in parse_ranks(each.data["ranks"])), None)
+        if view is None:
+            return None
+        shape, labels = self._shape(view), self._labels(view)
+        dtype = str(view.data["dtype"])
+        if view.data["device"] == "meta":
+            lines = tuple(meta_text(shape, dtype).split("\n")) if self._as_text else None
+            facts = _meta_facts(dtype) | labels
+            return Shown(shape=shape, dtype=dtype, lines=lines, data=None, facts=facts)
+        found = self._stored(view)
+        if found is None:
+            why = why_not_kept(Value((view,), node), [self._rank])
+            facts = {"note": why, **labels}
+            return Shown(shape=shape, dtype=dtype, lines=None, data=None, facts=facts)
+        stored, key = found
+        measured, lines = self._facts(stored, key, form)
+        facts = {**measured, **labels}
+        return Shown(shape=shape, dtype=dtype, lines=lines, data=stored.data, facts=facts)
+
+    def differ(self, views: Mapping[str, Sequence[SlotView]], one: str, other: str) -> bool:
+        """True where a kind of slot (`returned`) holds other bytes than another (`output`)."""
+        kept: dict[str, dict[str, object]] = {one: {}, other: {}}
+        for slot, entries in views.items():
+            kind, _, rest = slot.partition(".")
+            if kind in kept:
+                found = [self._stored(view) for view in entries if self._rank in view.ranks]
+                kept[kind][rest] = [each and each[1] for each in found]
+        return kept[one] != kept[other]
+
+    def _stored(self, view: SlotView) -> tuple[StoredTensor, tuple[int, int]] | None:
+        for row in range(*view.data["rows"]):
+            if self._ranks[row] == self._rank and self._references[row]:
+                key = self._lives[row], self._references[row]
+                return self._files.find(self._rank, *key), key
+        return None
+
+    def _facts(
+        self, stored: StoredTensor, key: tuple[int, int], form: Mapping[str, Any]
+    ) -> tuple[Mapping[str, Any], tuple[str, ...] | None]:
+        """Return statistics and text; made once for all values that share their bytes."""
+        device, stride = str(form.get("device", "cpu")), tuple(form.get("stride", ()))
+        known = (key, device, stride)
+        if known not in self._measured:
+            tensor = self._tensor(stored)
+            self._measured[known] = (
+                _facts_of(tensor, stride, device),
+                _lines(tensor if self._as_text else None, device),
+            )
+        return self._measured[known]
+
+    def _tensor(self, stored: StoredTensor) -> torch.Tensor:
+        dtype: torch.dtype = getattr(torch, stored.dtype)
+        if not stored.data.size:
+            return torch.empty(stored.shape, dtype=dtype, device="cpu")
+        if stored.path not in self._maps:  # writable, as torch wants it; nothing is written
+            mapped = np.memmap(stored.path, np.uint8, "c")
+            self._maps[stored.path] = mapped.view(np.ndarray)
+        own = self._maps[stored.path][stored.offset : stored.offset + stored.data.size]
+        if own.ctypes.data % dtype.itemsize:
+            own = own.copy()
+        return torch.from_numpy(own).view(dtype).reshape(stored.shape)
+
+    def _shape(self, view: SlotView) -> tuple[int, ...]:
+        for each in view.data["values"]:
+            if self._rank in parse_ranks(each["ranks"]):
+                return tuple(each["shape"])
+        return ()
+
+    def _labels(self, view: SlotView) -> dict[str, Any]:
+        if view.data["layout"].get("placements"):
+            whole = view.global_shape
+            return {
+                "global_shape": None if whole is None else f"torch.Size({list(whole)})",
+                "mesh": view.data["layout"].get("mesh", ""),
+                "placements": view.placements,
+            }
+        return {"layout": "unknown"} if self.has_layouts else {}
+
+
+class GlobalValues:
+    """Global tensors, put together from all ranks."""
+
+    def __init__(self, trace: Trace, layouts: LayoutFile | None, *, as_text: bool) -> None:
+        self._layouts = layouts
+        self._as_text = as_text
+        self._said: dict[str, None] = {}
+
+    @property
+    def notes(self) -> list[str]:
+        """What was inferred, what replicas differ in, what could not be put together."""
+        return list(self._said)
+
+    def differ(self, views: Mapping[str, Sequence[SlotView]], one: str, other: str) -> bool:
+        """Return False: hooks that lay a tensor out anew make no other global tensor of it."""
+        return False
+
+    def shown(self, node: Node, views: Sequence[SlotView], form: Mapping[str, Any]) -> Shown | None:
+        """As `LocalValues.shown`, of the whole tensor."""
+        if not views:
+            return None
+        name = f"{node.path or '(root)'}:{views[0].slot}"
+        try:
+            whole = whole_value(Value(tuple(views), node), self._layouts)
+        except (SelectionError, LayoutError, TraceError) as error:
+            self._said[f"{name}: {error}" if name not in str(error) else str(error)] = None
+            shape = views[0].global_shape or views[0].folds[0].shape
+            facts = {"note": str(error)}
+            return Shown(shape=shape, dtype=views[0].dtype, lines=None, data=None, facts=facts)
+        for text in (*map(str, whole.mismatches), *whole.notes):
+            self._said[f"{name}: {text}"] = None
+        tensor, device = whole.tensor.detach(), str(form.get("device", "cpu"))
+        is_one_piece = tuple(tensor.shape) == views[0].folds[0].shape
+        stride = tuple(form.get("stride", ())) if is_one_piece else ()
+        return Shown(
+            shape=tuple(tensor.shape),
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            lines=_lines(tensor if self._as_text else None, device),
+            data=None if self._as_text else bytes_of(tensor),
+            facts=_facts_of(tensor, stride, device),
+        )
+
+
+def _lines(tensor: torch.Tensor | None, device: str) -> tuple[str, ...] | None:
+    return None if tensor is None else tuple(tensor_text(tensor, device).split("\n"))
+
+
+def _facts_of(tensor: torch.Tensor, stride: tuple[int, ...], device: str) -> dict[str, Any]:
+    """Return the statistics, and how many elements are not finite where any are."""
+    facts: dict[str, Any] = dict(statistics_of(_strided(tensor, stride), device))
+    if any(word in facts.get(name, "") for name in ("min", "max") for word in ("nan", "inf")):
+        counts = {
+            "nan": tensor.isnan(),
+            "posinf": tensor.isposinf(),
+            "neginf": tensor.isneginf(),
+        }
+        found = {name: int(marks.sum()) for name, marks in counts.items()}
+        facts |= {name: count for name, count in found.items() if count}
+    return facts
+
+
+def _meta_facts(dtype: str) -> dict[str, Any]:
+    if not is_measured(getattr(torch, dtype)):
+        return {}
+    return dict.fromkeys(("mean", "std", "min", "max"), meta_text((), dtype))
+
+
+def _strided(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    """Return the tensor as it lay in memory: sums depend on the order, in their last digits."""
+    if not stride or len(stride) != tensor.dim() or not tensor.numel():
+        return tensor
+    distinct = tensor
+    for dim, step in enumerate(stride):
+        if not step:  # the same items again and again
+            distinct = distinct.narrow(dim, 0, 1)
+    closer = _closed_up(distinct.shape, stride)
+    if closer is None:
+        return tensor
+    memory = torch.empty_strided(distinct.shape, closer, dtype=tensor.dtype, device="cpu")
+    return memory.copy_(distinct).expand(tensor.shape)
+
+
+def _closed_up(shape: Sequence[int], stride: Sequence[int]) -> list[int] | None:
+    """Return strides in the same order, with gaps where there are any, but small ones: what torch
+    makes of a tensor depends on no more. None where two items may lie at one place (`unfold`).
+    """
+    closer = [1] * len(shape)
+    reach, near = 1, 1
+    dims = [dim for dim, size in enumerate(shape) if size > 1]
+    for dim in sorted(dims, key=lambda dim: stride[dim]):
+        if stride[dim] < reach:
+            return None
+        closer[dim] = near + (stride[dim] > reach)
+        reach, near = stride[dim] * shape[dim], closer[dim] * shape[dim]
+    return closer

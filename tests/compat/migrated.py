@@ -1,0 +1,67 @@
+"""Model files of transformers in which one import line was changed: rankscope's calls for theirs.
+
+A migrated file is loaded beside the untouched one, as a module of its own in the same package, so
+its classes are new ones and its weights are taken over by name.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import re
+import sys
+import tempfile
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+_CAPTURING = re.compile(r"^from \.\.\.utils\.output_capturing import (.+)$", re.MULTILINE)
+_GENERIC = re.compile(r"^from \.\.\.utils\.generic import (.*merge_with_config_defaults.*)$", re.M)
+_MERGE = "from rankscope.compat import merge_with_config_defaults"
+
+
+def _migrate(source: str) -> str:
+    source = _CAPTURING.sub(r"from rankscope.compat import \1", source)
+
+    def split(line: re.Match[str]) -> str:
+        others = [name.strip() for name in line[1].split(",")]
+        others.remove("merge_with_config_defaults")
+        kept = f"from ...utils.generic import {', '.join(others)}\n" if others else ""
+        return kept + _MERGE
+
+    return _GENERIC.sub(split, source)
+
+
+@functools.cache
+def migrated(model: str) -> ModuleType:
+    """Return `transformers.models.<model>.modeling_<model>` with rankscope's calls."""
+    original = importlib.import_module(f"transformers.models.{model}.modeling_{model}")
+    source = Path(str(original.__file__)).read_text()
+    changed = _migrate(source)
+    assert changed != source and "output_capturing" not in changed
+    name = f"{original.__name__}_migrated"
+    path = Path(tempfile.mkdtemp(prefix="migrated-")) / f"modeling_{model}.py"
+    path.write_text(changed)
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def pair(model: str, class_name: str, config: Any) -> tuple[nn.Module, nn.Module]:
+    """Return an untouched model and its migrated twin, with the same random weights."""
+    original = importlib.import_module(f"transformers.models.{model}.modeling_{model}")
+    torch.manual_seed(7)
+    theirs = getattr(original, class_name)(config).eval()
+    ours = getattr(migrated(model), class_name)(config).eval()
+    if model == "llava":  # its parts come from a registry of transformers
+        ours.model.vision_tower = migrated("clip").CLIPVisionModel(config.vision_config)
+        ours.model.language_model = migrated("llama").LlamaModel(config.text_config)
+        ours.eval()
+    ours.load_state_dict(theirs.state_dict())
+    return theirs, ours

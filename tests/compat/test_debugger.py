@@ -1,0 +1,122 @@
+"""`model_addition_debugger_context` for any module: what it refuses, and what it leaves alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import rankscope
+from rankscope.compat import model_addition_debugger_context
+from tests.compat import debugger_modules as modules
+from tests.compat.debugger_files import call, ours, tree, walk
+
+
+def x() -> torch.Tensor:
+    return torch.linspace(-1, 1, 8).reshape(2, 4)
+
+
+def test_files_go_to_the_current_folder_by_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = modules.Told()
+    with model_addition_debugger_context(model) as given:
+        assert given is model
+        model(x())
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {f"Told_debug_tree_{kind}.json" for kind in ("FULL_TENSORS", "SUMMARY")}
+
+
+def test_a_path_that_is_a_file_is_refused_before_anything_happens(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    model = modules.Told()
+    refusal = pytest.raises(ValueError, match="Unexpected or existing debug_path")
+    with refusal, ours(model, tmp_path / "file"):
+        raise AssertionError
+    with pytest.raises(ValueError, match="ranks='some'"), ours(model, tmp_path, ranks="some"):
+        raise AssertionError
+    assert all("forward" not in vars(module) for module in model.modules())
+
+
+def test_nothing_is_written_where_the_model_is_not_called(tmp_path: Path) -> None:
+    model = modules.Told()
+    with ours(model, tmp_path):
+        model.inner(x())
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_calls_of_forward_itself_are_seen_at_any_depth(tmp_path: Path) -> None:
+    class Directly(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = modules.Leaf()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner.forward(x, scale=torch.ones(3))
+
+    model = Directly()
+    with ours(model, tmp_path):
+        output = model.forward(x())
+    assert torch.allclose(output, model.inner.fc(x()))
+    paths = [node["module_path"] for node in walk(tree(tmp_path))]
+    assert paths == ["Directly", "Directly.inner", "Directly.inner.fc"]
+    told = call(tree(tmp_path), ".inner")["inputs"]["kwargs"]["scale"]
+    assert told["shape"] == "torch.Size([3])"
+
+
+def test_a_forward_that_the_program_put_on_a_module_is_there_again_afterwards(
+    tmp_path: Path,
+) -> None:
+    model = modules.Told()
+
+    def own(x: torch.Tensor, **beside: object) -> torch.Tensor:
+        return x * 2
+
+    model.inner.forward = own
+    with ours(model, tmp_path):
+        assert torch.equal(model(x()), x() * 2)
+    assert vars(model.inner)["forward"] is own
+    assert "mean" in call(tree(tmp_path), ".inner")["inputs"]["args"][0]
+
+
+def test_a_model_without_parameters_is_a_model(tmp_path: Path) -> None:
+    model = modules.NoParameters()
+    with ours(model, tmp_path):
+        model(x())
+    assert [node["module_path"] for node in walk(tree(tmp_path))] == [
+        "NoParameters", "NoParameters.relu",
+    ]  # fmt: skip
+
+
+def test_a_block_inside_another_is_said_and_harms_neither(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = modules.Raising()
+    with ours(model, tmp_path / "outer"), ours(model, tmp_path / "inner"):
+        model(x())
+        model.forward(x())
+    assert "this process is traced already" in capfd.readouterr().err
+    for mark in ("", "_1"):
+        assert len([*walk(tree(tmp_path / "outer", mark=mark))]) == 4
+    assert [*(tmp_path / "inner").iterdir()] == []
+    with rankscope.trace(model, out=tmp_path / "trace") as handle, ours(model, tmp_path / "none"):
+        model(x())
+    assert handle.open().find("second") and [*(tmp_path / "none").iterdir()] == []
+    assert all("forward" not in vars(module) for module in model.modules())
+
+
+def test_numbers_and_random_state_are_those_of_a_plain_forward(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), modules.Twice())
+
+    def run() -> tuple[torch.Tensor, torch.Tensor]:
+        torch.manual_seed(1)
+        output = model(x())
+        return output.detach(), torch.get_rng_state()
+
+    plain = run()
+    with ours(model, tmp_path):
+        debugged = run()
+    assert all(map(torch.equal, plain, debugged))

@@ -1,0 +1,212 @@
+"""The debugger on real ranks: what each rank's file holds, how it is labelled, and that the global
+files of a tensor-parallel run are those of one process.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import rankscope
+from tests.cli.test_commands import rankscope as command
+from tests.compat import debugger_ranks_job as job
+from tests.compat.debugger_files import call, references, tree, values, walk
+from tests.distributed import global_tensors_job as whole_job
+from tests.distributed.pool import RankPool
+
+
+def mean(value: dict[str, Any]) -> float:
+    return float(value["mean"].removeprefix("tensor(").removesuffix(")"))
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "tp"])
+def test_each_rank_has_a_file_with_what_it_saw_under_the_names_of_the_plain_model(
+    ranks: RankPool, tmp_path: Path, kind: str
+) -> None:
+    seen = ranks.run(job.debugged, kind, str(tmp_path), {"ranks": "all"}, world_size=2)
+    for rank in (0, 1):
+        root = tree(tmp_path, mark=f"_rank{rank}")
+        paths = [node["module_path"] for node in walk(root)]
+        assert paths == ["Net", "Net.up", "Net.act", "Net.down", "Net.out"]
+        node = call(root, ".up")
+        found = mean(node["inputs"]["args"][0]), mean(node["outputs"])
+        assert found == pytest.approx(seen[rank], rel=1e-3)
+    assert len([*tmp_path.iterdir()]) == 4
+    assert (seen[0] == seen[1]) is False
+
+
+def test_a_shard_says_what_it_is_of_and_a_partial_that_it_is_not_summed(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    ranks.run(job.debugged, "tp", str(tmp_path), {"ranks": "all"}, world_size=2)
+    for rank in (0, 1):
+        root = tree(tmp_path, "SUMMARY", mark=f"_rank{rank}")
+        up, down = call(root, ".up")["outputs"], call(root, ".down")["outputs"]
+        assert (up["shape"], up["global_shape"]) == ("torch.Size([4, 8])", "torch.Size([4, 16])")
+        assert (up["mesh"], up["placements"]) == ("tp=2", {"tp": "Shard(1)"})
+        assert (down["global_shape"], down["placements"]) == (
+            "torch.Size([4, 6])", {"tp": "Partial(sum)"},
+        )  # fmt: skip
+        assert call(root, ".act")["outputs"]["layout"] == "unknown"
+
+
+def test_nothing_is_labelled_where_nothing_is_sharded(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(job.debugged, "ddp", str(tmp_path), {}, world_size=2)
+    for value in values(tree(tmp_path)):
+        assert list(value) == ["shape", "dtype", "value", "mean", "std", "min", "max"]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "tp", "fsdp"])
+def test_by_default_rank_0_alone_writes_and_all_ranks_go_without_gradients(
+    ranks: RankPool, tmp_path: Path, kind: str
+) -> None:
+    ranks.run(job.debugged, kind, str(tmp_path), {}, world_size=2)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "Net_debug_tree_FULL_TENSORS.json", "Net_debug_tree_SUMMARY.json",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["ddp", "tp", "fsdp"])
+def test_ranks_train_inside_the_block(ranks: RankPool, tmp_path: Path, kind: str) -> None:
+    flags = {"no_grad": False, "ranks": "all", "use_repr": False}
+    ranks.run(job.debugged, kind, str(tmp_path), flags, world_size=2)
+    files = {path.name for path in tmp_path.glob("*.safetensors")}
+    named = [references(tree(tmp_path, mark=f"_rank{rank}")) for rank in (0, 1)]
+    assert files == named[0] | named[1] and not named[0] & named[1]
+
+
+def test_each_stage_of_a_pipeline_has_its_files(ranks: RankPool, tmp_path: Path) -> None:
+    means = ranks.run(job.piped, str(tmp_path), world_size=2)
+    for rank in (0, 1):
+        for number, mark in enumerate((f"_rank{rank}", f"_rank{rank}_1")):
+            root = tree(tmp_path, mark=mark)
+            (layer,) = (node for node in walk(root) if "layers" in node["module_path"])
+            assert layer["module_path"] == f"Stage.layers.{rank}"
+            assert mean(layer["outputs"]) == pytest.approx(means[rank][number], rel=1e-3)
+
+
+def test_a_rank_that_fails_says_so_in_its_own_file(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(job.one_rank_fails, str(tmp_path), world_size=2)
+    assert "error" not in tree(tmp_path, mark="_rank0")
+    failed = tree(tmp_path, mark="_rank1")
+    assert failed["error"] == "ValueError: stumbled" and len(failed["children"]) == 2
+
+
+def test_no_other_rank_is_waited_for(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks.run(job.only_the_first_enters, str(tmp_path), world_size=2) == [True, True]
+
+
+def test_a_repr_that_is_a_collective_is_asked_for_on_all_ranks_or_on_none(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    ranks.run(job.repr_of_a_collective, str(tmp_path / "0"), 0, world_size=2)
+    (_, asked) = tree(tmp_path / "0")["inputs"]["args"]
+    assert asked.endswith("debugger_ranks_job.Collective")
+    ranks.run(job.repr_of_a_collective, str(tmp_path / "all"), "all", world_size=2)
+    for rank in (0, 1):
+        (_, asked) = tree(tmp_path / "all", mark=f"_rank{rank}")["inputs"]["args"]
+        assert asked == "all have arrived"
+
+
+@pytest.fixture(scope="module")
+def parallel(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("tp") / "trace"
+    ranks.run(whole_job.run, "tp", str(out), world_size=2, timeout_s=120)
+    return out
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("alone") / "trace"
+    with rankscope.trace(out=out, tensors="**"):
+        whole_job.train(whole_job.net(), whole_job.batch())
+    return out
+
+
+@pytest.mark.parametrize("words", [[], ["--all-outputs"], ["--safetensors"]])
+def test_global_files_of_a_tensor_parallel_run_are_those_of_one_process(
+    parallel: Path, alone: Path, tmp_path: Path, words: list[str]
+) -> None:
+    """Everything that is no number is the same; numbers are, to round-off."""
+    for trace, name, more in ((parallel, "tp", ["--global"]), (alone, "one", [])):
+        line = ["export", trace, "--format", "hf", "--out", tmp_path / name, *words, *more]
+        code, _, errors = command(*line)
+        assert code == 0, errors
+    one, two = ({p.name for p in (tmp_path / name).iterdir()} for name in ("one", "tp"))
+    assert one == two
+    for kind in ("FULL_TENSORS", "SUMMARY"):
+        ours, theirs = tree(tmp_path / "tp", kind), tree(tmp_path / "one", kind)
+        assert _structure(ours) == _structure(theirs)
+        for a, b in zip(values(ours), values(theirs), strict=True):
+            for name in {"mean", "std", "min", "max"} & b.keys():
+                assert mean({"mean": a[name]}) == pytest.approx(
+                    mean({"mean": b[name]}), rel=2e-3, abs=1e-6
+                )
+    for name in references(tree(tmp_path / "one")):
+        torch.testing.assert_close(
+            load_file(tmp_path / "tp" / name)["data"], load_file(tmp_path / "one" / name)["data"]
+        )
+
+
+def _structure(data: Any) -> Any:
+    """The tree, with the digits of numbers taken out of its texts."""
+    if isinstance(data, dict):
+        return {
+            key: [line.count(",") for line in each]
+            if key == "value" and isinstance(each, list)
+            else "a number"
+            if key in ("mean", "std", "min", "max")
+            else _structure(each)
+            for key, each in data.items()
+        }
+    return [_structure(each) for each in data] if isinstance(data, list) else data
+
+
+def test_the_export_of_a_trace_is_what_the_debugger_writes(alone: Path, tmp_path: Path) -> None:
+    from rankscope.compat import model_addition_debugger_context
+
+    model, x = whole_job.net(), whole_job.batch()
+    for number, words in enumerate(([], ["--safetensors"])):
+        flags = {"use_repr": not words}
+        with model_addition_debugger_context(model, tmp_path / f"with-{number}", **flags):  # type: ignore[arg-type]  # one flag of several
+            model(x)
+        out = tmp_path / f"exported-{number}"
+        assert command("export", alone, "--format", "hf", "--out", out, *words)[0] == 0
+        debugged = {p.name: p.read_bytes() for p in (tmp_path / f"with-{number}").iterdir()}
+        assert debugged == {p.name: p.read_bytes() for p in out.iterdir()}
+
+
+def test_the_export_of_one_rank_is_what_its_debugger_writes(parallel: Path, tmp_path: Path) -> None:
+    out = tmp_path / "both"
+    assert command("export", parallel, "--format", "hf", "--out", out)[0] == 0
+    assert len([*out.iterdir()]) == 4
+    one = tmp_path / "one"
+    assert command("export", parallel, "--format", "hf", "--out", one, "--rank", "1")[0] == 0
+    found = json.loads((one / "Net_debug_tree_FULL_TENSORS.json").read_text())
+    assert found == tree(out, mark="_rank1")
+    assert call(found, ".up")["outputs"]["placements"] == {"tp": "Shard(1)"}
+
+
+def test_global_files_are_of_all_ranks_and_say_so(parallel: Path, tmp_path: Path) -> None:
+    line = ["export", parallel, "--format", "hf", "--out", tmp_path / "x", "--global"]
+    code, _, errors = command(*line, "--rank", "1")
+    assert code == 2 and "--global and --rank: take one" in errors
+    code, _, errors = command("export", parallel, "--format", "jsonl", "--global", *line[4:6])
+    assert code == 2 and "--global: not an option of --format jsonl" in errors
+    assert not (tmp_path / "x").exists()
+
+
+def test_what_the_caller_got_of_a_row_parallel_layer_stands_beside_the_partial(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    ranks.run(job.debugged, "tp", str(tmp_path), {"ranks": "all"}, world_size=2)
+    downs = [call(tree(tmp_path, mark=f"_rank{rank}"), ".down") for rank in (0, 1)]
+    partials = sum(mean(down["outputs"]) for down in downs)
+    for down in downs:
+        assert mean(down["returned"]) == pytest.approx(partials, rel=1e-3)
+    assert "returned" not in call(tree(tmp_path, mark="_rank0"), ".up")

@@ -1,0 +1,86 @@
+"""What the debugger of `rankscope.compat` takes beside that of transformers 5.23.0, in one run.
+
+    python -m tests.perf.compat_debugger [--rounds 7]
+
+A round times a plain forward, theirs and ours, each with everything the `with` does; the figures
+are medians over the rounds, and the ratio is that of ours to theirs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+from torch import nn
+
+from rankscope.compat import model_addition_debugger_context as ours
+from tests.perf.overhead import llama
+
+Debugger = Callable[..., AbstractContextManager[nn.Module]]
+
+
+def bert() -> nn.Module:
+    """Build a BERT of three layers."""
+    from transformers import BertConfig, BertModel
+
+    torch.manual_seed(0)
+    config = BertConfig(
+        hidden_size=256, intermediate_size=1024, num_hidden_layers=3, num_attention_heads=4
+    )
+    return BertModel(config)
+
+
+def seconds(debugger: Debugger | None, model: nn.Module, as_text: bool, prunes: bool) -> float:
+    """Time one forward of 2 x 128 tokens, watched by a debugger or by none."""
+    tokens = torch.randint(0, 4096, (2, 128), generator=torch.Generator().manual_seed(1))
+    with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+        start = time.perf_counter()
+        if debugger is None:
+            model(input_ids=tokens)
+        else:
+            flags = {"use_repr": as_text, "do_prune_layers": prunes}
+            with debugger(model, debug_path=str(Path(folder)), **flags):
+                model(input_ids=tokens)
+        return time.perf_counter() - start
+
+
+def debugger(rounds: int) -> None:
+    """Print a row for each model and mode."""
+    from transformers.model_debugging_utils import model_addition_debugger_context as theirs
+
+    print("| model | mode | plain ms | theirs ms | ours ms | ours / theirs |")
+    print("|---|---|---|---|---|---|")
+    for name, model in (("Llama 512 x 8", llama()), ("BERT 256 x 3", bert())):
+        model.eval()
+        for as_text, prunes in ((True, True), (True, False), (False, True), (False, False)):
+            taken: list[list[float]] = [[], [], []]
+            for _ in range(rounds + 1):
+                for times, which in zip(taken, (None, theirs, ours)):
+                    times.append(seconds(which, model, as_text, prunes))
+            plain, their, our = (statistics.median(times[1:]) * 1e3 for times in taken)
+            mode = ("repr" if as_text else "safetensors") + (", pruned" if prunes else "")
+            print(
+                f"| {name} | {mode} | {plain:.1f} | {their:.1f} | {our:.1f} | {our / their:.2f} |",
+                flush=True,
+            )
+
+
+def main() -> None:
+    """Run the comparison."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=7)
+    torch.set_num_threads(1)
+    debugger(parser.parse_args().rounds)
+
+
+if __name__ == "__main__":
+    main()
