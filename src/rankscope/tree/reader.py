@@ -92,9 +92,10 @@ class Step:
     @cached_property
     def nodes(self) -> tuple[Node, ...]:
         """The outermost calls of the step, in order."""
-        return tuple(self._read())
+        return tuple(self.fresh())
 
-    def _read(self) -> Iterator[Node]:
+    def fresh(self) -> Iterator[Node]:
+        """Yield the outermost calls, read anew: nothing here keeps them."""
         head = GroupHead(mode=self.mode, step=self.step, incarnation=self.incarnation)
         return (Node(data, head, self._where) for data in self._source.nodes(self._group))
 
@@ -106,7 +107,7 @@ class Step:
     def passing(self) -> Iterator[Node]:
         """Yield what `walk` yields, and keep none of it: a pass over a large trace holds one step
         at a time."""
-        for node in self._read():
+        for node in self.fresh():
             yield from node.walk()
 
     def __repr__(self) -> str:
