@@ -20,6 +20,7 @@ from torch import nn
 from rankscope.agent.calls import Scope
 from rankscope.agent.chosen import ChosenSteps
 from rankscope.agent.clock import StepClock
+from rankscope.agent.collectives_tracing import CollectiveTracing
 from rankscope.agent.compiling import HIDDEN, EagerStance, HiddenSteps, outermost_modules_of
 from rankscope.agent.guard import MAX_FAILURES, Guard, say, text_of
 from rankscope.agent.hooks import HookSet
@@ -100,6 +101,8 @@ class Session:
         """Root whose wrapper has just been counted by `_watch`."""
         self.guard = Guard(self._failed)
         self._scalers = ScalerWatch(self.guard.hook(self._optimizer_skipped))
+        self._collectives: CollectiveTracing | None = None
+        """None until the spool is open."""
         self._hooks = HookSet(self.guard, self._watch)
         self._hooks.watch_optimizers(self._optimizer_begins, self._optimizer_ends)
         self._hooks.watch_for_step()
@@ -130,6 +133,9 @@ class Session:
             self.guard, self._recorder, self._table, self._values, settings, self._open_scope,
             self._hooks.stands_behind_inputs_of, self._follow_own_hooks, self._hooks.leave_modules,
         )  # fmt: skip
+        self._collectives = CollectiveTracing(
+            self.guard, self._recorder, self._values, self._tracer, settings, self._running_step
+        )
         self._parameters = ParameterEvents(
             self._table, self._recorder, self._values, self._tracer.definition_of, settings.phases
         )
@@ -208,6 +214,8 @@ class Session:
     def _remove_hooks(self, *, is_inside_hook: bool = False) -> None:
         self._hooks.remove_all(is_inside_hook=is_inside_hook)
         self._scalers.take_off()
+        if self._collectives is not None:
+            self._collectives.take_off()
         self._stance.choose(is_eager=False)
 
     def step(self) -> None:
@@ -410,6 +418,7 @@ class Session:
             self._recorder.error(None, "Python's recursion limit left a hook no room: calls lack")
         if step is not None:
             self._updates.close_step(step, is_trained=self._tracer.gradients.has_fired)
+            self._end_collectives()
             self._recorder.step(StepEvent.END, Mode.TRAIN, step)
             self._tracer.end_step()
             self._table.forget_dead()
@@ -431,9 +440,15 @@ class Session:
         """Close the eval step; hooks stayed on behind it for the loss that may follow its root."""
         scope, self._eval_scope = self._eval_scope, None
         if scope is not None and not scope.is_muted:
+            if self._traced_train is None:
+                self._end_collectives()
             self._recorder.step(StepEvent.END, Mode.EVAL, scope.step)
             if self._traced_train is None:
                 self._tracer.end_step()
+
+    def _end_collectives(self) -> None:
+        if self._collectives is not None:
+            self._collectives.end_step()
 
     def _define_groups(self) -> None:
         """Write down the process groups made since the last time; read off torch's tables."""
@@ -446,6 +461,8 @@ class Session:
         self._recorder.step(StepEvent.BEGIN, mode, step, self._stance.note)
         self._hooks.trace()
         self._scalers.put_on()
+        if self._collectives is not None:
+            self._collectives.put_on()
 
     def _follow_own_hooks(self, info: ModuleInfo) -> None:
         """Stand behind the hooks of a root's modules while it runs, and not a moment longer.
@@ -460,7 +477,19 @@ class Session:
             self._hooks.stop_tracing()
         self._stance.choose(is_eager=False)
         self._scalers.take_off()
+        if self._collectives is not None:
+            self._collectives.take_off()
         self._hooks.watch_for_step()
+
+    def _running_step(self) -> tuple[Mode, int, bool] | None:
+        """Return mode and number of the traced step that runs, and whether an optimizer steps."""
+        is_inside = self._clock.is_inside_optimizer
+        scope = self._eval_scope
+        if scope is not None and not is_inside and current_graph_task() == -1:
+            return None if scope.is_muted else (Mode.EVAL, scope.step, False)
+        if self._traced_train is None:
+            return None
+        return Mode.TRAIN, self._traced_train, is_inside
 
     def _record_setup(self, info: ModuleInfo) -> None:
         assert info.root is not None  # only called for modules of a root

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from rankscope.agent.calls import CallStacks, Frame, Scope
+from rankscope.agent.calls import CallStacks, Frame, Place, Scope
 from rankscope.agent.gradients import MOST_FIRINGS, GradientHooks, GradientTarget
 from rankscope.agent.guard import Guard, text_of
 from rankscope.agent.modules import ModuleInfo, ModuleTable, Root
@@ -382,6 +382,23 @@ class Tracer:
         self._values.end_step()
         self._scopes.clear()
         self._stacks.ended = None
+
+    @property
+    def is_inside(self) -> bool:
+        """True inside a module call of this thread."""
+        return bool(self._stacks.frames)
+
+    def place(self) -> Place | None:
+        """Return where this thread is inside the module calls; None where they are not traced."""
+        frame = self._stacks.frames[-1]
+        if frame.scope.is_muted:
+            return None
+        scope, root = frame.scope, frame.info.root
+        return Place(
+            self.definition_of(frame.info), root.definition if root is not None else 0,
+            frame.sequence, scope.mode, scope.step, scope.micro_batch, frame.phase.word,
+            frame.info.is_selected,
+        )  # fmt: skip
 
     def current_sequence(self) -> int | None:
         """Return the call now open on this thread, None outside every call."""

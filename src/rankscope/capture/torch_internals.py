@@ -17,7 +17,9 @@ import torch
 
 __all__ = [
     "async_collective_result",
+    "collective_classes",
     "current_graph_task",
+    "current_node",
     "default_groups",
     "default_store",
     "disable_torch_function",
@@ -25,7 +27,10 @@ __all__ = [
     "dtensor_parts",
     "dynamo_has_compiled",
     "forget_keyword_hook",
+    "functional_operators",
     "global_hook_tables",
+    "group_named",
+    "group_ranks",
     "has_hook",
     "hide_from_compiled_modules",
     "is_async_collective",
@@ -37,6 +42,7 @@ __all__ = [
     "is_dtensor",
     "is_functorch_wrapper",
     "mesh_ranks",
+    "next_node",
     "operation_guards",
     "optional_dtypes",
     "overrides_dispatch",
@@ -62,6 +68,24 @@ def optional_dtypes(*names: str) -> tuple[torch.dtype, ...]:
 
 current_graph_task: Callable[[], int] = getattr(_C, "_current_graph_task_id", lambda: -1)
 """Number of the backward pass running on this thread, -1 outside; without the name always -1."""
+
+next_node: Callable[[], int] = getattr(
+    getattr(_C, "_autograd", None), "_get_sequence_nr", lambda: 0
+)
+"""Number that the next node of this thread's autograd graph will have; without the name always 0,
+and no backward call is found for what backward issues."""
+
+_current_node: Callable[[], Any] = getattr(_C, "_current_autograd_node", lambda: None)
+
+
+def current_node() -> tuple[int, torch.Tensor | None] | None:
+    """Return the number of the node of the graph that backward is at on this thread, and the leaf
+    whose gradient it accumulates; None outside. Without torch's names always None.
+    """
+    node = _current_node()
+    number = getattr(node, "_sequence_nr", None)
+    return None if number is None else (int(number()), getattr(node, "variable", None))
+
 
 is_compiling: Callable[[], bool] = torch.compiler.is_compiling
 """True while torch.compile traces (dynamo takes it for a constant)."""
@@ -392,6 +416,47 @@ def default_groups() -> list[tuple[object, str, Sequence[int], str]]:
         name = str(names[group])
         backend = str(getattr(world, "pg_map", {}).get(group, ("",))[0])
         found.append((group, name, ranks, backend))
+    return found
+
+
+def group_ranks(group: object) -> tuple[int, ...] | None:
+    """Return the global ranks of a process group in the order of its own; None where torch's table
+    does not have it.
+    """
+    world = getattr(torch.distributed.distributed_c10d, "_world", None)
+    members = getattr(world, "pg_group_ranks", {}).get(group)
+    return None if members is None else tuple(sorted(members, key=members.__getitem__))
+
+
+def group_named(name: str) -> Any:
+    """Return the process group that functional collectives call by this name.
+
+    Without the name of the function, None: the collective's group is then not known.
+    """
+    resolve = getattr(getattr(_C, "_distributed_c10d", None), "_resolve_process_group", None)
+    return resolve(name) if resolve is not None else None
+
+
+def collective_classes() -> tuple[Any, Any] | None:
+    """Return the classes of process groups and of the work they hand out, as C++ made them; None in
+    a torch without distributed.
+    """
+    c10d = getattr(_C, "_distributed_c10d", None)
+    group, work = getattr(c10d, "ProcessGroup", None), getattr(c10d, "Work", None)
+    return None if group is None or work is None else (group, work)
+
+
+def functional_operators(names: Iterable[tuple[str, str]]) -> list[tuple[str, Any]]:
+    """Return (name, operator) of those of the (namespace, name) operators this torch has.
+
+    Every Python call of one goes through the attribute `_op` of the object returned; where it has
+    none, the operator is left out and its calls are not seen.
+    """
+    found = []
+    for space, name in names:
+        operator = getattr(getattr(torch.ops, space, None), name, None)
+        if hasattr(operator, "_op"):
+            found.append((name, operator))
     return found
 
 

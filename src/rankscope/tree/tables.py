@@ -34,10 +34,11 @@ CALL_DTYPE = np.dtype(
         ("path", "<i4"), ("step", "<u4"), ("micro_batch", "<i8"),
         ("ordinal", "<i8"), ("forward_ordinal", "<i8"),
         ("pass", "<i4"), ("phase", "u1"), ("mode", "u1"), ("status", "u1"), ("text", "<i4"),
+        ("collective", "<i4"), ("number", "<u4"),
     ]
 )  # fmt: skip
-"""`parent` is a row of this table or -1; `start` and `end` are wall-clock ns; `text` -1 for
-none."""
+"""`parent` is a row of this table or -1; `start` and `end` are wall-clock ns; `text` and
+`collective` -1 for none; `number` counts collectives of one channel."""
 
 
 @dataclass(slots=True)
@@ -169,6 +170,8 @@ def _calls(
     own["micro_batch"][enters["micro_batch"] == 0xFFFF_FFFF] = -1
     own["phase"], own["mode"] = enters["phase"], enters["mode"]
     own["status"], own["text"] = UNFINISHED, -1
+    own["collective"] = _take(vocabulary.collective_lookup[number], enters["collective"])
+    own["number"] = enters["number"]
     at = _find(order, enters["sequence"], exits["sequence"])
     exits, at = exits[at >= 0], at[at >= 0]
     own["end"][at] = exits["time_ns"] + offset
@@ -331,6 +334,7 @@ def _derive_calls(tables: Tables, clock_offset: NDArray[np.int64]) -> None:
         origin,
         _derived_parents(calls, keys, origin, kind, span),
     )
+    derived["collective"], derived["number"] = -1, 0
     _number_passes(derived)
     tables.call[away] = inverse + len(calls)
     tables.calls = np.concatenate([calls, derived])

@@ -1,0 +1,228 @@
+"""Records collectives as calls: begun before they are issued, ended when they have returned or,
+asynchronous ones, when the program itself has waited for them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from rankscope.agent.calls import Place
+from rankscope.agent.guard import text_of
+from rankscope.agent.recorder import Recorder
+from rankscope.agent.values import ValueReader
+from rankscope.capture.collectives import (
+    FUNCTIONAL,
+    Groups,
+    Issued,
+    read_functional,
+    read_method,
+    tensors_in,
+)
+from rankscope.capture.invisible import invisible
+from rankscope.record.call import Phase
+from rankscope.record.collective import Collective
+from rankscope.spool.cells import CallStatus
+
+__all__ = ["Collectives"]
+
+_MAX_ERROR_CHARACTERS = 500
+_OPERATORS = {name: op for (_, name), op in FUNCTIONAL.items()}
+
+
+@dataclass(eq=False, slots=True)
+class _Open:
+    """A collective that was issued and has not ended."""
+
+    sequence: int
+    collective: Collective
+    is_selected: bool
+    outputs: tuple[torch.Tensor, ...]
+    """Memory it writes, held until it has ended."""
+    work: weakref.ReferenceType[Any] | None = None
+    is_ended: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class _Work:
+    """What one work stands for: several calls where they were coalesced."""
+
+    work: weakref.ReferenceType[Any]
+    calls: list[_Open] = field(default_factory=list)
+
+
+class _Coalescing(threading.local):
+    """The calls made on this thread between the begin and the end of a coalesced group."""
+
+    calls: list[_Open] | None = None
+
+
+class Collectives:
+    """The collectives of one session's traced steps (a `CollectiveListener`)."""
+
+    def __init__(
+        self, recorder: Recorder, values: ValueReader, place: Callable[[], Place | None]
+    ) -> None:
+        """Record nothing yet.
+
+        Args:
+            recorder: writes the calls.
+            values: reads their tensors.
+            place: says where in which step this thread is; None where that is not traced.
+        """
+        self._recorder = recorder
+        self._values = values
+        self._place = place
+        self._groups = Groups()
+        self._ordinals: dict[Hashable, itertools.count[int]] = {}
+        self._numbers: dict[Hashable, itertools.count[int]] = {}
+        self._open: dict[int, _Open] = {}
+        """By sequence."""
+        self._works: dict[int, _Work] = {}
+        """By the identity of the work."""
+        self._memory: dict[int, _Open] = {}
+        """By the storage a functional collective writes."""
+        self._coalescing = _Coalescing()
+
+    # ------------------------------------------------------------------ what is told
+
+    def begins(
+        self, told: list[Any], name: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """A collective is about to be issued."""
+        if name == "_start_coalescing":
+            self._coalescing.calls = []
+            return
+        if name == "_end_coalescing":
+            told.append(self._coalescing.calls or [])
+            self._coalescing.calls = None
+            return
+        place = self._place()
+        if place is None:
+            return
+        with invisible():
+            if target is None:
+                issued = read_functional(_OPERATORS[name], args, kwargs, self._groups)
+            else:
+                issued = read_method(name, target, args, kwargs, self._groups)
+            told.append(self._record(issued, place))
+
+    def ends(self, told: list[Any], result: Any) -> None:
+        """What was told of returned; a collective with a work to wait for goes on."""
+        if not told:
+            return
+        (found,) = told
+        if isinstance(found, list):  # a coalesced group, or what was waited for
+            if found and result is not None and not isinstance(result, (bool, torch.Tensor)):
+                self._follow(result, found)
+                return
+            for call in found:
+                self._finish(call)
+            return
+        if found.work is None and isinstance(result, (torch.Tensor, list, tuple)):
+            self._follow_memory(found, result)
+        elif result is None:
+            if self._coalescing.calls is None:
+                self._finish(found)
+        else:
+            self._follow(result, [found])
+
+    def fails(self, told: list[Any], error: BaseException) -> None:
+        """What was told of raised."""
+        text = text_of(error)[:_MAX_ERROR_CHARACTERS]
+        for found in told:
+            for call in found if isinstance(found, list) else [found]:
+                self._close(call, CallStatus.RAISED, text)
+
+    def waits(self, told: list[Any], work: Any) -> None:
+        """The program waits for a work, or for memory that a functional collective writes."""
+        if isinstance(work, torch.Tensor):
+            with invisible():
+                call = self._memory.pop(_memory_of(work), None)
+            if call is not None:
+                told.append([call])
+            return
+        known = self._works.get(id(work))
+        if known is not None and known.work() is work:
+            del self._works[id(work)]
+            told.append(known.calls)
+
+    # ------------------------------------------------------------------ what is recorded
+
+    def _record(self, issued: Issued, place: Place) -> _Open:
+        collective = replace(issued.collective, issuer=place.issuer)
+        ordinal = self._next(
+            self._ordinals, (place.mode, place.step, place.micro_batch, place.module)
+        )
+        number = self._next(self._numbers, (place.mode, place.step, *_channel(collective)))
+        sequence = self._recorder.enter_collective(place[:6], ordinal, collective, number)
+        call = _Open(sequence, collective, place.is_selected, issued.outputs)
+        self._open[sequence] = call
+        if self._coalescing.calls is not None:
+            self._coalescing.calls.append(call)
+        self._read(call, "input", issued.inputs)
+        return call
+
+    def _next(self, counts: dict[Hashable, itertools.count[int]], key: Hashable) -> int:
+        count = counts.get(key)
+        return next(counts.setdefault(key, itertools.count()) if count is None else count)
+
+    def _follow(self, work: Any, calls: list[_Open]) -> None:
+        """Have calls end when the program waits for a work. It is not kept alive."""
+        known = self._works.get(id(work))
+        if known is None or known.work() is not work:
+            known = self._works[id(work)] = _Work(weakref.ref(work))
+        known.calls.extend(calls)
+
+    def _follow_memory(self, call: _Open, result: Any) -> None:
+        with invisible():
+            call.outputs = tuple(tensors_in(result))
+            for tensor in call.outputs:
+                self._memory[_memory_of(tensor)] = call
+
+    def _finish(self, call: _Open) -> None:
+        if not call.is_ended:
+            with invisible():
+                self._read(call, "output", call.outputs)
+            self._close(call, CallStatus.RETURNED)
+
+    def _close(self, call: _Open, status: CallStatus, text: str = "") -> None:
+        if call.is_ended:
+            return
+        call.is_ended, call.outputs = True, ()
+        self._open.pop(call.sequence, None)
+        self._recorder.exit(call.sequence, status, text)
+
+    def _read(self, call: _Open, kind: str, tensors: tuple[torch.Tensor, ...]) -> None:
+        if not (call.is_selected and self._values.is_on):
+            return
+        for number, tensor in enumerate(tensors):
+            slot = f"{kind}.{number}"
+            if self._values.wants(slot):
+                self._values.read(tensor, call.sequence, slot, Phase.COLLECTIVE, samples=False)
+
+    def end_step(self) -> None:
+        """Close what nobody has waited for, and count anew."""
+        for call in list(self._open.values()):
+            self._close(call, CallStatus.NOT_WAITED)
+        self._works.clear()
+        self._memory.clear()
+        self._ordinals.clear()
+        self._numbers.clear()
+
+
+def _channel(collective: Collective) -> tuple[Hashable, ...]:
+    """Return what the k-th call of one rank and of another must share to be one collective."""
+    if collective.peer is None:
+        return (collective.group,)
+    return collective.group, collective.op, collective.peer, collective.tag
+
+
+def _memory_of(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
