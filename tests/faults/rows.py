@@ -1,0 +1,483 @@
+"""The table of the benchmark: programs, the ranks they run on, and what must be said of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tests.faults import truth
+from tests.faults.expected import Expected
+from tests.faults.model import whole
+from tests.faults.programs import collectives, data, experts, mesh, pipeline, sequence, tensor
+from tests.faults.setup import Setup, Trained
+
+Program = Callable[[Setup], Trained]
+Oracle = Callable[[Setup, Trained], str]
+
+
+def always_right(setup: Setup) -> None:
+    """A program in which there is no fault to switch on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One program of the benchmark."""
+
+    name: str
+    about: str
+    program: Program
+    oracle: Oracle
+    """Returns what is wrong after training, proved without rankscope; "" where all is right."""
+    expected: Callable[[Setup], Expected | None] = always_right
+    ranks: tuple[int, ...] = (2, 4)
+    layout: str = ""
+    """A layout file, with `{ranks}` and `{rows}` to fill in; none by default."""
+    dtypes: tuple[str, ...] = ("float32", "bfloat16")
+
+    @property
+    def has_fault(self) -> bool:
+        """False for programs that are only there to be left alone."""
+        return self.expected is not always_right
+
+    def layout_of(self, setup: Setup) -> str:
+        """Return the text of the layout file, "" for none."""
+        return self.layout.format(ranks=setup.ranks, rows=setup.ranks // 2)
+
+
+def all_ranks(setup: Setup) -> tuple[int, ...]:
+    return tuple(range(setup.ranks))
+
+
+def minority(setup: Setup) -> tuple[int, ...]:
+    """The culprit where the others outvote it, else everybody."""
+    return (setup.culprit,) if setup.ranks > 2 else all_ranks(setup)
+
+
+def parameter_names(setup: Setup) -> tuple[tuple[str, str], ...]:
+    """Return (path, name) of every parameter of the model."""
+    found = (name.rpartition(".") for name, _ in whole(setup).named_parameters())
+    return tuple((path, name) for path, _, name in found)
+
+
+def unreduced(setup: Setup) -> Expected:
+    return Expected(
+        kinds=("gradient-not-reduced",),
+        phases=("grads",),
+        places=(("*", "grad:*"),),
+        all_of=tuple((path, f"grad:{name}") for path, name in parameter_names(setup)),
+        ranks=all_ranks(setup),
+        step=0,
+    )
+
+
+def clipped(setup: Setup) -> Expected:
+    return Expected(
+        kinds=("replica-mismatch",),
+        phases=("grads",),
+        places=(("*norm", "grad:weight"),),
+        all_of=tuple(
+            (path, "grad:weight") for path, _ in parameter_names(setup) if path.endswith("norm")
+        ),
+        ranks=minority(setup),
+        step=0,
+    )
+
+
+def router(setup: Setup) -> Expected:
+    return Expected(
+        kinds=("replica-mismatch",),
+        phases=("setup",),
+        places=((f"layers.{setup.layer}.feed_forward.router", "param:weight"),),
+        ranks=all_ranks(setup),
+    )
+
+
+def row_reduce(setup: Setup) -> Expected:
+    attention = f"layers.{setup.layer}.attention"
+    return Expected(
+        kinds=("replica-mismatch",),
+        phases=("forward",),
+        places=(
+            (f"{attention}.o_proj", "returned"),
+            (f"{attention}.o_proj", "output"),
+            (attention, "output"),
+        ),
+        ranks=all_ranks(setup),
+        step=0,
+    )
+
+
+def groups(setup: Setup) -> Expected:
+    return Expected(
+        kinds=("group-mismatch",),
+        phases=("collective",),
+        places=(("layers.0.attention.o_proj", "collective.*"),),
+        ranks=all_ranks(setup),
+        evidence=("[0, 2]", "[1, 3]"),
+    )
+
+
+def lie(setup: Setup) -> Expected:
+    path = f"layers.{setup.layer}.feed_forward"
+    return Expected(
+        kinds=("placement-mismatch",),
+        phases=("forward",),
+        places=((path, "*"), (f"{path}.inner", "input*"), (f"{path}.inner.up_proj", "input*")),
+        ranks=minority(setup),
+        step=0,
+    )
+
+
+def infinity(setup: Setup) -> Expected:
+    return Expected(
+        kinds=("nonfinite-origin",),
+        phases=("forward",),
+        places=((f"layers.{setup.layer}.feed_forward.act", "output"),),
+        ranks=(setup.culprit,),
+        step=3,
+    )
+
+
+def swap(setup: Setup) -> Expected:
+    path = f"layers.{setup.layer}.feed_forward.statistics"
+    return Expected(
+        kinds=("collective-mismatch",),
+        phases=("collective",),
+        places=((path, "collective.*"),),
+        ranks=minority(setup),
+        step=0,
+        evidence=("sum_of_values", "sum_of_squares"),
+    )
+
+
+def unmoved(setup: Setup) -> Expected:
+    return Expected(
+        kinds=("parameter-not-updated",),
+        phases=("params",),
+        places=(("*", "param:*"),),
+        all_of=tuple((path, f"param:{name}") for path, name in parameter_names(setup)),
+        ranks=all_ranks(setup),
+        step=0,
+    )
+
+
+def double_counted(setup: Setup) -> Expected:
+    return Expected(
+        kinds=("replica-mismatch",),
+        phases=("grads",),
+        places=((f"layers.{setup.layer}.feed_forward_norm", "grad:weight"),),
+        ranks=minority(setup),
+        step=0,
+    )
+
+
+def shard_order(setup: Setup) -> Expected:
+    return Expected(
+        kinds=("replica-mismatch",),
+        phases=("setup",),
+        places=((f"layers.{setup.layer}.attention.q_proj", "param:weight"),),
+        ranks=all_ranks(setup),
+    )
+
+
+def left_dtype(setup: Setup) -> Expected:
+    return Expected(
+        kinds=("dtype-mismatch",),
+        phases=("setup",),
+        places=((f"layers.{setup.layer}.feed_forward_norm", "param:weight"),),
+        ranks=(setup.culprit,),
+    )
+
+
+def recomputed(setup: Setup) -> Expected:
+    return Expected(
+        kinds=("recompute-mismatch",),
+        phases=("recompute",),
+        places=((f"layers.{setup.layer}.dropout", "output"),),
+        ranks=all_ranks(setup),
+        step=0,
+    )
+
+
+def shared_rows(setup: Setup) -> Expected:
+    return Expected(
+        kinds=("duplicate-data",),
+        phases=("forward",),
+        places=(("", "input*"),),
+        ranks=all_ranks(setup),
+        step=0,
+    )
+
+
+def stale(setup: Setup) -> Expected:
+    return Expected(
+        kinds=("replica-mismatch", "duplicate-data", "divergence"),
+        phases=("forward",),
+        places=(("", "input*"), (f"layers.{first_layer(setup)}*", "input*")),
+        ranks=(setup.culprit,),
+        step=0,
+    )
+
+
+def first_layer(setup: Setup) -> int:
+    """The first layer of the stage the fault sits on."""
+    return round(setup.culprit * setup.shape.layers / setup.ranks)
+
+
+def own_gradient(path: str) -> Callable[[Setup], Expected]:
+    """One rank keeps its own gradient of one weight."""
+
+    def expectation(setup: Setup) -> Expected:
+        return Expected(
+            kinds=("replica-mismatch", "gradient-not-reduced"),
+            phases=("grads",),
+            places=((path.format(layer=setup.layer), "grad:weight"),),
+            ranks=minority(setup),
+            step=0,
+        )
+
+    return expectation
+
+
+ROWS: tuple[Row, ...] = (
+    Row(
+        name="ddp-bypassed",
+        about="the loop calls the module inside the DDP wrapper",
+        program=data.ddp,
+        oracle=data.replicas_agree,
+        expected=unreduced,
+        ranks=(2,),
+    ),
+    Row(
+        name="clipping-on-one-rank",
+        about="gradients are clipped on one tensor-parallel rank only",
+        program=tensor.clipping,
+        oracle=tensor.clipped_alike,
+        expected=clipped,
+        ranks=(2,),
+    ),
+    Row(
+        name="router-seed",
+        about="a router made from a seed that depends on the rank; layout declared",
+        program=experts.seeded_routers,
+        oracle=experts.routers_agree,
+        expected=router,
+        ranks=(2,),
+        layout=experts.ROUTER_LAYOUT,
+    ),
+    Row(
+        name="router-seed-dtensor",
+        about="the same, the router a replicated DTensor",
+        program=experts.seeded_dtensor_routers,
+        oracle=experts.routers_agree,
+        expected=router,
+        ranks=(2,),
+    ),
+    Row(
+        name="row-reduce-by-hand",
+        about="one row-parallel layer by hand does not sum over ranks; nothing declared",
+        program=tensor.by_hand,
+        oracle=tensor.replicas_and_slices_right,
+        expected=row_reduce,
+        ranks=(2,),
+    ),
+    Row(
+        name="row-reduce-declared",
+        about="the same, layout declared",
+        program=tensor.by_hand,
+        oracle=tensor.replicas_and_slices_right,
+        expected=row_reduce,
+        ranks=(2,),
+        layout=tensor.LAYOUT,
+    ),
+    Row(
+        name="row-reduce-dtensor",
+        about="one row-parallel layer hands out the local part of its DTensor",
+        program=tensor.with_dtensor,
+        oracle=tensor.replicated_agree,
+        expected=row_reduce,
+        ranks=(2,),
+    ),
+    Row(
+        name="group-order",
+        about="`new_group` lists in another order on two of the ranks",
+        program=mesh.grouped,
+        oracle=mesh.summed_with_its_own,
+        expected=groups,
+        ranks=(4,),
+    ),
+    Row(
+        name="from-local-lie",
+        about="`DTensor.from_local(run_check=False)` calls different values replicated",
+        program=tensor.lifted,
+        oracle=tensor.entered_alike,
+        expected=lie,
+        ranks=(4,),
+    ),
+    Row(
+        name="infinity",
+        about="one infinity in one activation of one rank, at step 3 of a 2x2 mesh",
+        program=mesh.fsdp2_tp_four_steps,
+        oracle=mesh.finite,
+        expected=infinity,
+        ranks=(4,),
+    ),
+    Row(
+        name="collectives-swapped",
+        about="two all-reduces of one shape in the other order on one rank",
+        program=collectives.swapped,
+        oracle=collectives.sums_are_sums,
+        expected=swap,
+        ranks=(2,),
+    ),
+    Row(
+        name="optimizer-too-early",
+        about="the optimizer was built before `fully_shard`",
+        program=data.fsdp2_with_optimizer,
+        oracle=data.parameters_move,
+        expected=unmoved,
+        ranks=(2,),
+    ),
+    Row(
+        name="no-sync-too-long",
+        about="DDP with accumulation, the last micro-batch inside `no_sync` as well",
+        program=data.ddp_accumulating,
+        oracle=data.replicas_agree,
+        expected=unreduced,
+    ),
+    Row(
+        name="gradient-twice",
+        about="one tensor-parallel rank counts one norm's gradient twice",
+        program=tensor.double_counting,
+        oracle=tensor.gradients_agree,
+        expected=double_counted,
+    ),
+    Row(
+        name="shard-order-at-load",
+        about="one data row loads the slices of a weight in the other order; layout declared",
+        program=mesh.loading,
+        oracle=mesh.loaded_alike,
+        expected=shard_order,
+        ranks=(4,),
+        layout=mesh.MIXED_LAYOUT,
+    ),
+    Row(
+        name="dtype-left-behind",
+        about="one rank keeps one norm in another dtype",
+        program=tensor.dtype_left_behind,
+        oracle=tensor.dtypes_agree,
+        expected=left_dtype,
+    ),
+    Row(
+        name="recompute-random-state",
+        about="a checkpointed layer with dropout does not restore the random state",
+        program=data.ddp_checkpointing,
+        oracle=data.as_without_checkpoints,
+        expected=recomputed,
+    ),
+    Row(
+        name="same-rows-everywhere",
+        about="every data-parallel rank reads the rows of rank 0",
+        program=data.ddp_on_shared_rows,
+        oracle=data.rows_differ,
+        expected=shared_rows,
+    ),
+    Row(
+        name="stale-pipeline-buffer",
+        about="a hand-written stage reads the buffer of the micro-batch before",
+        program=pipeline.by_hand,
+        oracle=pipeline.buffers_fresh,
+        expected=stale,
+        ranks=(2,),
+    ),
+    Row(
+        name="context-gradient-kept",
+        about="one context-parallel rank keeps its own gradient of one weight",
+        program=sequence.split_sequence,
+        oracle=sequence.sequence_right,
+        expected=own_gradient("layers.{layer}.attention.o_proj"),
+    ),
+    Row(
+        name="router-gradient-kept",
+        about="one expert-parallel rank keeps its own gradient of one router",
+        program=experts.split_experts,
+        oracle=experts.experts_right,
+        expected=own_gradient("layers.{layer}.feed_forward.router"),
+    ),
+    Row(
+        name="ddp",
+        about="replicas on different rows",
+        program=data.ddp,
+        oracle=data.replicas_agree,
+    ),
+    Row(
+        name="ddp-dropout",
+        about="replicas whose dropout has a seed of its own on every rank",
+        program=data.ddp_with_dropout,
+        oracle=data.parameters_agree,
+    ),
+    Row(
+        name="ddp-compiled",
+        about="replicas under `torch.compile`",
+        program=data.ddp_compiled,
+        oracle=data.replicas_agree,
+        ranks=(2,),  # compiling takes longer than all other rows
+    ),
+    Row(
+        name="ddp-autocast",
+        about="replicas under bf16 autocast",
+        program=data.ddp_autocast,
+        oracle=data.about_one_process,
+        dtypes=("float32",),
+    ),
+    Row(
+        name="fsdp2-uneven",
+        about="shards of different sizes",
+        program=data.fsdp2,
+        oracle=data.parameters_move,
+    ),
+    Row(
+        name="fsdp2-checkpoint-accumulation",
+        about="shards, checkpointing, and two micro-batches a step",
+        program=data.fsdp2_accumulating,
+        oracle=truth.like_one_process,
+    ),
+    Row(
+        name="fsdp2-tp",
+        about="2x2 FSDP2 times DTensor tensor parallelism",
+        program=mesh.fsdp2_tp,
+        oracle=mesh.finite,
+        ranks=(4,),
+    ),
+    Row(
+        name="tp-dtensor",
+        about="DTensor tensor parallelism",
+        program=tensor.with_dtensor,
+        oracle=tensor.replicated_agree,
+    ),
+    Row(
+        name="tp-by-hand",
+        about="tensor parallelism by hand",
+        program=tensor.by_hand,
+        oracle=tensor.replicas_and_slices_right,
+    ),
+    Row(
+        name="pipeline",
+        about="pipeline stages with different modules",
+        program=pipeline.scheduled,
+        oracle=pipeline.stages_right,
+    ),
+    Row(
+        name="context-parallel",
+        about="the sequence split, keys and values gathered",
+        program=sequence.split_sequence,
+        oracle=sequence.sequence_right,
+    ),
+    Row(
+        name="expert-parallel",
+        about="experts split over ranks, tokens travel to them",
+        program=experts.split_experts,
+        oracle=experts.experts_right,
+    ),
+)
+BY_NAME = {row.name: row for row in ROWS}

@@ -1,0 +1,130 @@
+"""The runs of the benchmark: which there are, and one of them from start to score."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tests.distributed.pool import RankFailure, RankPool
+from tests.faults import hang, ranks
+from tests.faults.checking import check
+from tests.faults.expected import Score, score
+from tests.faults.rows import BY_NAME, ROWS
+from tests.faults.setup import Setup, Shape
+
+HANG = "branch-skipped"
+TIMEOUT_S = 120.0
+NAMES = (*(row.name for row in ROWS), HANG)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One program, in one setup."""
+
+    name: str
+    setup: Setup
+
+    @property
+    def label(self) -> str:
+        """What tells it from all others, in one line."""
+        setup = self.setup
+        state = "faulty" if setup.is_faulty else "off"
+        return f"{self.name} {state}, {setup.ranks} ranks, {setup.dtype}, seed {setup.seed}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """A run and what became of it."""
+
+    run: Run
+    score: Score
+    seconds: float
+
+
+def every_run(
+    *,
+    shape: Shape,
+    seeds: int,
+    only: Sequence[str] = (),
+    dtypes: Sequence[str] = (),
+    ranks: Sequence[int] = (),
+    first_seed: int = 0,
+) -> Iterator[Run]:
+    """Yield all runs: rows with a fault on and off, the others as they are; the hang last."""
+    for row in ROWS:
+        for world in row.ranks:
+            for dtype in row.dtypes:
+                if (only and row.name not in only) or (dtypes and dtype not in dtypes):
+                    continue
+                if ranks and world not in ranks:
+                    continue
+                setup = Setup(shape=shape, ranks=world, dtype=dtype)
+                for is_faulty in (True, False) if row.has_fault else (False,):
+                    for seed in range(first_seed, first_seed + seeds):
+                        yield Run(
+                            name=row.name, setup=replace(setup, is_faulty=is_faulty, seed=seed)
+                        )
+    if not only or HANG in only:
+        for dtype in dtypes or ("float32", "bfloat16"):
+            for is_faulty in (True, False):
+                for seed in range(first_seed, first_seed + seeds):
+                    setup = Setup(shape=shape, dtype=dtype, seed=seed, is_faulty=is_faulty)
+                    yield Run(name=HANG, setup=setup)
+
+
+def proved(pool: RankPool, run: Run, folder: Path) -> str:
+    """Return what the oracle says is wrong in a run, without rankscope (the hang's job is traced:
+    it is started as a user would); "" where all is right."""
+    if run.name == HANG:
+        with hang.running(run.setup, folder):
+            return hang.is_stuck(run.setup, folder)
+    said = pool.run(
+        ranks.prove, run.name, run.setup, world_size=run.setup.ranks, timeout_s=TIMEOUT_S
+    )
+    return "; ".join(sorted(set(filter(None, said))))
+
+
+def report_of(pool: RankPool, run: Run, folder: Path) -> Mapping[str, Any]:
+    """Trace a run and return the report on it."""
+    if run.name == HANG:
+        with hang.running(run.setup, folder) as job:
+            if not hang.is_stuck(run.setup, folder):
+                job.process.wait(TIMEOUT_S)  # for the tree
+            return hang.check_elsewhere(job.trace)
+    row, out = BY_NAME[run.name], folder / "trace"
+    folder.mkdir(parents=True)
+    layout = row.layout_of(run.setup)
+    layout_file = folder / "layout.toml" if layout else None
+    if layout_file is not None:
+        layout_file.write_text(layout)
+    settings = {"steps": "all", "spool": str(folder / "spool"), "drain_seconds": 1}
+    pool.run(
+        ranks.traced,
+        run.name,
+        run.setup,
+        str(out),
+        settings,
+        world_size=run.setup.ranks,
+        timeout_s=TIMEOUT_S,
+    )
+    return check(out, layout_file)
+
+
+def scored(pool: RankPool, run: Run, folder: Path, *, is_kept: bool = False) -> Outcome:
+    """Trace, check and score one run; what fails on the way scores nothing and says why."""
+    begun = time.monotonic()
+    expected = (hang.expected if run.name == HANG else BY_NAME[run.name].expected)(run.setup)
+    try:
+        found = score(report_of(pool, run, folder), expected if run.setup.is_faulty else None)
+    except (RankFailure, RuntimeError, TimeoutError) as error:
+        last = (str(error).strip().splitlines() or [""])[-1]
+        found = Score(
+            detected=False, module=False, ranks=False, kind=False, false_alarms=0, said=last
+        )
+    if not is_kept:
+        shutil.rmtree(folder, ignore_errors=True)
+    return Outcome(run=run, score=found, seconds=time.monotonic() - begun)
