@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from rankscope.agent.calls import Place
-from rankscope.agent.guard import text_of
 from rankscope.agent.recorder import Recorder
+from rankscope.agent.tracer import describe_error
 from rankscope.agent.values import ValueReader
 from rankscope.capture.collectives import (
     FUNCTIONAL,
@@ -26,13 +26,13 @@ from rankscope.capture.collectives import (
     tensors_in,
 )
 from rankscope.capture.invisible import invisible
-from rankscope.record.call import Phase
+from rankscope.record.call import Mode, Phase
 from rankscope.record.collective import Collective
 from rankscope.spool.cells import CallStatus
 
 __all__ = ["Collectives"]
 
-_MAX_ERROR_CHARACTERS = 500
+_Key = tuple[Hashable, ...]
 _OPERATORS = {name: op for (_, name), op in FUNCTIONAL.items()}
 
 
@@ -41,11 +41,12 @@ class _Open:
     """A collective that was issued and has not ended."""
 
     sequence: int
-    collective: Collective
+    step: tuple[Mode, int]
     is_selected: bool
     outputs: tuple[torch.Tensor, ...]
     """Memory it writes, held until it has ended."""
-    work: weakref.ReferenceType[Any] | None = None
+    is_functional: bool
+    """What it returns is what it writes: there is no work to wait for."""
     is_ended: bool = False
 
 
@@ -80,8 +81,8 @@ class Collectives:
         self._values = values
         self._place = place
         self._groups = Groups()
-        self._ordinals: dict[Hashable, itertools.count[int]] = {}
-        self._numbers: dict[Hashable, itertools.count[int]] = {}
+        self._ordinals: dict[_Key, itertools.count[int]] = {}
+        self._numbers: dict[_Key, itertools.count[int]] = {}
         self._open: dict[int, _Open] = {}
         """By sequence."""
         self._works: dict[int, _Work] = {}
@@ -111,7 +112,7 @@ class Collectives:
                 issued = read_functional(_OPERATORS[name], args, kwargs, self._groups)
             else:
                 issued = read_method(name, target, args, kwargs, self._groups)
-            told.append(self._record(issued, place))
+            told.append(self._record(issued, place, is_functional=target is None))
 
     def ends(self, told: list[Any], result: Any) -> None:
         """What was told of returned; a collective with a work to wait for goes on."""
@@ -125,7 +126,7 @@ class Collectives:
             for call in found:
                 self._finish(call)
             return
-        if found.work is None and isinstance(result, (torch.Tensor, list, tuple)):
+        if found.is_functional:
             self._follow_memory(found, result)
         elif result is None:
             if self._coalescing.calls is None:
@@ -133,9 +134,9 @@ class Collectives:
         else:
             self._follow(result, [found])
 
-    def fails(self, told: list[Any], error: BaseException) -> None:
+    def fails(self, told: list[Any], error: BaseException | None) -> None:
         """What was told of raised."""
-        text = text_of(error)[:_MAX_ERROR_CHARACTERS]
+        text = "" if error is None else describe_error(error)
         for found in told:
             for call in found if isinstance(found, list) else [found]:
                 self._close(call, CallStatus.RAISED, text)
@@ -155,21 +156,22 @@ class Collectives:
 
     # ------------------------------------------------------------------ what is recorded
 
-    def _record(self, issued: Issued, place: Place) -> _Open:
+    def _record(self, issued: Issued, place: Place, *, is_functional: bool) -> _Open:
         collective = replace(issued.collective, issuer=place.issuer)
         ordinal = self._next(
             self._ordinals, (place.mode, place.step, place.micro_batch, place.module)
         )
         number = self._next(self._numbers, (place.mode, place.step, *_channel(collective)))
         sequence = self._recorder.enter_collective(place[:6], ordinal, collective, number)
-        call = _Open(sequence, collective, place.is_selected, issued.outputs)
+        step = place.mode, place.step
+        call = _Open(sequence, step, place.is_selected, issued.outputs, is_functional)
         self._open[sequence] = call
         if self._coalescing.calls is not None:
             self._coalescing.calls.append(call)
         self._read(call, "input", issued.inputs)
         return call
 
-    def _next(self, counts: dict[Hashable, itertools.count[int]], key: Hashable) -> int:
+    def _next(self, counts: dict[_Key, itertools.count[int]], key: _Key) -> int:
         count = counts.get(key)
         return next(counts.setdefault(key, itertools.count()) if count is None else count)
 
@@ -207,17 +209,28 @@ class Collectives:
             if self._values.wants(slot):
                 self._values.read(tensor, call.sequence, slot, Phase.COLLECTIVE, samples=False)
 
-    def end_step(self) -> None:
-        """Close what nobody has waited for, and count anew."""
+    def end_step(self, mode: Mode | None, step: int | None) -> None:
+        """Close what nobody has waited for.
+
+        Args:
+            mode: of the step that ends; None for all there are.
+            step: its number.
+        """
         for call in list(self._open.values()):
-            self._close(call, CallStatus.NOT_WAITED)
-        self._works.clear()
-        self._memory.clear()
-        self._ordinals.clear()
-        self._numbers.clear()
+            if mode is None or call.step == (mode, step):
+                self._close(call, CallStatus.NOT_WAITED)
+        self._works = {k: w for k, w in self._works.items() if not all(map(_is_ended, w.calls))}
+        self._memory = {k: call for k, call in self._memory.items() if not call.is_ended}
+        for counts in (self._ordinals, self._numbers):
+            for key in [key for key in counts if mode is None or key[:2] == (mode, step)]:
+                del counts[key]
 
 
-def _channel(collective: Collective) -> tuple[Hashable, ...]:
+def _is_ended(call: _Open) -> bool:
+    return call.is_ended
+
+
+def _channel(collective: Collective) -> _Key:
     """Return what the k-th call of one rank and of another must share to be one collective."""
     if collective.peer is None:
         return (collective.group,)

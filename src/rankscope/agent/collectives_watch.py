@@ -27,6 +27,7 @@ __all__ = ["CollectiveListener", "CollectiveWatch"]
 
 _WAITS = ("wait", "synchronize")
 _WAIT_TENSOR = ("_c10d_functional", "wait_tensor")
+_PAIRS = ("send", "recv", "recv_anysource")
 _COALESCING = ("_start_coalescing", "_end_coalescing")
 
 
@@ -44,7 +45,7 @@ class CollectiveListener(Protocol):
     def ends(self, told: list[Any], result: Any) -> None:
         """It returned."""
 
-    def fails(self, told: list[Any], error: BaseException) -> None:
+    def fails(self, told: list[Any], error: BaseException | None) -> None:
         """It raised."""
 
     def waits(self, told: list[Any], work: Any) -> None:
@@ -69,38 +70,46 @@ class CollectiveWatch:
         self._waits = guard.hook(listener.waits)
         self._depth = _Depth()
         self._is_on = False
-        self._standing: list[Callable[[], None]] = []
-        """What puts the originals back."""
+        self._standing: dict[tuple[int, str], Callable[[], None]] = {}
+        """What puts the originals back, by where ours stand; all of it lives as long as torch."""
 
-    def put_on(self) -> None:
-        """Stand in for everything that issues a collective or waits for one."""
+    def put_on(self, *, only_pairs: bool = False) -> None:
+        """Stand in for everything that issues a collective or waits for one.
+
+        Args:
+            only_pairs: for sends and receives alone, and for what waits for them.
+        """
         classes = collective_classes()
-        if self._is_on or classes is None:
+        if classes is None:
             return
         self._is_on = True
         group, work = classes
-        for name in (*METHODS, *_COALESCING):
-            self._stand(group, name, self._issuing, is_method=True)
+        for name in _PAIRS if only_pairs else (*METHODS, *_COALESCING):
+            self._stand(group, name, functools.partial(self._issuing, name))
         for name in _WAITS:
-            self._stand(work, name, self._waiting, is_method=True)
+            self._stand(work, name, self._waiting)
+        if only_pairs:
+            return
         for name, operator in functional_operators(FUNCTIONAL):
-            self._stand(operator, "_op", functools.partial(self._operating, name), is_method=False)
+            self._stand(operator, "_op", functools.partial(self._operating, name))
         for _, operator in functional_operators([_WAIT_TENSOR]):
-            self._stand(operator, "_op", self._waiting, is_method=False)
+            self._stand(operator, "_op", self._waiting)
 
     def take_off(self) -> None:
         """Put the originals back, but where somebody else has put theirs over ours since."""
         self._is_on = False
-        for restore in self._standing:
+        for restore in self._standing.values():
             restore()
-        self._standing = []
+        self._standing.clear()
 
-    def _stand(self, owner: Any, name: str, make: Callable[..., Any], *, is_method: bool) -> None:
+    def _stand(
+        self, owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]
+    ) -> None:
         kept = vars(owner).get(name)
-        if kept is None:  # not in this torch
+        if kept is None or (id(owner), name) in self._standing:  # not in this torch, or ours
             return
         original = getattr(owner, name)
-        ours = make(name, original) if is_method else make(original)
+        ours = make(original)
         functools.update_wrapper(ours, original)
         setattr(owner, name, ours)
 
@@ -108,7 +117,7 @@ class CollectiveWatch:
             if vars(owner).get(name) is ours:
                 setattr(owner, name, kept)
 
-        self._standing.append(restore)
+        self._standing[id(owner), name] = restore
 
     # ------------------------------------------------------------------ what stands there
 
@@ -161,9 +170,7 @@ class CollectiveWatch:
         self._ends(told, result)
         return result
 
-    def _waiting(self, *names_and_original: Any) -> Callable[..., Any]:
-        original = names_and_original[-1]
-
+    def _waiting(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
             if not self._is_heard():
                 return original(work, *args, **kwargs)

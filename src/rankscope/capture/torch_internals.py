@@ -10,7 +10,7 @@ import contextlib
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence, Set
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -52,6 +52,7 @@ __all__ = [
     "run_compiled_eagerly",
     "shape_inference",
     "shard_order",
+    "sharded_module_in_hand",
     "stops_recomputation",
 ]
 
@@ -480,6 +481,27 @@ def shape_inference() -> frozenset[CodeType]:
         return frozenset()
     found = (getattr(getattr(stage, name, None), "__code__", None) for name in _INFERENCE)
     return frozenset(code for code in found if code is not None)
+
+
+_MOST_FRAMES = 20
+
+
+def sharded_module_in_hand() -> torch.nn.Module | None:
+    """Return the module whose gradients FSDP2 is reducing on this thread's Python stack.
+
+    At the end of backward it does so for what no hook of the graph has reached. Without its names,
+    None: such a reduction then belongs to no module.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(_MOST_FRAMES):
+        if frame is None:
+            break
+        if frame.f_code.co_name == "post_backward":
+            modules = getattr(frame.f_locals.get("self"), "modules", None)
+            if isinstance(modules, tuple) and modules:
+                return modules[0] if isinstance(modules[0], torch.nn.Module) else None
+        frame = frame.f_back
+    return None
 
 
 # ---------------------------------------------------------------- pytrees
