@@ -50,7 +50,7 @@ def _verdict(report: Report, paint: Paint) -> str:
         if not report.compared:
             return f"{word}: nothing in this trace could be compared"
         return f"{word}: no fault in what is here, but records are missing (rankscope verify)"
-    return f"{word}: {counted(report.compared, 'value')} compared, nothing is wrong with them"
+    return f"{word}: {counted(report.compared, 'value')} looked at, nothing is wrong with them"
 
 
 def _where(finding: Finding) -> str:
@@ -106,8 +106,8 @@ def _evidence(finding: Finding) -> Iterator[str]:
 
 def _coverage(report: Report) -> Iterator[str]:
     yield ""
-    yield f"compared: {counted(report.compared, 'value')}"
+    yield f"looked at: {counted(report.compared, 'value')}"
     for skipped in report.skipped:
-        yield f"not compared: {counted(skipped.count, 'value')}: {skipped.reason}"
+        yield f"not compared between ranks: {counted(skipped.count, 'value')}: {skipped.reason}"
     for note in report.notes:
         yield f"note: {note}"

@@ -13,10 +13,19 @@ from rankscope.judge.joins import joins_of
 from rankscope.judge.layouts import Layouts
 from rankscope.judge.observed import Moment, moment_of
 from rankscope.judge.order import Join
+from rankscope.judge.peers import fsdp_axes
 from rankscope.judge.replicas import Replicas
 from rankscope.judge.report import made_report
+from rankscope.judge.rules.collectives import mismatched_collectives
+from rankscope.judge.rules.data import duplicate_batches
 from rankscope.judge.rules.equality import unequal_replicas
+from rankscope.judge.rules.exchanged import wrong_exchanges
+from rankscope.judge.rules.nonfinite import nonfinite_origins
 from rankscope.judge.rules.parameters import parameters_left, remember_parameters
+from rankscope.judge.rules.recompute import changed_recomputations
+from rankscope.judge.rules.siblings import lost_reductions
+from rankscope.judge.rules.stages import mixed_up_micro_batches
+from rankscope.judge.rules.structure import different_calls, different_kinds
 from rankscope.judge.scene import Life, Scene
 from rankscope.judge.suspects import Ledger, Suspect
 from rankscope.record.finding import Report
@@ -27,7 +36,19 @@ from rankscope.tree.reader import Step, Trace
 __all__ = ["check"]
 
 Rule = Callable[[Moment, Scene], Iterator[Suspect]]
-STEP_RULES: Final[tuple[Rule, ...]] = (unequal_replicas, parameters_left)
+STEP_RULES: Final[tuple[Rule, ...]] = (
+    nonfinite_origins,
+    unequal_replicas,
+    lost_reductions,
+    different_kinds,
+    different_calls,
+    mismatched_collectives,
+    wrong_exchanges,
+    mixed_up_micro_batches,
+    changed_recomputations,
+    parameters_left,
+    duplicate_batches,
+)
 """Applied to every step and setup, in this order."""
 
 
@@ -75,6 +96,7 @@ def _judged(step: Step, scene: Scene) -> list[Suspect]:
         scene.lives[moment.incarnation] = Life(
             replicas=Replicas(moment),
             wrappers=frozenset(w for call in moment.calls for w in call.node.wrappers),
+            data_axes=fsdp_axes(moment),
             owners={call.path: call.ranks for call in moment.calls if call.held},
         )
     found = [suspect for rule in STEP_RULES for suspect in rule(moment, scene)]

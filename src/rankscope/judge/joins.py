@@ -13,8 +13,10 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.judge.observed import Call, Moment
+from rankscope.judge.issues import MESSAGES, Issue, Message, issues_of, messages_of
+from rankscope.judge.observed import Moment
 from rankscope.judge.order import Join
+from rankscope.judge.rules.stages import Edge, stage_edges
 from rankscope.judge.scene import Scene
 from rankscope.record.call import Phase
 
@@ -23,37 +25,56 @@ __all__ = ["joins_of"]
 Array = NDArray[Any]
 _ONE_WAY: Final = {"broadcast", "scatter"}
 _TO_ONE: Final = {"reduce", "gather"}
-_MESSAGES: Final = {"send", "isend", "recv", "irecv"}
 
 
 def joins_of(moment: Moment, scene: Scene) -> Iterator[Join]:
-    """Yield the joints of one step, in order of the tree."""
-    for call in moment.of(Phase.COLLECTIVE):
-        if len(call.ranks) > 1 and _operation(call) not in _MESSAGES:
-            yield _collective(call, scene)
+    """Yield the joints of one step."""
+    issues = list(issues_of(moment))
+    for issue in issues:
+        if len(issue.ranks) > 1 and issue.op not in MESSAGES:
+            yield _collective(issue, scene)
+    for message in messages_of(issues):
+        yield _message(message, scene)
+    for edge in stage_edges(moment):
+        yield from _stage(edge, scene)
     yield from _events(moment, scene)
 
 
-def _operation(call: Call) -> str:
-    return str(call.node.data.get("collective", {}).get("op", ""))
-
-
-def _collective(call: Call, scene: Scene) -> Join:
-    begins, ends = scene.clock.span(call, call.ranks)
-    facts = call.node.data.get("collective", {})
-    givers = takers = np.ones(len(call.ranks), bool)
-    if facts.get("op") in _ONE_WAY and "src" in facts:
-        givers = call.ranks == facts["src"]
-    if facts.get("op") in _TO_ONE and "dst" in facts:
-        takers = call.ranks == facts["dst"]
+def _collective(issue: Issue, scene: Scene) -> Join:
+    ranks = issue.ranks
+    begins, ends = scene.clock.span(issue.call, ranks)
+    ends = np.maximum(ends, begins + 1)
+    every = np.ones(len(ranks), bool)
+    givers = ranks == issue.facts.get("src") if issue.op in _ONE_WAY else every
+    takers = ranks == issue.facts.get("dst") if issue.op in _TO_ONE else every
     if not givers.any() or not takers.any():
-        givers = takers = np.ones(len(call.ranks), bool)
+        givers = takers = every
     return Join(
-        givers=call.ranks[givers],
-        begins=begins[givers],
-        takers=call.ranks[takers],
-        ends=np.maximum(ends, begins + 1)[takers],
+        givers=ranks[givers], begins=begins[givers], takers=ranks[takers], ends=ends[takers]
     )
+
+
+def _message(message: Message, scene: Scene) -> Join:
+    sender, receiver = np.array([message.sender]), np.array([message.receiver])
+    return Join(
+        givers=sender,
+        begins=scene.clock.of_call(message.sent.call, sender),
+        takers=receiver,
+        ends=scene.clock.of_call(message.received.call, receiver, is_end=True),
+    )
+
+
+def _stage(edge: Edge, scene: Scene) -> Iterator[Join]:
+    sender, receiver = np.array([edge.sender]), np.array([edge.receiver])
+    for micro in edge.sent.keys() & edge.taken.keys():
+        sent, taken = edge.sent[micro], edge.taken[micro]
+        if sent[1] == taken[1]:
+            yield Join(
+                givers=sender,
+                begins=scene.times(sent[0], sender),
+                takers=receiver,
+                ends=scene.times(taken[0], receiver),
+            )
 
 
 def _events(moment: Moment, scene: Scene) -> Iterator[Join]:

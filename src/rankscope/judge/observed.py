@@ -56,6 +56,7 @@ class Held:
         self.slot = views[0].slot
         self.views = views
         self._columns = columns
+        self._agreements: dict[int, Array] = {}
         self._rows: slice | Array
         if len(views) == 1:
             self._rows = slice(views[0].rows.start, views[0].rows.stop)
@@ -117,6 +118,26 @@ class Held:
         """Return the positions of ranks in the arrays, -1 for those that hold nothing."""
         places = np.minimum(np.searchsorted(self.ranks, ranks), len(self.ranks) - 1)
         return np.where(self.ranks[places] == ranks, places, -1)
+
+    def agreements(self, groups: Array) -> Array:
+        """Say for every group whether its ranks hold the same bytes.
+
+        Args:
+            groups: [g, n] ranks.
+
+        Returns:
+            [g] int8: 1 where they do, 0 where not, -1 where one is not known.
+        """
+        key = id(groups)
+        if key not in self._agreements:
+            places = self.at(groups)
+            is_known = (places >= 0).all(1) & self.is_known[places].all(1)
+            kinds = self.flags[places] & int(ValueFlag.MIX64)
+            is_known &= (kinds == kinds[:, :1]).all(1)
+            hashes, counts = self.hashes[places], self.counts[places]
+            same = ((hashes == hashes[:, :1]) & (counts == counts[:, :1])).all(1)
+            self._agreements[key] = np.where(is_known, same, -1).astype(np.int8)
+        return self._agreements[key]
 
     def agree(self, ranks: Array) -> bool | None:
         """Say whether these ranks hold the same bytes; None where one is not known."""

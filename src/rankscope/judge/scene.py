@@ -26,10 +26,14 @@ class Life:
     replicas: Replicas
     wrappers: frozenset[str] = frozenset()
     """Words for what was put around modules: DDP, FSDP2 ..."""
+    data_axes: Mapping[str, tuple[Array, ...]] = field(default_factory=dict)
+    """{axis: lines of ranks} of the axes along which FSDP cut the parameters."""
     owners: Mapping[str, Array] = field(default_factory=dict)
     """{path: ranks} of the modules that own parameters or buffers."""
     rounded: set[tuple[str, str]] = field(default_factory=set)
     """Parameters of which replicas' gradients differed by rounding: so may the parameters."""
+    is_spoiled: bool = False
+    """True once a value that is not finite was told of."""
     parameters: dict[tuple[str, str], tuple[Array, Array]] = field(default_factory=dict)
     """{(path, name): ranks and hashes} of the latest parameters seen."""
 

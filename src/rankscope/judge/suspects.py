@@ -29,7 +29,7 @@ class Suspect:
     incarnation: int
     micro_batch: int | None
     path: str
-    slot: str | None
+    slot: str
     ranks: tuple[int, ...]
     """Whose value or call is wrong."""
     members: Array
@@ -55,7 +55,7 @@ def suspect_at(
     moment: Moment,
     call: Call,
     kind: Kind,
-    slot: str | None,
+    slot: str,
     ranks: Array | tuple[int, ...] | list[int],
     members: Array,
     times_ns: Array,
@@ -88,15 +88,21 @@ class Ledger:
     skipped: dict[str, int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     _seen: set[int] = field(default_factory=set)
+    _looked_at: set[int] = field(default_factory=set)
 
     def applied(self, held: object) -> None:
-        """Count a value, once however many rules look at it within one moment."""
-        if id(held) not in self._seen:
-            self._seen.add(id(held))
+        """Count a value that was held to others, once however many rules look at it."""
+        self.screened(held)
+        self._seen.add(id(held))
+
+    def screened(self, held: object) -> None:
+        """Count a value that a rule looked at by itself."""
+        if id(held) not in self._looked_at:
+            self._looked_at.add(id(held))
             self.compared += 1
 
     def is_counted(self, held: object) -> bool:
-        """True where some rule was applied to the value."""
+        """True where the value was held to others."""
         return id(held) in self._seen
 
     def skip(self, reason: str, count: int = 1) -> None:
@@ -106,6 +112,7 @@ class Ledger:
     def next_moment(self) -> None:
         """Forget which values were counted: those of a moment are gone with it."""
         self._seen.clear()
+        self._looked_at.clear()
 
     def note(self, text: str) -> None:
         """Keep a remark, once."""
