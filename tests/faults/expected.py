@@ -21,14 +21,12 @@ class Expected:
     """(path glob, slot glob): where it may be charged to."""
     ranks: tuple[int, ...]
     step: int | None = None
+    severity: str = "fault"
+    """Or "warning", for what leaves a verdict clean."""
     evidence: tuple[str, ...] = ()
     """Texts that must stand in the evidence or the message."""
     all_of: tuple[tuple[str, str], ...] = ()
     """(path, slot): every one of these must be named, by an origin each or in one's evidence."""
-
-    def is_about(self, finding: Finding) -> bool:
-        """Whether a finding speaks of this at all: the kind and the place, or the right place."""
-        return self.has_kind(finding) or self.has_place(finding)
 
     def has_kind(self, finding: Finding) -> bool:
         return finding["kind"] in self.kinds
@@ -82,11 +80,17 @@ def score(report: Mapping[str, Any], expected: Expected | None) -> Score:
             said=said,
         )
     origins = [f for f in faults if f["origin"]]
-    placed = [f for f in origins if expected.has_place(f)]
-    alarms = [f for f in origins if not expected.has_place(f)]
+    if expected.severity == "warning":
+        placed = [f for f in report["findings"] if f["severity"] == "warning"]
+        placed = [f for f in placed if expected.has_place(f)]
+        is_detected, alarms = bool(placed), origins
+    else:
+        placed = [f for f in origins if expected.has_place(f)]
+        is_detected = report["verdict"] == "fault"
+        alarms = [f for f in origins if not expected.has_place(f)]
     first = next(iter(alarms or placed or faults), None)
     return Score(
-        detected=report["verdict"] == "fault",
+        detected=is_detected,
         module=bool(placed) and _all_named(expected, placed),
         ranks=bool(placed) and all(expected.has_ranks(f) for f in placed),
         kind=bool(placed)

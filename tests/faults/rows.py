@@ -206,6 +206,7 @@ def shared_rows(setup: Setup) -> Expected:
         places=(("", "input*"),),
         ranks=all_ranks(setup),
         step=0,
+        severity="warning",  # nothing breaks, and to overfit one batch is legal
     )
 
 

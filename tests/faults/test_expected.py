@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -82,6 +83,17 @@ def test_warnings_are_neither_faults_nor_alarms() -> None:
     warning = finding(severity="warning")
     assert score(report(warning, verdict="clean"), None).detected
     assert not score(report(warning, verdict="clean"), EXPECTED).module
+
+
+def test_what_is_expected_as_a_warning_is_found_in_a_clean_report_and_faults_beside_it_alarm() -> (
+    None
+):
+    mild = replace(EXPECTED, severity="warning")
+    warning = finding(severity="warning", origin=False)
+    found = score(report(warning, verdict="clean"), mild)
+    assert found.detected and found.module and found.ranks and found.kind
+    assert score(report(warning, finding(path="head")), mild).false_alarms == 1
+    assert not score(report(verdict="clean"), mild).detected
 
 
 def test_a_program_that_is_right_has_to_be_called_clean() -> None:
