@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from rankscope.agent.calls import Place
+from rankscope.agent.inflight import memory_of
 from rankscope.agent.recorder import Recorder
 from rankscope.agent.tracer import describe_error
 from rankscope.agent.values import ValueReader
@@ -28,10 +29,12 @@ from rankscope.capture.collectives import (
 from rankscope.capture.invisible import invisible
 from rankscope.record.call import Mode, Phase
 from rankscope.record.collective import Collective
+from rankscope.record.value import ValueFlag
 from rankscope.spool.cells import CallStatus
 
 __all__ = ["Collectives"]
 
+_PENDING = int(ValueFlag.PENDING)
 _Key = tuple[Hashable, ...]
 _OPERATORS = {name: op for (_, name), op in FUNCTIONAL.items()}
 
@@ -43,6 +46,7 @@ class _Open:
     sequence: int
     step: tuple[Mode, int]
     is_selected: bool
+    is_object: bool
     outputs: tuple[torch.Tensor, ...]
     """Memory it writes, held until it has ended."""
     is_functional: bool
@@ -87,7 +91,7 @@ class Collectives:
         """By sequence."""
         self._works: dict[int, _Work] = {}
         """By the identity of the work."""
-        self._memory: dict[int, _Open] = {}
+        self._memory: dict[int | None, _Open] = {}
         """By the storage a functional collective writes."""
         self._coalescing = _Coalescing()
 
@@ -139,13 +143,13 @@ class Collectives:
         text = "" if error is None else describe_error(error)
         for found in told:
             for call in found if isinstance(found, list) else [found]:
-                self._close(call, CallStatus.RAISED, text)
+                self._break_off(call, CallStatus.RAISED, text)
 
     def waits(self, told: list[Any], work: Any) -> None:
         """The program waits for a work, or for memory that a functional collective writes."""
         if isinstance(work, torch.Tensor):
             with invisible():
-                call = self._memory.pop(_memory_of(work), None)
+                call = self._memory.pop(memory_of(work), None)
             if call is not None:
                 told.append([call])
             return
@@ -164,11 +168,14 @@ class Collectives:
         number = self._next(self._numbers, (place.mode, place.step, *_channel(collective)))
         sequence = self._recorder.enter_collective(place[:6], ordinal, collective, number)
         step = place.mode, place.step
-        call = _Open(sequence, step, place.is_selected, issued.outputs, is_functional)
+        call = _Open(
+            sequence, step, place.is_selected, collective.is_object, issued.outputs, is_functional
+        )
         self._open[sequence] = call
         if self._coalescing.calls is not None:
             self._coalescing.calls.append(call)
         self._read(call, "input", issued.inputs)
+        self._values.in_flight.add(call.outputs)
         return call
 
     def _next(self, counts: dict[_Key, itertools.count[int]], key: _Key) -> int:
@@ -185,29 +192,51 @@ class Collectives:
     def _follow_memory(self, call: _Open, result: Any) -> None:
         with invisible():
             call.outputs = tuple(tensors_in(result))
+            self._values.in_flight.add(call.outputs)
             for tensor in call.outputs:
-                self._memory[_memory_of(tensor)] = call
+                self._memory[memory_of(tensor)] = call
 
     def _finish(self, call: _Open) -> None:
-        if not call.is_ended:
-            with invisible():
-                self._read(call, "output", call.outputs)
-            self._close(call, CallStatus.RETURNED)
-
-    def _close(self, call: _Open, status: CallStatus, text: str = "") -> None:
         if call.is_ended:
             return
-        call.is_ended, call.outputs = True, ()
-        self._open.pop(call.sequence, None)
+        with invisible():
+            outputs = self._release(call)
+            self._read(call, "output", outputs)
+        self._recorder.exit(call.sequence)
+        self._values.read_pending()
+
+    def _break_off(self, call: _Open, status: CallStatus, text: str = "") -> None:
+        """End a call whose outputs are not to be read."""
+        if call.is_ended:
+            return
+        with invisible():
+            self._values.forget_pending(call.outputs)
+            outputs = self._release(call)
+            if status is CallStatus.NOT_WAITED and call.is_selected and self._values.is_on:
+                for number, tensor in enumerate(outputs):
+                    self._describe(tensor, call, f"output.{number}", _PENDING)
         self._recorder.exit(call.sequence, status, text)
+
+    def _release(self, call: _Open) -> tuple[torch.Tensor, ...]:
+        """Let go of what a call writes, and return it."""
+        outputs, call.outputs, call.is_ended = call.outputs, (), True
+        self._open.pop(call.sequence, None)
+        self._values.in_flight.remove(outputs)
+        return outputs
 
     def _read(self, call: _Open, kind: str, tensors: tuple[torch.Tensor, ...]) -> None:
         if not (call.is_selected and self._values.is_on):
             return
         for number, tensor in enumerate(tensors):
             slot = f"{kind}.{number}"
-            if self._values.wants(slot):
+            if call.is_object:
+                self._describe(tensor, call, slot)
+            elif self._values.wants(slot):
                 self._values.read(tensor, call.sequence, slot, Phase.COLLECTIVE, samples=False)
+
+    def _describe(self, tensor: torch.Tensor, call: _Open, slot: str, flags: int = 0) -> None:
+        if self._values.wants(slot):
+            self._values.describe(tensor, call.sequence, slot, Phase.COLLECTIVE, flags)
 
     def end_step(self, mode: Mode | None, step: int | None) -> None:
         """Close what nobody has waited for.
@@ -218,7 +247,7 @@ class Collectives:
         """
         for call in list(self._open.values()):
             if mode is None or call.step == (mode, step):
-                self._close(call, CallStatus.NOT_WAITED)
+                self._break_off(call, CallStatus.NOT_WAITED)
         self._works = {k: w for k, w in self._works.items() if not all(map(_is_ended, w.calls))}
         self._memory = {k: call for k, call in self._memory.items() if not call.is_ended}
         for counts in (self._ordinals, self._numbers):
@@ -235,7 +264,3 @@ def _channel(collective: Collective) -> _Key:
     if collective.peer is None:
         return (collective.group,)
     return collective.group, collective.op, collective.peer, collective.tag
-
-
-def _memory_of(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
