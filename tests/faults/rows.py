@@ -74,7 +74,8 @@ def clipped(setup: Setup) -> Expected:
     return Expected(
         kinds=("replica-mismatch",),
         phases=("grads",),
-        places=(("*norm", "grad:weight"),),
+        # the gradient of an embedding is a replicated DTensor as well, though its weight is not
+        places=(("*norm", "grad:weight"), ("embed", "grad:weight")),
         all_of=tuple(
             (path, "grad:weight") for path, _ in parameter_names(setup) if path.endswith("norm")
         ),
@@ -214,15 +215,13 @@ def stale(setup: Setup) -> Expected:
     return Expected(
         kinds=("replica-mismatch", "duplicate-data", "divergence"),
         phases=("forward",),
-        places=(("", "input*"), (f"layers.{first_layer(setup)}*", "input*")),
+        places=(
+            ("", "input*"),
+            (f"layers.{pipeline.layers_of(setup, setup.culprit)[0]}*", "input*"),
+        ),
         ranks=(setup.culprit,),
         step=0,
     )
-
-
-def first_layer(setup: Setup) -> int:
-    """The first layer of the stage the fault sits on."""
-    return round(setup.culprit * setup.shape.layers / setup.ranks)
 
 
 def own_gradient(path: str) -> Callable[[Setup], Expected]:

@@ -15,12 +15,19 @@ from tests.faults.setup import Setup, Trained, train
 MICRO_BATCHES = 4
 
 
+def layers_of(setup: Setup, place: int) -> range:
+    """The numbers of a stage's layers; the embeddings and the head count as a layer each, so that
+    no stage is empty."""
+    units = setup.shape.layers + 2
+    first, end = (round(n * units / setup.ranks) - 1 for n in (place, place + 1))
+    return range(max(first, 0), min(end, setup.shape.layers))
+
+
 def stage(setup: Setup, place: int, places: int) -> GPT:
     """This rank's part of the model; its modules keep the names they have in the whole."""
     model = whole(setup)
-    bounds = [round(n * setup.shape.layers / places) for n in range(places + 1)]
     for number in range(setup.shape.layers):
-        if not bounds[place] <= number < bounds[place + 1]:
+        if number not in layers_of(setup, place):
             del model.layers[str(number)]
     if place:
         model.embed = model.positions = None
