@@ -34,6 +34,8 @@ from rankscope.spool.cells import CallStatus
 
 __all__ = ["Collectives"]
 
+_COALESCED = "coalesced"
+"""Told at the end of a coalesced group."""
 _PENDING = int(ValueFlag.PENDING)
 _Key = tuple[Hashable, ...]
 _OPERATORS = {name: op for (_, name), op in FUNCTIONAL.items()}
@@ -106,6 +108,7 @@ class Collectives:
             return
         if name == "_end_coalescing":
             told.append(self._coalescing.calls or [])
+            told.append(_COALESCED)
             self._coalescing.calls = None
             return
         place = self._place()
@@ -122,15 +125,13 @@ class Collectives:
         """What was told of returned; a collective with a work to wait for goes on."""
         if not told:
             return
-        (found,) = told
-        if isinstance(found, list):  # a coalesced group, or what was waited for
-            if found and result is not None and not isinstance(result, (bool, torch.Tensor)):
-                self._follow(result, found)
-                return
+        found = told[0]
+        if told[-1] is _COALESCED and result is not None:
+            self._follow(result, found)
+        elif isinstance(found, list):  # what was waited for
             for call in found:
                 self._finish(call)
-            return
-        if found.is_functional:
+        elif found.is_functional:
             self._follow_memory(found, result)
         elif result is None:
             if self._coalescing.calls is None:
@@ -141,7 +142,7 @@ class Collectives:
     def fails(self, told: list[Any], error: BaseException | None) -> None:
         """What was told of raised."""
         text = "" if error is None else describe_error(error)
-        for found in told:
+        for found in told[:1]:
             for call in found if isinstance(found, list) else [found]:
                 self._break_off(call, CallStatus.RAISED, text)
 
@@ -157,6 +158,12 @@ class Collectives:
         if known is not None and known.work() is work:
             del self._works[id(work)]
             told.append(known.calls)
+
+    def derives(self, work: Any, future: Any) -> None:
+        """The program takes a work's future: waiting for that ends the same calls."""
+        known = self._works.get(id(work))
+        if known is not None and known.work() is work:
+            self._follow(future, known.calls)
 
     # ------------------------------------------------------------------ what is recorded
 

@@ -132,6 +132,11 @@ class CollectiveTracing:
         if self._collectives is not None:
             self._collectives.fails(told, error)
 
+    def derives(self, work: Any, future: Any) -> None:
+        """The program takes a work's future."""
+        if self._collectives is not None:
+            self._collectives.derives(work, future)
+
     def waits(self, told: list[Any], work: Any) -> None:
         """The program waits."""
         if self._collectives is not None:

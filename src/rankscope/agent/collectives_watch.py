@@ -48,6 +48,9 @@ class CollectiveListener(Protocol):
     def fails(self, told: list[Any], error: BaseException | None) -> None:
         """It raised."""
 
+    def derives(self, work: Any, future: Any) -> None:
+        """The program takes a work's future, and may wait for that."""
+
     def waits(self, told: list[Any], work: Any) -> None:
         """The program waits for a work, or for the tensor of a functional collective."""
 
@@ -68,6 +71,7 @@ class CollectiveWatch:
         self._ends = guard.hook(listener.ends)
         self._fails = guard.hook(listener.fails)
         self._waits = guard.hook(listener.waits)
+        self._derives = guard.hook(listener.derives)
         self._depth = _Depth()
         self._is_on = False
         self._standing: dict[tuple[int, str], Callable[[], None]] = {}
@@ -83,11 +87,13 @@ class CollectiveWatch:
         if classes is None:
             return
         self._is_on = True
-        group, work = classes
+        group, work, future = classes
         for name in _PAIRS if only_pairs else (*METHODS, *_COALESCING):
             self._stand(group, name, functools.partial(self._issuing, name))
         for name in _WAITS:
             self._stand(work, name, self._waiting)
+        self._stand(future, "wait", self._waiting)
+        self._stand(work, "get_future", self._deriving)
         if only_pairs:
             return
         for name, operator in functional_operators(FUNCTIONAL):
@@ -187,3 +193,12 @@ class CollectiveWatch:
             return result
 
         return wait
+
+    def _deriving(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def derive(work: Any) -> Any:
+            future = original(work)
+            if self._is_heard():
+                self._derives(work, future)
+            return future
+
+        return derive

@@ -438,13 +438,13 @@ def group_named(name: str) -> Any:
     return resolve(name) if resolve is not None else None
 
 
-def collective_classes() -> tuple[Any, Any] | None:
-    """Return the classes of process groups and of the work they hand out, as C++ made them; None in
-    a torch without distributed.
+def collective_classes() -> tuple[Any, Any, Any] | None:
+    """Return the classes of process groups, of the work they hand out and of a work's future, as
+    C++ made them; None in a torch without distributed.
     """
-    c10d = getattr(_C, "_distributed_c10d", None)
+    c10d, future = getattr(_C, "_distributed_c10d", None), getattr(_C, "Future", None)
     group, work = getattr(c10d, "ProcessGroup", None), getattr(c10d, "Work", None)
-    return None if group is None or work is None else (group, work)
+    return None if group is None or work is None or future is None else (group, work, future)
 
 
 def functional_operators(names: Iterable[tuple[str, str]]) -> list[tuple[str, Any]]:
