@@ -28,6 +28,7 @@ from rankscope.judge.rules.stages import mixed_up_micro_batches
 from rankscope.judge.rules.structure import different_calls, different_kinds
 from rankscope.judge.scene import Life, Scene
 from rankscope.judge.suspects import Ledger, Suspect
+from rankscope.record.call import Phase
 from rankscope.record.finding import Report
 from rankscope.record.layoutfile import LayoutFile
 from rankscope.tree.names import Progress
@@ -97,6 +98,11 @@ def _judged(step: Step, scene: Scene) -> list[Suspect]:
             replicas=Replicas(moment),
             wrappers=frozenset(w for call in moment.calls for w in call.node.wrappers),
             data_axes=fsdp_axes(moment),
+            placed={
+                (held.call.path, held.slot[6:]): held.views[0].placements
+                for held in moment.values(Phase.SETUP)
+                if held.slot.startswith("param:") and held.source == "dtensor"
+            },
             owners={call.path: call.ranks for call in moment.calls if call.held},
         )
     found = [suspect for rule in STEP_RULES for suspect in rule(moment, scene)]

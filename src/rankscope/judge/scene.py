@@ -32,6 +32,8 @@ class Life:
     """{path: ranks} of the modules that own parameters or buffers."""
     rounded: set[tuple[str, str]] = field(default_factory=set)
     """Parameters of which replicas' gradients differed by rounding: so may the parameters."""
+    placed: dict[tuple[str, str], Mapping[str, str]] = field(default_factory=dict)
+    """{(path, name): placements} of the parameters that are DTensors."""
     is_spoiled: bool = False
     """True once a value that is not finite was told of."""
     parameters: dict[tuple[str, str], tuple[Array, Array]] = field(default_factory=dict)

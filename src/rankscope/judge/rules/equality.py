@@ -23,7 +23,7 @@ from rankscope.judge.numbers import (
     sides_text,
 )
 from rankscope.judge.observed import Held, Moment, is_input
-from rankscope.judge.scene import Scene
+from rankscope.judge.scene import Life, Scene
 from rankscope.judge.suspects import Suspect, suspect_at
 from rankscope.record.call import Phase
 from rankscope.record.finding import Kind
@@ -51,13 +51,22 @@ def unequal_replicas(moment: Moment, scene: Scene) -> Iterator[Suspect]:
         same = scene.layouts.same(held)
         if same is None and held.slot.startswith(("param:", "grad:")):
             same = life.replicas.same(held, moment)
-        if same is None or not same.groups:
+        if same is None or not same.groups or _is_laid_otherwise(held, life):
             continue
         groups, is_applied = differing_groups(held, same.groups)
         if is_applied:
             scene.ledger.applied(held)
         if groups and not _is_rounding(held, groups, scene, moment):
             yield _suspect(moment, scene, held, same, groups)
+
+
+def _is_laid_otherwise(held: Held, life: Life) -> bool:
+    """True for the gradient of a parameter that is cut where the gradient is whole: each rank takes
+    its own part of it, and replicas of it do not go into anything together."""
+    if held.call.phase is not Phase.GRADS:
+        return False
+    placed = life.placed.get((held.call.path, held.slot[5:]))
+    return placed is not None and placed != held.views[0].placements
 
 
 def differing_groups(held: Held, groups: tuple[Array, ...]) -> tuple[list[Array], bool]:
