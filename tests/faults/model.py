@@ -63,10 +63,11 @@ class Attention(nn.Module):
         self.o_proj = parts.row(shape.hidden, shape.hidden)
 
     def forward(self, x: Tensor, first: int) -> Tensor:
-        batch, time = x.shape[:2]
         projected = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+        batch, time = projected[0].shape[:2]  # a split sequence may have been gathered
         q, k, v = (p.view(batch, time, -1, self._width).transpose(1, 2) for p in projected)
         k, v = self._exchange(k, v)
+        first = 0 if k.shape[2] == time else first
         here = torch.arange(first, first + time)
         allowed = torch.arange(k.shape[2]) <= here[:, None]
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed)

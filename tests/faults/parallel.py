@@ -111,6 +111,68 @@ class SequenceParts(Parts):
         return GatherSequence.apply(k, self._group), GatherSequence.apply(v, self._group)
 
 
+class SequenceEnter(torch.autograd.Function):
+    """[batch, time / n, ...] of every rank to the whole time; backward summed and split again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return sequence_gathered(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return sequence_summed(gradient, ctx.group), None
+
+
+class SequenceLeave(torch.autograd.Function):
+    """[batch, time, ...] summed over ranks and split along time; backward gathered again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return sequence_summed(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return sequence_gathered(gradient, ctx.group), None
+
+
+def sequence_gathered(x: Tensor, group: Group) -> Tensor:
+    pieces = [torch.empty_like(x.contiguous()) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(pieces, x.contiguous(), group=group)
+    return torch.cat(pieces, 1)
+
+
+def sequence_summed(x: Tensor, group: Group) -> Tensor:
+    summed = x.contiguous().clone()
+    dist.all_reduce(summed, group=group)
+    return summed.chunk(dist.get_world_size(group), 1)[dist.get_rank(group)].contiguous()
+
+
+class SequenceColumn(Column):
+    """A column whose inputs are split along the sequence."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(SequenceEnter.apply(x, self._group), self.weight)
+
+
+class SequenceRow(Row):
+    """A row whose outputs are split along the sequence."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return SequenceLeave.apply(F.linear(x, self.weight), self._group)
+
+
+class SequenceCut(Cut):
+    """Linear layers split over a group, everything between them split along the sequence."""
+
+    def column(self, inside: int, outside: int) -> nn.Module:
+        return SequenceColumn(inside, outside, self._group)
+
+    def row(self, inside: int, outside: int) -> nn.Module:
+        return SequenceRow(inside, outside, self._group)
+
+
 class Exchange(torch.autograd.Function):
     """Rows [n, width] to the ranks that want them: `given[r]` to rank r, `taken[r]` from it."""
 

@@ -8,7 +8,16 @@ from dataclasses import dataclass
 from tests.faults import truth
 from tests.faults.expected import Expected
 from tests.faults.model import whole
-from tests.faults.programs import collectives, data, experts, mesh, pipeline, sequence, tensor
+from tests.faults.programs import (
+    collectives,
+    data,
+    experts,
+    legal,
+    mesh,
+    pipeline,
+    sequence,
+    tensor,
+)
 from tests.faults.setup import Setup, Trained
 
 Program = Callable[[Setup], Trained]
@@ -213,7 +222,7 @@ def shared_rows(setup: Setup) -> Expected:
 
 def stale(setup: Setup) -> Expected:
     return Expected(
-        kinds=("replica-mismatch", "duplicate-data", "divergence"),
+        kinds=("collective-mismatch",),  # what went in is not what was received
         phases=("forward",),
         places=(
             ("", "input*"),
@@ -221,6 +230,29 @@ def stale(setup: Setup) -> Expected:
         ),
         ranks=(setup.culprit,),
         step=0,
+    )
+
+
+def partial_norm(setup: Setup) -> Expected:
+    return Expected(
+        kinds=("gradient-not-reduced", "replica-mismatch"),
+        phases=("grads",),
+        places=((f"layers.{setup.layer}.feed_forward_norm", "grad:weight"),),
+        ranks=all_ranks(setup),
+        step=0,
+    )
+
+
+def swapped_experts(setup: Setup) -> Expected:
+    experts = f"layers.{setup.layer}.feed_forward.experts"
+    both = tuple(f"{experts}.{n}.{part}_proj" for n in range(2) for part in ("up", "down"))
+    places = tuple((path, "param:weight") for path in both)
+    return Expected(
+        kinds=("replica-mismatch", "permutation"),
+        phases=("setup",),
+        places=places,
+        all_of=places,
+        ranks=minority(setup),
     )
 
 
@@ -405,6 +437,21 @@ ROWS: tuple[Row, ...] = (
         expected=own_gradient("layers.{layer}.feed_forward.router"),
     ),
     Row(
+        name="sequence-norm-partial",
+        about="one norm's gradient is not summed under sequence parallelism by hand",
+        program=sequence.split_between_layers,
+        oracle=sequence.shared_agree,
+        expected=partial_norm,
+    ),
+    Row(
+        name="experts-swapped",
+        about="one rank loads two experts the other way round; layout declared",
+        program=experts.loaded_experts,
+        oracle=experts.experts_alike,
+        expected=swapped_experts,
+        layout=experts.REPLICA_LAYOUT,
+    ),
+    Row(
         name="ddp",
         about="replicas on different rows",
         program=data.ddp,
@@ -478,6 +525,55 @@ ROWS: tuple[Row, ...] = (
         about="experts split over ranks, tokens travel to them",
         program=experts.split_experts,
         oracle=experts.experts_right,
+    ),
+    Row(
+        name="sequence-parallel",
+        about="tensor parallelism by hand, the sequence split between layers",
+        program=sequence.split_between_layers,
+        oracle=sequence.shared_agree,
+    ),
+    Row(
+        name="tp-dropout",
+        about="tensor parallelism by hand, dropout with a seed of its own on what is cut",
+        program=tensor.with_dropout,
+        oracle=tensor.kept_agree,
+    ),
+    Row(
+        name="frozen-layer",
+        about="DDP with one layer frozen",
+        program=legal.frozen_layer,
+        oracle=data.parameters_agree,
+    ),
+    Row(
+        name="tied-head",
+        about="DDP, the head tied to the embedding",
+        program=legal.tied,
+        oracle=data.parameters_agree,
+    ),
+    Row(
+        name="one-rank-evaluates",
+        about="DDP, rank 0 alone evaluates between steps",
+        program=legal.one_rank_evaluates,
+        oracle=data.parameters_agree,
+    ),
+    Row(
+        name="stochastic-depth",
+        about="DDP, layers left out at random on each rank",
+        program=legal.stochastic_depth,
+        oracle=data.parameters_agree,
+    ),
+    Row(
+        name="zero",
+        about="DDP with a sharded optimizer",
+        program=legal.zero,
+        oracle=data.replicas_agree,
+    ),
+    Row(
+        name="hsdp",
+        about="FSDP2 shards along one axis of a 2x2 mesh, replicas along the other",
+        program=legal.hybrid_shards,
+        oracle=truth.like_one_process,
+        ranks=(4,),
     ),
 )
 BY_NAME = {row.name: row for row in ROWS}

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rankscope.errors import RankscopeError
 from tests.distributed.pool import RankFailure, RankPool
 from tests.faults import hang, ranks
 from tests.faults.checking import report_on
 from tests.faults.expected import Score, score
 from tests.faults.rows import BY_NAME, ROWS
 from tests.faults.setup import Setup, Shape
+from tests.waiting import wait_until
 
 HANG = "branch-skipped"
 TIMEOUT_S = 120.0
+AHEAD = 2
+"""Runs that may have begun while another one's tree is written."""
 NAMES = (*(row.name for row in ROWS), HANG)
 
 
@@ -90,20 +96,27 @@ def proved(pool: RankPool, run: Run, folder: Path) -> str:
     return "; ".join(sorted(set(filter(None, said))))
 
 
-def report_of(pool: RankPool, run: Run, folder: Path) -> Mapping[str, Any]:
-    """Trace a run and return the report on it."""
+def begun(pool: RankPool, run: Run, folder: Path) -> Callable[[], Mapping[str, Any]]:
+    """Trace a run, and return what waits for its tree and reports on it: relay and collector are
+    other processes, so that the next run may begin meanwhile."""
     if run.name == HANG:
         with hang.running(run.setup, folder) as job:
             if not hang.is_stuck(run.setup, folder):
                 job.process.wait(TIMEOUT_S)  # for the tree
-            return hang.check_elsewhere(job.trace)
+            answer = hang.check_elsewhere(job.trace)
+        return lambda: answer
     row, out = BY_NAME[run.name], folder / "trace"
     folder.mkdir(parents=True)
     layout = row.layout_of(run.setup)
     layout_file = folder / "layout.toml" if layout else None
     if layout_file is not None:
         layout_file.write_text(layout)
-    settings = {"steps": "all", "spool": str(folder / "spool"), "drain_seconds": 1}
+    settings = {
+        "steps": "all",
+        "spool": str(folder / "spool"),
+        "drain_seconds": 1,
+        "finish_seconds": 0,
+    }
     pool.run(
         ranks.traced,
         run.name,
@@ -113,20 +126,48 @@ def report_of(pool: RankPool, run: Run, folder: Path) -> Mapping[str, Any]:
         world_size=run.setup.ranks,
         timeout_s=TIMEOUT_S,
     )
+    return lambda: _tree_reported(out, layout_file)
+
+
+def _tree_reported(out: Path, layout_file: Path | None) -> Mapping[str, Any]:
+    if not wait_until((out / "trace.json").exists, TIMEOUT_S):
+        raise TimeoutError(f"no tree was written in {TIMEOUT_S} s")
     return report_on(out, layout_file)
 
 
-def scored(pool: RankPool, run: Run, folder: Path, *, is_kept: bool = False) -> Outcome:
-    """Trace, check and score one run; what fails on the way scores nothing and says why."""
-    begun = time.monotonic()
+def scored(
+    pool: RankPool, runs: Sequence[Run], folder: Path, *, is_kept: bool = False
+) -> Iterator[Outcome]:
+    """Trace, check and score runs, some under way while others end; what fails on the way scores
+    nothing and says why. Traces lie in numbered folders."""
+    waiting: deque[tuple[Run, Path, float, Callable[[], Mapping[str, Any]]]] = deque()
+    for number, run in enumerate(runs):
+        place, start = folder / f"{number:04d}", time.monotonic()
+        try:
+            waiting.append((run, place, start, begun(pool, run, place)))
+        except (RankFailure, RuntimeError, TimeoutError) as error:
+            waiting.append((run, place, start, partial(_raise, error)))
+        if len(waiting) > AHEAD:
+            yield _judged(*waiting.popleft(), is_kept)
+    for one in waiting:
+        yield _judged(*one, is_kept)
+
+
+def _raise(error: Exception) -> Mapping[str, Any]:
+    raise error
+
+
+def _judged(
+    run: Run, place: Path, start: float, reported: Callable[[], Mapping[str, Any]], is_kept: bool
+) -> Outcome:
     expected = (hang.expected if run.name == HANG else BY_NAME[run.name].expected)(run.setup)
     try:
-        found = score(report_of(pool, run, folder), expected if run.setup.is_faulty else None)
-    except (RankFailure, RuntimeError, TimeoutError) as error:
+        found = score(reported(), expected if run.setup.is_faulty else None)
+    except (AssertionError, RuntimeError, TimeoutError, RankscopeError) as error:
         last = (str(error).strip().splitlines() or [""])[-1]
         found = Score(
             detected=False, module=False, ranks=False, kind=False, false_alarms=0, said=last
         )
     if not is_kept:
-        shutil.rmtree(folder, ignore_errors=True)
-    return Outcome(run=run, score=found, seconds=time.monotonic() - begun)
+        shutil.rmtree(place, ignore_errors=True)
+    return Outcome(run=run, score=found, seconds=time.monotonic() - start)

@@ -224,3 +224,42 @@ def seeded_dtensor_routers(setup: Setup) -> Trained:
         if setup.is_faulty and int(number) == setup.layer:
             seed_by_rank(setup, router.weight.data.to_local())
     return train(Trained(model), sgd(model), lambda step: whole_step(setup, model, step))
+
+
+REPLICA_LAYOUT = """axes = "dp={ranks}"
+[[layout]]
+path = "layers.*.experts.*"
+slot = "param:*"
+placements = {{ dp = "Replicate()" }}
+"""
+
+
+def loaded_experts(setup: Setup) -> Trained:
+    """Data parallelism by hand, every expert on every rank. Fault: one rank loads two experts of a
+    layer the other way round."""
+    rank, group = dist.get_rank(), dist.group.WORLD
+    model = whole(setup, SoftMixing())
+    if setup.strikes(rank):
+        held = model.layers[str(setup.layer)].feed_forward.experts
+        held[0], held[1] = held[1], held[0]
+
+    def one(step: int) -> Tensor:
+        tokens, targets = batch(setup, step, rank, setup.ranks)
+        loss = loss_of(model(tokens), targets)
+        loss.backward()
+        return loss
+
+    def meet(step: int) -> None:
+        average_gradients(model.parameters(), group, setup.ranks)
+
+    return train(Trained(model), sgd(model), one, before_update=meet)
+
+
+def experts_alike(setup: Setup, trained: Trained) -> str:
+    """Ranks must begin with the same experts, and have the gradients of one process."""
+    names = truth.differing(trained.before)
+    theirs = truth.reference_gradients(setup, whole(setup, SoftMixing()))
+    wrong = truth.wrong_gradients(setup, trained.gradients, theirs)
+    return truth.said("differ before the first step", names) or truth.said(
+        "gradients unlike one process", wrong
+    )

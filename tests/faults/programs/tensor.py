@@ -267,3 +267,19 @@ def dtypes_agree(setup: Setup, trained: Trained) -> str:
     dist.all_gather_object(every, here)
     names = sorted(n for n in here if len({held[n] for held in every}) > 1)
     return truth.said("dtypes differ", names) or replicas_and_slices_right(setup, trained)
+
+
+def with_dropout(setup: Setup) -> Trained:
+    """Tensor parallelism by hand, with dropout on what is cut: every rank has a seed of its own for
+    it, as it should."""
+    trained = cut_by_hand(setup, dist.group.WORLD)
+    for block in trained.model.layers.values():
+        block.feed_forward.act = nn.Sequential(nn.GELU(), nn.Dropout(0.2))
+    torch.manual_seed(1_000 * setup.seed + dist.get_rank())
+    return train(trained, sgd(trained.model), lambda step: one_step(setup, trained.model, step))
+
+
+def kept_agree(setup: Setup, trained: Trained) -> str:
+    """What is not cut must stay the same on all ranks."""
+    kept = {n: p for n, p in trained.model.named_parameters() if n not in trained.cuts}
+    return truth.said("replicated parameters differ", truth.differing(kept))
