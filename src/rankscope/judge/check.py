@@ -9,6 +9,7 @@ import numpy as np
 
 from rankscope.errors import TraceError
 from rankscope.judge.clock import Clock
+from rankscope.judge.endings import ended_badly, is_in_order
 from rankscope.judge.joins import joins_of
 from rankscope.judge.layouts import Layouts
 from rankscope.judge.observed import Moment, moment_of
@@ -53,6 +54,10 @@ STEP_RULES: Final[tuple[Rule, ...]] = (
 """Applied to every step and setup, in this order."""
 
 
+_LAST_STEPS: Final = 3
+"""How many steps at the end of a job are asked where its ranks stand."""
+
+
 def check(
     trace: Trace, layouts: LayoutFile | None = None, *, progress: Progress | None = None
 ) -> Report:
@@ -84,6 +89,10 @@ def check(
         if progress is not None:
             progress("checking", number / len(steps))
         suspects += _judged(step, scene)
+    if not is_in_order(trace) and steps and not trace.is_live:
+        lives = max(step.incarnation for step in steps)
+        final = [step for step in steps if step.incarnation == lives][-_LAST_STEPS:]
+        suspects += ended_badly(trace, scene, [moment_of(step, columns) for step in final])
     joins: list[Join] = []
     if len(suspects) > 1:
         for step in steps:
