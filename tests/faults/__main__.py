@@ -46,12 +46,12 @@ def main() -> int:
     options = asked()
     for_children()
     from tests.distributed.pool import RankPool
-    from tests.faults.runs import NAMES, every_run
+    from tests.faults.runs import ABOUT, every_run
     from tests.faults.setup import Shape
 
-    unknown = sorted(set(options.only) - set(NAMES))
+    unknown = sorted(set(options.only) - set(ABOUT))
     if unknown:
-        print(f"no row is called {unknown[0]!r}: choose from {', '.join(NAMES)}", file=sys.stderr)
+        print(f"no row is called {unknown[0]!r}: choose from {', '.join(ABOUT)}", file=sys.stderr)
         return 2
     runs = [
         *every_run(

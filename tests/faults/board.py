@@ -6,7 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tests.faults.runs import NAMES, Outcome
+from tests.faults.runs import ABOUT, HAS_FAULT, Outcome
+
+NAMES = tuple(ABOUT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,16 +58,16 @@ def table(found: Sequence[Line]) -> str:
     text = []
     if faults:
         text += [
-            "| fault | ranks | runs | detected | module | rank | kind | false alarms |",
-            "|---|---|---|---|---|---|---|---|",
+            "| fault | what it is | ranks | runs | detected | module | rank | kind | false alarms |",
+            "|---|---|---|---|---|---|---|---|---|",
             *(_fault_row(line) for line in faults),
             _fault_row(_sum(faults)),
         ]
     if others:
         text += [""] if text else []
         text += [
-            "| no fault | ranks | runs | clean | false alarms |",
-            "|---|---|---|---|---|",
+            "| no fault | what it is | ranks | runs | clean | false alarms |",
+            "|---|---|---|---|---|---|",
             *(_silent_row(line) for line in others),
             _silent_row(_sum(others)),
         ]
@@ -96,7 +98,10 @@ def _silent_row(line: Line) -> str:
 
 
 def _row(line: Line, counts: Sequence[int]) -> str:
-    cells = (line.name, ", ".join(map(str, line.ranks)), *map(str, counts))
+    about = ABOUT.get(line.name, "")
+    if about and not line.is_faulty and HAS_FAULT[line.name]:
+        about = "the program of that fault, without it"
+    cells = (line.name, about, ", ".join(map(str, line.ranks)), *map(str, counts))
     return f"| {' | '.join(cells)} |"
 
 

@@ -24,7 +24,11 @@ HANG = "branch-skipped"
 TIMEOUT_S = 120.0
 AHEAD = 2
 """Runs that may have begun while another one's tree is written."""
-NAMES = (*(row.name for row in ROWS), HANG)
+ABOUT = {row.name: row.about for row in ROWS} | {
+    HANG: "one rank skips a branch and its collective: asked about while the job hangs"
+}
+"""All rows by name, in order, and what is wrong, or special, in each."""
+HAS_FAULT = {row.name: row.has_fault for row in ROWS} | {HANG: True}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -144,5 +144,5 @@ def test_the_table_adds_runs_up_by_program() -> None:
     clean = score(report(verdict="clean"), None)
     outcomes.append(Outcome(run=silent, score=clean, seconds=1.0))
     text = table(lines(outcomes))
-    assert "| ddp-bypassed | 2 | 2 | 1 | 1 | 1 | 1 | 0 |" in text
-    assert "| ddp | 2 | 1 | 1 | 0 |" in text
+    assert "wrapper | 2 | 2 | 1 | 1 | 1 | 1 | 0 |" in text
+    assert "| ddp | replicas on different rows | 2 | 1 | 1 | 0 |" in text
