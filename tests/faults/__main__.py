@@ -102,12 +102,13 @@ def score(pool: object, runs: Sequence[object], place: Path, options: argparse.N
     from tests.faults.runs import scored
 
     outcomes = []
-    for outcome in scored(pool, runs, place, is_kept=options.keep is not None):
+    for number, run in enumerate(runs):
+        outcome = scored(pool, run, folder_of(place, number), is_kept=options.keep is not None)
         mark = "as expected" if board.is_perfect(outcome) else "WRONG"
-        kept = f" [{folder_of(place, len(outcomes))}]" if options.keep else ""
+        kept = f" [{folder_of(place, number)}]" if options.keep else ""
         outcomes.append(outcome)
         print(
-            f"{mark:11} {outcome.run.label}: {outcome.score.said}{kept}",
+            f"{mark:11} {outcome.seconds:5.1f} s  {outcome.run.label}: {outcome.score.said}{kept}",
             file=sys.stderr,
             flush=True,
         )

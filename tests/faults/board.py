@@ -58,7 +58,7 @@ def table(found: Sequence[Line]) -> str:
     text = []
     if faults:
         text += [
-            "| fault | what it is | ranks | runs | detected | module | rank | kind | false alarms |",
+            "| fault | what it is | ranks | runs | found | module | rank | kind | false alarms |",
             "|---|---|---|---|---|---|---|---|---|",
             *(_fault_row(line) for line in faults),
             _fault_row(_sum(faults)),

@@ -16,8 +16,8 @@ def prove(name: str, setup: Setup) -> str:
     return row.oracle(setup, row.program(setup))
 
 
-def traced(name: str, setup: Setup, out: str, settings: dict[str, object]) -> None:
-    """Train, traced into a folder; the tree is there when every rank has returned."""
+def traced(name: str, setup: Setup, out: str) -> None:
+    """Train, traced."""
     warnings.simplefilter("ignore")
-    with rankscope.trace(out=out, **settings):
+    with rankscope.trace(out=out, steps="all"):
         BY_NAME[name].program(setup)

@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rankscope.agent.joining import RUN_FOLDER_VARIABLE
 from rankscope.errors import RankscopeError
+from rankscope.spool.folder import (
+    RunHeader,
+    host_run_folder,
+    run_key,
+    spool_base,
+    write_run_header,
+)
+from rankscope.tree.assemble import recover
 from tests.distributed.pool import RankFailure, RankPool
 from tests.faults import hang, ranks
 from tests.faults.checking import report_on
 from tests.faults.expected import Score, score
 from tests.faults.rows import BY_NAME, ROWS
 from tests.faults.setup import Setup, Shape
-from tests.waiting import wait_until
 
 HANG = "branch-skipped"
 TIMEOUT_S = 120.0
-AHEAD = 2
-"""Runs that may have begun while another one's tree is written."""
 ABOUT = {row.name: row.about for row in ROWS} | {
     HANG: "one rank skips a branch and its collective: asked about while the job hangs"
 }
@@ -100,78 +104,58 @@ def proved(pool: RankPool, run: Run, folder: Path) -> str:
     return "; ".join(sorted(set(filter(None, said))))
 
 
-def begun(pool: RankPool, run: Run, folder: Path) -> Callable[[], Mapping[str, Any]]:
-    """Trace a run, and return what waits for its tree and reports on it: relay and collector are
-    other processes, so that the next run may begin meanwhile."""
+def report_of(pool: RankPool, run: Run, folder: Path) -> Mapping[str, Any]:
+    """Trace a run and return the report on it.
+
+    The tree is built from the ranks' own spools, as `rankscope recover` does: to start a relay and
+    a collector for every run takes longer than the run. The hang's job has them.
+    """
     if run.name == HANG:
         with hang.running(run.setup, folder) as job:
             if not hang.is_stuck(run.setup, folder):
                 job.process.wait(TIMEOUT_S)  # for the tree
-            answer = hang.check_elsewhere(job.trace)
-        return lambda: answer
+            return hang.check_elsewhere(job.trace)
     row, out = BY_NAME[run.name], folder / "trace"
     folder.mkdir(parents=True)
     layout = row.layout_of(run.setup)
     layout_file = folder / "layout.toml" if layout else None
     if layout_file is not None:
         layout_file.write_text(layout)
-    settings = {
-        "steps": "all",
-        "spool": str(folder / "spool"),
-        "drain_seconds": 1,
-        "finish_seconds": 0,
-    }
+    run_folder = _run_folder(run, folder, out)
     pool.run(
         ranks.traced,
         run.name,
         run.setup,
         str(out),
-        settings,
         world_size=run.setup.ranks,
         timeout_s=TIMEOUT_S,
+        env={RUN_FOLDER_VARIABLE: str(run_folder)},
     )
-    return lambda: _tree_reported(out, layout_file)
-
-
-def _tree_reported(out: Path, layout_file: Path | None) -> Mapping[str, Any]:
-    if not wait_until((out / "trace.json").exists, TIMEOUT_S):
-        raise TimeoutError(f"no tree was written in {TIMEOUT_S} s")
+    recover([run_folder], out)
+    shutil.rmtree(folder / "spool")
     return report_on(out, layout_file)
 
 
-def scored(
-    pool: RankPool, runs: Sequence[Run], folder: Path, *, is_kept: bool = False
-) -> Iterator[Outcome]:
-    """Trace, check and score runs, some under way while others end; what fails on the way scores
-    nothing and says why. Traces lie in numbered folders."""
-    waiting: deque[tuple[Run, Path, float, Callable[[], Mapping[str, Any]]]] = deque()
-    for number, run in enumerate(runs):
-        place, start = folder / f"{number:04d}", time.monotonic()
-        try:
-            waiting.append((run, place, start, begun(pool, run, place)))
-        except (RankFailure, RuntimeError, TimeoutError) as error:
-            waiting.append((run, place, start, partial(_raise, error)))
-        if len(waiting) > AHEAD:
-            yield _judged(*waiting.popleft(), is_kept)
-    for one in waiting:
-        yield _judged(*one, is_kept)
+def _run_folder(run: Run, folder: Path, out: Path) -> Path:
+    """Prepare the folder of the ranks' records as a launcher does."""
+    run_folder = host_run_folder(spool_base(folder / "spool"), run_key(run.label))
+    header = RunHeader(run_id=run.label, out=out, collector="", world_size=run.setup.ranks)
+    write_run_header(run_folder, header)
+    return run_folder
 
 
-def _raise(error: Exception) -> Mapping[str, Any]:
-    raise error
-
-
-def _judged(
-    run: Run, place: Path, start: float, reported: Callable[[], Mapping[str, Any]], is_kept: bool
-) -> Outcome:
+def scored(pool: RankPool, run: Run, folder: Path, *, is_kept: bool = False) -> Outcome:
+    """Trace, check and score one run; what fails on the way scores nothing and says why."""
+    begun = time.monotonic()
     expected = (hang.expected if run.name == HANG else BY_NAME[run.name].expected)(run.setup)
     try:
-        found = score(reported(), expected if run.setup.is_faulty else None)
-    except (AssertionError, RuntimeError, TimeoutError, RankscopeError) as error:
+        report = report_of(pool, run, folder)
+        found = score(report, expected if run.setup.is_faulty else None)
+    except (RankFailure, RuntimeError, TimeoutError, RankscopeError) as error:
         last = (str(error).strip().splitlines() or [""])[-1]
         found = Score(
             detected=False, module=False, ranks=False, kind=False, false_alarms=0, said=last
         )
     if not is_kept:
-        shutil.rmtree(place, ignore_errors=True)
-    return Outcome(run=run, score=found, seconds=time.monotonic() - start)
+        shutil.rmtree(folder, ignore_errors=True)
+    return Outcome(run=run, score=found, seconds=time.monotonic() - begun)
