@@ -26,7 +26,8 @@ def for_children() -> None:
     sys.path[:0] = parts
 
 
-def asked() -> argparse.Namespace:
+def parser() -> argparse.ArgumentParser:
+    """Return the command line, as docs/fault-benchmark.md describes it."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.add_argument("--only", action="append", default=[], help="a row; may be repeated")
     parser.add_argument("--seeds", type=int, default=5, help="how many, from --first-seed on")
@@ -38,12 +39,12 @@ def asked() -> argparse.Namespace:
     parser.add_argument("--oracles", action="store_true", help="the proofs alone")
     parser.add_argument("--json", action="store_true", help="print JSON, not the table")
     parser.add_argument("--keep", type=Path, help="keep every trace in this folder")
-    return parser.parse_args()
+    return parser
 
 
 def main() -> int:
     """Return 0 where every fault is named, nothing else is, and every proof holds."""
-    options = asked()
+    options = parser().parse_args()
     for_children()
     from tests.distributed.pool import RankPool
     from tests.faults.runs import ABOUT, every_run
