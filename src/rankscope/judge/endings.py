@@ -161,7 +161,8 @@ def _hang(
     if not missing:
         return None
     issue = missed or stands
-    members = np.array(sorted({*waiting} & {*issue.ranks.tolist()}) or waiting, np.int64)
+    waiting = [rank for rank in waiting if rank not in missing] or waiting
+    members, times = _when(scene, issue, waiting, missing, last)
 
     def evidence() -> dict[str, Any]:
         return {
@@ -180,6 +181,7 @@ def _hang(
             "last": [_last_words(r, each) for r, each in sorted(last.items())][:_MOST_LISTED],
         }
 
+    everybody = ranks_named(sorted(issue.members))
     heard = [f"rank {r} was last in {last[r].call.path or '(root)'}" for r in missing if r in last]
     return suspect_at(
         moment,
@@ -188,13 +190,25 @@ def _hang(
         issue.slot,
         missing,
         members,
-        scene.clock.of_call(issue.call, members),
-        f"{ranks_named(waiting)} wait for {ranks_named(missing)}, who never came to this "
-        f"{issue.op} of {ranks_named(sorted(issue.members))}"
+        times,
+        f"{ranks_named(waiting)} wait{'s' if len(waiting) == 1 else ''} for "
+        f"{ranks_named(missing)}, who never came to this {issue.op} of {everybody}"
         + (f"; {', '.join(heard[:4])}" if heard else ""),
         evidence=evidence,
         priority=-4,
     )
+
+
+def _when(
+    scene: Scene, issue: Issue, waiting: list[int], missing: list[int], last: dict[int, _Last]
+) -> tuple[Array, Array]:
+    """Return who is part of a hang, and since when: who waits since it came, who is missing after
+    all it did. So what went wrong there before is the cause."""
+    there = np.array([rank for rank in waiting if rank in issue.ranks] or waiting, np.int64)
+    away = np.array([rank for rank in missing if rank in last], np.int64)
+    left = np.array([last[rank].time_ns + 2 for rank in away.tolist()], np.int64)
+    times = np.concatenate([scene.clock.of_call(issue.call, there), left])
+    return np.concatenate([there, away]), times
 
 
 def _last_words(rank: int, each: _Last) -> dict[str, Any]:
