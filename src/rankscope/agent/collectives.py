@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from rankscope.agent.calls import Place
+from rankscope.agent.callsites import call_site
 from rankscope.agent.inflight import memory_of
 from rankscope.agent.recorder import Recorder
 from rankscope.agent.tracer import describe_error
@@ -168,7 +169,7 @@ class Collectives:
     # ------------------------------------------------------------------ what is recorded
 
     def _record(self, issued: Issued, place: Place, *, is_functional: bool) -> _Open:
-        collective = replace(issued.collective, issuer=place.issuer)
+        collective = replace(issued.collective, issuer=place.issuer, at=call_site())
         ordinal = self._next(
             self._ordinals, (place.mode, place.step, place.micro_batch, place.module)
         )

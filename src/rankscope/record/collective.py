@@ -38,6 +38,8 @@ class Collective:
     """What travels are pickled objects: their bytes are not digested."""
     issuer: str = "outside"
     """One of ISSUERS."""
+    at: str = ""
+    """Where in the program: `file.py:12 function`; "" where no line of Python issued it."""
 
     def as_fields(self) -> dict[str, Any]:
         """Return the fields of its definition, and of its entry in a tree: what does not apply is
@@ -54,6 +56,8 @@ class Collective:
         if self.is_object:
             found["object"] = True
         found["issuer"] = self.issuer
+        if self.at:
+            found["at"] = self.at
         return found
 
     @classmethod
@@ -79,4 +83,5 @@ class Collective:
             tag=optional("tag"),
             is_object=bool(fields.get("object", False)),
             issuer=str(fields["issuer"]),
+            at=str(fields.get("at", "")),
         )

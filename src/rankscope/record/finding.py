@@ -73,8 +73,8 @@ class Finding:
     step: int
     micro_batch: int | None
     path: str
-    slot: str | None
-    """None where no value is meant: a call that was not made, a rank that crashed."""
+    slot: str
+    """"" where no value is meant: a call that was not made, a rank that crashed."""
     ranks: tuple[int, ...]
     """Sorted."""
     is_origin: bool
