@@ -25,7 +25,9 @@ from rankscope.tree.ranks import ranks_named
 __all__ = ["wrong_exchanges"]
 
 Array = NDArray[Any]
-_EQUAL_OUTPUTS: Final = frozenset({"all_reduce", "all_gather", "broadcast"})
+_EQUAL_OUTPUTS: Final = frozenset(
+    {"all_reduce", "all_reduce_coalesced", "all_gather", "all_gather_into_tensor", "broadcast"}
+)
 _SLACK: Final = 8
 """Times the rounding of the dtype that a sum may be off, relative to the norms of its summands."""
 
@@ -149,8 +151,8 @@ _TESTS: Final[dict[tuple[str, str], Callable[[Issue, Held, Held], bool]]] = {
     ("all_reduce", "avg"): _averages,
     ("all_reduce", "max"): _extreme("max"),
     ("all_reduce", "min"): _extreme("min"),
-    ("reduce_scatter", "sum"): _parts_sum,
-    ("all_gather", ""): _parts_kept,
+    ("reduce_scatter_tensor", "sum"): _parts_sum,
+    ("all_gather_into_tensor", ""): _parts_kept,
 }
 
 
