@@ -89,7 +89,7 @@ def check(
         if progress is not None:
             progress("checking", number / len(steps))
         suspects += _judged(step, scene)
-    if not is_in_order(trace) and steps and not trace.is_live:
+    if not is_in_order(trace) and steps:
         lives = max(step.incarnation for step in steps)
         final = [step for step in steps if step.incarnation == lives][-_LAST_STEPS:]
         suspects += ended_badly(trace, scene, [moment_of(step, columns) for step in final])

@@ -7,6 +7,7 @@ collective it stands, and which members of that collective's group did not issue
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -35,6 +36,10 @@ _PEER_LOST: Final = re.compile(
 )
 """What a rank says whose peer is gone or did not come: a consequence."""
 _MOST_LISTED: Final = 16
+_FEWEST_S: Final = 3.0
+_TIMES_LONGEST: Final = 3.0
+"""A rank of a job that lives counts as waiting once it has stood in a collective this many times as
+long as any rank did in the last steps, and `_FEWEST_S` at least."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,9 +76,27 @@ def ended_badly(trace: Trace, scene: Scene, moments: Sequence[Moment]) -> Iterat
     """
     ends = _ends(trace)
     last = _last_of(moments, scene)
+    if trace.is_live:
+        least_s = _patience_s(moments, scene)
+        last = {rank: each for rank, each in last.items() if _has_waited(each, least_s)}
     hangs = list(_hangs(moments, scene, last, ends))
     yield from hangs
     yield from _crashes(trace, last, ends, is_explained=bool(hangs))
+
+
+def _has_waited(each: _Last, least_s: float) -> bool:
+    """False for a rank of a living job that came to its collective just now."""
+    return each.waiting is None or time.time() - each.time_ns / 1e9 >= least_s
+
+
+def _patience_s(moments: Sequence[Moment], scene: Scene) -> float:
+    """Return how long a rank of a living job may stand in a collective before it counts."""
+    longest_ns = 0
+    for moment in moments:
+        for issue in issues_of(moment):
+            begins, ends = scene.clock.span(issue.call, issue.ranks)
+            longest_ns = max(longest_ns, int((ends - begins).max()))
+    return max(_FEWEST_S, _TIMES_LONGEST * longest_ns / 1e9)
 
 
 # ---- what ranks did last -------------------------------------------------------------------------
