@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tests.faults import truth
+from tests.faults import answers, truth
 from tests.faults.expected import Expected
-from tests.faults.model import whole
 from tests.faults.programs import (
     collectives,
     data,
@@ -53,231 +52,13 @@ class Row:
         return self.layout.format(ranks=setup.ranks, rows=setup.ranks // 2)
 
 
-def all_ranks(setup: Setup) -> tuple[int, ...]:
-    return tuple(range(setup.ranks))
-
-
-def minority(setup: Setup) -> tuple[int, ...]:
-    """The culprit where the others outvote it, else everybody."""
-    return (setup.culprit,) if setup.ranks > 2 else all_ranks(setup)
-
-
-def parameter_names(setup: Setup) -> tuple[tuple[str, str], ...]:
-    """Return (path, name) of every parameter of the model."""
-    found = (name.rpartition(".") for name, _ in whole(setup).named_parameters())
-    return tuple((path, name) for path, _, name in found)
-
-
-def unreduced(setup: Setup) -> Expected:
-    return Expected(
-        kinds=("gradient-not-reduced",),
-        phases=("grads",),
-        places=(("*", "grad:*"),),
-        all_of=tuple((path, f"grad:{name}") for path, name in parameter_names(setup)),
-        ranks=all_ranks(setup),
-        step=0,
-    )
-
-
-def clipped(setup: Setup) -> Expected:
-    return Expected(
-        kinds=("replica-mismatch",),
-        phases=("grads",),
-        # the gradient of an embedding is a replicated DTensor as well, though its weight is not
-        places=(("*norm", "grad:weight"), ("embed", "grad:weight")),
-        all_of=tuple(
-            (path, "grad:weight") for path, _ in parameter_names(setup) if path.endswith("norm")
-        ),
-        ranks=minority(setup),
-        step=0,
-    )
-
-
-def router(setup: Setup) -> Expected:
-    return Expected(
-        kinds=("replica-mismatch",),
-        phases=("setup",),
-        places=((f"layers.{setup.layer}.feed_forward.router", "param:weight"),),
-        ranks=all_ranks(setup),
-    )
-
-
-def row_reduce(setup: Setup) -> Expected:
-    attention = f"layers.{setup.layer}.attention"
-    return Expected(
-        kinds=("replica-mismatch",),
-        phases=("forward",),
-        places=(
-            (f"{attention}.o_proj", "returned"),
-            (f"{attention}.o_proj", "output"),
-            (attention, "output"),
-        ),
-        ranks=all_ranks(setup),
-        step=0,
-    )
-
-
-def groups(setup: Setup) -> Expected:
-    return Expected(
-        kinds=("group-mismatch",),
-        phases=("collective",),
-        places=(("layers.0.attention.o_proj", "collective.*"),),
-        ranks=all_ranks(setup),
-        evidence=("[0, 2]", "[1, 3]"),
-    )
-
-
-def lie(setup: Setup) -> Expected:
-    path = f"layers.{setup.layer}.feed_forward"
-    return Expected(
-        kinds=("placement-mismatch",),
-        phases=("forward",),
-        places=((path, "*"), (f"{path}.inner", "input*"), (f"{path}.inner.up_proj", "input*")),
-        ranks=minority(setup),
-        step=0,
-    )
-
-
-def infinity(setup: Setup) -> Expected:
-    return Expected(
-        kinds=("nonfinite-origin",),
-        phases=("forward",),
-        places=((f"layers.{setup.layer}.feed_forward.act", "output"),),
-        ranks=(setup.culprit,),
-        step=3,
-    )
-
-
-def swap(setup: Setup) -> Expected:
-    path = f"layers.{setup.layer}.feed_forward.statistics"
-    return Expected(
-        kinds=("collective-mismatch",),
-        phases=("collective",),
-        places=((path, "collective.*"),),
-        ranks=minority(setup),
-        step=0,
-        evidence=("sum_of_values", "sum_of_squares"),
-    )
-
-
-def unmoved(setup: Setup) -> Expected:
-    return Expected(
-        kinds=("parameter-not-updated",),
-        phases=("params",),
-        places=(("*", "param:*"),),
-        all_of=tuple((path, f"param:{name}") for path, name in parameter_names(setup)),
-        ranks=all_ranks(setup),
-        step=0,
-    )
-
-
-def double_counted(setup: Setup) -> Expected:
-    return Expected(
-        kinds=("replica-mismatch",),
-        phases=("grads",),
-        places=((f"layers.{setup.layer}.feed_forward_norm", "grad:weight"),),
-        ranks=minority(setup),
-        step=0,
-    )
-
-
-def shard_order(setup: Setup) -> Expected:
-    return Expected(
-        kinds=("replica-mismatch",),
-        phases=("setup",),
-        places=((f"layers.{setup.layer}.attention.q_proj", "param:weight"),),
-        ranks=all_ranks(setup),
-    )
-
-
-def left_dtype(setup: Setup) -> Expected:
-    return Expected(
-        kinds=("dtype-mismatch",),
-        phases=("setup",),
-        places=((f"layers.{setup.layer}.feed_forward_norm", "param:weight"),),
-        ranks=(setup.culprit,),
-    )
-
-
-def recomputed(setup: Setup) -> Expected:
-    return Expected(
-        kinds=("recompute-mismatch",),
-        phases=("recompute",),
-        places=((f"layers.{setup.layer}.dropout", "output"),),
-        ranks=all_ranks(setup),
-        step=0,
-    )
-
-
-def shared_rows(setup: Setup) -> Expected:
-    return Expected(
-        kinds=("duplicate-data",),
-        phases=("forward",),
-        places=(("", "input*"),),
-        ranks=all_ranks(setup),
-        step=0,
-        severity="warning",  # nothing breaks, and to overfit one batch is legal
-    )
-
-
-def stale(setup: Setup) -> Expected:
-    return Expected(
-        kinds=("collective-mismatch",),  # what went in is not what was received
-        phases=("forward",),
-        places=(
-            ("", "input*"),
-            (f"layers.{pipeline.layers_of(setup, setup.culprit)[0]}*", "input*"),
-        ),
-        ranks=(setup.culprit,),
-        step=0,
-    )
-
-
-def partial_norm(setup: Setup) -> Expected:
-    return Expected(
-        kinds=("gradient-not-reduced", "replica-mismatch"),
-        phases=("grads",),
-        places=((f"layers.{setup.layer}.feed_forward_norm", "grad:weight"),),
-        ranks=all_ranks(setup),
-        step=0,
-    )
-
-
-def swapped_experts(setup: Setup) -> Expected:
-    experts = f"layers.{setup.layer}.feed_forward.experts"
-    both = tuple(f"{experts}.{n}.{part}_proj" for n in range(2) for part in ("up", "down"))
-    places = tuple((path, "param:weight") for path in both)
-    return Expected(
-        kinds=("replica-mismatch", "permutation"),
-        phases=("setup",),
-        places=places,
-        all_of=places,
-        ranks=minority(setup),
-    )
-
-
-def own_gradient(path: str) -> Callable[[Setup], Expected]:
-    """One rank keeps its own gradient of one weight."""
-
-    def expectation(setup: Setup) -> Expected:
-        return Expected(
-            kinds=("replica-mismatch", "gradient-not-reduced"),
-            phases=("grads",),
-            places=((path.format(layer=setup.layer), "grad:weight"),),
-            ranks=minority(setup),
-            step=0,
-        )
-
-    return expectation
-
-
 ROWS: tuple[Row, ...] = (
     Row(
         name="ddp-bypassed",
         about="the loop calls the module inside the DDP wrapper",
         program=data.ddp,
         oracle=data.replicas_agree,
-        expected=unreduced,
+        expected=answers.unreduced,
         ranks=(2,),
     ),
     Row(
@@ -285,7 +66,7 @@ ROWS: tuple[Row, ...] = (
         about="gradients are clipped on one tensor-parallel rank only",
         program=tensor.clipping,
         oracle=tensor.clipped_alike,
-        expected=clipped,
+        expected=answers.clipped,
         ranks=(2,),
     ),
     Row(
@@ -293,7 +74,7 @@ ROWS: tuple[Row, ...] = (
         about="a router made from a seed that depends on the rank; layout declared",
         program=experts.seeded_routers,
         oracle=experts.routers_agree,
-        expected=router,
+        expected=answers.router,
         ranks=(2,),
         layout=experts.ROUTER_LAYOUT,
     ),
@@ -302,7 +83,7 @@ ROWS: tuple[Row, ...] = (
         about="the same, the router a replicated DTensor",
         program=experts.seeded_dtensor_routers,
         oracle=experts.routers_agree,
-        expected=router,
+        expected=answers.router,
         ranks=(2,),
     ),
     Row(
@@ -310,7 +91,7 @@ ROWS: tuple[Row, ...] = (
         about="one row-parallel layer by hand does not sum over ranks; nothing declared",
         program=tensor.by_hand,
         oracle=tensor.replicas_and_slices_right,
-        expected=row_reduce,
+        expected=answers.row_reduce,
         ranks=(2,),
     ),
     Row(
@@ -318,7 +99,7 @@ ROWS: tuple[Row, ...] = (
         about="the same, layout declared",
         program=tensor.by_hand,
         oracle=tensor.replicas_and_slices_right,
-        expected=row_reduce,
+        expected=answers.row_reduce,
         ranks=(2,),
         layout=tensor.LAYOUT,
     ),
@@ -327,7 +108,7 @@ ROWS: tuple[Row, ...] = (
         about="one row-parallel layer hands out the local part of its DTensor",
         program=tensor.with_dtensor,
         oracle=tensor.replicated_agree,
-        expected=row_reduce,
+        expected=answers.row_reduce,
         ranks=(2,),
     ),
     Row(
@@ -335,7 +116,7 @@ ROWS: tuple[Row, ...] = (
         about="`new_group` lists in another order on two of the ranks",
         program=mesh.grouped,
         oracle=mesh.summed_with_its_own,
-        expected=groups,
+        expected=answers.groups,
         ranks=(4,),
     ),
     Row(
@@ -343,7 +124,7 @@ ROWS: tuple[Row, ...] = (
         about="`DTensor.from_local(run_check=False)` calls different values replicated",
         program=tensor.lifted,
         oracle=tensor.entered_alike,
-        expected=lie,
+        expected=answers.lie,
         ranks=(4,),
     ),
     Row(
@@ -351,7 +132,7 @@ ROWS: tuple[Row, ...] = (
         about="one infinity in one activation of one rank, at step 3 of a 2x2 mesh",
         program=mesh.fsdp2_tp_four_steps,
         oracle=mesh.finite,
-        expected=infinity,
+        expected=answers.infinity,
         ranks=(4,),
     ),
     Row(
@@ -359,7 +140,7 @@ ROWS: tuple[Row, ...] = (
         about="two all-reduces of one shape in the other order on one rank",
         program=collectives.swapped,
         oracle=collectives.sums_are_sums,
-        expected=swap,
+        expected=answers.swap,
         ranks=(2,),
     ),
     Row(
@@ -367,7 +148,7 @@ ROWS: tuple[Row, ...] = (
         about="the optimizer was built before `fully_shard`",
         program=data.fsdp2_with_optimizer,
         oracle=data.parameters_move,
-        expected=unmoved,
+        expected=answers.unmoved,
         ranks=(2,),
     ),
     Row(
@@ -375,21 +156,21 @@ ROWS: tuple[Row, ...] = (
         about="DDP with accumulation, the last micro-batch inside `no_sync` as well",
         program=data.ddp_accumulating,
         oracle=data.replicas_agree,
-        expected=unreduced,
+        expected=answers.unreduced,
     ),
     Row(
         name="gradient-twice",
         about="one tensor-parallel rank counts one norm's gradient twice",
         program=tensor.double_counting,
         oracle=tensor.gradients_agree,
-        expected=double_counted,
+        expected=answers.double_counted,
     ),
     Row(
         name="shard-order-at-load",
         about="one data row loads the slices of a weight in the other order; layout declared",
         program=mesh.loading,
         oracle=mesh.loaded_alike,
-        expected=shard_order,
+        expected=answers.shard_order,
         ranks=(4,),
         layout=mesh.MIXED_LAYOUT,
     ),
@@ -398,28 +179,28 @@ ROWS: tuple[Row, ...] = (
         about="one rank keeps one norm in another dtype",
         program=tensor.dtype_left_behind,
         oracle=tensor.dtypes_agree,
-        expected=left_dtype,
+        expected=answers.left_dtype,
     ),
     Row(
         name="recompute-random-state",
         about="a checkpointed layer with dropout does not restore the random state",
         program=data.ddp_checkpointing,
         oracle=data.as_without_checkpoints,
-        expected=recomputed,
+        expected=answers.recomputed,
     ),
     Row(
         name="same-rows-everywhere",
         about="every data-parallel rank reads the rows of rank 0",
         program=data.ddp_on_shared_rows,
         oracle=data.rows_differ,
-        expected=shared_rows,
+        expected=answers.shared_rows,
     ),
     Row(
         name="stale-pipeline-buffer",
         about="a hand-written stage reads the buffer of the micro-batch before",
         program=pipeline.by_hand,
         oracle=pipeline.buffers_fresh,
-        expected=stale,
+        expected=answers.stale,
         ranks=(2,),
     ),
     Row(
@@ -427,28 +208,28 @@ ROWS: tuple[Row, ...] = (
         about="one context-parallel rank keeps its own gradient of one weight",
         program=sequence.split_sequence,
         oracle=sequence.sequence_right,
-        expected=own_gradient("layers.{layer}.attention.o_proj"),
+        expected=answers.own_gradient("layers.{layer}.attention.o_proj"),
     ),
     Row(
         name="router-gradient-kept",
         about="one expert-parallel rank keeps its own gradient of one router",
         program=experts.split_experts,
         oracle=experts.experts_right,
-        expected=own_gradient("layers.{layer}.feed_forward.router"),
+        expected=answers.own_gradient("layers.{layer}.feed_forward.router"),
     ),
     Row(
         name="sequence-norm-partial",
         about="one norm's gradient is not summed under sequence parallelism by hand",
         program=sequence.split_between_layers,
         oracle=sequence.shared_agree,
-        expected=partial_norm,
+        expected=answers.partial_norm,
     ),
     Row(
         name="experts-swapped",
         about="one rank loads two experts the other way round; layout declared",
         program=experts.loaded_experts,
         oracle=experts.experts_alike,
-        expected=swapped_experts,
+        expected=answers.swapped_experts,
         layout=experts.REPLICA_LAYOUT,
     ),
     Row(
