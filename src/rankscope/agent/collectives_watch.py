@@ -128,16 +128,11 @@ class CollectiveWatch:
     # ------------------------------------------------------------------ what stands there
 
     def _is_heard(self) -> bool:
-        return (
-            self._is_on
-            and not self._depth.inside
-            and not is_compiling()
-            and not is_being_captured()
-        )
+        return self._is_on and not self._depth.inside and not is_being_captured()
 
     def _issuing(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def issue(group: Any, *args: Any, **kwargs: Any) -> Any:
-            if not self._is_heard():
+            if is_compiling() or not self._is_heard():
                 return original(group, *args, **kwargs)
             return self._told(name, group, original, args, kwargs)
 
@@ -145,7 +140,7 @@ class CollectiveWatch:
 
     def _operating(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def operate(*args: Any, **kwargs: Any) -> Any:
-            if not self._is_heard():
+            if is_compiling() or not self._is_heard():
                 return original(*args, **kwargs)
             return self._told(name, None, original, args, kwargs)
 
@@ -178,7 +173,7 @@ class CollectiveWatch:
 
     def _waiting(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
-            if not self._is_heard():
+            if is_compiling() or not self._is_heard():
                 return original(work, *args, **kwargs)
             told: list[Any] = []
             self._waits(told, work)
@@ -197,7 +192,7 @@ class CollectiveWatch:
     def _deriving(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def derive(work: Any) -> Any:
             future = original(work)
-            if self._is_heard():
+            if not is_compiling() and self._is_heard():
                 self._derives(work, future)
             return future
 
