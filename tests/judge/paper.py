@@ -9,10 +9,13 @@ from typing import Any
 import numpy as np
 
 from rankscope.judge.check import check
-from rankscope.record.call import Phase
+from rankscope.record.call import Mode, Phase
 from rankscope.record.finding import Finding, Report
 from rankscope.record.layoutfile import LayoutFile
 from rankscope.record.placement import Mesh
+from rankscope.record.run import EndReason
+from rankscope.spool import cells
+from rankscope.spool.cells import RecordKind
 from rankscope.tree.assemble import build
 from rankscope.tree.reader import open_trace
 from tests.tree.ranks_on_paper import PaperRank
@@ -28,14 +31,23 @@ def numbers(seed: int, *shape: int) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=shape or (4, 6)).astype(np.float32)
 
 
-def judged(folder: Path, world: int, write: Writes, layout: str = "") -> Report:
-    """Write every rank's records, make the tree, and check it."""
+def judged(
+    folder: Path,
+    world: int,
+    write: Writes,
+    layout: str = "",
+    ends: Mapping[int, EndReason] | None = None,
+) -> Report:
+    """Write every rank's records, make the tree, and check it. `ends`: how ranks ended that did not
+    in order."""
     out = folder / "trace"
     for number in range(world):
         rank = PaperRank(folder, number, world)
         write(rank)
-        rank.end()
-        rank.ship(out)
+        how = (ends or {}).get(number, EndReason.EXIT)
+        if how is not EndReason.LOST:
+            rank.end(how)
+        rank.ship(out, end=how.value)
     build(out)
     return check(open_trace(out), LayoutFile.parse(layout) if layout else None)
 
@@ -91,6 +103,42 @@ def module(
         phase = how.get("phase", Phase.FORWARD)
         rank.value(call, "input.0", given, phase=phase, **(placed_on(mesh, given) if mesh else {}))
         rank.value(call, "output", made, phase=phase, **(placed_on(mesh, made) if mesh else {}))
+
+
+def collective(
+    rank: PaperRank,
+    path: str,
+    number: int,
+    given: np.ndarray | None,
+    made: np.ndarray | None,
+    *,
+    parent: int,
+    step: int = 0,
+    ordinal: int = 0,
+    class_name: str = "Linear",
+    **facts: Any,
+) -> int:
+    """Record a collective inside a forward call; without `made` it never came back."""
+    fields = {"op": "all_reduce", "group": "0", "members": [0, 1], "async": False}
+    fields |= {"issuer": "forward"} | facts
+    if fields["op"] == "all_reduce":
+        fields.setdefault("reduce", "sum")
+    module = rank.known(
+        "module", root=rank.root(), path=path, raw_path=path, wrappers=[], opaque=False,
+        **{"class": class_name},
+    )  # fmt: skip
+    sequence = next(rank._sequence)
+    packed = cells.ENTER_COLLECTIVE.pack(
+        sequence, parent, rank.now(), module, step, 0, ordinal, Phase.COLLECTIVE, Mode.TRAIN, 1,
+        rank.root(), rank.known("collective", **fields), number,
+    )  # fmt: skip
+    rank.writer.write(RecordKind.ENTER, packed)
+    if given is not None:
+        rank.value(sequence, "input.0", given, phase=Phase.COLLECTIVE, ordinal=ordinal)
+    if made is not None:
+        rank.value(sequence, "output.0", made, phase=Phase.COLLECTIVE, ordinal=ordinal)
+        rank.exit(sequence)
+    return sequence
 
 
 def told(finding: Finding) -> tuple[str, str, str, str, tuple[int, ...]]:

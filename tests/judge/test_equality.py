@@ -79,11 +79,10 @@ def test_rounding_counts_as_equal_in_what_replicas_compute_and_never_at_setup(
 
 def test_what_from_local_calls_replicated_is_a_wrong_placement(tmp_path: Path):
     def write(rank: PaperRank) -> None:
-        with rank.call(class_name="Model"):
-            with rank.call("lift", class_name="Lift") as lift:
-                rank.value(lift, "input.0", numbers(0))
-                entered = numbers(0) * np.float32(1.1 if rank.rank == 1 else 1)
-                module(rank, "lift.inner", entered, entered * 2, mesh=LINE)
+        with rank.call(class_name="Model"), rank.call("lift", class_name="Lift") as lift:
+            rank.value(lift, "input.0", numbers(0))
+            entered = numbers(0) * np.float32(1.1 if rank.rank == 1 else 1)
+            module(rank, "lift.inner", entered, entered * 2, mesh=LINE)
 
     found = origins(judged(tmp_path, 4, write))
     assert found == [("placement-mismatch", "forward", "lift.inner", "input.0", (1,))]

@@ -71,6 +71,18 @@ class _Reach:
             if (before == reached).all():
                 return reached
 
+    def to_place(self, place: Place) -> Array:
+        """Return per rank the moment before which a fault can have touched the place."""
+        limit = np.full(self._size, np.iinfo(np.int64).min, np.int64)
+        np.maximum.at(limit, place.ranks, place.times_ns)
+        while True:
+            before = limit.copy()
+            for join in reversed(self._joins):
+                if (join.ends < limit[join.takers]).any():
+                    np.maximum.at(limit, join.givers, join.begins + 1)
+            if (before == limit).all():
+                return limit
+
 
 def sort_causes(places: Sequence[Place], joins: Sequence[Join]) -> Order:
     """Say which of these faults are origins, and which origin reaches each of the others.
@@ -93,9 +105,7 @@ def sort_causes(places: Sequence[Place], joins: Sequence[Join]) -> Order:
         for index in left:
             if index == first:
                 continue
-            if _is_after(places[index], reached) and not _is_mutual(
-                places[first], places[index], reach
-            ):
+            if _is_after(places[index], reached) and not _is_mutual(places[first], places[index]):
                 origin_of[index] = first
             else:
                 still.append(index)
@@ -115,27 +125,16 @@ def _minimal(left: Sequence[int], places: Sequence[Place], reach: _Reach) -> int
     found = left[0]
     seen = {found}
     while True:
+        limit = reach.to_place(places[found])
         for index in left:
-            if (
-                index not in seen
-                and _may_precede(places[index], places[found], reach)
-                and not _is_mutual(places[index], places[found], reach)
-            ):
+            one = places[index]
+            is_before = index not in seen and (one.times_ns < limit[one.ranks]).any()
+            if is_before and not _is_mutual(one, places[found]):
                 found = index
                 seen.add(index)
                 break
         else:
             return found
-
-
-def _may_precede(one: Place, other: Place, reach: _Reach) -> bool:
-    """True where `one` reaches `other`; looks for chains only where clocks do not say no."""
-    common = np.isin(one.ranks, other.ranks)
-    if common.any():
-        return _is_before_locally(one, other)
-    if one.times_ns.min() > other.times_ns.max():
-        return False
-    return _is_after(other, reach.from_place(one))
 
 
 def _is_before_locally(one: Place, other: Place) -> bool:
@@ -147,6 +146,6 @@ def _is_after(place: Place, reached: Array) -> bool:
     return bool((reached[place.ranks] < place.times_ns).any())
 
 
-def _is_mutual(one: Place, other: Place, reach: _Reach) -> bool:
+def _is_mutual(one: Place, other: Place) -> bool:
     """True where each is before the other on some rank: they are one fault."""
     return _is_before_locally(one, other) and _is_before_locally(other, one)
