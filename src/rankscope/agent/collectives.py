@@ -8,7 +8,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from rankscope.capture.collectives import (
     FUNCTIONAL,
     Groups,
     Issued,
+    Where,
     read_functional,
     read_method,
     tensors_in,
@@ -115,11 +116,12 @@ class Collectives:
         place = self._place()
         if place is None:
             return
+        where = Where(place.issuer, call_site())
         with invisible():
             if target is None:
-                issued = read_functional(_OPERATORS[name], args, kwargs, self._groups)
+                issued = read_functional(_OPERATORS[name], args, kwargs, self._groups, where)
             else:
-                issued = read_method(name, target, args, kwargs, self._groups)
+                issued = read_method(name, target, args, kwargs, self._groups, where)
             told.append(self._record(issued, place, is_functional=target is None))
 
     def ends(self, told: list[Any], result: Any) -> None:
@@ -169,7 +171,7 @@ class Collectives:
     # ------------------------------------------------------------------ what is recorded
 
     def _record(self, issued: Issued, place: Place, *, is_functional: bool) -> _Open:
-        collective = replace(issued.collective, issuer=place.issuer, at=call_site())
+        collective = issued.collective
         ordinal = self._next(
             self._ordinals, (place.mode, place.step, place.micro_batch, place.module)
         )

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -25,6 +25,7 @@ __all__ = [
     "Form",
     "Groups",
     "Issued",
+    "Where",
     "read_functional",
     "read_method",
     "tensors_in",
@@ -115,12 +116,20 @@ FUNCTIONAL: Final[dict[tuple[str, str], str]] = {
 group, the one before it (if any) the reduction."""
 
 
+class Where(NamedTuple):
+    """What a call does not say of itself."""
+
+    issuer: str
+    """One of `record.collective.ISSUERS`."""
+    at: str
+    """The line of the program that made it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Issued:
     """One call, read before it runs."""
 
     collective: Collective
-    """Its issuer is not filled in yet."""
     inputs: tuple[torch.Tensor, ...]
     outputs: tuple[torch.Tensor, ...]
     """What it writes: for a functional collective nothing before it has returned."""
@@ -146,7 +155,12 @@ class Groups:
 
 
 def read_method(
-    name: str, group: Any, args: Sequence[Any], kwargs: dict[str, Any], groups: Groups
+    name: str,
+    group: Any,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    groups: Groups,
+    where: Where,
 ) -> Issued:
     """Return what a call of a process group's method says.
 
@@ -156,6 +170,7 @@ def read_method(
         args: behind it.
         kwargs: of the call.
         groups: names and members.
+        where: what is known beside the call itself.
     """
     form = METHODS[name]
     taken = [*args, *(kwargs[key] for key in form.names[len(args) :] if key in kwargs)]
@@ -189,6 +204,8 @@ def read_method(
             members=members,
             is_async=is_async,
             is_object=is_object,
+            issuer=where.issuer,
+            at=where.at,
             **fields,
         ),
         _tensors(taken, form.inputs),
@@ -204,7 +221,9 @@ _REDUCING: Final = frozenset(
 )  # fmt: skip
 
 
-def read_functional(op: str, args: Sequence[Any], kwargs: dict[str, Any], groups: Groups) -> Issued:
+def read_functional(
+    op: str, args: Sequence[Any], kwargs: dict[str, Any], groups: Groups, where: Where
+) -> Issued:
     """Return what a call of a functional collective's operator says.
 
     Args:
@@ -212,6 +231,7 @@ def read_functional(op: str, args: Sequence[Any], kwargs: dict[str, Any], groups
         args: of the call.
         kwargs: of the call.
         groups: names and members.
+        where: what is known beside the call itself.
     """
     taken = [*args, *kwargs.values()]
     texts = [value for value in taken if isinstance(value, str)]
@@ -229,6 +249,8 @@ def read_functional(op: str, args: Sequence[Any], kwargs: dict[str, Any], groups
             members=members,
             is_async=True,
             src=src,
+            issuer=where.issuer,
+            at=where.at,
         ),
         _tensors(taken, 0),
         (),
