@@ -96,12 +96,17 @@ def lie(setup: Setup) -> Expected:
 
 
 def infinity(setup: Setup) -> Expected:
+    """The others catch it: the tensor-parallel peer in the sum of the same layer, the other data
+    row when gradients meet."""
+    path = f"layers.{setup.layer}.feed_forward"
+    peer, row = setup.culprit ^ 1, 0 if setup.culprit >= 2 else 2
     return Expected(
         kinds=("nonfinite-origin",),
         phases=("forward",),
-        places=((f"layers.{setup.layer}.feed_forward.act", "output"),),
+        places=((f"{path}.act", "output"),),
         ranks=(setup.culprit,),
         step=3,
+        evidence=(f"{path}.down_proj:collective.0 (rank {peer})", f"(ranks {row}-{row + 1})"),
     )
 
 
