@@ -20,6 +20,10 @@ __all__ = ["data_lines", "fsdp_axes", "root_calls", "same_inputs"]
 Array = NDArray[Any]
 _DATA: Final = re.compile(r"(^|_)(dp|ddp|data|fsdp|hsdp|replicate|shard)(_|\d|$)")
 
+_NO_DATA: Final = re.compile(
+    r"(^|_)(tp|sp|cp|pp|ep|tensor|sequence|seq|context|pipe|expert)(_|\d|$)"
+)
+
 
 def root_calls(moment: Moment) -> Iterator[Call]:
     """Yield the outermost forward calls."""
@@ -72,8 +76,8 @@ def data_lines(moment: Moment, scene: Scene) -> dict[str, tuple[Array, ...]]:
 
 
 def fsdp_axes(setup: Moment) -> dict[str, tuple[Array, ...]]:
-    """Return {axis: its lines} of the mesh axes along which every DTensor parameter is cut, or
-    which are named as data axes."""
+    """Return {axis: its lines} of the mesh axes that are named as data axes, or are a mesh's only
+    axis, along which every DTensor parameter is cut (and are not named as anything else)."""
     placed: dict[tuple[str, str], list[bool]] = {}
     lines: dict[tuple[str, str], tuple[Array, ...]] = {}
     for held in setup.values(Phase.SETUP):
@@ -82,7 +86,8 @@ def fsdp_axes(setup: Moment) -> dict[str, tuple[Array, ...]]:
     return {
         name: lines[mesh, name]
         for (mesh, name), cuts in placed.items()
-        if all(cuts) or _DATA.search(name.lower())
+        if _DATA.search(name.lower())
+        or (all(cuts) and "," not in mesh and not _NO_DATA.search(name.lower()))
     }
 
 

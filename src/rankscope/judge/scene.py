@@ -34,6 +34,8 @@ class Life:
     """Parameters of which replicas' gradients differed by rounding: so may the parameters."""
     placed: dict[tuple[str, str], Mapping[str, str]] = field(default_factory=dict)
     """{(path, name): placements} of the parameters that are DTensors."""
+    warned: set[tuple[str, str]] = field(default_factory=set)
+    """(path, slot) of warnings that one step of the life has given."""
     is_spoiled: bool = False
     """True once a value that is not finite was told of."""
     parameters: dict[tuple[str, str], tuple[Array, Array]] = field(default_factory=dict)

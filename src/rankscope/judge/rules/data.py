@@ -26,7 +26,7 @@ Array = NDArray[Any]
 
 
 def duplicate_batches(moment: Moment, scene: Scene) -> Iterator[Suspect]:
-    """Yield one warning for a step in which data-parallel ranks had the same root inputs."""
+    """Yield one warning for the first step in which data-parallel ranks had the same inputs."""
     if moment.is_setup or moment.mode.word != "train":
         return
     inputs = [h for call in root_calls(moment) for h in call.inputs if not h.is_constant]
@@ -35,7 +35,9 @@ def duplicate_batches(moment: Moment, scene: Scene) -> Iterator[Suspect]:
         same = [line for line in groups if _is_shared(inputs, line)]
         for held in inputs:
             scene.ledger.applied(held)
-        if same:
+        place = ("", "duplicate")
+        if same and place not in scene.life(moment.incarnation).warned:
+            scene.life(moment.incarnation).warned.add(place)
             yield _suspect(moment, scene, inputs[0], source, same)
             return
 

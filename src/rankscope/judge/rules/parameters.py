@@ -61,9 +61,14 @@ def parameters_left(moment: Moment, scene: Scene) -> Iterator[Suspect]:
     typical = _typical([u.size for u in updates if len(u.moved)])
     siblings = {_kin(u.held) for u in updates if len(u.moved)}
     is_stale = any(_STRANGERS in note for note in moment.notes)
+    warned = scene.life(moment.incarnation).warned
     for update in updates:
         scene.ledger.applied(update.held)
         if len(update.unheld):
+            place = (update.held.call.path, update.held.slot)
+            if not is_stale and place in warned:
+                continue
+            warned.add(place)
             yield _unheld(moment, scene, update, is_stale=is_stale)
         elif len(update.stayed) and _should_move(update, typical, siblings):
             yield _left(moment, scene, update)
