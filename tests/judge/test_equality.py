@@ -137,6 +137,21 @@ def test_a_constant_whose_module_was_handed_the_same_has_the_same_gradient(tmp_p
     assert found == [("replica-mismatch", "grads", "norm", "grad:weight", (0, 1))]
 
 
+def test_gradients_of_siblings_that_agree_show_that_constants_are_replicas(tmp_path: Path):
+    def write(rank: PaperRank) -> None:
+        norms = {f"layers.{n}.norm.weight": np.ones(6, np.float32) for n in range(2)}
+        setup(rank, norms | {"fc.weight": numbers(1 + rank.rank)})
+        with rank.call(class_name="Model"):
+            for n in range(2):
+                module(rank, f"layers.{n}.norm", numbers(10 + rank.rank), numbers(20 + rank.rank))
+        own = numbers(30 + rank.rank, 6)
+        gradients = {"layers.0.norm.weight": own, "layers.1.norm.weight": numbers(40, 6)}
+        event(rank, Phase.GRADS, "grad", gradients)
+
+    found = origins(judged(tmp_path, 2, write))
+    assert found == [("gradient-not-reduced", "grads", "layers.0.norm", "grad:weight", (0, 1))]
+
+
 def test_parameters_that_differ_after_the_step_are_victims_of_their_gradients(tmp_path: Path):
     def write(rank: PaperRank) -> None:
         setup(rank, {"fc.weight": numbers(0)}, mesh=LINE)

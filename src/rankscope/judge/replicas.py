@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.judge.layouts import Same
-from rankscope.judge.observed import Held, Moment, is_input
+from rankscope.judge.observed import Held, Moment, is_input, sibling_path
 from rankscope.record.call import Phase
 
 __all__ = ["Replicas", "clusters"]
@@ -51,6 +51,8 @@ class Replicas:
         self.lines: tuple[Array, ...] = ()
         """Ranks of which every plain parameter is equal."""
         self._proven: dict[tuple[str, str], list[Array]] = {}
+        self._families: tuple[Moment | None, dict[tuple[str, str], list[Held]]] = (None, {})
+        """Gradients of sibling modules, of the step that was asked about last."""
         if setup is not None:
             self._read(setup)
 
@@ -114,9 +116,25 @@ class Replicas:
             if len(proven) == len(left) and (proven == left).all():
                 yield left
                 return
-        if is_handed_the_same(moment, key[0], left):
+        if is_handed_the_same(moment, key[0], left) or self._siblings_agree(held, moment, left):
             self._proven.setdefault(key, []).append(left)
             yield left
+
+    def _siblings_agree(self, held: Held, moment: Moment, ranks: Array) -> bool:
+        """True where the gradient of this parameter, or of a sibling's, agrees on these ranks."""
+        if held.call.phase is not Phase.GRADS:
+            return False
+        if self._families[0] is not moment:
+            self._families = (moment, _families(moment))
+        family = self._families[1].get((sibling_path(held.call.path), held.slot), ())
+        return any(not each.is_constant and each.agree(ranks) is True for each in family)
+
+
+def _families(moment: Moment) -> dict[tuple[str, str], list[Held]]:
+    found: dict[tuple[str, str], list[Held]] = {}
+    for held in moment.values(Phase.GRADS):
+        found.setdefault((sibling_path(held.call.path), held.slot), []).append(held)
+    return found
 
 
 def is_handed_the_same(moment: Moment, path: str, ranks: Array) -> bool:
