@@ -7,6 +7,7 @@ python -m tests.faults --oracles                         # the proofs alone, wit
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -98,27 +99,31 @@ def prove(pool: object, runs: Sequence[object], place: Path, options: argparse.N
 
 
 def score(pool: object, runs: Sequence[object], place: Path, options: argparse.Namespace) -> int:
-    """Score every run, what is wrong on stderr as it comes, the table on stdout at the end."""
+    """Score every run, each on stderr as it comes, the table on stdout at the end: after an
+    interrupt of what was run until then."""
     from tests.faults import board
     from tests.faults.runs import scored
 
     outcomes = []
-    for number, run in enumerate(runs):
-        outcome = scored(pool, run, folder_of(place, number), is_kept=options.keep is not None)
-        mark = "as expected" if board.is_perfect(outcome) else "WRONG"
-        kept = f" [{folder_of(place, number)}]" if options.keep else ""
-        outcomes.append(outcome)
-        print(
-            f"{mark:11} {outcome.seconds:5.1f} s  {outcome.run.label}: {outcome.score.said}{kept}",
-            file=sys.stderr,
-            flush=True,
-        )
+    with contextlib.suppress(KeyboardInterrupt):
+        for number, run in enumerate(runs):
+            folder = folder_of(place, number)
+            outcome = scored(pool, run, folder, is_kept=options.keep is not None)
+            outcomes.append(outcome)
+            mark = "as expected" if board.is_perfect(outcome) else "WRONG"
+            kept = f" [{folder}]" if options.keep else ""
+            print(
+                f"{mark:11} {outcome.seconds:5.1f} s  {run.label}: {outcome.score.said}{kept}",
+                file=sys.stderr,
+                flush=True,
+            )
     found = board.lines(outcomes)
     if options.json:
         print(json.dumps(board.as_json(found, outcomes), indent=1))
     else:
         print(board.table(found))
-    return int(not all(board.is_perfect(outcome) for outcome in outcomes))
+    is_perfect = all(board.is_perfect(outcome) for outcome in outcomes)
+    return int(not is_perfect or len(outcomes) < len(runs))
 
 
 if __name__ == "__main__":

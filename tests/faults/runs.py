@@ -68,28 +68,29 @@ def every_run(
     ranks: Sequence[int] = (),
     first_seed: int = 0,
 ) -> Iterator[Run]:
-    """Yield all runs: rows with a fault on, and with one seed off; the others as they are; the hang
-    last."""
+    """Yield all runs, seed by seed; then, with the first seed, those of faults switched off."""
+    chosen = [
+        (name, Setup(shape=shape, ranks=world, dtype=dtype), has_fault)
+        for name, worlds, its_dtypes, has_fault in _rows()
+        for world in worlds
+        for dtype in its_dtypes
+        if (not only or name in only)
+        and (not dtypes or dtype in dtypes)
+        and (not ranks or world in ranks)
+    ]
+    for seed in range(first_seed, first_seed + seeds):
+        for name, setup, has_fault in chosen:
+            yield Run(name=name, setup=replace(setup, seed=seed, is_faulty=has_fault))
+    for name, setup, has_fault in chosen if seeds else ():
+        if has_fault:
+            yield Run(name=name, setup=replace(setup, seed=first_seed))
+
+
+def _rows() -> Iterator[tuple[str, tuple[int, ...], tuple[str, ...], bool]]:
+    """Yield name, ranks, dtypes, and whether there is a fault to switch on."""
     for row in ROWS:
-        for world in row.ranks:
-            for dtype in row.dtypes:
-                if (only and row.name not in only) or (dtypes and dtype not in dtypes):
-                    continue
-                if ranks and world not in ranks:
-                    continue
-                setup = Setup(shape=shape, ranks=world, dtype=dtype)
-                for is_faulty in (True, False) if row.has_fault else (False,):
-                    count = seeds if is_faulty or not row.has_fault else min(seeds, 1)
-                    for seed in range(first_seed, first_seed + count):
-                        yield Run(
-                            name=row.name, setup=replace(setup, is_faulty=is_faulty, seed=seed)
-                        )
-    if not only or HANG in only:
-        for dtype in dtypes or ("float32", "bfloat16"):
-            for is_faulty in (True, False):
-                for seed in range(first_seed, first_seed + (seeds if is_faulty else min(seeds, 1))):
-                    setup = Setup(shape=shape, dtype=dtype, seed=seed, is_faulty=is_faulty)
-                    yield Run(name=HANG, setup=setup)
+        yield row.name, row.ranks, row.dtypes, row.has_fault
+    yield HANG, (2,), ("float32", "bfloat16"), True
 
 
 def proved(pool: RankPool, run: Run, folder: Path) -> str:
