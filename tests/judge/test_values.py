@@ -106,6 +106,22 @@ def test_narrow_parameters_may_lose_small_updates(tmp_path: Path):
     assert report.verdict is Verdict.CLEAN
 
 
+@pytest.mark.parametrize(("times", "count"), [(1, 0), (20, 1)])
+def test_a_narrow_parameter_should_move_where_a_sibling_moved_with_much_less(
+    tmp_path: Path, times: int, count: int
+):
+    def write(rank: PaperRank) -> None:
+        before = {f"layers.{n}.norm.weight": np.ones(6, np.float32) for n in range(2)}
+        setup(rank, before)
+        gradients = {name: numbers(5, 6) * np.float32(1 + (times - 1) * n)
+                     for n, name in enumerate(before)}  # fmt: skip
+        event(rank, Phase.GRADS, "grad", gradients)
+        after = before | {"layers.0.norm.weight": np.full(6, 1.5, np.float32)}
+        event(rank, Phase.PARAMS, "param", after, dtype="bfloat16")
+
+    assert len(origins(judged(tmp_path, 1, write))) == count
+
+
 @pytest.mark.parametrize(
     ("note", "severity"),
     [("", "warning"), ("SGD holds 0 parameters, and 1 that none of them owns (1 ...)", "fault")],

@@ -152,9 +152,21 @@ def _stands_in(issue: Issue, rank: int) -> bool:
 # ---- hangs ---------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Hang:
+    """Ranks that stand in a collective, and the members that did not come."""
+
+    moment: Moment
+    issue: Issue
+    """The first collective of the group to which the missing did not come."""
+    waiting: tuple[int, ...]
+    missing: tuple[int, ...]
+
+
 def _hangs(
     moments: Sequence[Moment], scene: Scene, last: dict[int, _Last], ends: dict[int, str]
 ) -> Iterator[Suspect]:
+    found: list[_Hang] = []
     for moment in moments:
         issues = [i for i in issues_of(moment) if i.op not in MESSAGES]
         seen: set[tuple[str, int]] = set()
@@ -162,31 +174,57 @@ def _hangs(
             stands = each.waiting
             if each.moment is not moment or stands is None or stands.op in MESSAGES:
                 continue
-            if ends.get(rank) in _ORDERLY:
-                continue
             key = (stands.group, stands.sequence)
-            if key in seen:
+            if ends.get(rank) in _ORDERLY or key in seen:
                 continue
             seen.add(key)
-            suspect = _hang(moment, scene, issues, stands, last)
-            if suspect is not None:
-                yield suspect
+            hang = _hang(moment, issues, stands, last)
+            if hang is not None:
+                found.append(hang)
+    for hang in found:
+        after = [h for h in found if h is not hang and _is_because_of(h, hang, moments, scene)]
+        yield _hang_suspect(scene, hang, after, last)
+
+
+def _is_because_of(later: _Hang, hang: _Hang, moments: Sequence[Moment], scene: Scene) -> bool:
+    """True where those who are missing in `later` wait in `hang`, and would come to it first."""
+    if not set(later.missing) <= set(hang.waiting):
+        return False
+    one, other = hang.issue.call, later.issue.call
+    for moment in reversed(moments):
+        a, b = _same_call(moment, one), _same_call(moment, other)
+        common = np.intersect1d(a.ranks, b.ranks)[:1] if a and b else None
+        if a is not None and b is not None and common is not None and len(common):
+            return bool(scene.clock.of_call(a, common) < scene.clock.of_call(b, common))
+    calls = hang.moment.calls
+    return calls.index(one) < calls.index(other) if one in calls and other in calls else False
+
+
+def _same_call(moment: Moment, call: Call) -> Call | None:
+    alike = (
+        each
+        for each in moment.named(call.path)
+        if (each.phase, each.ordinal, each.micro_batch)
+        == (call.phase, call.ordinal, call.micro_batch)
+    )
+    return next(alike, None)
 
 
 def _hang(
-    moment: Moment, scene: Scene, issues: list[Issue], stands: Issue, last: dict[int, _Last]
-) -> Suspect | None:
+    moment: Moment, issues: list[Issue], stands: Issue, last: dict[int, _Last]
+) -> _Hang | None:
     """Return who did not come to the collective in which ranks stand."""
     group = [issue for issue in issues if issue.group == stands.group]
     came = {r for i in group if i.sequence == stands.sequence for r in i.ranks.tolist()}
     waiting = sorted(r for r in came if r in last and last[r].waiting is not None)
     missed, missing = _first_missed(group, stands, waiting)
-    if not missing:
+    if missed is None:
         return None
-    issue = missed or stands
-    waiting = [rank for rank in waiting if rank not in missing] or waiting
-    members, times = _when(scene, issue, waiting, missing, last)
+    left = [rank for rank in waiting if rank not in missing] or waiting
+    return _Hang(moment=moment, issue=missed, waiting=tuple(left), missing=tuple(missing))
 
+
+def _hang_suspect(scene: Scene, hang: _Hang, after: list[_Hang], last: dict[int, _Last]) -> Suspect:
     def evidence() -> dict[str, Any]:
         return {
             "waiting": [
@@ -200,38 +238,51 @@ def _hang(
                 for rank, each in sorted(last.items())
                 if each.waiting is not None
             ][:_MOST_LISTED],
-            "missing": ranks_text(missing),
+            "missing": ranks_text(hang.missing),
             "last": [_last_words(r, each) for r, each in sorted(last.items())][:_MOST_LISTED],
         }
 
-    everybody = ranks_named(sorted(issue.members))
-    heard = [f"rank {r} was last in {last[r].call.path or '(root)'}" for r in missing if r in last]
+    issue = hang.issue
+    members, times = _when(scene, hang, after, last)
+    heard = [
+        f"rank {r} was last in {last[r].call.path or '(root)'}" for r in hang.missing if r in last
+    ]
     return suspect_at(
-        moment,
+        hang.moment,
         issue.call,
         Kind.HANG,
         issue.slot,
-        missing,
+        hang.missing,
         members,
         times,
-        f"{ranks_named(waiting)} wait{'s' if len(waiting) == 1 else ''} for "
-        f"{ranks_named(missing)}, who never came to this {issue.op} of {everybody}"
-        + (f"; {', '.join(heard[:4])}" if heard else ""),
+        f"{ranks_named(hang.waiting)} wait{'s' if len(hang.waiting) == 1 else ''} for "
+        f"{ranks_named(hang.missing)}, who never came to this {issue.op} of "
+        f"{ranks_named(sorted(issue.members))}{'; ' if heard else ''}{', '.join(heard[:4])}",
         evidence=evidence,
         priority=-4,
     )
 
 
 def _when(
-    scene: Scene, issue: Issue, waiting: list[int], missing: list[int], last: dict[int, _Last]
+    scene: Scene, hang: _Hang, after: list[_Hang], last: dict[int, _Last]
 ) -> tuple[Array, Array]:
-    """Return who is part of a hang, and since when: who waits since it came, who is missing after
-    all it did. So what went wrong there before is the cause."""
-    there = np.array([rank for rank in waiting if rank in issue.ranks] or waiting, np.int64)
-    away = np.array([rank for rank in missing if rank in last], np.int64)
-    left = np.array([last[rank].time_ns + 2 for rank in away.tolist()], np.int64)
-    times = np.concatenate([scene.clock.of_call(issue.call, there), left])
-    return np.concatenate([there, away]), times
+    """Return who is part of a hang, and since when.
+
+    Who waits does since it came. Who is missing is after all it did, so what went wrong there
+    before is the cause; but before what it waits in itself where that is because of this hang.
+    """
+    issue = hang.issue
+    there = np.array([r for r in hang.waiting if r in issue.ranks] or hang.waiting, np.int64)
+    away = [rank for rank in hang.missing if rank in last]
+    late = {rank: h.issue.call for h in after for rank in h.waiting}
+    left = [
+        int(scene.clock.of_call(late[rank], np.array([rank]))[0]) - 1
+        if rank in late
+        else last[rank].time_ns + 2
+        for rank in away
+    ]
+    times = np.concatenate([scene.clock.of_call(issue.call, there), np.array(left, np.int64)])
+    return np.concatenate([there, np.array(away, np.int64)]), times
 
 
 def _last_words(rank: int, each: _Last) -> dict[str, Any]:

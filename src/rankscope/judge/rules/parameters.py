@@ -6,9 +6,9 @@ may be:
 
 * a step in which nothing moved at all, while every parameter is held: a warm-up begins with a
   learning rate of 0;
-* a gradient that is small beside those that moved something, by more than a factor of 1,000, and
-  parameters of two bytes an element (an update of less than half their spacing is lost) unless the
-  same parameter of a sibling module moved.
+* a gradient that is small beside those that moved something, by more than a factor of 1,000;
+* parameters of two bytes an element, where an update of less than half their spacing is lost,
+  unless a sibling's moved with a gradient of a quarter of the size, each beside its own elements.
 
 A gradient whose parameter no optimizer holds is a warning, and a fault where the optimizer holds
 parameters that no module owns: it was made before `fully_shard` replaced them.
@@ -16,7 +16,8 @@ parameters that no module owns: it was made before `fully_shard` replaced them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -36,6 +37,10 @@ __all__ = ["parameters_left", "remember_parameters"]
 Array = NDArray[Any]
 _NARROW: Final = ("bfloat16", "float16")
 _SMALL: Final = 1e-3
+_SURE: Final = 4.0
+"""A narrow parameter should move where its gradient is, beside its elements, this many times as
+large as that of a sibling that moved."""
+_LEAST: Final = 1e-30
 _STRANGERS: Final = "that none of them owns"
 """Words of the note on an optimizer that holds parameters of no module."""
 
@@ -52,14 +57,23 @@ class _Update:
     unheld: Array
     """Ranks on which no optimizer holds it."""
     size: float
-    """Root mean square of the gradient, the largest over ranks."""
+    """Root mean square of the gradient, the largest over the ranks on which it stayed."""
+    moved_size: float
+    """The same over those on which it moved; 0 where there are none."""
+    pressure: float
+    """Largest gradient by largest element, the largest over the ranks on which it stayed."""
+    moved_pressure: float
+    """The same, the smallest over those on which it moved; inf where there are none."""
 
 
 def parameters_left(moment: Moment, scene: Scene) -> Iterator[Suspect]:
     """Yield a suspect for every parameter that an optimizer step left as it was."""
     updates = list(_updates(moment, scene))
-    typical = _typical([u.size for u in updates if len(u.moved)])
-    siblings = {_kin(u.held) for u in updates if len(u.moved)}
+    typical = _typical([u.moved_size for u in updates if len(u.moved)])
+    siblings: dict[tuple[str, str], float] = {}
+    for update in updates:
+        kin = _kin(update.held)
+        siblings[kin] = min(siblings.get(kin, math.inf), update.moved_pressure)
     is_stale = any(_STRANGERS in note for note in moment.notes)
     warned = scene.life(moment.incarnation).warned
     for update in updates:
@@ -92,12 +106,14 @@ def _typical(sizes: list[float]) -> float | None:
     return float(np.median(sizes)) if sizes else None
 
 
-def _should_move(update: _Update, typical: float | None, siblings: set[tuple[str, str]]) -> bool:
+def _should_move(
+    update: _Update, typical: float | None, siblings: Mapping[tuple[str, str], float]
+) -> bool:
     if typical is None or update.size < _SMALL * typical:
         return False
-    if len(update.moved):
+    if update.held.dtype not in _NARROW:
         return True
-    return update.held.dtype not in _NARROW or _kin(update.held) in siblings
+    return update.pressure >= _SURE * siblings[_kin(update.held)]
 
 
 def _updates(moment: Moment, scene: Scene) -> Iterator[_Update]:
@@ -142,14 +158,25 @@ def _update(held: Held, before: tuple[Array, Array], gradient: Held) -> _Update 
     is_same = held.hashes[places] == before[1][old]
     at = gradient.at(ranks)
     unheld = (flags[at] & int(ValueFlag.UNHELD)) != 0
+    stays = is_same & ~unheld
     scale = gradient.column("l2")[at] / np.sqrt(np.maximum(gradient.counts[at], 1))
+    pressure = _largest(gradient, at) / np.maximum(_largest(held, places), _LEAST)
     return _Update(
         held=held,
-        stayed=ranks[is_same & ~unheld],
+        stayed=ranks[stays],
         moved=ranks[~is_same],
         unheld=ranks[unheld & is_same],
-        size=float(scale.max()),
+        size=float(scale[is_same].max(initial=0.0)),
+        moved_size=float(scale[~is_same].max(initial=0.0)),
+        pressure=float(pressure[stays].max(initial=0.0)),
+        moved_pressure=float(pressure[~is_same].min(initial=math.inf)),
     )
+
+
+def _largest(held: Held, places: Array) -> Array:
+    """Return the largest absolute element on each rank."""
+    found: Array = np.maximum(abs(held.column("min")[places]), abs(held.column("max")[places]))
+    return found
 
 
 def _places(known: Array, ranks: Array) -> Array:
