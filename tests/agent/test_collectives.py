@@ -92,6 +92,50 @@ def test_structure_alone_is_recorded_where_no_digest_is_wanted(tmp_path: Path) -
     assert [(node.path, node.slots) for node in nodes] == [("inner.0", ()), ("", ())]
 
 
+class Direct(nn.Module):
+    """Calls a process group's own methods, in the forms that torch's functions do not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def forward(self) -> None:
+        group, x, out = dist.group.WORLD, torch.arange(4.0), torch.zeros(4)
+        assert group is not None
+        works = [
+            group.allreduce(x),
+            group.allreduce([x], dist.ReduceOp.MAX),
+            group.allreduce(tensor=x, op=dist.ReduceOp.MIN),
+            group.broadcast(x, 0),
+            group.reduce(tensor=x, root=0, op=dist.ReduceOp.MAX),
+            group.allgather([out], x),
+            group.barrier(),
+        ]
+        for work in works:
+            work.wait()
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_process_groups_own_methods_are_understood_in_all_their_forms(tmp_path: Path) -> None:
+    with rankscope.trace(out=tmp_path / "trace", steps="all") as handle, torch.no_grad():
+        Direct()()
+    found = handle.open()
+    assert not [n.errors for n in found.walk() if n.errors]
+    facts = [node.data["collective"] for node in issued(found)]
+    assert [(f["op"], f.get("reduce"), f.get("src", f.get("dst"))) for f in facts] == [
+        ("all_reduce", "sum", None),
+        ("all_reduce", "max", None),
+        ("all_reduce", "min", None),
+        ("broadcast", None, 0),
+        ("reduce", "max", 0),
+        ("all_gather", None, None),
+        ("barrier", None, None),
+    ]
+    assert all(f["async"] for f in facts)
+    slots = [[slot.slot for slot in node.slots] for node in issued(found)]
+    assert slots == [["input.0", "output.0"]] * 6 + [[]]
+
+
 class Listener:
     """Counts what it is told."""
 
