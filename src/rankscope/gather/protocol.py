@@ -6,6 +6,7 @@
     Frame(stream, offset, crc) + body  ->  <-    At(stream, offset after writing)
     Ended(stream, committed, ...)      ->  <-    EndedSeen(stream), once the end marker is written
     Beat(alive, known, job, restarts)  ->  <-    BeatSeen()
+    Stands(since, noticed, over, ..)   ->        with each Beat, once this host stood still
     ChunkOpen(stream, chunk)           ->  <-    ChunkAt(stream, chunk, offset it holds)
     ChunkFrame(.., offset, crc) + body ->  <-    ChunkAt(stream, chunk, offset after writing)
     ChunkEnded(.., size, checksum)     ->  <-    ChunkSeen(stream, chunk), once it is whole there;
@@ -40,6 +41,7 @@ from rankscope.gather.chunkmessages import (
 )
 from rankscope.gather.roster import JobState
 from rankscope.record.run import MAX_INCARNATIONS, MAX_RANKS, EndReason, StreamId
+from rankscope.record.standstill import Standstill
 from rankscope.spool.cells import CELL_BYTES, MAX_RECORD_CELLS
 
 __all__ = [
@@ -62,11 +64,12 @@ __all__ = [
     "Open",
     "Refused",
     "Rejected",
+    "Stands",
     "decode",
     "encode",
 ]
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 FRAME_BYTES = 64 << 10
 """Records in one frame, more only where a single record is longer."""
 WINDOW_BYTES = 1 << 20
@@ -135,6 +138,41 @@ class Beat:
 
 
 @dataclass(frozen=True, slots=True)
+class Stands:
+    """The last time in which no rank of this host moved: a `Standstill` on its way."""
+
+    since_ns: int
+    noticed_ns: int
+    over_ns: int
+    is_by_end: bool
+    host: str
+    where: str
+
+    @classmethod
+    def of(cls, standstill: Standstill) -> Stands:
+        """Return the message that tells of a standstill."""
+        return cls(
+            standstill.since_ns,
+            standstill.noticed_ns,
+            standstill.over_ns,
+            standstill.is_by_end,
+            standstill.host,
+            standstill.where,
+        )
+
+    def standstill(self) -> Standstill:
+        """Return what it tells of."""
+        return Standstill(
+            host=self.host,
+            since_ns=self.since_ns,
+            noticed_ns=self.noticed_ns,
+            over_ns=self.over_ns,
+            is_by_end=self.is_by_end,
+            where=self.where,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Bye:
     """A relay ends, having been told Done."""
 
@@ -185,6 +223,7 @@ Message = (
     | Frame
     | Ended
     | Beat
+    | Stands
     | Bye
     | At
     | EndedSeen
@@ -337,6 +376,7 @@ _STREAM = _Field(lambda stream: (stream.rank, stream.incarnation), _read_stream,
 _ORIGIN = _number(1 << 64)
 _OFFSET = _Field(lambda offset: (offset,), _read_offset)
 _CHUNK, _SIZE = _number(1_000_000_000), _number(_LARGEST_OFFSET)
+_TIME = _number(1 << 63)
 
 _SHAPES: Mapping[int, _Shape] = {
     1: _shape(Hello, _number(1 << 16), _TEXT, _TEXT),
@@ -357,6 +397,7 @@ _SHAPES: Mapping[int, _Shape] = {
     16: _shape(ChunkAt, _STREAM, _CHUNK, _SIZE),
     17: _shape(ChunkSeen, _STREAM, _CHUNK),
     18: _shape(ChunksRefused, _STREAM, _TEXT),
+    19: _shape(Stands, _TIME, _TIME, _TIME, _member((False, True)), _TEXT, _TEXT),
 }
 """Every message by its verb. Never renumber."""
 _VERB_OF: Mapping[type[object], int] = {shape.kind: verb for verb, shape in _SHAPES.items()}

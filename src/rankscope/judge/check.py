@@ -28,6 +28,7 @@ from rankscope.judge.rules.siblings import lost_reductions
 from rankscope.judge.rules.stages import mixed_up_micro_batches
 from rankscope.judge.rules.structure import different_calls, different_kinds
 from rankscope.judge.scene import Life, Scene
+from rankscope.judge.standing import tell_standstills
 from rankscope.judge.suspects import Ledger, Suspect
 from rankscope.record.call import Phase
 from rankscope.record.finding import Report
@@ -93,6 +94,7 @@ def check(
         lives = max(step.incarnation for step in steps)
         final = [step for step in steps if step.incarnation == lives][-_LAST_STEPS:]
         suspects += ended_badly(trace, scene, [moment_of(step, columns) for step in final])
+    tell_standstills(trace, scene, suspects)
     joins: list[Join] = []
     if len(suspects) > 1:
         for step in steps:

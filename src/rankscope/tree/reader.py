@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 from rankscope.errors import FolderError, SelectionError, TraceError
 from rankscope.record.call import Mode, Phase
 from rankscope.record.placement import Mesh
+from rankscope.record.standstill import Standstill
 from rankscope.spool.outfolder import typed
+from rankscope.spool.standstills import standstills_in
 from rankscope.tree.damage import UNREADABLE
 from rankscope.tree.names import REPLICA_FOLDER, TRACE_NAME, Progress
 from rankscope.tree.numbers import Columns
@@ -159,6 +161,11 @@ class Trace:
         from rankscope.tree.tensorfiles import TensorFiles  # numpy: as above
 
         return TensorFiles(self.path, self._source.tensors())
+
+    @cached_property
+    def standstills(self) -> list[Standstill]:
+        """Times in which no rank of a host moved, as relays noticed them."""
+        return standstills_in(self.path)
 
     @property
     def default_mode(self) -> Mode:
