@@ -222,8 +222,7 @@ class TracedJob:
                 finish_seconds=self._settings.finish_seconds,
             )
             self._collector = Companion(command, self._out / COLLECTOR_LOG_NAME, folder)
-        said = SaidOfStandstills(folder, _shown(self._out))
-        self._keeper = Keeper(self._companions, said.look)
+        self._keeper = Keeper(self._companions, SaidOfStandstills(folder, _shown(self._out)).look)
 
     def finish(self) -> str:
         """Tell the companions that the job is over, wait for the tree as long as settings allow;

@@ -44,7 +44,6 @@ from rankscope.gather.protocol import (
     Open,
     Refused,
     Rejected,
-    Stands,
     decode,
     encode,
 )
@@ -57,6 +56,7 @@ from rankscope.gather.replica import (
 )
 from rankscope.gather.roster import JobState, PeerState, StreamProgress
 from rankscope.gather.shared import read_host_states
+from rankscope.gather.standmessage import Stands
 from rankscope.record.run import EndReason, StreamId
 from rankscope.spool.replacing import write_by_rename
 from rankscope.spool.standstills import keep_standstill

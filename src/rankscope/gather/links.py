@@ -39,7 +39,6 @@ from rankscope.gather.protocol import (
     Open,
     Refused,
     Rejected,
-    Stands,
     decode,
     encode,
 )
@@ -54,6 +53,7 @@ from rankscope.gather.replica import (
 from rankscope.gather.roster import JobState
 from rankscope.gather.shared import HostState, write_host_state
 from rankscope.gather.shipping import Shipment
+from rankscope.gather.standmessage import Stands
 from rankscope.record.run import StreamId
 from rankscope.record.standstill import Standstill
 from rankscope.spool.folder import RunHeader

@@ -40,8 +40,8 @@ from rankscope.gather.chunkmessages import (
     ChunksRefused,
 )
 from rankscope.gather.roster import JobState
+from rankscope.gather.standmessage import Stands
 from rankscope.record.run import MAX_INCARNATIONS, MAX_RANKS, EndReason, StreamId
-from rankscope.record.standstill import Standstill
 from rankscope.spool.cells import CELL_BYTES, MAX_RECORD_CELLS
 
 __all__ = [
@@ -64,7 +64,6 @@ __all__ = [
     "Open",
     "Refused",
     "Rejected",
-    "Stands",
     "decode",
     "encode",
 ]
@@ -135,41 +134,6 @@ class Beat:
     job: JobState
     max_restarts: int
     """As a `PeerState` has it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stands:
-    """The last time in which no rank of this host moved: a `Standstill` on its way."""
-
-    since_ns: int
-    noticed_ns: int
-    over_ns: int
-    is_by_end: bool
-    host: str
-    where: str
-
-    @classmethod
-    def of(cls, standstill: Standstill) -> Stands:
-        """Return the message that tells of a standstill."""
-        return cls(
-            standstill.since_ns,
-            standstill.noticed_ns,
-            standstill.over_ns,
-            standstill.is_by_end,
-            standstill.host,
-            standstill.where,
-        )
-
-    def standstill(self) -> Standstill:
-        """Return what it tells of."""
-        return Standstill(
-            host=self.host,
-            since_ns=self.since_ns,
-            noticed_ns=self.noticed_ns,
-            over_ns=self.over_ns,
-            is_by_end=self.is_by_end,
-            where=self.where,
-        )
 
 
 @dataclass(frozen=True, slots=True)
