@@ -113,11 +113,11 @@ def test_a_standstill_is_noted_once_and_outlives_the_relay_that_noticed_it(
     address: str, hosts: Hosts
 ):
     host = hosts(address=address, settings=SOON)
-    host.collector(drain_seconds=30.0)
-    relay = host.relay()
     before_ns = time.time_ns()
     ranks = [stuck(host, rank) for rank in range(2)]
     written_ns = time.time_ns()
+    host.collector(drain_seconds=30.0)
+    relay = host.relay()
     assert wait_until(lambda: noted(host)), host.log("relay")
     (first,) = noted(host)
     assert first.where == "ranks 0-1 in a call of train step 0"
@@ -154,13 +154,16 @@ def test_ranks_that_are_killed_while_they_stand_are_said_to_have_ended(hosts: Ho
 
 
 def test_nothing_is_noted_where_it_is_switched_off_or_while_one_rank_moves(hosts: Hosts):
-    off = hosts("off", settings={"hang-seconds": "0"})
-    host = hosts("on", settings=SOON, address=SHARED)
+    off = hosts("off", settings={"hang-seconds": "0"}, address=SHARED)
+    host = hosts("on", settings={"hang-seconds": "3"}, address=SHARED)
+    moving = host.rank(1, batches=2000, pause_ms=100)
+    assert wait_until(lambda: host.confirmed(1))
     for each in (off, host):
-        each.relay()
         stuck(each, 0)
-    host.rank(1, batches=40, pause_ms=100)
-    time.sleep(3.0)
+        each.relay()
+    assert wait_until(lambda: [*host.out.glob("spool/rank00000.0.cells")]), host.log("relay")
+    time.sleep(6.0)
+    assert moving.poll() is None
     assert noted(host) == []
     assert "moved" not in host.log("relay") + off.log("relay")
 
