@@ -22,14 +22,15 @@ ROOMS = {
     "capture": {"errors", "record"},
     "agent": {"errors", "record", "capture", "spool"},
     "tree": {"errors", "record", "spool"},
+    "judge": {"errors", "record", "tree"},
     "view": {"errors", "record", "tree"},
     "gather": {"errors", "record", "spool", "tree"},
     "doctor": {"errors", "record", "spool", "gather", "agent", "capture"},
     "compat": {"errors", "record", "capture", "agent", "block", "tree", "view"},
-    "cli": {"errors", "record", "spool", "tree", "view", "gather", "agent", "doctor"},
+    "cli": {"errors", "record", "spool", "tree", "judge", "view", "gather", "agent", "doctor"},
     "tracing": {"errors", "agent", "block", "tree"},
     "block": {"errors", "record", "capture", "spool", "agent", "tree"},
-    "__init__": {"tracing", "tree"},
+    "__init__": {"tracing", "tree", "judge"},
     "__main__": {"cli"},
 }
 """Room -> the rooms it may import from: data flows one way."""
@@ -70,6 +71,8 @@ WITHOUT_TORCH = [
     "rankscope.record.layoutfile",
     "rankscope.cli.tensortext",
     "rankscope.tree.globalvalues",
+    "rankscope.judge.check",
+    "rankscope.cli.check",
 ]
 
 
@@ -131,7 +134,7 @@ def test_importing_anything_outside_the_ranks_loads_neither_torch_nor_more_than_
 
 
 def test_the_public_names_are_these() -> None:
-    assert rankscope.__all__ == ["Trace", "attach", "open_trace", "step", "trace"]
+    assert rankscope.__all__ == ["Trace", "attach", "check", "open_trace", "step", "trace"]
     assert rankscope.__all__ == sorted(rankscope.__all__)
     assert all(callable(getattr(rankscope, name)) for name in rankscope.__all__)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):

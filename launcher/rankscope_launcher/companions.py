@@ -10,7 +10,7 @@ import os
 import subprocess
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rankscope.gather.outcome import Outcome
@@ -87,8 +87,10 @@ class Companion:
 class Keeper:
     """Looks after companions while the launcher's main thread is inside torchrun."""
 
-    def __init__(self, companions: Sequence[Companion]) -> None:
+    def __init__(self, companions: Sequence[Companion], look: Callable[[], object]) -> None:
         self._companions = companions
+        self._look = look
+        """Called every time: what else is to be seen while the job runs."""
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rankscope-keeper", daemon=True)
         self._thread.start()
@@ -102,6 +104,7 @@ class Keeper:
         while not self._is_over.wait(_LOOK_S):
             for companion in self._companions:
                 companion.tend()
+            self._look()
 
 
 def wait_for_end(companions: Sequence[Companion], seconds: float) -> bool:

@@ -65,6 +65,7 @@ from rankscope.tree.names import TRACE_NAME
 from rankscope.tree.reader import open_trace
 from rankscope_launcher.companions import Companion, Keeper, wait_for_end
 from rankscope_launcher.progress import Progress, say
+from rankscope_launcher.standing import SaidOfStandstills
 
 __all__ = ["JobShape", "TracedJob"]
 
@@ -221,7 +222,7 @@ class TracedJob:
                 finish_seconds=self._settings.finish_seconds,
             )
             self._collector = Companion(command, self._out / COLLECTOR_LOG_NAME, folder)
-        self._keeper = Keeper(self._companions)
+        self._keeper = Keeper(self._companions, SaidOfStandstills(folder, _shown(self._out)).look)
 
     def finish(self) -> str:
         """Tell the companions that the job is over, wait for the tree as long as settings allow;

@@ -10,15 +10,17 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from rankscope.judge.check import check
     from rankscope.tracing import attach, step, trace
     from rankscope.tree.reader import Trace, open_trace
 
-__all__ = ["Trace", "attach", "open_trace", "step", "trace"]
+__all__ = ["Trace", "attach", "check", "open_trace", "step", "trace"]
 __version__ = "0.1.0"
 
 _HOMES = {
     "Trace": "rankscope.tree.reader",
     "attach": "rankscope.tracing",
+    "check": "rankscope.judge.check",
     "open_trace": "rankscope.tree.reader",
     "step": "rankscope.tracing",
     "trace": "rankscope.tracing",

@@ -282,7 +282,7 @@ def test_switching_off_in_the_middle_of_torchs_walk_leaves_the_programs_exceptio
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """torch 2.13 walks over its own table of hooks after an exception, not over a copy."""
-    fail_often(monkeypatch, "rankscope.agent.tracer._describe_error")
+    fail_often(monkeypatch, "rankscope.agent.tracer.describe_error")
     model, raised = Fails(), []
     with rankscope.trace(out=tmp_path / "trace"):
         model.linear(torch.ones(2, 4))

@@ -82,12 +82,12 @@ def test_tracing_does_not_wait_for_a_collective_and_shows_its_number_once_it_is_
         assert seen(found, "uses", "output") == (pytest.approx([2 * n for n in norms]), set())
 
 
-def test_a_plain_tensor_in_flight_is_not_waited_for_and_right_where_it_is_used(
+def test_a_plain_tensor_in_flight_is_shown_once_the_program_has_waited_for_it(
     ranks: RankPool, tmp_path: Path
 ) -> None:
-    """Nothing tells that a collective writes a plain tensor: what its memory held is recorded."""
     results = ranks.run(job.run_plain_tensor, str(tmp_path), world_size=2, timeout_s=120)
     assert results == [[2 * x for x in SUM]] * 2
     found = open_trace(tmp_path / "trace")
+    assert seen(found, "starts", "output") == (pytest.approx([norm(SUM)] * 2), {"after_call"})
     assert seen(found, "uses", "input.0")[0] == pytest.approx([norm(SUM)] * 2)
     assert seen(found, "uses", "output")[0] == pytest.approx([2 * norm(SUM)] * 2)

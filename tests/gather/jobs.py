@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from rankscope.record.run import StreamId
@@ -74,13 +75,20 @@ class Host:
         address: str = "",
         world_size: int = 2,
         run_id: str = "test",
+        settings: Mapping[str, str] | None = None,
     ) -> None:
         self.out = out
         self.folder = host_run_folder(spool_base(base), run_key(run_id))
         self.world_size = world_size
         self.address = address or ipc_address(self.folder)
         self.processes: list[subprocess.Popen[str]] = []
-        header = RunHeader(run_id=run_id, out=out, collector=self.address, world_size=world_size)
+        header = RunHeader(
+            run_id=run_id,
+            out=out,
+            collector=self.address,
+            world_size=world_size,
+            settings=settings or {},
+        )
         write_run_header(self.folder, header)
 
     def relay(self) -> subprocess.Popen[str]:

@@ -66,13 +66,20 @@ if way == "sleep":
 class Launch:
     """One `rankscope run` of `SCRIPT`, in a process group of its own."""
 
-    def __init__(self, folder: Path, ways: list[str], *options: object, out: str = "trace") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        ways: list[str],
+        *options: object,
+        out: str = "trace",
+        script: str = SCRIPT,
+    ) -> None:
         self.folder = folder
         self.out = folder / out
         self.spool = folder / "spool"
         self.meeting = folder / "meeting"
         self.meeting.mkdir(parents=True)
-        (folder / "script.py").write_text(SCRIPT)
+        (folder / "script.py").write_text(script)
         self._texts: tuple[str, str] | None = None
         given = ["--rs-out", self.out, "--rs-spool", self.spool, "--rs-drain-seconds", 1, *options]
         command = [BIN / "rankscope", "run", *given, "--nproc-per-node", len(ways)]

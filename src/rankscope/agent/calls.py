@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -11,7 +12,7 @@ from torch import nn
 from rankscope.agent.modules import ModuleInfo, Root
 from rankscope.record.call import Mode, Phase
 
-__all__ = ["CallStacks", "Frame", "Scope"]
+__all__ = ["CallStacks", "Frame", "Place", "Scope"]
 
 
 @dataclass(eq=False, slots=True)
@@ -50,12 +51,32 @@ class Frame:
     """
     is_recorded: bool
     ordinal: int = 0
+    first_node: int = 0
+    """Number that the first node of its autograd graph has, if it has any."""
     seen_inputs: dict[str, int] | None = None
     """Slot -> id of the tensor read before forward, kept where a module's own hooks may
     replace it.
     """
     outputs: tuple[torch.Tensor, ...] = ()
     """What `forward` returned, held until the module's own hooks have run."""
+
+
+class Place(NamedTuple):
+    """Where in a step something happens that is no module call."""
+
+    module: int
+    """Definition of the module it belongs to."""
+    root: int
+    """Definition of that module's root, 0 for none."""
+    parent: int | None
+    """The call it is inside of."""
+    mode: Mode
+    step: int
+    micro_batch: int | None
+    issuer: str
+    """One of `record.collective.ISSUERS`."""
+    is_selected: bool
+    """The setting `paths` takes that module."""
 
 
 class CallStacks(threading.local):

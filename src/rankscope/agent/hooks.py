@@ -183,6 +183,10 @@ class HookSet:
         """True where our hook follows the module's own pre-hooks."""
         return module._forward_pre_hooks.get(_OWN_INPUT) is self._on_input
 
+    def stands_behind_outputs_of(self, module: nn.Module) -> bool:
+        """True where our hook follows the module's own forward hooks."""
+        return module._forward_hooks.get(_OWN_OUTPUT) is self._on_output
+
     def leave_modules(self) -> None:
         """Take our hooks off the modules that have hooks of their own."""
         for remove in self._on_modules:

@@ -12,6 +12,7 @@ from rankscope.agent.keeper import Keeper, free_disk_share
 from rankscope.agent.recorder import Recorder
 from rankscope.agent.settings import Settings
 from rankscope.record.call import Mode, Phase
+from rankscope.record.collective import Collective
 from rankscope.record.run import RankIdentity, StreamId
 from rankscope.spool.chunks import ChunkWriter
 from rankscope.spool.companions import is_collected_elsewhere
@@ -58,6 +59,18 @@ class PathRecorder(Recorder):
         """Record that a call began; return its sequence number."""
         sequence = super().enter(module, root, parent, mode, step, micro_batch, phase, ordinal)
         self._modules[sequence] = module
+        return sequence
+
+    def enter_collective(
+        self,
+        place: tuple[int, int, int | None, Mode, int, int | None],
+        ordinal: int,
+        collective: Collective,
+        number: int,
+    ) -> int:
+        """Record that a collective is about to be issued; return its sequence number."""
+        sequence = super().enter_collective(place, ordinal, collective, number)
+        self._modules[sequence] = place[0]
         return sequence
 
     def path_of(self, sequence: int) -> str | None:

@@ -259,8 +259,10 @@ class ModuleTable:
     def _learn_root(self, module: nn.Module) -> ModuleInfo:
         core = module
         outer: list[nn.Module] = []
+        words: list[str] = []
         while (wrapper := wrapper_of(core)) is not None and not self._is_opaque(wrapper):
             outer.append(core)
+            words.append(wrapper[1])
             core = getattr(core, wrapper[0])
         known = self.get(core)
         if known is not None and known.root is not None:
@@ -274,6 +276,12 @@ class ModuleTable:
             info = self._add(wrapped, path, path, root, [])
             info.is_wrapper = True
         self._walk(root)
+        if (
+            words
+            and (top := self.get(core)) is not None
+            and top.wrappers[: len(words)] != (*words,)
+        ):
+            top.wrappers = (*words, *top.wrappers)
         found = self.get(module)
         assert found is not None  # added just above
         return found

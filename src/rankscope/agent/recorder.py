@@ -13,11 +13,13 @@ import msgpack  # type: ignore[import-untyped]  # ships no types
 from rankscope.capture.describe import Described
 from rankscope.capture.reading import Reading
 from rankscope.record.call import Mode, Phase
+from rankscope.record.collective import Collective
 from rankscope.record.placement import Mesh
 from rankscope.record.run import ProcessGroup
 from rankscope.record.value import ValueFlag
 from rankscope.spool.cells import (
     ENTER,
+    ENTER_COLLECTIVE,
     ERROR,
     EXIT,
     NO_MICRO_BATCH,
@@ -58,6 +60,7 @@ class Recorder:
         self._texts: dict[str, int] = {}
         self._meshes: dict[Mesh, int] = {}
         self._groups: dict[ProcessGroup, int] = {}
+        self._collectives: dict[Collective, int] = {}
         self._metas: dict[Described, int] = {}
         self._threads: dict[int, int] = {}
 
@@ -101,6 +104,13 @@ class Recorder:
             "description": group.description,
         }
         return self._groups.get(group) or self._intern(self._groups, group, "group", fields)
+
+    def collective(self, collective: Collective) -> int:
+        """Return the number of a kind of collective, defining it on first sight."""
+        known = self._collectives.get(collective)
+        if known:
+            return known
+        return self._intern(self._collectives, collective, "collective", collective.as_fields())
 
     def meta(self, described: Described) -> int:
         """Return the number of a value's description, defining it (and its mesh) on first sight."""
@@ -161,6 +171,44 @@ class Recorder:
                 self._threads.get(ident) or self._thread(ident),
                 root,
                 0,
+            ),
+        )
+        return sequence
+
+    def enter_collective(
+        self,
+        place: tuple[int, int, int | None, Mode, int, int | None],
+        ordinal: int,
+        collective: Collective,
+        number: int,
+    ) -> int:
+        """Record that a collective is about to be issued; return its sequence number.
+
+        Args:
+            place: module, root, parent, mode, step and micro-batch, as `enter` takes them.
+            ordinal: how many collectives that module issued before in this micro-batch.
+            collective: what it is.
+            number: how many of its channel came before in this step.
+        """
+        module, root, parent, mode, step, micro_batch = place
+        sequence = next(self._sequence)
+        ident = threading.get_ident()
+        self._write(
+            _ENTER,
+            ENTER_COLLECTIVE.pack(
+                sequence,
+                NO_SEQUENCE if parent is None else parent,
+                time.monotonic_ns(),
+                module,
+                step,
+                NO_MICRO_BATCH if micro_batch is None else micro_batch,
+                ordinal,
+                Phase.COLLECTIVE,
+                mode,
+                self._threads.get(ident) or self._thread(ident),
+                root,
+                self.collective(collective),
+                number,
             ),
         )
         return sequence

@@ -20,6 +20,7 @@ from torch import nn
 from rankscope.agent.calls import Scope
 from rankscope.agent.chosen import ChosenSteps
 from rankscope.agent.clock import StepClock
+from rankscope.agent.collectives_tracing import CollectiveTracing, RunningStep
 from rankscope.agent.compiling import HIDDEN, EagerStance, HiddenSteps, outermost_modules_of
 from rankscope.agent.guard import MAX_FAILURES, Guard, say, text_of
 from rankscope.agent.hooks import HookSet
@@ -107,6 +108,9 @@ class Session:
         """Root whose wrapper has just been counted by `_watch`."""
         self.guard = Guard(self._failed)
         self._scalers = ScalerWatch(self.guard.hook(self._optimizer_skipped))
+        self._collectives = CollectiveTracing(self.guard, settings, self._open, self._running_step)
+        if 0 in settings.steps:
+            self._collectives.expect_step(is_first=True)
         self._hooks = HookSet(self.guard, self._watch)
         self._hooks.watch_optimizers(self._optimizer_begins, self._optimizer_ends)
         self._hooks.watch_for_step()
@@ -136,8 +140,10 @@ class Session:
         self._values.say = self._say_leaf or self._values.say
         self._tracer = Tracer(
             self.guard, self._recorder, self._table, self._values, settings, self._open_scope,
-            self._hooks.stands_behind_inputs_of, self._follow_own_hooks, self._hooks.leave_modules,
+            self._hooks.stands_behind_inputs_of, self._hooks.stands_behind_outputs_of,
+            self._follow_own_hooks, self._hooks.leave_modules,
         )  # fmt: skip
+        self._collectives.open(self._recorder, self._values, self._tracer, self._table)
         self._parameters = ParameterEvents(
             self._table, self._recorder, self._values, self._tracer.definition_of, settings.phases
         )
@@ -168,6 +174,7 @@ class Session:
             return
         self._end_eval()
         self._end_train()
+        self._collectives.close()
         self._values.collect(wait=True)
         self._define_groups()
         self._report_unmatched_globs()
@@ -216,6 +223,7 @@ class Session:
     def _remove_hooks(self, *, is_inside_hook: bool = False) -> None:
         self._hooks.remove_all(is_inside_hook=is_inside_hook)
         self._scalers.take_off()
+        self._collectives.take_off()
         self._stance.choose(is_eager=False)
 
     def step(self) -> None:
@@ -320,8 +328,11 @@ class Session:
             self._updates.ends(optimizer, self._traced_train, has_closure=has_closure)
         else:
             self._hooks.watch_for_step()
+        is_next = self._chosen.expects(self._clock.train + 1)
         # now, because the next forward of a model compiled in place is only seen if it runs eagerly
-        self._stance.choose(is_eager=self._chosen.expects(self._clock.train + 1))
+        self._stance.choose(is_eager=is_next)
+        if is_next:
+            self._collectives.expect_step(is_first=False)
 
     def _optimizer_skipped(self, optimizer: torch.optim.Optimizer) -> None:
         if self._traced_train is not None:
@@ -440,6 +451,7 @@ class Session:
             self._recorder.error(None, "Python's recursion limit left a hook no room: calls lack")
         if step is not None:
             self._updates.close_step(step, is_trained=self._tracer.gradients.has_fired)
+            self._collectives.end_step(Mode.TRAIN, step)
             self._recorder.step(StepEvent.END, Mode.TRAIN, step)
             self._tracer.end_step()
             self._table.forget_dead()
@@ -461,6 +473,7 @@ class Session:
         """Close the eval step; hooks stayed on behind it for the loss that may follow its root."""
         scope, self._eval_scope = self._eval_scope, None
         if scope is not None and not scope.is_muted:
+            self._collectives.end_step(Mode.EVAL, scope.step)
             self._recorder.step(StepEvent.END, Mode.EVAL, scope.step)
             if self._traced_train is None:
                 self._tracer.end_step()
@@ -476,6 +489,7 @@ class Session:
         self._recorder.step(StepEvent.BEGIN, mode, step, self._stance.note)
         self._hooks.trace()
         self._scalers.put_on()
+        self._collectives.put_on()
 
     def _follow_own_hooks(self, info: ModuleInfo) -> None:
         """Stand behind the hooks of a root's modules while it runs, and not a moment longer.
@@ -490,7 +504,29 @@ class Session:
             self._hooks.stop_tracing()
         self._stance.choose(is_eager=False)
         self._scalers.take_off()
+        if not (self._clock.is_ended and self._chosen.expects(self._clock.train + 1)):
+            self._collectives.take_off()
         self._hooks.watch_for_step()
+
+    def _running_step(self) -> RunningStep | None:
+        """Return what a collective outside every module call belongs to; None where that is not
+        traced. Behind an optimizer step that is the next train step.
+        """
+        is_inside = self._clock.is_inside_optimizer
+        is_busy = is_inside or current_graph_task() != -1
+        if self._eval_scope is not None and not is_busy:
+            scope = self._eval_scope
+            return None if scope.is_muted else RunningStep(Mode.EVAL, scope.step, False)
+        if self._clock.train < 0:
+            mode = Mode.TRAIN if self._optimizers.exists() else Mode.EVAL
+            step = self._clock.eval + 1 if mode is Mode.EVAL else 0
+            return RunningStep(mode, step, False) if self._chosen.expects(step) else None
+        if self._clock.is_ended and not is_busy:
+            step = self._clock.train + 1
+            return RunningStep(Mode.TRAIN, step, False) if self._chosen.expects(step) else None
+        if self._traced_train is None:
+            return None
+        return RunningStep(Mode.TRAIN, self._traced_train, is_inside)
 
     def _record_setup(self, info: ModuleInfo) -> None:
         assert info.root is not None  # only called for modules of a root

@@ -274,6 +274,13 @@ SETTINGS: tuple[Setting, ...] = (
         "before the tree is built without them",
     ),
     Setting(
+        name="hang-seconds",
+        parse=_parse_seconds,
+        default="300",
+        metavar="SECONDS",
+        help="note it once no rank of a host has moved for that long inside a traced step; 0 never",
+    ),
+    Setting(
         name="tensors",
         parse=_parse_globs,
         default="",
@@ -318,6 +325,7 @@ class Settings:
     collector: str
     finish_seconds: float
     drain_seconds: float
+    hang_seconds: float
     tensors: tuple[str, ...] | None
     """None where no full tensor is kept."""
     tensor_budget: int | None

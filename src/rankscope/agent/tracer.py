@@ -11,7 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from rankscope.agent.calls import CallStacks, Frame, Scope
+from rankscope.agent.calls import CallStacks, Frame, Place, Scope
+from rankscope.agent.collectives_nodes import NodeMap
 from rankscope.agent.gradients import MOST_FIRINGS, GradientHooks, GradientTarget
 from rankscope.agent.guard import Guard, text_of
 from rankscope.agent.modules import ModuleInfo, ModuleTable, Root
@@ -31,7 +32,7 @@ from rankscope.record.call import Mode, Phase
 from rankscope.record.value import ValueFlag
 from rankscope.spool.cells import CallStatus
 
-__all__ = ["Tracer"]
+__all__ = ["Tracer", "describe_error"]
 
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 _MAX_ERROR_CHARACTERS, _MOST_DEFINITIONS = 500, 1 << 16
@@ -51,6 +52,7 @@ class Tracer:
         settings: Settings,
         open_scope: Callable[[ModuleInfo, nn.Module], Scope | None],
         stands_behind_inputs: Callable[[nn.Module], bool],
+        stands_behind_outputs: Callable[[nn.Module], bool],
         follow_own_hooks: Callable[[ModuleInfo], None],
         leave_own_hooks: Callable[[], None],
     ) -> None:
@@ -62,6 +64,7 @@ class Tracer:
         self._wants_backward = Phase.BACKWARD.word in settings.phases and values.is_on
         self._open_scope = open_scope
         self._stands_behind_inputs = stands_behind_inputs
+        self._stands_behind_outputs = stands_behind_outputs
         self._follow_own_hooks = follow_own_hooks
         self._leave_own_hooks = leave_own_hooks
         self._stacks = CallStacks()
@@ -69,6 +72,8 @@ class Tracer:
         """Root forwards of this step, for the modules that checkpointing runs again."""
         self._compiled_in_place: dict[Root, tuple[ModuleInfo, ...]] = {}
         """Of the roots called in this step."""
+        self.nodes: NodeMap | None = None
+        """Where the graph's nodes were made; None while nobody asks."""
         self._rootless: dict[tuple[object, ...], int] = {}
         """Numbers of the definitions of modules that belong to no root."""
         self.gradients = GradientHooks(guard, self._gradient, self._say_later_ones_lack)
@@ -119,6 +124,8 @@ class Tracer:
             or (top is not None and _is_wrapped_by(top.info, info))
         ):  # fmt: skip
             frames.append(Frame(module, info, scope, phase, parent, False))
+            if self.nodes is not None:
+                self.nodes.begin(frames[-1])
             return
         calls[info] = ordinal = calls.get(info, -1) + 1
         root = info.root
@@ -131,6 +138,8 @@ class Tracer:
         if phase is Phase.FORWARD and scope.mode is Mode.TRAIN and not torch.is_grad_enabled():
             scope.without_gradients[info, ordinal] = (sequence, set())
         frames.append(frame)
+        if self.nodes is not None:
+            self.nodes.begin(frame)
         if self._values.is_on and not is_followed:
             self._inputs_at_global_hook(frame, module, args, kwargs)
 
@@ -163,20 +172,24 @@ class Tracer:
             frame = self._repair(module)
         if not frames:
             self._leave_own_hooks()
-        if frame is None or not frame.is_recorded or frame.sequence is None:
+        if frame is None:
+            return
+        if self.nodes is not None:
+            self.nodes.end(frame)
+        stacks.ended = frame if module._forward_hooks and len(rest) == 2 else None
+        if not frame.is_recorded or frame.sequence is None:
             return
         if len(rest) == 1:
             error = sys.exc_info()[1]
             if error is not None and stops_recomputation(error):
                 self._recorder.exit(frame.sequence, CallStatus.STOPPED)
             else:
-                text = _describe_error(error) if error is not None else ""
+                text = describe_error(error) if error is not None else ""
                 self._recorder.exit(frame.sequence, CallStatus.RAISED, text)
             return
         if self._values.is_on:
             self._values.read_pending()
             self._finish(frame, args, rest[0], rest[1])
-            stacks.ended = frame if module._forward_hooks else None
         if frame.phase is Phase.FORWARD and not frame.info.path and frame.info.root is not None:
             self._note_compiled_in_place(frame, frame.info.root)
         self._recorder.exit(frame.sequence)
@@ -204,7 +217,11 @@ class Tracer:
     def own_output_hook(self, module: nn.Module, args: object, output: object) -> None:
         """Instance forward hook behind a module's own hooks: what the caller really gets."""
         frame, self._stacks.ended = self._stacks.ended, None
-        if frame is None or frame.module is not module or frame.sequence is None:
+        if frame is None or frame.module is not module:
+            return
+        if self.nodes is not None:
+            self.nodes.end(frame)
+        if not (frame.is_recorded and self._values.is_on) or frame.sequence is None:
             return
         before = frozenset(id(tensor) for tensor in frame.outputs)
         self._values.read_all("returned", output, frame.sequence, frame.phase, skip=before)
@@ -396,6 +413,28 @@ class Tracer:
         self._scopes.clear()
         self._stacks.ended = None
 
+    def frame_around(self) -> Frame | None:
+        """Return the innermost module call that this thread is inside of, its own hooks included;
+        None outside all of them.
+        """
+        stacks = self._stacks
+        ended = stacks.ended
+        if ended is not None and self._stands_behind_outputs(ended.module):
+            return ended
+        return stacks.frames[-1] if stacks.frames else None
+
+    def place_in(
+        self, info: ModuleInfo, scope: Scope, sequence: int | None, issuer: str
+    ) -> Place | None:
+        """Return a place inside a module call; None where that is not traced."""
+        if scope.is_muted:
+            return None
+        root = info.root
+        return Place(
+            self.definition_of(info), root.definition if root is not None else 0, sequence,
+            scope.mode, scope.step, scope.micro_batch, issuer, info.is_selected,
+        )  # fmt: skip
+
     def current_sequence(self) -> int | None:
         """Return the call now open on this thread, None outside every call."""
         frames = self._stacks.frames
@@ -409,7 +448,7 @@ def _is_wrapped_by(outer: ModuleInfo, inner: ModuleInfo) -> bool:
     return outer.is_opaque and outer.root is inner.root and outer.path == inner.path
 
 
-def _describe_error(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Return a bounded, address-free text of the user's exception."""
     text = _ADDRESS.sub("0x…", text_of(error))
     return text if len(text) <= _MAX_ERROR_CHARACTERS else text[:_MAX_ERROR_CHARACTERS] + "…"

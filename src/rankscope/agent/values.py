@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 
 from rankscope.agent.accelerators import DeviceValues, ValuePlace
+from rankscope.agent.inflight import InFlight, memory_of
 from rankscope.agent.keeper import Keeper, size_of
 from rankscope.agent.recorder import Recorder
 from rankscope.agent.settings import Settings
@@ -62,11 +63,14 @@ class ValueReader:
         self._digesters: list[weakref.ref[Digester]] = []
         """Of the threads that live: each leaves the list with its thread."""
         self._on_devices = DeviceValues(settings.batch_dim)
-        self._pending: list[tuple[torch.Tensor, ValuePlace]] = []
-        """Memory a collective was still writing when it was seen, and where it belongs: let go at
-        the next hook that finds no collective outstanding."""
         self.say: Callable[[object], str] = said_of
         """The text of what is no tensor, in the form of a call."""
+        self.in_flight = InFlight()
+        """What collectives of this session are still writing."""
+        self._pending: list[tuple[torch.Tensor, ValuePlace, bool]] = []
+        """Memory a collective was still writing when it was seen, where it belongs, and whether it
+        was one of this session's: let go when that is waited for; for another's, at the next hook
+        that finds no collective outstanding."""
         self.is_on = self._digests or keeper is not None
         """False where only the structure is recorded."""
 
@@ -92,15 +96,21 @@ class ValueReader:
     ) -> None:
         """Digest one tensor as it is now and record it; the caller holds `invisible()`."""
         described, local = self._describer.describe(tensor)
+        is_pending = described.is_pending or self.in_flight.has(local)
         reference = 0
         if self._keeper is not None:
             is_wanted = self._is_kept(sequence, slot)
             if not (self._digests or is_wanted):
                 return
-            if is_wanted and not described.is_pending:
+            if is_wanted and not is_pending:
                 reference = self._keeper.keep(local, described)
             if is_wanted and not reference:
                 flags |= _NOT_KEPT
+        if is_pending:
+            place = ValuePlace(sequence, slot, described, phase, ordinal, flags | _PENDING)
+            self._remember_pending(tensor, local, place, flags)
+            self._record(place, None)
+            return
         if described.can_digest and self._digests:
             reading = self._digest_on_host(local, described, samples=samples)
             self._recorder.value(
@@ -108,9 +118,6 @@ class ValueReader:
                 reference,
             )  # fmt: skip
             return
-        if described.is_pending:
-            self._remember_pending(tensor, sequence, slot, phase, ordinal, flags)
-            flags |= _PENDING
         place = ValuePlace(sequence, slot, described, phase, ordinal, flags, reference)
         if not self._is_read_on_device(local, place, samples=samples):
             self._record(place, None)
@@ -224,24 +231,41 @@ class ValueReader:
         self._digesters.append(weakref.ref(digester, self._digesters.remove))
         return digester
 
+    def describe(
+        self, tensor: torch.Tensor, sequence: int, slot: str, phase: Phase, flags: int = 0
+    ) -> None:
+        """Record what a tensor is, without its numbers; the caller holds `invisible()`."""
+        described, _ = self._describer.describe(tensor)
+        self._record(ValuePlace(sequence, slot, described, phase, 0, flags), None)
+
     def _remember_pending(
-        self, tensor: torch.Tensor, sequence: int, slot: str, phase: Phase, ordinal: int, flags: int
+        self, tensor: torch.Tensor, local: torch.Tensor, place: ValuePlace, flags: int
     ) -> None:
         found = self._describer.describe_result(tensor)
+        if found is None and not place.described.is_pending:
+            found = place.described, local
         if found is None or len(self._pending) >= _MOST_PENDING:
             return
         described, memory = found
         flags |= int(ValueFlag.AFTER_CALL | ValueFlag.SUPERSEDES)
-        place = ValuePlace(sequence, slot, described, phase, ordinal, flags)
-        self._pending.append((memory, place))
+        place = replace(place, described=described, flags=flags)
+        self._pending.append((memory, place, self.in_flight.has(memory)))
 
     def read_pending(self) -> None:
         """Read what collectives have finished since it was seen; never waits for one."""
-        if not self._pending or is_collective_outstanding():
+        if not self._pending:
             return
-        pending, self._pending = self._pending, []
         with invisible():
-            for memory, seen in pending:
+            is_any_outstanding = is_collective_outstanding()
+            has, pending = self.in_flight.has, self._pending
+            ready = [
+                not has(memory) and (is_ours or not is_any_outstanding)
+                for memory, _, is_ours in pending
+            ]
+            self._pending = [each for each, is_ready in zip(pending, ready) if not is_ready]
+            for (memory, seen, _), is_ready in zip(pending, ready):
+                if not is_ready:
+                    continue
                 samples = seen.phase in _ACTIVATIONS
                 place = self._kept_late(memory, seen)
                 if place.described.can_digest and self._digests:
@@ -249,6 +273,12 @@ class ValueReader:
                     self._record(place, reading)
                 elif not self._is_read_on_device(memory, place, samples=samples):
                     self._record(place, None)
+
+    def forget_pending(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Leave pending what shows the memory of these: nobody has waited for it."""
+        if self._pending:
+            lost = {memory_of(tensor) for tensor in tensors}
+            self._pending = [each for each in self._pending if memory_of(each[0]) not in lost]
 
     def _kept_late(self, memory: torch.Tensor, place: ValuePlace) -> ValuePlace:
         """Keep what a collective has finished by now, where it is to be kept."""

@@ -10,15 +10,17 @@ import contextlib
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence, Set
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any, TypeVar
 
 import torch
 
 __all__ = [
     "async_collective_result",
+    "collective_classes",
     "constant_while_tracing",
     "current_graph_task",
+    "current_node",
     "default_groups",
     "default_store",
     "disable_torch_function",
@@ -26,7 +28,10 @@ __all__ = [
     "dtensor_parts",
     "dynamo_has_compiled",
     "forget_keyword_hook",
+    "functional_operators",
     "global_hook_tables",
+    "group_named",
+    "group_ranks",
     "has_hook",
     "hide_from_compiled_modules",
     "hook_while_tracing",
@@ -39,6 +44,7 @@ __all__ = [
     "is_dtensor",
     "is_functorch_wrapper",
     "mesh_ranks",
+    "next_node",
     "operation_guards",
     "optional_dtypes",
     "overrides_dispatch",
@@ -48,6 +54,7 @@ __all__ = [
     "run_compiled_eagerly",
     "shape_inference",
     "shard_order",
+    "sharded_module_in_hand",
     "stops_recomputation",
     "unhook_after_tracing",
     "unseen_by_compiler",
@@ -66,6 +73,24 @@ def optional_dtypes(*names: str) -> tuple[torch.dtype, ...]:
 
 current_graph_task: Callable[[], int] = getattr(_C, "_current_graph_task_id", lambda: -1)
 """Number of the backward pass running on this thread, -1 outside; without the name always -1."""
+
+next_node: Callable[[], int] = getattr(
+    getattr(_C, "_autograd", None), "_get_sequence_nr", lambda: 0
+)
+"""Number that the next node of this thread's autograd graph will have; without the name always 0,
+and no backward call is found for what backward issues."""
+
+_current_node: Callable[[], Any] = getattr(_C, "_current_autograd_node", lambda: None)
+
+
+def current_node() -> tuple[int, torch.Tensor | None] | None:
+    """Return the number of the node of the graph that backward is at on this thread, and the leaf
+    whose gradient it accumulates; None outside. Without torch's names always None.
+    """
+    node = _current_node()
+    number = getattr(node, "_sequence_nr", None)
+    return None if number is None else (int(number()), getattr(node, "variable", None))
+
 
 is_compiling: Callable[[], bool] = torch.compiler.is_compiling
 """True while torch.compile traces (dynamo takes it for a constant)."""
@@ -458,6 +483,47 @@ def default_groups() -> list[tuple[object, str, Sequence[int], str]]:
     return found
 
 
+def group_ranks(group: object) -> tuple[int, ...] | None:
+    """Return the global ranks of a process group in the order of its own; None where torch's table
+    does not have it.
+    """
+    world = getattr(torch.distributed.distributed_c10d, "_world", None)
+    members = getattr(world, "pg_group_ranks", {}).get(group)
+    return None if members is None else tuple(sorted(members, key=members.__getitem__))
+
+
+def group_named(name: str) -> Any:
+    """Return the process group that functional collectives call by this name.
+
+    Without the name of the function, None: the collective's group is then not known.
+    """
+    resolve = getattr(getattr(_C, "_distributed_c10d", None), "_resolve_process_group", None)
+    return resolve(name) if resolve is not None else None
+
+
+def collective_classes() -> tuple[Any, Any, Any] | None:
+    """Return the classes of process groups, of the work they hand out and of a work's future, as
+    C++ made them; None in a torch without distributed.
+    """
+    c10d, future = getattr(_C, "_distributed_c10d", None), getattr(_C, "Future", None)
+    group, work = getattr(c10d, "ProcessGroup", None), getattr(c10d, "Work", None)
+    return None if group is None or work is None or future is None else (group, work, future)
+
+
+def functional_operators(names: Iterable[tuple[str, str]]) -> list[tuple[str, Any]]:
+    """Return (name, operator) of those of the (namespace, name) operators this torch has.
+
+    Every Python call of one goes through the attribute `_op` of the object returned; where it has
+    none, the operator is left out and its calls are not seen.
+    """
+    found = []
+    for space, name in names:
+        operator = getattr(getattr(torch.ops, space, None), name, None)
+        if hasattr(operator, "_op"):
+            found.append((name, operator))
+    return found
+
+
 def default_store() -> Any:
     """Return the store of the default process group, None where torch does not say."""
     find = getattr(torch.distributed.distributed_c10d, "_get_default_store", None)
@@ -478,6 +544,27 @@ def shape_inference() -> frozenset[CodeType]:
         return frozenset()
     found = (getattr(getattr(stage, name, None), "__code__", None) for name in _INFERENCE)
     return frozenset(code for code in found if code is not None)
+
+
+_MOST_FRAMES = 20
+
+
+def sharded_module_in_hand() -> torch.nn.Module | None:
+    """Return the module whose gradients FSDP2 is reducing on this thread's Python stack.
+
+    At the end of backward it does so for what no hook of the graph has reached. Without its names,
+    None: such a reduction then belongs to no module.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(_MOST_FRAMES):
+        if frame is None:
+            break
+        if frame.f_code.co_name == "post_backward":
+            modules = getattr(frame.f_locals.get("self"), "modules", None)
+            if isinstance(modules, tuple) and modules:
+                return modules[0] if isinstance(modules[0], torch.nn.Module) else None
+        frame = frame.f_back
+    return None
 
 
 # ---------------------------------------------------------------- pytrees

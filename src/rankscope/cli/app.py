@@ -22,7 +22,7 @@ from rankscope.errors import RankscopeError
 
 __all__ = ["COMMANDS", "main"]
 
-COMMANDS = ("run", "doctor", "collect", "show", "tensor", "export", "verify", "recover")
+COMMANDS = ("run", "doctor", "collect", "check", "show", "tensor", "export", "verify", "recover")
 """In the order the help lists them."""
 EXIT_TROUBLE = 2
 
@@ -31,6 +31,7 @@ _HELP = """One trace for the whole distributed job: every module call on every r
 \b
   rankscope run --nproc-per-node 4 train.py   trace a job: as torchrun, one word changed
   rankscope doctor                            would a job be traced here? what to do if not
+  rankscope check                             what went wrong first: module, rank, kind
   rankscope show                              the tree of the newest trace here
   rankscope show --path 'layers.0*' --rank 1  one module, one rank
   rankscope tensor TRACE 'layers.0:output' --global --print    numbers, where they were kept

@@ -7,6 +7,7 @@ shared trace folder relays write by themselves, and it only watches and finishes
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import socket
@@ -56,8 +57,10 @@ from rankscope.gather.replica import (
 )
 from rankscope.gather.roster import JobState, PeerState, StreamProgress
 from rankscope.gather.shared import read_host_states
+from rankscope.gather.standmessage import Stands
 from rankscope.record.run import EndReason, StreamId
 from rankscope.spool.replacing import write_by_rename
+from rankscope.spool.standstills import keep_standstill
 
 __all__ = ["COLLECTOR_NAME", "Intake", "SharedWatch", "Source"]
 
@@ -106,6 +109,7 @@ class _Peer:
     heard_at: float = field(default_factory=time.monotonic)
     job: JobState = JobState.UNKNOWN
     max_restarts: int = 0
+    stands: Stands | None = None
     has_left: bool = False
 
 
@@ -260,6 +264,9 @@ class Intake:
                 self._peers[identity].job = job
                 self._peers[identity].max_restarts = max_restarts
                 return BeatSeen()
+            case Stands():
+                self._note_standstill(identity, message)
+                return None
             case Bye():
                 self._peers[identity].has_left = True
                 return None
@@ -360,6 +367,15 @@ class Intake:
             self.progress_at = time.monotonic()
             log(f"{place.name} ended ({reason.value}), {length} of {committed} bytes")
         return EndedSeen(stream)
+
+    def _note_standstill(self, identity: bytes, message: Stands) -> None:
+        peer = self._peers[identity]
+        if message == peer.stands:
+            return
+        name = hashlib.blake2b(identity, digest_size=8).hexdigest()
+        with contextlib.suppress(SpoolError):  # a full disk: the relay tells it again
+            keep_standstill(self._out, name, message.standstill())
+            peer.stands = message
 
     def _note_trouble(self, text: str) -> None:
         """Log it once: the relays ask again and again."""

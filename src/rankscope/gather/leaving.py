@@ -26,6 +26,7 @@ from rankscope.spool.folder import (
 from rankscope.spool.lock import is_alive
 from rankscope.spool.origin import origin_text
 from rankscope.spool.reader import StreamReader
+from rankscope.spool.standstills import remove_standstills
 
 __all__ = ["is_in_tree", "remove_run"]
 
@@ -56,6 +57,7 @@ def remove_run(run_folder: Path, is_elsewhere: Callable[[StreamId], bool]) -> St
     shutil.rmtree(run_folder / TENSOR_FOLDER, ignore_errors=True)
     for meeting in run_folder.glob(f"{MEETING_NAME}.*"):
         shutil.rmtree(meeting, ignore_errors=True)
+    remove_standstills(run_folder)
     for name in _OURS:
         (run_folder / name).unlink(missing_ok=True)
     Path(ipc_address(run_folder).removeprefix("ipc://")).unlink(missing_ok=True)  # maybe elsewhere

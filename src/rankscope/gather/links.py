@@ -53,8 +53,11 @@ from rankscope.gather.replica import (
 from rankscope.gather.roster import JobState
 from rankscope.gather.shared import HostState, write_host_state
 from rankscope.gather.shipping import Shipment
+from rankscope.gather.standmessage import Stands
 from rankscope.record.run import StreamId
+from rankscope.record.standstill import Standstill
 from rankscope.spool.folder import RunHeader
+from rankscope.spool.standstills import keep_standstill
 
 __all__ = ["Link", "SharedLink", "SocketLink"]
 
@@ -70,6 +73,8 @@ class Link(Protocol):
     """Monotonic time of the other side's last word."""
     rejection: str
     """Why nothing of this run is taken; empty as long as it is."""
+    standstill: Standstill | None
+    """The last one noticed on this host, to be told."""
 
     @property
     def is_done(self) -> bool:
@@ -98,6 +103,7 @@ class SocketLink:
         self._job = JobState.UNKNOWN
         self._is_done = False
         self.rejection = ""
+        self.standstill: Standstill | None = None
         self.heard_at = float("-inf")
         self._beat_at = float("-inf")
         self._first = 0
@@ -126,6 +132,8 @@ class SocketLink:
             self._send(Hello(PROTOCOL_VERSION, socket.gethostname(), self._header.run_id))
             alive = sum(shipment.is_alive for shipment in shipments.values())
             self._send(Beat(alive, len(shipments), job, self._header.max_restarts))
+            if self.standstill is not None:  # again and again: any of them may be lost
+                self._send(Stands.of(self.standstill))
             self._beat_at = now
         was_busy = self._receive(shipments, now)
         return self._pump(list(shipments.values()), now) or was_busy
@@ -226,6 +234,8 @@ class SharedLink:
         self._beat_at = float("-inf")
         self.heard_at = time.monotonic()
         self.rejection = ""
+        self.standstill: Standstill | None = None
+        self._told: Standstill | None = None
         self._run_id = header.run_id
         self._replicas = Replicas(self._out)
         log(f"writing run {header.run_id} into the shared folder {self._out}")
@@ -252,6 +262,7 @@ class SharedLink:
             state = HostState(beat=self._beat, job=job, max_restarts=self._max_restarts)
             with contextlib.suppress(SpoolError):  # the folder goes once the tree is there
                 write_host_state(self._out, self._name, state)
+        self._tell()
         was_busy = False
         while self._replicas.reports:
             log(self._replicas.reports.pop(0))
@@ -271,6 +282,13 @@ class SharedLink:
     def close(self) -> None:
         """Close the replicas."""
         self._replicas.close()
+
+    def _tell(self) -> None:
+        if self.standstill is None or self.standstill == self._told:
+            return
+        with contextlib.suppress(SpoolError):  # the disk is full: tried again
+            keep_standstill(self._out, self._name, self.standstill)
+            self._told = self.standstill
 
     def _ship(self, shipment: Shipment, now: float) -> bool:
         message = shipment.next_message(now, WINDOW_BYTES)

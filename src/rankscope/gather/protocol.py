@@ -6,6 +6,7 @@
     Frame(stream, offset, crc) + body  ->  <-    At(stream, offset after writing)
     Ended(stream, committed, ...)      ->  <-    EndedSeen(stream), once the end marker is written
     Beat(alive, known, job, restarts)  ->  <-    BeatSeen()
+    Stands(since, noticed, over, ..)   ->        with each Beat, once this host stood still
     ChunkOpen(stream, origin, chunk)   ->  <-    ChunkAt(stream, chunk, offset it holds)
     ChunkFrame(.., offset, crc) + body ->  <-    ChunkAt(stream, chunk, offset after writing)
     ChunkEnded(.., size, checksum)     ->  <-    ChunkSeen(stream, chunk), once it is whole there;
@@ -39,6 +40,7 @@ from rankscope.gather.chunkmessages import (
     ChunksRefused,
 )
 from rankscope.gather.roster import JobState
+from rankscope.gather.standmessage import Stands
 from rankscope.record.run import MAX_INCARNATIONS, MAX_RANKS, EndReason, StreamId
 from rankscope.spool.cells import CELL_BYTES, MAX_RECORD_CELLS
 
@@ -185,6 +187,7 @@ Message = (
     | Frame
     | Ended
     | Beat
+    | Stands
     | Bye
     | At
     | EndedSeen
@@ -337,6 +340,7 @@ _STREAM = _Field(lambda stream: (stream.rank, stream.incarnation), _read_stream,
 _ORIGIN = _number(1 << 64)
 _OFFSET = _Field(lambda offset: (offset,), _read_offset)
 _CHUNK, _SIZE = _number(1_000_000_000), _number(_LARGEST_OFFSET)
+_TIME = _number(1 << 63)
 
 _SHAPES: Mapping[int, _Shape] = {
     1: _shape(Hello, _number(1 << 16), _TEXT, _TEXT),
@@ -357,6 +361,7 @@ _SHAPES: Mapping[int, _Shape] = {
     16: _shape(ChunkAt, _STREAM, _CHUNK, _SIZE),
     17: _shape(ChunkSeen, _STREAM, _CHUNK),
     18: _shape(ChunksRefused, _STREAM, _TEXT),
+    19: _shape(Stands, _TIME, _TIME, _TIME, _member((False, True)), _TEXT, _TEXT),
 }
 """Every message by its verb. Never renumber."""
 _VERB_OF: Mapping[type[object], int] = {shape.kind: verb for verb, shape in _SHAPES.items()}

@@ -20,6 +20,7 @@ from rankscope.gather.outcome import Outcome
 from rankscope.gather.replica import TREE_NAME
 from rankscope.gather.roster import JobState
 from rankscope.gather.shipping import Shipment
+from rankscope.gather.standing import Standing
 from rankscope.record.run import StreamId
 from rankscope.spool.companions import ipc_address, is_collected_elsewhere
 from rankscope.spool.folder import (
@@ -84,6 +85,7 @@ class _Relay:
         self._tree = run_folder / TREE_NAME
         self._has_own_chunks = False
         """Full tensors of this host lie in the run folder, because it sees no trace folder."""
+        self._standing: Standing | None = None
         self._own_socket: Path | None = None
         """Of a collector that was started for this host's run alone."""
 
@@ -98,6 +100,7 @@ class _Relay:
         if header.collector == ipc_address(self._run_folder):
             self._own_socket = Path(header.collector.removeprefix("ipc://"))
         name = relay_name(self._run_folder)
+        self._standing = Standing(self._run_folder, header, name)
         link: Link
         link = SharedLink(header, name) if header.collector == SHARED else SocketLink(header, name)
         try:
@@ -125,6 +128,9 @@ class _Relay:
                 return Outcome.REJECTED
             now = time.monotonic()
             self._discover(now)
+            if self._standing is not None:
+                self._standing.look(self._shipments, now)
+                link.standstill = self._standing.latest
             was_busy = link.exchange(self._shipments, now, self._job)
             if was_busy:
                 continue

@@ -31,6 +31,7 @@ __all__ = [
     "END_DTYPE",
     "END_REASONS",
     "ENTER",
+    "ENTER_COLLECTIVE",
     "ENTER_DTYPE",
     "ERROR",
     "ERROR_DTYPE",
@@ -112,6 +113,8 @@ class CallStatus(enum.IntEnum):
     """A recomputation that checkpointing stopped when it had what backward needs."""
     NOT_ENTERED = 5
     """Compiled in place: no hook sees its calls, so whether it was called is not known."""
+    NOT_WAITED = 6
+    """An asynchronous collective for which nobody had waited when its step ended."""
 
 
 class StepEvent(enum.IntEnum):
@@ -129,12 +132,16 @@ NO_MICRO_BATCH = 0xFFFF_FFFF
 
 ENTER = struct.Struct("<QQqIIIIBBHII4x")
 """sequence, parent sequence, time_ns, module definition, step, micro_batch, ordinal, phase, mode,
-thread, root definition, spare."""
+thread, root definition, 0."""
+ENTER_COLLECTIVE = struct.Struct("<QQqIIIIBBHIII")
+"""ENTER of a collective: the last two are its definition, and how many of its kind its group had
+before it in this step."""
 ENTER_DTYPE = np.dtype(
     [
         ("sequence", "<u8"), ("parent", "<u8"), ("time_ns", "<i8"), ("module", "<u4"),
         ("step", "<u4"), ("micro_batch", "<u4"), ("ordinal", "<u4"), ("phase", "u1"),
-        ("mode", "u1"), ("thread", "<u2"), ("root", "<u4"), ("spare", "<u4"), ("pad", "V4"),
+        ("mode", "u1"), ("thread", "<u2"), ("root", "<u4"), ("collective", "<u4"),
+        ("number", "<u4"),
     ]
 )  # fmt: skip
 
@@ -221,7 +228,7 @@ END_REASONS = (EndReason.EXIT, EndReason.CLOSED, EndReason.SWITCHED_OFF, EndReas
 DEFINITION_LENGTH = struct.Struct("<I")
 """Byte length of the msgpack that follows."""
 
-assert ENTER.size == ENTER_DTYPE.itemsize <= PAYLOAD_BYTES
+assert ENTER.size == ENTER_COLLECTIVE.size == ENTER_DTYPE.itemsize <= PAYLOAD_BYTES
 assert EXIT.size == EXIT_DTYPE.itemsize <= PAYLOAD_BYTES
 assert VALUE_HEAD.size == VALUE_HEAD_DTYPE.itemsize == PAYLOAD_BYTES
 assert VALUE.size == VALUE_DTYPE.itemsize == VALUE_CELLS * PAYLOAD_BYTES

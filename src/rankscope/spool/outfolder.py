@@ -11,6 +11,7 @@ from pathlib import Path
 
 from rankscope.errors import FolderError, SpoolError
 from rankscope.spool.chunkheader import TENSOR_FOLDER
+from rankscope.spool.standstills import STANDSTILLS_NAME
 
 __all__ = [
     "COLLECTOR_LOG_NAME",
@@ -26,7 +27,14 @@ __all__ = [
 
 COLLECTOR_LOG_NAME = "collector.log"
 _OF_A_COLLECTOR = frozenset(
-    {"spool", "collector.lock", "collector.json", COLLECTOR_LOG_NAME, TENSOR_FOLDER}
+    {
+        "spool",
+        "collector.lock",
+        "collector.json",
+        COLLECTOR_LOG_NAME,
+        TENSOR_FOLDER,
+        STANDSTILLS_NAME,
+    }
 )
 """What is in a trace folder as long as its tree is not."""
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from rankscope.errors import FolderError, TraceError
 from rankscope.record.run import StreamId
+from rankscope.spool.standstills import carry_standstills
 from rankscope.tree.declaredlayouts import declare_layouts
 from rankscope.tree.document import Document
 from rankscope.tree.header import completeness, run_header, step_notes
@@ -143,6 +144,7 @@ def recover(
             out.mkdir(mode=0o700, parents=True, exist_ok=True)
             lives = {(s.stream.rank, s.origin): s.stream for s in streams}
             carry_chunks(folders, out, lives)
+            carry_standstills(folders, out)
         except OSError as error:
             raise FolderError(f"{out}: cannot be made: {error.strerror}") from error
         return [finish_kept(out, stream) for stream in streams]

@@ -40,6 +40,8 @@ class NodeFacts(NamedTuple):
     ordinal: int
     forward_ordinal: int
     graph_task: int
+    collective: int
+    """Of the lowest rank, -1 for none."""
     has_returned: bool
     """True where nothing but that is to be said of any rank's call."""
     start_us: float
@@ -65,8 +67,9 @@ class CallFacts:
             np.arange(len(first)), merged.parent, merged.identity, first, merged.call_start[1:],
             heads["path"], heads["module"], _of_all(merged, _same(merged, calls["module"])),
             heads["phase"], heads["micro_batch"], heads["ordinal"], merged.forward_ordinal,
-            heads["pass"], _of_all(merged, returned), _microseconds(heads["start"] - run_start),
-            _microseconds(shortest), _microseconds(longest), slowest, merged.node_entries[:-1],
+            heads["pass"], heads["collective"], _of_all(merged, returned),
+            _microseconds(heads["start"] - run_start), _microseconds(shortest),
+            _microseconds(longest), slowest, merged.node_entries[:-1],
             merged.node_entries[1:],
         )  # fmt: skip
 

@@ -139,6 +139,8 @@ class _Renderer:
             facts.graph_task or facts.ordinal != facts.forward_ordinal
         ):
             result |= {"of_ordinal": facts.forward_ordinal, "graph_task": facts.graph_task}
+        if facts.collective >= 0:
+            result |= self._collectives(facts)
         result["ranks"] = self._texts.text(self._call_ranks[facts.first_call : facts.last_call])
         if facts.has_returned:
             result["status"] = "returned"
@@ -155,6 +157,27 @@ class _Renderer:
         result["slots"] = slots
         result["children"] = []
         return result
+
+    def _collectives(self, facts: NodeFacts) -> dict[str, Any]:
+        """What a collective is, by ranks where they differ."""
+        rows = slice(facts.first_call, facts.last_call)
+        calls, ranks = self._merged.calls[rows], self._call_ranks[rows]
+        keys = np.stack([calls["collective"].astype(np.int64), calls["number"]], axis=1)
+        distinct, first, inverse = np.unique(keys, axis=0, return_index=True, return_inverse=True)
+        known = self._document.vocabulary.collectives.items
+        found = {
+            int(first[i]): {
+                "ranks": ranks_text(ranks[inverse.reshape(-1) == i].tolist()),
+                **known[kind].as_fields(),
+                "sequence": number,
+            }
+            for i, (kind, number) in enumerate(distinct.tolist())
+            if kind >= 0
+        }
+        if len(found) > 1:
+            return {"collectives": [found[row] for row in sorted(found)]}
+        (only,) = found.values()
+        return {"collective": {name: value for name, value in only.items() if name != "ranks"}}
 
     def _names_of(self, facts: NodeFacts, path: str) -> dict[str, Any]:
         """What the module is called, beside its path."""

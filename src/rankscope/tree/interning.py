@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.errors import LayoutError
+from rankscope.record.collective import Collective
 from rankscope.record.placement import (
     Layout,
     LayoutSource,
@@ -134,6 +135,9 @@ UNKNOWN_MODULE = ModuleName(
 )
 """What calls are charged to whose module's definition is missing; always number 0."""
 
+_KINDS = ("module", "slot", "meta", "text", "collective")
+"""Of the definitions that get common numbers."""
+
 Lookup = NDArray[np.int64]
 """A stream's own definition numbers -> common numbers, -1 where it has none."""
 
@@ -146,10 +150,12 @@ class Vocabulary:
     slots: Interned[str] = field(default_factory=Interned)
     descriptions: Interned[Description] = field(default_factory=Interned)
     texts: Interned[str] = field(default_factory=Interned)
+    collectives: Interned[Collective] = field(default_factory=Interned)
     module_lookup: list[Lookup] = field(default_factory=list)
     slot_lookup: list[Lookup] = field(default_factory=list)
     description_lookup: list[Lookup] = field(default_factory=list)
     text_lookup: list[Lookup] = field(default_factory=list)
+    collective_lookup: list[Lookup] = field(default_factory=list)
 
 
 def build_vocabulary(streams: Sequence[RankStream]) -> Vocabulary:
@@ -162,7 +168,7 @@ def build_vocabulary(streams: Sequence[RankStream]) -> Vocabulary:
     for stream, roots in zip(streams, names):
         # numbers count up from 1: one far beyond their count is damage, and must not cost memory
         size = min(max(stream.definitions, default=0), 2 * len(stream.definitions) + 65_536) + 1
-        lookups = {kind: np.full(size, -1, np.int64) for kind in ("module", "slot", "meta", "text")}
+        lookups = {kind: np.full(size, -1, np.int64) for kind in _KINDS}
         for number, definition in stream.definitions.items():
             if definition["kind"] in lookups and number < size:
                 key = (id(definition), _context(definition, roots, stream.definitions))
@@ -179,6 +185,7 @@ def build_vocabulary(streams: Sequence[RankStream]) -> Vocabulary:
         vocabulary.slot_lookup.append(lookups["slot"])
         vocabulary.description_lookup.append(lookups["meta"])
         vocabulary.text_lookup.append(lookups["text"])
+        vocabulary.collective_lookup.append(lookups["collective"])
     return vocabulary
 
 
@@ -206,6 +213,8 @@ def _number(
             return vocabulary.slots.number(str(definition["name"]))
         case "meta":
             return vocabulary.descriptions.number(_description(definition, definitions))
+        case "collective":
+            return vocabulary.collectives.number(Collective.from_fields(definition))
         case _:
             return vocabulary.texts.number(str(definition["text"]))
 

@@ -13,7 +13,9 @@ from rankscope.errors import FolderError, SelectionError, TraceError
 from rankscope.record.call import Mode, Phase
 from rankscope.record.globs import glob_matches
 from rankscope.record.placement import Mesh
+from rankscope.record.standstill import Standstill
 from rankscope.spool.outfolder import typed
+from rankscope.spool.standstills import standstills_in
 from rankscope.tree.damage import UNREADABLE
 from rankscope.tree.names import REPLICA_FOLDER, TRACE_NAME, Progress
 from rankscope.tree.numbers import Columns
@@ -93,9 +95,10 @@ class Step:
     @cached_property
     def nodes(self) -> tuple[Node, ...]:
         """The outermost calls of the step, in order."""
-        return tuple(self._read())
+        return tuple(self.fresh())
 
-    def _read(self) -> Iterator[Node]:
+    def fresh(self) -> Iterator[Node]:
+        """Yield the outermost calls, read anew: nothing here keeps them."""
         head = GroupHead(mode=self.mode, step=self.step, incarnation=self.incarnation)
         return (Node(data, head, self._where) for data in self._source.nodes(self._group))
 
@@ -107,7 +110,7 @@ class Step:
     def passing(self) -> Iterator[Node]:
         """Yield what `walk` yields, and keep none of it: a pass over a large trace holds one step
         at a time."""
-        for node in self._read():
+        for node in self.fresh():
             yield from node.walk()
 
     def __repr__(self) -> str:
@@ -159,6 +162,11 @@ class Trace:
         from rankscope.tree.tensorfiles import TensorFiles  # numpy: as above
 
         return TensorFiles(self.path, self._source.tensors())
+
+    @cached_property
+    def standstills(self) -> list[Standstill]:
+        """Times in which no rank of a host moved, as relays noticed them."""
+        return standstills_in(self.path)
 
     @property
     def default_mode(self) -> Mode:

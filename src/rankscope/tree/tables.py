@@ -34,10 +34,12 @@ CALL_DTYPE = np.dtype(
         ("path", "<i4"), ("step", "<u4"), ("micro_batch", "<i8"),
         ("ordinal", "<i8"), ("forward_ordinal", "<i8"),
         ("pass", "<i4"), ("phase", "u1"), ("mode", "u1"), ("status", "u1"), ("text", "<i4"),
+        ("collective", "<i4"), ("number", "<u4"), ("is_backward", "?"),
     ]
 )  # fmt: skip
-"""`parent` is a row of this table or -1; `start` and `end` are wall-clock ns; `text` -1 for
-none."""
+"""`parent` is a row of this table or -1; `start` and `end` are wall-clock ns; `text` and
+`collective` -1 for none; `number` counts collectives of one channel; `is_backward` for what
+backward issued."""
 
 
 @dataclass(slots=True)
@@ -169,6 +171,10 @@ def _calls(
     own["micro_batch"][enters["micro_batch"] == 0xFFFF_FFFF] = -1
     own["phase"], own["mode"] = enters["phase"], enters["mode"]
     own["status"], own["text"] = UNFINISHED, -1
+    own["collective"] = _take(vocabulary.collective_lookup[number], enters["collective"])
+    own["number"] = enters["number"]
+    issuers = [kind.issuer == "backward" for kind in vocabulary.collectives.items]
+    own["is_backward"] = np.array([*issuers, False])[own["collective"]]
     at = _find(order, enters["sequence"], exits["sequence"])
     exits, at = exits[at >= 0], at[at >= 0]
     own["end"][at] = exits["time_ns"] + offset
@@ -331,9 +337,29 @@ def _derive_calls(tables: Tables, clock_offset: NDArray[np.int64]) -> None:
         origin,
         _derived_parents(calls, keys, origin, kind, span),
     )
+    derived["collective"], derived["number"] = -1, 0
     _number_passes(derived)
     tables.call[away] = inverse + len(calls)
+    _hang_below_backward(calls, derived, origin)
     tables.calls = np.concatenate([calls, derived])
+
+
+def _hang_below_backward(
+    calls: NDArray[Any], derived: NDArray[Any], origin: NDArray[np.int64]
+) -> None:
+    """Make collectives that backward issued children of the backward call that ran then, in place:
+    records know the forward call alone."""
+    issued = np.flatnonzero((calls["collective"] >= 0) & calls["is_backward"])
+    if not len(issued):
+        return
+    backward = np.flatnonzero(derived["phase"] == Phase.BACKWARD)
+    order = backward[np.lexsort((derived["start"][backward], origin[backward]))]
+    owner, start = origin[order], derived["start"][order]
+    for row in issued.tolist():
+        first, last = np.searchsorted(owner, [calls["parent"][row], calls["parent"][row] + 1])
+        if first < last:
+            at = first + np.searchsorted(start[first:last], calls["start"][row], "right")
+            calls["parent"][row] = len(calls) + order[max(at - 1, first)]
 
 
 def _derived_parents(

@@ -1,0 +1,36 @@
+"""Which line of the program is running: the innermost one that is neither torch's nor ours."""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import FrameType
+
+import torch
+
+import rankscope
+
+__all__ = ["call_site"]
+
+_INSIDE = tuple(os.path.dirname(module.__file__ or "") + os.sep for module in (torch, rankscope))
+_is_inside: dict[str, bool] = {}
+"""By file name: a program has few of them."""
+_MOST_FRAMES = 64
+
+
+def call_site() -> str:
+    """Return `file.py:12 function`, without folders; "" where no line of the program is near (the
+    thread on which backward runs)."""
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(_MOST_FRAMES):
+        if frame is None:
+            return ""
+        code = frame.f_code
+        name = code.co_filename
+        inside = _is_inside.get(name)
+        if inside is None:
+            inside = _is_inside[name] = name.startswith(_INSIDE) or name.startswith("<")
+        if not inside:
+            return f"{os.path.basename(name)}:{frame.f_lineno} {code.co_name}"
+        frame = frame.f_back
+    return ""

@@ -1,0 +1,199 @@
+"""Standing in for what issues collectives, while a traced step runs and not a moment longer.
+
+Python's collectives all go through methods of torch's class ProcessGroup or through the operators
+of functional collectives, whatever name they were imported under. A function of ours stands in each
+of these for a traced step: it tells of the call, calls the original with the very same arguments
+and returns its result, or lets out what it raised.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from rankscope.agent.guard import Guard
+from rankscope.capture.collectives import FUNCTIONAL, METHODS
+from rankscope.capture.torch_internals import (
+    collective_classes,
+    functional_operators,
+    is_being_captured,
+    is_compiling,
+)
+
+__all__ = ["CollectiveListener", "CollectiveWatch"]
+
+_WAITS = ("wait", "synchronize")
+_WAIT_TENSOR = ("_c10d_functional", "wait_tensor")
+_PAIRS = ("send", "recv", "recv_anysource")
+_COALESCING = ("_start_coalescing", "_end_coalescing")
+
+
+class CollectiveListener(Protocol):
+    """What is told of collectives. It may raise: that is caught, and counted as a failure of ours.
+
+    `told` is a list of one call: what `begins` leaves in it comes back in `ends` and `fails`.
+    """
+
+    def begins(
+        self, told: list[Any], name: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """A call is about to be made: `target` is a process group, None for an operator."""
+
+    def ends(self, told: list[Any], result: Any) -> None:
+        """It returned."""
+
+    def fails(self, told: list[Any], error: BaseException | None) -> None:
+        """It raised."""
+
+    def derives(self, work: Any, future: Any) -> None:
+        """The program takes a work's future, and may wait for that."""
+
+    def waits(self, told: list[Any], work: Any) -> None:
+        """The program waits for a work, or for the tensor of a functional collective."""
+
+
+class _Depth(threading.local):
+    """Inside how many stand-ins this thread is: what a collective issues by itself is part of
+    it.
+    """
+
+    inside = 0
+
+
+class CollectiveWatch:
+    """Tells of collectives between `put_on` and `take_off`; both may be called at any time."""
+
+    def __init__(self, guard: Guard, listener: CollectiveListener) -> None:
+        self._begins = guard.hook(listener.begins)
+        self._ends = guard.hook(listener.ends)
+        self._fails = guard.hook(listener.fails)
+        self._waits = guard.hook(listener.waits)
+        self._derives = guard.hook(listener.derives)
+        self._depth = _Depth()
+        self._is_on = False
+        self._standing: dict[tuple[int, str], Callable[[], None]] = {}
+        """What puts the originals back, by where ours stand; all of it lives as long as torch."""
+
+    def put_on(self, *, only_pairs: bool = False) -> None:
+        """Stand in for everything that issues a collective or waits for one.
+
+        Args:
+            only_pairs: for sends and receives alone, and for what waits for them.
+        """
+        classes = collective_classes()
+        if classes is None:
+            return
+        self._is_on = True
+        group, work, future = classes
+        for name in _PAIRS if only_pairs else (*METHODS, *_COALESCING):
+            self._stand(group, name, functools.partial(self._issuing, name))
+        for name in _WAITS:
+            self._stand(work, name, self._waiting)
+        self._stand(future, "wait", self._waiting)
+        self._stand(work, "get_future", self._deriving)
+        if only_pairs:
+            return
+        for name, operator in functional_operators(FUNCTIONAL):
+            self._stand(operator, "_op", functools.partial(self._operating, name))
+        for _, operator in functional_operators([_WAIT_TENSOR]):
+            self._stand(operator, "_op", self._waiting)
+
+    def take_off(self) -> None:
+        """Put the originals back, but where somebody else has put theirs over ours since."""
+        self._is_on = False
+        for restore in self._standing.values():
+            restore()
+        self._standing.clear()
+
+    def _stand(
+        self, owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]
+    ) -> None:
+        kept = vars(owner).get(name)
+        if kept is None or (id(owner), name) in self._standing:  # not in this torch, or ours
+            return
+        original = getattr(owner, name)
+        ours = make(original)
+        functools.update_wrapper(ours, original)
+        setattr(owner, name, ours)
+
+        def restore() -> None:
+            if vars(owner).get(name) is ours:
+                setattr(owner, name, kept)
+
+        self._standing[id(owner), name] = restore
+
+    # ------------------------------------------------------------------ what stands there
+
+    def _is_heard(self) -> bool:
+        return self._is_on and not self._depth.inside and not is_being_captured()
+
+    def _issuing(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def issue(group: Any, *args: Any, **kwargs: Any) -> Any:
+            if is_compiling() or not self._is_heard():
+                return original(group, *args, **kwargs)
+            return self._told(name, group, original, args, kwargs)
+
+        return issue
+
+    def _operating(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def operate(*args: Any, **kwargs: Any) -> Any:
+            if is_compiling() or not self._is_heard():
+                return original(*args, **kwargs)
+            return self._told(name, None, original, args, kwargs)
+
+        return operate
+
+    def _told(
+        self,
+        name: str,
+        group: Any,
+        original: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        told: list[Any] = []
+        self._begins(told, name, group, args, kwargs)
+        self._depth.inside += 1
+        has_returned = False
+        try:
+            if group is None:
+                result = original(*args, **kwargs)
+            else:
+                result = original(group, *args, **kwargs)
+            has_returned = True
+        finally:
+            self._depth.inside -= 1
+            if not has_returned:
+                self._fails(told, sys.exc_info()[1])
+        self._ends(told, result)
+        return result
+
+    def _waiting(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
+            if is_compiling() or not self._is_heard():
+                return original(work, *args, **kwargs)
+            told: list[Any] = []
+            self._waits(told, work)
+            has_returned = False
+            try:
+                result = original(work, *args, **kwargs)
+                has_returned = True
+            finally:
+                if not has_returned:
+                    self._fails(told, sys.exc_info()[1])
+            self._ends(told, result)
+            return result
+
+        return wait
+
+    def _deriving(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def derive(work: Any) -> Any:
+            future = original(work)
+            if not is_compiling() and self._is_heard():
+                self._derives(work, future)
+            return future
+
+        return derive

@@ -1,0 +1,53 @@
+"""The memory that collectives of a session are still writing: not to be read before the program has
+waited for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+__all__ = ["InFlight", "memory_of"]
+
+
+class InFlight:
+    """Counts by storage; whoever adds a tensor keeps it alive until it is taken away again."""
+
+    def __init__(self) -> None:
+        self._writers: dict[int, int] = {}
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """True where a collective may still write what a plain tensor shows."""
+        if not self._writers:
+            return False
+        memory = memory_of(tensor)
+        return memory is not None and memory in self._writers
+
+    def add(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Take note that a collective is going to write these."""
+        for tensor in tensors:
+            memory = memory_of(tensor)
+            if memory is not None:
+                self._writers[memory] = self._writers.get(memory, 0) + 1
+
+    def remove(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Take note that it has."""
+        for tensor in tensors:
+            memory = memory_of(tensor)
+            left = 0 if memory is None else self._writers.get(memory, 0) - 1
+            if memory is not None:
+                if left > 0:
+                    self._writers[memory] = left
+                else:
+                    self._writers.pop(memory, None)
+
+
+def memory_of(tensor: torch.Tensor) -> int | None:
+    """Return what stands for the storage behind a tensor while that lives; None without one."""
+    if tensor.layout is not torch.strided:
+        return None
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (RuntimeError, NotImplementedError):  # nested, functorch: they have none
+        return None

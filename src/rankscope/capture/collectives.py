@@ -1,0 +1,322 @@
+"""What a call of torch's process groups or functional collectives says: which collective it is, of
+whom, on which tensors. Nothing is issued here, and no tensor is read.
+
+Process groups take each collective in several ways (torch's own functions hand over an object of
+options, the methods may be called with a root or a reduction in its place); both are known.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from rankscope.capture.torch_internals import group_named, group_ranks
+from rankscope.record.collective import Collective
+
+__all__ = [
+    "FUNCTIONAL",
+    "METHODS",
+    "Form",
+    "Groups",
+    "Issued",
+    "Where",
+    "read_functional",
+    "read_method",
+    "tensors_in",
+]
+
+_C10D: Final = "torch.distributed.distributed_c10d"
+_BETWEEN: Final = frozenset({_C10D, "torch.distributed.c10d_logger", "typing_extensions"})
+"""Modules of the frames between a process group's method and the program."""
+_MOST_FRAMES: Final = 16
+_OBJECTS: Final = frozenset(
+    {
+        "all_gather_object", "gather_object", "scatter_object_list", "broadcast_object_list",
+        "send_object_list", "recv_object_list",
+    }
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How a call names its tensors: positions, None where it has none."""
+
+    op: str
+    outputs: int | None
+    inputs: int | None
+    names: tuple[str, ...]
+    """Of the parameters, as keywords."""
+    extra: int
+    """Position of the options, or of the root or reduction in their place."""
+    root: str = ""
+    """What the root of it is called: "src", "dst" or, between two ranks, "peer"."""
+
+
+_IN_PLACE = ("tensors",)
+_BASE = ("output", "input")
+_LISTS = ("output_tensors", "input_tensors")
+_SCATTERED = ("outputTensor", "inputTensor")
+_COALESCED = ("outputs", "inputs")
+_SPLIT = (*_BASE, "output_split_sizes", "input_split_sizes")
+
+METHODS: Final[dict[str, Form]] = {
+    "allreduce": Form("all_reduce", 0, 0, _IN_PLACE, 1),
+    "allreduce_coalesced": Form("all_reduce_coalesced", 0, 0, _IN_PLACE, 1),
+    "broadcast": Form("broadcast", 0, 0, _IN_PLACE, 1, "src"),
+    "reduce": Form("reduce", 0, 0, _IN_PLACE, 1, "dst"),
+    "allgather": Form("all_gather", 0, 1, _LISTS, 2),
+    "allgather_coalesced": Form("all_gather_coalesced", 0, 1, ("output_lists", "input_list"), 2),
+    "all_gather_single": Form("all_gather_into_tensor", 0, 1, _BASE, 2),
+    "_allgather_base": Form("all_gather_into_tensor", 0, 1, _BASE, 2),
+    "all_gather_single_coalesced": Form("all_gather_into_tensor_coalesced", 0, 1, _COALESCED, 2),
+    "allgather_into_tensor_coalesced": Form(
+        "all_gather_into_tensor_coalesced", 0, 1, _COALESCED, 2
+    ),
+    "gather": Form("gather", 0, 1, _LISTS, 2, "dst"),
+    "scatter": Form("scatter", 0, 1, _LISTS, 2, "src"),
+    "reduce_scatter": Form("reduce_scatter", 0, 1, _LISTS, 2),
+    "reduce_scatter_single": Form("reduce_scatter_tensor", 0, 1, _SCATTERED, 2),
+    "_reduce_scatter_base": Form("reduce_scatter_tensor", 0, 1, _SCATTERED, 2),
+    "reduce_scatter_single_coalesced": Form("reduce_scatter_tensor_coalesced", 0, 1, _COALESCED, 2),
+    "reduce_scatter_tensor_coalesced": Form("reduce_scatter_tensor_coalesced", 0, 1, _COALESCED, 2),
+    "alltoall": Form("all_to_all", 0, 1, _LISTS, 2),
+    "all_to_all_single": Form("all_to_all_single", 0, 1, _SPLIT, 4),
+    "alltoall_base": Form("all_to_all_single", 0, 1, _SPLIT, 4),
+    "barrier": Form("barrier", None, None, (), 0),
+    "monitored_barrier": Form("monitored_barrier", None, None, (), 0),
+    "send": Form("send", None, 0, ("tensors", "dstRank", "tag"), 3, "peer"),
+    "recv": Form("recv", 0, None, ("tensors", "srcRank", "tag"), 3, "peer"),
+    "recv_anysource": Form("recv", 0, None, ("tensors", "tag"), 2, "peer"),
+}
+"""Methods of a process group that issue something."""
+
+FUNCTIONAL: Final[dict[tuple[str, str], str]] = {
+    ("_c10d_functional", "all_reduce"): "all_reduce",
+    ("_c10d_functional", "all_reduce_"): "all_reduce",
+    ("_c10d_functional", "all_reduce_coalesced"): "all_reduce_coalesced",
+    ("_c10d_functional", "all_reduce_coalesced_"): "all_reduce_coalesced",
+    ("_c10d_functional", "broadcast"): "broadcast",
+    ("_c10d_functional", "broadcast_"): "broadcast",
+    ("_c10d_functional", "all_gather_into_tensor"): "all_gather_into_tensor",
+    ("_c10d_functional", "all_gather_into_tensor_out"): "all_gather_into_tensor",
+    ("_c10d_functional", "all_gather_into_tensor_coalesced"): "all_gather_into_tensor_coalesced",
+    ("_c10d_functional", "reduce_scatter_tensor"): "reduce_scatter_tensor",
+    ("_c10d_functional", "reduce_scatter_tensor_out"): "reduce_scatter_tensor",
+    ("_c10d_functional", "reduce_scatter_tensor_coalesced"): "reduce_scatter_tensor_coalesced",
+    ("_c10d_functional", "all_to_all_single"): "all_to_all_single",
+    ("_dtensor", "shard_dim_alltoall"): "all_to_all_single",
+}
+"""Operators behind functional collectives, by namespace and name: the last text argument is the
+group, the one before it (if any) the reduction."""
+
+
+class Where(NamedTuple):
+    """What a call does not say of itself."""
+
+    issuer: str
+    """One of `record.collective.ISSUERS`."""
+    at: str
+    """The line of the program that made it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Issued:
+    """One call, read before it runs."""
+
+    collective: Collective
+    inputs: tuple[torch.Tensor, ...]
+    outputs: tuple[torch.Tensor, ...]
+    """What it writes: for a functional collective nothing before it has returned."""
+
+
+class Groups:
+    """Names and members of process groups, each looked up once; keeps none alive."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[Any], str, tuple[int, ...]]] = {}
+
+    def find(self, group: Any) -> tuple[str, tuple[int, ...]]:
+        """Return a group's name and global ranks, in its own order."""
+        known = self._known.get(id(group))
+        if known is not None and known[0]() is group:
+            return known[1], known[2]
+        members = group_ranks(group)
+        if members is None:  # not made by torch's functions: it knows its own numbers only
+            members = tuple(range(int(group.size())))
+        name = str(group.group_name)
+        self._known[id(group)] = weakref.ref(group), name, members
+        return name, members
+
+
+def read_method(
+    name: str,
+    group: Any,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    groups: Groups,
+    where: Where,
+) -> Issued:
+    """Return what a call of a process group's method says.
+
+    Args:
+        name: one of METHODS.
+        group: the process group.
+        args: behind it.
+        kwargs: of the call.
+        groups: names and members.
+        where: what is known beside the call itself.
+    """
+    form = METHODS[name]
+    taken = [*args, *(kwargs[key] for key in form.names[len(args) :] if key in kwargs)]
+    # a single tensor in place of a list of them comes under another keyword
+    taken += [kwargs[key] for key in ("tensor", "input_tensor") if key in kwargs]
+    extra = kwargs.get("opts", taken[form.extra] if len(taken) > form.extra else None)
+    group_name, members = groups.find(group)
+    reduce = getattr(extra, "reduceOp", None) or kwargs.get("op")
+    if reduce is None and form.op in _REDUCING:
+        reduce = _reduction_among(taken[1:])
+    callers = _public_callers()
+    is_between_two = form.root == "peer"
+    root = None
+    if form.root:
+        root = getattr(extra, "rootRank", None)
+        if root is None:
+            root = _root_among(name, taken, kwargs)
+    fields: dict[str, Any] = {form.root: _global(members, root)} if form.root else {}
+    if is_between_two:
+        fields["tag"] = int(taken[-1] if name != "send" or len(taken) > 2 else kwargs["tag"])
+    is_object = not callers.isdisjoint(_OBJECTS)
+    if is_between_two:
+        is_async = callers.isdisjoint({"send", "recv"})
+    else:
+        is_async = bool(getattr(extra, "asyncOp", name != "monitored_barrier"))
+    return Issued(
+        Collective(
+            op=form.op,
+            reduce=_reduction(reduce) if form.op in _REDUCING else None,
+            group=group_name,
+            members=members,
+            is_async=is_async,
+            is_object=is_object,
+            issuer=where.issuer,
+            at=where.at,
+            **fields,
+        ),
+        _tensors(taken, form.inputs),
+        _tensors(taken, form.outputs),
+    )
+
+
+_REDUCING: Final = frozenset(
+    {
+        "all_reduce", "all_reduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_tensor",
+        "reduce_scatter_tensor_coalesced",
+    }
+)  # fmt: skip
+
+
+def read_functional(
+    op: str, args: Sequence[Any], kwargs: dict[str, Any], groups: Groups, where: Where
+) -> Issued:
+    """Return what a call of a functional collective's operator says.
+
+    Args:
+        op: its word, of FUNCTIONAL.
+        args: of the call.
+        kwargs: of the call.
+        groups: names and members.
+        where: what is known beside the call itself.
+    """
+    taken = [*args, *kwargs.values()]
+    texts = [value for value in taken if isinstance(value, str)]
+    named = next(value for value in reversed(taken) if _is_group(value))
+    group = group_named(named) if isinstance(named, str) else named
+    name, members = groups.find(group)
+    src = None
+    if op == "broadcast":
+        src = _global(members, next(v for v in taken[1:] if isinstance(v, int)))
+    return Issued(
+        Collective(
+            op=op,
+            reduce=texts[0].lower() if op in _REDUCING else None,
+            group=name,
+            members=members,
+            is_async=True,
+            src=src,
+            issuer=where.issuer,
+            at=where.at,
+        ),
+        _tensors(taken, 0),
+        (),
+    )
+
+
+def _is_group(value: object) -> bool:
+    return isinstance(value, (str, torch.distributed.ProcessGroup))
+
+
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
+    """Yield the tensors of a tensor, or of lists of them."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from tensors_in(each)
+
+
+def _tensors(taken: Sequence[Any], position: int | None) -> tuple[torch.Tensor, ...]:
+    if position is None or position >= len(taken):
+        return ()
+    return tuple(tensors_in(taken[position]))
+
+
+def _global(members: tuple[int, ...], rank: int | None) -> int | None:
+    """Return the global rank of a group's own number; of one it does not have that number."""
+    if rank is None:
+        return None
+    number = int(rank)
+    return members[number] if 0 <= number < len(members) else number
+
+
+def _root_among(name: str, taken: Sequence[Any], kwargs: dict[str, Any]) -> int | None:
+    if name == "recv_anysource":
+        return -1
+    for key in ("root", "dstRank", "srcRank"):
+        if key in kwargs:
+            return int(kwargs[key])
+    return next((int(v) for v in taken[1:] if isinstance(v, int)), 0)
+
+
+def _reduction_among(taken: Sequence[Any]) -> Any:
+    kinds = (torch.distributed.ReduceOp, torch.distributed.ReduceOp.RedOpType)
+    return next((value for value in taken if isinstance(value, kinds)), None)
+
+
+def _reduction(reduce: Any) -> str:
+    """Return the word of a reduction: "sum" where none was named, as torch takes it."""
+    kind = getattr(reduce, "op", reduce)
+    return str(getattr(kind, "name", "SUM")).lower()
+
+
+def _public_callers() -> frozenset[str]:
+    """Return the names of torch.distributed's functions between a process group and the program."""
+    frame: FrameType | None = sys._getframe(1)
+    names = set()
+    is_inside = False
+    for _ in range(_MOST_FRAMES):
+        if frame is None:
+            break
+        module = frame.f_globals.get("__name__")
+        if module == _C10D:
+            names.add(frame.f_code.co_name)
+            is_inside = True
+        elif is_inside and module not in _BETWEEN:
+            break
+        frame = frame.f_back
+    return frozenset(names)

@@ -1,0 +1,52 @@
+"""`rankscope check`: what is wrong, where it began, and what followed from it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+__all__ = ["command"]
+
+EXIT_FINDING = 1
+
+
+def command(
+    trace: Annotated[
+        Optional[Path], typer.Argument(help="Trace folder; default the newest rankscope-* here.")  # noqa: UP045  # typer reads it on 3.10
+    ] = None,
+    layout: Annotated[
+        Optional[Path],  # noqa: UP045  # typer reads it on 3.10
+        typer.Option(
+            metavar="FILE",
+            envvar="RANKSCOPE_LAYOUT",
+            help="Declared layouts, for tensors that no DTensor describes.",
+        ),
+    ] = None,
+    is_all: Annotated[bool, typer.Option("--all", help="List every finding, victims too.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """Say which module, on which rank, went wrong first; exit 1 where something did."""
+    import json
+    import sys
+
+    from rankscope.cli.checktext import report_lines
+    from rankscope.cli.terminal import Paint, fitted, opened, progress, width
+    from rankscope.judge.check import check
+    from rankscope.judge.report import report_json
+    from rankscope.record.finding import Verdict
+    from rankscope.record.layoutfile import LayoutFile
+
+    layouts = None if layout is None else LayoutFile.load(layout)
+    found = opened(trace)
+    with progress() as say:
+        report = check(found, layouts, progress=say)
+    if as_json:
+        typer.echo(json.dumps(report_json(report)))
+    else:
+        columns = width()
+        for line in report_lines(found, report, Paint(sys.stdout), is_all=is_all):
+            for row in fitted(line, columns):
+                typer.echo(row)
+    raise typer.Exit(0 if report.verdict is Verdict.CLEAN else EXIT_FINDING)

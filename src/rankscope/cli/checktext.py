@@ -1,0 +1,113 @@
+"""A report as text: the answer in the first lines, then what it rests on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+
+from rankscope.cli.terminal import Paint
+from rankscope.record.finding import Finding, Report, Severity, Verdict
+from rankscope.tree.ranks import ranks_named
+from rankscope.tree.reader import Trace
+from rankscope.tree.summary import counted, extent, state
+
+__all__ = ["report_lines"]
+
+_MOST = 5
+"""Findings of one kind and event that are listed one by one."""
+_STYLES = {Verdict.CLEAN: "green", Verdict.FAULT: "red", Verdict.INCOMPLETE: "yellow"}
+
+
+def report_lines(
+    trace: Trace, report: Report, paint: Paint, *, is_all: bool = False
+) -> Iterator[str]:
+    """Yield the lines of a report."""
+    origins = report.origins
+    warnings = [f for f in report.findings if f.severity is Severity.WARNING]
+    yield _verdict(report, paint)
+    if origins:
+        first = origins[0]
+        yield f"  first: {paint('bold', first.message)}"
+        yield f"  where: {_where(first)}"
+        yield f"  infected: {_infected(first)}"
+        yield f"  look at: {first.advice}"
+    yield paint("dim", f"{trace.path}  {extent(trace)}, {state(trace)}")
+    yield from _section("origins", origins, is_all=is_all, paint=paint)
+    yield from _section("warnings", warnings, is_all=is_all, paint=paint)
+    if is_all:
+        victims = [f for f in report.findings if not f.is_origin and f not in warnings]
+        yield from _section("victims", victims, is_all=True, paint=paint)
+    yield from _coverage(report)
+
+
+def _verdict(report: Report, paint: Paint) -> str:
+    word = paint(_STYLES[report.verdict], report.verdict.value)
+    origins = report.origins
+    if origins:
+        kinds = ", ".join(dict.fromkeys(f.kind.value for f in origins))
+        return f"{word}: {kinds}, {counted(len(origins), 'origin')}"
+    if report.verdict is Verdict.INCOMPLETE:
+        if not report.compared:
+            return f"{word}: nothing in this trace could be compared"
+        return f"{word}: no fault in what is here, but records are missing (rankscope verify)"
+    return f"{word}: {counted(report.compared, 'value')} looked at, nothing is wrong with them"
+
+
+def _where(finding: Finding) -> str:
+    micro = "" if finding.micro_batch is None else f", micro-batch {finding.micro_batch}"
+    return (
+        f"{finding.path or '(root)'}  {finding.slot or ''}  {ranks_named(finding.ranks)}, "
+        f"{finding.phase.word} of {finding.mode.word} step {finding.step}{micro}"
+    )
+
+
+def _infected(finding: Finding) -> str:
+    if not finding.victims:
+        return "nothing else that was recorded"
+    names = ", ".join(finding.victim_names)
+    more = ", ..." if finding.victims > len(finding.victim_names) else ""
+    return f"{counted(finding.victims, 'value')}{f': {names}{more}' if names else ''}"
+
+
+def _section(
+    title: str, findings: Sequence[Finding], *, is_all: bool, paint: Paint
+) -> Iterator[str]:
+    if not findings:
+        return
+    yield ""
+    yield paint("bold", title)
+    groups: dict[tuple[object, ...], list[Finding]] = {}
+    for finding in findings:
+        key = (finding.kind, finding.phase, finding.mode, finding.step, finding.micro_batch)
+        groups.setdefault(key, []).append(finding)
+    for group in groups.values():
+        shown = group if is_all else group[:_MOST]
+        for finding in shown:
+            yield f"  {finding.kind.value}  {_where(finding)}"
+            yield f"    {finding.message}"
+            if finding.is_origin and finding is group[0]:
+                yield from _evidence(finding)
+        if len(group) > len(shown):
+            yield f"  ... and {len(group) - len(shown)} more of that kind in that step (--all)"
+
+
+def _evidence(finding: Finding) -> Iterator[str]:
+    for name, value in finding.evidence.items():
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            for each in value:
+                text = "  ".join(f"{key} {part}" for key, part in each.items())
+                yield f"    {name}: {text}"
+        elif value not in (None, [], ""):
+            text = value if isinstance(value, str) else json.dumps(value)
+            yield f"    {name}: {text}"
+    if finding.victims:
+        yield f"    infected: {_infected(finding)}"
+
+
+def _coverage(report: Report) -> Iterator[str]:
+    yield ""
+    yield f"looked at: {counted(report.compared, 'value')}"
+    for skipped in report.skipped:
+        yield f"not compared between ranks: {counted(skipped.count, 'value')}: {skipped.reason}"
+    for note in report.notes:
+        yield f"note: {note}"

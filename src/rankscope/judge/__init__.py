@@ -1,0 +1,1 @@
+"""Verdicts: what is wrong in a trace, where it began, and what followed from it."""

@@ -1,0 +1,133 @@
+"""`check`: one pass over a trace, every rule on every step, and the verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Final
+
+import numpy as np
+
+from rankscope.errors import TraceError
+from rankscope.judge.clock import Clock
+from rankscope.judge.endings import ended_badly, is_in_order
+from rankscope.judge.joins import joins_of
+from rankscope.judge.layouts import Layouts
+from rankscope.judge.observed import Moment, moment_of
+from rankscope.judge.order import Join
+from rankscope.judge.peers import fsdp_axes
+from rankscope.judge.replicas import Replicas
+from rankscope.judge.report import made_report
+from rankscope.judge.rules.collectives import mismatched_collectives
+from rankscope.judge.rules.data import duplicate_batches
+from rankscope.judge.rules.equality import unequal_replicas
+from rankscope.judge.rules.exchanged import wrong_exchanges
+from rankscope.judge.rules.nonfinite import nonfinite_origins
+from rankscope.judge.rules.parameters import parameters_left, remember_parameters
+from rankscope.judge.rules.recompute import changed_recomputations
+from rankscope.judge.rules.siblings import lost_reductions
+from rankscope.judge.rules.stages import mixed_up_micro_batches
+from rankscope.judge.rules.structure import different_calls, different_kinds
+from rankscope.judge.scene import Life, Scene
+from rankscope.judge.standing import tell_standstills
+from rankscope.judge.suspects import Ledger, Suspect
+from rankscope.record.call import Phase
+from rankscope.record.finding import Report
+from rankscope.record.layoutfile import LayoutFile
+from rankscope.tree.names import Progress
+from rankscope.tree.reader import Step, Trace
+
+__all__ = ["check"]
+
+Rule = Callable[[Moment, Scene], Iterator[Suspect]]
+STEP_RULES: Final[tuple[Rule, ...]] = (
+    nonfinite_origins,
+    unequal_replicas,
+    lost_reductions,
+    different_kinds,
+    different_calls,
+    mismatched_collectives,
+    wrong_exchanges,
+    mixed_up_micro_batches,
+    changed_recomputations,
+    parameters_left,
+    duplicate_batches,
+)
+"""Applied to every step and setup, in this order."""
+
+
+_LAST_STEPS: Final = 3
+"""How many steps at the end of a job are asked where its ranks stand."""
+
+
+def check(
+    trace: Trace, layouts: LayoutFile | None = None, *, progress: Progress | None = None
+) -> Report:
+    """Say what is wrong in a trace, without a reference.
+
+    Args:
+        trace: an open trace.
+        layouts: declared layouts, for values that no DTensor describes.
+        progress: told how far it is.
+
+    Raises:
+        LayoutError: the layout file is for another number of ranks, or contradicts itself.
+        TraceError: the trace is damaged.
+    """
+    columns = {name: np.asarray(column) for name, column in trace.columns().items()}
+    try:
+        scene = Scene(
+            run=trace.run,
+            columns=columns,
+            layouts=Layouts(layouts, int(trace.run["world_size"])),
+            clock=Clock(columns),
+            ledger=Ledger(),
+        )
+    except KeyError as error:
+        raise TraceError(f"{trace.path}: the values have no column {error}") from error
+    steps = [*trace.setup, *trace.steps]
+    suspects: list[Suspect] = []
+    for number, step in enumerate(steps):
+        if progress is not None:
+            progress("checking", number / len(steps))
+        suspects += _judged(step, scene)
+    if not is_in_order(trace) and steps:
+        lives = max(step.incarnation for step in steps)
+        final = [step for step in steps if step.incarnation == lives][-_LAST_STEPS:]
+        suspects += ended_badly(trace, scene, [moment_of(step, columns) for step in final])
+    tell_standstills(trace, scene, suspects)
+    joins: list[Join] = []
+    if len(suspects) > 1:
+        for step in steps:
+            joins += joins_of(moment_of(step, columns), scene)
+    return made_report(trace, scene, suspects, joins)
+
+
+def _judged(step: Step, scene: Scene) -> list[Suspect]:
+    moment = moment_of(step, scene.columns)
+    if moment.is_setup:
+        scene.lives[moment.incarnation] = Life(
+            replicas=Replicas(moment),
+            wrappers=frozenset(w for call in moment.calls for w in call.node.wrappers),
+            data_axes=fsdp_axes(moment),
+            placed={
+                (held.call.path, held.slot[6:]): held.views[0].placements
+                for held in moment.values(Phase.SETUP)
+                if held.slot.startswith("param:") and held.source == "dtensor"
+            },
+            owners={call.path: call.ranks for call in moment.calls if call.held},
+        )
+    found = [suspect for rule in STEP_RULES for suspect in rule(moment, scene)]
+    remember_parameters(moment, scene)
+    _count_skipped(moment, scene)
+    scene.ledger.next_moment()
+    return found
+
+
+def _count_skipped(moment: Moment, scene: Scene) -> None:
+    """Count the values of several ranks that nothing was compared of."""
+    for call in moment.calls:
+        for held in call.held.values():
+            if held.dtype == "python" or len(held.ranks) < 2 or scene.ledger.is_counted(held):
+                continue
+            reason = "layout unknown" if held.source == "unknown" else "held once"
+            scene.ledger.skip(reason if held.is_known.any() else "not digested")

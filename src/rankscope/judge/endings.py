@@ -1,0 +1,374 @@
+"""How a job ended: ranks that crashed, ranks that wait for others, ranks that never came.
+
+Read from the records alone: what each rank did last, which calls it did not leave, in which
+collective it stands, and which members of that collective's group did not issue it.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.judge.issues import MESSAGES, Issue, issues_of
+from rankscope.judge.observed import Call, Moment
+from rankscope.judge.scene import Scene
+from rankscope.judge.suspects import Suspect, suspect_at
+from rankscope.record.finding import Kind
+from rankscope.record.run import EndReason
+from rankscope.tree.ranks import ranks_named, ranks_text
+from rankscope.tree.reader import Trace
+from rankscope.tree.summary import crashes
+
+__all__ = ["ended_badly", "is_in_order"]
+
+Array = NDArray[Any]
+_ORDERLY: Final = frozenset({EndReason.EXIT.value, EndReason.CLOSED.value})
+_PEER_LOST: Final = re.compile(
+    r"timed? ?out|connection (closed|reset|refused)|broken pipe|closed by peer|Dist\w+Error|"
+    r"gloo|NCCL|Watchdog",
+    re.IGNORECASE,
+)
+"""What a rank says whose peer is gone or did not come: a consequence."""
+_MOST_LISTED: Final = 16
+_FEWEST_S: Final = 3.0
+_TIMES_LONGEST: Final = 3.0
+"""A rank of a job that lives counts as waiting once it has stood in a collective this many times as
+long as any rank did in the last steps, and `_FEWEST_S` at least."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Last:
+    """What a rank did last."""
+
+    moment: Moment
+    call: Call
+    """The call it entered last."""
+    time_ns: int
+    stack: tuple[str, ...]
+    """Paths of the calls it did not leave, outermost first."""
+    waiting: Issue | None
+    """The collective it stands in."""
+    error: str
+
+
+def is_in_order(trace: Trace) -> bool:
+    """True where every rank's last life ended by itself."""
+    return all(how in _ORDERLY for how in _ends(trace).values())
+
+
+def _ends(trace: Trace) -> dict[int, str]:
+    return {rank["rank"]: str(rank["end"]) for rank in trace.completeness["ranks"]}
+
+
+def ended_badly(trace: Trace, scene: Scene, moments: Sequence[Moment]) -> Iterator[Suspect]:
+    """Yield a suspect for every hang and every crash.
+
+    Args:
+        trace: the trace, for how its ranks ended.
+        scene: the scene of the check.
+        moments: the last steps of the last life.
+    """
+    ends = _ends(trace)
+    last = _last_of(moments, scene)
+    if trace.is_live:
+        least_s = _patience_s(moments, scene)
+        last = {rank: each for rank, each in last.items() if _has_waited(each, least_s)}
+    hangs = list(_hangs(moments, scene, last, ends))
+    yield from hangs
+    yield from _crashes(trace, last, ends, is_explained=bool(hangs))
+
+
+def _has_waited(each: _Last, least_s: float) -> bool:
+    """False for a rank of a living job that came to its collective just now."""
+    return each.waiting is None or time.time() - each.time_ns / 1e9 >= least_s
+
+
+def _patience_s(moments: Sequence[Moment], scene: Scene) -> float:
+    """Return how long a rank of a living job may stand in a collective before it counts."""
+    longest_ns = 0
+    for moment in moments:
+        for issue in issues_of(moment):
+            begins, ends = scene.clock.span(issue.call, issue.ranks)
+            longest_ns = max(longest_ns, int((ends - begins).max()))
+    return max(_FEWEST_S, _TIMES_LONGEST * longest_ns / 1e9)
+
+
+# ---- what ranks did last -------------------------------------------------------------------------
+
+
+def _last_of(moments: Sequence[Moment], scene: Scene) -> dict[int, _Last]:
+    found: dict[int, _Last] = {}
+    for moment in moments:
+        issues = list(issues_of(moment))
+        latest: dict[int, tuple[int, Call]] = {}
+        opened: dict[int, list[tuple[int, str]]] = {}
+        errors: dict[int, str] = {}
+        for call in moment.calls:
+            times = scene.clock.of_call(call, call.ranks).tolist()
+            at = dict(zip(call.ranks.tolist(), times))
+            for rank, time_ns in at.items():
+                if rank not in latest or time_ns >= latest[rank][0]:
+                    latest[rank] = (time_ns, call)
+            for outcome in call.node.outcomes if call.node.status != "returned" else ():
+                for rank in outcome.ranks:
+                    if outcome.status == "unfinished":
+                        opened.setdefault(rank, []).append((at[rank], call.path))
+                    elif outcome.status == "raised":
+                        errors[rank] = outcome.error
+        for rank, (time_ns, call) in latest.items():
+            if rank in found and found[rank].time_ns > time_ns:
+                continue
+            found[rank] = _Last(
+                moment=moment,
+                call=call,
+                time_ns=time_ns,
+                stack=tuple(dict.fromkeys(path for _, path in sorted(opened.get(rank, ())))),
+                waiting=next((i for i in issues if _stands_in(i, rank)), None),
+                error=errors.get(rank, ""),
+            )
+    return found
+
+
+def _stands_in(issue: Issue, rank: int) -> bool:
+    """True where a rank did not come back from a collective, or came back without its peers."""
+    if rank not in issue.ranks:
+        return False
+    return any(
+        rank in outcome.ranks
+        and (
+            outcome.status == "unfinished"
+            or (outcome.status == "raised" and bool(_PEER_LOST.search(outcome.error)))
+        )
+        for outcome in issue.call.node.outcomes
+    )
+
+
+# ---- hangs ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Hang:
+    """Ranks that stand in a collective, and the members that did not come."""
+
+    moment: Moment
+    issue: Issue
+    """The first collective of the group to which the missing did not come."""
+    waiting: tuple[int, ...]
+    missing: tuple[int, ...]
+
+
+def _hangs(
+    moments: Sequence[Moment], scene: Scene, last: dict[int, _Last], ends: dict[int, str]
+) -> Iterator[Suspect]:
+    found: list[_Hang] = []
+    for moment in moments:
+        issues = [i for i in issues_of(moment) if i.op not in MESSAGES]
+        seen: set[tuple[str, int]] = set()
+        for rank, each in sorted(last.items()):
+            stands = each.waiting
+            if each.moment is not moment or stands is None or stands.op in MESSAGES:
+                continue
+            key = (stands.group, stands.sequence)
+            if ends.get(rank) in _ORDERLY or key in seen:
+                continue
+            seen.add(key)
+            hang = _hang(moment, issues, stands, last)
+            if hang is not None:
+                found.append(hang)
+    for hang in found:
+        after = [h for h in found if h is not hang and _is_because_of(h, hang, moments, scene)]
+        yield _hang_suspect(scene, hang, after, last)
+
+
+def _is_because_of(later: _Hang, hang: _Hang, moments: Sequence[Moment], scene: Scene) -> bool:
+    """True where those who are missing in `later` wait in `hang`, and would come to it first."""
+    if not set(later.missing) <= set(hang.waiting):
+        return False
+    one, other = hang.issue.call, later.issue.call
+    for moment in reversed(moments):
+        a, b = _same_call(moment, one), _same_call(moment, other)
+        common = np.intersect1d(a.ranks, b.ranks)[:1] if a and b else None
+        if a is not None and b is not None and common is not None and len(common):
+            return bool(scene.clock.of_call(a, common) < scene.clock.of_call(b, common))
+    calls = hang.moment.calls
+    return calls.index(one) < calls.index(other) if one in calls and other in calls else False
+
+
+def _same_call(moment: Moment, call: Call) -> Call | None:
+    alike = (
+        each
+        for each in moment.named(call.path)
+        if (each.phase, each.ordinal, each.micro_batch)
+        == (call.phase, call.ordinal, call.micro_batch)
+    )
+    return next(alike, None)
+
+
+def _hang(
+    moment: Moment, issues: list[Issue], stands: Issue, last: dict[int, _Last]
+) -> _Hang | None:
+    """Return who did not come to the collective in which ranks stand."""
+    group = [issue for issue in issues if issue.group == stands.group]
+    came = {r for i in group if i.sequence == stands.sequence for r in i.ranks.tolist()}
+    waiting = sorted(r for r in came if r in last and last[r].waiting is not None)
+    missed, missing = _first_missed(group, stands, waiting)
+    if missed is None:
+        return None
+    left = [rank for rank in waiting if rank not in missing] or waiting
+    return _Hang(moment=moment, issue=missed, waiting=tuple(left), missing=tuple(missing))
+
+
+def _hang_suspect(scene: Scene, hang: _Hang, after: list[_Hang], last: dict[int, _Last]) -> Suspect:
+    def evidence() -> dict[str, Any]:
+        return {
+            "waiting": [
+                {
+                    "rank": rank,
+                    "path": each.waiting.call.path,
+                    "collective": each.waiting.slot,
+                    "op": each.waiting.op,
+                    "group": each.waiting.group,
+                }
+                for rank, each in sorted(last.items())
+                if each.waiting is not None
+            ][:_MOST_LISTED],
+            "missing": ranks_text(hang.missing),
+            "last": [_last_words(r, each) for r, each in sorted(last.items())][:_MOST_LISTED],
+        }
+
+    issue = hang.issue
+    members, times = _when(scene, hang, after, last)
+    heard = [
+        f"rank {r} was last in {last[r].call.path or '(root)'}" for r in hang.missing if r in last
+    ]
+    return suspect_at(
+        hang.moment,
+        issue.call,
+        Kind.HANG,
+        issue.slot,
+        hang.missing,
+        members,
+        times,
+        f"{ranks_named(hang.waiting)} wait{'s' if len(hang.waiting) == 1 else ''} for "
+        f"{ranks_named(hang.missing)}, who never came to this {issue.op} of "
+        f"{ranks_named(sorted(issue.members))}{'; ' if heard else ''}{', '.join(heard[:4])}",
+        evidence=evidence,
+        priority=-4,
+    )
+
+
+def _when(
+    scene: Scene, hang: _Hang, after: list[_Hang], last: dict[int, _Last]
+) -> tuple[Array, Array]:
+    """Return who is part of a hang, and since when.
+
+    Who waits does since it came. Who is missing is after all it did, so what went wrong there
+    before is the cause; but before what it waits in itself where that is because of this hang.
+    """
+    issue = hang.issue
+    there = np.array([r for r in hang.waiting if r in issue.ranks] or hang.waiting, np.int64)
+    away = [rank for rank in hang.missing if rank in last]
+    late = {rank: h.issue.call for h in after for rank in h.waiting}
+    left = [
+        int(scene.clock.of_call(late[rank], np.array([rank]))[0]) - 1
+        if rank in late
+        else last[rank].time_ns + 2
+        for rank in away
+    ]
+    times = np.concatenate([scene.clock.of_call(issue.call, there), np.array(left, np.int64)])
+    return np.concatenate([there, np.array(away, np.int64)]), times
+
+
+def _last_words(rank: int, each: _Last) -> dict[str, Any]:
+    return {
+        "rank": rank,
+        "path": each.call.path,
+        "phase": each.call.phase.word,
+        "open": list(each.stack),
+    }
+
+
+def _first_missed(
+    group: list[Issue], stands: Issue, waiting: list[int]
+) -> tuple[Issue | None, list[int]]:
+    """Return the first collective that members did not come to, and those members.
+
+    A rank that skipped one may stand in the next as if it were this one: sites tell.
+    """
+    lines: dict[int, list[Issue]] = {rank: [] for rank in stands.members}
+    for issue in sorted(group, key=lambda i: i.sequence):
+        for rank in issue.ranks.tolist():
+            lines.setdefault(rank, []).append(issue)
+    own = lines[waiting[0]] if waiting else lines[int(stands.ranks[0])]
+    for place, issue in enumerate(own):
+        absent = [
+            rank
+            for rank in stands.members
+            if len(lines[rank]) <= place or not _is_same_site(lines[rank][place], issue)
+        ]
+        if absent and len(absent) < len(stands.members):
+            return issue, sorted(absent)
+    return None, []
+
+
+def _is_same_site(one: Issue, other: Issue) -> bool:
+    return one.call is other.call or one.site == other.site
+
+
+# ---- crashes -------------------------------------------------------------------------------------
+
+
+def _crashes(
+    trace: Trace, last: dict[int, _Last], ends: dict[int, str], *, is_explained: bool
+) -> Iterator[Suspect]:
+    """Yield one suspect for every place where ranks were ended by an exception of their own, or by
+    a signal while others went on."""
+    errors = {crash.rank: (crash.path, crash.error) for crash in crashes(trace)}
+    raised = {rank for rank, end in ends.items() if end == EndReason.RAISED.value}
+    told: dict[tuple[str, str], list[int]] = {}
+    for rank in sorted(raised):
+        path, error = errors.get(rank, ("", "an exception outside of any module's call"))
+        told.setdefault((path, error), []).append(rank)
+    own = {key: ranks for key, ranks in told.items() if not _PEER_LOST.search(key[1])}
+    if not own and not is_explained:
+        own = told
+    for (path, error), ranks in own.items():
+        yield from _crash(ranks, path, error, last, ends)
+    lost = [rank for rank, end in ends.items() if end == EndReason.LOST.value]
+    if lost and not own and not is_explained and len(lost) < len(ends):
+        path = last[lost[0]].call.path if lost[0] in last else ""
+        text = "gone without an exception: killed by a signal, aborted, or left by os._exit"
+        yield from _crash(lost, path, text, last, ends)
+
+
+def _crash(
+    ranks: list[int], path: str, error: str, last: dict[int, _Last], ends: dict[int, str]
+) -> Iterator[Suspect]:
+    known = [rank for rank in ranks if rank in last]
+    if not known:
+        return
+    each = last[known[0]]
+    at = [call for call in each.moment.named(path) if known[0] in call.ranks]
+    members = np.array(known, np.int64)
+    suspect = suspect_at(
+        each.moment,
+        at[-1] if at else each.call,
+        Kind.CRASH,
+        "",
+        ranks,
+        members,
+        np.array([last[rank].time_ns for rank in known], np.int64) + 1,
+        f"{ranks_named(ranks)}: {error}",
+        evidence=lambda: {
+            "last": [_last_words(rank, last[rank]) for rank in known][:_MOST_LISTED],
+            "ends": {str(rank): end for rank, end in sorted(ends.items())[:_MOST_LISTED]},
+        },
+    )
+    suspect.path = path
+    yield suspect

@@ -1,0 +1,100 @@
+"""Collectives as the ranks issued them: who called what, with whom, as which of its group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.judge.observed import Call, Moment
+from rankscope.record.call import Phase
+from rankscope.tree.ranks import parse_ranks
+
+__all__ = ["MESSAGES", "Issue", "Message", "issues_of", "messages_of"]
+
+Array = NDArray[Any]
+MESSAGES: Final = frozenset({"send", "recv"})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Issue:
+    """What some ranks issued alike in one call."""
+
+    call: Call
+    ranks: Array
+    facts: Mapping[str, Any]
+    """`collective` of docs/trace-format.md."""
+
+    @property
+    def op(self) -> str:
+        """torch.distributed's word."""
+        return str(self.facts.get("op", ""))
+
+    @property
+    def group(self) -> str:
+        """Name of the process group."""
+        return str(self.facts.get("group", ""))
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Of the group, in its own order, as these ranks mean it."""
+        return tuple(self.facts.get("members", ()))
+
+    @property
+    def sequence(self) -> int:
+        """Which of its group (a message: of its group, peer and tag) in the step."""
+        return int(self.facts.get("sequence", 0))
+
+    @property
+    def slot(self) -> str:
+        """Name of the call in findings."""
+        return f"collective.{self.call.ordinal}"
+
+    @property
+    def site(self) -> tuple[str, str]:
+        """Where in the program it was issued: the module, and the line if that was recorded."""
+        return self.call.path, str(self.facts.get("at", ""))
+
+    def __repr__(self) -> str:
+        return f"{self.op} {self.group}#{self.sequence} of {self.ranks.tolist()} in {self.call}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """A send and the recv that took it."""
+
+    sent: Issue
+    sender: int
+    received: Issue
+    receiver: int
+
+
+def issues_of(moment: Moment) -> Iterator[Issue]:
+    """Yield what ranks issued in one step."""
+    for call in moment.of(Phase.COLLECTIVE):
+        data = call.node.data
+        if "collective" in data:
+            yield Issue(call, call.ranks, data["collective"])
+        for each in data.get("collectives", ()):
+            yield Issue(call, np.array(parse_ranks(each["ranks"]), np.int64), each)
+
+
+def messages_of(issues: list[Issue]) -> Iterator[Message]:
+    """Yield every send with its recv, where both were recorded."""
+    sends = {
+        (issue.group, rank, issue.facts.get("peer"), issue.facts.get("tag"), issue.sequence): issue
+        for issue in issues
+        if issue.op == "send"
+        for rank in issue.ranks.tolist()
+    }
+    for issue in issues:
+        if issue.op != "recv":
+            continue
+        for rank in issue.ranks.tolist():
+            peer = issue.facts.get("peer")
+            sent = sends.get((issue.group, peer, rank, issue.facts.get("tag"), issue.sequence))
+            if sent is not None and peer is not None:
+                yield Message(sent=sent, sender=int(peer), received=issue, receiver=rank)

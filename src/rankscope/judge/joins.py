@@ -1,0 +1,93 @@
+"""What ranks did together, as far as a trace shows it: the joints of the order of causes.
+
+Recorded collectives and messages come first. Reductions of gradients run in C++ and show in no
+record, so the gradients just before an optimizer step join the ranks that hold parts of one
+parameter, or replicas of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.judge.issues import MESSAGES, Issue, Message, issues_of, messages_of
+from rankscope.judge.observed import Moment
+from rankscope.judge.order import Join
+from rankscope.judge.rules.stages import Edge, stage_edges
+from rankscope.judge.scene import Scene
+from rankscope.record.call import Phase
+
+__all__ = ["joins_of"]
+
+Array = NDArray[Any]
+_ONE_WAY: Final = {"broadcast", "scatter"}
+_TO_ONE: Final = {"reduce", "gather"}
+
+
+def joins_of(moment: Moment, scene: Scene) -> Iterator[Join]:
+    """Yield the joints of one step."""
+    issues = list(issues_of(moment))
+    for issue in issues:
+        if len(issue.ranks) > 1 and issue.op not in MESSAGES:
+            yield _collective(issue, scene)
+    for message in messages_of(issues):
+        yield _message(message, scene)
+    for edge in stage_edges(moment):
+        yield from _stage(edge, scene)
+    yield from _events(moment, scene)
+
+
+def _collective(issue: Issue, scene: Scene) -> Join:
+    ranks = issue.ranks
+    begins, ends = scene.clock.span(issue.call, ranks)
+    ends = np.maximum(ends, begins + 1)
+    every = np.ones(len(ranks), bool)
+    givers = ranks == issue.facts.get("src") if issue.op in _ONE_WAY else every
+    takers = ranks == issue.facts.get("dst") if issue.op in _TO_ONE else every
+    if not givers.any() or not takers.any():
+        givers = takers = every
+    return Join(
+        givers=ranks[givers], begins=begins[givers], takers=ranks[takers], ends=ends[takers]
+    )
+
+
+def _message(message: Message, scene: Scene) -> Join:
+    sender, receiver = np.array([message.sender]), np.array([message.receiver])
+    return Join(
+        givers=sender,
+        begins=scene.clock.of_call(message.sent.call, sender),
+        takers=receiver,
+        ends=scene.clock.of_call(message.received.call, receiver, is_end=True),
+    )
+
+
+def _stage(edge: Edge, scene: Scene) -> Iterator[Join]:
+    sender, receiver = np.array([edge.sender]), np.array([edge.receiver])
+    for micro in edge.sent.keys() & edge.taken.keys():
+        sent, taken = edge.sent[micro], edge.taken[micro]
+        if sent[1] == taken[1]:
+            yield Join(
+                givers=sender,
+                begins=scene.times(sent[0], sender),
+                takers=receiver,
+                ends=scene.times(taken[0], receiver),
+            )
+
+
+def _events(moment: Moment, scene: Scene) -> Iterator[Join]:
+    """Yield one joint for every group of ranks whose gradients were reduced together."""
+    seen: set[bytes] = set()
+    life = scene.life(moment.incarnation)
+    for held in moment.values(Phase.GRADS):
+        meshes = [np.sort(np.array(m.ranks, np.int64)) for v in held.views for m in v.meshes]
+        groups = meshes or list(life.replicas.lines)
+        for group in groups:
+            own = group[np.isin(group, held.ranks)]
+            if len(own) < 2 or own.tobytes() in seen or (not meshes and held.agree(own) is False):
+                continue
+            seen.add(own.tobytes())
+            times = scene.clock.of_call(held.call, own)
+            yield Join(givers=own, begins=times - 1, takers=own, ends=times)

@@ -1,0 +1,156 @@
+"""From suspects to the answer: origins, victims, verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rankscope.judge.order import Join, Order, Place, sort_causes
+from rankscope.judge.scene import Scene
+from rankscope.judge.suspects import Suspect
+from rankscope.judge.wording import advice_for
+from rankscope.record.finding import Finding, Report, Severity, Skipped, Verdict
+from rankscope.tree.ranks import ranks_named
+from rankscope.tree.reader import Trace
+
+__all__ = ["made_report", "report_json"]
+
+_MOST_EVENTS = 2_000
+"""Events that are put in order; what comes later by clock than that many counts as a victim."""
+_NAMED_VICTIMS = 5
+FORMAT = "rankscope.report/1"
+
+
+def made_report(
+    trace: Trace, scene: Scene, suspects: Sequence[Suspect], joins: Sequence[Join]
+) -> Report:
+    """Return the report of these suspects."""
+    faults = _told(s for s in suspects if s.severity is Severity.FAULT)
+    warnings = [s for s in suspects if s.severity is Severity.WARNING]
+    findings = _ordered(faults, joins)
+    findings += [_finding(w, is_origin=False, victims=[]) for w in warnings]
+    ledger = scene.ledger
+    skipped = tuple(Skipped(reason=r, count=n) for r, n in sorted(ledger.skipped.items()))
+    if faults:
+        verdict = Verdict.FAULT
+    elif not trace.is_complete or not (ledger.compared or findings):
+        verdict = Verdict.INCOMPLETE
+    else:
+        verdict = Verdict.CLEAN
+    return Report(
+        command="check",
+        verdict=verdict,
+        compared=ledger.compared,
+        skipped=skipped,
+        findings=tuple(findings),
+        notes=tuple(ledger.notes),
+    )
+
+
+def _told(suspects: Any) -> list[Suspect]:
+    """Return the suspects without those that say of one place again what another does."""
+    kept: dict[Any, Suspect] = {}
+    for s in suspects:
+        key = (s.incarnation, s.phase, s.mode, s.step, s.micro_batch, s.path, s.slot)
+        same = kept.get(key)
+        if same is None or s.priority < same.priority:
+            kept[key] = s
+    return list(kept.values())
+
+
+def _ordered(faults: list[Suspect], joins: Sequence[Join]) -> list[Finding]:
+    """Return findings, origins first, each followed in the list by nothing that caused it."""
+    events: dict[tuple[bytes, bytes], list[Suspect]] = {}
+    for fault in faults:
+        events.setdefault((fault.members.tobytes(), fault.times_ns.tobytes()), []).append(fault)
+    listed = sorted(events.values(), key=lambda e: _first_ns(e[0]))
+    near, far = listed[:_MOST_EVENTS], listed[_MOST_EVENTS:]
+    order = sort_causes([Place(ranks=e[0].members, times_ns=e[0].times_ns) for e in near], joins)
+    victims: dict[int, list[Suspect]] = {}
+    for index, origin in enumerate(order.origin_of):
+        if origin is not None:
+            victims.setdefault(origin, []).extend(near[index])
+    origins = [index for index, origin in enumerate(order.origin_of) if origin is None]
+    if origins:
+        victims.setdefault(origins[0], []).extend(s for event in far for s in event)
+    found = [
+        _finding(
+            suspect,
+            is_origin=True,
+            victims=victims.get(index, []),
+            beside=_beside(index, near, order),
+        )
+        for index in origins
+        for suspect in near[index]
+    ]
+    later = [s for group in victims.values() for s in group]
+    return found + [_finding(s, is_origin=False, victims=[]) for s in sorted(later, key=_first_ns)]
+
+
+def _first_ns(suspect: Suspect) -> int:
+    return int(suspect.times_ns.min()) if len(suspect.times_ns) else 0
+
+
+def _beside(index: int, events: list[list[Suspect]], order: Order) -> list[str]:
+    """Return the other origins that nothing puts before or after this one."""
+    others = {b if a == index else a for a, b in order.unordered if index in (a, b)}
+    return [f"{events[o][0].place} ({ranks_named(events[o][0].ranks)})" for o in sorted(others)][:4]
+
+
+def _finding(
+    suspect: Suspect, *, is_origin: bool, victims: list[Suspect], beside: Sequence[str] = ()
+) -> Finding:
+    evidence: dict[str, Any] = dict(suspect.evidence()) if is_origin or not victims else {}
+    if beside:
+        evidence["unordered"] = list(beside)
+    if suspect.incarnation:
+        evidence["incarnation"] = suspect.incarnation
+    names = dict.fromkeys(v.place for v in sorted(victims, key=_first_ns))
+    return Finding(
+        kind=suspect.kind,
+        severity=suspect.severity,
+        phase=suspect.phase,
+        mode=suspect.mode,
+        step=suspect.step,
+        micro_batch=suspect.micro_batch,
+        path=suspect.path,
+        slot=suspect.slot,
+        ranks=suspect.ranks,
+        is_origin=is_origin,
+        victims=sum(v.weight for v in victims) + suspect.weight - 1,
+        victim_names=tuple(names)[:_NAMED_VICTIMS],
+        evidence=evidence,
+        message=f"{suspect.place}: {suspect.message}",
+        advice=advice_for(suspect),
+    )
+
+
+def report_json(report: Report) -> dict[str, Any]:
+    """Return a report as JSON data (docs/commands/check.md)."""
+    return {
+        "format": FORMAT,
+        "command": report.command,
+        "verdict": report.verdict.value,
+        "compared": report.compared,
+        "skipped": [{"reason": s.reason, "count": s.count} for s in report.skipped],
+        "notes": list(report.notes),
+        "findings": [
+            {
+                "kind": f.kind.value,
+                "phase": f.phase.word,
+                "step": f.step,
+                "micro_batch": f.micro_batch,
+                "path": f.path,
+                "slot": f.slot,
+                "ranks": list(f.ranks),
+                "origin": f.is_origin,
+                "severity": f.severity.value,
+                "mode": f.mode.word,
+                "victims": f.victims,
+                "evidence": dict(f.evidence),
+                "message": f.message,
+                "advice": f.advice,
+            }
+            for f in report.findings
+        ],
+    }

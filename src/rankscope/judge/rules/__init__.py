@@ -1,0 +1,1 @@
+"""The rules: each takes one step over all ranks and yields what it finds wrong there."""

@@ -1,0 +1,208 @@
+"""Ranks that should hold the same value hold the same bytes.
+
+Applies to every value that a layout places whole on several ranks, and to plain parameters and
+gradients of which `judge/replicas.py` knows it. Hashes are compared. Only of values that replicas
+compute each for itself (activations, gradients) a distance within rounding counts as equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.judge.layouts import Same
+from rankscope.judge.numbers import (
+    differing_sides,
+    distance,
+    is_multiple,
+    minority,
+    rounding_of,
+    sides_text,
+)
+from rankscope.judge.observed import Held, Moment, is_input
+from rankscope.judge.scene import Life, Scene
+from rankscope.judge.suspects import Suspect, suspect_at
+from rankscope.record.call import Phase
+from rankscope.record.finding import Kind
+from rankscope.tree.ranks import ranks_named
+
+__all__ = ["differing_groups", "is_within_rounding", "unequal_replicas"]
+
+Array = NDArray[Any]
+_LOCAL: Final = frozenset({Phase.FORWARD, Phase.RECOMPUTE, Phase.BACKWARD, Phase.GRADS})
+"""Phases whose values replicas compute each for itself."""
+_PHASES: Final = (
+    Phase.SETUP,
+    Phase.FORWARD,
+    Phase.RECOMPUTE,
+    Phase.BACKWARD,
+    Phase.GRADS,
+    Phase.PARAMS,
+)
+
+
+def unequal_replicas(moment: Moment, scene: Scene) -> Iterator[Suspect]:
+    """Yield a suspect for every value whose replicas differ."""
+    life = scene.life(moment.incarnation)
+    for held in moment.values(*_PHASES):
+        same = scene.layouts.same(held)
+        if same is None and held.slot.startswith(("param:", "grad:")):
+            same = life.replicas.same(held, moment)
+        if same is None or not same.groups or _is_laid_otherwise(held, life):
+            continue
+        groups, is_applied = differing_groups(held, same.groups)
+        if is_applied:
+            scene.ledger.applied(held)
+        if groups and not _is_rounding(held, groups, scene, moment):
+            yield _suspect(moment, scene, held, same, groups)
+
+
+def _is_laid_otherwise(held: Held, life: Life) -> bool:
+    """True for the gradient of a parameter that is cut where the gradient is whole: each rank takes
+    its own part of it, and replicas of it do not go into anything together."""
+    if held.call.phase is not Phase.GRADS:
+        return False
+    placed = life.placed.get((held.call.path, held.slot[5:]))
+    return placed is not None and placed != held.views[0].placements
+
+
+def differing_groups(held: Held, groups: tuple[Array, ...]) -> tuple[list[Array], bool]:
+    """Return the groups whose ranks hold different bytes, and whether any could be compared.
+
+    Ranks that recorded nothing are left out of their group.
+    """
+    if len({len(group) for group in groups}) == 1:
+        matrix = np.stack(groups)
+        places = held.at(matrix)
+        if (places >= 0).all() and held.is_known[places].all():
+            hashes, counts = held.hashes[places], held.counts[places]
+            differ = (hashes != hashes[:, :1]) | (counts != counts[:, :1])
+            found = [groups[row] for row in np.flatnonzero(differ.any(axis=1))]
+            return [g for g in found if held.agree(g) is False], True
+    found, is_applied = [], False
+    for group in groups:
+        places = held.at(group)
+        present = group[(places >= 0) & held.is_known[np.maximum(places, 0)]]
+        if len(present) > 1:
+            answer = held.agree(present)
+            is_applied |= answer is not None
+            if answer is False:
+                found.append(present)
+    return found, is_applied
+
+
+def is_within_rounding(held: Held, groups: list[Array]) -> bool:
+    """True where what differs does so by rounding alone."""
+    allowed = rounding_of(held.dtype)
+    return bool(allowed) and all(distance(held, held.at(g)) <= allowed for g in groups)
+
+
+def _is_rounding(held: Held, groups: list[Array], scene: Scene, moment: Moment) -> bool:
+    life = scene.life(moment.incarnation)
+    key = (held.call.path, held.slot.partition(":")[2])
+    phase = held.call.phase
+    if phase is Phase.PARAMS:
+        return key in life.rounded
+    if phase not in _LOCAL or not is_within_rounding(held, groups):
+        return False
+    if phase is Phase.GRADS:
+        life.rounded.add(key)
+    scene.ledger.skip("equal within rounding, not bit by bit")
+    return True
+
+
+def _suspect(moment: Moment, scene: Scene, held: Held, same: Same, groups: list[Array]) -> Suspect:
+    blamed = np.concatenate([minority(g, held.hashes[held.at(g)]) for g in groups])
+    members = np.unique(np.concatenate(groups))
+    kind = _kind(moment, held, same, groups)
+    whose = ranks_named(blamed.tolist())
+    is_told = len(blamed) < len(members)
+    told = (
+        f"{whose} hold{'s' if len(blamed) == 1 else ''} another value than the other replicas"
+        if is_told
+        else f"{whose} should hold the same and do not"
+    )
+    if kind is Kind.PLACEMENT:
+        told = f"called Replicate(), but {told}"
+    if kind is Kind.GRADIENT:
+        told = f"{ranks_named(members.tolist())} each step with a gradient of their own data"
+
+    def evidence() -> dict[str, Any]:
+        found: dict[str, Any] = {
+            "layout": same.source,
+            "values": differing_sides(held, groups),
+            "relative_distance": _finite(max(distance(held, held.at(g)) for g in groups)),
+        }
+        if not is_told:
+            found["rank_resolution"] = "none"
+        if kind is not Kind.GRADIENT and all(is_multiple(held, held.at(g)) for g in groups):
+            found["scaled"] = True
+        return found
+
+    return suspect_at(
+        moment,
+        held.call,
+        kind,
+        held.slot,
+        blamed,
+        members,
+        scene.times(held, members),
+        f"{told} ({sides_text(held, groups[0])})",
+        evidence=evidence,
+    )
+
+
+def _finite(value: float) -> float | None:
+    return value if np.isfinite(value) else None
+
+
+def _kind(moment: Moment, held: Held, same: Same, groups: list[Array]) -> Kind:
+    phase = held.call.phase
+    if phase is Phase.GRADS:
+        return _gradient_kind(moment, held, groups)
+    if phase in (Phase.SETUP, Phase.PARAMS, Phase.BACKWARD) or same.source != "dtensor":
+        return Kind.REPLICA
+    if is_input(held.slot, phase):
+        return Kind.PLACEMENT
+    return Kind.PLACEMENT if _plain_entered(held, groups) else Kind.REPLICA
+
+
+def _plain_entered(held: Held, groups: list[Array]) -> bool:
+    """True where a plain tensor that differs on these ranks went into the call, or was made in
+    it: `from_local` called it replicated."""
+    call = held.call
+    sources = [*call.inputs, *(out for child in call.children for out in child.outputs)]
+    return any(
+        source.source == "unknown" and source.agree(group) is False
+        for source in sources
+        for group in groups
+    )
+
+
+def _gradient_kind(moment: Moment, held: Held, groups: list[Array]) -> Kind:
+    """Tell gradients of each rank's own data from reduced ones that were changed afterwards.
+
+    They are local where the module was handed different values on these ranks, and are no multiples
+    of each other (a gradient clipped on one rank alone is one).
+    """
+    if all(is_multiple(held, held.at(group)) for group in groups):
+        return Kind.REPLICA
+    handed = [
+        value.agree(group)
+        for call in moment.named(held.call.path)
+        if call.phase in (Phase.FORWARD, Phase.BACKWARD)
+        for value in call.inputs
+        for group in groups
+    ]
+    if not handed:
+        handed = [
+            value.agree(group)
+            for call in moment.named("")
+            if call.phase is Phase.FORWARD
+            for value in call.inputs
+            for group in groups
+        ]
+    return Kind.GRADIENT if False in handed or not handed else Kind.REPLICA

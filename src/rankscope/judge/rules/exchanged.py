@@ -1,0 +1,211 @@
+"""What a collective gave is what its inputs give, and what was received is what was sent.
+
+Outputs that a collective makes equal are compared by hash. Sums are held to the sketches of the
+inputs (they are linear), maxima to maxima, parts to means and norms; all within rounding. Only
+collectives of which every member was recorded are looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.judge.issues import MESSAGES, Issue, Message, issues_of, messages_of
+from rankscope.judge.numbers import ROUNDING, minority, rounding_of, sides
+from rankscope.judge.observed import Held, Moment
+from rankscope.judge.scene import Scene
+from rankscope.judge.suspects import Suspect, suspect_at
+from rankscope.record.finding import Kind
+from rankscope.record.value import ValueFlag
+from rankscope.tree.ranks import ranks_named
+
+__all__ = ["wrong_exchanges"]
+
+Array = NDArray[Any]
+_EQUAL_OUTPUTS: Final = frozenset(
+    {"all_reduce", "all_reduce_coalesced", "all_gather", "all_gather_into_tensor", "broadcast"}
+)
+_ADDED: Final = frozenset({*ROUNDING, "int32", "int64"})
+"""dtypes whose sums do not wrap around, or not in practice."""
+_SLACK: Final = 8
+"""Times the rounding of the dtype that a sum may be off, relative to the norms of its summands."""
+
+
+def wrong_exchanges(moment: Moment, scene: Scene) -> Iterator[Suspect]:
+    """Yield a suspect for every collective and message whose output is not what went in."""
+    issues = list(issues_of(moment))
+    for issue in issues:
+        if issue.op not in MESSAGES and len(issue.ranks) == len(issue.members) > 1:
+            yield from _judged(moment, scene, issue)
+    for message in messages_of(issues):
+        yield from _delivered(moment, scene, message)
+
+
+def _judged(moment: Moment, scene: Scene, issue: Issue) -> Iterator[Suspect]:
+    outputs = [h for s, h in issue.call.held.items() if s.split(".")[0] == "output"]
+    for number, output in enumerate(outputs):
+        if output.dtype == "python" or not _is_there(output, issue.ranks):
+            continue
+        problem = _unequal(issue, output) or _unlike_inputs(issue, output, number, len(outputs))
+        scene.ledger.applied(output)
+        if problem is not None:
+            text, blamed = problem
+            yield _suspect(moment, scene, issue, output, text, blamed)
+
+
+def _is_there(held: Held, ranks: Array) -> bool:
+    places = held.at(ranks)
+    return bool((places >= 0).all() and held.is_known[places].all())
+
+
+def _unequal(issue: Issue, output: Held) -> tuple[str, Array] | None:
+    if issue.op not in _EQUAL_OUTPUTS or output.agree(issue.ranks) is not False:
+        return None
+    blamed = minority(issue.ranks, output.hashes[output.at(issue.ranks)])
+    return "its output differs between ranks", blamed
+
+
+def _unlike_inputs(
+    issue: Issue, output: Held, number: int, outputs: int
+) -> tuple[str, Array] | None:
+    given = issue.call.held.get(f"input.{number}" if issue.op != "all_gather" else "input.0")
+    given = given or issue.call.held.get("input")
+    if given is None or given.dtype == "python" or issue.facts.get("object"):
+        return None
+    if not _is_there(given, issue.ranks) or _is_late(given, issue.ranks):
+        return None
+    if not (_is_finite(given, issue.ranks) and _is_finite(output, issue.ranks)):
+        return None
+    if issue.op == "all_gather" and outputs == len(issue.members):
+        sender = issue.members[number]
+        is_whole = given.hashes[given.at(np.array([sender]))[0]]
+        wrong = issue.ranks[output.hashes[output.at(issue.ranks)] != is_whole]
+        return (f"rank {sender}'s part is not what it gave", wrong) if len(wrong) else None
+    if issue.op == "broadcast":
+        source = given.hashes[given.at(np.array([issue.facts.get("src", -1)]))[0]]
+        wrong = issue.ranks[output.hashes[output.at(issue.ranks)] != source]
+        return ("it is not what the source gave", wrong) if len(wrong) else None
+    test = _TESTS.get((issue.op, str(issue.facts.get("reduce", ""))))
+    if test is None or given.dtype not in _ADDED or test(issue, given, output):
+        return None
+    return "its output is not what its inputs give", issue.ranks
+
+
+def _is_late(held: Held, ranks: Array) -> bool:
+    return bool((held.flags[held.at(ranks)] & int(ValueFlag.AFTER_CALL)).any())
+
+
+def _is_finite(held: Held, ranks: Array) -> bool:
+    places = held.at(ranks)
+    return not any(held.column(n)[places].any() for n in ("nan", "posinf", "neginf"))
+
+
+# ---- arithmetic ----------------------------------------------------------------------------------
+
+
+def _allowed(given: Held, places: Array) -> float:
+    return float(_SLACK * max(rounding_of(given.dtype), 1e-9) * given.column("l2")[places].sum())
+
+
+def _sums(issue: Issue, given: Held, output: Held, *, divisor: int = 1) -> bool:
+    ins, outs = given.at(issue.ranks), output.at(issue.ranks)
+    wanted = given.column("sketch")[ins].sum(0) / divisor
+    apart = np.sqrt(np.mean((output.column("sketch")[outs] - wanted) ** 2, axis=1)).max()
+    return bool(apart <= _allowed(given, ins) / divisor + 1e-30)
+
+
+def _averages(issue: Issue, given: Held, output: Held) -> bool:
+    return _sums(issue, given, output, divisor=len(issue.members))
+
+
+def _extreme(name: str) -> Callable[[Issue, Held, Held], bool]:
+    def test(issue: Issue, given: Held, output: Held) -> bool:
+        least = given.column(name)[given.at(issue.ranks)]
+        found = output.column(name)[output.at(issue.ranks)]
+        return bool((found == (least.max() if name == "max" else least.min())).all())
+
+    return test
+
+
+def _parts_sum(issue: Issue, given: Held, output: Held) -> bool:
+    """Reduce-scatter: what all parts add up to."""
+    ins, outs = given.at(issue.ranks), output.at(issue.ranks)
+    entered = float((given.column("mean") * given.counts)[ins].sum())
+    left = float((output.column("mean") * output.counts)[outs].sum())
+    width = float(np.sqrt(given.counts[ins].max()))
+    return abs(entered - left) <= _allowed(given, ins) * width + 1e-30
+
+
+def _parts_kept(issue: Issue, given: Held, output: Held) -> bool:
+    """All-gather into one tensor: every output holds all inputs."""
+    ins, outs = given.at(issue.ranks), output.at(issue.ranks)
+    if (output.counts[outs] != given.counts[ins].sum()).any():
+        return True  # gathered in other shapes than one flat tensor: nothing is known
+    norm = float(np.sqrt((given.column("l2")[ins] ** 2).sum()))
+    return bool((np.abs(output.column("l2")[outs] - norm) <= 1e-6 * norm + 1e-30).all())
+
+
+_TESTS: Final[dict[tuple[str, str], Callable[[Issue, Held, Held], bool]]] = {
+    ("all_reduce", "sum"): _sums,
+    ("all_reduce", "avg"): _averages,
+    ("all_reduce", "max"): _extreme("max"),
+    ("all_reduce", "min"): _extreme("min"),
+    ("reduce_scatter_tensor", "sum"): _parts_sum,
+    ("all_gather_into_tensor", ""): _parts_kept,
+}
+
+
+# ---- messages ------------------------------------------------------------------------------------
+
+
+def _delivered(moment: Moment, scene: Scene, message: Message) -> Iterator[Suspect]:
+    sent = message.sent.call.held.get("input.0")
+    received = message.received.call.held.get("output.0")
+    if sent is None or received is None:
+        return
+    own, other = np.array([message.receiver]), np.array([message.sender])
+    if not (_is_there(sent, other) and _is_there(received, own)) or _is_late(sent, other):
+        return
+    scene.ledger.applied(received)
+    if sent.hashes[sent.at(other)[0]] != received.hashes[received.at(own)[0]]:
+        text = f"rank {message.receiver} received something else than rank {message.sender} sent"
+        yield _suspect(moment, scene, message.received, received, text, own, members=own)
+
+
+def _suspect(
+    moment: Moment,
+    scene: Scene,
+    issue: Issue,
+    output: Held,
+    text: str,
+    blamed: Array,
+    members: Array | None = None,
+) -> Suspect:
+    ranks = issue.ranks if members is None else members
+    given = [h for s, h in issue.call.held.items() if s.split(".")[0] == "input"]
+
+    def evidence() -> dict[str, Any]:
+        return {
+            "op": issue.op,
+            "reduce": issue.facts.get("reduce"),
+            "group": issue.group,
+            "members": [*issue.members],
+            "inputs": [side for held in given[:2] for side in sides(held, issue.ranks)],
+            "outputs": sides(output, issue.ranks),
+        }
+
+    return suspect_at(
+        moment,
+        issue.call,
+        Kind.COLLECTIVE,
+        issue.slot,
+        blamed,
+        ranks,
+        scene.clock.of_call(issue.call, ranks, is_end=True),
+        f"{issue.op} of {ranks_named(issue.ranks.tolist())}: {text}",
+        evidence=evidence,
+        priority=-1,
+    )

@@ -1,0 +1,65 @@
+"""What the rules know beyond one step: the job, its layouts, what was seen before."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from numpy.typing import NDArray
+
+from rankscope.judge.clock import Clock
+from rankscope.judge.layouts import Layouts
+from rankscope.judge.observed import Held
+from rankscope.judge.replicas import Replicas
+from rankscope.judge.suspects import Ledger
+
+__all__ = ["Life", "Scene"]
+
+Array = NDArray[Any]
+
+
+@dataclass(slots=True, kw_only=True)
+class Life:
+    """What is known of one incarnation of a job, filled as its steps pass by."""
+
+    replicas: Replicas
+    wrappers: frozenset[str] = frozenset()
+    """Words for what was put around modules: DDP, FSDP2 ..."""
+    data_axes: Mapping[str, tuple[Array, ...]] = field(default_factory=dict)
+    """{axis: lines of ranks} of the axes along which FSDP cut the parameters."""
+    owners: Mapping[str, Array] = field(default_factory=dict)
+    """{path: ranks} of the modules that own parameters or buffers."""
+    rounded: set[tuple[str, str]] = field(default_factory=set)
+    """Parameters of which replicas' gradients differed by rounding: so may the parameters."""
+    placed: dict[tuple[str, str], Mapping[str, str]] = field(default_factory=dict)
+    """{(path, name): placements} of the parameters that are DTensors."""
+    warned: set[tuple[str, str]] = field(default_factory=set)
+    """(path, slot) of warnings that one step of the life has given."""
+    is_spoiled: bool = False
+    """True once a value that is not finite was told of."""
+    parameters: dict[tuple[str, str], tuple[Array, Array]] = field(default_factory=dict)
+    """{(path, name): ranks and hashes} of the latest parameters seen."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Scene:
+    """One trace under judgement."""
+
+    run: Mapping[str, Any]
+    """The run header, as in docs/trace-format.md."""
+    columns: Mapping[str, Array]
+    layouts: Layouts
+    clock: Clock
+    ledger: Ledger
+    lives: dict[int, Life] = field(default_factory=dict)
+
+    def life(self, incarnation: int) -> Life:
+        """Return what is known of an incarnation."""
+        if incarnation not in self.lives:
+            self.lives[incarnation] = Life(replicas=Replicas(None))
+        return self.lives[incarnation]
+
+    def times(self, held: Held, ranks: Array) -> Array:
+        """Return when these ranks had the value."""
+        return self.clock.of_value(held, ranks)

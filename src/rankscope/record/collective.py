@@ -1,0 +1,87 @@
+"""What a collective is, apart from its numbers and from when it ran."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["ISSUERS", "Collective"]
+
+ISSUERS = ("forward", "recompute", "backward", "optimizer", "outside")
+"""What ran when a collective was issued: a module call, the same run again by checkpointing, a
+backward pass, an optimizer's step, or nothing that rankscope knows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collective:
+    """A collective or point-to-point call as one rank issued it. Ranks are global."""
+
+    op: str
+    """torch.distributed's word without an object or async form: "all_reduce", "send" ..."""
+    reduce: str | None = None
+    """"sum", "avg", "max" ... for ops that reduce."""
+    group: str
+    """Name of the process group, as in the definitions of groups."""
+    members: tuple[int, ...]
+    """In the group's own order."""
+    is_async: bool = False
+    """The program waits for it in a call of its own."""
+    src: int | None = None
+    """Whose values a broadcast or a scatter hands out."""
+    dst: int | None = None
+    """Who gets what a reduce or a gather makes."""
+    peer: int | None = None
+    """Other end of a send or recv; -1 for a recv from anybody."""
+    tag: int | None = None
+    is_object: bool = False
+    """What travels are pickled objects: their bytes are not digested."""
+    issuer: str = "outside"
+    """One of ISSUERS."""
+    at: str = ""
+    """Where in the program: `file.py:12 function`; "" where no line of Python issued it."""
+
+    def as_fields(self) -> dict[str, Any]:
+        """Return the fields of its definition, and of its entry in a tree: what does not apply is
+        left out.
+        """
+        found: dict[str, Any] = {"op": self.op}
+        if self.reduce is not None:
+            found["reduce"] = self.reduce
+        found |= {"group": self.group, "members": list(self.members), "async": self.is_async}
+        for name in ("src", "dst", "peer", "tag"):
+            value = getattr(self, name)
+            if value is not None:
+                found[name] = value
+        if self.is_object:
+            found["object"] = True
+        found["issuer"] = self.issuer
+        if self.at:
+            found["at"] = self.at
+        return found
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> Collective:
+        """Return the collective of `as_fields`.
+
+        Raises:
+            KeyError, TypeError, ValueError: the fields are not those of one.
+        """
+
+        def optional(name: str) -> int | None:
+            return None if fields.get(name) is None else int(fields[name])
+
+        return cls(
+            op=str(fields["op"]),
+            reduce=None if fields.get("reduce") is None else str(fields["reduce"]),
+            group=str(fields["group"]),
+            members=tuple(map(int, fields["members"])),
+            is_async=bool(fields["async"]),
+            src=optional("src"),
+            dst=optional("dst"),
+            peer=optional("peer"),
+            tag=optional("tag"),
+            is_object=bool(fields.get("object", False)),
+            issuer=str(fields["issuer"]),
+            at=str(fields.get("at", "")),
+        )

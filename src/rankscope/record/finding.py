@@ -1,0 +1,121 @@
+"""What `check` and `diff` have to say: findings, and the report they stand in."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rankscope.record.call import Mode, Phase
+
+__all__ = ["Finding", "Kind", "Report", "Severity", "Skipped", "Verdict"]
+
+
+class Kind(str, enum.Enum):
+    """What is wrong. The words stand in reports: scripts rely on them."""
+
+    STRUCTURE = "structure-mismatch"
+    """A module that all ranks of a group should call was not called by some."""
+    SHAPE = "shape-mismatch"
+    DTYPE = "dtype-mismatch"
+    PLACEMENT = "placement-mismatch"
+    """Ranks place one value differently, or a DTensor says `Replicate()` of what is not equal."""
+    REPLICA = "replica-mismatch"
+    """Ranks that should hold the same value do not."""
+    GRADIENT = "gradient-not-reduced"
+    """Replicas go into the optimizer with gradients of their own data alone."""
+    NONFINITE = "nonfinite-origin"
+    """Where the first NaN or infinity came from finite values."""
+    COLLECTIVE = "collective-mismatch"
+    """A collective whose sides do not belong together, or whose output its inputs do not give."""
+    GROUP = "group-mismatch"
+    """Ranks that mean different members by one process group."""
+    HANG = "hang"
+    """Ranks wait in a collective for others that never came."""
+    RECOMPUTE = "recompute-mismatch"
+    """Activation checkpointing computed something else the second time."""
+    PARAMETER = "parameter-not-updated"
+    """A parameter with a gradient that an optimizer step left as it was."""
+    DIVERGENCE = "divergence"
+    SCALE = "scale-error"
+    PERMUTATION = "permutation"
+    DUPLICATE = "duplicate-data"
+    """Data-parallel ranks that were handed the same batch."""
+    CRASH = "crash"
+    """A rank that ended by an exception, or was killed."""
+
+
+class Severity(str, enum.Enum):
+    """How much a finding weighs: warnings leave a verdict clean."""
+
+    FAULT = "fault"
+    WARNING = "warning"
+
+
+class Verdict(str, enum.Enum):
+    """The answer in one word."""
+
+    CLEAN = "clean"
+    FAULT = "fault"
+    INCOMPLETE = "incomplete"
+    """No fault was found, but records are missing or nothing could be compared."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing that is wrong, where, and what follows from it."""
+
+    kind: Kind
+    severity: Severity
+    phase: Phase
+    mode: Mode
+    step: int
+    micro_batch: int | None
+    path: str
+    slot: str
+    """"" where no value is meant: a call that was not made, a rank that crashed."""
+    ranks: tuple[int, ...]
+    """Sorted."""
+    is_origin: bool
+    """True where no other fault came before it."""
+    victims: int
+    """Findings and values that are wrong because of it."""
+    victim_names: tuple[str, ...] = ()
+    """The first few of them, in words."""
+    evidence: Mapping[str, Any] = field(default_factory=dict)
+    """What it rests on: JSON data."""
+    message: str
+    advice: str
+
+    def __post_init__(self) -> None:
+        if self.ranks != tuple(sorted(set(self.ranks))):
+            raise ValueError(f"ranks {self.ranks} are not sorted")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Skipped:
+    """Values to which no rule between ranks applied."""
+
+    reason: str
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """The answer of one command."""
+
+    command: str
+    verdict: Verdict
+    compared: int
+    """Values that some rule was applied to: slots of nodes, over all their ranks."""
+    skipped: tuple[Skipped, ...]
+    findings: tuple[Finding, ...]
+    """Origins first, in order of cause."""
+    notes: tuple[str, ...] = ()
+    """What else must be known to read it: what is missing, what was inferred."""
+
+    @property
+    def origins(self) -> tuple[Finding, ...]:
+        """The findings that no other one explains."""
+        return tuple(finding for finding in self.findings if finding.is_origin)

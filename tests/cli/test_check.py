@@ -1,0 +1,166 @@
+"""`rankscope check`: the answer first, one JSON object, exit codes."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import rankscope as package
+from rankscope.cli.checktext import report_lines
+from rankscope.cli.terminal import Paint
+from rankscope.record.call import Phase
+from rankscope.record.finding import Kind, Verdict
+from rankscope.tree.assemble import build
+from tests.cli.test_commands import rankscope
+from tests.judge.paper import PAIR, event, module, numbers, setup
+from tests.tree.ranks_on_paper import PaperRank
+
+PAGE = Path(__file__).parents[2] / "docs/commands/check.md"
+ROUTER = """axes = "tp=2"
+[[layout]]
+path = "router"
+slot = "param:weight"
+placements = { tp = "Replicate()" }
+"""
+
+
+def traced(folder: Path, *, is_faulty: bool, cut: int = 0) -> Path:
+    """A job of two ranks; at fault are the router's weights and all that follows."""
+    out = folder / "trace"
+    for number in range(2):
+        rank = PaperRank(folder, number, 2)
+        odd = 100 * number * is_faulty
+        setup(rank, {"router.weight": numbers(1 + odd)}, mesh=PAIR)
+        with rank.call(class_name="Model"):
+            module(rank, "fc", numbers(2 + odd), numbers(3 + odd), mesh=PAIR)
+        event(rank, Phase.GRADS, "grad", {"router.weight": numbers(4 + odd)}, mesh=PAIR)
+        rank.end()
+        rank.ship(out, cut=cut)
+    build(out)
+    return out
+
+
+def test_the_answer_stands_in_the_first_five_lines(tmp_path: Path):
+    code, out, _ = rankscope("check", traced(tmp_path, is_faulty=True))
+    assert code == 1
+    first = out.splitlines()[:5]
+    assert first[0] == "fault: replica-mismatch, 1 origin"
+    assert first[1].startswith("  first: router:param:weight: ranks 0-1 should hold the same")
+    assert "rank 0: mean" in first[1] and "rank 1: mean" in first[1]
+    assert first[2] == "  where: router  param:weight  ranks 0-1, setup of train step 0"
+    assert first[3] == "  infected: 3 values: fc:input.0, fc:output, router:grad:weight"
+    assert first[4].startswith("  look at: The ranks begin with different weights")
+    assert "origins" in out
+    assert "victims" not in out
+
+
+def test_all_lists_the_victims_too(tmp_path: Path):
+    _, out, _ = rankscope("check", traced(tmp_path, is_faulty=True), "--all")
+    assert "victims" in out
+    assert "  placement-mismatch  fc  input.0" in out
+
+
+def test_json_is_one_object_of_the_documented_fields(tmp_path: Path):
+    trace = traced(tmp_path, is_faulty=True)
+    code, out, _ = rankscope("check", trace, "--json")
+    report = json.loads(out)
+    assert code == 1
+    assert list(report)[:5] == ["format", "command", "verdict", "compared", "skipped"]
+    assert (report["format"], report["verdict"]) == ("rankscope.report/1", "fault")
+    assert [f["origin"] for f in report["findings"]] == [True, False, False, False]
+    first = report["findings"][0]
+    documented = re.search(r"```json\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert documented is not None
+    shown = json.loads(documented[1])
+    assert list(report) == list(shown)
+    assert list(first) == list(shown["findings"][0])
+    assert (first["path"], first["slot"], first["ranks"]) == ("router", "param:weight", [0, 1])
+    assert first["victims"] == 3
+
+
+def test_a_job_in_order_is_clean(tmp_path: Path):
+    code, out, _ = rankscope("check", traced(tmp_path, is_faulty=False))
+    assert code == 0
+    assert out.startswith("clean: 4 values looked at")
+    report = package.check(package.open_trace(tmp_path / "trace"))
+    assert report.verdict is Verdict.CLEAN
+    assert not report.findings
+
+
+def test_what_is_missing_makes_it_incomplete_unless_a_fault_is_there(tmp_path: Path):
+    code, out, _ = rankscope("check", traced(tmp_path / "a", is_faulty=False, cut=64))
+    assert code == 1
+    assert out.startswith("incomplete: no fault in what is here, but records are missing")
+    code, out, _ = rankscope("check", traced(tmp_path / "b", is_faulty=True, cut=64))
+    assert code == 1
+    assert out.startswith("fault")
+
+
+def test_a_trace_in_which_nothing_could_be_looked_at_is_incomplete(tmp_path: Path):
+    rank = PaperRank(tmp_path)
+    with rank.call():
+        pass
+    rank.end()
+    rank.ship(tmp_path / "trace")
+    build(tmp_path / "trace")
+    code, out, _ = rankscope("check", tmp_path / "trace")
+    assert (code, out.splitlines()[0]) == (
+        1,
+        "incomplete: nothing in this trace could be compared",
+    )
+
+
+@pytest.mark.parametrize("how", ["option", "variable"])
+def test_a_layout_file_says_what_plain_tensors_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+):
+    for number in range(2):
+        rank = PaperRank(tmp_path, number, 2)
+        setup(rank, {"router.weight": numbers(number), "fc.weight": numbers(9)})
+        rank.end()
+        rank.ship(tmp_path / "trace")
+    build(tmp_path / "trace")
+    file = tmp_path / "layout.toml"
+    file.write_text(ROUTER)
+    assert rankscope("check", tmp_path / "trace")[0] == 0
+    words = ["--layout", str(file)] if how == "option" else []
+    if how == "variable":
+        monkeypatch.setenv("RANKSCOPE_LAYOUT", str(file))
+    code, out, _ = rankscope("check", tmp_path / "trace", *words)
+    assert code == 1
+    assert "router:param:weight" in out
+
+
+def test_without_an_answer_it_exits_2_and_says_so_in_json_as_well(tmp_path: Path):
+    code, out, err = rankscope("check", tmp_path / "none", "--json")
+    assert code == 2
+    assert "no such folder" in json.loads(out)["error"]
+    assert "no such folder" in err
+    trace = traced(tmp_path, is_faulty=False)
+    (tmp_path / "layout.toml").write_text('axes = "tp=8"\n')
+    code, _, err = rankscope("check", trace, "--layout", tmp_path / "layout.toml")
+    assert code == 2
+    assert "axes tp=8 are those of 8 ranks, the run had 2" in err
+
+
+def test_findings_of_one_event_are_folded(tmp_path: Path):
+    for number in range(2):
+        rank = PaperRank(tmp_path, number, 2)
+        setup(rank, {f"m{n}.weight": numbers(n + 50 * number) for n in range(9)}, mesh=PAIR)
+        rank.end()
+        rank.ship(tmp_path / "trace")
+    build(tmp_path / "trace")
+    trace = package.open_trace(tmp_path / "trace")
+    lines = [*report_lines(trace, package.check(trace), Paint(io.StringIO()))]
+    assert "  ... and 4 more of that kind in that step (--all)" in lines
+    assert lines[0] == "fault: replica-mismatch, 9 origins"
+
+
+def test_the_page_names_every_kind_that_check_tells():
+    of_diff = {Kind.DIVERGENCE, Kind.SCALE, Kind.PERMUTATION}
+    for kind in set(Kind) - of_diff:
+        assert f"`{kind.value}`" in PAGE.read_text(), kind

@@ -1,0 +1,180 @@
+"""Collectives of real training loops: numbers as without tracing, each under the module that
+issued it, in backward too; and what a stuck job leaves behind.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed import collectives_training_job as job
+from tests.distributed import pipeline_job
+from tests.distributed.pool import RankFailure, RankPool
+from tests.distributed.test_collectives import collectives, digests, read
+from tests.waiting import wait_until
+
+Found = dict[str, Any]
+
+
+def issued(found: Found, rank: int = 0) -> list[tuple[str, str, str, str]]:
+    """Return (issuer, path, op, phase of the parent) of what a rank issued in the first step."""
+    return [
+        (c["issuer"], c["path"], c["op"], c["parent"][0] if c["parent"] else "")
+        for c in collectives(found, rank)
+    ]
+
+
+def traced(ranks: RankPool, folder: Path, name: str, steps: str = "1", world: int = 2) -> Found:
+    ends = ranks.run(job.hold, str(folder / "trace"), name, steps, world_size=world, timeout_s=180)
+    assert ends == [([False, True, False], False)] * world
+    return read(folder / "trace")
+
+
+def test_tensor_parallel_layers_reduce_where_they_stand_forward_and_backward(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    found = traced(ranks, tmp_path, "tensor_parallel")
+    log = ("outside", "", "all_reduce", "")  # of the loss of the step before
+    assert issued(found) == [
+        log,
+        ("forward", "blocks.0.down", "all_reduce", "forward"),
+        ("forward", "blocks.1.down", "all_reduce", "forward"),
+        ("backward", "blocks.1.up", "all_reduce", "backward"),
+        ("backward", "blocks.0.up", "all_reduce", "backward"),
+    ]
+    first, second = (collectives(found, rank)[1] for rank in (0, 1))
+    assert digests(first["inputs"]) != digests(second["inputs"])
+    assert digests(first["outputs"]) == digests(second["outputs"])
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_fsdp2_gathers_and_scatters_under_the_module_it_works_for(
+    ranks: RankPool, tmp_path: Path, world: int
+) -> None:
+    found = traced(ranks, tmp_path, "sharded", world=world)
+    for rank in range(world):
+        scattered = [
+            (path, phase)
+            for issuer, path, op, phase in issued(found, rank)
+            if op == "reduce_scatter_tensor" and issuer == "backward"
+        ]
+        assert scattered == [("blocks.1", "backward"), ("blocks.0", "backward"), ("", "backward")]
+        gathered = [
+            path
+            for issuer, path, op, _ in issued(found, rank)
+            if op == "all_gather_into_tensor" and issuer == "forward"
+        ]
+        assert gathered == ["", "blocks.0", "blocks.1"]
+
+
+def test_what_is_written_by_hand_stands_where_it_was_issued(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    found = traced(ranks, tmp_path, "ByHand")
+    seen = issued(found)
+    assert seen[:3] == [
+        ("outside", "", "all_reduce", ""),
+        ("forward", "plain", "all_reduce", "forward"),
+        ("forward", "again", "all_reduce", "forward"),
+    ]
+    assert ("recompute", "again", "all_reduce", "recompute") in seen
+    assert seen.count(("backward", "plain", "all_reduce", "backward")) == 1
+    hooks = [path for issuer, path, _, _ in seen if issuer == "backward" and path.endswith("layer")]
+    assert sorted(hooks) == ["again.layer"] * 2 + ["plain.layer"] * 2
+    assert seen[-1] == ("optimizer", "", "all_reduce", "")
+
+
+def test_a_pipeline_stage_receives_in_the_step_in_which_the_other_sends(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    folder = tmp_path / "trace"
+    ranks.run(pipeline_job.hold, str(folder), "1F1B", "0-1", world_size=2, timeout_s=180)
+    found = read(folder)
+    for step in (0, 1):
+        sent: dict[Any, Any] = {}
+        received: dict[Any, Any] = {}
+        for rank in (0, 1):
+            for call in collectives(found, rank, step):
+                ends = (rank, call["peer"]) if call["op"] == "send" else (call["peer"], rank)
+                kept, slot = (sent, "inputs") if call["op"] == "send" else (received, "outputs")
+                values = [] if call.get("object") else digests(call[slot])
+                kept[(*ends, call["tag"], call["sequence"])] = values
+        assert sent == received
+        messages = [key for key, values in sent.items() if values and values[0][0] == [2, 6]]
+        assert len(messages) == 2 * pipeline_job.MICRO_BATCHES
+
+
+def test_what_torch_compile_compiles_does_not_change_with_collectives_watched(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    for counts, graph in ranks.run(
+        job.run_compiled, str(tmp_path / "trace"), world_size=2, timeout_s=180
+    ):
+        assert sum("all_reduce" in target for target in graph) == 1
+        assert counts[0] == 1 and counts[-1] <= 2, counts  # once more where hooks came on
+        assert counts[1:] == [counts[-1]] * 3, counts
+    read(tmp_path / "trace")
+
+
+def test_a_stuck_job_leaves_the_collective_it_is_stuck_in_open(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    """Other processes read it while the job hangs on."""
+    with ThreadPoolExecutor(1) as pool:
+        job_ends = pool.submit(ranks.run, job.run_stuck, str(tmp_path), world_size=2, timeout_s=60)
+        assert wait_until((tmp_path / "left1").exists)
+        assert wait_until(lambda: live(tmp_path / "trace"), 30)
+        assert not (tmp_path / "left0").exists()
+        done, stuck = live(tmp_path / "trace")
+        assert (done, stuck) == (["all_reduce", "returned", 0], ["all_reduce", "unfinished", 1])
+        spools = [str(path) for path in (tmp_path / "spool").glob("*/*")]
+        new = str(tmp_path / "new")
+        recover = [sys.executable, "-m", "rankscope", "recover", *spools, "--out", new]
+        subprocess.run(recover, check=False, timeout=60)
+        assert not job_ends.done(), "the job was not stuck all the while"
+        with pytest.raises(RankFailure):
+            job_ends.result()
+    found = json.loads((tmp_path / "new" / "trace.json").read_text())
+    done, stuck = collectives(found, 0)
+    assert (done["op"], done["status"], done["sequence"]) == ("all_reduce", "returned", 0)
+    assert (stuck["op"], stuck["status"], stuck["sequence"]) == ("all_reduce", "unfinished", 1)
+    assert stuck["parent"] == ("forward", "", 0) and stuck["members"] == [0, 1]
+    assert len(stuck["inputs"]) == 1 and not stuck["outputs"]
+    assert [c["status"] for c in collectives(found, 1)] == ["returned"]
+
+
+READ = """
+import json, sys, rankscope
+nodes = [n.data for s in rankscope.open_trace(sys.argv[1]).steps for n in s.walk()]
+found = [n for n in nodes if n["phase"] == "collective"]
+facts = [n.get("collective") or n["collectives"][0] for n in found]
+status = [next((o["status"] for o in n.get("outcomes", ()) if o["ranks"] == "0"), n["status"])
+          for n in found]
+print(json.dumps([[f["op"], s, f["sequence"]] for f, s in zip(facts, status)]))
+"""
+
+
+def live(folder: Path) -> list[list[Any]]:
+    """Return what another process reads of a job that runs: op, status, sequence; [] too early."""
+    command = [sys.executable, "-c", READ, str(folder)]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    seen: list[list[Any]] = json.loads(found.stdout or "[]")
+    return seen if len(seen) == 2 else []
+
+
+def test_a_mismatch_that_gloo_refuses_ends_as_it_does_without_tracing_and_is_written_down(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    said = ranks.run(job.run_swapped, str(tmp_path), world_size=2, timeout_s=120)
+    assert any(said), said
+    found = json.loads((tmp_path / "trace" / "trace.json").read_text())
+    first = [collectives(found, rank)[0] for rank in (0, 1)]
+    assert [c["op"] for c in first] == ["all_reduce", "broadcast"]
+    assert [c["sequence"] for c in first] == [0, 0]
+    assert "raised" in [c["status"] for rank in (0, 1) for c in collectives(found, rank)]

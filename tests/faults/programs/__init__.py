@@ -1,0 +1,1 @@
+"""The programs of the benchmark, by what they split: batch, layers, tensors, sequence, experts."""

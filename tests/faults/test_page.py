@@ -1,0 +1,26 @@
+"""docs/fault-benchmark.md is held to the code: every option, and every row in its tables."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.faults.__main__ import parser
+from tests.faults.runs import ABOUT, HAS_FAULT
+
+
+def page(repository: Path) -> str:
+    return (repository / "docs" / "fault-benchmark.md").read_text()
+
+
+def test_every_option_is_on_the_page(repository: Path) -> None:
+    options = [o for action in parser()._actions for o in action.option_strings if o[:2] == "--"]
+    missing = [o for o in options if o != "--help" and f"`{o}" not in page(repository)]
+    assert not missing
+
+
+def test_every_row_is_in_the_published_tables(repository: Path) -> None:
+    text = page(repository)
+    missing = [name for name, about in ABOUT.items() if f"| {name} | {about} |" not in text]
+    assert not missing
+    off = [n for n, has in HAS_FAULT.items() if has and f"| {n} | the program of" not in text]
+    assert not off

@@ -1,0 +1,148 @@
+"""A job that stands still is noticed while it does, said once, and left alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launcher.launches import Launch, rankscope
+from tests.waiting import wait_until
+
+pytestmark = [
+    pytest.mark.xdist_group("standing"),
+    pytest.mark.skipif(
+        not entry_points(group="torchrun.logs_specs").select(name="rankscope"),
+        reason="needs the start-up file: an environment made by launcher/test",
+    ),
+]
+SCRIPT = """
+import os, pathlib, sys, time
+import torch
+import torch.distributed as dist
+folder, way = pathlib.Path(sys.argv[1]), sys.argv[2 + int(os.environ["RANK"])]
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+def wait_for(name):
+    (folder / f"waiting.{rank}").touch()
+    while not (folder / name).exists():
+        time.sleep(0.01)
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+    def forward(self, x):
+        if step == 1 and way == "skips":
+            wait_for("go")
+        if step == 1 and way == "slow":
+            time.sleep(2.0)
+        x = self.linear(x)
+        total = x.detach().clone()
+        dist.all_reduce(total)
+        return x + total
+dist.barrier()
+torch.manual_seed(0)
+model = torch.nn.Sequential(Layer(), Layer())
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+for step in range(3):
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+if way == "rests":
+    wait_for("leave")
+dist.barrier()
+"""
+Start = Callable[..., Launch]
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Start]:
+    """Start a job of `SCRIPT`: `launch(ways, options...)`."""
+    started: list[Launch] = []
+
+    def start(ways: list[str], *options: object) -> Launch:
+        folder = tmp_path / f"job{len(started)}"
+        started.append(Launch(folder, ways, *options, script=SCRIPT))
+        return started[-1]
+
+    yield start
+    for job in started:
+        job.stop()
+
+
+def said(job: Launch) -> list[str]:
+    """The launcher's lines about moving."""
+    return [line for line in job.err.splitlines() if " moved" in line]
+
+
+def checked(job: Launch) -> dict[str, Any]:
+    done = rankscope("check", job.out, "--json")
+    assert done.returncode in (0, 1), done.stderr
+    report: dict[str, Any] = json.loads(done.stdout)
+    return report
+
+
+def states(pids: list[int]) -> list[str]:
+    return [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] for pid in pids]
+
+
+def test_a_rank_that_skips_a_collective_is_noticed_while_the_job_stands_and_when_it_goes_on(
+    launch: Start,
+):
+    job = launch(["rests", "skips"], "--rs-hang-seconds", 2)
+    assert wait_until(lambda: (job.meeting / "waiting.1").exists()), job.err
+    stood_at = time.time()
+    ranks = job.ranks()
+    assert wait_until(lambda: said(job)), job.err
+    assert 1.5 < time.time() - stood_at < 10
+    host = os.uname().nodename
+    (line,) = said(job)
+    assert line.startswith(f"rankscope: no rank of {host} has moved since ")
+    assert "ranks 0-1 in" in line or ("rank 0 in" in line and "rank 1 in" in line)
+    assert "rank 0 in a collective of train step 1" in line
+    assert line.endswith("rankscope check trace")
+
+    report = checked(job)
+    (hang,) = [f for f in report["findings"] if f["kind"] == "hang"]
+    assert hang["ranks"] == [1]
+    (standstill,) = hang["evidence"]["standstill"]
+    assert standstill["host"] == host
+    assert standstill["until"] is None
+    assert 2 <= standstill["seconds"] < 60
+    text = rankscope("check", job.out).stdout
+    assert f"no rank of {host} has moved since " in text
+
+    time.sleep(1.5)
+    assert said(job) == [line], "once for each standstill"
+    assert job.ranks() == ranks
+    assert len(ranks) == 2
+    assert not {"T", "Z", "X"} & set(states(ranks))
+
+    job.go()
+    assert wait_until(lambda: len(said(job)) == 2), job.err
+    assert said(job)[1].startswith(f"rankscope: no rank of {host} moved from ")
+    assert "then it went on" in said(job)[1]
+    assert wait_until(lambda: (job.meeting / "waiting.0").exists())
+    time.sleep(5.0)  # longer than the limit, but what was to be traced is over
+    assert len(said(job)) == 2
+    (job.meeting / "leave").touch()
+    assert job.wait() == 0, job.err
+    assert job.last_line == f"rankscope: trace in {job.out}; read it: rankscope show trace"
+    report = checked(job)
+    assert [f for f in report["findings"] if f["kind"] == "hang"] == []
+    (note,) = [note for note in report["notes"] if "moved" in note]
+    assert note.startswith(f"no rank of {host} moved from ")
+    assert "then it went on" in note
+
+
+def test_a_step_slower_than_others_but_below_the_limit_is_not_said_to_stand(launch: Start):
+    job = launch(["goes", "slow"], "--rs-hang-seconds", 8)
+    assert job.wait() == 0, job.err
+    assert said(job) == []
+    assert not (job.out / "standstills").exists()

@@ -1,0 +1,101 @@
+"""What a verdict on a large trace costs: prints figures, asserts nothing.
+
+    python -m tests.perf.check [--ranks 256] [--modules 2000] [--values 3]
+
+The trace is made as in tests/perf/assemble.py. It is judged twice in processes of their own: as it
+is, and with one rank that holds other values from the middle of the model on (one origin, thousands
+of victims).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from rankscope.judge.check import check
+from rankscope.record.run import StreamId
+from rankscope.tree.assemble import assemble
+from rankscope.tree.columns import map_columns
+from rankscope.tree.reader import open_trace
+from rankscope.tree.streams import StreamBytes
+from rankscope.tree.writer import write_trace
+from tests.perf.assemble import rank_cells
+
+
+def made_trace(folder: Path, ranks: int, modules: int, values: int) -> Path:
+    """Write a trace of one forward on all ranks."""
+    sources = []
+    for rank in range(ranks):
+        path = folder / f"{rank}.cells"
+        rank_cells(rank, ranks, modules, values).tofile(path)
+        data = np.memmap(path, np.uint8, "r")
+        sources.append(StreamBytes(stream=StreamId(rank=rank, incarnation=0), data=data))
+    out = folder / "out"
+    out.mkdir()
+    write_trace(assemble(sources), out)
+    return out
+
+
+def spoil(trace: Path, rank: int) -> None:
+    """Give one rank other hashes and sketches in the second half of the rows."""
+    path = trace / "values.safetensors"
+    columns = map_columns(path)
+    wrong = np.flatnonzero(columns["values.rank"] == rank)
+    wrong = wrong[wrong > len(columns["values.rank"]) // 2]
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    data = np.memmap(path, np.uint8, "r+", 8 + length)
+    for name, dtype in (("hash", "<u8"), ("sketch", "<f8")):
+        first, last = header[f"values.{name}"]["data_offsets"]
+        column = data[first:last].view(dtype).reshape(header[f"values.{name}"]["shape"])
+        column[wrong] = column[wrong] + 1
+    data.flush()
+
+
+def judge(trace: Path) -> None:
+    """Print what one verdict costs, in this process."""
+    begin, wall = time.process_time(), time.monotonic()
+    report = check(open_trace(trace))
+    used, waited = time.process_time() - begin, time.monotonic() - wall
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20)
+    print(
+        f"{report.verdict.value:10s} {used:6.2f} s of one core, {waited:6.2f} s, peak {peak:.2f} "
+        f"GiB, {report.compared} values, {len(report.origins)} origins, "
+        f"{sum(f.victims for f in report.origins)} victims"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, default=256)
+    parser.add_argument("--modules", type=int, default=2000)
+    parser.add_argument("--values", type=int, default=3)
+    parser.add_argument("--judge", type=Path, help="judge this trace alone")
+    chosen = parser.parse_args()
+    if chosen.judge:
+        judge(chosen.judge)
+        return
+    folder = Path(tempfile.mkdtemp(prefix="rankscope-perf-"))
+    try:
+        out = made_trace(folder, chosen.ranks, chosen.modules, chosen.values)
+        print(f"{chosen.ranks} ranks x {chosen.modules} modules x {chosen.values} values")
+        again = [sys.executable, "-m", "tests.perf.check", "--judge", str(out)]
+        subprocess.run(again, check=True)
+        spoil(out, chosen.ranks // 3)
+        subprocess.run(again, check=True)
+    finally:
+        shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main()
