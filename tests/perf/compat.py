@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from tests.compat.migrated import pair
+from tests.perf.compat_debugger import debugger
 
 Call = Callable[[], object]
 
@@ -83,7 +84,7 @@ def _call(model: nn.Module, ids: torch.Tensor, flags: dict[str, bool]) -> object
     return model(ids, use_cache=False, **flags)
 
 
-PARTS: dict[str, Callable[[int], None]] = {"capture": capture}
+PARTS: dict[str, Callable[[int], None]] = {"capture": capture, "debugger": debugger}
 
 
 def main() -> None:
