@@ -13,11 +13,13 @@ import msgpack
 import pytest
 
 from rankscope.gather.posture import posture_of
+from rankscope.gather.shipping import Shipment
+from rankscope.gather.standing import Standing
 from rankscope.record.call import Mode, Phase
 from rankscope.record.run import StreamId
 from rankscope.record.standstill import Standstill
 from rankscope.spool.cells import ENTER, ENTER_COLLECTIVE, EXIT, STEP, RecordKind, StepEvent
-from rankscope.spool.folder import SHARED, mark_job_over, stream_folder
+from rankscope.spool.folder import SHARED, RunHeader, mark_job_over, stream_folder
 from rankscope.spool.reader import StreamReader
 from rankscope.spool.standstills import carry_standstills, standstills_in
 from rankscope.spool.writer import SpoolWriter
@@ -188,12 +190,12 @@ def writer(tmp_path: Path) -> SpoolWriter:
     return made
 
 
-def inside(tmp_path: Path, *, has_peers: bool = True) -> str:
+def inside(tmp_path: Path, *, counts_steps: bool = True) -> str:
     with StreamReader(tmp_path / "rank00000.0") as reader:
-        return posture_of(reader, has_peers=has_peers).inside
+        return posture_of(reader, counts_steps=counts_steps).inside
 
 
-def test_a_train_step_counts_until_its_optimizer_steps_where_the_rank_has_peers(
+def test_a_train_step_counts_until_its_optimizer_steps_where_that_is_known(
     tmp_path: Path, writer: SpoolWriter
 ):
     pen = Pen(writer)
@@ -201,7 +203,7 @@ def test_a_train_step_counts_until_its_optimizer_steps_where_the_rank_has_peers(
     pen.begin()
     pen.leave(pen.call())
     assert inside(tmp_path) == "train step 0, before its optimizer"
-    assert inside(tmp_path, has_peers=False) == ""
+    assert inside(tmp_path, counts_steps=False) == ""
     pen.leave(pen.call(Phase.GRADS))
     assert inside(tmp_path) == ""
     pen.end()
@@ -243,3 +245,31 @@ def test_a_collective_counts_where_the_program_waits_for_it(tmp_path: Path, writ
     assert inside(tmp_path) == "a collective of train step 0"
     pen.end()
     assert inside(tmp_path) == "", "what a step left open is closed with it"
+
+
+@pytest.mark.parametrize(
+    ("world_size", "phases", "is_noted"),
+    [(2, "forward,grads", True), (2, "forward,collective", False), (1, "forward,grads", False)],
+)
+def test_a_step_without_a_word_of_its_optimizer_is_noted_where_such_a_word_was_to_come(
+    world_size: int, phases: str, is_noted: bool, tmp_path: Path
+):
+    folder = tmp_path / "rank00000.0"
+    writer = SpoolWriter(folder, limit_bytes=SMALL)
+    writer.define(rank_definition())
+    pen = Pen(writer)
+    pen.begin()
+    pen.leave(pen.call())
+    settings = {"hang-seconds": "0.2", "phases": phases}
+    header = RunHeader(
+        run_id="test", out=tmp_path, collector="", world_size=world_size, settings=settings
+    )
+    standing = Standing(tmp_path, header, "0a")
+    shipment = Shipment(tmp_path, StreamId(rank=0, incarnation=0))
+    shipment.take_offset(shipment.reader.committed(), time.monotonic())
+    for _ in range(5):
+        standing.look({shipment.stream: shipment}, time.monotonic())
+        time.sleep(0.1)
+    assert (standing.latest is not None) == is_noted
+    assert bool(standstills_in(tmp_path)) == is_noted
+    writer.close()
