@@ -151,7 +151,8 @@ def test_ranks_that_are_killed_while_they_stand_are_said_to_have_ended(hosts: Ho
     assert noted(host)[0].is_by_end
     mark_job_over(host.folder)
     assert collector.wait(60) == relay.wait(60) == 0
-    assert len(noted(host)) == 1
+    (only,) = noted(host)
+    assert only.is_by_end
     assert not host.folder.exists()
 
 
@@ -247,29 +248,66 @@ def test_a_collective_counts_where_the_program_waits_for_it(tmp_path: Path, writ
     assert inside(tmp_path) == "", "what a step left open is closed with it"
 
 
+def watched(
+    tmp_path: Path,
+    writer: SpoolWriter,
+    *,
+    is_sent: bool = True,
+    world_size: int = 2,
+    **settings: str,
+) -> tuple[Standing, dict[StreamId, Shipment]]:
+    """A rank inside a train step, and what watches it."""
+    pen = Pen(writer)
+    pen.begin()
+    pen.leave(pen.call())
+    header = RunHeader(
+        run_id="test",
+        out=tmp_path,
+        collector="",
+        world_size=world_size,
+        settings={name.replace("_", "-"): text for name, text in settings.items()},
+    )
+    shipment = Shipment(tmp_path, StreamId(rank=0, incarnation=0))
+    shipment.take_offset(shipment.reader.committed() if is_sent else 0, time.monotonic())
+    return Standing(tmp_path, header, "0a"), {shipment.stream: shipment}
+
+
 @pytest.mark.parametrize(
     ("world_size", "phases", "is_noted"),
     [(2, "forward,grads", True), (2, "forward,collective", False), (1, "forward,grads", False)],
 )
 def test_a_step_without_a_word_of_its_optimizer_is_noted_where_such_a_word_was_to_come(
-    world_size: int, phases: str, is_noted: bool, tmp_path: Path
+    world_size: int, phases: str, is_noted: bool, tmp_path: Path, writer: SpoolWriter
 ):
-    folder = tmp_path / "rank00000.0"
-    writer = SpoolWriter(folder, limit_bytes=SMALL)
-    writer.define(rank_definition())
-    pen = Pen(writer)
-    pen.begin()
-    pen.leave(pen.call())
-    settings = {"hang-seconds": "0.2", "phases": phases}
-    header = RunHeader(
-        run_id="test", out=tmp_path, collector="", world_size=world_size, settings=settings
+    standing, shipments = watched(
+        tmp_path, writer, world_size=world_size, phases=phases, hang_seconds="4"
     )
-    standing = Standing(tmp_path, header, "0a")
-    shipment = Shipment(tmp_path, StreamId(rank=0, incarnation=0))
-    shipment.take_offset(shipment.reader.committed(), time.monotonic())
-    for _ in range(5):
-        standing.look({shipment.stream: shipment}, time.monotonic())
-        time.sleep(0.1)
+    begin = time.monotonic()
+    for second in range(6):
+        standing.look(shipments, begin + second)
     assert (standing.latest is not None) == is_noted
     assert bool(standstills_in(tmp_path)) == is_noted
+    writer.close()
+
+
+def test_a_rank_of_which_records_wait_does_not_count_for_its_spool_may_be_full(
+    tmp_path: Path, writer: SpoolWriter
+):
+    standing, shipments = watched(tmp_path, writer, is_sent=False, hang_seconds="4")
+    begin = time.monotonic()
+    for second in range(6):
+        standing.look(shipments, begin + second)
+    assert standing.latest is None
+    writer.close()
+
+
+def test_a_relay_that_was_away_has_seen_nobody_stand(tmp_path: Path, writer: SpoolWriter):
+    standing, shipments = watched(tmp_path, writer, hang_seconds="20")
+    begin = time.monotonic()
+    standing.look(shipments, begin)
+    standing.look(shipments, begin + 30)
+    assert standing.latest is None
+    for second in range(21):
+        standing.look(shipments, begin + 30 + second)
+    assert standing.latest is not None
     writer.close()

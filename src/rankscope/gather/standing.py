@@ -112,7 +112,10 @@ class Standing:
 
     def look(self, shipments: Mapping[StreamId, Shipment], now: float) -> None:
         """See who moves; cheap, and does nothing most of the time."""
-        if not self._limit_s or now - self._looked_at < min(_LOOK_S, self._limit_s / 4):
+        if not self._limit_s:
+            return
+        is_due = now - self._looked_at >= min(_LOOK_S, self._limit_s / 4)
+        if not is_due and not self._is_about_to_end(shipments):
             return
         away_s, self._looked_at = now - self._looked_at, now
         for stream, shipment in shipments.items():
@@ -129,6 +132,10 @@ class Standing:
             self._look_for_its_end()
         else:
             self._look_for_one(now)
+
+    def _is_about_to_end(self, shipments: Mapping[StreamId, Shipment]) -> bool:
+        """True where the last rank has just gone: soon nobody asks this relay any more."""
+        return self._stands and not any(shipment.is_alive for shipment in shipments.values())
 
     def _look_for_one(self, now: float) -> None:
         moved_at = max(max(p.grew_at, p.ended_at) for p in self._pulses.values())
