@@ -46,7 +46,7 @@ while way == "wait" and not (folder / "go").exists():
     time.sleep(0.005)
 while way == "pause" and not (folder / "go").exists():
     time.sleep(0.005)
-os.write(1, f"{rank} {way} {losses[0]} {losses[1]}\n".encode())
+os.write(1, f"{rank} {way} {losses[0]} {losses[1]}\\n".encode())
 if way == "raise":
     raise ValueError("on purpose")
 if way == "os._exit":
