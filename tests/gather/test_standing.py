@@ -13,11 +13,13 @@ import msgpack
 import pytest
 
 from rankscope.gather.posture import posture_of
+from rankscope.gather.shipping import Shipment
+from rankscope.gather.standing import Standing
 from rankscope.record.call import Mode, Phase
 from rankscope.record.run import StreamId
 from rankscope.record.standstill import Standstill
 from rankscope.spool.cells import ENTER, ENTER_COLLECTIVE, EXIT, STEP, RecordKind, StepEvent
-from rankscope.spool.folder import SHARED, mark_job_over, stream_folder
+from rankscope.spool.folder import SHARED, RunHeader, mark_job_over, stream_folder
 from rankscope.spool.reader import StreamReader
 from rankscope.spool.standstills import carry_standstills, standstills_in
 from rankscope.spool.writer import SpoolWriter
@@ -149,7 +151,8 @@ def test_ranks_that_are_killed_while_they_stand_are_said_to_have_ended(hosts: Ho
     assert noted(host)[0].is_by_end
     mark_job_over(host.folder)
     assert collector.wait(60) == relay.wait(60) == 0
-    assert len(noted(host)) == 1
+    (only,) = noted(host)
+    assert only.is_by_end
     assert not host.folder.exists()
 
 
@@ -188,12 +191,12 @@ def writer(tmp_path: Path) -> SpoolWriter:
     return made
 
 
-def inside(tmp_path: Path, *, has_peers: bool = True) -> str:
+def inside(tmp_path: Path, *, counts_steps: bool = True) -> str:
     with StreamReader(tmp_path / "rank00000.0") as reader:
-        return posture_of(reader, has_peers=has_peers).inside
+        return posture_of(reader, counts_steps=counts_steps).inside
 
 
-def test_a_train_step_counts_until_its_optimizer_steps_where_the_rank_has_peers(
+def test_a_train_step_counts_until_its_optimizer_steps_where_that_is_known(
     tmp_path: Path, writer: SpoolWriter
 ):
     pen = Pen(writer)
@@ -201,7 +204,7 @@ def test_a_train_step_counts_until_its_optimizer_steps_where_the_rank_has_peers(
     pen.begin()
     pen.leave(pen.call())
     assert inside(tmp_path) == "train step 0, before its optimizer"
-    assert inside(tmp_path, has_peers=False) == ""
+    assert inside(tmp_path, counts_steps=False) == ""
     pen.leave(pen.call(Phase.GRADS))
     assert inside(tmp_path) == ""
     pen.end()
@@ -243,3 +246,68 @@ def test_a_collective_counts_where_the_program_waits_for_it(tmp_path: Path, writ
     assert inside(tmp_path) == "a collective of train step 0"
     pen.end()
     assert inside(tmp_path) == "", "what a step left open is closed with it"
+
+
+def watched(
+    tmp_path: Path,
+    writer: SpoolWriter,
+    *,
+    is_sent: bool = True,
+    world_size: int = 2,
+    **settings: str,
+) -> tuple[Standing, dict[StreamId, Shipment]]:
+    """A rank inside a train step, and what watches it."""
+    pen = Pen(writer)
+    pen.begin()
+    pen.leave(pen.call())
+    header = RunHeader(
+        run_id="test",
+        out=tmp_path,
+        collector="",
+        world_size=world_size,
+        settings={name.replace("_", "-"): text for name, text in settings.items()},
+    )
+    shipment = Shipment(tmp_path, StreamId(rank=0, incarnation=0))
+    shipment.take_offset(shipment.reader.committed() if is_sent else 0, time.monotonic())
+    return Standing(tmp_path, header, "0a"), {shipment.stream: shipment}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "phases", "is_noted"),
+    [(2, "forward,grads", True), (2, "forward,collective", False), (1, "forward,grads", False)],
+)
+def test_a_step_without_a_word_of_its_optimizer_is_noted_where_such_a_word_was_to_come(
+    world_size: int, phases: str, is_noted: bool, tmp_path: Path, writer: SpoolWriter
+):
+    standing, shipments = watched(
+        tmp_path, writer, world_size=world_size, phases=phases, hang_seconds="4"
+    )
+    begin = time.monotonic()
+    for second in range(6):
+        standing.look(shipments, begin + second)
+    assert (standing.latest is not None) == is_noted
+    assert bool(standstills_in(tmp_path)) == is_noted
+    writer.close()
+
+
+def test_a_rank_of_which_records_wait_does_not_count_for_its_spool_may_be_full(
+    tmp_path: Path, writer: SpoolWriter
+):
+    standing, shipments = watched(tmp_path, writer, is_sent=False, hang_seconds="4")
+    begin = time.monotonic()
+    for second in range(6):
+        standing.look(shipments, begin + second)
+    assert standing.latest is None
+    writer.close()
+
+
+def test_a_relay_that_was_away_has_seen_nobody_stand(tmp_path: Path, writer: SpoolWriter):
+    standing, shipments = watched(tmp_path, writer, hang_seconds="20")
+    begin = time.monotonic()
+    standing.look(shipments, begin)
+    standing.look(shipments, begin + 30)
+    assert standing.latest is None
+    for second in range(21):
+        standing.look(shipments, begin + 30 + second)
+    assert standing.latest is not None
+    writer.close()

@@ -104,6 +104,7 @@ class SocketLink:
         self._is_done = False
         self.rejection = ""
         self.standstill: Standstill | None = None
+        self._told: Standstill | None = None
         self.heard_at = float("-inf")
         self._beat_at = float("-inf")
         self._first = 0
@@ -127,13 +128,15 @@ class SocketLink:
 
     def exchange(self, shipments: dict[StreamId, Shipment], now: float, job: JobState) -> bool:
         """Send and receive what can be; True where anything was."""
-        if now - self._beat_at > _BEAT_S or job is not self._job:
+        has_news = job is not self._job or self.standstill != self._told
+        if now - self._beat_at > _BEAT_S or has_news:
             self._job = job
             self._send(Hello(PROTOCOL_VERSION, socket.gethostname(), self._header.run_id))
             alive = sum(shipment.is_alive for shipment in shipments.values())
             self._send(Beat(alive, len(shipments), job, self._header.max_restarts))
             if self.standstill is not None:  # again and again: any of them may be lost
                 self._send(Stands.of(self.standstill))
+                self._told = self.standstill
             self._beat_at = now
         was_busy = self._receive(shipments, now)
         return self._pump(list(shipments.values()), now) or was_busy

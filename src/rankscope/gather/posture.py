@@ -71,13 +71,12 @@ class _Tail:
                 self.synchronous[entry["id"]] = not entry.get("async", False)
 
 
-def posture_of(reader: StreamReader, *, has_peers: bool) -> Posture:
+def posture_of(reader: StreamReader, *, counts_steps: bool) -> Posture:
     """Read where a rank stands.
 
     Args:
         reader: of its stream.
-        has_peers: the job has more ranks than this one: a train step before its optimizer counts. A
-            program of one rank may well stop between the two, for its user to look at gradients.
+        counts_steps: a train step before its optimizer counts.
 
     Raises:
         SpoolError: the stream cannot be read.
@@ -91,7 +90,7 @@ def posture_of(reader: StreamReader, *, has_peers: bool) -> Posture:
     is_open = ~np.isin(enters["sequence"], _joined(tail.exits, EXIT_DTYPE)["sequence"])
     is_open &= ~_is_ended(enters, steps)
     inside = _open_call(enters[is_open], tail.synchronous)
-    if not inside and has_peers:
+    if not inside and counts_steps:
         inside = _open_step(enters, steps, is_whole=is_whole)
     return Posture(written_ns=tail.written_ns, inside=inside)
 

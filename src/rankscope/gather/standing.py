@@ -72,11 +72,11 @@ class _Pulse:
         nothing for that reason."""
         return self._shipment.acked == self._end
 
-    def posture(self, *, has_peers: bool) -> Posture:
+    def posture(self, *, counts_steps: bool) -> Posture:
         """Return where it stands, read once for each end of its records."""
         if self._end not in self._postures:
             try:
-                self._postures = {self._end: posture_of(self._reader, has_peers=has_peers)}
+                self._postures = {self._end: posture_of(self._reader, counts_steps=counts_steps)}
             except SpoolError:
                 return Posture(written_ns=0, inside="")
             finally:
@@ -98,7 +98,7 @@ class Standing:
         self._run_folder = run_folder
         self._relay = relay
         self._limit_s = _limit_s(header)
-        self._has_peers = header.world_size > 1
+        self._counts_steps = _counts_steps(header)
         self._pulses: dict[StreamId, _Pulse] = {}
         self._looked_at = float("-inf")
         self._noticed_at = time.monotonic()
@@ -112,7 +112,10 @@ class Standing:
 
     def look(self, shipments: Mapping[StreamId, Shipment], now: float) -> None:
         """See who moves; cheap, and does nothing most of the time."""
-        if not self._limit_s or now - self._looked_at < min(_LOOK_S, self._limit_s / 4):
+        if not self._limit_s:
+            return
+        is_due = now - self._looked_at >= min(_LOOK_S, self._limit_s / 4)
+        if not is_due and not self._is_about_to_end(shipments):
             return
         away_s, self._looked_at = now - self._looked_at, now
         for stream, shipment in shipments.items():
@@ -130,6 +133,10 @@ class Standing:
         else:
             self._look_for_one(now)
 
+    def _is_about_to_end(self, shipments: Mapping[StreamId, Shipment]) -> bool:
+        """True where the last rank has just gone: soon nobody asks this relay any more."""
+        return self._stands and not any(shipment.is_alive for shipment in shipments.values())
+
     def _look_for_one(self, now: float) -> None:
         moved_at = max(max(p.grew_at, p.ended_at) for p in self._pulses.values())
         if now - moved_at < self._limit_s:
@@ -137,7 +144,7 @@ class Standing:
         places: dict[str, list[int]] = {}
         for stream, pulse in self._pulses.items():
             if pulse.is_alive and pulse.has_all_sent:
-                inside = pulse.posture(has_peers=self._has_peers).inside
+                inside = pulse.posture(counts_steps=self._counts_steps).inside
                 if inside:
                     places.setdefault(inside, []).append(stream.rank)
         if not places:
@@ -175,7 +182,7 @@ class Standing:
     def _last_ns(self) -> int:
         """Return the monotonic time of the last move of any rank."""
         written = [
-            pulse.posture(has_peers=self._has_peers).written_ns
+            pulse.posture(counts_steps=self._counts_steps).written_ns
             if pulse.is_alive
             else int(pulse.ended_at * 1e9)
             for pulse in self._pulses.values()
@@ -191,6 +198,14 @@ class Standing:
         log(standstill.told(time.time_ns()))
         with contextlib.suppress(SpoolError):  # a full disk: the log has it
             keep_standstill(self._run_folder, self._relay, standstill)
+
+
+def _counts_steps(header: RunHeader) -> bool:
+    """True where a train step before its optimizer is one to wait for. A program of one rank may
+    well stop there, for its user to look at gradients; and without records of gradients or
+    parameters none says that the optimizer has stepped."""
+    phases = header.settings.get("phases", "all").split(",")
+    return header.world_size > 1 and bool({"all", "grads", "params"} & set(phases))
 
 
 def _limit_s(header: RunHeader) -> float:
