@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from rankscope.capture.torch_internals import is_compiling
+from rankscope.capture.torch_internals.compiling import is_compiling
 
 __all__ = ["MAX_FAILURES", "Guard", "GuardedHook", "say", "text_of"]
 

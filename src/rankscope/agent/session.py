@@ -39,7 +39,8 @@ from rankscope.agent.values import ValueReader
 from rankscope.capture.describe import Describer
 from rankscope.capture.groups import process_groups
 from rankscope.capture.invisible import invisible
-from rankscope.capture.torch_internals import current_graph_task, dynamo_has_compiled
+from rankscope.capture.torch_internals.autograd import current_graph_task
+from rankscope.capture.torch_internals.compiling import dynamo_has_compiled
 from rankscope.record.call import Mode
 from rankscope.record.globs import glob_matches
 from rankscope.record.run import EndReason, RankIdentity

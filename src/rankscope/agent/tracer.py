@@ -22,12 +22,8 @@ from rankscope.agent.stack import keyword_arguments, module_calls_running
 from rankscope.agent.values import ValueReader
 from rankscope.capture.invisible import invisible
 from rankscope.capture.pytree import is_tensor, walk
-from rankscope.capture.torch_internals import (
-    current_graph_task,
-    is_being_captured,
-    is_compiled_graph,
-    stops_recomputation,
-)
+from rankscope.capture.torch_internals.autograd import current_graph_task, stops_recomputation
+from rankscope.capture.torch_internals.compiling import is_being_captured, is_compiled_graph
 from rankscope.record.call import Mode, Phase
 from rankscope.record.value import ValueFlag
 from rankscope.spool.cells import CallStatus
