@@ -18,10 +18,12 @@ import torch
 from torch import nn
 
 from rankscope.agent.calls import Scope
+from rankscope.agent.callvalues import CallValues
 from rankscope.agent.chosen import ChosenSteps
 from rankscope.agent.clock import StepClock
 from rankscope.agent.collectives_tracing import CollectiveTracing, RunningStep
 from rankscope.agent.compiling import HIDDEN, EagerStance, HiddenSteps, outermost_modules_of
+from rankscope.agent.definitions import Definitions
 from rankscope.agent.guard import MAX_FAILURES, Guard, say, text_of
 from rankscope.agent.hooks import HookSet
 from rankscope.agent.keeper import Keeper
@@ -139,14 +141,17 @@ class Session:
         self._table = ModuleTable(enters_compiled=settings.compile == "eager", paths=settings.paths)
         self._values = ValueReader(self._recorder, Describer(self._rank), settings, self._keeper)
         self._values.say = self._say_leaf or self._values.say
+        self._definitions = Definitions(self._recorder, self._table)
+        self._call_values = CallValues(self.guard, self._recorder, self._values, settings)
         self._tracer = Tracer(
-            self.guard, self._recorder, self._table, self._values, settings, self._open_scope,
+            self._recorder, self._definitions, self._table, self._values, self._call_values,
+            settings, self._open_scope,
             self._hooks.stands_behind_inputs_of, self._hooks.stands_behind_outputs_of,
             self._follow_own_hooks, self._hooks.leave_modules,
         )  # fmt: skip
         self._collectives.open(self._recorder, self._values, self._tracer, self._table)
         self._parameters = ParameterEvents(
-            self._table, self._recorder, self._values, self._tracer.definition_of, settings.phases
+            self._table, self._recorder, self._values, self._definitions.of, settings.phases
         )
         self._updates = Updates(self._table, self._recorder, self._parameters, self._optimizers)
         tracer = self._tracer
@@ -451,7 +456,7 @@ class Session:
             self.guard.is_too_deep = False
             self._recorder.error(None, "Python's recursion limit left a hook no room: calls lack")
         if step is not None:
-            self._updates.close_step(step, is_trained=self._tracer.gradients.has_fired)
+            self._updates.close_step(step, is_trained=self._call_values.gradients.has_fired)
             self._collectives.end_step(Mode.TRAIN, step)
             self._recorder.step(StepEvent.END, Mode.TRAIN, step)
             self._tracer.end_step()
@@ -534,13 +539,7 @@ class Session:
         if info.root.is_setup_recorded:
             return
         info.root.is_setup_recorded = True
-        for each in self._table.of_root(info.root):
-            self._tracer.definition_of(each)
-        for inner, outer, path in self._table.contained:
-            self._recorder.define(
-                "inside", root=inner.definition, **{"in": outer.definition}, path=path
-            )
-        self._table.contained.clear()
+        self._definitions.write_root(info.root)
         self._parameters.setup(info.root)
 
 
