@@ -19,7 +19,8 @@ from rankscope.agent.arming import arm, close, current_session, hold
 from rankscope.agent.guard import Guard, say
 from rankscope.agent.joining import define_rank, who_am_i
 from rankscope.agent.keeping import make_keeper, make_recorder
-from rankscope.agent.session import Opened, Session
+from rankscope.agent.parts import Opened
+from rankscope.agent.session import Session
 from rankscope.agent.settings import Settings, settings_from
 from rankscope.agent.wording import as_keywords
 from rankscope.capture.kernel import build as build_kernel

@@ -26,7 +26,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 import rankscope
 from rankscope.agent.guard import MAX_FAILURES, Guard
-from rankscope.capture import torch_internals
+from rankscope.capture.torch_internals.hooks import global_hook_tables
 from tests.agent.models import Net, trace
 from tests.unharmed import traced_unharmed
 
@@ -100,7 +100,7 @@ def test_hooks_are_registered_anew_where_torch_has_no_such_tables(
     assert len([s for s in found.steps if s.mode.word == "train"]) == 3
     assert [list(table) for table in GLOBAL] == before
     monkeypatch.setattr(tables, "_global_forward_hooks_always_called", None)
-    assert torch_internals.global_hook_tables() is None
+    assert global_hook_tables() is None
 
 
 def test_our_hooks_stand_behind_those_registered_before_a_traced_step(tmp_path: Path) -> None:

@@ -233,6 +233,22 @@ def test_a_rank_that_raised_is_said_first_with_its_exception(stages):
     ]
 
 
+def test_names_of_a_trace_cannot_steer_the_terminal(tmp_path):
+    rank = PaperRank(tmp_path / "spools")
+    with rank.call(class_name="Model\x1b[2J") as top:
+        inner = rank.enter("a\rb", parent=top)
+        rank.value(inner, "input.\x1b[31mx", np.ones(2))
+        rank.exit(inner, CallStatus.RAISED, "ValueError: \x07 boom")
+    rank.end()
+    rank.ship(tmp_path / "trace")
+    build(tmp_path / "trace")
+    code, text, errors = rankscope("show", tmp_path / "trace")
+    assert code == 0, errors
+    assert text.replace("\n", "").isprintable()
+    for shown in ("Model\\x1b[2J", "a\\rb", "input.\\x1b[31mx", "ValueError: \\x07 boom"):
+        assert shown in text
+
+
 def test_stages_that_hold_different_things_are_no_fault_and_replicas_are(stages):
     text = rankscope("show", stages)[1]
     assert re.search(r"input.0 +int64\[2, 3\]  rank 0  differs by rank: dtype", text)

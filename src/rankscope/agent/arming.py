@@ -15,7 +15,8 @@ from torch.utils.data import get_worker_info
 from rankscope.agent.guard import say
 from rankscope.agent.identity import placed
 from rankscope.agent.joining import RUN_FOLDER_VARIABLE, Joined, join_run
-from rankscope.agent.session import Opened, Session
+from rankscope.agent.parts import Opened
+from rankscope.agent.session import Session
 from rankscope.agent.settings import Settings, settings_from
 from rankscope.agent.wording import as_keywords, as_variables, misspelt_variables
 from rankscope.errors import FolderError, RankscopeError, SettingError

@@ -15,9 +15,9 @@ import torch
 
 from rankscope.agent.calls import Place
 from rankscope.agent.callsites import call_site
+from rankscope.agent.guard import describe_error
 from rankscope.agent.inflight import memory_of
 from rankscope.agent.recorder import Recorder
-from rankscope.agent.tracer import describe_error
 from rankscope.agent.values import ValueReader
 from rankscope.capture.collectives import (
     FUNCTIONAL,

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from rankscope.agent.calls import Frame, Scope
 from rankscope.agent.modules import ModuleInfo
-from rankscope.capture.torch_internals import next_node
+from rankscope.capture.torch_internals.autograd import next_node
 
 __all__ = ["NodeMap", "NodeSpan"]
 

@@ -18,11 +18,8 @@ from rankscope.agent.recorder import Recorder
 from rankscope.agent.settings import Settings
 from rankscope.agent.tracer import Tracer
 from rankscope.agent.values import ValueReader
-from rankscope.capture.torch_internals import (
-    current_graph_task,
-    current_node,
-    sharded_module_in_hand,
-)
+from rankscope.capture.torch_internals.autograd import current_graph_task, current_node
+from rankscope.capture.torch_internals.parallel import sharded_module_in_hand
 from rankscope.record.call import Mode, Phase
 from rankscope.record.globs import glob_matches
 

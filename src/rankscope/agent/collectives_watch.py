@@ -16,12 +16,8 @@ from typing import Any, Protocol
 
 from rankscope.agent.guard import Guard
 from rankscope.capture.collectives import FUNCTIONAL, METHODS
-from rankscope.capture.torch_internals import (
-    collective_classes,
-    functional_operators,
-    is_being_captured,
-    is_compiling,
-)
+from rankscope.capture.torch_internals.compiling import is_being_captured, is_compiling
+from rankscope.capture.torch_internals.distributed import collective_classes, functional_operators
 
 __all__ = ["CollectiveListener", "CollectiveWatch"]
 

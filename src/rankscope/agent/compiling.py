@@ -15,7 +15,7 @@ from rankscope.agent.guard import say
 from rankscope.agent.members import parameters_of_module
 from rankscope.agent.optimizers import OptimizerSet, held_parameters, parameters_of
 from rankscope.capture.invisible import invisible
-from rankscope.capture.torch_internals import dynamo_has_compiled, run_compiled_eagerly
+from rankscope.capture.torch_internals.compiling import dynamo_has_compiled, run_compiled_eagerly
 
 __all__ = ["HIDDEN", "EagerStance", "HiddenSteps", "outermost_modules_of"]
 

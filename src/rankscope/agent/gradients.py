@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from rankscope.agent.guard import Guard
-from rankscope.capture.torch_internals import has_hook
+from rankscope.capture.torch_internals.autograd import has_hook
 
 __all__ = ["MOST_FIRINGS", "GradientHooks", "GradientTarget"]
 

@@ -5,17 +5,20 @@ from __future__ import annotations
 import contextlib
 import dis
 import functools
+import re
 import signal
 import sys
 from collections.abc import Callable
 from typing import Any
 
-from rankscope.capture.torch_internals import is_compiling
+from rankscope.capture.torch_internals.compiling import is_compiling
 
-__all__ = ["MAX_FAILURES", "Guard", "GuardedHook", "say", "text_of"]
+__all__ = ["MAX_FAILURES", "Guard", "GuardedHook", "describe_error", "say", "text_of"]
 
 MAX_FAILURES = 20
 """Failures inside hooks after which tracing is switched off on this rank, visibly."""
+_ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
+_MAX_ERROR_CHARACTERS = 500
 
 
 def say(text: str) -> None:
@@ -156,3 +159,9 @@ def _codes_of_signal_handlers() -> set[object]:
         if code is not None:
             codes.add(code)
     return codes
+
+
+def describe_error(error: BaseException) -> str:
+    """Return a bounded, address-free text of the user's exception."""
+    text = _ADDRESS.sub("0x…", text_of(error))
+    return text if len(text) <= _MAX_ERROR_CHARACTERS else text[:_MAX_ERROR_CHARACTERS] + "…"

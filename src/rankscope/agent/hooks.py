@@ -23,7 +23,7 @@ from torch.optim.optimizer import (
 from torch.utils.hooks import RemovableHandle
 
 from rankscope.agent.guard import Guard, GuardedHook
-from rankscope.capture.torch_internals import (
+from rankscope.capture.torch_internals.hooks import (
     forget_keyword_hook,
     global_hook_tables,
     hide_from_compiled_modules,

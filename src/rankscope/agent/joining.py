@@ -22,8 +22,8 @@ from rankscope.agent.meeting import (
     find_agents_store,
 )
 from rankscope.agent.mustering import ELASTIC_RUN, muster
+from rankscope.agent.parts import Opened
 from rankscope.agent.recorder import Recorder
-from rankscope.agent.session import Opened
 from rankscope.agent.settings import Settings
 from rankscope.errors import LayoutError
 from rankscope.record.layoutfile import LayoutFile

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # lazy
 
-from rankscope.capture.torch_internals import default_store
+from rankscope.capture.torch_internals.distributed import default_store
 from rankscope.errors import FolderError
 
 __all__ = [

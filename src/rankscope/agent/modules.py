@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from rankscope.agent.members import modules_of, own_parameters, parameters_of_module
 from rankscope.agent.wrappers import class_behind_wrappers, own_class, wrapper_of
-from rankscope.capture.torch_internals import dynamo_has_compiled, is_compiled_in_place
+from rankscope.capture.torch_internals.compiling import dynamo_has_compiled, is_compiled_in_place
 from rankscope.record.globs import glob_matches
 
 __all__ = ["ModuleInfo", "ModuleTable", "Root"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from types import FrameType
 
-from rankscope.capture.torch_internals import shape_inference
+from rankscope.capture.torch_internals.parallel import shape_inference
 
 __all__ = [
     "explain_no_room",

@@ -4,7 +4,6 @@ process.
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable
 
@@ -12,30 +11,22 @@ import torch
 from torch import nn
 
 from rankscope.agent.calls import CallStacks, Frame, Place, Scope
+from rankscope.agent.callvalues import CallValues
 from rankscope.agent.collectives_nodes import NodeMap
-from rankscope.agent.gradients import MOST_FIRINGS, GradientHooks, GradientTarget
-from rankscope.agent.guard import Guard, text_of
+from rankscope.agent.definitions import Definitions
+from rankscope.agent.guard import describe_error
 from rankscope.agent.modules import ModuleInfo, ModuleTable, Root
 from rankscope.agent.recorder import Recorder
 from rankscope.agent.settings import Settings
 from rankscope.agent.stack import keyword_arguments, module_calls_running
 from rankscope.agent.values import ValueReader
 from rankscope.capture.invisible import invisible
-from rankscope.capture.pytree import is_tensor, walk
-from rankscope.capture.torch_internals import (
-    current_graph_task,
-    is_being_captured,
-    is_compiled_graph,
-    stops_recomputation,
-)
+from rankscope.capture.torch_internals.autograd import current_graph_task, stops_recomputation
+from rankscope.capture.torch_internals.compiling import is_being_captured, is_compiled_graph
 from rankscope.record.call import Mode, Phase
-from rankscope.record.value import ValueFlag
 from rankscope.spool.cells import CallStatus
 
-__all__ = ["Tracer", "describe_error"]
-
-_ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
-_MAX_ERROR_CHARACTERS, _MOST_DEFINITIONS = 500, 1 << 16
+__all__ = ["Tracer"]
 
 
 class Tracer:
@@ -45,10 +36,11 @@ class Tracer:
 
     def __init__(
         self,
-        guard: Guard,
         recorder: Recorder,
+        definitions: Definitions,
         table: ModuleTable,
         values: ValueReader,
+        call_values: CallValues,
         settings: Settings,
         open_scope: Callable[[ModuleInfo, nn.Module], Scope | None],
         stands_behind_inputs: Callable[[nn.Module], bool],
@@ -57,11 +49,12 @@ class Tracer:
         leave_own_hooks: Callable[[], None],
     ) -> None:
         self._recorder = recorder
+        self._define = definitions.of
         self._table = table
         self._values = values
+        self._call_values = call_values
         self._wants_forward = Phase.FORWARD.word in settings.phases
         self._wants_recompute = Phase.RECOMPUTE.word in settings.phases
-        self._wants_backward = Phase.BACKWARD.word in settings.phases and values.is_on
         self._open_scope = open_scope
         self._stands_behind_inputs = stands_behind_inputs
         self._stands_behind_outputs = stands_behind_outputs
@@ -74,9 +67,6 @@ class Tracer:
         """Of the roots called in this step."""
         self.nodes: NodeMap | None = None
         """Where the graph's nodes were made; None while nobody asks."""
-        self._rootless: dict[tuple[object, ...], int] = {}
-        """Numbers of the definitions of modules that belong to no root."""
-        self.gradients = GradientHooks(guard, self._gradient, self._say_later_ones_lack)
 
     # ------------------------------------------------------------------ hooks
 
@@ -130,7 +120,7 @@ class Tracer:
         calls[info] = ordinal = calls.get(info, -1) + 1
         root = info.root
         sequence = self._recorder.enter(
-            info.definition or self.definition_of(info), root.definition if root is not None else 0,
+            info.definition or self._define(info), root.definition if root is not None else 0,
             parent,
             scope.mode, scope.step, scope.micro_batch, phase, ordinal,
         )  # fmt: skip
@@ -141,7 +131,7 @@ class Tracer:
         if self.nodes is not None:
             self.nodes.begin(frame)
         if self._values.is_on and not is_followed:
-            self._inputs_at_global_hook(frame, module, args, kwargs)
+            self._call_values.inputs_at_global_hook(frame, module, args, kwargs)
 
     def own_input_hook(
         self,
@@ -158,7 +148,7 @@ class Tracer:
         if frames and frames[-1].module is module and frames[-1].is_recorded and self._values.is_on:
             if kwargs is None:
                 kwargs = keyword_arguments() or {}
-            self._read_inputs(frames[-1], args, kwargs)
+            self._call_values.read_inputs(frames[-1], args, kwargs)
 
     def after_forward(self, module: nn.Module, args: tuple[object, ...], *rest: object) -> None:
         """Global forward hook: a call ended. `rest` is (kwargs, output), or one item where forward
@@ -189,7 +179,7 @@ class Tracer:
             return
         if self._values.is_on:
             self._values.read_pending()
-            self._finish(frame, args, rest[0], rest[1])
+            self._call_values.finish(frame, args, rest[0], rest[1])
         if frame.phase is Phase.FORWARD and not frame.info.path and frame.info.root is not None:
             self._note_compiled_in_place(frame, frame.info.root)
         self._recorder.exit(frame.sequence)
@@ -202,7 +192,7 @@ class Tracer:
         for info in self._compiled_in_place[root]:
             if info.is_selected and info not in scope.forward_calls:
                 sequence = self._recorder.enter(
-                    self.definition_of(info), root.definition, frame.sequence,
+                    self._define(info), root.definition, frame.sequence,
                     scope.mode, scope.step, scope.micro_batch, Phase.FORWARD, 0,
                 )  # fmt: skip
                 self._recorder.exit(sequence, CallStatus.NOT_ENTERED)
@@ -223,8 +213,7 @@ class Tracer:
             self.nodes.end(frame)
         if not (frame.is_recorded and self._values.is_on) or frame.sequence is None:
             return
-        before = frozenset(id(tensor) for tensor in frame.outputs)
-        self._values.read_all("returned", output, frame.sequence, frame.phase, skip=before)
+        self._call_values.returned(frame, output)
 
     def note_hidden_root(self, info: ModuleInfo, step: int) -> None:
         """Leave a call without values for a root whose forward in this step no hook saw."""
@@ -233,115 +222,10 @@ class Tracer:
         if not info.is_selected or not self._wants_forward:
             return
         sequence = self._recorder.enter(
-            self.definition_of(info), root.definition, None,
+            self._define(info), root.definition, None,
             Mode.TRAIN, step, root.calls_in_step, Phase.FORWARD, 0,
         )  # fmt: skip
         self._recorder.exit(sequence, CallStatus.NOT_ENTERED)
-
-    # ------------------------------------------------------------------ values
-
-    def _inputs_at_global_hook(
-        self,
-        frame: Frame,
-        module: nn.Module,
-        args: tuple[object, ...],
-        kwargs: dict[str, object] | None,
-    ) -> None:
-        kwargs = keyword_arguments() if kwargs is None else kwargs
-        seen = self._read_inputs(frame, args, kwargs or {})
-        if module._forward_pre_hooks or kwargs is None:
-            frame.seen_inputs = {slot: id(tensor) for slot, tensor in seen}
-
-    def _read_inputs(
-        self, frame: Frame, args: tuple[object, ...], kwargs: dict[str, object], flags: int = 0
-    ) -> list[tuple[str, torch.Tensor]]:
-        assert frame.sequence is not None  # recorded frames have one
-        if self._values.keeps:
-            self._values.note_inputs(frame.module, args, kwargs, frame.sequence, frame.phase)
-        seen = (
-            self._values.read_all("input", args, frame.sequence, frame.phase, flags=flags)
-            if args
-            else []
-        )
-        if kwargs:
-            seen += self._values.read_all("input", kwargs, frame.sequence, frame.phase, flags=flags)
-        self._watch(frame, seen, "input", "grad_input")
-        return seen
-
-    def _finish(self, frame: Frame, args: object, kwargs: object, output: object) -> None:
-        if not self._values.is_on:
-            return
-        assert frame.sequence is not None and isinstance(args, tuple) and isinstance(kwargs, dict)
-        if frame.seen_inputs is not None:
-            self._reread_replaced_inputs(frame, args, kwargs)
-        tensors = self._values.read_all("output", output, frame.sequence, frame.phase)
-        if self._values.keeps:
-            self._values.note_result(output, frame.sequence, frame.phase)
-        self._watch(frame, tensors, "output", "grad_output")
-        if (
-            frame.module._forward_hooks
-        ):  # kept alive, so that what they return is told apart by identity
-            frame.outputs = tuple(tensor for _, tensor in tensors)
-
-    def _reread_replaced_inputs(
-        self, frame: Frame, args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> None:
-        """Read the inputs the module's own pre-hooks put in place of those we saw; forward has run
-        by now.
-        """
-        assert frame.sequence is not None and frame.seen_inputs is not None
-        with invisible():
-            for value in (args, kwargs):
-                for slot, leaf in walk("input", value):
-                    if (
-                        is_tensor(leaf)
-                        and frame.seen_inputs.get(slot) != id(leaf)
-                        and self._values.wants(slot)
-                    ):
-                        self._values.read(
-                            leaf,
-                            frame.sequence,
-                            slot,
-                            frame.phase,
-                            flags=int(ValueFlag.AFTER_CALL | ValueFlag.SUPERSEDES),
-                        )
-
-    def _watch(
-        self, frame: Frame, tensors: list[tuple[str, torch.Tensor]], kind: str, gradient_kind: str
-    ) -> None:
-        if not self._wants_backward or frame.sequence is None:
-            return
-        sequence, watched = frame.sequence, None
-        if frame.scope.without_gradients:
-            found = frame.scope.without_gradients.get((frame.info, frame.ordinal))
-            if found is not None:
-                sequence, watched = found
-        if frame.phase is not Phase.FORWARD and watched is None:
-            return
-        with invisible():  # what needs a gradient is not asked in sight of a subclass either
-            for slot, tensor in tensors:
-                gradient_slot = gradient_kind + slot.removeprefix(kind)
-                if not tensor.requires_grad or not self._values.wants(gradient_slot):
-                    continue
-                if isinstance(tensor, nn.Parameter):  # a hook would stay on the model
-                    continue
-                if watched is None or gradient_slot not in watched:
-                    self.gradients.watch(tensor, sequence, gradient_slot)
-                if watched is not None:
-                    watched.add(gradient_slot)
-
-    def _gradient(
-        self, targets: list[GradientTarget], gradient: torch.Tensor, ordinal: int
-    ) -> None:
-        with invisible():
-            for target in targets:
-                self._values.read(
-                    gradient, target.sequence, target.slot, Phase.BACKWARD, ordinal=ordinal
-                )
-
-    def _say_later_ones_lack(self, target: GradientTarget) -> None:
-        text = f"{target.slot}: backward ran {MOST_FIRINGS} times; later gradients are not recorded"
-        self._recorder.error(target.sequence, text)
 
     # ------------------------------------------------------------------ bookkeeping
 
@@ -351,34 +235,6 @@ class Tracer:
             if top is None:
                 return self._table.learn(module, None)
             return self._table.learn(module, top.info.root, top.module, top.scope)
-
-    def definition_of(self, info: ModuleInfo) -> int:
-        """Return the number of a module in the spool, defining it (and its root) on first sight."""
-        if not info.definition:
-            root = info.root
-            if root is not None and not root.definition:
-                root.definition = self._recorder.define(
-                    "root",
-                    **{"class": root.class_name},
-                    parameters=root.parameter_count,
-                    preferred=root.is_preferred,
-                )
-            fields: dict[str, object] = {
-                "root": root.definition if root is not None else 0,
-                "path": info.path,
-                "raw_path": info.raw_path,
-                "class": info.class_name,
-                "wrappers": info.wrappers,
-                "opaque": info.is_opaque,
-            }
-            known = root.definitions if root is not None else self._rootless
-            kind = tuple(fields.values())  # known of a module that this one has replaced
-            if len(known) >= _MOST_DEFINITIONS:
-                known.clear()
-            if kind not in known:
-                known[kind] = self._recorder.define("module", **fields)
-            info.definition = known[kind]
-        return info.definition
 
     def _without_abandoned(self) -> Frame | None:
         """Close the calls that ended without a hook (KeyboardInterrupt), and return the innermost
@@ -404,12 +260,8 @@ class Tracer:
 
     def end_step(self) -> None:
         """Forget what belongs to the step: hooks on leaves, tensors seen, scopes of its calls."""
-        if self._wants_backward:
-            for target in self.gradients.unseen():
-                self._values.unseen(target.sequence, target.slot, Phase.BACKWARD)
-        self.gradients.forget()
+        self._call_values.end_step()
         self._compiled_in_place.clear()
-        self._values.end_step()
         self._scopes.clear()
         self._stacks.ended = None
 
@@ -431,7 +283,7 @@ class Tracer:
             return None
         root = info.root
         return Place(
-            self.definition_of(info), root.definition if root is not None else 0, sequence,
+            self._define(info), root.definition if root is not None else 0, sequence,
             scope.mode, scope.step, scope.micro_batch, issuer, info.is_selected,
         )  # fmt: skip
 
@@ -446,9 +298,3 @@ def _is_wrapped_by(outer: ModuleInfo, inner: ModuleInfo) -> bool:
     compiler is switched off.
     """
     return outer.is_opaque and outer.root is inner.root and outer.path == inner.path
-
-
-def describe_error(error: BaseException) -> str:
-    """Return a bounded, address-free text of the user's exception."""
-    text = _ADDRESS.sub("0x…", text_of(error))
-    return text if len(text) <= _MAX_ERROR_CHARACTERS else text[:_MAX_ERROR_CHARACTERS] + "…"

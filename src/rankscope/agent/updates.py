@@ -18,7 +18,7 @@ from rankscope.agent.optimizers import (
 from rankscope.agent.parameters import ParameterEvents
 from rankscope.agent.recorder import Recorder
 from rankscope.agent.scalers import is_skipped_inside, scaling_of
-from rankscope.capture.torch_internals import current_graph_task
+from rankscope.capture.torch_internals.autograd import current_graph_task
 from rankscope.record.call import Mode
 from rankscope.record.value import ValueFlag
 from rankscope.spool.cells import StepEvent

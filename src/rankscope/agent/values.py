@@ -20,7 +20,7 @@ from rankscope.capture.forms import call_form, result_form, said_of
 from rankscope.capture.invisible import invisible
 from rankscope.capture.pytree import is_tensor, walk
 from rankscope.capture.reading import Reading
-from rankscope.capture.torch_internals import is_collective_outstanding
+from rankscope.capture.torch_internals.distributed import is_collective_outstanding
 from rankscope.record.call import Phase
 from rankscope.record.globs import slot_matches
 from rankscope.record.value import ValueFlag

@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from rankscope.capture.torch_internals import group_named, group_ranks
+from rankscope.capture.torch_internals.distributed import group_named, group_ranks
 from rankscope.record.collective import Collective
 
 __all__ = [

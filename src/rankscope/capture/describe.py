@@ -17,14 +17,18 @@ import torch
 from rankscope.capture.elements import storage_of
 from rankscope.capture.groups import MeshTable
 from rankscope.capture.pytree import describe_leaf
-from rankscope.capture.torch_internals import (
-    async_collective_result,
+from rankscope.capture.torch_internals.dispatch import (
     dispatch_bits,
-    dtensor_parts,
-    is_async_collective,
-    is_dtensor,
     is_functorch_wrapper,
     overrides_dispatch,
+)
+from rankscope.capture.torch_internals.distributed import (
+    async_collective_result,
+    is_async_collective,
+)
+from rankscope.capture.torch_internals.dtensor import (
+    dtensor_parts,
+    is_dtensor,
     placement_class,
     shard_order,
 )

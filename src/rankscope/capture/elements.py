@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rankscope.capture.torch_internals import optional_dtypes
+from rankscope.capture.torch_internals.dispatch import optional_dtypes
 
 __all__ = [
     "Array",

@@ -27,7 +27,7 @@ from rankscope.capture.pytree import (
     is_tensor,
     key_names,
 )
-from rankscope.capture.torch_internals import dtensor_parts, is_dtensor
+from rankscope.capture.torch_internals.dtensor import dtensor_parts, is_dtensor
 
 __all__ = ["call_form", "form_of", "result_form", "said_of"]
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from rankscope.capture.invisible import invisible_operations
-from rankscope.capture.torch_internals import default_groups, mesh_ranks
+from rankscope.capture.torch_internals.distributed import default_groups
+from rankscope.capture.torch_internals.dtensor import mesh_ranks
 from rankscope.record.placement import Mesh
 from rankscope.record.run import ProcessGroup
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from rankscope.capture.torch_internals import disable_torch_function, operation_guards
+from rankscope.capture.torch_internals.dispatch import disable_torch_function, operation_guards
 
 __all__ = ["invisible", "invisible_operations"]
 

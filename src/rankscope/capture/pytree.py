@@ -23,7 +23,7 @@ from typing import Any, Final, TypeGuard
 import numpy as np
 import torch
 
-from rankscope.capture.torch_internals import registered_children
+from rankscope.capture.torch_internals.pytrees import registered_children
 
 __all__ = ["children_of", "describe_leaf", "is_plain_text", "is_tensor", "key_names", "walk"]
 

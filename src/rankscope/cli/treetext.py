@@ -6,11 +6,12 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from rankscope.cli.terminal import Paint
+from rankscope.cli.collectivetext import collective_lines, collective_text
+from rankscope.cli.terminal import Paint, visible
 from rankscope.errors import SelectionError
 from rankscope.record.call import Mode, Phase
 from rankscope.record.globs import glob_matches, slot_matches
-from rankscope.record.value import Digest
+from rankscope.record.value import Digest, is_form
 from rankscope.tree.combined import Combined
 from rankscope.tree.ranks import ranks_named, ranks_text
 from rankscope.tree.reader import Step, Trace
@@ -83,6 +84,12 @@ class View:
             slots=slots,
         )
 
+    def takes(self, slot: str) -> bool:
+        """True for slots that are asked for; forms only by their name (`form:*`)."""
+        if is_form(slot) and not self.slots.startswith("form:"):
+            return False
+        return self.slots != "none" and slot_matches(self.slots, slot)
+
 
 def tree_lines(trace: Trace, view: View, paint: Paint) -> Iterator[str]:
     """Yield the lines that show a trace.
@@ -98,9 +105,7 @@ def tree_lines(trace: Trace, view: View, paint: Paint) -> Iterator[str]:
     if not any(glob_matches(view.path, path) for path in known):
         raise nothing_matched("--path", view.path, known)
     slots = {slot.slot for group in groups for node in group.walk() for slot in node.slots}
-    if view.slots not in ("none", "*") and not any(
-        slot_matches(view.slots, slot) for slot in slots
-    ):
+    if view.slots not in ("none", "*") and not any(map(view.takes, slots)):
         raise nothing_matched("--slots", view.slots, slots)
     yield from _header(trace, paint)
     lives = len({rank["incarnation"] for rank in trace.run["ranks"]})
@@ -109,7 +114,7 @@ def tree_lines(trace: Trace, view: View, paint: Paint) -> Iterator[str]:
         if lives > 1:
             name += f" (life {group.incarnation} of the ranks)"
         yield paint("bold", name)
-        yield from (f"  {note}" for note in group.notes)
+        yield from (f"  {visible(note)}" for note in group.notes)
         for node in group.nodes:
             yield from _node_lines(node, 1, view, paint)
     yield from _complaints(trace, paint)
@@ -125,7 +130,7 @@ def _complaints(trace: Trace, paint: Paint) -> Iterator[str]:
         for text in rank["errors"]:
             ranks_by_text.setdefault(text, []).append(rank["rank"])
     for text, ranks in ranks_by_text.items():
-        yield paint("yellow", f"{ranks_named(ranks)}: {text}")
+        yield paint("yellow", visible(f"{ranks_named(ranks)}: {text}"))
 
 
 def _groups(trace: Trace, view: View) -> list[Step]:
@@ -158,9 +163,9 @@ def _names(steps: Iterable[Step]) -> str:
 def _header(trace: Trace, paint: Paint) -> Iterator[str]:
     is_fine = trace.is_complete and not endings(trace) and trace.steps
     how = paint("green" if is_fine else "red", state(trace))
-    yield f"{paint('bold', str(trace.path))}  {extent(trace)}, {how}"
+    yield f"{paint('bold', visible(str(trace.path)))}  {visible(extent(trace))}, {how}"
     for first in crashes(trace)[:1]:
-        yield paint("red", f"first: {first} ({ranks_named([first.rank])})")
+        yield paint("red", visible(f"first: {first} ({ranks_named([first.rank])})"))
 
 
 def _node_lines(node: Node, depth: int, view: View, paint: Paint) -> Iterator[str]:
@@ -177,9 +182,7 @@ def _node_lines(node: Node, depth: int, view: View, paint: Paint) -> Iterator[st
         yield from (pad + "    " + line for line in _outcome_lines(node, paint))
         slots = node.slots
         for slot in slots if view.slots != "none" else ():
-            if slot_matches(view.slots, slot.slot) and (
-                view.rank is None or view.rank in slot.ranks
-            ):
+            if view.takes(slot.slot) and (view.rank is None or view.rank in slot.ranks):
                 others = [s for s in slots if s.slot == slot.slot and s is not slot]
                 lines = _slot_lines(slot, others if slot.disagreement else (), view, paint)
                 yield from (pad + "    " + line for line in lines)
@@ -189,15 +192,19 @@ def _node_lines(node: Node, depth: int, view: View, paint: Paint) -> Iterator[st
 
 
 def _head(node: Node, paint: Paint) -> str:
-    parts = [paint("bold", node.path or "(root)"), node.class_name]
+    parts = [paint("bold", visible(node.path or "(root)"))]
+    if node.class_name:
+        parts.append(visible(node.class_name))
     if node.phase is not Phase.FORWARD:
         parts.append(paint("cyan", node.phase.word))
+    if collective := collective_text(node):
+        parts.append(collective)
     if node.micro_batch:
         parts.append(f"micro-batch {node.micro_batch}")
     if node.ordinal:
         parts.append(f"call {node.ordinal + 1}")
     if node.wrappers:
-        parts.append(f"[{', '.join(node.wrappers)}]")
+        parts.append(f"[{visible(', '.join(node.wrappers))}]")
     if node.is_opaque:
         parts.append(paint("dim", "opaque"))
     parts.append(paint("dim", ranks_named(node.ranks)))
@@ -214,14 +221,16 @@ def _duration(us: float) -> str:
 
 
 def _outcome_lines(node: Node, paint: Paint) -> Iterator[str]:
+    yield from (paint("yellow", line) for line in collective_lines(node))
     if node.status != "returned":
         for outcome in node.outcomes:
             if outcome.status != "returned":
                 text = f"{outcome.status.replace('_', ' ')} on {ranks_named(outcome.ranks)}"
                 color = "dim" if outcome.status in _NO_FAULT else "red"
-                yield paint(color, f"{text}: {outcome.error}" if outcome.error else text)
+                yield paint(color, visible(f"{text}: {outcome.error}" if outcome.error else text))
     for error in node.errors:
-        yield paint("yellow", f"rankscope failed here on {ranks_named(error.ranks)}: {error.error}")
+        text = f"rankscope failed here on {ranks_named(error.ranks)}: {error.error}"
+        yield paint("yellow", visible(text))
 
 
 def _disagreement(slot: SlotView, others: Sequence[SlotView], paint: Paint) -> str:
@@ -247,16 +256,20 @@ def _slot_lines(
         paint: gives colour.
     """
     if slot.dtype == "python":
-        notes = [fold.note or "" for fold in slot.folds]
-        yield f"{slot.slot} = {notes[0]}" + (
+        notes = [
+            visible(fold.note or "")
+            for fold in slot.folds
+            if view.rank is None or view.rank in fold.ranks
+        ]
+        yield f"{visible(slot.slot)} = {notes[0]}" + (
             f"  {paint('yellow', 'ranks differ')}" if len(notes) > 1 else ""
         )
         return
     folds = slot.folds
-    parts = [f"{slot.slot:<14} {slot.dtype}{shape_text(slot, view.rank)}"]
+    parts = [f"{visible(slot.slot):<14} {slot.dtype}{shape_text(slot, view.rank)}"]
     if slot.placements:
         parts.append(
-            paint("cyan", " ".join(f"{axis}={text}" for axis, text in slot.placements.items()))
+            paint("cyan", visible(" ".join(f"{a}={text}" for a, text in slot.placements.items())))
         )
     flags = sorted({flag for fold in folds for flag in fold.flags})
     if flags:

@@ -16,8 +16,8 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import nn
 
-from rankscope.capture.torch_internals import (
-    current_graph_task,
+from rankscope.capture.torch_internals.autograd import current_graph_task
+from rankscope.capture.torch_internals.compiling import (
     hook_while_tracing,
     is_compiled_in_place,
     unhook_after_tracing,

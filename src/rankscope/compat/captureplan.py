@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from rankscope.capture.torch_internals import constant_while_tracing
+from rankscope.capture.torch_internals.compiling import constant_while_tracing
 from rankscope.compat.capturestates import Tap
 from rankscope.compat.recorder import Watch, read_declaration
 

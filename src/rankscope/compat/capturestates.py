@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rankscope.capture.torch_internals import current_graph_task
+from rankscope.capture.torch_internals.autograd import current_graph_task
 
 __all__ = ["INNERMOST", "TRACED", "Capture", "Tap", "record_eagerly", "record_traced"]
 

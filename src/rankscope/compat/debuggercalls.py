@@ -18,7 +18,7 @@ from torch import nn
 
 from rankscope.agent.session import Session
 from rankscope.agent.wrappers import wrapper_of
-from rankscope.capture.torch_internals import is_compiled_in_place, is_compiling
+from rankscope.capture.torch_internals.compiling import is_compiled_in_place, is_compiling
 
 __all__ = ["DirectCalls"]
 

@@ -1,7 +1,6 @@
 """The collector: one per run. Writes what relays send, acknowledges after writing, parses nothing.
 
-Its state is the length of its files, so it may be killed and started again at any moment. In a
-shared trace folder relays write by themselves, and it only watches and finishes.
+Its state is the length of its files, so it may be killed and started again at any moment.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 import zmq
 
@@ -56,13 +54,12 @@ from rankscope.gather.replica import (
     write_end,
 )
 from rankscope.gather.roster import JobState, PeerState, StreamProgress
-from rankscope.gather.shared import read_host_states
 from rankscope.gather.standmessage import Stands
 from rankscope.record.run import EndReason, StreamId
 from rankscope.spool.replacing import write_by_rename
 from rankscope.spool.standstills import keep_standstill
 
-__all__ = ["COLLECTOR_NAME", "Intake", "SharedWatch", "Source"]
+__all__ = ["COLLECTOR_NAME", "Intake"]
 
 COLLECTOR_NAME = "collector.json"
 _RECEIVE_QUEUE = 2
@@ -72,35 +69,6 @@ _BATCH = 256
 _FAREWELL_S = 3.0
 _MOST_REJECTED = 100
 """Relays of other runs that are remembered, so that each is logged once."""
-
-
-class Source(Protocol):
-    """Where a collector's streams come from."""
-
-    progress_at: float
-    """Monotonic time of the last thing new."""
-
-    def work(self, timeout_s: float) -> None:
-        """Take in what is there; wait for it at most `timeout_s`."""
-
-    def streams(self) -> list[StreamProgress]:
-        """Every stream known."""
-
-    def peers(self) -> list[PeerState]:
-        """Every relay heard."""
-
-    def excuse(self, seconds: float) -> None:
-        """The collector itself was away (suspended, starved): nobody was silent meanwhile."""
-
-    @property
-    def trouble(self) -> str:
-        """Why nothing can be written just now; empty where it can."""
-
-    def farewell(self) -> None:
-        """Tell the relays that the run is finished."""
-
-    def close(self) -> None:
-        """Let everything go."""
 
 
 @dataclass(slots=True)
@@ -387,60 +355,3 @@ class Intake:
         """Send without waiting: what a relay misses it asks for again."""
         with contextlib.suppress(zmq.ZMQError):
             self._socket.send_multipart([identity, *encode(message)], zmq.DONTWAIT)
-
-
-class SharedWatch:
-    """Streams that relays write into a shared trace folder by themselves."""
-
-    def __init__(self, out: Path) -> None:
-        """Watch `out`."""
-        self._out = out
-        self._seen: dict[StreamId, tuple[int, EndReason | None]] = {}
-        self._beats: dict[str, tuple[int, float]] = {}
-        self._peers: list[PeerState] = []
-        self.progress_at = time.monotonic()
-        Replicas(out).close()
-
-    def work(self, timeout_s: float) -> None:
-        """Wait, then look at replicas, markers and hosts' states."""
-        time.sleep(timeout_s)
-        now = time.monotonic()
-        found: dict[StreamId, tuple[int, EndReason | None]] = {}
-        for stream, length in replicated(self._out).items():
-            marker = read_end(self._out, stream)
-            found[stream] = (length, marker.end if marker else None)
-        if found != self._seen:
-            self._seen, self.progress_at = found, now
-        self._peers = []
-        for name, state in read_host_states(self._out).items():
-            beat, since = self._beats.get(name, (-1, now))
-            if beat != state.beat:
-                since = now
-            self._beats[name] = (state.beat, since)
-            self._peers.append(
-                PeerState(silent_s=now - since, job=state.job, max_restarts=state.max_restarts)
-            )
-
-    def streams(self) -> list[StreamProgress]:
-        """Every stream with a replica."""
-        return [StreamProgress(stream=one, end=end) for one, (_, end) in self._seen.items()]
-
-    def peers(self) -> list[PeerState]:
-        """Every host that wrote a state."""
-        return self._peers
-
-    def excuse(self, seconds: float) -> None:
-        """Move every clock on by the time the collector was away."""
-        self.progress_at += seconds
-        self._beats = {name: (beat, at + seconds) for name, (beat, at) in self._beats.items()}
-
-    @property
-    def trouble(self) -> str:
-        """Relays write by themselves, and say so in their own logs."""
-        return ""
-
-    def farewell(self) -> None:
-        """Nothing to do: relays see the tree appear."""
-
-    def close(self) -> None:
-        """Nothing is open."""

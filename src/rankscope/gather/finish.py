@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rankscope.errors import FolderError
-from rankscope.gather.collector import COLLECTOR_NAME, Intake, SharedWatch, Source
+from rankscope.gather.collector import COLLECTOR_NAME, Intake
 from rankscope.gather.log import log
 from rankscope.gather.outcome import Outcome
 from rankscope.gather.replica import TREE_NAME
 from rankscope.gather.roster import Decision, StreamProgress, decide
+from rankscope.gather.sharedwatch import SharedWatch
+from rankscope.gather.source import Source
 from rankscope.spool.folder import COLLECTOR_LOCK_NAME, FolderLock
 from rankscope.spool.outfolder import COLLECTOR_LOG_NAME
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final
 
 import numpy as np
@@ -73,9 +73,26 @@ def check(
         LayoutError: the layout file is for another number of ranks, or contradicts itself.
         TraceError: the trace is damaged.
     """
+    scene = _scene(trace, layouts)
+    steps = [*trace.setup, *trace.steps]
+    suspects: list[Suspect] = []
+    for number, step in enumerate(steps):
+        if progress is not None:
+            progress("checking", number / len(steps))
+        suspects += _judged(step, scene)
+    suspects += _of_the_end(trace, steps, scene)
+    tell_standstills(trace, scene, suspects)
+    joins: list[Join] = []
+    if len(suspects) > 1:
+        for step in steps:
+            joins += joins_of(moment_of(step, scene.columns), scene)
+    return made_report(trace, scene, suspects, joins)
+
+
+def _scene(trace: Trace, layouts: LayoutFile | None) -> Scene:
     columns = {name: np.asarray(column) for name, column in trace.columns().items()}
     try:
-        scene = Scene(
+        return Scene(
             run=trace.run,
             columns=columns,
             layouts=Layouts(layouts, int(trace.run["world_size"])),
@@ -84,22 +101,15 @@ def check(
         )
     except KeyError as error:
         raise TraceError(f"{trace.path}: the values have no column {error}") from error
-    steps = [*trace.setup, *trace.steps]
-    suspects: list[Suspect] = []
-    for number, step in enumerate(steps):
-        if progress is not None:
-            progress("checking", number / len(steps))
-        suspects += _judged(step, scene)
-    if not is_in_order(trace) and steps:
-        lives = max(step.incarnation for step in steps)
-        final = [step for step in steps if step.incarnation == lives][-_LAST_STEPS:]
-        suspects += ended_badly(trace, scene, [moment_of(step, columns) for step in final])
-    tell_standstills(trace, scene, suspects)
-    joins: list[Join] = []
-    if len(suspects) > 1:
-        for step in steps:
-            joins += joins_of(moment_of(step, columns), scene)
-    return made_report(trace, scene, suspects, joins)
+
+
+def _of_the_end(trace: Trace, steps: Sequence[Step], scene: Scene) -> Iterable[Suspect]:
+    """Return what the last life of a job that did not end in order is suspected of."""
+    if is_in_order(trace) or not steps:
+        return ()
+    life = max(step.incarnation for step in steps)
+    final = [step for step in steps if step.incarnation == life][-_LAST_STEPS:]
+    return ended_badly(trace, scene, [moment_of(step, scene.columns) for step in final])
 
 
 def _judged(step: Step, scene: Scene) -> list[Suspect]:

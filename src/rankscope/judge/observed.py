@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.record.call import Mode, Phase
-from rankscope.record.value import ValueFlag
+from rankscope.record.value import ValueFlag, is_form
 from rankscope.tree.reader import Step
 from rankscope.tree.views import Node, SlotView
 
@@ -250,6 +250,8 @@ def _call_of(node: Node, parent: Call | None, ranks: Array, columns: Mapping[str
     call.ranks, call.children, call.held = ranks, [], {}
     by_slot: dict[str, list[SlotView]] = {}
     for view in node.slots:
+        if is_form(view.slot):  # notes of each rank's own
+            continue
         by_slot.setdefault(view.slot, []).append(view)
     for slot, views in by_slot.items():
         if any(len(view.rows) for view in views):

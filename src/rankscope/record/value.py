@@ -7,12 +7,19 @@ from dataclasses import dataclass
 
 from rankscope.record.placement import Layout, Ranges
 
-__all__ = ["MAX_SAMPLES", "SKETCH_SIZE", "Digest", "Samples", "ValueFlag", "ValueMeta"]
+__all__ = ["MAX_SAMPLES", "SKETCH_SIZE", "Digest", "Samples", "ValueFlag", "ValueMeta", "is_form"]
 
 SKETCH_SIZE = 8
 """K of the sketch: random projections kept per value."""
 MAX_SAMPLES = 64
 """A batch dim of at most this many samples also keeps one sketch per sample."""
+
+
+def is_form(slot: str) -> bool:
+    """True for `form:input` and `form:output`, which say how the slots of a call were nested: notes
+    of each rank's own, no values.
+    """
+    return slot.startswith("form:")
 
 
 class ValueFlag(enum.IntFlag):

@@ -33,13 +33,13 @@ from rankscope.record.placement import Layout, LayoutSource, Placement, Placemen
 from rankscope.tree.givenlayouts import GivenLayouts
 from rankscope.tree.keptvalues import held_shapes, references, stored, value_name, why_not_kept
 from rankscope.tree.peers import Peers, find_peers, is_alike, is_constant, owners_of
-from rankscope.tree.reader import Step, Trace
-from rankscope.tree.views import Value
 
 if TYPE_CHECKING:
     import torch
 
+    from rankscope.tree.reader import Step, Trace
     from rankscope.tree.rebuild import Mismatch
+    from rankscope.tree.views import Value
 
 __all__ = [
     "Whole",

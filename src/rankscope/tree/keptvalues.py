@@ -10,10 +10,10 @@ from rankscope.record.assembly import ranks_words
 from rankscope.record.dtypes import STORED_TYPES
 from rankscope.record.globs import glob_matches, slot_matches
 from rankscope.tree.ranks import ranks_text
-from rankscope.tree.views import Value
 
 if TYPE_CHECKING:
     from rankscope.tree.tensorfiles import StoredTensor
+    from rankscope.tree.views import Value
 
 __all__ = ["held_shapes", "references", "stored", "value_name", "why_not_kept"]
 

@@ -22,7 +22,7 @@ import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary
 
 from rankscope.record.assembly import ranks_words
@@ -30,8 +30,10 @@ from rankscope.record.call import Phase
 from rankscope.record.placement import LayoutSource, Mesh, PlacementKind, parse_placement
 from rankscope.record.value import ValueFlag
 from rankscope.tree.numbers import Columns
-from rankscope.tree.reader import Step, Trace
-from rankscope.tree.views import Node, SlotView
+
+if TYPE_CHECKING:
+    from rankscope.tree.reader import Step, Trace
+    from rankscope.tree.views import Node, SlotView
 
 __all__ = ["Peers", "Print", "find_peers", "is_alike", "is_constant", "owners_of", "prints_of"]
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from rankscope.errors import TraceError
+from rankscope.record.value import is_form
 from rankscope.tree.numbers import Columns, Fold
 from rankscope.tree.reader import Step
 from rankscope.tree.views import Node, SlotView
@@ -34,14 +35,14 @@ def mode_word(step: Step) -> str:
 def rows_of(
     step: Step, nodes: Iterable[Node], columns: Columns, ranks: frozenset[int]
 ) -> Iterator[Row]:
-    """Yield the rows of some nodes of a step, for some ranks.
+    """Yield the rows of some nodes of a step, for some ranks. The forms of calls are none.
 
     Raises:
         TraceError: the tree and its columns do not fit.
     """
     rank_of = columns["values.rank"]
     for node in nodes:
-        slots = node.slots
+        slots = [slot for slot in node.slots if not is_form(slot.slot)]
         call = _call(step, node) if slots else {}
         for slot in slots:
             rows, folds = slot.rows, slot.folds

@@ -1,0 +1,101 @@
+"""What works together while a spool is open: made once, when the first call that matters comes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+
+from rankscope.agent.calls import Scope
+from rankscope.agent.callvalues import CallValues
+from rankscope.agent.definitions import Definitions
+from rankscope.agent.guard import Guard
+from rankscope.agent.hooks import HookSet
+from rankscope.agent.keeper import Keeper
+from rankscope.agent.modules import ModuleInfo, ModuleTable
+from rankscope.agent.optimizers import OptimizerSearch
+from rankscope.agent.parameters import ParameterEvents
+from rankscope.agent.recorder import Recorder
+from rankscope.agent.settings import Settings
+from rankscope.agent.tracer import Tracer
+from rankscope.agent.updates import Updates
+from rankscope.agent.values import ValueReader
+from rankscope.capture.describe import Describer
+from rankscope.record.run import RankIdentity
+from rankscope.spool.writer import SpoolWriter
+
+__all__ = ["Opened", "Parts", "parts_of"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """A spool that was opened for this process, its identity already written."""
+
+    identity: RankIdentity
+    writer: SpoolWriter
+    recorder: Recorder
+    meeting_place: Path | None = None
+    """Folder in which the traced ranks agree on a step, None for a rank that is alone."""
+    keeper: Keeper | None = None
+    """Keeps full tensors, None where none were asked for."""
+    is_launched: bool = False
+    """A launcher of ours has the last word on the trace."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What a session works with from then on."""
+
+    rank: int
+    recorder: Recorder
+    table: ModuleTable
+    values: ValueReader
+    definitions: Definitions
+    call_values: CallValues
+    tracer: Tracer
+    parameters: ParameterEvents
+    updates: Updates
+
+
+def parts_of(
+    opened: Opened,
+    settings: Settings,
+    guard: Guard,
+    hooks: HookSet,
+    optimizers: OptimizerSearch,
+    say_leaf: Callable[[object], str] | None,
+    open_scope: Callable[[ModuleInfo, nn.Module], Scope | None],
+    follow_own_hooks: Callable[[ModuleInfo], None],
+) -> Parts:
+    """Make the parts, and have the hooks call the tracer."""
+    recorder, rank = opened.recorder, opened.identity.rank
+    table = ModuleTable(enters_compiled=settings.compile == "eager", paths=settings.paths)
+    values = ValueReader(recorder, Describer(rank), settings, opened.keeper)
+    values.say = say_leaf or values.say
+    definitions = Definitions(recorder, table)
+    call_values = CallValues(guard, recorder, values, settings)
+    tracer = Tracer(
+        recorder, definitions, table, values, call_values, settings, open_scope,
+        hooks.stands_behind_inputs_of, hooks.stands_behind_outputs_of,
+        follow_own_hooks, hooks.leave_modules,
+    )  # fmt: skip
+    parameters = ParameterEvents(table, recorder, values, definitions.of, settings.phases)
+    hooks.follow_with(
+        before=tracer.before_forward,
+        after=tracer.after_forward,
+        own_input=tracer.own_input_hook,
+        own_output=tracer.own_output_hook,
+    )
+    return Parts(
+        rank=rank,
+        recorder=recorder,
+        table=table,
+        values=values,
+        definitions=definitions,
+        call_values=call_values,
+        tracer=tracer,
+        parameters=parameters,
+        updates=Updates(table, recorder, parameters, optimizers),
+    )

@@ -1,0 +1,150 @@
+"""torch.compile and its like: what is compiled, what is being captured, and what runs while code is
+traced.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from rankscope.capture.torch_internals.hooks import HookTable
+
+__all__ = [
+    "constant_while_tracing",
+    "dynamo_has_compiled",
+    "hook_while_tracing",
+    "is_being_captured",
+    "is_compiled_graph",
+    "is_compiled_in_place",
+    "is_compiling",
+    "run_compiled_eagerly",
+    "unhook_after_tracing",
+    "unseen_by_compiler",
+]
+
+_C: Any = torch._C
+
+is_compiling: Callable[[], bool] = torch.compiler.is_compiling
+"""True while torch.compile traces (dynamo takes it for a constant)."""
+
+_is_jit_tracing: Callable[[], bool] = getattr(_C, "_is_tracing", lambda: False)
+
+_modules, _FX = sys.modules, "torch.fx._symbolic_trace"
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def is_being_captured() -> bool:
+    """True while `torch.jit.trace`, `torch.fx` or a compiler's backend runs a module to write down
+    its operations.
+
+    Reading a shape would be written down with them. Without jit's name that is what happens;
+    without fx's flag its proxies are seen as arguments, without the compiler's context its run as a
+    call.
+    """
+    if _is_jit_tracing() or getattr(_modules.get(_FX), "_is_fx_tracing_flag", False):
+        return True
+    if "torch._dynamo" not in _modules:  # asked at every call of a module: cheapest first
+        return False
+    compiler = getattr(_modules.get("torch._guards"), "_TLS", None)
+    return getattr(compiler, "tracing_context", None) is not None
+
+
+def is_compiled_graph(module: torch.nn.Module) -> bool:
+    """True for what backends of torch.compile call in place of a model: its graph, with the
+    parameters among the arguments.
+    """
+    return (
+        isinstance(module, torch.fx.GraphModule)
+        and dynamo_has_compiled()
+        and next(module.parameters(), None) is None
+    )
+
+
+def is_compiled_in_place(module: torch.nn.Module) -> bool:
+    """True after `module.compile()`: no hook sees its calls then. Without the name, never."""
+    return getattr(module, "_compiled_call_impl", None) is not None
+
+
+def dynamo_has_compiled() -> bool:
+    """True where torch.compile has compiled a frame in this process, or does not count them."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    if dynamo is None:
+        return False
+    counters = getattr(dynamo, "counters", None)
+    return counters is None or counters["frames"]["total"] > 0
+
+
+def run_compiled_eagerly() -> Callable[[], None] | None:
+    """Have everything compiled run as written, and return what ends that; None where torch cannot.
+
+    Whatever stance the program had chosen comes back then, unless it chose another meanwhile.
+    """
+    choose = getattr(torch.compiler, "set_stance", None)  # torch 2.6 and newer
+    if choose is None:
+        return None
+    stance = choose("force_eager")
+
+    def restore() -> None:
+        chosen = getattr(stance, "stance", None)
+        if getattr(sys.modules["torch._dynamo.eval_frame"], "_stance", chosen) is chosen:
+            stance.__exit__(None, None, None)
+
+    return restore
+
+
+def constant_while_tracing(func: Function) -> Function:
+    """Have torch.compile call a function while it traces, and take its result for a constant.
+
+    `torch.compiler.assume_constant_result` without the import of the compiler. A torch that does
+    not know the mark traces the function.
+    """
+    func._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return func
+
+
+_unseen: dict[Any, Any] = {}
+
+
+def unseen_by_compiler(func: Function) -> Function:
+    """Return a function in a form that runs as written inside compiled code, once there can be any:
+    a graph ends before it.
+    """
+    if "torch._dynamo" not in _modules:
+        return func
+    if func not in _unseen:
+        disable: Any = torch.compiler.disable
+        _unseen[func] = disable(func)
+    return _unseen[func]  # type: ignore[no-any-return]
+
+
+def hook_while_tracing(
+    module: torch.nn.Module, hook: Callable[..., None]
+) -> tuple[torch.nn.Module, HookTable, HookTable]:
+    """Hook a module's forward in code that torch.compile traces; return what undoes it.
+
+    torch.compile cannot follow a registration. It follows that the table is another object for a
+    while, and since the first one is there again in the end, compiled code changes no module. Read
+    from `vars()` because the attribute of an empty table has no source to write back.
+    """
+    kept = vars(module)
+    hooks, with_keywords = kept["_forward_hooks"], kept["_forward_hooks_with_kwargs"]
+    changed: Any = module
+    changed._forward_hooks = {**hooks, _TRACED_HOOK - len(hooks): hook}
+    changed._forward_hooks_with_kwargs = {**with_keywords, _TRACED_HOOK - len(hooks): True}
+    return module, hooks, with_keywords
+
+
+_TRACED_HOOK = -1_000_000
+"""torch counts its hooks from 0 up: these numbers are not among them, whatever is there before."""
+
+
+def unhook_after_tracing(
+    module: torch.nn.Module, hooks: HookTable, with_keywords: HookTable
+) -> None:
+    """Give a module the tables back that `hook_while_tracing` returned."""
+    changed: Any = module
+    changed._forward_hooks, changed._forward_hooks_with_kwargs = hooks, with_keywords

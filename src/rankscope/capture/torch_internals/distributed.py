@@ -1,0 +1,120 @@
+"""torch.distributed: process groups, its store, the classes and operators through which collectives
+go, and values they may still be writing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from rankscope.capture.torch_internals.loaded import loaded_class
+
+__all__ = [
+    "async_collective_result",
+    "collective_classes",
+    "default_groups",
+    "default_store",
+    "functional_operators",
+    "group_named",
+    "group_ranks",
+    "is_async_collective",
+    "is_collective_outstanding",
+]
+
+_C: Any = torch._C
+
+
+def default_groups() -> list[tuple[object, str, Sequence[int], str]]:
+    """Return (group, name, global ranks in group order, backend) of this rank's groups.
+
+    Without torch's own table there is nothing to list, and the list is empty.
+    """
+    world = getattr(torch.distributed.distributed_c10d, "_world", None)
+    if world is None:
+        return []
+    found: list[tuple[object, str, Sequence[int], str]] = []
+    names = getattr(world, "pg_names", {})
+    for group, members in list(getattr(world, "pg_group_ranks", {}).items()):
+        if group not in names:
+            continue  # a placeholder for groups of others
+        ranks = [rank for rank, _ in sorted(members.items(), key=lambda item: item[1])]
+        name = str(names[group])
+        backend = str(getattr(world, "pg_map", {}).get(group, ("",))[0])
+        found.append((group, name, ranks, backend))
+    return found
+
+
+def group_ranks(group: object) -> tuple[int, ...] | None:
+    """Return the global ranks of a process group in the order of its own; None where torch's table
+    does not have it.
+    """
+    world = getattr(torch.distributed.distributed_c10d, "_world", None)
+    members = getattr(world, "pg_group_ranks", {}).get(group)
+    return None if members is None else tuple(sorted(members, key=members.__getitem__))
+
+
+def group_named(name: str) -> Any:
+    """Return the process group that functional collectives call by this name.
+
+    Without the name of the function, None: the collective's group is then not known.
+    """
+    resolve = getattr(getattr(_C, "_distributed_c10d", None), "_resolve_process_group", None)
+    return resolve(name) if resolve is not None else None
+
+
+def default_store() -> Any:
+    """Return the store of the default process group, None where torch does not say."""
+    find = getattr(torch.distributed.distributed_c10d, "_get_default_store", None)
+    return find() if find is not None else None
+
+
+def collective_classes() -> tuple[Any, Any, Any] | None:
+    """Return the classes of process groups, of the work they hand out and of a work's future, as
+    C++ made them; None in a torch without distributed.
+    """
+    c10d, future = getattr(_C, "_distributed_c10d", None), getattr(_C, "Future", None)
+    group, work = getattr(c10d, "ProcessGroup", None), getattr(c10d, "Work", None)
+    return None if group is None or work is None or future is None else (group, work, future)
+
+
+def functional_operators(names: Iterable[tuple[str, str]]) -> list[tuple[str, Any]]:
+    """Return (name, operator) of those of the (namespace, name) operators this torch has.
+
+    Every Python call of one goes through the attribute `_op` of the object returned; where it has
+    none, the operator is left out and its calls are not seen.
+    """
+    found = []
+    for space, name in names:
+        operator = getattr(getattr(torch.ops, space, None), name, None)
+        if hasattr(operator, "_op"):
+            found.append((name, operator))
+    return found
+
+
+def is_collective_outstanding() -> bool:
+    """True while a functional collective of this process has not been waited for, or torch does not
+    tell.
+    """
+    count = getattr(getattr(_C, "_distributed_c10d", None), "_get_work_registry_size", None)
+    return count is None or count() != 0
+
+
+def is_async_collective(kind: type) -> bool:
+    """True for the class of values that a functional collective may still be writing."""
+    waiting = loaded_class("torch.distributed._functional_collectives", "AsyncCollectiveTensor")
+    return waiting is not None and issubclass(kind, waiting)
+
+
+def async_collective_result(tensor: torch.Tensor) -> tuple[torch.Tensor, bool]:
+    """Return the plain tensor behind an AsyncCollectiveTensor, and whether it may be read.
+
+    Nothing is waited for. It may be read once somebody has waited: the tensor says so itself, or no
+    functional collective of this process is outstanding. Without torch's names it never may.
+    """
+    waiting: Any = tensor
+    result = getattr(waiting, "elem", None)
+    if not isinstance(result, torch.Tensor):
+        return tensor, False
+    return result, bool(getattr(waiting, "completed", False)) or not is_collective_outstanding()
