@@ -241,7 +241,7 @@ def _forget_meshes() -> None:
 
     getattr(debug, "_clear_sharding_prop_cache", lambda: None)()
     for each in gc.get_objects():
-        if type(each) is functools._lru_cache_wrapper and str(
+        if issubclass(type(each), functools._lru_cache_wrapper) and str(
             getattr(each, "__module__", "")
         ).startswith("torch.distributed.tensor"):
             each.cache_clear()

@@ -76,7 +76,7 @@ class Collectives:
     """The collectives of one session's traced steps (a `CollectiveListener`)."""
 
     def __init__(
-        self, recorder: Recorder, values: ValueReader, place: Callable[[], Place | None]
+        self, recorder: Recorder, values: ValueReader, place: Callable[[str], Place | None]
     ) -> None:
         """Record nothing yet.
 
@@ -113,7 +113,7 @@ class Collectives:
             told.append(_COALESCED)
             self._coalescing.calls = None
             return
-        place = self._place()
+        place = self._place(name)
         if place is None:
             return
         where = Where(place.issuer, call_site())

@@ -10,7 +10,7 @@ import torch
 from rankscope.agent.calls import Place
 from rankscope.agent.collectives import Collectives
 from rankscope.agent.collectives_nodes import NodeMap, NodeSpan
-from rankscope.agent.collectives_watch import CollectiveWatch
+from rankscope.agent.collectives_watch import MESSAGES, CollectiveWatch
 from rankscope.agent.guard import Guard
 from rankscope.agent.members import own_parameters
 from rankscope.agent.modules import ModuleInfo, ModuleTable
@@ -42,7 +42,7 @@ class CollectiveTracing:
         guard: Guard,
         settings: Settings,
         open_session: Callable[[], bool],
-        running: Callable[[], RunningStep | None],
+        running: Callable[[bool], RunningStep | None],
     ) -> None:
         """Watch nothing yet.
 
@@ -52,7 +52,7 @@ class CollectiveTracing:
             open_session: opens the spool, and hands over what is in it by `open`; False where this
                 process is not traced.
             running: what runs, or is about to, outside every module call; None where it is not
-                traced.
+                traced. Told whether it is a send or a receive.
         """
         self._open_session = open_session
         self._running = running
@@ -115,7 +115,10 @@ class CollectiveTracing:
         self, told: list[Any], name: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """A collective is about to be issued."""
-        if self._collectives is None and (self._running() is None or not self._open_session()):
+        is_message = name in MESSAGES
+        if self._collectives is None and (
+            self._running(is_message) is None or not self._open_session()
+        ):
             return
         if self._collectives is not None:
             self._collectives.begins(told, name, target, args, kwargs)
@@ -142,7 +145,7 @@ class CollectiveTracing:
 
     # ------------------------------------------------------------------ places
 
-    def _place(self) -> Place | None:
+    def _place(self, name: str) -> Place | None:
         frame = self._tracer.frame_around()
         if frame is not None:
             return self._tracer.place_in(frame.info, frame.scope, frame.sequence, frame.phase.word)
@@ -152,7 +155,7 @@ class CollectiveTracing:
             if span is not None:
                 return self._tracer.place_in(span.info, span.scope, span.sequence, "backward")
             issuer = "backward"
-        running = self._running()
+        running = self._running(name in MESSAGES)
         if running is None:
             return None
         if running.is_inside_optimizer:

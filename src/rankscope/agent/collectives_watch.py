@@ -19,11 +19,12 @@ from rankscope.capture.collectives import FUNCTIONAL, METHODS
 from rankscope.capture.torch_internals.compiling import is_being_captured, is_compiling
 from rankscope.capture.torch_internals.distributed import collective_classes, functional_operators
 
-__all__ = ["CollectiveListener", "CollectiveWatch"]
+__all__ = ["MESSAGES", "CollectiveListener", "CollectiveWatch"]
 
 _WAITS = ("wait", "synchronize")
 _WAIT_TENSOR = ("_c10d_functional", "wait_tensor")
-_PAIRS = ("send", "recv", "recv_anysource")
+MESSAGES = ("send", "recv", "recv_anysource")
+"""The methods that have one other rank."""
 _COALESCING = ("_start_coalescing", "_end_coalescing")
 
 
@@ -84,7 +85,7 @@ class CollectiveWatch:
             return
         self._is_on = True
         group, work, future = classes
-        for name in _PAIRS if only_pairs else (*METHODS, *_COALESCING):
+        for name in MESSAGES if only_pairs else (*METHODS, *_COALESCING):
             self._stand(group, name, functools.partial(self._issuing, name))
         for name in _WAITS:
             self._stand(work, name, self._waiting)

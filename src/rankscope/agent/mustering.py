@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import time
 import uuid
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -67,12 +68,15 @@ ELASTIC_RUN = "TORCHELASTIC_RUN_ID"
 _MUSTER_S = 45.0
 _POLL_S = 0.05
 
+_begun: Counter[str] = Counter()
+"""Traces that this process has begun, by folder."""
+
 
 def muster(settings: Settings, identity: RankIdentity, environ: Mapping[str, str]) -> Path:
     """Find the run folder of this host; the first rank there decides, and starts the companions."""
     base = spool_base(settings.spool)
     store = find_store(environ) if identity.world_size > 1 else None
-    key = run_key(_run_name(identity, environ, store))
+    key = run_key(f"{_run_name(identity, environ, store)}{_which_trace(settings)}")
     run_folder, lock = _wait_for_lock(base, key)
     try:
         if not (run_folder / "run.json").exists():
@@ -94,6 +98,19 @@ def muster(settings: Settings, identity: RankIdentity, environ: Mapping[str, str
             lock.remove()
             remove_run_folder(run_folder)
     return run_folder
+
+
+def _which_trace(settings: Settings) -> str:
+    """Return what tells this trace from others of the same launch.
+
+    A rank may leave one block and enter the next while another rank still finishes the first: by
+    the launch alone it would join the trace that is ending. Ranks agree by counting, per trace
+    folder, the traces that each of them has begun.
+    """
+    out = "" if settings.out is None else str(settings.out)
+    begun = _begun[out]
+    _begun[out] += 1
+    return f":{out}:{begun}" if out or begun else ""
 
 
 def _wait_for_lock(base: Path, key: str) -> tuple[Path, FolderLock]:

@@ -17,14 +17,7 @@ from rankscope.errors import LayoutError, SettingError
 from rankscope.record.layoutfile import LayoutFile
 from rankscope.spool.writer import MINIMUM_LIMIT_BYTES
 
-__all__ = [
-    "SETTINGS",
-    "Setting",
-    "Settings",
-    "is_enabled",
-    "parse_size",
-    "settings_from",
-]
+__all__ = ["SETTINGS", "Setting", "Settings", "is_enabled", "parse_size", "settings_from"]
 
 _SIZE = re.compile(r"^(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b)?$", re.IGNORECASE)
 _MOST_RANKS = 1 << 20

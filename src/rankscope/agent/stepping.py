@@ -245,9 +245,14 @@ class Stepping:
         self.collectives.take_off()
         self.stance.choose(is_eager=False)
 
-    def _running_step(self) -> RunningStep | None:
+    def _running_step(self, is_message: bool) -> RunningStep | None:
         """Return what a collective outside every module call belongs to; None where that is not
-        traced. Behind an optimizer step that is the next train step.
+        traced.
+
+        Args:
+            is_message: a send or a receive, which behind an optimizer step belongs to the step that
+                is about to begin: a pipeline stage receives before its own forward. Other
+                collectives there are still of the step that has ended.
         """
         is_inside = self.clock.is_inside_optimizer
         is_busy = is_inside or current_graph_task() != -1
@@ -258,9 +263,10 @@ class Stepping:
             mode = Mode.TRAIN if self.optimizers.exists() else Mode.EVAL
             step = self.clock.eval + 1 if mode is Mode.EVAL else 0
             return RunningStep(mode, step, False) if self.chosen.expects(step) else None
-        if self.clock.is_ended and not is_busy:
-            step = self.clock.train + 1
-            return RunningStep(Mode.TRAIN, step, False) if self.chosen.expects(step) else None
+        if is_message and self.clock.is_ended and not is_busy:
+            mode = Mode.TRAIN if torch.is_grad_enabled() else Mode.EVAL
+            step = 1 + (self.clock.train if mode is Mode.TRAIN else self.clock.eval)
+            return RunningStep(mode, step, False) if self.chosen.expects(step) else None
         if self.traced_train is None:
             return None
         return RunningStep(Mode.TRAIN, self.traced_train, is_inside)

@@ -23,7 +23,8 @@ from pathlib import Path
 from rankscope.errors import FolderError, SpoolError
 from rankscope.record.run import MAX_INCARNATIONS, EndReason, StreamId
 from rankscope.spool.cells import CELL_BYTES
-from rankscope.spool.folder import read_json_map, stream_named
+from rankscope.spool.folder import stream_named
+from rankscope.spool.jsonmap import read_json_map
 from rankscope.spool.origin import UNKNOWN, origin_of, origin_text
 from rankscope.spool.reader import valid_prefix_of
 from rankscope.spool.replacing import write_by_rename

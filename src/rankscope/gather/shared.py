@@ -13,7 +13,7 @@ from pathlib import Path
 from rankscope.errors import SpoolError
 from rankscope.gather.replica import REPLICAS_NAME
 from rankscope.gather.roster import JobState
-from rankscope.spool.folder import read_json_map
+from rankscope.spool.jsonmap import read_json_map
 from rankscope.spool.replacing import write_by_rename
 
 __all__ = ["HostState", "read_host_states", "write_host_state"]

@@ -21,10 +21,10 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from rankscope.errors import FolderBusyError, SpoolError
 from rankscope.record.run import MAX_INCARNATIONS, MAX_RANKS, StreamId
+from rankscope.spool.jsonmap import read_json_map
 from rankscope.spool.replacing import write_by_rename
 from rankscope.spool.segment import segment_indexes
 
@@ -68,7 +68,6 @@ COLLECTOR_LOCK_NAME = "collector.lock"
 SHARED = "shared"
 """Stands for an address where the relay writes into the trace folder itself."""
 _STREAM_NAME = re.compile(r"rank(\d{5,8})\.(\d{1,5})")
-_LARGEST_JSON = 16 << 20
 _TRIES = 5
 
 
@@ -192,25 +191,6 @@ def stream_named(name: str) -> StreamId | None:
         return None
     stream = StreamId(rank=int(match[1]), incarnation=int(match[2]))
     return stream if stream.name == name else None
-
-
-def read_json_map(path: Path) -> dict[str, Any]:
-    """Read a small JSON object.
-
-    Raises:
-        SpoolError: it is missing, too large, or no JSON object.
-    """
-    try:
-        if path.stat().st_size > _LARGEST_JSON:
-            raise SpoolError(f"{path}: larger than {_LARGEST_JSON} bytes; set it aside")
-        decoded = json.loads(path.read_bytes())
-    except OSError as error:
-        raise SpoolError(f"{path}: cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise SpoolError(f"{path}: is no JSON ({error}); set it aside") from error
-    if not isinstance(decoded, dict):
-        raise SpoolError(f"{path}: expected a JSON object, found {type(decoded).__name__}")
-    return decoded
 
 
 def write_run_header(run_folder: Path, header: RunHeader) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rankscope.errors import SpoolError
 from rankscope.record.standstill import Standstill
-from rankscope.spool.folder import read_json_map
+from rankscope.spool.jsonmap import read_json_map
 from rankscope.spool.replacing import write_by_rename
 
 __all__ = [

@@ -18,7 +18,8 @@ import numpy as np
 
 from rankscope.errors import FolderError, SpoolError
 from rankscope.record.run import EndReason, StreamId
-from rankscope.spool.folder import read_json_map, stream_named
+from rankscope.spool.folder import stream_named
+from rankscope.spool.jsonmap import read_json_map
 from rankscope.spool.lock import is_alive
 from rankscope.spool.origin import UNKNOWN, first_record, origin_of
 from rankscope.spool.reader import StreamReader, valid_prefix
