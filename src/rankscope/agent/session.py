@@ -89,7 +89,7 @@ class Session:
         self._settings = settings
         self._say_leaf = say_leaf
         self._start = start
-        self._preferred_root = preferred_root
+        self._preferred = [] if preferred_root is None else [preferred_root]
         self._writer: SpoolWriter | None = None
         self._is_closed = False
         self._clock = StepClock()
@@ -156,9 +156,9 @@ class Session:
             own_output=tracer.own_output_hook,
         )
         self._chosen.watch_file(self._recorder, self._rank, opened.meeting_place)
-        if self._preferred_root is not None:
-            self._table.prefer(self._preferred_root)
-            self._preferred_root = None
+        preferred, self._preferred = self._preferred, []
+        for module in preferred:
+            self._prefer(module)
         return True
 
     def close(self, reason: EndReason = EndReason.EXIT) -> None:
@@ -251,6 +251,38 @@ class Session:
             )
             self.close(EndReason.SWITCHED_OFF)
 
+    # ------------------------------------------------------------------ several models
+
+    def prefer(self, module: nn.Module) -> None:
+        """Make one more module a root, parameters or not, unless it lives in one."""
+        if self._writer is None:
+            self._preferred.append(module)
+        else:
+            with invisible():
+                self._prefer(module)
+
+    def _prefer(self, module: nn.Module) -> None:
+        self._table.prefer(module)
+        for inner, _, _ in self._table.contained:  # to be written down by number
+            held = inner.module()
+            info = None if held is None else self._table.get(held)
+            if info is not None:
+                self._tracer.definition_of(info)
+
+    def place_of(self, module: nn.Module) -> tuple[int, str]:
+        """Return the number of the root a module belongs to, 0 for none so far, and its path
+        there.
+        """
+        info = None if self._writer is None else self._table.get(module)
+        if info is None:
+            return 0, ""
+        return (0 if info.root is None else info.root.definition), info.path
+
+    def settle(self) -> None:
+        """Have everything on disk that calls which have ended left behind."""
+        if self._writer is not None:
+            self._values.collect(wait=True)
+
     # ------------------------------------------------------------------ hooks
 
     def call(
@@ -279,7 +311,7 @@ class Session:
         if current_graph_task() != -1:
             return
         info = self._table.get(module) if self._writer is not None else None
-        is_chosen = module is self._preferred_root
+        is_chosen = any(module is each for each in self._preferred)
         if info is None and not is_chosen and next(parameters_of_module(module), None) is None:
             return
         if not self._open():
