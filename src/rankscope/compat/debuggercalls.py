@@ -12,6 +12,7 @@ import contextlib
 import copy
 import functools
 import operator
+import os
 import sys
 import threading
 import weakref
@@ -132,6 +133,15 @@ class _Front:
         if self.before is not _MISSING:
             return operator.getitem, ((self.before,), 0)
         return getattr, (self.module, "forward")
+
+
+def _forget() -> None:
+    """Give a forked child a lock that no thread holds."""
+    global _attaching
+    _attaching = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 def _uncompiled(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:

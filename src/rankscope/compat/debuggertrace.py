@@ -18,7 +18,7 @@ from typing import Final
 
 from torch import nn
 
-from rankscope.agent.arming import current_session
+from rankscope.agent.arming import current_session, hold
 from rankscope.agent.guard import Guard, say, text_of
 from rankscope.agent.session import Session
 from rankscope.block import RankBlock, begin_rank_block
@@ -128,7 +128,6 @@ class _Running:
     def __init__(self, own: Path, block: RankBlock) -> None:
         self._own = own
         self._block = block
-        self._pid = os.getpid()
         self._looks = 0
         self.session = block.session
         self.blocks = 1
@@ -137,8 +136,8 @@ class _Running:
 
     @property
     def is_alive(self) -> bool:
-        """True where it is the one this process traces into: a forked child has none."""
-        return self._pid == os.getpid() and current_session() is self.session
+        """True where it is what this process traces into."""
+        return current_session() is self.session
 
     def join(self, model: nn.Module) -> None:
         """Take one more model."""
@@ -166,6 +165,18 @@ class _Running:
             shutil.rmtree(trace if self.blocks else self._own, ignore_errors=True)
 
 
+def _forget() -> None:
+    """Leave a forked child without its parent's trace and blocks, and without a lock that another
+    thread held.
+    """
+    global _running, _quiet, _is_ours
+    _is_ours = threading.RLock()
+    if _running is not None and _running.is_alive:
+        hold(None)
+    _running, _quiet = None, 0
+
+
+os.register_at_fork(after_in_child=_forget)
 _unwritten = Guard(lambda error: say(f"the debugger's files were not written: {text_of(error)}"))
 
 
