@@ -23,9 +23,10 @@ from rankscope.agent.guard import Guard, say, text_of
 from rankscope.agent.session import Session
 from rankscope.block import RankBlock, begin_rank_block
 from rankscope.capture.forms import said_of, without_addresses
+from rankscope.tree.assemble import assemble
 from rankscope.tree.interning import roots_of
 from rankscope.tree.naming import join_path, name_roots
-from rankscope.tree.reader import Trace, open_trace
+from rankscope.tree.reader import Records, Trace
 from rankscope.tree.sources import find_streams
 from rankscope.tree.streams import read_stream
 from rankscope.tree.views import Node
@@ -107,10 +108,11 @@ class Block:
                 running.leave(lambda folder: write(self._recorded(running, folder)))
 
     def _recorded(self, running: _Running, folder: Path) -> Recorded:
-        trace = open_trace(folder)
+        (source,) = find_streams([folder])
+        # not `open_trace`: nobody else is at work here, and to look for them takes long
+        trace = Trace(Records(assemble([source]), folder), folder, is_written=False)
         if not running.is_shared:
             return Recorded(trace, lambda node: not node.path)
-        (source,) = find_streams([folder])
         stream = read_stream(source)
         root, below = running.session.place_of(self._model)
         path = join_path(name_roots([roots_of(stream)])[0].get(root, ""), below)
