@@ -9,6 +9,7 @@ notices the next root forward and takes itself off.
 from __future__ import annotations
 
 import os
+import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -90,7 +91,12 @@ class Session:
         self._say_leaf = say_leaf
         self._start = start
         self._preferred = [] if preferred_root is None else [preferred_root]
+        self._beginning = threading.RLock()
+        """Held by the thread that opens the session or begins a step: others' forwards may come at
+        the same moment."""
+        self._opened: Opened | None = None
         self._writer: SpoolWriter | None = None
+        """Set when all else is there."""
         self._is_closed = False
         self._clock = StepClock()
         self._optimizers = OptimizerSearch()
@@ -123,6 +129,10 @@ class Session:
         """Open the spool at the first call that matters; False where this process is not traced."""
         if self._writer is not None:
             return True
+        with self._beginning:
+            return self._writer is not None or self._open_now()
+
+    def _open_now(self) -> bool:
         if self._is_closed:
             return False
         start, self._start = self._start, lambda: None  # once, even where it fails
@@ -130,7 +140,7 @@ class Session:
         if opened is None:
             self.disarm(is_inside_hook=True)
             return False
-        self._writer = opened.writer
+        self._opened = opened
         self._rank = opened.identity.rank
         self._recorder, self._keeper = opened.recorder, opened.keeper
         self._is_launched = opened.is_launched
@@ -139,7 +149,7 @@ class Session:
         self._values = ValueReader(self._recorder, Describer(self._rank), settings, self._keeper)
         self._values.say = self._say_leaf or self._values.say
         self._tracer = Tracer(
-            self.guard, self._recorder, self._table, self._values, settings, self._open_scope,
+            self.guard, self._recorder, self._table, self._values, settings, self._begin_scope,
             self._hooks.stands_behind_inputs_of, self._hooks.stands_behind_outputs_of,
             self._follow_own_hooks, self._hooks.leave_modules,
         )  # fmt: skip
@@ -159,6 +169,7 @@ class Session:
         preferred, self._preferred = self._preferred, []
         for module in preferred:
             self._prefer(module)
+        self._writer = opened.writer
         return True
 
     def close(self, reason: EndReason = EndReason.EXIT) -> None:
@@ -238,7 +249,7 @@ class Session:
         if self._writer is None:
             self.disarm()
             say(f"not tracing: {text_of(error)}")
-            opened = self._start()
+            opened = self._opened or self._start()
             if opened is not None:  # else a trace without a record would call itself complete
                 opened.recorder.error(None, text_of(error)[:500])
                 opened.writer.close(EndReason.SWITCHED_OFF)
@@ -255,10 +266,10 @@ class Session:
 
     def prefer(self, module: nn.Module) -> None:
         """Make one more module a root, parameters or not, unless it lives in one."""
-        if self._writer is None:
-            self._preferred.append(module)
-        else:
-            with invisible():
+        with self._beginning, invisible():
+            if self._writer is None:
+                self._preferred.append(module)
+            else:
                 self._prefer(module)
 
     def _prefer(self, module: nn.Module) -> None:
@@ -371,6 +382,10 @@ class Session:
             self._updates.skipped(optimizer, self._traced_train)
 
     # ------------------------------------------------------------------ steps
+
+    def _begin_scope(self, info: ModuleInfo, module: nn.Module) -> Scope | None:
+        with self._beginning:
+            return self._open_scope(info, module)
 
     def _open_scope(self, info: ModuleInfo, module: nn.Module) -> Scope | None:
         """Say which step an outermost call belongs to; turn tracing on or off where a step
