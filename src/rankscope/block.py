@@ -24,8 +24,9 @@ from rankscope.agent.session import Session
 from rankscope.agent.settings import Settings, settings_from
 from rankscope.agent.wording import as_keywords
 from rankscope.capture.kernel import build as build_kernel
-from rankscope.errors import RankscopeError
+from rankscope.errors import RankscopeError, SpoolError
 from rankscope.record.run import EndReason
+from rankscope.spool.chunkheader import TENSOR_FOLDER
 from rankscope.spool.folder import (
     check_free_space,
     host_run_folder,
@@ -38,13 +39,17 @@ from rankscope.spool.reader import StreamReader
 from rankscope.spool.replacing import write_by_rename
 from rankscope.spool.writer import SpoolWriter
 
-__all__ = ["rank_block", "trace_block"]
+__all__ = ["RankBlock", "begin_rank_block", "trace_block"]
 
 
 _TRACED_ALREADY = "not tracing this block: this process is traced already"
 _UNNAMED = (
     "several ranks trace into one folder: give all of them the same out= to open it from here"
 )
+
+
+_MOST_LOOKS = 5
+"""Times that records are read anew because a segment was moved away."""
 
 
 class Begun(NamedTuple):
@@ -84,14 +89,34 @@ def trace_block(model: nn.Module | None, given: Mapping[str, object]) -> Iterato
         block.finish()
 
 
-@contextmanager
-def rank_block(
-    model: nn.Module, given: Mapping[str, object], say_leaf: Callable[[object], str]
-) -> Iterator[Session | None]:
-    """Trace this process alone, whatever ranks there are beside it; yields its session, None where
-    tracing could not begin.
+class RankBlock:
+    """Traces this process alone, whatever ranks there are beside it."""
 
-    What is left in `out` are the records and the tensors: `open_trace` makes a tree of them.
+    def __init__(self, block: _Block) -> None:
+        self._block = block
+        self.session = block.session
+
+    def look(self, folder: Path) -> None:
+        """Make `folder` what `end` would leave if it came now; the tensors in it are those of the
+        block's own, which has to stay where it is meanwhile.
+
+        Raises:
+            SpoolError: the records cannot be read.
+            OSError: the folder cannot be written.
+        """
+        self._block.look(folder)
+
+    def end(self) -> None:
+        """End the trace. What is left in `out` are the records and the tensors: `open_trace` makes
+        a tree of them.
+        """
+        self._block.finish(with_tree=False)
+
+
+def begin_rank_block(
+    model: nn.Module, given: Mapping[str, object], say_leaf: Callable[[object], str]
+) -> RankBlock | None:
+    """Begin to trace this process alone; None where that could not begin, and why was said.
 
     Args:
         model: the root whose path is "".
@@ -100,16 +125,9 @@ def rank_block(
     """
     if current_session() is not None:
         say(_TRACED_ALREADY)
-        yield None
-        return
+        return None
     block = _start(model, given, say_leaf)
-    if isinstance(block, str):
-        yield None
-        return
-    try:
-        yield block.session
-    finally:
-        block.finish(with_tree=False)
+    return None if isinstance(block, str) else RankBlock(block)
 
 
 def _start(
@@ -174,6 +192,29 @@ class _Block:
             shutil.copyfileobj(segment, replica, 1 << 20)
         self._taken = self._replica.stat().st_size
         path.unlink()
+
+    def look(self, folder: Path) -> None:
+        """Copy the records there are, and show the tensors, in a folder of its own."""
+        self.session.settle()
+        spool = folder / self._replica.parent.name
+        spool.mkdir(parents=True)
+        (folder / TENSOR_FOLDER).symlink_to(self.out / TENSOR_FOLDER)
+        for _ in range(_MOST_LOOKS - 1):
+            try:
+                return self._copy_records(spool / self._replica.name)
+            except SpoolError:
+                continue  # a segment was moved away meanwhile
+        return self._copy_records(spool / self._replica.name)
+
+    def _copy_records(self, path: Path) -> None:
+        taken = self._taken
+        with path.open("wb") as copy:
+            if taken:
+                with self._replica.open("rb") as replica:
+                    copy.write(replica.read(taken))
+            with StreamReader(stream_folder(self._run_folder, self._stream)) as reader:
+                for chunk in reader.chunks(taken):
+                    copy.write(chunk)
 
     def finish(self, *, with_tree: bool = True) -> None:
         """Close the spool and build the tree; a failure is said, and the records stay where they

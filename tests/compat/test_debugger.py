@@ -91,20 +91,22 @@ def test_a_model_without_parameters_is_a_model(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_a_block_inside_another_is_said_and_harms_neither(
+def test_inside_another_trace_the_block_says_what_to_do_and_harms_nothing(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     model = modules.Raising()
-    with ours(model, tmp_path / "outer"), ours(model, tmp_path / "inner"):
-        model(x())
+    with (
+        rankscope.trace(model, out=tmp_path / "trace", tensors="**") as handle,
+        ours(model, tmp_path / "none"),
+    ):
         model.forward(x())
-    assert "this process is traced already" in capfd.readouterr().err
-    for mark in ("", "_1"):
-        assert len([*walk(tree(tmp_path / "outer", mark=mark))]) == 4
-    assert [*(tmp_path / "inner").iterdir()] == []
-    with rankscope.trace(model, out=tmp_path / "trace") as handle, ours(model, tmp_path / "none"):
-        model(x())
-    assert handle.open().find("second") and [*(tmp_path / "none").iterdir()] == []
+    said = capfd.readouterr().err
+    assert "the module debugger writes no files for this block" in said
+    assert "rankscope export FOLDER --format hf" in said and "nothing was traced" not in said
+    assert [node.path for node in handle.open().find(phase="forward")] == [
+        "", "first", "second", "second.fc",
+    ]  # fmt: skip
+    assert [*(tmp_path / "none").iterdir()] == []
     assert all("forward" not in vars(module) for module in model.modules())
 
 

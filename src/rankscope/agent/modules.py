@@ -249,11 +249,12 @@ class ModuleTable:
 
     def paths(self) -> set[str]:
         """Return the canonical paths of all modules seen."""
-        return self._paths_of_dead | {info.path for _, info in self._infos.values()}
+        return self._paths_of_dead | {info.path for _, info in [*self._infos.values()]}
 
     def with_hooks(self, root: Root) -> list[nn.Module]:
         """Return the known modules of a root that have forward hooks of their own."""
-        modules = (module() for module, info in self._infos.values() if info.root is root)
+        known = [*self._infos.values()]  # another thread may add to them
+        modules = (module() for module, info in known if info.root is root)
         return [m for m in modules if m is not None and (m._forward_pre_hooks or m._forward_hooks)]
 
     def _learn_root(self, module: nn.Module) -> ModuleInfo:
@@ -375,7 +376,7 @@ class ModuleTable:
         self.roots = [root for root in self.roots if root.module() is not None]
         alive = {None, *self.roots}
         self._loose = {key: info for key, info in self._loose.items() if key[0] in alive}
-        dead = [key for key, (module, _) in self._infos.items() if module() is None]
+        dead = [key for key, (module, _) in [*self._infos.items()] if module() is None]
         for key in dead:
             self._paths_of_dead.add(self._infos.pop(key)[1].path)
 

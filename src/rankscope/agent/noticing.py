@@ -46,7 +46,8 @@ class StepNotice:
             open_session: opens it; False where this process is not traced.
             close_session: ends the session.
         """
-        self.preferred_root = preferred_root
+        self.preferred = [] if preferred_root is None else [preferred_root]
+        """Modules to be roots, until the session is open."""
         self._is_open = is_open
         self._open_session = open_session
         self._expected: Root | None = None
@@ -66,7 +67,7 @@ class StepNotice:
         if current_graph_task() != -1:
             return
         info = steps.parts.table.get(module) if self._is_open() else None
-        is_chosen = module is self.preferred_root
+        is_chosen = any(module is each for each in self.preferred)
         if info is None and not is_chosen and next(parameters_of_module(module), None) is None:
             return
         if not self._open_session():

@@ -9,14 +9,17 @@ notices the next root forward and takes itself off.
 from __future__ import annotations
 
 import os
+import threading
 import weakref
 from collections.abc import Callable
 
 from torch import nn
 
+from rankscope.agent.calls import Scope
 from rankscope.agent.compiling import HIDDEN
 from rankscope.agent.guard import MAX_FAILURES, Guard, say, text_of
 from rankscope.agent.keeper import Keeper
+from rankscope.agent.modules import ModuleInfo
 from rankscope.agent.noticing import StepNotice
 from rankscope.agent.parts import Opened, parts_of
 from rankscope.agent.settings import Settings
@@ -53,11 +56,16 @@ class Session:
         self._settings = settings
         self._say_leaf = say_leaf
         self._start = start
+        self._beginning = threading.RLock()
+        """Held by the thread that opens the session or begins a step: others' forwards may come at
+        the same moment."""
         self._opened: Opened | None = None
+        self._is_open = False
+        """Set when all that an open spool gives is there."""
         self._is_closed = False
         self.guard = Guard(self._failed)
         self._notice = StepNotice(
-            settings, self.guard, preferred_root, self._is_open, self._open, self.close
+            settings, self.guard, preferred_root, lambda: self._is_open, self._open, self.close
         )
         self._steps = self._notice.steps
         myself = weakref.ref(self)
@@ -65,8 +73,12 @@ class Session:
 
     def _open(self) -> bool:
         """Open the spool at the first call that matters; False where this process is not traced."""
-        if self._opened is not None:
+        if self._is_open:
             return True
+        with self._beginning:
+            return self._is_open or self._open_now()
+
+    def _open_now(self) -> bool:
         if self._is_closed:
             return False
         start, self._start = self._start, lambda: None  # once, even where it fails
@@ -77,16 +89,18 @@ class Session:
         self._opened, steps, notice = opened, self._steps, self._notice
         self._parts = parts_of(
             opened, self._settings, self.guard, steps.hooks, steps.optimizers, self._say_leaf,
-            steps.open_scope, steps.follow_own_hooks,
+            self._begin_scope, steps.follow_own_hooks,
         )  # fmt: skip
         steps.open(self._parts, opened)
-        if notice.preferred_root is not None:
-            self._parts.table.prefer(notice.preferred_root)
-            notice.preferred_root = None
+        preferred, notice.preferred = notice.preferred, []
+        for module in preferred:
+            self._prefer(module)
+        self._is_open = True
         return True
 
-    def _is_open(self) -> bool:
-        return self._opened is not None
+    def _begin_scope(self, info: ModuleInfo, module: nn.Module) -> Scope | None:
+        with self._beginning:
+            return self._steps.open_scope(info, module)
 
     def close(self, reason: EndReason = EndReason.EXIT) -> None:
         """End the open step, commit the end record and take every hook off; safe to call again."""
@@ -96,7 +110,7 @@ class Session:
         self._is_closed = True
         self._steps.remove_hooks()
         opened = self._opened
-        if opened is None:
+        if opened is None or not self._is_open:
             if dynamo_has_compiled():
                 say(f"nothing was traced: {HIDDEN}")
             return
@@ -157,10 +171,10 @@ class Session:
     def _failed(self, error: Exception) -> None:
         if self._is_closed:
             return
-        if self._opened is None:
+        if not self._is_open:
             self.disarm()
             say(f"not tracing: {text_of(error)}")
-            opened = self._start()
+            opened = self._opened or self._start()
             if opened is not None:  # else a trace without a record would call itself complete
                 opened.recorder.error(None, text_of(error)[:500])
                 opened.writer.close(EndReason.SWITCHED_OFF)
@@ -172,6 +186,41 @@ class Session:
                 f"failures, last: {text_of(error)}"
             )
             self.close(EndReason.SWITCHED_OFF)
+
+    # ------------------------------------------------------------------ several models
+
+    def prefer(self, module: nn.Module) -> None:
+        """Make one more module a root, parameters or not, unless it lives in one."""
+        with self._beginning, invisible():
+            if self._is_open:
+                self._prefer(module)
+            else:
+                self._notice.preferred.append(module)
+
+    def _prefer(self, module: nn.Module) -> None:
+        table = self._parts.table
+        table.prefer(module)
+        for inner, _, _ in table.contained:  # to be written down by number
+            held = inner.module()
+            info = None if held is None else table.get(held)
+            if info is not None:
+                self._parts.definitions.of(info)
+
+    def place_of(self, module: nn.Module) -> tuple[int, str]:
+        """Return the number of the root a module belongs to, 0 for none so far, and its path
+        there.
+        """
+        info = self._parts.table.get(module) if self._is_open else None
+        if info is None:
+            return 0, ""
+        return (0 if info.root is None else info.root.definition), info.path
+
+    def settle(self) -> None:
+        """Have everything on disk that calls which have ended left behind."""
+        if self._is_open:
+            self._parts.values.collect(wait=True)
+
+    # ------------------------------------------------------------------ calls that no hook sees
 
     def call(
         self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], forward: _Call

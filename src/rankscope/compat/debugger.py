@@ -4,51 +4,29 @@
         model(**inputs)                    # or model.forward(**inputs)
 
 The block is traced as `rankscope.trace` would, every rank for itself, full tensors kept; at its end
-`rankscope.view.hf` writes the files from that trace, which is then removed. docs/compat.md says
-what is the same as in transformers 5.23 and what is not.
+`rankscope.view.hf` writes the files from that trace, which is removed with the last open block.
+docs/compat.md says what is the same as in transformers 5.23 and what is not.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal
+from typing import Literal
 
 from torch import nn
 
-from rankscope.agent.guard import Guard, say, text_of
 from rankscope.agent.joining import who_am_i
-from rankscope.block import rank_block
-from rankscope.capture.forms import said_of, without_addresses
 from rankscope.compat.debuggercalls import DirectCalls
-from rankscope.tree.reader import open_trace
+from rankscope.compat.debuggertrace import Block, Recorded
 from rankscope.view.hf import Files, write_rank
 from rankscope.view.hfvalues import LocalValues
 
 __all__ = ["model_addition_debugger_context"]
 
-_SETTINGS: Final = {
-    "steps": "all", "ranks": "all", "paths": "*", "phases": "forward", "digest": "none",
-    "slots": "input*,output*,returned*,form:*", "tensors": "**",
-    "compile": "opaque", "keep_spool": "0",
-}  # fmt: skip
-_NEW: Final = ".rankscope-debugger-"
 Ranks = int | Iterable[int] | Literal["all"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Request:
-    """What one `with` asks for."""
-
-    model: nn.Module
-    folder: Path
-    files: Files
-    rank: int
 
 
 @contextmanager
@@ -82,19 +60,26 @@ def model_addition_debugger_context(
     """
     identity = who_am_i()
     is_wanted = _wants(ranks, identity.rank)
-    folder = _folder(debug_path) if is_wanted else Path()
-    with DirectCalls(model, no_grad=no_grad) as direct:
-        if not is_wanted:
-            yield model
-            return
-        is_alone = identity.world_size == 1 or ranks == "all"
-        label = "" if ranks == 0 else f"_rank{identity.rank}"
-        files = Files(
-            prunes=do_prune_layers, as_text=use_repr, all_outputs=all_outputs, label=label
+    folder = _folder(debug_path) if is_wanted else None
+    label = "" if ranks == 0 else f"_rank{identity.rank}"
+    files = Files(prunes=do_prune_layers, as_text=use_repr, all_outputs=all_outputs, label=label)
+
+    def write(found: Recorded) -> None:
+        assert folder is not None  # nothing is recorded for a block without
+        values = LocalValues(found.trace, identity.rank, as_text=use_repr)
+        write_rank(
+            folder, found.trace.steps, values, files, rank=identity.rank, is_root=found.is_root
         )
-        request = _Request(model=model, folder=folder, files=files, rank=identity.rank)
-        with _traced(request, direct, runs_reprs=is_alone):
+
+    is_alone = identity.world_size == 1 or ranks == "all"
+    block = Block(model, folder, runs_reprs=is_alone)
+    with DirectCalls(model, no_grad=no_grad) as direct:
+        direct.session = block.begin()
+        try:
             yield model
+        finally:
+            direct.session = None
+            block.end(write)
 
 
 def _wants(ranks: Ranks, rank: int) -> bool:
@@ -112,39 +97,3 @@ def _folder(debug_path: str | os.PathLike[str] | None) -> Path:
     except OSError as error:
         raise ValueError(f"Unexpected or existing debug_path={debug_path}.") from error
     return folder
-
-
-@contextmanager
-def _traced(request: _Request, direct: DirectCalls, *, runs_reprs: bool) -> Iterator[None]:
-    """Trace the block and write its files, however it ends; what fails here is said, not raised."""
-    own = Path(tempfile.mkdtemp(prefix=_NEW, dir=request.folder))
-    try:
-        with rank_block(
-            request.model, {**_SETTINGS, "out": own / "trace"}, _repr_of if runs_reprs else said_of
-        ) as session:
-            direct.follow(session)
-            try:
-                yield
-            finally:
-                direct.follow(None)
-    finally:
-        Guard(lambda error: say(f"the debugger's files were not written: {text_of(error)}")).hook(
-            _write
-        )(request, own / "trace")
-        shutil.rmtree(own, ignore_errors=True)
-
-
-def _write(request: _Request, folder: Path) -> None:
-    if not folder.is_dir():
-        return  # it could not begin, and why was said
-    trace = open_trace(folder)
-    values = LocalValues(trace, request.rank, as_text=request.files.as_text)
-    write_rank(request.folder, trace.steps, values, request.files, rank=request.rank)
-
-
-def _repr_of(value: object) -> str:
-    """Return the repr of an argument, as transformers writes it; its class where that raises."""
-    said: list[str] = []
-    guard = Guard(lambda _error: said.append(said_of(value)))
-    guard.hook(lambda: said.append(without_addresses(repr(value))))()
-    return said[0] if said else said_of(value)

@@ -35,6 +35,7 @@ __all__ = [
     "Vocabulary",
     "build_vocabulary",
     "mesh_of",
+    "roots_of",
 ]
 
 T = TypeVar("T", bound=Hashable)
@@ -162,7 +163,7 @@ def build_vocabulary(streams: Sequence[RankStream]) -> Vocabulary:
     """Return the common numbers for the definitions of all streams (lowest rank first)."""
     vocabulary = Vocabulary()
     vocabulary.modules.number(UNKNOWN_MODULE)
-    names = name_roots([_roots(stream) for stream in streams])
+    names = name_roots([roots_of(stream) for stream in streams])
     # ranks share the dicts of equal definitions: what was numbered once is known by identity
     seen: dict[tuple[int, object], int] = {}
     for stream, roots in zip(streams, names):
@@ -228,7 +229,8 @@ def mesh_of(definition: Mapping[str, Any]) -> Mesh:
     )
 
 
-def _roots(stream: RankStream) -> StreamRoots:
+def roots_of(stream: RankStream) -> StreamRoots:
+    """Return the root definitions of a stream."""
     roots, inside = [], {}
     for number, definition in stream.definitions.items():
         if definition["kind"] == "root":

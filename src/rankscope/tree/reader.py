@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from rankscope.tree.document import Document
     from rankscope.tree.tensorfiles import TensorFiles, TensorRecords
 
-__all__ = ["Step", "Trace", "newest_trace", "open_trace"]
+__all__ = ["Records", "Step", "Trace", "newest_trace", "open_trace"]
 
 
 class _Source(Protocol):
@@ -50,7 +50,7 @@ class _Source(Protocol):
     def tensors(self) -> Mapping[StreamId, TensorRecords]: ...
 
 
-class _Records:
+class Records:
     """A trace assembled in memory."""
 
     def __init__(self, document: Document, folder: Path) -> None:
@@ -360,7 +360,7 @@ def open_trace(
         raise TraceError(
             f"{folder}: not a trace: it holds neither {TRACE_NAME} nor records in {REPLICA_FOLDER}/"
         )
-    records = _Records(assemble(sources, progress=progress), folder)
+    records = Records(assemble(sources, progress=progress), folder)
     at_work = is_at_work(folder, records.head["run"])
     return Trace(records, folder, is_live=at_work, is_written=False)
 

@@ -70,13 +70,15 @@ def forwards(
             if node.phase is Phase.FORWARD and (rank is None or rank in node.ranks) and roots(node)
         ]
 
-    places = [
-        (step.incarnation, node.time.start_us, number, place)
-        for number, step in enumerate(steps)
-        if not step.is_setup
-        for place, node in enumerate(found(step))
-    ]
-    opened, nodes = -1, list[Node]()
+    opened, nodes, places = -1, list[Node](), list[tuple[int, float, int, int]]()
+    for number, step in enumerate(steps):
+        if step.is_setup:
+            continue
+        opened, nodes = number, found(step)
+        places += (
+            (step.incarnation, node.time.start_us, number, place)
+            for place, node in enumerate(nodes)
+        )
     for _, _, number, place in sorted(places):
         if number != opened:
             opened, nodes = number, found(steps[number])

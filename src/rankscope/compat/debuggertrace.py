@@ -1,0 +1,212 @@
+"""The one trace behind all debugger blocks that are open in a process.
+
+The first block begins it and the last one ends it. A block that ends before looks at what has been
+recorded until then; the calls of others go on meanwhile. Which calls are those of a block's model
+is told by the model's path in the trace and by the time at which the block began.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from torch import nn
+
+from rankscope.agent.arming import current_session, hold
+from rankscope.agent.guard import Guard, say, text_of
+from rankscope.agent.session import Session
+from rankscope.block import RankBlock, begin_rank_block
+from rankscope.capture.forms import said_of, without_addresses
+from rankscope.tree.assemble import assemble
+from rankscope.tree.interning import roots_of
+from rankscope.tree.naming import join_path, name_roots
+from rankscope.tree.reader import Records, Trace
+from rankscope.tree.sources import find_streams
+from rankscope.tree.streams import read_stream
+from rankscope.tree.views import Node
+
+__all__ = ["Block", "Recorded"]
+
+_SETTINGS: Final = {
+    "steps": "all", "ranks": "all", "paths": "*", "phases": "forward", "digest": "none",
+    "slots": "input*,output*,returned*,form:*", "tensors": "**",
+    "compile": "opaque", "keep_spool": "0",
+}  # fmt: skip
+_NEW: Final = ".rankscope-debugger-"
+_TRACED: Final = (
+    "the module debugger writes no files for this block: this process is traced already "
+    "(rankscope.trace, rankscope.attach or RANKSCOPE). Open the block where nothing else traces, "
+    "or keep tensors in that trace (tensors='**') and take the files from it: "
+    "rankscope export FOLDER --format hf"
+)
+_is_ours = threading.RLock()
+"""Held while a block joins or leaves: never while a forward runs."""
+_running: _Running | None = None
+_quiet = 0
+"""Open blocks for whose ranks no repr may run."""
+
+
+class Recorded:
+    """What was recorded until a block ended."""
+
+    def __init__(self, trace: Trace, is_root: Callable[[Node], bool]) -> None:
+        self.trace = trace
+        self.is_root = is_root
+        """True for a call of the block's model, in the block."""
+
+
+class Block:
+    """One block's part in the trace; used by one thread."""
+
+    def __init__(self, model: nn.Module, folder: Path | None, *, runs_reprs: bool) -> None:
+        """Prepare; nothing is made before `begin`.
+
+        Args:
+            model: whose calls are wanted.
+            folder: may hold the trace while it lasts; None for a rank that writes none.
+            runs_reprs: code of the program may run to say what an argument is.
+        """
+        self._model = model
+        self._folder = folder
+        self._runs_reprs = runs_reprs
+        self._pid = os.getpid()
+        self._began_ns = 0
+        self._in: _Running | None = None
+
+    def begin(self) -> Session | None:
+        """Join the trace, or begin it; return what is to be told of calls that torch tells no hook
+        of, None for nothing.
+        """
+        global _quiet
+        with _is_ours:
+            _quiet += not self._runs_reprs
+            if self._folder is None:
+                return None
+            self._in = _joined(self._model, self._folder)
+            self._began_ns = time.monotonic_ns()
+            return current_session() if self._in is None else self._in.session
+
+    def end(self, write: Callable[[Recorded], None]) -> None:
+        """Leave the trace. What fails is said, not raised.
+
+        Args:
+            write: told what was recorded; not called where there is nothing.
+        """
+        global _quiet
+        if self._pid != os.getpid():
+            return  # a forked child leaves the block: the files are its parent's
+        with _is_ours:
+            _quiet -= not self._runs_reprs
+            running, self._in = self._in, None
+            if running is not None:
+                running.leave(lambda folder: write(self._recorded(running, folder)))
+
+    def _recorded(self, running: _Running, folder: Path) -> Recorded:
+        (source,) = find_streams([folder])
+        # not `open_trace`: nobody else is at work here, and to look for them takes long
+        trace = Trace(Records(assemble([source]), folder), folder, is_written=False)
+        if not running.is_shared:
+            return Recorded(trace, lambda node: not node.path)
+        stream = read_stream(source)
+        root, below = running.session.place_of(self._model)
+        path = join_path(name_roots([roots_of(stream)])[0].get(root, ""), below)
+        first_ns = int(trace.columns()["calls.start_ns"].min(initial=2**62))
+        began_us = (self._began_ns + stream.clock_offset_ns - first_ns) / 1000
+        return Recorded(
+            trace,
+            lambda node: root > 0 and node.path == path and node.time.start_us >= began_us,
+        )
+
+
+class _Running:
+    """A trace that lasts as long as any block does."""
+
+    def __init__(self, own: Path, block: RankBlock) -> None:
+        self._own = own
+        self._block = block
+        self._looks = 0
+        self.session = block.session
+        self.blocks = 1
+        self.is_shared = False
+        """There was ever more than one block in it."""
+
+    @property
+    def is_alive(self) -> bool:
+        """True where it is what this process traces into."""
+        return current_session() is self.session
+
+    def join(self, model: nn.Module) -> None:
+        """Take one more model."""
+        self.blocks += 1
+        self.is_shared = True
+        Guard(lambda error: say(f"the debugger: {text_of(error)}")).hook(self.session.prefer)(model)
+
+    def leave(self, write: Callable[[Path], None]) -> None:
+        """Have a block written that ends; the last one ends the trace."""
+        global _running
+        self.blocks -= 1
+        trace = self._own / "trace"
+        try:
+            if not self.blocks:
+                if _running is self:
+                    _running = None
+                self._block.end()
+                _unwritten.hook(write)(trace)
+                return
+            trace = self._own / f"look{self._looks}"
+            self._looks += 1
+            _unwritten.hook(self._block.look)(trace)
+            _unwritten.hook(write)(trace)
+        finally:
+            shutil.rmtree(trace if self.blocks else self._own, ignore_errors=True)
+
+
+def _forget() -> None:
+    """Leave a forked child without its parent's trace and blocks, and without a lock that another
+    thread held.
+    """
+    global _running, _quiet, _is_ours
+    _is_ours = threading.RLock()
+    if _running is not None and _running.is_alive:
+        hold(None)
+    _running, _quiet = None, 0
+
+
+os.register_at_fork(after_in_child=_forget)
+_unwritten = Guard(lambda error: say(f"the debugger's files were not written: {text_of(error)}"))
+
+
+def _joined(model: nn.Module, folder: Path) -> _Running | None:
+    """Return the trace a new block is in, None where there can be none, and why was said."""
+    global _running
+    if _running is not None and _running.is_alive:
+        _running.join(model)
+        return _running
+    if current_session() is not None:
+        say(_TRACED)
+        return None
+    own = Path(tempfile.mkdtemp(prefix=_NEW, dir=folder))
+    block = begin_rank_block(model, {**_SETTINGS, "out": own / "trace"}, _text_of_argument)
+    if block is None:
+        shutil.rmtree(own, ignore_errors=True)
+        return None
+    _running = _Running(own, block)
+    return _running
+
+
+def _text_of_argument(value: object) -> str:
+    """Return the repr of an argument, as transformers writes it; its class where that raises, or
+    may not be asked for.
+    """
+    if _quiet:
+        return said_of(value)
+    said: list[str] = []
+    guard = Guard(lambda _error: said.append(said_of(value)))
+    guard.hook(lambda: said.append(without_addresses(repr(value))))()
+    return said[0] if said else said_of(value)
