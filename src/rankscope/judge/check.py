@@ -27,6 +27,7 @@ from rankscope.judge.rules.recompute import changed_recomputations
 from rankscope.judge.rules.siblings import lost_reductions
 from rankscope.judge.rules.stages import mixed_up_micro_batches
 from rankscope.judge.rules.structure import different_calls, different_kinds
+from rankscope.judge.rules.weights import other_weights
 from rankscope.judge.scene import Life, Scene
 from rankscope.judge.standing import tell_standstills
 from rankscope.judge.suspects import Ledger, Suspect
@@ -42,6 +43,7 @@ Rule = Callable[[Moment, Scene], Iterator[Suspect]]
 STEP_RULES: Final[tuple[Rule, ...]] = (
     nonfinite_origins,
     unequal_replicas,
+    other_weights,
     lost_reductions,
     different_kinds,
     different_calls,
@@ -107,6 +109,7 @@ def _judged(step: Step, scene: Scene) -> list[Suspect]:
     if moment.is_setup:
         scene.lives[moment.incarnation] = Life(
             replicas=Replicas(moment),
+            setup=moment,
             wrappers=frozenset(w for call in moment.calls for w in call.node.wrappers),
             data_axes=fsdp_axes(moment),
             placed={

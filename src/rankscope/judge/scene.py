@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from rankscope.judge.clock import Clock
 from rankscope.judge.layouts import Layouts
-from rankscope.judge.observed import Held
+from rankscope.judge.observed import Held, Moment
 from rankscope.judge.replicas import Replicas
 from rankscope.judge.suspects import Ledger
 
@@ -24,6 +24,8 @@ class Life:
     """What is known of one incarnation of a job, filled as its steps pass by."""
 
     replicas: Replicas
+    setup: Moment | None = None
+    """Until the first optimizer step was looked at."""
     wrappers: frozenset[str] = frozenset()
     """Words for what was put around modules: DDP, FSDP2 ..."""
     data_axes: Mapping[str, tuple[Array, ...]] = field(default_factory=dict)
