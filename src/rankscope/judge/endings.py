@@ -35,6 +35,7 @@ _PEER_LOST: Final = re.compile(
     re.IGNORECASE,
 )
 """What a rank says whose peer is gone or did not come: a consequence."""
+_NAMELESS: Final = "an exception outside of any module's call"
 _MOST_LISTED: Final = 16
 _FEWEST_S: Final = 3.0
 _TIMES_LONGEST: Final = 3.0
@@ -81,7 +82,7 @@ def ended_badly(trace: Trace, scene: Scene, moments: Sequence[Moment]) -> Iterat
         last = {rank: each for rank, each in last.items() if _has_waited(each, least_s)}
     hangs = list(_hangs(moments, scene, last, ends))
     yield from hangs
-    yield from _crashes(trace, last, ends, is_explained=bool(hangs))
+    yield from _crashes(trace, scene, last, ends, is_explained=bool(hangs))
 
 
 def _has_waited(each: _Last, least_s: float) -> bool:
@@ -325,7 +326,7 @@ def _is_same_site(one: Issue, other: Issue) -> bool:
 
 
 def _crashes(
-    trace: Trace, last: dict[int, _Last], ends: dict[int, str], *, is_explained: bool
+    trace: Trace, scene: Scene, last: dict[int, _Last], ends: dict[int, str], *, is_explained: bool
 ) -> Iterator[Suspect]:
     """Yield one suspect for every place where ranks were ended by an exception of their own, or by
     a signal while others went on."""
@@ -333,18 +334,36 @@ def _crashes(
     raised = {rank for rank, end in ends.items() if end == EndReason.RAISED.value}
     told: dict[tuple[str, str], list[int]] = {}
     for rank in sorted(raised):
-        path, error = errors.get(rank, ("", "an exception outside of any module's call"))
+        path, error = errors.get(rank, ("", _NAMELESS))
         told.setdefault((path, error), []).append(rank)
     own = {key: ranks for key, ranks in told.items() if not _PEER_LOST.search(key[1])}
     if not own and not is_explained:
         own = told
+    lost = [rank for rank, end in ends.items() if end == EndReason.LOST.value]
+    if own.keys() == {("", _NAMELESS)} and _fell_behind(lost, own["", _NAMELESS], last, scene):
+        own = {}
     for (path, error), ranks in own.items():
         yield from _crash(ranks, path, error, last, ends)
-    lost = [rank for rank, end in ends.items() if end == EndReason.LOST.value]
     if lost and not own and not is_explained and len(lost) < len(ends):
         path = last[lost[0]].call.path if lost[0] in last else ""
         text = "gone without an exception: killed by a signal, aborted, or left by os._exit"
         yield from _crash(lost, path, text, last, ends)
+
+
+def _fell_behind(lost: list[int], raised: list[int], last: dict[int, _Last], scene: Scene) -> bool:
+    """True where every rank that raised went on from where a lost one stopped: it was killed first,
+    and the others said so. A launcher kills those who wait for the one that raised: they are ahead.
+    """
+    ends = {rank: last[rank] for rank in lost if rank in last and last[rank].waiting is None}
+    return all(
+        rank in last
+        and any(
+            rank in end.call.ranks
+            and scene.clock.of_call(end.call, np.array([rank]))[0] < last[rank].time_ns
+            for end in ends.values()
+        )
+        for rank in raised
+    )
 
 
 def _crash(

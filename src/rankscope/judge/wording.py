@@ -35,7 +35,9 @@ _ADVICE: Final = {
     "parameters, from the model's own parameters().",
     Kind.DUPLICATE: "Look at the sampler: DistributedSampler, its rank and its seed, or a loader "
     "that is built from the global rank.",
-    Kind.CRASH: "The traceback of this rank is in its log.",
+    Kind.CRASH: "The traceback of this rank is in its log. One that is gone without an exception "
+    "left none: ask the kernel's log (out of memory), the scheduler, and who could send it a "
+    "signal.",
 }
 _REPLICA: Final = {
     Phase.SETUP: "The ranks begin with different weights: look at seeds, at how the checkpoint is "
