@@ -8,6 +8,7 @@ from typing import Final
 import numpy as np
 
 from rankscope.errors import TraceError
+from rankscope.judge.averaging import note_averaging, without_training_apart
 from rankscope.judge.clock import Clock
 from rankscope.judge.endings import ended_badly, is_in_order
 from rankscope.judge.joins import joins_of
@@ -92,6 +93,7 @@ def check(
         if progress is not None:
             progress("checking", number / len(steps))
         suspects += _judged(step, scene)
+    suspects = list(without_training_apart(suspects, scene))
     if not is_in_order(trace) and steps:
         lives = max(step.incarnation for step in steps)
         final = [step for step in steps if step.incarnation == lives][-_LAST_STEPS:]
@@ -121,6 +123,7 @@ def _judged(step: Step, scene: Scene) -> list[Suspect]:
         )
     found = [suspect for rule in STEP_RULES for suspect in rule(moment, scene)]
     remember_parameters(moment, scene)
+    note_averaging(moment, scene)
     _count_skipped(moment, scene)
     scene.ledger.next_moment()
     return found

@@ -38,6 +38,12 @@ class Life:
     """{(path, name): placements} of the parameters that are DTensors."""
     warned: set[tuple[str, str]] = field(default_factory=set)
     """(path, slot) of warnings that one step of the life has given."""
+    unlike: list[tuple[Array, Array, Array]] = field(default_factory=list)
+    """Ranks, element counts and norms of the parameters that the latest step left different."""
+    apart: set[int] = field(default_factory=set)
+    """Steps in which no gradient was the same on all ranks."""
+    averages: list[int] = field(default_factory=list)
+    """Steps in which such parameters were averaged."""
     is_spoiled: bool = False
     """True once a value that is not finite was told of."""
     parameters: dict[tuple[str, str], tuple[Array, Array]] = field(default_factory=dict)
