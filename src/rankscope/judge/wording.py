@@ -56,6 +56,8 @@ _REPLICA: Final = {
 
 def advice_for(suspect: Suspect) -> str:
     """Return what to look at."""
+    if suspect.advice:
+        return suspect.advice
     if suspect.kind is Kind.REPLICA:
         return _REPLICA[suspect.phase]
     return _ADVICE.get(suspect.kind, "")
