@@ -52,18 +52,26 @@ def _summed(way: str) -> list[np.ndarray]:
 
 def _given(summed: str, left: list[np.ndarray]) -> list[np.ndarray]:
     flat = np.concatenate([each.reshape(-1) for each in left])
-    ways = {"each": left, "flat": [flat], "divided": [flat / 2], "scalar": [flat[:1]], "none": []}
+    ways = {
+        "each": left,
+        "flat": [flat],
+        "divided": [flat / 2],
+        "went": [numbers(0) - left[0], numbers(1, 5) - left[1]],
+        "other": [2 * each for each in left],
+        "scalar": [flat[:1]],
+        "none": [],
+    }
     return ways[summed]
 
 
-@pytest.mark.parametrize("summed", ["each", "flat", "divided"])
+@pytest.mark.parametrize("summed", ["each", "flat", "divided", "went"])
 def test_ranks_that_average_their_parameters_are_no_fault(tmp_path: Path, summed: str):
     report = job(tmp_path, summed)
     assert report.verdict is Verdict.CLEAN
     assert "average their parameters (seen in step 1)" in report.notes[0]
 
 
-@pytest.mark.parametrize("summed", ["none", "scalar"])
+@pytest.mark.parametrize("summed", ["none", "scalar", "other"])
 def test_ranks_that_average_nothing_forgot_a_reduction(tmp_path: Path, summed: str):
     report = job(tmp_path, summed)
     assert {finding.kind.value for finding in report.origins} == {"gradient-not-reduced"}
@@ -72,3 +80,22 @@ def test_ranks_that_average_nothing_forgot_a_reduction(tmp_path: Path, summed: s
 def test_one_gradient_that_is_reduced_says_that_the_others_should_be(tmp_path: Path):
     report = job(tmp_path, "flat", reduced=True)
     assert next((f.kind.value, f.path) for f in report.origins) == ("gradient-not-reduced", "a")
+
+
+def test_an_outer_optimizer_may_step_between_with_what_was_averaged(tmp_path: Path):
+    def write(rank: PaperRank) -> None:
+        setup(rank, {"a.weight": numbers(0)})
+        left = numbers(40 + rank.rank)
+        for step in range(2):
+            with rank.call(class_name="Model", step=step) as top:
+                module(rank, "a", numbers(10 + rank.rank), numbers(20 + rank.rank), step=step)
+            if step:
+                total = 2 * numbers(0) - numbers(40) - numbers(41)
+                collective(rank, "", 0, numbers(0) - left, total, parent=top, step=step)
+            event(rank, Phase.GRADS, "grad", {"a.weight": numbers(30 + rank.rank)}, step=step)
+            event(rank, Phase.PARAMS, "param", {"a.weight": left}, step=step)
+            if not step:
+                event(rank, Phase.GRADS, "grad", {"a.weight": numbers(50)}, step=step)
+                event(rank, Phase.PARAMS, "param", {"a.weight": numbers(51)}, step=step)
+
+    assert judged(tmp_path, 2, write).verdict is Verdict.CLEAN

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
 
@@ -14,9 +14,19 @@ from rankscope.judge.observed import Held, Moment
 from rankscope.judge.replicas import Replicas
 from rankscope.judge.suspects import Ledger
 
-__all__ = ["Life", "Scene"]
+__all__ = ["Left", "Life", "Scene"]
 
 Array = NDArray[Any]
+
+
+class Left(NamedTuple):
+    """A parameter as a step left it on each of its ranks."""
+
+    ranks: Array
+    counts: Array
+    squares: Array
+    """Sums of squares."""
+    sketches: Array | None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -38,10 +48,10 @@ class Life:
     """{(path, name): placements} of the parameters that are DTensors."""
     warned: set[tuple[str, str]] = field(default_factory=set)
     """(path, slot) of warnings that one step of the life has given."""
-    unlike: list[tuple[Array, Array, Array]] = field(default_factory=list)
-    """Ranks, element counts and norms of the parameters that the latest step left different."""
+    unlike: list[Left] = field(default_factory=list)
+    """Parameters that the latest step left different."""
     apart: set[int] = field(default_factory=set)
-    """Steps in which no gradient was the same on all ranks."""
+    """Steps in which an optimizer stepped with no gradient that was the same on all ranks."""
     averages: list[int] = field(default_factory=list)
     """Steps in which such parameters were averaged."""
     is_spoiled: bool = False
