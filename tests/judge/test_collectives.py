@@ -205,3 +205,17 @@ def test_a_killed_rank_is_the_cause_where_the_one_that_raised_had_gone_on(
     report = judged(tmp_path, 2, write, ends={0: EndReason.RAISED, 1: EndReason.LOST})
     assert [(f[0], f[4]) for f in origins(report)] == [("crash", named)]
     assert ("gone" in report.findings[0].message) is killed
+
+
+def test_of_ranks_that_raised_outside_of_calls_the_one_left_behind_is_named(tmp_path: Path):
+    def write(rank: PaperRank) -> None:
+        with rank.call(class_name="Model"):
+            module(rank, "a", numbers(0), numbers(1))
+            if rank.rank != 2:
+                module(rank, "b", numbers(1), numbers(2))
+            if rank.rank == 0:
+                module(rank, "c", numbers(2), numbers(3))
+
+    ends = dict.fromkeys(range(4), EndReason.RAISED)
+    report = judged(tmp_path, 4, write, ends=ends)
+    assert [f[4] for f in origins(report) if f[0] == "crash"] == [(2,)]

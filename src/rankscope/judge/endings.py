@@ -340,8 +340,12 @@ def _crashes(
     if not own and not is_explained:
         own = told
     lost = [rank for rank, end in ends.items() if end == EndReason.LOST.value]
-    if own.keys() == {("", _NAMELESS)} and _fell_behind(lost, own["", _NAMELESS], last, scene):
-        own = {}
+    if own.keys() == {("", _NAMELESS)}:
+        first = _stopped_first([*own["", _NAMELESS], *lost], last, scene)
+        alone = [rank for rank in first if rank in raised]
+        if first:
+            own = {("", _NAMELESS): alone} if alone else {}
+            lost = [rank for rank in first if rank in lost]
     for (path, error), ranks in own.items():
         yield from _crash(ranks, path, error, last, ends)
     if lost and not own and not is_explained and len(lost) < len(ends):
@@ -350,20 +354,23 @@ def _crashes(
         yield from _crash(lost, path, text, last, ends)
 
 
-def _fell_behind(lost: list[int], raised: list[int], last: dict[int, _Last], scene: Scene) -> bool:
-    """True where every rank that raised went on from where a lost one stopped: it was killed first,
-    and the others said so. A launcher kills those who wait for the one that raised: they are ahead.
-    """
-    ends = {rank: last[rank] for rank in lost if rank in last and last[rank].waiting is None}
-    return all(
-        rank in last
-        and any(
-            rank in end.call.ranks
-            and scene.clock.of_call(end.call, np.array([rank]))[0] < last[rank].time_ns
-            for end in ends.values()
-        )
-        for rank in raised
-    )
+def _stopped_first(ranks: list[int], last: dict[int, _Last], scene: Scene) -> list[int]:
+    """Return the ranks that others left behind and that left nobody behind. They ended first: who
+    misses a peer, and is ended for it, had gone on."""
+
+    def is_past(one: int, other: int) -> bool:
+        call = last[other].call
+        if one not in call.ranks:
+            return False
+        return bool(scene.clock.of_call(call, np.array([one]))[0] < last[one].time_ns)
+
+    stopped = [rank for rank in ranks if rank in last and last[rank].waiting is None]
+    return [
+        rank
+        for rank in stopped
+        if any(is_past(other, rank) for other in last)
+        and not any(is_past(rank, other) for other in last)
+    ]
 
 
 def _crash(

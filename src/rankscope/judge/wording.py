@@ -20,8 +20,8 @@ _ADVICE: Final = {
     "run_check=False nothing compares what it calls Replicate(). Reduce or broadcast it first, or "
     "give it the placement it has.",
     Kind.GRADIENT: "Call the model through its data-parallel wrapper, not through .module; look "
-    "at no_sync() around the last micro-batch, and at parameters added after wrapping. Ranks that are "
-    "meant to train apart are known by their average: trace a step that has one.",
+    "at no_sync() around the last micro-batch, and at parameters added after wrapping. Ranks that "
+    "are meant to train apart are known by their average: trace a step that has one.",
     Kind.NONFINITE: "Look at this module on these ranks: its inputs were finite. Keep its full "
     "tensors: --rs-tensors with its path.",
     Kind.COLLECTIVE: "Compare the order and the arguments of collectives on these ranks: each "
