@@ -219,3 +219,13 @@ def test_of_ranks_that_raised_outside_of_calls_the_one_left_behind_is_named(tmp_
     ends = dict.fromkeys(range(4), EndReason.RAISED)
     report = judged(tmp_path, 4, write, ends=ends)
     assert [f[4] for f in origins(report) if f[0] == "crash"] == [(2,)]
+
+
+def test_where_nothing_tells_who_ended_first_both_are_told(tmp_path: Path):
+    def write(rank: PaperRank) -> None:
+        with rank.call(class_name="Model"):
+            module(rank, "a", numbers(0), numbers(1))
+
+    ends = {0: EndReason.RAISED, 1: EndReason.LOST}
+    (finding,) = judged(tmp_path, 2, write, ends=ends).origins
+    assert "rank 1, last in the same place, may have gone first" in finding.message

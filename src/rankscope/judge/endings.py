@@ -39,8 +39,8 @@ _NAMELESS: Final = "an exception outside of any module's call"
 _MOST_LISTED: Final = 16
 _FEWEST_S: Final = 3.0
 _TIMES_LONGEST: Final = 3.0
-"""A rank of a job that lives counts as waiting once it has stood in a collective this many times as
-long as any rank did in the last steps, and `_FEWEST_S` at least."""
+"""A rank of a living job counts as waiting once it stood in a collective this many times as long
+as any rank did in the last steps, and `_FEWEST_S` at least."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,13 +68,7 @@ def _ends(trace: Trace) -> dict[int, str]:
 
 
 def ended_badly(trace: Trace, scene: Scene, moments: Sequence[Moment]) -> Iterator[Suspect]:
-    """Yield a suspect for every hang and every crash.
-
-    Args:
-        trace: the trace, for how its ranks ended.
-        scene: the scene of the check.
-        moments: the last steps of the last life.
-    """
+    """Yield a suspect for every hang and crash. `moments`: the last steps of the last life."""
     ends = _ends(trace)
     last = _last_of(moments, scene)
     if trace.is_live:
@@ -298,10 +292,8 @@ def _last_words(rank: int, each: _Last) -> dict[str, Any]:
 def _first_missed(
     group: list[Issue], stands: Issue, waiting: list[int]
 ) -> tuple[Issue | None, list[int]]:
-    """Return the first collective that members did not come to, and those members.
-
-    A rank that skipped one may stand in the next as if it were this one: sites tell.
-    """
+    """Return the first collective that members did not come to, and those members. A rank that
+    skipped one may stand in the next as if it were this one: sites tell."""
     lines: dict[int, list[Issue]] = {rank: [] for rank in stands.members}
     for issue in sorted(group, key=lambda i: i.sequence):
         for rank in issue.ranks.tolist():
@@ -328,8 +320,7 @@ def _is_same_site(one: Issue, other: Issue) -> bool:
 def _crashes(
     trace: Trace, scene: Scene, last: dict[int, _Last], ends: dict[int, str], *, is_explained: bool
 ) -> Iterator[Suspect]:
-    """Yield one suspect for every place where ranks were ended by an exception of their own, or by
-    a signal while others went on."""
+    """Yield a suspect for every place where ranks raised, or were killed while others went on."""
     errors = {crash.rank: (crash.path, crash.error) for crash in crashes(trace)}
     raised = {rank for rank, end in ends.items() if end == EndReason.RAISED.value}
     told: dict[tuple[str, str], list[int]] = {}
@@ -346,6 +337,9 @@ def _crashes(
         if first:
             own = {("", _NAMELESS): alone} if alone else {}
             lost = [rank for rank in first if rank in lost]
+        elif at := [r for r in lost if r in last and _is_beside(r, own["", _NAMELESS], last)]:
+            doubt = f"{_NAMELESS}; {ranks_named(at)}, last in the same place, may have gone first"
+            own = {("", doubt): own["", _NAMELESS]}
     for (path, error), ranks in own.items():
         yield from _crash(ranks, path, error, last, ends)
     if lost and not own and not is_explained and len(lost) < len(ends):
@@ -354,9 +348,12 @@ def _crashes(
         yield from _crash(lost, path, text, last, ends)
 
 
+def _is_beside(rank: int, others: list[int], last: dict[int, _Last]) -> bool:
+    return any(last[other].call is last[rank].call for other in others if other in last)
+
+
 def _stopped_first(ranks: list[int], last: dict[int, _Last], scene: Scene) -> list[int]:
-    """Return the ranks that others left behind and that left nobody behind. They ended first: who
-    misses a peer, and is ended for it, had gone on."""
+    """Return the ranks that others left behind and that left nobody behind: they ended first."""
 
     def is_past(one: int, other: int) -> bool:
         call = last[other].call
