@@ -13,9 +13,9 @@ from tests.judge.paper import collective, event, judged, module, numbers, setup
 from tests.tree.ranks_on_paper import PaperRank
 
 
-def job(folder: Path, summed: str, *, reduced: bool = False) -> Report:
-    """Two local steps; between them the ranks sum what `summed` names. With `reduced` one gradient
-    is the same on all ranks."""
+def job(folder: Path, summed: str, *, reduced: bool = False, at: int = 1) -> Report:
+    """Two local steps; between them the ranks sum what `summed` names, recorded in step `at`. With
+    `reduced` one gradient is the same on all ranks."""
 
     def write(rank: PaperRank) -> None:
         own = 100 * rank.rank
@@ -26,7 +26,7 @@ def job(folder: Path, summed: str, *, reduced: bool = False) -> Report:
                 module(rank, "a", given, numbers(20 + own), step=step)
                 module(rank, "b", given, numbers(21 + own), step=step)
             left = _left(rank.rank)
-            if step:
+            if step == at:
                 pairs = zip(_given(summed, left), _summed(summed), strict=True)
                 for number, (value, total) in enumerate(pairs):
                     collective(
@@ -64,11 +64,12 @@ def _given(summed: str, left: list[np.ndarray]) -> list[np.ndarray]:
     return ways[summed]
 
 
+@pytest.mark.parametrize("at", [0, 1])
 @pytest.mark.parametrize("summed", ["each", "flat", "divided", "went"])
-def test_ranks_that_average_their_parameters_are_no_fault(tmp_path: Path, summed: str):
-    report = job(tmp_path, summed)
+def test_ranks_that_average_their_parameters_are_no_fault(tmp_path: Path, summed: str, at: int):
+    report = job(tmp_path, summed, at=at)
     assert report.verdict is Verdict.CLEAN
-    assert "average their parameters (seen in step 1)" in report.notes[0]
+    assert f"average their parameters (seen in step {at})" in report.notes[0]
 
 
 @pytest.mark.parametrize("summed", ["none", "scalar", "other"])

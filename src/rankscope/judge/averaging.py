@@ -34,8 +34,6 @@ _CLOSE_APART: Final = 1e-3
 def note_averaging(moment: Moment, scene: Scene) -> None:
     """Keep whether ranks trained apart in this step, and whether they averaged their parameters."""
     life = scene.life(moment.incarnation)
-    if life.unlike and _is_average(moment, life):
-        life.averages.append(moment.step)
     events: dict[int, bool] = {}
     for held in filter(_is_shared, moment.values(Phase.GRADS)):
         key = id(held.call.top)
@@ -43,12 +41,15 @@ def note_averaging(moment: Moment, scene: Scene) -> None:
     if any(events.values()):
         life.apart.add(moment.step)
     latest = [h for h in moment.values(Phase.PARAMS) if _is_shared(h)]
+    before = life.unlike
     if latest:
         unlike = (h for h in latest if h.agree(h.ranks) is False)
         life.unlike = [
             Left(h.ranks.copy(), h.counts.copy(), h.column("l2") ** 2, h.column("sketch").copy())
             for h in unlike
         ]
+    if any(left and _is_average(moment, left) for left in (before, life.unlike)):
+        life.averages.append(moment.step)
 
 
 def _is_shared(held: Held) -> bool:
@@ -58,9 +59,9 @@ def _is_shared(held: Held) -> bool:
     return len(held.ranks) > 1 and not held.is_constant
 
 
-def _is_average(moment: Moment, life: Life) -> bool:
+def _is_average(moment: Moment, left: list[Left]) -> bool:
     """True where most of what was left different goes into all-reduces."""
-    parts = list(life.unlike)
+    parts = list(left)
     every = sum(int(part.counts[0]) for part in parts)
     if all(np.array_equal(part.ranks, parts[0].ranks) for part in parts):
         counts = np.sum([part.counts for part in parts], axis=0)
