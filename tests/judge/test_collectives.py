@@ -179,3 +179,53 @@ def test_modules_beside_collectives_do_not_disturb(tmp_path: Path):
             module(rank, "fc", numbers(rank.rank), numbers(9 + rank.rank))
 
     assert judged(tmp_path, 2, write).verdict is Verdict.CLEAN
+
+
+@pytest.mark.parametrize(("killed", "named"), [(True, (1,)), (False, (0,))])
+def test_a_killed_rank_is_the_cause_where_the_one_that_raised_had_gone_on(
+    tmp_path: Path, killed: bool, named: tuple[int, ...]
+):
+    """Rank 0 raises outside of any call. Rank 1 is gone: killed in `a` while rank 0 came to `b`, or
+    ended by the launcher in `b`, to which rank 0 never came."""
+
+    def write(rank: PaperRank) -> None:
+        top = rank.enter(class_name="Model")
+        first = rank.enter("a", parent=top)
+        stops = rank.rank == (1 if killed else 0)
+        if stops and killed:
+            return
+        rank.exit(first)
+        if not stops:
+            second = rank.enter("b", parent=top)
+            if rank.rank:
+                return
+            rank.exit(second)
+        rank.exit(top)
+
+    report = judged(tmp_path, 2, write, ends={0: EndReason.RAISED, 1: EndReason.LOST})
+    assert [(f[0], f[4]) for f in origins(report)] == [("crash", named)]
+    assert ("gone" in report.findings[0].message) is killed
+
+
+def test_of_ranks_that_raised_outside_of_calls_the_one_left_behind_is_named(tmp_path: Path):
+    def write(rank: PaperRank) -> None:
+        with rank.call(class_name="Model"):
+            module(rank, "a", numbers(0), numbers(1))
+            if rank.rank != 2:
+                module(rank, "b", numbers(1), numbers(2))
+            if rank.rank == 0:
+                module(rank, "c", numbers(2), numbers(3))
+
+    ends = dict.fromkeys(range(4), EndReason.RAISED)
+    report = judged(tmp_path, 4, write, ends=ends)
+    assert [f[4] for f in origins(report) if f[0] == "crash"] == [(2,)]
+
+
+def test_where_nothing_tells_who_ended_first_both_are_told(tmp_path: Path):
+    def write(rank: PaperRank) -> None:
+        with rank.call(class_name="Model"):
+            module(rank, "a", numbers(0), numbers(1))
+
+    ends = {0: EndReason.RAISED, 1: EndReason.LOST}
+    (finding,) = judged(tmp_path, 2, write, ends=ends).origins
+    assert "rank 1, last in the same place, may have gone first" in finding.message

@@ -175,3 +175,33 @@ def test_a_rank_that_recorded_nothing_is_no_replica_that_differs(tmp_path: Path)
                        **placed_on(LINE, numbers(0)))  # fmt: skip
 
     assert judged(tmp_path, 4, write).verdict is Verdict.CLEAN
+
+
+def test_a_parameter_that_one_rank_has_no_gradient_of_is_told_as_such(tmp_path: Path):
+    def write(rank: PaperRank) -> None:
+        setup(rank, {"fc.weight": numbers(0), "head.weight": numbers(1)})
+        gradients = {"fc.weight": numbers(2), "head.weight": numbers(3)}
+        if rank.rank == 1:
+            del gradients["fc.weight"]
+        event(rank, Phase.GRADS, "grad", gradients)
+        after = numbers(0) if rank.rank == 1 else numbers(4)
+        event(rank, Phase.PARAMS, "param", {"fc.weight": after, "head.weight": numbers(5)})
+
+    report = judged(tmp_path, 2, write)
+    assert origins(report) == [("replica-mismatch", "params", "fc", "param:weight", (1,))]
+    assert "rank 1 had no gradient of it" in report.findings[0].message
+    assert "frozen" in report.findings[0].advice
+
+
+def test_sides_are_told_by_a_number_that_differs_as_it_is_printed(tmp_path: Path):
+    def write(rank: PaperRank) -> None:
+        value = numbers(0)
+        value[0, 0] += np.float32(1e-6) * rank.rank
+        value[0, 1] -= np.float32(1e-6) * rank.rank
+        value[1, 1] *= np.float32(1 + rank.rank)
+        value[1, 2] -= value[1, 1] / 2 * np.float32(rank.rank)
+        setup(rank, {"fc.weight": value}, mesh=PAIR)
+
+    message = judged(tmp_path, 2, write).findings[0].message
+    first, second = message.partition("(")[2].rstrip(")").split("; ")
+    assert first.removeprefix("rank 0: ") != second.removeprefix("rank 1: ")

@@ -8,6 +8,7 @@ from typing import Final
 import numpy as np
 
 from rankscope.errors import TraceError
+from rankscope.judge.averaging import note_averaging, without_training_apart
 from rankscope.judge.clock import Clock
 from rankscope.judge.endings import ended_badly, is_in_order
 from rankscope.judge.joins import joins_of
@@ -27,6 +28,7 @@ from rankscope.judge.rules.recompute import changed_recomputations
 from rankscope.judge.rules.siblings import lost_reductions
 from rankscope.judge.rules.stages import mixed_up_micro_batches
 from rankscope.judge.rules.structure import different_calls, different_kinds
+from rankscope.judge.rules.weights import other_weights
 from rankscope.judge.scene import Life, Scene
 from rankscope.judge.standing import tell_standstills
 from rankscope.judge.suspects import Ledger, Suspect
@@ -42,6 +44,7 @@ Rule = Callable[[Moment, Scene], Iterator[Suspect]]
 STEP_RULES: Final[tuple[Rule, ...]] = (
     nonfinite_origins,
     unequal_replicas,
+    other_weights,
     lost_reductions,
     different_kinds,
     different_calls,
@@ -80,6 +83,7 @@ def check(
         if progress is not None:
             progress("checking", number / len(steps))
         suspects += _judged(step, scene)
+    suspects = list(without_training_apart(suspects, scene))
     suspects += _of_the_end(trace, steps, scene)
     tell_standstills(trace, scene, suspects)
     joins: list[Join] = []
@@ -117,6 +121,7 @@ def _judged(step: Step, scene: Scene) -> list[Suspect]:
     if moment.is_setup:
         scene.lives[moment.incarnation] = Life(
             replicas=Replicas(moment),
+            setup=moment,
             wrappers=frozenset(w for call in moment.calls for w in call.node.wrappers),
             data_axes=fsdp_axes(moment),
             placed={
@@ -128,6 +133,7 @@ def _judged(step: Step, scene: Scene) -> list[Suspect]:
         )
     found = [suspect for rule in STEP_RULES for suspect in rule(moment, scene)]
     remember_parameters(moment, scene)
+    note_averaging(moment, scene)
     _count_skipped(moment, scene)
     scene.ledger.next_moment()
     return found

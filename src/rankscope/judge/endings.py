@@ -35,11 +35,12 @@ _PEER_LOST: Final = re.compile(
     re.IGNORECASE,
 )
 """What a rank says whose peer is gone or did not come: a consequence."""
+_NAMELESS: Final = "an exception outside of any module's call"
 _MOST_LISTED: Final = 16
 _FEWEST_S: Final = 3.0
 _TIMES_LONGEST: Final = 3.0
-"""A rank of a job that lives counts as waiting once it has stood in a collective this many times as
-long as any rank did in the last steps, and `_FEWEST_S` at least."""
+"""A rank of a living job counts as waiting once it stood in a collective this many times as long
+as any rank did in the last steps, and `_FEWEST_S` at least."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,13 +68,7 @@ def _ends(trace: Trace) -> dict[int, str]:
 
 
 def ended_badly(trace: Trace, scene: Scene, moments: Sequence[Moment]) -> Iterator[Suspect]:
-    """Yield a suspect for every hang and every crash.
-
-    Args:
-        trace: the trace, for how its ranks ended.
-        scene: the scene of the check.
-        moments: the last steps of the last life.
-    """
+    """Yield a suspect for every hang and crash. `moments`: the last steps of the last life."""
     ends = _ends(trace)
     last = _last_of(moments, scene)
     if trace.is_live:
@@ -81,7 +76,7 @@ def ended_badly(trace: Trace, scene: Scene, moments: Sequence[Moment]) -> Iterat
         last = {rank: each for rank, each in last.items() if _has_waited(each, least_s)}
     hangs = list(_hangs(moments, scene, last, ends))
     yield from hangs
-    yield from _crashes(trace, last, ends, is_explained=bool(hangs))
+    yield from _crashes(trace, scene, last, ends, is_explained=bool(hangs))
 
 
 def _has_waited(each: _Last, least_s: float) -> bool:
@@ -297,10 +292,8 @@ def _last_words(rank: int, each: _Last) -> dict[str, Any]:
 def _first_missed(
     group: list[Issue], stands: Issue, waiting: list[int]
 ) -> tuple[Issue | None, list[int]]:
-    """Return the first collective that members did not come to, and those members.
-
-    A rank that skipped one may stand in the next as if it were this one: sites tell.
-    """
+    """Return the first collective that members did not come to, and those members. A rank that
+    skipped one may stand in the next as if it were this one: sites tell."""
     lines: dict[int, list[Issue]] = {rank: [] for rank in stands.members}
     for issue in sorted(group, key=lambda i: i.sequence):
         for rank in issue.ranks.tolist():
@@ -325,26 +318,56 @@ def _is_same_site(one: Issue, other: Issue) -> bool:
 
 
 def _crashes(
-    trace: Trace, last: dict[int, _Last], ends: dict[int, str], *, is_explained: bool
+    trace: Trace, scene: Scene, last: dict[int, _Last], ends: dict[int, str], *, is_explained: bool
 ) -> Iterator[Suspect]:
-    """Yield one suspect for every place where ranks were ended by an exception of their own, or by
-    a signal while others went on."""
+    """Yield a suspect for every place where ranks raised, or were killed while others went on."""
     errors = {crash.rank: (crash.path, crash.error) for crash in crashes(trace)}
     raised = {rank for rank, end in ends.items() if end == EndReason.RAISED.value}
     told: dict[tuple[str, str], list[int]] = {}
     for rank in sorted(raised):
-        path, error = errors.get(rank, ("", "an exception outside of any module's call"))
+        path, error = errors.get(rank, ("", _NAMELESS))
         told.setdefault((path, error), []).append(rank)
     own = {key: ranks for key, ranks in told.items() if not _PEER_LOST.search(key[1])}
     if not own and not is_explained:
         own = told
+    lost = [rank for rank, end in ends.items() if end == EndReason.LOST.value]
+    if own.keys() == {("", _NAMELESS)}:
+        first = _stopped_first([*own["", _NAMELESS], *lost], last, scene)
+        alone = [rank for rank in first if rank in raised]
+        if first:
+            own = {("", _NAMELESS): alone} if alone else {}
+            lost = [rank for rank in first if rank in lost]
+        elif at := [r for r in lost if r in last and _is_beside(r, own["", _NAMELESS], last)]:
+            doubt = f"{_NAMELESS}; {ranks_named(at)}, last in the same place, may have gone first"
+            own = {("", doubt): own["", _NAMELESS]}
     for (path, error), ranks in own.items():
         yield from _crash(ranks, path, error, last, ends)
-    lost = [rank for rank, end in ends.items() if end == EndReason.LOST.value]
     if lost and not own and not is_explained and len(lost) < len(ends):
         path = last[lost[0]].call.path if lost[0] in last else ""
         text = "gone without an exception: killed by a signal, aborted, or left by os._exit"
         yield from _crash(lost, path, text, last, ends)
+
+
+def _is_beside(rank: int, others: list[int], last: dict[int, _Last]) -> bool:
+    return any(last[other].call is last[rank].call for other in others if other in last)
+
+
+def _stopped_first(ranks: list[int], last: dict[int, _Last], scene: Scene) -> list[int]:
+    """Return the ranks that others left behind and that left nobody behind: they ended first."""
+
+    def is_past(one: int, other: int) -> bool:
+        call = last[other].call
+        if one not in call.ranks:
+            return False
+        return bool(scene.clock.of_call(call, np.array([one]))[0] < last[one].time_ns)
+
+    stopped = [rank for rank in ranks if rank in last and last[rank].waiting is None]
+    return [
+        rank
+        for rank in stopped
+        if any(is_past(other, rank) for other in last)
+        and not any(is_past(rank, other) for other in last)
+    ]
 
 
 def _crash(

@@ -118,7 +118,7 @@ def sides_text(held: Held, ranks: Array) -> str:
         (
             name
             for name in ("mean", "l2", "std", "max")
-            if len({f"{side.get(name, 0)}"[:24] for side in listed}) > 1
+            if len({_short(side.get(name)) for side in listed}) > 1
         ),
         "mean",
     )
@@ -127,7 +127,12 @@ def sides_text(held: Held, ranks: Array) -> str:
         word = "rank" if side["ranks"].isdecimal() else "ranks"
         special = [f"{side[n]} {n}" for n in ("nan", "posinf", "neginf") if n in side]
         value = side.get(telling)
-        number = f"{telling} {value:.6g}" if isinstance(value, float) else f"{telling} {value}"
-        parts.append(f"{word} {side['ranks']}: {', '.join([number, *special])}")
+        parts.append(
+            f"{word} {side['ranks']}: {', '.join([f'{telling} {_short(value)}', *special])}"
+        )
     more = "; ..." if len(listed) > 4 else ""
     return "; ".join(parts) + more
+
+
+def _short(value: object) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else f"{value}"

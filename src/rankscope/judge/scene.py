@@ -4,19 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
 
 from rankscope.judge.clock import Clock
 from rankscope.judge.layouts import Layouts
-from rankscope.judge.observed import Held
+from rankscope.judge.observed import Held, Moment
 from rankscope.judge.replicas import Replicas
 from rankscope.judge.suspects import Ledger
 
-__all__ = ["Life", "Scene"]
+__all__ = ["Left", "Life", "Scene"]
 
 Array = NDArray[Any]
+
+
+class Left(NamedTuple):
+    """A parameter as a step left it on each of its ranks."""
+
+    ranks: Array
+    counts: Array
+    squares: Array
+    """Sums of squares."""
+    sketches: Array | None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -24,6 +34,8 @@ class Life:
     """What is known of one incarnation of a job, filled as its steps pass by."""
 
     replicas: Replicas
+    setup: Moment | None = None
+    """Until the first optimizer step was looked at."""
     wrappers: frozenset[str] = frozenset()
     """Words for what was put around modules: DDP, FSDP2 ..."""
     data_axes: Mapping[str, tuple[Array, ...]] = field(default_factory=dict)
@@ -36,6 +48,12 @@ class Life:
     """{(path, name): placements} of the parameters that are DTensors."""
     warned: set[tuple[str, str]] = field(default_factory=set)
     """(path, slot) of warnings that one step of the life has given."""
+    unlike: list[Left] = field(default_factory=list)
+    """Parameters that the latest step left different."""
+    apart: set[int] = field(default_factory=set)
+    """Steps in which an optimizer stepped with no gradient that was the same on all ranks."""
+    averages: list[int] = field(default_factory=list)
+    """Steps in which such parameters were averaged."""
     is_spoiled: bool = False
     """True once a value that is not finite was told of."""
     parameters: dict[tuple[str, str], tuple[Array, Array]] = field(default_factory=dict)

@@ -37,6 +37,8 @@ class Suspect:
     times_ns: Array
     """Per member when it happened, on the member's own clock."""
     message: str
+    advice: str = ""
+    """What to look at, where it is not what its kind and phase say."""
     severity: Severity = Severity.FAULT
     evidence: Callable[[], Mapping[str, Any]] = dict
     """Made when the finding is written: most suspects are victims, which need none."""

@@ -20,7 +20,8 @@ _ADVICE: Final = {
     "run_check=False nothing compares what it calls Replicate(). Reduce or broadcast it first, or "
     "give it the placement it has.",
     Kind.GRADIENT: "Call the model through its data-parallel wrapper, not through .module; look "
-    "at no_sync() around the last micro-batch, and at parameters added after wrapping.",
+    "at no_sync() around the last micro-batch, and at parameters added after wrapping. Ranks that "
+    "are meant to train apart are known by their average: trace a step that has one.",
     Kind.NONFINITE: "Look at this module on these ranks: its inputs were finite. Keep its full "
     "tensors: --rs-tensors with its path.",
     Kind.COLLECTIVE: "Compare the order and the arguments of collectives on these ranks: each "
@@ -35,7 +36,9 @@ _ADVICE: Final = {
     "parameters, from the model's own parameters().",
     Kind.DUPLICATE: "Look at the sampler: DistributedSampler, its rank and its seed, or a loader "
     "that is built from the global rank.",
-    Kind.CRASH: "The traceback of this rank is in its log.",
+    Kind.CRASH: "The traceback of this rank is in its log. One that is gone without an exception "
+    "left none: ask the kernel's log (out of memory), the scheduler, and who could send it a "
+    "signal.",
 }
 _REPLICA: Final = {
     Phase.SETUP: "The ranks begin with different weights: look at seeds, at how the checkpoint is "
@@ -54,6 +57,8 @@ _REPLICA: Final = {
 
 def advice_for(suspect: Suspect) -> str:
     """Return what to look at."""
+    if suspect.advice:
+        return suspect.advice
     if suspect.kind is Kind.REPLICA:
         return _REPLICA[suspect.phase]
     return _ADVICE.get(suspect.kind, "")

@@ -359,6 +359,7 @@ def open_trace(
             raise FolderError(f"{folder}: is empty; nothing has been traced into it yet")
         raise TraceError(
             f"{folder}: not a trace: it holds neither {TRACE_NAME} nor records in {REPLICA_FOLDER}/"
+            "; ranks of a job record from its first forward on"
         )
     records = Records(assemble(sources, progress=progress), folder)
     at_work = is_at_work(folder, records.head["run"])

@@ -34,6 +34,9 @@ __all__ = ["differing_groups", "is_within_rounding", "unequal_replicas"]
 Array = NDArray[Any]
 _LOCAL: Final = frozenset({Phase.FORWARD, Phase.RECOMPUTE, Phase.BACKWARD, Phase.GRADS})
 """Phases whose values replicas compute each for itself."""
+_NO_GRADIENT: Final = (
+    "On these ranks it is frozen (requires_grad), or nothing that went into the loss used it."
+)
 _PHASES: Final = (
     Phase.SETUP,
     Phase.FORWARD,
@@ -127,6 +130,10 @@ def _suspect(moment: Moment, scene: Scene, held: Held, same: Same, groups: list[
     )
     if kind is Kind.PLACEMENT:
         told = f"called Replicate(), but {told}"
+    bare = _without_gradient(moment, held, members)
+    if len(bare):
+        blamed, is_told = bare, True
+        told = f"{ranks_named(bare.tolist())} had no gradient of it, the other replicas had one"
     if kind is Kind.GRADIENT:
         told = f"{ranks_named(members.tolist())} each step with a gradient of their own data"
 
@@ -151,8 +158,24 @@ def _suspect(moment: Moment, scene: Scene, held: Held, same: Same, groups: list[
         members,
         scene.times(held, members),
         f"{told} ({sides_text(held, groups[0])})",
+        advice=_NO_GRADIENT if len(bare) else "",
         evidence=evidence,
     )
+
+
+def _without_gradient(moment: Moment, held: Held, members: Array) -> Array:
+    """Return the ranks that stepped with no gradient of a parameter while other replicas had one;
+    none for anything but a parameter after its step."""
+    nobody = members[:0]
+    if held.call.phase is not Phase.PARAMS or not held.slot.startswith("param:"):
+        return nobody
+    events = [call for call in moment.of(Phase.GRADS) if call.parent is None]
+    stepped = np.concatenate([call.ranks for call in events]) if events else nobody
+    slot = f"grad:{held.slot[6:]}"
+    own = [call.held[slot] for call in moment.named(held.call.path) if slot in call.held]
+    had = np.concatenate([each.ranks for each in own]) if own else nobody
+    bare: Array = members[np.isin(members, stepped) & ~np.isin(members, had)]
+    return bare if len(bare) < len(members) else nobody
 
 
 def _finite(value: float) -> float | None:
