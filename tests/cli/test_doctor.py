@@ -273,7 +273,7 @@ def test_a_start_up_file_that_does_not_fire_is_named(tmp_path: Path) -> None:
     names(wrong(interpreter_conditions(python, BARE)), "start-up", "rankscope_launcher")
     python = environment(tmp_path / "hooked", a="\n".join([*SOURCES, TORCH]), rankscope=LINE)
     (site,) = (tmp_path / "hooked").glob("lib/python*/site-packages")
-    (site / "sitecustomize.py").write_text("import sys; del sys.meta_path[0]")  # takes ours off
+    (site / "zz.pth").write_text("import sys; del sys.meta_path[0]\n")  # takes ours off
     names(wrong(interpreter_conditions(python, BARE)), "start-up", "rankscope.attach()")
 
 

@@ -50,7 +50,10 @@ def test_check_finds_nothing_in_them_and_compares_what_it_compared_without(
     assert not any(is_form(s.slot) for st in without.steps for n in st.walk() for s in n.slots)
 
 
-def test_show_prints_them_only_where_they_are_named(pair: tuple[Trace, Trace]) -> None:
+def test_show_prints_them_only_where_they_are_named(
+    pair: tuple[Trace, Trace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "500")
     without, kept = (trace.path for trace in pair)
     for options in ([], ["--slots", "*"], ["--slots", "*put*"], ["--slots", "none"]):
         code, text, _ = command("show", kept, *options)

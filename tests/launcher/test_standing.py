@@ -88,6 +88,10 @@ def checked(job: Launch) -> dict[str, Any]:
     return report
 
 
+def hangs(report: dict[str, Any]) -> list[dict[str, Any]]:
+    return [finding for finding in report["findings"] if finding["kind"] == "hang"]
+
+
 def states(pids: list[int]) -> list[str]:
     return [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] for pid in pids]
 
@@ -108,8 +112,9 @@ def test_a_rank_that_skips_a_collective_is_noticed_while_the_job_stands_and_when
     assert "rank 0 in a collective of train step 1" in line
     assert line.endswith("rankscope check trace")
 
-    report = checked(job)
-    (hang,) = [f for f in report["findings"] if f["kind"] == "hang"]
+    # a job that lives hangs for `check` after 3 s, whatever the limit of the notice
+    assert wait_until(lambda: hangs(checked(job)), 20)
+    (hang,) = hangs(checked(job))
     assert hang["ranks"] == [1]
     (standstill,) = hang["evidence"]["standstill"]
     assert standstill["host"] == host
@@ -125,18 +130,19 @@ def test_a_rank_that_skips_a_collective_is_noticed_while_the_job_stands_and_when
     assert not {"T", "Z", "X"} & set(states(ranks))
 
     job.go()
-    assert wait_until(lambda: len(said(job)) == 2), job.err
+    assert wait_until(lambda: len(said(job)) >= 2), job.err
     assert said(job)[1].startswith(f"rankscope: no rank of {host} moved from ")
     assert "then it went on" in said(job)[1]
     assert wait_until(lambda: (job.meeting / "waiting.0").exists())
+    told = len(said(job))  # more than 2 where a loaded host was slow again
     time.sleep(5.0)  # longer than the limit, but what was to be traced is over
-    assert len(said(job)) == 2
+    assert len(said(job)) == told
     (job.meeting / "leave").touch()
     assert job.wait() == 0, job.err
     assert job.last_line == f"rankscope: trace in {job.out}; read it: rankscope show trace"
     report = checked(job)
-    assert [f for f in report["findings"] if f["kind"] == "hang"] == []
-    (note,) = [note for note in report["notes"] if "moved" in note]
+    assert hangs(report) == []
+    note = next(note for note in report["notes"] if "moved" in note)
     assert note.startswith(f"no rank of {host} moved from ")
     assert "then it went on" in note
 
