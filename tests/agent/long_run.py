@@ -106,6 +106,8 @@ def _entries() -> int:
         one = waiting.pop()
         if id(one) in seen or isinstance(one, (type, nn.Module, torch.Tensor)):
             continue
+        if type(one).__qualname__ == "Segment":  # counted apart: they come and go with the relay
+            continue
         seen.add(id(one))
         if isinstance(one, (dict, list, set, tuple, collections.deque)):
             total += len(one)
