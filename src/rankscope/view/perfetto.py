@@ -64,6 +64,8 @@ class _Rank:
     host: str
     pid: int
     path: Path
+    epoch_ns: int
+    """What every file begins with: a reader of many files wants clock readings that never fall."""
     tracks: dict[tuple[str, int], int] = field(default_factory=dict)
 
     @property
@@ -80,12 +82,12 @@ class _Rank:
             made.append(packets.track(found, self.uuid, title, _TRACKS.index(name) * 1000 + lane))
         return found
 
-    def append(self, made: list[bytes], time_ns: int) -> None:
+    def append(self, made: list[bytes]) -> None:
         """Write packets behind what is there."""
         if not self.path.exists():
             life = f" (life {self.incarnation})" if self.incarnation else ""
             head = packets.process(self.uuid, self.pid, f"rank {self.rank}{life}")
-            made = [packets.clock(time_ns), head, *made]
+            made = [packets.clock(self.epoch_ns), head, *made]
         with self.path.open("ab") as file:
             file.writelines(made)
 
@@ -128,7 +130,7 @@ def _said(written: int, here: list[_Rank], left: list[str], limit: int) -> list[
     """Return the lines for the person who asked."""
     lines = [
         f"{written} events of ranks {ranks_text(life.rank for life in here)}; open it in "
-        "https://ui.perfetto.dev or trace_processor, v58.2 or newer"
+        "https://ui.perfetto.dev or trace_processor, v58.2 or newer for host names"
     ]
     if left:
         shown = ", ".join(left[:5]) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
@@ -146,6 +148,8 @@ def _said(written: int, here: list[_Rank], left: list[str], limit: int) -> list[
 def _lives(trace: Trace, wanted: frozenset[int], folder: Path) -> dict[tuple[int, int], _Rank]:
     """Return what becomes a process, by rank and incarnation."""
     lives = {}
+    starts = trace.columns()["calls.start_ns"]
+    epoch_ns = int(starts.min()) if len(starts) else 0
     taken = set[tuple[str, int]]()
     for number, one in enumerate(trace.run["ranks"]):
         rank, incarnation = int(one["rank"]), int(one["incarnation"])
@@ -155,7 +159,7 @@ def _lives(trace: Trace, wanted: frozenset[int], folder: Path) -> dict[tuple[int
         taken.add((host, pid))
         if rank in wanted:
             name = f"rank{rank:05d}" + (f".{incarnation}" if incarnation else "") + ".pftrace"
-            lives[rank, incarnation] = _Rank(rank, incarnation, host, pid, folder / name)
+            lives[rank, incarnation] = _Rank(rank, incarnation, host, pid, folder / name, epoch_ns)
     return lives
 
 
@@ -224,7 +228,7 @@ def _write_step(
         life = lives.get((rank, step.incarnation))
         if life is not None and found:
             made = list(_step_packets(step, life, found, instants[rank]))
-            life.append(made, min(each.start for each in found))
+            life.append(made)
             yield rank
 
 
