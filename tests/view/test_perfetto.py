@@ -225,8 +225,9 @@ def test_trace_processor_merges_all_ranks_and_counts_right_by_sql(trace, tmp_pat
         assert sql("select count(*) from process where name glob 'rank *'") == [(lives,)]
         query = (
             "select extract_arg(slice.arg_set_id, 'debug.node') as node, "
-            "cast(substr(process.name, 6) as int) as rank, ts, slice.dur from slice join process_track on track_id = "
-            "process_track.id join process using (upid) where category not in ('step', 'error')"
+            "cast(substr(process.name, 6) as int) as rank, ts, slice.dur "
+            "from slice join process_track on track_id = process_track.id "
+            "join process using (upid) where category not in ('step', 'error')"
         )
         found = {(node, rank): (ts, dur) for node, rank, ts, dur in sql(query)}
         assert found.keys() == calls.keys()

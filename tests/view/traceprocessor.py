@@ -28,7 +28,7 @@ ENGINE = Path(__file__).with_name("trace_processor.js")
 
 @contextlib.contextmanager
 def opened(trace: Path) -> Iterator[Any]:
-    """Yield a `perfetto.trace_processor.TraceProcessor` of this file; skip where none can be had."""
+    """Yield a `perfetto.trace_processor.TraceProcessor` of this file, or skip."""
     api = pytest.importorskip(
         "perfetto.trace_processor", reason="the extra rankscope[viewers] is not installed"
     )

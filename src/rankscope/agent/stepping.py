@@ -252,7 +252,8 @@ class Stepping:
         Args:
             is_message: a send or a receive, which behind an optimizer step belongs to the step that
                 is about to begin: a pipeline stage receives before its own forward. Other
-                collectives there are still of the step that has ended.
+                collectives there are still of the step that has ended; behind the last that is
+                traced they are left alone, for there ranks wait on checkpoints, not on each other.
         """
         is_inside = self.clock.is_inside_optimizer
         is_busy = is_inside or current_graph_task() != -1
@@ -263,10 +264,13 @@ class Stepping:
             mode = Mode.TRAIN if self.optimizers.exists() else Mode.EVAL
             step = self.clock.eval + 1 if mode is Mode.EVAL else 0
             return RunningStep(mode, step, False) if self.chosen.expects(step) else None
-        if is_message and self.clock.is_ended and not is_busy:
-            mode = Mode.TRAIN if torch.is_grad_enabled() else Mode.EVAL
+        if self.clock.is_ended and not is_busy:
+            mode = Mode.EVAL if is_message and not torch.is_grad_enabled() else Mode.TRAIN
             step = 1 + (self.clock.train if mode is Mode.TRAIN else self.clock.eval)
-            return RunningStep(mode, step, False) if self.chosen.expects(step) else None
+            if not self.chosen.expects(step):
+                return None
+            if is_message:
+                return RunningStep(mode, step, False)
         if self.traced_train is None:
             return None
         return RunningStep(Mode.TRAIN, self.traced_train, is_inside)
