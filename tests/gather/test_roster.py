@@ -11,6 +11,7 @@ OVER = PeerState(silent_s=0.1, job=JobState.OVER)
 GONE = PeerState(silent_s=60.0, job=JobState.UNKNOWN)
 LAUNCHED = PeerState(silent_s=0.1, job=JobState.LAUNCHED)
 LAUNCHER_GONE = PeerState(silent_s=60.0, job=JobState.LAUNCHED)
+UNTOLD = PeerState(silent_s=0.1, job=JobState.OVER, held=2)
 ELASTIC = PeerState(silent_s=0.1, job=JobState.UNKNOWN, max_restarts=1)
 
 
@@ -66,8 +67,12 @@ def decided(known, peers, *, idle_s=0.0, expected_ranks=2):
             Decision.INCOMPLETE,
         ),
         ("over, nobody traced", [], [OVER], 10, Decision.NOTHING),
+        ("over, what traced is not told yet", [], [UNTOLD], 30, Decision.WAIT),
+        ("over, what traced is never told", [], [UNTOLD], 60, Decision.NOTHING),
+        ("over, one more is not told yet", streams(EXIT), [UNTOLD], 30, Decision.WAIT),
         ("nobody traced yet", [], [ALIVE], 1000, Decision.WAIT),
-        ("nobody traced, relays gone", [], [GONE], 10, Decision.NOTHING),
+        ("nobody traced yet, relays silent", [], [GONE], 10, Decision.WAIT),
+        ("nobody traced, relays gone", [], [GONE], 60, Decision.NOTHING),
         ("all raised, nobody restarts", streams(RAISED, RAISED), [ALIVE], 0, Decision.COMPLETE),
         ("all raised, they may come back", streams(RAISED, RAISED), [ELASTIC], 5, Decision.WAIT),
         ("one raised, it may come back", streams(EXIT, RAISED), [ELASTIC], 5, Decision.WAIT),

@@ -116,6 +116,12 @@ class Launch:
         """What rankscope said last on stderr."""
         return [line for line in self.err.splitlines() if line.startswith("rankscope: ")][-1]
 
+    @property
+    def logs(self) -> str:
+        """What stderr and its companions' logs hold: why a test failed."""
+        found = [self.folder / "stderr", *self.out.glob("*.log"), *self.spool.rglob("*.log")]
+        return "\n".join(f"{path}:\n{path.read_text()}" for path in found)
+
     def companion(self, name: str) -> int:
         """Process number of the `relay` or `collector`; 0 where none lives."""
         mark = str(self.out if name == "collector" else self.spool).encode()

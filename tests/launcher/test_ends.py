@@ -97,11 +97,29 @@ def test_a_signal_to_the_launcher_ends_the_ranks_and_leaves_the_tree(
     job.trained()
     job.process.send_signal(number)
     assert job.wait() == 1
-    assert "incomplete: rankscope verify trace" in job.last_line
+    assert "incomplete: rankscope verify trace" in job.last_line, job.logs
     report = verified(job.out)
     assert ends(report) == {0: "lost"}
     assert all_there(report)
     assert is_empty(job.spool)
+
+
+def test_a_relay_that_was_held_up_before_any_rank_traced_is_waited_for(launch: Start):
+    """As on a machine that is short of memory: it says hello, then nothing for seconds."""
+    job = launch("job", ["import", "exit"])  # the first keeps the job going
+    log = job.out / "collector.log"
+    assert wait_until(lambda: log.exists() and "brings run" in log.read_text()), job.err
+    relay = job.companion("relay")
+    kill(relay, signal.SIGSTOP)
+    time.sleep(7)
+    kill(relay, signal.SIGCONT)
+    assert wait_until(lambda: any((job.out / "spool").glob("*.cells"))), job.logs
+    job.process.send_signal(signal.SIGTERM)
+    assert job.wait() == 1
+    assert "incomplete: rankscope verify trace" in job.last_line, job.logs
+    report = verified(job.out)
+    assert ends(report) == {1: "exit"}
+    assert all_there(report)
 
 
 def test_ctrl_c_ends_the_job_and_a_second_one_the_waiting_for_its_tree(launch: Start):

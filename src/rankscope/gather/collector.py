@@ -75,8 +75,7 @@ _MOST_REJECTED = 100
 class _Peer:
     host: str = ""
     heard_at: float = field(default_factory=time.monotonic)
-    job: JobState = JobState.UNKNOWN
-    max_restarts: int = 0
+    beat: Beat = field(default_factory=lambda: Beat(0, 0, JobState.UNKNOWN, 0))
     stands: Stands | None = None
     has_left: bool = False
 
@@ -136,7 +135,12 @@ class Intake:
         """Every relay that said Hello."""
         now = time.monotonic()
         return [
-            PeerState(silent_s=now - peer.heard_at, job=peer.job, max_restarts=peer.max_restarts)
+            PeerState(
+                silent_s=now - peer.heard_at,
+                job=peer.beat.job,
+                max_restarts=peer.beat.max_restarts,
+                held=peer.beat.held,
+            )
             for peer in self._peers.values()
         ]
 
@@ -228,9 +232,8 @@ class Intake:
                 if has_grown:
                     self.progress_at = time.monotonic()
                 return answer
-            case Beat(_, _, job, max_restarts):
-                self._peers[identity].job = job
-                self._peers[identity].max_restarts = max_restarts
+            case Beat():
+                self._peers[identity].beat = message
                 return BeatSeen()
             case Stands():
                 self._note_standstill(identity, message)

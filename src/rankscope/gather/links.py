@@ -133,7 +133,8 @@ class SocketLink:
             self._job = job
             self._send(Hello(PROTOCOL_VERSION, socket.gethostname(), self._header.run_id))
             alive = sum(shipment.is_alive for shipment in shipments.values())
-            self._send(Beat(alive, len(shipments), job, self._header.max_restarts))
+            held = sum(not shipment.is_refused for shipment in shipments.values())
+            self._send(Beat(alive, held, job, self._header.max_restarts))
             if self.standstill is not None:  # again and again: any of them may be lost
                 self._send(Stands.of(self.standstill))
                 self._told = self.standstill
@@ -198,9 +199,6 @@ class SocketLink:
             case EndedSeen(stream):
                 if stream in shipments:
                     shipments[stream].take_end_seen()
-            case ChunkAt(stream) | ChunkSeen(stream) | ChunksRefused(stream):
-                if stream in shipments and (chunks := shipments[stream].chunks) is not None:
-                    chunks.take_answer(message, now)
             case ChunkAt(stream) | ChunkSeen(stream) | ChunksRefused(stream):
                 if stream in shipments and (chunks := shipments[stream].chunks) is not None:
                     chunks.take_answer(message, now)

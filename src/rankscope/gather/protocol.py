@@ -5,7 +5,7 @@
     Open(stream)                       ->  <-    At(stream, offset it holds)
     Frame(stream, offset, crc) + body  ->  <-    At(stream, offset after writing)
     Ended(stream, committed, ...)      ->  <-    EndedSeen(stream), once the end marker is written
-    Beat(alive, known, job, restarts)  ->  <-    BeatSeen()
+    Beat(alive, held, job, restarts)  ->  <-    BeatSeen()
     Stands(since, noticed, over, ..)   ->        with each Beat, once this host stood still
     ChunkOpen(stream, origin, chunk)   ->  <-    ChunkAt(stream, chunk, offset it holds)
     ChunkFrame(.., offset, crc) + body ->  <-    ChunkAt(stream, chunk, offset after writing)
@@ -130,7 +130,8 @@ class Beat:
 
     alive: int
     """Streams whose rank still lives."""
-    known: int
+    held: int
+    """Streams that lie on its host and were not refused."""
     job: JobState
     max_restarts: int
     """As a `PeerState` has it."""

@@ -57,6 +57,8 @@ class PeerState:
     job: JobState
     max_restarts: int = 0
     """How often ranks may come back after an exception, where the job's state is UNKNOWN."""
+    held: int = 0
+    """Streams that lie on its host, told of or not."""
 
 
 def decide(
@@ -94,13 +96,16 @@ def decide(
     is_deserted = bool(peers) and all(peer.silent_s >= silence_s for peer in peers)
     if has_ended and is_whole and is_job_over:
         return Decision.INCOMPLETE
-    if idle_s < drain_s:
+    held = sum(peer.held for peer in peers if peer.silent_s < silence_s)
+    if idle_s < drain_s or (len(streams) < held and idle_s < finish_s):
         return Decision.WAIT
     if has_ended or (streams and is_deserted):
         return Decision.INCOMPLETE
     if streams and is_job_over and idle_s >= finish_s:
         return Decision.INCOMPLETE
-    if not streams and (is_job_over or is_deserted):
+    if not streams and is_job_over:
+        return Decision.NOTHING
+    if not streams and is_deserted and idle_s >= finish_s:  # a relay that starts may be slow once
         return Decision.NOTHING
     return Decision.WAIT
 

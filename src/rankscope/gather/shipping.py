@@ -70,6 +70,7 @@ class Shipment:
         """The other side said which offset it holds."""
         self.is_done = False
         """Nothing more will be sent: its end is known to the other side, or it was refused."""
+        self.is_refused = False
         self._is_delivered = False
         self.is_alive = True
         self.origin = UNKNOWN
@@ -157,7 +158,7 @@ class Shipment:
     def take_refusal(self, reason: str) -> None:
         """The other side wants no more of it."""
         log(f"{self.stream.name} was refused: {reason}")
-        self.is_done = True
+        self.is_done = self.is_refused = True
         self.reader.close()
 
     def _knows_origin(self) -> bool:

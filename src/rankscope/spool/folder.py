@@ -18,6 +18,7 @@ import json
 import os
 import re
 import tempfile
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,6 +70,8 @@ SHARED = "shared"
 """Stands for an address where the relay writes into the trace folder itself."""
 _STREAM_NAME = re.compile(r"rank(\d{5,8})\.(\d{1,5})")
 _TRIES = 5
+_ASKED_S = 0.2
+"""Whoever asks whether a lock is held takes it for an instant: that is no holder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,10 +288,14 @@ class FolderLock:
         """
         self._path = path
         self._descriptor = -1
+        deadline = time.monotonic() + _ASKED_S
         while self._descriptor < 0:
             try:
                 descriptor = _locked(path, os.O_CREAT)
             except BlockingIOError as error:
+                if time.monotonic() < deadline:
+                    time.sleep(0.01)
+                    continue
                 raise FolderBusyError(
                     f"{path.parent}: another {holder} is at work there; one is enough, "
                     f"wait for it or give this one another folder"
