@@ -197,15 +197,8 @@ class ModuleTable:
 
     def of_root(self, root: Root) -> Iterator[ModuleInfo]:
         """Yield the known modules of a root that still exist, in the model's own order."""
-        module = root.module()
-        if module is None:
-            return
-        self._walk(root)
-        seen: set[int] = set()
-        for _, child in modules_of(module):
-            info = self.get(child)
-            if info and not info.is_wrapper and info.root is root and id(child) not in seen:
-                seen.add(id(child))
+        for info in self._walk(root):
+            if not info.is_wrapper and info.root is root:
                 yield info
 
     def compiled_in_place(self, root: Root) -> tuple[ModuleInfo, ...]:
@@ -290,16 +283,15 @@ class ModuleTable:
     def _is_opaque(self, wrapper: tuple[str, str]) -> bool:
         return wrapper[1] == "compile" and not self._enters_compiled
 
-    def _walk(self, root: Root) -> None:
-        """Add every module below a root that is not known yet."""
+    def _walk(self, root: Root) -> list[ModuleInfo]:
+        """Add every module below a root that is not known yet; return all, the root's own first."""
         top = root.module()
-        if top is not None:
-            self._add_below(root, top, "", {})
+        return self._add_below(root, top, "", {}) if top is not None else []
 
     def _add_below(
         self, root: Root, start: nn.Module, start_raw: str, names: dict[str, _Named]
-    ) -> None:
-        """Add a module of a root and every one below it that is not known yet.
+    ) -> list[ModuleInfo]:
+        """Add a module of a root and every one below it that is not known yet; return all.
 
         Args:
             root: whose they are.
@@ -308,6 +300,7 @@ class ModuleTable:
             names: of the module that holds it, by raw path; nothing for the root's own.
         """
         tied: set[int] = set()
+        found: list[ModuleInfo] = []
         for below, module in modules_of(start):
             raw = f"{start_raw}.{below}" if start_raw and below else start_raw or below
             root.depth = max(root.depth, raw.count(".") + 1)
@@ -334,6 +327,8 @@ class ModuleTable:
                     tied.add(id(parameter))
                     own.append(name)
             info.own_parameters = own
+            found.append(info)
+        return found
 
     def _add(
         self, module: nn.Module, path: str, raw: str, root: Root | None, wrappers: list[str]

@@ -54,7 +54,7 @@ class ParameterEvents:
 
     def _expect_to_keep(self, root: Root) -> None:
         """Tell what keeping the parameters of a root is going to take."""
-        if not self._values.keeps:
+        if not (self._values.keeps and (self.wants(Phase.SETUP) or self.wants(Phase.PARAMS))):
             return
         with invisible():
             self._values.expect_to_keep(

@@ -72,7 +72,7 @@ def model_addition_debugger_context(
         )
 
     is_alone = identity.world_size == 1 or ranks == "all"
-    block = Block(model, folder, runs_reprs=is_alone)
+    block = Block(model, folder, runs_reprs=is_alone, prunes=do_prune_layers)
     with DirectCalls(model, no_grad=no_grad) as direct:
         direct.session = block.begin()
         try:

@@ -27,9 +27,11 @@ from rankscope.tree.assemble import assemble
 from rankscope.tree.interning import roots_of
 from rankscope.tree.naming import join_path, name_roots
 from rankscope.tree.reader import Records, Trace
+from rankscope.tree.skeleton import forward_calls, without_calls
 from rankscope.tree.sources import find_streams
-from rankscope.tree.streams import read_stream
+from rankscope.tree.streams import RankStream, read_stream
 from rankscope.tree.views import Node
+from rankscope.view.hfcalls import pruned_calls
 
 __all__ = ["Block", "Recorded"]
 
@@ -64,17 +66,21 @@ class Recorded:
 class Block:
     """One block's part in the trace; used by one thread."""
 
-    def __init__(self, model: nn.Module, folder: Path | None, *, runs_reprs: bool) -> None:
+    def __init__(
+        self, model: nn.Module, folder: Path | None, *, runs_reprs: bool, prunes: bool
+    ) -> None:
         """Prepare; nothing is made before `begin`.
 
         Args:
             model: whose calls are wanted.
             folder: may hold the trace while it lasts; None for a rank that writes none.
             runs_reprs: code of the program may run to say what an argument is.
+            prunes: of a list of layers the first and the last are all that is looked at.
         """
         self._model = model
         self._folder = folder
         self._runs_reprs = runs_reprs
+        self._prunes = prunes
         self._pid = os.getpid()
         self._began_ns = 0
         self._in: _Running | None = None
@@ -109,9 +115,15 @@ class Block:
 
     def _recorded(self, running: _Running, folder: Path) -> Recorded:
         (source,) = find_streams([folder])
+        is_alone = not running.is_shared
+
+        def settle(streams: list[RankStream]) -> list[RankStream]:
+            return [_pruned(stream) for stream in streams] if self._prunes and is_alone else streams
+
         # not `open_trace`: nobody else is at work here, and to look for them takes long
-        trace = Trace(Records(assemble([source]), folder), folder, is_written=False)
-        if not running.is_shared:
+        document = assemble([source], settle=settle)
+        trace = Trace(Records(document, folder), folder, is_written=False)
+        if is_alone:
             return Recorded(trace, lambda node: not node.path)
         stream = read_stream(source)
         root, below = running.session.place_of(self._model)
@@ -198,6 +210,12 @@ def _joined(model: nn.Module, folder: Path) -> _Running | None:
         return None
     _running = _Running(own, block)
     return _running
+
+
+def _pruned(stream: RankStream) -> RankStream:
+    """Leave out what no file will show: of a deep model most of the work would go into it."""
+    tops = forward_calls(stream)
+    return without_calls(stream, [call for top in tops for call in pruned_calls(top)])
 
 
 def _text_of_argument(value: object) -> str:

@@ -16,10 +16,11 @@ from typing import Any, Final
 from rankscope.record.call import Phase
 from rankscope.tree.ranks import parse_ranks
 from rankscope.tree.reader import Step
+from rankscope.tree.skeleton import BareCall
 from rankscope.tree.slotview import SlotView
 from rankscope.tree.views import Node
 
-__all__ = ["Call", "call_of", "forwards", "prune_layers"]
+__all__ = ["Call", "call_of", "forwards", "prune_layers", "pruned_calls"]
 
 _NUMBERED: Final = re.compile(r"(.*)\.(\d+)$")
 _LOOSE: Final = "@"
@@ -207,17 +208,47 @@ def _nested(prefix: str, leaves: Mapping[str, Any]) -> Any:
 
 def prune_layers(call: Call) -> None:
     """Leave the first and the last of each list of layers, here and below."""
-    lists: dict[str, list[Call]] = {}
-    for child in call.children:
-        found = _NUMBERED.match(child.name)
-        if found and any(f".{found[2]}." in inner.name for inner in child.children):
-            lists.setdefault(found[1], []).append(child)
-    dropped = {
-        id(layer)
-        for layers in lists.values()
-        if len(layers) > _MOST_SHOWN
-        for layer in layers[1:-1]
-    }
-    call.children = [child for child in call.children if id(child) not in dropped]
+    children = call.children
+    dropped = _pruned([c.name for c in children], [[i.name for i in c.children] for c in children])
+    call.children = [child for at, child in enumerate(children) if at not in dropped]
     for child in call.children:
         prune_layers(child)
+
+
+def pruned_calls(call: BareCall) -> Iterator[BareCall]:
+    """Yield the calls that `prune_layers` leaves out, before anything is made of them.
+
+    Args:
+        call: of the model.
+    """
+    children = [*_held(call)]
+    names = [f".{child.path}" for child in children]
+    dropped = _pruned(names, [[f".{inner.path}" for inner in _held(c)] for c in children])
+    for at, child in enumerate(children):
+        if at in dropped:
+            yield child
+        else:
+            yield from pruned_calls(child)
+
+
+def _held(call: BareCall) -> Iterator[BareCall]:
+    for child in call.children:
+        if child.path.startswith(_LOOSE):
+            yield from _held(child)
+        else:
+            yield child
+
+
+def _pruned(names: Sequence[str], inside: Sequence[Sequence[str]]) -> set[int]:
+    """Return which of the calls inside one are layers between the first and the last of a list.
+
+    Args:
+        names: of the calls, in their order.
+        inside: names of the calls in each of them.
+    """
+    lists: dict[str, list[int]] = {}
+    for at, name in enumerate(names):
+        found = _NUMBERED.match(name)
+        if found and any(f".{found[2]}." in each for each in inside[at]):
+            lists.setdefault(found[1], []).append(at)
+    return {at for layers in lists.values() if len(layers) > _MOST_SHOWN for at in layers[1:-1]}

@@ -7,8 +7,10 @@ for.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +43,8 @@ class Shown:
     lines: tuple[str, ...] | None
     """What `print` shows; None where not asked for, or there is nothing to show."""
     data: NDArray[np.uint8] | None
-    """Its bytes in row-major order; None where they are not there."""
+    """Its bytes in row-major order, until the next tensor is asked for; None where they are not
+    there, or not asked for."""
     facts: Mapping[str, Any]
     """Statistics, what is not finite, where it lies, why it is not there."""
 
@@ -57,7 +60,11 @@ class LocalValues:
         names = ("rank", "incarnation", "reference")
         own = (columns[f"values.{name}"].tolist() for name in names)
         self._ranks, self._lives, self._references = own
-        self._maps: dict[Path, NDArray[np.uint8]] = {}
+        self._chunks: dict[Path, FileIO] = {}
+        self._buffer = np.empty(0, np.uint8)
+        self._in_buffer: tuple[int, int] | None = None
+        """Whose bytes are in it. They are read, not mapped: each is used once or twice, and to map
+        its pages takes longer than to copy them."""
         self._measured: dict[object, tuple[Mapping[str, Any], tuple[str, ...] | None]] = {}
         self.has_layouts = bool(trace.run["meshes"])
         """Tensors of this job are known to lie on meshes: what says nothing of it is marked."""
@@ -88,7 +95,8 @@ class LocalValues:
         stored, key = found
         measured, lines = self._facts(stored, key, form)
         facts = {**measured, **labels}
-        return Shown(shape=shape, dtype=dtype, lines=lines, data=stored.data, facts=facts)
+        data = None if self._as_text else self._bytes(stored, key)
+        return Shown(shape=shape, dtype=dtype, lines=lines, data=data, facts=facts)
 
     def differ(self, views: Mapping[str, Sequence[SlotView]], one: str, other: str) -> bool:
         """True where a kind of slot (`returned`) holds other bytes than another (`output`)."""
@@ -114,24 +122,35 @@ class LocalValues:
         device, stride = str(form.get("device", "cpu")), tuple(form.get("stride", ()))
         known = (key, device, stride)
         if known not in self._measured:
-            tensor = self._tensor(stored)
+            tensor = self._tensor(stored, key)
             self._measured[known] = (
                 _facts_of(tensor, stride, device),
                 _lines(tensor if self._as_text else None, device),
             )
         return self._measured[known]
 
-    def _tensor(self, stored: StoredTensor) -> torch.Tensor:
+    def _tensor(self, stored: StoredTensor, key: tuple[int, int]) -> torch.Tensor:
         dtype: torch.dtype = getattr(torch, stored.dtype)
         if not stored.data.size:
             return torch.empty(stored.shape, dtype=dtype, device="cpu")
-        if stored.path not in self._maps:  # writable, as torch wants it; nothing is written
-            mapped = np.memmap(stored.path, np.uint8, "c")
-            self._maps[stored.path] = mapped.view(np.ndarray)
-        own = self._maps[stored.path][stored.offset : stored.offset + stored.data.size]
-        if own.ctypes.data % dtype.itemsize:
-            own = own.copy()
-        return torch.from_numpy(own).view(dtype).reshape(stored.shape)
+        return torch.from_numpy(self._bytes(stored, key)).view(dtype).reshape(stored.shape)
+
+    def _bytes(self, stored: StoredTensor, key: tuple[int, int]) -> NDArray[np.uint8]:
+        size = stored.data.size
+        if self._in_buffer != key:
+            self._in_buffer = None
+            if stored.path not in self._chunks:
+                self._chunks[stored.path] = FileIO(stored.path)
+            if size > len(self._buffer):
+                self._buffer = np.empty(size, np.uint8)
+            read, chunk = 0, self._chunks[stored.path].fileno()
+            while read < size:
+                more = os.preadv(chunk, [self._buffer[read:size]], stored.offset + read)  # type: ignore[list-item]  # arrays are buffers
+                if not more:
+                    raise TraceError(f"{stored.path} ends inside a tensor: it was cut meanwhile")
+                read += more
+            self._in_buffer = key
+        return self._buffer[:size]
 
     def _shape(self, view: SlotView) -> tuple[int, ...]:
         for each in view.data["values"]:
