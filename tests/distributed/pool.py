@@ -85,13 +85,15 @@ class RankPool:
         world_size: int = 4,
         env: Mapping[str, str] | None = None,
         timeout_s: float = 60.0,
+        group_timeout_s: float = 60.0,
         fresh: bool = False,
     ) -> list[Any]:
         """Call `fn(*args)` on `world_size` ranks and return what each returned, by rank.
 
         `fn` is a top-level function of any file; arguments and results are pickled. `env` is set
-        during the call only. `fresh` starts new processes first, for what happens at the start of
-        a process.
+        during the call only. `group_timeout_s` is how long a collective waits for a rank that never
+        comes: less where one is made not to come. `fresh` starts new processes first, for what
+        happens at the start of a process.
 
         Raises:
             RankFailure: a rank raised, died, or did not come back in time.
@@ -109,6 +111,7 @@ class RankPool:
             args,
             dict(env or {}),
             str(store),
+            group_timeout_s,
         )
         for number, rank in enumerate(used):
             rank.log_start = rank.log.stat().st_size
@@ -127,6 +130,11 @@ class RankPool:
         if failures:
             raise RankFailure(f"{fn.__qualname__} failed\n" + "\n".join(failures))
         return [answers[number][1] for number in range(world_size)]
+
+    def kill_ranks(self) -> None:
+        """End a `run` that another thread waits for: its ranks die, and it raises."""
+        for rank in self._ranks:
+            rank.process.kill()
 
     def _collect(self, used: list[_Rank], timeout_s: float) -> dict[int, tuple[bool | None, Any]]:
         """Return {rank: (True, result) | (False, traceback) | (None, how it went missing)}."""
@@ -210,7 +218,7 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _group(rank: int, world_size: int, store: str) -> Iterator[None]:
+def _group(rank: int, world_size: int, store: str, timeout_s: float) -> Iterator[None]:
     import torch
     import torch.distributed as dist
 
@@ -220,7 +228,7 @@ def _group(rank: int, world_size: int, store: str) -> Iterator[None]:
         store=dist.FileStore(store, world_size),
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(seconds=60),
+        timeout=timedelta(seconds=timeout_s),
     )
     try:
         yield
@@ -259,7 +267,8 @@ def _serve(channel: Connection) -> None:
             return
         answer: tuple[bool, Any]
         try:
-            rank, world_size, module, file, qualname, args, env, store = pickle.loads(message)
+            rank, world_size, *call, store, timeout_s = pickle.loads(message)
+            module, file, qualname, args, env = call
             torchrun = {
                 "RANK": rank,
                 "LOCAL_RANK": rank,
@@ -269,7 +278,7 @@ def _serve(channel: Connection) -> None:
                 "TORCHELASTIC_RESTART_COUNT": 0,
             }
             variables = {**{k: str(v) for k, v in torchrun.items()}, **env}
-            with _environment(variables), _group(rank, world_size, store):
+            with _environment(variables), _group(rank, world_size, store, timeout_s):
                 answer = (True, _function(module, file, qualname)(*args))
                 payload = pickle.dumps(answer)
         except BaseException:

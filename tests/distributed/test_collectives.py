@@ -189,7 +189,9 @@ def test_what_nobody_waits_for_in_its_step_is_never_read(ranks: RankPool, tmp_pa
 def test_what_a_collective_raises_reaches_the_program_unchanged_and_is_written_down(
     ranks: RankPool, tmp_path: Path
 ) -> None:
-    for plain, traced in ranks.run(job.run_mistaken, str(tmp_path), world_size=2):
+    for plain, traced in ranks.run(
+        job.run_mistaken, str(tmp_path), world_size=2, group_timeout_s=10
+    ):
         assert plain == traced
     found = read(tmp_path / "trace")
     (call,) = collectives(found, 0)

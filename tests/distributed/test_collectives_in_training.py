@@ -138,6 +138,7 @@ def test_a_stuck_job_leaves_the_collective_it_is_stuck_in_open(
         recover = [sys.executable, "-m", "rankscope", "recover", *spools, "--out", new]
         subprocess.run(recover, check=False, timeout=60)
         assert not job_ends.done(), "the job was not stuck all the while"
+        ranks.kill_ranks()
         with pytest.raises(RankFailure):
             job_ends.result()
     found = json.loads((tmp_path / "new" / "trace.json").read_text())
@@ -171,7 +172,7 @@ def live(folder: Path) -> list[list[Any]]:
 def test_a_mismatch_that_gloo_refuses_ends_as_it_does_without_tracing_and_is_written_down(
     ranks: RankPool, tmp_path: Path
 ) -> None:
-    said = ranks.run(job.run_swapped, str(tmp_path), world_size=2, timeout_s=120)
+    said = ranks.run(job.run_swapped, str(tmp_path), world_size=2, group_timeout_s=10)
     assert any(said), said
     found = json.loads((tmp_path / "trace" / "trace.json").read_text())
     first = [collectives(found, rank)[0] for rank in (0, 1)]
