@@ -7,11 +7,8 @@ for.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from io import FileIO
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -60,7 +57,6 @@ class LocalValues:
         names = ("rank", "incarnation", "reference")
         own = (columns[f"values.{name}"].tolist() for name in names)
         self._ranks, self._lives, self._references = own
-        self._chunks: dict[Path, FileIO] = {}
         self._buffer = np.empty(0, np.uint8)
         self._in_buffer: tuple[int, int] | None = None
         """Whose bytes are in it. They are read, not mapped: each is used once or twice, and to map
@@ -139,16 +135,15 @@ class LocalValues:
         size = stored.data.size
         if self._in_buffer != key:
             self._in_buffer = None
-            if stored.path not in self._chunks:
-                self._chunks[stored.path] = FileIO(stored.path)
             if size > len(self._buffer):
                 self._buffer = np.empty(size, np.uint8)
-            read, chunk = 0, self._chunks[stored.path].fileno()
-            while read < size:
-                more = os.preadv(chunk, [self._buffer[read:size]], stored.offset + read)  # type: ignore[list-item]  # arrays are buffers
-                if not more:
-                    raise TraceError(f"{stored.path} ends inside a tensor: it was cut meanwhile")
-                read += more
+            read = 0
+            with stored.path.open("rb", buffering=0) as chunk:
+                chunk.seek(stored.offset)
+                while read < size and (more := chunk.readinto(self._buffer[read:size].data)):
+                    read += more
+            if read < size:
+                raise TraceError(f"{stored.path} ends inside a tensor: it was cut meanwhile")
             self._in_buffer = key
         return self._buffer[:size]
 
