@@ -27,7 +27,6 @@ from rankscope.capture.kernel import build as build_kernel
 from rankscope.errors import FolderError, RankscopeError, SettingError
 from rankscope.gather.address import check_address
 from rankscope.gather.outcome import Outcome
-from rankscope.record.run import NO_STEP
 from rankscope.spool.companions import (
     collector_command,
     ipc_address,
@@ -52,18 +51,15 @@ from rankscope.spool.folder import (
 )
 from rankscope.spool.outfolder import (
     COLLECTOR_LOG_NAME,
-    announced,
     check_budget,
     claim_out,
     default_out,
     missing_folders,
     prepare_out,
     remove_empty,
-    typed,
 )
-from rankscope.tree.names import TRACE_NAME
-from rankscope.tree.reader import open_trace
 from rankscope_launcher.companions import Companion, Keeper, wait_for_end
+from rankscope_launcher.ending import NOTHING, Ending, shown
 from rankscope_launcher.progress import Progress, say
 from rankscope_launcher.standing import SaidOfStandstills
 
@@ -72,10 +68,6 @@ __all__ = ["JobShape", "TracedJob"]
 _POLL_S = 0.05
 _COMPANION_END_S = 5.0
 """How long the relay and the collector may take to leave once the tree is there."""
-_NOTHING = (
-    "nothing was traced: no rank called a torch module, or rankscope is not installed in the "
-    "ranks' Python, or the ranks said above why they did not trace"
-)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """End the waiting for the tree; the job has ended by then."""
 
@@ -222,7 +214,7 @@ class TracedJob:
                 finish_seconds=self._settings.finish_seconds,
             )
             self._collector = Companion(command, self._out / COLLECTOR_LOG_NAME, folder)
-        self._keeper = Keeper(self._companions, SaidOfStandstills(folder, _shown(self._out)).look)
+        self._keeper = Keeper(self._companions, SaidOfStandstills(folder, shown(self._out)).look)
 
     def finish(self) -> str:
         """Tell the companions that the job is over, wait for the tree as long as settings allow;
@@ -239,12 +231,13 @@ class TracedJob:
                 mark_job_over(self._run_folder)
             if self._nothing_came():
                 self._stop()
-                return _NOTHING
+                return NOTHING
             if self._address == SHARED and self._was_refused(self._collector):
                 self._collector = None  # two hosts of the run on one machine: the other one's does
             self._wait(is_hurried)
-            line = self._last_line()
-            if self._has_tree() or not self._relay.is_at_work():
+            ending = self._ending()
+            line = ending.line()
+            if ending.has_tree() or not self._relay.is_at_work():
                 self._tidy()
             return line
 
@@ -262,8 +255,14 @@ class TracedJob:
     def _was_refused(collector: Companion | None) -> bool:
         return collector is not None and collector.outcome() == Outcome.REFUSED
 
-    def _has_tree(self) -> bool:
-        return not self._is_collected_elsewhere and (self._out / TRACE_NAME).exists()
+    def _ending(self) -> Ending:
+        return Ending(
+            out=self._out,
+            run_folder=self._run_folder,
+            elsewhere=self._address if self._is_collected_elsewhere else "",
+            relay=self._relay,
+            collector=self._collector,
+        )
 
     def _wait(self, is_hurried: Callable[[], bool]) -> None:
         """Wait for the tree, or for the records to have left where it is built elsewhere."""
@@ -273,7 +272,7 @@ class TracedJob:
             while waiting_for is not None and waiting_for.is_at_work():
                 if time.monotonic() >= deadline or is_hurried():
                     return
-                if self._collector is not None and self._has_tree():
+                if self._collector is not None and self._ending().has_tree():
                     return
                 for companion in self._companions:
                     companion.tend()
@@ -284,11 +283,7 @@ class TracedJob:
         """True where no rank of the whole run ever opened a spool."""
         if self._shape.hosts > 1 or not self._run_folder.is_dir():
             return False
-        return not self._has_records()
-
-    def _has_records(self) -> bool:
-        folders = [f for f in (self._run_folder, self._out / "spool") if f.is_dir()]
-        return any(streams(f) or any(f.glob("rank*.cells")) for f in folders)
+        return not self._ending().has_records()
 
     def _stop(self) -> None:
         for companion in self._companions:
@@ -299,57 +294,6 @@ class TracedJob:
             for name in (COLLECTOR_LOCK_NAME, COLLECTOR_LOG_NAME):
                 (self._out / name).unlink(missing_ok=True)
             remove_empty(self._made)
-
-    def _last_line(self) -> str:
-        if self._is_collected_elsewhere:
-            return self._sent_line()
-        shown = _shown(self._out)
-        if self._has_tree():
-            return self._announced(shown)
-        if self._collector is None:
-            return f"the records of this host are in {self._out}; its collector builds the tree"
-        code = self._collector.outcome()
-        if code is None:
-            return (
-                f"the trace follows in {self._out}; read it then: {typed('show', shown)} "
-                f"(not waited for any longer; should it not come: {self._recover()})"
-            )
-        if code == Outcome.DONE and not self._has_records():
-            return _NOTHING
-        why = f"the collector ended with code {code}, see {self._out / COLLECTOR_LOG_NAME}"
-        if code == Outcome.NO_ROOM:
-            why = "its disk is full, or cannot be written; make room first"
-        return f"no tree in {self._out}: {why}; build it from the records: {self._recover()}"
-
-    def _sent_line(self) -> str:
-        code = self._relay.outcome() if self._relay is not None else None
-        if code == Outcome.DONE:
-            return f"records went to the collector at {self._address}, which writes the tree"
-        if code == Outcome.REJECTED:
-            return (
-                f"the collector at {self._address} gathers another run and took nothing of this "
-                f"one; build its tree from the records here: {self._recover()}"
-            )
-        return (
-            f"the collector at {self._address} has not finished the trace; what it will not have "
-            f"taken stays here: {self._recover()}"
-        )
-
-    def _recover(self) -> str:
-        """Return the command that makes a tree of what this host holds."""
-        places = [_shown(self._run_folder)] if self._run_folder.is_dir() else []
-        if (self._out / "spool").is_dir():
-            places.append(_shown(self._out))
-        return typed("recover", *places, out=f"{_shown(self._out)}-recovered")
-
-    def _announced(self, shown: str) -> str:
-        try:
-            found = open_trace(self._out)
-        except RankscopeError:
-            return announced(self._out, shown, is_complete=False)
-        said = [text for rank in found.completeness["ranks"] for text in rank["errors"]]
-        no_step = "" if found.steps else next((t for t in said if t.startswith(NO_STEP)), "")
-        return announced(self._out, shown, is_complete=found.is_complete, remark=no_step)
 
     def _tidy(self) -> None:
         """Remove this host's run folder once nobody writes there and every record has gone."""
@@ -395,10 +339,3 @@ def _signals_noted() -> Iterator[Callable[[], bool]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler or signal.SIG_DFL)
-
-
-def _shown(path: Path) -> str:
-    try:
-        return str(path.relative_to(Path.cwd()))
-    except (ValueError, OSError):
-        return str(path)

@@ -1,0 +1,104 @@
+"""What the launcher says last: where the trace is, or the command that makes one of the records."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rankscope.errors import RankscopeError
+from rankscope.gather.outcome import Outcome
+from rankscope.record.run import NO_STEP
+from rankscope.spool.folder import streams
+from rankscope.spool.outfolder import COLLECTOR_LOG_NAME, announced, typed
+from rankscope.tree.names import TRACE_NAME
+from rankscope.tree.reader import open_trace
+from rankscope_launcher.companions import Companion
+
+__all__ = ["NOTHING", "Ending", "shown"]
+
+NOTHING = (
+    "nothing was traced: no rank called a torch module, or rankscope is not installed in the "
+    "ranks' Python, or the ranks said above why they did not trace"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """How far one host's part in a trace has come."""
+
+    out: Path
+    run_folder: Path
+    elsewhere: str
+    """Address of the collector, where it was not this launcher that started it; else ""."""
+    relay: Companion | None
+    collector: Companion | None
+    """None where another host of the run has it."""
+
+    def has_tree(self) -> bool:
+        """True once the tree is in this host's trace folder."""
+        return not self.elsewhere and (self.out / TRACE_NAME).exists()
+
+    def has_records(self) -> bool:
+        """True where any rank opened a spool, as far as this host sees."""
+        folders = [f for f in (self.run_folder, self.out / "spool") if f.is_dir()]
+        return any(streams(f) or any(f.glob("rank*.cells")) for f in folders)
+
+    def line(self) -> str:
+        """Return the line."""
+        if self.elsewhere:
+            return self._of_records_sent()
+        folder = shown(self.out)
+        if self.has_tree():
+            return self._of_tree(folder)
+        if self.collector is None:
+            return f"the records of this host are in {self.out}; its collector builds the tree"
+        code = self.collector.outcome()
+        if code is None:
+            return (
+                f"the trace follows in {self.out}; read it then: {typed('show', folder)} "
+                f"(not waited for any longer; should it not come: {self._recover()})"
+            )
+        if code == Outcome.DONE and not self.has_records():
+            return NOTHING
+        why = f"the collector ended with code {code}, see {self.out / COLLECTOR_LOG_NAME}"
+        if code == Outcome.NO_ROOM:
+            why = "its disk is full, or cannot be written; make room first"
+        return f"no tree in {self.out}: {why}; build it from the records: {self._recover()}"
+
+    def _of_tree(self, folder: str) -> str:
+        try:
+            found = open_trace(self.out)
+        except RankscopeError:
+            return announced(self.out, folder, is_complete=False)
+        said = [text for rank in found.completeness["ranks"] for text in rank["errors"]]
+        no_step = "" if found.steps else next((t for t in said if t.startswith(NO_STEP)), "")
+        return announced(self.out, folder, is_complete=found.is_complete, remark=no_step)
+
+    def _of_records_sent(self) -> str:
+        code = self.relay.outcome() if self.relay is not None else None
+        if code == Outcome.DONE:
+            return f"records went to the collector at {self.elsewhere}, which writes the tree"
+        if code == Outcome.REJECTED:
+            return (
+                f"the collector at {self.elsewhere} gathers another run and took nothing of this "
+                f"one; build its tree from the records here: {self._recover()}"
+            )
+        return (
+            f"the collector at {self.elsewhere} has not finished the trace; what it will not have "
+            f"taken stays here: {self._recover()}"
+        )
+
+    def _recover(self) -> str:
+        """Return the command that makes a tree of what this host holds."""
+        places = [shown(self.run_folder)] if self.run_folder.is_dir() else []
+        if (self.out / "spool").is_dir():
+            places.append(shown(self.out))
+        return typed("recover", *places, out=f"{shown(self.out)}-recovered")
+
+
+def shown(path: Path) -> str:
+    """Return a path as it may be typed here."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except (ValueError, OSError):
+        return str(path)
