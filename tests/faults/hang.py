@@ -22,6 +22,8 @@ BEGIN_S = 120.0
 """How long the ranks may take to begin the step they get stuck in."""
 STUCK_S = 4.0
 """How long no rank may use the processor before a job counts as stuck."""
+ASKED_S = 60.0
+"""How long it is asked about."""
 LAST = "step2"
 
 
@@ -140,6 +142,17 @@ def _ticks(pid: int) -> int:
     except OSError:
         return 0
     return int(fields[11]) + int(fields[12])
+
+
+def asked_until_told(trace: Path) -> dict[str, Any]:
+    """Ask about a job that is stuck, again as long as the answer is that it may only be slow."""
+    deadline = time.monotonic() + ASKED_S
+    while True:
+        answer = check_elsewhere(trace)
+        is_early = any(note.endswith("ask again") for note in answer["notes"])
+        if not is_early or time.monotonic() > deadline:
+            return answer
+        time.sleep(1.0)
 
 
 def check_elsewhere(trace: Path) -> dict[str, Any]:

@@ -115,7 +115,7 @@ def report_of(pool: RankPool, run: Run, folder: Path) -> Mapping[str, Any]:
         with hang.running(run.setup, folder) as job:
             if not hang.is_stuck(run.setup, folder):
                 job.process.wait(TIMEOUT_S)  # for the tree
-            return hang.check_elsewhere(job.trace)
+            return hang.asked_until_told(job.trace)
     row, out = BY_NAME[run.name], folder / "trace"
     folder.mkdir(parents=True)
     layout = row.layout_of(run.setup)

@@ -9,6 +9,7 @@ import pytest
 
 from rankscope.record.finding import Verdict
 from rankscope.record.run import EndReason
+from rankscope.spool.cells import CallStatus
 from tests.judge.paper import collective, judged, module, numbers, origins
 from tests.tree.ranks_on_paper import PaperRank
 
@@ -135,8 +136,6 @@ def test_a_rank_that_never_came_is_told_with_who_waits_where(tmp_path: Path):
 
 def test_a_crash_is_the_cause_of_the_wait_for_it(tmp_path: Path):
     def write(rank: PaperRank) -> None:
-        from rankscope.spool.cells import CallStatus
-
         top = rank.enter(class_name="Model")
         head = rank.enter("head", parent=top)
         if rank.rank == 0:
@@ -179,6 +178,16 @@ def test_modules_beside_collectives_do_not_disturb(tmp_path: Path):
             module(rank, "fc", numbers(rank.rank), numbers(9 + rank.rank))
 
     assert judged(tmp_path, 2, write).verdict is Verdict.CLEAN
+
+
+def test_a_rank_that_is_gone_is_the_cause_of_the_broken_connection_of_another(tmp_path: Path):
+    def write(rank: PaperRank) -> None:
+        top = rank.enter(class_name="Model")
+        if rank.rank == 0:
+            rank.exit(top, CallStatus.RAISED, "RuntimeError: gloo: Connection reset by peer")
+
+    report = judged(tmp_path, 2, write, ends={0: EndReason.RAISED, 1: EndReason.LOST})
+    assert [(f[0], f[4]) for f in origins(report)] == [("crash", (1,))]
 
 
 @pytest.mark.parametrize(("killed", "named"), [(True, (1,)), (False, (0,))])

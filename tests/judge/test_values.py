@@ -58,9 +58,25 @@ def test_overflow_in_a_step_that_a_scaler_skipped_is_left_alone(tmp_path: Path):
     def write(rank: PaperRank) -> None:
         setup(rank, {"fc.weight": numbers(0)})
         gradient = {"fc.weight": spoiled(numbers(1))}
+        with rank.call(class_name="Model") as top:
+            given, made = spoiled(numbers(1)), spoiled(numbers(2))
+            collective(rank, "fc", 0, given, made, parent=top, issuer="backward", members=[0])
         event(rank, Phase.GRADS, "grad", gradient, flags=int(ValueFlag.SKIPPED))
 
     assert judged(tmp_path, 1, write).verdict is Verdict.CLEAN
+
+
+def test_a_rank_that_only_took_part_in_the_reduction_is_a_victim(tmp_path: Path):
+    def write(rank: PaperRank) -> None:
+        setup(rank, {"fc.weight": numbers(0)})
+        with rank.call(class_name="Model") as top, rank.call("fc", parent=top) as layer:
+            given = spoiled(numbers(1), np.nan) if rank.rank else numbers(1)
+            rank.value(layer, "grad_output", given, phase=Phase.BACKWARD)
+        event(rank, Phase.GRADS, "grad", {"fc.weight": spoiled(numbers(2), np.nan)})
+
+    assert origins(judged(tmp_path, 2, write)) == [
+        ("nonfinite-origin", "backward", "fc", "grad_output", (1,))
+    ]
 
 
 def test_what_comes_in_spoiled_is_charged_to_where_it_came_in(tmp_path: Path):

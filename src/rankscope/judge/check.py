@@ -12,6 +12,7 @@ from rankscope.judge.averaging import note_averaging, without_training_apart
 from rankscope.judge.clock import Clock
 from rankscope.judge.endings import ended_badly, is_in_order
 from rankscope.judge.joins import joins_of
+from rankscope.judge.late import note_updates, without_late_reductions
 from rankscope.judge.layouts import Layouts
 from rankscope.judge.observed import Moment, moment_of
 from rankscope.judge.order import Join
@@ -83,7 +84,7 @@ def check(
         if progress is not None:
             progress("checking", number / len(steps))
         suspects += _judged(step, scene)
-    suspects = list(without_training_apart(suspects, scene))
+    suspects = list(without_training_apart(without_late_reductions(suspects, scene), scene))
     suspects += _of_the_end(trace, steps, scene)
     tell_standstills(trace, scene, suspects)
     joins: list[Join] = []
@@ -132,8 +133,9 @@ def _judged(step: Step, scene: Scene) -> list[Suspect]:
             owners={call.path: call.ranks for call in moment.calls if call.held},
         )
     found = [suspect for rule in STEP_RULES for suspect in rule(moment, scene)]
-    remember_parameters(moment, scene)
     note_averaging(moment, scene)
+    note_updates(moment, scene)
+    remember_parameters(moment, scene)
     _count_skipped(moment, scene)
     scene.ledger.next_moment()
     return found

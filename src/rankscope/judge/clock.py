@@ -1,6 +1,7 @@
 """When things happened on each rank: positions for the order of causes.
 
-Inputs stand at the begin of their call, outputs at its end, and what hooks made of them just after.
+Inputs stand at the begin of their call, outputs at its end, and just after it what hooks made of
+them, and what came out of a collective: its end is when the others reach this rank.
 A gradient has the time at which its tensor hook fired. Setup, gradients and parameters are one
 event each: their values have no order among themselves.
 """
@@ -61,5 +62,5 @@ class Clock:
             return held.column("time_ns")[places]
         if is_input(held.slot, call.phase):
             return self.of_call(call, ranks)
-        late = 1 if held.slot.startswith("returned") else 0
+        late = int(held.slot.startswith("returned") or call.phase is Phase.COLLECTIVE)
         return self.of_call(call, ranks, is_end=True) + late

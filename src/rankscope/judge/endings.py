@@ -7,7 +7,6 @@ collective it stands, and which members of that collective's group did not issue
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 
 from rankscope.judge.issues import MESSAGES, Issue, issues_of
 from rankscope.judge.observed import Call, Moment
+from rankscope.judge.patience import Patience
 from rankscope.judge.scene import Scene
 from rankscope.judge.suspects import Suspect, suspect_at
 from rankscope.record.finding import Kind
@@ -37,10 +37,6 @@ _PEER_LOST: Final = re.compile(
 """What a rank says whose peer is gone or did not come: a consequence."""
 _NAMELESS: Final = "an exception outside of any module's call"
 _MOST_LISTED: Final = 16
-_FEWEST_S: Final = 3.0
-_TIMES_LONGEST: Final = 3.0
-"""A rank of a living job counts as waiting once it stood in a collective this many times as long
-as any rank did in the last steps, and `_FEWEST_S` at least."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,26 +68,24 @@ def ended_badly(trace: Trace, scene: Scene, moments: Sequence[Moment]) -> Iterat
     ends = _ends(trace)
     last = _last_of(moments, scene)
     if trace.is_live:
-        least_s = _patience_s(moments, scene)
-        last = {rank: each for rank, each in last.items() if _has_waited(each, least_s)}
+        last = _without_recent(last, moments, scene)
     hangs = list(_hangs(moments, scene, last, ends))
     yield from hangs
     yield from _crashes(trace, scene, last, ends, is_explained=bool(hangs))
 
 
-def _has_waited(each: _Last, least_s: float) -> bool:
-    """False for a rank of a living job that came to its collective just now."""
-    return each.waiting is None or time.time() - each.time_ns / 1e9 >= least_s
-
-
-def _patience_s(moments: Sequence[Moment], scene: Scene) -> float:
-    """Return how long a rank of a living job may stand in a collective before it counts."""
-    longest_ns = 0
-    for moment in moments:
-        for issue in issues_of(moment):
-            begins, ends = scene.clock.span(issue.call, issue.ranks)
-            longest_ns = max(longest_ns, int((ends - begins).max()))
-    return max(_FEWEST_S, _TIMES_LONGEST * longest_ns / 1e9)
+def _without_recent(
+    last: dict[int, _Last], moments: Sequence[Moment], scene: Scene
+) -> dict[int, _Last]:
+    """Leave out, and tell of, ranks that came to their collective just now."""
+    patience = Patience(moments, scene)
+    recent = {
+        rank: (each.waiting, each.time_ns)
+        for rank, each in last.items()
+        if each.waiting is not None and not patience.is_over(each.time_ns)
+    }
+    scene.ledger.notes.extend(patience.told(recent))
+    return {rank: each for rank, each in last.items() if rank not in recent}
 
 
 # ---- what ranks did last -------------------------------------------------------------------------
@@ -328,9 +322,9 @@ def _crashes(
         path, error = errors.get(rank, ("", _NAMELESS))
         told.setdefault((path, error), []).append(rank)
     own = {key: ranks for key, ranks in told.items() if not _PEER_LOST.search(key[1])}
-    if not own and not is_explained:
-        own = told
     lost = [rank for rank, end in ends.items() if end == EndReason.LOST.value]
+    if not (own or lost or is_explained):
+        own = told
     if own.keys() == {("", _NAMELESS)}:
         first = _stopped_first([*own["", _NAMELESS], *lost], last, scene)
         alone = [rank for rank in first if rank in raised]

@@ -84,10 +84,12 @@ def _events(moment: Moment, scene: Scene) -> Iterator[Join]:
     for held in moment.values(Phase.GRADS):
         meshes = [np.sort(np.array(m.ranks, np.int64)) for v in held.views for m in v.meshes]
         groups = meshes or list(life.replicas.lines)
+        if not groups and held.agree(held.ranks):
+            groups = [held.ranks]
         for group in groups:
             own = group[np.isin(group, held.ranks)]
             if len(own) < 2 or own.tobytes() in seen or (not meshes and held.agree(own) is False):
                 continue
             seen.add(own.tobytes())
             times = scene.clock.of_call(held.call, own)
-            yield Join(givers=own, begins=times - 1, takers=own, ends=times)
+            yield Join(givers=own, begins=times - 1, takers=own, ends=times - 1)

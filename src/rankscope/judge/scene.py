@@ -29,6 +29,27 @@ class Left(NamedTuple):
     sketches: Array | None
 
 
+@dataclass(frozen=True, slots=True)
+class Update:
+    """One parameter after a step and before it."""
+
+    ranks: Array
+    hashes: Array
+    ranks_before: Array
+    hashes_before: Array
+
+    def of(self, members: Array) -> str:
+        """Return what became of it on these ranks: "alike", "apart", "stayed", or "unknown"."""
+        now = dict(zip(self.ranks.tolist(), self.hashes.tolist()))
+        before = dict(zip(self.ranks_before.tolist(), self.hashes_before.tolist()))
+        both = [(now.get(rank), before.get(rank)) for rank in members.tolist()]
+        if any(None in each for each in both):
+            return "unknown"
+        if len({each[0] for each in both}) > 1:
+            return "apart"
+        return "stayed" if any(each[0] == each[1] for each in both) else "alike"
+
+
 @dataclass(slots=True, kw_only=True)
 class Life:
     """What is known of one incarnation of a job, filled as its steps pass by."""
@@ -54,6 +75,8 @@ class Life:
     """Steps in which an optimizer stepped with no gradient that was the same on all ranks."""
     averages: list[int] = field(default_factory=list)
     """Steps in which such parameters were averaged."""
+    updates: dict[tuple[str, str], dict[int, Update]] = field(default_factory=dict)
+    """{(path, name): {step: what became of it}} of such steps and the ones behind them."""
     is_spoiled: bool = False
     """True once a value that is not finite was told of."""
     parameters: dict[tuple[str, str], tuple[Array, Array]] = field(default_factory=dict)

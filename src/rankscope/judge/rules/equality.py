@@ -220,7 +220,7 @@ def _gradient_kind(moment: Moment, held: Held, groups: list[Array]) -> Kind:
         for value in call.inputs
         for group in groups
     ]
-    if not handed:
+    if all(each is None for each in handed):  # called on one of these ranks alone
         handed = [
             value.agree(group)
             for call in moment.named("")

@@ -36,6 +36,10 @@ _HOOKED: Final = 1
 """Its output is finite too; what its hooks made of it is not: they may have reduced it."""
 _CAUGHT: Final = 2
 """The rank received it."""
+_NOT_MADE_HERE: Final = (
+    "No module made it: look at the loss, at what was loaded, or at whatever else code outside of "
+    "modules hands to this one."
+)
 _GRADIENTS: Final = (Phase.BACKWARD, Phase.GRADS)
 
 
@@ -85,7 +89,7 @@ def _spoiled(moment: Moment) -> Iterator[tuple[Held, Array]]:
     masks: list[tuple[Held, Array]] = []
     finite: set[tuple[str, str]] = set()
     for held in moment.values(*Phase):
-        if is_skipped and held.call.phase in _GRADIENTS:
+        if is_skipped and (held.call.phase in _GRADIENTS or _is_of_gradients(held)):
             continue
         if held.slot.startswith("scaler:"):
             continue
@@ -100,6 +104,13 @@ def _spoiled(moment: Moment) -> Iterator[tuple[Held, Array]]:
     for held, places in masks:
         if (held.call.path, held.slot) in finite:
             yield held, places
+
+
+def _is_of_gradients(held: Held) -> bool:
+    """True for what a collective carried that was issued in backward, or by the optimizer."""
+    data = held.call.node.data
+    every = data.get("collectives") or [data.get("collective", {})]
+    return any(each.get("issuer") in ("backward", "optimizer") for each in every)
 
 
 def _first_by_rank(spoiled: list[tuple[Held, Array]], scene: Scene) -> dict[int, _First]:
@@ -164,6 +175,8 @@ def _suspect(
     }
     listed = ", ".join(f"{n} {name}" for name, n in counts.items() if n)
     how = "its inputs were finite" if first.is_made else "it came in so"
+    if held.call.phase is Phase.SETUP:
+        how = "it was so when it was loaded"
 
     def evidence() -> dict[str, Any]:
         return {
@@ -182,6 +195,7 @@ def _suspect(
         own,
         scene.times(held, own),
         f"{listed} on {ranks_named(ranks)}; {how}",
+        advice="" if first.is_made and held.call.phase is not Phase.SETUP else _NOT_MADE_HERE,
         evidence=evidence,
         weight=len(spoiled),
         priority=-1,
