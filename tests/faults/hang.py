@@ -110,7 +110,8 @@ def is_stuck(setup: Setup, folder: Path) -> str:
             return ""
         if len([*marks.glob(f"{LAST}.*")]) == setup.ranks and _is_resting(folder):
             waiting = setup.ranks - len([*marks.glob("ended.*")])
-            return f"{waiting} of {setup.ranks} ranks rest inside step 2"
+            if waiting:  # else they rested because they had ended meanwhile
+                return f"{waiting} of {setup.ranks} ranks rest inside step 2"
         time.sleep(0.2)
     raise TimeoutError(
         f"the job neither ended nor got stuck: {(folder / 'log').read_text()[-2000:]}"
