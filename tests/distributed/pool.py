@@ -75,6 +75,8 @@ class RankPool:
     def __init__(self, size: int = 4) -> None:
         self._size = size
         self._ranks: list[_Rank] = []
+        self._used: list[_Rank] = []
+        """By the last call."""
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         self._calls = 0
 
@@ -102,7 +104,7 @@ class RankPool:
             self.close_ranks()
         self._start(world_size)
         self._calls += 1
-        used = self._ranks[:world_size]
+        self._used = used = self._ranks[:world_size]
         store = Path(self._folder.name) / f"store-{self._calls}"
         call = (
             fn.__module__,
@@ -133,7 +135,7 @@ class RankPool:
 
     def kill_ranks(self) -> None:
         """End a `run` that another thread waits for: its ranks die, and it raises."""
-        for rank in self._ranks:
+        for rank in self._used:
             rank.process.kill()
 
     def _collect(self, used: list[_Rank], timeout_s: float) -> dict[int, tuple[bool | None, Any]]:
