@@ -19,7 +19,7 @@ from torch import nn
 
 from rankscope.agent import gradients, members
 from rankscope.agent.compiling import HiddenSteps
-from rankscope.agent.modules import ModuleTable, Root
+from rankscope.agent.modules import ModuleInfo, ModuleTable, Root
 from rankscope.agent.recorder import Recorder
 from rankscope.agent.settings import settings_from
 from rankscope.agent.values import ValueReader
@@ -231,9 +231,9 @@ def test_modules_made_inside_forward_cost_no_walk_of_the_model_each(
     walks: list[object] = []
     walk = ModuleTable._walk
 
-    def counting(self: ModuleTable, root: Root) -> None:
+    def counting(self: ModuleTable, root: Root) -> list[ModuleInfo]:
         walks.append(root)
-        walk(self, root)
+        return walk(self, root)
 
     monkeypatch.setattr(ModuleTable, "_walk", counting)
     model = nn.Sequential(*(layer() for _ in range(50)))
