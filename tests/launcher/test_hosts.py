@@ -14,6 +14,7 @@ import pytest
 
 from rankscope.tree.reader import open_trace
 from tests.ports import free_port
+from tests.waiting import wait_until
 
 pytestmark = [
     pytest.mark.xdist_group("lives"),
@@ -85,8 +86,8 @@ def test_hosts_that_see_one_folder_meet_in_it_through_the_jobs_store(tmp_path: P
     assert document["completeness"]["complete"] is True
     assert "tracing into" in said[0]
     assert "rankscope" not in said[1]
-    left = {path.name for path in (tmp_path / "head/trace").iterdir()}
-    assert left == {"trace.json", "values.safetensors"}
+    tree, folder = {"trace.json", "values.safetensors"}, tmp_path / "head/trace"
+    assert wait_until(lambda: {path.name for path in folder.iterdir()} == tree)
 
 
 @pytest.mark.skipif(
