@@ -70,6 +70,17 @@ def test_a_job_ends_with_its_tree_in_place_and_an_empty_spool(hosts):
     assert host.out.stat().st_mode & 0o777 == 0o700
 
 
+def test_a_collector_that_comes_when_the_tree_is_there_leaves_no_trace_of_itself(hosts):
+    """As one that a second rank started, which came to run only after the job was over."""
+    host = hosts(world_size=1)
+    host.out.mkdir()
+    (host.out / "trace.json").write_text("{}")
+    late, relay = host.collector(), host.relay()
+    assert late.wait(30) == 0
+    assert {path.name for path in host.out.iterdir()} == {"trace.json"}
+    relay.kill()
+
+
 def test_companions_started_after_the_ranks_ended_find_everything(hosts):
     host = hosts()
     ranks = [host.rank(rank) for rank in range(2)]

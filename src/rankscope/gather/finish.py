@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ from rankscope.errors import FolderError
 from rankscope.gather.collector import COLLECTOR_NAME, Intake
 from rankscope.gather.log import log
 from rankscope.gather.outcome import Outcome
-from rankscope.gather.replica import TREE_NAME
+from rankscope.gather.replica import REPLICAS_NAME, TREE_NAME, replicated
 from rankscope.gather.roster import Decision, StreamProgress, decide
 from rankscope.gather.sharedwatch import SharedWatch
 from rankscope.gather.source import Source
@@ -77,6 +78,7 @@ def collect(
     except OSError as error:
         raise FolderError(f"{options.out}: cannot be made: {error.strerror}") from error
     lock = FolderLock(options.out / COLLECTOR_LOCK_NAME, "collector")
+    is_late = (options.out / TREE_NAME).exists()
     source: Source | None = None
     try:
         watching = observer or Observer()
@@ -87,10 +89,10 @@ def collect(
             source = SharedWatch(options.out)
             watching.listening(())
         outcome = Outcome.DONE
-        if not (options.out / TREE_NAME).exists():
-            outcome = _gather_and_build(options, source, is_stopped, watching)
-        else:
+        if is_late:
             _listen(source)
+        else:
+            outcome = _gather_and_build(options, source, is_stopped, watching)
         source.farewell()
         (options.out / COLLECTOR_NAME).unlink(missing_ok=True)
         if outcome is Outcome.DONE:
@@ -99,6 +101,8 @@ def collect(
     finally:
         if source is not None:
             source.close()
+        if is_late and not replicated(options.out):  # what it made to listen
+            shutil.rmtree(options.out / REPLICAS_NAME, ignore_errors=True)
         lock.remove()
 
 
