@@ -116,12 +116,8 @@ class Block:
     def _recorded(self, running: _Running, folder: Path) -> Recorded:
         (source,) = find_streams([folder])
         is_alone = not running.is_shared
-
-        def settle(streams: list[RankStream]) -> list[RankStream]:
-            return [_pruned(stream) for stream in streams] if self._prunes and is_alone else streams
-
         # not `open_trace`: nobody else is at work here, and to look for them takes long
-        document = assemble([source], settle=settle)
+        document = assemble([source], settle=_pruned if self._prunes and is_alone else None)
         trace = Trace(Records(document, folder), folder, is_written=False)
         if is_alone:
             return Recorded(trace, lambda node: not node.path)
@@ -212,10 +208,12 @@ def _joined(model: nn.Module, folder: Path) -> _Running | None:
     return _running
 
 
-def _pruned(stream: RankStream) -> RankStream:
+def _pruned(streams: list[RankStream]) -> list[RankStream]:
     """Leave out what no file will show: of a deep model most of the work would go into it."""
-    tops = forward_calls(stream)
-    return without_calls(stream, [call for top in tops for call in pruned_calls(top)])
+    return [
+        without_calls(stream, [c for top in forward_calls(stream) for c in pruned_calls(top)])
+        for stream in streams
+    ]
 
 
 def _text_of_argument(value: object) -> str:

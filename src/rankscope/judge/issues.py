@@ -13,7 +13,7 @@ from rankscope.judge.observed import Call, Moment
 from rankscope.record.call import Phase
 from rankscope.tree.ranks import parse_ranks
 
-__all__ = ["MESSAGES", "Issue", "Message", "issues_of", "messages_of"]
+__all__ = ["MESSAGES", "Issue", "Message", "issues_in", "issues_of", "messages_of"]
 
 Array = NDArray[Any]
 MESSAGES: Final = frozenset({"send", "recv"})
@@ -75,11 +75,17 @@ class Message:
 def issues_of(moment: Moment) -> Iterator[Issue]:
     """Yield what ranks issued in one step."""
     for call in moment.of(Phase.COLLECTIVE):
-        data = call.node.data
-        if "collective" in data:
-            yield Issue(call, call.ranks, data["collective"])
-        for each in data.get("collectives", ()):
-            yield Issue(call, np.array(parse_ranks(each["ranks"]), np.int64), each)
+        yield from issues_in(call)
+
+
+def issues_in(call: Call) -> Iterator[Issue]:
+    """Yield what ranks issued in one call: nothing where it is no collective's, several where ranks
+    differ in it."""
+    data = call.node.data
+    if "collective" in data:
+        yield Issue(call, call.ranks, data["collective"])
+    for each in data.get("collectives", ()):
+        yield Issue(call, np.array(parse_ranks(each["ranks"]), np.int64), each)
 
 
 def messages_of(issues: list[Issue]) -> Iterator[Message]:

@@ -76,7 +76,7 @@ class Life:
     averages: list[int] = field(default_factory=list)
     """Steps in which such parameters were averaged."""
     updates: dict[tuple[str, str], dict[int, Update]] = field(default_factory=dict)
-    """{(path, name): {step: what became of it}} of such steps and the ones behind them."""
+    """{(path, name): {step: what became of it}}, of the steps in `apart` and those behind them."""
     is_spoiled: bool = False
     """True once a value that is not finite was told of."""
     parameters: dict[tuple[str, str], tuple[Array, Array]] = field(default_factory=dict)

@@ -18,6 +18,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from rankscope.judge.issues import issues_in
 from rankscope.judge.numbers import sides
 from rankscope.judge.observed import Held, Moment, is_input, is_output
 from rankscope.judge.scene import Scene
@@ -108,9 +109,8 @@ def _spoiled(moment: Moment) -> Iterator[tuple[Held, Array]]:
 
 def _is_of_gradients(held: Held) -> bool:
     """True for what a collective carried that was issued in backward, or by the optimizer."""
-    data = held.call.node.data
-    every = data.get("collectives") or [data.get("collective", {})]
-    return any(each.get("issuer") in ("backward", "optimizer") for each in every)
+    issuers = (issue.facts.get("issuer") for issue in issues_in(held.call))
+    return any(issuer in ("backward", "optimizer") for issuer in issuers)
 
 
 def _first_by_rank(spoiled: list[tuple[Held, Array]], scene: Scene) -> dict[int, _First]:
