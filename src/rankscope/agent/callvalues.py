@@ -45,19 +45,15 @@ class CallValues:
             frame.seen_inputs = {slot: id(tensor) for slot, tensor in seen}
 
     def read_inputs(
-        self, frame: Frame, args: tuple[object, ...], kwargs: dict[str, object], flags: int = 0
+        self, frame: Frame, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> list[tuple[str, torch.Tensor]]:
         """Read the inputs of a call, and return the tensors among them by slot."""
         assert frame.sequence is not None  # recorded frames have one
         if self._values.keeps:
             self._values.note_inputs(frame.module, args, kwargs, frame.sequence, frame.phase)
-        seen = (
-            self._values.read_all("input", args, frame.sequence, frame.phase, flags=flags)
-            if args
-            else []
-        )
+        seen = self._values.read_all("input", args, frame.sequence, frame.phase) if args else []
         if kwargs:
-            seen += self._values.read_all("input", kwargs, frame.sequence, frame.phase, flags=flags)
+            seen += self._values.read_all("input", kwargs, frame.sequence, frame.phase)
         self._watch(frame, seen, "input", "grad_input")
         return seen
 
@@ -72,9 +68,7 @@ class CallValues:
         if self._values.keeps:
             self._values.note_result(output, frame.sequence, frame.phase)
         self._watch(frame, tensors, "output", "grad_output")
-        if (
-            frame.module._forward_hooks
-        ):  # kept alive, so that what they return is told apart by identity
+        if frame.module._forward_hooks:  # kept: what they return is told apart by identity
             frame.outputs = tuple(tensor for _, tensor in tensors)
 
     def _reread_replaced_inputs(

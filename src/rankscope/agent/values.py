@@ -157,7 +157,6 @@ class ValueReader:
         sequence: int,
         phase: Phase,
         *,
-        flags: int = 0,
         skip: frozenset[int] = frozenset(),
     ) -> list[tuple[str, torch.Tensor]]:
         """Record every leaf of an argument or result, but for tensors whose identity is in `skip`.
@@ -173,18 +172,18 @@ class ValueReader:
                 if is_tensor(leaf):
                     if id(leaf) in skip:
                         continue
-                    self.read(leaf, sequence, slot, phase, flags=flags)
+                    self.read(leaf, sequence, slot, phase)
                     tensors.append((slot, leaf))
                 elif not skip:
-                    self.note(leaf, sequence, slot, phase, flags)
+                    self.note(leaf, sequence, slot, phase)
         return tensors
 
-    def note(self, leaf: object, sequence: int, slot: str, phase: Phase, flags: int = 0) -> None:
+    def note(self, leaf: object, sequence: int, slot: str, phase: Phase) -> None:
         """Record an argument that is no tensor by its bounded description."""
         if not self._digests:
             return
         described = self._describer.describe_other(leaf)
-        self._recorder.value(sequence, slot, described, None, phase, 0, flags | _PYTHON, 0)
+        self._recorder.value(sequence, slot, described, None, phase, 0, _PYTHON, 0)
 
     def note_inputs(
         self, module: torch.nn.Module, args: object, kwargs: object, sequence: int, phase: Phase
