@@ -18,7 +18,9 @@ from torch import nn
 from rankscope.agent.arming import arm, close, current_session, hold
 from rankscope.agent.guard import Guard, say
 from rankscope.agent.joining import define_rank, who_am_i
+from rankscope.agent.keeper import free_disk_share
 from rankscope.agent.keeping import make_keeper, make_recorder
+from rankscope.agent.layers import LayerRecorder
 from rankscope.agent.parts import Opened
 from rankscope.agent.session import Session
 from rankscope.agent.settings import Settings, settings_from
@@ -37,6 +39,7 @@ from rankscope.spool.folder import (
 from rankscope.spool.outfolder import check_budget, default_out, prepare_out, typed
 from rankscope.spool.reader import StreamReader
 from rankscope.spool.replacing import write_by_rename
+from rankscope.spool.scratch import ByteArray, HeldBytes, Scratch
 from rankscope.spool.writer import SpoolWriter
 
 __all__ = ["RankBlock", "begin_rank_block", "trace_block"]
@@ -106,6 +109,17 @@ class RankBlock:
         """
         self._block.look(folder)
 
+    def held(self) -> dict[int, tuple[HeldBytes, ByteArray]]:
+        """Return the tensors that are in no chunk: by reference what they are, and their bytes,
+        which stay as they are until the block is used again."""
+        return {} if self._block.scratch is None else self._block.scratch.held()
+
+    def let_go_between_layers(self, *, is_wanted: bool) -> None:
+        """From now on let go of the tensors of layers between the first and the last of their
+        list, or keep all of them.
+        """
+        self._block.let_go_between_layers(is_wanted=is_wanted)
+
     def end(self) -> None:
         """End the trace. What is left in `out` are the records and the tensors: `open_trace` makes
         a tree of them.
@@ -126,7 +140,7 @@ def begin_rank_block(
     if current_session() is not None:
         say(_TRACED_ALREADY)
         return None
-    block = _start(model, given, say_leaf)
+    block = _start(model, given, say_leaf, with_scratch=True)
     return None if isinstance(block, str) else RankBlock(block)
 
 
@@ -134,11 +148,13 @@ def _start(
     model: nn.Module | None,
     given: Mapping[str, object],
     say_leaf: Callable[[object], str] | None = None,
+    *,
+    with_scratch: bool = False,
 ) -> _Block | str:
     """Begin, or return the line that was said of what is wrong."""
     try:
         settings = settings_from({k: v for k, v in given.items() if v is not None})
-        return _Block(model, settings, say_leaf)
+        return _Block(model, settings, say_leaf, with_scratch=with_scratch)
     except RankscopeError as error:
         problem = as_keywords(f"not tracing: {error}")
         say(problem)
@@ -153,6 +169,8 @@ class _Block:
         model: nn.Module | None,
         settings: Settings,
         say_leaf: Callable[[object], str] | None,
+        *,
+        with_scratch: bool,
     ) -> None:
         build_kernel()
         self.out = prepare_out(settings.out or default_out())
@@ -175,13 +193,31 @@ class _Block:
             limit_bytes=settings.spool_bytes,
             retire=self._take_segment,
         )
-        recorder = make_recorder(writer, settings)
+        recorder = LayerRecorder(writer) if with_scratch else make_recorder(writer, settings)
+        self._layers = recorder if isinstance(recorder, LayerRecorder) else None
         define_rank(recorder, identity, run_id, settings)
-        keeper = make_keeper(settings, recorder, self.out, self._stream, writers=1)
+        self.scratch = self._open_scratch(settings) if with_scratch else None
+        """Where full tensors are; None for chunks in the trace folder."""
+        keeper = make_keeper(
+            settings, recorder, self.out, self._stream, writers=1, scratch=self.scratch
+        )
+        self._keeper = keeper
         opened = Opened(identity=identity, writer=writer, recorder=recorder, keeper=keeper)
         self._keep_spool = settings.keep_spool
         self.session = Session(settings, lambda: opened, preferred_root=model, say_leaf=say_leaf)
         hold(self.session)
+
+    def let_go_between_layers(self, *, is_wanted: bool) -> None:
+        """As `RankBlock.let_go_between_layers`."""
+        if self._layers is not None and self._keeper is not None:
+            self._layers.let_go(self._keeper.release if is_wanted else None)
+
+    def _open_scratch(self, settings: Settings) -> Scratch | None:
+        budget = settings.tensor_budget
+        try:
+            return Scratch(self.out, free_disk_share(self.out, 1) if budget is None else budget)
+        except OSError:
+            return None  # a file system without such files, or without mapping them
 
     def _take_segment(self, path: Path, offset: int) -> None:
         """Move a full segment behind the records already in the trace folder."""

@@ -12,12 +12,13 @@ import torch
 from safetensors import safe_open
 
 from rankscope.agent.keeper import Keeper
+from rankscope.agent.stores import ChunkStore, Stored
 from rankscope.capture.describe import Described, Describer
 from rankscope.capture.invisible import invisible
 from rankscope.record.dtypes import STORED_TYPES
 from rankscope.record.run import StreamId
 from rankscope.spool.cells import TENSOR, RecordKind
-from rankscope.spool.chunks import ChunkEntry, ChunkWriter
+from rankscope.spool.chunks import ChunkWriter
 from rankscope.spool.reader import StreamReader
 from rankscope.spool.records import records
 from rankscope.spool.writer import SpoolWriter
@@ -42,10 +43,10 @@ class Rank:
         self.describer = Describer(0)
         self.metas: dict[Described, int] = {}
         self.keeper = Keeper(
-            globs, self.writer, self._record, memory_bytes=memory, tell=self.told.append
+            globs, ChunkStore(self.writer, self._record), self._record, memory_bytes=memory, tell=self.told.append
         )
 
-    def _record(self, reference: int, entry: ChunkEntry, described: Described) -> bool:
+    def _record(self, reference: int, entry: Stored, described: Described) -> bool:
         number = self.metas.get(described)
         if number is None:
             number = self.metas[described] = len(self.metas) + 1

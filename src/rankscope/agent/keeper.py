@@ -12,31 +12,23 @@ import os
 from _thread import get_ident
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
-import xxhash
 
+from rankscope.agent.stores import RecordTensor, Store
 from rankscope.capture.describe import Described
 from rankscope.capture.keeping import byte_pieces, own_bytes, why_not_stored
 from rankscope.capture.staging import DeviceStaging
-from rankscope.errors import ChunkError, ChunkFullError
+from rankscope.errors import ChunkError
 from rankscope.record.globs import glob_matches, slot_matches
-from rankscope.spool.chunks import ByteArray, ChunkEntry, ChunkWriter
 from rankscope.spool.turn import Token, Turn, Wait
 
 __all__ = ["Keeper", "free_disk_share", "size_of"]
 
-_MOST_STORED: Final = 1 << 16
-"""Stored tensors remembered, so that equal ones are found; the oldest are forgotten first."""
 _MOST_NAMES: Final = 1 << 16
 _MOST_REASONS: Final = 50
 _SHARE: Final = 0.5
-_CLOSED: Final = "the trace is closed"
-_xxh3: Final[Any] = xxhash.xxh3_64_intdigest
-RecordTensor = Callable[[int, ChunkEntry, Described], bool]
-"""Commits a TENSOR record: reference, where the bytes are, what they are; False where the spool
-had no room for it."""
 
 
 class Keeper:
@@ -47,7 +39,7 @@ class Keeper:
     def __init__(
         self,
         globs: Iterable[str],
-        writer: ChunkWriter,
+        store: Store,
         record: RecordTensor,
         *,
         memory_bytes: int,
@@ -58,8 +50,8 @@ class Keeper:
 
         Args:
             globs: `path:slot`, split at the first colon; without one all slots of those paths.
-            writer: where the bytes go, and how many may.
-            record: commits what stands in the chunk.
+            store: where the bytes go.
+            record: commits that another value has bytes which are stored already.
             memory_bytes: bytes on their way from an accelerator, held at a time.
             tell: called once for each reason for which something is not kept, and for the sums.
             note: told the same, the reason before the text, for the trace.
@@ -68,7 +60,7 @@ class Keeper:
         self._takes_all = any({path, slot} <= {"*", "**"} for path, slot in self._globs.values())
         self._unmatched = set() if self._takes_all else {*self._globs}
         self._wanted: dict[tuple[str, str], bool] = {}
-        self._writer = writer
+        self._store = store
         self._record = record
         self._memory_bytes = memory_bytes
         self._tell = tell
@@ -77,11 +69,10 @@ class Keeper:
         working = (Keeper.keep.__code__, Keeper.collect.__code__, Keeper.close.__code__)
         self._turn = Turn(frozenset(working))
         self._next_reference = 1
-        self._stored: dict[tuple[int, str, tuple[int, ...]], ChunkEntry] = {}
         self._staging: dict[torch.device, DeviceStaging] = {}
         self._staged: dict[tuple[torch.device, int], tuple[int, Described]] = {}
-        self._refusal = ""
-        """Why the last tensor was not stored."""
+        self._shared: set[int] = set()
+        """What was found to be equal to something stored only after it was recorded as another."""
         self._missed: dict[str, list[int]] = {}
         """Reason to [tensors, bytes]."""
 
@@ -116,8 +107,8 @@ class Keeper:
         Returns:
             The reference under which its bytes are found; 0 where it is not kept.
         """
-        if not self._writer.is_open:
-            return self._miss(self._writer.trouble or _CLOSED, tensor)
+        if self._store.closed_why:
+            return self._miss(self._store.closed_why, tensor)
         token = (get_ident(),)
         if not self._takes_turn(token):
             return self._miss("another thread, or what a signal interrupted, was writing", tensor)
@@ -158,7 +149,7 @@ class Keeper:
             for staging in self._staging.values():
                 staging.close()
             self._staging.clear()
-            self._writer.finish()
+            self._store.finish()
         except ChunkError as error:
             self._tell(str(error))
         finally:
@@ -180,7 +171,7 @@ class Keeper:
         Args:
             nbytes: parameters that are to be kept, all together.
         """
-        limit = self._writer.limit_bytes
+        limit = self._store.limit_bytes
         if nbytes > limit:
             text = (
                 f"the parameters to keep take {nbytes / 1e6:.1f} MB, the disk budget is "
@@ -191,6 +182,17 @@ class Keeper:
                 self._tell(text)
                 self._note(text, text)
 
+    def release(self, reference: int) -> None:
+        """Let go of a tensor that nobody will ask for, where its place can be used again."""
+        token = (get_ident(),)
+        if not self._takes_turn(token):
+            return
+        try:
+            if reference not in self._shared:
+                self._store.release(reference)
+        finally:
+            self._give_turn(token)
+
     def unmatched_globs(self) -> list[str]:
         """Return the globs that took nothing so far: most likely they are misspelt."""
         return [glob for glob in self._globs if glob in self._unmatched]
@@ -198,62 +200,15 @@ class Keeper:
     # ------------------------------------------------------------------ storing
 
     def _store_from_host(self, tensor: torch.Tensor, described: Described) -> int:
-        whole = own_bytes(tensor)
-        if whole is None:
-            entry = self._store(self._next_reference, byte_pieces(tensor), None, described)
-        else:
-            checksum = int(_xxh3(whole))
-            entry = self._store(self._next_reference, (whole,), checksum, described, tensor)
-        return self._miss(self._refusal, tensor) if entry is None else entry.reference
-
-    def _store(
-        self,
-        reference: int,
-        pieces: Iterable[ByteArray],
-        checksum: int | None,
-        described: Described,
-        live: torch.Tensor | None = None,
-    ) -> ChunkEntry | None:
-        """Store bytes under a reference, or find the entry of equal ones; None where neither was
-        possible, `_refusal` says why.
-
-        `live` is the tensor whose own memory the one piece is: what another thread or process wrote
-        into it meanwhile makes the checksum that of something else, so it is asked for again.
-        """
-        meta = described.meta
-        if checksum is not None:
-            known = self._stored.get((checksum, meta.dtype, meta.shape))
-            if known is not None:
-                return known
-        self._refusal = self._writer.trouble or _CLOSED
-        try:
-            entry = self._writer.write(reference, meta.dtype, meta.shape, pieces, checksum=checksum)
-            if live is not None and any(_xxh3(piece) != checksum for piece in pieces):
-                copies = byte_pieces(live)
-                entry = self._writer.write(reference, meta.dtype, meta.shape, copies)
-        except ChunkFullError:
-            self._refusal = "the disk budget is used up (--rs-tensor-budget)"
-            return None
-        except ChunkError:
-            self._refusal = self._writer.trouble
-            return None
-        if entry is None:
-            return None
-        key = (entry.checksum, meta.dtype, meta.shape)
-        known = self._stored.get(key)
-        if known is not None:
-            return known  # what was just written is not committed: its place is used again
-        # before anything else: an interrupt from here on may cost a number, never give it twice
-        self._next_reference = max(self._next_reference, reference + 1)
-        self._writer.commit(entry)
-        if not self._record(reference, entry, described):
-            self._writer.withdraw(entry)
-            self._refusal = "the spool is full (--rs-spool-bytes)"
-            return None
-        if len(self._stored) >= _MOST_STORED:
-            del self._stored[next(iter(self._stored))]
-        self._stored[key] = entry
-        return entry
+        reference = self._next_reference
+        # now: an interrupt while it is stored may cost a number, never give it twice
+        self._next_reference += 1
+        entry = self._store.store(
+            reference, described, own_bytes(tensor), byte_pieces(tensor), tensor
+        )
+        if entry is None or entry.reference != reference:
+            self._next_reference = reference
+        return self._miss(self._store.refusal, tensor) if entry is None else entry.reference
 
     def _stage(self, tensor: torch.Tensor, described: Described) -> int:
         device = tensor.device
@@ -280,10 +235,11 @@ class Keeper:
                 if found is None:
                     continue  # interrupted before its reference was given
                 reference, described = found
-                entry = self._store(reference, (data,), int(_xxh3(data)), described)
+                entry = self._store.store(reference, described, data, ())
                 if entry is None:
-                    self._count(self._refusal, len(data))
+                    self._count(self._store.refusal, len(data))
                 elif entry.reference != reference:
+                    self._shared.add(entry.reference)
                     self._record(reference, entry, described)
 
     # ------------------------------------------------------------------ not kept

@@ -11,12 +11,14 @@ from rankscope.agent.guard import say
 from rankscope.agent.keeper import Keeper, free_disk_share
 from rankscope.agent.recorder import Recorder
 from rankscope.agent.settings import Settings
+from rankscope.agent.stores import ChunkStore, ScratchStore, Store
 from rankscope.record.call import Mode, Phase
 from rankscope.record.collective import Collective
 from rankscope.record.run import RankIdentity, StreamId
 from rankscope.spool.chunks import ChunkWriter
 from rankscope.spool.companions import is_collected_elsewhere
 from rankscope.spool.folder import SHARED, RunHeader
+from rankscope.spool.scratch import Scratch
 from rankscope.spool.writer import SpoolWriter
 
 __all__ = ["PathRecorder", "keeper_of_run", "make_keeper", "make_recorder"]
@@ -90,7 +92,13 @@ def make_recorder(writer: SpoolWriter, settings: Settings) -> Recorder:
 
 
 def make_keeper(
-    settings: Settings, recorder: Recorder, folder: Path, stream: StreamId, *, writers: int
+    settings: Settings,
+    recorder: Recorder,
+    folder: Path,
+    stream: StreamId,
+    *,
+    writers: int,
+    scratch: Scratch | None = None,
 ) -> Keeper | None:
     """Return what keeps the full tensors of one rank; None where none were asked for.
 
@@ -100,18 +108,20 @@ def make_keeper(
         folder: takes the chunks: the trace folder, or where that is not seen the run folder.
         stream: whose they are.
         writers: ranks that keep tensors on that disk, for the default budget.
+        scratch: takes the bytes instead, where this process reads the trace itself.
     """
     if not settings.tensors:
         return None
     budget = settings.tensor_budget
-    writer = ChunkWriter(
-        folder,
-        stream,
-        limit_bytes=free_disk_share(folder, writers) if budget is None else budget,
-    )
+    store: Store
+    if scratch is None:
+        limit_bytes = free_disk_share(folder, writers) if budget is None else budget
+        store = ChunkStore(ChunkWriter(folder, stream, limit_bytes=limit_bytes), recorder.tensor)
+    else:
+        store = ScratchStore(scratch, recorder.tensor)
     return Keeper(
         settings.tensors,
-        writer,
+        store,
         recorder.tensor,
         memory_bytes=settings.tensor_memory,
         tell=lambda text: say(f"rank {stream.rank}: {text}"),

@@ -10,6 +10,7 @@ import time
 
 import msgpack  # type: ignore[import-untyped]  # ships no types
 
+from rankscope.agent.stores import Stored
 from rankscope.capture.describe import Described
 from rankscope.capture.reading import Reading
 from rankscope.record.call import Mode, Phase
@@ -33,7 +34,6 @@ from rankscope.spool.cells import (
     RecordKind,
     StepEvent,
 )
-from rankscope.spool.chunks import ChunkEntry
 from rankscope.spool.writer import SpoolWriter
 
 __all__ = ["Recorder"]
@@ -284,7 +284,7 @@ class Recorder:
             )
             self._write(_SAMPLES, head + samples.tobytes())
 
-    def tensor(self, reference: int, entry: ChunkEntry, described: Described) -> bool:
+    def tensor(self, reference: int, entry: Stored, described: Described) -> bool:
         """Record that the bytes of a tensor are whole in a chunk; False where there is no room."""
         meta = self._metas.get(described) or self.meta(described)
         return self._write(

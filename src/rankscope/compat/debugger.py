@@ -66,7 +66,7 @@ def model_addition_debugger_context(
 
     def write(found: Recorded) -> None:
         assert folder is not None  # nothing is recorded for a block without
-        values = LocalValues(found.trace, identity.rank, as_text=use_repr)
+        values = LocalValues(found.trace, identity.rank, as_text=use_repr, held=found.held)
         write_rank(
             folder, found.trace.steps, values, files, rank=identity.rank, is_root=found.is_root
         )

@@ -12,7 +12,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -32,6 +32,7 @@ from rankscope.tree.sources import find_streams
 from rankscope.tree.streams import RankStream, read_stream
 from rankscope.tree.views import Node
 from rankscope.view.hfcalls import pruned_calls
+from rankscope.view.hfvalues import Held
 
 __all__ = ["Block", "Recorded"]
 
@@ -57,8 +58,12 @@ _quiet = 0
 class Recorded:
     """What was recorded until a block ended."""
 
-    def __init__(self, trace: Trace, is_root: Callable[[Node], bool]) -> None:
+    def __init__(
+        self, trace: Trace, held: Mapping[int, Held], is_root: Callable[[Node], bool]
+    ) -> None:
         self.trace = trace
+        self.held = held
+        """Tensors that are in none of its files, by reference."""
         self.is_root = is_root
         """True for a call of the block's model, in the block."""
 
@@ -94,7 +99,7 @@ class Block:
             _quiet += not self._runs_reprs
             if self._folder is None:
                 return None
-            self._in = _joined(self._model, self._folder)
+            self._in = _joined(self._model, self._folder, prunes=self._prunes)
             self._began_ns = time.monotonic_ns()
             return current_session() if self._in is None else self._in.session
 
@@ -119,8 +124,9 @@ class Block:
         # not `open_trace`: nobody else is at work here, and to look for them takes long
         document = assemble([source], settle=_pruned if self._prunes and is_alone else None)
         trace = Trace(Records(document, folder), folder, is_written=False)
+        held = running.held()
         if is_alone:
-            return Recorded(trace, lambda node: not node.path)
+            return Recorded(trace, held, lambda node: not node.path)
         stream = read_stream(source)
         root, below = running.session.place_of(self._model)
         path = join_path(name_roots([roots_of(stream)])[0].get(root, ""), below)
@@ -128,6 +134,7 @@ class Block:
         began_us = (self._began_ns + stream.clock_offset_ns - first_ns) / 1000
         return Recorded(
             trace,
+            held,
             lambda node: root > 0 and node.path == path and node.time.start_us >= began_us,
         )
 
@@ -149,10 +156,18 @@ class _Running:
         """True where it is what this process traces into."""
         return current_session() is self.session
 
+    def held(self) -> dict[int, Held]:
+        """Return the tensors that are in no file, by reference."""
+        return {
+            reference: Held(dtype=said.dtype, shape=said.shape, data=data)
+            for reference, (said, data) in self._block.held().items()
+        }
+
     def join(self, model: nn.Module) -> None:
         """Take one more model."""
         self.blocks += 1
         self.is_shared = True
+        self._block.let_go_between_layers(is_wanted=False)
         Guard(lambda error: say(f"the debugger: {text_of(error)}")).hook(self.session.prefer)(model)
 
     def leave(self, write: Callable[[Path], None]) -> None:
@@ -190,7 +205,7 @@ os.register_at_fork(after_in_child=_forget)
 _unwritten = Guard(lambda error: say(f"the debugger's files were not written: {text_of(error)}"))
 
 
-def _joined(model: nn.Module, folder: Path) -> _Running | None:
+def _joined(model: nn.Module, folder: Path, *, prunes: bool) -> _Running | None:
     """Return the trace a new block is in, None where there can be none, and why was said."""
     global _running
     if _running is not None and _running.is_alive:
@@ -204,6 +219,7 @@ def _joined(model: nn.Module, folder: Path) -> _Running | None:
     if block is None:
         shutil.rmtree(own, ignore_errors=True)
         return None
+    block.let_go_between_layers(is_wanted=prunes)
     _running = _Running(own, block)
     return _running
 

@@ -176,7 +176,11 @@ def parse_header(text: bytes, data_bytes: int) -> ChunkHeader:
         ChunkError: it is no header of ours, or does not fit the file.
     """
     try:
-        decoded = json.loads(text)
+        # json looks at blanks one by one, and most of a header is blanks
+        end = text.rfind(b"}") + 1
+        decoded = json.loads(text[:end])
+        if text[end:] != b" " * (len(text) - end):
+            raise ValueError("something follows its JSON")
         metadata: Any = decoded.pop("__metadata__")
         if metadata["format"] != CHUNK_FORMAT:
             raise ChunkError(f"format {metadata['format']!r}, expected {CHUNK_FORMAT!r}")

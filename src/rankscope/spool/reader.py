@@ -23,6 +23,7 @@ from rankscope.spool.segment import segment_indexes, segment_path
 __all__ = ["StreamReader", "committed_cells", "committed_heads", "valid_prefix", "valid_prefix_of"]
 
 _CHUNK = 4 << 20
+_FIRST_CHUNK = 128 << 10
 Cells = npt.NDArray[np.uint8]
 Heads = npt.NDArray[np.uint32]
 """Bytes 4..8 of cells as numbers."""
@@ -199,11 +200,12 @@ class StreamReader:
         return end
 
     def chunks(self, offset: int | None = None, max_bytes: int = _CHUNK) -> Iterator[bytes]:
-        """Yield all committed records from `offset` (default: lowest) on, in pieces."""
-        at = self.lowest() if offset is None else offset
-        while chunk := self.read_from(at, max_bytes):
+        """Yield all committed records from `offset` (default: lowest) on, in pieces: small ones
+        first, for behind the last record lie megabytes of nothing."""
+        at, size = self.lowest() if offset is None else offset, min(_FIRST_CHUNK, max_bytes)
+        while chunk := self.read_from(at, size):
             yield chunk
-            at += len(chunk)
+            at, size = at + len(chunk), min(2 * size, max_bytes)
 
     def free_below(self, offset: int) -> int:
         """Unlink segments that lie wholly below `offset`, never the newest one; return how many.

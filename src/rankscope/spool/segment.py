@@ -6,6 +6,7 @@ size, and no page of it can fail to exist later (a sparse map on a full disk kil
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -69,6 +70,7 @@ class Segment:
             os.posix_fallocate(descriptor, 0, size_bytes)
             self._status = os.fstat(descriptor)
             self.map = _mapped(descriptor, size_bytes)
+            _fill_as_touched(self.map)
             os.rename(draft, self.path)
         except OSError:
             draft.unlink(missing_ok=True)
@@ -118,6 +120,15 @@ def _mapped(descriptor: int, size_bytes: int) -> mmap.mmap:
     finally:
         for number in low:
             os.close(number)
+
+
+def _fill_as_touched(mapped: mmap.mmap) -> None:
+    """Have the system bring pages as they are written: else the first write waits for as many as it
+    reads ahead on that disk, megabytes, and most of them are never used.
+    """
+    if hasattr(mmap, "MADV_RANDOM"):
+        with contextlib.suppress(OSError):  # advice alone
+            mapped.madvise(mmap.MADV_RANDOM)
 
 
 def first_segment(folder: Path, size_bytes: int) -> Segment:

@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from rankscope.errors import SelectionError
-from rankscope.record.dtypes import STORED_TYPES
 from rankscope.record.layoutfile import LayoutFile
 from rankscope.tree.names import Progress
 from rankscope.tree.reader import Step, Trace
 from rankscope.tree.views import Node
 from rankscope.view.hfcalls import Call, call_of, forwards, prune_layers
+from rankscope.view.hffiles import TensorWriter
 from rankscope.view.place import Place
 from rankscope.view.selection import Selection
 
@@ -132,10 +132,13 @@ class _Writer:
         self._values = values
         self._files = files
         self._used: set[str] = set()
+        self._tensors: TensorWriter | None = None
 
     def write(self, call: Call, base: str) -> list[str]:
         json_text = _Json()
-        json_text.add(self._node(call, is_root=True), "\n")
+        with TensorWriter() as self._tensors:
+            node = self._node(call, is_root=True)
+        json_text.add(node, "\n")
         texts = json_text.whole(), json_text.summary()
         names = [f"{_safe(base)}_FULL_TENSORS.json", f"{_safe(base)}_SUMMARY.json"]
         for name, text in zip(names, texts):
@@ -190,7 +193,8 @@ class _Writer:
         if shown.data is None:
             return None
         name = self._free(_safe(stem))
-        _write_tensor(f"{self._folder}/{name}", shown)
+        assert self._tensors is not None  # begun by `write`
+        self._tensors.write(f"{self._folder}/{name}", shown.dtype, shown.shape, shown.data)
         return f"./{name}"
 
     def _free(self, stem: str) -> str:
@@ -209,31 +213,6 @@ def _safe(name: str) -> str:
         return safe.decode()
     digest = hashlib.sha256(safe).hexdigest()[:16]
     return f"{safe[: _MOST_NAME - 17].decode(errors='ignore')}~{digest}"
-
-
-def _write_tensor(path: str, shown: Shown) -> None:
-    """Write a safetensors file with the one key `data`."""
-    data = shown.data
-    assert data is not None  # asked before
-    shape = ",".join(map(str, shown.shape))
-    header = (
-        f'{{"data":{{"dtype":"{STORED_TYPES[shown.dtype].name}","shape":[{shape}],'
-        f'"data_offsets":[0,{data.nbytes}]}}}}'
-    )
-    text = header.encode()
-    text += b" " * (-len(text) % 8)
-    left = [memoryview(len(text).to_bytes(8, "little") + text), data.data]
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
-    descriptor = os.open(path, flags, 0o666)
-    try:
-        while left:
-            written = os.writev(descriptor, left)
-            while left and written >= len(left[0]):
-                written -= len(left.pop(0))
-            if left:
-                left[0] = left[0][written:]
-    finally:
-        os.close(descriptor)
 
 
 class _Json:

@@ -7,6 +7,7 @@ for.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -40,27 +41,44 @@ class Shown:
     lines: tuple[str, ...] | None
     """What `print` shows; None where not asked for, or there is nothing to show."""
     data: NDArray[np.uint8] | None
-    """Its bytes in row-major order, until the next tensor is asked for; None where they are not
-    there, or not asked for."""
+    """Its bytes in row-major order; None where they are not there, or not asked for."""
     facts: Mapping[str, Any]
     """Statistics, what is not finite, where it lies, why it is not there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """A tensor that this process holds, and no file of a trace."""
+
+    dtype: str
+    """torch's name."""
+    shape: tuple[int, ...]
+    data: NDArray[np.uint8]
+    """Its bytes in row-major order."""
 
 
 class LocalValues:
     """What one rank held."""
 
-    def __init__(self, trace: Trace, rank: int, *, as_text: bool) -> None:
+    def __init__(
+        self, trace: Trace, rank: int, *, as_text: bool, held: Mapping[int, Held] | None = None
+    ) -> None:
+        """Prepare to read; nothing is opened yet.
+
+        Args:
+            trace: a trace that kept full tensors.
+            rank: whose tensors are wanted.
+            as_text: they are wanted as text, else as bytes.
+            held: those of the rank's first life that are in no file, by reference.
+        """
         self._files = trace.tensor_files
+        self._held = held or {}
         self._rank = rank
         self._as_text = as_text
         columns = trace.columns()
         names = ("rank", "incarnation", "reference")
         own = (columns[f"values.{name}"].tolist() for name in names)
         self._ranks, self._lives, self._references = own
-        self._buffer = np.empty(0, np.uint8)
-        self._in_buffer: tuple[int, int] | None = None
-        """Whose bytes are in it. They are read, not mapped: each is used once or twice, and to map
-        its pages takes longer than to copy them."""
         self._measured: dict[object, tuple[Mapping[str, Any], tuple[str, ...] | None]] = {}
         self.has_layouts = bool(trace.run["meshes"])
         """Tensors of this job are known to lie on meshes: what says nothing of it is marked."""
@@ -91,7 +109,7 @@ class LocalValues:
         stored, key = found
         measured, lines = self._facts(stored, key, form)
         facts = {**measured, **labels}
-        data = None if self._as_text else self._bytes(stored, key)
+        data = None if self._as_text else stored.data
         return Shown(shape=shape, dtype=dtype, lines=lines, data=data, facts=facts)
 
     def differ(self, views: Mapping[str, Sequence[SlotView]], one: str, other: str) -> bool:
@@ -104,48 +122,26 @@ class LocalValues:
                 kept[kind][rest] = [each and each[1] for each in found]
         return kept[one] != kept[other]
 
-    def _stored(self, view: SlotView) -> tuple[StoredTensor, tuple[int, int]] | None:
+    def _stored(self, view: SlotView) -> tuple[StoredTensor | Held, tuple[int, int]] | None:
         for row in range(*view.data["rows"]):
             if self._ranks[row] == self._rank and self._references[row]:
                 key = self._lives[row], self._references[row]
-                return self._files.find(self._rank, *key), key
+                return self._held.get(key[1]) or self._files.find(self._rank, *key), key
         return None
 
     def _facts(
-        self, stored: StoredTensor, key: tuple[int, int], form: Mapping[str, Any]
+        self, stored: StoredTensor | Held, key: tuple[int, int], form: Mapping[str, Any]
     ) -> tuple[Mapping[str, Any], tuple[str, ...] | None]:
         """Return statistics and text; made once for all values that share their bytes."""
         device, stride = str(form.get("device", "cpu")), tuple(form.get("stride", ()))
         known = (key, device, stride)
         if known not in self._measured:
-            tensor = self._tensor(stored, key)
+            tensor = _tensor(stored)
             self._measured[known] = (
                 _facts_of(tensor, stride, device),
                 _lines(tensor if self._as_text else None, device),
             )
         return self._measured[known]
-
-    def _tensor(self, stored: StoredTensor, key: tuple[int, int]) -> torch.Tensor:
-        dtype: torch.dtype = getattr(torch, stored.dtype)
-        if not stored.data.size:
-            return torch.empty(stored.shape, dtype=dtype, device="cpu")
-        return torch.from_numpy(self._bytes(stored, key)).view(dtype).reshape(stored.shape)
-
-    def _bytes(self, stored: StoredTensor, key: tuple[int, int]) -> NDArray[np.uint8]:
-        size = stored.data.size
-        if self._in_buffer != key:
-            self._in_buffer = None
-            if size > len(self._buffer):
-                self._buffer = np.empty(size, np.uint8)
-            read = 0
-            with stored.path.open("rb", buffering=0) as chunk:
-                chunk.seek(stored.offset)
-                while read < size and (more := chunk.readinto(self._buffer[read:size].data)):
-                    read += more
-            if read < size:
-                raise TraceError(f"{stored.path} ends inside a tensor: it was cut meanwhile")
-            self._in_buffer = key
-        return self._buffer[:size]
 
     def _shape(self, view: SlotView) -> tuple[int, ...]:
         for each in view.data["values"]:
@@ -205,6 +201,18 @@ class GlobalValues:
             data=None if self._as_text else bytes_of(tensor),
             facts=_facts_of(tensor, stride, device),
         )
+
+
+def _tensor(stored: StoredTensor | Held) -> torch.Tensor:
+    dtype: torch.dtype = getattr(torch, stored.dtype)
+    if not stored.data.size:
+        return torch.empty(stored.shape, dtype=dtype, device="cpu")
+    data = stored.data
+    if data.flags.writeable:
+        return torch.from_numpy(data).view(dtype).reshape(stored.shape)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # nobody writes into it
+        return torch.from_numpy(data).view(dtype).reshape(stored.shape)
 
 
 def _lines(tensor: torch.Tensor | None, device: str) -> tuple[str, ...] | None:
