@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +16,7 @@ from typing import NamedTuple
 from torch import nn
 
 from rankscope.agent.arming import arm, close, current_session, hold
+from rankscope.agent.callvalues import CallWishes
 from rankscope.agent.guard import Guard, say
 from rankscope.agent.joining import define_rank, who_am_i
 from rankscope.agent.keeper import free_disk_share
@@ -128,33 +129,33 @@ class RankBlock:
 
 
 def begin_rank_block(
-    model: nn.Module, given: Mapping[str, object], say_leaf: Callable[[object], str]
+    model: nn.Module, given: Mapping[str, object], wishes: CallWishes
 ) -> RankBlock | None:
     """Begin to trace this process alone; None where that could not begin, and why was said.
 
     Args:
         model: the root whose path is "".
         given: settings; `out` is of this rank alone.
-        say_leaf: text of an argument that is no tensor, in the form of a call.
+        wishes: what is wanted of calls beyond the settings.
     """
     if current_session() is not None:
         say(_TRACED_ALREADY)
         return None
-    block = _start(model, given, say_leaf, with_scratch=True)
+    block = _start(model, given, wishes, with_scratch=True)
     return None if isinstance(block, str) else RankBlock(block)
 
 
 def _start(
     model: nn.Module | None,
     given: Mapping[str, object],
-    say_leaf: Callable[[object], str] | None = None,
+    wishes: CallWishes | None = None,
     *,
     with_scratch: bool = False,
 ) -> _Block | str:
     """Begin, or return the line that was said of what is wrong."""
     try:
         settings = settings_from({k: v for k, v in given.items() if v is not None})
-        return _Block(model, settings, say_leaf, with_scratch=with_scratch)
+        return _Block(model, settings, wishes, with_scratch=with_scratch)
     except RankscopeError as error:
         problem = as_keywords(f"not tracing: {error}")
         say(problem)
@@ -168,7 +169,7 @@ class _Block:
         self,
         model: nn.Module | None,
         settings: Settings,
-        say_leaf: Callable[[object], str] | None,
+        wishes: CallWishes | None,
         *,
         with_scratch: bool,
     ) -> None:
@@ -204,7 +205,7 @@ class _Block:
         self._keeper = keeper
         opened = Opened(identity=identity, writer=writer, recorder=recorder, keeper=keeper)
         self._keep_spool = settings.keep_spool
-        self.session = Session(settings, lambda: opened, preferred_root=model, say_leaf=say_leaf)
+        self.session = Session(settings, lambda: opened, preferred_root=model, wishes=wishes)
         hold(self.session)
 
     def let_go_between_layers(self, *, is_wanted: bool) -> None:

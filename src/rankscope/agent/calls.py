@@ -57,6 +57,8 @@ class Frame:
     """Slot -> id of the tensor read before forward, kept where a module's own hooks may
     replace it.
     """
+    skips_output: bool = False
+    """Nobody asks what `forward` hands out."""
     outputs: tuple[torch.Tensor, ...] = ()
     """What `forward` returned, held until the module's own hooks have run."""
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 from torch import nn
 
@@ -12,20 +15,40 @@ from rankscope.agent.recorder import Recorder
 from rankscope.agent.settings import Settings
 from rankscope.agent.stack import keyword_arguments
 from rankscope.agent.values import ValueReader
+from rankscope.capture.forms import said_of
 from rankscope.capture.invisible import invisible
 from rankscope.capture.pytree import is_tensor, walk
 from rankscope.record.call import Phase
 from rankscope.record.value import ValueFlag
 
-__all__ = ["CallValues"]
+__all__ = ["CallValues", "CallWishes"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallWishes:
+    """What a block wants of calls beyond what settings can say."""
+
+    say_leaf: Callable[[object], str] = said_of
+    """Text of an argument that is no tensor, in the form of a call; by default one for which no
+    code of the program runs."""
+    is_output_wanted: Callable[[nn.Module, bool], bool] = lambda _module, _is_root: True
+    """Of a module about to be called, and whether it is a root: False where nobody asks what it
+    hands out. Where hooks of its own may replace that, it is read all the same."""
 
 
 class CallValues:
     """Reads the values of recorded calls."""
 
     def __init__(
-        self, guard: Guard, recorder: Recorder, values: ValueReader, settings: Settings
+        self,
+        guard: Guard,
+        recorder: Recorder,
+        values: ValueReader,
+        settings: Settings,
+        wishes: CallWishes,
     ) -> None:
+        values.say = wishes.say_leaf
+        self._is_output_wanted = wishes.is_output_wanted
         self._recorder = recorder
         self._values = values
         self._wants_backward = Phase.BACKWARD.word in settings.phases and values.is_on
@@ -51,6 +74,7 @@ class CallValues:
         assert frame.sequence is not None  # recorded frames have one
         if self._values.keeps:
             self._values.note_inputs(frame.module, args, kwargs, frame.sequence, frame.phase)
+            frame.skips_output = not self._is_output_wanted(frame.module, not frame.info.path)
         seen = self._values.read_all("input", args, frame.sequence, frame.phase) if args else []
         if kwargs:
             seen += self._values.read_all("input", kwargs, frame.sequence, frame.phase)
@@ -64,6 +88,8 @@ class CallValues:
         assert frame.sequence is not None and isinstance(args, tuple) and isinstance(kwargs, dict)
         if frame.seen_inputs is not None:
             self._reread_replaced_inputs(frame, args, kwargs)
+        if frame.skips_output and not frame.module._forward_hooks:
+            return
         tensors = self._values.read_all("output", output, frame.sequence, frame.phase)
         if self._values.keeps:
             self._values.note_result(output, frame.sequence, frame.phase)

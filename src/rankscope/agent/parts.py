@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import nn
 
 from rankscope.agent.calls import Scope
-from rankscope.agent.callvalues import CallValues
+from rankscope.agent.callvalues import CallValues, CallWishes
 from rankscope.agent.definitions import Definitions
 from rankscope.agent.guard import Guard
 from rankscope.agent.hooks import HookSet
@@ -65,7 +65,7 @@ def parts_of(
     guard: Guard,
     hooks: HookSet,
     optimizers: OptimizerSearch,
-    say_leaf: Callable[[object], str] | None,
+    wishes: CallWishes,
     open_scope: Callable[[ModuleInfo, nn.Module], Scope | None],
     follow_own_hooks: Callable[[ModuleInfo], None],
 ) -> Parts:
@@ -73,9 +73,8 @@ def parts_of(
     recorder, rank = opened.recorder, opened.identity.rank
     table = ModuleTable(enters_compiled=settings.compile == "eager", paths=settings.paths)
     values = ValueReader(recorder, Describer(rank), settings, opened.keeper)
-    values.say = say_leaf or values.say
     definitions = Definitions(recorder, table)
-    call_values = CallValues(guard, recorder, values, settings)
+    call_values = CallValues(guard, recorder, values, settings, wishes)
     tracer = Tracer(
         recorder, definitions, table, values, call_values, settings, open_scope,
         hooks.stands_behind_inputs_of, hooks.stands_behind_outputs_of,

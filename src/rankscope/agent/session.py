@@ -16,6 +16,7 @@ from collections.abc import Callable
 from torch import nn
 
 from rankscope.agent.calls import Scope
+from rankscope.agent.callvalues import CallWishes
 from rankscope.agent.compiling import HIDDEN
 from rankscope.agent.guard import MAX_FAILURES, Guard, say, text_of
 from rankscope.agent.keeper import Keeper
@@ -41,7 +42,7 @@ class Session:
         settings: Settings,
         start: Callable[[], Opened | None],
         preferred_root: nn.Module | None = None,
-        say_leaf: Callable[[object], str] | None = None,
+        wishes: CallWishes | None = None,
     ) -> None:
         """Arm a session; nothing is opened before the first module call.
 
@@ -50,11 +51,10 @@ class Session:
             start: opens the spool at the first root forward and writes who this rank is; None
                 where this process is not to be traced (and says so itself).
             preferred_root: the module whose path is to be "", by default the largest root called.
-            say_leaf: text of an argument that is no tensor, in the form of a call; by default one
-                for which no code of the program runs.
+            wishes: what is wanted of calls beyond the settings; nothing by default.
         """
         self._settings = settings
-        self._say_leaf = say_leaf
+        self._wishes = wishes or CallWishes()
         self._start = start
         self._beginning = threading.RLock()
         """Held by the thread that opens the session or begins a step: others' forwards may come at
@@ -88,7 +88,7 @@ class Session:
             return False
         self._opened, steps, notice = opened, self._steps, self._notice
         self._parts = parts_of(
-            opened, self._settings, self.guard, steps.hooks, steps.optimizers, self._say_leaf,
+            opened, self._settings, self.guard, steps.hooks, steps.optimizers, self._wishes,
             self._begin_scope, steps.follow_own_hooks,
         )  # fmt: skip
         steps.open(self._parts, opened)

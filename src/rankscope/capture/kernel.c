@@ -59,7 +59,7 @@ typedef double quad_double __attribute__((vector_size(32)));
 
 enum { FLOAT32, BFLOAT16, FLOAT16, UINT8, INT8, INT16, UINT16, TABLE };
 
-/* Mirrored by `_Plan` in kernel.py. */
+/* Mirrored by `_Plan` in kernelcalls.py. */
 struct plan {
     int64_t kind, before, samples, after, inner;
     int64_t pitch;        /* of the factors, a multiple of 16, zeros behind `inner` */
@@ -70,7 +70,7 @@ struct plan {
     const float *table;   /* values of the 256 words of an 8-bit float */
 };
 
-/* Mirrored by `_NUMBERS` and its neighbours in kernel.py. */
+/* Mirrored by `_NUMBERS` and its neighbours in kernelcalls.py. */
 struct result {
     double low, high, mean, std, norm, deviation;
     double sketch[SKETCH];
@@ -418,4 +418,21 @@ int rankscope_look(const struct plan *p, const void *values, struct result *out)
     for (int64_t i = 0; p->batch && i < p->samples * SKETCH; i++)
         out->rows32[i] = (float)out->rows[i];
     return 0;
+}
+
+/* Returns the sum of the squares of x - center, every difference and sum in double. */
+double rankscope_squares_around(const float *x, int64_t count, double center) {
+    quad_double sums[4] = {{0}}, middle = {center, center, center, center};
+    int64_t i = 0;
+    for (; i + 16 <= count; i += 16)
+        for (int k = 0; k < 4; k++) {
+            quad part;
+            memcpy(&part, x + i + 4 * k, sizeof part);
+            quad_double away = __builtin_convertvector(part, quad_double) - middle;
+            sums[k] += away * away;
+        }
+    quad_double all = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+    double total = (all[0] + all[1]) + (all[2] + all[3]);
+    for (; i < count; i++) total += (x[i] - center) * (x[i] - center);
+    return total;
 }

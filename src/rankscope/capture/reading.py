@@ -27,7 +27,8 @@ from rankscope.capture.fold import (
     sum_width,
 )
 from rankscope.capture.hashing import has_minus_zero, hash_words
-from rankscope.capture.kernel import Bound, Kernel, Workspace, load
+from rankscope.capture.kernel import load
+from rankscope.capture.kernelcalls import Bound, Kernel, Workspace
 from rankscope.capture.moments import (
     Block,
     Flags,

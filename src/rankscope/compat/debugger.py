@@ -19,6 +19,7 @@ from typing import Literal
 from torch import nn
 
 from rankscope.agent.joining import who_am_i
+from rankscope.capture.spread import kernel_squares
 from rankscope.compat.debuggercalls import DirectCalls
 from rankscope.compat.debuggertrace import Block, Recorded
 from rankscope.view.hf import Files, write_rank
@@ -66,13 +67,17 @@ def model_addition_debugger_context(
 
     def write(found: Recorded) -> None:
         assert folder is not None  # nothing is recorded for a block without
-        values = LocalValues(found.trace, identity.rank, as_text=use_repr, held=found.held)
+        values = LocalValues(
+            found.trace, identity.rank, as_text=use_repr, held=found.held, squares=kernel_squares()
+        )
         write_rank(
             folder, found.trace.steps, values, files, rank=identity.rank, is_root=found.is_root
         )
 
     is_alone = identity.world_size == 1 or ranks == "all"
-    block = Block(model, folder, runs_reprs=is_alone, prunes=do_prune_layers)
+    block = Block(
+        model, folder, runs_reprs=is_alone, prunes=do_prune_layers, all_outputs=all_outputs
+    )
     with DirectCalls(model, no_grad=no_grad) as direct:
         direct.session = block.begin()
         try:

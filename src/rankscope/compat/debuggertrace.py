@@ -19,6 +19,7 @@ from typing import Final
 from torch import nn
 
 from rankscope.agent.arming import current_session, hold
+from rankscope.agent.callvalues import CallWishes
 from rankscope.agent.guard import Guard, say, text_of
 from rankscope.agent.session import Session
 from rankscope.block import RankBlock, begin_rank_block
@@ -72,7 +73,13 @@ class Block:
     """One block's part in the trace; used by one thread."""
 
     def __init__(
-        self, model: nn.Module, folder: Path | None, *, runs_reprs: bool, prunes: bool
+        self,
+        model: nn.Module,
+        folder: Path | None,
+        *,
+        runs_reprs: bool,
+        prunes: bool,
+        all_outputs: bool,
     ) -> None:
         """Prepare; nothing is made before `begin`.
 
@@ -81,11 +88,13 @@ class Block:
             folder: may hold the trace while it lasts; None for a rank that writes none.
             runs_reprs: code of the program may run to say what an argument is.
             prunes: of a list of layers the first and the last are all that is looked at.
+            all_outputs: what modules that hold others hand out is looked at too.
         """
         self._model = model
         self._folder = folder
         self._runs_reprs = runs_reprs
         self._prunes = prunes
+        self._all_outputs = all_outputs
         self._pid = os.getpid()
         self._began_ns = 0
         self._in: _Running | None = None
@@ -99,7 +108,9 @@ class Block:
             _quiet += not self._runs_reprs
             if self._folder is None:
                 return None
-            self._in = _joined(self._model, self._folder, prunes=self._prunes)
+            self._in = _joined(
+                self._model, self._folder, prunes=self._prunes, all_outputs=self._all_outputs
+            )
             self._began_ns = time.monotonic_ns()
             return current_session() if self._in is None else self._in.session
 
@@ -139,12 +150,27 @@ class Block:
         )
 
 
+class _Outputs:
+    """Of which modules the outputs are recorded: of those that hold no others, where every block
+    asks for these alone."""
+
+    def __init__(self, *, are_all_wanted: bool) -> None:
+        self.are_all_wanted = are_all_wanted
+
+    def is_wanted(self, module: nn.Module, is_root: bool) -> bool:
+        """True where the output of a call that begins is to be recorded."""
+        if is_root or self.are_all_wanted:
+            return True
+        return all(child is None for child in module._modules.values())
+
+
 class _Running:
     """A trace that lasts as long as any block does."""
 
-    def __init__(self, own: Path, block: RankBlock) -> None:
+    def __init__(self, own: Path, block: RankBlock, outputs: _Outputs) -> None:
         self._own = own
         self._block = block
+        self._outputs = outputs
         self._looks = 0
         self.session = block.session
         self.blocks = 1
@@ -168,6 +194,7 @@ class _Running:
         self.blocks += 1
         self.is_shared = True
         self._block.let_go_between_layers(is_wanted=False)
+        self._outputs.are_all_wanted = True
         Guard(lambda error: say(f"the debugger: {text_of(error)}")).hook(self.session.prefer)(model)
 
     def leave(self, write: Callable[[Path], None]) -> None:
@@ -205,7 +232,7 @@ os.register_at_fork(after_in_child=_forget)
 _unwritten = Guard(lambda error: say(f"the debugger's files were not written: {text_of(error)}"))
 
 
-def _joined(model: nn.Module, folder: Path, *, prunes: bool) -> _Running | None:
+def _joined(model: nn.Module, folder: Path, *, prunes: bool, all_outputs: bool) -> _Running | None:
     """Return the trace a new block is in, None where there can be none, and why was said."""
     global _running
     if _running is not None and _running.is_alive:
@@ -215,12 +242,14 @@ def _joined(model: nn.Module, folder: Path, *, prunes: bool) -> _Running | None:
         say(_TRACED)
         return None
     own = Path(tempfile.mkdtemp(prefix=_NEW, dir=folder))
-    block = begin_rank_block(model, {**_SETTINGS, "out": own / "trace"}, _text_of_argument)
+    outputs = _Outputs(are_all_wanted=all_outputs)
+    wishes = CallWishes(say_leaf=_text_of_argument, is_output_wanted=outputs.is_wanted)
+    block = begin_rank_block(model, {**_SETTINGS, "out": own / "trace"}, wishes)
     if block is None:
         shutil.rmtree(own, ignore_errors=True)
         return None
     block.let_go_between_layers(is_wanted=prunes)
-    _running = _Running(own, block)
+    _running = _Running(own, block, outputs)
     return _running
 
 

@@ -24,7 +24,7 @@ from rankscope.tree.names import Progress
 from rankscope.tree.reader import Step, Trace
 from rankscope.tree.views import Node
 from rankscope.view.hfcalls import Call, call_of, forwards, prune_layers
-from rankscope.view.hffiles import TensorWriter
+from rankscope.view.hffiles import write_tensor
 from rankscope.view.place import Place
 from rankscope.view.selection import Selection
 
@@ -132,13 +132,10 @@ class _Writer:
         self._values = values
         self._files = files
         self._used: set[str] = set()
-        self._tensors: TensorWriter | None = None
 
     def write(self, call: Call, base: str) -> list[str]:
         json_text = _Json()
-        with TensorWriter() as self._tensors:
-            node = self._node(call, is_root=True)
-        json_text.add(node, "\n")
+        json_text.add(self._node(call, is_root=True), "\n")
         texts = json_text.whole(), json_text.summary()
         names = [f"{_safe(base)}_FULL_TENSORS.json", f"{_safe(base)}_SUMMARY.json"]
         for name, text in zip(names, texts):
@@ -193,8 +190,7 @@ class _Writer:
         if shown.data is None:
             return None
         name = self._free(_safe(stem))
-        assert self._tensors is not None  # begun by `write`
-        self._tensors.write(f"{self._folder}/{name}", shown.dtype, shown.shape, shown.data)
+        write_tensor(f"{self._folder}/{name}", shown.dtype, shown.shape, shown.data)
         return f"./{name}"
 
     def _free(self, stem: str) -> str:

@@ -26,7 +26,7 @@ from rankscope.tree.rebuild import bytes_of
 from rankscope.tree.slotview import SlotView
 from rankscope.tree.tensorfiles import StoredTensor
 from rankscope.tree.views import Node, Value
-from rankscope.view.hftext import is_measured, meta_text, statistics_of, tensor_text
+from rankscope.view.hftext import Squares, is_measured, meta_text, statistics_of, tensor_text
 
 __all__ = ["GlobalValues", "LocalValues", "Shown"]
 
@@ -61,7 +61,13 @@ class LocalValues:
     """What one rank held."""
 
     def __init__(
-        self, trace: Trace, rank: int, *, as_text: bool, held: Mapping[int, Held] | None = None
+        self,
+        trace: Trace,
+        rank: int,
+        *,
+        as_text: bool,
+        held: Mapping[int, Held] | None = None,
+        squares: Squares | None = None,
     ) -> None:
         """Prepare to read; nothing is opened yet.
 
@@ -70,9 +76,11 @@ class LocalValues:
             rank: whose tensors are wanted.
             as_text: they are wanted as text, else as bytes.
             held: those of the rank's first life that are in no file, by reference.
+            squares: as `statistics_of` takes it.
         """
         self._files = trace.tensor_files
         self._held = held or {}
+        self._squares = squares
         self._rank = rank
         self._as_text = as_text
         columns = trace.columns()
@@ -138,7 +146,7 @@ class LocalValues:
         if known not in self._measured:
             tensor = _tensor(stored)
             self._measured[known] = (
-                _facts_of(tensor, stride, device),
+                _facts_of(tensor, stride, device, self._squares),
                 _lines(tensor if self._as_text else None, device),
             )
         return self._measured[known]
@@ -219,9 +227,11 @@ def _lines(tensor: torch.Tensor | None, device: str) -> tuple[str, ...] | None:
     return None if tensor is None else tuple(tensor_text(tensor, device).split("\n"))
 
 
-def _facts_of(tensor: torch.Tensor, stride: tuple[int, ...], device: str) -> dict[str, Any]:
+def _facts_of(
+    tensor: torch.Tensor, stride: tuple[int, ...], device: str, squares: Squares | None = None
+) -> dict[str, Any]:
     """Return the statistics, and how many elements are not finite where any are."""
-    facts: dict[str, Any] = dict(statistics_of(_strided(tensor, stride), device))
+    facts: dict[str, Any] = dict(statistics_of(_strided(tensor, stride), device, squares))
     if any(word in facts.get(name, "") for name in ("min", "max") for word in ("nan", "inf")):
         counts = {
             "nan": tensor.isnan(),
