@@ -1,4 +1,6 @@
-"""A safetensors file of tensors that are made one after the other: one is in memory at a time."""
+"""Safetensors files: of tensors that are made one after the other, one in memory at a time, and of
+a single one that is there.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +9,19 @@ import os
 from collections.abc import Callable, Sequence
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.errors import FolderError
 from rankscope.record.dtypes import STORED_TYPES
+from rankscope.spool.chunkheader import LENGTH_BYTES
+from rankscope.spool.reserving import reserve
 
-__all__ = ["Outgoing", "write_tensors"]
+__all__ = ["Outgoing", "write_tensor", "write_tensors"]
+
+_WORTH_RESERVING: Final = 128 << 10
 
 Outgoing = tuple[str, str, tuple[int, ...], Callable[[], NDArray[Any]]]
 """Key, dtype in torch's name, shape, and what makes its bytes."""
@@ -61,6 +68,40 @@ def write_tensors(out: Path, tensors: Sequence[Outgoing]) -> int:
     finally:
         draft.unlink(missing_ok=True)
     return 8 + len(text) + offset
+
+
+def write_tensor(path: str, dtype: str, shape: tuple[int, ...], data: NDArray[np.uint8]) -> None:
+    """Write a file of one tensor under the key `data`, in place of what has its name.
+
+    Args:
+        path: of the file.
+        dtype: torch's name.
+        shape: of the tensor.
+        data: its bytes in row-major order.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    header = (
+        f'{{"data":{{"dtype":"{STORED_TYPES[dtype].name}","shape":[{",".join(map(str, shape))}],'
+        f'"data_offsets":[0,{data.nbytes}]}}}}'
+    )
+    text = header.encode()
+    text += b" " * (-len(text) % 8)
+    left = [memoryview(len(text).to_bytes(8, "little") + text), data.data]
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+    descriptor = os.open(path, flags, 0o666)
+    try:
+        if data.nbytes >= _WORTH_RESERVING:
+            reserve(descriptor, 0, LENGTH_BYTES + len(text) + data.nbytes)
+        while left:
+            written = os.writev(descriptor, left)
+            while left and written >= len(left[0]):
+                written -= len(left.pop(0))
+            if left:
+                left[0] = left[0][written:]
+    finally:
+        os.close(descriptor)
 
 
 def _target(out: Path) -> Path:

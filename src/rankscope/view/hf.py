@@ -22,9 +22,9 @@ from rankscope.errors import SelectionError
 from rankscope.record.layoutfile import LayoutFile
 from rankscope.tree.names import Progress
 from rankscope.tree.reader import Step, Trace
+from rankscope.tree.tensorout import write_tensor
 from rankscope.tree.views import Node
 from rankscope.view.hfcalls import Call, call_of, forwards, prune_layers
-from rankscope.view.hffiles import write_tensor
 from rankscope.view.place import Place
 from rankscope.view.selection import Selection
 

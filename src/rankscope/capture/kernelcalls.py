@@ -1,0 +1,219 @@
+"""The compiled kernel (`kernel.c`) as Python calls it, and what it has to give to be trusted."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from rankscope.record.value import MAX_SAMPLES, SKETCH_SIZE
+
+__all__ = ["Bound", "Kernel", "Workspace", "gives_numpys_numbers"]
+
+Doubles = npt.NDArray[np.float64]
+
+_PADDING: Final = 16
+"""Columns of factors are a multiple of this: the widest vectors hold 16 floats."""
+_ALIGNMENT: Final = 64
+_MOST_WITH_LOCK: Final = 1 << 15
+"""Elements up to which giving the interpreter to other threads costs more than it brings."""
+_KINDS: Final = {
+    "float32": 0, "bfloat16": 1, "float16": 2, "uint8": 3, "int8": 4, "int16": 5, "uint16": 6,
+    "table": 7,
+}  # fmt: skip
+"""Stored words the kernel reads, by the numbers it knows them by."""
+
+_NUMBERS: Final = struct.Struct("=6d8d2q")
+_RESULT_BYTES: Final = _NUMBERS.size + MAX_SAMPLES * SKETCH_SIZE * (8 + 4)
+_ROWS_OFFSET: Final = _NUMBERS.size
+_ROWS32_OFFSET: Final = _ROWS_OFFSET + MAX_SAMPLES * SKETCH_SIZE * 8
+
+
+class _Plan(ctypes.Structure):
+    """`struct plan` of kernel.c."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("kind", "before", "samples", "after", "inner")),
+        *((name, ctypes.c_int64) for name in ("pitch", "weight_pitch")),
+        *((name, ctypes.c_void_p) for name in ("factors", "weights", "batch", "table")),
+    )
+
+
+class Workspace:
+    """Where one thread's results are written."""
+
+    __slots__ = ("_rows", "_rows32", "address", "memory")
+
+    _rows: Doubles
+    _rows32: npt.NDArray[np.float32]
+
+    def __init__(self) -> None:
+        self.memory = (ctypes.c_char * _RESULT_BYTES)()
+        self.address = ctypes.addressof(self.memory)
+        shape = (MAX_SAMPLES, SKETCH_SIZE)
+        memory: Any = self.memory  # the stubs do not know that ctypes memory is a buffer
+        self._rows = np.ndarray(shape, np.float64, memory, _ROWS_OFFSET)
+        self._rows32 = np.ndarray(shape, np.float32, memory, _ROWS32_OFFSET)
+
+    def rows(self, samples: int) -> Doubles:
+        """Return the sketches of the single samples, [samples, 8]."""
+        return np.array(self._rows[:samples])
+
+    def rows32(self, samples: int) -> npt.NDArray[np.float32]:
+        """Return the sketches of the single samples, [samples, 8]."""
+        return np.array(self._rows32[:samples])
+
+
+class Bound:
+    """The kernel for values of one dtype and fold; holds the memory it points to."""
+
+    __slots__ = ("_held", "_look", "_plan")
+
+    def __init__(self, look: Any, plan: _Plan, held: tuple[object, ...]) -> None:
+        self._look = look
+        self._plan = ctypes.addressof(plan)
+        self._held = (plan, held)
+
+    def look(self, address: int, into: Workspace) -> tuple[Any, ...] | None:
+        """Look at the contiguous stored words at `address`.
+
+        Returns:
+            low, high, mean, std, norm, deviation, the sketch's 8 numbers, zeros, has -0; None where
+            the value has to be looked at carefully: NaN, infinities, extreme magnitudes.
+        """
+        if self._look(self._plan, address, into.address):
+            return None
+        return _NUMBERS.unpack_from(into.memory)
+
+
+class Kernel:
+    """A compiled kernel."""
+
+    def __init__(self, path: Path) -> None:
+        """Load the library.
+
+        Raises:
+            OSError: it cannot be loaded.
+            AttributeError: it is not this library.
+        """
+        self.path = path
+        self._alone: Any = ctypes.CDLL(str(path)).rankscope_look
+        self._with_lock: Any = ctypes.PyDLL(str(path)).rankscope_look
+        for look in (self._alone, self._with_lock):
+            look.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
+            look.restype = ctypes.c_int
+        self._squares: Any = ctypes.CDLL(str(path)).rankscope_squares_around
+        self._squares.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_double)
+        self._squares.restype = ctypes.c_double
+
+    def squares_around(self, address: int, count: int, center: float) -> float:
+        """Return the sum of (x - center)**2 over `count` float32 at `address`, added in double."""
+        return float(self._squares(address, count, center))
+
+    def bind(
+        self,
+        kind: str,
+        rows: tuple[int, int, int],
+        matrix: npt.NDArray[np.float32],
+        weights: Doubles,
+        batch: Doubles | None = None,
+        table: npt.NDArray[np.float32] | None = None,
+    ) -> Bound:
+        """Prepare the kernel for one fold.
+
+        Args:
+            kind: one of the stored words in `_KINDS`; "table" are 8-bit floats.
+            rows: (before, samples, after) whose product is the number of rows.
+            matrix: [inner, 8] factors of the columns.
+            weights: [rows, 8] weights of the rows.
+            batch: [samples, 8] factors of the samples; None where `samples` is 1, and the whole.
+            table: [256] values of an 8-bit float's words.
+        """
+        inner = len(matrix)
+        pitch = -(-inner // _PADDING) * _PADDING
+        factors = _aligned((SKETCH_SIZE, pitch), np.float32)
+        factors[:, :inner] = matrix.T
+        turned = _aligned((SKETCH_SIZE, len(weights)), np.float64)
+        turned[:] = weights.T
+        batch = None if batch is None else np.ascontiguousarray(batch)
+        plan = _Plan(
+            _KINDS[kind], *rows, inner, pitch, len(weights), factors.ctypes.data,
+            turned.ctypes.data, None if batch is None else batch.ctypes.data,
+            None if table is None else table.ctypes.data,
+        )  # fmt: skip
+        is_small = len(weights) * inner <= _MOST_WITH_LOCK
+        look = self._with_lock if is_small else self._alone
+        return Bound(look, plan, (factors, turned, batch, table))
+
+
+def gives_numpys_numbers(kernel: Kernel) -> bool:
+    """Compare one value of every kind, with rows and columns left over, to plain arithmetic."""
+    rows, samples, inner = 14, 2, 613
+    counter = np.arange(rows * inner, dtype=np.int64)
+    words = (counter * 7919 + (counter * counter) % 257) % 251
+    matrix = np.cos(np.arange(inner * SKETCH_SIZE)).astype(np.float32).reshape(inner, SKETCH_SIZE)
+    weights = np.sin(np.arange(rows * SKETCH_SIZE)).reshape(rows, SKETCH_SIZE)
+    batch = 1.0 + np.arange(samples * SKETCH_SIZE, dtype=np.float64).reshape(samples, SKETCH_SIZE)
+    table = np.ascontiguousarray(np.arange(256)[::-1], dtype=np.float32)
+    workspace = Workspace()
+    for kind, stored, values in _specimens(words, table):
+        bound = kernel.bind(kind, (1, samples, rows // samples), matrix, weights, batch, table)
+        found = bound.look(stored.ctypes.data, workspace)
+        if found is None:
+            return False
+        got = found[:5]
+        sketch, (zero, has_minus_zero) = found[6:14], found[14:]
+        sums = (values.reshape(rows, inner) @ matrix.astype(np.float64)) * weights
+        per_sample = sums.reshape(samples, -1, SKETCH_SIZE).sum(axis=1)
+        norm = float(np.linalg.norm(values))
+        moments = (float(np.mean(values)), float(np.std(values, ddof=1)), norm)
+        if (
+            got[:2] != (float(values.min()), float(values.max()))
+            or zero != int(np.count_nonzero(values == 0))
+            or has_minus_zero != bool(np.any(np.signbit(values) & (values == 0)))
+            or not np.allclose(got[2:], moments, rtol=1e-6, atol=0)
+            or not np.allclose(workspace.rows(samples), per_sample, rtol=0, atol=1e-5 * norm)
+            or not np.allclose(sketch, (per_sample * batch).sum(0), rtol=0, atol=1e-4 * norm)
+        ):
+            return False
+    floats = words.astype(np.float32)
+    around = kernel.squares_around(floats.ctypes.data, floats.size, 101.25)
+    if not math.isclose(around, float(((words - 101.25) ** 2).sum()), rel_tol=1e-12):
+        return False
+    broken = floats
+    for bad in (math.nan, math.inf, -math.inf):
+        broken[-1] = bad
+        bound = kernel.bind("float32", (1, 1, rows), matrix, weights)
+        if bound.look(broken.ctypes.data, workspace) is not None:
+            return False
+    return True
+
+
+def _specimens(
+    words: npt.NDArray[np.int64], table: npt.NDArray[np.float32]
+) -> Iterator[tuple[str, npt.NDArray[Any], Doubles]]:
+    """Yield (kind, stored words, their values)."""
+    floats = (words - 101.0).astype(np.float32) / np.float32(8)
+    floats[words == 7] = -0.0
+    yield "float32", floats, floats.astype(np.float64)
+    halves = floats.astype(np.float16)
+    yield "float16", halves, halves.astype(np.float64)
+    yield "bfloat16", (floats.view(np.uint32) >> 16).astype(np.uint16), floats.astype(np.float64)
+    for name in ("uint8", "int8", "int16", "uint16"):
+        stored = words.astype(name)
+        yield name, stored, stored.astype(np.float64)
+    yield "table", words.astype(np.uint8), table[words].astype(np.float64)
+
+
+def _aligned(shape: tuple[int, int], dtype: type[np.floating]) -> npt.NDArray[Any]:
+    """Return zeros that begin at a cache line."""
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    memory = np.zeros(size + _ALIGNMENT, dtype=np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return memory[start : start + size].view(dtype).reshape(shape)
