@@ -29,7 +29,6 @@ from rankscope.agent.wording import as_keywords
 from rankscope.capture.kernel import build as build_kernel
 from rankscope.errors import RankscopeError, SpoolError
 from rankscope.record.run import EndReason
-from rankscope.spool.chunkheader import TENSOR_FOLDER
 from rankscope.spool.folder import (
     check_free_space,
     host_run_folder,
@@ -42,6 +41,8 @@ from rankscope.spool.reader import StreamReader
 from rankscope.spool.replacing import write_by_rename
 from rankscope.spool.scratch import ByteArray, HeldBytes, Scratch
 from rankscope.spool.writer import SpoolWriter
+from rankscope.tree.sources import replica_path
+from rankscope.tree.streams import StreamBytes
 
 __all__ = ["RankBlock", "begin_rank_block", "trace_block"]
 
@@ -100,15 +101,14 @@ class RankBlock:
         self._block = block
         self.session = block.session
 
-    def look(self, folder: Path) -> None:
-        """Make `folder` what `end` would leave if it came now; the tensors in it are those of the
-        block's own, which has to stay where it is meanwhile.
+    def look(self) -> StreamBytes:
+        """Return what `end` would if it came now.
 
         Raises:
             SpoolError: the records cannot be read.
-            OSError: the folder cannot be written.
+            OSError: those that were moved away cannot be.
         """
-        self._block.look(folder)
+        return self._block.look()
 
     def held(self) -> dict[int, tuple[HeldBytes, ByteArray]]:
         """Return the tensors that are in no chunk: by reference what they are, and their bytes,
@@ -121,11 +121,14 @@ class RankBlock:
         """
         self._block.let_go_between_layers(is_wanted=is_wanted)
 
-    def end(self) -> None:
-        """End the trace. What is left in `out` are the records and the tensors: `open_trace` makes
-        a tree of them.
+    def end(self) -> StreamBytes:
+        """End the trace and return its records. The tensors in `out` stay there, and `held`.
+
+        Raises:
+            SpoolError: the records cannot be read.
+            OSError: those that were moved away cannot be.
         """
-        self._block.finish(with_tree=False)
+        return self._block.end()
 
 
 def begin_rank_block(
@@ -184,9 +187,9 @@ class _Block:
         check_free_space(self._run_folder, settings.spool_bytes)
         check_budget(self.out, settings.tensor_budget if settings.tensors else None, ranks=1)
         self._stream = identity.stream
-        replicas = self.out / "spool"
-        replicas.mkdir(mode=0o700)
-        self._replica = replicas / f"{self._stream.name}.cells"
+        self._replica = replica_path(self.out, self._stream)
+        if not with_scratch:
+            self._replica.parent.mkdir(mode=0o700)  # others may look in
         self._taken = 0
         """Bytes of it that are whole segments."""
         self._writer = writer = SpoolWriter(
@@ -224,49 +227,61 @@ class _Block:
         """Move a full segment behind the records already in the trace folder."""
         if offset != self._taken:
             return  # the one before it waits for room: the writer asks again
+        self._replica.parent.mkdir(mode=0o700, exist_ok=True)
         with self._replica.open("ab") as replica, path.open("rb") as segment:
             replica.truncate(offset)  # of a try before this one, which a full disk cut short
             shutil.copyfileobj(segment, replica, 1 << 20)
         self._taken = self._replica.stat().st_size
         path.unlink()
 
-    def look(self, folder: Path) -> None:
-        """Copy the records there are, and show the tensors, in a folder of its own."""
+    def look(self) -> StreamBytes:
+        """Return the records there are."""
         self.session.settle()
-        spool = folder / self._replica.parent.name
-        spool.mkdir(parents=True)
-        (folder / TENSOR_FOLDER).symlink_to(self.out / TENSOR_FOLDER)
         for _ in range(_MOST_LOOKS - 1):
             try:
-                return self._copy_records(spool / self._replica.name)
+                return self._records(None)
             except SpoolError:
                 continue  # a segment was moved away meanwhile
-        return self._copy_records(spool / self._replica.name)
+        return self._records(None)
 
-    def _copy_records(self, path: Path) -> None:
-        taken = self._taken
-        with path.open("wb") as copy:
-            if taken:
-                with self._replica.open("rb") as replica:
-                    copy.write(replica.read(taken))
-            with StreamReader(stream_folder(self._run_folder, self._stream)) as reader:
-                for chunk in reader.chunks(taken):
-                    copy.write(chunk)
+    def end(self) -> StreamBytes:
+        """Close the spool, and return the records in place of building a tree."""
+        hold(None)
+        try:
+            self.session.close(EndReason.CLOSED)
+            return self._records(EndReason.CLOSED)
+        finally:
+            shutil.rmtree(self._run_folder, ignore_errors=True)
 
-    def finish(self, *, with_tree: bool = True) -> None:
+    def _records(self, end: EndReason | None) -> StreamBytes:
+        taken, pieces = self._taken, list[bytes]()
+        if taken:
+            with self._replica.open("rb") as replica:
+                pieces.append(replica.read(taken))
+        with StreamReader(stream_folder(self._run_folder, self._stream)) as reader:
+            pieces += reader.chunks(taken)
+        data = b"".join(pieces)
+        return StreamBytes(
+            stream=self._stream,
+            data=data,
+            is_verified=not taken,
+            committed=None if end is None else len(data),
+            end=end,
+        )
+
+    def finish(self) -> None:
         """Close the spool and build the tree; a failure is said, and the records stay where they
         are.
         """
         hold(None)
-        Guard(self._say_unfinished).hook(self._finish)(with_tree)
+        Guard(self._say_unfinished).hook(self._finish)()
 
-    def _finish(self, with_tree: bool) -> None:
+    def _finish(self) -> None:
         from rankscope.tree.assemble import build
 
         self.session.close(EndReason.CLOSED)
         self._take_rest()
-        if with_tree:
-            build(self.out, keep_spool=self._keep_spool)
+        build(self.out, keep_spool=self._keep_spool)
         shutil.rmtree(self._run_folder, ignore_errors=True)
 
     def _say_unfinished(self, error: Exception) -> None:

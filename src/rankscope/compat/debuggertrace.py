@@ -29,8 +29,7 @@ from rankscope.tree.interning import roots_of
 from rankscope.tree.naming import join_path, name_roots
 from rankscope.tree.reader import Records, Trace
 from rankscope.tree.skeleton import forward_calls, without_calls
-from rankscope.tree.sources import find_streams
-from rankscope.tree.streams import RankStream, read_stream
+from rankscope.tree.streams import RankStream, StreamBytes, read_stream
 from rankscope.tree.views import Node
 from rankscope.view.hfcalls import pruned_calls
 from rankscope.view.hfvalues import Held
@@ -127,14 +126,12 @@ class Block:
             _quiet -= not self._runs_reprs
             running, self._in = self._in, None
             if running is not None:
-                running.leave(lambda folder: write(self._recorded(running, folder)))
+                running.leave(lambda source: write(self._recorded(running, source)))
 
-    def _recorded(self, running: _Running, folder: Path) -> Recorded:
-        (source,) = find_streams([folder])
+    def _recorded(self, running: _Running, source: StreamBytes) -> Recorded:
         is_alone = not running.is_shared
-        # not `open_trace`: nobody else is at work here, and to look for them takes long
         document = assemble([source], settle=_pruned if self._prunes and is_alone else None)
-        trace = Trace(Records(document, folder), folder, is_written=False)
+        trace = Trace(Records(document, running.folder), running.folder, is_written=False)
         held = running.held()
         if is_alone:
             return Recorded(trace, held, lambda node: not node.path)
@@ -167,11 +164,11 @@ class _Outputs:
 class _Running:
     """A trace that lasts as long as any block does."""
 
-    def __init__(self, own: Path, block: RankBlock, outputs: _Outputs) -> None:
-        self._own = own
+    def __init__(self, folder: Path, block: RankBlock, outputs: _Outputs) -> None:
+        self.folder = folder
+        """Lasts as long; holds tensors where they do not fit elsewhere."""
         self._block = block
         self._outputs = outputs
-        self._looks = 0
         self.session = block.session
         self.blocks = 1
         self.is_shared = False
@@ -197,24 +194,19 @@ class _Running:
         self._outputs.are_all_wanted = True
         Guard(lambda error: say(f"the debugger: {text_of(error)}")).hook(self.session.prefer)(model)
 
-    def leave(self, write: Callable[[Path], None]) -> None:
+    def leave(self, write: Callable[[StreamBytes], None]) -> None:
         """Have a block written that ends; the last one ends the trace."""
         global _running
         self.blocks -= 1
-        trace = self._own / "trace"
+        if self.blocks:
+            _unwritten.hook(lambda: write(self._block.look()))()
+            return
+        if _running is self:
+            _running = None
         try:
-            if not self.blocks:
-                if _running is self:
-                    _running = None
-                self._block.end()
-                _unwritten.hook(write)(trace)
-                return
-            trace = self._own / f"look{self._looks}"
-            self._looks += 1
-            _unwritten.hook(self._block.look)(trace)
-            _unwritten.hook(write)(trace)
+            _unwritten.hook(lambda: write(self._block.end()))()
         finally:
-            shutil.rmtree(trace if self.blocks else self._own, ignore_errors=True)
+            shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def _forget() -> None:
@@ -244,7 +236,7 @@ def _joined(model: nn.Module, folder: Path, *, prunes: bool, all_outputs: bool) 
     own = Path(tempfile.mkdtemp(prefix=_NEW, dir=folder))
     outputs = _Outputs(are_all_wanted=all_outputs)
     wishes = CallWishes(say_leaf=_text_of_argument, is_output_wanted=outputs.is_wanted)
-    block = begin_rank_block(model, {**_SETTINGS, "out": own / "trace"}, wishes)
+    block = begin_rank_block(model, {**_SETTINGS, "out": own}, wishes)
     if block is None:
         shutil.rmtree(own, ignore_errors=True)
         return None
