@@ -43,7 +43,11 @@ class Rank:
         self.describer = Describer(0)
         self.metas: dict[Described, int] = {}
         self.keeper = Keeper(
-            globs, ChunkStore(self.writer, self._record), self._record, memory_bytes=memory, tell=self.told.append
+            globs,
+            ChunkStore(self.writer, self._record),
+            self._record,
+            memory_bytes=memory,
+            tell=self.told.append,
         )
 
     def _record(self, reference: int, entry: Stored, described: Described) -> bool:
