@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from rankscope.agent import keeper as keeper_module
+from rankscope.agent import stores
 from rankscope.agent.keeper import free_disk_share
 from rankscope.agent.settings import settings_from
 from rankscope.spool.chunkfinish import damaged, finish_chunks
@@ -110,12 +110,12 @@ def test_minus_zero_is_not_zero_and_every_nan_stays_itself(tmp_path):
 
 
 def test_the_table_of_what_is_stored_is_bounded(tmp_path, monkeypatch):
-    monkeypatch.setattr(keeper_module, "_MOST_STORED", 10)
+    monkeypatch.setattr(stores, "_MOST_STORED", 10)
     rank = Rank(tmp_path)
     first = [rank.keep(torch.full((3,), float(n))) for n in range(30)]
     assert [rank.keep(torch.full((3,), float(n))) for n in range(20, 30)] == first[20:]
     assert rank.keep(torch.full((3,), 0.0)) == 31  # forgotten: stored again, not lost
-    assert len(rank.keeper._stored) == 10
+    assert len(rank.store._stored) == 10
     assert len(rank.close()) == 31
 
 

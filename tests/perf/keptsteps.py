@@ -35,6 +35,7 @@ from torch import nn
 
 import rankscope
 from rankscope.agent.keeper import Keeper
+from rankscope.agent.stores import ChunkStore
 from rankscope.capture.describe import Describer
 from rankscope.capture.invisible import invisible
 from rankscope.record.run import StreamId
@@ -244,9 +245,8 @@ def keep_as_if_on_device(folder: Path, memory_bytes: int) -> None:
     bound.
     """
     writer = ChunkWriter(folder, StreamId(rank=1, incarnation=0), limit_bytes=1 << 40)
-    keeper = Keeper(
-        ("**",), writer, lambda *_: True, memory_bytes=memory_bytes, tell=lambda _: None
-    )
+    store = ChunkStore(writer, lambda *_: True)
+    keeper = Keeper(("**",), store, lambda *_: True, memory_bytes=memory_bytes, tell=lambda _: None)
     describer = Describer(0)
     for number in range(600):
         with invisible():

@@ -24,7 +24,8 @@ from safetensors.torch import save_file
 
 from rankscope.agent.keeper import Keeper
 from rankscope.agent.recorder import Recorder
-from rankscope.capture.describe import Describer
+from rankscope.agent.stores import ChunkStore, Stored
+from rankscope.capture.describe import Described, Describer
 from rankscope.capture.invisible import invisible
 from rankscope.capture.keeping import own_bytes
 from rankscope.record.run import StreamId
@@ -64,19 +65,18 @@ def keeper(folder: Path, tensors: list[torch.Tensor]) -> None:
     spool = SpoolWriter(folder / "spool", limit_bytes=64 << 20)
     recorder = Recorder(spool)
     writer = ChunkWriter(folder, STREAM, limit_bytes=1 << 40)
-    keeping = Keeper(
-        ("**",),
-        writer,
-        lambda reference, entry, described: spool.write(
+
+    def record(reference: int, entry: Stored, described: Described) -> bool:
+        return spool.write(
             RecordKind.TENSOR,
             TENSOR.pack(
                 reference, entry.chunk, entry.index, entry.begin, entry.nbytes, entry.checksum,
                 recorder.meta(described),
             ),
-        ),
-        memory_bytes=1 << 20,
-        tell=print,
-    )  # fmt: skip
+        )  # fmt: skip
+
+    store = ChunkStore(writer, record)
+    keeping = Keeper(("**",), store, record, memory_bytes=1 << 20, tell=print)
     describer = Describer(0)
     for tensor in tensors:
         with invisible():

@@ -5,6 +5,7 @@ traces that kept less than everything.
 from __future__ import annotations
 
 import json
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 import rankscope
+from rankscope.capture.kernel import build
+from rankscope.capture.spread import kernel_squares
 from rankscope.view.formats import export
 from rankscope.view.hftext import statistics_of, tensor_text
 from rankscope.view.selection import Selection
@@ -66,6 +69,23 @@ def test_tensors_and_statistics_are_written_as_torch_prints_them() -> None:
                     name: repr(getattr(tensor, name)()) for name in ("mean", "std", "min", "max")
                 }
     assert compared > 50
+
+
+def test_statistics_by_the_kernel_are_printed_alike() -> None:
+    if build() is None:
+        pytest.skip("needs a C compiler")
+    squares = kernel_squares()
+    assert squares is not None
+    choose, generator = random.Random(4), torch.Generator().manual_seed(4)
+    for _ in range(2000):
+        shape = [choose.choice((1, 2, 3, 17, 64, 333)) for _ in range(choose.randint(0, 3))]
+        tensor = torch.randn(shape, generator=generator) * 10 ** choose.uniform(-6, 6)
+        tensor += choose.choice((0.0, 1.0, 1e5))
+        if choose.random() < 0.1:
+            tensor.view(-1)[0] = choose.choice((math.nan, math.inf, -math.inf))
+        assert statistics_of(tensor, squares=squares) == statistics_of(tensor), tensor
+    for odd in (torch.randn(4, 6).t(), torch.randn(6).half(), torch.randn(6).bfloat16()):
+        assert statistics_of(odd, squares=squares) == statistics_of(odd)
 
 
 def test_a_tensor_of_another_device_names_it() -> None:

@@ -127,7 +127,7 @@ class Scratch:
             is_whole = written == nbytes
         finally:
             if not is_whole:
-                self._free.setdefault(_room(nbytes), []).append(begin)
+                self._give_back(begin, nbytes)
         if not is_whole:
             raise ValueError(f"{dtype} {list(shape)} takes {nbytes} bytes, {written} were given")
         self._count += 1
@@ -151,7 +151,7 @@ class Scratch:
 
     def withdraw(self, held: HeldBytes) -> None:
         """Do not hold what was just written: its place is used again."""
-        self._free.setdefault(_room(held.nbytes), []).append(held.begin)
+        self._give_back(held.begin, held.nbytes)
 
     def release(self, reference: int) -> None:
         """Let a tensor go: its place is used again. Nothing for one that is not held."""
@@ -188,6 +188,12 @@ class Scratch:
             self._reserved = ahead
         self._top = end
         return begin
+
+    def _give_back(self, begin: int, nbytes: int) -> None:
+        if begin + _room(nbytes) == self._top:
+            self._top = begin
+        else:
+            self._free.setdefault(_room(nbytes), []).append(begin)
 
     def _bytes(self, held: HeldBytes) -> ByteArray:
         return self._memory[held.begin : held.begin + held.nbytes]
