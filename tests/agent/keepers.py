@@ -42,12 +42,9 @@ class Rank:
         self.told: list[str] = []
         self.describer = Describer(0)
         self.metas: dict[Described, int] = {}
+        self.store = ChunkStore(self.writer, self._record)
         self.keeper = Keeper(
-            globs,
-            ChunkStore(self.writer, self._record),
-            self._record,
-            memory_bytes=memory,
-            tell=self.told.append,
+            globs, self.store, self._record, memory_bytes=memory, tell=self.told.append
         )
 
     def _record(self, reference: int, entry: Stored, described: Described) -> bool:
