@@ -118,6 +118,11 @@ class ValueReader:
                 reference,
             )  # fmt: skip
             return
+        if not self._digests:
+            self._recorder.value(
+                sequence, slot, described, None, phase, ordinal, flags, self._batch_dim, reference
+            )
+            return
         place = ValuePlace(sequence, slot, described, phase, ordinal, flags, reference)
         if not self._is_read_on_device(local, place, samples=samples):
             self._record(place, None)

@@ -148,6 +148,9 @@ class Describer:
 
     def describe_text(self, note: str) -> Described:
         """Return the description of a value that is no tensor, said in these words."""
+        known = self._known.get(("python", note))
+        if known is not None:
+            return known
         meta = ValueMeta(
             dtype="python",
             device="",
@@ -157,9 +160,7 @@ class Describer:
             ranges=None,
             note=note,
         )
-        return self._known.get(("python", note)) or self._keep(
-            ("python", note), Described(meta=meta)
-        )
+        return self._keep(("python", note), Described(meta=meta))
 
     def _kind(self, kind: type) -> _Kind:
         found = _Kind.PLAIN

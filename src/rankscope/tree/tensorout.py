@@ -4,8 +4,11 @@ a single one that is there.
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
 import json
 import os
+import re
 from collections.abc import Callable, Sequence
 from math import prod
 from pathlib import Path
@@ -19,9 +22,11 @@ from rankscope.record.dtypes import STORED_TYPES
 from rankscope.spool.chunkheader import LENGTH_BYTES
 from rankscope.spool.reserving import reserve
 
-__all__ = ["Outgoing", "write_tensor", "write_tensors"]
+__all__ = ["Outgoing", "can_link_tensors", "link_tensor", "write_tensor", "write_tensors"]
 
 _WORTH_RESERVING: Final = 128 << 10
+_REPLACES_FILES: Final = (0, 8)
+"""The first release of safetensors that does."""
 
 Outgoing = tuple[str, str, tuple[int, ...], Callable[[], NDArray[Any]]]
 """Key, dtype in torch's name, shape, and what makes its bytes."""
@@ -71,7 +76,8 @@ def write_tensors(out: Path, tensors: Sequence[Outgoing]) -> int:
 
 
 def write_tensor(path: str, dtype: str, shape: tuple[int, ...], data: NDArray[np.uint8]) -> None:
-    """Write a file of one tensor under the key `data`, in place of what has its name.
+    """Write a file of one tensor under the key `data`; one that has its name is removed before, for
+    its bytes may be those of another name too (`link_tensor`).
 
     Args:
         path: of the file.
@@ -89,8 +95,12 @@ def write_tensor(path: str, dtype: str, shape: tuple[int, ...], data: NDArray[np
     text = header.encode()
     text += b" " * (-len(text) % 8)
     left = [memoryview(len(text).to_bytes(8, "little") + text), data.data]
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
-    descriptor = os.open(path, flags, 0o666)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    try:
+        descriptor = os.open(path, flags, 0o666)
+    except FileExistsError:
+        os.unlink(path)
+        descriptor = os.open(path, flags, 0o666)
     try:
         if data.nbytes >= _WORTH_RESERVING:
             reserve(descriptor, 0, LENGTH_BYTES + len(text) + data.nbytes)
@@ -102,6 +112,35 @@ def write_tensor(path: str, dtype: str, shape: tuple[int, ...], data: NDArray[np
                 left[0] = left[0][written:]
     finally:
         os.close(descriptor)
+
+
+@functools.cache
+def can_link_tensors() -> bool:
+    """True where files of tensors may share their bytes: the installed safetensors makes a new file
+    in place of one that is there. Up to 0.7 it writes into that, and so into all that share it.
+    """
+    found = re.match(r"(\d+)\.(\d+)", importlib.metadata.version("safetensors"))
+    return found is not None and (int(found[1]), int(found[2])) >= _REPLACES_FILES
+
+
+def link_tensor(path: str, written: str) -> bool:
+    """Give a file of a tensor one more name; False where the file system has no such names.
+
+    Args:
+        path: the name; what has it is removed before.
+        written: the name that the file has.
+
+    Raises:
+        OSError: what has the name cannot be removed.
+    """
+    try:
+        os.link(written, path)
+    except FileExistsError:
+        os.unlink(path)
+        return link_tensor(path, written)
+    except OSError:
+        return False
+    return True
 
 
 def _target(out: Path) -> Path:

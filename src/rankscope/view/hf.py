@@ -22,7 +22,7 @@ from rankscope.errors import SelectionError
 from rankscope.record.layoutfile import LayoutFile
 from rankscope.tree.names import Progress
 from rankscope.tree.reader import Step, Trace
-from rankscope.tree.tensorout import write_tensor
+from rankscope.tree.tensorout import can_link_tensors, link_tensor, write_tensor
 from rankscope.tree.views import Node
 from rankscope.view.hfcalls import Call, call_of, forwards, prune_layers
 from rankscope.view.place import Place
@@ -132,6 +132,8 @@ class _Writer:
         self._values = values
         self._files = files
         self._used: set[str] = set()
+        self._written: dict[tuple[object, str, tuple[int, ...]], str] = {}
+        """Files by what is in them."""
 
     def write(self, call: Call, base: str) -> list[str]:
         json_text = _Json()
@@ -190,7 +192,10 @@ class _Writer:
         if shown.data is None:
             return None
         name = self._free(_safe(stem))
-        write_tensor(f"{self._folder}/{name}", shown.dtype, shown.shape, shown.data)
+        path, known = f"{self._folder}/{name}", (shown.origin, shown.dtype, shown.shape)
+        written = None if shown.origin is None else self._written.setdefault(known, path)
+        if written in (None, path) or not (can_link_tensors() and link_tensor(path, written)):
+            write_tensor(path, shown.dtype, shown.shape, shown.data)
         return f"./{name}"
 
     def _free(self, stem: str) -> str:

@@ -42,6 +42,8 @@ class Shown:
     """What `print` shows; None where not asked for, or there is nothing to show."""
     data: NDArray[np.uint8] | None
     """Its bytes in row-major order; None where they are not there, or not asked for."""
+    origin: object = None
+    """What values of the same bytes share; None where that is not known."""
     facts: Mapping[str, Any]
     """Statistics, what is not finite, where it lies, why it is not there."""
 
@@ -118,7 +120,7 @@ class LocalValues:
         measured, lines = self._facts(stored, key, form)
         facts = {**measured, **labels}
         data = None if self._as_text else stored.data
-        return Shown(shape=shape, dtype=dtype, lines=lines, data=data, facts=facts)
+        return Shown(shape=shape, dtype=dtype, lines=lines, data=data, origin=key, facts=facts)
 
     def differ(self, views: Mapping[str, Sequence[SlotView]], one: str, other: str) -> bool:
         """True where a kind of slot (`returned`) holds other bytes than another (`output`)."""
