@@ -193,7 +193,7 @@ class _Renderer:
         self, numbers: NDArray[np.int64], ranks: NDArray[np.int64], path: str
     ) -> dict[str, Any]:
         modules = self._document.vocabulary.modules.items
-        names = {int(m): modules[int(m)] for m in np.unique(numbers)}
+        names = {number: modules[number] for number in sorted(set(numbers.tolist()))}
         first = modules[int(numbers[0])]
         result: dict[str, Any] = {}
         if first.raw_path != path:

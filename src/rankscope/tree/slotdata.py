@@ -91,15 +91,16 @@ class SlotData:
         folds = self._merged.entry_folds[first : last + 1].tolist()
         compact = self._compact(first, last) if self._is_compact else None
         values = [] if self._is_compact else self._values(folds[0], folds[-1])
+        kept = self._kept_ranks(starts) if self._has_tensors else itertools.repeat({})
         made: list[Data] = []
-        for i, (begin, end) in enumerate(itertools.pairwise(starts)):
+        for i, ((begin, end), where) in enumerate(zip(itertools.pairwise(starts), kept)):
             described = self._entry_description[first + i]
             result: Data = {
                 "slot": self._slot_names[self._slot[first + i]],
                 "ranks": self._texts.text(self._ranks[begin:end]),
                 **self._shared_data(described),
                 "rows": [begin, end],
-                **self._kept_ranks(begin, end),
+                **where,
             }
             if compact is not None:
                 result |= compact[i]
@@ -114,15 +115,17 @@ class SlotData:
         self._mark_disagreement(made, first)
         return made
 
-    def _kept_ranks(self, begin: int, end: int) -> Data:
-        """Say of which ranks the bytes of an entry are in the trace, and of which they are not
+    def _kept_ranks(self, starts: list[int]) -> list[Data]:
+        """Say for each entry of which ranks the bytes are in the trace, and of which they are not
         although they were asked for."""
-        if not self._has_tensors:
-            return {}
-        ranks, found = self._ranks[begin:end], {}
+        first, last = starts[0], starts[-1]
+        bounds = np.array(starts[:-1]) - first
+        found: list[Data] = [{} for _ in bounds]
         for name, column in (("kept", self._is_kept), ("not_kept", self._is_missed)):
-            if column[begin:end].any():
-                found[name] = self._texts.text(ranks[column[begin:end]])
+            has_any = np.logical_or.reduceat(column[first:last], bounds)
+            for i in np.flatnonzero(has_any).tolist():
+                entry = slice(starts[i], starts[i + 1])
+                found[i][name] = self._texts.text(self._ranks[entry][column[entry]])
         return found
 
     def _mark_disagreement(self, made: list[Data], first: int) -> None:
@@ -182,19 +185,20 @@ class SlotData:
         bounds = self._merged.fold_start[first : last + 1]
         heads = bounds[:-1]
         rows = self._merged.values[heads]
-        digests = _digests(rows)
+        has_digest = self._has_digest[heads]
+        digests = _digests(rows) if has_digest.any() else itertools.repeat({})
         sampled = self._merged.order[heads]
         samples = zip(*(column[sampled].tolist() for column in self._samples))
         made: list[Data] = []
-        for begin, end, described, flags, has_digest, digest, (dim, count, row) in zip(
+        for begin, end, described, flags, is_digested, digest, (dim, count, row) in zip(
             heads.tolist(), bounds[1:].tolist(), self._description[heads].tolist(),
-            rows["flags"].tolist(), self._has_digest[heads].tolist(), digests, samples,
+            rows["flags"].tolist(), has_digest.tolist(), digests, samples,
         ):  # fmt: skip
             value = {
                 "ranks": self._texts.text(self._ranks[begin:end]),
                 **self._piece(described, flags),
             }
-            if has_digest:
+            if is_digested:
                 value["digest"] = digest
             if row >= 0:
                 value["samples"] = {"dim": dim, "count": count, "row": row}
