@@ -278,6 +278,8 @@ def _serve(channel: Connection) -> None:
                 "LOCAL_WORLD_SIZE": world_size,
                 "GROUP_RANK": 0,
                 "TORCHELASTIC_RESTART_COUNT": 0,
+                # a rank that is through with its call must not leave while others still connect
+                "TORCH_DIST_INIT_BARRIER": 1,
             }
             variables = {**{k: str(v) for k, v in torchrun.items()}, **env}
             with _environment(variables), _group(rank, world_size, store, timeout_s):
