@@ -119,7 +119,7 @@ def test_a_write_the_system_refuses_is_told_and_costs_no_other(
     tmp_path: Path, small_files: None
 ) -> None:
     rank = Rank(tmp_path, limit_bytes=1 << 20)
-    os.ftruncate(rank.scratch._descriptor, 0)
+    os.ftruncate(rank.scratch._file.number, 0)
     most = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, most))
     kept, refused = torch.arange(1000.0), torch.zeros(1 << 15)

@@ -545,3 +545,22 @@ def whole(path: Path) -> bool:
         return read_header(path)[1] is not None
     except ChunkError:
         return False
+
+
+def test_a_file_of_the_program_under_the_number_of_a_chunk_is_left_alone(tmp_path):
+    writing = Writing(tmp_path)
+    write_mixed(writing, 20)
+    number = writing.writer._file.number
+    os.close(number)
+    own = os.open(tmp_path / "own", os.O_RDWR | os.O_CREAT)
+    try:
+        assert own == number
+        with pytest.raises(ChunkError, match="the program has closed it"):
+            writing.add(21)
+        writing.writer.finish()
+        assert os.fstat(own).st_size == 0
+    finally:
+        os.close(own)
+    finish_chunks(folder_of(writing), STREAM, writing.tensors, writing.definitions)
+    found = read_plainly(folder_of(writing))
+    assert sorted(found) == list(range(1, 21))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -120,16 +123,55 @@ def test_who_writes_into_what_is_held_changes_it_for_himself(scratch: Scratch) -
     keep(scratch, 1, some(1, 9000))
     data = scratch.held()[1][1]
     data[:] = 0
-    os.pread(scratch._descriptor, 10, 0)
-    assert os.pread(scratch._descriptor, 9000, 0) == some(1, 9000).tobytes()
+    assert os.pread(scratch._file.number, 9000, 0) == some(1, 9000).tobytes()
 
 
 def test_its_bytes_outlive_it_and_its_descriptor_does_not(tmp_path: Path) -> None:
     scratch = Scratch(tmp_path, 1 << 20)
     keep(scratch, 1, some(1, 9000))
-    descriptor, data = scratch._descriptor, scratch.held()[1][1]
+    descriptor, data = scratch._file.number, scratch.held()[1][1]
     del scratch
     gc.collect()
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(descriptor)
     assert data.tobytes() == some(1, 9000).tobytes()
+
+
+def test_a_file_of_the_program_under_its_number_is_left_alone(tmp_path: Path) -> None:
+    scratch = Scratch(tmp_path, 1 << 20)
+    keep(scratch, 1, some(1, 9000))
+    number = scratch._file.number
+    os.close(number)
+    with open(tmp_path / "own", "w+b") as own:
+        assert own.fileno() == number or os.dup2(own.fileno(), number) == number
+        with pytest.raises(OSError, match="the program has closed it"):
+            scratch.write(2, "uint8", (100,), (some(2, 100),))
+        assert bytes_of(scratch) == {1: some(1, 9000).tobytes()}
+        del scratch
+        gc.collect()
+        os.fstat(number)
+        assert (tmp_path / "own").read_bytes() == b""
+    with contextlib.suppress(OSError):
+        os.close(number)
+
+
+def test_descriptors_that_were_all_closed_and_given_anew_stay_open(tmp_path: Path) -> None:
+    code = (
+        "import gc, os, numpy as np\n"
+        "from pathlib import Path\n"
+        "from rankscope.spool.scratch import Scratch\n"
+        "scratch = Scratch(Path('.'), 1 << 20)\n"
+        "data = np.arange(100, dtype=np.uint8)\n"
+        "scratch.commit(scratch.write(1, 'uint8', (100,), (data,)))\n"
+        "os.closerange(3, 100)\n"
+        "mine = [os.open('mine', os.O_RDWR | os.O_CREAT) for _ in range(6)]\n"
+        "held = scratch.held()[1][1]\n"
+        "del scratch\n"
+        "gc.collect()\n"
+        "assert (held == data).all()\n"
+        "del held\n"
+        "gc.collect()\n"
+        "[os.fstat(number) for number in mine]\n"
+        "assert os.path.getsize('mine') == 0\n"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=60)

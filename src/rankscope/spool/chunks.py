@@ -41,6 +41,7 @@ from rankscope.spool.chunkheader import (
     write_header,
 )
 from rankscope.spool.lock import above_standard_streams
+from rankscope.spool.ownfile import OwnFile
 from rankscope.spool.reserving import reserve
 
 __all__ = ["CHUNK_BYTES", "CHUNK_TENSORS", "HEADER_BYTES", "ByteArray", "ChunkEntry", "ChunkWriter"]
@@ -117,7 +118,8 @@ class ChunkWriter:
         self._header_bytes = header_bytes
         self._data_start = LENGTH_BYTES + header_bytes
         self._number = 0
-        self._descriptor = -1
+        self._file: OwnFile | None = None
+        """The open chunk."""
         self._reserved_end = 0
         """Up to where the open chunk has blocks on disk; beyond every file where it can have none
         before they are written."""
@@ -143,7 +145,7 @@ class ChunkWriter:
     @property
     def spent_bytes(self) -> int:
         """Bytes on disk so far."""
-        return self._spent_bytes + (self._data_start + self._end if self._descriptor >= 0 else 0)
+        return self._spent_bytes + (self._data_start + self._end if self._file is not None else 0)
 
     @property
     def _end(self) -> int:
@@ -186,7 +188,7 @@ class ChunkWriter:
             nbytes *= n
         begin = self._end
         text = entry_text(str(reference), stored.name, shape, begin, begin + nbytes)
-        needs_new = self._descriptor < 0 or self._is_full_for(nbytes, len(text))
+        needs_new = self._file is None or self._is_full_for(nbytes, len(text))
         if CHUNK_TEXT_BYTES + len(text) + 1 + CHECKSUM_DIGITS > self._header_bytes:
             raise ValueError(f"a tensor of {len(shape)} dims: its shape does not fit in a header")
         more = nbytes + (self._data_start if needs_new else 0)
@@ -200,8 +202,9 @@ class ChunkWriter:
                 self._next_chunk()
                 begin = 0
                 text = entry_text(str(reference), stored.name, shape, 0, nbytes)
-            self._reserve(self._data_start + begin + nbytes)
-            written, found = self._put(pieces, self._data_start + begin, checksum)
+            number = self._own()
+            self._reserve(number, self._data_start + begin + nbytes)
+            written, found = self._put(number, pieces, self._data_start + begin, checksum)
         except OSError as error:
             raise self._give_up(error) from error
         if written != nbytes:
@@ -244,25 +247,31 @@ class ChunkWriter:
             or self._header_end + text_bytes > self._header_bytes
         )
 
-    def _reserve(self, end: int) -> None:
+    def _own(self) -> int:
+        assert self._file is not None  # made by `_next_chunk`
+        return self._file.check()
+
+    def _reserve(self, number: int, end: int) -> None:
         """Have blocks on disk for what is written up to `end`, and for some of what follows."""
         start = self._reserved_end
         if end <= start:
             return
         ahead = min(_AHEAD_BYTES, self._limit_bytes - self._spent_bytes - end)
-        if not reserve(self._descriptor, start, end + max(ahead, 0) - start):
+        if not reserve(number, start, end + max(ahead, 0) - start):
             ahead = sys.maxsize
         self._reserved_end = end + max(ahead, 0)
 
-    def _put(self, pieces: Iterable[ByteArray], at: int, checksum: int | None) -> tuple[int, int]:
+    def _put(
+        self, number: int, pieces: Iterable[ByteArray], at: int, checksum: int | None
+    ) -> tuple[int, int]:
         """Write pieces from `at` on; return how many bytes, and their checksum."""
-        start, descriptor = at, self._descriptor
+        start = at
         state = _xxh3() if checksum is None else None
         for piece in pieces:
             if state is not None:
                 state.update(piece)
             while len(piece):
-                written = _pwrite(descriptor, piece, at)
+                written = _pwrite(number, piece, at)
                 at += written
                 piece = piece[written:]
         return at - start, state.intdigest() if state is not None else checksum or 0
@@ -281,12 +290,13 @@ class ChunkWriter:
             length = self._header_bytes.to_bytes(LENGTH_BYTES, "little")
             # all of it now: later there may be no room for it
             write_all(descriptor, length + bytes(self._header_bytes), 0)
+            made = OwnFile(descriptor)
             is_made = True
         finally:
             if not is_made:
                 os.close(descriptor)
                 path.unlink(missing_ok=True)
-        self._descriptor = descriptor
+        self._file = made
         self._reserved_end = self._data_start
 
     def _finish_chunk(self) -> None:
@@ -295,10 +305,15 @@ class ChunkWriter:
         Raises:
             OSError: the file is left as far as it got.
         """
-        descriptor = self._descriptor
-        if descriptor < 0:
+        file = self._file
+        if file is None:
             return
         size = self._data_start + self._end
+        try:
+            descriptor = file.check()
+        except OSError:
+            self._file, self._entries = None, []
+            raise
         try:
             os.ftruncate(descriptor, size)
             if self._entries:
@@ -310,7 +325,7 @@ class ChunkWriter:
             else:
                 chunk_path(self._folder, self._number).unlink(missing_ok=True)
         finally:
-            self._descriptor = -1
+            self._file = None
             self._entries = []
             os.close(descriptor)
 
@@ -328,10 +343,10 @@ class ChunkWriter:
 
     def _forget_in_child(self) -> None:
         """A forked child has no part in its parent's chunks."""
-        descriptor, self._descriptor = self._descriptor, -1
+        file, self._file = self._file, None
         self._is_over = True
-        if descriptor >= 0:
-            os.close(descriptor)
+        if file is not None:
+            file.close()
 
 
 def _hold(descriptor: int) -> None:

@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from rankscope.record.dtypes import STORED_TYPES
 from rankscope.spool.lock import above_standard_streams
+from rankscope.spool.ownfile import OwnFile, leave_mapping
 from rankscope.spool.reserving import reserve
 
 __all__ = ["HeldBytes", "Scratch"]
@@ -68,13 +69,13 @@ class Scratch:
             OSError: the folder takes no such file, or it cannot be mapped.
         """
         with tempfile.TemporaryFile(dir=folder, buffering=0) as made:
-            self._descriptor = above_standard_streams(os.dup(made.fileno()))
-        weakref.finalize(self, os.close, self._descriptor)
-        os.ftruncate(self._descriptor, limit_bytes)
+            self._file = OwnFile(above_standard_streams(os.dup(made.fileno())))
+        os.ftruncate(self._file.number, limit_bytes)
         # private: what a reader writes into it, which torch wants to be able to, is its own
         flags, access = mmap.MAP_PRIVATE | _NO_RESERVE, mmap.PROT_READ | mmap.PROT_WRITE
-        mapped: Any = mmap.mmap(self._descriptor, limit_bytes, flags, access)
+        mapped: Any = mmap.mmap(self._file.number, limit_bytes, flags, access)
         self._memory: ByteArray = np.frombuffer(mapped, np.uint8)
+        weakref.finalize(self, _let_go, self._file, mapped)
         self._top = 0
         """Where what was never used begins."""
         self._reserved = 0
@@ -118,12 +119,13 @@ class Scratch:
         nbytes = STORED_TYPES[dtype].item_bytes
         for n in shape:
             nbytes *= n
+        number = self._file.check()
         begin = self._place(nbytes)
         if begin is None:
             return None
         is_whole = False
         try:
-            written = self._put(pieces, begin)
+            written = self._put(number, pieces, begin)
             is_whole = written == nbytes
         finally:
             if not is_whole:
@@ -133,11 +135,11 @@ class Scratch:
         self._count += 1
         return HeldBytes(reference, self._count, begin, nbytes, dtype, tuple(shape))
 
-    def _put(self, pieces: Iterable[ByteArray], begin: int) -> int:
-        at, descriptor = begin, self._descriptor
+    def _put(self, number: int, pieces: Iterable[ByteArray], begin: int) -> int:
+        at = begin
         for piece in pieces:
             while len(piece):
-                written = _pwrite(descriptor, piece, at)
+                written = _pwrite(number, piece, at)
                 at += written
                 piece = piece[written:]
         return at - begin
@@ -184,7 +186,7 @@ class Scratch:
             return None
         if end > self._reserved:
             ahead = min(end + _AHEAD_BYTES, len(self._memory))
-            reserve(self._descriptor, self._reserved, ahead - self._reserved)
+            reserve(self._file.number, self._reserved, ahead - self._reserved)
             self._reserved = ahead
         self._top = end
         return begin
@@ -200,6 +202,11 @@ class Scratch:
 
     def _key_of(self, held: HeldBytes) -> _Key:
         return _key(held.dtype, held.shape, self._bytes(held))
+
+
+def _let_go(file: OwnFile, mapped: mmap.mmap) -> None:
+    leave_mapping(mapped, file.identity, but=file.number)
+    file.close()
 
 
 def _room(nbytes: int) -> int:

@@ -7,7 +7,6 @@ size, and no page of it can fail to exist later (a sparse map on a full disk kil
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import mmap
 import os
 import sys
@@ -17,6 +16,7 @@ import numpy as np
 
 from rankscope.errors import SpoolError
 from rankscope.spool.cells import CELL_BYTES, FIRST, RecordKind
+from rankscope.spool.ownfile import OwnFile, leave_mapping
 
 __all__ = ["SEGMENT_SUFFIX", "Segment", "first_segment", "segment_indexes", "segment_path"]
 
@@ -47,7 +47,7 @@ def segment_indexes(folder: Path) -> list[int]:
 class Segment:
     """A mapped segment and how far it is filled. The writer alone moves `at`."""
 
-    __slots__ = ("_status", "at", "data_end", "end", "index", "map", "path")
+    __slots__ = ("_identity", "at", "data_end", "end", "index", "map", "path")
 
     def __init__(self, folder: Path, index: int, size_bytes: int) -> None:
         """Make, preallocate and map segment `index`.
@@ -68,7 +68,7 @@ class Segment:
         descriptor = os.open(draft, flags, 0o600)
         try:
             os.posix_fallocate(descriptor, 0, size_bytes)
-            self._status = os.fstat(descriptor)
+            self._identity = OwnFile(descriptor).identity
             self.map = _mapped(descriptor, size_bytes)
             _fill_as_touched(self.map)
             os.rename(draft, self.path)
@@ -90,21 +90,8 @@ class Segment:
 
     def unmap(self) -> None:
         """Let the mapping go; the file stays."""
-        if sys.version_info < (3, 13) and not self._holds_duplicate():
-            # the mapping would close a number that by now may be a file of the program's
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.map))
-            return
-        self.map.close()
-
-    def _holds_duplicate(self) -> bool:
-        """True while the descriptor that the mapping keeps is open: the program may close any."""
-        for name in os.listdir("/proc/self/fd"):
-            try:
-                if os.path.samestat(os.fstat(int(name)), self._status):
-                    return True
-            except OSError:
-                continue
-        return False
+        if leave_mapping(self.map, self._identity):
+            self.map.close()
 
 
 def _mapped(descriptor: int, size_bytes: int) -> mmap.mmap:

@@ -1,0 +1,72 @@
+"""Descriptors in a process whose program may close any, and open files of its own under their
+numbers: nothing is written, and nothing closed, before it is asked whether that is still our file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import mmap
+import os
+import sys
+
+__all__ = ["OwnFile", "leave_mapping"]
+
+Identity = tuple[int, int]
+"""Device and inode."""
+
+
+class OwnFile:
+    """A descriptor, and which file it was opened on."""
+
+    __slots__ = ("identity", "number")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.identity = _identity(number)
+
+    def check(self) -> int:
+        """Return the number.
+
+        Raises:
+            OSError: EBADF, the program has closed it, whatever has its number now.
+        """
+        if _identity(self.number) != self.identity:
+            raise OSError(errno.EBADF, "the program has closed it")
+        return self.number
+
+    def close(self) -> None:
+        """Close it, unless the program has."""
+        with contextlib.suppress(OSError):
+            os.close(self.check())
+
+
+def leave_mapping(mapped: mmap.mmap, identity: Identity, *, but: int = -1) -> bool:
+    """Say before a mapping is let go whether it may be: before Python 3.13 it closes a duplicate of
+    its descriptor, and that number may by now be a file of the program's. Then it stays for good.
+
+    Args:
+        mapped: the mapping.
+        identity: of its file.
+        but: a descriptor of that file that is not the duplicate.
+    """
+    if sys.version_info >= (3, 13) or _is_open(identity, but):
+        return True
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapped))
+    return False
+
+
+def _is_open(identity: Identity, but: int) -> bool:
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if int(name) != but and _identity(int(name)) == identity:
+                return True
+        except OSError:
+            continue
+    return False
+
+
+def _identity(number: int) -> Identity:
+    found = os.fstat(number)
+    return found.st_dev, found.st_ino
