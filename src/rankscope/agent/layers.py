@@ -61,6 +61,8 @@ class LayerRecorder(PathRecorder):
         """Layers of a list: the first and the latest."""
         self._uses: dict[int, int] = {}
         """Values by reference."""
+        self._unsorted: list[tuple[int, int]] = []
+        """Call and reference of values that are not yet counted."""
 
     def let_go(self, release: Callable[[int], None] | None) -> None:
         """From now on tell `release` the references that only such layers have; None for no
@@ -104,16 +106,13 @@ class LayerRecorder(PathRecorder):
             sequence, slot, described, reading, phase, ordinal, flags, batch_dim, reference
         )
         if reference and self._release is not None:
-            with self._drops:
-                self._uses[reference] = self._uses.get(reference, 0) + 1
-                layer = self._layers.get(sequence)
-                if layer is not None:
-                    layer.references.append(reference)
+            self._unsorted.append((sequence, reference))
 
     def end_step(self) -> None:
         """As `Recorder.end_step`."""
         super().end_step()
         with self._drops:
+            self._sort()
             self._layers.clear()
             self._lists.clear()
 
@@ -135,8 +134,18 @@ class LayerRecorder(PathRecorder):
         """Take one more layer of a list: the one before it is between others, if not the first."""
         known = self._lists.setdefault(layer.place, [])
         if len(known) == _FIRST_AND_LATEST:
+            self._sort()
             self._drop(known.pop())
         known.append(layer)
+
+    def _sort(self) -> None:
+        """Give the values that came since the last time to the layers they are in."""
+        unsorted, self._unsorted = self._unsorted, []
+        for sequence, reference in unsorted:
+            self._uses[reference] = self._uses.get(reference, 0) + 1
+            layer = self._layers.get(sequence)
+            if layer is not None:
+                layer.references.append(reference)
 
     def _drop(self, layer: _Layer) -> None:
         if layer.is_dropped or self._release is None or len(self._threads) > 1:
