@@ -110,10 +110,15 @@ class RankBlock:
         """
         return self._block.look()
 
-    def held(self) -> dict[int, tuple[HeldBytes, ByteArray]]:
-        """Return the tensors that are in no chunk: by reference what they are, and their bytes,
-        which stay as they are until the block is used again."""
-        return {} if self._block.scratch is None else self._block.scratch.held()
+    def held(self) -> dict[int, tuple[HeldBytes, ByteArray]] | None:
+        """Return the tensors: by reference what they are, and their bytes. None where they are in
+        chunks in `out`.
+        """
+        return None if self._block.scratch is None else self._block.scratch.held()
+
+    def close(self) -> None:
+        """Give up what `held` returned; those who still use it may."""
+        self._block.close()
 
     def let_go_between_layers(self, *, is_wanted: bool) -> None:
         """From now on let go of the tensors of layers between the first and the last of their
@@ -215,6 +220,11 @@ class _Block:
         """As `RankBlock.let_go_between_layers`."""
         if self._layers is not None and self._keeper is not None:
             self._layers.let_go(self._keeper.release if is_wanted else None)
+
+    def close(self) -> None:
+        """As `RankBlock.close`."""
+        if self.scratch is not None:
+            self.scratch.close()
 
     def _open_scratch(self, settings: Settings) -> Scratch | None:
         budget = settings.tensor_budget

@@ -4,8 +4,12 @@ runs: what is written is what pruning everything afterwards gives.
 
 from __future__ import annotations
 
+import gc
+import os
 import random
 import re
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +20,7 @@ import torch
 from torch import nn
 
 from rankscope.agent.keeper import Keeper
-from tests.compat.debugger_files import ours, tree, walk
+from tests.compat.debugger_files import ours, tree, values, walk
 
 NUMBERED = re.compile(r"(.*)\.(\d+)")
 
@@ -275,3 +279,140 @@ def compare_random_models(seeds: range, tmp_path: Path) -> None:
         model = Stack([grown(choose, 3) for _ in range(choose.randint(1, 5))])
         got, wanted = both(model, tmp_path / f"{seed}", lambda m: m(x()))
         assert got == wanted, f"seed {seed}"
+
+
+class Lent(nn.Module):
+    """Calls a module that it does not hold."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.own = nn.Linear(4, 4)
+        self.lent = [module]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lent[0](self.own(x))
+
+
+class Alone(Lent):
+    """Hands on what a lent module makes of its input, and calls none of its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lent[0](x) * 0.5
+
+
+class Around(nn.Module):
+    """A model with a module that it does not hold, called before or in its layers."""
+
+    def __init__(self, lent: nn.Module, layers: list[nn.Module], held: nn.Module) -> None:
+        super().__init__()
+        self.lent, self.held = [lent], held
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.lent[0](x)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def bank_in_layers() -> nn.Module:
+    """Layers that are none: all they call are experts of a bank that the model does not hold."""
+    bank = Stack([nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(5)])
+    return Around(bank, [Alone(bank.layers[number][0]) for number in range(5)], nn.Identity())
+
+
+def held_in_a_lent_list() -> nn.Module:
+    """Layers of a model that is not held, each of which calls a module that is."""
+    held = nn.Linear(4, 4)
+    return Around(Stack([Lent(held) for _ in range(5)]), [], held)
+
+
+def lent_in_layers() -> nn.Module:
+    lent = nn.Linear(4, 4)
+    return Around(nn.Identity(), [Lent(lent) for _ in range(5)], nn.Identity())
+
+
+def inside_out() -> nn.Module:
+    """Layers that call a whole model with layers of its own, which calls a held module again."""
+    held = nn.Linear(4, 4)
+    lent = Stack([Layer(4, Lent(held)) for _ in range(4)])
+    return Around(lent, [Lent(lent) for _ in range(4)], held)
+
+
+@pytest.mark.parametrize("made", [bank_in_layers, held_in_a_lent_list, lent_in_layers, inside_out])
+def test_modules_that_the_model_does_not_hold(
+    made: Callable[[], nn.Module], tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    got, wanted = both(made(), tmp_path, lambda model: model(x()))
+    assert got == wanted
+    assert all("note" not in value for value in values(got))
+
+
+def test_a_block_that_ends_while_another_thread_runs_a_model(tmp_path: Path) -> None:
+    first, second = Stack([Layer(4) for _ in range(6)]), Stack([Layer(4) for _ in range(2)])
+    stops = threading.Event()
+
+    def run() -> None:
+        while not stops.is_set():
+            first(torch.randn(3, 4))
+
+    with ours(first, tmp_path / "outer", do_prune_layers=False):
+        thread = threading.Thread(target=run)
+        thread.start()
+        try:
+            for number in range(3):
+                with ours(second, tmp_path / f"{number}"):
+                    second(x())
+        finally:
+            stops.set()
+            thread.join()
+    for number in range(3):
+        assert tree(tmp_path / f"{number}")["module_path"] == "Stack"
+
+
+def test_nothing_of_a_block_stays_open(tmp_path: Path) -> None:
+    model = Stack([Layer(4) for _ in range(3)])
+    before, mapped = set(os.listdir("/proc/self/fd")), Path("/proc/self/maps").read_text()
+    gc.disable()
+    try:
+        for use_repr in (True, False):
+            with ours(model, tmp_path, use_repr=use_repr):
+                model(x())
+        assert set(os.listdir("/proc/self/fd")) <= before
+        assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+    finally:
+        gc.enable()
+    assert str(tmp_path) not in mapped
+
+
+def test_standard_streams_that_are_closed_stay_closed(tmp_path: Path) -> None:
+    code = (
+        "import os, sys, torch\n"
+        "from tests.compat.test_debugger_layers import Layer, Stack, ours, x\n"
+        "from pathlib import Path\n"
+        "os.close(0), os.close(1)\n"
+        "model = Stack([Layer(4) for _ in range(3)])\n"
+        "with ours(model, Path(sys.argv[1])):\n"
+        "    model(x())\n"
+        "    for number in (0, 1):\n"
+        "        try:\n"
+        "            os.write(number, b'Z' * 600)\n"
+        "        except OSError:\n"
+        "            continue\n"
+        "        raise SystemExit('somebody took the number')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=120,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert tree(tmp_path)
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_the_block(tmp_path: Path) -> None:
+    if os.geteuid() == 0:
+        pytest.skip("root may write anywhere")
+    tmp_path.chmod(0o500)
+    with pytest.raises(ValueError, match="cannot be written"), ours(nn.Identity(), tmp_path):
+        raise AssertionError("entered")

@@ -175,3 +175,20 @@ def test_descriptors_that_were_all_closed_and_given_anew_stay_open(tmp_path: Pat
         "assert os.path.getsize('mine') == 0\n"
     )
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=60)
+
+
+def test_without_room_there_is_none(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="no room"):
+        Scratch(tmp_path, 0)
+
+
+def test_closed_it_gives_everything_up(tmp_path: Path) -> None:
+    scratch = Scratch(tmp_path, 1 << 20)
+    keep(scratch, 1, some(1, 9000))
+    number = scratch._file.number
+    scratch.close()
+    scratch.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(number)
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+    assert scratch.held() == {}

@@ -3,7 +3,9 @@
 A layer is a call of a module with a number for a name (`layers.3`) in which a module below it was
 called. Once another layer of its list has come to that, a layer that is not the first is between
 the two for good; what was kept in it alone is let go. `rankscope.view.hfcalls` leaves the same
-calls out of the files, from the whole tree; here is never one that stays there.
+calls out of the files, from the whole tree; here is never one that stays there. There, calls of
+modules that the model does not hold are passed over and those of held ones in them count as made
+outside; here, what a call of another root makes is no layer and makes none.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ from rankscope.spool.writer import SpoolWriter
 __all__ = ["LayerRecorder"]
 
 _NUMBERED: Final = re.compile(r"(.*)\.(\d+)")
+_LOOSE: Final = ".@"
+"""Begins the path of a module that no root holds."""
 _FIRST_AND_LATEST: Final = 2
 
 
@@ -55,6 +59,8 @@ class LayerRecorder(PathRecorder):
         super().__init__(writer)
         self._release: Callable[[int], None] | None = None
         self._drops = threading.RLock()
+        self._tops: dict[int, int] = {}
+        """By call: the root of the outermost call that it is in."""
         self._layers: dict[int, _Layer] = {}
         """By call: the innermost that it is in, itself included."""
         self._lists: dict[tuple[int, str], list[_Layer]] = {}
@@ -85,8 +91,8 @@ class LayerRecorder(PathRecorder):
         """As `Recorder.enter`."""
         with self._drops:
             sequence = super().enter(module, root, parent, mode, step, micro_batch, phase, ordinal)
-            if self._release is not None and parent is not None and phase is Phase.FORWARD:
-                self._place(sequence, parent, f".{self._path_of_module.get(module, '')}")
+            if self._release is not None and phase is Phase.FORWARD:
+                self._place(sequence, parent, root, f".{self._path_of_module.get(module, '')}")
         return sequence
 
     def value(
@@ -102,11 +108,11 @@ class LayerRecorder(PathRecorder):
         reference: int = 0,
     ) -> None:
         """As `Recorder.value`."""
+        if reference and self._release is not None:  # first: an interrupt may cost room alone
+            self._unsorted.append((sequence, reference))
         super().value(
             sequence, slot, described, reading, phase, ordinal, flags, batch_dim, reference
         )
-        if reference and self._release is not None:
-            self._unsorted.append((sequence, reference))
 
     def end_step(self) -> None:
         """As `Recorder.end_step`."""
@@ -115,16 +121,26 @@ class LayerRecorder(PathRecorder):
             self._sort()
             self._layers.clear()
             self._lists.clear()
+            self._tops.clear()
 
-    def _place(self, sequence: int, parent: int, path: str) -> None:
+    def _place(self, sequence: int, parent: int | None, root: int, path: str) -> None:
         """Note which layer a call is in, and what it makes of that one."""
+        if parent is None:
+            self._tops[sequence] = root
+            return
+        top = self._tops.get(parent)
+        if top is None:
+            return  # its parent is no call of the forward
+        self._tops[sequence] = top
+        is_held = root == top and not path.startswith(_LOOSE)
         around = self._layers.get(parent)
         if around is not None:
             self._layers[sequence] = around
-            if around.sequence == parent and not around.is_layer and around.marker in path:
+            is_below = is_held and around.sequence == parent and around.marker in path
+            if is_below and not around.is_layer:
                 around.is_layer = True
                 self._follow(around)
-        found = _NUMBERED.fullmatch(path)
+        found = _NUMBERED.fullmatch(path) if is_held else None
         if found is not None:
             layer = self._layers[sequence] = _Layer(sequence, (parent, found[1]), found[2])
             if around is not None:

@@ -59,11 +59,11 @@ class Recorded:
     """What was recorded until a block ended."""
 
     def __init__(
-        self, trace: Trace, held: Mapping[int, Held], is_root: Callable[[Node], bool]
+        self, trace: Trace, held: Mapping[int, Held] | None, is_root: Callable[[Node], bool]
     ) -> None:
         self.trace = trace
         self.held = held
-        """Tensors that are in none of its files, by reference."""
+        """Its tensors by reference, None where they are in its files."""
         self.is_root = is_root
         """True for a call of the block's model, in the block."""
 
@@ -179,11 +179,14 @@ class _Running:
         """True where it is what this process traces into."""
         return current_session() is self.session
 
-    def held(self) -> dict[int, Held]:
-        """Return the tensors that are in no file, by reference."""
+    def held(self) -> dict[int, Held] | None:
+        """Return the tensors by reference, None where they are in files."""
+        held = self._block.held()
+        if held is None:
+            return None
         return {
             reference: Held(dtype=said.dtype, shape=said.shape, data=data)
-            for reference, (said, data) in self._block.held().items()
+            for reference, (said, data) in held.items()
         }
 
     def join(self, model: nn.Module) -> None:
@@ -206,6 +209,7 @@ class _Running:
         try:
             _unwritten.hook(lambda: write(self._block.end()))()
         finally:
+            self._block.close()
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
@@ -233,7 +237,10 @@ def _joined(model: nn.Module, folder: Path, *, prunes: bool, all_outputs: bool) 
     if current_session() is not None:
         say(_TRACED)
         return None
-    own = Path(tempfile.mkdtemp(prefix=_NEW, dir=folder))
+    try:
+        own = Path(tempfile.mkdtemp(prefix=_NEW, dir=folder))
+    except OSError as error:
+        raise ValueError(f"debug_path={folder} cannot be written: {error.strerror}") from error
     outputs = _Outputs(are_all_wanted=all_outputs)
     wishes = CallWishes(say_leaf=_text_of_argument, is_output_wanted=outputs.is_wanted)
     block = begin_rank_block(model, {**_SETTINGS, "out": own}, wishes)

@@ -11,7 +11,7 @@ import mmap
 import os
 import sys
 
-__all__ = ["OwnFile", "leave_mapping"]
+__all__ = ["OwnFile", "leave_mapping", "map_file"]
 
 Identity = tuple[int, int]
 """Device and inode."""
@@ -40,6 +40,26 @@ class OwnFile:
         """Close it, unless the program has."""
         with contextlib.suppress(OSError):
             os.close(self.check())
+
+
+def map_file(descriptor: int, nbytes: int, **how: int) -> mmap.mmap:
+    """Map a file; `how` are the flags and protection of `mmap.mmap`.
+
+    Raises:
+        OSError: it cannot be mapped.
+    """
+    if sys.version_info >= (3, 13):
+        return mmap.mmap(descriptor, nbytes, trackfd=False, **how)
+    # it keeps a duplicate: not as 0 to 2, where a program that closed its stdout would write
+    low = []
+    try:
+        while (number := os.dup(descriptor)) < 3:
+            low.append(number)
+        os.close(number)
+        return mmap.mmap(descriptor, nbytes, **how)
+    finally:
+        for number in low:
+            os.close(number)
 
 
 def leave_mapping(mapped: mmap.mmap, identity: Identity, *, but: int = -1) -> bool:

@@ -8,6 +8,7 @@ wanted takes the room of a few. The file is gone with the process, however that 
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import tempfile
@@ -21,7 +22,7 @@ import numpy.typing as npt
 
 from rankscope.record.dtypes import STORED_TYPES
 from rankscope.spool.lock import above_standard_streams
-from rankscope.spool.ownfile import OwnFile, leave_mapping
+from rankscope.spool.ownfile import OwnFile, leave_mapping, map_file
 from rankscope.spool.reserving import reserve
 
 __all__ = ["HeldBytes", "Scratch"]
@@ -66,16 +67,18 @@ class Scratch:
         """Make the file and map it; disk is taken as it is filled.
 
         Raises:
-            OSError: the folder takes no such file, or it cannot be mapped.
+            OSError: the folder takes no such file, or it cannot be mapped, or the limit is 0.
         """
+        if limit_bytes <= 0:
+            raise OSError(errno.ENOSPC, "there is no room")
         with tempfile.TemporaryFile(dir=folder, buffering=0) as made:
             self._file = OwnFile(above_standard_streams(os.dup(made.fileno())))
         os.ftruncate(self._file.number, limit_bytes)
         # private: what a reader writes into it, which torch wants to be able to, is its own
         flags, access = mmap.MAP_PRIVATE | _NO_RESERVE, mmap.PROT_READ | mmap.PROT_WRITE
-        mapped: Any = mmap.mmap(self._file.number, limit_bytes, flags, access)
+        mapped: Any = map_file(self._file.number, limit_bytes, flags=flags, prot=access)
         self._memory: ByteArray = np.frombuffer(mapped, np.uint8)
-        weakref.finalize(self, _let_go, self._file, mapped)
+        self._let_go = weakref.finalize(self, _let_go, self._file, mapped)
         self._top = 0
         """Where what was never used begins."""
         self._reserved = 0
@@ -171,7 +174,16 @@ class Scratch:
     def held(self) -> dict[int, tuple[HeldBytes, ByteArray]]:
         """Return what is held by its reference, with its bytes where they lie: they stay there as
         long as they are used, and nothing is written or released meanwhile."""
-        return {reference: (held, self._bytes(held)) for reference, held in self._held.items()}
+        held = [*self._held.items()]  # at once: another thread may be writing
+        return {reference: (each, self._bytes(each)) for reference, each in held}
+
+    def close(self) -> None:
+        """Give up file and mapping; bytes that somebody still uses stay until he does not."""
+        self._held.clear()
+        self._alike.clear()
+        self._free.clear()
+        self._memory = np.empty(0, np.uint8)
+        self._let_go()
 
     def _place(self, nbytes: int) -> int | None:
         size = _room(nbytes)

@@ -9,14 +9,13 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import sys
 from pathlib import Path
 
 import numpy as np
 
 from rankscope.errors import SpoolError
 from rankscope.spool.cells import CELL_BYTES, FIRST, RecordKind
-from rankscope.spool.ownfile import OwnFile, leave_mapping
+from rankscope.spool.ownfile import OwnFile, leave_mapping, map_file
 
 __all__ = ["SEGMENT_SUFFIX", "Segment", "first_segment", "segment_indexes", "segment_path"]
 
@@ -69,7 +68,7 @@ class Segment:
         try:
             os.posix_fallocate(descriptor, 0, size_bytes)
             self._identity = OwnFile(descriptor).identity
-            self.map = _mapped(descriptor, size_bytes)
+            self.map = map_file(descriptor, size_bytes)
             _fill_as_touched(self.map)
             os.rename(draft, self.path)
         except OSError:
@@ -92,21 +91,6 @@ class Segment:
         """Let the mapping go; the file stays."""
         if leave_mapping(self.map, self._identity):
             self.map.close()
-
-
-def _mapped(descriptor: int, size_bytes: int) -> mmap.mmap:
-    if sys.version_info >= (3, 13):
-        return mmap.mmap(descriptor, size_bytes, trackfd=False)
-    # it keeps a duplicate: not as 0 to 2, where a program that closed its stdout would write
-    low = []
-    try:
-        while (number := os.dup(descriptor)) < 3:
-            low.append(number)
-        os.close(number)
-        return mmap.mmap(descriptor, size_bytes)
-    finally:
-        for number in low:
-            os.close(number)
 
 
 def _fill_as_touched(mapped: mmap.mmap) -> None:

@@ -142,8 +142,11 @@ class _Writer:
         names = [f"{_safe(base)}_FULL_TENSORS.json", f"{_safe(base)}_SUMMARY.json"]
         for name, text in zip(names, texts):
             draft = self._folder / f".{name}.{os.getpid()}.new"
-            draft.write_text(text, encoding="utf-8")
-            os.replace(draft, self._folder / name)
+            try:
+                draft.write_text(text, encoding="utf-8")
+                os.replace(draft, self._folder / name)
+            finally:
+                draft.unlink(missing_ok=True)
         return names
 
     def _node(self, call: Call, *, is_root: bool = False) -> dict[str, Any]:

@@ -77,11 +77,11 @@ class LocalValues:
             trace: a trace that kept full tensors.
             rank: whose tensors are wanted.
             as_text: they are wanted as text, else as bytes.
-            held: those of the rank's first life that are in no file, by reference.
+            held: all of the rank's tensors, by reference, where they are in no file.
             squares: as `statistics_of` takes it.
         """
         self._files = trace.tensor_files
-        self._held = held or {}
+        self._held = held
         self._squares = squares
         self._rank = rank
         self._as_text = as_text
@@ -136,7 +136,10 @@ class LocalValues:
         for row in range(*view.data["rows"]):
             if self._ranks[row] == self._rank and self._references[row]:
                 key = self._lives[row], self._references[row]
-                return self._held.get(key[1]) or self._files.find(self._rank, *key), key
+                if self._held is None:
+                    return self._files.find(self._rank, *key), key
+                if key[1] in self._held:
+                    return self._held[key[1]], key
         return None
 
     def _facts(
