@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -131,14 +132,28 @@ def test_a_model_in_a_model_records_for_itself_in_one_graph() -> None:
             assert len(found["inner"]) == 4 and len(found["hidden_states"]) == 2
 
 
-def test_a_forward_that_breaks_the_graph_is_recorded_all_the_same() -> None:
-    def broken(self: nn.Module, hidden: torch.Tensor, **kwargs: Any) -> Output:
-        for layer in self.layers:
-            hidden = layer(hidden)
-            torch._dynamo.graph_break()
-        return Output(last_hidden_state=hidden)
+def breaking(self: nn.Module, hidden: torch.Tensor, **kwargs: Any) -> Output:
+    for layer in self.layers:
+        hidden = layer(hidden)
+        torch._dynamo.graph_break()
+    return Output(last_hidden_state=hidden)
 
-    model = make(ours(), broken)
+
+def test_other_models_do_not_have_a_broken_graph_compiled_again() -> None:
+    compiled = torch.compile(make(ours(), breaking), backend="eager")
+    for _ in range(3):
+        compiled(hidden(), **ASK)
+    frames = counters["frames"]
+    before = frames["total"]
+    for _ in range(3):
+        make(ours())(hidden(), **ASK)
+        gc.collect()
+        compiled(hidden(), **ASK)
+    assert before and frames["total"] == before
+
+
+def test_a_forward_that_breaks_the_graph_is_recorded_all_the_same() -> None:
+    model = make(ours(), breaking)
     expected = make(ours())(hidden(), **ASK)
     tables = [id(m._forward_hooks) for m in model.modules()]
     compiled = torch.compile(model, backend="eager")

@@ -4,7 +4,6 @@ same life, chunks of the same names, on hosts that know nothing of each other.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import numpy as np
@@ -52,7 +51,7 @@ def work(folder: Path, host: str) -> None:
             rank.writer.write(RecordKind.VALUE, head)
     if host == "dead":
         rank.writer._lock.release()
-        os.close(writer._descriptor)
+        writer._file.close()
         writer._forget_in_child = lambda: None
     else:
         writer.finish()

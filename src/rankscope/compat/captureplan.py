@@ -16,7 +16,10 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from rankscope.capture.torch_internals.compiling import constant_while_tracing
+from rankscope.capture.torch_internals.compiling import (
+    constant_while_tracing,
+    unseen_by_compiler,
+)
 from rankscope.compat.capturestates import Tap
 from rankscope.compat.recorder import Watch, read_declaration
 
@@ -68,7 +71,9 @@ def modules_to_record(
     model: nn.Module, keys: tuple[str, ...]
 ) -> list[tuple[nn.Module, tuple[Tap, ...]]]:
     """Return the modules to record these outputs from, each once, with what to take from it."""
-    modules, places = _look(model, keys)
+    # behind a graph break this runs as a frame of its own: compiled, it would be again for every
+    # other model that comes or goes
+    modules, places = unseen_by_compiler(_look)(model, keys)
     found: dict[int, tuple[nn.Module, tuple[Tap, ...]]] = {}
     for place in places:
         module, taps = modules[place.position], place.taps
