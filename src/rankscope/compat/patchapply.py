@@ -133,9 +133,9 @@ class _Patched:
     def _covered(self) -> list[tuple[ModuleType, list[_Block]]]:
         """Every module to look at, with the blocks that cover it, the last opened first."""
         known: dict[int, tuple[ModuleType, list[str]]] = {
-            key: (seen.module, []) for key, seen in list(self._seen.items())
+            key: (seen.module, []) for key, seen in self._seen.copy().items()
         }
-        for name, module in list(sys.modules.items()):
+        for name, module in sys.modules.copy().items():
             if issubclass(type(module), ModuleType) and self._wants(name, module):
                 known.setdefault(id(module), (module, []))[1].append(name)
         newest_first = [] if self._imports else self._blocks[::-1]

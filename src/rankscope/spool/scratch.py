@@ -174,7 +174,7 @@ class Scratch:
     def held(self) -> dict[int, tuple[HeldBytes, ByteArray]]:
         """Return what is held by its reference, with its bytes where they lie: they stay there as
         long as they are used, and nothing is written or released meanwhile."""
-        held = [*self._held.items()]  # at once: another thread may be writing
+        held = self._held.copy().items()  # at once: another thread may be writing
         return {reference: (each, self._bytes(each)) for reference, each in held}
 
     def close(self) -> None:
