@@ -29,6 +29,7 @@ from rankscope.agent.wording import as_keywords
 from rankscope.capture.kernel import build as build_kernel
 from rankscope.errors import RankscopeError, SpoolError
 from rankscope.record.run import EndReason
+from rankscope.spool.chunks import ByteArray
 from rankscope.spool.folder import (
     check_free_space,
     host_run_folder,
@@ -39,7 +40,7 @@ from rankscope.spool.folder import (
 from rankscope.spool.outfolder import check_budget, default_out, prepare_out, typed
 from rankscope.spool.reader import StreamReader
 from rankscope.spool.replacing import write_by_rename
-from rankscope.spool.scratch import ByteArray, HeldBytes, Scratch
+from rankscope.spool.scratch import HeldBytes, Scratch
 from rankscope.spool.writer import SpoolWriter
 from rankscope.tree.sources import replica_path
 from rankscope.tree.streams import StreamBytes

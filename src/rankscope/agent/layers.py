@@ -32,7 +32,7 @@ _FIRST_AND_LATEST: Final = 2
 class _Layer:
     """A call of a module with a number for a name."""
 
-    __slots__ = ("inside", "is_dropped", "is_layer", "marker", "place", "references", "sequence")
+    __slots__ = ("inside", "is_layer", "marker", "place", "references", "sequence")
 
     def __init__(self, sequence: int, place: tuple[int, str], number: str) -> None:
         self.sequence = sequence
@@ -42,7 +42,6 @@ class _Layer:
         """In the path of every module below."""
         self.is_layer = False
         """A module below was called in it."""
-        self.is_dropped = False
         self.inside: list[_Layer] = []
         self.references: list[int] = []
         """Of its values, once for each."""
@@ -164,9 +163,8 @@ class LayerRecorder(PathRecorder):
                 layer.references.append(reference)
 
     def _drop(self, layer: _Layer) -> None:
-        if layer.is_dropped or self._release is None or len(self._threads) > 1:
+        if self._release is None or len(self._threads) > 1:
             return
-        layer.is_dropped = True
         for inner in layer.inside:
             self._drop(inner)
         for reference in layer.references:

@@ -111,17 +111,14 @@ class ValueReader:
             self._remember_pending(tensor, local, place, flags)
             self._record(place, None)
             return
-        if described.can_digest and self._digests:
-            reading = self._digest_on_host(local, described, samples=samples)
+        if described.can_digest or not self._digests:
+            reading = (
+                self._digest_on_host(local, described, samples=samples) if self._digests else None
+            )
             self._recorder.value(
                 sequence, slot, described, reading, phase, ordinal, flags, self._batch_dim,
                 reference,
             )  # fmt: skip
-            return
-        if not self._digests:
-            self._recorder.value(
-                sequence, slot, described, None, phase, ordinal, flags, self._batch_dim, reference
-            )
             return
         place = ValuePlace(sequence, slot, described, phase, ordinal, flags, reference)
         if not self._is_read_on_device(local, place, samples=samples):

@@ -103,12 +103,13 @@ class Kernel:
             AttributeError: it is not this library.
         """
         self.path = path
-        self._alone: Any = ctypes.CDLL(str(path)).rankscope_look
+        library = ctypes.CDLL(str(path))
+        self._alone: Any = library.rankscope_look
         self._with_lock: Any = ctypes.PyDLL(str(path)).rankscope_look
         for look in (self._alone, self._with_lock):
             look.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
             look.restype = ctypes.c_int
-        self._squares: Any = ctypes.CDLL(str(path)).rankscope_squares_around
+        self._squares: Any = library.rankscope_squares_around
         self._squares.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_double)
         self._squares.restype = ctypes.c_double
 
@@ -182,11 +183,10 @@ def gives_numpys_numbers(kernel: Kernel) -> bool:
             or not np.allclose(sketch, (per_sample * batch).sum(0), rtol=0, atol=1e-4 * norm)
         ):
             return False
-    floats = words.astype(np.float32)
-    around = kernel.squares_around(floats.ctypes.data, floats.size, 101.25)
+    broken = words.astype(np.float32)
+    around = kernel.squares_around(broken.ctypes.data, broken.size, 101.25)
     if not math.isclose(around, float(((words - 101.25) ** 2).sum()), rel_tol=1e-12):
         return False
-    broken = floats
     for bad in (math.nan, math.inf, -math.inf):
         broken[-1] = bad
         bound = kernel.bind("float32", (1, 1, rows), matrix, weights)

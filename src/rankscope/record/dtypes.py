@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from math import prod
 from typing import Final, NamedTuple
 
 __all__ = ["STORED_TYPES", "TORCH_NAMES", "StoredType"]
@@ -13,6 +14,10 @@ class StoredType(NamedTuple):
 
     name: str
     item_bytes: int
+
+    def nbytes(self, shape: Iterable[int]) -> int:
+        """Return the bytes of a tensor of this shape."""
+        return prod(shape, start=self.item_bytes)
 
 
 STORED_TYPES: Final[Mapping[str, StoredType]] = {

@@ -88,10 +88,7 @@ def recorded_tensors(
 def _fits(dtype: str, shape: object, nbytes: int) -> bool:
     if not isinstance(shape, (list, tuple)) or not all(type(n) is int and n >= 0 for n in shape):
         return False
-    count = 1
-    for n in shape:
-        count *= n
-    return count * STORED_TYPES[dtype].item_bytes == nbytes
+    return STORED_TYPES[dtype].nbytes(shape) == nbytes
 
 
 def read_header(path: Path) -> tuple[int, ChunkHeader | None]:

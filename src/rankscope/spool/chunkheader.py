@@ -19,7 +19,6 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -151,7 +150,7 @@ def rebuilt_json(stream: StreamId, number: int, tensors: Iterable[HeldTensor]) -
     return header_json(stream, number, texts, "".join(checksums))
 
 
-def write_all(descriptor: int, data: bytes, at: int) -> None:
+def write_all(descriptor: int, data: bytes | memoryview, at: int) -> None:
     """Write bytes at an offset, however often it takes."""
     left = memoryview(data)
     while left:
@@ -213,7 +212,7 @@ def _held(key: str, entry: Any, checksum: int) -> HeldTensor:
     begin, end = entry["data_offsets"]
     if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
         raise ValueError(f"tensor {key!r} has shape {shape} at {begin}..{end}")
-    if prod(shape) * STORED_TYPES[dtype].item_bytes != end - begin:
+    if STORED_TYPES[dtype].nbytes(shape) != end - begin:
         raise ValueError(f"tensor {key!r} of {dtype} {list(shape)} takes {end - begin} bytes")
     is_reference = _REFERENCE.fullmatch(key) is not None
     if not is_reference and not key.startswith(_UNRECORDED):

@@ -40,8 +40,7 @@ from rankscope.spool.chunkheader import (
     write_all,
     write_header,
 )
-from rankscope.spool.lock import above_standard_streams
-from rankscope.spool.ownfile import OwnFile
+from rankscope.spool.ownfile import OwnFile, above_standard_streams
 from rankscope.spool.reserving import reserve
 
 __all__ = ["CHUNK_BYTES", "CHUNK_TENSORS", "HEADER_BYTES", "ByteArray", "ChunkEntry", "ChunkWriter"]
@@ -56,7 +55,6 @@ _AHEAD_BYTES: Final = 8 << 20
 """Reserved on disk beyond what is written."""
 ByteArray = npt.NDArray[np.uint8]
 # the stubs do not know that arrays are buffers
-_pwrite: Final[Any] = os.pwrite
 _xxh3: Final[Any] = xxhash.xxh3_64
 
 _writers: weakref.WeakSet[ChunkWriter] = weakref.WeakSet()
@@ -183,9 +181,7 @@ class ChunkWriter:
         if self._is_over:
             return None
         stored = STORED_TYPES[dtype]
-        nbytes = stored.item_bytes
-        for n in shape:
-            nbytes *= n
+        nbytes = stored.nbytes(shape)
         begin = self._end
         text = entry_text(str(reference), stored.name, shape, begin, begin + nbytes)
         needs_new = self._file is None or self._is_full_for(nbytes, len(text))
@@ -270,10 +266,8 @@ class ChunkWriter:
         for piece in pieces:
             if state is not None:
                 state.update(piece)
-            while len(piece):
-                written = _pwrite(number, piece, at)
-                at += written
-                piece = piece[written:]
+            write_all(number, piece.data, at)
+            at += len(piece)
         return at - start, state.intdigest() if state is not None else checksum or 0
 
     def _next_chunk(self) -> None:

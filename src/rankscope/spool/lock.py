@@ -18,9 +18,10 @@ import time
 from pathlib import Path
 
 from rankscope.errors import SpoolError
+from rankscope.spool.ownfile import OwnFile, above_standard_streams
 from rankscope.spool.processes import is_process_alive, process_name
 
-__all__ = ["LOCK_NAME", "StreamLock", "above_standard_streams", "is_alive"]
+__all__ = ["LOCK_NAME", "StreamLock", "is_alive"]
 
 LOCK_NAME = "lock"
 _RETRY_S = 0.2
@@ -34,7 +35,7 @@ _held: dict[tuple[int, int], int] = {}
 class StreamLock:
     """The life of one stream, held from construction to `release` or the end of the process."""
 
-    __slots__ = ("_descriptor", "_key", "_path", "_pid")
+    __slots__ = ("_file", "_path", "_pid")
 
     def __init__(self, folder: Path) -> None:
         """Take the lock of `folder`.
@@ -50,43 +51,36 @@ class StreamLock:
                 f"{folder}: this process already writes this stream; close that writer"
             )
         try:
-            self._descriptor = above_standard_streams(os.open(path, flags, 0o600))
+            descriptor = above_standard_streams(os.open(path, flags, 0o600))
         except OSError as error:
             raise SpoolError(f"{path}: cannot be made: {error.strerror}") from error
         deadline = time.monotonic() + _RETRY_S
         while True:
             try:
-                fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except OSError as error:
                 if error.errno not in (errno.EACCES, errno.EAGAIN) or time.monotonic() > deadline:
-                    os.close(self._descriptor)
+                    os.close(descriptor)
                     raise SpoolError(
                         f"{folder}: another process writes this stream; a rank may run once per "
                         f"incarnation, so a child that inherited RANK must not trace"
                     ) from error
             time.sleep(0.01)
-        status = os.fstat(self._descriptor)
-        self._key = (status.st_dev, status.st_ino)
-        _held[self._key] = self._pid
+        self._file: OwnFile | None = OwnFile(descriptor)
+        _held[self._file.identity] = self._pid
         with contextlib.suppress(OSError):  # a full disk: the lock alone tells
-            os.ftruncate(self._descriptor, 0)
-            os.pwrite(self._descriptor, process_name(self._pid).encode(), 0)
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, process_name(self._pid).encode(), 0)
 
     def release(self) -> None:
-        """Give the lock up. Does nothing in a forked child, nor the second time.
-
-        The program may have closed the descriptor, and opened a file of its own under that number.
-        """
-        if self._descriptor >= 0 and self._pid == os.getpid():
-            _held.pop(self._key, None)
+        """Give the lock up. Does nothing in a forked child, nor the second time."""
+        file, self._file = self._file, None
+        if file is not None and self._pid == os.getpid():
+            _held.pop(file.identity, None)
             with contextlib.suppress(OSError):
                 os.truncate(self._path, 0)
-            with contextlib.suppress(OSError):
-                status = os.fstat(self._descriptor)
-                if (status.st_dev, status.st_ino) == self._key:
-                    os.close(self._descriptor)
-        self._descriptor = -1
+            file.close()
 
 
 def is_alive(folder: Path) -> bool:
@@ -120,12 +114,3 @@ def _is_held_here(path: Path) -> bool:
     except OSError:
         return False
     return _held.get((status.st_dev, status.st_ino)) == os.getpid()
-
-
-def above_standard_streams(descriptor: int) -> int:
-    """Move a descriptor off 0 to 2, where a program that closed its stdout would write into it."""
-    if descriptor > 2:
-        return descriptor
-    moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3)
-    os.close(descriptor)
-    return moved

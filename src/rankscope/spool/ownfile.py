@@ -7,11 +7,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import mmap
 import os
 import sys
 
-__all__ = ["OwnFile", "leave_mapping", "map_file"]
+__all__ = ["OwnFile", "above_standard_streams", "leave_mapping", "map_file"]
 
 Identity = tuple[int, int]
 """Device and inode."""
@@ -40,6 +41,15 @@ class OwnFile:
         """Close it, unless the program has."""
         with contextlib.suppress(OSError):
             os.close(self.check())
+
+
+def above_standard_streams(descriptor: int) -> int:
+    """Move a descriptor off 0 to 2, where a program that closed its stdout would write into it."""
+    if descriptor > 2:
+        return descriptor
+    moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3)
+    os.close(descriptor)
+    return moved
 
 
 def map_file(descriptor: int, nbytes: int, **how: int) -> mmap.mmap:

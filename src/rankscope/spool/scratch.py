@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from rankscope.record.dtypes import STORED_TYPES
-from rankscope.spool.lock import above_standard_streams
-from rankscope.spool.ownfile import OwnFile, leave_mapping, map_file
+from rankscope.spool.chunkheader import write_all
+from rankscope.spool.chunks import ByteArray
+from rankscope.spool.ownfile import OwnFile, above_standard_streams, leave_mapping, map_file
 from rankscope.spool.reserving import reserve
 
 __all__ = ["HeldBytes", "Scratch"]
@@ -38,9 +38,7 @@ _MOST_ALIKE: Final = 4
 """Tensors compared that are alike at their ends: of many, the latest."""
 _WORD: Final = 8
 _NO_RESERVE: Final = getattr(mmap, "MAP_NORESERVE", 0x4000)
-ByteArray = npt.NDArray[np.uint8]
 _Key = tuple[str, tuple[int, ...], bytes]
-_pwrite: Final[Any] = os.pwrite  # the stubs do not know that arrays are buffers
 
 
 class HeldBytes(NamedTuple):
@@ -73,10 +71,14 @@ class Scratch:
             raise OSError(errno.ENOSPC, "there is no room")
         with tempfile.TemporaryFile(dir=folder, buffering=0) as made:
             self._file = OwnFile(above_standard_streams(os.dup(made.fileno())))
-        os.ftruncate(self._file.number, limit_bytes)
         # private: what a reader writes into it, which torch wants to be able to, is its own
         flags, access = mmap.MAP_PRIVATE | _NO_RESERVE, mmap.PROT_READ | mmap.PROT_WRITE
-        mapped: Any = map_file(self._file.number, limit_bytes, flags=flags, prot=access)
+        try:
+            os.ftruncate(self._file.number, limit_bytes)
+            mapped: Any = map_file(self._file.number, limit_bytes, flags=flags, prot=access)
+        except OSError:
+            self._file.close()
+            raise
         self._memory: ByteArray = np.frombuffer(mapped, np.uint8)
         self._let_go = weakref.finalize(self, _let_go, self._file, mapped)
         self._top = 0
@@ -119,9 +121,7 @@ class Scratch:
         Raises:
             OSError: the disk refused it.
         """
-        nbytes = STORED_TYPES[dtype].item_bytes
-        for n in shape:
-            nbytes *= n
+        nbytes = STORED_TYPES[dtype].nbytes(shape)
         number = self._file.check()
         begin = self._place(nbytes)
         if begin is None:
@@ -141,10 +141,8 @@ class Scratch:
     def _put(self, number: int, pieces: Iterable[ByteArray], begin: int) -> int:
         at = begin
         for piece in pieces:
-            while len(piece):
-                written = _pwrite(number, piece, at)
-                at += written
-                piece = piece[written:]
+            write_all(number, piece.data, at)
+            at += len(piece)
         return at - begin
 
     def commit(self, held: HeldBytes) -> None:

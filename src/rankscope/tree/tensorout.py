@@ -10,7 +10,6 @@ import json
 import os
 import re
 from collections.abc import Callable, Sequence
-from math import prod
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,7 +18,7 @@ from numpy.typing import NDArray
 
 from rankscope.errors import FolderError
 from rankscope.record.dtypes import STORED_TYPES
-from rankscope.spool.chunkheader import LENGTH_BYTES
+from rankscope.spool.chunkheader import LENGTH_BYTES, entry_text
 from rankscope.spool.reserving import reserve
 
 __all__ = ["Outgoing", "can_link_tensors", "link_tensor", "write_tensor", "write_tensors"]
@@ -46,12 +45,11 @@ def write_tensors(out: Path, tensors: Sequence[Outgoing]) -> int:
     header: dict[str, Any] = {}
     offset = 0
     for key, dtype, shape, _ in tensors:
-        name, item_bytes = STORED_TYPES[dtype]
-        end = offset + prod(shape) * item_bytes
-        header[key] = {"dtype": name, "shape": list(shape), "data_offsets": [offset, end]}
+        stored = STORED_TYPES[dtype]
+        end = offset + stored.nbytes(shape)
+        header[key] = {"dtype": stored.name, "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
-    text = json.dumps(header, separators=(",", ":")).encode("utf-8", "replace")
-    text += b" " * (-len(text) % 8)
+    head = _framed(json.dumps(header, separators=(",", ":")).encode("utf-8", "replace"))
     draft = target.with_name(f".{target.name}.{os.getpid()}.new")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
@@ -60,10 +58,10 @@ def write_tensors(out: Path, tensors: Sequence[Outgoing]) -> int:
         raise _refusal(out, error) from error
     try:
         with os.fdopen(descriptor, "wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
+            file.write(head)
             for key, dtype, shape, make in tensors:
                 data = make()
-                assert data.nbytes == prod(shape) * STORED_TYPES[dtype].item_bytes, key
+                assert data.nbytes == STORED_TYPES[dtype].nbytes(shape), key
                 file.write(data.data)
             file.flush()
             os.fsync(file.fileno())
@@ -72,7 +70,7 @@ def write_tensors(out: Path, tensors: Sequence[Outgoing]) -> int:
         raise _refusal(out, error) from error
     finally:
         draft.unlink(missing_ok=True)
-    return 8 + len(text) + offset
+    return len(head) + offset
 
 
 def write_tensor(path: str, dtype: str, shape: tuple[int, ...], data: NDArray[np.uint8]) -> None:
@@ -88,13 +86,9 @@ def write_tensor(path: str, dtype: str, shape: tuple[int, ...], data: NDArray[np
     Raises:
         OSError: it cannot be written.
     """
-    header = (
-        f'{{"data":{{"dtype":"{STORED_TYPES[dtype].name}","shape":[{",".join(map(str, shape))}],'
-        f'"data_offsets":[0,{data.nbytes}]}}}}'
-    )
-    text = header.encode()
-    text += b" " * (-len(text) % 8)
-    left = [memoryview(len(text).to_bytes(8, "little") + text), data.data]
+    entry = entry_text("data", STORED_TYPES[dtype].name, shape, 0, data.nbytes)
+    head = _framed(f"{{{entry}}}".encode())
+    left = [memoryview(head), data.data]
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     try:
         descriptor = os.open(path, flags, 0o666)
@@ -103,7 +97,7 @@ def write_tensor(path: str, dtype: str, shape: tuple[int, ...], data: NDArray[np
         descriptor = os.open(path, flags, 0o666)
     try:
         if data.nbytes >= _WORTH_RESERVING:
-            reserve(descriptor, 0, LENGTH_BYTES + len(text) + data.nbytes)
+            reserve(descriptor, 0, len(head) + data.nbytes)
         while left:
             written = os.writev(descriptor, left)
             while left and written >= len(left[0]):
@@ -112,6 +106,12 @@ def write_tensor(path: str, dtype: str, shape: tuple[int, ...], data: NDArray[np
                 left[0] = left[0][written:]
     finally:
         os.close(descriptor)
+
+
+def _framed(header: bytes) -> bytes:
+    """Return a header as a file begins with it: its length before it, blanks behind it."""
+    header += b" " * (-len(header) % LENGTH_BYTES)
+    return len(header).to_bytes(LENGTH_BYTES, "little") + header
 
 
 @functools.cache
