@@ -20,11 +20,12 @@ from rankscope.agent.callvalues import CallWishes
 from rankscope.agent.guard import Guard, say
 from rankscope.agent.joining import define_rank, who_am_i
 from rankscope.agent.keeper import free_disk_share
-from rankscope.agent.keeping import make_keeper, make_recorder
+from rankscope.agent.keeping import chunk_store, make_keeper, make_recorder
 from rankscope.agent.layers import LayerRecorder
 from rankscope.agent.parts import Opened
 from rankscope.agent.session import Session
 from rankscope.agent.settings import Settings, settings_from
+from rankscope.agent.stores import Glance, GlanceStore, Look, ScratchStore, Store
 from rankscope.agent.wording import as_keywords
 from rankscope.capture.kernel import build as build_kernel
 from rankscope.errors import RankscopeError, SpoolError
@@ -111,11 +112,24 @@ class RankBlock:
         """
         return self._block.look()
 
-    def held(self) -> dict[int, tuple[HeldBytes, ByteArray]] | None:
-        """Return the tensors: by reference what they are, and their bytes. None where they are in
-        chunks in `out`.
+    def held(self) -> dict[int, tuple[HeldBytes, ByteArray]]:
+        """Return the tensors that are in no chunk in `out`: by reference what they are, and their
+        bytes.
         """
-        return None if self._block.scratch is None else self._block.scratch.held()
+        return {} if self._block.scratch is None else self._block.scratch.held()
+
+    @property
+    def has_chunks(self) -> bool:
+        """Tensors are in chunks in `out`: nothing else could be made for their bytes."""
+        return self._block.has_chunks
+
+    def made(self) -> dict[int, Glance]:
+        """Return what was made of those that were looked at, by reference."""
+        return {} if self._block.glances is None else self._block.glances.made()
+
+    def keep_bytes(self) -> None:
+        """From now on keep tensors, where they were looked at."""
+        self._block.keep_bytes()
 
     def close(self) -> None:
         """Give up what `held` returned; those who still use it may."""
@@ -138,7 +152,7 @@ class RankBlock:
 
 
 def begin_rank_block(
-    model: nn.Module, given: Mapping[str, object], wishes: CallWishes
+    model: nn.Module, given: Mapping[str, object], wishes: CallWishes, look: Look | None = None
 ) -> RankBlock | None:
     """Begin to trace this process alone; None where that could not begin, and why was said.
 
@@ -146,11 +160,12 @@ def begin_rank_block(
         model: the root whose path is "".
         given: settings; `out` is of this rank alone.
         wishes: what is wanted of calls beyond the settings.
+        look: what it makes of a tensor is kept, in memory; None keeps all bytes.
     """
     if current_session() is not None:
         say(_TRACED_ALREADY)
         return None
-    block = _start(model, given, wishes, with_scratch=True)
+    block = _start(model, given, wishes, look, of_rank=True)
     return None if isinstance(block, str) else RankBlock(block)
 
 
@@ -158,13 +173,14 @@ def _start(
     model: nn.Module | None,
     given: Mapping[str, object],
     wishes: CallWishes | None = None,
+    look: Look | None = None,
     *,
-    with_scratch: bool = False,
+    of_rank: bool = False,
 ) -> _Block | str:
     """Begin, or return the line that was said of what is wrong."""
     try:
         settings = settings_from({k: v for k, v in given.items() if v is not None})
-        return _Block(model, settings, wishes, with_scratch=with_scratch)
+        return _Block(model, settings, wishes, look, of_rank=of_rank)
     except RankscopeError as error:
         problem = as_keywords(f"not tracing: {error}")
         say(problem)
@@ -179,8 +195,9 @@ class _Block:
         model: nn.Module | None,
         settings: Settings,
         wishes: CallWishes | None,
+        look: Look | None,
         *,
-        with_scratch: bool,
+        of_rank: bool,
     ) -> None:
         build_kernel()
         self.out = prepare_out(settings.out or default_out())
@@ -194,7 +211,7 @@ class _Block:
         check_budget(self.out, settings.tensor_budget if settings.tensors else None, ranks=1)
         self._stream = identity.stream
         self._replica = replica_path(self.out, self._stream)
-        if not with_scratch:
+        if not of_rank:
             self._replica.parent.mkdir(mode=0o700)  # others may look in
         self._taken = 0
         """Bytes of it that are whole segments."""
@@ -203,14 +220,17 @@ class _Block:
             limit_bytes=settings.spool_bytes,
             retire=self._take_segment,
         )
-        recorder = LayerRecorder(writer) if with_scratch else make_recorder(writer, settings)
-        self._layers = recorder if isinstance(recorder, LayerRecorder) else None
+        self._settings = settings
+        self._recorder = LayerRecorder(writer) if of_rank else make_recorder(writer, settings)
+        recorder = self._recorder
         define_rank(recorder, identity, run_id, settings)
-        self.scratch = self._open_scratch(settings) if with_scratch else None
-        """Where full tensors are; None for chunks in the trace folder."""
-        keeper = make_keeper(
-            settings, recorder, self.out, self._stream, writers=1, scratch=self.scratch
-        )
+        self.scratch: Scratch | None = None
+        """Where the bytes of tensors are; None for chunks in the trace folder."""
+        self.has_chunks = False
+        self.glances = None if look is None else GlanceStore(look, recorder.tensor)
+        """What was made of tensors that were looked at."""
+        store = (self.glances or self._byte_store()) if of_rank else None
+        keeper = make_keeper(settings, recorder, self.out, self._stream, writers=1, store=store)
         self._keeper = keeper
         opened = Opened(identity=identity, writer=writer, recorder=recorder, keeper=keeper)
         self._keep_spool = settings.keep_spool
@@ -219,20 +239,28 @@ class _Block:
 
     def let_go_between_layers(self, *, is_wanted: bool) -> None:
         """As `RankBlock.let_go_between_layers`."""
-        if self._layers is not None and self._keeper is not None:
-            self._layers.let_go(self._keeper.release if is_wanted else None)
+        if isinstance(self._recorder, LayerRecorder) and self._keeper is not None:
+            self._recorder.let_go(self._keeper.release if is_wanted else None)
+
+    def keep_bytes(self) -> None:
+        """As `RankBlock.keep_bytes`."""
+        if self._keeper is not None and self.scratch is None and not self.has_chunks:
+            self._keeper.store_in(self._byte_store())
 
     def close(self) -> None:
         """As `RankBlock.close`."""
         if self.scratch is not None:
             self.scratch.close()
 
-    def _open_scratch(self, settings: Settings) -> Scratch | None:
-        budget = settings.tensor_budget
+    def _byte_store(self) -> Store:
+        budget = self._settings.tensor_budget
+        limit_bytes = free_disk_share(self.out, 1) if budget is None else budget
         try:
-            return Scratch(self.out, free_disk_share(self.out, 1) if budget is None else budget)
-        except OSError:
-            return None  # a file system without such files, or without mapping them
+            self.scratch = Scratch(self.out, limit_bytes)
+        except OSError:  # a file system without such files, or without mapping them
+            self.has_chunks = True
+            return chunk_store(self._settings, self._recorder, self.out, self._stream, writers=1)
+        return ScratchStore(self.scratch, self._recorder.tensor)
 
     def _take_segment(self, path: Path, offset: int) -> None:
         """Move a full segment behind the records already in the trace folder."""

@@ -223,6 +223,50 @@ def test_blocks_may_end_in_any_order(tmp_path: Path) -> None:
     assert not [*tmp_path.rglob(".rankscope-debugger-*")]
 
 
+@pytest.mark.parametrize("outer_is_text", [True, False])
+def test_a_block_of_text_and_one_of_files_are_open_at_once(
+    tmp_path: Path, outer_is_text: bool
+) -> None:
+    """Text needs no bytes and files need all: what is kept is decided for both."""
+    models = [nn.Sequential(nn.Linear(4, 4)) for _ in range(3)]
+    with ours(models[0], tmp_path / "out", use_repr=outer_is_text):
+        models[0](x())
+        with ours(models[1], tmp_path / "in", use_repr=not outer_is_text):
+            models[1](x())
+            models[0](x() + 1)
+        models[0](x() + 2)
+    for name, model, is_text, forwards in (
+        ("out", models[0], outer_is_text, 3),
+        ("in", models[1], not outer_is_text, 1),
+    ):
+        for number in range(forwards):
+            with ours(model, tmp_path / "alone", use_repr=is_text):
+                model(x() + number)
+            mark = f"_{number}" if number else ""
+            found, wanted = tree(tmp_path / name, mark=mark), tree(tmp_path / "alone")
+            if not is_text:
+                for ours_file, file in zip(*(sorted(references(t)) for t in (found, wanted))):
+                    one, two = tmp_path / name / ours_file, tmp_path / "alone" / file
+                    assert one.read_bytes() == two.read_bytes()
+                continue
+            assert found == wanted
+
+
+def test_text_takes_no_disk_and_no_memory_for_the_tensors(tmp_path: Path) -> None:
+    """What is printed of a large tensor are its edges. (Beside the tensors of a long prompt, which
+    took gigabytes of disk for a megabyte of text.)
+    """
+    model = nn.Sequential(*(nn.Sequential(nn.ReLU()) for _ in range(4)))
+    for is_text in (True, False):
+        folder = tmp_path / f"{is_text}"
+        with ours(model, folder, do_prune_layers=False, use_repr=is_text), torch.no_grad():
+            model(torch.randn(1000, 1000))
+            is_mapped = str(folder) in Path("/proc/self/maps").read_text()
+            files = [path for path in folder.rglob("*") if path.is_file()]
+        assert (is_mapped, files) == (not is_text, [])
+    assert tree(tmp_path / "True")["inputs"]["args"][0]["value"][0].startswith("tensor([[")
+
+
 def test_what_the_program_puts_on_a_module_inside_the_block_stays(tmp_path: Path) -> None:
     model, other = modules.Told(), modules.Told()
     with ours(model, tmp_path / "one"):

@@ -19,7 +19,7 @@ import rankscope
 from rankscope.capture.kernel import build
 from rankscope.capture.spread import kernel_squares
 from rankscope.view.formats import export
-from rankscope.view.hftext import statistics_of, tensor_text
+from rankscope.view.hftext import glimpse_of, statistics_of, tensor_text
 from rankscope.view.selection import Selection
 from tests.compat import debugger_modules as modules
 from tests.compat.debugger_files import call, references, tree, values, walk
@@ -62,10 +62,11 @@ def test_tensors_and_statistics_are_written_as_torch_prints_them() -> None:
     with torch._tensor_str.printoptions(sci_mode=True, linewidth=120):
         for _ in range(600):
             tensor = some_tensor(choose)
-            assert tensor_text(tensor) == str(tensor), (tensor.dtype, tensor.shape)
-            if statistics_of(tensor) and tensor.numel() > 1:
+            seen = glimpse_of(tensor)
+            assert tensor_text(seen) == str(tensor), (tensor.dtype, tensor.shape)
+            if statistics_of(seen) and tensor.numel() > 1:
                 compared += 1
-                assert statistics_of(tensor) == {
+                assert statistics_of(seen) == {
                     name: repr(getattr(tensor, name)()) for name in ("mean", "std", "min", "max")
                 }
     assert compared > 50
@@ -83,16 +84,18 @@ def test_statistics_by_the_kernel_are_printed_alike() -> None:
         tensor += choose.choice((0.0, 1.0, 1e5))
         if choose.random() < 0.1:
             tensor.view(-1)[0] = choose.choice((math.nan, math.inf, -math.inf))
-        assert statistics_of(tensor, squares=squares) == statistics_of(tensor), tensor
-    for odd in (torch.randn(4, 6).t(), torch.randn(6).half(), torch.randn(6).bfloat16()):
-        assert statistics_of(odd, squares=squares) == statistics_of(odd)
+        by_kernel, by_torch = glimpse_of(tensor, squares), glimpse_of(tensor)
+        assert statistics_of(by_kernel) == statistics_of(by_torch), tensor
+    odds = torch.randn(4, 6).t(), torch.randn(6).half(), torch._neg_view(torch.arange(6.0) ** 2)
+    for odd in (*odds, torch.randn(6).bfloat16()):
+        assert statistics_of(glimpse_of(odd, squares)) == statistics_of(glimpse_of(odd.clone()))
 
 
 def test_a_tensor_of_another_device_names_it() -> None:
-    assert tensor_text(torch.ones(2), "cuda:0") == (
+    assert tensor_text(glimpse_of(torch.ones(2)), "cuda:0") == (
         "tensor([1.0000e+00, 1.0000e+00], device='cuda:0')"
     )
-    assert statistics_of(torch.ones(2).half(), "cuda:1")["max"] == (
+    assert statistics_of(glimpse_of(torch.ones(2).half()), "cuda:1")["max"] == (
         "tensor(1.0000e+00, device='cuda:1', dtype=torch.float16)"
     )
 

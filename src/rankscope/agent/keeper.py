@@ -70,7 +70,7 @@ class Keeper:
         self._turn = Turn(frozenset(working))
         self._next_reference = 1
         self._staging: dict[torch.device, DeviceStaging] = {}
-        self._staged: dict[tuple[torch.device, int], tuple[int, Described]] = {}
+        self._staged: dict[tuple[torch.device, int], tuple[int, Described, tuple[int, ...]]] = {}
         self._shared: set[int] = set()
         """What was found to be equal to something stored only after it was recorded as another."""
         self._missed: dict[str, list[int]] = {}
@@ -182,6 +182,16 @@ class Keeper:
                 self._tell(text)
                 self._note(text, text)
 
+    def store_in(self, store: Store) -> None:
+        """From now on store elsewhere; what is stored stays where it is."""
+        token = (get_ident(),)
+        if self._takes_turn(token):
+            try:
+                self._collect(wait=True)
+                self._store = store
+            finally:
+                self._give_turn(token)
+
     def release(self, reference: int) -> None:
         """Let go of a tensor that nobody will ask for, where its place can be used again."""
         token = (get_ident(),)
@@ -225,7 +235,8 @@ class Keeper:
             )
         reference = self._next_reference
         self._next_reference += 1
-        self._staged[device, ticket] = reference, described
+        stride = () if tensor.is_contiguous() else tuple(tensor.stride())
+        self._staged[device, ticket] = reference, described, stride
         return reference
 
     def _collect(self, *, wait: bool) -> None:
@@ -234,8 +245,8 @@ class Keeper:
                 found = self._staged.pop((device, ticket), None)
                 if found is None:
                     continue  # interrupted before its reference was given
-                reference, described = found
-                entry = self._store.store(reference, described, data, ())
+                reference, described, stride = found
+                entry = self._store.store(reference, described, data, (), stride=stride)
                 if entry is None:
                     self._count(self._store.refusal, len(data))
                 elif entry.reference != reference:

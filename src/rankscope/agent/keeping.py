@@ -11,17 +11,16 @@ from rankscope.agent.guard import say
 from rankscope.agent.keeper import Keeper, free_disk_share
 from rankscope.agent.recorder import Recorder
 from rankscope.agent.settings import Settings
-from rankscope.agent.stores import ChunkStore, ScratchStore, Store
+from rankscope.agent.stores import ChunkStore, Store
 from rankscope.record.call import Mode, Phase
 from rankscope.record.collective import Collective
 from rankscope.record.run import RankIdentity, StreamId
 from rankscope.spool.chunks import ChunkWriter
 from rankscope.spool.companions import is_collected_elsewhere
 from rankscope.spool.folder import SHARED, RunHeader
-from rankscope.spool.scratch import Scratch
 from rankscope.spool.writer import SpoolWriter
 
-__all__ = ["PathRecorder", "keeper_of_run", "make_keeper", "make_recorder"]
+__all__ = ["PathRecorder", "chunk_store", "keeper_of_run", "make_keeper", "make_recorder"]
 
 _CALLS_REMEMBERED: Final = 1 << 14
 """At least so many of the latest calls, a few MB."""
@@ -98,7 +97,7 @@ def make_keeper(
     stream: StreamId,
     *,
     writers: int,
-    scratch: Scratch | None = None,
+    store: Store | None = None,
 ) -> Keeper | None:
     """Return what keeps the full tensors of one rank; None where none were asked for.
 
@@ -108,25 +107,27 @@ def make_keeper(
         folder: takes the chunks: the trace folder, or where that is not seen the run folder.
         stream: whose they are.
         writers: ranks that keep tensors on that disk, for the default budget.
-        scratch: takes the bytes instead, where this process reads the trace itself.
+        store: takes them instead of the chunks, where this process reads the trace itself.
     """
     if not settings.tensors:
         return None
-    budget = settings.tensor_budget
-    store: Store
-    if scratch is None:
-        limit_bytes = free_disk_share(folder, writers) if budget is None else budget
-        store = ChunkStore(ChunkWriter(folder, stream, limit_bytes=limit_bytes), recorder.tensor)
-    else:
-        store = ScratchStore(scratch, recorder.tensor)
     return Keeper(
         settings.tensors,
-        store,
+        store or chunk_store(settings, recorder, folder, stream, writers=writers),
         recorder.tensor,
         memory_bytes=settings.tensor_memory,
         tell=lambda text: say(f"rank {stream.rank}: {text}"),
         note=recorder.not_kept,
     )
+
+
+def chunk_store(
+    settings: Settings, recorder: Recorder, folder: Path, stream: StreamId, *, writers: int
+) -> Store:
+    """Return what puts tensors into chunks; arguments as `make_keeper` takes them."""
+    budget = settings.tensor_budget
+    limit_bytes = free_disk_share(folder, writers) if budget is None else budget
+    return ChunkStore(ChunkWriter(folder, stream, limit_bytes=limit_bytes), recorder.tensor)
 
 
 def keeper_of_run(

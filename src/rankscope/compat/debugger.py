@@ -68,16 +68,18 @@ def model_addition_debugger_context(
     def write(found: Recorded) -> None:
         assert folder is not None  # nothing is recorded for a block without
         values = LocalValues(
-            found.trace, identity.rank, as_text=use_repr, held=found.held, squares=kernel_squares()
-        )
+            found.trace, identity.rank, as_text=use_repr, held=found.held,
+            has_files=found.has_files, squares=kernel_squares(),
+        )  # fmt: skip
         write_rank(
             folder, found.trace.steps, values, files, rank=identity.rank, is_root=found.is_root
         )
 
     is_alone = identity.world_size == 1 or ranks == "all"
     block = Block(
-        model, folder, runs_reprs=is_alone, prunes=do_prune_layers, all_outputs=all_outputs
-    )
+        model, folder, runs_reprs=is_alone, prunes=do_prune_layers, all_outputs=all_outputs,
+        as_text=use_repr,
+    )  # fmt: skip
     with DirectCalls(model, no_grad=no_grad) as direct:
         direct.session = block.begin()
         try:

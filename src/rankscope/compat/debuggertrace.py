@@ -7,6 +7,7 @@ is told by the model's path in the trace and by the time at which the block bega
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import tempfile
@@ -16,6 +17,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
+import torch
 from torch import nn
 
 from rankscope.agent.arming import current_session, hold
@@ -24,6 +26,7 @@ from rankscope.agent.guard import Guard, say, text_of
 from rankscope.agent.session import Session
 from rankscope.block import RankBlock, begin_rank_block
 from rankscope.capture.forms import said_of, without_addresses
+from rankscope.capture.spread import kernel_squares
 from rankscope.tree.assemble import assemble
 from rankscope.tree.interning import roots_of
 from rankscope.tree.naming import join_path, name_roots
@@ -32,7 +35,8 @@ from rankscope.tree.skeleton import forward_calls, without_calls
 from rankscope.tree.streams import RankStream, StreamBytes, read_stream
 from rankscope.tree.views import Node
 from rankscope.view.hfcalls import pruned_calls
-from rankscope.view.hfvalues import Held
+from rankscope.view.hftext import Glimpse, Squares, glimpse_of
+from rankscope.view.hfvalues import Held, laid_out
 
 __all__ = ["Block", "Recorded"]
 
@@ -59,11 +63,18 @@ class Recorded:
     """What was recorded until a block ended."""
 
     def __init__(
-        self, trace: Trace, held: Mapping[int, Held] | None, is_root: Callable[[Node], bool]
+        self,
+        trace: Trace,
+        held: Mapping[int, Held],
+        is_root: Callable[[Node], bool],
+        *,
+        has_files: bool,
     ) -> None:
         self.trace = trace
         self.held = held
-        """Its tensors by reference, None where they are in its files."""
+        """Its tensors by reference, but for those in its files."""
+        self.has_files = has_files
+        """There may be such."""
         self.is_root = is_root
         """True for a call of the block's model, in the block."""
 
@@ -79,6 +90,7 @@ class Block:
         runs_reprs: bool,
         prunes: bool,
         all_outputs: bool,
+        as_text: bool,
     ) -> None:
         """Prepare; nothing is made before `begin`.
 
@@ -88,12 +100,14 @@ class Block:
             runs_reprs: code of the program may run to say what an argument is.
             prunes: of a list of layers the first and the last are all that is looked at.
             all_outputs: what modules that hold others hand out is looked at too.
+            as_text: of tensors their text and statistics are all that is wanted.
         """
         self._model = model
+        self.as_text = as_text
         self._folder = folder
         self._runs_reprs = runs_reprs
-        self._prunes = prunes
-        self._all_outputs = all_outputs
+        self.prunes = prunes
+        self.all_outputs = all_outputs
         self._pid = os.getpid()
         self._began_ns = 0
         self._in: _Running | None = None
@@ -107,9 +121,7 @@ class Block:
             _quiet += not self._runs_reprs
             if self._folder is None:
                 return None
-            self._in = _joined(
-                self._model, self._folder, prunes=self._prunes, all_outputs=self._all_outputs
-            )
+            self._in = _joined(self._model, self._folder, self)
             self._began_ns = time.monotonic_ns()
             return current_session() if self._in is None else self._in.session
 
@@ -130,11 +142,11 @@ class Block:
 
     def _recorded(self, running: _Running, source: StreamBytes) -> Recorded:
         is_alone = not running.is_shared
-        document = assemble([source], settle=_pruned if self._prunes and is_alone else None)
+        document = assemble([source], settle=_pruned if self.prunes and is_alone else None)
         trace = Trace(Records(document, running.folder), running.folder, is_written=False)
         held = running.held()
         if is_alone:
-            return Recorded(trace, held, lambda node: not node.path)
+            return Recorded(trace, held, lambda node: not node.path, has_files=running.has_files)
         stream = read_stream(source)
         root, below = running.session.place_of(self._model)
         path = join_path(name_roots([roots_of(stream)])[0].get(root, ""), below)
@@ -144,6 +156,7 @@ class Block:
             trace,
             held,
             lambda node: root > 0 and node.path == path and node.time.start_us >= began_us,
+            has_files=running.has_files,
         )
 
 
@@ -179,20 +192,32 @@ class _Running:
         """True where it is what this process traces into."""
         return current_session() is self.session
 
-    def held(self) -> dict[int, Held] | None:
-        """Return the tensors by reference, None where they are in files."""
-        held = self._block.held()
-        if held is None:
-            return None
-        return {
-            reference: Held(dtype=said.dtype, shape=said.shape, data=data)
-            for reference, (said, data) in held.items()
-        }
+    @property
+    def has_files(self) -> bool:
+        """Tensors are in files."""
+        return self._block.has_chunks
 
-    def join(self, model: nn.Module) -> None:
+    def held(self) -> dict[int, Held]:
+        """Return the tensors by reference, but for those in files."""
+        found = {
+            reference: Held(dtype=said.dtype, shape=said.shape, data=data)
+            for reference, (said, data) in self._block.held().items()
+        }
+        for reference, glance in self._block.made().items():
+            seen = glance.made
+            assert isinstance(seen, Glimpse)  # `_look` made it
+            found[reference] = Held(
+                dtype=str(seen.dtype).removeprefix("torch."), shape=seen.shape, data=None,
+                glimpse=seen, origin=(glance.checksum, seen.dtype, seen.shape),
+            )  # fmt: skip
+        return found
+
+    def join(self, model: nn.Module, wanted: Block) -> None:
         """Take one more model."""
         self.blocks += 1
         self.is_shared = True
+        if not wanted.as_text:
+            self._block.keep_bytes()
         self._block.let_go_between_layers(is_wanted=False)
         self._outputs.are_all_wanted = True
         Guard(lambda error: say(f"the debugger: {text_of(error)}")).hook(self.session.prefer)(model)
@@ -228,11 +253,11 @@ os.register_at_fork(after_in_child=_forget)
 _unwritten = Guard(lambda error: say(f"the debugger's files were not written: {text_of(error)}"))
 
 
-def _joined(model: nn.Module, folder: Path, *, prunes: bool, all_outputs: bool) -> _Running | None:
+def _joined(model: nn.Module, folder: Path, wanted: Block) -> _Running | None:
     """Return the trace a new block is in, None where there can be none, and why was said."""
     global _running
     if _running is not None and _running.is_alive:
-        _running.join(model)
+        _running.join(model, wanted)
         return _running
     if current_session() is not None:
         say(_TRACED)
@@ -241,15 +266,21 @@ def _joined(model: nn.Module, folder: Path, *, prunes: bool, all_outputs: bool) 
         own = Path(tempfile.mkdtemp(prefix=_NEW, dir=folder))
     except OSError as error:
         raise ValueError(f"debug_path={folder} cannot be written: {error.strerror}") from error
-    outputs = _Outputs(are_all_wanted=all_outputs)
+    outputs = _Outputs(are_all_wanted=wanted.all_outputs)
     wishes = CallWishes(say_leaf=_text_of_argument, is_output_wanted=outputs.is_wanted)
-    block = begin_rank_block(model, {**_SETTINGS, "out": own}, wishes)
+    look = functools.partial(_look, squares=kernel_squares()) if wanted.as_text else None
+    block = begin_rank_block(model, {**_SETTINGS, "out": own}, wishes, look)
     if block is None:
         shutil.rmtree(own, ignore_errors=True)
         return None
-    block.let_go_between_layers(is_wanted=prunes)
+    block.let_go_between_layers(is_wanted=wanted.prunes)
     _running = _Running(own, block, outputs)
     return _running
+
+
+def _look(tensor: torch.Tensor, stride: tuple[int, ...], squares: Squares | None) -> Glimpse:
+    """Return all that is written of a tensor as text."""
+    return glimpse_of(laid_out(tensor, stride), squares)
 
 
 def _pruned(streams: list[RankStream]) -> list[RankStream]:

@@ -11,12 +11,20 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Iterator, Sequence
-from typing import Final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Final, NamedTuple
 
 import torch
 
-__all__ = ["Squares", "is_measured", "meta_text", "statistics_of", "tensor_text"]
+__all__ = [
+    "Glimpse",
+    "Squares",
+    "glimpse_of",
+    "is_measured",
+    "meta_text",
+    "statistics_of",
+    "tensor_text",
+]
 
 _LINE: Final = 120
 _EDGE: Final = 3
@@ -35,27 +43,64 @@ Squares = Callable[[torch.Tensor, float], float]
 _FLOAT: Final = struct.Struct("=f")
 
 
+class Glimpse(NamedTuple):
+    """All that is written of a tensor, a few kB at most: the tensor itself may go."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    items: torch.Tensor | None
+    """Those that are shown, in their order; None where none were asked for."""
+    numbers: Mapping[str, float]
+    """Mean, std, min and max; {} where none is defined."""
+    odd: Mapping[str, int]
+    """How many elements are not finite, by kind, where any are."""
+
+
+def glimpse_of(
+    tensor: torch.Tensor, squares: Squares | None = None, *, with_items: bool = True
+) -> Glimpse:
+    """Look at a tensor.
+
+    Args:
+        tensor: any strided tensor on the host.
+        squares: what torch's `std` sums, faster.
+        with_items: they are wanted for `tensor_text`.
+    """
+    numbers = _numbers(tensor, squares)
+    odd: dict[str, int] = {}
+    if numbers and not (math.isfinite(numbers["min"]) and math.isfinite(numbers["max"])):
+        counts = {
+            "nan": tensor.isnan(),
+            "posinf": tensor.isposinf(),
+            "neginf": tensor.isneginf(),
+        }
+        found = {name: int(marks.sum()) for name, marks in counts.items()}
+        odd = {name: count for name, count in found.items() if count}
+    items = _items(tensor) if with_items else None
+    return Glimpse(tensor.dtype, tuple(tensor.shape), items, numbers, odd)
+
+
 def is_measured(dtype: torch.dtype) -> bool:
     """True for a dtype of which the debugger gives statistics."""
     return dtype in _MEASURED
 
 
-def tensor_text(tensor: torch.Tensor, device: str = "cpu") -> str:
+def tensor_text(seen: Glimpse, device: str = "cpu") -> str:
     """Return a tensor as `print` shows it.
 
     Args:
-        tensor: any strided tensor on the host.
+        seen: the tensor, with items.
         device: where it was when the program had it.
     """
-    dtype, shape = tensor.dtype, tuple(tensor.shape)
-    if not tensor.numel():
+    dtype, shape = seen.dtype, seen.shape
+    count = math.prod(shape)
+    if seen.items is None or not count:
         suffixes = _device(device)
         suffixes += [f"size={shape}"] if len(shape) != 1 else []
         suffixes += [f"dtype={dtype}"] if dtype != torch.get_default_dtype() else []
         return _with_suffixes(f"{_PREFIX}[]", suffixes)
-    is_cut = tensor.numel() > _MOST_WHOLE
-    shown = _edges(tensor) if is_cut else tensor
-    texts, width = _texts(shown)
+    is_cut = count > _MOST_WHOLE
+    texts, width = _texts(seen.items)
     body = _Layout(shape, width, is_cut).text(iter(texts), 0, len(_PREFIX))
     return _with_suffixes(_PREFIX + body, _device(device) + _dtype(dtype))
 
@@ -73,34 +118,34 @@ def meta_text(shape: Sequence[int], dtype: str) -> str:
     return _with_suffixes(f"{_PREFIX}...", suffixes)
 
 
-def statistics_of(
-    tensor: torch.Tensor, device: str = "cpu", squares: Squares | None = None
-) -> dict[str, str]:
+def statistics_of(seen: Glimpse, device: str = "cpu") -> dict[str, str]:
     """Return mean, std, min and max as the repr of torch's results; {} where none is defined.
 
     Args:
-        tensor: any strided tensor on the host.
+        seen: the tensor.
         device: where it was when the program had it.
-        squares: what torch's `std` sums, faster.
     """
+    suffixes = _device(device) + _dtype(seen.dtype)
+    return {
+        name: _with_suffixes(_PREFIX + _floats([found])[0][0], suffixes)
+        for name, found in seen.numbers.items()
+    }
+
+
+def _numbers(tensor: torch.Tensor, squares: Squares | None) -> dict[str, float]:
     if not is_measured(tensor.dtype) or not tensor.numel():
         return {}
     low, high = torch.aminmax(tensor)
-    suffixes = _device(device) + _dtype(tensor.dtype)
     mean = tensor.mean().item()
-    return {
-        name: _with_suffixes(_PREFIX + _floats([found])[0][0], suffixes)
-        for name, found in (
-            ("mean", mean), ("std", _std(tensor, mean, squares)),
-            ("min", low.item()), ("max", high.item()),
-        )
-    }  # fmt: skip
+    std = _std(tensor, mean, squares)
+    return {"mean": mean, "std": std, "min": low.item(), "max": high.item()}
 
 
 def _std(tensor: torch.Tensor, mean: float, squares: Squares | None) -> float:
     if tensor.numel() == 1:  # undefined, and torch warns of it
         return math.nan
-    if squares is None or tensor.dtype != torch.float32 or not tensor.is_contiguous():
+    is_plain = tensor.dtype == torch.float32 and tensor.is_contiguous() and not tensor.is_neg()
+    if squares is None or not is_plain:
         return tensor.std().item()
     # as torch does it: in double around the mean it rounds to float32, and rounded at the end
     std = math.sqrt(squares(tensor, mean) / (tensor.numel() - 1))
@@ -110,13 +155,15 @@ def _std(tensor: torch.Tensor, mean: float, squares: Squares | None) -> float:
 # ---------------------------------------------------------------------- numbers
 
 
-def _edges(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the items that are shown of a large tensor, as a small one."""
-    for dim, size in enumerate(tensor.shape):
-        if size > 2 * _EDGE:
-            low, high = tensor.narrow(dim, 0, _EDGE), tensor.narrow(dim, size - _EDGE, _EDGE)
-            tensor = torch.cat((low, high), dim)
-    return tensor
+def _items(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the items that are shown, as a tensor of its own: all, or those at the edges."""
+    shown = tensor
+    if tensor.numel() > _MOST_WHOLE:
+        for dim, size in enumerate(tensor.shape):
+            if size > 2 * _EDGE:
+                low, high = shown.narrow(dim, 0, _EDGE), shown.narrow(dim, size - _EDGE, _EDGE)
+                shown = torch.cat((low, high), dim)
+    return shown.clone() if shown is tensor else shown
 
 
 def _texts(shown: torch.Tensor) -> tuple[list[str], int]:

@@ -26,9 +26,17 @@ from rankscope.tree.rebuild import bytes_of
 from rankscope.tree.slotview import SlotView
 from rankscope.tree.tensorfiles import StoredTensor
 from rankscope.tree.views import Node, Value
-from rankscope.view.hftext import Squares, is_measured, meta_text, statistics_of, tensor_text
+from rankscope.view.hftext import (
+    Glimpse,
+    Squares,
+    glimpse_of,
+    is_measured,
+    meta_text,
+    statistics_of,
+    tensor_text,
+)
 
-__all__ = ["GlobalValues", "LocalValues", "Shown"]
+__all__ = ["GlobalValues", "Held", "LocalValues", "Shown", "laid_out"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +63,12 @@ class Held:
     dtype: str
     """torch's name."""
     shape: tuple[int, ...]
-    data: NDArray[np.uint8]
-    """Its bytes in row-major order."""
+    data: NDArray[np.uint8] | None
+    """Its bytes in row-major order; None where it was looked at, and let go."""
+    glimpse: Glimpse | None = None
+    """What was seen of it then."""
+    origin: object = None
+    """What values of the same bytes share, where they have references of their own."""
 
 
 class LocalValues:
@@ -69,6 +81,7 @@ class LocalValues:
         *,
         as_text: bool,
         held: Mapping[int, Held] | None = None,
+        has_files: bool = True,
         squares: Squares | None = None,
     ) -> None:
         """Prepare to read; nothing is opened yet.
@@ -77,11 +90,13 @@ class LocalValues:
             trace: a trace that kept full tensors.
             rank: whose tensors are wanted.
             as_text: they are wanted as text, else as bytes.
-            held: all of the rank's tensors, by reference, where they are in no file.
-            squares: as `statistics_of` takes it.
+            held: tensors of the rank that are in no file, by reference.
+            has_files: the others are in files of the trace.
+            squares: as `glimpse_of` takes it.
         """
         self._files = trace.tensor_files
-        self._held = held
+        self._held = held or {}
+        self._has_files = has_files
         self._squares = squares
         self._rank = rank
         self._as_text = as_text
@@ -119,7 +134,7 @@ class LocalValues:
         stored, key = found
         measured, lines = self._facts(stored, key, form)
         facts = {**measured, **labels}
-        data = None if self._as_text else stored.data
+        data = None if self._as_text else stored.data  # there is a file for each: it has bytes
         return Shown(shape=shape, dtype=dtype, lines=lines, data=data, origin=key, facts=facts)
 
     def differ(self, views: Mapping[str, Sequence[SlotView]], one: str, other: str) -> bool:
@@ -129,17 +144,17 @@ class LocalValues:
             kind, _, rest = slot.partition(".")
             if kind in kept:
                 found = [self._stored(view) for view in entries if self._rank in view.ranks]
-                kept[kind][rest] = [each and each[1] for each in found]
+                kept[kind][rest] = [each and _origin(*each) for each in found]
         return kept[one] != kept[other]
 
     def _stored(self, view: SlotView) -> tuple[StoredTensor | Held, tuple[int, int]] | None:
         for row in range(*view.data["rows"]):
             if self._ranks[row] == self._rank and self._references[row]:
                 key = self._lives[row], self._references[row]
-                if self._held is None:
-                    return self._files.find(self._rank, *key), key
                 if key[1] in self._held:
                     return self._held[key[1]], key
+                if self._has_files:
+                    return self._files.find(self._rank, *key), key
         return None
 
     def _facts(
@@ -149,11 +164,11 @@ class LocalValues:
         device, stride = str(form.get("device", "cpu")), tuple(form.get("stride", ()))
         known = (key, device, stride)
         if known not in self._measured:
-            tensor = _tensor(stored)
-            self._measured[known] = (
-                _facts_of(tensor, stride, device, self._squares),
-                _lines(tensor if self._as_text else None, device),
-            )
+            seen = stored.glimpse if isinstance(stored, Held) else None
+            if seen is None:
+                tensor = laid_out(_tensor(stored), stride)
+                seen = glimpse_of(tensor, self._squares, with_items=self._as_text)
+            self._measured[known] = _facts_of(seen, device), _lines(seen, device)
         return self._measured[known]
 
     def _shape(self, view: SlotView) -> tuple[int, ...]:
@@ -207,16 +222,22 @@ class GlobalValues:
         tensor, device = whole.tensor.detach(), str(form.get("device", "cpu"))
         is_one_piece = tuple(tensor.shape) == views[0].folds[0].shape
         stride = tuple(form.get("stride", ())) if is_one_piece else ()
+        seen = glimpse_of(laid_out(tensor, stride), with_items=self._as_text)
         return Shown(
             shape=tuple(tensor.shape),
             dtype=str(tensor.dtype).removeprefix("torch."),
-            lines=_lines(tensor if self._as_text else None, device),
+            lines=_lines(seen, device),
             data=None if self._as_text else bytes_of(tensor),
-            facts=_facts_of(tensor, stride, device),
+            facts=_facts_of(seen, device),
         )
 
 
+def _origin(stored: StoredTensor | Held, key: tuple[int, int]) -> object:
+    return key if not isinstance(stored, Held) or stored.origin is None else stored.origin
+
+
 def _tensor(stored: StoredTensor | Held) -> torch.Tensor:
+    assert stored.data is not None  # else it was looked at
     dtype: torch.dtype = getattr(torch, stored.dtype)
     if not stored.data.size:
         return torch.empty(stored.shape, dtype=dtype, device="cpu")
@@ -228,24 +249,13 @@ def _tensor(stored: StoredTensor | Held) -> torch.Tensor:
         return torch.from_numpy(data).view(dtype).reshape(stored.shape)
 
 
-def _lines(tensor: torch.Tensor | None, device: str) -> tuple[str, ...] | None:
-    return None if tensor is None else tuple(tensor_text(tensor, device).split("\n"))
+def _lines(seen: Glimpse, device: str) -> tuple[str, ...] | None:
+    return None if seen.items is None else tuple(tensor_text(seen, device).split("\n"))
 
 
-def _facts_of(
-    tensor: torch.Tensor, stride: tuple[int, ...], device: str, squares: Squares | None = None
-) -> dict[str, Any]:
+def _facts_of(seen: Glimpse, device: str) -> dict[str, Any]:
     """Return the statistics, and how many elements are not finite where any are."""
-    facts: dict[str, Any] = dict(statistics_of(_strided(tensor, stride), device, squares))
-    if any(word in facts.get(name, "") for name in ("min", "max") for word in ("nan", "inf")):
-        counts = {
-            "nan": tensor.isnan(),
-            "posinf": tensor.isposinf(),
-            "neginf": tensor.isneginf(),
-        }
-        found = {name: int(marks.sum()) for name, marks in counts.items()}
-        facts |= {name: count for name, count in found.items() if count}
-    return facts
+    return {**statistics_of(seen, device), **seen.odd}
 
 
 def _meta_facts(dtype: str) -> dict[str, Any]:
@@ -254,8 +264,13 @@ def _meta_facts(dtype: str) -> dict[str, Any]:
     return dict.fromkeys(("mean", "std", "min", "max"), meta_text((), dtype))
 
 
-def _strided(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
-    """Return the tensor as it lay in memory: sums depend on the order, in their last digits."""
+def laid_out(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    """Return the tensor as it lay in memory: sums depend on the order, in their last digits.
+
+    Args:
+        tensor: its elements, in row-major order.
+        stride: that it had; () for row-major order.
+    """
     if not stride or len(stride) != tensor.dim() or not tensor.numel():
         return tensor
     distinct = tensor
