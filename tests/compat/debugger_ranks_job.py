@@ -9,9 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -90,6 +91,55 @@ def debugged(kind: str, folder: str, flags: dict[str, Any]) -> list[float]:
         output.sum().backward()
         assert all(p.grad is not None for p in model.parameters())
     return seen
+
+
+def split_by_transformers(saved: str, folder: str, trains: bool) -> dict[str, list[int]]:
+    """Load a saved model as transformers shards it over all ranks, and run it; returns the shape
+    of what each module handed out on this rank.
+    """
+    warnings.simplefilter("ignore")
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(saved, tp_plan="auto")
+    shapes: dict[str, list[int]] = {}
+    for name, module in model.named_modules():
+        if not [*module.children()]:
+            module.register_forward_hook(
+                lambda _m, _a, output, name=name: shapes.update({name: list(output.shape)})
+                if isinstance(output, torch.Tensor) else None
+            )  # fmt: skip
+    with model_addition_debugger_context(model, folder, ranks="all", no_grad=not trains):
+        model(torch.arange(3, 11)[None], use_cache=False)
+    return shapes
+
+
+def sharded_without_a_sharded_value(folder: str) -> None:
+    """Weights lie on a mesh, and the forward takes their local parts by hand: no value says so."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    model = ByHand(mesh)
+    with model_addition_debugger_context(model, folder, ranks="all"):
+        model(batch(0))
+
+
+class ByHand(nn.Module):
+    """Computes with the local parts of sharded weights, in a module of its own."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.inner = Inner(mesh)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+class Inner(nn.Module):
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        whole = net().up.weight.detach()
+        self.weight = nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight.to_local().T  # type: ignore[attr-defined]  # a DTensor
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

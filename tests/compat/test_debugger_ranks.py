@@ -15,7 +15,15 @@ from safetensors.torch import load_file
 import rankscope
 from tests.cli.test_commands import rankscope as command
 from tests.compat import debugger_ranks_job as job
-from tests.compat.debugger_files import call, references, tree, values, walk
+from tests.compat.debugger_files import (
+    call,
+    needs_transformers,
+    references,
+    tree,
+    values,
+    walk,
+)
+from tests.compat.debugger_models import made
 from tests.distributed import global_tensors_job as whole_job
 from tests.distributed.pool import RankPool
 
@@ -53,6 +61,56 @@ def test_a_shard_says_what_it_is_of_and_a_partial_that_it_is_not_summed(
             "torch.Size([4, 6])", {"tp": "Partial(sum)"},
         )  # fmt: skip
         assert call(root, ".act")["outputs"]["layout"] == "unknown"
+
+
+@needs_transformers
+@pytest.mark.parametrize("trains", [False, True])
+def test_what_transformers_shards_by_its_own_plan_is_labelled(
+    ranks: RankPool, tmp_path: Path, trains: bool
+) -> None:
+    """Its tensor parallelism hands plain local tensors from module to module: nothing but the
+    parameters tells that a model is sharded. What they prove is said, the rest is unknown, and no
+    half of a tensor stands there as if it were the whole.
+    """
+    made("llama")[0].save_pretrained(tmp_path / "saved")
+    folder = tmp_path / "files"
+    shapes = ranks.run(
+        job.split_by_transformers, str(tmp_path / "saved"), str(folder), trains, world_size=2
+    )
+    for rank in (0, 1):
+        root = tree(folder, mark=f"_rank{rank}")
+        query, down = call(root, ".q_proj"), call(root, ".down_proj")
+        shown = query["outputs"]
+        assert shapes[rank]["model.layers.0.self_attn.q_proj"] == [1, 8, 16]
+        assert (shown["shape"], shown["global_shape"]) == (
+            "torch.Size([1, 8, 16])", "torch.Size([1, 8, 32])",
+        )  # fmt: skip
+        assert [*shown["placements"].values()] == ["Shard(2)"]
+        (given,) = down["inputs"]["args"]
+        assert (given["global_shape"], [*given["placements"].values()]) == (
+            "torch.Size([1, 8, 48])", ["Shard(2)"],
+        )  # fmt: skip
+        assert down["outputs"]["layout"] == "unknown"
+        assert call(root, ".act_fn")["outputs"]["layout"] == "unknown"
+        for value in values(root):
+            assert "placements" in value or value["layout"] == "unknown"
+
+
+def test_parameters_on_a_mesh_are_enough_for_values_to_be_unknown(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    ranks.run(job.sharded_without_a_sharded_value, str(tmp_path), world_size=2)
+    for rank in (0, 1):
+        found = [*values(tree(tmp_path, mark=f"_rank{rank}"))]
+        assert found and all(value["layout"] == "unknown" for value in found)
+
+
+def test_values_of_a_model_sharded_by_fsdp_are_unknown(ranks: RankPool, tmp_path: Path) -> None:
+    """Each rank has its own batch, or the same one: the parameters' mesh does not say which."""
+    ranks.run(job.debugged, "fsdp", str(tmp_path), {"ranks": "all"}, world_size=2)
+    for rank in (0, 1):
+        found = [*values(tree(tmp_path, mark=f"_rank{rank}"))]
+        assert all(value["layout"] == "unknown" for value in found)
 
 
 def test_nothing_is_labelled_where_nothing_is_sharded(ranks: RankPool, tmp_path: Path) -> None:

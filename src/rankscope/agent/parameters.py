@@ -15,6 +15,7 @@ from rankscope.agent.modules import ModuleInfo, ModuleTable, Root
 from rankscope.agent.recorder import Recorder
 from rankscope.agent.values import ValueReader
 from rankscope.capture.invisible import invisible
+from rankscope.capture.torch_internals.dtensor import is_dtensor
 from rankscope.record.call import Mode, Phase
 from rankscope.record.value import ValueFlag
 
@@ -47,9 +48,13 @@ class ParameterEvents:
         return phase.word in self._phases and self._values.is_on
 
     def setup(self, root: Root) -> None:
-        """Record parameters and buffers before the first forward of a root."""
+        """Record parameters and buffers before the first forward of a root.
+
+        Where full tensors are kept, a parameter that lies on a mesh is described even if nothing
+        else of it is asked for: a local tensor of a sharded model may say nothing of that itself.
+        """
         self._expect_to_keep(root)
-        if self.wants(Phase.SETUP):
+        if self.wants(Phase.SETUP) or (self._values.keeps and _is_placed(root)):
             self._record(_Event(root, Phase.SETUP, 0, 0, 0, None))
 
     def _expect_to_keep(self, root: Root) -> None:
@@ -161,6 +166,8 @@ class ParameterEvents:
     def _read(self, item: _Item, sequence: int, phase: Phase) -> None:
         if item.tensor is None:
             self._values.absent(sequence, item.slot, phase, item.flags)
+        elif item.is_described:
+            self._values.describe(item.tensor, sequence, item.slot, phase, item.flags)
         else:
             self._values.read(
                 item.tensor, sequence, item.slot, phase, flags=item.flags, samples=False
@@ -174,7 +181,12 @@ class ParameterEvents:
             if parameter is None or (chosen is not None and id(parameter) not in chosen):
                 continue
             slot = f"{'grad' if is_grads else 'param'}:{name}"
-            if not self._values.wants(slot):
+            is_asked = self.wants(event.phase) and self._values.wants(slot)
+            if event.phase is Phase.SETUP and is_dtensor(type(parameter)):
+                is_read = is_asked and self._values.takes(info.path, slot)
+                yield _Item(slot, parameter, event.flags, is_described=not is_read)
+                continue
+            if not is_asked:
                 continue
             if not is_grads:
                 yield _Item(slot, parameter, event.flags)
@@ -182,11 +194,17 @@ class ParameterEvents:
                 gradient = parameter.grad
                 is_unheld = gradient is not None and id(parameter) in event.unheld
                 yield _Item(slot, gradient, event.flags | (_UNHELD if is_unheld else 0))
-        if is_grads or event.root in self._with_buffers:
+        if is_grads or event.root in self._with_buffers or not self.wants(event.phase):
             return
         for name, buffer in own_buffers(module).items():
             if buffer is not None and self._values.wants(f"buffer:{name}"):
                 yield _Item(f"buffer:{name}", buffer, 0)
+
+
+def _is_placed(root: Root) -> bool:
+    """True where a parameter of a root lies on a mesh."""
+    top = root.module()
+    return top is not None and any(is_dtensor(type(p)) for p in parameters_of_module(top))
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,3 +227,5 @@ class _Item(NamedTuple):
     slot: str
     tensor: torch.Tensor | None
     flags: int
+    is_described: bool = False
+    """Its numbers are not asked for."""

@@ -124,6 +124,10 @@ class ValueReader:
         if not self._is_read_on_device(local, place, samples=samples):
             self._record(place, None)
 
+    def takes(self, path: str, slot: str) -> bool:
+        """True where more is recorded of this slot of this path than what it is."""
+        return self._digests or (self._keeper is not None and self._keeper.wants(path, slot))
+
     def _is_kept(self, sequence: int, slot: str) -> bool:
         """True where the setting `tensors` takes this slot of this call."""
         path = self._recorder.path_of(sequence)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -37,6 +37,15 @@ from rankscope.view.hftext import (
 )
 
 __all__ = ["GlobalValues", "Held", "LocalValues", "Shown", "laid_out"]
+
+
+_SHARED_DIM: Final = {
+    ("Linear", "output"): 0,
+    ("Linear", "input.0"): 1,
+    ("Linear", "input.input"): 1,
+    ("Embedding", "output"): 1,
+}
+"""Class and slot -> the dim of the class's weight that is the last dim of what is in the slot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +116,7 @@ class LocalValues:
         self._measured: dict[object, tuple[Mapping[str, Any], tuple[str, ...] | None]] = {}
         self.has_layouts = bool(trace.run["meshes"])
         """Tensors of this job are known to lie on meshes: what says nothing of it is marked."""
+        self._weights = self._weights_on_meshes(trace) if self.has_layouts else {}
         self.notes: list[str] = []
 
     def shown(self, node: Node, views: Sequence[SlotView], form: Mapping[str, Any]) -> Shown | None:
@@ -120,7 +130,8 @@ class LocalValues:
         view = next((each for each in views if self._rank in parse_ranks(each.data["ranks"])), None)
         if view is None:
             return None
-        shape, labels = self._shape(view), self._labels(view)
+        shape = self._shape(view)
+        labels = self._labels(node, view, shape)
         dtype = str(view.data["dtype"])
         if view.data["device"] == "meta":
             lines = tuple(meta_text(shape, dtype).split("\n")) if self._as_text else None
@@ -177,7 +188,7 @@ class LocalValues:
                 return tuple(each["shape"])
         return ()
 
-    def _labels(self, view: SlotView) -> dict[str, Any]:
+    def _labels(self, node: Node, view: SlotView, shape: tuple[int, ...]) -> dict[str, Any]:
         if view.data["layout"].get("placements"):
             whole = view.global_shape
             return {
@@ -185,7 +196,41 @@ class LocalValues:
                 "mesh": view.data["layout"].get("mesh", ""),
                 "placements": view.placements,
             }
-        return {"layout": "unknown"} if self.has_layouts else {}
+        if not self.has_layouts:
+            return {}
+        return self._proven(node, view.slot, shape) or {"layout": "unknown"}
+
+    def _proven(self, node: Node, slot: str, shape: tuple[int, ...]) -> dict[str, Any]:
+        """Return how a local tensor lies where the weight of its module proves it: its last dim is
+        as long as this rank's part of the weight's, and shorter than the whole.
+
+        Of a weight on a mesh of several axes that proves nothing of the others.
+        """
+        dim = _SHARED_DIM.get((node.class_name, slot))
+        weight = self._weights.get(node.path)
+        if dim is None or weight is None or not shape:
+            return {}
+        whole, local = weight.global_shape, self._shape(weight)
+        if whole is None or not local or len(weight.placements) != 1:
+            return {}
+        ((axis, placement),) = weight.placements.items()
+        if placement != f"Shard({dim})" or not shape[-1] == local[dim] < whole[dim]:
+            return {}
+        return {
+            "global_shape": f"torch.Size({[*shape[:-1], whole[dim]]})",
+            "mesh": weight.data["layout"].get("mesh", ""),
+            "placements": {axis: f"Shard({len(shape) - 1})"},
+        }
+
+    def _weights_on_meshes(self, trace: Trace) -> dict[str, SlotView]:
+        """Return the weights that lie on a mesh, by the path of their module."""
+        return {
+            node.path: view
+            for step in trace.setup
+            for node in step.passing()
+            for view in node.slots
+            if view.slot == "param:weight" and view.placements and self._rank in view.ranks
+        }
 
 
 class GlobalValues:
