@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 import rankscope
+from rankscope.agent.keeper import Keeper
+from rankscope.capture.describe import Described
 from rankscope.compat import model_addition_debugger_context
 from tests.compat import debugger_modules as modules
 from tests.compat.debugger_files import call, ours, tree, walk
@@ -108,6 +110,54 @@ def test_inside_another_trace_the_block_says_what_to_do_and_harms_nothing(
     ]  # fmt: skip
     assert [*(tmp_path / "none").iterdir()] == []
     assert all("forward" not in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("is_inside", [False, True])
+def test_of_so_many_forwards_files_are_written_and_the_rest_is_said(
+    is_inside: bool,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`generate` runs a forward a token: two files for each, without a bound, fill a disk. What no
+    file will show is not recorded either.
+    """
+    kept: list[int] = []
+    keep = Keeper.keep
+
+    def watched(self: Keeper, tensor: torch.Tensor, described: Described) -> int:
+        kept.append(tensor.numel())
+        return keep(self, tensor, described)
+
+    monkeypatch.setattr(Keeper, "keep", watched)
+    model = nn.Sequential(nn.Linear(4, 4))
+    outer = nn.Sequential(nn.Linear(4, 4), model)
+    with ours(model, tmp_path / "two", forwards=2):
+        for number in range(5):
+            (outer if is_inside else model)(torch.ones(number + 1, 4))
+    assert max(kept) == 2 * 4
+    names = {path.name for path in (tmp_path / "two").iterdir()}
+    assert names == {
+        f"Sequential_debug_tree{mark}_{kind}.json"
+        for mark in ("", "_1") for kind in ("SUMMARY", "FULL_TENSORS")
+    }  # fmt: skip
+    said = capsys.readouterr().err
+    assert "wrote the first 2 of 5 forwards of Sequential: forwards=None writes all" in said
+    with ours(model, tmp_path / "all", forwards=None):
+        for _ in range(103):
+            model(torch.ones(1, 4))
+    assert len([*(tmp_path / "all").iterdir()]) == 206
+    with pytest.raises(ValueError, match="1 or more, or None"), ours(model, tmp_path, forwards=0):
+        pass
+
+
+def test_what_one_block_leaves_out_another_writes(tmp_path: Path) -> None:
+    models = [nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 4))]
+    with ours(models[0], tmp_path / "0", forwards=1), ours(models[1], tmp_path / "1"):
+        for _ in range(3):
+            for model in models:
+                model(torch.ones(1, 4))
+    assert [len([*(tmp_path / name).iterdir()]) for name in "01"] == [2, 6]
 
 
 def test_numbers_and_random_state_are_those_of_a_plain_forward(tmp_path: Path) -> None:

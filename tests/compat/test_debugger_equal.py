@@ -91,5 +91,28 @@ def test_dtypes_and_nested_arguments_are_written_alike(tmp_path: Path) -> None:
     assert _files(tmp_path / "0") == _files(tmp_path / "1")
 
 
+@pytest.mark.parametrize("as_text", [True, False])
+def test_a_frozen_parameter_is_printed_as_one(tmp_path: Path, as_text: bool) -> None:
+    """(Of one that needs a gradient `requires_grad` is left out here, as of every tensor.)"""
+    import torch
+    from torch import nn
+
+    from tests.compat.debugger_modules import Take
+
+    given = nn.Parameter(torch.arange(6.0).reshape(2, 3), requires_grad=False)
+    on_meta = nn.Parameter(torch.empty(3, device="meta"), requires_grad=False)
+    for number, which in enumerate((theirs, ours)):
+        model = Take()
+        with which(model, tmp_path / f"{number}", use_repr=as_text), torch.no_grad():
+            model([given, {"same": given.t()}, *([on_meta] if as_text else [])])
+        restored()
+    assert _files(tmp_path / "0") == _files(tmp_path / "1")
+    if as_text:
+        assert (
+            "Parameter containing:"
+            in (tmp_path / "1").joinpath("Take_debug_tree_FULL_TENSORS.json").read_text()
+        )
+
+
 def _files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}

@@ -34,6 +34,9 @@ class CallWishes:
     is_output_wanted: Callable[[nn.Module, bool], bool] = lambda _module, _is_root: True
     """Of a module about to be called, and whether it is a root: False where nobody asks what it
     hands out. Where hooks of its own may replace that, it is read all the same."""
+    is_forward_wanted: Callable[[nn.Module], bool] = lambda _module: True
+    """Of a module about to be called outside all others: False where nothing of that call is to be
+    recorded."""
 
 
 class CallValues:

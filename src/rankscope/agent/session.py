@@ -12,6 +12,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 
 from torch import nn
 
@@ -100,7 +101,10 @@ class Session:
 
     def _begin_scope(self, info: ModuleInfo, module: nn.Module) -> Scope | None:
         with self._beginning:
-            return self._steps.open_scope(info, module)
+            scope = self._steps.open_scope(info, module)
+            if scope is None or scope.is_muted or self._wishes.is_forward_wanted(module):
+                return scope
+            return replace(scope, is_muted=True)
 
     def close(self, reason: EndReason = EndReason.EXIT) -> None:
         """End the open step, commit the end record and take every hook off; safe to call again."""

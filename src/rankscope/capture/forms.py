@@ -2,6 +2,7 @@
 
     {"slot": "input.0"}                                  a tensor, and where its value stands
     {"slot": "output", "stride": [1, 8], "device": "cuda:0"}    not row-major, not on the CPU
+    {"slot": "input.0", "parameter": true}               an `nn.Parameter`
     {"items": {"hidden": {"slot": "output.hidden"}}}     a dict, or fields of a dataclass
     [{"slot": "output.0"}, "None"]                       a list or tuple
     "None"                                               anything else: its repr
@@ -35,6 +36,7 @@ _MOST_DEPTH: Final = 24
 _MOST_TEXT: Final = 1 << 18
 """A form that takes more is left out."""
 _MOST_SAID: Final = 1 << 14
+_MOST_KEY: Final = 100
 _ADDRESS: Final = re.compile(r"\bat 0x[0-9A-Fa-f]+")
 _TRUSTED: Final = "transformers."
 """Its caches and configurations: what their repr says, they only read."""
@@ -150,9 +152,21 @@ def _items(slot: str, value: dict[object, object], say: Say, path: list[int]) ->
     items = tuple(dict.items(value))
     forms: dict[str, Any] = {}
     for (key, item), name in zip(items, key_names(key for key, _ in items)):
-        said = key if type(key) is str else _CONSTANT_KEYS.get(name, name)
+        said = key if type(key) is str else _CONSTANT_KEYS.get(name) or _text_of_key(key, name)
         forms[name if said in forms else said] = _form(f"{slot}.{name}", item, say, path)
     return {"items": forms}
+
+
+def _text_of_key(key: object, name: str) -> str:
+    """Return what a key of a dict is written as: a tuple as Python writes it.
+
+    Args:
+        key: of any type but text.
+        name: what stands for it in the names of slots.
+    """
+    is_plain = type(key) is tuple and all(is_plain_text(type(each)) for each in key)
+    text = repr(key) if is_plain else name
+    return text if len(text) <= _MOST_KEY else name
 
 
 def _opened(slot: str, value: object, say: Say, path: list[int]) -> Any:
@@ -180,7 +194,10 @@ def _holds_tensor(form: Any) -> bool:
 
 def _tensor(slot: str, tensor: torch.Tensor) -> dict[str, Any]:
     form: dict[str, Any] = {"slot": slot}
-    local = dtensor_parts(tensor)[0] if is_dtensor(type(tensor)) else tensor
+    is_distributed = is_dtensor(type(tensor))
+    if issubclass(type(tensor), torch.nn.Parameter) and not is_distributed:
+        form["parameter"] = True
+    local = dtensor_parts(tensor)[0] if is_distributed else tensor
     try:
         if local.layout is torch.strided and not local.is_contiguous():
             form["stride"] = list(local.stride())

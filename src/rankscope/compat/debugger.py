@@ -40,6 +40,7 @@ def model_addition_debugger_context(
     ranks: Ranks = 0,
     *,
     all_outputs: bool = False,
+    forwards: int | None = 100,
 ) -> Iterator[nn.Module]:
     """Write what goes in and comes out of every module of `model`, for each of its forwards in the
     block: `{Class}_debug_tree_FULL_TENSORS.json` and `_SUMMARY.json`.
@@ -55,10 +56,14 @@ def model_addition_debugger_context(
         ranks: whose files are written: 0, other ranks, or "all". Unless it is 0 the rank stands in
             every name.
         all_outputs: write the outputs of modules that hold others too.
+        forwards: of how many forwards files are written, the first of the block; what is left out
+            is said on stderr. None for all.
 
     Raises:
-        ValueError: `debug_path` cannot be a folder.
+        ValueError: `debug_path` cannot be a folder, or `forwards` is no number of forwards.
     """
+    if forwards is not None and forwards < 1:
+        raise ValueError(f"forwards={forwards}: give 1 or more, or None for all")
     identity = who_am_i()
     is_wanted = _wants(ranks, identity.rank)
     folder = _folder(debug_path) if is_wanted else None
@@ -78,7 +83,7 @@ def model_addition_debugger_context(
     is_alone = identity.world_size == 1 or ranks == "all"
     block = Block(
         model, folder, runs_reprs=is_alone, prunes=do_prune_layers, all_outputs=all_outputs,
-        as_text=use_repr,
+        as_text=use_repr, forwards=forwards,
     )  # fmt: skip
     with DirectCalls(model, no_grad=no_grad) as direct:
         direct.session = block.begin()

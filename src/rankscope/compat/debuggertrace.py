@@ -13,6 +13,7 @@ import shutil
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
@@ -55,6 +56,8 @@ _TRACED: Final = (
 _is_ours = threading.RLock()
 """Held while a block joins or leaves: never while a forward runs."""
 _running: _Running | None = None
+_open: list[Block] = []
+"""Blocks that are in it."""
 _quiet = 0
 """Open blocks for whose ranks no repr may run."""
 
@@ -91,6 +94,7 @@ class Block:
         prunes: bool,
         all_outputs: bool,
         as_text: bool,
+        forwards: int | None,
     ) -> None:
         """Prepare; nothing is made before `begin`.
 
@@ -101,8 +105,14 @@ class Block:
             prunes: of a list of layers the first and the last are all that is looked at.
             all_outputs: what modules that hold others hand out is looked at too.
             as_text: of tensors their text and statistics are all that is wanted.
+            forwards: how many of the model's are looked at; None for all.
         """
         self._model = model
+        self._forwards = forwards
+        self._begun = 0
+        """Forwards of the model, or of what holds it, since the block began."""
+        self._holds = weakref.WeakKeyDictionary[nn.Module, bool]()
+        """Of modules that were called: the model is one of theirs."""
         self.as_text = as_text
         self._folder = folder
         self._runs_reprs = runs_reprs
@@ -122,6 +132,8 @@ class Block:
             if self._folder is None:
                 return None
             self._in = _joined(self._model, self._folder, self)
+            if self._in is not None:
+                _open.append(self)
             self._began_ns = time.monotonic_ns()
             return current_session() if self._in is None else self._in.session
 
@@ -138,7 +150,28 @@ class Block:
             _quiet -= not self._runs_reprs
             running, self._in = self._in, None
             if running is not None:
+                _open.remove(self)
                 running.leave(lambda source: write(self._recorded(running, source)))
+                self._say_left_out()
+
+    def counts(self, module: nn.Module) -> bool | None:
+        """Count a call of a module that begins outside all others. Return whether it is looked at;
+        None where the model is not in it.
+        """
+        holds = self._holds.get(module)
+        if holds is None:
+            holds = self._holds[module] = any(each is self._model for each in module.modules())
+        if not holds:
+            return None
+        self._begun += 1
+        return self._forwards is None or self._begun <= self._forwards
+
+    def _say_left_out(self) -> None:
+        if self._forwards is not None and self._begun > self._forwards:
+            say(
+                f"the module debugger wrote the first {self._forwards} of {self._begun} forwards "
+                f"of {type(self._model).__name__}: forwards=None writes all"
+            )
 
     def _recorded(self, running: _Running, source: StreamBytes) -> Recorded:
         is_alone = not running.is_shared
@@ -247,6 +280,7 @@ def _forget() -> None:
     if _running is not None and _running.is_alive:
         hold(None)
     _running, _quiet = None, 0
+    _open.clear()
 
 
 os.register_at_fork(after_in_child=_forget)
@@ -267,7 +301,11 @@ def _joined(model: nn.Module, folder: Path, wanted: Block) -> _Running | None:
     except OSError as error:
         raise ValueError(f"debug_path={folder} cannot be written: {error.strerror}") from error
     outputs = _Outputs(are_all_wanted=wanted.all_outputs)
-    wishes = CallWishes(say_leaf=_text_of_argument, is_output_wanted=outputs.is_wanted)
+    wishes = CallWishes(
+        say_leaf=_text_of_argument,
+        is_output_wanted=outputs.is_wanted,
+        is_forward_wanted=_is_forward_wanted,
+    )
     look = functools.partial(_look, squares=kernel_squares()) if wanted.as_text else None
     block = begin_rank_block(model, {**_SETTINGS, "out": own}, wishes, look)
     if block is None:
@@ -281,6 +319,12 @@ def _joined(model: nn.Module, folder: Path, wanted: Block) -> _Running | None:
 def _look(tensor: torch.Tensor, stride: tuple[int, ...], squares: Squares | None) -> Glimpse:
     """Return all that is written of a tensor as text."""
     return glimpse_of(laid_out(tensor, stride), squares)
+
+
+def _is_forward_wanted(module: nn.Module) -> bool:
+    """True where a block looks at a call that begins, or none holds its model in that."""
+    counted = [block.counts(module) for block in [*_open]]
+    return True in counted or False not in counted
 
 
 def _pruned(streams: list[RankStream]) -> list[RankStream]:

@@ -39,6 +39,7 @@ from rankscope.view.hftext import (
 __all__ = ["GlobalValues", "Held", "LocalValues", "Shown", "laid_out"]
 
 
+_OF_PARAMETER: Final = "Parameter containing:"
 _SHARED_DIM: Final = {
     ("Linear", "output"): 0,
     ("Linear", "input.0"): 1,
@@ -136,7 +137,9 @@ class LocalValues:
         if view.data["device"] == "meta":
             lines = tuple(meta_text(shape, dtype).split("\n")) if self._as_text else None
             facts = _meta_facts(dtype) | labels
-            return Shown(shape=shape, dtype=dtype, lines=lines, data=None, facts=facts)
+            return Shown(
+                shape=shape, dtype=dtype, lines=_headed(lines, form), data=None, facts=facts
+            )
         found = self._stored(view)
         if found is None:
             why = why_not_kept(Value((view,), node), [self._rank])
@@ -146,7 +149,10 @@ class LocalValues:
         measured, lines = self._facts(stored, key, form)
         facts = {**measured, **labels}
         data = None if self._as_text else stored.data  # there is a file for each: it has bytes
-        return Shown(shape=shape, dtype=dtype, lines=lines, data=data, origin=key, facts=facts)
+        return Shown(
+            shape=shape, dtype=dtype, lines=_headed(lines, form), data=data, origin=key,
+            facts=facts,
+        )  # fmt: skip
 
     def differ(self, views: Mapping[str, Sequence[SlotView]], one: str, other: str) -> bool:
         """True where a kind of slot (`returned`) holds other bytes than another (`output`)."""
@@ -271,10 +277,15 @@ class GlobalValues:
         return Shown(
             shape=tuple(tensor.shape),
             dtype=str(tensor.dtype).removeprefix("torch."),
-            lines=_lines(seen, device),
+            lines=_headed(_lines(seen, device), form),
             data=None if self._as_text else bytes_of(tensor),
             facts=_facts_of(seen, device),
         )
+
+
+def _headed(lines: tuple[str, ...] | None, form: Mapping[str, Any]) -> tuple[str, ...] | None:
+    """Return the lines of a tensor as `print` begins those of a parameter."""
+    return (_OF_PARAMETER, *lines) if lines and form.get("parameter") else lines
 
 
 def _origin(stored: StoredTensor | Held, key: tuple[int, int]) -> object:
