@@ -7,20 +7,42 @@ import math
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rankscope.capture.describe import Describer
 from rankscope.capture.device import DeviceDigester, mix64
 from rankscope.capture.digest import Digester
 from rankscope.capture.elements import storage_of
 from rankscope.capture.reading import Reading
+from rankscope.record.placement import Ranges
 
 CPU = torch.device("cpu")
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
+        ],
+    ),
+]
 DTYPES = [
     torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.bool,
     torch.uint8, torch.complex64,
     torch.float8_e4m3fn, torch.float8_e5m2,
 ]  # fmt: skip
+MORE_DTYPES = [
+    torch.int8, torch.int16, torch.int32, torch.uint16, torch.uint32, torch.uint64,
+    torch.complex32, torch.complex128,
+    torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu,
+]  # fmt: skip
 SHAPES = [(), (5,), (2, 128, 96), (3, 70_001), (65, 1, 300), (0, 4), (9000, 3)]
+ACTIVATIONS = [(4, 512, 512), (2, 1024, 1024), (2, 4100, 256), (64, 1, 9000)]
+LARGE_ACTIVATIONS = [(8, 512, 512), (32, 128, 1024), (4, 2048, 4096), (3, 9001, 300)]
+SIZES = [0, 1, 2, 3, 5, 7, 63, 64, 65, 255, 256, 257, 511, 512, 513, 1024, 2049, 4096, 4097, 8193]
+"""Around the limits at which a fold changes: samples, columns, the radix, rows."""
 
 
 def values(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -58,6 +80,89 @@ def test_statistics_and_sketch_agree_with_the_host_digest(dtype: torch.dtype) ->
     tensors = [values(shape, dtype) for shape in SHAPES]
     for x, reading in zip(tensors, read_all(tensors, CPU), strict=True):
         agree(reading, Digester().read(x, None, samples=True))
+
+
+@pytest.mark.parametrize("shape", ACTIVATIONS, ids=str)
+@pytest.mark.parametrize("device", DEVICES)
+def test_activations_of_any_size_are_read_with_and_without_samples(
+    device: str, shape: tuple[int, ...]
+) -> None:
+    """From 2**19 elements on the host folds sample by sample; one product serves the device."""
+    x = values(shape, torch.float32)
+    for batch_dim, samples in ((0, True), (1, True), (0, False)):
+        digester = DeviceDigester(torch.device(device), batch_dim)
+        digester.read(x.to(device), None, samples=samples)
+        ((_, reading),) = digester.collect(wait=True)
+        agree(reading, Digester(batch_dim).read(x, None, samples=samples))
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> tuple[int, ...]:
+    """A shape of up to five dims and 700,000 elements, one of them often at a limit."""
+    shape: list[int] = []
+    for _ in range(draw(st.integers(0, 5))):
+        most = 700_000 // max(1, math.prod(shape))
+        shape.append(draw(st.sampled_from([n for n in SIZES if n <= most] or [1])))
+    return tuple(draw(st.permutations(shape)))
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> torch.Tensor:
+    """A tensor of any shape, dtype and strides."""
+    x = values(draw(shapes()), draw(st.sampled_from(DTYPES + MORE_DTYPES)))
+    if x.dim() > 1 and draw(st.booleans()):
+        first, second = draw(st.permutations(range(x.dim())))[:2]
+        x = x.transpose(first, second)
+    if x.dim() and draw(st.booleans()):
+        x = x[::2]
+    if x.dtype.is_complex and x.dtype != torch.complex32 and draw(st.booleans()):
+        x = x.conj()
+    return x
+
+
+@st.composite
+def held_ranges(draw: st.DrawFn, shape: tuple[int, ...]) -> tuple[Ranges, ...] | None:
+    """Global indices of a shard of that shape: its first rows lie apart from the others."""
+    if draw(st.booleans()):
+        return None
+    starts = [draw(st.integers(0, 1100)) for _ in shape]
+    held: list[Ranges] = [((start, start + n),) for start, n in zip(starts, shape, strict=True)]
+    if shape and shape[0] > 1:
+        start, cut = starts[0], draw(st.integers(1, shape[0] - 1))
+        held[0] = ((start, start + cut), (start + cut + 512, start + shape[0] + 512))
+    return tuple(held)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), x=tensors(), batch_dim=st.sampled_from([0, 1, -1]), samples=st.booleans())
+def test_any_tensor_gets_the_numbers_of_the_host_digest(
+    device: str, data: st.DataObject, x: torch.Tensor, batch_dim: int, samples: bool
+) -> None:
+    ranges = data.draw(held_ranges(tuple(x.shape)))
+    digester = DeviceDigester(torch.device(device), batch_dim)
+    digester.read(x.to(device), ranges, samples=samples)
+    ((_, reading),) = digester.collect(wait=True)
+    agree(reading, Digester(batch_dim).read(x, ranges, samples=samples))
+
+
+@pytest.mark.parametrize("samples", [True, False])
+def test_nothing_on_the_way_asks_the_device_for_a_number(samples: bool) -> None:
+    """A tensor on the meta device has no numbers: whatever would wait for one (`item`, `cpu`,
+    `bool`, `nonzero`, a mask as an index) raises there.
+    """
+    digester = DeviceDigester(torch.device("meta"))
+    cases = [(shape, dtype) for shape in SHAPES for dtype in DTYPES]
+    for shape, dtype in cases + [(s, torch.bfloat16) for s in ACTIVATIONS + LARGE_ACTIVATIONS]:
+        x = torch.empty(shape, dtype=dtype, device="meta")
+        assert digester.read(x, None, samples=samples) is not None
+
+
+@pytest.mark.parametrize("name", ["item", "cpu", "nonzero", "__bool__", "tolist"])
+def test_the_meta_device_refuses_every_call_that_waits(name: str) -> None:
+    """What the test above rests on."""
+    with pytest.raises((NotImplementedError, RuntimeError)):
+        getattr(torch.empty((), device="meta"), name)()
 
 
 def test_nonfinite_and_extreme_values_agree_with_the_host_digest() -> None:

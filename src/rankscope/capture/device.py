@@ -87,12 +87,25 @@ def _mix_torch(z: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True)
+class _Fold:
+    """One box of a tensor, all its samples together; tables on the device."""
+
+    where: tuple[slice, ...] | None
+    """The box; None for the whole tensor."""
+    rows: tuple[int, int, int]
+    """Rows of the box: (before, samples, after), samples being 1 where they are not kept apart."""
+    columns: torch.Tensor
+    """[inner, 8] factors of the columns."""
+    weights: torch.Tensor
+    """[before, samples or 1, after, 8] factors of the rows, those of the batch dim left out."""
+
+
+@dataclass(frozen=True, slots=True)
 class _Kind:
     """What is the same for values of one dtype, shape and layout; tables on the device."""
 
     plan: Plan
-    tables: tuple[tuple[torch.Tensor, torch.Tensor], ...]
-    """Per segment: [inner, 8] columns and [rows, 8] weights."""
+    folds: tuple[_Fold, ...]
     batch: torch.Tensor | None
     size: int
     """Numbers of a row."""
@@ -197,22 +210,35 @@ class DeviceDigester:
             else None
         )
         plan = make_plan(tuple(local.shape), ranges, batch_dim, storage.is_complex)
-        tables = tuple(
-            (self._table(s.matrix64), self._table(s.weights(0, s.rows))) for s in plan.segments
-        )
+        folds = tuple(self._fold(box, batch_dim, plan) for box in _boxes(plan))
         batch = None if plan.batch_factors is None else self._table(plan.batch_factors)
         count = 0 if plan.batch_factors is None else plan.batch_factors.size
         if len(self._kinds) >= _MOST_KINDS:
             self._kinds.clear()
-        kind = self._kinds[key] = _Kind(plan, tables, batch, _ROW + count)
+        kind = self._kinds[key] = _Kind(plan, folds, batch, _ROW + count)
         return kind
 
+    def _fold(self, box: Segment, batch_dim: int | None, plan: Plan) -> _Fold:
+        where = box.where
+        weights = self._table(box.weights(0, box.rows))
+        if plan.batch_factors is None or batch_dim is None:
+            rows = weighted = (1, 1, box.rows)
+        else:
+            before, samples = math.prod(plan.shape[:batch_dim]), len(plan.batch_factors)
+            if box.where is None:
+                rows = weighted = (before, samples, box.rows // (before * samples))
+            else:  # the box of the first sample, of which the others differ in nothing
+                after = box.rows // before
+                rows, weighted = (before, samples, after), (before, 1, after)
+                where = (*box.where[:batch_dim], slice(None), *box.where[batch_dim + 1 :])
+        columns = self._table(box.matrix64)
+        return _Fold(where, rows, columns, weights.reshape(*weighted, SKETCH_SIZE))
+
     def _table(self, array: npt.NDArray[np.float64]) -> torch.Tensor:
-        table = torch.tensor(array.tolist() or [[]], dtype=torch.float64, device="cpu").reshape(
-            -1, SKETCH_SIZE
-        )
-        if self._device.type == "cpu":
-            return table
+        memory = bytearray(array.tobytes())
+        table = torch.frombuffer(memory, dtype=torch.float64).reshape(-1, SKETCH_SIZE)
+        if self._device.type in ("cpu", "meta"):
+            return table.to(self._device)
         return table.pin_memory(self._device).to(self._device, non_blocking=True)
 
     def _buffer(self, size: int) -> _Buffer:
@@ -293,23 +319,24 @@ def _fill(row: torch.Tensor, local: torch.Tensor, kind: _Kind) -> None:
         row[_ROW:].copy_(parts.reshape(-1))
 
 
+def _boxes(plan: Plan) -> list[Segment]:
+    """Return what covers one sample of a tensor, or the whole of it where one product can."""
+    if plan.whole is not None:
+        return [plan.whole]
+    return [segment for segment in plan.segments if segment.sample == 0]
+
+
 def _parts(values: torch.Tensor, kind: _Kind) -> torch.Tensor:
     """Return the [samples or 1, 8] sketches without the batch dim's factors."""
-    plan = kind.plan
-    count = 1 if kind.batch is None else len(kind.batch)
-    if plan.batch_rows is not None:
-        columns, weights = kind.tables[0]
-        weighted = _project(values, columns, plan.segments[0]) * weights
-        return weighted.reshape(*plan.batch_rows, SKETCH_SIZE).sum((0, 2))
-    sums: list[list[torch.Tensor]] = [[] for _ in range(count)]
-    for segment, (columns, weights) in zip(plan.segments, kind.tables, strict=True):
-        box = values if segment.where is None else values[segment.where]
-        sums[segment.sample].append((_project(box, columns, segment) * weights).sum(0))
-    return torch.stack([torch.stack(of_sample).sum(0) for of_sample in sums])
+    sums = []
+    for fold in kind.folds:
+        box = values if fold.where is None else values[fold.where]
+        products = _project(box.reshape(-1, len(fold.columns)), fold.columns)
+        sums.append((products.reshape(*fold.rows, SKETCH_SIZE) * fold.weights).sum((0, 2)))
+    return sums[0] if len(sums) == 1 else torch.stack(sums).sum(0)
 
 
-def _project(box: torch.Tensor, columns: torch.Tensor, segment: Segment) -> torch.Tensor:
-    rows = box.reshape(segment.rows, segment.inner)
+def _project(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     if torch.are_deterministic_algorithms_enabled():
         # matrix products then raise unless the program has configured a cuBLAS workspace
         return torch.stack([(rows * column).sum(1) for column in columns.T], dim=1)
