@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
+from typing import Any
 
 import torch
 
+from rankscope.agent.guard import Guard
 from rankscope.capture.invisible import invisible
 
 __all__ = [
@@ -26,6 +29,8 @@ __all__ = [
 
 _OPTIMIZER_FILE = "torch/optim/optimizer.py"
 _SHAPES_NAMED = 3
+_MAKING = ("__init__", "__setstate__")
+_Member = Callable[..., None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,44 +74,81 @@ class OptimizerSet:
             else:
                 yield optimizer
 
+    def __len__(self) -> int:
+        """Count those alive."""
+        return sum(1 for _ in self)
+
     def clear(self) -> None:
         """Leave no member."""
         self._members.clear()
 
 
 class OptimizerSearch:
-    """Finds the optimizers that are alive in this process, made before or after attaching.
+    """Knows the optimizers that are alive in this process, made before or after attaching.
 
-    torch marks the `step` of a class as hooked when its first object is made: without a marked
-    class there is none. Else living objects are looked for among those the garbage collector
-    knows, and then only remembered; a search that finds nothing new is repeated at doubling
-    intervals.
+    Those made after `put_on` are seen as they are made: a function of ours stands around
+    `__init__`, and around `__setstate__` by which copies and unpickled ones come to be. For those
+    made before there is no record anywhere, so the heap is searched, once, and only where torch
+    says that there was one: it marks the `step` of a class as hooked when its first object is made.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, guard: Guard) -> None:
+        """Know none yet.
+
+        Args:
+            guard: keeps what fails here out of the constructors of the program.
+        """
         self._found = OptimizerSet()
-        self._questions = 0
+        self._made = guard.hook(self._found.add)
+        self._originals: dict[str, tuple[_Member, _Member]] = {}
+        """Name of a member of `Optimizer` -> (what stood there, ours)."""
+        self._may_have_missed = False
+        """One may be alive that was made before `put_on`."""
+
+    def put_on(self) -> None:
+        """See every optimizer that is made from now on."""
+        if self._originals:
+            return
+        self._may_have_missed = any(_has_been_made(cls) for cls in _optimizer_classes())
+        for name in _MAKING:
+            original = getattr(torch.optim.Optimizer, name)
+            self._originals[name] = original, self._around(original)
+            setattr(torch.optim.Optimizer, name, self._originals[name][1])
+
+    def take_off(self) -> None:
+        """Put the originals back, unless somebody else has put theirs over ours since."""
+        originals, self._originals = self._originals, {}
+        for name, (original, ours) in originals.items():
+            if getattr(torch.optim.Optimizer, name) is ours:
+                setattr(torch.optim.Optimizer, name, original)
+
+    def _around(self, original: _Member) -> _Member:
+        @functools.wraps(original)
+        def making(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+            original(optimizer, *args, **kwargs)
+            if self._originals:
+                self._made(optimizer)
+
+        return making
+
+    def __contains__(self, optimizer: torch.optim.Optimizer) -> bool:
+        return optimizer in self._found
 
     def exists(self) -> bool:
         """True where an optimizer is alive."""
-        if any(True for _ in self._found):
-            return True
-        if not any(
-            getattr(c.__dict__.get("step"), "hooked", False)
-            for c in _subclasses(torch.optim.Optimizer)
-        ):
-            return False
-        return self._look()
+        return len(self._found) > 0 or self._finds_earlier()
 
-    def saw(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Remember an optimizer; True where it was not known."""
-        return self._found.add(optimizer)
+    def saw(self, optimizer: torch.optim.Optimizer) -> None:
+        """Remember an optimizer that steps: a class of somebody's own may be made without torch's
+        constructor.
+        """
+        self._found.add(optimizer)
 
     def holdings(self, optimizer: torch.optim.Optimizer, known: frozenset[int]) -> Holdings:
         """Say which of the known parameters an optimizer holds, and which nobody does."""
         held = {id(parameter): parameter for parameter in parameters_of(optimizer)}
         unheld = self._unheld(known)
-        if unheld and self._look():
+        if unheld and self._finds_earlier():
             unheld = self._unheld(known)
         strangers = tuple(tensor for key, tensor in held.items() if key not in known)
         return Holdings(known & held.keys(), unheld, strangers)
@@ -114,21 +156,31 @@ class OptimizerSearch:
     def _unheld(self, known: frozenset[int]) -> frozenset[int]:
         return known.difference(*(held_parameters(o) for o in self._found))
 
-    def _look(self) -> bool:
-        """Search the objects of the garbage collector; True where an optimizer was found that was
-        not known. Most calls do nothing: each takes twice as many questions as the one before.
+    def _finds_earlier(self) -> bool:
+        """Search the heap for optimizers made before `put_on`, the first time that this is asked;
+        True where one was found that was not known.
         """
-        self._questions += 1
-        if self._questions & (self._questions - 1):
+        if not self._may_have_missed:
             return False
-        is_any_new = False
-        for candidate in gc.get_objects():
-            # not isinstance: asking a proxy for its __class__ may import a module, or warn
-            if issubclass(type(candidate), torch.optim.Optimizer):
-                is_any_new |= self.saw(candidate)
-        if is_any_new:
-            self._questions = 0
-        return is_any_new
+        self._may_have_missed = False
+        classes = list(_optimizer_classes())
+        # every object refers to its class: the collector finds the objects of a few classes without
+        # handing over all others. By type, since to ask a proxy for its __class__ may import a
+        # module, or warn.
+        known = len(self._found)
+        for candidate in gc.get_referrers(*classes):
+            if any(type(candidate) is cls for cls in classes):
+                self._found.add(candidate)
+        return len(self._found) > known
+
+
+def _optimizer_classes() -> Iterator[type]:
+    yield torch.optim.Optimizer
+    yield from _subclasses(torch.optim.Optimizer)
+
+
+def _has_been_made(cls: type) -> bool:
+    return getattr(cls.__dict__.get("step"), "hooked", False)
 
 
 def _subclasses(cls: type) -> Iterator[type]:

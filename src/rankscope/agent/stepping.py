@@ -56,7 +56,8 @@ class Stepping:
         self._guard = guard
         self._close = close_session
         self.clock = StepClock()
-        self.optimizers = OptimizerSearch()
+        self.optimizers = OptimizerSearch(guard)
+        self.optimizers.put_on()
         self._train_scope: Scope | None = None
         self._eval_scope: Scope | None = None
         self.traced_train: int | None = None
@@ -241,6 +242,7 @@ class Stepping:
     def remove_hooks(self, *, is_inside_hook: bool = False) -> None:
         """Leave torch as it was."""
         self.hooks.remove_all(is_inside_hook=is_inside_hook)
+        self.optimizers.take_off()
         self.scalers.take_off()
         self.collectives.take_off()
         self.stance.choose(is_eager=False)

@@ -1,0 +1,181 @@
+"""Living optimizers are known without a search of the heap in every step."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import rankscope
+from rankscope.agent.guard import Guard
+from rankscope.agent.optimizers import OptimizerSearch
+from rankscope.record.call import Mode
+from tests.agent.models import Net, trace
+
+Making = Callable[[torch.optim.Optimizer], torch.optim.Optimizer]
+
+
+@pytest.fixture(autouse=True)
+def no_optimizer_stays() -> Iterator[None]:
+    """What another test left in a cycle would count as an optimizer."""
+    gc.collect()
+    yield
+    gc.collect()
+
+
+@pytest.fixture
+def search() -> Iterator[OptimizerSearch]:
+    """A search that is on."""
+    errors: list[Exception] = []
+    search = OptimizerSearch(Guard(errors.append))
+    search.put_on()
+    yield search
+    search.take_off()
+    assert not errors
+
+
+def sgd() -> torch.optim.SGD:
+    return torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+
+
+def heap_walks(work: Callable[[], object]) -> int:
+    """Return how often `work` had the garbage collector hand over the objects of the process."""
+    walks = [0]
+
+    def count(frame: object, event: str, argument: object) -> None:
+        walks[0] += event == "c_call" and argument in (gc.get_objects, gc.get_referrers)
+
+    sys.setprofile(count)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return walks[0]
+
+
+def train_flat(model: nn.Module, steps: int) -> None:
+    """Train by a flat master copy, as DeepSpeed does: no optimizer holds the modules' parameters.
+
+    Each group is a step of the optimizer of its own, as under ZeRO.
+    """
+    parameters = list(model.parameters())
+    flat = torch.cat([p.detach().reshape(-1) for p in parameters])
+    optimizer = torch.optim.SGD([flat], lr=0.1)
+    for _ in range(steps):
+        model(torch.ones(4, 8)).square().mean().backward()
+        flat.grad = torch.cat(
+            [(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in parameters]
+        )
+        for _ in range(3):
+            optimizer.step()
+        start = 0
+        for parameter in parameters:
+            parameter.data.copy_(flat[start : start + parameter.numel()].view_as(parameter))
+            parameter.grad = None
+            start += parameter.numel()
+
+
+def test_steps_whose_parameters_no_optimizer_holds_walk_the_heap_never(tmp_path: Path) -> None:
+    walks = heap_walks(lambda: trace(tmp_path, lambda: train_flat(Net(), steps=5), steps="all"))
+    assert walks == 0
+
+
+def test_one_walk_finds_the_optimizers_of_before_and_no_step_walks_again(tmp_path: Path) -> None:
+    """They can be found in no other way, and whether one is alive decides what a step is."""
+    before = sgd()
+    walks = heap_walks(lambda: trace(tmp_path, lambda: train_flat(Net(), steps=5), steps="all"))
+    assert walks == 1
+    del before
+
+
+def test_an_optimizer_made_before_is_found(search: OptimizerSearch) -> None:
+    assert not search.exists()
+    search.take_off()
+    before = sgd()
+    later = OptimizerSearch(Guard(lambda error: None))
+    later.put_on()
+    assert later.exists()
+    later.take_off()
+    del before
+
+
+def unpickled(optimizer: torch.optim.Optimizer) -> Any:
+    return pickle.loads(pickle.dumps(optimizer))
+
+
+@pytest.mark.parametrize("make", [copy.deepcopy, copy.copy, unpickled])
+def test_a_copy_counts_as_an_optimizer_that_was_made(search: OptimizerSearch, make: Making) -> None:
+    first = sgd()
+    assert search.exists()
+    second = make(first)
+    del first
+    gc.collect()
+    assert search.exists(), type(second)
+    del second
+    gc.collect()
+    assert not search.exists(), "one that is gone is no optimizer"
+
+
+def test_a_class_once_used_and_thrown_away_makes_no_later_inference_one_step(
+    tmp_path: Path,
+) -> None:
+    """Of an optimizer that is gone torch keeps a mark on the class alone."""
+    model = Net()
+
+    def forwards_around_an_optimizer() -> None:
+        for _ in range(2):
+            model(torch.ones(4, 8))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        del optimizer
+        gc.collect()
+        for _ in range(2):
+            model(torch.ones(4, 8))
+
+    sgd()
+    gc.collect()
+    found = trace(tmp_path, forwards_around_an_optimizer, steps="all")
+    assert [step.mode for step in found.steps] == [Mode.TRAIN] * 4
+
+
+def test_a_constructor_that_raises_raises_the_same_and_leaves_nothing(
+    search: OptimizerSearch,
+) -> None:
+    with pytest.raises(ValueError, match="empty parameter list"):
+        torch.optim.SGD([], lr=0.1)
+    gc.collect()
+    assert not search.exists()
+
+
+def test_the_class_of_all_optimizers_is_left_as_it_was(tmp_path: Path) -> None:
+    members = ("__init__", "__setstate__")
+    before = [vars(torch.optim.Optimizer)[name] for name in members]
+    with rankscope.trace(out=tmp_path / "trace"):
+        assert [vars(torch.optim.Optimizer)[name] for name in members] != before
+    assert [vars(torch.optim.Optimizer)[name] for name in members] == before
+
+
+def test_what_somebody_put_over_ours_stays_and_ours_looks_at_nothing_below_it(
+    search: OptimizerSearch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = torch.optim.Optimizer.__init__
+    calls: list[object] = []
+
+    def theirs(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        calls.append(optimizer)
+        ours(optimizer, *args, **kwargs)
+
+    monkeypatch.setattr(torch.optim.Optimizer, "__init__", theirs)
+    search.take_off()
+    assert torch.optim.Optimizer.__init__ is theirs
+    made = sgd()
+    assert calls == [made]
+    assert made not in search
+    monkeypatch.setattr(torch.optim.Optimizer, "__init__", ours.__wrapped__)  # type: ignore[attr-defined]
