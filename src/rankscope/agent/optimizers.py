@@ -99,7 +99,7 @@ class OptimizerSearch:
             guard: keeps what fails here out of the constructors of the program.
         """
         self._found = OptimizerSet()
-        self._made = guard.hook(self._found.add)
+        self._made = guard.hook(self.saw)
         self._originals: dict[str, tuple[_Member, _Member]] = {}
         """Name of a member of `Optimizer` -> (what stood there, ours)."""
         self._may_have_missed = False
