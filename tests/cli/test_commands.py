@@ -20,9 +20,9 @@ import rankscope as tracing
 from rankscope.agent.settings import SETTINGS
 from rankscope.cli.app import main
 from rankscope.cli.terminal import fitted
+from rankscope.record.call import CallStatus
 from rankscope.record.placement import Mesh
 from rankscope.record.run import EndReason
-from rankscope.spool.cells import CallStatus
 from rankscope.spool.outfolder import typed
 from rankscope.tree.assemble import build
 from tests.tree.jobs import grid_job

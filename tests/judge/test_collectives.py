@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rankscope.record.call import CallStatus
 from rankscope.record.finding import Verdict
 from rankscope.record.run import EndReason
-from rankscope.spool.cells import CallStatus
 from tests.judge.paper import collective, judged, module, numbers, origins
 from tests.tree.ranks_on_paper import PaperRank
 

@@ -15,12 +15,12 @@ import msgpack
 import numpy as np
 import xxhash
 
-from rankscope.record.call import Mode, Phase
+from rankscope.record.call import CallStatus, Mode, Phase
 from rankscope.record.factors import factors
 from rankscope.record.placement import Mesh, global_ranges, parse_placement
 from rankscope.record.run import EndReason, StreamId
 from rankscope.spool import cells
-from rankscope.spool.cells import CallStatus, RecordKind, StepEvent
+from rankscope.spool.cells import RecordKind, StepEvent
 from rankscope.spool.reader import StreamReader
 from rankscope.spool.writer import SpoolWriter
 

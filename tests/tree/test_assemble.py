@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from rankscope.errors import TraceError
-from rankscope.record.call import Phase
+from rankscope.record.call import CallStatus, Phase
 from rankscope.record.placement import Mesh
 from rankscope.record.value import ValueFlag
-from rankscope.spool.cells import CallStatus, StepEvent
+from rankscope.spool.cells import StepEvent
 from rankscope.tree.assemble import build
 from rankscope.tree.reader import open_trace
 from tests.tree.jobs import GRID, NONE, WEIGHT, grid_job, piece, read_valid

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.record.call import Mode
+from rankscope.record.call import CallStatus, Mode
 from rankscope.record.run import EndReason
-from rankscope.spool.cells import CallStatus
 from rankscope.tree.assemble import build
 from rankscope.tree.reader import Trace, open_trace
 from rankscope.tree.summary import crashes, endings, extent, state

@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rankscope.record.call import Phase
+from rankscope.record.call import CallStatus, Phase
 from rankscope.record.value import ValueFlag
-from rankscope.spool.cells import CallStatus
 from rankscope.tree.assemble import build
 from rankscope.tree.numbers import column_digest
 from rankscope.tree.reader import open_trace

@@ -12,11 +12,10 @@ import pytest
 
 import rankscope.view.perfetto as perfetto
 from rankscope.errors import SelectionError
+from rankscope.record.call import CallStatus
 from rankscope.view.place import claimed
 from tests.view.conftest import exported, selected
 from tests.view.traceprocessor import opened
-
-STATUS = ("returned", "raised", "abandoned", "unfinished")
 
 
 def unpacked(path):
@@ -78,7 +77,7 @@ def call_rows(trace):
     """{(node, rank): (start, duration, status)} straight from the columns."""
     columns = trace.columns()
     return {
-        (f"{node:016x}", rank): (start, duration, STATUS[status])
+        (f"{node:016x}", rank): (start, duration, CallStatus(status).word)
         for node, rank, start, duration, status in zip(
             *(
                 columns[f"calls.{name}"].tolist()

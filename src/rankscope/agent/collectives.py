@@ -29,10 +29,9 @@ from rankscope.capture.collectives import (
     tensors_in,
 )
 from rankscope.capture.invisible import invisible
-from rankscope.record.call import Mode, Phase
+from rankscope.record.call import CallStatus, Mode, Phase
 from rankscope.record.collective import Collective
 from rankscope.record.value import ValueFlag
-from rankscope.spool.cells import CallStatus
 
 __all__ = ["Collectives"]
 

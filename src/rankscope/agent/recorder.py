@@ -13,7 +13,7 @@ import msgpack  # type: ignore[import-untyped]  # ships no types
 from rankscope.agent.stores import Stored
 from rankscope.capture.describe import Described
 from rankscope.capture.reading import Reading
-from rankscope.record.call import Mode, Phase
+from rankscope.record.call import CallStatus, Mode, Phase
 from rankscope.record.collective import Collective
 from rankscope.record.placement import Mesh
 from rankscope.record.run import ProcessGroup
@@ -30,7 +30,6 @@ from rankscope.spool.cells import (
     TENSOR,
     VALUE,
     VALUE_HEAD,
-    CallStatus,
     RecordKind,
     StepEvent,
 )

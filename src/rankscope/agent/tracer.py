@@ -23,8 +23,7 @@ from rankscope.agent.values import ValueReader
 from rankscope.capture.invisible import invisible
 from rankscope.capture.torch_internals.autograd import current_graph_task, stops_recomputation
 from rankscope.capture.torch_internals.compiling import is_being_captured, is_compiled_graph
-from rankscope.record.call import Mode, Phase
-from rankscope.spool.cells import CallStatus
+from rankscope.record.call import CallStatus, Mode, Phase
 
 __all__ = ["Tracer"]
 

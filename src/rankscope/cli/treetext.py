@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from rankscope.cli.collectivetext import collective_lines, collective_text
 from rankscope.cli.terminal import Paint, visible
 from rankscope.errors import SelectionError
-from rankscope.record.call import Mode, Phase
+from rankscope.record.call import CallStatus, Mode, Phase
 from rankscope.record.globs import glob_matches, slot_matches
 from rankscope.record.value import Digest, is_form
 from rankscope.tree.combined import Combined
@@ -29,7 +29,7 @@ __all__ = ["View", "tree_lines"]
 COLUMNS = ("count", "nan", "posinf", "neginf", "zero", "min", "max", "mean", "std", "l2", "hash")
 _MAX_VALUES = 4
 """Distinct values listed below a slot whose ranks differ."""
-_NO_FAULT = frozenset({"stopped", "not_entered"})
+_IN_ORDER = frozenset(status.word for status in CallStatus if status.is_in_order)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,11 +222,11 @@ def _duration(us: float) -> str:
 
 def _outcome_lines(node: Node, paint: Paint) -> Iterator[str]:
     yield from (paint("yellow", line) for line in collective_lines(node))
-    if node.status != "returned":
+    if not node.has_returned:
         for outcome in node.outcomes:
-            if outcome.status != "returned":
+            if not outcome.has_returned:
                 text = f"{outcome.status.replace('_', ' ')} on {ranks_named(outcome.ranks)}"
-                color = "dim" if outcome.status in _NO_FAULT else "red"
+                color = "dim" if outcome.status in _IN_ORDER else "red"
                 yield paint(color, visible(f"{text}: {outcome.error}" if outcome.error else text))
     for error in node.errors:
         text = f"rankscope failed here on {ranks_named(error.ranks)}: {error.error}"

@@ -19,6 +19,7 @@ from rankscope.judge.observed import Call, Moment
 from rankscope.judge.patience import Patience
 from rankscope.judge.scene import Scene
 from rankscope.judge.suspects import Suspect, suspect_at
+from rankscope.record.call import CallStatus
 from rankscope.record.finding import Kind
 from rankscope.record.run import EndReason
 from rankscope.tree.ranks import ranks_named, ranks_text
@@ -104,11 +105,11 @@ def _last_of(moments: Sequence[Moment], scene: Scene) -> dict[int, _Last]:
             for rank, time_ns in at.items():
                 if rank not in latest or time_ns >= latest[rank][0]:
                     latest[rank] = (time_ns, call)
-            for outcome in call.node.outcomes if call.node.status != "returned" else ():
+            for outcome in () if call.node.has_returned else call.node.outcomes:
                 for rank in outcome.ranks:
-                    if outcome.status == "unfinished":
+                    if outcome.status == CallStatus.UNFINISHED.word:
                         opened.setdefault(rank, []).append((at[rank], call.path))
-                    elif outcome.status == "raised":
+                    elif outcome.status == CallStatus.RAISED.word:
                         errors[rank] = outcome.error
         for rank, (time_ns, call) in latest.items():
             if rank in found and found[rank].time_ns > time_ns:
@@ -131,8 +132,8 @@ def _stands_in(issue: Issue, rank: int) -> bool:
     return any(
         rank in outcome.ranks
         and (
-            outcome.status == "unfinished"
-            or (outcome.status == "raised" and bool(_PEER_LOST.search(outcome.error)))
+            outcome.status == CallStatus.UNFINISHED.word
+            or (outcome.status == CallStatus.RAISED.word and bool(_PEER_LOST.search(outcome.error)))
         )
         for outcome in issue.call.node.outcomes
     )

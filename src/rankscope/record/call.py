@@ -1,11 +1,12 @@
-"""What happened when: phases, modes, and the key under which calls of all ranks meet."""
+"""What happened when: phases, modes, how calls end, and the key under which calls of all ranks
+meet."""
 
 from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
 
-__all__ = ["CallKey", "Mode", "Phase"]
+__all__ = ["CallKey", "CallStatus", "Mode", "Phase"]
 
 
 class Phase(enum.IntEnum):
@@ -40,6 +41,54 @@ class Mode(enum.IntEnum):
     def word(self) -> str:
         """The mode as traces and options spell it."""
         return self.name.lower()
+
+
+class CallStatus(enum.IntEnum):
+    """How a call ended. The numbers are written in spools and in traces: never renumber.
+
+    This is the only list of them: traces, readers, exports and `show` take the words from here, and
+    the tests hold the schema and docs/trace-format.md to it.
+    """
+
+    RETURNED = 0
+    RAISED = 1
+    ABANDONED = 2
+    """No hook saw it end (KeyboardInterrupt): closed when the stack was repaired."""
+    UNFINISHED = 3
+    """Its end was never recorded: the rank died, or is still inside it. No spool holds this."""
+    STOPPED = 4
+    """A recomputation that checkpointing stopped when it had what backward needs."""
+    NOT_ENTERED = 5
+    """Compiled in place: no hook sees its calls, so whether it was called is not known."""
+    NOT_WAITED = 6
+    """An asynchronous collective for which nobody had waited when its step ended."""
+
+    @property
+    def word(self) -> str:
+        """The status as traces spell it."""
+        return self.name.lower()
+
+    @property
+    def is_in_order(self) -> bool:
+        """True where programs without a fault end calls so."""
+        match self:
+            case CallStatus.RETURNED | CallStatus.STOPPED | CallStatus.NOT_ENTERED:
+                return True
+            case (
+                CallStatus.RAISED
+                | CallStatus.ABANDONED
+                | CallStatus.UNFINISHED
+                | CallStatus.NOT_WAITED
+            ):
+                return False
+
+    @staticmethod
+    def word_of(number: int) -> str:
+        """Return the word of a number; "unknown" for one that only a newer rankscope writes."""
+        return _STATUS_WORDS.get(number, "unknown")
+
+
+_STATUS_WORDS = {int(status): status.word for status in CallStatus}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)

@@ -58,7 +58,6 @@ __all__ = [
     "VALUE_DTYPE",
     "VALUE_HEAD",
     "VALUE_HEAD_DTYPE",
-    "CallStatus",
     "RecordKind",
     "StepEvent",
 ]
@@ -100,21 +99,6 @@ class RecordKind(enum.IntEnum):
     """Something inside rankscope failed while it watched a call; the user's program went on."""
     TENSOR = 11
     """The bytes of a value are whole in a chunk: written after them, before what refers to them."""
-
-
-class CallStatus(enum.IntEnum):
-    """How a call ended. Never renumber; 3 is a call whose end was not recorded."""
-
-    RETURNED = 0
-    RAISED = 1
-    ABANDONED = 2
-    """No hook saw it end (KeyboardInterrupt): closed when the stack was repaired."""
-    STOPPED = 4
-    """A recomputation that checkpointing stopped when it had what backward needs."""
-    NOT_ENTERED = 5
-    """Compiled in place: no hook sees its calls, so whether it was called is not known."""
-    NOT_WAITED = 6
-    """An asynchronous collective for which nobody had waited when its step ended."""
 
 
 class StepEvent(enum.IntEnum):

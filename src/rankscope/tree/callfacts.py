@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.spool.cells import CallStatus
+from rankscope.record.call import CallStatus
 from rankscope.tree.nodes import Merged
-from rankscope.tree.tables import UNFINISHED
 
 __all__ = ["CallFacts", "NodeFacts"]
 
@@ -112,7 +111,7 @@ def _durations(
     calls, first = merged.calls, merged.call_start[:-1]
     if not len(calls):
         return first, first, first
-    is_done = calls["status"] != UNFINISHED
+    is_done = calls["status"] != CallStatus.UNFINISHED
     taken = calls["end"] - calls["start"]
     shortest = np.minimum.reduceat(np.where(is_done, taken, _NEVER), first)
     longest = np.maximum.reduceat(np.where(is_done, taken, -_NEVER), first)

@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.errors import TraceError
+from rankscope.record.call import CallStatus
 from rankscope.spool.replacing import replacing
 from rankscope.tree.document import Document
 from rankscope.tree.names import VALUES_NAME
-from rankscope.tree.tables import UNFINISHED
 
 __all__ = ["VALUES_FORMAT", "VALUES_NAME", "columns_of", "map_columns", "write_columns"]
 
@@ -62,7 +62,7 @@ def columns_of(document: Document) -> dict[str, Callable[[], Column]]:
         "calls.node": lambda: merged.identity[call_node],
         "calls.start_ns": lambda: calls["start"],
         "calls.duration_ns": lambda: np.where(
-            calls["status"] == UNFINISHED, -1, calls["end"] - calls["start"]
+            calls["status"] == CallStatus.UNFINISHED, -1, calls["end"] - calls["start"]
         ),
         "values.slot": lambda: _slot_places(document),
         "values.rank": lambda: ranks[merged.value_stream].astype(np.int32),

@@ -9,20 +9,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.record.call import Mode, Phase
+from rankscope.record.call import CallStatus, Mode, Phase
 from rankscope.record.run import StreamId
-from rankscope.spool.cells import CallStatus
 from rankscope.tree.callfacts import CallFacts, NodeFacts
 from rankscope.tree.interning import Vocabulary
 from rankscope.tree.nodes import Merged
 from rankscope.tree.ranks import RankTexts, ranks_text
 from rankscope.tree.slotdata import SlotData
-from rankscope.tree.tables import UNFINISHED, Tables
+from rankscope.tree.tables import Tables
 from rankscope.tree.tensorfiles import TensorRecords
 
 __all__ = ["Document"]
 
-_STATUS_WORDS = {int(s): s.name.lower() for s in CallStatus} | {UNFINISHED: "unfinished"}
 _PHASE_WORDS = {int(phase): phase.word for phase in Phase}
 _PLACED_PHASES = (Phase.FORWARD, Phase.RECOMPUTE, Phase.BACKWARD, Phase.COLLECTIVE)
 
@@ -143,7 +141,7 @@ class _Renderer:
             result |= self._collectives(facts)
         result["ranks"] = self._texts.text(self._call_ranks[facts.first_call : facts.last_call])
         if facts.has_returned:
-            result["status"] = "returned"
+            result["status"] = CallStatus.RETURNED.word
         else:
             result |= self._outcome(facts)
         if facts.node in self._errors:
@@ -218,9 +216,9 @@ class _Renderer:
         ranks = self._call_ranks[facts.first_call : facts.last_call]
         keys = np.stack([calls["status"].astype(np.int64), calls["text"].astype(np.int64)], axis=1)
         distinct, inverse = np.unique(keys, axis=0, return_inverse=True)
-        words = [_STATUS_WORDS.get(int(s), "unknown") for s, _ in distinct]
-        if words == ["returned"]:
-            return {"status": "returned"}
+        words = [CallStatus.word_of(int(s)) for s, _ in distinct]
+        if words == [CallStatus.RETURNED.word]:
+            return {"status": words[0]}
         outcomes: list[dict[str, Any]] = []
         for i, (_, text) in enumerate(distinct.tolist()):
             outcome = {

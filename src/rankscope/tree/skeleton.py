@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from rankscope.record.call import Phase
-from rankscope.spool.cells import NO_SEQUENCE, CallStatus
+from rankscope.record.call import CallStatus, Phase
+from rankscope.spool.cells import NO_SEQUENCE
 from rankscope.tree.streams import RankStream
 
 __all__ = ["BareCall", "forward_calls", "without_calls"]

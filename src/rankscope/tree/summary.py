@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rankscope.record.call import Mode
+from rankscope.record.call import CallStatus, Mode
 from rankscope.record.run import EndReason
 from rankscope.tree.ranks import ranks_named
 
@@ -126,9 +126,11 @@ def _start(node: Node) -> float:
 
 def _error(node: Node, rank: int) -> str | None:
     """Return the text of the exception that left a rank's call, None where none did."""
-    if node.status == "returned":
+    if node.has_returned:
         return None
-    raised = (o.error for o in node.outcomes if o.status == "raised" and rank in o.ranks)
+    raised = (
+        o.error for o in node.outcomes if o.status == CallStatus.RAISED.word and rank in o.ranks
+    )
     return next(raised, None)
 
 

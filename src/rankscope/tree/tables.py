@@ -14,17 +14,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.record.call import Phase
+from rankscope.record.call import CallStatus, Phase
 from rankscope.record.value import ValueFlag
 from rankscope.spool.cells import NO_SEQUENCE
 from rankscope.tree.interning import Interned, Vocabulary
 from rankscope.tree.streams import RankStream
 from rankscope.tree.tensorfiles import standing_references
 
-__all__ = ["UNFINISHED", "Tables", "build_tables", "factorize"]
+__all__ = ["Tables", "build_tables", "factorize"]
 
-UNFINISHED = 3
-"""Status of a call whose end was never recorded: the rank died, or is still inside it."""
 _EVENT_PHASES = (Phase.SETUP, Phase.GRADS, Phase.PARAMS)
 
 CALL_DTYPE = np.dtype(
@@ -170,7 +168,7 @@ def _calls(
     own["micro_batch"] = enters["micro_batch"].astype(np.int64)
     own["micro_batch"][enters["micro_batch"] == 0xFFFF_FFFF] = -1
     own["phase"], own["mode"] = enters["phase"], enters["mode"]
-    own["status"], own["text"] = UNFINISHED, -1
+    own["status"], own["text"] = CallStatus.UNFINISHED, -1
     own["collective"] = _take(vocabulary.collective_lookup[number], enters["collective"])
     own["number"] = enters["number"]
     issuers = [kind.issuer == "backward" for kind in vocabulary.collectives.items]
@@ -331,7 +329,7 @@ def _derive_calls(tables: Tables, clock_offset: NDArray[np.int64]) -> None:
     np.maximum.at(last, inverse, times)
     offset = clock_offset[derived["stream"]]
     derived["start"], derived["end"] = first + offset, last + offset
-    derived["status"], derived["text"] = 0, -1
+    derived["status"], derived["text"] = CallStatus.RETURNED, -1
     derived["parent"] = np.where(
         derived["phase"] == Phase.COLLECTIVE,
         origin,

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rankscope.record.call import CallKey, Mode, Phase
+from rankscope.record.call import CallKey, CallStatus, Mode, Phase
 from rankscope.record.placement import Layout
 from rankscope.record.value import Digest, Samples
 from rankscope.tree.combined import Combined
@@ -48,7 +48,13 @@ class Outcome:
 
     ranks: tuple[int, ...]
     status: str
+    """Word of a `CallStatus`; "error" of what failed inside rankscope."""
     error: str
+
+    @property
+    def has_returned(self) -> bool:
+        """True where the call came back as any call does."""
+        return self.status == CallStatus.RETURNED.word
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,9 +264,13 @@ class Node:
 
     @property
     def status(self) -> str:
-        """ "returned", "raised", "abandoned", "stopped", "not_entered", "unfinished", or "mixed"
-        over the ranks."""
+        """Word of a `CallStatus`, or "mixed" over the ranks."""
         return str(self.data["status"])
+
+    @property
+    def has_returned(self) -> bool:
+        """True where the call came back on all its ranks, as most do."""
+        return self.status == CallStatus.RETURNED.word
 
     @property
     def is_opaque(self) -> bool:

@@ -8,14 +8,13 @@ from typing import NamedTuple
 import numpy as np
 
 from rankscope.errors import TraceError
+from rankscope.record.call import CallStatus
 from rankscope.tree.numbers import Columns
 from rankscope.tree.views import Node
 
 __all__ = ["Call", "CallRows"]
 
 _FIRST_LOOK, _LARGEST_LOOK = 64, 1 << 20
-_WORDS = ("returned", "raised", "abandoned", "unfinished")
-"""As docs/trace-format.md numbers them."""
 
 
 class Call(NamedTuple):
@@ -61,7 +60,7 @@ class CallRows:
                 int(self._rank[row]),
                 start,
                 None if duration < 0 else start + duration,
-                _WORDS[int(self._status[row])],
+                CallStatus.word_of(int(self._status[row])),
             )
 
     def _find(self, wanted: np.uint64) -> int | None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from rankscope.record.call import Phase
+from rankscope.record.call import CallStatus, Phase
 from rankscope.tree.ranks import parse_ranks
 from rankscope.tree.reader import Step
 from rankscope.tree.skeleton import BareCall
@@ -135,7 +135,11 @@ class _Reading:
         inside them."""
         for child in node.children:
             is_seen = self._rank is None or self._rank in child.ranks
-            if not is_seen or child.phase is not Phase.FORWARD or child.status == "not_entered":
+            if (
+                not is_seen
+                or child.phase is not Phase.FORWARD
+                or child.status == CallStatus.NOT_ENTERED.word
+            ):
                 continue
             if self._is_held(child.path):
                 yield child
@@ -184,7 +188,7 @@ class _Reading:
 
     def _error(self, node: Node) -> str:
         for outcome in node.outcomes:
-            if outcome.status != "returned" and (self._rank is None or self._rank in outcome.ranks):
+            if not outcome.has_returned and (self._rank is None or self._rank in outcome.ranks):
                 return outcome.error or outcome.status.replace("_", " ")
         return ""
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rankscope.errors import SelectionError
-from rankscope.record.call import Phase
+from rankscope.record.call import CallStatus, Phase
 from rankscope.tree.names import Progress
 from rankscope.tree.numbers import Columns, column_digest
 from rankscope.tree.ranks import ranks_text
@@ -189,8 +189,8 @@ def _fitting(counts: Counter[int], room: int) -> frozenset[int]:
 
 
 def _troubles(node: Node) -> list[Any]:
-    raised = [o for o in node.outcomes if o.status == "raised"] if node.status != "returned" else []
-    return [*raised, *node.errors]
+    outcomes = () if node.has_returned else node.outcomes
+    return [*(o for o in outcomes if o.status == CallStatus.RAISED.word), *node.errors]
 
 
 def _write_step(
@@ -219,7 +219,7 @@ def _write_step(
             content = shared + packets.arguments("", "", own | results.get(call.rank, {}))
             end = math.inf if call.end is None else call.end
             slices[call.rank].append(_Slice(node.phase.word, call.start, end, content))
-            for status in ("raised", "error"):
+            for status in (CallStatus.RAISED.word, "error"):
                 if (call.rank, status) in troubles:
                     at = call.start if call.end is None else call.end
                     error = troubles[call.rank, status]
@@ -273,7 +273,7 @@ def _call_content(step: Step, node: Node) -> bytes:
 
 
 def _trouble_content(node: Node, status: str, error: str) -> bytes:
-    who = "raised" if status == "raised" else "rankscope failed"
+    who = "rankscope failed" if status == "error" else status
     return packets.arguments(
         f"{who}: {node.path or '(root)'}", "error", {"path": node.path, "error": error}
     )

@@ -160,7 +160,7 @@ def _missing(call: Call, group: Array, owners: Any) -> Array | None:
     parent = call.parent
     assert parent is not None  # roots are no families
     around = group[np.isin(group, parent.ranks)]
-    ended = [rank for o in parent.node.outcomes if o.status == "returned" for rank in o.ranks]
+    ended = [r for o in parent.node.outcomes if o.has_returned for r in o.ranks]
     absent = around[~np.isin(around, call.ranks) & np.isin(around, ended)]
     if not len(absent) or len(absent) == len(around):
         return None
