@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import argparse
 import atexit
-import difflib
 import hashlib
 import os
+import re
 import socket
 import sys
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from rankscope.agent.settings import SETTINGS, settings_from
-from rankscope.agent.wording import misspelt_variables
+from rankscope.agent.wording import did_you_mean, misspelt_variables
 from rankscope.errors import RankscopeError, SettingError
 from rankscope_launcher.job import JobShape, TracedJob, new_run_id
 from rankscope_launcher.progress import say
@@ -112,9 +112,9 @@ def _unknown(name: str) -> str:
     longer = [option for option in _OPTIONS if option.startswith(name)]
     if longer:
         return f"{name} is an abbreviation; write {' or '.join(longer)} in full"
-    near = difflib.get_close_matches(name, _OPTIONS, n=1)
-    meant = f"did you mean {near[0]}? " if near else ""
-    return f"{name} is no option; {meant}`{_PROGRAM} --help` lists all of them"
+    return (
+        f"{name} is no option; {did_you_mean(name, _OPTIONS)}`{_PROGRAM} --help` lists all of them"
+    )
 
 
 def _parse(line: _Line) -> argparse.Namespace:
@@ -128,7 +128,9 @@ def _parse(line: _Line) -> argparse.Namespace:
 
     parser = get_args_parser()
     parser.prog = _PROGRAM
-    parser.error = _raise  # type: ignore[method-assign]  # one line instead of two pages of usage
+    options = [*_OPTIONS, *re.findall(r"--[a-z][\w-]*", parser.format_help())]
+    # one line instead of two pages of usage
+    parser.error = lambda message: _raise(message, options)  # type: ignore[method-assign]
     parser.print_help = lambda file=None: _print_help(parser)  # type: ignore[method-assign]
     parsed = parser.parse_args(line.torchrun)
     script_at = len(line.torchrun) - len(parsed.training_script_args) - 1
@@ -141,8 +143,10 @@ def _parse(line: _Line) -> argparse.Namespace:
     return parsed
 
 
-def _raise(message: str) -> NoReturn:
-    raise SettingError(f"{message}; `{_PROGRAM} --help` lists every option")
+def _raise(message: str, options: Sequence[str]) -> NoReturn:
+    unknown = re.search(r"unrecognized arguments: (--?[\w-]+)", message)
+    meant = did_you_mean(unknown[1], options) if unknown else ""
+    raise SettingError(f"{message}; {meant}`{_PROGRAM} --help` lists every option")
 
 
 def _print_help(torchrun: argparse.ArgumentParser) -> None:

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -99,6 +100,133 @@ def test_show_narrows_to_path_phase_step_rank_and_depth(out):
     assert "2 values" not in text
     _, text, _ = rankscope("show", out, "--phase", "setup", "--step", "all")
     assert "param:weight" in text
+
+
+@pytest.fixture(scope="module")
+def layered(tmp_path_factory):
+    """A real run: token ids and a mask, layers in a list, one checkpointed, a loss."""
+    out = tmp_path_factory.mktemp("layered") / "of any name"
+
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = torch.nn.Linear(4, 8), torch.nn.Linear(8, 4)
+
+        def forward(self, x):
+            return x + self.down(self.up(x).relu())
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = torch.nn.Embedding(60_000, 4)
+            self.layers = torch.nn.ModuleList(Layer() for _ in range(3))
+            self.head = torch.nn.Linear(4, 1)
+
+        def forward(self, ids, mask):
+            x = self.embed(ids) * mask[..., None]
+            for layer in self.layers[:2]:
+                x = layer(x)
+            x = torch.utils.checkpoint.checkpoint(self.layers[2], x, use_reentrant=False)
+            return self.head(x)
+
+    model, loss = Net(), torch.nn.MSELoss()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ids, mask = torch.tensor([[7, 50_256, 3]]), torch.tensor([[True, True, False]])
+    with tracing.trace(model, out=out):
+        loss(model(ids, mask), torch.zeros(1, 3, 1)).backward()
+        optimizer.step()
+    return out
+
+
+def test_a_depth_bounds_every_phase_and_says_what_it_leaves_out(layered):
+    """Gradients and parameters of all modules are one flat list in the tree."""
+    _, text, _ = rankscope("show", layered, "--depth", "1", "--slots", "none", "--phase", "setup")
+    heads = [line.split()[0] for line in text.splitlines()[2:-2]]
+    assert heads == ["(root)", "embed", "head"]
+    _, text, _ = rankscope("show", layered, "--depth", "1", "--slots", "none")
+    lines = text.splitlines()
+    shown = {line.split()[0] for line in lines[2:-1]} - {"stopped"}
+    layers = {f"layers.{number}" for number in range(3)}
+    assert shown == {"(root)", "@MSELoss", "embed", "head", *layers}
+    assert {tuple(line.split()[::2][:2]) for line in lines} >= {
+        ("embed", "grads"),
+        ("head", "params"),
+        ("layers.2", "recompute"),
+    }
+    assert lines[-1].strip() == (
+        "left out below --depth 1: 6 forward, 2 recompute, 6 backward, 6 grads, 6 params"
+    )
+    _, text, _ = rankscope("show", layered, "--depth", "0", "--slots", "none")
+    assert not [line for line in text.splitlines() if "layers" in line or "embed" in line]
+    _, everything, _ = rankscope("show", layered, "--slots", "none")
+    _, deep, _ = rankscope("show", layered, "--slots", "none", "--depth", "2")
+    assert deep == everything, "nothing is left out, and nothing is said of it"
+
+
+def test_a_depth_counts_from_the_modules_that_are_asked_for(layered):
+    words = ["--path", "layers.*", "--slots", "none", "--depth"]
+    _, text, _ = rankscope("show", layered, *words, "0")
+    assert ".up" not in text and text.count("layers.0 ") == 2, "its forward, its backward"
+    _, text, _ = rankscope("show", layered, *words, "1")
+    assert "layers.0.up  Linear  grads" in text
+
+
+def test_numbers_of_integers_and_bools_are_those_that_mean_something(layered):
+    _, text, _ = rankscope("show", layered, "--phase", "forward", "--depth", "1")
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert "input.0 int64[1, 3] count 3 min 3 max 50256" in lines
+    assert "input.1 bool[1, 3] count 3 true 2" in lines
+    assert any(line.startswith("output float32[1, 3, 4] mean ") for line in lines)
+    _, text, _ = rankscope("show", layered, "--path", "embed", "--stats", "mean,zero")
+    assert "int64[1, 3]  mean 1.676e+04  zero 0" in text, "what is asked for is shown"
+
+
+@pytest.mark.parametrize("command", ["show", "check", "verify", "tensor", "export"])
+def test_a_command_without_a_trace_reads_the_one_it_is_called_in(layered, tmp_path, command):
+    (layered / "mine" / "notes").mkdir(parents=True, exist_ok=True)
+    words = ["--format", "jsonl", "--out", tmp_path / "x"] if command == "export" else []
+    for place in (layered, layered / "mine" / "notes"):
+        code, text, errors = rankscope(command, *words, cwd=place)
+        assert str(layered) in text + errors or command in ("verify", "export")
+        assert (code, "no full tensors" in errors) == (
+            (2, True) if command == "tensor" else (0, False)
+        )
+        (tmp_path / "x").unlink(missing_ok=True)
+
+
+def test_a_trace_here_is_meant_before_the_one_around_and_folders_of_others_are_no_traces(
+    layered, out, tmp_path
+):
+    inner = layered / "inner" / "rankscope-1"
+    shutil.copytree(out, inner)
+    assert rankscope("show", cwd=inner.parent)[1].startswith(f"{inner} ")
+    shutil.rmtree(inner.parent)
+    (tmp_path / "spool").mkdir()  # as in /var
+    (tmp_path / "trace.json").write_text('{"traceEvents": []}')
+    for place in (tmp_path, tmp_path / "spool"):
+        code, _, errors = rankscope("show", cwd=place)
+        assert code == 2 and "is in no trace; name the trace to read" in errors
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["sho"], "no command 'sho'; did you mean show? "),
+        (["c"], "did you mean collect or check? "),
+        (["zzz"], "no command 'zzz'; `rankscope --help`"),
+        (["--versio"], "did you mean --version? "),
+        (["show", "--dept", "1"], "no option --dept of rankscope show; did you mean --depth? "),
+        (["show", "--steps=1"], "did you mean --step? "),
+        (["check", "--jsn"], "did you mean --json? "),
+        (["tensor", "--prnt"], "did you mean --print? "),
+        (["verify", "--layout", "x"], "no option --layout of rankscope verify; `rankscope verify"),
+    ],
+)
+def test_a_word_that_is_no_command_or_option_is_one_line_with_the_nearest(words, said):
+    code, text, errors = rankscope(*words)
+    assert (code, text) == (2, "")
+    assert said in errors
+    assert len(errors.splitlines()) == 1
 
 
 def test_show_takes_the_newest_trace_here(out):

@@ -173,9 +173,22 @@ def test_a_trace_without_tensors_says_how_to_keep_some(tmp_path):
     out = tmp_path / "trace"
     with rankscope.trace(out=out):
         nn.Linear(2, 2)(torch.ones(2, 2))
-    assert "no full tensors were kept: trace with --rs-tensors" in command("tensor", out)[1]
+    for words in ((), (":output",), ("**",)):
+        code, text, errors = command("tensor", out, *words)
+        assert (code, text) == (2, "")
+        assert "no full tensors were kept" in errors and "--rs-tensors" in errors
+        assert len(errors.splitlines()) == 1
     code, _, errors = command("tensor", out, ":output", "--print")
     assert code == 2 and "no full tensors were asked for; trace again with --rs-tensors" in errors
+
+
+def test_inside_a_trace_the_name_of_a_tensor_is_enough(made, monkeypatch):
+    """A name with a slot or a glob is no folder: it is not taken for the trace."""
+    monkeypatch.chdir(made[0].path)
+    code, text, _ = command("tensor", "fc:output", "--print", "--step", "1")
+    assert code == 0 and text.startswith("fc:output  float32[3, 4]")
+    assert "fc:param:weight" in command("tensor", "fc:*")[1]
+    assert "no such folder" in command("tensor", "fc")[2]
 
 
 def test_in_python_tensors_are_mapped_and_writing_to_one_changes_nothing_else(made):

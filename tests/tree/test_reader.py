@@ -301,7 +301,9 @@ def test_the_newest_trace_of_a_folder_is_the_default(tmp_path, out, monkeypatch)
         time.sleep(0.02)
     (tmp_path / "rankscope-3").mkdir()  # holds nothing
     assert newest_trace(tmp_path).name == "rankscope-2"
-    monkeypatch.chdir(out)
+    monkeypatch.chdir(tmp_path / "rankscope-3")
     with pytest.raises(FolderError, match=r"no rankscope-\* trace"):
         open_trace()
+    monkeypatch.chdir(out)
+    assert open_trace().path == out
     assert open_trace(out / "trace.json").path == out

@@ -5,11 +5,11 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from rankscope.agent.settings import SETTINGS
 
-__all__ = ["as_keywords", "as_variables", "misspelt_variables"]
+__all__ = ["as_keywords", "as_variables", "did_you_mean", "misspelt_variables"]
 
 _PREFIX = "RANKSCOPE_"
 _OPTION = re.compile(r"--rs-([a-z]+(?:-[a-z]+)*)")
@@ -34,6 +34,14 @@ def as_variables(text: str) -> str:
 def as_keywords(text: str) -> str:
     """Name keyword arguments where a message names options of `rankscope run`."""
     return _OPTION.sub(lambda m: m[1].replace("-", "_") + "=", text)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return "did you mean x? " with what a name begins, or else is most like; "" for neither."""
+    names = list(known)
+    found = [each for each in names if name.strip("-") and each.startswith(name)]
+    found = found or difflib.get_close_matches(name, names, n=1)
+    return f"did you mean {' or '.join(found)}? " if found else ""
 
 
 def misspelt_variables(environ: Mapping[str, str] = os.environ) -> str:

@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
-from rankscope.errors import RankscopeError
+from rankscope.errors import RankscopeError, SettingError
 
 __all__ = ["COMMANDS", "main"]
 
@@ -45,8 +45,54 @@ Each command explains its options with --help; docs/trace-format.md explains the
 """
 
 
+_UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+"""Click's, which newer versions of typer carry inside and older ones import."""
+
+
+class _Command(TyperCommand):
+    """Says which option may have been meant by one that it does not have."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read a command line.
+
+        Raises:
+            SettingError: an option that there is not.
+        """
+        try:
+            return super().parse_args(ctx, args)
+        except _UsageError as error:
+            raise _unknown_option(error, self.get_params(ctx), ctx.command_path) from None
+
+
 class _Commands(TyperGroup):
     """Imports a command's module only when that command, or the list of all, is asked for."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read what stands before the command.
+
+        Raises:
+            SettingError: an option that there is not.
+        """
+        try:
+            return super().parse_args(ctx, args)
+        except _UsageError as error:
+            raise _unknown_option(error, self.get_params(ctx), ctx.command_path) from None
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find the command that a command line names.
+
+        Raises:
+            SettingError: there is none of that name.
+        """
+        known = self.list_commands(ctx)
+        if args[0] not in known:
+            from rankscope.agent.wording import did_you_mean
+
+            raise SettingError(
+                f"no command {args[0]!r}; {did_you_mean(args[0], known)}"
+                f"`{ctx.command_path} --help` lists all of them"
+            )
+        return super().resolve_command(ctx, args)
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Return the commands that are installed."""
@@ -58,9 +104,8 @@ class _Commands(TyperGroup):
             return None
         module = importlib.import_module(f"rankscope.cli.{cmd_name}")
         alone = typer.Typer(add_completion=False, rich_markup_mode=None)
-        alone.command(name=cmd_name, context_settings=getattr(module, "CONTEXT", None))(
-            module.command
-        )
+        settings = getattr(module, "CONTEXT", None)
+        alone.command(name=cmd_name, cls=_Command, context_settings=settings)(module.command)
         return typer.main.get_command(alone)
 
 
@@ -123,6 +168,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if leaving.code == EXIT_TROUBLE:  # typer has said what it could not understand
             _report_trouble(words, "the command line cannot be understood: see stderr")
         raise
+
+
+def _unknown_option(error: Exception, parameters: Sequence[Any], command: str) -> Exception:
+    """Return the error that says which option may have been meant; other errors as they are."""
+    if type(error).__name__ != "NoSuchOption":  # click's or typer's own, as above
+        return error
+    from rankscope.agent.wording import did_you_mean
+
+    name = str(getattr(error, "option_name", ""))
+    known = [each for one in parameters for each in one.opts if each.startswith("-")]
+    return SettingError(
+        f"no option {name} of {command}; {did_you_mean(name, known)}"
+        f"`{command} --help` lists all of them"
+    )
 
 
 def _report_trouble(words: Sequence[str], line: str) -> None:

@@ -14,7 +14,8 @@ EXIT_FINDING = 1
 
 def command(
     trace: Annotated[
-        Optional[Path], typer.Argument(help="Trace folder; default the newest rankscope-* here.")  # noqa: UP045  # typer reads it on 3.10
+        Optional[Path],  # noqa: UP045  # typer reads it on 3.10
+        typer.Argument(help="Trace folder; default this one, or the newest rankscope-* here."),
     ] = None,
     layout: Annotated[
         Optional[Path],  # noqa: UP045  # typer reads it on 3.10

@@ -23,7 +23,8 @@ def command(
         ),
     ],
     trace: Annotated[
-        Optional[Path], typer.Argument(help="Trace folder; default the newest rankscope-* here.")  # noqa: UP045  # typer reads it on 3.10
+        Optional[Path],  # noqa: UP045  # typer reads it on 3.10
+        typer.Argument(help="Trace folder; default this one, or the newest rankscope-* here."),
     ] = None,
     path: Annotated[
         str, typer.Option(metavar="GLOB", help="Modules: fnmatch on the whole path.")

@@ -12,7 +12,8 @@ __all__ = ["command"]
 
 def command(
     trace: Annotated[
-        Optional[Path], typer.Argument(help="Trace folder; default the newest rankscope-* here.")  # noqa: UP045  # typer reads it on 3.10
+        Optional[Path],  # noqa: UP045  # typer reads it on 3.10
+        typer.Argument(help="Trace folder; default this one, or the newest rankscope-* here."),
     ] = None,
     depth: Annotated[
         Optional[int], typer.Option(min=0, help="Levels of modules below the root.")  # noqa: UP045  # typer reads it on 3.10
@@ -40,9 +41,10 @@ def command(
         str,
         typer.Option(
             metavar="COLUMNS",
-            help="Of count nan posinf neginf zero min max mean std l2 hash, with commas; or none.",
+            help="Of count nan posinf neginf zero min max mean std l2 hash, with commas; or none; "
+            "default by dtype: mean,std; count,min,max of integers; count,true of bools.",
         ),
-    ] = "mean,std",
+    ] = "",
     slots: Annotated[
         str, typer.Option(metavar="GLOB", help="Slots to show; none for modules alone.")
     ] = "*",

@@ -12,7 +12,8 @@ __all__ = ["command"]
 
 def command(
     trace: Annotated[
-        Optional[Path], typer.Argument(help="Trace folder; default the newest rankscope-* here.")  # noqa: UP045  # typer reads it on 3.10
+        Optional[Path],  # noqa: UP045  # typer reads it on 3.10
+        typer.Argument(help="Trace folder; default this one, or the newest rankscope-* here."),
     ] = None,
     names: Annotated[
         Optional[list[str]],  # noqa: UP045  # typer reads it on 3.10
@@ -62,8 +63,11 @@ def command(
     from rankscope.tree.selection import parse_mode, parse_phase
     from rankscope.tree.tensornames import Wanted
 
+    asked = [*(names or ())]
+    if trace is not None and not trace.exists() and set(str(trace)) & set(":*?["):
+        asked, trace = [str(trace), *asked], None  # a tensor's name: the trace was left out
     wanted = Wanted(
-        names=tuple(names or ()),
+        names=tuple(asked),
         step=step,
         mode=parse_mode(mode) if mode else None,
         micro_batch=micro_batch,

@@ -8,7 +8,7 @@ from pathlib import Path
 import typer
 
 from rankscope.cli.terminal import opened, visible
-from rankscope.errors import SettingError
+from rankscope.errors import SelectionError, SettingError
 from rankscope.record.layoutfile import LayoutFile
 from rankscope.tree.askedtensors import asked_tensors, printed, save_tensors
 from rankscope.tree.ranks import ranks_text
@@ -65,7 +65,11 @@ def _say(line: str) -> None:
 
 
 def listing_lines(trace: Trace, wanted: Wanted) -> Iterator[str]:
-    """Yield the lines that list what was kept: all of it, or what the names mean."""
+    """Yield the lines that list what was kept: all of it, or what the names mean.
+
+    Raises:
+        SelectionError: nothing of it was kept; says how to keep tensors.
+    """
     if wanted.names:
         chosen, said = choose(trace, wanted)
         for line in said:
@@ -76,12 +80,11 @@ def listing_lines(trace: Trace, wanted: Wanted) -> Iterator[str]:
     else:
         listing = list_tensors(trace)
     if not listing.entries:
-        yield (
-            "no full tensors were kept"
-            + (" of these" if wanted.names else "")
-            + ": trace with --rs-tensors 'PATH:SLOT', or '**' for all"
+        of_these = " of these" if wanted.names else ""
+        raise SelectionError(
+            f"{trace.path}: no full tensors were kept{of_these}; trace again with "
+            "rankscope run --rs-tensors 'PATH:SLOT' (or '**' for all), tensors= in code"
         )
-        return
     yield from _table([_HEADINGS, *map(_row, listing.entries.values())])
     yield from _totals(listing)
 

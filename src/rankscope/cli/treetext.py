@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -29,6 +31,9 @@ __all__ = ["View", "tree_lines"]
 COLUMNS = ("count", "nan", "posinf", "neginf", "zero", "min", "max", "mean", "std", "l2", "hash")
 _MAX_VALUES = 4
 """Distinct values listed below a slot whose ranks differ."""
+_EVENTS = frozenset({Phase.SETUP, Phase.GRADS, Phase.PARAMS})
+"""Of a root: modules stand below it in one list, however they nest."""
+_INTEGER = re.compile(r"u?int\d+")
 _IN_ORDER = frozenset(status.word for status in CallStatus if status.is_in_order)
 
 
@@ -43,7 +48,8 @@ class View:
     mode: Mode | None
     phases: frozenset[Phase]
     rank: int | None
-    columns: tuple[str, ...]
+    columns: tuple[str, ...] | None
+    """None for those that say something of a value's dtype."""
     slots: str
 
     @classmethod
@@ -64,8 +70,8 @@ class View:
         Raises:
             SelectionError: a step, mode, phase or column that cannot be.
         """
-        columns = tuple(c.strip() for c in stats.split(",") if c.strip() and c.strip() != "none")
-        for column in columns:
+        words = tuple(c.strip() for c in stats.split(",") if c.strip() and c.strip() != "none")
+        for column in words:
             if column not in COLUMNS:
                 raise SelectionError(
                     f"--stats: no column {column!r}; choose from {', '.join(COLUMNS)}, or none"
@@ -80,9 +86,17 @@ class View:
             mode=parse_mode(mode) if mode else None,
             phases=phases,
             rank=rank,
-            columns=columns,
+            columns=words if stats else None,
             slots=slots,
         )
+
+    def columns_of(self, dtype: str) -> tuple[str, ...]:
+        """Return the columns to show of a value."""
+        if self.columns is not None:
+            return self.columns
+        if dtype == "bool":
+            return ("count", "true")
+        return ("count", "min", "max") if _INTEGER.fullmatch(dtype) else ("mean", "std")
 
     def takes(self, slot: str) -> bool:
         """True for slots that are asked for; forms only by their name (`form:*`)."""
@@ -108,6 +122,7 @@ def tree_lines(trace: Trace, view: View, paint: Paint) -> Iterator[str]:
     if view.slots not in ("none", "*") and not any(map(view.takes, slots)):
         raise nothing_matched("--slots", view.slots, slots)
     yield from _header(trace, paint)
+    levels = _Levels(view.path, () if view.depth is None else (*groups, *trace.steps[:1]))
     lives = len({rank["incarnation"] for rank in trace.run["ranks"]})
     for group in groups:
         name = "setup" if group.is_setup else f"{group.mode.word} step {group.step}"
@@ -115,8 +130,10 @@ def tree_lines(trace: Trace, view: View, paint: Paint) -> Iterator[str]:
             name += f" (life {group.incarnation} of the ranks)"
         yield paint("bold", name)
         yield from (f"  {visible(note)}" for note in group.notes)
+        tree = _Tree(view, paint, levels)
         for node in group.nodes:
-            yield from _node_lines(node, 1, view, paint)
+            yield from tree.lines(node)
+        yield from tree.left_out()
     yield from _complaints(trace, paint)
     hidden = [step for step in trace.steps if step not in groups]
     if view.steps is None and hidden:
@@ -168,27 +185,87 @@ def _header(trace: Trace, paint: Paint) -> Iterator[str]:
         yield paint("red", visible(f"first: {first} ({ranks_named([first.rank])})"))
 
 
-def _node_lines(node: Node, depth: int, view: View, paint: Paint) -> Iterator[str]:
-    """Yield a node and what is below it; a node that is not asked for gives way to its children."""
-    has_rank = view.rank is None or view.rank in node.ranks
-    shown = (
-        has_rank
-        and node.phase in (view.phases | {Phase.SETUP})
-        and glob_matches(view.path, node.path)
-    )
-    pad = "  " * depth
-    if shown:
-        yield pad + _head(node, paint)
-        yield from (pad + "    " + line for line in _outcome_lines(node, paint))
-        slots = node.slots
-        for slot in slots if view.slots != "none" else ():
-            if view.takes(slot.slot) and (view.rank is None or view.rank in slot.ranks):
-                others = [s for s in slots if s.slot == slot.slot and s is not slot]
-                lines = _slot_lines(slot, others if slot.disagreement else (), view, paint)
-                yield from (pad + "    " + line for line in lines)
-    if view.depth is None or depth <= view.depth:
+class _Levels:
+    """How many of the modules around a path are shown: what `--depth` counts where no call says it.
+
+    Calls that are nested count the calls around them. Gradients and parameters stand in one list
+    below their root, and what is run again stands alone.
+    """
+
+    def __init__(self, glob: str, groups: Sequence[Step]) -> None:
+        self._glob = glob
+        forward = [n for group in groups for n in group.walk() if n.phase is Phase.FORWARD]
+        called = {node.path for node in forward}
+        self._roots = {n.path for group in groups for n in group.nodes if n.phase is Phase.FORWARD}
+        self._containers = {around for path in called for around in _around(path)} - called
+        """Hold modules and are never called: a ModuleList is no level."""
+
+    def of(self, path: str) -> int:
+        """Return the levels of a path."""
+        if path in self._roots:
+            return 0
+        return sum(
+            glob_matches(self._glob, around)
+            for around in _around(path)
+            if around not in self._containers
+        )
+
+
+def _around(path: str) -> Iterator[str]:
+    """Yield the paths around one, that of the root first."""
+    if path and not path.startswith("@"):
+        yield ""
+    parts = path.split(".")
+    yield from (".".join(parts[:count]) for count in range(1, len(parts)))
+
+
+class _Tree:
+    """The lines of the calls of one step."""
+
+    def __init__(self, view: View, paint: Paint, levels: _Levels) -> None:
+        self._view, self._paint, self._levels = view, paint, levels
+        self._left_out: Counter[Phase] = Counter()
+
+    def lines(self, top: Node) -> Iterator[str]:
+        """Yield an outermost call and what is below it."""
+        yield from self._lines(top, 1, self._levels.of(top.path))
+
+    def left_out(self) -> Iterator[str]:
+        """Yield a line that says what `--depth` has left out, if anything."""
+        if self._left_out:
+            counts = ", ".join(f"{n} {phase.word}" for phase, n in sorted(self._left_out.items()))
+            yield self._paint("dim", f"  left out below --depth {self._view.depth}: {counts}")
+
+    def _lines(self, node: Node, indent: int, level: int) -> Iterator[str]:
+        """Yield a node and what is below it; one that is not asked for gives way to its children.
+
+        Args:
+            node: the call.
+            indent: how far the line is moved in.
+            level: shown modules around it.
+        """
+        view, paint = self._view, self._paint
+        is_asked = (
+            (view.rank is None or view.rank in node.ranks)
+            and node.phase in (view.phases | {Phase.SETUP})
+            and glob_matches(view.path, node.path)
+        )
+        if is_asked and view.depth is not None and level > view.depth:
+            self._left_out[node.phase] += 1
+        elif is_asked:
+            pad = "  " * indent
+            yield pad + _head(node, paint)
+            yield from (pad + "    " + line for line in _outcome_lines(node, paint))
+            slots = node.slots
+            for slot in slots if view.slots != "none" else ():
+                if view.takes(slot.slot) and (view.rank is None or view.rank in slot.ranks):
+                    others = [s for s in slots if s.slot == slot.slot and s is not slot]
+                    lines = _slot_lines(slot, others if slot.disagreement else (), view, paint)
+                    yield from (pad + "    " + line for line in lines)
+        is_list = node.phase in _EVENTS
         for child in node.children:
-            yield from _node_lines(child, depth + 1 if shown else depth, view, paint)
+            inner = self._levels.of(child.path) if is_list else level + is_asked
+            yield from self._lines(child, indent + is_asked, inner)
 
 
 def _head(node: Node, paint: Paint) -> str:
@@ -265,7 +342,7 @@ def _slot_lines(
             f"  {paint('yellow', 'ranks differ')}" if len(notes) > 1 else ""
         )
         return
-    folds = slot.folds
+    folds, columns = slot.folds, view.columns_of(slot.dtype)
     parts = [f"{visible(slot.slot):<14} {slot.dtype}{shape_text(slot, view.rank)}"]
     if slot.placements:
         parts.append(
@@ -278,7 +355,7 @@ def _slot_lines(
         parts.append(_disagreement(slot, others, paint))
     numbers, is_one = _numbers(slot, view)
     if numbers is not None:
-        parts.append(_statistics(numbers, view))
+        parts.append(_statistics(numbers, slot.dtype, columns))
     parts += [
         paint("red", c.note)
         for c in slot.combined
@@ -292,14 +369,15 @@ def _slot_lines(
     yield "  ".join(filter(None, parts))
     wholes = slot.combined
     if wholes and all(whole.is_known for whole in wholes):  # one tensor per mesh of a kind
-        for whole in wholes[:_MAX_VALUES] if view.columns else ():
-            yield f"  {ranks_named(whole.ranks):<15} together  {_statistics(whole, view)}"
+        for whole in wholes[:_MAX_VALUES] if columns else ():
+            text = _statistics(whole, slot.dtype, columns)
+            yield f"  {ranks_named(whole.ranks):<15} together  {text}"
         return
-    for fold in folds[:_MAX_VALUES] if view.columns else ():
+    for fold in folds[:_MAX_VALUES] if columns else ():
         if fold.digest is not None:
-            numbers_text = _statistics(fold.digest, view)
+            numbers_text = _statistics(fold.digest, slot.dtype, columns)
             yield f"  {ranks_named(fold.ranks):<15} {list(fold.shape)}  {numbers_text}"
-    if len(folds) > _MAX_VALUES and view.columns:
+    if len(folds) > _MAX_VALUES and columns:
         yield paint("dim", f"  and {len(folds) - _MAX_VALUES} more")
 
 
@@ -314,15 +392,20 @@ def _numbers(slot: SlotView, view: View) -> tuple[Digest | Combined | None, bool
     return None, False
 
 
-def _statistics(numbers: Digest | Combined, view: View) -> str:
-    return "  ".join(
-        f"{name} {_number(name, getattr(numbers, name, None))}" for name in view.columns
-    )
+def _statistics(numbers: Digest | Combined, dtype: str, columns: Sequence[str]) -> str:
+    return "  ".join(f"{name} {_number(name, numbers, dtype)}" for name in columns)
 
 
-def _number(name: str, value: float | int | None) -> str:
+def _number(name: str, numbers: Digest | Combined, dtype: str) -> str:
+    if name == "true":
+        if numbers.count is None or numbers.zero is None:
+            return "-"
+        return str(numbers.count - numbers.zero)
+    value: float | int | None = getattr(numbers, name, None)
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return "-"
     if name == "hash":
         return f"{int(value):016x}"
+    if name in ("min", "max") and _INTEGER.fullmatch(dtype):
+        return str(int(value))  # four digits do not tell one token from the next
     return str(value) if isinstance(value, int) else f"{value:.4g}"

@@ -24,7 +24,8 @@ _ENDS = {
 
 def command(
     trace: Annotated[
-        Optional[Path], typer.Argument(help="Trace folder; default the newest rankscope-* here.")  # noqa: UP045  # typer reads it on 3.10
+        Optional[Path],  # noqa: UP045  # typer reads it on 3.10
+        typer.Argument(help="Trace folder; default this one, or the newest rankscope-* here."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:

@@ -17,7 +17,7 @@ from rankscope.record.standstill import Standstill
 from rankscope.spool.outfolder import typed
 from rankscope.spool.standstills import standstills_in
 from rankscope.tree.damage import UNREADABLE
-from rankscope.tree.names import REPLICA_FOLDER, TRACE_NAME, Progress
+from rankscope.tree.names import REPLICA_FOLDER, TRACE_FORMAT, TRACE_NAME, Progress
 from rankscope.tree.numbers import Columns
 from rankscope.tree.ranks import ranks_named
 from rankscope.tree.selection import default_phase, nothing_matched
@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     from rankscope.tree.tensorfiles import TensorFiles, TensorRecords
 
 __all__ = ["Records", "Step", "Trace", "newest_trace", "open_trace"]
+
+_HEAD_BYTES = 4096
+_OURS = TRACE_FORMAT.partition("/")[0].encode()
+"""Stands in the first bytes of every trace.json of ours."""
 
 
 class _Source(Protocol):
@@ -297,20 +301,40 @@ class Trace:
 
 
 def newest_trace(base: Path | None = None) -> Path:
-    """Return the newest rankscope-* folder in `base` (default: here) that holds a trace.
+    """Return the trace that is meant in `base` (default: here) where none is named: the trace whose
+    folder that is, else the newest rankscope-* folder in it, else the trace it lies in.
 
     Raises:
         FolderError: there is none.
     """
     place = base or Path.cwd()
+    if _is_trace(place):
+        return place
     folders = [
         f
         for f in place.glob("rankscope-*")
         if (f / TRACE_NAME).is_file() or (f / REPLICA_FOLDER).is_dir()
     ]
-    if not folders:
-        raise FolderError(f"{place}: holds no rankscope-* trace folder; name the trace to read")
-    return max(folders, key=lambda folder: folder.stat().st_mtime)
+    if folders:
+        return max(folders, key=lambda folder: folder.stat().st_mtime)
+    for folder in place.parents:
+        if _is_trace(folder):
+            return folder
+    raise FolderError(
+        f"{place}: holds no rankscope-* trace folder, and is in no trace; name the trace to read"
+    )
+
+
+def _is_trace(folder: Path) -> bool:
+    """True for a folder of any name with a tree or records of ours; others have a trace.json, or a
+    folder `spool` (/var), too."""
+    try:
+        with (folder / TRACE_NAME).open("rb") as file:
+            if _OURS in file.read(_HEAD_BYTES):
+                return True
+    except OSError:
+        pass
+    return next((folder / REPLICA_FOLDER).glob("rank*.cells"), None) is not None
 
 
 def open_trace(
@@ -326,7 +350,8 @@ def open_trace(
     tree, it is waited for.
 
     Args:
-        path: the folder, or the trace.json in it; default the newest rankscope-* folder here.
+        path: the folder, or the trace.json in it; default the one this is inside of, or the newest
+            rankscope-* folder here.
         wait_s: how long to wait for a collector that is finishing.
         progress: told what is being done, for anything that takes long.
 
