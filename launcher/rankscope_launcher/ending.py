@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rankscope.errors import RankscopeError
 from rankscope.gather.outcome import Outcome
@@ -12,9 +14,13 @@ from rankscope.spool.folder import streams
 from rankscope.spool.outfolder import COLLECTOR_LOG_NAME, announced, typed
 from rankscope.tree.names import TRACE_NAME
 from rankscope.tree.reader import open_trace
+from rankscope.tree.summary import Crash, crashes
 from rankscope_launcher.companions import Companion
 
-__all__ = ["NOTHING", "Ending", "shown"]
+__all__ = ["NOTHING", "Ending", "failure_line", "shown"]
+
+_LONGEST_ERROR = 300
+"""Characters of an exception's text that the line repeats."""
 
 NOTHING = (
     "nothing was traced: no rank called a torch module, or rankscope is not installed in the "
@@ -94,6 +100,59 @@ class Ending:
         if (self.out / "spool").is_dir():
             places.append(shown(self.out))
         return typed("recover", *places, out=f"{shown(self.out)}-recovered")
+
+
+def failure_line(error: BaseException | None, out: Path) -> str:
+    """Return what the launcher says of a job that failed, "" where none did.
+
+    torchrun notes when a rank failed in whole seconds, and peers fail within the same one. Of
+    those, a rank that a signal killed comes first, then the one whose exception is the first in the
+    trace; last a rank that got SIGTERM, which torchrun sends to the peers of one that failed.
+
+    Args:
+        error: what left torchrun.
+        out: the trace folder.
+    """
+    if error is None or (isinstance(error, SystemExit) and not error.code):
+        return ""
+    failures: dict[int, Any] = getattr(error, "failures", {})  # of torch's ChildFailedError
+    if not failures:
+        return f"the job failed: {_one_line(f'{type(error).__name__}: {error}')}"
+    raised = _crashes(out)
+    order = [crash.rank for crash in raised]
+    earliest = min(failure.timestamp for failure in failures.values())
+
+    def place(rank: int) -> tuple[int, int, int]:
+        code = failures[rank].exitcode
+        how = 2 if code == -signal.SIGTERM else 0 if code < 0 else 1
+        return how, order.index(rank) if rank in order else len(order), rank
+
+    rank = min((r for r in failures if failures[r].timestamp == earliest), key=place)
+    failure = failures[rank]
+    if failure.exitcode < 0:
+        return f"the job failed: rank {rank} first, killed by {failure.signal_name()}"
+    text = next((str(c) for c in raised if c.rank == rank), "") or _told(failure.message)
+    return f"the job failed: rank {rank} first, with exit code {failure.exitcode}" + (
+        f": {_one_line(text)}" if text else "; what it said stands above, or in its log"
+    )
+
+
+def _crashes(out: Path) -> list[Crash]:
+    """Return the exceptions in a trace, the first in time first; none where there is no tree."""
+    try:
+        return crashes(open_trace(out, wait_s=0)) if (out / TRACE_NAME).exists() else []
+    except RankscopeError:
+        return []
+
+
+def _told(message: object) -> str:
+    """Return what a rank wrote into its error file; without one, torch says how to get one."""
+    return str(message.get("message", "")) if isinstance(message, dict) else ""
+
+
+def _one_line(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= _LONGEST_ERROR else f"{line[:_LONGEST_ERROR]}..."
 
 
 def shown(path: Path) -> str:

@@ -59,7 +59,7 @@ from rankscope.spool.outfolder import (
     remove_empty,
 )
 from rankscope_launcher.companions import Companion, Keeper, wait_for_end
-from rankscope_launcher.ending import NOTHING, Ending, shown
+from rankscope_launcher.ending import NOTHING, Ending, failure_line, shown
 from rankscope_launcher.progress import Progress, say
 from rankscope_launcher.standing import SaidOfStandstills
 
@@ -303,18 +303,22 @@ class TracedJob:
             shutil.rmtree(self._run_folder, ignore_errors=True)
             remove_run_folder(self._run_folder)
 
-    def close(self, speak: Callable[[str], object] = say) -> None:
+    def close(
+        self, speak: Callable[[str], object] = say, error: BaseException | None = None
+    ) -> None:
         """Finish; what goes wrong on the way is said, never raised: the job's end stays its own.
 
         Args:
-            speak: takes the last line, now or later.
+            speak: takes the last lines, now or later: how the job failed, where the trace is.
+            error: what left torchrun; None where the job did not fail.
         """
         try:
             line = self.finish()
         except (RankscopeError, OSError) as problem:
             line = f"the trace in {self._out} was not finished: {problem}"
         if line:
-            speak(line)
+            for each in filter(None, (failure_line(error, self._out), line)):
+                speak(each)
 
 
 def new_run_id() -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 from collections.abc import Mapping
 
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, LogsDest
@@ -49,7 +50,8 @@ def _trace(worker: Mapping[str, str]) -> None:
         say(as_variables(f"not tracing: {error}"))
         return
     os.environ.update(job.environment({}))
-    atexit.register(job.close)
+    # torchrun raises when a rank fails; its traceback is printed before this runs
+    atexit.register(lambda: job.close(error=getattr(sys, "last_value", None)))
 
 
 def _shape(worker: Mapping[str, str]) -> JobShape:

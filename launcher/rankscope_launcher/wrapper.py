@@ -10,12 +10,15 @@ from __future__ import annotations
 import argparse
 import atexit
 import hashlib
+import importlib.util
 import os
 import re
+import shutil
 import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from typing import Any, NoReturn
 
 from rankscope.agent.settings import SETTINGS, settings_from
@@ -35,12 +38,15 @@ def main(arguments: Sequence[str]) -> None:
     """Run a job exactly as torchrun would, traced.
 
     Raises:
-        SystemExit: 2 where the command line or the folders cannot be used, 0 after `--help`.
+        SystemExit: 2 where the command line or the folders cannot be used, 1 where there is no such
+            script, 0 after `--help`.
         ChildFailedError: as from torchrun, when a rank failed.
     """
     try:
         line = _split(arguments)
         parsed = _parse(line)
+        if missing := _missing(parsed):
+            _refuse(SettingError(missing), code=1)  # as torchrun ends, only sooner
         settings, shape = settings_from(line.settings), _shape(parsed)
         if settings.layout is not None:
             line.settings["layout"] = settings.layout.name  # a script may go to another folder
@@ -60,10 +66,17 @@ def main(arguments: Sequence[str]) -> None:
     from torch.distributed.elastic.multiprocessing.errors import record
 
     os.environ.update(job.environment(line.settings))
+    failed: BaseException | None = None
     try:
         record(torchrun.run)(parsed)
-    finally:  # the line is for the end of the log: behind the traceback of a job that failed
-        job.close(speak=lambda line: atexit.register(say, line))
+    except BaseException as error:
+        failed = error
+        raise
+    finally:  # the lines are for the end of the log: behind the traceback of a job that failed
+        lines: list[str] = []
+        job.close(speak=lines.append, error=failed)
+        for each in reversed(lines):  # the last that is registered is the first to run
+            atexit.register(say, each)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,6 +220,37 @@ def _is_head(parsed: Any, endpoint: str) -> bool:
     return True
 
 
-def _refuse(error: Exception) -> NoReturn:
+def _missing(parsed: argparse.Namespace) -> str:
+    """Return one line on a script, module or command that is not there, "" where the ranks will
+    find it, or where only they can tell."""
+    name = str(parsed.training_script)
+    if name == "-" or "${" in name:  # read from stdin; another one on each rank
+        return ""
+    if parsed.module:
+        if os.environ.get("PYTHON_EXEC") or parsed.no_python or _is_module(name.partition(".")[0]):
+            return ""
+        return (
+            f"no module {name} in {os.getcwd()}, on PYTHONPATH, or installed: nothing was started"
+        )
+    if parsed.no_python and not parsed.run_path:
+        if os.sep in name:
+            return "" if os.path.exists(name) else f"{name}: no such command: nothing was started"
+        return "" if shutil.which(name) else f"{name}: no such command on PATH: nothing was started"
+    if os.path.exists(name):
+        return ""
+    where = "" if os.path.isabs(name) else f" in {os.getcwd()}"
+    return f"{name}: no such script{where}: nothing was started (a module is run with -m)"
+
+
+def _is_module(name: str) -> bool:
+    """True for a top module that `python -m` would find from here. Nothing is imported."""
+    try:
+        found = PathFinder.find_spec(name, [os.getcwd()]) or importlib.util.find_spec(name)
+    except ValueError:  # of a module without a spec, which is there
+        return True
+    return found is not None
+
+
+def _refuse(error: Exception, code: int = 2) -> NoReturn:
     sys.stderr.write(f"{_PROGRAM}: {error}\n")
-    raise SystemExit(2) from None
+    raise SystemExit(code) from None

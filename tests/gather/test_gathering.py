@@ -139,7 +139,9 @@ def test_a_relay_of_another_run_is_turned_away_and_keeps_its_records(hosts):
     assert wait_until(lambda: read_end(host.out, stream(0)))
     assert old.rank(1).wait(30) == 0
     assert old.relay().wait(30) == Outcome.REJECTED
-    assert "gathers run test, and takes nothing of run old" in old.log("relay")
+    assert "this collector gathers another run" in old.log("relay")
+    assert "run test" not in old.log("relay"), "a stranger does not learn the id"
+    assert "gathers run test, and takes nothing of run old" in host.log("collector")
     assert f"the records of this host stay in {old.folder}" in old.log("relay")
     assert host.log("collector").count("was turned away") == 1
     assert host.rank(1).wait(30) == 0

@@ -10,12 +10,14 @@ import zmq
 from rankscope.gather.protocol import (
     PROTOCOL_VERSION,
     At,
+    Bye,
     Ended,
     EndedSeen,
     Frame,
     Hello,
     Open,
     Refused,
+    Rejected,
     decode,
     encode,
 )
@@ -80,6 +82,39 @@ def test_nothing_broken_reaches_a_replica_or_stops_the_collector(sender, tmp_pat
     assert replica_path(host.out, STREAM).read_bytes() == whole
     names = {path.name for path in (host.out / "spool").iterdir()}
     assert names == {"rank00000.0.cells", "rank00000.0.origin", "run-id"}
+
+
+def test_a_stranger_is_not_told_the_id_of_the_run(hosts):
+    """Who knows the id is taken for a relay of the run, so no answer may hold it."""
+    host = hosts(run_id="id-of-the-run")
+    host.collector(drain_seconds=60.0)
+    assert wait_until(lambda: (host.out / "collector.json").exists())
+    context, heard = zmq.Context(), []
+
+    def dealer(name):
+        socket = context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.ROUTING_ID, name)
+        socket.connect(host.address)
+        return socket
+
+    known, stranger = dealer(b"known"), dealer(b"stranger")
+    known.send_multipart(encode(Hello(PROTOCOL_VERSION, "host", "id-of-the-run")))
+    assert ask(known, Open(STREAM, ORIGIN)) == At(STREAM, 0)
+    for run_id, version in (("guessed", PROTOCOL_VERSION), ("", PROTOCOL_VERSION), ("x", 99)):
+        for message in (Open(STREAM, ORIGIN), frame(0, b"x" * 64), Bye()):  # none is answered
+            stranger.send_multipart(encode(message))
+        stranger.send_multipart(encode(Hello(version, "elsewhere", run_id)))
+        assert stranger.poll(20000), "it is told that it is turned away"
+        heard.append(stranger.recv_multipart())
+    assert not stranger.poll(0)
+    assert all(isinstance(decode(parts), Rejected) for parts in heard)
+    assert b"id-of-the-run" not in b"".join(part for parts in heard for part in parts)
+    assert str(host.out).encode() not in b"".join(part for parts in heard for part in parts)
+    assert "gathers run id-of-the-run" in host.log("collector")
+    known.close()
+    stranger.close()
+    context.term()
 
 
 def test_a_rank_outside_the_world_is_refused(sender):

@@ -69,6 +69,125 @@ def test_a_job_that_calls_no_module_keeps_code_and_stdout_and_is_told_so_without
     assert [path.name for path in tmp_path.iterdir()] == ["script.py"], "folders it made itself"
 
 
+def last_lines(done: subprocess.CompletedProcess[str]) -> list[str]:
+    """Return what rankscope says at the end, without where the trace goes."""
+    lines = [line for line in done.stderr.splitlines() if line.startswith("rankscope: ")]
+    assert lines[0].startswith("rankscope: tracing into ")
+    return [line.removeprefix("rankscope: ") for line in lines[1:]]
+
+
+@pytest.mark.parametrize(
+    ("failure", "how"),
+    [
+        ("exits with 3", "rank 0 first, with exit code 3; what it said stands above"),
+        ("raises", "rank 0 first, with exit code 1; what it said stands above"),
+        ("is killed", "rank 0 first, killed by SIGKILL"),
+    ],
+)
+def test_a_job_that_fails_before_any_module_is_said_to_have_failed_and_how(
+    failure: str, how: str, tmp_path: Path
+):
+    """That nothing was traced is then no news, and never all there is to say."""
+    done = run(WRAPPER, "--rs-out", tmp_path / "t", script(tmp_path, FAILURES[failure]))
+    first, second = last_lines(done)
+    assert first.startswith(f"the job failed: {how}")
+    assert second.startswith("nothing was traced: ")
+
+
+def test_the_rank_that_failed_first_is_told_with_its_exception_not_the_peers_that_were_ended(
+    tmp_path: Path,
+):
+    """torchrun ends the peers with SIGTERM in the same second, and names the lowest rank."""
+    installed("ranks are armed by the start-up file")
+    path = script(
+        tmp_path,
+        """import time, torch
+class Fails(torch.nn.Linear):
+    def forward(self, x):
+        if os.environ["RANK"] == "1":
+            raise ValueError("on\\npurpose")
+        return super().forward(x)
+Fails(2, 2)(torch.ones(1, 2))
+time.sleep(100)""",
+    )
+    done = run(WRAPPER, "--rs-out", tmp_path / "t", "--nproc-per-node", 2, path)
+    first, second = last_lines(done)
+    assert first.startswith("the job failed: rank 1 first, with exit code 1: ValueError: on")
+    assert "in (root), train step 0" in first
+    assert second.startswith("trace in ")
+
+
+def test_the_error_file_of_a_rank_tells_its_exception(tmp_path: Path):
+    path = script(
+        tmp_path,
+        "from torch.distributed.elastic.multiprocessing.errors import record\n"
+        "@record\ndef main():\n    raise ValueError('in the file')\nmain()",
+    )
+    done = run(WRAPPER, "--rs-out", tmp_path / "t", path)
+    assert last_lines(done)[0] == (
+        "the job failed: rank 0 first, with exit code 1: ValueError: in the file"
+    )
+
+
+def test_what_torchrun_itself_raises_is_how_the_job_failed(tmp_path: Path):
+    path = script(tmp_path, ENDS)
+    done = run(WRAPPER, "--rs-out", tmp_path / "t", "--redirects", "x", path)
+    assert last_lines(done)[0].startswith("the job failed: ValueError: x does not match")
+
+
+def test_logs_specs_say_how_the_job_failed_too(tmp_path: Path):
+    installed("torchrun --logs-specs finds its entry point")
+    path = script(tmp_path, FAILURES["exits with 3"])
+    done = subprocess.run(
+        [*TORCHRUN, "--logs-specs", "rankscope", str(path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "RANKSCOPE_OUT": str(tmp_path / "t")},
+    )
+    assert last_lines(done)[0].startswith("the job failed: rank 0 first, with exit code 3")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["nosuch.py"], "nosuch.py: no such script in "),
+        (["/no/such.py"], "/no/such.py: no such script: nothing was started"),
+        (["--run-path", "nosuch.py"], "nosuch.py: no such script in "),
+        (["-m", "nosuch.train"], "no module nosuch.train in "),
+        (["--no-python", "nosuch-command"], "no such command on PATH"),
+        (["--no-python", "./nosuch"], "no such command: nothing was started"),
+    ],
+)
+def test_a_script_that_is_not_there_is_said_before_anything_starts(
+    words: list[str], said: str, tmp_path: Path
+):
+    """With torchrun's exit code; torchrun starts ranks, which fail, and prints a traceback."""
+    done = subprocess.run(
+        [*WRAPPER, "--rs-out", "t", *words],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("rankscope run: ") and said in line
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("words", [["-m", "own.part"], ["-m", "timeit", "-n1", "pass"], ["folder"]])
+def test_what_python_runs_that_is_no_script_is_not_refused(words: list[str], tmp_path: Path):
+    """A module here or anywhere on the path, a folder with __main__.py."""
+    for name in ("own/part.py", "folder/__main__.py"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).touch()
+    done = subprocess.run(
+        [*WRAPPER, *words], capture_output=True, text=True, cwd=tmp_path, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_ranks_that_can_make_no_spool_train_and_no_line_sends_anybody_to_recover(tmp_path: Path):
     installed("ranks are armed by the start-up file")
     path = script(tmp_path, TRAINS)

@@ -17,6 +17,14 @@ from rankscope_launcher import wrapper
 WRAPPER = "import sys; from rankscope_launcher.wrapper import main; main(sys.argv[1:])"
 
 
+@pytest.fixture(autouse=True)
+def _script(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script that is there: one that is not is refused before anything else."""
+    folder = tmp_path_factory.mktemp("here")
+    (folder / "a.py").touch()
+    monkeypatch.chdir(folder)
+
+
 def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", WRAPPER, *arguments],
@@ -50,6 +58,10 @@ def refusal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["a.py", "--rs-out", "x"], "put it before: rankscope run --rs-out"),
         (["--nproc-per-node", "2", "a.py", "--lr", "1", "--rs-keep-spool"], "put it before"),
         (["--no-such-option", "a.py"], "unrecognized arguments: --no-such-option"),
+        (["--nproc-per-nod", "2", "--standalon", "a.py"], "did you mean"),
+        (["--steps", "3", "a.py"], "did you mean --rs-steps?"),
+        (["--rs_steps", "3", "a.py"], "did you mean --rs-steps?"),
+        (["--nproc-per-nodee", "2", "a.py"], "did you mean --nproc-per-node?"),
         ([], "required: training_script"),
         (["--nproc-per-node", "many", "a.py"], "nproc_per_node"),
         (["--nnodes", "2", "a.py"], "give every host the same --rs-out"),

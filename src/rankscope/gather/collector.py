@@ -67,6 +67,10 @@ _RECEIVE_QUEUE = 2
 _BATCH = 256
 """Messages taken before anything else is looked at."""
 _FAREWELL_S = 3.0
+_ANOTHER_RUN = (
+    "this collector gathers another run: give each run a trace folder and a collector of its own"
+)
+"""All that a stranger is told: whoever knows the id of a run is taken for a relay of it."""
 _MOST_REJECTED = 100
 """Relays of other runs that are remembered, so that each is logged once."""
 
@@ -244,22 +248,23 @@ class Intake:
         raise WireError(f"{type(message).__name__} is nothing a relay says")
 
     def _greet(self, identity: bytes, hello: Hello) -> Message | None:
-        """Take a relay in, unless it brings records of another run than the one gathered here."""
+        """Take a relay in, unless it brings records of another run than the one gathered here.
+
+        The log here says which run that is; the answer does not.
+        """
         if identity in self._peers:
             return None
         name = f"relay {identity.decode(errors='replace')} on {hello.host or 'unknown host'}"
+        if hello.version != PROTOCOL_VERSION:
+            reason = (
+                f"{name} speaks protocol {hello.version}, not {PROTOCOL_VERSION}: "
+                f"use one version of rankscope everywhere"
+            )
+            return self._reject(identity, name, reason, reason)
         try:
-            if hello.version != PROTOCOL_VERSION:
-                raise FolderError(
-                    f"{name} speaks protocol {hello.version}, not {PROTOCOL_VERSION}: "
-                    f"use one version of rankscope everywhere"
-                )
             self._replicas.claim(hello.run_id)
         except FolderError as error:
-            if identity not in self._rejected and len(self._rejected) < _MOST_REJECTED:
-                self._rejected.add(identity)
-                log(f"{name} was turned away: {error}")
-            return Rejected(str(error))
+            return self._reject(identity, name, str(error), _ANOTHER_RUN)
         except SpoolError as error:
             self._note_trouble(str(error))
             return None
@@ -267,6 +272,13 @@ class Intake:
         self.progress_at = time.monotonic()
         self._peers[identity] = _Peer(host=hello.host)
         return None
+
+    def _reject(self, identity: bytes, name: str, noted: str, told: str) -> Rejected:
+        """Turn a relay away; each is logged once."""
+        if identity not in self._rejected and len(self._rejected) < _MOST_REJECTED:
+            self._rejected.add(identity)
+            log(f"{name} was turned away: {noted}")
+        return Rejected(told)
 
     def _open(self, stream: StreamId, origin: int) -> Message | None:
         if stream.rank >= self._world_size:
