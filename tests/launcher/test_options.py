@@ -58,7 +58,6 @@ def refusal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["a.py", "--rs-out", "x"], "put it before: rankscope run --rs-out"),
         (["--nproc-per-node", "2", "a.py", "--lr", "1", "--rs-keep-spool"], "put it before"),
         (["--no-such-option", "a.py"], "unrecognized arguments: --no-such-option"),
-        (["--nproc-per-nod", "2", "--standalon", "a.py"], "did you mean"),
         (["--steps", "3", "a.py"], "did you mean --rs-steps?"),
         (["--rs_steps", "3", "a.py"], "did you mean --rs-steps?"),
         (["--nproc-per-nodee", "2", "a.py"], "did you mean --nproc-per-node?"),
