@@ -128,9 +128,9 @@ def test_importing_anything_outside_the_ranks_loads_neither_torch_nor_more_than_
         f"for name in {WITHOUT_TORCH!r}: importlib.import_module(name)\n"
         "assert 'torch' not in sys.modules, 'torch'\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
     bare = "import rankscope, sys; assert not {'numpy', 'torch', 'zmq'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", bare], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", bare], check=True, timeout=300)
 
 
 def test_the_public_names_are_these() -> None:

@@ -208,7 +208,7 @@ def test_an_exception_put_in_by_another_thread_is_not_ours(tmp_path: Path) -> No
             pass
 
     def put_in(thread: int) -> None:
-        started.wait(60)
+        started.wait(120)
         ctypes.pythonapi.PyThreadState_SetAsyncExc(
             ctypes.c_ulong(thread), ctypes.py_object(Timeout)
         )
@@ -377,7 +377,7 @@ def test_a_saved_module_is_read_where_rankscope_is_not_installed(tmp_path: Path)
         "assert hook(1, 2, 3) is None; assert 'rankscope' not in sys.modules"
     )
     subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path / "hook.pickle")], check=True, timeout=120
+        [sys.executable, "-c", script, str(tmp_path / "hook.pickle")], check=True, timeout=300
     )
 
 

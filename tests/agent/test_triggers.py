@@ -25,6 +25,7 @@ from rankscope.errors import SettingError
 from rankscope.record.call import Mode
 from rankscope.tree.reader import Trace, open_trace
 from tests.unharmed import traced_unharmed
+from tests.waiting import wait_until
 
 # ---- ranks on paper: every interleaving there can be --------------------------------------------
 
@@ -392,14 +393,15 @@ dist.init_process_group("gloo")
 model = torch.nn.Linear(4, 4)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 os.chdir("/")
-for step in range(4000):
+progress = os.open(os.environ["PROGRESS"], os.O_WRONLY | os.O_CREAT)
+for step in range(10**9):
     model(torch.ones(2, 4)).sum().backward()
     for p in model.parameters():
         dist.all_reduce(p.grad)
     optimizer.step()
     optimizer.zero_grad()
-    if step == 5 and dist.get_rank() == 0:
-        open(os.environ["READY"], "w").close()
+    if dist.get_rank() == 0:
+        os.pwrite(progress, b"%9d" % step, 0)
     done = torch.tensor(float(os.path.exists(os.environ["ENOUGH"])))
     dist.all_reduce(done)
     if done:
@@ -414,21 +416,24 @@ def test_a_touch_from_outside_reaches_a_job_of_rankscope_run(
     tmp_path: Path, collector: list[str]
 ) -> None:
     (tmp_path / "job.py").write_text(SCRIPT)
-    ready, enough = tmp_path / "ready", tmp_path / "enough"
+    progress, enough = tmp_path / "progress", tmp_path / "enough"
+
+    def has_begun(step: int) -> bool:
+        return progress.exists() and int(progress.read_bytes() or -1) >= step
+
     command = [
         sys.executable, "-m", "rankscope", "run", "--rs-out", "trace", "--rs-steps", "at:now",
         *collector, "--nproc-per-node", "2", "job.py",
     ]  # fmt: skip
     job = subprocess.Popen(
-        command, cwd=tmp_path, env={**os.environ, "READY": str(ready), "ENOUGH": str(enough)}
+        command, cwd=tmp_path, env={**os.environ, "PROGRESS": str(progress), "ENOUGH": str(enough)}
     )
     try:
-        deadline = time.monotonic() + 120
-        while not ready.exists() and job.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.02)
-        for _ in range(2):
+        assert wait_until(lambda: has_begun(5))
+        for _ in range(2):  # what a rank sees at once is one touch
             (tmp_path / "now").touch()
-            time.sleep(2)  # two touches that a rank sees at once are one
+            touched = int(progress.read_bytes())
+            assert wait_until(lambda step=touched + 2 * (LEAD + 1): has_begun(step))
         enough.touch()
         assert job.wait(120) == 0
     finally:

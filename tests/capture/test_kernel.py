@@ -258,7 +258,7 @@ def test_many_processes_build_at_once_and_all_load_it(cache: Path, tmp_path: Pat
         subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
         for _ in range(4)
     ]
-    paths = {process.communicate(timeout=60)[0] for process in running}
+    paths = {process.communicate(timeout=300)[0] for process in running}
     assert all(process.returncode == 0 for process in running)
     assert len(paths) == 1
     folder = Path(paths.pop().strip()).parent

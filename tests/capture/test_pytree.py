@@ -175,9 +175,9 @@ def test_the_cost_of_many_keys_grows_with_their_number_only() -> None:
         assert len(walk("output", value)) == 2 * keys
         taken = []
         for _ in range(5):
-            start = time.perf_counter()
+            start = time.thread_time()
             walk("output", value)
-            taken.append(time.perf_counter() - start)
+            taken.append(time.thread_time() - start)
         return min(taken)
 
     assert seconds(5000) < 40 * seconds(500), "ten times the keys; a quadratic walk costs 100"

@@ -111,7 +111,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, s
     folder: Path = tmp_path_factory.mktemp("traces")
     ran = subprocess.run(
         [sys.executable, "-c", _PROGRAM, str(folder), json.dumps(NAMES)],
-        capture_output=True, text=True, timeout=240,
+        capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     found: dict[str, tuple[int, str]] = json.loads(ran.stdout.splitlines()[-1])

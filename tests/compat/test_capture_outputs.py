@@ -339,4 +339,4 @@ def test_transformers_is_not_imported() -> None:
         "assert len(M()(torch.ones(1, 2), output_hidden_states=True)['hidden_states']) == 2\n"
         "assert not {'transformers', 'torch._dynamo', 'zmq'} & set(sys.modules), 'imported'\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)

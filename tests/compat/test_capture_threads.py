@@ -22,7 +22,7 @@ class Meeting(Layer):
     barrier: threading.Barrier
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        self.barrier.wait(20)
+        self.barrier.wait(120)
         return super().forward(hidden)
 
 

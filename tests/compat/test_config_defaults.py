@@ -104,10 +104,10 @@ def a_config_shared_by_threads_says_afterwards_what_it_said_before(side: Side) -
     def forward(self: nn.Module, hidden: torch.Tensor, order: str, **kwargs: Any) -> Output:
         if order == "first":
             begun.set()
-            assert both.wait(20)
+            assert both.wait(120)
         else:
             both.set()
-            assert ended.wait(20)
+            assert ended.wait(120)
         return Output(last_hidden_state=hidden, given=kwargs)
 
     model = given(side, forward, is_causal=True)
@@ -115,7 +115,7 @@ def a_config_shared_by_threads_says_afterwards_what_it_said_before(side: Side) -
     found: list[Any] = []
     second = threading.Thread(target=lambda: found.append(model(hidden(), order="second")))
     first.start()
-    assert begun.wait(20)
+    assert begun.wait(120)
     second.start()
     first.join()
     ended.set()

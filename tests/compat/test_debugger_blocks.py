@@ -287,7 +287,7 @@ def test_threads_with_models_and_blocks_of_their_own_keep_every_call(tmp_path: P
     together = threading.Barrier(3)
 
     def run(number: int) -> None:
-        together.wait(30)
+        together.wait(120)
         for time in range(4):
             with ours(models[number], tmp_path / f"{number}.{time}"):
                 for _ in range(3):

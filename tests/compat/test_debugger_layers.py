@@ -403,7 +403,7 @@ def test_standard_streams_that_are_closed_stay_closed(tmp_path: Path) -> None:
         "        raise SystemExit('somebody took the number')\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=120,
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=300,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

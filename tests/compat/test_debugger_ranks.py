@@ -174,7 +174,7 @@ def test_a_repr_that_is_a_collective_is_asked_for_on_all_ranks_or_on_none(
 @pytest.fixture(scope="module")
 def parallel(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("tp") / "trace"
-    ranks.run(whole_job.run, "tp", str(out), world_size=2, timeout_s=120)
+    ranks.run(whole_job.run, "tp", str(out), world_size=2)
     return out
 
 

@@ -173,10 +173,10 @@ def test_opening_and_closing_a_block_costs_less_than_a_third_of_transformers() -
         calls.register_patch_mapping({"^NoSuchClassAnywhere$": First})
         times = []
         for _ in range(repeats):
-            start = time.perf_counter()
+            start = time.thread_time()
             with calls.apply_patches():
                 pass
-            times.append(time.perf_counter() - start)
+            times.append(time.thread_time() - start)
         calls.clear_patch_mapping()
         return min(times)
 
@@ -215,12 +215,12 @@ def test_blocks_of_two_threads_that_overlap_leave_the_original(calls: Calls, par
     def second() -> None:
         with calls.apply_patches():
             second_is_in.set()
-            assert first_is_out.wait(30)
+            assert first_is_out.wait(120)
 
     with ThreadPoolExecutor(1) as pool:
         with calls.apply_patches():
             done = pool.submit(second)
-            assert second_is_in.wait(30)
+            assert second_is_in.wait(120)
         first_is_out.set()
         done.result(30)
     assert parts.RedBlock is original

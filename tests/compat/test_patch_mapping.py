@@ -112,7 +112,7 @@ def test_registering_from_many_threads_loses_no_entry() -> None:
     start = threading.Barrier(8)
 
     def register(worker: int) -> None:
-        start.wait(10)
+        start.wait(120)
         for number in range(20):
             register_patch_mapping({f"Class{worker}x{number}": First})
 

@@ -61,12 +61,12 @@ def test_blocks_of_two_threads_that_overlap_leave_the_original(parts: Any) -> No
     def second() -> None:
         with apply_patches("machine"):
             second_is_in.set()
-            assert first_is_out.wait(10)
+            assert first_is_out.wait(120)
             assert type(parts.build()) is Swapped
 
     with apply_patches("machine"):
         finish = in_thread(second)
-        assert second_is_in.wait(10)
+        assert second_is_in.wait(120)
     first_is_out.set()
     finish()
     assert parts.Block is original

@@ -76,10 +76,10 @@ assert not [name for name in sys.modules if name.split(".")[0] == "transformers"
 
 
 def test_importing_it_and_every_name_of_it_loads_no_transformers() -> None:
-    subprocess.run([sys.executable, "-c", BARE], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", BARE], check=True, timeout=300)
 
 
 def test_all_three_tools_work_where_transformers_cannot_be_imported(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-c", WORK, str(tmp_path)], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", WORK, str(tmp_path)], check=True, timeout=300)
     written = {path.name for path in tmp_path.iterdir()}
     assert written == {"Tower_debug_tree_FULL_TENSORS.json", "Tower_debug_tree_SUMMARY.json"}

@@ -86,8 +86,8 @@ class RankPool:
         *args: Any,
         world_size: int = 4,
         env: Mapping[str, str] | None = None,
-        timeout_s: float = 60.0,
-        group_timeout_s: float = 60.0,
+        timeout_s: float = 300.0,
+        group_timeout_s: float = 300.0,
         fresh: bool = False,
     ) -> list[Any]:
         """Call `fn(*args)` on `world_size` ranks and return what each returned, by rank.
@@ -160,6 +160,8 @@ class RankPool:
         return answers
 
     def _start(self, count: int) -> None:
+        """Have so many ranks that can take a call: a collective waits for no import."""
+        started: list[_Rank] = []
         if count > self._size:
             raise ValueError(f"world_size={count}, but the pool has {self._size} ranks at most")
         while len(self._ranks) < count:
@@ -176,6 +178,10 @@ class RankPool:
                 )
             theirs.close()
             self._ranks.append(_Rank(process, ours, log))
+            started.append(self._ranks[-1])
+        for rank in started:
+            with contextlib.suppress(EOFError):  # it died: the call says so
+                rank.channel.recv_bytes()
 
     def close_ranks(self) -> None:
         """End every rank; the next call starts new ones."""
@@ -262,6 +268,7 @@ def _serve(channel: Connection) -> None:
 
     faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
+    channel.send_bytes(b"ready")
     while True:
         try:
             message = channel.recv_bytes()

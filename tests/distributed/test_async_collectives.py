@@ -63,7 +63,7 @@ def stored(found: Trace, path: str, slot: str) -> list[object]:
 def test_tracing_does_not_wait_for_a_collective_and_shows_its_number_once_it_is_known(
     ranks: RankPool, tmp_path: Path, name: str, waits: str
 ) -> None:
-    results = ranks.run(job.run, str(tmp_path), name, waits, world_size=2, timeout_s=120)
+    results = ranks.run(job.run, str(tmp_path), name, waits, world_size=2)
     twice = 2 if waits == "in" else 1
     assert results == [[twice * x for x in of_rank] for of_rank in EXPECTED[name]]
     found = open_trace(tmp_path / "trace")
@@ -85,7 +85,7 @@ def test_tracing_does_not_wait_for_a_collective_and_shows_its_number_once_it_is_
 def test_a_plain_tensor_in_flight_is_shown_once_the_program_has_waited_for_it(
     ranks: RankPool, tmp_path: Path
 ) -> None:
-    results = ranks.run(job.run_plain_tensor, str(tmp_path), world_size=2, timeout_s=120)
+    results = ranks.run(job.run_plain_tensor, str(tmp_path), world_size=2)
     assert results == [[2 * x for x in SUM]] * 2
     found = open_trace(tmp_path / "trace")
     assert seen(found, "starts", "output") == (pytest.approx([norm(SUM)] * 2), {"after_call"})

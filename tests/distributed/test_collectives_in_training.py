@@ -31,7 +31,7 @@ def issued(found: Found, rank: int = 0, step: int = 0) -> list[tuple[str, str, s
 
 
 def traced(ranks: RankPool, folder: Path, name: str, steps: str = "1", world: int = 2) -> Found:
-    ends = ranks.run(job.hold, str(folder / "trace"), name, steps, world_size=world, timeout_s=180)
+    ends = ranks.run(job.hold, str(folder / "trace"), name, steps, world_size=world)
     assert ends == [([False, True, steps != "1"], False)] * world
     return read(folder / "trace")
 
@@ -94,7 +94,7 @@ def test_a_pipeline_stage_receives_in_the_step_in_which_the_other_sends(
     ranks: RankPool, tmp_path: Path
 ) -> None:
     folder = tmp_path / "trace"
-    ranks.run(pipeline_job.hold, str(folder), "1F1B", "0-1", world_size=2, timeout_s=180)
+    ranks.run(pipeline_job.hold, str(folder), "1F1B", "0-1", world_size=2)
     found = read(folder)
     for step in (0, 1):
         sent: dict[Any, Any] = {}
@@ -113,9 +113,7 @@ def test_a_pipeline_stage_receives_in_the_step_in_which_the_other_sends(
 def test_what_torch_compile_compiles_does_not_change_with_collectives_watched(
     ranks: RankPool, tmp_path: Path
 ) -> None:
-    for counts, graph in ranks.run(
-        job.run_compiled, str(tmp_path / "trace"), world_size=2, timeout_s=180
-    ):
+    for counts, graph in ranks.run(job.run_compiled, str(tmp_path / "trace"), world_size=2):
         assert sum("all_reduce" in target for target in graph) == 1
         assert counts[0] == 1 and counts[-1] <= 2, counts  # once more where hooks came on
         assert counts[1:] == [counts[-1]] * 3, counts
@@ -127,16 +125,16 @@ def test_a_stuck_job_leaves_the_collective_it_is_stuck_in_open(
 ) -> None:
     """Other processes read it while the job hangs on."""
     with ThreadPoolExecutor(1) as pool:
-        job_ends = pool.submit(ranks.run, job.run_stuck, str(tmp_path), world_size=2, timeout_s=60)
+        job_ends = pool.submit(ranks.run, job.run_stuck, str(tmp_path), world_size=2)
         assert wait_until((tmp_path / "left1").exists)
-        assert wait_until(lambda: live(tmp_path / "trace"), 30)
+        assert wait_until(lambda: live(tmp_path / "trace"))
         assert not (tmp_path / "left0").exists()
         done, stuck = live(tmp_path / "trace")
         assert (done, stuck) == (["all_reduce", "returned", 0], ["all_reduce", "unfinished", 1])
         spools = [str(path) for path in (tmp_path / "spool").glob("*/*")]
         new = str(tmp_path / "new")
         recover = [sys.executable, "-m", "rankscope", "recover", *spools, "--out", new]
-        subprocess.run(recover, check=False, timeout=60)
+        subprocess.run(recover, check=False, timeout=300)
         assert not job_ends.done(), "the job was not stuck all the while"
         ranks.kill_ranks()
         with pytest.raises(RankFailure):
@@ -164,7 +162,7 @@ print(json.dumps([[f["op"], s, f["sequence"]] for f, s in zip(facts, status)]))
 def live(folder: Path) -> list[list[Any]]:
     """Return what another process reads of a job that runs: op, status, sequence; [] too early."""
     command = [sys.executable, "-c", READ, str(folder)]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    found = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     seen: list[list[Any]] = json.loads(found.stdout or "[]")
     return seen if len(seen) == 2 else []
 

@@ -39,7 +39,7 @@ def flags(found: Trace, phase: Phase) -> set[str]:
 def test_a_loop_is_unharmed_and_every_rank_shows_its_gradients_and_parameters(
     ranks: RankPool, tmp_path: Path, name: str
 ) -> None:
-    truth = ranks.run(job.run, str(tmp_path / "trace"), name, world_size=WORLD, timeout_s=120)
+    truth = ranks.run(job.run, str(tmp_path / "trace"), name, world_size=WORLD)
     found = open_trace(tmp_path / "trace")
     assert found.is_complete
     assert not [node.errors for node in found.walk() if node.errors]
@@ -59,7 +59,7 @@ def test_a_loop_is_unharmed_and_every_rank_shows_its_gradients_and_parameters(
 def test_parameters_that_fully_shard_replaced_behind_the_optimizer_are_told(
     ranks: RankPool, tmp_path: Path
 ) -> None:
-    ranks.run(job.run, str(tmp_path / "trace"), "fsdp2 stale", world_size=WORLD, timeout_s=120)
+    ranks.run(job.run, str(tmp_path / "trace"), "fsdp2 stale", world_size=WORLD)
     found = open_trace(tmp_path / "trace")
     assert flags(found, Phase.GRADS) == {"unheld"}
     for step in found.steps:

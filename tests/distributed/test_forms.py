@@ -27,7 +27,7 @@ def pair(
     folder = tmp_path_factory.mktemp(request.param)
     for name, tensors in (("without", ""), ("with", "**")):
         out = str(folder / name)
-        ranks.run(job.train, request.param, out, tensors, world_size=2, timeout_s=120)
+        ranks.run(job.train, request.param, out, tensors, world_size=2)
     return open_trace(folder / "without"), open_trace(folder / "with")
 
 
@@ -95,7 +95,7 @@ def test_show_says_what_a_collective_is_within_the_width_of_the_terminal(
     ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "trace"
-    ranks.run(job.talk, str(out), world_size=2, timeout_s=120)
+    ranks.run(job.talk, str(out), world_size=2)
     code, text, errors = command("show", out)
     assert code == 0, errors
     heads = [line.strip() for line in text.splitlines() if "  collective  " in line]

@@ -56,7 +56,7 @@ def traced(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Traced:
             layout = folder / "declared.toml"
             layout.write_text(LAYOUT)
             declared = str(layout) if kind.endswith("declared") else ""
-            ranks.run(job.run, kind, str(out), declared, world_size=KINDS[kind], timeout_s=120)
+            ranks.run(job.run, kind, str(out), declared, world_size=KINDS[kind])
             found[kind] = open_trace(out)
         return found[kind]
 

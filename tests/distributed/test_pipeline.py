@@ -30,7 +30,7 @@ WORLD = 2
 def test_every_step_has_its_micro_batches_and_not_the_run_that_learns_shapes(
     ranks: RankPool, tmp_path: Path, name: str, steps: str, expected: list[int]
 ) -> None:
-    ranks.run(job.hold, str(tmp_path / "trace"), name, steps, world_size=WORLD, timeout_s=120)
+    ranks.run(job.hold, str(tmp_path / "trace"), name, steps, world_size=WORLD)
     found = open_trace(tmp_path / "trace")
     assert found.is_complete
     assert not [rank["errors"] for rank in found.completeness["ranks"] if rank["errors"]]

@@ -34,7 +34,7 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Trace:
         env={**os.environ, "PYTHONPATH": f"{ROOT}/src:{ROOT}/launcher:{ROOT}"},
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     return open_trace(out)

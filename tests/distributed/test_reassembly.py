@@ -28,7 +28,7 @@ EPSILONS = 8
 @pytest.fixture(scope="module", params=[2, 4])
 def by_case(request: pytest.FixtureRequest, ranks: RankPool) -> list[list[Case]]:
     """Every case as its ranks hold it."""
-    held = ranks.run(run, CASES, world_size=request.param, timeout_s=240)
+    held = ranks.run(run, CASES, world_size=request.param)
     cases = [torch.load(io.BytesIO(of_rank), weights_only=False) for of_rank in held]
     return [list(of_ranks) for of_ranks in zip(*cases, strict=True)]
 

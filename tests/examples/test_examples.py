@@ -62,7 +62,7 @@ def train_traced(name: str, check_file: Path, *options: str, out: Path) -> Job:
 
 def stdout_of(job: Job) -> str:
     """Wait for a job; return what its processes printed."""
-    said = [process.communicate(timeout=240) for process in job]
+    said = [process.communicate(timeout=300) for process in job]
     assert [process.returncode for process in job] == [0] * len(job), said
     return "".join(out for out, _ in said)
 

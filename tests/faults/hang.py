@@ -74,7 +74,7 @@ def end(job: subprocess.Popen[bytes]) -> None:
     if job.poll() is None:
         job.send_signal(signal.SIGTERM)
     with contextlib.suppress(subprocess.TimeoutExpired):
-        job.wait(20)
+        job.wait(120)
     for pid in (job.pid, *below):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -166,7 +166,7 @@ def check_elsewhere(trace: Path) -> dict[str, Any]:
         [str(BIN / "rankscope"), "check", str(trace), "--json"],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     try:
         answer = json.loads(asked.stdout)

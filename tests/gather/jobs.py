@@ -98,7 +98,7 @@ class Host:
         bind = [] if self.address == SHARED else [self.address]
         options = {
             "keep_spool": True,
-            "drain_seconds": 2.0,
+            "drain_seconds": 60.0,  # ranks start at their own pace; who wants it short says so
             "world_size": self.world_size,
             **options,
         }

@@ -93,7 +93,7 @@ def test_a_collector_takes_the_chunks_of_both_and_neither_host_keeps_any(hosts, 
         assert wait_until(lambda: read_end(head.out, stream)), head.log("collector")  # noqa: B023
     for host in (dead, new):
         mark_job_over(host.folder)
-    assert [process.wait(60) for process in (collector, *relays)] == [0, 0, 0]
+    assert [process.wait(120) for process in (collector, *relays)] == [0, 0, 0]
     assert_each_life_has_its_own(open_trace(head.out))
     assert not any(new.folder.rglob("*.safetensors"))
     assert not any(dead.folder.rglob("*.safetensors"))

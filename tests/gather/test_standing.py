@@ -150,7 +150,7 @@ def test_ranks_that_are_killed_while_they_stand_are_said_to_have_ended(hosts: Ho
     assert wait_until(lambda: noted(host)[0].over_ns), host.log("relay")
     assert noted(host)[0].is_by_end
     mark_job_over(host.folder)
-    assert collector.wait(60) == relay.wait(60) == 0
+    assert collector.wait(120) == relay.wait(120) == 0
     (only,) = noted(host)
     assert only.is_by_end
     assert not host.folder.exists()

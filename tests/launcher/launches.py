@@ -176,7 +176,7 @@ def rankscope(*words: object, cwd: Path | None = None) -> subprocess.CompletedPr
         [str(BIN / "rankscope"), *map(str, words)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         cwd=cwd,
     )
 

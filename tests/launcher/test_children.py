@@ -77,7 +77,7 @@ def test_a_program_that_an_untraced_launcher_starts_is_traced(tmp_path: Path):
         env={**os.environ, "RANKSCOPE": "1", "RANKSCOPE_OUT": str(tmp_path / "trace")},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     assert document_of(tmp_path / "trace")["run"]["world_size"] == 1

@@ -22,6 +22,7 @@ import pytest
 from rankscope.record.call import Mode
 from rankscope.tree.reader import open_trace
 from tests.launcher.launches import Launch, kill, rankscope, run_named_command
+from tests.ports import free_port
 from tests.waiting import wait_until
 
 pytestmark = [
@@ -212,7 +213,7 @@ def test_a_killed_launcher_leaves_a_tree_or_what_recover_makes_one_of(launch: St
 
 
 def test_a_job_that_is_over_while_its_collector_is_down_names_what_finishes_it(launch: Start):
-    address = "tcp://127.0.0.1:47392"
+    address = f"tcp://127.0.0.1:{free_port()}"
     job = launch("job", ["exit"], "--rs-collector", address, "--rs-finish-seconds", 1)
     assert job.wait() == 0
     assert f"the collector at {address} has not finished the trace" in job.last_line

@@ -74,7 +74,7 @@ def two_hosts(folder: Path, *, second: str = "exec {}") -> list[str]:
                 shell, env={**os.environ, **variables}, stderr=subprocess.PIPE, text=True
             )
         )
-    said = [host.communicate(timeout=120)[1] for host in hosts]
+    said = [host.communicate(timeout=300)[1] for host in hosts]
     assert [host.returncode for host in hosts] == [0, 0], said
     return said
 
@@ -109,7 +109,7 @@ def test_a_host_that_does_not_see_the_heads_folder_keeps_its_records_for_recover
         + ["--out", str(tmp_path / "merged")],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert done.stdout.endswith("2 of 2 ranks, complete\n"), done.stderr
 
@@ -121,7 +121,7 @@ def test_ranks_that_only_their_process_group_knows_make_one_trace(tmp_path: Path
         [sys.executable, str(script), free_port()],
         env={**os.environ, "RANKSCOPE": "1", "RANKSCOPE_OUT": str(tmp_path / "trace")},
         check=True,
-        timeout=120,
+        timeout=300,
     )
     found = json.loads((tmp_path / "trace/trace.json").read_text())["completeness"]
     assert [(rank["rank"], rank["end"]) for rank in found["ranks"]] == [(0, "exit"), (1, "exit")]
@@ -166,7 +166,7 @@ def test_a_life_is_the_same_round_on_every_host_whoever_counted_its_restarts(tmp
         for node in range(2)
     ]
     try:
-        said = [host.communicate(timeout=200)[1] for host in hosts]
+        said = [host.communicate(timeout=300)[1] for host in hosts]
     finally:
         for host in hosts:
             host.kill()

@@ -80,7 +80,7 @@ def plainly(script: Path, rank: int) -> str:
         [sys.executable, script],
         stdout=subprocess.PIPE,
         text=True,
-        timeout=180,
+        timeout=300,
         check=True,
         env={**os.environ, "PYTHONHASHSEED": "0", "RANK": str(rank)},
     )
@@ -147,7 +147,7 @@ def test_a_disk_that_fills_harms_nothing_and_what_was_finished_is_readable(tmp_p
         [*map(str, words)],
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=300,
         env={**os.environ, "PYTHONHASHSEED": "0"},
     )
     assert done.returncode == 0, done.stderr
@@ -218,7 +218,7 @@ def test_tensors_of_a_host_that_does_not_see_the_trace_folder_are_shipped_there(
             tmp_path / "job", ["exit", "sigkill"], "--rs-tensors", "**", "--rs-collector", address
         )
         assert job.wait() == 1
-        assert collector.wait(60) is not None
+        assert collector.wait(120) is not None
     finally:
         if job is not None:
             job.stop()

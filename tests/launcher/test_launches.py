@@ -85,7 +85,7 @@ def test_ranks_that_a_launchers_variables_number_give_the_same_tree(
         )
         for rank in range(2)
     ]
-    said = [rank.communicate(timeout=120)[1] for rank in ranks]
+    said = [rank.communicate(timeout=300)[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], said
     assert steps_of(out) == expected, said
     assert "".join(said).count("rankscope: ") == 2, said

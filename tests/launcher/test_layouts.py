@@ -42,7 +42,7 @@ def train(folder: Path, *words: object, **variables: str) -> subprocess.Complete
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=300,
         env={**os.environ, "WHOLE": str(folder / "whole.pt"), **variables},
     )
 

@@ -50,7 +50,7 @@ def start(command: list[str], folder: Path, *arguments: str, **variables: str) -
         [*command, str(script), str(folder / "life"), *arguments],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         env={
             **os.environ,
             "RANKSCOPE_OUT": str(folder / "trace"),
@@ -121,7 +121,7 @@ def test_ranks_that_could_be_restarted_and_end_well_have_their_tree_when_it_is_r
         [*TORCHRUN, "--max-restarts", "2", str(tmp_path / "script.py"), str(tmp_path / "life")],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         env={**os.environ, "RANKSCOPE": "1", "RANKSCOPE_OUT": str(tmp_path / "trace")},
     )
     assert done.returncode == 0, done.stderr
@@ -130,7 +130,7 @@ def test_ranks_that_could_be_restarted_and_end_well_have_their_tree_when_it_is_r
         [str(BIN / "rankscope"), "verify", str(tmp_path / "trace")],
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=300,
     )
     assert shown.returncode == 0, shown
     assert (tmp_path / "trace/trace.json").exists()
@@ -163,7 +163,7 @@ def test_a_plain_script_that_raises_has_its_tree_when_it_returns(tmp_path: Path)
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         env={**os.environ, "RANKSCOPE": "1", "RANKSCOPE_OUT": str(tmp_path / "trace")},
     )
     assert done.returncode == 1
@@ -178,7 +178,7 @@ def test_two_programs_that_a_rank_runs_one_after_the_other_are_two_lives(tmp_pat
     python = f"{sys.executable} -c '{code}'"
     command = [str(BIN / "rankscope"), "run", "--rs-out", str(tmp_path / "trace")]
     command += ["--nproc-per-node", "1", "--no-python", "sh", "-c", f"{python} && {python}"]
-    subprocess.run(command, check=True, timeout=120)
+    subprocess.run(command, check=True, timeout=300)
     found = json.loads((tmp_path / "trace/trace.json").read_text())["completeness"]
     lives = [(rank["incarnation"], rank["end"]) for rank in found["ranks"]]
     assert lives == [(0, "exit"), (1, "exit")]

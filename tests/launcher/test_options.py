@@ -30,7 +30,7 @@ def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess
         [sys.executable, "-c", WRAPPER, *arguments],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         cwd=cwd,
     )
 

@@ -27,7 +27,7 @@ def said(
         [*command, "train.py"],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         cwd=folder,
         env={**os.environ, **variables},
     )
@@ -120,7 +120,7 @@ for _ in range(2):
     model(torch.ones(1, 2))
 """
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=tmp_path
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, cwd=tmp_path
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["False", "trained", "[0]"]

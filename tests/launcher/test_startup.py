@@ -28,7 +28,7 @@ def run(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
         env={**os.environ, **variables},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
 
 
@@ -113,7 +113,7 @@ def test_the_entry_point_of_newer_pythons_does_what_the_line_of_older_ones_does(
             env={**os.environ, "RANKSCOPE": variable},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=300,
         )
         count, modules = done.stdout.splitlines()
         assert count == said, done.stderr
@@ -133,7 +133,7 @@ def test_the_start_up_file_fires_where_site_packages_are_read(options: list[str]
         env={**os.environ, "RANKSCOPE": "1"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert done.stdout == f"{int(fires)}\n", done.stderr
 
@@ -155,7 +155,7 @@ def test_start_up_code_of_others_runs_as_before(tmp_path: Path):
         },
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     expected = ["site", *(["user"] if _has_user_site() else []), "startup", "1"]
     assert done.stdout.split() == expected, done.stderr
@@ -185,7 +185,7 @@ def test_two_environments_on_top_of_each_other_fire_twice_and_arm_once(tmp_path:
         env={**os.environ, "RANKSCOPE": "1"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert done.stdout == "1\n", done.stderr[-2000:]
 
@@ -204,7 +204,7 @@ def test_a_zipped_program_in_isolated_mode_is_traced(tmp_path: Path):
         env={**os.environ, "RANKSCOPE": "1", "RANKSCOPE_OUT": str(tmp_path / "trace")},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert (tmp_path / "trace/trace.json").exists(), done.stderr
 

@@ -95,7 +95,7 @@ def test_a_pipe_behind_the_job_sees_its_end_when_the_job_ends(tmp_path: Path):
         shell=True,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         cwd=EXAMPLES,
         env={
             **os.environ,
@@ -121,7 +121,7 @@ def test_a_failed_job_keeps_its_exit_code_and_has_its_tree(tmp_path: Path):
         [RANKSCOPE, "run", "--rs-out", str(tmp_path / "trace"), str(script)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 1
     assert (tmp_path / "trace/trace.json").exists()

@@ -35,7 +35,7 @@ def start(
         [*map(str, command)],
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=300,
         cwd=EXAMPLES,
         env={**os.environ, "RANKSCOPE_OUT": str(out), "RANKSCOPE_STEPS": STEPS, **variables},
     )

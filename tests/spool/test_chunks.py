@@ -27,6 +27,7 @@ from rankscope.spool.chunks import HEADER_BYTES, ChunkWriter
 from rankscope.spool.reader import StreamReader
 from rankscope.spool.records import records
 from tests.spool.chunked import STREAM, Writing, assert_whole, content, read_plainly
+from tests.waiting import wait_until
 
 SHAPES = [(), (1,), (0, 4), (5,), (2, 3), (3, 1, 2), (40, 50), (70_000,)]
 KINDS = ["float32", "bool", "uint8", "int64", "float16", "complex64", "uint16"]
@@ -443,7 +444,7 @@ def fill(trace: Path, chunk_bytes: int, limit: int = 0) -> tuple[list[int], str,
         capture_output=True,
         text=True,
         check=True,
-        timeout=120,
+        timeout=300,
     )
     stored, error, quiet, trouble = json.loads(done.stdout)
     return stored, error, quiet, trouble
@@ -513,9 +514,7 @@ while True:
 def test_a_writer_killed_at_any_moment_loses_no_recorded_tensor(tmp_path, seed):
     process = subprocess.Popen([sys.executable, "-c", KEEP_FOR_EVER, str(tmp_path), str(seed)])
     try:
-        deadline = time.monotonic() + 60
-        while not (tmp_path / "started").exists() and time.monotonic() < deadline:
-            time.sleep(0.005)
+        assert wait_until((tmp_path / "started").exists)
         time.sleep(0.02 + random.Random(seed).uniform(0.0, 0.4))
     finally:
         process.kill()

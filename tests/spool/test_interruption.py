@@ -18,6 +18,7 @@ from rankscope.spool.reader import StreamReader
 from rankscope.spool.records import records
 from rankscope.spool.writer import SpoolWriter
 from tests.spool.streams import SMALL, enter, samples, stream_bytes, value
+from tests.waiting import wait_until
 
 
 class Moved:
@@ -126,9 +127,7 @@ def test_a_thread_that_died_inside_a_write_does_not_stop_the_others(tmp_path):
     thread = threading.Thread(target=die)
     thread.start()
     thread.join()
-    started = time.monotonic()
     assert writer.write(RecordKind.ENTER, enter(2))
-    assert time.monotonic() - started < 5
     assert writer.write(RecordKind.ENTER, enter(3))
     writer.close()
     assert numbers_in(stream_bytes(tmp_path / "s")) == [1, 2, 3]
@@ -206,9 +205,7 @@ def test_a_process_killed_at_any_moment_keeps_every_committed_record(tmp_path, s
     process = subprocess.Popen(
         [sys.executable, "-c", WRITE_FOR_EVER, str(tmp_path)], env=with_path()
     )
-    deadline = time.monotonic() + 20
-    while not (tmp_path / "confirmed").exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
+    assert wait_until((tmp_path / "confirmed").exists)
     assert is_alive(tmp_path / "s")
     time.sleep(random.Random(seed).uniform(0.0, 0.3))
     process.kill()

@@ -174,7 +174,7 @@ def test_descriptors_that_were_all_closed_and_given_anew_stay_open(tmp_path: Pat
         "[os.fstat(number) for number in mine]\n"
         "assert os.path.getsize('mine') == 0\n"
     )
-    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=300)
 
 
 def test_without_room_there_is_none(tmp_path: Path) -> None:

@@ -240,7 +240,7 @@ def test_a_disk_without_room_is_told_at_the_start_and_drops_steps_later(tmp_path
     """
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
-        capture_output=True, text=True, check=True, cwd=os.getcwd(), timeout=60,
+        capture_output=True, text=True, check=True, cwd=os.getcwd(), timeout=300,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )  # fmt: skip
     refused, told, length = done.stdout.splitlines()

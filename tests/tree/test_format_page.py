@@ -49,7 +49,7 @@ def test_the_pages_program_reads_a_trace_without_rankscope(folder):
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=300,
     )
     assert "fc output [0 2 1 3]" in run.stdout
 
@@ -71,7 +71,7 @@ def test_the_pages_second_program_opens_a_full_tensor_without_rankscope(tmp_path
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=300,
     )
     assert run.stdout.strip() == str(output.detach())
 

@@ -157,7 +157,7 @@ def test_without_pyarrow_it_says_what_to_install(traces, tmp_path):
         f"from rankscope.cli.app import main; main({words!r})"
     )
     run = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False
     )
     assert run.returncode == 2
     assert "pip install 'rankscope[parquet]'" in run.stderr

@@ -33,7 +33,7 @@ def opened(trace: Path) -> Iterator[Any]:
         "perfetto.trace_processor", reason="the extra rankscope[viewers] is not installed"
     )
     if binary := _binary():
-        config = api.TraceProcessorConfig(bin_path=binary, load_timeout=120)
+        config = api.TraceProcessorConfig(bin_path=binary, load_timeout=300)
         with api.TraceProcessor(trace=str(trace), config=config) as processor:
             yield processor
         return
@@ -65,7 +65,7 @@ def _binary() -> str | None:
     )
     with contextlib.suppress(subprocess.TimeoutExpired):
         run = subprocess.run(
-            [sys.executable, "-c", fetch], capture_output=True, text=True, timeout=120, check=False
+            [sys.executable, "-c", fetch], capture_output=True, text=True, timeout=300, check=False
         )
         return run.stdout.split()[-1] if run.returncode == 0 else None
     return None
