@@ -411,6 +411,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.launch
 @pytest.mark.parametrize("collector", [[], ["--rs-collector", "shared"]])
 def test_a_touch_from_outside_reaches_a_job_of_rankscope_run(
     tmp_path: Path, collector: list[str]

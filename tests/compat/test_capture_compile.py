@@ -67,6 +67,7 @@ def test_a_capture_is_one_graph_whatever_ran_before(before: str) -> None:
 
 
 @needs_transformers
+@pytest.mark.parity
 def test_transformers_manages_one_graph_after_a_capture_outside_it() -> None:
     model = make(theirs())
     expected = model(hidden(), **ASK)
@@ -74,6 +75,7 @@ def test_transformers_manages_one_graph_after_a_capture_outside_it() -> None:
 
 
 @needs_transformers
+@pytest.mark.parity
 def test_no_graph_breaks_where_transformers_breaks_three() -> None:
     breaks = []
     for side in (theirs(), ours()):

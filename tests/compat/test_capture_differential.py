@@ -12,7 +12,7 @@ from torch import nn
 from tests.compat.migrated import pair
 from tests.compat.peer import needs_transformers
 
-pytestmark = needs_transformers
+pytestmark = [needs_transformers, pytest.mark.parity]
 
 TEXT = {
     "vocab_size": 48, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,

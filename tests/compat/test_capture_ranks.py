@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -79,6 +80,7 @@ def test_captured_dtensors_stay_dtensors(ranks: RankPool) -> None:
 
 
 @needs_transformers
+@pytest.mark.parity
 def test_the_same_dtensors_are_recorded_as_by_transformers(ranks: RankPool) -> None:
     for found, expected in zip(
         ranks.run(tensor_parallel, "ours", False, world_size=2),
@@ -116,5 +118,6 @@ def test_a_model_under_fsdp2_is_captured_although_its_class_was_renamed(ranks: R
 
 
 @needs_transformers
+@pytest.mark.parity
 def test_transformers_records_nothing_of_a_model_under_fsdp2(ranks: RankPool) -> None:
     assert [count for _, count, _ in ranks.run(sharded, "theirs", world_size=2)] == [0, 0]

@@ -18,7 +18,7 @@ from tests.compat.debugger_files import (
 )
 from tests.compat.debugger_models import MODELS, made
 
-pytestmark = needs_transformers
+pytestmark = [needs_transformers, pytest.mark.parity]
 
 FLAGS = [(prunes, as_text) for prunes in (True, False) for as_text in (True, False)]
 

@@ -50,7 +50,7 @@ class Debugger:
         return self.attach(model, folder, **flags)
 
 
-@pytest.fixture(params=["ours", "theirs"])
+@pytest.fixture(params=["ours", pytest.param("theirs", marks=pytest.mark.parity)])
 def debugger(request: pytest.FixtureRequest) -> Iterator[Debugger]:
     is_ours = request.param == "ours"
     if not is_ours:

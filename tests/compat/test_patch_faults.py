@@ -62,6 +62,7 @@ class Second(nn.Module):
             "transformers",
             marks=[
                 needs_transformers,
+                pytest.mark.parity,
                 pytest.mark.xfail(
                     strict=True,
                     raises=(AssertionError, pytest.fail.Exception),
@@ -128,6 +129,7 @@ def states(model: nn.Module, kind: str) -> int:
 
 
 @needs_transformers
+@pytest.mark.parity
 @pytest.mark.parametrize("kind", ["llama", "bert", "mixtral"])
 def test_a_fresh_model_after_clearing_returns_its_hidden_states(calls: Calls, kind: str) -> None:
     cls, config, layer, replacement = layers_of_its_own(kind)
@@ -142,6 +144,7 @@ def test_a_fresh_model_after_clearing_returns_its_hidden_states(calls: Calls, ki
 
 
 @needs_transformers
+@pytest.mark.parity
 def test_a_model_made_before_keeps_its_hidden_states(calls: Calls) -> None:
     cls, config, layer, replacement = layers_of_its_own("llama")
     before = cls(config)
@@ -154,6 +157,7 @@ def test_a_model_made_before_keeps_its_hidden_states(calls: Calls) -> None:
 
 
 @needs_transformers
+@pytest.mark.parity
 def test_a_model_that_has_captured_before_captures_its_replaced_layers(calls: Calls) -> None:
     cls, config, layer, replacement = layers_of_its_own("llama")
     calls.register_patch_mapping({f"^{layer}$": replacement})
@@ -165,6 +169,7 @@ def test_a_model_that_has_captured_before_captures_its_replaced_layers(calls: Ca
 
 
 @needs_transformers
+@pytest.mark.parity
 def test_opening_and_closing_a_block_costs_less_than_a_third_of_transformers() -> None:
     for kind in ("llama", "bert", "mixtral"):
         tiny(kind)
@@ -184,6 +189,7 @@ def test_opening_and_closing_a_block_costs_less_than_a_third_of_transformers() -
 
 
 @needs_transformers
+@pytest.mark.parity
 def test_a_key_that_is_no_expression_is_said_once(calls: Calls, parts: Any) -> None:
     with said_by("transformers") as messages, warnings.catch_warnings(record=True) as warned:
         calls.register_patch_mapping({"Broken[": First})
@@ -303,6 +309,7 @@ def test_a_module_that_leaves_sys_modules_in_the_block_is_restored(
 
 
 @needs_transformers
+@pytest.mark.parity
 def test_patching_the_recorders_twice_is_patching_them_once(calls: Calls) -> None:
     cls, config, layer, replacement = layers_of_its_own("llama")
     calls.register_patch_mapping({f"^{layer}$": replacement, "^OwnLayer$": Second})
@@ -314,6 +321,7 @@ def test_patching_the_recorders_twice_is_patching_them_once(calls: Calls) -> Non
 
 
 @needs_transformers
+@pytest.mark.parity
 def test_the_recorders_of_a_compiled_model_are_patched_in_it() -> None:
     cls, config, layer, replacement = layers_of_its_own("llama")
     ours().register_patch_mapping({f"^{layer}$": replacement})

@@ -22,7 +22,7 @@ from tests.compat.peer import (
     untouched,
 )
 
-pytestmark = needs_transformers
+pytestmark = [needs_transformers, pytest.mark.parity]
 
 
 def louder(original: type[nn.Module]) -> type[nn.Module]:

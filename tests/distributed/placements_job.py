@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -26,9 +24,8 @@ class Emit(nn.Module):
         return self.values
 
 
-def main(out: str) -> None:
+def run(out: str) -> None:
     """Build every case, then trace one forward."""
-    dist.init_process_group("gloo")
     rank = dist.get_rank()
     line = init_device_mesh("cpu", (4,), mesh_dim_names=("x",))
     square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -42,12 +39,5 @@ def main(out: str) -> None:
     ]
     parts = {f"c{number}": value.detach() for number, (_, value, _) in enumerate(found)}
     wholes = {f"c{number}": whole.detach().clone() for number, (_, _, whole) in enumerate(found)}
-    rankscope.attach(out=out, steps="all", phases="forward")
-    with torch.no_grad():
+    with rankscope.trace(out=out, steps="all", phases="forward"), torch.no_grad():
         Emit({"part": parts, "whole": wholes})()
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

@@ -7,11 +7,7 @@ empty shards included, beside the whole values: `full_tensor()`, or what was dis
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,24 +15,16 @@ import pytest
 from rankscope.record.placement import PlacementKind
 from rankscope.tree.reader import Trace, open_trace
 from rankscope.tree.views import Combined, Value
+from tests.distributed import placements_job
+from tests.distributed.pool import RankPool
 
-ROOT = Path(__file__).parents[2]
 COUNTS = ("count", "nan", "posinf", "neginf", "zero")
 
 
 @pytest.fixture(scope="module")
-def trace(tmp_path_factory: pytest.TempPathFactory) -> Trace:
+def trace(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Trace:
     out = tmp_path_factory.mktemp("placements") / "trace"
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4"]
-        + ["-m", "tests.distributed.placements_job", str(out)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}/src:{ROOT}/launcher:{ROOT}"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
+    ranks.run(placements_job.run, str(out))
     return open_trace(out)
 
 

@@ -80,6 +80,7 @@ def test_no_example_knows_of_rankscope(path: Path):
     assert "rankscope" not in path.read_text().lower()
 
 
+@pytest.mark.launch
 @pytest.mark.skipif(
     not entry_points(group="torchrun.logs_specs").select(name="rankscope"),
     reason="needs the start-up file: an environment made by launcher/test",

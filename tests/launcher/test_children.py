@@ -12,7 +12,7 @@ import pytest
 from rankscope import open_trace
 from tests.launcher.ways import RANKSCOPE, TORCHRUN, document_of, installed, start
 
-pytestmark = [installed, pytest.mark.xdist_group("children")]
+pytestmark = [installed, pytest.mark.launch, pytest.mark.xdist_group("children")]
 
 JOB = Path(__file__).parent / "children_job.py"
 

@@ -26,6 +26,7 @@ from tests.ports import free_port
 from tests.waiting import wait_until
 
 pytestmark = [
+    pytest.mark.launch,
     pytest.mark.xdist_group("ends"),
     pytest.mark.skipif(
         not entry_points(group="torchrun.logs_specs").select(name="rankscope"),

@@ -12,6 +12,7 @@ import pytest
 
 from rankscope.tree.reader import open_trace
 
+pytestmark = pytest.mark.launch
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 WRAPPER = [
     sys.executable,

@@ -12,7 +12,7 @@ import pytest
 from rankscope import Trace, open_trace
 from tests.launcher.ways import BIN, RANKSCOPE, TORCHRUN, installed, start
 
-pytestmark = [installed, pytest.mark.xdist_group("frameworks")]
+pytestmark = [installed, pytest.mark.launch, pytest.mark.xdist_group("frameworks")]
 
 SCRIPTS = Path(__file__).parent / "frameworks"
 QUIET = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1", "RANKSCOPE_STEPS": "all"}

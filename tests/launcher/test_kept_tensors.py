@@ -19,7 +19,7 @@ from rankscope.tree.reader import Trace, open_trace
 from tests.launcher.launches import BIN, Launch, kill, rankscope
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.xdist_group("kept")
+pytestmark = [pytest.mark.launch, pytest.mark.xdist_group("kept")]
 
 SCRIPT = """
 import os, pathlib, sys, time

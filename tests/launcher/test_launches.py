@@ -13,7 +13,7 @@ import pytest
 from tests.launcher.ways import RANKSCOPE, STEPS, TORCHRUN, installed, start, steps_of
 from tests.ports import free_port
 
-pytestmark = [installed, pytest.mark.xdist_group("ways")]
+pytestmark = [installed, pytest.mark.launch, pytest.mark.xdist_group("ways")]
 
 JOB = Path(__file__).parent / "launches_job.py"
 SLURM = {

@@ -13,6 +13,7 @@ from rankscope.record.placement import LayoutSource
 from rankscope.tree.reader import open_trace
 from tests.launcher.launches import BIN
 
+pytestmark = pytest.mark.launch
 SCRIPT = """
 import os
 os.chdir("/")

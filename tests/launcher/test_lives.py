@@ -15,6 +15,7 @@ import pytest
 from tests.waiting import wait_until
 
 pytestmark = [
+    pytest.mark.launch,
     pytest.mark.xdist_group("lives"),
     pytest.mark.skipif(
         not entry_points(group="torchrun.logs_specs").select(name="rankscope"),

@@ -13,7 +13,7 @@ import pytest
 
 from tests.launcher.ways import RANKSCOPE, TORCHRUN, installed
 
-pytestmark = [installed, pytest.mark.xdist_group("saying")]
+pytestmark = [installed, pytest.mark.launch, pytest.mark.xdist_group("saying")]
 
 TRAINS = "import torch; torch.nn.Linear(2, 2)(torch.ones(1, 2)).sum().backward(); print('trained')"
 

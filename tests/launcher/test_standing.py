@@ -16,6 +16,7 @@ from tests.launcher.launches import Launch, rankscope
 from tests.waiting import wait_until
 
 pytestmark = [
+    pytest.mark.launch,
     pytest.mark.xdist_group("standing"),
     pytest.mark.skipif(
         not entry_points(group="torchrun.logs_specs").select(name="rankscope"),

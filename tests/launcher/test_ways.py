@@ -13,7 +13,7 @@ import pytest
 
 from tests.launcher.ways import BIN, EXAMPLES, RANKSCOPE, TORCHRUN, installed, start, steps_of
 
-pytestmark = installed
+pytestmark = [installed, pytest.mark.launch]
 
 ISOLATED = f"import sys; sys.path.insert(0, {str(EXAMPLES)!r}); import ddp; ddp.main()"
 """`python -I` does not look for modules where the script is."""

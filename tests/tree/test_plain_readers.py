@@ -182,6 +182,7 @@ while True:
 """
 
 
+@pytest.mark.launch
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_chunk_that_a_kill_left_unfinished_is_read_with_safetensors_alone(tmp_path, victim):
     (tmp_path / "script.py").write_text(SCRIPT)
