@@ -9,22 +9,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rankscope.agent.joining import RUN_FOLDER_VARIABLE
 from rankscope.errors import RankscopeError
-from rankscope.spool.folder import (
-    RunHeader,
-    host_run_folder,
-    run_key,
-    spool_base,
-    write_run_header,
-)
-from rankscope.tree.assemble import recover
 from tests.distributed.pool import RankFailure, RankPool
 from tests.faults import hang, ranks
 from tests.faults.checking import report_on
 from tests.faults.expected import Score, score
 from tests.faults.rows import BY_NAME, ROWS
 from tests.faults.setup import Setup, Shape
+from tests.judge.traced import traced
 
 HANG = "branch-skipped"
 TIMEOUT_S = 120.0
@@ -106,11 +98,7 @@ def proved(pool: RankPool, run: Run, folder: Path) -> str:
 
 
 def report_of(pool: RankPool, run: Run, folder: Path) -> Mapping[str, Any]:
-    """Trace a run and return the report on it.
-
-    The tree is built from the ranks' own spools, as `rankscope recover` does: to start a relay and
-    a collector for every run takes longer than the run. The hang's job has them.
-    """
+    """Trace a run and return the report on it; the hang's job is started as a user would."""
     if run.name == HANG:
         with hang.running(run.setup, folder) as job:
             if not hang.is_stuck(run.setup, folder):
@@ -122,27 +110,16 @@ def report_of(pool: RankPool, run: Run, folder: Path) -> Mapping[str, Any]:
     layout_file = folder / "layout.toml" if layout else None
     if layout_file is not None:
         layout_file.write_text(layout)
-    run_folder = _run_folder(run, folder, out)
-    pool.run(
+    traced(
+        pool,
         ranks.traced,
         run.name,
         run.setup,
-        str(out),
-        world_size=run.setup.ranks,
+        folder=folder,
+        world=run.setup.ranks,
         timeout_s=TIMEOUT_S,
-        env={RUN_FOLDER_VARIABLE: str(run_folder)},
     )
-    recover([run_folder], out)
-    shutil.rmtree(folder / "spool")
     return report_on(out, layout_file)
-
-
-def _run_folder(run: Run, folder: Path, out: Path) -> Path:
-    """Prepare the folder of the ranks' records as a launcher does."""
-    run_folder = host_run_folder(spool_base(folder / "spool"), run_key(run.label))
-    header = RunHeader(run_id=run.label, out=out, collector="", world_size=run.setup.ranks)
-    write_run_header(run_folder, header)
-    return run_folder
 
 
 def scored(pool: RankPool, run: Run, folder: Path, *, is_kept: bool = False) -> Outcome:

@@ -18,7 +18,8 @@ _ADVICE: Final = {
     "ranks.",
     Kind.PLACEMENT: "Look at the DTensor.from_local call that makes this value: with "
     "run_check=False nothing compares what it calls Replicate(). Reduce or broadcast it first, or "
-    "give it the placement it has.",
+    "give it the placement it has. Behind dropout: ranks that hold the same must draw the same "
+    "random numbers.",
     Kind.GRADIENT: "Call the model through its data-parallel wrapper, not through .module; look "
     "at no_sync() around the last micro-batch, and at parameters added after wrapping. Ranks that "
     "are meant to train apart are known by their average: trace a step that has one.",

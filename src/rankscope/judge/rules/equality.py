@@ -8,6 +8,7 @@ compute each for itself (activations, gradients) a distance within rounding coun
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any, Final
 
 import numpy as np
@@ -22,7 +23,8 @@ from rankscope.judge.numbers import (
     rounding_of,
     sides_text,
 )
-from rankscope.judge.observed import Held, Moment, is_input
+from rankscope.judge.observed import Call, Held, Moment, is_input
+from rankscope.judge.peers import same_inputs
 from rankscope.judge.scene import Life, Scene
 from rankscope.judge.suspects import Suspect, suspect_at
 from rankscope.record.call import Phase
@@ -37,6 +39,11 @@ _LOCAL: Final = frozenset({Phase.FORWARD, Phase.RECOMPUTE, Phase.BACKWARD, Phase
 _NO_GRADIENT: Final = (
     "On these ranks it is frozen (requires_grad), or nothing that went into the loss used it."
 )
+_SAME_BATCH: Final = (
+    "These ranks were handed the same batch: look for random numbers that they should draw alike "
+    "(dropout from another seed or generator), and for a reduction that is missing, in backward "
+    "too. Where they are data-parallel all the same, the model was called past its wrapper."
+)
 _PHASES: Final = (
     Phase.SETUP,
     Phase.FORWARD,
@@ -50,6 +57,7 @@ _PHASES: Final = (
 def unequal_replicas(moment: Moment, scene: Scene) -> Iterator[Suspect]:
     """Yield a suspect for every value whose replicas differ."""
     life = scene.life(moment.incarnation)
+    batches = _SharedBatches(moment)
     for held in moment.values(*_PHASES):
         same = scene.layouts.same(held)
         if same is None and held.slot.startswith(("param:", "grad:")):
@@ -60,7 +68,41 @@ def unequal_replicas(moment: Moment, scene: Scene) -> Iterator[Suspect]:
         if is_applied:
             scene.ledger.applied(held)
         if groups and not _is_rounding(held, groups, scene, moment):
-            yield _suspect(moment, scene, held, same, groups)
+            yield _suspect(moment, scene, held, same, groups, batches)
+
+
+class _SharedBatches:
+    """Which ranks were handed the same batch in a step, and what drew other random numbers on
+    them; read once, and only where something is wrong."""
+
+    def __init__(self, moment: Moment) -> None:
+        self._moment = moment
+
+    @cached_property
+    def _shared(self) -> tuple[Array, ...]:
+        return same_inputs(self._moment)
+
+    @cached_property
+    def _random(self) -> list[Call]:
+        calls = self._moment.of(Phase.FORWARD)
+        return [call for call in calls if "dropout" in call.node.class_name.lower()]
+
+    def is_shared(self, group: Array) -> bool:
+        """True where all of these ranks were handed the same batch."""
+        return any(np.isin(group, shared).all() for shared in self._shared)
+
+    def drawn_apart(self, group: Array) -> str:
+        """Return the path of the first dropout that was handed the same on these ranks and handed
+        out something else; "" where there is none."""
+        if not self.is_shared(group):
+            return ""
+        return next((call.path for call in self._random if _differs_alone(call, group)), "")
+
+
+def _differs_alone(call: Call, group: Array) -> bool:
+    handed = [value.agree(group) for value in call.inputs]
+    made = [value.agree(group) for value in call.outputs]
+    return bool(handed) and all(each is True for each in handed) and False in made
 
 
 def _is_laid_otherwise(held: Held, life: Life) -> bool:
@@ -117,7 +159,14 @@ def _is_rounding(held: Held, groups: list[Array], scene: Scene, moment: Moment) 
     return True
 
 
-def _suspect(moment: Moment, scene: Scene, held: Held, same: Same, groups: list[Array]) -> Suspect:
+def _suspect(
+    moment: Moment,
+    scene: Scene,
+    held: Held,
+    same: Same,
+    groups: list[Array],
+    batches: _SharedBatches,
+) -> Suspect:
     blamed = np.concatenate([minority(g, held.hashes[held.at(g)]) for g in groups])
     members = np.unique(np.concatenate(groups))
     kind = _kind(moment, held, same, groups)
@@ -136,6 +185,7 @@ def _suspect(moment: Moment, scene: Scene, held: Held, same: Same, groups: list[
         told = f"{ranks_named(bare.tolist())} had no gradient of it, the other replicas had one"
     if kind is Kind.GRADIENT:
         told = f"{ranks_named(members.tolist())} each step with a gradient of their own data"
+    random = next(filter(None, map(batches.drawn_apart, groups)), "")
 
     def evidence() -> dict[str, Any]:
         found: dict[str, Any] = {
@@ -147,8 +197,18 @@ def _suspect(moment: Moment, scene: Scene, held: Held, same: Same, groups: list[
             found["rank_resolution"] = "none"
         if kind is not Kind.GRADIENT and all(is_multiple(held, held.at(g)) for g in groups):
             found["scaled"] = True
+        if random:
+            found["random_numbers"] = random
         return found
 
+    advice = _NO_GRADIENT if len(bare) else ""
+    if random:
+        advice = (
+            f"{random} was handed the same on these ranks and drew other random numbers: seed what "
+            f"is replicated alike on them, or draw from a generator of its own that they share."
+        )
+    elif kind is Kind.GRADIENT and all(batches.is_shared(group) for group in groups):
+        advice = _SAME_BATCH
     return suspect_at(
         moment,
         held.call,
@@ -158,7 +218,7 @@ def _suspect(moment: Moment, scene: Scene, held: Held, same: Same, groups: list[
         members,
         scene.times(held, members),
         f"{told} ({sides_text(held, groups[0])})",
-        advice=_NO_GRADIENT if len(bare) else "",
+        advice=advice,
         evidence=evidence,
     )
 
