@@ -48,7 +48,7 @@ def test_the_answer_stands_in_the_first_five_lines(tmp_path: Path):
     code, out, _ = rankscope("check", traced(tmp_path, is_faulty=True))
     assert code == 1
     first = out.splitlines()[:5]
-    assert first[0] == "fault: replica-mismatch, 1 origin"
+    assert first[0] == "fault: replica-mismatch, 1 origin (4 of 4 values judged)"
     assert first[1].startswith("  first: router:param:weight: ranks 0-1 should hold the same")
     assert "rank 0: mean" in first[1] and "rank 1: mean" in first[1]
     assert first[2] == "  where: router  param:weight  ranks 0-1, setup of train step 0"
@@ -85,7 +85,7 @@ def test_json_is_one_object_of_the_documented_fields(tmp_path: Path):
 def test_a_job_in_order_is_clean(tmp_path: Path):
     code, out, _ = rankscope("check", traced(tmp_path, is_faulty=False))
     assert code == 0
-    assert out.startswith("clean: 4 values looked at")
+    assert out.startswith("clean (4 of 4 values judged)\n")
     report = package.check(package.open_trace(tmp_path / "trace"))
     assert report.verdict is Verdict.CLEAN
     assert not report.findings
@@ -110,7 +110,66 @@ def test_a_trace_in_which_nothing_could_be_looked_at_is_incomplete(tmp_path: Pat
     code, out, _ = rankscope("check", tmp_path / "trace")
     assert (code, out.splitlines()[0]) == (
         1,
-        "incomplete: nothing in this trace could be compared",
+        "incomplete: nothing was judged: no value was recorded: trace again with --rs-digest full "
+        "and --rs-phases all (0 of 0 values judged)",
+    )
+
+
+def globbed(folder: Path, *, globs: tuple[str, ...], inside: bool = False) -> Path:
+    """Roots that hold a parameter of their own, traced with `--rs-paths` that took nothing."""
+    for number in range(2):
+        rank = PaperRank(folder, number, 2)
+        values = {"scale": numbers(1)} | ({"fc.weight": numbers(2)} if inside else {})
+        setup(rank, values)
+        for glob in globs:
+            text = f"paths: {glob!r} matched no module; modules here are fc ..."
+            rank.error(None, text if number == 0 or glob != "layers.5" else "something else")
+        rank.end()
+        rank.ship(folder / "trace")
+    build(folder / "trace")
+    return folder / "trace"
+
+
+def test_globs_that_matched_nothing_are_never_clean_and_named_with_what_to_do(tmp_path: Path):
+    # the root's own parameters are always recorded: they alone are not what was asked for
+    code, out, _ = rankscope("check", globbed(tmp_path, globs=("layer.*",)))
+    assert code == 1
+    first = " ".join(out.split())
+    assert first.startswith("incomplete: nothing was judged: paths: 'layer.*' matched no module;")
+    assert "trace again with globs of whole paths" in first
+
+
+def test_one_glob_of_several_that_matched_nothing_is_a_note(tmp_path: Path):
+    code, out, _ = rankscope("check", globbed(tmp_path, globs=("layer.*", "layers.5"), inside=True))
+    assert code == 0
+    assert "note: paths: 'layer.*' matched no module" in out
+    assert "layers.5" not in out, "a pipeline stage that lacks a module another one has"
+
+
+def test_warnings_stand_in_the_first_line(tmp_path: Path):
+    for number in range(2):
+        rank = PaperRank(tmp_path, number, 2)
+        setup(rank, {"fc.weight": numbers(1)}, wrappers=["DDP"])
+        module(rank, "", numbers(2), numbers(3))
+        rank.end()
+        rank.ship(tmp_path / "trace")
+    build(tmp_path / "trace")
+    code, out, _ = rankscope("check", tmp_path / "trace")
+    assert code == 0
+    assert out.splitlines()[0] == "clean (3 of 3 values judged; 1 warning: duplicate-data)"
+
+
+def test_values_that_were_held_to_nothing_are_counted_apart_in_the_first_line(tmp_path: Path):
+    for number in range(2):
+        rank = PaperRank(tmp_path, number, 2)
+        setup(rank, {"fc.weight": numbers(1)})
+        module(rank, "", numbers(20 + number), numbers(30 + number))
+        rank.end()
+        rank.ship(tmp_path / "trace")
+    build(tmp_path / "trace")
+    _, out, _ = rankscope("check", tmp_path / "trace")
+    assert out.splitlines()[0] == (
+        "clean (3 of 3 values judged, 2 of them for NaN and infinity alone)"
     )
 
 
@@ -157,7 +216,7 @@ def test_findings_of_one_event_are_folded(tmp_path: Path):
     trace = package.open_trace(tmp_path / "trace")
     lines = [*report_lines(trace, package.check(trace), Paint(io.StringIO()))]
     assert "  ... and 4 more of that kind in that step (--all)" in lines
-    assert lines[0] == "fault: replica-mismatch, 9 origins"
+    assert lines[0] == "fault: replica-mismatch, 9 origins (9 of 9 values judged)"
 
 
 def test_the_page_names_every_kind_that_check_tells():

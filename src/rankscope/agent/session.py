@@ -28,7 +28,7 @@ from rankscope.agent.settings import Settings
 from rankscope.capture.invisible import invisible
 from rankscope.capture.torch_internals.compiling import dynamo_has_compiled
 from rankscope.record.globs import glob_matches
-from rankscope.record.run import EndReason
+from rankscope.record.run import UNMATCHED, EndReason
 
 __all__ = ["Session"]
 
@@ -140,7 +140,7 @@ class Session:
         for glob in self._settings.paths:
             if glob not in ("*", "**") and not any(glob_matches(glob, path) for path in known):
                 near = ", ".join(sorted(known - {""})[:5]) or "none at all"
-                text = f"paths: {glob!r} matched no module; modules here are {near} ..."
+                text = f"paths: {glob!r}{UNMATCHED}; modules here are {near} ..."
                 self._parts.recorder.error(None, text)
                 if self._parts.rank == 0:
                     say(f"{text} Globs match the whole path: write '*.name' or 'layers.0.*'")

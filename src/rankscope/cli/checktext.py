@@ -41,16 +41,26 @@ def report_lines(
 
 
 def _verdict(report: Report, paint: Paint) -> str:
+    """Return the first line: the word, what is wrong or lacks, how much was judged, warnings."""
     word = paint(_STYLES[report.verdict], report.verdict.value)
     origins = report.origins
+    told = ""
     if origins:
         kinds = ", ".join(dict.fromkeys(f.kind.value for f in origins))
-        return f"{word}: {kinds}, {counted(len(origins), 'origin')}"
-    if report.verdict is Verdict.INCOMPLETE:
-        if not report.compared:
-            return f"{word}: nothing in this trace could be compared"
-        return f"{word}: no fault in what is here, but records are missing (rankscope verify)"
-    return f"{word}: {counted(report.compared, 'value')} looked at, nothing is wrong with them"
+        told = f": {kinds}, {counted(len(origins), 'origin')}"
+    elif report.lacks:
+        told = f": nothing was judged: {report.lacks}"
+    elif report.verdict is Verdict.INCOMPLETE:
+        told = ": no fault in what is here, but records are missing (rankscope verify)"
+    noun = "value" if report.recorded == 1 else "values"
+    judged = f"{report.compared:,} of {report.recorded:,} {noun} judged"
+    if report.alone:
+        judged += f", {report.alone:,} of them for NaN and infinity alone"
+    warnings = [f.kind.value for f in report.findings if f.severity is Severity.WARNING]
+    if warnings:
+        kinds = ", ".join(dict.fromkeys(warnings))
+        judged += f"; {counted(len(warnings), 'warning')}: {kinds}"
+    return f"{word}{told} ({judged})"
 
 
 def _where(finding: Finding) -> str:
@@ -105,8 +115,8 @@ def _evidence(finding: Finding) -> Iterator[str]:
 
 
 def _coverage(report: Report) -> Iterator[str]:
-    yield ""
-    yield f"looked at: {counted(report.compared, 'value')}"
+    if report.skipped or report.notes:
+        yield ""
     for skipped in report.skipped:
         yield f"not compared between ranks: {counted(skipped.count, 'value')}: {skipped.reason}"
     for note in report.notes:

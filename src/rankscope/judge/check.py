@@ -142,10 +142,14 @@ def _judged(step: Step, scene: Scene) -> list[Suspect]:
 
 
 def _count_skipped(moment: Moment, scene: Scene) -> None:
-    """Count the values of several ranks that nothing was compared of."""
+    """Count the values, and those of several ranks that nothing was compared of."""
     for call in moment.calls:
         for held in call.held.values():
-            if held.dtype == "python" or len(held.ranks) < 2 or scene.ledger.is_counted(held):
+            if held.dtype == "python":
+                continue
+            scene.ledger.recorded += 1
+            scene.ledger.is_any_inside |= bool(call.path)
+            if len(held.ranks) < 2 or scene.ledger.is_counted(held):
                 continue
             reason = "layout unknown" if held.source == "unknown" else "held once"
             scene.ledger.skip(reason if held.is_known.any() else "not digested")

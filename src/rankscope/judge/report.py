@@ -7,9 +7,10 @@ from typing import Any
 
 from rankscope.judge.order import Join, Order, Place, sort_causes
 from rankscope.judge.scene import Scene
-from rankscope.judge.suspects import Suspect
+from rankscope.judge.suspects import Ledger, Suspect
 from rankscope.judge.wording import advice_for
 from rankscope.record.finding import Finding, Report, Severity, Skipped, Verdict
+from rankscope.record.run import UNMATCHED
 from rankscope.tree.ranks import ranks_named
 from rankscope.tree.reader import Trace
 
@@ -31,9 +32,11 @@ def made_report(
     findings += [_finding(w, is_origin=False, victims=[]) for w in warnings]
     ledger = scene.ledger
     skipped = tuple(Skipped(reason=r, count=n) for r, n in sorted(ledger.skipped.items()))
+    unmatched = _unmatched_globs(trace)
+    lacks = "" if findings else _lacks(trace, ledger, unmatched)
     if faults:
         verdict = Verdict.FAULT
-    elif not trace.is_complete or not (ledger.compared or findings):
+    elif lacks or not trace.is_complete:
         verdict = Verdict.INCOMPLETE
     else:
         verdict = Verdict.CLEAN
@@ -42,9 +45,39 @@ def made_report(
         verdict=verdict,
         compared=ledger.compared,
         skipped=skipped,
+        recorded=ledger.recorded,
+        alone=ledger.compared - ledger.held,
         findings=tuple(findings),
-        notes=tuple(ledger.notes),
+        notes=(*unmatched, *ledger.notes),
+        lacks=lacks,
     )
+
+
+def _unmatched_globs(trace: Trace) -> list[str]:
+    """Return what the ranks say of globs of `--rs-paths` that matched a module on none of them."""
+    said = [
+        {glob: text for text in rank["errors"] for glob in [_glob_of(text)] if glob}
+        for rank in trace.completeness["ranks"]
+    ]
+    return [text for glob, text in said[0].items() if all(glob in own for own in said[1:])]
+
+
+def _glob_of(text: str) -> str:
+    glob, found, _ = text.partition(UNMATCHED)
+    return glob if found else ""
+
+
+def _lacks(trace: Trace, ledger: Ledger, unmatched: Sequence[str]) -> str:
+    """Return why nothing was judged, and what to do; "" where something was."""
+    if unmatched and not ledger.is_any_inside:
+        return f"{unmatched[0]}: trace again with globs of whole paths ('*.name', 'layers.0.*')"
+    if ledger.compared:
+        return ""
+    if not trace.steps:
+        return "no step was traced: choose steps that the job reaches (--rs-steps)"
+    if not ledger.recorded:
+        return "no value was recorded: trace again with --rs-digest full and --rs-phases all"
+    return "none of its values has numbers to judge: trace again with --rs-digest full"
 
 
 def _told(suspects: Any) -> list[Suspect]:
@@ -133,6 +166,7 @@ def report_json(report: Report) -> dict[str, Any]:
         "verdict": report.verdict.value,
         "compared": report.compared,
         "skipped": [{"reason": s.reason, "count": s.count} for s in report.skipped],
+        "recorded": report.recorded,
         "notes": list(report.notes),
         "findings": [
             {

@@ -87,6 +87,11 @@ class Ledger:
     """How many values rules were applied to, and why they were not to others."""
 
     compared: int = 0
+    held: int = 0
+    """Those of `compared` that were held to other values."""
+    recorded: int = 0
+    is_any_inside: bool = False
+    """True once a value of a module below a root was seen."""
     skipped: dict[str, int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     _seen: set[int] = field(default_factory=set)
@@ -95,7 +100,9 @@ class Ledger:
     def applied(self, held: object) -> None:
         """Count a value that was held to others, once however many rules look at it."""
         self.screened(held)
-        self._seen.add(id(held))
+        if id(held) not in self._seen:
+            self._seen.add(id(held))
+            self.held += 1
 
     def screened(self, held: object) -> None:
         """Count a value that a rule looked at by itself."""

@@ -110,10 +110,16 @@ class Report:
     compared: int
     """Values that some rule was applied to: slots of nodes, over all their ranks."""
     skipped: tuple[Skipped, ...]
+    recorded: int
+    """Values in the trace, counted in the same way."""
+    alone: int
+    """Of those compared the ones that were held to nothing else: looked at for NaN and infinity."""
     findings: tuple[Finding, ...]
     """Origins first, in order of cause."""
     notes: tuple[str, ...] = ()
     """What else must be known to read it: what is missing, what was inferred."""
+    lacks: str = ""
+    """Why nothing could be judged, and what to do about it; "" where something was."""
 
     @property
     def origins(self) -> tuple[Finding, ...]:

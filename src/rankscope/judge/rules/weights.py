@@ -45,7 +45,6 @@ def other_weights(moment: Moment, scene: Scene) -> Iterator[Suspect]:
             continue
         groups = [g for g in clusters(gradient) if _is_unlike(g, held, gradient, latest, moment)]
         if groups:
-            scene.ledger.applied(held)
             yield _suspect(setup, scene, held, groups)
 
 
