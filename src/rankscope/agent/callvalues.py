@@ -149,6 +149,7 @@ class CallValues:
                 sequence, watched = found
         if frame.phase is not Phase.FORWARD and watched is None:
             return
+        is_of_root = not frame.info.path and frame.info.root is not None
         with invisible():  # what needs a gradient is not asked in sight of a subclass either
             for slot, tensor in tensors:
                 gradient_slot = gradient_kind + slot.removeprefix(kind)
@@ -157,7 +158,9 @@ class CallValues:
                 if isinstance(tensor, nn.Parameter):  # a hook would stay on the model
                     continue
                 if watched is None or gradient_slot not in watched:
-                    self.gradients.watch(tensor, sequence, gradient_slot)
+                    self.gradients.watch(
+                        tensor, sequence, gradient_slot, is_of_root=is_of_root and kind == "output"
+                    )
                 if watched is not None:
                     watched.add(gradient_slot)
 

@@ -37,6 +37,8 @@ class _Watched:
     targets: list[GradientTarget]
     is_view: bool
     """An in-place operation on a view gives it another place in the graph: the old one is gone."""
+    is_of_root: bool = False
+    """A root handed it out."""
     firings: int = 0
     handle: torch.utils.hooks.RemovableHandle | None = None
     """Of a leaf, which outlives the graph: its hook must be taken off again."""
@@ -62,25 +64,36 @@ class GradientHooks:
         self._guard = guard
         self._say_too_many = say_too_many
         self._record = record
+        self.begins: Callable[[], None] = lambda: None
+        """Called when the first backward pass of a step reaches what a root handed out: no gradient
+        of its parameters has been added to yet."""
+        self._has_begun = False
         self._watched: dict[int, _Watched] = {}
         self._rewritten: list[_Watched] = []
         """Tensors written in place, and called with again, since they were watched."""
         self.has_fired = False
         """A backward pass of this step reached a tensor."""
 
-    def watch(self, tensor: torch.Tensor, sequence: int, slot: str) -> None:
-        """Record the total gradient of `tensor` under a call's slot when backward reaches it."""
+    def watch(
+        self, tensor: torch.Tensor, sequence: int, slot: str, *, is_of_root: bool = False
+    ) -> None:
+        """Record the total gradient of `tensor` under a call's slot when backward reaches it.
+
+        `is_of_root`: a root hands it out.
+        """
         watched = self._watched.get(id(tensor))
         target = GradientTarget(sequence, slot)
         if watched is not None and watched.is_of(tensor):
             if watched.version == tensor._version:
                 watched.targets.append(target)
+                watched.is_of_root |= is_of_root
                 return
             self._rewritten.append(watched)
         is_leaf = tensor.grad_fn is None
         watched = _Watched(
-            None if is_leaf else weakref.ref(tensor), tensor._version, [target], tensor._is_view()
-        )
+            None if is_leaf else weakref.ref(tensor), tensor._version, [target], tensor._is_view(),
+            is_of_root,
+        )  # fmt: skip
         self._watched[id(tensor)] = watched
         record = self._record
 
@@ -88,6 +101,9 @@ class GradientHooks:
             ordinal = watched.firings  # double backward and retain_graph fire again
             watched.firings += 1
             self.has_fired = True
+            if watched.is_of_root and not self._has_begun:
+                self._has_begun = True
+                self.begins()
             if ordinal < MOST_FIRINGS:
                 record(watched.targets, gradient, ordinal)
             elif ordinal == MOST_FIRINGS:
@@ -120,7 +136,7 @@ class GradientHooks:
                 watched.handle.remove()
         self._watched.clear()
         self._rewritten.clear()
-        self.has_fired = False
+        self.has_fired = self._has_begun = False
 
 
 def _is_rewritten(watched: _Watched) -> bool:

@@ -144,6 +144,11 @@ class OptimizerSearch:
         """
         self._found.add(optimizer)
 
+    def parameters(self) -> Iterator[torch.Tensor]:
+        """Yield the parameters of every optimizer found so far."""
+        for optimizer in self._found:
+            yield from parameters_of(optimizer)
+
     def holdings(self, optimizer: torch.optim.Optimizer, known: frozenset[int]) -> Holdings:
         """Say which of the known parameters an optimizer holds, and which nobody does."""
         held = {id(parameter): parameter for parameter in parameters_of(optimizer)}

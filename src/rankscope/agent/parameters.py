@@ -21,7 +21,7 @@ from rankscope.record.value import ValueFlag
 
 __all__ = ["ParameterEvents"]
 
-_UNHELD = int(ValueFlag.UNHELD)
+_UNHELD, _CARRIED = int(ValueFlag.UNHELD), int(ValueFlag.CARRIED)
 
 
 class ParameterEvents:
@@ -78,6 +78,7 @@ class ParameterEvents:
         *,
         flags: int = 0,
         unheld: frozenset[int] = frozenset(),
+        carried: frozenset[int] = frozenset(),
         extras: Sequence[tuple[str, torch.Tensor]] = (),
     ) -> None:
         """Record final gradients.
@@ -88,12 +89,15 @@ class ParameterEvents:
             chosen: identities of the parameters to record; None for all.
             flags: what to know about all of them.
             unheld: parameters that no optimizer holds.
+            carried: parameters that had a gradient before backward began.
             extras: (slot, tensor) of what belongs to the event itself.
         """
         if not self.wants(Phase.GRADS):
             return
         for root in self._table.roots:
-            event = _Event(root, Phase.GRADS, step, ordinal, flags, chosen, unheld, tuple(extras))
+            event = _Event(
+                root, Phase.GRADS, step, ordinal, flags, chosen, unheld, carried, tuple(extras)
+            )
             self._record(event)
 
     def parameters(
@@ -115,6 +119,18 @@ class ParameterEvents:
                 for root in self._table.roots
                 if (top := root.module()) is not None
                 for parameter in parameters_of_module(top)
+            )
+
+    def with_gradient(self, parameters: Iterable[torch.Tensor]) -> frozenset[int]:
+        """Return the identities of the parameters that have a gradient now which is not known to be
+        zero."""
+        if not self.wants(Phase.GRADS):
+            return frozenset()
+        with invisible():
+            return frozenset(
+                id(parameter)
+                for parameter in parameters
+                if (gradient := parameter.grad) is not None and not self._values.is_zero(gradient)
             )
 
     def end_step(self) -> None:
@@ -191,9 +207,12 @@ class ParameterEvents:
             if not is_grads:
                 yield _Item(slot, parameter, event.flags)
             elif parameter.requires_grad:
-                gradient = parameter.grad
-                is_unheld = gradient is not None and id(parameter) in event.unheld
-                yield _Item(slot, gradient, event.flags | (_UNHELD if is_unheld else 0))
+                gradient, flags = parameter.grad, event.flags
+                if gradient is not None and id(parameter) in event.unheld:
+                    flags |= _UNHELD
+                if gradient is not None and id(parameter) in event.carried:
+                    flags |= _CARRIED
+                yield _Item(slot, gradient, flags)
         if is_grads or event.root in self._with_buffers or not self.wants(event.phase):
             return
         for name, buffer in own_buffers(module).items():
@@ -218,6 +237,7 @@ class _Event:
     flags: int
     chosen: frozenset[int] | None
     unheld: frozenset[int] = frozenset()
+    carried: frozenset[int] = frozenset()
     extras: tuple[tuple[str, torch.Tensor], ...] = ()
 
 

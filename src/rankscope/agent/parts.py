@@ -87,6 +87,8 @@ def parts_of(
         own_input=tracer.own_input_hook,
         own_output=tracer.own_output_hook,
     )
+    updates = Updates(table, recorder, parameters, optimizers)
+    call_values.gradients.begins = updates.backward_begins
     return Parts(
         rank=rank,
         recorder=recorder,
@@ -96,5 +98,5 @@ def parts_of(
         call_values=call_values,
         tracer=tracer,
         parameters=parameters,
-        updates=Updates(table, recorder, parameters, optimizers),
+        updates=updates,
     )

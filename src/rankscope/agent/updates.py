@@ -49,6 +49,12 @@ class Updates:
         """Class of the optimizer whose step began, without a closure, and has not ended."""
         self._noted: set[str] = set()
         self._flags = 0
+        self._carried: frozenset[int] = frozenset()
+        """Parameters that had a gradient before the first backward of the step."""
+
+    def backward_begins(self) -> None:
+        """Look which gradients the step before has left: called once in a step."""
+        self._carried = self._events.with_gradient(self._optimizers.parameters())
 
     def begins(self, optimizer: torch.optim.Optimizer, step: int, *, has_closure: bool) -> None:
         """Record gradients before an outermost optimizer step; with a closure they come later."""
@@ -94,6 +100,7 @@ class Updates:
             if has_gradients or is_trained:
                 self._events.parameters(step, 0, None, flags=_AFTER_CALL)
         self._count = 0
+        self._carried = frozenset()
         self._noted.clear()
         self._events.end_step()
 
@@ -111,7 +118,7 @@ class Updates:
         self._note(step, describe_strangers(optimizer, holdings))
         self._events.gradients(
             step, self._count - 1, concerned, flags=flags, unheld=holdings.unheld,
-            extras=scaling_of(optimizer),
+            carried=self._carried, extras=scaling_of(optimizer),
         )  # fmt: skip
 
     def _concerned(self, optimizer: torch.optim.Optimizer) -> tuple[frozenset[int], Holdings]:

@@ -16,6 +16,7 @@ from rankscope.agent.recorder import Recorder
 from rankscope.agent.settings import Settings
 from rankscope.capture.describe import Described, Describer
 from rankscope.capture.digest import Digester
+from rankscope.capture.elements import storage_of, stored_words
 from rankscope.capture.forms import call_form, result_form, said_of
 from rankscope.capture.invisible import invisible
 from rankscope.capture.pytree import is_tensor, walk
@@ -127,6 +128,18 @@ class ValueReader:
     def takes(self, path: str, slot: str) -> bool:
         """True where more is recorded of this slot of this path than what it is."""
         return self._digests or (self._keeper is not None and self._keeper.wants(path, slot))
+
+    def is_zero(self, tensor: torch.Tensor) -> bool:
+        """True where every element is known to be zero: false for what cannot be read here without
+        waiting; the caller holds `invisible()`."""
+        described, local = self._describer.describe(tensor)
+        storage = storage_of(local.dtype)
+        if not described.can_digest or described.is_pending or storage is None:
+            return False
+        if not local.numel():
+            return True
+        words = stored_words(local, storage)
+        return not (words.flat[0].any() or words.any())
 
     def _is_kept(self, sequence: int, slot: str) -> bool:
         """True where the setting `tensors` takes this slot of this call."""

@@ -19,6 +19,7 @@ from rankscope.judge.order import Join
 from rankscope.judge.peers import fsdp_axes
 from rankscope.judge.replicas import Replicas
 from rankscope.judge.report import made_report
+from rankscope.judge.rules.carried import carried_gradients
 from rankscope.judge.rules.collectives import mismatched_collectives
 from rankscope.judge.rules.data import duplicate_batches
 from rankscope.judge.rules.equality import unequal_replicas
@@ -44,6 +45,7 @@ __all__ = ["check"]
 Rule = Callable[[Moment, Scene], Iterator[Suspect]]
 STEP_RULES: Final[tuple[Rule, ...]] = (
     nonfinite_origins,
+    carried_gradients,
     unequal_replicas,
     other_weights,
     lost_reductions,

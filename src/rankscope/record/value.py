@@ -58,6 +58,8 @@ class ValueFlag(enum.IntFlag):
     """Gradient of a parameter that is in no group of any optimizer alive."""
     NOT_KEPT = 8192
     """Its bytes were asked for and could not be kept: what cannot be stored, no room, no budget."""
+    CARRIED = 16384
+    """Gradient of a parameter that had one already, not zero, when backward of the step began."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
