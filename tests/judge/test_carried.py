@@ -1,4 +1,4 @@
-"""`zero_grad` that one rank skips: what DDP reduces is wrong on all ranks alike, and one is named."""
+"""`zero_grad` that one rank skips: DDP's sum is wrong on all ranks alike, and one is named."""
 
 from __future__ import annotations
 

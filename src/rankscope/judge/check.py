@@ -29,7 +29,11 @@ from rankscope.judge.rules.parameters import parameters_left, remember_parameter
 from rankscope.judge.rules.recompute import changed_recomputations
 from rankscope.judge.rules.siblings import lost_reductions
 from rankscope.judge.rules.stages import mixed_up_micro_batches
-from rankscope.judge.rules.structure import different_calls, different_kinds
+from rankscope.judge.rules.structure import (
+    different_calls,
+    different_kinds,
+    layers_of_two_stages,
+)
 from rankscope.judge.rules.weights import other_weights
 from rankscope.judge.scene import Life, Scene
 from rankscope.judge.standing import tell_standstills
@@ -51,6 +55,7 @@ STEP_RULES: Final[tuple[Rule, ...]] = (
     lost_reductions,
     different_kinds,
     different_calls,
+    layers_of_two_stages,
     mismatched_collectives,
     wrong_exchanges,
     mixed_up_micro_batches,

@@ -5,12 +5,14 @@
 * placement, global shape: what DTensors of one mesh say of one value.
 * calls: ranks that were handed the same root inputs call the same modules, where all of them own
   the module. Sibling modules of which each rank calls others (experts) are left alone.
+* layers of a pipeline: of those with numbers no stage runs one that the stage before it runs too,
+  where it begins further back than that one. Layers whose gradients are shared are left alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +20,7 @@ from numpy.typing import NDArray
 from rankscope.judge.numbers import minority
 from rankscope.judge.observed import Call, Held, Moment, is_input, is_output, sibling_path
 from rankscope.judge.peers import same_inputs
+from rankscope.judge.rules.stages import stage_edges
 from rankscope.judge.scene import Scene
 from rankscope.judge.suspects import Suspect, suspect_at
 from rankscope.record.call import Phase
@@ -25,7 +28,7 @@ from rankscope.record.finding import Kind
 from rankscope.tree.ranks import ranks_named, ranks_text
 from rankscope.tree.views import SlotView
 
-__all__ = ["different_calls", "different_kinds"]
+__all__ = ["different_calls", "different_kinds", "layers_of_two_stages"]
 
 Array = NDArray[Any]
 
@@ -188,4 +191,105 @@ def _uncalled(moment: Moment, scene: Scene, call: Call, group: Array, absent: Ar
             "called": ranks_text(present.tolist()),
             "not_called": ranks_text(absent.tolist()),
         },
+    )
+
+
+# ---- stages --------------------------------------------------------------------------------------
+
+
+class _Layer(NamedTuple):
+    """One of several siblings that a number tells apart."""
+
+    family: str
+    """What stands before the number: "layers"."""
+    number: int
+
+    @property
+    def path(self) -> str:
+        """Its own path."""
+        return f"{self.family}.{self.number}" if self.family else f"{self.number}"
+
+
+def layers_of_two_stages(moment: Moment, scene: Scene) -> Iterator[Suspect]:
+    """Yield a suspect for every layer that a pipeline's stage and the one it feeds both run."""
+    edges = {(edge.sender, edge.receiver) for edge in stage_edges(moment)}
+    if not edges:
+        return
+    run = _layers_by_rank(moment, scene)
+    twice: dict[_Layer, set[int]] = {}
+    for sender, receiver in edges:
+        for layer in _run_by_both(run.get(sender, {}), run.get(receiver, {})):
+            if not _is_shared(moment, layer, np.array(sorted((sender, receiver)), np.int64)):
+                twice.setdefault(layer, set()).update((sender, receiver))
+    for layer, ranks in sorted(twice.items()):
+        yield _run_twice(moment, scene, run[min(ranks)][layer], layer, sorted(ranks))
+
+
+def _layers_by_rank(moment: Moment, scene: Scene) -> dict[int, dict[_Layer, Call]]:
+    """Return {rank: {layer: its first call}} of the layers with parameters, but for those that
+    run more than once in a micro-batch: weights that are shared on purpose."""
+    owners = scene.life(moment.incarnation).owners
+    owned = {_layer_of(path) for path in owners}
+    calls = [(call, layer) for call in moment.of(Phase.FORWARD) if (layer := _layer_of(call.path))]
+    repeated = {layer for call, layer in calls if call.ordinal and call.path == layer.path}
+    found: dict[int, dict[_Layer, Call]] = {}
+    for call, layer in calls:
+        if layer in owned and layer not in repeated:
+            for rank in call.ranks.tolist():
+                found.setdefault(rank, {}).setdefault(layer, call)
+    return found
+
+
+def _layer_of(path: str) -> _Layer | None:
+    parts = path.split(".")
+    at = next((place for place, part in enumerate(parts) if part.isdecimal()), None)
+    return None if at is None else _Layer(".".join(parts[:at]), int(parts[at]))
+
+
+def _run_by_both(first: dict[_Layer, Call], second: dict[_Layer, Call]) -> Iterator[_Layer]:
+    """Yield the layers that stand at the end of one stage and at the begin of the one behind it.
+
+    Two models of which one feeds the other both begin with their own layer 0.
+    """
+    for family in {layer.family for layer in first.keys() & second.keys()}:
+        own = [layer.number for layer in first if layer.family == family]
+        others = [layer.number for layer in second if layer.family == family]
+        if min(own) < min(others) and max(own) <= max(others):
+            yield from (_Layer(family, number) for number in {*own} & {*others})
+
+
+def _is_shared(moment: Moment, layer: _Layer, ranks: Array) -> bool:
+    """True where both ranks step with one gradient of it, or its parameters stay the same."""
+    inside = f"{layer.path}."
+    for phase in (Phase.GRADS, Phase.PARAMS):
+        agrees = [
+            held.agree(ranks)
+            for held in moment.values(phase)
+            if f"{held.call.path}.".startswith(inside)
+            and held.slot.startswith(("grad:", "param:"))
+            and not held.is_constant
+        ]
+        if agrees and all(agrees):
+            return True
+    return False
+
+
+def _run_twice(
+    moment: Moment, scene: Scene, call: Call, layer: _Layer, ranks: list[int]
+) -> Suspect:
+    members = call.ranks[np.isin(call.ranks, ranks)]
+    return suspect_at(
+        moment,
+        call,
+        Kind.STRUCTURE,
+        "",
+        ranks,
+        members,
+        scene.clock.of_call(call, members),
+        f"{layer.path} runs on {ranks_named(ranks)}, of which one stage feeds the other: the model "
+        f"runs it twice",
+        advice="Look at how the layers are split into stages: the end of one range is the begin of "
+        "the next, and counts for one of them alone. A layer that stages share on purpose has to "
+        "have its gradients summed over them.",
+        evidence=lambda: {"stages": ranks_text(ranks)},
     )
