@@ -220,6 +220,6 @@ def test_findings_of_one_event_are_folded(tmp_path: Path):
 
 
 def test_the_page_names_every_kind_that_check_tells():
-    of_diff = {Kind.DIVERGENCE, Kind.SCALE, Kind.PERMUTATION}
+    of_diff = {Kind.DIVERGENCE, Kind.PERMUTATION}
     for kind in set(Kind) - of_diff:
         assert f"`{kind.value}`" in PAGE.read_text(), kind

@@ -34,6 +34,7 @@ from rankscope.judge.rules.structure import (
     different_kinds,
     layers_of_two_stages,
 )
+from rankscope.judge.rules.uninitialised import uninitialised_parameters
 from rankscope.judge.rules.weights import other_weights
 from rankscope.judge.scene import Life, Scene
 from rankscope.judge.standing import tell_standstills
@@ -49,6 +50,7 @@ __all__ = ["check"]
 Rule = Callable[[Moment, Scene], Iterator[Suspect]]
 STEP_RULES: Final[tuple[Rule, ...]] = (
     nonfinite_origins,
+    uninitialised_parameters,
     carried_gradients,
     unequal_replicas,
     other_weights,
