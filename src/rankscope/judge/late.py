@@ -31,7 +31,7 @@ def note_updates(moment: Moment, scene: Scene) -> None:
         before = life.parameters.get((held.call.path, held.slot))
         if before is not None and held.slot.startswith("param:"):
             key = (held.call.path, held.slot[6:])
-            update = Update(held.ranks.copy(), held.hashes.copy(), *before)
+            update = Update(held.ranks.copy(), held.hashes.copy(), before.ranks, before.hashes)
             life.updates.setdefault(key, {})[moment.step] = update
 
 

@@ -14,7 +14,7 @@ from rankscope.judge.observed import Held, Moment
 from rankscope.judge.replicas import Replicas
 from rankscope.judge.suspects import Ledger
 
-__all__ = ["Left", "Life", "Scene"]
+__all__ = ["Latest", "Left", "Life", "Scene"]
 
 Array = NDArray[Any]
 
@@ -27,6 +27,14 @@ class Left(NamedTuple):
     squares: Array
     """Sums of squares."""
     sketches: Array | None
+
+
+class Latest(NamedTuple):
+    """A parameter as it was last seen on each of its ranks."""
+
+    ranks: Array
+    hashes: Array
+    sketches: Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +87,8 @@ class Life:
     """{(path, name): {step: what became of it}}, of the steps in `apart` and those behind them."""
     is_spoiled: bool = False
     """True once a value that is not finite was told of."""
-    parameters: dict[tuple[str, str], tuple[Array, Array]] = field(default_factory=dict)
-    """{(path, name): ranks and hashes} of the latest parameters seen."""
+    parameters: dict[tuple[str, str], Latest] = field(default_factory=dict)
+    """{(path, slot): the latest parameter seen}."""
 
 
 @dataclass(slots=True, kw_only=True)

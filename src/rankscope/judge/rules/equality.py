@@ -14,6 +14,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from rankscope.judge.issues import issues_in
 from rankscope.judge.layouts import Same
 from rankscope.judge.numbers import (
     differing_sides,
@@ -44,6 +45,8 @@ _SAME_BATCH: Final = (
     "(dropout from another seed or generator), and for a reduction that is missing, in backward "
     "too. Where they are data-parallel all the same, the model was called past its wrapper."
 )
+_STRAIGHT: Final = 1e-2
+"""A move and its gradient point the same way where what is left of it is this small beside it."""
 _PHASES: Final = (
     Phase.SETUP,
     Phase.FORWARD,
@@ -169,14 +172,20 @@ def _suspect(
 ) -> Suspect:
     blamed = np.concatenate([minority(g, held.hashes[held.at(g)]) for g in groups])
     members = np.unique(np.concatenate(groups))
-    kind = _kind(moment, held, same, groups)
-    whose = ranks_named(blamed.tolist())
     is_told = len(blamed) < len(members)
+    known = None if is_told else _departed(moment, scene, held, groups)
+    if known is not None:
+        blamed, is_told = known[0], True
+    is_changed = known is not None and held.call.phase is Phase.GRADS
+    kind = Kind.REPLICA if is_changed else _kind(moment, held, same, groups)
+    whose = ranks_named(blamed.tolist())
     told = (
         f"{whose} hold{'s' if len(blamed) == 1 else ''} another value than the other replicas"
         if is_told
         else f"{whose} should hold the same and do not"
     )
+    if known is not None:
+        told = f"{whose} {known[1]}"
     if kind is Kind.PLACEMENT:
         told = f"called Replicate(), but {told}"
     bare = _without_gradient(moment, held, members)
@@ -221,6 +230,78 @@ def _suspect(
         advice=advice,
         evidence=evidence,
     )
+
+
+def _departed(
+    moment: Moment, scene: Scene, held: Held, groups: list[Array]
+) -> tuple[Array, str] | None:
+    """Return the ranks that left what all of them held before, and how; None where no record tells
+    them from the others."""
+    if len(groups) != 1:
+        return None
+    (group,) = groups
+    if held.call.phase is Phase.GRADS:
+        how = "changed the gradient that the reduction gave"
+        odd = _unlike_reduced(moment, held, group)
+        return None if odd is None else (odd, how)
+    if held.call.phase is Phase.PARAMS and held.slot.startswith("param:"):
+        return _moved_oddly(moment, scene, held, group)
+    return None
+
+
+def _unlike_reduced(moment: Moment, held: Held, group: Array) -> Array | None:
+    """Return the ranks on which a gradient is not what an all-reduce gave to all of them."""
+    places = held.at(group)
+    for call in moment.of(Phase.COLLECTIVE):
+        for issue in issues_in(call):
+            made = call.held.get("output.0") if issue.op == "all_reduce" else None
+            if made is None or made.agree(group) is not True:
+                continue
+            is_same = held.hashes[places] == made.hashes[made.at(group)]
+            if (
+                is_same.any()
+                and not is_same.all()
+                and (made.counts[0] == held.counts[places]).all()
+            ):
+                odd: Array = group[~is_same]
+                return odd
+    return None
+
+
+def _moved_oddly(
+    moment: Moment, scene: Scene, held: Held, group: Array
+) -> tuple[Array, str] | None:
+    """Return the ranks whose parameter stayed, or moved elsewhere than its gradient says, where all
+    of them held the same before and stepped with one gradient."""
+    before = scene.life(moment.incarnation).parameters.get((held.call.path, held.slot))
+    slot = f"grad:{held.slot[6:]}"
+    own = [call.held[slot] for call in moment.named(held.call.path) if slot in call.held]
+    if before is None or len(own) != 1 or own[0].agree(group) is not True:
+        return None
+    at = np.searchsorted(before.ranks, group)
+    if not np.isin(group, before.ranks).all() or len(set(before.hashes[at].tolist())) > 1:
+        return None
+    places, gradient = held.at(group), own[0].column("sketch")[own[0].at(group)[0]]
+    is_odd = held.hashes[places] == before.hashes[at[0]]
+    if is_odd.any() and gradient.any():
+        return group[is_odd], "did not move, though it stepped with the same gradient"
+    moves = held.column("sketch")[places] - before.sketches[at[0]]
+    sizes = np.sqrt(np.mean(moves**2, axis=1))
+    if (rounding_of(held.dtype) * held.column("l2")[places] > _STRAIGHT * sizes).any():
+        return None
+    is_odd = np.array([not _is_along(move, gradient) for move in moves])
+    if is_odd.any() and not is_odd.all():
+        how = "held another value before the step, or moved elsewhere than its gradient says"
+        return group[is_odd], how
+    return None
+
+
+def _is_along(move: Array, gradient: Array) -> bool:
+    """True where a move is a multiple of the gradient, as a plain step of SGD is."""
+    square = float(gradient @ gradient)
+    factor = float(move @ gradient) / square if square else 0.0
+    rest = float(np.sqrt(np.mean((move - factor * gradient) ** 2)))
+    return rest <= 2 * _STRAIGHT * float(np.sqrt(np.mean(move**2)))
 
 
 def _without_gradient(moment: Moment, held: Held, members: Array) -> Array:

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.judge.observed import Held, Moment, sibling_path
-from rankscope.judge.scene import Scene
+from rankscope.judge.scene import Latest, Scene
 from rankscope.judge.suspects import Suspect, suspect_at
 from rankscope.record.call import Phase
 from rankscope.record.finding import Kind, Severity
@@ -95,7 +95,9 @@ def remember_parameters(moment: Moment, scene: Scene) -> None:
         if held.slot.startswith("param:") and held.is_known.any():
             key = (held.call.path, held.slot)
             known = held.is_known
-            life.parameters[key] = (held.ranks[known].copy(), held.hashes[known].copy())
+            life.parameters[key] = Latest(
+                held.ranks[known].copy(), held.hashes[known].copy(), held.column("sketch")[known]
+            )
 
 
 def _kin(held: Held) -> tuple[str, str]:
@@ -131,7 +133,8 @@ def _updates(moment: Moment, scene: Scene) -> Iterator[_Update]:
         if not held.slot.startswith("param:"):
             continue
         key = (held.call.path, held.slot)
-        before, latest[key] = latest.get(key), (held.ranks, held.hashes)
+        before = latest.get(key)
+        latest[key] = Latest(held.ranks, held.hashes, held.column("sketch"))
         gradient = gradients.get((held.call.path, held.call.ordinal, held.slot[6:]))
         if before is None or gradient is None:
             continue
@@ -140,7 +143,7 @@ def _updates(moment: Moment, scene: Scene) -> Iterator[_Update]:
             yield update
 
 
-def _update(held: Held, before: tuple[Array, Array], gradient: Held) -> _Update | None:
+def _update(held: Held, before: Latest, gradient: Held) -> _Update | None:
     flags = gradient.flags
     is_skipped = (flags & int(ValueFlag.SKIPPED)) != 0
     is_pushed = gradient.is_known & ~is_skipped & (gradient.column("l2") > 0)
@@ -148,14 +151,14 @@ def _update(held: Held, before: tuple[Array, Array], gradient: Held) -> _Update 
         gradient.column("nan") + gradient.column("posinf") + gradient.column("neginf")
     ) == 0
     ranks = gradient.ranks[is_pushed & is_finite]
-    places, old = held.at(ranks), _places(before[0], ranks)
+    places, old = held.at(ranks), _places(before.ranks, ranks)
     both = (places >= 0) & (old >= 0)
     ranks, places, old = ranks[both], places[both], old[both]
     both = held.is_known[places]
     ranks, places, old = ranks[both], places[both], old[both]
     if not len(ranks):
         return None
-    is_same = held.hashes[places] == before[1][old]
+    is_same = held.hashes[places] == before.hashes[old]
     at = gradient.at(ranks)
     unheld = (flags[at] & int(ValueFlag.UNHELD)) != 0
     stays = is_same & ~unheld
@@ -229,4 +232,5 @@ def _suspect(
         f"{text} ({ranks_named(ranks.tolist())})",
         severity=severity,
         evidence=evidence,
+        priority=-1,
     )
