@@ -6,6 +6,7 @@ its classes are new ones and its weights are taken over by name.
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib.util
 import re
@@ -51,6 +52,39 @@ def migrated(model: str) -> ModuleType:
     sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
+
+
+def arranged(
+    model: str,
+    class_name: str,
+    config: Any,
+    parts: tuple[str, ...],
+    ours: set[str],
+    weights: nn.Module | None = None,
+) -> nn.Module:
+    """Return a model of which the `parts` at the paths in `ours` are migrated and the others
+    untouched, with the weights of another one.
+    """
+    torch.manual_seed(7)
+    config = copy.deepcopy(config)
+    for part in (config, *vars(config).values()):
+        if hasattr(part, "_attn_implementation"):
+            part._attn_implementation = "eager"
+    home = f"transformers.models.{model}.modeling_{model}"
+    made = _class(home, class_name, "" in ours)(config)
+    for path in parts:
+        if path:
+            part = made.get_submodule(path)
+            home = type(part).__module__.removesuffix("_migrated")
+            made.set_submodule(path, _class(home, type(part).__name__, path in ours)(part.config))
+    if weights is not None:
+        made.load_state_dict(weights.state_dict())
+    return made.eval()
+
+
+def _class(home: str, name: str, is_ours: bool) -> Any:
+    module = migrated(home.split(".")[-2]) if is_ours else importlib.import_module(home)
+    return getattr(module, name)
 
 
 def pair(model: str, class_name: str, config: Any) -> tuple[nn.Module, nn.Module]:

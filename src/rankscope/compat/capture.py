@@ -30,6 +30,11 @@ from rankscope.compat.capturestates import (
     INNERMOST,
     TRACED,
     Capture,
+    begin_eagerly,
+    begin_traced,
+    end_eagerly,
+    end_traced,
+    meet_transformers,
     record_eagerly,
     record_traced,
 )
@@ -70,6 +75,7 @@ def capture_outputs(func: Any = None, *, tie_last_hidden_states: bool = True) ->
 
 def _captured(func: Callable[..., Any], *, is_tied: bool) -> Callable[..., Any]:
     parameters = Parameters(func)
+    meet_transformers()
 
     @functools.wraps(func)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -118,11 +124,11 @@ def _run(
         module.register_forward_hook(functools.partial(record, capture, taps), with_kwargs=True)
         for module, taps in modules_to_record(model, keys)
     ]
-    token = INNERMOST.set(capture)
+    begun = begin_eagerly(capture)
     try:
         outputs = call()
     finally:
-        INNERMOST.reset(token)
+        end_eagerly(*begun)
         for handle in handles:
             handle.remove()
     values = capture.close()
@@ -154,19 +160,20 @@ def _run_traced(
     """Do the same in a way that torch.compile can follow: constants for the choice of modules, and
     hooks that exist for the trace alone.
     """
+    if not torch.compiler.is_dynamo_compiling():  # tracing failed since this was chosen
+        return _run(model, keys, selected, call)
     capture = Capture(keys, selected, -1)
-    around = TRACED.innermost
     hooked = [
         hook_while_tracing(
             model.get_submodule(path), functools.partial(record_traced, capture, taps)
         )
         for path, taps in paths_to_record(model, keys)
     ]
-    TRACED.innermost = capture
+    begun = begin_traced(capture)
     try:
         outputs = call()
     finally:
-        TRACED.innermost = around
+        end_traced(*begun)
         for tables in reversed(hooked):
             unhook_after_tracing(*tables)
     return outputs, capture.close()
@@ -175,21 +182,18 @@ def _run_traced(
 def _without_capture(call: Callable[[], Any]) -> Any:
     """Run a captured forward that nothing is asked of: a capture around it sees nothing in it."""
     if torch.compiler.is_dynamo_compiling():
-        around = TRACED.innermost
-        if around is None:
-            return call()
-        TRACED.innermost = None
+        traced = begin_traced(None)
         try:
             return call()
         finally:
-            TRACED.innermost = around
-    if INNERMOST.get() is None:
+            end_traced(*traced)
+    if INNERMOST.get() is None and (TRACED.theirs is None or TRACED.theirs.get() is None):
         return call()
-    token = INNERMOST.set(None)
+    begun = begin_eagerly(None)
     try:
         return call()
     finally:
-        INNERMOST.reset(token)
+        end_eagerly(*begun)
 
 
 def select_hidden_states(selection: str | Callable[[Any], int | Sequence[int]]) -> Any:

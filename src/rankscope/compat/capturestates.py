@@ -1,7 +1,10 @@
 """What one call of a captured forward has recorded so far, and whose turn it is to record.
 
 Captures nest when a captured model calls another one. Only the innermost of a thread records: what
-a model collects is never mixed with what its submodels collect for themselves.
+a model collects is never mixed with what its submodels collect for themselves. The captures of
+transformers count among them, since its models and ours may be parts of each other. Its hooks ask
+one variable for the capture that is innermost. While one of ours is, that variable holds None, and
+while it holds something, none of ours is.
 """
 
 from __future__ import annotations
@@ -15,8 +18,22 @@ import torch
 from torch import nn
 
 from rankscope.capture.torch_internals.autograd import current_graph_task
+from rankscope.capture.torch_internals.compiling import constant_while_tracing
+from rankscope.compat.recorder import be_known_to_transformers, transformers_capturing
 
-__all__ = ["INNERMOST", "TRACED", "Capture", "Tap", "record_eagerly", "record_traced"]
+__all__ = [
+    "INNERMOST",
+    "TRACED",
+    "Capture",
+    "Tap",
+    "begin_eagerly",
+    "begin_traced",
+    "end_eagerly",
+    "end_traced",
+    "meet_transformers",
+    "record_eagerly",
+    "record_traced",
+]
 
 Tap = tuple[str, int | None, str | None]
 """Output, element of what the module returns, and, where the module's input comes first, the name
@@ -36,9 +53,65 @@ class _Traced:
 
     def __init__(self) -> None:
         self.innermost: Capture | None = None
+        self.theirs: Any = None
+        """The variable that holds what the innermost capture of transformers collects, None where
+        that is not loaded. Compiled code has a plain attribute of it, `global_var`, which counts
+        while `compiling` is true; else its `context_var` does."""
 
 
 TRACED = _Traced()
+
+
+@constant_while_tracing
+def meet_transformers() -> None:
+    """Find the capture of transformers where it has been loaded, and have it know our recorders."""
+    theirs = getattr(transformers_capturing(), "_active_collector", None)
+    if theirs is not TRACED.theirs:
+        known = ("compiling", "context_var", "global_var")
+        TRACED.theirs = theirs if all(hasattr(theirs, name) for name in known) else None
+    be_known_to_transformers()
+
+
+def begin_eagerly(capture: Capture | None) -> tuple[Any, ...]:
+    """Make this capture the innermost of the thread, None for nothing; return what ends that."""
+    meet_transformers()
+    theirs = TRACED.theirs
+    if theirs is None:
+        return (INNERMOST.set(capture),)
+    around = theirs.compiling, theirs.global_var
+    if theirs.compiling:  # this runs behind a graph break, or while a model is exported
+        theirs.compiling, theirs.global_var = False, None
+    return INNERMOST.set(capture), theirs, theirs.context_var.set(None), around
+
+
+def end_eagerly(token: Any, theirs: Any = None, their_token: Any = None, around: Any = ()) -> None:
+    """Undo `begin_eagerly`, of which these are the results."""
+    INNERMOST.reset(token)
+    if theirs is not None:
+        theirs.context_var.reset(their_token)
+        if around[0]:
+            theirs.compiling, theirs.global_var = around
+
+
+def begin_traced(capture: Capture | None) -> tuple[Any, ...]:
+    """Do the same in a way that torch.compile can follow."""
+    meet_transformers()
+    innermost, theirs = TRACED.innermost, TRACED.theirs
+    TRACED.innermost = capture
+    if theirs is None:
+        return (innermost,)
+    around = theirs.compiling, theirs.global_var
+    theirs.compiling, theirs.global_var = True, None
+    return innermost, theirs, *around
+
+
+def end_traced(
+    innermost: Capture | None, theirs: Any = None, compiling: bool = False, collected: Any = None
+) -> None:
+    """Undo `begin_traced`, of which these are the results."""
+    TRACED.innermost = innermost
+    if theirs is not None:
+        theirs.compiling, theirs.global_var = compiling, collected
 
 
 class Capture:
@@ -101,7 +174,9 @@ def record_eagerly(
     """Forward hook: record, unless the call belongs to another thread, to another capture, or to a
     backward that runs checkpointed modules again.
     """
-    if INNERMOST.get() is capture and current_graph_task() == capture.graph_task:
+    if INNERMOST.get() is not capture or current_graph_task() != capture.graph_task:
+        return
+    if TRACED.theirs is None or TRACED.theirs.get() is None:
         for tap in taps:
             capture.take(tap, args, kwargs, output)
 
@@ -115,7 +190,7 @@ def record_traced(
     output: Any,
 ) -> None:
     """Forward hook while torch.compile traces: what it appends becomes an output of the graph."""
-    if TRACED.innermost is capture:
+    if TRACED.innermost is capture and getattr(TRACED.theirs, "global_var", None) is None:
         for tap in taps:
             capture.take(tap, args, kwargs, output)
 

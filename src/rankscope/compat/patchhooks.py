@@ -7,7 +7,6 @@ hooks are therefore set here, at once, by its own function, which reads what thi
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from types import ModuleType
@@ -15,9 +14,10 @@ from typing import Any
 
 from torch import nn
 
+from rankscope.compat.recorder import transformers_capturing
+
 __all__ = ["renew_hooks"]
 
-_CAPTURING = "transformers.utils.output_capturing"
 _NEEDED = (
     "_CAN_RECORD_REGISTRY",
     "_hook_installation_lock",
@@ -33,7 +33,7 @@ def renew_hooks(model: nn.Module, patched: Mapping[nn.Module, dict[str, Any]]) -
         model: the model given by the user; hooks it had from an earlier capture are replaced.
         patched: the changed recorders, by the module that has them.
     """
-    capturing = sys.modules.get(_CAPTURING)
+    capturing = transformers_capturing()
     captured = [] if capturing is None else list(_captured(model, capturing, set()))
     if capturing is None or not captured:
         return

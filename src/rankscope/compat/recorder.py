@@ -7,20 +7,32 @@ read by their fields, so a declaration may hold either kind.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 from torch import nn
 
-__all__ = ["OutputRecorder", "Watch", "read_declaration"]
+__all__ = [
+    "OutputRecorder",
+    "Watch",
+    "be_known_to_transformers",
+    "read_declaration",
+    "transformers_capturing",
+]
 
 _WRAPPED = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 """Attributes under which wrappers of torch hold a module: no part of the name its author gave."""
 
 
+class _Base:
+    """What transformers' recorder takes the place of: Python lets no class give up `object`."""
+
+
 @dataclass
-class OutputRecorder:
+class OutputRecorder(_Base):
     """Which modules one output is recorded from, and which element of what they return.
 
     A module is chosen by `target_class`, by `class_name`, or by either where both are given;
@@ -42,6 +54,25 @@ class OutputRecorder:
     num_hidden_layers_key: str = "num_hidden_layers"
     """Accepted for transformers, which counts negative indices from this value of the config.
     They are counted from the states there are here, so nothing reads it."""
+
+    def __post_init__(self) -> None:
+        be_known_to_transformers()
+
+
+def transformers_capturing() -> ModuleType | None:
+    """Return transformers' module of output capture, None where the program has not loaded it."""
+    return sys.modules.get("transformers.utils.output_capturing")
+
+
+def be_known_to_transformers() -> None:
+    """Make `OutputRecorder`, with all there are already, a kind of the recorder of transformers.
+
+    Its capture, its patching and its backbones read the declarations of all models inside a model,
+    and take for a class what is not an instance of their own recorder.
+    """
+    theirs = getattr(transformers_capturing(), "OutputRecorder", None)
+    if theirs is not None and OutputRecorder.__bases__ != (theirs,):
+        OutputRecorder.__bases__ = (theirs,)
 
 
 @dataclass(frozen=True, slots=True)
