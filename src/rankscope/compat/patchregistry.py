@@ -34,7 +34,7 @@ class PatchRegistry:
             taken = [key for key in entries if key in self._names]
             if taken and not overwrite:
                 raise ValueError(
-                    f"{taken} have a replacement already, so nothing was registered. "
+                    f"{taken} already have a patch mapping registered, so nothing was added. "
                     "Pass overwrite=True to replace it, or unregister_patch_mapping() first."
                 )
             self._names = NameMap({**self._names, **entries})
@@ -55,8 +55,8 @@ class PatchRegistry:
             unknown = [key for key in going if key not in self._names]
             if unknown:
                 raise ValueError(
-                    f"{unknown} are not registered, so nothing was removed. "
-                    f"Registered are {list(self._names)}."
+                    f"Cannot unregister {unknown}: not found in monkey patch mapping cache, so "
+                    f"nothing was removed. Give keys as registered: {list(self._names)}."
                 )
             self._names = NameMap({k: v for k, v in self._names.items() if k not in going})
 
@@ -73,11 +73,14 @@ def _refuse_unfit(key: object, replacement: object) -> None:
         )
     if not isinstance(replacement, type):
         raise TypeError(
-            f"the replacement for {key!r} is no class but of type {type(replacement).__name__}"
+            f"the replacement for {key!r} must be a class, got {type(replacement).__name__}. "
+            "Give the class itself: nothing was registered"
         )
     if not issubclass(replacement, nn.Module):
         raise TypeError(
-            f"the replacement for {key!r}, {replacement.__qualname__}, is no torch.nn.Module"
+            f"the replacement for {key!r} must be a subclass of nn.Module, and "
+            f"{replacement.__qualname__} is none. Derive it from torch.nn.Module: nothing was "
+            "registered"
         )
 
 
