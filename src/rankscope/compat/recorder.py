@@ -71,7 +71,7 @@ def be_known_to_transformers() -> None:
     and take for a class what is not an instance of their own recorder.
     """
     theirs = getattr(transformers_capturing(), "OutputRecorder", None)
-    if theirs is not None and OutputRecorder.__bases__ != (theirs,):
+    if theirs is not None and not issubclass(OutputRecorder, theirs):
         OutputRecorder.__bases__ = (theirs,)
 
 
