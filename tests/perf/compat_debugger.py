@@ -1,10 +1,11 @@
 """What the debugger of `rankscope.compat` takes beside that of transformers 5.23.0, in one run.
 
-    python -m tests.perf.compat_debugger [--rounds 7] [--threads N]
+    python -m tests.perf.compat_debugger [--rounds 7] [--threads N] [--cpu]
 
 A round times a plain forward, theirs and ours, each with everything the `with` does, in a folder of
-its own. Figures are medians of wall time over the rounds; the ratios are ours to theirs, of the
-whole and of what is added to the plain forward.
+its own. Figures are medians of wall time over the rounds (with --cpu of the process's CPU time, for
+a machine with other work); the ratios are ours to theirs, of the whole and of what is added to the
+plain forward.
 
 The folders are emptied but not removed before the last round: ext4 does not give out an inode that
 was deleted within the last minutes, and steps over those one by one, so that a loop which removes
@@ -43,26 +44,32 @@ def bert() -> nn.Module:
 
 
 def seconds(
-    debugger: Debugger | None, model: nn.Module, folder: Path, as_text: bool, prunes: bool
+    debugger: Debugger | None,
+    model: nn.Module,
+    folder: Path,
+    clock: Callable[[], float],
+    *,
+    as_text: bool,
+    prunes: bool,
 ) -> float:
     """Time one forward of 2 x 128 tokens, watched by a debugger or by none."""
     tokens = torch.randint(0, 4096, (2, 128), generator=torch.Generator().manual_seed(1))
     own = tempfile.mkdtemp(dir=folder)
     with torch.no_grad():
-        start = time.perf_counter()
+        start = clock()
         if debugger is None:
             model(input_ids=tokens)
         else:
             flags = {"use_repr": as_text, "do_prune_layers": prunes}
             with debugger(model, debug_path=own, **flags):
                 model(input_ids=tokens)
-        taken = time.perf_counter() - start
+        taken = clock() - start
     for path in Path(own).iterdir():
         os.truncate(path, 0)
     return taken
 
 
-def debugger(rounds: int, folder: Path) -> None:
+def debugger(rounds: int, folder: Path, clock: Callable[[], float]) -> None:
     """Print a row for each model and mode."""
     from transformers.model_debugging_utils import model_addition_debugger_context as theirs
 
@@ -74,7 +81,8 @@ def debugger(rounds: int, folder: Path) -> None:
             taken: list[list[float]] = [[], [], []]
             for _ in range(rounds + 1):
                 for times, which in zip(taken, (None, theirs, ours)):
-                    times.append(seconds(which, model, folder, as_text, prunes))
+                    found = seconds(which, model, folder, clock, as_text=as_text, prunes=prunes)
+                    times.append(found)
             plain, their, our = (statistics.median(times[1:]) * 1e3 for times in taken)
             mode = ("repr" if as_text else "safetensors") + (", pruned" if prunes else "")
             print(
@@ -89,12 +97,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, help="of torch; by default as many as it takes")
+    parser.add_argument("--cpu", action="store_true", help="CPU time instead of wall time")
     given = parser.parse_args()
     if given.threads:
         torch.set_num_threads(given.threads)
     print(f"\n{torch.get_num_threads()} threads")
     with tempfile.TemporaryDirectory() as folder:
-        debugger(given.rounds, Path(folder))
+        debugger(given.rounds, Path(folder), time.process_time if given.cpu else time.perf_counter)
 
 
 if __name__ == "__main__":
