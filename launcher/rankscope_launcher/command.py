@@ -21,6 +21,8 @@ def main() -> None:
             raise
         other = sys.modules.get("rankscope")
         where = getattr(other, "__file__", None) or next(iter(getattr(other, "__path__", "?")))
+        if sys.stderr is None:
+            raise SystemExit(2) from None
         sys.stderr.write(
             f"rankscope: another module named rankscope stands in front of this one: {where}; "
             "take it off PYTHONPATH, or out of the way\n"

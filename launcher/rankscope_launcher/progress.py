@@ -13,11 +13,13 @@ _SHOW_AFTER_S = 1.0
 
 
 def say(line: str) -> None:
-    """Print one line on stderr; a stderr that is gone is no reason to fail."""
+    """Print one line on stderr; where stderr is closed or gone the line is dropped."""
     _write(f"rankscope: {line}\n")
 
 
 def _write(text: str) -> None:
+    if sys.stderr is None:  # closed before the process began
+        return
     with contextlib.suppress(OSError, ValueError):  # of a terminal that was closed
         sys.stderr.write(text)
         sys.stderr.flush()

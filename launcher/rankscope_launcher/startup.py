@@ -80,6 +80,8 @@ def _arm() -> None:
         if os.environ.get(_SAID_VARIABLE) == text:
             return  # the process that started this one has said it
         os.environ[_SAID_VARIABLE] = text
+        if sys.stderr is None:  # print would take it for stdout
+            return
         print(
             f"rankscope: process {os.getpid()} goes on untraced: {text}. "
             "Check that rankscope and torch are in the same environment, or unset RANKSCOPE.",

@@ -42,6 +42,7 @@ def main(arguments: Sequence[str]) -> None:
             script, 0 after `--help`.
         ChildFailedError: as from torchrun, when a rank failed.
     """
+    _open_closed_descriptors()
     try:
         line = _split(arguments)
         parsed = _parse(line)
@@ -178,7 +179,8 @@ def _print_help(torchrun: argparse.ArgumentParser) -> None:
             group.add_argument(option, nargs="?", metavar=setting.metavar, help=help_text)
         else:
             group.add_argument(option, metavar=setting.metavar, help=help_text)
-    sys.stdout.write(ours.format_help() + "\n" + torchrun.format_help())
+    if sys.stdout is not None:
+        sys.stdout.write(ours.format_help() + "\n" + torchrun.format_help())
 
 
 def _shape(parsed: argparse.Namespace) -> JobShape:
@@ -252,5 +254,23 @@ def _is_module(name: str) -> bool:
 
 
 def _refuse(error: Exception, code: int = 2) -> NoReturn:
-    sys.stderr.write(f"{_PROGRAM}: {error}\n")
+    if sys.stderr is not None:
+        sys.stderr.write(f"{_PROGRAM}: {error}\n")
     raise SystemExit(code) from None
+
+
+def _open_closed_descriptors() -> None:
+    """Open the null device in place of each standard stream that is closed.
+
+    The next file that is opened would get its number, and what the job's libraries write to stderr
+    would go into that file: a lock or a log of ours, in this process and in the ranks.
+    """
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened != number:
+                os.dup2(opened, number)
+                os.close(opened)
+            os.set_inheritable(number, True)

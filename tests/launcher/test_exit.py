@@ -319,6 +319,23 @@ def test_logs_specs_with_settings_that_cannot_be_used_warn_once_and_train(tmp_pa
     assert "RANKSCOPE_STEPS" in done.stderr
 
 
+@pytest.mark.parametrize("closed", ["2>&-", ">&-", "<&- >&- 2>&-"])
+def test_a_job_whose_streams_are_closed_runs_is_traced_and_gets_no_file_of_ours_as_stderr(
+    closed: str, tmp_path: Path
+):
+    """A service manager or a shell may start a job with a stream closed: the lines for it are
+    dropped. Libraries write to descriptor 2 whatever it is: it must not be a file of ours."""
+    installed("ranks are armed by the start-up file")
+    ran = tmp_path / "ran"
+    where = "[os.readlink(f'/proc/self/fd/{n}') for n in range(3)]"
+    path = script(tmp_path, f"{TRAINS}\nopen({str(ran)!r}, 'w').write(str({where}))")
+    command = ["sh", "-c", f'exec "$@" {closed}', "sh", *WRAPPER]
+    done = run(command, "--rs-out", tmp_path / "t", "--rs-spool", tmp_path / "s", path)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    assert str(tmp_path) not in ran.read_text()
+    assert open_trace(tmp_path / "t").is_complete
+
+
 def installed(what: str) -> None:
     """Skip where rankscope is on the path but not installed."""
     from importlib.metadata import entry_points
