@@ -149,6 +149,43 @@ def test_a_crash_is_the_cause_of_the_wait_for_it(tmp_path: Path):
     assert [f.kind.value for f in report.findings] == ["crash", "hang"]
 
 
+def test_a_crash_in_a_forward_after_a_collective_of_its_own_names_the_forward(tmp_path: Path):
+    """A collective has the path of its module: it must not be taken for the call that crashed. One
+    that is left by the exception itself tells no more than the module's forward."""
+
+    def write(rank: PaperRank) -> None:
+        top = rank.enter(class_name="Model")
+        head = rank.enter("head", parent=top)
+        collective(rank, "head", 0, numbers(0, 6), numbers(0, 6), parent=head)
+        if rank.rank == 0:
+            collective(rank, "head", 1, numbers(0, 6), None, parent=head)
+        else:
+            rank.exit(head, CallStatus.RAISED, "ZeroDivisionError: division by zero")
+            rank.exit(top, CallStatus.RAISED, "ZeroDivisionError: division by zero")
+
+    report = judged(tmp_path, 2, write, ends={0: EndReason.LOST, 1: EndReason.RAISED})
+    found = [(f.kind.value, f.path, f.phase.word) for f in report.origins]
+    assert found == [("crash", "head", "forward")]
+
+
+def test_an_exception_outside_of_modules_is_told_with_its_text_and_peers_that_lost_it_are_not(
+    tmp_path: Path,
+):
+    """Behind a collective of the script the place is still no collective."""
+
+    def write(rank: PaperRank) -> None:
+        with rank.call(class_name="Model"):
+            module(rank, "a", numbers(0), numbers(1))
+        collective(rank, "", 0, numbers(0, 6), numbers(0, 6))
+        error = "OSError: no such file" if rank.rank == 1 else "RuntimeError: Connection reset"
+        rank.define("raised", error=error, causes=[], where="train.py:31 main")
+
+    ends = dict.fromkeys(range(3), EndReason.RAISED)
+    (finding,) = judged(tmp_path, 3, write, ends=ends).origins
+    assert (finding.path, finding.phase.word, finding.ranks) == ("", "forward", (1,))
+    assert "OSError: no such file, outside of any module's call, at train.py:31" in finding.message
+
+
 def test_a_stage_that_works_on_another_micro_batch_is_told(tmp_path: Path):
     def write(rank: PaperRank) -> None:
         for micro in range(4):

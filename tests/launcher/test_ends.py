@@ -91,6 +91,70 @@ def test_every_way_a_rank_can_end_keeps_its_records_and_is_named(launch: Start):
     assert is_empty(job.spool)
 
 
+ENDS_OUTSIDE = """
+import os, signal, sys, torch
+signal.signal(signal.SIGTERM, signal.SIG_IGN)  # that an agent sends once a first rank has failed
+from torch.distributed.elastic.multiprocessing.errors import record
+def use(value): raise KeyError("outside a module")
+class Data(torch.utils.data.Dataset):
+    def __len__(self): return 4
+    def __getitem__(self, index): raise ValueError("no such sample")
+class Model(torch.nn.Linear):
+    def forward(self, x):
+        if len(x) == 1: raise ValueError("too small")
+        return super().forward(x)
+def caught(code):
+    try: sys.exit(code)
+    except SystemExit: pass
+model, real_exit = Model(2, 2), sys.exit
+def end(way):
+    loss = model(torch.ones(2, 2)).sum()
+    if way == "loss": use(loss)
+    if way == "loader": [*torch.utils.data.DataLoader(Data(), num_workers=1)]
+    if way == "exit":
+        try: use(loss)
+        except KeyError: sys.exit("no data")
+    if way == "caught": caught(3); sys.exit(0)
+    if way == "wrapped":
+        try: model(torch.ones(1, 2))
+        except ValueError as error: raise RuntimeError("step failed") from error
+    if way == "forgiven":
+        try: model(torch.ones(1, 2))
+        except ValueError: pass
+        use(loss)
+(record(end) if sys.argv[2 + int(os.environ["RANK"])] == "loss" else end)(
+    sys.argv[2 + int(os.environ["RANK"])])
+"""
+
+
+def test_what_ends_a_program_outside_of_its_modules_is_told_with_its_line(launch: Start):
+    """An error of a data loader, a loss or a script is no module's: without its text a trace says
+    no more than that a rank raised. An exit code other than 0 is one; an exit that the program
+    caught is none."""
+    ways = ["loss", "loader", "exit", "caught", "wrapped", "forgiven"]
+    job = launch("job", ways, script=ENDS_OUTSIDE)
+    assert job.wait() == 1
+    report = verified(job.out)
+    assert ends(report) == {**dict.fromkeys(range(6), "raised"), 3: "exit"}, job.err
+    told = {each["rank"]: each for each in report["raised"]}
+    key, small = "KeyError: 'outside a module'", "ValueError: too small"
+    assert told[0]["error"] == told[5]["error"] == key
+    assert [told[rank]["path"] for rank in (0, 1, 2, 4, 5)] == [None, None, None, "", None]
+    assert told[1]["error"].startswith("ValueError: Caught ValueError in DataLoader worker")
+    assert told[1]["error"].endswith("ValueError: no such sample")
+    assert (told[2]["error"], told[2]["causes"]) == ("SystemExit: no data", [key])
+    assert (told[4]["error"], told[4]["causes"]) == (small, [small])
+    places = {rank: told[rank]["where"].split()[1] for rank in told}
+    assert places == {0: "use", 1: "end", 2: "use", 4: "end", 5: "use"}
+    assert "Traceback" in job.err and "rankscope/agent" not in job.err
+    said = rankscope("verify", job.out).stdout
+    assert f"raised: {key}, outside of any module's call, at script.py:5 use" in said
+    assert "SystemExit: no data, after KeyError" in said
+    checked = json.loads(rankscope("check", job.out, "--json").stdout)
+    crashed = [f["message"] for f in checked["findings"] if f["kind"] == "crash"]
+    assert any("outside of any module's call, at script.py:5 use" in each for each in crashed)
+
+
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
 def test_a_signal_to_the_launcher_ends_the_ranks_and_leaves_the_tree(
     number: signal.Signals, launch: Start

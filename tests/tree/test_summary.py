@@ -83,6 +83,29 @@ def test_an_exception_caught_inside_a_call_gives_way_to_the_one_that_left_it(
     assert [crash.path for crash in crashes(open_trace(tmp_path / "t"))] == ["last"]
 
 
+def test_an_exception_outside_of_every_module_is_told_with_its_line(tmp_path: Path) -> None:
+    """A call left by an exception that the program caught is not where a later one was raised."""
+    rank = PaperRank(tmp_path / "s")
+    raising(rank, ("", "head"), "ValueError: tried")
+    rank.define("raised", error="KeyError: 'loss'", causes=["OSError: a\n b"], where="t.py:3 main")
+    rank.end(EndReason.RAISED)
+    (crash,) = crashes(finished(tmp_path / "t", rank))
+    assert (crash.path, crash.phase, crash.where) == (None, None, "t.py:3 main")
+    assert str(crash) == (
+        "KeyError: 'loss', after OSError: a b, outside of any module's call, at t.py:3 main  "
+        "last traced: train step 0"
+    )
+
+
+def test_an_exception_that_a_program_raised_anew_is_the_modules(tmp_path: Path) -> None:
+    rank = PaperRank(tmp_path / "s")
+    raising(rank, ("", "head"), BOOM)
+    rank.define("raised", error="RuntimeError: step failed", causes=[BOOM], where="m.py:9 forward")
+    rank.end(EndReason.RAISED)
+    (crash,) = crashes(finished(tmp_path / "t", rank))
+    assert (crash.path, crash.error) == ("head", "ValueError: boom at the second line")
+
+
 def test_lives_of_a_restarted_job_are_counted_and_the_last_one_is_judged(tmp_path: Path) -> None:
     lives = [PaperRank(tmp_path / "s", incarnation=life) for life in range(3)]
     for rank in lives[:2]:

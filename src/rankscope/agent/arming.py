@@ -6,12 +6,12 @@ import atexit
 import multiprocessing
 import multiprocessing.util
 import os
-import sys
 from collections.abc import Mapping
 
 import torch.distributed as dist
 from torch.utils.data import get_worker_info
 
+from rankscope.agent.ending import forget_exits, note_exits, what_ends_the_program
 from rankscope.agent.guard import say
 from rankscope.agent.identity import placed
 from rankscope.agent.joining import RUN_FOLDER_VARIABLE, Joined, join_run
@@ -78,6 +78,7 @@ def arm(given: Mapping[str, object] | None = None) -> Session | None:
     _given = dict(given or {})
     _session = Session(settings, lambda: _open(settings))
     atexit.register(close)
+    note_exits()
     if not _watches_forks:
         _watches_forks = True
         os.register_at_fork(after_in_child=_after_fork)
@@ -130,9 +131,11 @@ def close(reason: EndReason = EndReason.EXIT) -> None:
     _given = None
     if session is None:
         return
-    if reason is EndReason.EXIT and _is_ended_by_exception():
+    forget_exits()
+    raised = what_ends_the_program() if reason is EndReason.EXIT else None
+    if raised is not None:
         reason = EndReason.RAISED
-    session.close(reason)
+    session.close(reason, raised)
     if _owner() == (_ALONE, str(os.getpid())):
         del os.environ[_OWNER_VARIABLE]
     if joined is not None and joined.opened.identity.pid == os.getpid():  # not a forked child
@@ -193,18 +196,3 @@ def _is_helper() -> bool:
         return False
     name, pid = _owner()
     return _is_forked or (name == _ALONE and pid != str(os.getpid()))
-
-
-def _is_ended_by_exception() -> bool:
-    """True at the end of a process that an uncaught exception ends, or an exit code that is not 0.
-
-    The interpreter notes an exception before it runs `atexit`, but not a SystemExit; the end of a
-    process of `multiprocessing` comes while either is being handled.
-    """
-    running = sys.exc_info()[1]
-    if isinstance(running, SystemExit):
-        return running.code not in (None, 0)
-    if running is not None:
-        return True
-    is_interactive = hasattr(sys, "ps1") or sys.flags.interactive
-    return not is_interactive and getattr(sys, "last_value", None) is not None

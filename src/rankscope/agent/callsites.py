@@ -1,16 +1,18 @@
-"""Which line of the program is running: the innermost one that is neither torch's nor ours."""
+"""Which line of the program is running, or raised: the innermost one that is neither torch's nor
+ours."""
 
 from __future__ import annotations
 
 import os
 import sys
-from types import FrameType
+import sysconfig
+from types import FrameType, TracebackType
 
 import torch
 
 import rankscope
 
-__all__ = ["call_site"]
+__all__ = ["call_site", "raise_site"]
 
 _INSIDE = tuple(os.path.dirname(module.__file__ or "") + os.sep for module in (torch, rankscope))
 _is_inside: dict[str, bool] = {}
@@ -34,3 +36,29 @@ def call_site() -> str:
             return f"{os.path.basename(name)}:{frame.f_lineno} {code.co_name}"
         frame = frame.f_back
     return ""
+
+
+def raise_site(trace: TracebackType | None) -> str:
+    """Return `file.py:12 function` of the innermost line of the program that an exception left.
+
+    Lines of installed packages and of the standard library count where there are no others.
+    """
+    own = installed = ""
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        name = code.co_filename
+        if not name.startswith((*_INSIDE, "<")):
+            line = f"{os.path.basename(name)}:{trace.tb_lineno} {code.co_name}"
+            if name.startswith(_INSTALLED):
+                installed = line
+            else:
+                own = line
+        trace = trace.tb_next
+    return own or installed
+
+
+_INSTALLED = tuple(
+    folder + os.sep
+    for folder in {sysconfig.get_path(key) for key in ("stdlib", "purelib", "platlib")}
+    if folder
+)

@@ -19,6 +19,8 @@ MAX_FAILURES = 20
 """Failures inside hooks after which tracing is switched off on this rank, visibly."""
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 _MAX_ERROR_CHARACTERS = 500
+_END_CHARACTERS = 200
+"""Of them so many stand at the end of a text that is longer."""
 
 
 def say(text: str) -> None:
@@ -162,6 +164,12 @@ def _codes_of_signal_handlers() -> set[object]:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return a bounded, address-free text of the user's exception."""
+    """Return a bounded, address-free text of the user's exception.
+
+    Of a long one the beginning and the end: where an exception of another process is raised again,
+    what happened stands in its last line.
+    """
     text = _ADDRESS.sub("0x…", text_of(error))
-    return text if len(text) <= _MAX_ERROR_CHARACTERS else text[:_MAX_ERROR_CHARACTERS] + "…"
+    if len(text) <= _MAX_ERROR_CHARACTERS:
+        return text
+    return f"{text[: _MAX_ERROR_CHARACTERS - _END_CHARACTERS]} … {text[-_END_CHARACTERS:]}"

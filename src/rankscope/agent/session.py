@@ -19,6 +19,7 @@ from torch import nn
 from rankscope.agent.calls import Scope
 from rankscope.agent.callvalues import CallWishes
 from rankscope.agent.compiling import HIDDEN
+from rankscope.agent.ending import Raised
 from rankscope.agent.guard import MAX_FAILURES, Guard, say, text_of
 from rankscope.agent.keeper import Keeper
 from rankscope.agent.modules import ModuleInfo
@@ -106,8 +107,13 @@ class Session:
                 return scope
             return replace(scope, is_muted=True)
 
-    def close(self, reason: EndReason = EndReason.EXIT) -> None:
-        """End the open step, commit the end record and take every hook off; safe to call again."""
+    def close(self, reason: EndReason = EndReason.EXIT, raised: Raised | None = None) -> None:
+        """End the open step, commit the end record and take every hook off; safe to call again.
+
+        Args:
+            reason: how the stream ends.
+            raised: the exception that ends the program.
+        """
         if self._is_closed:
             self._steps.hooks.remove_all()  # which a hook could only ask for
             return
@@ -130,6 +136,10 @@ class Session:
         if reason is not EndReason.SWITCHED_OFF:  # which says why itself
             self._report_no_step(is_launched=opened.is_launched)
         self._steps.chosen.close()
+        if raised is not None:
+            self._parts.recorder.define(
+                "raised", error=raised.error, causes=raised.causes, where=raised.where
+            )
         opened.writer.close(reason)
 
     def _report_unmatched_globs(self, keeper: Keeper | None) -> None:

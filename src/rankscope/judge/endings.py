@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -19,12 +19,12 @@ from rankscope.judge.observed import Call, Moment
 from rankscope.judge.patience import Patience
 from rankscope.judge.scene import Scene
 from rankscope.judge.suspects import Suspect, suspect_at
-from rankscope.record.call import CallStatus
+from rankscope.record.call import CallStatus, Phase
 from rankscope.record.finding import Kind
 from rankscope.record.run import EndReason
 from rankscope.tree.ranks import ranks_named, ranks_text
 from rankscope.tree.reader import Trace
-from rankscope.tree.summary import crashes
+from rankscope.tree.summary import Crash, crashes
 
 __all__ = ["ended_badly", "is_in_order"]
 
@@ -316,31 +316,57 @@ def _crashes(
     trace: Trace, scene: Scene, last: dict[int, _Last], ends: dict[int, str], *, is_explained: bool
 ) -> Iterator[Suspect]:
     """Yield a suspect for every place where ranks raised, or were killed while others went on."""
-    errors = {crash.rank: (crash.path, crash.error) for crash in crashes(trace)}
+    lives = {rank["rank"]: rank["incarnation"] for rank in trace.completeness["ranks"]}
+    errors = {c.rank: _end_of(c) for c in crashes(trace) if c.incarnation == lives[c.rank]}
     raised = {rank for rank, end in ends.items() if end == EndReason.RAISED.value}
-    told: dict[tuple[str, str], list[int]] = {}
+    told: dict[_End, list[int]] = {}
     for rank in sorted(raised):
-        path, error = errors.get(rank, ("", _NAMELESS))
-        told.setdefault((path, error), []).append(rank)
-    own = {key: ranks for key, ranks in told.items() if not _PEER_LOST.search(key[1])}
+        told.setdefault(errors.get(rank, _UNKNOWN), []).append(rank)
+    own = {end: ranks for end, ranks in told.items() if not end.is_consequence}
     lost = [rank for rank, end in ends.items() if end == EndReason.LOST.value]
     if not (own or lost or is_explained):
         own = told
-    if own.keys() == {("", _NAMELESS)}:
-        first = _stopped_first([*own["", _NAMELESS], *lost], last, scene)
+    if own.keys() == {_UNKNOWN}:
+        first = _stopped_first([*own[_UNKNOWN], *lost], last, scene)
         alone = [rank for rank in first if rank in raised]
         if first:
-            own = {("", _NAMELESS): alone} if alone else {}
+            own = {_UNKNOWN: alone} if alone else {}
             lost = [rank for rank in first if rank in lost]
-        elif at := [r for r in lost if r in last and _is_beside(r, own["", _NAMELESS], last)]:
+        elif at := [r for r in lost if r in last and _is_beside(r, own[_UNKNOWN], last)]:
             doubt = f"{_NAMELESS}; {ranks_named(at)}, last in the same place, may have gone first"
-            own = {("", doubt): own["", _NAMELESS]}
-    for (path, error), ranks in own.items():
-        yield from _crash(ranks, path, error, last, ends)
+            own = {replace(_UNKNOWN, text=doubt): own[_UNKNOWN]}
+    for end, ranks in own.items():
+        yield from _crash(ranks, end, last, ends, scene)
     if lost and not own and not is_explained and len(lost) < len(ends):
-        path = last[lost[0]].call.path if lost[0] in last else ""
+        call = last[lost[0]].call if lost[0] in last else None
         text = "gone without an exception: killed by a signal, aborted, or left by os._exit"
-        yield from _crash(lost, path, text, last, ends)
+        gone = replace(_UNKNOWN, path=call.path if call else "", text=text)
+        yield from _crash(lost, gone, last, ends, scene, call)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _End:
+    """What is told of the exception that ended a rank."""
+
+    path: str
+    """Of the innermost call it left, "" outside of all."""
+    phase: Phase | None
+    """Of that call."""
+    text: str
+    is_consequence: bool = False
+    """It says that a peer is gone."""
+
+
+_UNKNOWN: Final = _End(path="", phase=None, text=_NAMELESS)
+
+
+def _end_of(crash: Crash) -> _End:
+    return _End(
+        path=crash.path or "",
+        phase=crash.phase,
+        text=crash.told,
+        is_consequence=any(_PEER_LOST.search(text) for text in (crash.error, *crash.causes)),
+    )
 
 
 def _is_beside(rank: int, others: list[int], last: dict[int, _Last]) -> bool:
@@ -366,27 +392,47 @@ def _stopped_first(ranks: list[int], last: dict[int, _Last], scene: Scene) -> li
 
 
 def _crash(
-    ranks: list[int], path: str, error: str, last: dict[int, _Last], ends: dict[int, str]
+    ranks: list[int],
+    end: _End,
+    last: dict[int, _Last],
+    ends: dict[int, str],
+    scene: Scene,
+    call: Call | None = None,
 ) -> Iterator[Suspect]:
+    """Yield the suspect of ranks that ended in the same way, in `call` where that is known."""
     known = [rank for rank in ranks if rank in last]
     if not known:
         return
     each = last[known[0]]
-    at = [call for call in each.moment.named(path) if known[0] in call.ranks]
     members = np.array(known, np.int64)
     suspect = suspect_at(
         each.moment,
-        at[-1] if at else each.call,
+        call or _call_left(each, known[0], end, scene),
         Kind.CRASH,
         "",
         ranks,
         members,
         np.array([last[rank].time_ns for rank in known], np.int64) + 1,
-        f"{ranks_named(ranks)}: {error}",
+        f"{ranks_named(ranks)}: {end.text}",
         evidence=lambda: {
             "last": [_last_words(rank, last[rank]) for rank in known][:_MOST_LISTED],
             "ends": {str(rank): end for rank, end in sorted(ends.items())[:_MOST_LISTED]},
         },
     )
-    suspect.path = path
+    suspect.path = end.path
     yield suspect
+
+
+def _call_left(each: _Last, rank: int, end: _End, scene: Scene) -> Call:
+    """Return the call that an exception left; outside of all, the last that was no collective.
+
+    A collective has the path of the module that issued it, and is no place to look for a crash of
+    that module.
+    """
+    own = [call for call in each.moment.calls if rank in call.ranks]
+    left = [call for call in own if call.path == end.path and call.phase is end.phase]
+    if left:
+        return left[-1]
+    calls = [call for call in own if call.phase is not Phase.COLLECTIVE]
+    at = np.array([rank])
+    return max(calls, key=lambda c: int(scene.clock.of_call(c, at)[0]), default=each.call)

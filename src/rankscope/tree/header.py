@@ -180,6 +180,7 @@ def _state(stream: RankStream, lost: int) -> dict[str, Any]:
     if lost:
         notes.append(f"{lost} values name a call or a description that is not there")
     kept = {"tensors": list(stream.kept_notes)} if stream.kept_notes else {}
+    raised = {"raised": stream.raised} if stream.raised else {}
     is_off = stream.end is EndReason.SWITCHED_OFF
     return {
         "rank": stream.stream.rank,
@@ -207,6 +208,7 @@ def _state(stream: RankStream, lost: int) -> dict[str, Any]:
             *(["tracing was switched off on this rank: its errors say why"] if is_off else []),
         ],
         **kept,
+        **raised,
     }
 
 

@@ -78,6 +78,8 @@ class RankStream:
     """Valid bytes at hand."""
     dropped: int
     end: EndReason
+    raised: dict[str, Any] | None = None
+    """The exception that ended the program: error, causes, where; None where none is known."""
     notes: tuple[str, ...] = ()
     kept_notes: tuple[str, ...] = ()
     """What was not kept of the full tensors that were asked for, and what became of the chunks."""
@@ -140,9 +142,27 @@ def read_stream(
         received=found.committed_bytes,
         dropped=max(said.dropped_records, int(gaps["records"].sum())),
         end=said.reason or source.end or EndReason.RUNNING,
+        raised=_raised(definitions),
         notes=(*source.notes, *rejected),
         kept_notes=_not_kept(definitions),
     )
+
+
+def _raised(definitions: dict[int, dict[str, Any]]) -> dict[str, Any] | None:
+    """Return what a rank wrote of the exception that ended its program, on one line each."""
+    found = [d for d in definitions.values() if d["kind"] == "raised"]
+    if not found:
+        return None
+    causes = found[-1].get("causes")
+    return {
+        "error": _one_line(found[-1].get("error")),
+        "causes": [_one_line(c) for c in causes] if isinstance(causes, (list, tuple)) else [],
+        "where": _one_line(found[-1].get("where")),
+    }
+
+
+def _one_line(text: object) -> str:
+    return " ".join(str(text or "").split())
 
 
 def _not_kept(definitions: dict[int, dict[str, Any]]) -> tuple[str, ...]:
