@@ -7,14 +7,16 @@ Facts about torch's compiler stand here as torch 2.13 has them.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.parallel import DistributedDataParallel
 
 import rankscope
 from rankscope.record.call import Mode, Phase
@@ -327,3 +329,44 @@ def test_what_else_was_compiled_makes_no_step_of_a_model_that_hooks_see(
     assert [s.step for s in found.steps] == [0, 1]
     forwards = [len(found.find("", phase="forward", step=step)) for step in range(2)]
     assert forwards[0] == forwards[1] > 0
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A process group of this process alone, with a first bucket that holds nothing."""
+    first = dist._DEFAULT_FIRST_BUCKET_BYTES
+    dist._DEFAULT_FIRST_BUCKET_BYTES = 1
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()
+    dist._DEFAULT_FIRST_BUCKET_BYTES = first
+
+
+@pytest.mark.parametrize("is_outside", [True, False])
+def test_a_compiled_ddp_model_is_one_opaque_node_however_many_buckets_it_has(
+    alone: None, tmp_path: Path, is_outside: bool
+) -> None:
+    """torch compiles one graph for each bucket, and calls them inside modules of its own: they have
+    20 inputs without a name, and are not the user's."""
+    torch.compiler.reset()
+    net, cap = Net(), 1e-5
+    if is_outside:
+        model: nn.Module = torch.compile(
+            DistributedDataParallel(net, bucket_cap_mb=cap), backend="aot_eager"
+        )
+    else:
+        model = DistributedDataParallel(torch.compile(net, backend="aot_eager"), bucket_cap_mb=cap)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with rankscope.trace(out=tmp_path / "t", steps="0-1") as traced:
+        for _ in range(2):
+            model(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    found = traced.open()
+    for step in found.steps:
+        calls = [n for n in step.walk() if n.phase in (Phase.FORWARD, Phase.BACKWARD)]
+        assert [(n.path, n.class_name, n.data.get("opaque")) for n in calls] == [
+            ("", "Net", True),
+            ("", "Net", True),
+        ]
+        assert {n.path for n in step.walk() if n.phase is Phase.GRADS} >= {"layers.0.a", "head"}

@@ -10,6 +10,7 @@ import pytest
 from rankscope.record.call import CallStatus
 from rankscope.record.finding import Verdict
 from rankscope.record.run import EndReason
+from rankscope.spool.cells import NO_SEQUENCE
 from tests.judge.paper import collective, judged, module, numbers, origins
 from tests.tree.ranks_on_paper import PaperRank
 
@@ -176,7 +177,7 @@ def test_an_exception_outside_of_modules_is_told_with_its_text_and_peers_that_lo
     def write(rank: PaperRank) -> None:
         with rank.call(class_name="Model"):
             module(rank, "a", numbers(0), numbers(1))
-        collective(rank, "", 0, numbers(0, 6), numbers(0, 6))
+        collective(rank, "", 0, numbers(0, 6), numbers(0, 6), parent=NO_SEQUENCE)
         error = "OSError: no such file" if rank.rank == 1 else "RuntimeError: Connection reset"
         rank.define("raised", error=error, causes=[], where="train.py:31 main")
 

@@ -55,8 +55,12 @@ def is_being_captured() -> bool:
 
 def is_compiled_graph(module: torch.nn.Module) -> bool:
     """True for what backends of torch.compile call in place of a model: its graph, with the
-    parameters among the arguments.
+    parameters among the arguments, and what the compiler's own classes put around a graph (DDP's
+    buckets each get one).
     """
+    cls = type(module)
+    if cls.__module__.startswith("torch._dynamo.") and cls.__name__ != "OptimizedModule":
+        return True
     return (
         isinstance(module, torch.fx.GraphModule)
         and dynamo_has_compiled()
