@@ -8,16 +8,16 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from torch import nn
 
 from rankscope.agent.arming import arm, close, current_session, hold
 from rankscope.agent.callvalues import CallWishes
-from rankscope.agent.guard import Guard, say
+from rankscope.agent.guard import Guard, attempt, say, text_of
 from rankscope.agent.joining import define_rank, who_am_i
 from rankscope.agent.keeper import free_disk_share
 from rankscope.agent.keeping import chunk_store, make_keeper, make_recorder
@@ -45,6 +45,9 @@ from rankscope.spool.scratch import HeldBytes, Scratch
 from rankscope.spool.writer import SpoolWriter
 from rankscope.tree.sources import replica_path
 from rankscope.tree.streams import StreamBytes
+
+_T = TypeVar("_T")
+_End = Callable[[], None]
 
 __all__ = ["RankBlock", "begin_rank_block", "trace_block"]
 
@@ -74,26 +77,49 @@ def trace_block(model: nn.Module | None, given: Mapping[str, object]) -> Iterato
     Tracing problems are said on stderr and never raised into the block; the block's own exception
     passes through after the tree is written.
     """
+    begun, end = _guarded(lambda: _begin(model, given), lambda why: (Begun(None, why), _nothing))
+    try:
+        yield begun
+    finally:
+        end()
+
+
+def _begin(model: nn.Module | None, given: Mapping[str, object]) -> tuple[Begun, _End]:
+    """Begin; return how that went, and what ends the block without ever raising."""
     if current_session() is not None:
         say(_TRACED_ALREADY)
-        yield Begun(None, _TRACED_ALREADY)
-        return
+        return Begun(None, _TRACED_ALREADY), _nothing
     if who_am_i().world_size > 1:
+        out = given.get("out")
+        begun = Begun(Path(str(out)).absolute(), "") if out else Begun(None, _UNNAMED)
         arm(given)
-        try:
-            out = given.get("out")
-            yield Begun(Path(str(out)).absolute(), "") if out else Begun(None, _UNNAMED)
-        finally:
-            close(EndReason.CLOSED)
-        return
-    block = _start(model, given)
-    if isinstance(block, str):
-        yield Begun(None, block)
-        return
-    try:
-        yield Begun(block.out, "")
-    finally:
-        block.finish()
+        return begun, lambda: close(EndReason.CLOSED)
+    block = _Block(model, _settings(given), None, None, of_rank=False)
+    return Begun(block.out, ""), block.finish
+
+
+def _guarded(begin: Callable[[], _T], otherwise: Callable[[str], _T]) -> _T:
+    """Return what `begin` does; where that fails, say why once and return `otherwise` of it.
+
+    All that happens before a block runs happens in here, so nothing of it can be raised into the
+    program.
+    """
+    made: list[_T] = []
+    error = attempt(lambda: made.append(begin()))
+    if error is None:
+        return made[0]
+    text = str(error) if isinstance(error, RankscopeError) else text_of(error)
+    problem = as_keywords(f"not tracing: {text}")
+    say(problem)
+    return otherwise(problem)
+
+
+def _settings(given: Mapping[str, object]) -> Settings:
+    return settings_from({k: v for k, v in given.items() if v is not None})
+
+
+def _nothing() -> None:
+    """End a block that never began."""
 
 
 class RankBlock:
@@ -165,26 +191,10 @@ def begin_rank_block(
     if current_session() is not None:
         say(_TRACED_ALREADY)
         return None
-    block = _start(model, given, wishes, look, of_rank=True)
-    return None if isinstance(block, str) else RankBlock(block)
-
-
-def _start(
-    model: nn.Module | None,
-    given: Mapping[str, object],
-    wishes: CallWishes | None = None,
-    look: Look | None = None,
-    *,
-    of_rank: bool = False,
-) -> _Block | str:
-    """Begin, or return the line that was said of what is wrong."""
-    try:
-        settings = settings_from({k: v for k, v in given.items() if v is not None})
-        return _Block(model, settings, wishes, look, of_rank=of_rank)
-    except RankscopeError as error:
-        problem = as_keywords(f"not tracing: {error}")
-        say(problem)
-        return problem
+    return _guarded(
+        lambda: RankBlock(_Block(model, _settings(given), wishes, look, of_rank=True)),
+        lambda why: None,
+    )
 
 
 class _Block:

@@ -27,8 +27,11 @@ def attach(**settings: object) -> None:
     if not settings and not is_enabled():
         return
     from rankscope.agent.arming import arm
+    from rankscope.agent.guard import attempt, say, text_of
 
-    arm(settings)
+    error = attempt(lambda: arm(settings))
+    if error is not None:
+        say(f"not tracing: {text_of(error)}")
 
 
 def step() -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.utils.data import get_worker_info
 
 from rankscope.agent.ending import forget_exits, note_exits, what_ends_the_program
-from rankscope.agent.guard import say
+from rankscope.agent.guard import attempt, say, text_of
 from rankscope.agent.identity import placed
 from rankscope.agent.joining import RUN_FOLDER_VARIABLE, Joined, join_run
 from rankscope.agent.parts import Opened
@@ -123,8 +123,14 @@ def _open(settings: Settings) -> Opened | None:
 
 def close(reason: EndReason = EndReason.EXIT) -> None:
     """End the session, then wait for the tree where no launcher does. Called at exit; safe to call
-    again.
+    again. What fails is said, never raised.
     """
+    error = attempt(_close, reason)
+    if error is not None:
+        say(f"the trace was not ended in order ({text_of(error)}); the job goes on")
+
+
+def _close(reason: EndReason) -> None:
     global _session, _joined, _given
     session, _session = _session, None
     joined, _joined = _joined, None

@@ -13,7 +13,15 @@ from typing import Any
 
 from rankscope.capture.torch_internals.compiling import is_compiling
 
-__all__ = ["MAX_FAILURES", "Guard", "GuardedHook", "describe_error", "say", "text_of"]
+__all__ = [
+    "MAX_FAILURES",
+    "Guard",
+    "GuardedHook",
+    "attempt",
+    "describe_error",
+    "say",
+    "text_of",
+]
 
 MAX_FAILURES = 20
 """Failures inside hooks after which tracing is switched off on this rank, visibly."""
@@ -95,7 +103,7 @@ class Guard:
         self.failures += 1
         self.is_failing = True
         try:
-            second = _attempt(self._failed, error)
+            second = attempt(self._failed, error)
         finally:
             self.is_failing = False
         if second is not None and self.failures == 1:  # the spool may be what failed: said once
@@ -106,11 +114,11 @@ class Guard:
 def text_of(error: BaseException) -> str:
     """Return the class of an exception and what it says, the class alone where it cannot say it."""
     texts: list[str] = []
-    _attempt(lambda: texts.append(f"{type(error).__name__}: {error}"))
+    attempt(lambda: texts.append(f"{type(error).__name__}: {error}"))
     return texts[0] if texts else type(error).__name__
 
 
-def _attempt(work: Callable[..., None], *arguments: object) -> Exception | None:
+def attempt(work: Callable[..., object], *arguments: object) -> Exception | None:
     """Return what `work` raised, unless it is the program's own."""
     try:
         work(*arguments)

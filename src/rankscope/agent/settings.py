@@ -119,7 +119,17 @@ def _parse_compile(text: str) -> str:
 
 
 def _parse_path(text: str) -> Path:
-    return Path(text).expanduser().absolute()
+    try:
+        if b"\0" not in os.fsencode(text):
+            return Path(text).expanduser().absolute()
+    except (ValueError, RuntimeError) as error:  # a lone surrogate, a home folder of nobody
+        raise SettingError(f"{text!r} cannot be a path: {error}") from None
+    except OSError as error:
+        raise SettingError(
+            f"{text!r} is not below any folder, the working folder is gone ({error.strerror}): "
+            "give an absolute path"
+        ) from None
+    raise SettingError(f"{text!r} cannot be a path: it holds a zero byte")
 
 
 def _parse_layout(text: str) -> LayoutFile:

@@ -40,8 +40,17 @@ _OF_A_COLLECTOR = frozenset(
 
 
 def default_out(folder: Path | None = None) -> Path:
-    """Return `rankscope-<time>` in `folder` (by default here), a name nothing has yet."""
-    folder = folder or Path.cwd()
+    """Return `rankscope-<time>` in `folder` (by default here), a name nothing has yet.
+
+    Raises:
+        FolderError: there is no "here" any more.
+    """
+    try:
+        folder = folder or Path.cwd()
+    except OSError as error:
+        raise FolderError(
+            f"the working folder is gone ({error.strerror}): name the trace folder with --rs-out"
+        ) from error
     stem = time.strftime("rankscope-%Y%m%d-%H%M%S")
     path, number = folder / stem, 1
     while path.exists():
