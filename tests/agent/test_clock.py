@@ -11,6 +11,32 @@ def forward(clock: StepClock, *, gradients: bool = True, optimizer: bool = True)
     return clock.root_forward(has_gradients=gradients, optimizer_exists=lambda: optimizer)
 
 
+def test_the_forwards_of_one_run_of_a_schedule_are_one_step_of_their_mode() -> None:
+    """Nothing else says so where no optimizer steps, and in evaluation."""
+    clock = StepClock()
+
+    def part(run: int, *, gradients: bool) -> Tick:
+        return clock.root_forward(has_gradients=gradients, optimizer_exists=lambda: False, run=run)
+
+    for gradients in (True, False):
+        ticks = [part(run, gradients=gradients) for run in (0, 0, 1, 1)]
+        assert [(tick.step, tick.opened) for tick in ticks] == [
+            (0, True), (0, False), (1, True), (1, False),
+        ]  # fmt: skip
+
+
+def test_a_run_that_begins_goes_on_with_an_accumulated_step() -> None:
+    clock = StepClock()
+    assert clock.step_of_next_run(Mode.TRAIN, lambda: True) == 0
+    forward(clock)
+    assert clock.step_of_next_run(Mode.TRAIN, lambda: True) == 0
+    assert clock.step_of_next_run(Mode.TRAIN, lambda: False) == 1
+    clock.optimizer_begins()
+    clock.optimizer_ends()
+    assert clock.step_of_next_run(Mode.TRAIN, lambda: True) == 1
+    assert clock.step_of_next_run(Mode.EVAL, lambda: True) == 0
+
+
 def test_the_first_root_forward_opens_step_zero() -> None:
     assert forward(StepClock()) == Tick(Mode.TRAIN, 0, True)
 

@@ -11,7 +11,7 @@ from rankscope.record.call import CallStatus
 from rankscope.record.finding import Verdict
 from rankscope.record.run import EndReason
 from rankscope.spool.cells import NO_SEQUENCE
-from tests.judge.paper import collective, judged, module, numbers, origins
+from tests.judge.paper import collective, judged, module, numbers, origins, setup
 from tests.tree.ranks_on_paper import PaperRank
 
 SUM = numbers(0, 6) + numbers(1, 6)
@@ -100,19 +100,44 @@ def test_ranks_that_call_from_other_lines_are_left_alone(tmp_path: Path):
     assert judged(tmp_path, 2, write).verdict is Verdict.CLEAN
 
 
-def test_received_is_what_was_sent(tmp_path: Path):
-    def job(got: int, folder: Path) -> list[tuple]:
-        def write(rank: PaperRank) -> None:
-            with rank.call(class_name="Model") as top:
-                facts = {"op": "recv" if rank.rank else "send", "peer": 1 - rank.rank, "tag": 0}
-                given, made = (None, numbers(got)) if rank.rank else (numbers(3), numbers(3))
-                collective(rank, "fc", 0, given, made, parent=top, reduce=None, **facts)
+def messages(
+    folder: Path, sent: list[int], received: list[int], *, since: str = "start", late: int = 0
+) -> list[tuple]:
+    """Rank 0 sends a value a step; rank 1 records its receives `late` steps after, or before."""
 
-        return origins(judged(folder, 2, write))
+    def write(rank: PaperRank) -> None:
+        setup(rank, {"a.weight": numbers(90 + rank.rank)})
+        for number, seed in enumerate(received if rank.rank else sent):
+            step = number + late * rank.rank
+            facts = {"op": "recv" if rank.rank else "send", "peer": 1 - rank.rank, "tag": 0}
+            facts |= {"since": since} if since else {}
+            given, made = (None, numbers(seed)) if rank.rank else (numbers(seed), numbers(seed))
+            with rank.call(class_name="Model", step=step) as top:
+                collective(
+                    rank, "fc", number, given, made, parent=top, step=step, reduce=None, **facts
+                )
 
-    assert job(3, tmp_path / "right") == []
-    (found,) = job(4, tmp_path / "wrong")
-    assert found == ("collective-mismatch", "collective", "fc", "collective.0", (1,))
+    return origins(judged(folder, 2, write))
+
+
+WRONG = ("collective-mismatch", "collective", "fc", "collective.0", (1,))
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_received_is_what_was_sent_in_whatever_step(tmp_path: Path, late: int):
+    """A stage without an optimizer receives what it works on before its step has begun."""
+    assert messages(tmp_path / "right", [3, 4, 5], [3, 4, 5], late=late) == []
+    assert messages(tmp_path / "wrong", [3, 4, 5], [3, 7, 5], late=late) == [WRONG]
+
+
+def test_messages_whose_number_is_not_known_are_not_paired(tmp_path: Path):
+    """Some before them were not recorded: the second may be the third on the other rank."""
+    assert messages(tmp_path, [3, 4], [4, 5], since="") == []
+
+
+def test_receives_that_fit_the_sends_with_an_offset_say_that_the_numbers_are_wrong(tmp_path: Path):
+    """Ranks that began to record at different messages have nothing wrong with their values."""
+    assert messages(tmp_path, [3, 4, 5], [4, 5, 6]) == []
 
 
 def test_a_rank_that_never_came_is_told_with_who_waits_where(tmp_path: Path):

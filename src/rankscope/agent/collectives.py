@@ -4,6 +4,7 @@ asynchronous ones, when the program itself has waited for them.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import threading
 import weakref
@@ -33,7 +34,7 @@ from rankscope.record.call import CallStatus, Mode, Phase
 from rankscope.record.collective import Collective
 from rankscope.record.value import ValueFlag
 
-__all__ = ["Collectives"]
+__all__ = ["Collectives", "MessageCount"]
 
 _COALESCED = "coalesced"
 """Told at the end of a coalesced group."""
@@ -71,11 +72,43 @@ class _Coalescing(threading.local):
     calls: list[_Open] | None = None
 
 
+class MessageCount:
+    """Numbers the sends and receives of each channel since a point that all ranks have in common.
+
+    The k-th send of a channel is its k-th receive. Which step either belongs to says nothing of
+    that: a stage receives what it works on before its own step begins. Counting holds only as long
+    as every message is seen, so what is passed over ends it, until the next point.
+    """
+
+    def __init__(self) -> None:
+        self.since = ""
+        """Of `Collective`."""
+        self._counts: dict[_Key, itertools.count[int]] = {}
+
+    def begin(self, since: str) -> None:
+        """Count from here on; a count that has lasted from the start goes on."""
+        if self.since != "start":
+            self.since = since
+            self._counts.clear()
+
+    def lose(self) -> None:
+        """A message is not seen, or was not."""
+        self.since = ""
+
+    def next(self, collective: Collective) -> int:
+        """Return the number of a message of a channel."""
+        return next(self._counts.setdefault(_channel(collective), itertools.count()))
+
+
 class Collectives:
     """The collectives of one session's traced steps (a `CollectiveListener`)."""
 
     def __init__(
-        self, recorder: Recorder, values: ValueReader, place: Callable[[str], Place | None]
+        self,
+        recorder: Recorder,
+        values: ValueReader,
+        place: Callable[[str], Place | None],
+        messages: MessageCount,
     ) -> None:
         """Record nothing yet.
 
@@ -83,7 +116,9 @@ class Collectives:
             recorder: writes the calls.
             values: reads their tensors.
             place: says where in which step this thread is; None where that is not traced.
+            messages: numbers sends and receives.
         """
+        self._messages = messages
         self._recorder = recorder
         self._values = values
         self._place = place
@@ -174,7 +209,11 @@ class Collectives:
         ordinal = self._next(
             self._ordinals, (place.mode, place.step, place.micro_batch, place.module)
         )
-        number = self._next(self._numbers, (place.mode, place.step, *_channel(collective)))
+        if collective.peer is not None and self._messages.since:
+            collective = dataclasses.replace(collective, since=self._messages.since)
+            number = self._messages.next(collective)
+        else:
+            number = self._next(self._numbers, (place.mode, place.step, *_channel(collective)))
         sequence = self._recorder.enter_collective(place[:6], ordinal, collective, number)
         step = place.mode, place.step
         call = _Open(

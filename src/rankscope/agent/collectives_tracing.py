@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rankscope.agent.calls import Place
-from rankscope.agent.collectives import Collectives
+from rankscope.agent.collectives import Collectives, MessageCount
 from rankscope.agent.collectives_nodes import NodeMap, NodeSpan
 from rankscope.agent.collectives_watch import MESSAGES, CollectiveWatch
 from rankscope.agent.guard import Guard
@@ -59,6 +59,7 @@ class CollectiveTracing:
         self._is_wanted = Phase.COLLECTIVE.word in settings.phases
         self._takes_outside = any(glob_matches(glob, "") for glob in settings.paths)
         self._watch = CollectiveWatch(guard, self)
+        self._messages = MessageCount()
         self._nodes = NodeMap()
         self._owners: dict[int, ModuleInfo] = {}
         """By the identity of a parameter; made in a step that asks."""
@@ -71,7 +72,7 @@ class CollectiveTracing:
         """Take what an open spool gives."""
         self._recorder, self._tracer, self._table = recorder, tracer, table
         self._outside = 0
-        self._collectives = Collectives(recorder, values, self._place)
+        self._collectives = Collectives(recorder, values, self._place, self._messages)
 
     def expect_step(self, *, is_first: bool) -> None:
         """Watch from now on, because the next step is to be traced: a pipeline stage receives what
@@ -83,6 +84,13 @@ class CollectiveTracing:
         """
         if self._is_wanted:
             self._watch.put_on(only_pairs=is_first)
+        if is_first:
+            self._messages.begin("start")
+
+    def count_messages_from(self, point: str) -> None:
+        """Number messages from here on, where every rank does: see `Collective.since`."""
+        if self._watch.is_on:
+            self._messages.begin(point)
 
     def put_on(self) -> None:
         """Watch while a traced step runs; safe to call again."""
@@ -93,6 +101,7 @@ class CollectiveTracing:
     def take_off(self) -> None:
         """Leave torch as it was; safe to call in any state."""
         self._watch.take_off()
+        self._messages.lose()
         self._nodes.clear()
         if self._collectives is not None:
             self._tracer.nodes = None
@@ -119,6 +128,7 @@ class CollectiveTracing:
         if self._collectives is None and (
             self._running(is_message) is None or not self._open_session()
         ):
+            self._messages.lose()
             return
         if self._collectives is not None:
             self._collectives.begins(told, name, target, args, kwargs)
@@ -146,6 +156,12 @@ class CollectiveTracing:
     # ------------------------------------------------------------------ places
 
     def _place(self, name: str) -> Place | None:
+        place = self._place_of(name in MESSAGES)
+        if place is None and name in MESSAGES:
+            self._messages.lose()
+        return place
+
+    def _place_of(self, is_message: bool) -> Place | None:
         frame = self._tracer.frame_around()
         if frame is not None:
             return self._tracer.place_in(frame.info, frame.scope, frame.sequence, frame.phase.word)
@@ -155,7 +171,7 @@ class CollectiveTracing:
             if span is not None:
                 return self._tracer.place_in(span.info, span.scope, span.sequence, "backward")
             issuer = "backward"
-        running = self._running(name in MESSAGES)
+        running = self._running(is_message)
         if running is None:
             return None
         if running.is_inside_optimizer:

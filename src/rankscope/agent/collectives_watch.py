@@ -70,7 +70,7 @@ class CollectiveWatch:
         self._waits = guard.hook(listener.waits)
         self._derives = guard.hook(listener.derives)
         self._depth = _Depth()
-        self._is_on = False
+        self.is_on = False
         self._standing: dict[tuple[int, str], Callable[[], None]] = {}
         """What puts the originals back, by where ours stand; all of it lives as long as torch."""
 
@@ -83,7 +83,7 @@ class CollectiveWatch:
         classes = collective_classes()
         if classes is None:
             return
-        self._is_on = True
+        self.is_on = True
         group, work, future = classes
         for name in MESSAGES if only_pairs else (*METHODS, *_COALESCING):
             self._stand(group, name, functools.partial(self._issuing, name))
@@ -100,7 +100,7 @@ class CollectiveWatch:
 
     def take_off(self) -> None:
         """Put the originals back, but where somebody else has put theirs over ours since."""
-        self._is_on = False
+        self.is_on = False
         for restore in self._standing.values():
             restore()
         self._standing.clear()
@@ -125,7 +125,7 @@ class CollectiveWatch:
     # ------------------------------------------------------------------ what stands there
 
     def _is_heard(self) -> bool:
-        return self._is_on and not self._depth.inside and not is_being_captured()
+        return self.is_on and not self._depth.inside and not is_being_captured()
 
     def _issuing(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def issue(group: Any, *args: Any, **kwargs: Any) -> Any:

@@ -112,6 +112,7 @@ class StepNotice:
         has_closure = runs_closure(args, kwargs)
         if has_closure:
             self._begin_hidden_step(optimizer)
+        was_ended = steps.clock.is_ended
         if not steps.clock.optimizer_ends():
             return
         if steps.traced_train is not None:
@@ -123,6 +124,8 @@ class StepNotice:
         steps.stance.choose(is_eager=is_next)
         if is_next:
             steps.collectives.expect_step(is_first=False)
+        if not was_ended and current_graph_task() == -1:  # in backward each rank is elsewhere
+            steps.collectives.count_messages_from(f"train {steps.clock.train + 1}")
 
     def _begin_hidden_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Begin the train step that an optimizer ends although no hook saw its forward."""

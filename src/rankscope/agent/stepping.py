@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 import torch
@@ -9,20 +10,23 @@ from torch import nn
 
 from rankscope.agent.calls import Scope
 from rankscope.agent.chosen import ChosenSteps
-from rankscope.agent.clock import StepClock
+from rankscope.agent.clock import StepClock, Tick
 from rankscope.agent.collectives_tracing import CollectiveTracing, RunningStep
 from rankscope.agent.compiling import EagerStance, HiddenSteps
 from rankscope.agent.guard import Guard, say
 from rankscope.agent.hooks import HookSet
+from rankscope.agent.members import parameters_of_module
 from rankscope.agent.modules import ModuleInfo, Root
 from rankscope.agent.optimizers import OptimizerSearch, steps_running
 from rankscope.agent.parts import Opened, Parts
 from rankscope.agent.scalers import ScalerWatch
+from rankscope.agent.schedules import ScheduleWatch
 from rankscope.agent.settings import Settings
 from rankscope.agent.stack import explain_no_room, has_room_for, is_inferring_shapes
 from rankscope.capture.groups import process_groups
 from rankscope.capture.invisible import invisible
 from rankscope.capture.torch_internals.autograd import current_graph_task
+from rankscope.capture.torch_internals.parallel import stage_modules
 from rankscope.record.call import Mode
 from rankscope.record.run import EndReason
 from rankscope.spool.cells import StepEvent
@@ -60,6 +64,8 @@ class Stepping:
         self.optimizers.put_on()
         self._train_scope: Scope | None = None
         self._eval_scope: Scope | None = None
+        self._eval_calls: Counter[Root] = Counter()
+        """Forwards of each root in the eval step that runs."""
         self.traced_train: int | None = None
         """Number of the train step being traced."""
         self.chosen = ChosenSteps(settings.steps)
@@ -69,6 +75,9 @@ class Stepping:
         self.stance = EagerStance(is_wanted=settings.compile == "eager")
         self.stance.choose(is_eager=0 in settings.steps)
         self.scalers = ScalerWatch(guard.hook(self.optimizer_skipped))
+        self.schedules = ScheduleWatch(guard.hook(self._run_begins))
+        self._mode_of_run = Mode.TRAIN
+        """What the run of a pipeline schedule that goes on is going to be."""
         self.collectives = CollectiveTracing(guard, settings, open_session, self._running_step)
         if 0 in settings.steps:
             self.collectives.expect_step(is_first=True)
@@ -85,6 +94,7 @@ class Stepping:
         begins.
         """
         root = info.root
+        run = self.schedules.current()
         if is_inferring_shapes():  # no part of any step: what it computes is garbage
             step = max(self.clock.train, 0)
             is_seen = self.hooks.is_tracing
@@ -103,9 +113,10 @@ class Stepping:
         tick = self.clock.root_forward(
             has_gradients=self.is_train_forward(info, module),
             optimizer_exists=self.optimizers.exists,
+            run=run,
         )
         if tick.mode is Mode.EVAL:
-            return self._begin_eval(tick.step, info)
+            return self._eval_forward(tick, root)
         self.hidden.root_was_seen()
         if tick.opened:
             self._begin_train(tick.step)
@@ -174,21 +185,32 @@ class Stepping:
             self.parts.table.forget_dead()
             self.define_groups()
 
-    def _begin_eval(self, step: int, info: ModuleInfo) -> Scope | None:
-        self.end_eval()
-        is_selected = self.chosen.begins(Mode.EVAL, step)
-        if is_selected:
-            self._eval_scope = Scope(info.root, Mode.EVAL, step, 0, is_muted=False)
-            self._turn_on(Mode.EVAL, step)
-        elif self.traced_train is not None:
-            self._eval_scope = Scope(info.root, Mode.EVAL, step, 0, is_muted=True)
+    def _eval_forward(self, tick: Tick, root: Root) -> Scope | None:
+        """Return the scope of a root forward without gradients, a step of its own but in a run of a
+        pipeline schedule; None where that step is not traced.
+        """
+        if tick.opened:
+            self.end_eval()
+            is_muted = not self.chosen.begins(Mode.EVAL, tick.step)
+            if is_muted and self.traced_train is None:
+                self._turn_off()
+                return None
+            if not is_muted:
+                self._turn_on(Mode.EVAL, tick.step)
+        elif self._eval_scope is None:
+            return None
         else:
-            self._turn_off()
+            is_muted = self._eval_scope.is_muted
+        self._eval_scope = Scope(
+            root, Mode.EVAL, tick.step, self._eval_calls[root], is_muted=is_muted
+        )
+        self._eval_calls[root] += 1
         return self._eval_scope
 
     def end_eval(self) -> None:
         """Close the eval step; hooks stayed on behind it for the loss that may follow its root."""
         scope, self._eval_scope = self._eval_scope, None
+        self._eval_calls.clear()
         if scope is not None and not scope.is_muted:
             self.collectives.end_step(Mode.EVAL, scope.step)
             self.parts.recorder.step(StepEvent.END, Mode.EVAL, scope.step)
@@ -244,8 +266,43 @@ class Stepping:
         self.hooks.remove_all(is_inside_hook=is_inside_hook)
         self.optimizers.take_off()
         self.scalers.take_off()
+        self.schedules.take_off()
         self.collectives.take_off()
         self.stance.choose(is_eager=False)
+
+    def _run_begins(self, schedule: object) -> None:
+        """Expect a step: a run of a pipeline schedule begins, and its stages may receive first."""
+        steps = {
+            mode: self.clock.step_of_next_run(mode, self.optimizers.exists)
+            for mode in (Mode.TRAIN, Mode.EVAL)
+        }
+        if any(map(self.chosen.expects, steps.values())):
+            modules = stage_modules(schedule)
+            needs_gradient = torch.is_grad_enabled() and (
+                not modules
+                or any(p.requires_grad for each in modules for p in parameters_of_module(each))
+            )
+            self._mode_of_run = Mode.TRAIN if needs_gradient else Mode.EVAL
+            if self.chosen.expects(steps[self._mode_of_run]):
+                self.collectives.expect_step(is_first=False)
+        self.collectives.count_messages_from(f"run {self.schedules.current()}")
+
+    def _step_of_run(self, run: int) -> RunningStep | None:
+        """Return what a message in a run of a pipeline schedule belongs to."""
+        if run == self.clock.eval_run:
+            scope = self._eval_scope
+            if scope is None or scope.is_muted:
+                return None
+            return RunningStep(Mode.EVAL, scope.step, False)
+        mode = self._mode_of_run
+        step = self.clock.step_of_next_run(mode, self.optimizers.exists)
+        if run == self.clock.train_run:
+            mode, step = Mode.TRAIN, self.clock.train
+        if mode is Mode.TRAIN and step == self.clock.train:
+            is_traced = self.traced_train is not None
+        else:
+            is_traced = self.chosen.expects(step)
+        return RunningStep(mode, step, False) if is_traced else None
 
     def _running_step(self, is_message: bool) -> RunningStep | None:
         """Return what a collective outside every module call belongs to; None where that is not
@@ -259,6 +316,9 @@ class Stepping:
         """
         is_inside = self.clock.is_inside_optimizer
         is_busy = is_inside or current_graph_task() != -1
+        run = self.schedules.current() if is_message and not is_busy else None
+        if run is not None:
+            return self._step_of_run(run)
         if self._eval_scope is not None and not is_busy:
             scope = self._eval_scope
             return None if scope.is_muted else RunningStep(Mode.EVAL, scope.step, False)

@@ -14,6 +14,7 @@ from rankscope.judge.endings import ended_badly, is_in_order
 from rankscope.judge.joins import joins_of
 from rankscope.judge.late import note_updates, without_late_reductions
 from rankscope.judge.layouts import Layouts
+from rankscope.judge.messages import Message, Messages
 from rankscope.judge.observed import Moment, moment_of
 from rankscope.judge.order import Join
 from rankscope.judge.peers import fsdp_axes
@@ -23,7 +24,7 @@ from rankscope.judge.rules.carried import carried_gradients
 from rankscope.judge.rules.collectives import mismatched_collectives
 from rankscope.judge.rules.data import duplicate_batches
 from rankscope.judge.rules.equality import unequal_replicas
-from rankscope.judge.rules.exchanged import wrong_exchanges
+from rankscope.judge.rules.exchanged import wrong_exchanges, wrong_messages
 from rankscope.judge.rules.nonfinite import nonfinite_origins
 from rankscope.judge.rules.parameters import parameters_left, remember_parameters
 from rankscope.judge.rules.recompute import changed_recomputations
@@ -89,15 +90,21 @@ def check(
     scene = _scene(trace, layouts)
     steps = [*trace.setup, *trace.steps]
     suspects: list[Suspect] = []
+    messages = Messages()
     for number, step in enumerate(steps):
         if progress is not None:
             progress("checking", number / len(steps))
-        suspects += _judged(step, scene)
+        moment = moment_of(step, scene.columns)
+        suspects += _judged(moment, scene)
+        messages.note(moment, number, scene)
+        scene.ledger.next_moment()
+    suspects += _wrongly_received(messages, steps, scene)
     suspects = list(without_training_apart(without_late_reductions(suspects, scene), scene))
     suspects += _of_the_end(trace, steps, scene)
     tell_standstills(trace, scene, suspects)
     joins: list[Join] = []
     if len(suspects) > 1:
+        joins += messages.joins()
         for step in steps:
             joins += joins_of(moment_of(step, scene.columns), scene)
     return made_report(trace, scene, suspects, joins)
@@ -126,8 +133,17 @@ def _of_the_end(trace: Trace, steps: Sequence[Step], scene: Scene) -> Iterable[S
     return ended_badly(trace, scene, [moment_of(step, scene.columns) for step in final])
 
 
-def _judged(step: Step, scene: Scene) -> list[Suspect]:
-    moment = moment_of(step, scene.columns)
+def _wrongly_received(messages: Messages, steps: Sequence[Step], scene: Scene) -> Iterator[Suspect]:
+    """Read the steps again in which something came that was not sent: most traces have none."""
+    wrong: dict[int, list[Message]] = {}
+    for message in messages.paired():
+        if message.is_other:
+            wrong.setdefault(message.received.step, []).append(message)
+    for number, found in sorted(wrong.items()):
+        yield from wrong_messages(moment_of(steps[number], scene.columns), scene, found)
+
+
+def _judged(moment: Moment, scene: Scene) -> list[Suspect]:
     if moment.is_setup:
         scene.lives[moment.incarnation] = Life(
             replicas=Replicas(moment),
@@ -146,7 +162,6 @@ def _judged(step: Step, scene: Scene) -> list[Suspect]:
     note_updates(moment, scene)
     remember_parameters(moment, scene)
     _count_skipped(moment, scene)
-    scene.ledger.next_moment()
     return found
 
 

@@ -13,7 +13,7 @@ from rankscope.judge.observed import Call, Moment
 from rankscope.record.call import Phase
 from rankscope.tree.ranks import parse_ranks
 
-__all__ = ["MESSAGES", "Issue", "Message", "issues_in", "issues_of", "messages_of"]
+__all__ = ["MESSAGES", "Issue", "issues_in", "issues_of"]
 
 Array = NDArray[Any]
 MESSAGES: Final = frozenset({"send", "recv"})
@@ -45,7 +45,7 @@ class Issue:
 
     @property
     def sequence(self) -> int:
-        """Which of its group (a message: of its group, peer and tag) in the step."""
+        """Which of its group in the step; a message: of its channel since `since`."""
         return int(self.facts.get("sequence", 0))
 
     @property
@@ -62,16 +62,6 @@ class Issue:
         return f"{self.op} {self.group}#{self.sequence} of {self.ranks.tolist()} in {self.call}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Message:
-    """A send and the recv that took it."""
-
-    sent: Issue
-    sender: int
-    received: Issue
-    receiver: int
-
-
 def issues_of(moment: Moment) -> Iterator[Issue]:
     """Yield what ranks issued in one step."""
     for call in moment.of(Phase.COLLECTIVE):
@@ -86,21 +76,3 @@ def issues_in(call: Call) -> Iterator[Issue]:
         yield Issue(call, call.ranks, data["collective"])
     for each in data.get("collectives", ()):
         yield Issue(call, np.array(parse_ranks(each["ranks"]), np.int64), each)
-
-
-def messages_of(issues: list[Issue]) -> Iterator[Message]:
-    """Yield every send with its recv, where both were recorded."""
-    sends = {
-        (issue.group, rank, issue.facts.get("peer"), issue.facts.get("tag"), issue.sequence): issue
-        for issue in issues
-        if issue.op == "send"
-        for rank in issue.ranks.tolist()
-    }
-    for issue in issues:
-        if issue.op != "recv":
-            continue
-        for rank in issue.ranks.tolist():
-            peer = issue.facts.get("peer")
-            sent = sends.get((issue.group, peer, rank, issue.facts.get("tag"), issue.sequence))
-            if sent is not None and peer is not None:
-                yield Message(sent=sent, sender=int(peer), received=issue, receiver=rank)

@@ -1,8 +1,8 @@
 """What ranks did together, as far as a trace shows it: the joints of the order of causes.
 
-Recorded collectives and messages come first. Reductions of gradients run in C++ and show in no
-record, so the gradients just before an optimizer step join the ranks that hold parts of one
-parameter, or replicas of it.
+Recorded collectives come first; messages, which may join two steps, are in `messages.py`.
+Reductions of gradients run in C++ and show in no record, so the gradients just before an optimizer
+step join the ranks that hold parts of one parameter, or replicas of it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.judge.issues import MESSAGES, Issue, Message, issues_of, messages_of
+from rankscope.judge.issues import MESSAGES, Issue, issues_of
 from rankscope.judge.observed import Moment
 from rankscope.judge.order import Join
 from rankscope.judge.rules.stages import Edge, stage_edges
@@ -28,13 +28,10 @@ _TO_ONE: Final = {"reduce", "gather"}
 
 
 def joins_of(moment: Moment, scene: Scene) -> Iterator[Join]:
-    """Yield the joints of one step."""
-    issues = list(issues_of(moment))
-    for issue in issues:
+    """Yield the joints of one step, but for its messages."""
+    for issue in issues_of(moment):
         if len(issue.ranks) > 1 and issue.op not in MESSAGES:
             yield _collective(issue, scene)
-    for message in messages_of(issues):
-        yield _message(message, scene)
     for edge in stage_edges(moment):
         yield from _stage(edge, scene)
     yield from _events(moment, scene)
@@ -51,16 +48,6 @@ def _collective(issue: Issue, scene: Scene) -> Join:
         givers = takers = every
     return Join(
         givers=ranks[givers], begins=begins[givers], takers=ranks[takers], ends=ends[takers]
-    )
-
-
-def _message(message: Message, scene: Scene) -> Join:
-    sender, receiver = np.array([message.sender]), np.array([message.receiver])
-    return Join(
-        givers=sender,
-        begins=scene.clock.of_call(message.sent.call, sender),
-        takers=receiver,
-        ends=scene.clock.of_call(message.received.call, receiver, is_end=True),
     )
 
 

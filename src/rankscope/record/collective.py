@@ -38,6 +38,10 @@ class Collective:
     """What travels are pickled objects: their bytes are not digested."""
     issuer: str = "outside"
     """One of ISSUERS."""
+    since: str = ""
+    """From where a send or recv is counted on every rank alike: "start" (of the process), "train 5"
+    (behind the optimizer's step before that step), "run 3" (of a pipeline schedule). "" where some
+    before it may not have been recorded: which one it is is then not known."""
     at: str = ""
     """Where in the program: `file.py:12 function`; "" where no line of Python issued it."""
 
@@ -56,6 +60,8 @@ class Collective:
         if self.is_object:
             found["object"] = True
         found["issuer"] = self.issuer
+        if self.since:
+            found["since"] = self.since
         if self.at:
             found["at"] = self.at
         return found
@@ -83,5 +89,6 @@ class Collective:
             tag=optional("tag"),
             is_object=bool(fields.get("object", False)),
             issuer=str(fields["issuer"]),
+            since=str(fields.get("since", "")),
             at=str(fields.get("at", "")),
         )

@@ -1,6 +1,4 @@
-"""torch's own parallelism: what a pipeline stage and FSDP2 are at, told by the functions they
-run.
-"""
+"""torch's own parallelism: what a pipeline and FSDP2 are at, told by the functions they run."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ from types import CodeType, FrameType
 
 import torch
 
-__all__ = ["shape_inference", "sharded_module_in_hand"]
+__all__ = ["pipeline_schedules", "shape_inference", "sharded_module_in_hand", "stage_modules"]
 
 
 _INFERENCE = ("_forward_metadata_inference", "_backward_metadata_inference", "_shape_inference")
@@ -26,6 +24,23 @@ def shape_inference() -> frozenset[CodeType]:
         return frozenset()
     found = (getattr(getattr(stage, name, None), "__code__", None) for name in _INFERENCE)
     return frozenset(code for code in found if code is not None)
+
+
+def pipeline_schedules() -> tuple[type, ...]:
+    """Return the classes whose `step` runs all micro-batches of one batch: every schedule of torch
+    inherits one of them. Where no pipeline was imported there are none.
+    """
+    schedules = sys.modules.get("torch.distributed.pipelining.schedules")
+    names = ("PipelineScheduleSingle", "PipelineScheduleMulti")
+    found = (getattr(schedules, name, None) for name in names)
+    return tuple(cls for cls in found if isinstance(cls, type) and "step" in vars(cls))
+
+
+def stage_modules(schedule: object) -> list[torch.nn.Module]:
+    """Return the modules that this rank's stages of a schedule run; without torch's names none."""
+    stages = getattr(schedule, "_stages", None) or [getattr(schedule, "_stage", None)]
+    found = (getattr(stage, "submod", None) for stage in stages)
+    return [module for module in found if isinstance(module, torch.nn.Module)]
 
 
 _MOST_FRAMES = 20

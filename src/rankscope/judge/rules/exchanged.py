@@ -2,7 +2,8 @@
 
 Outputs that a collective makes equal are compared by hash. Sums are held to the sketches of the
 inputs (they are linear), maxima to maxima, parts to means and norms; all within rounding. Only
-collectives of which every member was recorded are looked at.
+collectives of which every member was recorded are looked at, and only messages that are known to be
+one (`judge/messages.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.judge.issues import MESSAGES, Issue, Message, issues_of, messages_of
+from rankscope.judge.issues import MESSAGES, Issue, issues_of
+from rankscope.judge.messages import Message, message_value
 from rankscope.judge.numbers import ROUNDING, minority, rounding_of, sides
 from rankscope.judge.observed import Held, Moment
 from rankscope.judge.scene import Scene
@@ -22,7 +24,7 @@ from rankscope.record.finding import Kind
 from rankscope.record.value import ValueFlag
 from rankscope.tree.ranks import ranks_named
 
-__all__ = ["wrong_exchanges"]
+__all__ = ["wrong_exchanges", "wrong_messages"]
 
 Array = NDArray[Any]
 _EQUAL_OUTPUTS: Final = frozenset(
@@ -35,13 +37,10 @@ _SLACK: Final = 8
 
 
 def wrong_exchanges(moment: Moment, scene: Scene) -> Iterator[Suspect]:
-    """Yield a suspect for every collective and message whose output is not what went in."""
-    issues = list(issues_of(moment))
-    for issue in issues:
+    """Yield a suspect for every collective whose output is not what went in."""
+    for issue in issues_of(moment):
         if issue.op not in MESSAGES and len(issue.ranks) == len(issue.members) > 1:
             yield from _judged(moment, scene, issue)
-    for message in messages_of(issues):
-        yield from _delivered(moment, scene, message)
 
 
 def _judged(moment: Moment, scene: Scene, issue: Issue) -> Iterator[Suspect]:
@@ -161,18 +160,17 @@ _TESTS: Final[dict[tuple[str, str], Callable[[Issue, Held, Held], bool]]] = {
 # ---- messages ------------------------------------------------------------------------------------
 
 
-def _delivered(moment: Moment, scene: Scene, message: Message) -> Iterator[Suspect]:
-    sent = message.sent.call.held.get("input.0")
-    received = message.received.call.held.get("output.0")
-    if sent is None or received is None:
-        return
-    own, other = np.array([message.receiver]), np.array([message.sender])
-    if not (_is_there(sent, other) and _is_there(received, own)) or _is_late(sent, other):
-        return
-    scene.ledger.applied(received)
-    if sent.hashes[sent.at(other)[0]] != received.hashes[received.at(own)[0]]:
-        text = f"rank {message.receiver} received something else than rank {message.sender} sent"
-        yield _suspect(moment, scene, message.received, received, text, own, members=own)
+def wrong_messages(moment: Moment, scene: Scene, wrong: list[Message]) -> Iterator[Suspect]:
+    """Yield a suspect for each of these messages, all of them received in this step."""
+    by_call = {(message.received.call_id, message.receiver): message for message in wrong}
+    for issue in issues_of(moment):
+        for rank in issue.ranks.tolist() if issue.op == "recv" else ():
+            message = by_call.get((issue.call.node.id, rank))
+            received = message_value(issue)
+            if message is not None and received is not None:
+                text = f"rank {rank} received something else than rank {message.sender} sent"
+                own = np.array([rank])
+                yield _suspect(moment, scene, issue, received, text, own, members=own)
 
 
 def _suspect(

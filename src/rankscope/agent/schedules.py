@@ -1,0 +1,88 @@
+"""The runs of torch's pipeline schedules: one call of `schedule.step()` or `eval()` is one run.
+
+A run sends all micro-batches of a batch through this rank's stages, so all of its forwards belong
+to one step. Nothing else tells that where no optimizer steps. A function of ours stands in the
+classes that all schedules inherit `step` from; a module call inside of it costs nothing more.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import sys
+from collections.abc import Callable
+from types import CodeType, FrameType
+from typing import Any
+
+from rankscope.capture.torch_internals.parallel import pipeline_schedules
+
+__all__ = ["ScheduleWatch"]
+
+
+class ScheduleWatch:
+    """Says in which run of a schedule this process is, from the first question until `take_off`."""
+
+    def __init__(self, begins: Callable[[object], None]) -> None:
+        """Watch nothing yet: a program may import pipelines later, or never.
+
+        Args:
+            begins: told of the schedule when a run begins; it must not raise.
+        """
+        self._begins = begins
+        self._numbers = itertools.count()
+        self._run: int | None = None
+        self._originals: dict[type, Callable[..., Any]] = {}
+        self._standing: dict[type, Callable[..., Any]] = {}
+        self._codes: frozenset[CodeType] = frozenset()
+        """Code of torch's own `step`, while a run goes on that began before ours stood there."""
+        self._is_over = False
+
+    def current(self) -> int | None:
+        """Return the number of the run that goes on, counted from 0; None outside every run."""
+        if not self._standing and not self._is_over:
+            self._stand()
+        if self._codes and _running(self._codes) is None:
+            self._run, self._codes = None, frozenset()
+        return self._run
+
+    def take_off(self) -> None:
+        """Put the originals back, unless somebody else has put theirs over ours since."""
+        self._is_over = True
+        for cls, ours in self._standing.items():
+            if vars(cls).get("step") is ours:
+                cls.step = self._originals[cls]  # type: ignore[attr-defined]  # they have a step
+        self._standing.clear()
+
+    def _stand(self) -> None:
+        for cls in pipeline_schedules():
+            original = self._originals[cls] = vars(cls)["step"]
+            ours = self._standing[cls] = self._around(original)
+            cls.step = ours  # type: ignore[attr-defined]  # they have a step
+        codes = (getattr(original, "__code__", None) for original in self._originals.values())
+        known = frozenset(code for code in codes if code is not None)
+        frame = _running(known)
+        if frame is not None:  # the first run of all: it has brought us here
+            self._run, self._codes = next(self._numbers), known
+            self._begins(frame.f_locals.get(frame.f_code.co_varnames[0]))
+
+    def _around(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def step(schedule: object, *args: Any, **kwargs: Any) -> Any:
+            if self._is_over or self.current() is not None:
+                return original(schedule, *args, **kwargs)
+            self._run = next(self._numbers)
+            try:
+                self._begins(schedule)
+                return original(schedule, *args, **kwargs)
+            finally:
+                self._run = None
+
+        return step
+
+
+def _running(codes: frozenset[CodeType]) -> FrameType | None:
+    """Return the innermost frame of this thread that runs one of these codes."""
+    frame: FrameType | None = sys._getframe(1) if codes else None
+    while frame is not None and frame.f_code not in codes:
+        frame = frame.f_back
+    return frame
