@@ -18,6 +18,7 @@ from torch.nn.parameter import is_lazy
 from rankscope.agent.members import modules_of, own_parameters, parameters_of_module
 from rankscope.agent.wrappers import class_behind_wrappers, own_class, wrapper_of
 from rankscope.capture.torch_internals.compiling import dynamo_has_compiled, is_compiled_in_place
+from rankscope.capture.torch_internals.parallel import is_sync_off
 from rankscope.record.globs import glob_matches
 
 __all__ = ["ModuleInfo", "ModuleTable", "Root"]
@@ -243,6 +244,17 @@ class ModuleTable:
     def paths(self) -> set[str]:
         """Return the canonical paths of all modules seen."""
         return self._paths_of_dead | {info.path for _, info in [*self._infos.values()]}
+
+    def unsynced_parameters(self) -> frozenset[int]:
+        """Return the identities of the parameters whose gradients are not to be reduced now."""
+        known = [*self._infos.values()]  # another thread may add to them
+        modules = (module() for module, _ in known)
+        return frozenset(
+            id(parameter)
+            for module in modules
+            if module is not None and is_sync_off(module)
+            for parameter in parameters_of_module(module)
+        )
 
     def with_hooks(self, root: Root) -> list[nn.Module]:
         """Return the known modules of a root that have forward hooks of their own."""

@@ -22,6 +22,7 @@ from rankscope.record.value import ValueFlag
 __all__ = ["ParameterEvents"]
 
 _UNHELD, _CARRIED = int(ValueFlag.UNHELD), int(ValueFlag.CARRIED)
+_NO_SYNC = int(ValueFlag.NO_SYNC)
 
 
 class ParameterEvents:
@@ -94,10 +95,13 @@ class ParameterEvents:
         """
         if not self.wants(Phase.GRADS):
             return
+        with invisible():
+            unsynced = self._table.unsynced_parameters()
         for root in self._table.roots:
             event = _Event(
-                root, Phase.GRADS, step, ordinal, flags, chosen, unheld, carried, tuple(extras)
-            )
+                root, Phase.GRADS, step, ordinal, flags, chosen, unheld, carried, unsynced,
+                tuple(extras),
+            )  # fmt: skip
             self._record(event)
 
     def parameters(
@@ -212,6 +216,8 @@ class ParameterEvents:
                     flags |= _UNHELD
                 if gradient is not None and id(parameter) in event.carried:
                     flags |= _CARRIED
+                if gradient is not None and id(parameter) in event.unsynced:
+                    flags |= _NO_SYNC
                 yield _Item(slot, gradient, flags)
         if is_grads or event.root in self._with_buffers or not self.wants(event.phase):
             return
@@ -238,6 +244,8 @@ class _Event:
     chosen: frozenset[int] | None
     unheld: frozenset[int] = frozenset()
     carried: frozenset[int] = frozenset()
+    unsynced: frozenset[int] = frozenset()
+    """Parameters whose gradients are not to be reduced, by identity."""
     extras: tuple[tuple[str, torch.Tensor], ...] = ()
 
 

@@ -8,6 +8,7 @@ from typing import Final
 import numpy as np
 
 from rankscope.errors import TraceError
+from rankscope.judge.apart import with_steps_apart_told_once
 from rankscope.judge.averaging import note_averaging, without_training_apart
 from rankscope.judge.clock import Clock
 from rankscope.judge.endings import ended_badly, is_in_order
@@ -100,6 +101,7 @@ def check(
         scene.ledger.next_moment()
     suspects += _wrongly_received(messages, steps, scene)
     suspects = list(without_training_apart(without_late_reductions(suspects, scene), scene))
+    suspects = list(with_steps_apart_told_once(suspects))
     suspects += _of_the_end(trace, steps, scene)
     tell_standstills(trace, scene, suspects)
     joins: list[Join] = []

@@ -60,6 +60,8 @@ class ValueFlag(enum.IntFlag):
     """Its bytes were asked for and could not be kept: what cannot be stored, no room, no budget."""
     CARRIED = 16384
     """Gradient of a parameter that had one already, not zero, when backward of the step began."""
+    NO_SYNC = 32768
+    """Gradient that its data-parallel wrapper was told not to reduce when the optimizer stepped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,15 @@ from types import CodeType, FrameType
 
 import torch
 
-__all__ = ["pipeline_schedules", "shape_inference", "sharded_module_in_hand", "stage_modules"]
+from rankscope.capture.torch_internals.loaded import loaded_class
+
+__all__ = [
+    "is_sync_off",
+    "pipeline_schedules",
+    "shape_inference",
+    "sharded_module_in_hand",
+    "stage_modules",
+]
 
 
 _INFERENCE = ("_forward_metadata_inference", "_backward_metadata_inference", "_shape_inference")
@@ -41,6 +49,22 @@ def stage_modules(schedule: object) -> list[torch.nn.Module]:
     stages = getattr(schedule, "_stages", None) or [getattr(schedule, "_stage", None)]
     found = (getattr(stage, "submod", None) for stage in stages)
     return [module for module in found if isinstance(module, torch.nn.Module)]
+
+
+def is_sync_off(module: torch.nn.Module) -> bool:
+    """True for a DDP or FSDP1 wrapper inside `no_sync()`, and for an FSDP2 module that is told not
+    to reduce gradients. Without torch's names, False.
+    """
+    own = vars(module)
+    if own.get("require_backward_grad_sync") is False or own.get("_sync_gradients") is False:
+        return True
+    sharded = loaded_class("torch.distributed.fsdp", "FSDPModule")
+    if sharded is None or not isinstance(module, sharded):
+        return False
+    state = getattr(module, "_get_fsdp_state", lambda: None)()
+    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", 0)]
+    names = ("reduce_grads", "all_reduce_grads")
+    return any(getattr(group, name, True) is False for group in groups for name in names)
 
 
 _MOST_FRAMES = 20

@@ -29,7 +29,8 @@ from rankscope.judge.peers import same_inputs
 from rankscope.judge.scene import Life, Scene
 from rankscope.judge.suspects import Suspect, suspect_at
 from rankscope.record.call import Phase
-from rankscope.record.finding import Kind
+from rankscope.record.finding import Kind, Severity
+from rankscope.record.value import ValueFlag
 from rankscope.tree.ranks import ranks_named
 
 __all__ = ["differing_groups", "is_within_rounding", "unequal_replicas"]
@@ -192,8 +193,11 @@ def _suspect(
     if len(bare):
         blamed, is_told = bare, True
         told = f"{ranks_named(bare.tolist())} had no gradient of it, the other replicas had one"
+    is_held_back = False
     if kind is Kind.GRADIENT:
         told = f"{ranks_named(members.tolist())} each step with a gradient of their own data"
+        flags = held.flags[held.at(members)]
+        is_held_back = bool((flags & int(ValueFlag.NO_SYNC)).all())
     random = next(filter(None, map(batches.drawn_apart, groups)), "")
 
     def evidence() -> dict[str, Any]:
@@ -228,6 +232,7 @@ def _suspect(
         scene.times(held, members),
         f"{told} ({sides_text(held, groups[0])})",
         advice=advice,
+        severity=Severity.WARNING if is_held_back else Severity.FAULT,
         evidence=evidence,
     )
 
