@@ -84,6 +84,14 @@ def ddp_no_sync() -> Any:
     return model
 
 
+def ddp_apart() -> Any:
+    """Train apart: the optimizer steps inside `no_sync`, as local SGD does between averages."""
+    model = DistributedDataParallel(Net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with model.no_sync():
+        return model, train(model, optimizer, is_spared=True)
+
+
 def zero() -> Any:
     """ZeRO steps the optimizer of its own shard inside its own step."""
     model = DistributedDataParallel(Net())
@@ -137,6 +145,7 @@ PROGRAMS: dict[str, Callable[[], Any]] = {
     "bucket views": ddp(gradient_as_bucket_view=True, find_unused_parameters=True),
     "static graph": ddp(static_graph=True),
     "no_sync": ddp_no_sync,
+    "ddp apart": ddp_apart,
     "zero": zero,
     "fsdp2": fsdp2(),
     "fsdp2 kept": fsdp2(reshard_after_forward=False),
@@ -151,6 +160,7 @@ PROGRAMS: dict[str, Callable[[], Any]] = {
 
 ACCUMULATING = {"no_sync", "fsdp2 accumulation"}
 GRADIENT_FLAGS = {
+    "ddp apart": {"no_sync"},
     # a branch no rank took, and parameters of which the flat shard of a rank holds nothing
     "bucket views": {"absent", "structure_only"},
     "static graph": {"absent", "structure_only"},

@@ -9,6 +9,7 @@ import pytest
 
 from rankscope.record.call import Phase
 from rankscope.record.finding import Report, Verdict
+from rankscope.record.value import ValueFlag
 from tests.judge.paper import collective, event, judged, module, numbers, setup
 from tests.tree.ranks_on_paper import PaperRank
 
@@ -100,3 +101,38 @@ def test_an_outer_optimizer_may_step_between_with_what_was_averaged(tmp_path: Pa
                 event(rank, Phase.PARAMS, "param", {"a.weight": numbers(51)}, step=step)
 
     assert judged(tmp_path, 2, write).verdict is Verdict.CLEAN
+
+
+def apart(folder: Path, flags: int) -> Report:
+    """Two steps of ranks that never reduce a gradient nor average, each on its own rows."""
+
+    def write(rank: PaperRank) -> None:
+        own = 100 * rank.rank
+        setup(rank, {"a.weight": numbers(0), "b.weight": numbers(1, 5)})
+        for step in range(2):
+            with rank.call(class_name="Model", step=step):
+                module(rank, "a", numbers(10 + own + step), numbers(20 + own), step=step)
+                module(rank, "b", numbers(12 + own + step), numbers(21 + own), step=step)
+            grads = {"a.weight": numbers(30 + own), "b.weight": numbers(31 + own, 5)}
+            event(rank, Phase.GRADS, "grad", grads, step=step, flags=flags)
+            after = dict(zip(("a.weight", "b.weight"), _left(rank.rank)))
+            event(rank, Phase.PARAMS, "param", after, step=step)
+
+    return judged(folder, 2, write)
+
+
+def test_steps_inside_no_sync_are_one_warning_and_what_follows_is_no_fault(tmp_path: Path):
+    """Local SGD of which no traced step holds an average: it may be meant, and is told once."""
+    report = apart(tmp_path, int(ValueFlag.NO_SYNC))
+    assert report.verdict is Verdict.CLEAN
+    (finding,) = report.findings
+    assert (finding.kind.value, finding.severity.value) == ("gradient-not-reduced", "warning")
+    assert (finding.path, finding.step, finding.ranks) == ("a", 0, (0, 1))
+    assert finding.victims == 7, "both gradients and both parameters of two steps"
+    assert "--rs-steps" in finding.advice
+
+
+def test_gradients_that_were_to_be_reduced_stay_a_fault_of_each(tmp_path: Path):
+    report = apart(tmp_path, 0)
+    assert report.verdict is Verdict.FAULT
+    assert {finding.kind.value for finding in report.origins} == {"gradient-not-reduced"}
