@@ -13,14 +13,14 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from rankscope.gather.outcome import Outcome
-from rankscope.spool.companions import companion_environment
+from rankscope.gather.log import ExitOutcome
+from rankscope.run.companions import companion_environment
 
 __all__ = ["Companion", "Keeper"]
 
 _STARTS_AGAIN = 5
 _LOOK_S = 0.5
-_FINAL = tuple(Outcome)
+_FINAL = tuple(ExitOutcome)
 
 
 class Companion:

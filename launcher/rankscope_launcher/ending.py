@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from rankscope.errors import RankscopeError
-from rankscope.gather.outcome import Outcome
-from rankscope.record.run import NO_STEP
-from rankscope.spool.folder import streams
-from rankscope.spool.outfolder import COLLECTOR_LOG_NAME, announced, typed
-from rankscope.tree.names import TRACE_NAME
+from rankscope.gather.log import ExitOutcome
+from rankscope.record.streams import NO_STEP
+from rankscope.run.folders import streams
+from rankscope.run.names import TRACE_NAME
+from rankscope.run.out import COLLECTOR_LOG_NAME, announced, typed
 from rankscope.tree.reader import open_trace
 from rankscope.tree.summary import Crash, crashes
 from rankscope_launcher.companions import Companion
@@ -64,10 +64,10 @@ class Ending:
                 f"the trace follows in {self.out}; read it then: {typed('show', folder)} "
                 f"(not waited for any longer; should it not come: {self._recover()})"
             )
-        if code == Outcome.DONE and not self.has_records():
+        if code == ExitOutcome.DONE and not self.has_records():
             return NOTHING
         why = f"the collector ended with code {code}, see {self.out / COLLECTOR_LOG_NAME}"
-        if code == Outcome.NO_ROOM:
+        if code == ExitOutcome.NO_ROOM:
             why = "its disk is full, or cannot be written; make room first"
         return f"no tree in {self.out}: {why}; build it from the records: {self._recover()}"
 
@@ -82,9 +82,9 @@ class Ending:
 
     def _of_records_sent(self) -> str:
         code = self.relay.outcome() if self.relay is not None else None
-        if code == Outcome.DONE:
+        if code == ExitOutcome.DONE:
             return f"records went to the collector at {self.elsewhere}, which writes the tree"
-        if code == Outcome.REJECTED:
+        if code == ExitOutcome.REJECTED:
             return (
                 f"the collector at {self.elsewhere} gathers another run and took nothing of this "
                 f"one; build its tree from the records here: {self._recover()}"

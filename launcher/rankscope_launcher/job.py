@@ -22,17 +22,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from rankscope.agent.settings import SETTINGS, Settings
 from rankscope.capture.kernel import build as build_kernel
 from rankscope.errors import FolderError, RankscopeError, SettingError
 from rankscope.gather.address import check_address
-from rankscope.gather.outcome import Outcome
-from rankscope.spool.companions import (
+from rankscope.gather.log import ExitOutcome
+from rankscope.run.companions import (
     collector_command,
     ipc_address,
     relay_command,
 )
-from rankscope.spool.folder import (
+from rankscope.run.folders import (
     COLLECTOR_LOCK_NAME,
     LAUNCHER_LOCK_NAME,
     RELAY_LOG_NAME,
@@ -49,7 +48,7 @@ from rankscope.spool.folder import (
     streams,
     write_run_header,
 )
-from rankscope.spool.outfolder import (
+from rankscope.run.out import (
     COLLECTOR_LOG_NAME,
     check_budget,
     claim_out,
@@ -58,6 +57,7 @@ from rankscope.spool.outfolder import (
     prepare_out,
     remove_empty,
 )
+from rankscope.settings import SETTINGS, Settings
 from rankscope_launcher.companions import Companion, Keeper, wait_for_end
 from rankscope_launcher.ending import NOTHING, Ending, failure_line, shown
 from rankscope_launcher.progress import Progress, say
@@ -253,7 +253,7 @@ class TracedJob:
 
     @staticmethod
     def _was_refused(collector: Companion | None) -> bool:
-        return collector is not None and collector.outcome() == Outcome.REFUSED
+        return collector is not None and collector.outcome() == ExitOutcome.REFUSED
 
     def _ending(self) -> Ending:
         return Ending(

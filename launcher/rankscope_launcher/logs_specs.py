@@ -14,9 +14,8 @@ from collections.abc import Mapping
 
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, LogsDest
 
-from rankscope.agent.settings import is_enabled, settings_from
-from rankscope.agent.wording import as_variables, misspelt_variables
 from rankscope.errors import RankscopeError
+from rankscope.settings import as_variables, is_enabled, misspelt_variables, settings_from
 from rankscope_launcher.job import JobShape, TracedJob, new_run_id
 from rankscope_launcher.progress import say
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from rankscope.spool.outfolder import typed
-from rankscope.spool.standstills import standstills_in
+from rankscope.run.out import typed
+from rankscope.run.stalls import standstills_in
 from rankscope_launcher.progress import say
 
 __all__ = ["SaidOfStandstills"]

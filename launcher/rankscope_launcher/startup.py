@@ -72,7 +72,7 @@ def install() -> None:
 
 def _arm() -> None:
     try:
-        from rankscope.agent.arming import arm
+        from rankscope.agent.activation import arm
 
         arm()
     except Exception as error:  # noqa: BLE001  # torch was imported to train, which goes on untraced

@@ -21,9 +21,8 @@ from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from typing import Any, NoReturn
 
-from rankscope.agent.settings import SETTINGS, settings_from
-from rankscope.agent.wording import did_you_mean, misspelt_variables
 from rankscope.errors import RankscopeError, SettingError
+from rankscope.settings import SETTINGS, did_you_mean, misspelt_variables, settings_from
 from rankscope_launcher.job import JobShape, TracedJob, new_run_id
 from rankscope_launcher.progress import say
 

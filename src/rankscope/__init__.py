@@ -10,9 +10,9 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rankscope.judge.check import check
-    from rankscope.tracing import attach, step, trace
-    from rankscope.tree.reader import Trace, open_trace
+    from rankscope.diagnosis.check import check
+    from rankscope.tracing import attach, open_trace, step, trace
+    from rankscope.tree.reader import Trace
 
 __all__ = ["Trace", "attach", "check", "open_trace", "step", "trace"]
 __version__ = "0.1.0"
@@ -20,8 +20,8 @@ __version__ = "0.1.0"
 _HOMES = {
     "Trace": "rankscope.tree.reader",
     "attach": "rankscope.tracing",
-    "check": "rankscope.judge.check",
-    "open_trace": "rankscope.tree.reader",
+    "check": "rankscope.diagnosis.check",
+    "open_trace": "rankscope.tracing",
     "step": "rankscope.tracing",
     "trace": "rankscope.tracing",
 }

@@ -15,36 +15,39 @@ from typing import NamedTuple, TypeVar
 
 from torch import nn
 
-from rankscope.agent.arming import arm, close, current_session, hold
-from rankscope.agent.callvalues import CallWishes
+from rankscope.agent.activation import arm, close, current_session, hold
 from rankscope.agent.guard import Guard, attempt, say, text_of
-from rankscope.agent.joining import define_rank, who_am_i
-from rankscope.agent.keeper import free_disk_share
-from rankscope.agent.keeping import chunk_store, make_keeper, make_recorder
-from rankscope.agent.layers import LayerRecorder
+from rankscope.agent.hooks.callvalues import CallWishes
+from rankscope.agent.join import define_rank, who_am_i
 from rankscope.agent.parts import Opened
 from rankscope.agent.session import Session
-from rankscope.agent.settings import Settings, settings_from
-from rankscope.agent.stores import Glance, GlanceStore, Look, ScratchStore, Store
-from rankscope.agent.wording import as_keywords
+from rankscope.agent.values.bytestores import Glance, GlanceStore, Look, ScratchStore, Store
+from rankscope.agent.values.tensorpolicy import (
+    PathRecorder,
+    chunk_store,
+    make_keeper,
+    make_recorder,
+)
+from rankscope.agent.values.tensorstore import free_disk_share
+from rankscope.assembly.rankstreams import StreamBytes
+from rankscope.assembly.sources import replica_path
 from rankscope.capture.kernel import build as build_kernel
+from rankscope.chunks.scratch import HeldBytes, Scratch
+from rankscope.chunks.writing import ByteArray
 from rankscope.errors import RankscopeError, SpoolError
-from rankscope.record.run import EndReason
-from rankscope.spool.chunks import ByteArray
-from rankscope.spool.folder import (
+from rankscope.record.streams import EndReason
+from rankscope.run.folders import (
     check_free_space,
     host_run_folder,
     run_key,
     spool_base,
     stream_folder,
 )
-from rankscope.spool.outfolder import check_budget, default_out, prepare_out, typed
-from rankscope.spool.reader import StreamReader
-from rankscope.spool.replacing import write_by_rename
-from rankscope.spool.scratch import HeldBytes, Scratch
+from rankscope.run.out import check_budget, default_out, prepare_out, typed
+from rankscope.run.replacing import write_by_rename
+from rankscope.settings import Settings, as_keywords, settings_from
+from rankscope.spool.streamreader import StreamReader
 from rankscope.spool.writer import SpoolWriter
-from rankscope.tree.sources import replica_path
-from rankscope.tree.streams import StreamBytes
 
 _T = TypeVar("_T")
 _End = Callable[[], None]
@@ -94,7 +97,7 @@ def _begin(model: nn.Module | None, given: Mapping[str, object]) -> tuple[Begun,
         begun = Begun(Path(str(out)).absolute(), "") if out else Begun(None, _UNNAMED)
         arm(given)
         return begun, lambda: close(EndReason.CLOSED)
-    block = _Block(model, _settings(given), None, None, of_rank=False)
+    block = _TracedBlock(model, _settings(given), None, None, None)
     return Begun(block.out, ""), block.finish
 
 
@@ -125,7 +128,7 @@ def _nothing() -> None:
 class RankBlock:
     """Traces this process alone, whatever ranks there are beside it."""
 
-    def __init__(self, block: _Block) -> None:
+    def __init__(self, block: _TracedBlock) -> None:
         self._block = block
         self.session = block.session
 
@@ -161,11 +164,9 @@ class RankBlock:
         """Give up what `held` returned; those who still use it may."""
         self._block.close()
 
-    def let_go_between_layers(self, *, is_wanted: bool) -> None:
-        """From now on let go of the tensors of layers between the first and the last of their
-        list, or keep all of them.
-        """
-        self._block.let_go_between_layers(is_wanted=is_wanted)
+    def release(self, reference: int) -> None:
+        """Let go of a tensor that was kept; its place may be used again."""
+        self._block.release(reference)
 
     def end(self) -> StreamBytes:
         """End the trace and return its records. The tensors in `out` stay there, and `held`.
@@ -178,7 +179,11 @@ class RankBlock:
 
 
 def begin_rank_block(
-    model: nn.Module, given: Mapping[str, object], wishes: CallWishes, look: Look | None = None
+    model: nn.Module,
+    given: Mapping[str, object],
+    wishes: CallWishes,
+    recorder: Callable[[SpoolWriter], PathRecorder],
+    look: Look | None = None,
 ) -> RankBlock | None:
     """Begin to trace this process alone; None where that could not begin, and why was said.
 
@@ -186,18 +191,19 @@ def begin_rank_block(
         model: the root whose path is "".
         given: settings; `out` is of this rank alone.
         wishes: what is wanted of calls beyond the settings.
+        recorder: makes what writes the records of this rank.
         look: what it makes of a tensor is kept, in memory; None keeps all bytes.
     """
     if current_session() is not None:
         say(_TRACED_ALREADY)
         return None
     return _guarded(
-        lambda: RankBlock(_Block(model, _settings(given), wishes, look, of_rank=True)),
+        lambda: RankBlock(_TracedBlock(model, _settings(given), wishes, look, recorder)),
         lambda why: None,
     )
 
 
-class _Block:
+class _TracedBlock:
     """The parts of one block, put together and taken apart."""
 
     def __init__(
@@ -206,8 +212,7 @@ class _Block:
         settings: Settings,
         wishes: CallWishes | None,
         look: Look | None,
-        *,
-        of_rank: bool,
+        rank_recorder: Callable[[SpoolWriter], PathRecorder] | None,
     ) -> None:
         build_kernel()
         self.out = prepare_out(settings.out or default_out())
@@ -221,7 +226,7 @@ class _Block:
         check_budget(self.out, settings.tensor_budget if settings.tensors else None, ranks=1)
         self._stream = identity.stream
         self._replica = replica_path(self.out, self._stream)
-        if not of_rank:
+        if rank_recorder is None:
             self._replica.parent.mkdir(mode=0o700)  # others may look in
         self._taken = 0
         """Bytes of it that are whole segments."""
@@ -231,15 +236,17 @@ class _Block:
             retire=self._take_segment,
         )
         self._settings = settings
-        self._recorder = LayerRecorder(writer) if of_rank else make_recorder(writer, settings)
-        recorder = self._recorder
+        recorder = (
+            make_recorder(writer, settings) if rank_recorder is None else rank_recorder(writer)
+        )
+        self._recorder = recorder
         define_rank(recorder, identity, run_id, settings)
         self.scratch: Scratch | None = None
         """Where the bytes of tensors are; None for chunks in the trace folder."""
         self.has_chunks = False
         self.glances = None if look is None else GlanceStore(look, recorder.tensor)
         """What was made of tensors that were looked at."""
-        store = (self.glances or self._byte_store()) if of_rank else None
+        store = None if rank_recorder is None else self.glances or self._byte_store()
         keeper = make_keeper(settings, recorder, self.out, self._stream, writers=1, store=store)
         self._keeper = keeper
         opened = Opened(identity=identity, writer=writer, recorder=recorder, keeper=keeper)
@@ -247,10 +254,10 @@ class _Block:
         self.session = Session(settings, lambda: opened, preferred_root=model, wishes=wishes)
         hold(self.session)
 
-    def let_go_between_layers(self, *, is_wanted: bool) -> None:
-        """As `RankBlock.let_go_between_layers`."""
-        if isinstance(self._recorder, LayerRecorder) and self._keeper is not None:
-            self._recorder.let_go(self._keeper.release if is_wanted else None)
+    def release(self, reference: int) -> None:
+        """As `RankBlock.release`."""
+        if self._keeper is not None:
+            self._keeper.release(reference)
 
     def keep_bytes(self) -> None:
         """As `RankBlock.keep_bytes`."""
@@ -326,7 +333,7 @@ class _Block:
         Guard(self._say_unfinished).hook(self._finish)()
 
     def _finish(self) -> None:
-        from rankscope.tree.assemble import build
+        from rankscope.tree.build import build
 
         self.session.close(EndReason.CLOSED)
         self._take_rest()

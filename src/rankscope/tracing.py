@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
 
     from rankscope.tree.reader import Trace
 
-__all__ = ["TraceHandle", "attach", "step", "trace"]
+__all__ = ["TraceHandle", "attach", "open_trace", "step", "trace"]
 
 
 def attach(**settings: object) -> None:
@@ -22,11 +23,11 @@ def attach(**settings: object) -> None:
     for ever. With arguments (any setting by its keyword: `steps="0-2"`, `out="trace"`) it traces.
     What is wrong with a setting is said once on stderr; the program goes on untraced.
     """
-    from rankscope.agent.settings import is_enabled
+    from rankscope.settings import is_enabled
 
     if not settings and not is_enabled():
         return
-    from rankscope.agent.arming import arm
+    from rankscope.agent.activation import arm
     from rankscope.agent.guard import attempt, say, text_of
 
     error = attempt(lambda: arm(settings))
@@ -42,10 +43,40 @@ def step() -> None:
     """
     import sys
 
-    arming = sys.modules.get("rankscope.agent.arming")
+    arming = sys.modules.get("rankscope.agent.activation")
     session = arming.current_session() if arming is not None else None
     if session is not None:
         session.step()
+
+
+def open_trace(
+    path: str | os.PathLike[str] | None = None,
+    *,
+    wait_s: float = 60.0,
+    progress: Callable[[str, float], None] | None = None,
+) -> Trace:
+    """Open a trace folder.
+
+    A folder without trace.json is assembled in memory from what the ranks have sent so far, and
+    says so (`is_written`, `is_live`); where every rank has ended and a collector is writing the
+    tree, it is waited for.
+
+    Args:
+        path: the folder, or the trace.json in it; default the newest rankscope-* folder here.
+        wait_s: how long to wait for a collector that is finishing.
+        progress: told what is being done, for anything that takes long.
+
+    Raises:
+        FolderError: no such folder, or an empty one.
+        TraceError: not a trace, or a damaged one.
+        TraceVersionError: a newer format than this reader knows.
+    """
+    from rankscope.tensors.globalvalues import full_tensor, local_tensor
+    from rankscope.tree import reader, views
+
+    found = reader.open_trace(path, wait_s=wait_s, progress=progress)
+    found.tensors = views.TensorReaders(local_tensor, full_tensor)
+    return found
 
 
 class TraceHandle:
@@ -68,7 +99,6 @@ class TraceHandle:
             TraceError: tracing could not begin, or the block has not ended yet.
         """
         from rankscope.errors import TraceError
-        from rankscope.tree.reader import open_trace
 
         if self.path is None:
             raise TraceError(self.problem)

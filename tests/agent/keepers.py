@@ -11,16 +11,16 @@ import numpy as np
 import torch
 from safetensors import safe_open
 
-from rankscope.agent.keeper import Keeper
-from rankscope.agent.stores import ChunkStore, Stored
+from rankscope.agent.values.bytestores import LocalChunkStore, Stored
+from rankscope.agent.values.tensorstore import TensorStore
 from rankscope.capture.describe import Described, Describer
 from rankscope.capture.invisible import invisible
+from rankscope.chunks.writing import ChunkWriter
 from rankscope.record.dtypes import STORED_TYPES
-from rankscope.record.run import StreamId
+from rankscope.record.streams import StreamId
 from rankscope.spool.cells import TENSOR, RecordKind
-from rankscope.spool.chunks import ChunkWriter
-from rankscope.spool.reader import StreamReader
 from rankscope.spool.records import records
+from rankscope.spool.streamreader import StreamReader
 from rankscope.spool.writer import SpoolWriter
 
 __all__ = ["STORED", "STREAM", "Rank", "plainly", "same", "some"]
@@ -42,8 +42,8 @@ class Rank:
         self.told: list[str] = []
         self.describer = Describer(0)
         self.metas: dict[Described, int] = {}
-        self.store = ChunkStore(self.writer, self._record)
-        self.keeper = Keeper(
+        self.store = LocalChunkStore(self.writer, self._record)
+        self.keeper = TensorStore(
             globs, self.store, self._record, memory_bytes=memory, tell=self.told.append
         )
 

@@ -97,7 +97,7 @@ def _is_ours(one: object) -> bool:
 
 def _entries() -> int:
     """Count what the containers hold that hang from our session."""
-    arming = sys.modules.get("rankscope.agent.arming")
+    arming = sys.modules.get("rankscope.agent.activation")
     session = arming.current_session() if arming is not None else None
     seen: set[int] = set()
     waiting: list[object] = [session] if session is not None else []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rankscope.agent.clock import StepClock, Tick
+from rankscope.agent.steps.stepclock import StepClock, Tick
 from rankscope.record.call import Mode
 
 

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import nn
 
 import rankscope
-from rankscope.agent.calls import Frame, Scope
-from rankscope.agent.collectives_nodes import NodeMap
-from rankscope.agent.collectives_watch import CollectiveWatch
+from rankscope.agent.collectives.autogradnodes import NodeMap
+from rankscope.agent.collectives.interception import CollectiveWatch
 from rankscope.agent.guard import Guard
-from rankscope.agent.modules import ModuleTable
+from rankscope.agent.hooks.callstack import OpenCall, Scope
+from rankscope.agent.hooks.modules import ModuleTable
 from rankscope.record.call import Mode, Phase
 from rankscope.tree.reader import Trace
 from rankscope.tree.views import Node
@@ -204,7 +204,7 @@ def test_a_node_belongs_to_the_innermost_call_that_made_it() -> None:
     infos = [table.learn(model, None), *(table.get(child) for child in model)]
     scope = Scope(infos[0].root, Mode.TRAIN, 0, 0, is_muted=False)  # type: ignore[union-attr]
     frames = [
-        Frame(module, info, scope, Phase.FORWARD, number, is_recorded=True)  # type: ignore[arg-type]
+        OpenCall(module, info, scope, Phase.FORWARD, number, is_recorded=True)  # type: ignore[arg-type]
         for number, (module, info) in enumerate(zip((model, *model), infos))
     ]
     x = torch.ones(2, 2, requires_grad=True)

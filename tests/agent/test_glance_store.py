@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rankscope.agent.keeper import Keeper
-from rankscope.agent.stores import Glance, GlanceStore, Stored
+from rankscope.agent.values.bytestores import Glance, GlanceStore, Stored
+from rankscope.agent.values.tensorstore import TensorStore
 from rankscope.capture.describe import Described, Describer
 from rankscope.capture.invisible import invisible
 
@@ -23,7 +23,7 @@ class Rank:
         self.has_room = True
         self.told: list[str] = []
         self.store = GlanceStore(self._look, self._record)
-        self.keeper = Keeper(
+        self.keeper = TensorStore(
             ("**",), self.store, self._record, memory_bytes=1 << 20, tell=self.told.append
         )
         self._describer = Describer(0)

@@ -92,7 +92,7 @@ def test_a_second_block_finds_compiled_what_the_first_one_did(tmp_path: Path) ->
 def test_hooks_are_registered_anew_where_torch_has_no_such_tables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rankscope.agent.hooks.global_hook_tables", lambda: None)
+    monkeypatch.setattr("rankscope.agent.hooks.install.global_hook_tables", lambda: None)
     before = [list(table) for table in GLOBAL]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -282,7 +282,7 @@ def test_switching_off_in_the_middle_of_torchs_walk_leaves_the_programs_exceptio
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """torch 2.13 walks over its own table of hooks after an exception, not over a copy."""
-    fail_often(monkeypatch, "rankscope.agent.tracer.describe_error")
+    fail_often(monkeypatch, "rankscope.agent.hooks.tracer.describe_error")
     model, raised = Fails(), []
     with rankscope.trace(out=tmp_path / "trace"):
         model.linear(torch.ones(2, 4))
@@ -305,7 +305,7 @@ def test_switching_off_in_an_optimizers_hook_leaves_the_step_to_the_program(
 ) -> None:
     from torch.optim import optimizer as optimizers
 
-    fail_often(monkeypatch, "rankscope.agent.clock.StepClock.optimizer_begins")
+    fail_often(monkeypatch, "rankscope.agent.steps.stepclock.StepClock.optimizer_begins")
     model, seen = small(), 0
 
     def count(*arguments: object) -> None:

@@ -18,11 +18,11 @@ import torch
 from torch import nn
 
 from rankscope.agent import gradients, members
-from rankscope.agent.compiling import HiddenSteps
-from rankscope.agent.modules import ModuleInfo, ModuleTable, Root
+from rankscope.agent.hooks.modules import ModuleInfo, ModuleTable, Root
 from rankscope.agent.recorder import Recorder
-from rankscope.agent.settings import settings_from
-from rankscope.agent.values import ValueReader
+from rankscope.agent.steps.compiled import HiddenSteps
+from rankscope.agent.values.valuereader import ValueReader
+from rankscope.settings import settings_from
 from rankscope.spool.cells import VALUE_HEAD
 from tests.agent.models import Block, Net, paths, trace
 from tests.unharmed import traced_unharmed

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from rankscope.agent import stores
-from rankscope.agent.keeper import free_disk_share
-from rankscope.agent.settings import settings_from
-from rankscope.spool.chunkfinish import damaged, finish_chunks
-from rankscope.spool.chunks import HEADER_BYTES
-from rankscope.tree.tensorfiles import standing_references
+from rankscope.agent.values.tensorstore import free_disk_share
+from rankscope.agent.values.valuereader import bytestores as stores
+from rankscope.chunks.finishing import damaged, finish_chunks
+from rankscope.chunks.tensorfiles import standing_references
+from rankscope.chunks.writing import HEADER_BYTES
+from rankscope.settings import settings_from
 from tests.agent.keepers import STORED, STREAM, Rank, plainly, same, some
 
 

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 import rankscope
-from rankscope.agent import keeping
+from rankscope.agent.values.valuereader import tensorpolicy as keeping
 from rankscope.capture.pytree import walk
-from rankscope.spool import chunks
+from rankscope.chunks import writing as chunks
 from rankscope.tree.reader import Trace
 from tests.unharmed import traced_unharmed
 

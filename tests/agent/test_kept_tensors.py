@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import rankscope
-from rankscope.tree.assemble import recover
+from rankscope.tree.build import recover
 from rankscope.tree.reader import Trace, open_trace
 from rankscope.tree.views import Node, SlotView
 from tests.agent.models import Net, train

@@ -16,7 +16,7 @@ from torch import nn
 
 import rankscope
 from rankscope.agent.guard import Guard
-from rankscope.agent.optimizers import OptimizerSearch
+from rankscope.agent.steps.optimizers import OptimizerSearch
 from rankscope.record.call import Mode
 from tests.agent.models import Net, trace
 

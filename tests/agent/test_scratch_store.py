@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from rankscope.agent.keeper import Keeper
-from rankscope.agent.stores import ScratchStore, Stored
+from rankscope.agent.values.bytestores import ScratchStore, Stored
+from rankscope.agent.values.tensorstore import TensorStore
 from rankscope.capture.describe import Described, Describer
 from rankscope.capture.invisible import invisible
-from rankscope.spool.scratch import Scratch
+from rankscope.chunks.scratch import Scratch
 
 
 class Rank:
@@ -26,7 +26,7 @@ class Rank:
         self.recorded: list[tuple[int, Stored]] = []
         self.has_room = True
         self.told: list[str] = []
-        self.keeper = Keeper(
+        self.keeper = TensorStore(
             ("**",), ScratchStore(self.scratch, self._record), self._record,
             memory_bytes=1 << 20, tell=self.told.append,
         )  # fmt: skip

@@ -18,11 +18,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import rankscope
-from rankscope.agent.settings import settings_from
-from rankscope.agent.steps import StepSelection
-from rankscope.agent.trigger import LEAD, Trigger
+from rankscope.agent.steps.trigger import LEAD, Trigger
 from rankscope.errors import SettingError
 from rankscope.record.call import Mode
+from rankscope.record.stepselection import StepSelection
+from rankscope.settings import settings_from
 from rankscope.tree.reader import Trace, open_trace
 from tests.unharmed import traced_unharmed
 from tests.waiting import wait_until

@@ -128,7 +128,7 @@ def test_attach_without_arguments_does_nothing_unless_the_variable_is_set(
 ) -> None:
     monkeypatch.delenv("RANKSCOPE", raising=False)
     rankscope.attach()
-    from rankscope.agent.arming import current_session
+    from rankscope.agent.activation import current_session
 
     assert current_session() is None
 

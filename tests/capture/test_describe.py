@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from rankscope.capture.describe import Described, Describer, placement_of
 from rankscope.capture.digest import Digester
 from rankscope.capture.torch_internals.dtensor import shard_order
-from rankscope.record.placement import LayoutSource, PlacementKind
+from rankscope.layout.placement import LayoutSource, PlacementKind
 
 
 def describe(tensor: torch.Tensor) -> Described:

@@ -14,8 +14,8 @@ from rankscope.capture.describe import Describer
 from rankscope.capture.device import DeviceDigester, mix64
 from rankscope.capture.digest import Digester
 from rankscope.capture.elements import storage_of
-from rankscope.capture.reading import Reading
-from rankscope.record.placement import Ranges
+from rankscope.capture.reading import ValueNumbers
+from rankscope.layout.placement import Ranges
 
 CPU = torch.device("cpu")
 DEVICES = [
@@ -52,7 +52,7 @@ def values(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     ).to(dtype)
 
 
-def agree(device: Reading, host: Reading) -> None:
+def agree(device: ValueNumbers, host: ValueNumbers) -> None:
     assert (device.count, device.nan, device.posinf, device.neginf, device.zero) == host[:1] + host[
         2:6
     ]
@@ -68,7 +68,7 @@ def agree(device: Reading, host: Reading) -> None:
 
 def read_all(
     tensors: list[torch.Tensor], device: torch.device, batch_dim: int = 0
-) -> list[Reading]:
+) -> list[ValueNumbers]:
     digester = DeviceDigester(device, batch_dim=batch_dim)
     tickets = [digester.read(x, None, samples=True) for x in tensors]
     found = dict(digester.collect(wait=True))

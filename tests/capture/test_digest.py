@@ -13,9 +13,9 @@ import torch
 import xxhash
 
 from rankscope.capture.digest import Digester
-from rankscope.capture.reading import Reading
+from rankscope.capture.reading import ValueNumbers
+from rankscope.layout.placement import Ranges
 from rankscope.record.factors import factors
-from rankscope.record.placement import Ranges
 
 pytestmark = pytest.mark.usefixtures("way")
 
@@ -60,7 +60,7 @@ def sketch_of(x: torch.Tensor, ranges: tuple[Ranges, ...] | None = None) -> np.n
     return sums
 
 
-def check(reading: Reading, x: torch.Tensor, ranges: tuple[Ranges, ...] | None = None) -> None:
+def check(reading: ValueNumbers, x: torch.Tensor, ranges: tuple[Ranges, ...] | None = None) -> None:
     y = doubles(x).reshape(-1)
     finite = y[torch.isfinite(y)]
     assert reading.count == y.numel()

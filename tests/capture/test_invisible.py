@@ -22,29 +22,29 @@ from rankscope.capture.device import DeviceDigester
 from rankscope.capture.digest import Digester
 from rankscope.capture.invisible import invisible
 from rankscope.capture.pytree import walk
-from rankscope.capture.reading import Reading
+from rankscope.capture.reading import ValueNumbers
 
 CPU = torch.device("cpu")
 
 
-def on_host(x: torch.Tensor) -> Reading:
+def on_host(x: torch.Tensor) -> ValueNumbers:
     with invisible():
         described, local = Describer(0).describe(walk("output", x)[0][1])  # type: ignore[arg-type]
         return Digester().read(local, described.ranges, samples=True)
 
 
-def by_torch(x: torch.Tensor) -> Reading:
+def by_torch(x: torch.Tensor) -> ValueNumbers:
     digester = DeviceDigester(CPU)
     digester.read(x, None, samples=True)
     return digester.collect(wait=True)[0][1]
 
 
-def same(one: Reading, other: Reading) -> bool:
+def same(one: ValueNumbers, other: ValueNumbers) -> bool:
     return one._replace(samples=None) == other._replace(samples=None)
 
 
 BOTH = pytest.mark.parametrize("read", [on_host, by_torch])
-Read = Callable[[torch.Tensor], Reading]
+Read = Callable[[torch.Tensor], ValueNumbers]
 
 
 class Functions(TorchFunctionMode):

@@ -14,9 +14,9 @@ from rankscope.cli.checktext import report_lines
 from rankscope.cli.terminal import Paint
 from rankscope.record.call import Phase
 from rankscope.record.finding import Kind, Verdict
-from rankscope.tree.assemble import build
+from rankscope.tree.build import build
 from tests.cli.test_commands import rankscope
-from tests.judge.paper import PAIR, event, module, numbers, setup
+from tests.diagnosis.paper import PAIR, event, module, numbers, setup
 from tests.tree.ranks_on_paper import PaperRank
 
 PAGE = Path(__file__).parents[2] / "docs/commands/check.md"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.spool.folder import SHARED, mark_job_over
+from rankscope.run.folders import SHARED, mark_job_over
 from tests.cli.test_commands import rankscope
 from tests.gather.jobs import Host, environment
 from tests.ports import free_port

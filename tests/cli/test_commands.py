@@ -18,14 +18,14 @@ import pytest
 import torch
 
 import rankscope as tracing
-from rankscope.agent.settings import SETTINGS
 from rankscope.cli.app import main
 from rankscope.cli.terminal import fitted
+from rankscope.layout.placement import Mesh
 from rankscope.record.call import CallStatus
-from rankscope.record.placement import Mesh
-from rankscope.record.run import EndReason
-from rankscope.spool.outfolder import typed
-from rankscope.tree.assemble import build
+from rankscope.record.streams import EndReason
+from rankscope.run.out import typed
+from rankscope.settings import SETTINGS
+from rankscope.tree.build import build
 from tests.tree.jobs import grid_job
 from tests.tree.ranks_on_paper import PaperRank
 

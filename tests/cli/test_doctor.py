@@ -20,7 +20,7 @@ from rankscope.doctor.condition import Condition, Status
 from rankscope.doctor.examine import Question, job_conditions
 from rankscope.doctor.host import clock_from
 from rankscope.doctor.interpreter import interpreter_conditions
-from rankscope.spool.mounts import mount_of
+from rankscope.run.mounts import mount_of
 from rankscope.tree.reader import open_trace
 
 PLAIN = {name: text for name, text in os.environ.items() if not name.startswith("RANKSCOPE")}

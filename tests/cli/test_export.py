@@ -15,10 +15,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rankscope.tree.assemble import build
+from rankscope.export.formats import FORMATS, export
+from rankscope.export.subset import Selection
+from rankscope.tree.build import build
 from rankscope.tree.reader import open_trace
-from rankscope.view.formats import FORMATS, export
-from rankscope.view.selection import Selection
 from tests.cli.test_commands import rankscope
 from tests.tree.jobs import grid_job
 from tests.tree.ranks_on_paper import PaperRank
@@ -208,7 +208,7 @@ def test_the_page_names_every_format_and_field(out, tmp_path):
     line = json.loads((tmp_path / "x").read_text().splitlines()[0])
     assert set(line) <= set(fields), set(line) - set(fields)
     if "parquet" in formats():
-        from rankscope.view.parquet import SAMPLES, VALUES
+        from rankscope.export.parquet import SAMPLES, VALUES
 
         assert {*VALUES.names, *SAMPLES.names} <= set(fields)
         assert {*VALUES.names, "mode", "step"} == set(line), "both hold the same"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from rankscope.spool.folder import RunHeader, host_run_folder, run_key, spool_base, write_run_header
-from rankscope.tree.assemble import build
+from rankscope.run.folders import RunHeader, host_run_folder, run_key, spool_base, write_run_header
+from rankscope.tree.build import build
 from rankscope.tree.reader import open_trace
 from tests.cli.test_commands import rankscope
 from tests.tree.ranks_on_paper import PaperRank

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import rankscope
-from rankscope.agent.keeper import Keeper
+from rankscope.agent.values.tensorstore import TensorStore
 from rankscope.capture.describe import Described
 from rankscope.compat import model_addition_debugger_context
 from tests.compat import debugger_modules as modules
@@ -123,13 +123,13 @@ def test_of_so_many_forwards_files_are_written_and_the_rest_is_said(
     file will show is not recorded either.
     """
     kept: list[int] = []
-    keep = Keeper.keep
+    keep = TensorStore.keep
 
-    def watched(self: Keeper, tensor: torch.Tensor, described: Described) -> int:
+    def watched(self: TensorStore, tensor: torch.Tensor, described: Described) -> int:
         kept.append(tensor.numel())
         return keep(self, tensor, described)
 
-    monkeypatch.setattr(Keeper, "keep", watched)
+    monkeypatch.setattr(TensorStore, "keep", watched)
     model = nn.Sequential(nn.Linear(4, 4))
     outer = nn.Sequential(nn.Linear(4, 4), model)
     with ours(model, tmp_path / "two", forwards=2):

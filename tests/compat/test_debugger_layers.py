@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import nn
 
-from rankscope.agent.keeper import Keeper
+from rankscope.agent.values.tensorstore import TensorStore
 from tests.compat.debugger_files import ours, tree, values, walk
 
 NUMBERED = re.compile(r"(.*)\.(\d+)")
@@ -82,13 +82,13 @@ def both(
 @pytest.fixture
 def released(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """References that were let go; watched, not changed."""
-    seen, release = list[int](), Keeper.release
+    seen, release = list[int](), TensorStore.release
 
-    def watched(keeper: Keeper, reference: int) -> None:
+    def watched(keeper: TensorStore, reference: int) -> None:
         seen.append(reference)
         release(keeper, reference)
 
-    monkeypatch.setattr(Keeper, "release", watched)
+    monkeypatch.setattr(TensorStore, "release", watched)
     return seen
 
 

@@ -25,7 +25,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from rankscope.capture.describe import Describer
 from rankscope.capture.invisible import invisible
-from rankscope.record.assembly import Piece
+from rankscope.layout.plan import Piece
 
 GATHERED = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.complex64]
 """dtypes gloo gathers."""

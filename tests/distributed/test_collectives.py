@@ -13,7 +13,7 @@ import torch
 
 import rankscope.tree
 from rankscope.capture.digest import Digester
-from rankscope.tree.ranks import parse_ranks
+from rankscope.record.ranklists import parse_ranks
 from tests.distributed import collectives_job as job
 from tests.distributed.pool import RankPool
 

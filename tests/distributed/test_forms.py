@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from rankscope.judge.check import check
+from rankscope.diagnosis.check import check
 from rankscope.record.finding import Verdict
 from rankscope.record.value import is_form
 from rankscope.tree.reader import Trace, open_trace

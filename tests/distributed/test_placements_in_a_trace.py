@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from rankscope.record.placement import PlacementKind
+from rankscope.layout.placement import PlacementKind
 from rankscope.tree.reader import Trace, open_trace
 from rankscope.tree.views import Combined, Value
 from tests.distributed import placements_job

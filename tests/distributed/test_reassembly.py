@@ -15,8 +15,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from rankscope.record.assembly import AssemblyPlan, plan_assemblies
-from rankscope.tree.rebuild import assemble
+from rankscope.layout.plan import AssemblyPlan, plan_assemblies
+from rankscope.tensors.rebuild import assemble
 from tests.distributed.pool import RankPool
 from tests.distributed.reassembly_job import Case, run
 

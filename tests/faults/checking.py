@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rankscope.judge.check import check
-from rankscope.judge.report import report_json
-from rankscope.record.layoutfile import LayoutFile
+from rankscope.diagnosis.check import check
+from rankscope.diagnosis.report import report_json
+from rankscope.layout.layoutfile import LayoutFile
 from rankscope.tree.reader import open_trace
 
 

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from rankscope.errors import RankscopeError
+from tests.diagnosis.traced import traced
 from tests.distributed.pool import RankFailure, RankPool
 from tests.faults import hang, ranks
 from tests.faults.checking import report_on
 from tests.faults.expected import Score, score
 from tests.faults.rows import BY_NAME, ROWS
 from tests.faults.setup import Setup, Shape
-from tests.judge.traced import traced
 
 HANG = "branch-skipped"
 TIMEOUT_S = 120.0

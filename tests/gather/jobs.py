@@ -8,14 +8,14 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from rankscope.record.run import StreamId
-from rankscope.spool.companions import (
+from rankscope.record.streams import StreamId
+from rankscope.run.companions import (
     collector_command,
     companion_environment,
     ipc_address,
     relay_command,
 )
-from rankscope.spool.folder import (
+from rankscope.run.folders import (
     SHARED,
     RunHeader,
     host_run_folder,
@@ -29,7 +29,7 @@ RANK = """
 import os, sys, time
 from pathlib import Path
 import msgpack
-from rankscope.record.run import EndReason
+from rankscope.record.streams import EndReason
 from rankscope.spool.cells import RecordKind, StepEvent
 from rankscope.spool.writer import SpoolWriter
 from tests.spool.streams import enter, rank_definition, samples, step, value

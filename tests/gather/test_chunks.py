@@ -10,9 +10,9 @@ import pytest
 
 from rankscope.gather.chunkmessages import ChunkEnded, ChunkFrame, ChunksRefused
 from rankscope.gather.chunkshipping import GO_BACK_S, ChunkShipment
-from rankscope.gather.chunkstore import ChunkStore
+from rankscope.gather.chunkstore import ReceivedChunks
 from rankscope.gather.protocol import CHUNK_FRAME_BYTES, CHUNK_WINDOW_BYTES, decode, encode
-from rankscope.record.run import StreamId
+from rankscope.record.streams import StreamId
 
 STREAM = StreamId(rank=3, incarnation=1)
 FOLDER = "tensors/rank00003.1"
@@ -38,7 +38,7 @@ class Way:
         self.chosen = random.Random(seed)
         self.loss = loss
         self.now = 0.0
-        self.sender, self.store = ChunkShipment(run, STREAM), ChunkStore(out)
+        self.sender, self.store = ChunkShipment(run, STREAM), ReceivedChunks(out)
         self.kinds: list[type] = []
         self.most_in_flight = 0
 
@@ -81,7 +81,7 @@ def test_chunks_arrive_whole_through_losses_and_restarts_of_both_sides(tmp_path,
         way.turn(is_over=False)
         if turn % 7 == 3:
             way.store.close()
-            way.store = ChunkStore(out)
+            way.store = ReceivedChunks(out)
         if turn % 11 == 5:
             way.sender.close()
             way.sender = ChunkShipment(run, STREAM)
@@ -122,7 +122,7 @@ def test_a_chunk_that_is_not_what_was_sent_is_taken_again(tmp_path):
 def test_what_the_other_side_refuses_stays_here(tmp_path):
     whole = chunk(tmp_path / "run", 1, 3000)
     way = Way(tmp_path / "run", tmp_path / "out")
-    way.store = ChunkStore(tmp_path / "out", quota_bytes=1000)
+    way.store = ReceivedChunks(tmp_path / "out", quota_bytes=1000)
     way.until_done()
     assert not way.sender.is_delivered
     assert (tmp_path / "run" / FOLDER / "000001.safetensors").read_bytes() == whole
@@ -145,7 +145,7 @@ def test_chunks_of_a_node_that_was_replaced_go_to_a_life_of_their_own(tmp_path):
     first, second = tmp_path / "a", tmp_path / "b"
     kept = [chunk(first, 1, 5000), chunk(second, 1, CHUNK_FRAME_BYTES + 1)]
     chunk(second, 2, 7000)
-    store, life = ChunkStore(tmp_path / "out"), StreamId(rank=3, incarnation=4)
+    store, life = ReceivedChunks(tmp_path / "out"), StreamId(rank=3, incarnation=4)
     for run, place in ((first, STREAM), (second, life)):
         sender = ChunkShipment(run, STREAM)
         sender.origin = 7 + place.incarnation

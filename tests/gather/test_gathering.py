@@ -11,17 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.gather.outcome import Outcome
-from rankscope.gather.protocol import Ended, Open
+from rankscope.assembly.sources import find_streams
+from rankscope.gather.log import ExitOutcome
+from rankscope.gather.protocol import Ended, OpenStream
 from rankscope.gather.replica import read_end, replica_path
 from rankscope.gather.shipping import Shipment
-from rankscope.record.run import EndReason, StreamId
+from rankscope.record.streams import EndReason, StreamId
+from rankscope.run.folders import SHARED, mark_job_over, stream_folder
 from rankscope.spool.cells import RecordKind
-from rankscope.spool.folder import SHARED, mark_job_over, stream_folder
-from rankscope.spool.reader import valid_prefix
 from rankscope.spool.records import open_replica
+from rankscope.spool.streamreader import valid_prefix
 from rankscope.spool.writer import SpoolWriter
-from rankscope.tree.sources import find_streams
 from tests.gather.jobs import environment
 from tests.ports import free_port
 from tests.spool.streams import enter, rank_definition
@@ -140,7 +140,7 @@ def test_a_relay_of_another_run_is_turned_away_and_keeps_its_records(hosts):
     assert host.rank(0).wait(120) == 0
     assert wait_until(lambda: read_end(host.out, stream(0)))
     assert old.rank(1).wait(120) == 0
-    assert old.relay().wait(120) == Outcome.REJECTED
+    assert old.relay().wait(120) == ExitOutcome.REJECTED
     assert "this collector gathers another run" in old.log("relay")
     assert "run test" not in old.log("relay"), "a stranger does not learn the id"
     assert "gathers run test, and takes nothing of run old" in host.log("collector")
@@ -162,7 +162,7 @@ def test_in_a_shared_folder_that_an_unfinished_run_left_another_run_writes_nothi
     before = replica_path(first.out, stream(0)).read_bytes()
     second = hosts("second", address=SHARED, run_id="second")
     assert second.rank(0, batches=5).wait(120) == 0
-    assert second.relay().wait(120) == Outcome.REJECTED
+    assert second.relay().wait(120) == ExitOutcome.REJECTED
     assert replica_path(first.out, stream(0)).read_bytes() == before
     assert second.folder.exists()
     relay.kill()
@@ -437,7 +437,7 @@ def test_a_spool_that_grew_behind_its_end_is_not_removed(tmp_path):
     writer.define(rank_definition())
     writer._lock.release()  # as the kernel does when the process ends
     shipment = Shipment(tmp_path, stream(0))
-    assert isinstance(shipment.next_message(0.0, 1 << 20), Open)
+    assert isinstance(shipment.next_message(0.0, 1 << 20), OpenStream)
     shipment.take_offset(writer.committed_bytes, 0.0)
     assert isinstance(shipment.next_message(0.0, 1 << 20), Ended)
     shipment.take_end_seen()

@@ -9,20 +9,20 @@ import zmq
 
 from rankscope.gather.protocol import (
     PROTOCOL_VERSION,
-    At,
     Bye,
     Ended,
     EndedSeen,
-    Frame,
     Hello,
-    Open,
+    OpenStream,
+    RecordFrame,
     Refused,
     Rejected,
+    StreamOffset,
     decode,
     encode,
 )
 from rankscope.gather.replica import read_end, replica_path
-from rankscope.record.run import EndReason, StreamId
+from rankscope.record.streams import EndReason, StreamId
 from tests.gather.test_protocol import BROKEN
 from tests.spool.streams import write_some
 from tests.waiting import wait_until
@@ -56,14 +56,14 @@ def ask(socket, message):
 
 
 def frame(offset, body):
-    return Frame(STREAM, ORIGIN, offset, zlib.crc32(body), body)
+    return RecordFrame(STREAM, ORIGIN, offset, zlib.crc32(body), body)
 
 
 def test_nothing_broken_reaches_a_replica_or_stops_the_collector(sender, tmp_path):
     host, socket = sender
     whole = write_some(tmp_path / "s", 20)
     socket.send_multipart(encode(frame(0, whole)))  # nobody opened it
-    assert ask(socket, Open(STREAM, ORIGIN)) == At(STREAM, 0)
+    assert ask(socket, OpenStream(STREAM, ORIGIN)) == StreamOffset(STREAM, 0)
     chosen = random.Random(5)
     for parts in BROKEN.values():
         if parts:
@@ -72,13 +72,13 @@ def test_nothing_broken_reaches_a_replica_or_stops_the_collector(sender, tmp_pat
         socket.send_multipart(
             [chosen.randbytes(chosen.randrange(80)) for _ in range(chosen.randrange(1, 4))]
         )
-    assert ask(socket, frame(64, whole[64:])) == At(STREAM, 0)
-    assert ask(socket, frame(1 << 40, whole)) == At(STREAM, 0)
+    assert ask(socket, frame(64, whole[64:])) == StreamOffset(STREAM, 0)
+    assert ask(socket, frame(1 << 40, whole)) == StreamOffset(STREAM, 0)
     socket.send_multipart([msgpack.packb([3, 0, 0, ORIGIN, 0, zlib.crc32(whole) ^ 1]), whole])
-    assert ask(socket, Open(STREAM, ORIGIN)) == At(STREAM, 0)
+    assert ask(socket, OpenStream(STREAM, ORIGIN)) == StreamOffset(STREAM, 0)
     assert replica_path(host.out, STREAM).read_bytes() == b""
-    assert ask(socket, frame(0, whole)) == At(STREAM, len(whole))
-    assert ask(socket, frame(0, whole)) == At(STREAM, len(whole))
+    assert ask(socket, frame(0, whole)) == StreamOffset(STREAM, len(whole))
+    assert ask(socket, frame(0, whole)) == StreamOffset(STREAM, len(whole))
     assert replica_path(host.out, STREAM).read_bytes() == whole
     names = {path.name for path in (host.out / "spool").iterdir()}
     assert names == {"rank00000.0.cells", "rank00000.0.origin", "run-id"}
@@ -100,9 +100,9 @@ def test_a_stranger_is_not_told_the_id_of_the_run(hosts):
 
     known, stranger = dealer(b"known"), dealer(b"stranger")
     known.send_multipart(encode(Hello(PROTOCOL_VERSION, "host", "id-of-the-run")))
-    assert ask(known, Open(STREAM, ORIGIN)) == At(STREAM, 0)
+    assert ask(known, OpenStream(STREAM, ORIGIN)) == StreamOffset(STREAM, 0)
     for run_id, version in (("guessed", PROTOCOL_VERSION), ("", PROTOCOL_VERSION), ("x", 99)):
-        for message in (Open(STREAM, ORIGIN), frame(0, b"x" * 64), Bye()):  # none is answered
+        for message in (OpenStream(STREAM, ORIGIN), frame(0, b"x" * 64), Bye()):  # none is answered
             stranger.send_multipart(encode(message))
         stranger.send_multipart(encode(Hello(version, "elsewhere", run_id)))
         assert stranger.poll(20000), "it is told that it is turned away"
@@ -119,7 +119,7 @@ def test_a_stranger_is_not_told_the_id_of_the_run(hosts):
 
 def test_a_rank_outside_the_world_is_refused(sender):
     host, socket = sender
-    answer = ask(socket, Open(StreamId(rank=2, incarnation=0), ORIGIN))
+    answer = ask(socket, OpenStream(StreamId(rank=2, incarnation=0), ORIGIN))
     assert isinstance(answer, Refused)
     assert "rank 2 in a world of 2" in answer.reason
     assert {path.name for path in (host.out / "spool").iterdir()} == {"run-id"}
@@ -128,12 +128,12 @@ def test_a_rank_outside_the_world_is_refused(sender):
 def test_an_end_before_what_was_received_is_refused_and_the_true_one_taken(sender, tmp_path):
     host, socket = sender
     whole = write_some(tmp_path / "s", 5)
-    ask(socket, Open(STREAM, ORIGIN))
+    ask(socket, OpenStream(STREAM, ORIGIN))
     ask(socket, frame(0, whole))
     socket.send_multipart(encode(Ended(STREAM, ORIGIN, 64, EndReason.EXIT)))
     socket.send_multipart(encode(Ended(STREAM, ORIGIN, len(whole), EndReason.RUNNING)))
     socket.send_multipart(encode(Ended(StreamId(rank=1, incarnation=0), ORIGIN, 0, EndReason.EXIT)))
-    assert ask(socket, Open(STREAM, ORIGIN)) == At(STREAM, len(whole))
+    assert ask(socket, OpenStream(STREAM, ORIGIN)) == StreamOffset(STREAM, len(whole))
     assert read_end(host.out, STREAM) is None
     assert ask(socket, Ended(STREAM, ORIGIN, len(whole), EndReason.EXIT)) == EndedSeen(STREAM)
     assert read_end(host.out, STREAM).end is EndReason.EXIT
@@ -143,16 +143,16 @@ def test_an_end_before_what_was_received_is_refused_and_the_true_one_taken(sende
 
 def test_a_message_longer_than_any_frame_is_cut_off_and_others_go_on(sender):
     host, socket = sender
-    ask(socket, Open(STREAM, ORIGIN))
+    ask(socket, OpenStream(STREAM, ORIGIN))
     context = zmq.Context()
     other = context.socket(zmq.DEALER)
     other.setsockopt(zmq.LINGER, 0)
     other.connect(host.address)
     other.send_multipart([msgpack.packb([3, 0, 0, ORIGIN, 0, 0]), bytes(64 << 20)])
-    assert ask(socket, Open(STREAM, ORIGIN)) == At(STREAM, 0)
+    assert ask(socket, OpenStream(STREAM, ORIGIN)) == StreamOffset(STREAM, 0)
     other.close()
     context.term()
-    assert ask(socket, Open(STREAM, ORIGIN)) == At(STREAM, 0)
+    assert ask(socket, OpenStream(STREAM, ORIGIN)) == StreamOffset(STREAM, 0)
 
 
 def test_what_another_process_says_of_the_same_rank_and_life_goes_to_the_next(sender, tmp_path):
@@ -161,14 +161,16 @@ def test_what_another_process_says_of_the_same_rank_and_life_goes_to_the_next(se
     """
     host, socket = sender
     whole, other = write_some(tmp_path / "s", 5), write_some(tmp_path / "t", 9)
-    assert ask(socket, Open(STREAM, ORIGIN)) == At(STREAM, 0)
-    assert ask(socket, frame(0, whole)) == At(STREAM, len(whole))
+    assert ask(socket, OpenStream(STREAM, ORIGIN)) == StreamOffset(STREAM, 0)
+    assert ask(socket, frame(0, whole)) == StreamOffset(STREAM, len(whole))
     assert ask(socket, Ended(STREAM, ORIGIN, len(whole), EndReason.LOST)) == EndedSeen(STREAM)
-    socket.send_multipart(encode(Frame(STREAM, 8, len(whole), zlib.crc32(other), other)))
+    socket.send_multipart(encode(RecordFrame(STREAM, 8, len(whole), zlib.crc32(other), other)))
     socket.send_multipart(encode(Ended(STREAM, 8, 10 * len(whole), EndReason.EXIT)))
-    assert ask(socket, Open(STREAM, 8)) == At(STREAM, 0)
-    assert ask(socket, Frame(STREAM, 8, 0, zlib.crc32(other), other)) == At(STREAM, len(other))
-    assert ask(socket, Open(STREAM, ORIGIN)) == At(STREAM, len(whole))
+    assert ask(socket, OpenStream(STREAM, 8)) == StreamOffset(STREAM, 0)
+    assert ask(socket, RecordFrame(STREAM, 8, 0, zlib.crc32(other), other)) == StreamOffset(
+        STREAM, len(other)
+    )
+    assert ask(socket, OpenStream(STREAM, ORIGIN)) == StreamOffset(STREAM, len(whole))
     next_life = StreamId(rank=0, incarnation=1)
     collector = host.processes[-1]
     collector.kill()

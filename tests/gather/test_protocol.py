@@ -18,34 +18,34 @@ from rankscope.gather.chunkmessages import (
 )
 from rankscope.gather.protocol import (
     CHUNK_FRAME_BYTES,
-    At,
     Beat,
     BeatSeen,
     Bye,
     Done,
     Ended,
     EndedSeen,
-    Frame,
     Hello,
-    Open,
+    OpenStream,
+    RecordFrame,
     Refused,
     Rejected,
+    StreamOffset,
     decode,
     encode,
 )
 from rankscope.gather.roster import JobState
-from rankscope.record.run import EndReason, StreamId
+from rankscope.record.streams import EndReason, StreamId
 
 STREAM = StreamId(rank=3, incarnation=1)
 BODY = bytes(range(64)) * 3
 MESSAGES = [
     Hello(3, "host", "run"),
-    Open(STREAM, 7),
-    Frame(STREAM, (1 << 64) - 1, 640, zlib.crc32(BODY), BODY),
+    OpenStream(STREAM, 7),
+    RecordFrame(STREAM, (1 << 64) - 1, 640, zlib.crc32(BODY), BODY),
     Ended(STREAM, 7, 6400, EndReason.LOST),
     Beat(2, 3, JobState.LAUNCHED, 4),
     Bye(),
-    At(STREAM, 1 << 40),
+    StreamOffset(STREAM, 1 << 40),
     EndedSeen(STREAM),
     BeatSeen(),
     Refused(STREAM, "no"),

@@ -10,14 +10,15 @@ import numpy as np
 import pytest
 
 from rankscope.gather.replica import read_end
-from rankscope.record.run import StreamId
+from rankscope.record.streams import StreamId
+from rankscope.run.folders import mark_job_over
 from rankscope.spool import cells
 from rankscope.spool.cells import RecordKind
-from rankscope.spool.folder import mark_job_over
-from rankscope.tree.assemble import recover
-from rankscope.tree.reader import Trace, open_trace
+from rankscope.tracing import open_trace
+from rankscope.tree.build import recover
+from rankscope.tree.reader import Trace
+from tests.chunks.chunked import ChunkWriter, pack
 from tests.ports import free_port
-from tests.spool.chunked import ChunkWriter, pack
 from tests.tree.ranks_on_paper import PaperRank
 from tests.waiting import wait_until
 

@@ -8,14 +8,14 @@ import pytest
 
 from rankscope.errors import FolderError
 from rankscope.gather.replica import (
-    Replicas,
+    ReplicaFiles,
     StreamEnd,
     read_end,
     replica_path,
     replicated,
     write_end,
 )
-from rankscope.record.run import EndReason, StreamId
+from rankscope.record.streams import EndReason, StreamId
 from tests.spool.streams import write_some
 from tests.spool.test_reader import record_ends
 
@@ -23,7 +23,7 @@ STREAM = StreamId(rank=3, incarnation=0)
 
 
 def test_only_a_frame_at_the_end_is_written(tmp_path):
-    replicas = Replicas(tmp_path / "out")
+    replicas = ReplicaFiles(tmp_path / "out")
     assert replicas.length(STREAM) == 0
     assert replicas.append(STREAM, 0, b"a" * 128) == 128
     assert replicas.append(STREAM, 0, b"b" * 128) == 128
@@ -44,7 +44,7 @@ def test_a_replica_torn_at_any_byte_is_cut_to_its_valid_prefix_and_grows_on(tmp_
     path.parent.mkdir(parents=True)
     for cut in range(len(whole) + 1):
         path.write_bytes(whole[:cut])
-        replicas = Replicas(tmp_path / "out")
+        replicas = ReplicaFiles(tmp_path / "out")
         length = replicas.length(STREAM)
         assert length == max(end for end in ends if end <= cut) == path.stat().st_size
         assert bool(replicas.reports) == (length != cut)
@@ -64,7 +64,7 @@ def test_a_bit_flipped_in_a_replica_cuts_it_there_and_it_grows_on(tmp_path):
         damaged = bytearray(whole)
         damaged[at] ^= 1 << chosen.randrange(8)
         path.write_bytes(damaged)
-        replicas = Replicas(tmp_path / "out")
+        replicas = ReplicaFiles(tmp_path / "out")
         length = replicas.length(STREAM)
         assert length == max(end for end in ends if end <= at)
         assert replicas.append(STREAM, length, whole[length:]) == len(whole)
@@ -73,11 +73,11 @@ def test_a_bit_flipped_in_a_replica_cuts_it_there_and_it_grows_on(tmp_path):
 
 
 def test_a_folder_holds_records_of_the_run_that_claimed_it_first_also_after_a_restart(tmp_path):
-    first = Replicas(tmp_path / "out")
+    first = ReplicaFiles(tmp_path / "out")
     first.claim("one")
     first.claim("one")
     first.close()
-    again = Replicas(tmp_path / "out")
+    again = ReplicaFiles(tmp_path / "out")
     with pytest.raises(FolderError, match="gathers run one, and takes nothing of run two"):
         again.claim("two")
     again.claim("one")
@@ -86,7 +86,7 @@ def test_a_folder_holds_records_of_the_run_that_claimed_it_first_also_after_a_re
 
 
 def test_a_disk_that_refuses_is_reported_once_and_what_it_refused_is_taken_later(tmp_path):
-    replicas = Replicas(tmp_path / "out")
+    replicas = ReplicaFiles(tmp_path / "out")
     replicas.append(STREAM, 0, bytes(1024))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2048 + 17, hard))
@@ -105,7 +105,7 @@ def test_a_disk_that_refuses_is_reported_once_and_what_it_refused_is_taken_later
 
 def test_with_few_descriptors_left_others_are_closed_for_a_stream(tmp_path):
     """Otherwise a stream that found none would have been refused for good."""
-    replicas = Replicas(tmp_path / "out")
+    replicas = ReplicaFiles(tmp_path / "out")
     ranks = [StreamId(rank=rank, incarnation=0) for rank in range(64)]
     for rank in ranks[:32]:
         replicas.append(rank, 0, bytes(64))
@@ -128,16 +128,16 @@ def test_a_link_or_a_pipe_in_a_replicas_place_is_not_followed(tmp_path):
     path.parent.mkdir(parents=True)
     path.symlink_to(victim)
     with pytest.raises(FolderError, match="cannot be opened"):
-        Replicas(tmp_path / "out").length(STREAM)
+        ReplicaFiles(tmp_path / "out").length(STREAM)
     path.unlink()
     os.mkfifo(path)
     with pytest.raises(FolderError, match="no ordinary file"):
-        Replicas(tmp_path / "out").length(STREAM)
+        ReplicaFiles(tmp_path / "out").length(STREAM)
     assert victim.read_text() == "precious"
 
 
 def test_a_stream_beyond_its_quota_is_refused(tmp_path):
-    replicas = Replicas(tmp_path / "out", quota_bytes=256)
+    replicas = ReplicaFiles(tmp_path / "out", quota_bytes=256)
     replicas.append(STREAM, 0, bytes(192))
     with pytest.raises(FolderError, match="quota"):
         replicas.append(STREAM, 192, bytes(128))
@@ -146,7 +146,7 @@ def test_a_stream_beyond_its_quota_is_refused(tmp_path):
 
 
 def test_more_streams_than_open_files_all_grow(tmp_path):
-    replicas = Replicas(tmp_path / "out")
+    replicas = ReplicaFiles(tmp_path / "out")
     ranks = [StreamId(rank=rank, incarnation=0) for rank in range(600)]
     for turn in range(3):
         for rank in ranks:
@@ -156,7 +156,7 @@ def test_more_streams_than_open_files_all_grow(tmp_path):
 
 
 def test_end_markers_are_read_back_and_broken_ones_are_none(tmp_path):
-    Replicas(tmp_path).close()
+    ReplicaFiles(tmp_path).close()
     end = StreamEnd(committed=640, end=EndReason.LOST)
     write_end(tmp_path, STREAM, end)
     assert read_end(tmp_path, STREAM) == end
@@ -168,7 +168,7 @@ def test_end_markers_are_read_back_and_broken_ones_are_none(tmp_path):
 
 
 def test_other_files_in_the_folder_are_no_streams(tmp_path):
-    Replicas(tmp_path).close()
+    ReplicaFiles(tmp_path).close()
     for name in (
         "x.cells",
         "rank3.0.cells",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.agent.settings import SETTINGS, Setting
+from rankscope.settings import SETTINGS, Setting
 
 PAGE = Path(__file__).parents[2] / "docs/commands/run.md"
 

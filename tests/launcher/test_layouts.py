@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.record.placement import LayoutSource
-from rankscope.tree.reader import open_trace
+from rankscope.layout.placement import LayoutSource
+from rankscope.tracing import open_trace
 from tests.launcher.launches import BIN
 
 pytestmark = pytest.mark.launch

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.agent.settings import SETTINGS
 from rankscope.errors import SettingError
+from rankscope.settings import SETTINGS
 from rankscope_launcher import wrapper
 
 WRAPPER = "import sys; from rankscope_launcher.wrapper import main; main(sys.argv[1:])"

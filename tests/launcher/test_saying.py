@@ -105,7 +105,7 @@ def test_calls_in_code_are_told_in_keywords_and_attach_without_the_variable_does
 import sys, torch, rankscope
 model = torch.nn.Linear(2, 2)
 rankscope.attach()
-print("rankscope.agent.arming" in sys.modules)
+print("rankscope.agent.activation" in sys.modules)
 with rankscope.trace(model, out="full") as trace:
     model(torch.ones(1, 2))
 with rankscope.trace(model, out="new", steps="x"):

@@ -19,14 +19,14 @@ from pathlib import Path
 import msgpack
 import numpy as np
 
-from rankscope.record.run import StreamId
+from rankscope.assembly.rankstreams import StreamBytes, read_stream
+from rankscope.record.streams import StreamId
 from rankscope.spool import cells
 from rankscope.spool.cells import RecordKind
 from rankscope.spool.crc import cell_crcs
-from rankscope.tree.assemble import assemble
+from rankscope.tree.build import assemble
 from rankscope.tree.reader import open_trace
-from rankscope.tree.streams import StreamBytes, read_stream
-from rankscope.tree.writer import write_trace
+from rankscope.tree.treewriter import write_trace
 
 
 def definition(**fields: object) -> bytes:

@@ -21,13 +21,13 @@ from pathlib import Path
 
 import numpy as np
 
-from rankscope.judge.check import check
-from rankscope.record.run import StreamId
-from rankscope.tree.assemble import assemble
+from rankscope.assembly.rankstreams import StreamBytes
+from rankscope.diagnosis.check import check
+from rankscope.record.streams import StreamId
+from rankscope.tree.build import assemble
 from rankscope.tree.columns import map_columns
 from rankscope.tree.reader import open_trace
-from rankscope.tree.streams import StreamBytes
-from rankscope.tree.writer import write_trace
+from rankscope.tree.treewriter import write_trace
 from tests.perf.assemble import rank_cells
 
 

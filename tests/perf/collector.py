@@ -23,19 +23,19 @@ import zmq
 from rankscope.gather.protocol import (
     FRAME_BYTES,
     WINDOW_BYTES,
-    At,
     Ended,
-    Frame,
     Hello,
-    Open,
+    OpenStream,
+    RecordFrame,
+    StreamOffset,
     decode,
     encode,
 )
-from rankscope.record.run import EndReason, StreamId
+from rankscope.record.streams import EndReason, StreamId
+from rankscope.run.companions import collector_command, companion_environment
 from rankscope.spool.cells import RecordKind
-from rankscope.spool.companions import collector_command, companion_environment
-from rankscope.spool.reader import StreamReader
 from rankscope.spool.records import records
+from rankscope.spool.streamreader import StreamReader
 from rankscope.spool.writer import SpoolWriter
 from tests.spool.streams import enter, value
 
@@ -68,13 +68,13 @@ class Sender:
         self.socket.setsockopt(zmq.ROUTING_ID, f"relay-{rank}".encode())
         self.socket.connect(address)
         self.socket.send_multipart(encode(Hello(1, "perf")))
-        self.socket.send_multipart(encode(Open(self.stream)))
+        self.socket.send_multipart(encode(OpenStream(self.stream)))
 
     def fill(self, crcs: list[int], total: int) -> None:
         while self.number < total and self.sent - self.acked < WINDOW_BYTES:
             which = self.number % len(self.bodies)
             body = self.bodies[which]
-            message = encode(Frame(self.stream, self.sent, crcs[which], body))
+            message = encode(RecordFrame(self.stream, self.sent, crcs[which], body))
             self.socket.send_multipart(message, copy=False)
             self.sent += len(body)
             self.number += 1
@@ -85,7 +85,7 @@ class Sender:
                 message = decode(self.socket.recv_multipart(zmq.DONTWAIT))
             except zmq.Again:
                 return
-            if isinstance(message, At):
+            if isinstance(message, StreamOffset):
                 self.acked = message.offset
 
 

@@ -34,12 +34,12 @@ import torch
 from torch import nn
 
 import rankscope
-from rankscope.agent.keeper import Keeper
-from rankscope.agent.stores import ChunkStore
+from rankscope.agent.values.bytestores import LocalChunkStore
+from rankscope.agent.values.tensorstore import TensorStore
 from rankscope.capture.describe import Describer
 from rankscope.capture.invisible import invisible
-from rankscope.record.run import StreamId
-from rankscope.spool.chunks import ChunkWriter
+from rankscope.chunks.writing import ChunkWriter
+from rankscope.record.streams import StreamId
 from tests.perf.overhead import Step, llama
 
 INPUTS_AND_OUTPUTS = "**:input*,**:output*"
@@ -245,8 +245,10 @@ def keep_as_if_on_device(folder: Path, memory_bytes: int) -> None:
     bound.
     """
     writer = ChunkWriter(folder, StreamId(rank=1, incarnation=0), limit_bytes=1 << 40)
-    store = ChunkStore(writer, lambda *_: True)
-    keeper = Keeper(("**",), store, lambda *_: True, memory_bytes=memory_bytes, tell=lambda _: None)
+    store = LocalChunkStore(writer, lambda *_: True)
+    keeper = TensorStore(
+        ("**",), store, lambda *_: True, memory_bytes=memory_bytes, tell=lambda _: None
+    )
     describer = Describer(0)
     for number in range(600):
         with invisible():

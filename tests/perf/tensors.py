@@ -22,15 +22,15 @@ import torch
 import xxhash
 from safetensors.torch import save_file
 
-from rankscope.agent.keeper import Keeper
 from rankscope.agent.recorder import Recorder
-from rankscope.agent.stores import ChunkStore, Stored
+from rankscope.agent.values.bytestores import LocalChunkStore, Stored
+from rankscope.agent.values.tensorstore import TensorStore
 from rankscope.capture.describe import Described, Describer
 from rankscope.capture.invisible import invisible
 from rankscope.capture.keeping import own_bytes
-from rankscope.record.run import StreamId
+from rankscope.chunks.writing import ChunkWriter
+from rankscope.record.streams import StreamId
 from rankscope.spool.cells import TENSOR, RecordKind
-from rankscope.spool.chunks import ChunkWriter
 from rankscope.spool.writer import SpoolWriter
 from tests.perf import keptsteps
 
@@ -75,8 +75,8 @@ def keeper(folder: Path, tensors: list[torch.Tensor]) -> None:
             ),
         )  # fmt: skip
 
-    store = ChunkStore(writer, record)
-    keeping = Keeper(("**",), store, record, memory_bytes=1 << 20, tell=print)
+    store = LocalChunkStore(writer, record)
+    keeping = TensorStore(("**",), store, record, memory_bytes=1 << 20, tell=print)
     describer = Describer(0)
     for tensor in tensors:
         with invisible():

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import msgpack
 
-from rankscope.record.run import EndReason
+from rankscope.record.streams import EndReason
 from rankscope.spool.cells import ENTER, EXIT, SAMPLES, STEP, VALUE, RecordKind, StepEvent
-from rankscope.spool.reader import StreamReader
+from rankscope.spool.streamreader import StreamReader
 from rankscope.spool.writer import SpoolWriter
 
 SMALL = 1 << 20

@@ -9,7 +9,7 @@ import pytest
 
 from rankscope.spool.cells import FIRST, RecordKind
 from rankscope.spool.crc import CHECK_BLOCK, BlockCheck, cell_crcs
-from rankscope.spool.reader import committed_cells
+from rankscope.spool.streamreader import committed_cells
 
 
 def sound_cells(count, seed=0):

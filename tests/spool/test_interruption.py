@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from rankscope.errors import SpoolError
+from rankscope.run.locks import is_alive
 from rankscope.spool.cells import RecordKind
-from rankscope.spool.lock import is_alive
-from rankscope.spool.reader import StreamReader
 from rankscope.spool.records import records
+from rankscope.spool.streamreader import StreamReader
 from rankscope.spool.writer import SpoolWriter
 from tests.spool.streams import SMALL, enter, samples, stream_bytes, value
 from tests.waiting import wait_until
@@ -145,7 +145,7 @@ def test_a_forked_child_never_writes_and_leaves_the_lock_with_its_parent(tmp_pat
     code = f"""
 import sys
 from pathlib import Path
-from rankscope.spool.lock import is_alive
+from rankscope.run.locks import is_alive
 sys.exit(0 if is_alive(Path({str(tmp_path / "s")!r})) else 1)
 """
     assert (

@@ -6,7 +6,7 @@ import struct
 import msgpack
 import numpy as np
 
-from rankscope.record.run import EndReason
+from rankscope.record.streams import EndReason
 from rankscope.spool.cells import (
     DEFINITION_LENGTH,
     VALUE_HEAD,

@@ -10,12 +10,12 @@ import msgpack
 import pytest
 
 from rankscope.errors import SpoolError
-from rankscope.record.run import EndReason
+from rankscope.record.streams import EndReason
+from rankscope.run.folders import segment_indexes, segment_path
+from rankscope.run.locks import is_alive
 from rankscope.spool.cells import CELL_BYTES, PAYLOAD_BYTES, RecordKind, StepEvent
-from rankscope.spool.lock import is_alive
-from rankscope.spool.reader import StreamReader
 from rankscope.spool.records import ending, records
-from rankscope.spool.segment import segment_indexes, segment_path
+from rankscope.spool.streamreader import StreamReader
 from rankscope.spool.writer import SpoolWriter
 from tests.spool.streams import SMALL, enter, rank_definition, step, stream_bytes, value, write_some
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from hypothesis import strategies as st
 
-from rankscope.record.placement import Mesh, Placement, PlacementKind, parse_placement
+from rankscope.layout.placement import Mesh, Placement, PlacementKind, parse_placement
 
 Coordinate = tuple[int, ...]
 ANY_DTYPE = [

@@ -11,8 +11,8 @@ from typing import Any
 import jsonschema
 import numpy as np
 
+from rankscope.layout.placement import Mesh, global_ranges, parse_placement
 from rankscope.record.call import Phase
-from rankscope.record.placement import Mesh, global_ranges, parse_placement
 from rankscope.spool.cells import StepEvent
 from tests.tree.ranks_on_paper import PaperRank, take
 

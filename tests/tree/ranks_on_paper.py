@@ -15,13 +15,13 @@ import msgpack
 import numpy as np
 import xxhash
 
+from rankscope.layout.placement import Mesh, global_ranges, parse_placement
 from rankscope.record.call import CallStatus, Mode, Phase
 from rankscope.record.factors import factors
-from rankscope.record.placement import Mesh, global_ranges, parse_placement
-from rankscope.record.run import EndReason, StreamId
+from rankscope.record.streams import EndReason, StreamId
 from rankscope.spool import cells
 from rankscope.spool.cells import RecordKind, StepEvent
-from rankscope.spool.reader import StreamReader
+from rankscope.spool.streamreader import StreamReader
 from rankscope.spool.writer import SpoolWriter
 
 MODES = {"train": Mode.TRAIN, "eval": Mode.EVAL}

@@ -11,7 +11,7 @@ import sys
 import pytest
 from safetensors.numpy import load_file
 
-from rankscope.tree.assemble import build
+from rankscope.tree.build import build
 from rankscope.tree.columns import map_columns
 from tests.conftest import REPOSITORY
 from tests.tree.jobs import grid_job, read_valid, validator

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rankscope.tree.assemble import build
+from rankscope.tree.build import build
 from tests.conftest import REPOSITORY
 from tests.tree.ranks_on_paper import PaperRank
 

@@ -16,8 +16,8 @@ import pytest
 
 from rankscope.errors import FolderError, SelectionError, TraceError, TraceVersionError
 from rankscope.record.call import Mode, Phase
-from rankscope.spool.folder import COLLECTOR_LOCK_NAME, FolderLock
-from rankscope.tree.assemble import build
+from rankscope.run.folders import COLLECTOR_LOCK_NAME, FolderLock
+from rankscope.tree.build import build
 from rankscope.tree.reader import newest_trace, open_trace
 from rankscope.tree.selection import default_phase
 from tests.conftest import REPOSITORY
@@ -269,7 +269,7 @@ def test_a_finished_tree_is_read_without_numpy(out):
     program = (
         "import sys; from rankscope.tree.reader import open_trace; "
         "print(sum(len(n.slots) for n in open_trace(sys.argv[1]).walk()), "
-        "{'numpy', 'rankscope.tree.assemble'} & {*sys.modules})"
+        "{'numpy', 'rankscope.tree.build'} & {*sys.modules})"
     )
     run = subprocess.run(
         [sys.executable, "-c", program, str(out)],

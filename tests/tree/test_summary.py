@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from rankscope.record.call import CallStatus, Mode
-from rankscope.record.run import EndReason
-from rankscope.tree.assemble import build
+from rankscope.record.streams import EndReason
+from rankscope.tree.build import build
 from rankscope.tree.reader import Trace, open_trace
 from rankscope.tree.summary import crashes, endings, extent, state
 from tests.tree.jobs import grid_job

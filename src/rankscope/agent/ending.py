@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NoReturn
 
-from rankscope.agent.callsites import call_site, raise_site
 from rankscope.agent.guard import describe_error
+from rankscope.agent.hooks.pythonstack import call_site, raise_site
 
 __all__ = ["Raised", "forget_exits", "note_exits", "what_ends_the_program"]
 

@@ -10,7 +10,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rankscope.record.run import RankIdentity
+from rankscope.record.streams import RankIdentity
 
 __all__ = ["Placed", "identify", "placed", "restarts_left"]
 

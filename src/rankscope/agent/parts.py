@@ -8,25 +8,25 @@ from pathlib import Path
 
 from torch import nn
 
-from rankscope.agent.calls import Scope
-from rankscope.agent.callvalues import CallValues, CallWishes
-from rankscope.agent.definitions import Definitions
 from rankscope.agent.guard import Guard
-from rankscope.agent.hooks import HookSet
-from rankscope.agent.keeper import Keeper
-from rankscope.agent.modules import ModuleInfo, ModuleTable
-from rankscope.agent.optimizers import OptimizerSearch
-from rankscope.agent.parameters import ParameterEvents
+from rankscope.agent.hooks.callstack import Scope
+from rankscope.agent.hooks.callvalues import CallValues, CallWishes
+from rankscope.agent.hooks.definitions import DefinitionWriter
+from rankscope.agent.hooks.install import HookSet
+from rankscope.agent.hooks.modules import ModuleInfo, ModuleTable
+from rankscope.agent.hooks.tracer import Tracer
 from rankscope.agent.recorder import Recorder
-from rankscope.agent.settings import Settings
-from rankscope.agent.tracer import Tracer
-from rankscope.agent.updates import Updates
-from rankscope.agent.values import ValueReader
+from rankscope.agent.steps.optimizers import OptimizerSearch
+from rankscope.agent.steps.updates import Updates
+from rankscope.agent.values.parameters import ParameterEvents
+from rankscope.agent.values.tensorstore import TensorStore
+from rankscope.agent.values.valuereader import ValueReader
 from rankscope.capture.describe import Describer
-from rankscope.record.run import RankIdentity
+from rankscope.record.streams import RankIdentity
+from rankscope.settings import Settings
 from rankscope.spool.writer import SpoolWriter
 
-__all__ = ["Opened", "Parts", "parts_of"]
+__all__ = ["Opened", "SessionParts", "parts_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,21 +38,21 @@ class Opened:
     recorder: Recorder
     meeting_place: Path | None = None
     """Folder in which the traced ranks agree on a step, None for a rank that is alone."""
-    keeper: Keeper | None = None
+    keeper: TensorStore | None = None
     """Keeps full tensors, None where none were asked for."""
     is_launched: bool = False
     """A launcher of ours has the last word on the trace."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
+class SessionParts:
     """What a session works with from then on."""
 
     rank: int
     recorder: Recorder
     table: ModuleTable
     values: ValueReader
-    definitions: Definitions
+    definitions: DefinitionWriter
     call_values: CallValues
     tracer: Tracer
     parameters: ParameterEvents
@@ -68,12 +68,12 @@ def parts_of(
     wishes: CallWishes,
     open_scope: Callable[[ModuleInfo, nn.Module], Scope | None],
     follow_own_hooks: Callable[[ModuleInfo], None],
-) -> Parts:
+) -> SessionParts:
     """Make the parts, and have the hooks call the tracer."""
     recorder, rank = opened.recorder, opened.identity.rank
     table = ModuleTable(enters_compiled=settings.compile == "eager", paths=settings.paths)
     values = ValueReader(recorder, Describer(rank), settings, opened.keeper)
-    definitions = Definitions(recorder, table)
+    definitions = DefinitionWriter(recorder, table)
     call_values = CallValues(guard, recorder, values, settings, wishes)
     tracer = Tracer(
         recorder, definitions, table, values, call_values, settings, open_scope,
@@ -89,7 +89,7 @@ def parts_of(
     )
     updates = Updates(table, recorder, parameters, optimizers)
     call_values.gradients.begins = updates.backward_begins
-    return Parts(
+    return SessionParts(
         rank=rank,
         recorder=recorder,
         table=table,

@@ -10,13 +10,13 @@ import time
 
 import msgpack  # type: ignore[import-untyped]  # ships no types
 
-from rankscope.agent.stores import Stored
+from rankscope.agent.values.bytestores import Stored
 from rankscope.capture.describe import Described
-from rankscope.capture.reading import Reading
+from rankscope.capture.reading import ValueNumbers
+from rankscope.layout.placement import Mesh
 from rankscope.record.call import CallStatus, Mode, Phase
 from rankscope.record.collective import Collective
-from rankscope.record.placement import Mesh
-from rankscope.record.run import ProcessGroup
+from rankscope.record.streams import ProcessGroup
 from rankscope.record.value import ValueFlag
 from rankscope.spool.cells import (
     ENTER,
@@ -225,7 +225,7 @@ class Recorder:
         sequence: int,
         slot: str,
         described: Described,
-        reading: Reading | None,
+        reading: ValueNumbers | None,
         phase: Phase,
         ordinal: int,
         flags: int,

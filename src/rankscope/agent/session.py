@@ -1,8 +1,8 @@
 """One session: from the first module call of a process to its end record.
 
-The session opens and closes; `StepNotice` notices steps, `Stepping` begins and ends them and turns
-the hook set on and off, the tracer records calls, the parameter events record whole roots. In an
-untraced step nothing but the optimizer hooks is left; an optimizer step arms one pre-hook that
+The session opens and closes; `StepBoundaries` notices steps, `Stepping` begins and ends them and
+turns the hook set on and off, the tracer records calls, the parameter events record whole roots. In
+an untraced step nothing but the optimizer hooks is left; an optimizer step arms one pre-hook that
 notices the next root forward and takes itself off.
 """
 
@@ -16,20 +16,20 @@ from dataclasses import replace
 
 from torch import nn
 
-from rankscope.agent.calls import Scope
-from rankscope.agent.callvalues import CallWishes
-from rankscope.agent.compiling import HIDDEN
 from rankscope.agent.ending import Raised
 from rankscope.agent.guard import MAX_FAILURES, Guard, say, text_of
-from rankscope.agent.keeper import Keeper
-from rankscope.agent.modules import ModuleInfo
-from rankscope.agent.noticing import StepNotice
+from rankscope.agent.hooks.callstack import Scope
+from rankscope.agent.hooks.callvalues import CallWishes
+from rankscope.agent.hooks.modules import ModuleInfo
 from rankscope.agent.parts import Opened, parts_of
-from rankscope.agent.settings import Settings
+from rankscope.agent.steps.boundaries import StepBoundaries
+from rankscope.agent.steps.compiled import HIDDEN
+from rankscope.agent.values.tensorstore import TensorStore
 from rankscope.capture.invisible import invisible
 from rankscope.capture.torch_internals.compiling import dynamo_has_compiled
-from rankscope.record.globs import glob_matches
-from rankscope.record.run import UNMATCHED, EndReason
+from rankscope.globs import glob_matches
+from rankscope.record.streams import UNMATCHED, EndReason
+from rankscope.settings import Settings
 
 __all__ = ["Session"]
 
@@ -66,7 +66,7 @@ class Session:
         """Set when all that an open spool gives is there."""
         self._is_closed = False
         self.guard = Guard(self._failed)
-        self._notice = StepNotice(
+        self._notice = StepBoundaries(
             settings, self.guard, preferred_root, lambda: self._is_open, self._open, self.close
         )
         self._steps = self._notice.steps
@@ -142,7 +142,7 @@ class Session:
             )
         opened.writer.close(reason)
 
-    def _report_unmatched_globs(self, keeper: Keeper | None) -> None:
+    def _report_unmatched_globs(self, keeper: TensorStore | None) -> None:
         """Say which globs of the setting `paths` matched no module: most likely they are
         misspelt.
         """

@@ -33,7 +33,7 @@ from rankscope.capture.torch_internals.dtensor import (
     shard_order,
 )
 from rankscope.errors import LayoutError
-from rankscope.record.placement import (
+from rankscope.layout.placement import (
     Layout,
     LayoutSource,
     Mesh,
@@ -54,7 +54,7 @@ _REPETITIONS: Final = 8
 _UNKNOWN: Final = Layout(source=LayoutSource.UNKNOWN)
 
 
-class _Kind(enum.Enum):
+class _TensorKind(enum.Enum):
     """What a tensor class means for us."""
 
     PLAIN = enum.auto()
@@ -90,9 +90,9 @@ class Describer:
     def __init__(self, rank: int, meshes: MeshTable | None = None) -> None:
         self._rank = rank
         self._meshes = meshes or MeshTable()
-        self._kinds: dict[type, _Kind] = {
-            torch.Tensor: _Kind.PLAIN,
-            torch.nn.Parameter: _Kind.PLAIN,
+        self._kinds: dict[type, _TensorKind] = {
+            torch.Tensor: _TensorKind.PLAIN,
+            torch.nn.Parameter: _TensorKind.PLAIN,
         }
         self._known: dict[object, Described] = {}
 
@@ -103,7 +103,7 @@ class Describer:
         """
         kind = self._kinds.get(type(tensor)) or self._kind(type(tensor))
         try:
-            if kind is _Kind.PLAIN:
+            if kind is _TensorKind.PLAIN:
                 key = (tensor.dtype, tensor.shape, tensor.requires_grad, dispatch_bits(tensor))
                 found = self._known.get(key)
                 if found is None:
@@ -113,12 +113,12 @@ class Describer:
                     if problem is not None:
                         found = self._unread(tensor, key, problem)
                 return found, tensor
-            if kind is _Kind.DTENSOR:
+            if kind is _TensorKind.DTENSOR:
                 return self._distributed(tensor)
         except RuntimeError:
             # nested, lazy and functorch tensors refuse to tell their shape or memory
             return self._structure(tensor, describe_leaf(tensor)), tensor
-        if kind is _Kind.ASYNC:
+        if kind is _TensorKind.ASYNC:
             result, is_done = async_collective_result(tensor)
             if is_done:
                 return self.describe(result)
@@ -134,7 +134,7 @@ class Describer:
             as `describe`, to be digested once no collective is outstanding; None where it cannot be
             told.
         """
-        is_distributed = self._kinds.get(type(tensor)) is _Kind.DTENSOR
+        is_distributed = self._kinds.get(type(tensor)) is _TensorKind.DTENSOR
         waiting = dtensor_parts(tensor)[0] if is_distributed else tensor
         result, _ = async_collective_result(waiting)
         if result is waiting:
@@ -162,14 +162,14 @@ class Describer:
         )
         return self._keep(("python", note), Described(meta=meta))
 
-    def _kind(self, kind: type) -> _Kind:
-        found = _Kind.PLAIN
+    def _kind(self, kind: type) -> _TensorKind:
+        found = _TensorKind.PLAIN
         if is_dtensor(kind):
-            found = _Kind.DTENSOR
+            found = _TensorKind.DTENSOR
         elif is_async_collective(kind):
-            found = _Kind.ASYNC
+            found = _TensorKind.ASYNC
         elif overrides_dispatch(kind):
-            found = _Kind.OPAQUE
+            found = _TensorKind.OPAQUE
         self._kinds[kind] = found
         return found
 

@@ -29,10 +29,10 @@ import numpy.typing as npt
 import torch
 
 from rankscope.capture.elements import Array, storage_of
-from rankscope.capture.fold import Plan, Segment, make_plan
+from rankscope.capture.fold import FoldPlan, FoldSegment, make_plan
 from rankscope.capture.invisible import invisible_operations
-from rankscope.capture.reading import Reading
-from rankscope.record.placement import Ranges
+from rankscope.capture.reading import ValueNumbers
+from rankscope.layout.placement import Ranges
 from rankscope.record.value import SKETCH_SIZE
 
 __all__ = ["HASH_ALGORITHM", "DeviceDigester", "mix64"]
@@ -87,7 +87,7 @@ def _mix_torch(z: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class _Fold:
+class _DeviceFold:
     """One box of a tensor, all its samples together; tables on the device."""
 
     where: tuple[slice, ...] | None
@@ -101,21 +101,21 @@ class _Fold:
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
+class _DeviceForm:
     """What is the same for values of one dtype, shape and layout; tables on the device."""
 
-    plan: Plan
-    folds: tuple[_Fold, ...]
+    plan: FoldPlan
+    folds: tuple[_DeviceFold, ...]
     batch: torch.Tensor | None
     size: int
     """Numbers of a row."""
 
 
 @dataclass(slots=True)
-class _Flight:
+class _RowsInTransfer:
     """Rows on their way to the host."""
 
-    tickets: list[tuple[int, Plan, int]]
+    tickets: list[tuple[int, FoldPlan, int]]
     host: torch.Tensor
     is_done: Callable[[], bool]
     wait: Callable[[], object]
@@ -129,7 +129,7 @@ class _Buffer:
     def __init__(self, device: torch.device, capacity: int) -> None:
         self.rows = torch.empty(capacity, dtype=torch.float64, device=device)
         self.used = 0
-        self.tickets: list[tuple[int, Plan, int]] = []
+        self.tickets: list[tuple[int, FoldPlan, int]] = []
 
 
 class DeviceDigester:
@@ -138,9 +138,9 @@ class DeviceDigester:
     def __init__(self, device: torch.device, batch_dim: int = 0) -> None:
         self._device = device
         self._batch_dim = batch_dim
-        self._kinds: dict[object, _Kind] = {}
+        self._kinds: dict[object, _DeviceForm] = {}
         self._buffers: dict[int, _Buffer] = {}
-        self._flights: deque[_Flight] = deque()
+        self._flights: deque[_RowsInTransfer] = deque()
         self._next_ticket = 0
 
     def read(
@@ -176,7 +176,7 @@ class DeviceDigester:
                     self._send(stream, buffer)
         self._buffers.clear()
 
-    def collect(self, *, wait: bool = False) -> list[tuple[int, Reading]]:
+    def collect(self, *, wait: bool = False) -> list[tuple[int, ValueNumbers]]:
         """Return (ticket, reading) of every value that has arrived, in the order they were read.
 
         Args:
@@ -184,7 +184,7 @@ class DeviceDigester:
         """
         if wait:
             self.flush()
-        arrived: list[tuple[int, Reading]] = []
+        arrived: list[tuple[int, ValueNumbers]] = []
         while self._flights and (wait or self._flights[0].is_done()):
             flight = self._flights.popleft()
             if wait:
@@ -198,7 +198,7 @@ class DeviceDigester:
 
     def _add_kind(
         self, local: torch.Tensor, ranges: tuple[Ranges, ...] | None, samples: bool, key: object
-    ) -> _Kind:
+    ) -> _DeviceForm:
         storage = storage_of(local.dtype)
         if storage is None:
             raise TypeError(
@@ -215,10 +215,10 @@ class DeviceDigester:
         count = 0 if plan.batch_factors is None else plan.batch_factors.size
         if len(self._kinds) >= _MOST_KINDS:
             self._kinds.clear()
-        kind = self._kinds[key] = _Kind(plan, folds, batch, _ROW + count)
+        kind = self._kinds[key] = _DeviceForm(plan, folds, batch, _ROW + count)
         return kind
 
-    def _fold(self, box: Segment, batch_dim: int | None, plan: Plan) -> _Fold:
+    def _fold(self, box: FoldSegment, batch_dim: int | None, plan: FoldPlan) -> _DeviceFold:
         where = box.where
         weights = self._table(box.weights(0, box.rows))
         if plan.batch_factors is None or batch_dim is None:
@@ -232,7 +232,7 @@ class DeviceDigester:
                 rows, weighted = (before, samples, after), (before, 1, after)
                 where = (*box.where[:batch_dim], slice(None), *box.where[batch_dim + 1 :])
         columns = self._table(box.matrix64)
-        return _Fold(where, rows, columns, weights.reshape(*weighted, SKETCH_SIZE))
+        return _DeviceFold(where, rows, columns, weights.reshape(*weighted, SKETCH_SIZE))
 
     def _table(self, array: npt.NDArray[np.float64]) -> torch.Tensor:
         memory = bytearray(array.tobytes())
@@ -258,7 +258,9 @@ class DeviceDigester:
     def _send(self, stream: int, buffer: _Buffer) -> None:
         rows = buffer.rows[: buffer.used]
         if self._device.type == "cpu":
-            self._flights.append(_Flight(buffer.tickets, rows, lambda: True, lambda: None, rows))
+            self._flights.append(
+                _RowsInTransfer(buffer.tickets, rows, lambda: True, lambda: None, rows)
+            )
             return
         host = torch.empty(buffer.used, dtype=torch.float64, device="cpu", pin_memory=True)
         accelerator: Any = getattr(torch, self._device.type)
@@ -266,7 +268,9 @@ class DeviceDigester:
             host.copy_(rows, non_blocking=True)
             event = accelerator.Event()
             event.record()
-        self._flights.append(_Flight(buffer.tickets, host, event.query, event.synchronize, rows))
+        self._flights.append(
+            _RowsInTransfer(buffer.tickets, host, event.query, event.synchronize, rows)
+        )
 
     def _stream(self, stream: int) -> object:
         """Return the stream a buffer was filled on: the copy has to follow what it holds."""
@@ -278,7 +282,7 @@ class DeviceDigester:
         return stream_type(stream, self._device)
 
 
-def _fill(row: torch.Tensor, local: torch.Tensor, kind: _Kind) -> None:
+def _fill(row: torch.Tensor, local: torch.Tensor, kind: _DeviceForm) -> None:
     """Compute one row of numbers. Runs without a synchronizing call."""
     held = local.detach().resolve_conj().resolve_neg()
     if held.is_complex():
@@ -319,14 +323,14 @@ def _fill(row: torch.Tensor, local: torch.Tensor, kind: _Kind) -> None:
         row[_ROW:].copy_(parts.reshape(-1))
 
 
-def _boxes(plan: Plan) -> list[Segment]:
+def _boxes(plan: FoldPlan) -> list[FoldSegment]:
     """Return what covers one sample of a tensor, or the whole of it where one product can."""
     if plan.whole is not None:
         return [plan.whole]
     return [segment for segment in plan.segments if segment.sample == 0]
 
 
-def _parts(values: torch.Tensor, kind: _Kind) -> torch.Tensor:
+def _parts(values: torch.Tensor, kind: _DeviceForm) -> torch.Tensor:
     """Return the [samples or 1, 8] sketches without the batch dim's factors."""
     sums = []
     for fold in kind.folds:
@@ -375,7 +379,9 @@ def _normalize(part: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
     return words
 
 
-def _reading(plan: Plan, numbers: npt.NDArray[np.float64], words: npt.NDArray[np.int64]) -> Reading:
+def _reading(
+    plan: FoldPlan, numbers: npt.NDArray[np.float64], words: npt.NDArray[np.int64]
+) -> ValueNumbers:
     rows = None
     if plan.batch_factors is not None:
         count = len(plan.batch_factors)
@@ -392,7 +398,7 @@ def _reading(plan: Plan, numbers: npt.NDArray[np.float64], words: npt.NDArray[np
     sketch = tuple(numbers[_NUMBERS:_ROW].tolist())
     std = deviation / math.sqrt(finite - 1) if finite > 1 else math.nan
     norm = norm if finite else 0.0
-    return Reading(
+    return ValueNumbers(
         plan.count,
         hashed,
         nan,

@@ -20,8 +20,8 @@ import xxhash
 from rankscope.capture.elements import Array, elements, memory_type, storage_of
 from rankscope.capture.fold import BLOCK_ELEMENTS, flat_copy, make_plan
 from rankscope.capture.hashing import hash_words
-from rankscope.capture.reading import Arithmetic, Kind, Reading, empty_reading, words_at
-from rankscope.record.placement import Ranges
+from rankscope.capture.reading import Arithmetic, ValueForm, ValueNumbers, empty_reading, words_at
+from rankscope.layout.placement import Ranges
 
 __all__ = ["Digester"]
 
@@ -31,15 +31,15 @@ _MOST_KIND_BYTES: Final = 64 << 20
 _MOST_REMEMBERED: Final = 1 << 16
 
 
-class _Seen(NamedTuple):
+class _RememberedTensor(NamedTuple):
     """What is remembered of a tensor object, by its identity, until the step ends."""
 
     address: int
     """Of memory read where it lies, 0 of other."""
     version: int
     raw_hash: int
-    kind: Kind
-    reading: Reading
+    kind: ValueForm
+    reading: ValueNumbers
 
 
 class Digester:
@@ -50,9 +50,9 @@ class Digester:
 
     def __init__(self, batch_dim: int = 0) -> None:
         self._batch_dim = batch_dim
-        self._kinds: dict[object, Kind] = {}
+        self._kinds: dict[object, ValueForm] = {}
         self._held_bytes = 0
-        self._seen: dict[int, _Seen] = {}
+        self._seen: dict[int, _RememberedTensor] = {}
         self._arithmetic = Arithmetic()
 
     def end_step(self) -> None:
@@ -61,7 +61,7 @@ class Digester:
 
     def read(
         self, local: torch.Tensor, ranges: tuple[Ranges, ...] | None, *, samples: bool
-    ) -> Reading:
+    ) -> ValueNumbers:
         """Return the digest of a strided CPU tensor that `describe` said can be digested.
 
         Args:
@@ -112,17 +112,17 @@ class Digester:
             reading = self._arithmetic.compute(array, kind, raw)
         if len(self._seen) >= _MOST_REMEMBERED:
             self._seen.clear()
-        self._seen[identity] = _Seen(at, version, raw, kind, reading)
+        self._seen[identity] = _RememberedTensor(at, version, raw, kind, reading)
         return reading
 
-    def _reuse(self, identity: int, seen: _Seen) -> Reading:
+    def _reuse(self, identity: int, seen: _RememberedTensor) -> ValueNumbers:
         again = seen.reading._replace(reused=True)
         self._seen[identity] = seen._replace(reading=again)
         return again
 
     def _add_kind(
         self, local: torch.Tensor, ranges: tuple[Ranges, ...] | None, samples: bool, key: object
-    ) -> Kind:
+    ) -> ValueForm:
         storage = storage_of(local.dtype)
         if storage is None:
             raise TypeError(
@@ -139,7 +139,7 @@ class Digester:
         memory = memory_type(local.numel(), storage)
         samples_kept = 0 if plan.batch_factors is None else len(plan.batch_factors)
         bound = self._arithmetic.bind(plan, storage)
-        kind = self._kinds[key] = Kind(
+        kind = self._kinds[key] = ValueForm(
             plan, storage, memory, storage.dtype, storage.is_complex, bound, samples_kept
         )
         return kind

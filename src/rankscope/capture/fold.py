@@ -20,15 +20,15 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
+from rankscope.layout.placement import Ranges
 from rankscope.record.factors import RADIX, block_factors, factors, product_factors
-from rankscope.record.placement import Ranges
 from rankscope.record.value import MAX_SAMPLES, SKETCH_SIZE
 
 __all__ = [
     "BLOCK_ELEMENTS",
     "BLOCK_ROWS",
-    "Plan",
-    "Segment",
+    "FoldPlan",
+    "FoldSegment",
     "contiguous_runs",
     "flat_copy",
     "make_plan",
@@ -60,7 +60,7 @@ Floats = npt.NDArray[np.floating]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Segment:
+class FoldSegment:
     """A box of the tensor in which one fold holds."""
 
     where: tuple[slice, ...] | None
@@ -112,16 +112,16 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class FoldPlan:
     """How values of one shape, layout and dtype are folded."""
 
     count: int
     shape: tuple[int, ...]
     """Shape of the array to fold; a scalar is (1,), a complex tensor has a last dim of 2."""
-    segments: tuple[Segment, ...]
+    segments: tuple[FoldSegment, ...]
     batch_factors: npt.NDArray[np.float64] | None
     """[samples, 8] factors of the batch dim, None where samples are not kept apart."""
-    whole: Segment | None = None
+    whole: FoldSegment | None = None
     """The whole tensor as one segment, where its rows are few enough to weigh them from a table."""
     batch_rows: tuple[int, int, int] | None = None
     """Rows of `whole` as (before, samples, after); None where samples are not kept apart."""
@@ -138,7 +138,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _FoldPiece:
     """A part of the dim that is cut: local indices, and the factors of its rows and columns."""
 
     local: slice | None
@@ -151,7 +151,7 @@ def make_plan(
     ranges: Sequence[Ranges] | None,
     batch_dim: int | None,
     is_complex: bool = False,
-) -> Plan:
+) -> FoldPlan:
     """Return the plan for local `shape` at global `ranges` (None: as if it began at index 0).
 
     Args:
@@ -172,12 +172,12 @@ def make_plan(
         batch_dim = None
     count = int(np.prod(sizes, dtype=object))
     batch = None if batch_dim is None else factors(batch_dim, held[batch_dim]).T.astype(np.float64)
-    plan = partial(Plan, count=count, shape=tuple(sizes), batch_factors=batch)
+    plan = partial(FoldPlan, count=count, shape=tuple(sizes), batch_factors=batch)
     if count == 0:
         return plan(segments=())
     first = 0 if batch_dim is None else batch_dim + 1
     begin, cut = (first, False) if count <= TINY_ELEMENTS else _choose_inner(sizes, first)
-    pieces = _cut(begin, held[begin], sizes[begin]) if cut else [_Piece(None, (), None)]
+    pieces = _cut(begin, held[begin], sizes[begin]) if cut else [_FoldPiece(None, (), None)]
     box = partial(_segment, sizes, held, begin, cut, batch_dim)
     if len(pieces) == 1 and pieces[0].local is None:
         whole = box(pieces[0], None)
@@ -222,8 +222,8 @@ def _choose_inner(sizes: list[int], first: int) -> tuple[int, bool]:
     return min(begin, len(sizes)), False
 
 
-def _cut(dim: int, held: Ranges, size: int) -> list[_Piece]:
-    pieces: list[_Piece] = []
+def _cut(dim: int, held: Ranges, size: int) -> list[_FoldPiece]:
+    pieces: list[_FoldPiece] = []
     position = 0
     for start, stop in held:
         low = min(-(-start // RADIX) * RADIX, stop)
@@ -235,13 +235,13 @@ def _cut(dim: int, held: Ranges, size: int) -> list[_Piece]:
             position += end - begin
             if end - begin >= RADIX:
                 rows = block_factors(dim, begin // RADIX, (end - begin) // RADIX)
-                pieces.append(_Piece(local, ((0, RADIX),), rows))
+                pieces.append(_FoldPiece(local, ((0, RADIX),), rows))
             else:
-                pieces.append(_Piece(local, ((begin, end),), None))
+                pieces.append(_FoldPiece(local, ((begin, end),), None))
     if len(pieces) > _MOST_PIECES:
-        return [_Piece(None, held, None)]
+        return [_FoldPiece(None, held, None)]
     if len(pieces) == 1 and pieces[0].local == slice(0, size):
-        return [_Piece(None, pieces[0].columns, pieces[0].rows)]
+        return [_FoldPiece(None, pieces[0].columns, pieces[0].rows)]
     return pieces
 
 
@@ -251,9 +251,9 @@ def _segment(
     begin: int,
     cut: bool,
     batch_dim: int | None,
-    piece: _Piece,
+    piece: _FoldPiece,
     sample: int | None,
-) -> Segment:
+) -> FoldSegment:
     """Return one segment; the batch dim's factor is left out (one row of ones for each sample)."""
     columns = [(d, held[d]) for d in range(begin + cut, len(sizes))]
     if cut:
@@ -277,7 +277,7 @@ def _segment(
         if sample is not None and batch_dim is not None:
             where[batch_dim] = slice(sample, sample + 1)
     inner, rows = matrix.shape[0], int(np.prod([table.shape[1] for table in outer], dtype=object))
-    return Segment(
+    return FoldSegment(
         where=None if where is None else tuple(where),
         inner=inner,
         rows=rows,

@@ -10,8 +10,8 @@ import torch
 from rankscope.capture.invisible import invisible_operations
 from rankscope.capture.torch_internals.distributed import default_groups
 from rankscope.capture.torch_internals.dtensor import mesh_ranks
-from rankscope.record.placement import Mesh
-from rankscope.record.run import ProcessGroup
+from rankscope.layout.placement import Mesh
+from rankscope.record.streams import ProcessGroup
 
 __all__ = ["MeshTable", "process_groups"]
 

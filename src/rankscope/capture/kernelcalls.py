@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from rankscope.record.value import MAX_SAMPLES, SKETCH_SIZE
 
-__all__ = ["Bound", "Kernel", "Workspace", "gives_numpys_numbers"]
+__all__ = ["BoundKernel", "Kernel", "Workspace", "gives_numpys_numbers"]
 
 Doubles = npt.NDArray[np.float64]
 
@@ -35,7 +35,7 @@ _ROWS_OFFSET: Final = _NUMBERS.size
 _ROWS32_OFFSET: Final = _ROWS_OFFSET + MAX_SAMPLES * SKETCH_SIZE * 8
 
 
-class _Plan(ctypes.Structure):
+class _KernelPlan(ctypes.Structure):
     """`struct plan` of kernel.c."""
 
     _fields_ = (
@@ -70,12 +70,12 @@ class Workspace:
         return np.array(self._rows32[:samples])
 
 
-class Bound:
+class BoundKernel:
     """The kernel for values of one dtype and fold; holds the memory it points to."""
 
     __slots__ = ("_held", "_look", "_plan")
 
-    def __init__(self, look: Any, plan: _Plan, held: tuple[object, ...]) -> None:
+    def __init__(self, look: Any, plan: _KernelPlan, held: tuple[object, ...]) -> None:
         self._look = look
         self._plan = ctypes.addressof(plan)
         self._held = (plan, held)
@@ -125,7 +125,7 @@ class Kernel:
         weights: Doubles,
         batch: Doubles | None = None,
         table: npt.NDArray[np.float32] | None = None,
-    ) -> Bound:
+    ) -> BoundKernel:
         """Prepare the kernel for one fold.
 
         Args:
@@ -143,14 +143,14 @@ class Kernel:
         turned = _aligned((SKETCH_SIZE, len(weights)), np.float64)
         turned[:] = weights.T
         batch = None if batch is None else np.ascontiguousarray(batch)
-        plan = _Plan(
+        plan = _KernelPlan(
             _KINDS[kind], *rows, inner, pitch, len(weights), factors.ctypes.data,
             turned.ctypes.data, None if batch is None else batch.ctypes.data,
             None if table is None else table.ctypes.data,
         )  # fmt: skip
         is_small = len(weights) * inner <= _MOST_WITH_LOCK
         look = self._with_lock if is_small else self._alone
-        return Bound(look, plan, (factors, turned, batch, table))
+        return BoundKernel(look, plan, (factors, turned, batch, table))
 
 
 def gives_numpys_numbers(kernel: Kernel) -> bool:

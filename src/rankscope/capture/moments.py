@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Block", "Flags", "Moments", "measure", "measure_carefully", "measure_small"]
+__all__ = ["Flags", "Moments", "ValueBlock", "measure", "measure_carefully", "measure_small"]
 
 Floats = npt.NDArray[np.floating]
 
@@ -28,7 +28,7 @@ _maximum = np.maximum.reduce
 _add = np.add.reduce
 
 
-class Block(NamedTuple):
+class ValueBlock(NamedTuple):
     """What one block adds to a digest."""
 
     finite: int
@@ -63,7 +63,7 @@ class Flags:
         return 0 if self._held.find(1, 0, count) < 0 else int(np.count_nonzero(is_zero))
 
 
-def measure(flat: Floats, width: int, flags: Flags) -> Block | None:
+def measure(flat: Floats, width: int, flags: Flags) -> ValueBlock | None:
     """Return the moments of a non-empty flat array, None where it has to be looked at carefully.
 
     Args:
@@ -93,10 +93,10 @@ def measure(flat: Floats, width: int, flags: Flags) -> Block | None:
             0.0, float(_add(np.vecdot(away, away), dtype=np.float64)) - rest * rest / count
         )
         mean = float(center) + rest / count
-    return Block(count, 0, 0, 0, zero, low, high, mean, math.sqrt(around), math.sqrt(squares))
+    return ValueBlock(count, 0, 0, 0, zero, low, high, mean, math.sqrt(around), math.sqrt(squares))
 
 
-def measure_small(flat: npt.NDArray[np.float64]) -> Block | None:
+def measure_small(flat: npt.NDArray[np.float64]) -> ValueBlock | None:
     """Return the moments of a few thousand float64 values at most, None as `measure` does."""
     low, high = float(_minimum(flat)), float(_maximum(flat))
     reach = high if high > -low else -low
@@ -107,10 +107,10 @@ def measure_small(flat: npt.NDArray[np.float64]) -> Block | None:
     mean = float(_add(flat)) / count
     away = flat - mean
     deviation, norm = math.sqrt(np.vecdot(away, away)), math.sqrt(np.vecdot(flat, flat))
-    return Block(count, 0, 0, 0, zero, low, high, mean, deviation, norm)
+    return ValueBlock(count, 0, 0, 0, zero, low, high, mean, deviation, norm)
 
 
-def measure_carefully(flat: Floats) -> tuple[Block, npt.NDArray[np.float64], float]:
+def measure_carefully(flat: Floats) -> tuple[ValueBlock, npt.NDArray[np.float64], float]:
     """Return the moments of any flat values, and what to project.
 
     Returns:
@@ -126,7 +126,11 @@ def measure_carefully(flat: Floats) -> tuple[Block, npt.NDArray[np.float64], flo
     zero = int(np.count_nonzero(values == 0))
     if count == 0:
         values[:] = 0.0
-        return Block(0, nan, posinf, neginf, 0, math.nan, math.nan, math.nan, 0.0, 0.0), values, 1.0
+        return (
+            ValueBlock(0, nan, posinf, neginf, 0, math.nan, math.nan, math.nan, 0.0, 0.0),
+            values,
+            1.0,
+        )
     low = float(_minimum(np.where(finite, values, np.inf)))
     high = float(_maximum(np.where(finite, values, -np.inf)))
     values = np.where(finite, values, 0.0)
@@ -136,7 +140,7 @@ def measure_carefully(flat: Floats) -> tuple[Block, npt.NDArray[np.float64], flo
     mean = float(_add(values)) / count
     away = np.where(finite, values - mean, 0.0) if count != flat.size else values - mean
     deviation, norm = math.sqrt(_squares(away)) * scale, math.sqrt(_squares(values)) * scale
-    block = Block(count, nan, posinf, neginf, zero, low, high, mean * scale, deviation, norm)
+    block = ValueBlock(count, nan, posinf, neginf, zero, low, high, mean * scale, deviation, norm)
     return block, values, scale
 
 
@@ -178,7 +182,7 @@ class Moments:
     deviation: float = 0.0
     norm: float = 0.0
 
-    def add(self, block: Block) -> None:
+    def add(self, block: ValueBlock) -> None:
         """Take one more block in."""
         self.nan += block.nan
         self.posinf += block.posinf
@@ -199,9 +203,9 @@ class Moments:
         self.min, self.max = min(self.min, block.min), max(self.max, block.max)
         self.finite = both
 
-    def block(self) -> Block:
+    def block(self) -> ValueBlock:
         """Return what was combined."""
-        return Block(
+        return ValueBlock(
             self.finite, self.nan, self.posinf, self.neginf, self.zero,
             self.min, self.max, self.mean, self.deviation, self.norm,
         )  # fmt: skip

@@ -20,26 +20,26 @@ from rankscope.capture.elements import Array, Floats, Storage
 from rankscope.capture.fold import (
     BLOCK_ELEMENTS,
     BLOCK_ROWS,
-    Plan,
-    Segment,
+    FoldPlan,
+    FoldSegment,
     contiguous_runs,
     multiply_rows,
     sum_width,
 )
 from rankscope.capture.hashing import has_minus_zero, hash_words
 from rankscope.capture.kernel import load
-from rankscope.capture.kernelcalls import Bound, Kernel, Workspace
+from rankscope.capture.kernelcalls import BoundKernel, Kernel, Workspace
 from rankscope.capture.moments import (
-    Block,
     Flags,
     Moments,
+    ValueBlock,
     measure,
     measure_carefully,
     measure_small,
 )
 from rankscope.record.value import SKETCH_SIZE
 
-__all__ = ["Arithmetic", "Kind", "Reading", "empty_reading", "words_at"]
+__all__ = ["Arithmetic", "ValueForm", "ValueNumbers", "empty_reading", "words_at"]
 
 Doubles = npt.NDArray[np.float64]
 
@@ -55,7 +55,7 @@ _MOST_SHORT_ROWS: Final = 256
 """More rows than these with fewer columns than those are no work for the kernel."""
 
 
-class Reading(NamedTuple):
+class ValueNumbers(NamedTuple):
     """The numbers of one value; fields as in `rankscope.record.value.Digest`."""
 
     count: int  # type: ignore[assignment]  # nobody counts in a reading as in a tuple
@@ -76,21 +76,21 @@ class Reading(NamedTuple):
     """Statistics and sketch are those of the same object, read earlier in this step."""
 
 
-class Kind(NamedTuple):
+class ValueForm(NamedTuple):
     """What is the same for all values of one dtype, shape and layout."""
 
-    plan: Plan
+    plan: FoldPlan
     storage: Storage
     memory: type[ctypes.Array[ctypes.c_char]]
     dtype: np.dtype[np.generic]
     is_complex: bool
-    bound: Bound | None
+    bound: BoundKernel | None
     """The kernel for a whole value of this kind."""
     samples: int
     """How many are kept apart, 0 for none."""
 
 
-class _Scratch(threading.local):
+class _ThreadBuffers(threading.local):
     """Buffers of one thread: hooks run on autograd's threads too."""
 
     def __init__(self) -> None:
@@ -109,7 +109,7 @@ class Arithmetic:
     """Computes readings; one serves any number of threads."""
 
     def __init__(self) -> None:
-        self._scratch = _Scratch()
+        self._scratch = _ThreadBuffers()
         self._kernel: Kernel | None = load()
 
     @property
@@ -117,7 +117,7 @@ class Arithmetic:
         """False where everything is numpy's."""
         return self._kernel is not None
 
-    def bind(self, plan: Plan, storage: Storage) -> Bound | None:
+    def bind(self, plan: FoldPlan, storage: Storage) -> BoundKernel | None:
         """Return the kernel for whole values, None where there is none or it does not pay."""
         whole = plan.whole
         if self._kernel is None or whole is None or not _pays(storage, whole.inner, whole.rows):
@@ -131,7 +131,7 @@ class Arithmetic:
             storage.table,
         )
 
-    def in_one_pass(self, kind: Kind, address: int, raw: int) -> Reading | None:
+    def in_one_pass(self, kind: ValueForm, address: int, raw: int) -> ValueNumbers | None:
         """Return the reading of contiguous words, None where they need a careful look."""
         if kind.bound is None:
             return None
@@ -146,12 +146,12 @@ class Arithmetic:
             raw = hash_words(words, kind.storage)
         rows = workspace.rows32(kind.samples) if kind.samples else None
         sketch = found[6:14]
-        return Reading(
+        return ValueNumbers(
             kind.plan.count, raw, 0, 0, 0, zero, low, high, mean, std, norm, sketch, rows, False
         )
 
     @np.errstate(all="ignore")  # huge values overflow here: their warnings are not the program's
-    def compute(self, array: Array, kind: Kind, raw: int) -> Reading:
+    def compute(self, array: Array, kind: ValueForm, raw: int) -> ValueNumbers:
         """Return the reading of any words; an array that is not flat is taken by blocks."""
         plan, storage = kind.plan, kind.storage
         rows: Floats | None = None
@@ -174,7 +174,9 @@ class Arithmetic:
             digest = hash_words(array, storage)
         return _reading(plan, block, digest, sketch, rows)
 
-    def _look(self, values: Floats, segment: Segment, width: int) -> tuple[Block, Floats, float]:
+    def _look(
+        self, values: Floats, segment: FoldSegment, width: int
+    ) -> tuple[ValueBlock, Floats, float]:
         """Return moments, [rows, 8] products with the segment's columns, and the scale of these."""
         scale = 1.0
         if values.size <= _SMALL_ELEMENTS:
@@ -202,8 +204,8 @@ class Arithmetic:
         )
 
     def _blockwise(
-        self, array: Array, plan: Plan, storage: Storage
-    ) -> tuple[Block, Doubles, Doubles | None]:
+        self, array: Array, plan: FoldPlan, storage: Storage
+    ) -> tuple[ValueBlock, Doubles, Doubles | None]:
         """Return moments, sketch and rows of a tensor of any size and strides by blocks."""
         moments, shaped = Moments(), array.reshape(plan.shape)
         parts = np.zeros(
@@ -224,8 +226,8 @@ class Arithmetic:
         return moments.block(), _vecdot(parts, plan.batch_factors, axis=0), parts
 
     def _look_at_block(
-        self, words: Array, segment: Segment, row: int, storage: Storage
-    ) -> tuple[Block, Doubles]:
+        self, words: Array, segment: FoldSegment, row: int, storage: Storage
+    ) -> tuple[ValueBlock, Doubles]:
         """Return the moments and the sketch of whole rows of a segment, from `row` on."""
         rows = words.size // segment.inner
         weights = segment.weights(row, row + rows)
@@ -236,7 +238,7 @@ class Arithmetic:
             found = bound.look(words.ctypes.data, self._scratch.workspace)
             if found is not None:
                 low, high, mean, _, norm, deviation = found[:6]
-                block = Block(words.size, 0, 0, 0, found[14], low, high, mean, deviation, norm)
+                block = ValueBlock(words.size, 0, 0, 0, found[14], low, high, mean, deviation, norm)
                 return block, np.array(found[6:14])
         width = sum_width(rows, segment.inner)
         block, products, scale = self._look(storage.values(words), segment, width)
@@ -258,12 +260,12 @@ def _multiply(values: Floats, matrix: Floats, rows: int, at_once: int, out: Floa
     return out
 
 
-def _fold(products: Floats, segment: Segment) -> Doubles:
+def _fold(products: Floats, segment: FoldSegment) -> Doubles:
     sketch: Doubles = _vecdot(products, segment.weights(0, segment.rows), axis=0)
     return sketch
 
 
-def _per_sample(products: Floats, segment: Segment, plan: Plan) -> Doubles:
+def _per_sample(products: Floats, segment: FoldSegment, plan: FoldPlan) -> Doubles:
     assert plan.batch_rows is not None
     shape = (*plan.batch_rows, SKETCH_SIZE)
     weights = segment.weights(0, segment.rows)
@@ -273,10 +275,10 @@ def _per_sample(products: Floats, segment: Segment, plan: Plan) -> Doubles:
 
 
 def _reading(
-    plan: Plan, block: Block, digest: int, sketch: Doubles, rows: Floats | None
-) -> Reading:
+    plan: FoldPlan, block: ValueBlock, digest: int, sketch: Doubles, rows: Floats | None
+) -> ValueNumbers:
     finite = block.finite
-    return Reading(
+    return ValueNumbers(
         plan.count,
         digest,
         block.nan,
@@ -294,7 +296,7 @@ def _reading(
     )
 
 
-def empty_reading(plan: Plan) -> Reading:
+def empty_reading(plan: FoldPlan) -> ValueNumbers:
     """Return the reading of a tensor without elements."""
     rows = (
         None
@@ -303,6 +305,6 @@ def empty_reading(plan: Plan) -> Reading:
     )
     nan = math.nan
     none = (0.0,) * SKETCH_SIZE
-    return Reading(
+    return ValueNumbers(
         0, xxhash.xxh3_64_intdigest(b""), 0, 0, 0, 0, nan, nan, nan, nan, 0.0, none, rows, False
     )

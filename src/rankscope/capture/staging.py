@@ -28,7 +28,7 @@ _ALIGNMENT: Final = 64
 ByteArray = npt.NDArray[np.uint8]
 
 
-class _Flight(NamedTuple):
+class _TensorInTransfer(NamedTuple):
     """One tensor on its way."""
 
     ticket: int
@@ -54,7 +54,7 @@ class DeviceStaging:
         """
         self._device = device
         self._limit_bytes = limit_bytes - limit_bytes % _ALIGNMENT
-        self._flights: deque[_Flight] = deque()
+        self._flights: deque[_TensorInTransfer] = deque()
         self._head = 0
         """Where the ring is free, up to the oldest flight."""
         self._next_ticket = 0
@@ -93,7 +93,9 @@ class DeviceStaging:
                 self._limit_bytes = 0  # and none to pin: do not try again
             return None
         self._next_ticket += 1
-        self._flights.append(_Flight(self._next_ticket, *place, nbytes, source, is_done, wait))
+        self._flights.append(
+            _TensorInTransfer(self._next_ticket, *place, nbytes, source, is_done, wait)
+        )
         self._head = place[1]
         return self._next_ticket
 
@@ -137,7 +139,7 @@ class DeviceStaging:
         )
         return self._ring
 
-    def _bytes(self, flight: _Flight) -> ByteArray:
+    def _bytes(self, flight: _TensorInTransfer) -> ByteArray:
         if not flight.nbytes:
             return np.empty(0, np.uint8)
         assert self._ring is not None  # a flight has a place in it

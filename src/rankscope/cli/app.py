@@ -86,7 +86,7 @@ class _Commands(TyperGroup):
         """
         known = self.list_commands(ctx)
         if args[0] not in known:
-            from rankscope.agent.wording import did_you_mean
+            from rankscope.settings import did_you_mean
 
             raise SettingError(
                 f"no command {args[0]!r}; {did_you_mean(args[0], known)}"
@@ -174,7 +174,7 @@ def _unknown_option(error: Exception, parameters: Sequence[Any], command: str) -
     """Return the error that says which option may have been meant; other errors as they are."""
     if type(error).__name__ != "NoSuchOption":  # click's or typer's own, as above
         return error
-    from rankscope.agent.wording import did_you_mean
+    from rankscope.settings import did_you_mean
 
     name = str(getattr(error, "option_name", ""))
     known = [each for one in parameters for each in one.opts if each.startswith("-")]

@@ -34,10 +34,10 @@ def command(
 
     from rankscope.cli.checktext import report_lines
     from rankscope.cli.terminal import Paint, fitted, opened, progress, width
-    from rankscope.judge.check import check
-    from rankscope.judge.report import report_json
+    from rankscope.diagnosis.check import check
+    from rankscope.diagnosis.report import report_json
+    from rankscope.layout.layoutfile import LayoutFile
     from rankscope.record.finding import Verdict
-    from rankscope.record.layoutfile import LayoutFile
 
     layouts = None if layout is None else LayoutFile.load(layout)
     found = opened(trace)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from rankscope.cli.terminal import Paint
 from rankscope.record.finding import Finding, Report, Severity, Verdict
-from rankscope.tree.ranks import ranks_named
+from rankscope.record.ranklists import ranks_named
 from rankscope.tree.reader import Trace
 from rankscope.tree.summary import counted, extent, state
 

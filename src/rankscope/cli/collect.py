@@ -54,11 +54,11 @@ def command(
 
     Exit code 0: the trace is complete; 1: anything is missing; 2: it could not start.
     """
-    from rankscope.agent.settings import settings_from
     from rankscope.errors import SettingError
     from rankscope.gather.address import check_address
     from rankscope.gather.finish import CollectorOptions
-    from rankscope.spool.outfolder import claim_out, default_out
+    from rankscope.run.out import claim_out, default_out
+    from rankscope.settings import settings_from
 
     if shared and bind:
         raise SettingError("--shared listens nowhere: leave --bind away, or --shared")
@@ -94,7 +94,7 @@ def _collect(options: CollectorOptions) -> int:
     from rankscope.gather.finish import Observer, collect
     from rankscope.gather.log import log_into
     from rankscope.gather.roster import StreamProgress
-    from rankscope.spool.outfolder import COLLECTOR_LOG_NAME
+    from rankscope.run.out import COLLECTOR_LOG_NAME
 
     with progress() as show:
 
@@ -121,7 +121,7 @@ def _collect(options: CollectorOptions) -> int:
 
 
 def _verdict(out: Path, outcome: int) -> int:
-    from rankscope.spool.outfolder import COLLECTOR_LOG_NAME, announced, typed
+    from rankscope.run.out import COLLECTOR_LOG_NAME, announced, typed
     from rankscope.tree.reader import open_trace
 
     if outcome:

@@ -58,8 +58,8 @@ def command(
 ) -> None:
     """Write a trace in the format of another tool; PATH appears when it is whole."""
     from rankscope.cli.terminal import opened, progress
-    from rankscope.view.formats import export, format_named
-    from rankscope.view.selection import Selection
+    from rankscope.export.formats import export, format_named
+    from rankscope.export.subset import Selection
 
     format_named(format_name)
     selection = Selection.parse(path=path, step=step, mode=mode, phase=phase, rank=rank)

@@ -30,8 +30,8 @@ def command(
     A spool folder of this host is removed once all it holds is in the trace; a trace folder never.
     """
     from rankscope.cli.terminal import progress
-    from rankscope.spool.outfolder import typed
-    from rankscope.tree.assemble import recover
+    from rankscope.run.out import typed
+    from rankscope.tree.build import recover
 
     with progress() as say:
         document = recover(folders, out, progress=say)
@@ -46,8 +46,8 @@ def command(
 
 
 def _remove(folder: Path, out: Path) -> None:
-    from rankscope.gather.leaving import is_in_tree, remove_run
-    from rankscope.spool.vacant import is_abandoned
+    from rankscope.gather.cleanup import is_in_tree, remove_run
+    from rankscope.run.liveness import is_abandoned
 
     tree = out / "trace.json"
     if is_abandoned(folder) and not remove_run(folder, lambda s: is_in_tree(folder, s, tree)):

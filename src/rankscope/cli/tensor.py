@@ -60,8 +60,8 @@ def command(
 ) -> None:
     """Show, print or save the full tensors of a trace (kept with --rs-tensors)."""
     from rankscope.cli.tensortext import run_tensor
+    from rankscope.tensors.tensornames import Wanted
     from rankscope.tree.selection import parse_mode, parse_phase
-    from rankscope.tree.tensornames import Wanted
 
     asked = [*(names or ())]
     if trace is not None and not trace.exists() and set(str(trace)) & set(":*?["):

@@ -9,13 +9,13 @@ import typer
 
 from rankscope.cli.terminal import opened, visible
 from rankscope.errors import SelectionError, SettingError
-from rankscope.record.layoutfile import LayoutFile
-from rankscope.tree.askedtensors import asked_tensors, printed, save_tensors
-from rankscope.tree.ranks import ranks_text
+from rankscope.layout.layoutfile import LayoutFile
+from rankscope.record.ranklists import ranks_text
+from rankscope.tensors.ask import asked_tensors, printed, save_tensors
+from rankscope.tensors.listing import Kept, Listing, list_tensors
+from rankscope.tensors.tensornames import Wanted, choose
 from rankscope.tree.reader import Trace
 from rankscope.tree.selection import default_phase
-from rankscope.tree.tensorlist import Kept, Listing, list_tensors
-from rankscope.tree.tensornames import Wanted, choose
 
 __all__ = ["listing_lines", "run_tensor"]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TextIO
 
 from rankscope.tree.reader import Trace, open_trace
-from rankscope.tree.writer import Progress
+from rankscope.tree.treewriter import Progress
 
 __all__ = ["Paint", "fitted", "opened", "progress", "visible", "width"]
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from rankscope.cli.collectivetext import collective_lines, collective_text
 from rankscope.cli.terminal import Paint, visible
 from rankscope.errors import SelectionError
+from rankscope.globs import glob_matches, slot_matches
 from rankscope.record.call import CallStatus, Mode, Phase
-from rankscope.record.globs import glob_matches, slot_matches
+from rankscope.record.combined import Combined
+from rankscope.record.ranklists import ranks_named, ranks_text
 from rankscope.record.value import Digest, is_form
-from rankscope.tree.combined import Combined
-from rankscope.tree.ranks import ranks_named, ranks_text
 from rankscope.tree.reader import Step, Trace
 from rankscope.tree.selection import (
     nothing_matched,
@@ -26,7 +26,44 @@ from rankscope.tree.selection import (
 from rankscope.tree.summary import crashes, endings, extent, state
 from rankscope.tree.views import Node, SlotView, shape_text
 
-__all__ = ["View", "tree_lines"]
+__all__ = ["View", "collective_lines", "collective_text", "tree_lines"]
+_PEERS = {"send": "to", "recv": "from"}
+
+
+def collective_text(node: Node) -> str:
+    """Return what the ranks of a node issued; "" where they differ, or it is no collective."""
+    facts = node.data.get("collective")
+    return "" if facts is None else _text(facts)
+
+
+def collective_lines(node: Node) -> Iterator[str]:
+    """Yield what each of the ranks issued, where they differ."""
+    for facts in node.data.get("collectives", ()):
+        yield f"{ranks_named(str(facts['ranks']))}  {_text(facts)}"
+
+
+def _text(facts: Mapping[str, Any]) -> str:
+    """Return the op with its reduction, the ranks it goes between, and whether it is waited for
+    elsewhere. Parts are two spaces apart: lines are broken there.
+    """
+    op = str(facts.get("op", "collective"))
+    if facts.get("reduce"):
+        op += f"({facts['reduce']})"
+    words = [op]
+    peer = facts.get("peer")
+    if peer is not None:
+        who = "anybody" if peer == -1 else str(peer)
+        words.append(f"{_PEERS.get(str(facts.get('op')), 'with')} {who}")
+    words += [
+        f"{word} {facts[name]}"
+        for word, name in (("from", "src"), ("to", "dst"))
+        if facts.get(name) is not None
+    ]
+    words.append(f"over {ranks_text(facts.get('members', ()))}")
+    parts = [" ".join(words)]
+    parts += [word for word, name in (("async", "async"), ("objects", "object")) if facts.get(name)]
+    return "  ".join(visible(part) for part in parts)
+
 
 COLUMNS = ("count", "nan", "posinf", "neginf", "zero", "min", "max", "mean", "std", "l2", "hash")
 _MAX_VALUES = 4

@@ -52,7 +52,7 @@ def command(
 
 def _damaged(trace: Trace) -> list[str]:
     """Return what is wrong with kept tensors; those of a rank that lives are not read."""
-    from rankscope.tree.tensorcheck import tensor_faults
+    from rankscope.tensors.listing import tensor_faults
 
     return [] if trace.is_live else list(tensor_faults(trace.path))
 
@@ -73,7 +73,7 @@ def _report(trace: Trace, damaged: list[str]) -> dict[str, Any]:
 
 
 def _lines(trace: Trace, paint: Paint) -> Iterator[str]:
-    from rankscope.tree.ranks import ranks_named
+    from rankscope.record.ranklists import ranks_named
     from rankscope.tree.summary import crashes, endings
 
     state = trace.completeness
@@ -111,9 +111,9 @@ def _what_to_add(trace: Trace) -> Iterator[str]:
     """Name the command that adds what this host's spool holds, or where other hosts' would be."""
     import os
 
-    from rankscope.spool.folder import find_runs
-    from rankscope.spool.outfolder import typed
-    from rankscope.tree.liveness import spool_bases
+    from rankscope.run.folders import find_runs
+    from rankscope.run.out import typed
+    from rankscope.tree.unfinished import spool_bases
 
     state, bases = trace.completeness, spool_bases(trace.run)
     held = find_runs(bases, str(trace.run["id"]))

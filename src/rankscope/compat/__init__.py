@@ -11,18 +11,18 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rankscope.compat.capture import capture_outputs, select_hidden_states
-    from rankscope.compat.config_defaults import merge_with_config_defaults
-    from rankscope.compat.debugger import model_addition_debugger_context
-    from rankscope.compat.patchapply import apply_patches
-    from rankscope.compat.patchmapping import (
+    from rankscope.compat.debugger.modeldebugger import model_addition_debugger_context
+    from rankscope.compat.outputs.capture import capture_outputs, select_hidden_states
+    from rankscope.compat.outputs.configdefaults import merge_with_config_defaults
+    from rankscope.compat.outputs.outputrecorder import OutputRecorder
+    from rankscope.compat.patching.apply import apply_patches
+    from rankscope.compat.patching.mapping import (
         clear_patch_mapping,
         get_patch_mapping,
         register_patch_mapping,
         unregister_patch_mapping,
     )
-    from rankscope.compat.patchrecorders import patch_output_recorders
-    from rankscope.compat.recorder import OutputRecorder
+    from rankscope.compat.patching.recorders import patch_output_recorders
 
 __all__ = [
     "OutputRecorder",
@@ -39,17 +39,17 @@ __all__ = [
 ]
 
 _HOMES = {
-    "OutputRecorder": "rankscope.compat.recorder",
-    "apply_patches": "rankscope.compat.patchapply",
-    "capture_outputs": "rankscope.compat.capture",
-    "clear_patch_mapping": "rankscope.compat.patchmapping",
-    "get_patch_mapping": "rankscope.compat.patchmapping",
-    "merge_with_config_defaults": "rankscope.compat.config_defaults",
-    "model_addition_debugger_context": "rankscope.compat.debugger",
-    "patch_output_recorders": "rankscope.compat.patchrecorders",
-    "register_patch_mapping": "rankscope.compat.patchmapping",
-    "select_hidden_states": "rankscope.compat.capture",
-    "unregister_patch_mapping": "rankscope.compat.patchmapping",
+    "OutputRecorder": "rankscope.compat.outputs.outputrecorder",
+    "apply_patches": "rankscope.compat.patching.apply",
+    "capture_outputs": "rankscope.compat.outputs.capture",
+    "clear_patch_mapping": "rankscope.compat.patching.mapping",
+    "get_patch_mapping": "rankscope.compat.patching.mapping",
+    "merge_with_config_defaults": "rankscope.compat.outputs.configdefaults",
+    "model_addition_debugger_context": "rankscope.compat.debugger.modeldebugger",
+    "patch_output_recorders": "rankscope.compat.patching.recorders",
+    "register_patch_mapping": "rankscope.compat.patching.mapping",
+    "select_hidden_states": "rankscope.compat.outputs.capture",
+    "unregister_patch_mapping": "rankscope.compat.patching.mapping",
 }
 
 

@@ -11,12 +11,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from rankscope.agent.settings import Settings
 from rankscope.capture.kernel import build as build_kernel
 from rankscope.doctor.condition import Condition
 from rankscope.errors import RankscopeError
-from rankscope.spool.companions import ipc_address
-from rankscope.spool.folder import (
+from rankscope.run.companions import ipc_address
+from rankscope.run.folders import (
     check_free_space,
     host_run_folder,
     remove_run_folder,
@@ -24,9 +23,10 @@ from rankscope.spool.folder import (
     spool_base,
     streams,
 )
-from rankscope.spool.mounts import mount_of
-from rankscope.spool.outfolder import typed
-from rankscope.spool.vacant import is_abandoned
+from rankscope.run.liveness import is_abandoned
+from rankscope.run.mounts import mount_of
+from rankscope.run.out import typed
+from rankscope.settings import Settings
 
 __all__ = ["clock", "descriptors", "kernel", "leftovers", "spool_conditions"]
 

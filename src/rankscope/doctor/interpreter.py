@@ -40,7 +40,7 @@ try:
     found["torch"] = torch.__version__
 except (ImportError, OSError, RuntimeError) as error:
     found["no_torch"] = repr(error)
-arming = sys.modules.get("rankscope.agent.arming")
+arming = sys.modules.get("rankscope.agent.activation")
 found["is_armed"] = arming is not None and arming.current_session() is not None
 print("\\n{_MARK}" + json.dumps(found))
 """

@@ -8,15 +8,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rankscope.agent.identity import identify, placed
-from rankscope.agent.settings import Settings, is_enabled, settings_from
-from rankscope.agent.wording import as_variables, misspelt_variables
 from rankscope.doctor.condition import Condition
 from rankscope.errors import RankscopeError
 from rankscope.gather.address import check_address
-from rankscope.record.run import MAX_RANKS
-from rankscope.spool.folder import SHARED
-from rankscope.spool.mounts import mount_of
-from rankscope.spool.outfolder import default_out, prepare_out
+from rankscope.record.streams import MAX_RANKS
+from rankscope.run.folders import SHARED
+from rankscope.run.mounts import mount_of
+from rankscope.run.out import default_out, prepare_out
+from rankscope.settings import Settings, as_variables, is_enabled, misspelt_variables, settings_from
 
 __all__ = ["collector", "ranks", "read_settings", "trace_folder", "variables"]
 

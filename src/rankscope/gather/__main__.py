@@ -11,8 +11,7 @@ from pathlib import Path
 from types import FrameType
 
 from rankscope.errors import RankscopeError
-from rankscope.gather.log import log
-from rankscope.gather.outcome import Outcome
+from rankscope.gather.log import ExitOutcome, log
 
 __all__ = ["main"]
 
@@ -20,7 +19,7 @@ _FILES_WANTED = 65536
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one companion; return its exit code, an `Outcome`."""
+    """Run one companion; return its exit code, an `ExitOutcome`."""
     options = _parser().parse_args(arguments)
     _raise_file_limit()
     is_stopped = _watch_signals()
@@ -45,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
         )
     except RankscopeError as error:
         log(str(error))
-        return Outcome.REFUSED
+        return ExitOutcome.REFUSED
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -7,7 +7,7 @@ import os
 import re
 
 from rankscope.errors import BindError
-from rankscope.spool.companions import LONGEST_IPC_PATH
+from rankscope.run.companions import LONGEST_IPC_PATH
 
 __all__ = ["check_address"]
 

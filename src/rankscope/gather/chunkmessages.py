@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rankscope.record.run import StreamId
+from rankscope.record.streams import StreamId
 
 __all__ = ["ChunkAt", "ChunkEnded", "ChunkFrame", "ChunkOpen", "ChunkSeen", "ChunksRefused"]
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import xxhash
 
+from rankscope.chunks.chunkheader import LENGTH_BYTES, chunk_folder, chunk_numbers, chunk_path
 from rankscope.errors import ChunkError
 from rankscope.gather.chunkmessages import (
     ChunkAt,
@@ -31,8 +32,7 @@ from rankscope.gather.protocol import (
     CHUNK_WINDOW_BYTES,
     Message,
 )
-from rankscope.record.run import StreamId
-from rankscope.spool.chunkheader import LENGTH_BYTES, chunk_folder, chunk_numbers, chunk_path
+from rankscope.record.streams import StreamId
 from rankscope.spool.origin import UNKNOWN
 
 __all__ = ["GO_BACK_S", "ChunkShipment", "checksum_of"]

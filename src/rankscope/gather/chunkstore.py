@@ -11,6 +11,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+from rankscope.chunks.chunkheader import chunk_folder, chunk_path
 from rankscope.gather.chunkmessages import (
     ChunkAt,
     ChunkEnded,
@@ -24,16 +25,15 @@ from rankscope.gather.log import log
 from rankscope.gather.protocol import (
     Message,
 )
-from rankscope.record.run import StreamId
-from rankscope.spool.chunkheader import chunk_folder, chunk_path
+from rankscope.record.streams import StreamId
 
-__all__ = ["ChunkStore"]
+__all__ = ["ReceivedChunks"]
 
 DEFAULT_QUOTA_BYTES = 1 << 40
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 
-class ChunkStore:
+class ReceivedChunks:
     """Writes the chunks of one trace folder; one file is open for each stream that sends."""
 
     def __init__(self, out: Path, *, quota_bytes: int = DEFAULT_QUOTA_BYTES) -> None:

@@ -25,39 +25,39 @@ from rankscope.gather.chunkmessages import (
     ChunkOpen,
     ChunksRefused,
 )
-from rankscope.gather.chunkstore import ChunkStore
+from rankscope.gather.chunkstore import ReceivedChunks
 from rankscope.gather.log import log
 from rankscope.gather.protocol import (
     LONGEST_MESSAGE,
     PROTOCOL_VERSION,
-    At,
     Beat,
     BeatSeen,
     Bye,
     Done,
     Ended,
     EndedSeen,
-    Frame,
     Hello,
     Message,
-    Open,
+    OpenStream,
+    RecordFrame,
     Refused,
     Rejected,
+    StallMessage,
+    StreamOffset,
     decode,
     encode,
 )
 from rankscope.gather.replica import (
-    Replicas,
+    ReplicaFiles,
     StreamEnd,
     read_end,
     replicated,
     write_end,
 )
 from rankscope.gather.roster import JobState, PeerState, StreamProgress
-from rankscope.gather.standmessage import Stands
-from rankscope.record.run import EndReason, StreamId
-from rankscope.spool.replacing import write_by_rename
-from rankscope.spool.standstills import keep_standstill
+from rankscope.record.streams import EndReason, StreamId
+from rankscope.run.replacing import write_by_rename
+from rankscope.run.stalls import keep_standstill
 
 __all__ = ["COLLECTOR_NAME", "Intake"]
 
@@ -80,7 +80,7 @@ class _Peer:
     host: str = ""
     heard_at: float = field(default_factory=time.monotonic)
     beat: Beat = field(default_factory=lambda: Beat(0, 0, JobState.UNKNOWN, 0))
-    stands: Stands | None = None
+    stands: StallMessage | None = None
     has_left: bool = False
 
 
@@ -98,8 +98,8 @@ class Intake:
             check_address(address)
         self._out = out
         self._world_size = world_size
-        self._replicas = Replicas(out)
-        self._chunks = ChunkStore(out)
+        self._replicas = ReplicaFiles(out)
+        self._chunks = ReceivedChunks(out)
         self._ends: dict[StreamId, EndReason | None] = {}
         for stream in replicated(out):
             marker = read_end(out, stream)
@@ -221,9 +221,9 @@ class Intake:
         if identity not in self._peers:
             return None  # of another run, or this collector has just been started: it says Hello
         match message:
-            case Frame():
+            case RecordFrame():
                 return self._append(message)
-            case Open(stream, origin):
+            case OpenStream(stream, origin):
                 return self._open(stream, origin)
             case Ended():
                 return self._end(message)
@@ -239,7 +239,7 @@ class Intake:
             case Beat():
                 self._peers[identity].beat = message
                 return BeatSeen()
-            case Stands():
+            case StallMessage():
                 self._note_standstill(identity, message)
                 return None
             case Bye():
@@ -297,9 +297,9 @@ class Intake:
         if place not in self._ends:
             self._ends[place] = None
             self.progress_at = time.monotonic()
-        return At(stream, length)
+        return StreamOffset(stream, length)
 
-    def _append(self, frame: Frame) -> Message:
+    def _append(self, frame: RecordFrame) -> Message:
         stream, offset = frame.stream, frame.offset
         try:
             place = self._opened(stream, frame.origin)
@@ -310,7 +310,7 @@ class Intake:
         self._report()
         if length == offset + len(frame.body):
             self.progress_at = time.monotonic()
-        return At(stream, length)
+        return StreamOffset(stream, length)
 
     def _opened(self, stream: StreamId, origin: int) -> StreamId:
         """Return where the records of a stream go that a relay opened, here or before a restart.
@@ -344,14 +344,14 @@ class Intake:
                 write_end(self._out, place, StreamEnd(committed=committed, end=reason))
             except SpoolError as error:
                 self._note_trouble(str(error))
-                return At(stream, length)
+                return StreamOffset(stream, length)
             self._trouble = ""
             self._ends[place] = reason
             self.progress_at = time.monotonic()
             log(f"{place.name} ended ({reason.value}), {length} of {committed} bytes")
         return EndedSeen(stream)
 
-    def _note_standstill(self, identity: bytes, message: Stands) -> None:
+    def _note_standstill(self, identity: bytes, message: StallMessage) -> None:
         peer = self._peers[identity]
         if message == peer.stands:
             return

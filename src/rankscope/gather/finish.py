@@ -8,19 +8,48 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from rankscope.errors import FolderError
 from rankscope.gather.collector import COLLECTOR_NAME, Intake
-from rankscope.gather.log import log
-from rankscope.gather.outcome import Outcome
+from rankscope.gather.log import ExitOutcome, log
 from rankscope.gather.replica import REPLICAS_NAME, TREE_NAME, replicated
-from rankscope.gather.roster import Decision, StreamProgress, decide
+from rankscope.gather.roster import Decision, PeerState, StreamProgress, decide
 from rankscope.gather.sharedwatch import SharedWatch
-from rankscope.gather.source import Source
-from rankscope.spool.folder import COLLECTOR_LOCK_NAME, FolderLock
-from rankscope.spool.outfolder import COLLECTOR_LOG_NAME
+from rankscope.run.folders import COLLECTOR_LOCK_NAME, FolderLock
+from rankscope.run.out import COLLECTOR_LOG_NAME
 
-__all__ = ["CollectorOptions", "Observer", "collect"]
+__all__ = ["CollectorOptions", "Observer", "StreamSource", "collect"]
+
+
+class StreamSource(Protocol):
+    """Where a collector's streams come from."""
+
+    progress_at: float
+    """Monotonic time of the last thing new."""
+
+    def work(self, timeout_s: float) -> None:
+        """Take in what is there; wait for it at most `timeout_s`."""
+
+    def streams(self) -> list[StreamProgress]:
+        """Every stream known."""
+
+    def peers(self) -> list[PeerState]:
+        """Every relay heard."""
+
+    def excuse(self, seconds: float) -> None:
+        """The collector itself was away (suspended, starved): nobody was silent meanwhile."""
+
+    @property
+    def trouble(self) -> str:
+        """Why nothing can be written just now; empty where it can."""
+
+    def farewell(self) -> None:
+        """Tell the relays that the run is finished."""
+
+    def close(self) -> None:
+        """Let everything go."""
+
 
 _LOOK_S = 0.05
 _AWAY_S = 1.0
@@ -59,7 +88,7 @@ class Observer:
 
 def collect(
     options: CollectorOptions, is_stopped: Callable[[], bool], observer: Observer | None = None
-) -> Outcome:
+) -> ExitOutcome:
     """Gather a run, build its tree, tell the relays; return how it ended.
 
     When all went well the folder's `collector.log` is removed: there is nothing in it to learn.
@@ -79,7 +108,7 @@ def collect(
         raise FolderError(f"{options.out}: cannot be made: {error.strerror}") from error
     lock = FolderLock(options.out / COLLECTOR_LOCK_NAME, "collector")
     is_late = (options.out / TREE_NAME).exists()
-    source: Source | None = None
+    source: StreamSource | None = None
     try:
         watching = observer or Observer()
         if options.bind:
@@ -88,14 +117,14 @@ def collect(
         else:
             source = SharedWatch(options.out)
             watching.listening(())
-        outcome = Outcome.DONE
+        outcome = ExitOutcome.DONE
         if is_late:
             _listen(source)
         else:
             outcome = _gather_and_build(options, source, is_stopped, watching)
         source.farewell()
         (options.out / COLLECTOR_NAME).unlink(missing_ok=True)
-        if outcome is Outcome.DONE:
+        if outcome is ExitOutcome.DONE:
             (options.out / COLLECTOR_LOG_NAME).unlink(missing_ok=True)
         return outcome
     finally:
@@ -108,21 +137,21 @@ def collect(
 
 def _gather_and_build(
     options: CollectorOptions,
-    source: Source,
+    source: StreamSource,
     is_stopped: Callable[[], bool],
     observer: Observer,
-) -> Outcome:
+) -> ExitOutcome:
     decision = _gather(options, source, is_stopped, observer)
     log(f"{len(source.streams())} streams, {decision.value}")
     if decision is Decision.NOTHING:  # or nothing could be taken
-        return Outcome.NO_ROOM if source.trouble else Outcome.DONE
+        return ExitOutcome.NO_ROOM if source.trouble else ExitOutcome.DONE
     outcome = _build(options.out, keep_spool=options.keep_spool, observer=observer)
-    return Outcome.NO_ROOM if outcome is Outcome.UNFINISHED and source.trouble else outcome
+    return ExitOutcome.NO_ROOM if outcome is ExitOutcome.UNFINISHED and source.trouble else outcome
 
 
 def _gather(
     options: CollectorOptions,
-    source: Source,
+    source: StreamSource,
     is_stopped: Callable[[], bool],
     observer: Observer,
 ) -> Decision:
@@ -154,26 +183,26 @@ def _gather(
             return Decision.NOTHING
 
 
-def _listen(source: Source) -> None:
+def _listen(source: StreamSource) -> None:
     """Relays of a collector that was killed after building still wait for its Done."""
     deadline = time.monotonic() + _ORPHANS_S
     while time.monotonic() < deadline:
         source.work(_LOOK_S)
 
 
-def _build(out: Path, *, keep_spool: bool, observer: Observer) -> Outcome:
+def _build(out: Path, *, keep_spool: bool, observer: Observer) -> ExitOutcome:
     """Build the tree; whatever goes wrong leaves the replicas for `rankscope recover`."""
-    from rankscope.tree import assemble
+    from rankscope.tree import build as assemble
 
     started = time.monotonic()
     try:
         assemble.build(out, keep_spool=keep_spool, progress=observer.building)
     except FolderError as error:
         log(f"the tree was not built, and the records are kept: {error}")
-        return Outcome.NO_ROOM
+        return ExitOutcome.NO_ROOM
     except Exception:  # noqa: BLE001  # the job's records must survive any fault of the tree's
         log(f"the tree was not built; the records are kept in {out}")
         log(traceback.format_exc())
-        return Outcome.UNFINISHED
+        return ExitOutcome.UNFINISHED
     log(f"built {out / TREE_NAME} in {time.monotonic() - started:.1f} s")
-    return Outcome.DONE
+    return ExitOutcome.DONE

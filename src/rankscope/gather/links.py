@@ -26,38 +26,37 @@ from rankscope.gather.protocol import (
     LONGEST_MESSAGE,
     PROTOCOL_VERSION,
     WINDOW_BYTES,
-    At,
     Beat,
     BeatSeen,
     Bye,
     Done,
     Ended,
     EndedSeen,
-    Frame,
     Hello,
     Message,
-    Open,
+    OpenStream,
+    RecordFrame,
     Refused,
     Rejected,
+    StallMessage,
+    StreamOffset,
     decode,
     encode,
 )
 from rankscope.gather.replica import (
     REPLICAS_NAME,
     TREE_NAME,
-    Replicas,
+    ReplicaFiles,
     StreamEnd,
     read_end,
     write_end,
 )
 from rankscope.gather.roster import JobState
-from rankscope.gather.shared import HostState, write_host_state
+from rankscope.gather.sharedwatch import SharedHostState, write_host_state
 from rankscope.gather.shipping import Shipment
-from rankscope.gather.standmessage import Stands
-from rankscope.record.run import StreamId
-from rankscope.record.standstill import Standstill
-from rankscope.spool.folder import RunHeader
-from rankscope.spool.standstills import keep_standstill
+from rankscope.record.streams import StreamId
+from rankscope.run.folders import RunHeader
+from rankscope.run.stalls import Stall, keep_standstill
 
 __all__ = ["Link", "SharedLink", "SocketLink"]
 
@@ -73,7 +72,7 @@ class Link(Protocol):
     """Monotonic time of the other side's last word."""
     rejection: str
     """Why nothing of this run is taken; empty as long as it is."""
-    standstill: Standstill | None
+    standstill: Stall | None
     """The last one noticed on this host, to be told."""
 
     @property
@@ -103,8 +102,8 @@ class SocketLink:
         self._job = JobState.UNKNOWN
         self._is_done = False
         self.rejection = ""
-        self.standstill: Standstill | None = None
-        self._told: Standstill | None = None
+        self.standstill: Stall | None = None
+        self._told: Stall | None = None
         self.heard_at = float("-inf")
         self._beat_at = float("-inf")
         self._first = 0
@@ -136,7 +135,7 @@ class SocketLink:
             held = sum(not shipment.is_refused for shipment in shipments.values())
             self._send(Beat(alive, held, job, self._header.max_restarts))
             if self.standstill is not None:  # again and again: any of them may be lost
-                self._send(Stands.of(self.standstill))
+                self._send(StallMessage.of(self.standstill))
                 self._told = self.standstill
             self._beat_at = now
         was_busy = self._receive(shipments, now)
@@ -167,12 +166,12 @@ class SocketLink:
                     continue
                 was_busy = True
                 if not self._send(message):
-                    if isinstance(message, (Frame, ChunkFrame)):
+                    if isinstance(message, (RecordFrame, ChunkFrame)):
                         shipment.take_back(message)
                     return False
-                if isinstance(message, Frame):
+                if isinstance(message, RecordFrame):
                     window -= len(message.body)
-                if isinstance(message, (Frame, ChunkFrame)):
+                if isinstance(message, (RecordFrame, ChunkFrame)):
                     still.append(shipment)
             waiting = still
         return was_busy
@@ -193,7 +192,7 @@ class SocketLink:
 
     def _take(self, message: Message, shipments: dict[StreamId, Shipment], now: float) -> None:
         match message:
-            case At(stream, offset):
+            case StreamOffset(stream, offset):
                 if stream in shipments:
                     shipments[stream].take_offset(offset, now)
             case EndedSeen(stream):
@@ -235,10 +234,10 @@ class SharedLink:
         self._beat_at = float("-inf")
         self.heard_at = time.monotonic()
         self.rejection = ""
-        self.standstill: Standstill | None = None
-        self._told: Standstill | None = None
+        self.standstill: Stall | None = None
+        self._told: Stall | None = None
         self._run_id = header.run_id
-        self._replicas = Replicas(self._out)
+        self._replicas = ReplicaFiles(self._out)
         log(f"writing run {header.run_id} into the shared folder {self._out}")
 
     @property
@@ -260,7 +259,7 @@ class SharedLink:
             self._job = job
             self._beat += 1
             self._beat_at = now
-            state = HostState(beat=self._beat, job=job, max_restarts=self._max_restarts)
+            state = SharedHostState(beat=self._beat, job=job, max_restarts=self._max_restarts)
             with contextlib.suppress(SpoolError):  # the folder goes once the tree is there
                 write_host_state(self._out, self._name, state)
         self._tell()
@@ -300,9 +299,9 @@ class SharedLink:
         except SpoolError:
             return False  # the disk is full: asked again
         match message:
-            case Open():
+            case OpenStream():
                 shipment.take_offset(self._replicas.length(place), now)
-            case Frame(_, _, offset, _, body):
+            case RecordFrame(_, _, offset, _, body):
                 shipment.take_offset(self._replicas.append(place, offset, body), now)
             case Ended(_, _, committed, reason):
                 known = read_end(self._out, place)

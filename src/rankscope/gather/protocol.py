@@ -40,8 +40,8 @@ from rankscope.gather.chunkmessages import (
     ChunksRefused,
 )
 from rankscope.gather.roster import JobState
-from rankscope.gather.standmessage import Stands
-from rankscope.record.run import MAX_INCARNATIONS, MAX_RANKS, EndReason, StreamId
+from rankscope.record.streams import MAX_INCARNATIONS, MAX_RANKS, EndReason, StreamId
+from rankscope.run.stalls import Stall
 from rankscope.spool.cells import CELL_BYTES, MAX_RECORD_CELLS
 
 __all__ = [
@@ -51,22 +51,59 @@ __all__ = [
     "LONGEST_MESSAGE",
     "PROTOCOL_VERSION",
     "WINDOW_BYTES",
-    "At",
     "Beat",
     "BeatSeen",
     "Bye",
     "Done",
     "Ended",
     "EndedSeen",
-    "Frame",
     "Hello",
     "Message",
-    "Open",
+    "OpenStream",
+    "RecordFrame",
     "Refused",
     "Rejected",
+    "StallMessage",
+    "StreamOffset",
     "decode",
     "encode",
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class StallMessage:
+    """The last time in which no rank of this host moved: a `Stall` on its way."""
+
+    since_ns: int
+    noticed_ns: int
+    over_ns: int
+    is_by_end: bool
+    host: str
+    where: str
+
+    @classmethod
+    def of(cls, standstill: Stall) -> StallMessage:
+        """Return the message that tells of a standstill."""
+        return cls(
+            standstill.since_ns,
+            standstill.noticed_ns,
+            standstill.over_ns,
+            standstill.is_by_end,
+            standstill.host,
+            standstill.where,
+        )
+
+    def standstill(self) -> Stall:
+        """Return what it tells of."""
+        return Stall(
+            host=self.host,
+            since_ns=self.since_ns,
+            noticed_ns=self.noticed_ns,
+            over_ns=self.over_ns,
+            is_by_end=self.is_by_end,
+            where=self.where,
+        )
+
 
 PROTOCOL_VERSION = 4
 FRAME_BYTES = 64 << 10
@@ -94,7 +131,7 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True)
-class Open:
+class OpenStream:
     """Which offset of this stream do you hold?"""
 
     stream: StreamId
@@ -103,7 +140,7 @@ class Open:
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
+class RecordFrame:
     """Whole records of a stream, from `offset` on."""
 
     stream: StreamId
@@ -143,7 +180,7 @@ class Bye:
 
 
 @dataclass(frozen=True, slots=True)
-class At:
+class StreamOffset:
     """The replica of this stream, as its relay names it, is `offset` bytes long."""
 
     stream: StreamId
@@ -184,13 +221,13 @@ class Done:
 
 Message = (
     Hello
-    | Open
-    | Frame
+    | OpenStream
+    | RecordFrame
     | Ended
     | Beat
-    | Stands
+    | StallMessage
     | Bye
-    | At
+    | StreamOffset
     | EndedSeen
     | BeatSeen
     | Refused
@@ -212,7 +249,7 @@ def encode(message: Message) -> list[bytes]:
     for field, name in zip(shape.fields, shape.names):
         header += field.write(getattr(message, name))
     parts = [msgpack.packb(header)]
-    return [*parts, message.body] if isinstance(message, (Frame, ChunkFrame)) else parts
+    return [*parts, message.body] if isinstance(message, (RecordFrame, ChunkFrame)) else parts
 
 
 def decode(parts: Sequence[bytes]) -> Message:
@@ -229,7 +266,7 @@ def decode(parts: Sequence[bytes]) -> Message:
         raise WireError(
             f"verb {verb!r} with {len(rest)} fields, unknown to protocol {PROTOCOL_VERSION}"
         )
-    if (shape.kind in (Frame, ChunkFrame)) != (len(parts) == 2):
+    if (shape.kind in (RecordFrame, ChunkFrame)) != (len(parts) == 2):
         raise WireError(f"verb {verb} with {len(parts)} parts")
     values: list[Any] = []
     at = 0
@@ -237,7 +274,7 @@ def decode(parts: Sequence[bytes]) -> Message:
         values.append(field.read(rest[at : at + field.size]))
         at += field.size
     message = shape.kind(*values, *parts[1:])
-    if isinstance(message, (Frame, ChunkFrame)):
+    if isinstance(message, (RecordFrame, ChunkFrame)):
         _check_body(message)
     return message
 
@@ -259,7 +296,7 @@ def _unpack(header: bytes) -> list[object]:
     return unpacked
 
 
-def _check_body(frame: Frame | ChunkFrame) -> None:
+def _check_body(frame: RecordFrame | ChunkFrame) -> None:
     body = frame.body
     if isinstance(frame, ChunkFrame):
         if not 0 < len(body) <= CHUNK_FRAME_BYTES:
@@ -285,7 +322,7 @@ class _Field:
 
 
 @dataclass(frozen=True, slots=True)
-class _Shape:
+class _MessageShape:
     """One kind of message: its class, and its attributes in order (a frame's body left out)."""
 
     kind: type[Message]
@@ -294,9 +331,9 @@ class _Shape:
     size: int
 
 
-def _shape(kind: type[Message], *of: _Field) -> _Shape:
+def _shape(kind: type[Message], *of: _Field) -> _MessageShape:
     names = tuple(field.name for field in fields(kind))[: len(of)]
-    return _Shape(kind, of, names, sum(field.size for field in of))
+    return _MessageShape(kind, of, names, sum(field.size for field in of))
 
 
 def _checked(value: object, limit: int) -> int:
@@ -343,14 +380,14 @@ _OFFSET = _Field(lambda offset: (offset,), _read_offset)
 _CHUNK, _SIZE = _number(1_000_000_000), _number(_LARGEST_OFFSET)
 _TIME = _number(1 << 63)
 
-_SHAPES: Mapping[int, _Shape] = {
+_SHAPES: Mapping[int, _MessageShape] = {
     1: _shape(Hello, _number(1 << 16), _TEXT, _TEXT),
-    2: _shape(Open, _STREAM, _ORIGIN),
-    3: _shape(Frame, _STREAM, _ORIGIN, _OFFSET, _number(1 << 32)),
+    2: _shape(OpenStream, _STREAM, _ORIGIN),
+    3: _shape(RecordFrame, _STREAM, _ORIGIN, _OFFSET, _number(1 << 32)),
     4: _shape(Ended, _STREAM, _ORIGIN, _OFFSET, _member(tuple(EndReason))),
     5: _shape(Beat, _COUNT, _COUNT, _member(tuple(JobState)), _COUNT),
     6: _shape(Bye),
-    10: _shape(At, _STREAM, _OFFSET),
+    10: _shape(StreamOffset, _STREAM, _OFFSET),
     11: _shape(EndedSeen, _STREAM),
     12: _shape(BeatSeen),
     13: _shape(Refused, _STREAM, _TEXT),
@@ -362,7 +399,7 @@ _SHAPES: Mapping[int, _Shape] = {
     16: _shape(ChunkAt, _STREAM, _CHUNK, _SIZE),
     17: _shape(ChunkSeen, _STREAM, _CHUNK),
     18: _shape(ChunksRefused, _STREAM, _TEXT),
-    19: _shape(Stands, _TIME, _TIME, _TIME, _member((False, True)), _TEXT, _TEXT),
+    19: _shape(StallMessage, _TIME, _TIME, _TIME, _member((False, True)), _TEXT, _TEXT),
 }
 """Every message by its verb. Never renumber."""
 _VERB_OF: Mapping[type[object], int] = {shape.kind: verb for verb, shape in _SHAPES.items()}

@@ -13,17 +13,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rankscope.errors import SpoolError
-from rankscope.gather.leaving import is_in_tree, remove_run
+from rankscope.gather.cleanup import is_in_tree, remove_run
 from rankscope.gather.links import Link, SharedLink, SocketLink
-from rankscope.gather.log import log
-from rankscope.gather.outcome import Outcome
+from rankscope.gather.log import ExitOutcome, log
 from rankscope.gather.replica import TREE_NAME
 from rankscope.gather.roster import JobState
 from rankscope.gather.shipping import Shipment
-from rankscope.gather.standing import Standing
-from rankscope.record.run import StreamId
-from rankscope.spool.companions import ipc_address, is_collected_elsewhere
-from rankscope.spool.folder import (
+from rankscope.gather.stallmonitor import StallMonitor
+from rankscope.record.streams import StreamId
+from rankscope.run.companions import ipc_address, is_collected_elsewhere
+from rankscope.run.folders import (
     COLLECTOR_LOCK_NAME,
     JOB_OVER_NAME,
     LAUNCHER_LOCK_NAME,
@@ -35,8 +34,8 @@ from rankscope.spool.folder import (
     read_run_header,
     streams,
 )
-from rankscope.spool.lock import is_alive
-from rankscope.spool.processes import is_process_alive
+from rankscope.run.locks import is_alive
+from rankscope.run.processes import is_process_alive
 
 __all__ = ["relay"]
 
@@ -50,8 +49,8 @@ _SILENT_S = 2.0
 _FIRST_STREAM_S = 3600.0
 
 
-def relay(run_folder: Path, is_stopped: Callable[[], bool]) -> Outcome:
-    """Ship the streams of one host until the run is finished; return an `Outcome`.
+def relay(run_folder: Path, is_stopped: Callable[[], bool]) -> ExitOutcome:
+    """Ship the streams of one host until the run is finished; return an `ExitOutcome`.
 
     Args:
         run_folder: the host's spool folder of one run.
@@ -85,14 +84,14 @@ class _Relay:
         self._tree = run_folder / TREE_NAME
         self._has_own_chunks = False
         """Full tensors of this host lie in the run folder, because it sees no trace folder."""
-        self._standing: Standing | None = None
+        self._standing: StallMonitor | None = None
         self._own_socket: Path | None = None
         """Of a collector that was started for this host's run alone."""
 
-    def run(self) -> Outcome:
+    def run(self) -> ExitOutcome:
         header = self._wait_for_header()
         if header is None:
-            return Outcome.UNFINISHED
+            return ExitOutcome.UNFINISHED
         self._header = header
         self._tree = header.out / TREE_NAME
         self._has_own_chunks = is_collected_elsewhere(self._run_folder, header)
@@ -100,7 +99,7 @@ class _Relay:
         if header.collector == ipc_address(self._run_folder):
             self._own_socket = Path(header.collector.removeprefix("ipc://"))
         name = relay_name(self._run_folder)
-        self._standing = Standing(self._run_folder, header, name)
+        self._standing = StallMonitor(self._run_folder, header, name)
         link: Link
         link = SharedLink(header, name) if header.collector == SHARED else SocketLink(header, name)
         try:
@@ -113,19 +112,19 @@ class _Relay:
                     shipment.chunks.close()
         if self._own_socket is not None:  # a killed collector leaves it, maybe elsewhere
             self._own_socket.unlink(missing_ok=True)
-        if outcome is Outcome.DONE:
+        if outcome is ExitOutcome.DONE:
             self._clean()
         else:
             log(f"the records of this host stay in {self._run_folder}")
         return outcome
 
-    def _ship(self, link: Link) -> Outcome:
+    def _ship(self, link: Link) -> ExitOutcome:
         """Ship until told that the run is finished, or until nobody is there to tell."""
         started = time.monotonic()
         while not link.is_done:
             if link.rejection:
                 log(link.rejection)
-                return Outcome.REJECTED
+                return ExitOutcome.REJECTED
             now = time.monotonic()
             self._discover(now)
             if self._standing is not None:
@@ -140,11 +139,11 @@ class _Relay:
             silent_s = now - max(link.heard_at, started)
             if silent_s > _ABANDONED_S and self._is_abandoned(silent_s):
                 log(f"no collector for {silent_s:.0f} s")
-                return Outcome.UNFINISHED if self._shipments else Outcome.DONE
+                return ExitOutcome.UNFINISHED if self._shipments else ExitOutcome.DONE
             if not self._shipments and now - started > _FIRST_STREAM_S:
                 log("no rank ever traced")
-                return Outcome.UNFINISHED
-        return Outcome.DONE
+                return ExitOutcome.UNFINISHED
+        return ExitOutcome.DONE
 
     def _sees_tree(self, silent_s: float) -> bool:
         """The collector may have gone before its Done arrived: on its own host the tree tells."""

@@ -21,18 +21,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rankscope.errors import FolderError, SpoolError
-from rankscope.record.run import MAX_INCARNATIONS, EndReason, StreamId
+from rankscope.record.streams import MAX_INCARNATIONS, EndReason, StreamId
+from rankscope.run.folders import stream_named
+from rankscope.run.replacing import read_json_map, write_by_rename
 from rankscope.spool.cells import CELL_BYTES
-from rankscope.spool.folder import stream_named
-from rankscope.spool.jsonmap import read_json_map
 from rankscope.spool.origin import UNKNOWN, origin_of, origin_text
-from rankscope.spool.reader import valid_prefix_of
-from rankscope.spool.replacing import write_by_rename
+from rankscope.spool.streamreader import valid_prefix_of
 
 __all__ = [
     "REPLICAS_NAME",
     "TREE_NAME",
-    "Replicas",
+    "ReplicaFiles",
     "StreamEnd",
     "read_end",
     "replica_path",
@@ -104,7 +103,7 @@ def read_end(out: Path, stream: StreamId) -> StreamEnd | None:
         return None
 
 
-class Replicas:
+class ReplicaFiles:
     """The replicas of one trace folder, open for appending: a bounded number of files at a time."""
 
     def __init__(self, out: Path, *, quota_bytes: int = DEFAULT_QUOTA_BYTES) -> None:

@@ -6,7 +6,7 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rankscope.record.run import EndReason, StreamId
+from rankscope.record.streams import EndReason, StreamId
 
 __all__ = ["Decision", "JobState", "PeerState", "StreamProgress", "decide"]
 

@@ -2,15 +2,62 @@
 
 from __future__ import annotations
 
+import json
+import os
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
-from rankscope.gather.replica import Replicas, read_end, replicated
-from rankscope.gather.roster import PeerState, StreamProgress
-from rankscope.gather.shared import read_host_states
-from rankscope.record.run import EndReason, StreamId
+from rankscope.errors import SpoolError
+from rankscope.gather.replica import REPLICAS_NAME, ReplicaFiles, read_end, replicated
+from rankscope.gather.roster import JobState, PeerState, StreamProgress
+from rankscope.record.streams import EndReason, StreamId
+from rankscope.run.replacing import read_json_map, write_by_rename
 
-__all__ = ["SharedWatch"]
+__all__ = ["SharedHostState", "SharedWatch", "read_host_states", "write_host_state"]
+_PREFIX = "host-"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedHostState:
+    """What one relay says of itself."""
+
+    beat: int
+    job: JobState
+    max_restarts: int
+
+
+def write_host_state(out: Path, relay: str, state: SharedHostState) -> None:
+    """Leave the state of one relay.
+
+    Raises:
+        SpoolError: it cannot be written.
+    """
+    path = out / REPLICAS_NAME / f"{_PREFIX}{relay}.json"
+    fields = {"beat": state.beat, "job": int(state.job), "max_restarts": state.max_restarts}
+    write_by_rename(path, json.dumps(fields) + "\n")
+
+
+def read_host_states(out: Path) -> dict[str, SharedHostState]:
+    """Read the states of all relays; one that cannot be read is left out."""
+    states = {}
+    try:
+        names = os.listdir(out / REPLICAS_NAME)
+    except OSError:
+        return {}
+    for name in names:
+        if not (name.startswith(_PREFIX) and name.endswith(".json")):
+            continue
+        try:
+            fields = read_json_map(out / REPLICAS_NAME / name)
+            states[name] = SharedHostState(
+                beat=int(fields["beat"]),
+                job=JobState(fields["job"]),
+                max_restarts=int(fields["max_restarts"]),
+            )
+        except (SpoolError, KeyError, TypeError, ValueError):
+            continue
+    return states
 
 
 class SharedWatch:
@@ -23,7 +70,7 @@ class SharedWatch:
         self._beats: dict[str, tuple[int, float]] = {}
         self._peers: list[PeerState] = []
         self.progress_at = time.monotonic()
-        Replicas(out).close()
+        ReplicaFiles(out).close()
 
     def work(self, timeout_s: float) -> None:
         """Wait, then look at replicas, markers and hosts' states."""

@@ -20,17 +20,17 @@ from rankscope.gather.log import log
 from rankscope.gather.protocol import (
     FRAME_BYTES,
     Ended,
-    Frame,
     Message,
-    Open,
+    OpenStream,
+    RecordFrame,
 )
-from rankscope.record.run import EndReason, StreamId
+from rankscope.record.streams import EndReason, StreamId
+from rankscope.run.folders import stream_folder
+from rankscope.run.locks import is_alive
 from rankscope.spool.cells import CELL_BYTES, END_REASONS, RecordKind
-from rankscope.spool.folder import stream_folder
-from rankscope.spool.lock import is_alive
 from rankscope.spool.origin import UNKNOWN
-from rankscope.spool.reader import StreamReader
 from rankscope.spool.records import ending, records
+from rankscope.spool.streamreader import StreamReader
 
 __all__ = ["GO_BACK_S", "Shipment", "end_reason"]
 
@@ -111,7 +111,7 @@ class Shipment:
             return None
         if not self.is_open or (self.in_flight and now - self._progress_at > GO_BACK_S):
             self.is_open = False
-            return self._ask(now, Open(self.stream, self.origin))
+            return self._ask(now, OpenStream(self.stream, self.origin))
         if self._end is not None:
             return self._ask(now, self._end)
         try:
@@ -140,9 +140,9 @@ class Shipment:
             return
         self._progress_at = now
 
-    def take_back(self, frame: Frame | ChunkFrame) -> None:
+    def take_back(self, frame: RecordFrame | ChunkFrame) -> None:
         """This frame could not be sent just now."""
-        if isinstance(frame, Frame):
+        if isinstance(frame, RecordFrame):
             self.sent = frame.offset
         elif self.chunks is not None:
             self.chunks.take_back(frame)
@@ -175,7 +175,7 @@ class Shipment:
         self.is_alive = was_alive
         return self.origin != UNKNOWN or not was_alive
 
-    def _ask(self, now: float, question: Open | Ended) -> Message | None:
+    def _ask(self, now: float, question: OpenStream | Ended) -> Message | None:
         if now - self._asked_at < GO_BACK_S:
             return None
         self._asked_at = now
@@ -189,7 +189,7 @@ class Shipment:
         if body:
             if not self.in_flight:
                 self._progress_at = now
-            frame = Frame(self.stream, self.origin, self.sent, zlib.crc32(body), body)
+            frame = RecordFrame(self.stream, self.origin, self.sent, zlib.crc32(body), body)
             self.sent += len(body)
             return frame
         if self.in_flight:

@@ -30,7 +30,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from rankscope.record.placement import Ranges
+from rankscope.layout.placement import Ranges
 from rankscope.record.value import SKETCH_SIZE
 
 __all__ = ["RADIX", "ArrayCache", "block_factors", "factors", "product_factors"]

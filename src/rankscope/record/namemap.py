@@ -12,13 +12,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-__all__ = ["Found", "NameMap"]
+__all__ = ["MatchedEntry", "NameMap"]
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found(Generic[T]):
+class MatchedEntry(Generic[T]):
     """The entry that a name was matched with."""
 
     key: str
@@ -46,14 +46,14 @@ class NameMap(Mapping[str, T]):
             except (re.error, OverflowError, RecursionError) as error:
                 self.invalid[key] = str(error)
 
-    def find(self, name: str) -> Found[T] | None:
+    def find(self, name: str) -> MatchedEntry[T] | None:
         """Return the entry for this name: the key that equals it, else the first that matches."""
         if name in self._entries:
-            return Found(key=name, value=self._entries[name], match=None)
+            return MatchedEntry(key=name, value=self._entries[name], match=None)
         for key, pattern in self._patterns.items():
             match = pattern.search(name)
             if match is not None:
-                return Found(key=key, value=self._entries[key], match=match)
+                return MatchedEntry(key=key, value=self._entries[key], match=match)
         return None
 
     def __getitem__(self, key: str) -> T:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from rankscope.record.placement import Layout, Ranges
+from rankscope.layout.placement import Layout, Ranges
 
 __all__ = ["MAX_SAMPLES", "SKETCH_SIZE", "Digest", "Samples", "ValueFlag", "ValueMeta", "is_form"]
 

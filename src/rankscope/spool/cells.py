@@ -22,7 +22,7 @@ import struct
 
 import numpy as np
 
-from rankscope.record.run import EndReason
+from rankscope.record.streams import EndReason
 
 __all__ = [
     "CELL_BYTES",

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from rankscope.errors import SpoolError
+from rankscope.run.replacing import write_by_rename
 from rankscope.spool.cells import CELL_BYTES
-from rankscope.spool.replacing import write_by_rename
 
 __all__ = ["UNKNOWN", "first_record", "keep_origin", "kept_origin", "origin_of", "origin_text"]
 

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rankscope.errors import SpoolError
-from rankscope.record.run import EndReason
+from rankscope.record.streams import EndReason
 from rankscope.spool.cells import (
     CELL_BYTES,
     DEFINITION_LENGTH,
@@ -39,9 +39,17 @@ from rankscope.spool.cells import (
     VALUE_HEAD_DTYPE,
     RecordKind,
 )
-from rankscope.spool.reader import Cells, as_cells, cell_heads, committed_heads
+from rankscope.spool.streamreader import Cells, as_cells, cell_heads, committed_heads
 
-__all__ = ["Definitions", "Ending", "Records", "ending", "open_replica", "records", "unpack_map"]
+__all__ = [
+    "DefinitionsRead",
+    "Ending",
+    "Records",
+    "ending",
+    "open_replica",
+    "records",
+    "unpack_map",
+]
 
 COLUMNS: Mapping[RecordKind, np.dtype[Any]] = {
     RecordKind.ENTER: ENTER_DTYPE,
@@ -60,7 +68,7 @@ Structured = npt.NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Definitions:
+class DefinitionsRead:
     """The definitions of a buffer, in the order they were committed."""
 
     found: tuple[dict[str, Any], ...]
@@ -142,7 +150,7 @@ class Records:
         first = int(self.start[position])
         return self.cells[first : first + int(self.size[position]), HEADER_BYTES:].tobytes()
 
-    def definitions(self) -> Definitions:
+    def definitions(self) -> DefinitionsRead:
         """Decode the definitions; what is no map with an `id` and a `kind` is set aside."""
         found, rejected = [], []
         for position in self.positions(RecordKind.DEFINITION):
@@ -150,7 +158,7 @@ class Records:
                 found.append(_definition(self.payload(int(position))))
             except SpoolError as error:
                 rejected.append(f"definition in cell {self.start[position]}: {error}")
-        return Definitions(found=tuple(found), rejected=tuple(rejected))
+        return DefinitionsRead(found=tuple(found), rejected=tuple(rejected))
 
     def _one_cell(self, positions: Positions, dtype: np.dtype[Any]) -> tuple[Positions, Structured]:
         cell = np.dtype(

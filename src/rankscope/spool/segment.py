@@ -14,33 +14,11 @@ from pathlib import Path
 import numpy as np
 
 from rankscope.errors import SpoolError
+from rankscope.run.folders import segment_indexes, segment_path
+from rankscope.run.ownfile import OwnFile, leave_mapping, map_file
 from rankscope.spool.cells import CELL_BYTES, FIRST, RecordKind
-from rankscope.spool.ownfile import OwnFile, leave_mapping, map_file
 
-__all__ = ["SEGMENT_SUFFIX", "Segment", "first_segment", "segment_indexes", "segment_path"]
-
-SEGMENT_SUFFIX = ".cells"
-
-
-def segment_path(folder: Path, index: int) -> Path:
-    """Where segment `index` of a stream lies: `000003.cells`."""
-    return folder / f"{index:06d}{SEGMENT_SUFFIX}"
-
-
-def segment_indexes(folder: Path) -> list[int]:
-    """Numbers of the segments that still exist, ascending.
-
-    Raises:
-        SpoolError: the folder cannot be listed.
-    """
-    try:
-        names = os.listdir(folder)
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise SpoolError(f"{folder}: cannot be listed: {error.strerror}") from error
-    stems = (name.removesuffix(SEGMENT_SUFFIX) for name in names if name.endswith(SEGMENT_SUFFIX))
-    return sorted(int(stem) for stem in stems if len(stem) >= 6 and stem.isdecimal())
+__all__ = ["Segment", "first_segment"]
 
 
 class Segment:

@@ -21,7 +21,9 @@ from pathlib import Path
 from typing import Final
 
 from rankscope.errors import SpoolError
-from rankscope.record.run import EndReason
+from rankscope.record.streams import MINIMUM_LIMIT_BYTES, EndReason
+from rankscope.run.locks import StreamLock
+from rankscope.spool.backlog import Backlog
 from rankscope.spool.cells import (
     CELL_BYTES,
     DEFINITION_LENGTH,
@@ -33,8 +35,7 @@ from rankscope.spool.cells import (
     RecordKind,
     StepEvent,
 )
-from rankscope.spool.lock import StreamLock
-from rankscope.spool.owed import Owed
+from rankscope.spool.interruptsafelock import InterruptSafeLock, Token, Wait
 from rankscope.spool.packing import (
     CLOSED,
     FOUR,
@@ -47,12 +48,10 @@ from rankscope.spool.packing import (
     whole_record,
 )
 from rankscope.spool.segment import Segment, first_segment
-from rankscope.spool.turn import Token, Turn, Wait
 
-__all__ = ["DEFAULT_SEGMENT_BYTES", "MINIMUM_LIMIT_BYTES", "SpoolWriter"]
+__all__ = ["DEFAULT_SEGMENT_BYTES", "SpoolWriter"]
 
 DEFAULT_SEGMENT_BYTES: Final = 16 << 20
-MINIMUM_LIMIT_BYTES: Final = 64 << 10
 _SEGMENTS_PER_LIMIT: Final = 8
 _RESERVED: Final = (RecordKind.DEFINITION, RecordKind.GAP, RecordKind.END)
 """May use the part of the last segment that data may not."""
@@ -92,9 +91,11 @@ class SpoolWriter:
         self._segment_bytes = size - size % CELL_BYTES
         self._segments_allowed = limit_bytes // self._segment_bytes
         self._retire = retire
-        self._turn = Turn(frozenset((SpoolWriter.write.__code__, SpoolWriter.close.__code__)))
+        self._turn = InterruptSafeLock(
+            frozenset((SpoolWriter.write.__code__, SpoolWriter.close.__code__))
+        )
         self._holder = self._turn.holder
-        self._owed = Owed()
+        self._owed = Backlog()
         self._is_dropping = False
         self._records: dict[int, int] = {}
         """Records of each segment left behind: by its number, so that nothing is counted twice."""

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from rankscope.errors import TraceError
 from rankscope.record.call import CallStatus
-from rankscope.spool.replacing import replacing
+from rankscope.run.names import VALUES_NAME
+from rankscope.run.replacing import replacing
 from rankscope.tree.document import Document
-from rankscope.tree.names import VALUES_NAME
 
 __all__ = ["VALUES_FORMAT", "VALUES_NAME", "columns_of", "map_columns", "write_columns"]
 

@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rankscope.assembly.callfacts import CallFacts, NodeFacts
+from rankscope.assembly.interning import Vocabulary
+from rankscope.assembly.nodes import Merged
+from rankscope.assembly.tables import Tables
+from rankscope.chunks.tensorfiles import TensorRecords
 from rankscope.record.call import CallStatus, Mode, Phase
-from rankscope.record.run import StreamId
-from rankscope.tree.callfacts import CallFacts, NodeFacts
-from rankscope.tree.interning import Vocabulary
-from rankscope.tree.nodes import Merged
-from rankscope.tree.ranks import RankTexts, ranks_text
+from rankscope.record.ranklists import RankTexts, ranks_text
+from rankscope.record.streams import StreamId
 from rankscope.tree.slotdata import SlotData
-from rankscope.tree.tables import Tables
-from rankscope.tree.tensorfiles import TensorRecords
 
 __all__ = ["Document"]
 

@@ -7,15 +7,15 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rankscope.assembly.declaredlayouts import layout_header
+from rankscope.assembly.interning import MeshFamily, mesh_of
+from rankscope.assembly.rankstreams import RankStream
 from rankscope.record.call import Mode
-from rankscope.record.run import EndReason, StreamState
+from rankscope.record.ranklists import ranks_text
+from rankscope.record.streams import EndReason, StreamState
 from rankscope.record.value import MAX_SAMPLES, SKETCH_SIZE
 from rankscope.spool.cells import NO_SEQUENCE
 from rankscope.spool.origin import origin_text
-from rankscope.tree.declaredlayouts import layout_header
-from rankscope.tree.interning import MeshFamily, mesh_of
-from rankscope.tree.ranks import ranks_text
-from rankscope.tree.streams import RankStream
 
 __all__ = ["completeness", "run_header", "step_notes", "stream_state"]
 

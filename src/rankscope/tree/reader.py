@@ -10,34 +10,33 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rankscope.errors import FolderError, SelectionError, TraceError
+from rankscope.globs import glob_matches
+from rankscope.layout.placement import Mesh
 from rankscope.record.call import Mode, Phase
-from rankscope.record.globs import glob_matches
-from rankscope.record.placement import Mesh
-from rankscope.record.standstill import Standstill
-from rankscope.spool.outfolder import typed
-from rankscope.spool.standstills import standstills_in
+from rankscope.record.ranklists import ranks_named
+from rankscope.run.names import REPLICA_FOLDER, TRACE_FORMAT, TRACE_NAME, Progress
+from rankscope.run.out import typed
+from rankscope.run.stalls import Stall, standstills_in
 from rankscope.tree.damage import UNREADABLE
-from rankscope.tree.names import REPLICA_FOLDER, TRACE_FORMAT, TRACE_NAME, Progress
-from rankscope.tree.numbers import Columns
-from rankscope.tree.ranks import ranks_named
+from rankscope.tree.digests import Columns
 from rankscope.tree.selection import default_phase, nothing_matched
 from rankscope.tree.summary import extent, state
 from rankscope.tree.tracefiles import TraceFiles, wait_for_collector
-from rankscope.tree.views import GroupHead, Node, Value, Whereabouts
+from rankscope.tree.views import GroupHead, Node, TensorReaders, Value, Whereabouts
 
 if TYPE_CHECKING:
-    from rankscope.record.run import StreamId
+    from rankscope.chunks.tensorfiles import TensorFiles, TensorRecords
+    from rankscope.record.streams import StreamId
     from rankscope.tree.document import Document
-    from rankscope.tree.tensorfiles import TensorFiles, TensorRecords
 
-__all__ = ["Records", "Step", "Trace", "newest_trace", "open_trace"]
+__all__ = ["RecordSource", "Step", "Trace", "newest_trace", "open_trace"]
 
 _HEAD_BYTES = 4096
 _OURS = TRACE_FORMAT.partition("/")[0].encode()
 """Stands in the first bytes of every trace.json of ours."""
 
 
-class _Source(Protocol):
+class _TraceSource(Protocol):
     """Where a trace's data comes from."""
 
     head: Mapping[str, Any]
@@ -54,7 +53,7 @@ class _Source(Protocol):
     def tensors(self) -> Mapping[StreamId, TensorRecords]: ...
 
 
-class Records:
+class RecordSource:
     """A trace assembled in memory."""
 
     def __init__(self, document: Document, folder: Path) -> None:
@@ -84,7 +83,7 @@ class Records:
 class Step:
     """One step of one mode, or the setup, with its nodes."""
 
-    def __init__(self, source: _Source, group: int, where: Whereabouts) -> None:
+    def __init__(self, source: _TraceSource, group: int, where: Whereabouts) -> None:
         self._source, self._group = source, group
         self._where = replace(where, file=source.file(group))
         is_setup, head = source.groups[group]
@@ -125,7 +124,7 @@ class Trace:
     """One trace: what ran where, how much of it arrived, and the tree."""
 
     def __init__(
-        self, source: _Source, path: Path, *, is_live: bool = False, is_written: bool = True
+        self, source: _TraceSource, path: Path, *, is_live: bool = False, is_written: bool = True
     ) -> None:
         self.path = path
         """The trace folder."""
@@ -138,6 +137,8 @@ class Trace:
         self.completeness: Mapping[str, Any] = source.head["completeness"]
         """Per rank what was committed, received and dropped, as in docs/trace-format.md."""
         meshes = {m["name"]: _meshes(m) for m in self.run["meshes"]}
+        self.tensors: TensorReaders | None = None
+        """Set by `rankscope.open_trace`."""
         self._columns: Columns | None = None
         self._source = source
         where = Whereabouts(self.columns, meshes, path, self)
@@ -163,12 +164,12 @@ class Trace:
     def tensor_files(self) -> TensorFiles:
         """The full tensors that were kept: found by rank, incarnation and the reference in
         `columns()`, mapped where they lie; of a job that still runs those that are whole."""
-        from rankscope.tree.tensorfiles import TensorFiles  # numpy: as above
+        from rankscope.chunks.tensorfiles import TensorFiles  # numpy: as above
 
         return TensorFiles(self.path, self._source.tensors())
 
     @cached_property
-    def standstills(self) -> list[Standstill]:
+    def standstills(self) -> list[Stall]:
         """Times in which no rank of a host moved, as relays noticed them."""
         return standstills_in(self.path)
 
@@ -372,9 +373,9 @@ def open_trace(
     wait_for_collector(folder, wait_s, progress)
     if (folder / TRACE_NAME).exists():
         return _understood(folder, lambda: Trace(TraceFiles(folder), folder))
-    from rankscope.tree.assemble import assemble  # slow to import; a finished tree needs neither
-    from rankscope.tree.liveness import is_at_work
-    from rankscope.tree.sources import find_streams
+    from rankscope.assembly.sources import find_streams
+    from rankscope.tree.build import assemble  # slow to import; a finished tree needs neither
+    from rankscope.tree.unfinished import is_at_work
 
     sources = find_streams([folder])
     if not sources:
@@ -386,7 +387,7 @@ def open_trace(
             f"{folder}: not a trace: it holds neither {TRACE_NAME} nor records in {REPLICA_FOLDER}/"
             "; ranks of a job record from its first forward on"
         )
-    records = Records(assemble(sources, progress=progress), folder)
+    records = RecordSource(assemble(sources, progress=progress), folder)
     at_work = is_at_work(folder, records.head["run"])
     return Trace(records, folder, is_live=at_work, is_written=False)
 

@@ -13,16 +13,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.record.placement import LayoutSource, Ranges
+from rankscope.assembly.interning import Description, Interned, Vocabulary
+from rankscope.assembly.nodes import UNFOLDED_FLAGS, Merged
+from rankscope.assembly.tables import Tables
+from rankscope.assembly.whole import WholeTensors
+from rankscope.layout.placement import LayoutSource, Ranges
+from rankscope.record.combined import Combined
+from rankscope.record.ranklists import RankTexts, ranks_text
 from rankscope.record.value import ValueFlag
-from rankscope.tree.combined import Combined
-from rankscope.tree.interning import Description, Interned, Vocabulary
+from rankscope.tree.digests import COUNTS, STATISTICS
 from rankscope.tree.jsontext import number, statistic
-from rankscope.tree.nodes import UNFOLDED_FLAGS, Merged
-from rankscope.tree.numbers import COUNTS, STATISTICS
-from rankscope.tree.ranks import RankTexts, ranks_text
-from rankscope.tree.tables import Tables
-from rankscope.tree.whole import WholeTensors
 
 __all__ = ["SlotData", "flag_words"]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rankscope.record.placement import (
+from rankscope.layout.placement import (
     Layout,
     LayoutSource,
     Mesh,
@@ -15,11 +15,11 @@ from rankscope.record.placement import (
     global_ranges,
     parse_placement,
 )
+from rankscope.record.combined import Combined
+from rankscope.record.ranklists import parse_ranks
 from rankscope.record.value import Digest, Samples
-from rankscope.tree.combined import Combined
 from rankscope.tree.damage import damaged_is_trace_error
-from rankscope.tree.numbers import Columns, Fold, column_digest, read_combined, read_fold
-from rankscope.tree.ranks import parse_ranks
+from rankscope.tree.digests import Columns, Fold, column_digest, read_combined, read_fold
 
 if TYPE_CHECKING:
     from rankscope.tree.reader import Trace

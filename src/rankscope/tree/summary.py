@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rankscope.record.call import CallStatus, Mode, Phase
-from rankscope.record.run import EndReason
-from rankscope.tree.ranks import ranks_named
+from rankscope.record.ranklists import ranks_named
+from rankscope.record.streams import EndReason
 
 if TYPE_CHECKING:
     from rankscope.tree.reader import Step, Trace

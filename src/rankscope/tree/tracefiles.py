@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import rankscope
 from rankscope.errors import TraceError, TraceVersionError
-from rankscope.tree.names import REPLICA_FOLDER, TRACE_NAME, Progress
-from rankscope.tree.numbers import Columns
+from rankscope.run.names import REPLICA_FOLDER, TRACE_NAME, Progress
+from rankscope.tree.digests import Columns
 
 if TYPE_CHECKING:
-    from rankscope.record.run import StreamId
-    from rankscope.tree.tensorfiles import TensorRecords
+    from rankscope.chunks.tensorfiles import TensorRecords
+    from rankscope.record.streams import StreamId
 
 __all__ = ["TraceFiles", "wait_for_collector"]
 

@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from rankscope.errors import TraceError
+from rankscope.layout.placement import Layout
 from rankscope.record.call import CallKey, CallStatus, Mode, Phase
-from rankscope.record.placement import Layout
+from rankscope.record.combined import Combined
+from rankscope.record.ranklists import parse_ranks, ranks_named
 from rankscope.record.value import Digest, Samples
-from rankscope.tree.combined import Combined
 from rankscope.tree.damage import damaged_is_trace_error
-from rankscope.tree.numbers import COUNTS, STATISTICS
-from rankscope.tree.ranks import parse_ranks, ranks_named
+from rankscope.tree.digests import COUNTS, STATISTICS
 from rankscope.tree.slotview import SlotView, Whereabouts
 
 if TYPE_CHECKING:
     import torch
 
-    from rankscope.record.layoutfile import LayoutFile
+    from rankscope.layout.layoutfile import LayoutFile
     from rankscope.tree.reader import Trace
 
 __all__ = [
+    "CallOutcome",
     "GroupHead",
     "Node",
-    "Outcome",
     "SlotView",
+    "TensorReaders",
     "Timing",
     "Value",
     "Whereabouts",
@@ -43,7 +45,7 @@ class GroupHead:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class CallOutcome:
     """How a call ended on some ranks."""
 
     ranks: tuple[int, ...]
@@ -85,6 +87,17 @@ def shape_text(slot: SlotView, rank: int | None = None) -> str:
     return f"[{', '.join(str(*size) if len(size) == 1 else '*' for size in sizes)}]"
 
 
+class TensorReaders(NamedTuple):
+    """What makes tensors of the values of a trace; `rankscope.open_trace` gives them to it, because
+    this room knows no torch.
+    """
+
+    local: Callable[[Value, int], torch.Tensor]
+    """What one rank held."""
+    full: Callable[[Value, LayoutFile | None], torch.Tensor]
+    """The global tensor."""
+
+
 @dataclass(frozen=True, slots=True)
 class Value:
     """One slot over all ranks, whether they agree on it or not."""
@@ -100,15 +113,13 @@ class Value:
         Raises:
             SelectionError: the rank has no value here, or its bytes were not kept; says why.
         """
-        from rankscope.tree.globalvalues import local_tensor
-
-        return local_tensor(self, rank)
+        return self._tensors().local(self, rank)
 
     def full(self, layouts: LayoutFile | None = None) -> torch.Tensor:
         """Return the global tensor, put together from what the ranks held.
 
         Warns (`TensorWarning`) where ranks that should hold the same do not, or could not be
-        compared, and of what was inferred; `rankscope.tree.globalvalues.whole_value` returns all
+        compared, and of what was inferred; `rankscope.tensors.globalvalues.whole_value` returns all
         of it beside the tensor.
 
         Args:
@@ -118,9 +129,13 @@ class Value:
             SelectionError: bytes that are needed were not kept; says why.
             LayoutError: nothing says how the pieces belong together, or they contradict it.
         """
-        from rankscope.tree.globalvalues import full_tensor
+        return self._tensors().full(self, layouts)
 
-        return full_tensor(self, layouts)
+    def _tensors(self) -> TensorReaders:
+        found = self.node.trace.tensors
+        if found is None:
+            raise TraceError("open the trace with rankscope.open_trace to read its tensors")
+        return found
 
     def __str__(self) -> str:
         first = self.views[0]
@@ -278,19 +293,19 @@ class Node:
         return bool(self.data.get("opaque", False))
 
     @property
-    def outcomes(self) -> tuple[Outcome, ...]:
+    def outcomes(self) -> tuple[CallOutcome, ...]:
         """How it ended, by ranks."""
         listed = self.data.get("outcomes") or [{"ranks": self.data["ranks"], "status": self.status}]
         return tuple(
-            Outcome(ranks=parse_ranks(o["ranks"]), status=o["status"], error=o.get("error", ""))
+            CallOutcome(ranks=parse_ranks(o["ranks"]), status=o["status"], error=o.get("error", ""))
             for o in listed
         )
 
     @property
-    def errors(self) -> tuple[Outcome, ...]:
+    def errors(self) -> tuple[CallOutcome, ...]:
         """Failures inside rankscope while it watched this call."""
         return tuple(
-            Outcome(ranks=parse_ranks(e["ranks"]), status="error", error=e["error"])
+            CallOutcome(ranks=parse_ranks(e["ranks"]), status="error", error=e["error"])
             for e in self.data.get("errors", ())
         )
 

@@ -1,0 +1,209 @@
+"""Switching tracing on in a process, once, and ending it in order."""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import multiprocessing.util
+import os
+from collections.abc import Mapping
+
+import torch.distributed as dist
+from torch.utils.data import get_worker_info
+
+from rankscope.agent.ending import forget_exits, note_exits, what_ends_the_program
+from rankscope.agent.guard import attempt, say, text_of
+from rankscope.agent.identity import placed
+from rankscope.agent.join import RUN_FOLDER_VARIABLE, Joined, join_run
+from rankscope.agent.parts import Opened
+from rankscope.agent.session import Session
+from rankscope.errors import FolderError, RankscopeError, SettingError
+from rankscope.record.streams import EndReason
+from rankscope.settings import (
+    Settings,
+    as_keywords,
+    as_variables,
+    misspelt_variables,
+    settings_from,
+)
+
+__all__ = ["arm", "close", "current_session", "hold"]
+
+_OWNER_VARIABLE = "RANKSCOPE_OWNER"
+"""rank/local rank:pid of a process that traces, for those it starts."""
+_ALONE = "alone"
+"""Stands for the rank of an owner that is no rank of any job."""
+_SAID_VARIABLE = "RANKSCOPE_SAID"
+"""What a process said, for those it starts: they need not say it again."""
+_said_before = os.environ.get(_SAID_VARIABLE)
+_session: Session | None = None
+_joined: Joined | None = None
+_given: dict[str, object] | None = None
+"""Keywords of the session that is armed; None where there is none, or it is somebody else's."""
+_is_forked = False
+_watches_forks = False
+
+
+def current_session() -> Session | None:
+    """Return the session of this process, None where nothing is armed."""
+    return _session
+
+
+def hold(session: Session | None) -> None:
+    """Make a session that somebody else opens and closes the one of this process; None
+    lets it go.
+    """
+    global _session, _given
+    _session, _given = session, None
+
+
+def arm(given: Mapping[str, object] | None = None) -> Session | None:
+    """Arm tracing in this process; what is wrong with the settings is said once, and the job goes
+    on untraced.
+
+    Args:
+        given: settings by keyword; the rest comes from `RANKSCOPE_*` variables and defaults.
+
+    Returns:
+        the session, None where the settings cannot be used.
+    """
+    global _session, _given, _watches_forks
+    if _session is not None:
+        return _session
+    if _is_child_of_a_rank():
+        return None
+    misspelt = misspelt_variables()
+    if misspelt and not os.environ.get(RUN_FOLDER_VARIABLE):  # else the launcher has said it
+        _say_once_a_host(misspelt)
+    try:
+        settings = settings_from(given)
+    except RankscopeError as error:
+        _say_why_not(error, given)
+        return None
+    _given = dict(given or {})
+    _session = Session(settings, lambda: _open(settings))
+    atexit.register(close)
+    note_exits()
+    if not _watches_forks:
+        _watches_forks = True
+        os.register_at_fork(after_in_child=_after_fork)
+    return _session
+
+
+def _after_fork() -> None:
+    """Arm a forked child anew: under the start method `fork` it may become a rank of its own.
+
+    The session it inherited has taken its hooks off. A child of a process that traces stays
+    untraced, and so does one that is in no process group by its first module call.
+    """
+    global _session, _joined, _given, _is_forked
+    given, has_joined = _given, _joined is not None
+    _session = _joined = _given = None
+    _is_forked = True
+    is_rank = dist.is_available() and dist.is_initialized()
+    if given is not None and not has_joined and not is_rank:
+        arm(given)
+
+
+def _open(settings: Settings) -> Opened | None:
+    global _joined
+    if _is_helper():
+        return None
+    try:
+        _joined = join_run(settings)
+    except RankscopeError as error:
+        _say_why_not(error, _given)
+        return None
+    if _joined is None:
+        return None
+    identity = _joined.opened.identity
+    if not _owner()[0]:
+        is_alone = identity.world_size == 1 and placed() is None
+        name = _ALONE if is_alone else f"{identity.rank}/{identity.local_rank}"
+        os.environ[_OWNER_VARIABLE] = f"{name}:{os.getpid()}"
+    if multiprocessing.parent_process() is not None:  # leaves by os._exit, without `atexit`
+        multiprocessing.util.Finalize(None, close, exitpriority=0)
+    return _joined.opened
+
+
+def close(reason: EndReason = EndReason.EXIT) -> None:
+    """End the session, then wait for the tree where no launcher does. Called at exit; safe to call
+    again. What fails is said, never raised.
+    """
+    error = attempt(_close, reason)
+    if error is not None:
+        say(f"the trace was not ended in order ({text_of(error)}); the job goes on")
+
+
+def _close(reason: EndReason) -> None:
+    global _session, _joined, _given
+    session, _session = _session, None
+    joined, _joined = _joined, None
+    _given = None
+    if session is None:
+        return
+    forget_exits()
+    raised = what_ends_the_program() if reason is EndReason.EXIT else None
+    if raised is not None:
+        reason = EndReason.RAISED
+    session.close(reason, raised)
+    if _owner() == (_ALONE, str(os.getpid())):
+        del os.environ[_OWNER_VARIABLE]
+    if joined is not None and joined.opened.identity.pid == os.getpid():  # not a forked child
+        joined.wait_for_tree(reason)
+
+
+def _say_why_not(error: RankscopeError, given: Mapping[str, object] | None) -> None:
+    """Say why nothing is traced, in the words of whoever asked for it."""
+    text = f"not tracing: {error}"
+    if given:
+        text = as_keywords(text)
+    elif not os.environ.get(RUN_FOLDER_VARIABLE):
+        text = as_variables(text)
+    if isinstance(error, (SettingError, FolderError)):
+        _say_once_a_host(text)
+    else:
+        say(text)
+
+
+def _say_once_a_host(text: str) -> None:
+    """Say what all ranks of a host share: its first one says it, or the process that started it."""
+    found = placed()
+    if found is not None and found.local_rank:
+        return
+    if text != _said_before:
+        os.environ[_SAID_VARIABLE] = text
+        say(text)
+
+
+def _owner() -> tuple[str, str]:
+    """Return (rank/local rank, pid) of the nearest process above that traces, or of this one."""
+    name, _, pid = os.environ.get(_OWNER_VARIABLE, "").rpartition(":")
+    return name, pid
+
+
+def _is_child_of_a_rank() -> bool:
+    """True in a process that a rank started: it must not pose as one, whatever it inherited.
+
+    A rank leaves its own name in the environment for those it starts. A name without a local rank
+    may be that of a launcher that was itself given a RANK (the number of its node): ranks under it
+    have local ranks, and only what has exactly its name is its child.
+    """
+    rank = os.environ.get("RANK")
+    mine = "" if rank is None else f"{rank}/{os.environ.get('LOCAL_RANK', '')}"
+    name, pid = _owner()
+    if pid != str(os.getpid()) and "/" in name and (not name.endswith("/") or name == mine):
+        return True
+    if mine:
+        os.environ[_OWNER_VARIABLE] = f"{mine}:{os.getpid()}"
+    return False
+
+
+def _is_helper() -> bool:
+    """True in a process that works for one that trains: a loader's worker, a rankless child."""
+    if get_worker_info() is not None:
+        return True
+    if dist.is_available() and dist.is_initialized():
+        return False
+    name, pid = _owner()
+    return _is_forked or (name == _ALONE and pid != str(os.getpid()))

@@ -1,0 +1,318 @@
+"""Records collectives as calls: begun before they are issued, ended when they have returned or,
+asynchronous ones, when the program itself has waited for them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from rankscope.agent.collectives.inflight import memory_of
+from rankscope.agent.guard import describe_error
+from rankscope.agent.hooks.callstack import EventPlace
+from rankscope.agent.hooks.pythonstack import call_site
+from rankscope.agent.recorder import Recorder
+from rankscope.agent.values.valuereader import ValueReader
+from rankscope.capture.collectives import (
+    FUNCTIONAL,
+    Groups,
+    Issued,
+    Where,
+    read_functional,
+    read_method,
+    tensors_in,
+)
+from rankscope.capture.invisible import invisible
+from rankscope.record.call import CallStatus, Mode, Phase
+from rankscope.record.collective import Collective
+from rankscope.record.value import ValueFlag
+
+__all__ = ["Collectives", "MessageCount"]
+
+_COALESCED = "coalesced"
+"""Told at the end of a coalesced group."""
+_PENDING = int(ValueFlag.PENDING)
+_Key = tuple[Hashable, ...]
+_OPERATORS = {name: op for (_, name), op in FUNCTIONAL.items()}
+
+
+@dataclass(eq=False, slots=True)
+class _PendingCollective:
+    """A collective that was issued and has not ended."""
+
+    sequence: int
+    step: tuple[Mode, int]
+    is_selected: bool
+    is_object: bool
+    outputs: tuple[torch.Tensor, ...]
+    """Memory it writes, held until it has ended."""
+    is_functional: bool
+    """What it returns is what it writes: there is no work to wait for."""
+    is_ended: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class _Work:
+    """What one work stands for: several calls where they were coalesced."""
+
+    work: weakref.ReferenceType[Any]
+    calls: list[_PendingCollective] = field(default_factory=list)
+
+
+class _Coalescing(threading.local):
+    """The calls made on this thread between the begin and the end of a coalesced group."""
+
+    calls: list[_PendingCollective] | None = None
+
+
+class MessageCount:
+    """Numbers the sends and receives of each channel since a point that all ranks have in common.
+
+    The k-th send of a channel is its k-th receive. Which step either belongs to says nothing of
+    that: a stage receives what it works on before its own step begins. Counting holds only as long
+    as every message is seen, so what is passed over ends it, until the next point.
+    """
+
+    def __init__(self) -> None:
+        self.since = ""
+        """Of `Collective`."""
+        self._counts: dict[_Key, itertools.count[int]] = {}
+
+    def begin(self, since: str) -> None:
+        """Count from here on; a count that has lasted from the start goes on."""
+        if self.since != "start":
+            self.since = since
+            self._counts.clear()
+
+    def lose(self) -> None:
+        """A message is not seen, or was not."""
+        self.since = ""
+
+    def next(self, collective: Collective) -> int:
+        """Return the number of a message of a channel."""
+        return next(self._counts.setdefault(_channel(collective), itertools.count()))
+
+
+class Collectives:
+    """The collectives of one session's traced steps (a `CollectiveListener`)."""
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        values: ValueReader,
+        place: Callable[[str], EventPlace | None],
+        messages: MessageCount,
+    ) -> None:
+        """Record nothing yet.
+
+        Args:
+            recorder: writes the calls.
+            values: reads their tensors.
+            place: says where in which step this thread is; None where that is not traced.
+            messages: numbers sends and receives.
+        """
+        self._messages = messages
+        self._recorder = recorder
+        self._values = values
+        self._place = place
+        self._groups = Groups()
+        self._ordinals: dict[_Key, itertools.count[int]] = {}
+        self._numbers: dict[_Key, itertools.count[int]] = {}
+        self._open: dict[int, _PendingCollective] = {}
+        """By sequence."""
+        self._works: dict[int, _Work] = {}
+        """By the identity of the work."""
+        self._memory: dict[int | None, _PendingCollective] = {}
+        """By the storage a functional collective writes."""
+        self._coalescing = _Coalescing()
+
+    # ------------------------------------------------------------------ what is told
+
+    def begins(
+        self, told: list[Any], name: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """A collective is about to be issued."""
+        if name == "_start_coalescing":
+            self._coalescing.calls = []
+            return
+        if name == "_end_coalescing":
+            told.append(self._coalescing.calls or [])
+            told.append(_COALESCED)
+            self._coalescing.calls = None
+            return
+        place = self._place(name)
+        if place is None:
+            return
+        where = Where(place.issuer, call_site())
+        with invisible():
+            if target is None:
+                issued = read_functional(_OPERATORS[name], args, kwargs, self._groups, where)
+            else:
+                issued = read_method(name, target, args, kwargs, self._groups, where)
+            told.append(self._record(issued, place, is_functional=target is None))
+
+    def ends(self, told: list[Any], result: Any) -> None:
+        """What was told of returned; a collective with a work to wait for goes on."""
+        if not told:
+            return
+        found = told[0]
+        if told[-1] is _COALESCED and result is not None:
+            self._follow(result, found)
+        elif isinstance(found, list):  # what was waited for
+            for call in found:
+                self._finish(call)
+        elif found.is_functional:
+            self._follow_memory(found, result)
+        elif result is None:
+            if self._coalescing.calls is None:
+                self._finish(found)
+        else:
+            self._follow(result, [found])
+
+    def fails(self, told: list[Any], error: BaseException | None) -> None:
+        """What was told of raised."""
+        text = "" if error is None else describe_error(error)
+        for found in told[:1]:
+            for call in found if isinstance(found, list) else [found]:
+                self._break_off(call, CallStatus.RAISED, text)
+
+    def waits(self, told: list[Any], work: Any) -> None:
+        """The program waits for a work, or for memory that a functional collective writes."""
+        if isinstance(work, torch.Tensor):
+            with invisible():
+                call = self._memory.pop(memory_of(work), None)
+            if call is not None:
+                told.append([call])
+            return
+        known = self._works.get(id(work))
+        if known is not None and known.work() is work:
+            del self._works[id(work)]
+            told.append(known.calls)
+
+    def derives(self, work: Any, future: Any) -> None:
+        """The program takes a work's future: waiting for that ends the same calls."""
+        known = self._works.get(id(work))
+        if known is not None and known.work() is work:
+            self._follow(future, known.calls)
+
+    # ------------------------------------------------------------------ what is recorded
+
+    def _record(
+        self, issued: Issued, place: EventPlace, *, is_functional: bool
+    ) -> _PendingCollective:
+        collective = issued.collective
+        ordinal = self._next(
+            self._ordinals, (place.mode, place.step, place.micro_batch, place.module)
+        )
+        if collective.peer is not None and self._messages.since:
+            collective = dataclasses.replace(collective, since=self._messages.since)
+            number = self._messages.next(collective)
+        else:
+            number = self._next(self._numbers, (place.mode, place.step, *_channel(collective)))
+        sequence = self._recorder.enter_collective(place[:6], ordinal, collective, number)
+        step = place.mode, place.step
+        call = _PendingCollective(
+            sequence, step, place.is_selected, collective.is_object, issued.outputs, is_functional
+        )
+        self._open[sequence] = call
+        if self._coalescing.calls is not None:
+            self._coalescing.calls.append(call)
+        self._read(call, "input", issued.inputs)
+        self._values.in_flight.add(call.outputs)
+        return call
+
+    def _next(self, counts: dict[_Key, itertools.count[int]], key: _Key) -> int:
+        count = counts.get(key)
+        return next(counts.setdefault(key, itertools.count()) if count is None else count)
+
+    def _follow(self, work: Any, calls: list[_PendingCollective]) -> None:
+        """Have calls end when the program waits for a work. It is not kept alive."""
+        known = self._works.get(id(work))
+        if known is None or known.work() is not work:
+            known = self._works[id(work)] = _Work(weakref.ref(work))
+        known.calls.extend(calls)
+
+    def _follow_memory(self, call: _PendingCollective, result: Any) -> None:
+        with invisible():
+            call.outputs = tuple(tensors_in(result))
+            self._values.in_flight.add(call.outputs)
+            for tensor in call.outputs:
+                self._memory[memory_of(tensor)] = call
+
+    def _finish(self, call: _PendingCollective) -> None:
+        if call.is_ended:
+            return
+        with invisible():
+            outputs = self._release(call)
+            self._read(call, "output", outputs)
+        self._recorder.exit(call.sequence)
+        self._values.read_pending()
+
+    def _break_off(self, call: _PendingCollective, status: CallStatus, text: str = "") -> None:
+        """End a call whose outputs are not to be read."""
+        if call.is_ended:
+            return
+        with invisible():
+            self._values.forget_pending(call.outputs)
+            outputs = self._release(call)
+            if status is CallStatus.NOT_WAITED and call.is_selected and self._values.is_on:
+                for number, tensor in enumerate(outputs):
+                    self._describe(tensor, call, f"output.{number}", _PENDING)
+        self._recorder.exit(call.sequence, status, text)
+
+    def _release(self, call: _PendingCollective) -> tuple[torch.Tensor, ...]:
+        """Let go of what a call writes, and return it."""
+        outputs, call.outputs, call.is_ended = call.outputs, (), True
+        self._open.pop(call.sequence, None)
+        self._values.in_flight.remove(outputs)
+        return outputs
+
+    def _read(self, call: _PendingCollective, kind: str, tensors: tuple[torch.Tensor, ...]) -> None:
+        if not (call.is_selected and self._values.is_on):
+            return
+        for number, tensor in enumerate(tensors):
+            slot = f"{kind}.{number}"
+            if call.is_object:
+                self._describe(tensor, call, slot)
+            elif self._values.wants(slot):
+                self._values.read(tensor, call.sequence, slot, Phase.COLLECTIVE, samples=False)
+
+    def _describe(
+        self, tensor: torch.Tensor, call: _PendingCollective, slot: str, flags: int = 0
+    ) -> None:
+        if self._values.wants(slot):
+            self._values.describe(tensor, call.sequence, slot, Phase.COLLECTIVE, flags)
+
+    def end_step(self, mode: Mode | None, step: int | None) -> None:
+        """Close what nobody has waited for.
+
+        Args:
+            mode: of the step that ends; None for all there are.
+            step: its number.
+        """
+        for call in list(self._open.values()):
+            if mode is None or call.step == (mode, step):
+                self._break_off(call, CallStatus.NOT_WAITED)
+        self._works = {k: w for k, w in self._works.items() if not all(map(_is_ended, w.calls))}
+        self._memory = {k: call for k, call in self._memory.items() if not call.is_ended}
+        for counts in (self._ordinals, self._numbers):
+            for key in [key for key in counts if mode is None or key[:2] == (mode, step)]:
+                del counts[key]
+
+
+def _is_ended(call: _PendingCollective) -> bool:
+    return call.is_ended
+
+
+def _channel(collective: Collective) -> _Key:
+    """Return what the k-th call of one rank and of another must share to be one collective."""
+    if collective.peer is None:
+        return (collective.group,)
+    return collective.group, collective.op, collective.peer, collective.tag

@@ -1,0 +1,207 @@
+"""The collectives of a session: when they are watched, and where in a step each belongs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from rankscope.agent.collectives.autogradnodes import NodeMap, NodeSpan
+from rankscope.agent.collectives.interception import MESSAGES, CollectiveWatch
+from rankscope.agent.collectives.recording import Collectives, MessageCount
+from rankscope.agent.guard import Guard
+from rankscope.agent.hooks.callstack import EventPlace
+from rankscope.agent.hooks.members import own_parameters
+from rankscope.agent.hooks.modules import ModuleInfo, ModuleTable
+from rankscope.agent.hooks.tracer import Tracer
+from rankscope.agent.recorder import Recorder
+from rankscope.agent.values.valuereader import ValueReader
+from rankscope.capture.torch_internals.autograd import current_graph_task, current_node
+from rankscope.capture.torch_internals.parallel import sharded_module_in_hand
+from rankscope.globs import glob_matches
+from rankscope.record.call import Mode, Phase
+from rankscope.settings import Settings
+
+__all__ = ["CollectiveTracing", "RunningStep"]
+
+
+class RunningStep(NamedTuple):
+    """What a collective outside every module call belongs to."""
+
+    mode: Mode
+    step: int
+    is_inside_optimizer: bool
+
+
+class CollectiveTracing:
+    """Watches collectives for one session (a `CollectiveListener`)."""
+
+    def __init__(
+        self,
+        guard: Guard,
+        settings: Settings,
+        open_session: Callable[[], bool],
+        running: Callable[[bool], RunningStep | None],
+    ) -> None:
+        """Watch nothing yet.
+
+        Args:
+            guard: keeps what fails here out of the program.
+            settings: which phases and paths to take.
+            open_session: opens the spool, and hands over what is in it by `open`; False where this
+                process is not traced.
+            running: what runs, or is about to, outside every module call; None where it is not
+                traced. Told whether it is a send or a receive.
+        """
+        self._open_session = open_session
+        self._running = running
+        self._is_wanted = Phase.COLLECTIVE.word in settings.phases
+        self._takes_outside = any(glob_matches(glob, "") for glob in settings.paths)
+        self._watch = CollectiveWatch(guard, self)
+        self._messages = MessageCount()
+        self._nodes = NodeMap()
+        self._owners: dict[int, ModuleInfo] = {}
+        """By the identity of a parameter; made in a step that asks."""
+        self._collectives: Collectives | None = None
+        """None until the spool is open."""
+
+    def open(
+        self, recorder: Recorder, values: ValueReader, tracer: Tracer, table: ModuleTable
+    ) -> None:
+        """Take what an open spool gives."""
+        self._recorder, self._tracer, self._table = recorder, tracer, table
+        self._outside = 0
+        self._collectives = Collectives(recorder, values, self._place, self._messages)
+
+    def expect_step(self, *, is_first: bool) -> None:
+        """Watch from now on, because the next step is to be traced: a pipeline stage receives what
+        it works on before its first forward of a step.
+
+        Args:
+            is_first: nothing was traced yet; only sends and receives are watched then, not what
+                builds a model.
+        """
+        if self._is_wanted:
+            self._watch.put_on(only_pairs=is_first)
+        if is_first:
+            self._messages.begin("start")
+
+    def count_messages_from(self, point: str) -> None:
+        """Number messages from here on, where every rank does: see `Collective.since`."""
+        if self._watch.is_on:
+            self._messages.begin(point)
+
+    def put_on(self) -> None:
+        """Watch while a traced step runs; safe to call again."""
+        if self._is_wanted:
+            self._watch.put_on()
+            self._tracer.nodes = self._nodes
+
+    def take_off(self) -> None:
+        """Leave torch as it was; safe to call in any state."""
+        self._watch.take_off()
+        self._messages.lose()
+        self._nodes.clear()
+        if self._collectives is not None:
+            self._tracer.nodes = None
+
+    def end_step(self, mode: Mode, step: int) -> None:
+        """Close what is open of a step."""
+        self._nodes.clear()
+        self._owners.clear()
+        if self._collectives is not None:
+            self._collectives.end_step(mode, step)
+
+    def close(self) -> None:
+        """Close whatever is open: the session ends."""
+        if self._collectives is not None:
+            self._collectives.end_step(None, None)
+
+    # ------------------------------------------------------------------ what is told
+
+    def begins(
+        self, told: list[Any], name: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """A collective is about to be issued."""
+        is_message = name in MESSAGES
+        if self._collectives is None and (
+            self._running(is_message) is None or not self._open_session()
+        ):
+            self._messages.lose()
+            return
+        if self._collectives is not None:
+            self._collectives.begins(told, name, target, args, kwargs)
+
+    def ends(self, told: list[Any], result: Any) -> None:
+        """What was told of returned."""
+        if self._collectives is not None:
+            self._collectives.ends(told, result)
+
+    def fails(self, told: list[Any], error: BaseException | None) -> None:
+        """What was told of raised."""
+        if self._collectives is not None:
+            self._collectives.fails(told, error)
+
+    def derives(self, work: Any, future: Any) -> None:
+        """The program takes a work's future."""
+        if self._collectives is not None:
+            self._collectives.derives(work, future)
+
+    def waits(self, told: list[Any], work: Any) -> None:
+        """The program waits."""
+        if self._collectives is not None:
+            self._collectives.waits(told, work)
+
+    # ------------------------------------------------------------------ places
+
+    def _place(self, name: str) -> EventPlace | None:
+        place = self._place_of(name in MESSAGES)
+        if place is None and name in MESSAGES:
+            self._messages.lose()
+        return place
+
+    def _place_of(self, is_message: bool) -> EventPlace | None:
+        frame = self._tracer.frame_around()
+        if frame is not None:
+            return self._tracer.place_in(frame.info, frame.scope, frame.sequence, frame.phase.word)
+        issuer = "outside"
+        if current_graph_task() != -1:
+            span = self._span_in_backward()
+            if span is not None:
+                return self._tracer.place_in(span.info, span.scope, span.sequence, "backward")
+            issuer = "backward"
+        running = self._running(is_message)
+        if running is None:
+            return None
+        if running.is_inside_optimizer:
+            issuer = "optimizer"
+        if not self._outside:
+            self._outside = self._recorder.define(
+                "module", root=0, path="", raw_path="", wrappers=(), opaque=False, **{"class": ""}
+            )
+        return EventPlace(
+            self._outside, 0, None, running.mode, running.step, None, issuer, self._takes_outside
+        )
+
+    def _span_in_backward(self) -> NodeSpan | None:
+        """Return the module call whose backward this thread is in, as far as that is known."""
+        node = current_node()
+        if node is None:  # behind the graph: what a callback of the whole backward pass runs
+            module = sharded_module_in_hand()
+            info = self._table.get(module) if module is not None else None
+            return None if info is None else self._nodes.latest(info)
+        number, leaf = node
+        return self._nodes.find(number) if leaf is None else self._span_of_owner(leaf)
+
+    def _span_of_owner(self, parameter: torch.Tensor) -> NodeSpan | None:
+        """Return the latest call of the module that owns a parameter."""
+        if not self._owners:
+            for root in self._table.roots:
+                for info in self._table.of_root(root):
+                    module = info.module()
+                    if module is not None:
+                        owned = own_parameters(module)
+                        self._owners.update((id(owned[n]), info) for n in info.own_parameters)
+        owner = self._owners.get(id(parameter))
+        return None if owner is None else self._nodes.latest(owner)

@@ -1,0 +1,182 @@
+"""What a module call is handed and hands out, and the gradients that backward brings to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from rankscope.agent.guard import Guard
+from rankscope.agent.hooks.callstack import OpenCall
+from rankscope.agent.hooks.pythonstack import keyword_arguments
+from rankscope.agent.recorder import Recorder
+from rankscope.agent.values.gradients import MOST_FIRINGS, GradientHooks, GradientTarget
+from rankscope.agent.values.valuereader import ValueReader
+from rankscope.capture.forms import said_of
+from rankscope.capture.invisible import invisible
+from rankscope.capture.pytree import is_tensor, walk
+from rankscope.record.call import Phase
+from rankscope.record.value import ValueFlag
+from rankscope.settings import Settings
+
+__all__ = ["CallValues", "CallWishes"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallWishes:
+    """What a block wants of calls beyond what settings can say."""
+
+    say_leaf: Callable[[object], str] = said_of
+    """Text of an argument that is no tensor, in the form of a call; by default one for which no
+    code of the program runs."""
+    is_output_wanted: Callable[[nn.Module, bool], bool] = lambda _module, _is_root: True
+    """Of a module about to be called, and whether it is a root: False where nobody asks what it
+    hands out. Where hooks of its own may replace that, it is read all the same."""
+    is_forward_wanted: Callable[[nn.Module], bool] = lambda _module: True
+    """Of a module about to be called outside all others: False where nothing of that call is to be
+    recorded."""
+
+
+class CallValues:
+    """Reads the values of recorded calls."""
+
+    def __init__(
+        self,
+        guard: Guard,
+        recorder: Recorder,
+        values: ValueReader,
+        settings: Settings,
+        wishes: CallWishes,
+    ) -> None:
+        values.say = wishes.say_leaf
+        self._is_output_wanted = wishes.is_output_wanted
+        self._recorder = recorder
+        self._values = values
+        self._wants_backward = Phase.BACKWARD.word in settings.phases and values.is_on
+        self.gradients = GradientHooks(guard, self._gradient, self._say_later_ones_lack)
+
+    def inputs_at_global_hook(
+        self,
+        frame: OpenCall,
+        module: nn.Module,
+        args: tuple[object, ...],
+        kwargs: dict[str, object] | None,
+    ) -> None:
+        """Read the inputs of a call as it begins, before the module's own hooks replace any."""
+        kwargs = keyword_arguments() if kwargs is None else kwargs
+        seen = self.read_inputs(frame, args, kwargs or {})
+        if module._forward_pre_hooks or kwargs is None:
+            frame.seen_inputs = {slot: id(tensor) for slot, tensor in seen}
+
+    def read_inputs(
+        self, frame: OpenCall, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> list[tuple[str, torch.Tensor]]:
+        """Read the inputs of a call, and return the tensors among them by slot."""
+        assert frame.sequence is not None  # recorded frames have one
+        if self._values.keeps:
+            self._values.note_inputs(frame.module, args, kwargs, frame.sequence, frame.phase)
+            frame.skips_output = not self._is_output_wanted(frame.module, not frame.info.path)
+        seen = self._values.read_all("input", args, frame.sequence, frame.phase) if args else []
+        if kwargs:
+            seen += self._values.read_all("input", kwargs, frame.sequence, frame.phase)
+        self._watch(frame, seen, "input", "grad_input")
+        return seen
+
+    def finish(self, frame: OpenCall, args: object, kwargs: object, output: object) -> None:
+        """Read what a call hands out."""
+        if not self._values.is_on:
+            return
+        assert frame.sequence is not None and isinstance(args, tuple) and isinstance(kwargs, dict)
+        if frame.seen_inputs is not None:
+            self._reread_replaced_inputs(frame, args, kwargs)
+        if frame.skips_output and not frame.module._forward_hooks:
+            return
+        tensors = self._values.read_all("output", output, frame.sequence, frame.phase)
+        if self._values.keeps:
+            self._values.note_result(output, frame.sequence, frame.phase)
+        self._watch(frame, tensors, "output", "grad_output")
+        if frame.module._forward_hooks:  # kept: what they return is told apart by identity
+            frame.outputs = tuple(tensor for _, tensor in tensors)
+
+    def _reread_replaced_inputs(
+        self, frame: OpenCall, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> None:
+        """Read the inputs the module's own pre-hooks put in place of those we saw; forward has run
+        by now.
+        """
+        assert frame.sequence is not None and frame.seen_inputs is not None
+        with invisible():
+            for value in (args, kwargs):
+                for slot, leaf in walk("input", value):
+                    if (
+                        is_tensor(leaf)
+                        and frame.seen_inputs.get(slot) != id(leaf)
+                        and self._values.wants(slot)
+                    ):
+                        self._values.read(
+                            leaf,
+                            frame.sequence,
+                            slot,
+                            frame.phase,
+                            flags=int(ValueFlag.AFTER_CALL | ValueFlag.SUPERSEDES),
+                        )
+
+    def returned(self, frame: OpenCall, output: object) -> None:
+        """Read what the module's own hooks put in place of what `forward` returned."""
+        assert frame.sequence is not None  # recorded frames have one
+        before = frozenset(id(tensor) for tensor in frame.outputs)
+        self._values.read_all("returned", output, frame.sequence, frame.phase, skip=before)
+
+    def end_step(self) -> None:
+        """Forget the step: hooks on leaves, tensors seen."""
+        if self._wants_backward:
+            for target in self.gradients.unseen():
+                self._values.unseen(target.sequence, target.slot, Phase.BACKWARD)
+        self.gradients.forget()
+        self._values.end_step()
+
+    def _watch(
+        self,
+        frame: OpenCall,
+        tensors: list[tuple[str, torch.Tensor]],
+        kind: str,
+        gradient_kind: str,
+    ) -> None:
+        if not self._wants_backward or frame.sequence is None:
+            return
+        sequence, watched = frame.sequence, None
+        if frame.scope.without_gradients:
+            found = frame.scope.without_gradients.get((frame.info, frame.ordinal))
+            if found is not None:
+                sequence, watched = found
+        if frame.phase is not Phase.FORWARD and watched is None:
+            return
+        is_of_root = not frame.info.path and frame.info.root is not None
+        with invisible():  # what needs a gradient is not asked in sight of a subclass either
+            for slot, tensor in tensors:
+                gradient_slot = gradient_kind + slot.removeprefix(kind)
+                if not tensor.requires_grad or not self._values.wants(gradient_slot):
+                    continue
+                if isinstance(tensor, nn.Parameter):  # a hook would stay on the model
+                    continue
+                if watched is None or gradient_slot not in watched:
+                    self.gradients.watch(
+                        tensor, sequence, gradient_slot, is_of_root=is_of_root and kind == "output"
+                    )
+                if watched is not None:
+                    watched.add(gradient_slot)
+
+    def _gradient(
+        self, targets: list[GradientTarget], gradient: torch.Tensor, ordinal: int
+    ) -> None:
+        with invisible():
+            for target in targets:
+                self._values.read(
+                    gradient, target.sequence, target.slot, Phase.BACKWARD, ordinal=ordinal
+                )
+
+    def _say_later_ones_lack(self, target: GradientTarget) -> None:
+        text = f"{target.slot}: backward ran {MOST_FIRINGS} times; later gradients are not recorded"
+        self._recorder.error(target.sequence, text)

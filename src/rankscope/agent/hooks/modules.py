@@ -1,0 +1,399 @@
+"""Which module is which: roots, canonical paths, wrappers.
+
+The canonical path is the path from the root with every wrapper removed, so that the same model has
+the same paths however it is parallelized; the raw path is kept beside it. A wrapper (DDP, FSDP1,
+checkpoint wrapper, `torch.compile`) is no node of its own: it shares the path of what it wraps.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from rankscope.agent.hooks.members import modules_of, own_parameters, parameters_of_module
+from rankscope.agent.hooks.wrappers import class_behind_wrappers, own_class, wrapper_of
+from rankscope.capture.torch_internals.compiling import dynamo_has_compiled, is_compiled_in_place
+from rankscope.capture.torch_internals.parallel import is_sync_off
+from rankscope.globs import glob_matches
+
+__all__ = ["ModuleInfo", "ModuleTable", "Root"]
+
+_Named = tuple[str, list[str], str | None]
+"""Canonical path of a module, the wrappers that end with it, the name of what it wraps."""
+_MOST_LOOSE = 4096
+_FEWEST_KEPT = 1024
+"""So many modules are kept before the dead among them are looked for."""
+
+
+def _count_elements(module: nn.Module) -> int:
+    return sum(0 if is_lazy(p) else p.numel() for p in parameters_of_module(module))
+
+
+def _owns_parameters(module: nn.Module) -> bool:
+    return next(parameters_of_module(module), None) is not None
+
+
+@dataclass(eq=False, slots=True)
+class Root:
+    """An outermost called module that owns parameters (or one called outside any such module)."""
+
+    module: weakref.ReferenceType[nn.Module]
+    class_name: str
+    parameter_count: int
+    """Elements over all parameters, DTensors by their global shape."""
+    depth: int = 0
+    """How deep its modules nest."""
+    definition: int = 0
+    """Number under which the spool knows it; 0 until it is defined."""
+    definitions: dict[tuple[object, ...], int] = field(default_factory=dict)
+    """Numbers under which the spool knows its modules, by what was said of them."""
+    is_preferred: bool = False
+    """The user named it as the root of the trace."""
+    is_setup_recorded: bool = False
+    is_hidden: bool = False
+    """Found around an optimizer's parameters: compiled, no hook saw its calls."""
+    calls_in_step: int = 0
+    trainable: tuple[weakref.ref[nn.Module], str] | None = None
+    """Owner and name of a parameter found to need a gradient: asked first the next time. A weak
+    reference to the parameter itself would keep torch from swapping it.
+    """
+    walked_in: object = None
+    """The forward in which an unknown module had it walked: no second one does in the same."""
+
+    def needs_gradient(self, module: nn.Module) -> bool:
+        """True where a parameter of `module`, which belongs to this root, needs a gradient."""
+        if self.trainable is not None:
+            owner, name = self.trainable[0](), self.trainable[1]
+            known = own_parameters(owner).get(name) if owner is not None else None
+            if known is not None and known.requires_grad:
+                return True
+        self.trainable = None
+        for _, child in modules_of(module):
+            for name, parameter in own_parameters(child).items():
+                if parameter is not None and parameter.requires_grad:
+                    self.trainable = weakref.ref(child), name
+                    return True
+        return False
+
+
+@dataclass(eq=False, slots=True)
+class ModuleInfo:
+    """What a hook must know about one module, looked up by identity at every call."""
+
+    module: weakref.ReferenceType[nn.Module]
+    path: str
+    """Canonical path from its root; "@ClassName" outside every root."""
+    raw_path: str
+    class_name: str
+    wrappers: tuple[str, ...]
+    root: Root | None
+    is_wrapper: bool
+    is_loose: bool = False
+    """No root holds it; what is known stands for all of its class that are made anew there."""
+    is_opaque: bool = False
+    is_selected: bool = True
+    definition: int = 0
+    own_parameters: list[str] = field(default_factory=list)
+    """Names in the module's own `_parameters`, tied ones under their first name only."""
+
+
+class ModuleTable:
+    """Every module seen so far, by identity; never keeps one alive."""
+
+    def __init__(self, *, enters_compiled: bool = False, paths: tuple[str, ...] = ("*",)) -> None:
+        """Make an empty table.
+
+        Args:
+            enters_compiled: compiled modules run as written while they are traced, so that a
+                compile wrapper is folded into what it wraps like any other.
+            paths: globs of the canonical paths to record.
+        """
+        self._enters_compiled = enters_compiled
+        self._paths = paths
+        self._infos: dict[int, tuple[weakref.ReferenceType[nn.Module], ModuleInfo]] = {}
+        self._loose: dict[tuple[Root | None, str, type], ModuleInfo] = {}
+        self._most = _FEWEST_KEPT
+        """Modules known above which the dead ones are forgotten."""
+        self._paths_of_dead: set[str] = set()
+        self.roots: list[Root] = []
+        self.contained: list[tuple[Root, Root, str]] = []
+        """(root, the root found to contain it later, its path there), not yet written to
+        the spool.
+        """
+
+    def get(self, module: nn.Module) -> ModuleInfo | None:
+        """Return what is known of a module, None for one never seen (or another now at its
+        address).
+        """
+        known = self._infos.get(id(module))
+        return known[1] if known is not None and known[0]() is module else None
+
+    def learn(
+        self,
+        module: nn.Module,
+        inside: Root | None,
+        caller: nn.Module | None = None,
+        forward: object = None,
+    ) -> ModuleInfo:
+        """Make a module known that is called for the first time.
+
+        Args:
+            module: the module a hook was called for.
+            inside: the root whose forward is running, None at the outermost level.
+            caller: the module whose call is open.
+            forward: what stands for this one forward of the root; None where nothing does.
+        """
+        if inside is None and _owns_parameters(module):
+            return self._learn_root(module)
+        if inside is not None:
+            found = self._learn_registered(module, inside, caller, forward)
+            if found:
+                return found
+        own, _ = own_class(type(module))
+        for below, child in modules_of(module):
+            if self.get(child) is None:
+                self._add_loose(child, f"@{own.__name__}{below and '.'}{below}", inside)
+        info = self.get(module)
+        assert info is not None  # added just above
+        return info
+
+    def _learn_registered(
+        self, module: nn.Module, root: Root, caller: nn.Module | None, forward: object
+    ) -> ModuleInfo | None:
+        """Find a module that was registered after the first forward of its root.
+
+        Programs make modules inside `forward`, so this must not walk the model for each: what its
+        caller holds is added alone, and for what nobody near holds a forward has one walk.
+        """
+        holder = self.get(caller) if caller is not None else None
+        if (
+            caller is not None
+            and holder is not None
+            and holder.root is root
+            and not (holder.is_wrapper or holder.is_loose)
+        ):
+            name = next((n for n, child in caller._modules.items() if child is module), None)
+            if name is not None:
+                raw = f"{holder.raw_path}.{name}" if holder.raw_path else name
+                self._add_below(root, module, raw, {holder.raw_path: (holder.path, [], None)})
+                return self.get(module)
+        if forward is None or root.walked_in is not forward:
+            root.walked_in = forward
+            self._walk(root)
+        return self.get(module)
+
+    def prefer(self, module: nn.Module) -> ModuleInfo:
+        """Make a module a root before it is called, parameters or not, and the one whose path
+        is "".
+        """
+        info = self._learn_root(module)
+        if info.root is not None:
+            info.root.is_preferred = True
+        return info
+
+    def of_root(self, root: Root) -> Iterator[ModuleInfo]:
+        """Yield the known modules of a root that still exist, in the model's own order."""
+        for info in self._walk(root):
+            if not info.is_wrapper and info.root is root:
+                yield info
+
+    def compiled_in_place(self, root: Root) -> tuple[ModuleInfo, ...]:
+        """Return the outermost modules below a root that `module.compile()` hides from hooks."""
+        if self._enters_compiled or not dynamo_has_compiled():
+            return ()
+        found: list[ModuleInfo] = []
+        hidden: tuple[str, ...] = ()
+        for info in self.of_root(root):
+            module = info.module()
+            if module is None or not info.path or f"{info.path}.".startswith(hidden):
+                continue
+            if is_compiled_in_place(module):
+                if not info.is_opaque:
+                    info.is_opaque, info.definition = True, 0
+                found.append(info)
+            if info.is_opaque:
+                hidden = (*hidden, f"{info.path}.")
+        return tuple(found)
+
+    def hidden_roots(self) -> list[ModuleInfo]:
+        """Return the roots whose own calls no hook can see."""
+        found = []
+        for root in self.roots:
+            module = root.module()
+            info = self.get(module) if module is not None else None
+            if info is None or module is None:
+                continue
+            if root.is_hidden or is_compiled_in_place(module):
+                found.append(info)
+        return found
+
+    def parameter_ids(self) -> frozenset[int]:
+        """Return the identities of the parameters of every root."""
+        return frozenset(
+            id(parameter)
+            for root in self.roots
+            if (top := root.module()) is not None
+            for parameter in parameters_of_module(top)
+        )
+
+    def paths(self) -> set[str]:
+        """Return the canonical paths of all modules seen."""
+        return self._paths_of_dead | {info.path for _, info in [*self._infos.values()]}
+
+    def unsynced_parameters(self) -> frozenset[int]:
+        """Return the identities of the parameters whose gradients are not to be reduced now."""
+        known = [*self._infos.values()]  # another thread may add to them
+        modules = (module() for module, _ in known)
+        return frozenset(
+            id(parameter)
+            for module in modules
+            if module is not None and is_sync_off(module)
+            for parameter in parameters_of_module(module)
+        )
+
+    def with_hooks(self, root: Root) -> list[nn.Module]:
+        """Return the known modules of a root that have forward hooks of their own."""
+        known = [*self._infos.values()]  # another thread may add to them
+        modules = (module() for module, info in known if info.root is root)
+        return [m for m in modules if m is not None and (m._forward_pre_hooks or m._forward_hooks)]
+
+    def _learn_root(self, module: nn.Module) -> ModuleInfo:
+        core = module
+        outer: list[nn.Module] = []
+        words: list[str] = []
+        while (wrapper := wrapper_of(core)) is not None and not self._is_opaque(wrapper):
+            outer.append(core)
+            words.append(wrapper[1])
+            core = getattr(core, wrapper[0])
+        known = self.get(core)
+        if known is not None and known.root is not None:
+            root, path = known.root, known.path
+        else:
+            own = class_behind_wrappers(core)
+            root = Root(weakref.ref(core), own.__name__, _count_elements(core))
+            path = ""
+            self.roots.append(root)
+        for wrapped in outer:
+            info = self._add(wrapped, path, path, root, [])
+            info.is_wrapper = True
+        self._walk(root)
+        if (
+            words
+            and (top := self.get(core)) is not None
+            and top.wrappers[: len(words)] != (*words,)
+        ):
+            top.wrappers = (*words, *top.wrappers)
+        found = self.get(module)
+        assert found is not None  # added just above
+        return found
+
+    def _is_opaque(self, wrapper: tuple[str, str]) -> bool:
+        return wrapper[1] == "compile" and not self._enters_compiled
+
+    def _walk(self, root: Root) -> list[ModuleInfo]:
+        """Add every module below a root that is not known yet; return all, the root's own first."""
+        top = root.module()
+        return self._add_below(root, top, "", {}) if top is not None else []
+
+    def _add_below(
+        self, root: Root, start: nn.Module, start_raw: str, names: dict[str, _Named]
+    ) -> list[ModuleInfo]:
+        """Add a module of a root and every one below it that is not known yet; return all.
+
+        Args:
+            root: whose they are.
+            start: the first.
+            start_raw: its raw path.
+            names: of the module that holds it, by raw path; nothing for the root's own.
+        """
+        tied: set[int] = set()
+        found: list[ModuleInfo] = []
+        for below, module in modules_of(start):
+            raw = f"{start_raw}.{below}" if start_raw and below else start_raw or below
+            root.depth = max(root.depth, raw.count(".") + 1)
+            path, wrappers = _canonical(raw, names)
+            wrapper = wrapper_of(module)
+            names[raw] = (
+                (path, [*wrappers, wrapper[1]], wrapper[0]) if wrapper else (path, [], None)
+            )
+            info = self.get(module)
+            if info is not None and info.root is not None and info.root is not root:
+                if info.path == "" and not info.is_wrapper:  # had been called as a root before
+                    self.contained.append((info.root, root, path))
+                continue
+            if info is None or info.root is None or info.is_loose:
+                info = self._add(module, path, raw, root, wrappers)
+                info.is_wrapper = wrapper is not None and not self._is_opaque(wrapper)
+                if wrapper is not None and not info.is_wrapper:
+                    info.is_opaque = True
+                    info.class_name = class_behind_wrappers(module).__name__
+                    info.wrappers = (*info.wrappers, wrapper[1])
+            own = []
+            for name, parameter in own_parameters(module).items():
+                if parameter is not None and id(parameter) not in tied:
+                    tied.add(id(parameter))
+                    own.append(name)
+            info.own_parameters = own
+            found.append(info)
+        return found
+
+    def _add(
+        self, module: nn.Module, path: str, raw: str, root: Root | None, wrappers: list[str]
+    ) -> ModuleInfo:
+        own, over = own_class(type(module))
+        info = ModuleInfo(
+            weakref.ref(module), path, raw, own.__name__, (*wrappers, *over), root, is_wrapper=False
+        )
+        if isinstance(module, torch.jit.ScriptModule):
+            info.is_opaque = True
+            info.class_name = str(module.original_name)
+        info.is_selected = self._paths == ("*",) or any(
+            glob_matches(glob, path) for glob in self._paths
+        )
+        self._keep(module, info)
+        return info
+
+    def _add_loose(self, module: nn.Module, path: str, inside: Root | None) -> None:
+        """Add a module that no root holds. Those of one class and place share what is known: a
+        program may make new ones in every forward.
+        """
+        key = (inside, path, type(module))
+        info = self._loose.get(key)
+        if info is not None:
+            self._keep(module, info)
+            return
+        if len(self._loose) >= _MOST_LOOSE:
+            self._loose.clear()
+        info = self._loose[key] = self._add(module, path, path, inside, [])
+        info.is_loose = True
+
+    def _keep(self, module: nn.Module, info: ModuleInfo) -> None:
+        self._infos[id(module)] = weakref.ref(module), info
+        if len(self._infos) > self._most:
+            self.forget_dead()
+            self._most = max(_FEWEST_KEPT, 2 * len(self._infos))
+
+    def forget_dead(self) -> None:
+        """Forget modules that are gone: a program may make new ones in every step."""
+        self.roots = [root for root in self.roots if root.module() is not None]
+        alive = {None, *self.roots}
+        self._loose = {key: info for key, info in self._loose.items() if key[0] in alive}
+        dead = [key for key, (module, _) in [*self._infos.items()] if module() is None]
+        for key in dead:
+            self._paths_of_dead.add(self._infos.pop(key)[1].path)
+
+
+def _canonical(raw: str, names: dict[str, _Named]) -> tuple[str, list[str]]:
+    """Return the canonical path of a module and the wrappers directly around it."""
+    if not raw:
+        return "", []
+    parent, _, last = raw.rpartition(".")
+    path, wrappers, wraps = names.get(parent, (parent, [], None))
+    if wraps == last:
+        return path, wrappers
+    return (f"{path}.{last}" if path else last), []

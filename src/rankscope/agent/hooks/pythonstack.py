@@ -1,0 +1,142 @@
+"""What Python's own stack tells: the keywords of a call, who made it, how much room is left.
+
+A module call takes one frame more while any hook is on (torch's own `inner`), so a model may run
+untraced and end in a RecursionError traced. That must not happen: such a model is not traced.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from types import FrameType, TracebackType
+
+import torch
+
+import rankscope
+from rankscope.capture.torch_internals.parallel import shape_inference
+
+__all__ = [
+    "call_site",
+    "explain_no_room",
+    "has_room_for",
+    "is_inferring_shapes",
+    "keyword_arguments",
+    "module_calls_running",
+    "raise_site",
+]
+_INSIDE = tuple(os.path.dirname(module.__file__ or "") + os.sep for module in (torch, rankscope))
+_is_inside: dict[str, bool] = {}
+"""By file name: a program has few of them."""
+_MOST_FRAMES = 64
+
+
+def call_site() -> str:
+    """Return `file.py:12 function`, without folders; "" where no line of the program is near (the
+    thread on which backward runs)."""
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(_MOST_FRAMES):
+        if frame is None:
+            return ""
+        code = frame.f_code
+        name = code.co_filename
+        inside = _is_inside.get(name)
+        if inside is None:
+            inside = _is_inside[name] = name.startswith(_INSIDE) or name.startswith("<")
+        if not inside:
+            return f"{os.path.basename(name)}:{frame.f_lineno} {code.co_name}"
+        frame = frame.f_back
+    return ""
+
+
+def raise_site(trace: TracebackType | None) -> str:
+    """Return `file.py:12 function` of the innermost line of the program that an exception left.
+
+    Lines of installed packages and of the standard library count where there are no others.
+    """
+    own = installed = ""
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        name = code.co_filename
+        if not name.startswith((*_INSIDE, "<")):
+            line = f"{os.path.basename(name)}:{trace.tb_lineno} {code.co_name}"
+            if name.startswith(_INSTALLED):
+                installed = line
+            else:
+                own = line
+        trace = trace.tb_next
+    return own or installed
+
+
+_INSTALLED = tuple(
+    folder + os.sep
+    for folder in {sysconfig.get_path(key) for key in ("stdlib", "purelib", "platlib")}
+    if folder
+)
+
+
+_PER_CALL = 5
+"""Levels that one nested call with hooks takes: `__call__` from C, three frames of torch's and
+`forward`."""
+_FOR_HOOKS = 60
+"""Levels for our own work below the innermost call, with some to spare for the user's."""
+
+
+def has_room_for(depth: int) -> bool:
+    """True where module calls `depth` deep, hooks and all, fit on the stack from here."""
+    left = sys.getrecursionlimit() - depth * _PER_CALL - _FOR_HOOKS
+    if left > 500:  # ordinary models: not worth counting frames
+        return True
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and left >= 0:
+        left -= 1
+        frame = frame.f_back
+    return left >= 0
+
+
+def explain_no_room(class_name: str, depth: int) -> str:
+    """Return what a user is told of a model for which there is none."""
+    return (
+        f"{class_name} nests {depth} modules deep: with hooks on, Python's recursion limit "
+        f"({sys.getrecursionlimit()}) leaves no room for it; tracing is switched off. "
+        "Raise it with sys.setrecursionlimit to trace this model"
+    )
+
+
+def keyword_arguments() -> dict[str, object] | None:
+    """Return the kwargs of the module call whose global pre-hook is running, None where they are
+    hidden.
+
+    Global pre-hooks are handed no kwargs; they stand in the frame of torch's `Module._call_impl`.
+    """
+    frame = sys._getframe(1)
+    for _ in range(6):
+        if frame.f_code.co_name == "inner" and frame.f_code.co_filename.endswith("module.py"):
+            found = frame.f_locals.get("kwargs")
+            return found if isinstance(found, dict) else None
+        if frame.f_back is None:
+            return None
+        frame = frame.f_back
+    return None
+
+
+def module_calls_running() -> int:
+    """Return how many module calls with hooks are on this thread's Python stack."""
+    count = 0
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        count += code.co_name == "inner" and code.co_filename.endswith("module.py")
+        frame = frame.f_back
+    return count
+
+
+def is_inferring_shapes() -> bool:
+    """True where a pipeline stage runs its module on empty memory, only to learn shapes."""
+    inferring = shape_inference()
+    frame: FrameType | None = sys._getframe(1) if inferring else None
+    while frame is not None:
+        if frame.f_code in inferring:
+            return True
+        frame = frame.f_back
+    return False

@@ -1,0 +1,299 @@
+"""The hooks themselves: what happens when a module's forward begins and ends in a traced
+process.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from rankscope.agent.collectives.autogradnodes import NodeMap
+from rankscope.agent.guard import describe_error
+from rankscope.agent.hooks.callstack import CallStacks, EventPlace, OpenCall, Scope
+from rankscope.agent.hooks.callvalues import CallValues
+from rankscope.agent.hooks.definitions import DefinitionWriter
+from rankscope.agent.hooks.modules import ModuleInfo, ModuleTable, Root
+from rankscope.agent.hooks.pythonstack import keyword_arguments, module_calls_running
+from rankscope.agent.recorder import Recorder
+from rankscope.agent.values.valuereader import ValueReader
+from rankscope.capture.invisible import invisible
+from rankscope.capture.torch_internals.autograd import current_graph_task, stops_recomputation
+from rankscope.capture.torch_internals.compiling import is_being_captured, is_compiled_graph
+from rankscope.record.call import CallStatus, Mode, Phase
+from rankscope.settings import Settings
+
+__all__ = ["Tracer"]
+
+
+class Tracer:
+    """Follows module calls while hooks are on; `open_scope` decides what an outermost call
+    means.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        definitions: DefinitionWriter,
+        table: ModuleTable,
+        values: ValueReader,
+        call_values: CallValues,
+        settings: Settings,
+        open_scope: Callable[[ModuleInfo, nn.Module], Scope | None],
+        stands_behind_inputs: Callable[[nn.Module], bool],
+        stands_behind_outputs: Callable[[nn.Module], bool],
+        follow_own_hooks: Callable[[ModuleInfo], None],
+        leave_own_hooks: Callable[[], None],
+    ) -> None:
+        self._recorder = recorder
+        self._define = definitions.of
+        self._table = table
+        self._values = values
+        self._call_values = call_values
+        self._wants_forward = Phase.FORWARD.word in settings.phases
+        self._wants_recompute = Phase.RECOMPUTE.word in settings.phases
+        self._open_scope = open_scope
+        self._stands_behind_inputs = stands_behind_inputs
+        self._stands_behind_outputs = stands_behind_outputs
+        self._follow_own_hooks = follow_own_hooks
+        self._leave_own_hooks = leave_own_hooks
+        self._stacks = CallStacks()
+        self._scopes: list[Scope] = []
+        """Root forwards of this step, for the modules that checkpointing runs again."""
+        self._compiled_in_place: dict[Root, tuple[ModuleInfo, ...]] = {}
+        """Of the roots called in this step."""
+        self.nodes: NodeMap | None = None
+        """Where the graph's nodes were made; None while nobody asks."""
+
+    # ------------------------------------------------------------------ hooks
+
+    def before_forward(
+        self,
+        module: nn.Module,
+        args: tuple[object, ...],
+        kwargs: dict[str, object] | None = None,
+    ) -> None:
+        """Global forward pre-hook: a call begins. torch hands it no kwargs: they are looked up."""
+        if is_being_captured():
+            return
+        frames = self._stacks.frames
+        top = frames[-1] if frames else None
+        # Decided before a step may begin: hooks put on a module now are not run for this call of
+        # it.
+        is_followed = module._forward_pre_hooks and self._stands_behind_inputs(module)
+        info = self._table.get(module)
+        if info is None:
+            if is_compiled_graph(module):
+                return
+            info = self.learn(module, top)
+        if top is not None and info.root is not None and info.root.module() is module:
+            top = self._without_abandoned()
+        in_backward = current_graph_task() != -1
+        if top is not None:
+            scope: Scope | None = top.scope
+        elif in_backward:  # checkpointing re-runs a module: never a root
+            scope = self._scope_that_called(info)
+        else:
+            scope = self._open_scope(info, module)
+            if scope is not None and not scope.is_muted:
+                self._follow_own_hooks(info)
+            if scope is not None and (not self._scopes or self._scopes[-1] is not scope):
+                self._scopes.append(scope)
+        if scope is None:
+            return
+        parent = top.sequence if top is not None else None
+        if in_backward and info in scope.forward_calls:
+            phase, calls, is_wanted = Phase.RECOMPUTE, scope.recompute_calls, self._wants_recompute
+        else:
+            phase, calls, is_wanted = Phase.FORWARD, scope.forward_calls, self._wants_forward
+        if (
+            scope.is_muted or info.is_wrapper or not info.is_selected or not is_wanted
+            or (top is not None and _is_wrapped_by(top.info, info))
+        ):  # fmt: skip
+            frames.append(OpenCall(module, info, scope, phase, parent, False))
+            if self.nodes is not None:
+                self.nodes.begin(frames[-1])
+            return
+        calls[info] = ordinal = calls.get(info, -1) + 1
+        root = info.root
+        sequence = self._recorder.enter(
+            info.definition or self._define(info), root.definition if root is not None else 0,
+            parent,
+            scope.mode, scope.step, scope.micro_batch, phase, ordinal,
+        )  # fmt: skip
+        frame = OpenCall(module, info, scope, phase, sequence, True, ordinal)
+        if phase is Phase.FORWARD and scope.mode is Mode.TRAIN and not torch.is_grad_enabled():
+            scope.without_gradients[info, ordinal] = (sequence, set())
+        frames.append(frame)
+        if self.nodes is not None:
+            self.nodes.begin(frame)
+        if self._values.is_on and not is_followed:
+            self._call_values.inputs_at_global_hook(frame, module, args, kwargs)
+
+    def own_input_hook(
+        self,
+        module: nn.Module,
+        args: tuple[object, ...],
+        kwargs: dict[str, object] | None = None,
+    ) -> None:
+        """Instance pre-hook behind a module's own pre-hooks: its inputs as `forward` receives them.
+
+        torch hands it no kwargs where it was taken off (and put on again) by the step that began
+        with this very call.
+        """
+        frames = self._stacks.frames
+        if frames and frames[-1].module is module and frames[-1].is_recorded and self._values.is_on:
+            if kwargs is None:
+                kwargs = keyword_arguments() or {}
+            self._call_values.read_inputs(frames[-1], args, kwargs)
+
+    def after_forward(self, module: nn.Module, args: tuple[object, ...], *rest: object) -> None:
+        """Global forward hook: a call ended. `rest` is (kwargs, output), or one item where forward
+        raised.
+        """
+        stacks = self._stacks
+        frames = stacks.frames
+        if frames and frames[-1].module is module:
+            frame: OpenCall | None = frames.pop()
+        else:
+            frame = self._repair(module)
+        if not frames:
+            self._leave_own_hooks()
+        if frame is None:
+            return
+        if self.nodes is not None:
+            self.nodes.end(frame)
+        stacks.ended = frame if module._forward_hooks and len(rest) == 2 else None
+        if not frame.is_recorded or frame.sequence is None:
+            return
+        if len(rest) == 1:
+            error = sys.exc_info()[1]
+            if error is not None and stops_recomputation(error):
+                self._recorder.exit(frame.sequence, CallStatus.STOPPED)
+            else:
+                text = describe_error(error) if error is not None else ""
+                self._recorder.exit(frame.sequence, CallStatus.RAISED, text)
+            return
+        if self._values.is_on:
+            self._values.read_pending()
+            self._call_values.finish(frame, args, rest[0], rest[1])
+        if frame.phase is Phase.FORWARD and not frame.info.path and frame.info.root is not None:
+            self._note_compiled_in_place(frame, frame.info.root)
+        self._recorder.exit(frame.sequence)
+
+    def _note_compiled_in_place(self, frame: OpenCall, root: Root) -> None:
+        """Leave a call without values for the modules of a root that no hook could see."""
+        scope = frame.scope
+        if root not in self._compiled_in_place:
+            self._compiled_in_place[root] = self._table.compiled_in_place(root)
+        for info in self._compiled_in_place[root]:
+            if info.is_selected and info not in scope.forward_calls:
+                sequence = self._recorder.enter(
+                    self._define(info), root.definition, frame.sequence,
+                    scope.mode, scope.step, scope.micro_batch, Phase.FORWARD, 0,
+                )  # fmt: skip
+                self._recorder.exit(sequence, CallStatus.NOT_ENTERED)
+
+    def _repair(self, module: nn.Module) -> OpenCall | None:
+        """Find the call that ends below calls that no hook saw end, and close those."""
+        frame, abandoned = self._stacks.pop(module)
+        for lost in reversed(abandoned):
+            self._abandon(lost)
+        return frame
+
+    def own_output_hook(self, module: nn.Module, args: object, output: object) -> None:
+        """Instance forward hook behind a module's own hooks: what the caller really gets."""
+        frame, self._stacks.ended = self._stacks.ended, None
+        if frame is None or frame.module is not module:
+            return
+        if self.nodes is not None:
+            self.nodes.end(frame)
+        if not (frame.is_recorded and self._values.is_on) or frame.sequence is None:
+            return
+        self._call_values.returned(frame, output)
+
+    def note_hidden_root(self, info: ModuleInfo, step: int) -> None:
+        """Leave a call without values for a root whose forward in this step no hook saw."""
+        root = info.root
+        assert root is not None  # only roots own parameters
+        if not info.is_selected or not self._wants_forward:
+            return
+        sequence = self._recorder.enter(
+            self._define(info), root.definition, None,
+            Mode.TRAIN, step, root.calls_in_step, Phase.FORWARD, 0,
+        )  # fmt: skip
+        self._recorder.exit(sequence, CallStatus.NOT_ENTERED)
+
+    # ------------------------------------------------------------------ bookkeeping
+
+    def learn(self, module: nn.Module, top: OpenCall | None = None) -> ModuleInfo:
+        """Make a module known, inside the call that is open where there is one."""
+        with invisible():
+            if top is None:
+                return self._table.learn(module, None)
+            return self._table.learn(module, top.info.root, top.module, top.scope)
+
+    def _without_abandoned(self) -> OpenCall | None:
+        """Close the calls that ended without a hook (KeyboardInterrupt), and return the innermost
+        left.
+
+        Asked where a root is called inside other calls: rare enough to look at the Python stack.
+        """
+        frames = self._stacks.frames
+        running = module_calls_running() - 1
+        while len(frames) > max(running, 0):
+            self._abandon(frames.pop())
+        return frames[-1] if frames else None
+
+    def _scope_that_called(self, info: ModuleInfo) -> Scope | None:
+        """Return the latest root forward of this step in which a module ran."""
+        return next(
+            (scope for scope in reversed(self._scopes) if info in scope.forward_calls), None
+        )
+
+    def _abandon(self, frame: OpenCall) -> None:
+        if frame.is_recorded and frame.sequence is not None:
+            self._recorder.exit(frame.sequence, CallStatus.ABANDONED)
+
+    def end_step(self) -> None:
+        """Forget what belongs to the step: hooks on leaves, tensors seen, scopes of its calls."""
+        self._call_values.end_step()
+        self._compiled_in_place.clear()
+        self._scopes.clear()
+        self._stacks.ended = None
+
+    def frame_around(self) -> OpenCall | None:
+        """Return the innermost module call that this thread is inside of, its own hooks included;
+        None outside all of them.
+        """
+        stacks = self._stacks
+        ended = stacks.ended
+        if ended is not None and self._stands_behind_outputs(ended.module):
+            return ended
+        return stacks.frames[-1] if stacks.frames else None
+
+    def place_in(
+        self, info: ModuleInfo, scope: Scope, sequence: int | None, issuer: str
+    ) -> EventPlace | None:
+        """Return a place inside a module call; None where that is not traced."""
+        if scope.is_muted:
+            return None
+        root = info.root
+        return EventPlace(
+            self._define(info), root.definition if root is not None else 0, sequence,
+            scope.mode, scope.step, scope.micro_batch, issuer, info.is_selected,
+        )  # fmt: skip
+
+    def current_sequence(self) -> int | None:
+        """Return the call now open on this thread, None outside every call."""
+        frames = self._stacks.frames
+        return frames[-1].sequence if frames else None
+
+
+def _is_wrapped_by(outer: ModuleInfo, inner: ModuleInfo) -> bool:
+    """True where a call is that of the very module around which the outer one was compiled: the
+    compiler is switched off.
+    """
+    return outer.is_opaque and outer.root is inner.root and outer.path == inner.path

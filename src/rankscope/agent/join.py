@@ -1,0 +1,222 @@
+"""Joining the run: who this rank is, which life, its spool, and who waits for the tree."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import rankscope
+from rankscope.agent.guard import say
+from rankscope.agent.identity import identify, restarts_left
+from rankscope.agent.parts import Opened
+from rankscope.agent.prepare import ELASTIC_RUN, muster
+from rankscope.agent.recorder import Recorder
+from rankscope.agent.rendezvous import (
+    agree_on_life,
+    find_agents_store,
+)
+from rankscope.agent.values.tensorpolicy import keeper_of_run, make_recorder
+from rankscope.errors import LayoutError
+from rankscope.layout.layoutfile import LayoutFile
+from rankscope.record.streams import EndReason, RankIdentity, StreamId
+from rankscope.run.folders import (
+    MEETING_NAME,
+    SHARED,
+    RunHeader,
+    read_run_header,
+    stream_folder,
+    streams,
+)
+from rankscope.run.locks import is_alive
+from rankscope.run.out import (
+    announced,
+    typed,
+)
+from rankscope.run.processes import started_at
+from rankscope.settings import Settings
+from rankscope.spool.cells import FORMAT_VERSION
+from rankscope.spool.writer import SpoolWriter
+
+__all__ = ["RUN_FOLDER_VARIABLE", "Joined", "define_rank", "join_run", "who_am_i"]
+
+RUN_FOLDER_VARIABLE = "RANKSCOPE_RUN_FOLDER"
+"""Set by a launcher that has prepared the run folder and started relay and collector itself."""
+_POLL_S = 0.05
+_LAYOUT_PIECE = 8192
+"""Characters of a layout file in one record."""
+_ENVIRONMENT_SHOWN = (
+    "CUDA_VISIBLE_DEVICES",
+    "OMP_NUM_THREADS",
+    "NCCL_DEBUG",
+    "TORCH_DISTRIBUTED_DEBUG",
+    "PYTORCH_CUDA_ALLOC_CONF",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joined:
+    """A rank that takes part in a run."""
+
+    opened: Opened
+    out: Path
+    finish_seconds: float
+    collector: str
+    """Address of the collector that writes the tree elsewhere, empty where it is in `out`."""
+    must_wait: bool
+    """True on the one rank that speaks for the run, where no launcher waits for the tree."""
+
+    def wait_for_tree(self, reason: EndReason) -> None:
+        """Poll for `trace.json`, at most `finish_seconds`; the end record is committed by now.
+
+        Where an elastic agent may start the ranks again nobody waits: whether it will is known once
+        they are all gone. Nor after an exception: ranks that hang in a collective only learn of it
+        when this process is gone.
+        """
+        if not self.must_wait:
+            return
+        if self.collector:
+            say(f"records go to the collector at {self.collector}, which writes the tree")
+            return
+        if restarts_left() or (reason is EndReason.RAISED and self.opened.identity.world_size > 1):
+            say(f"the trace follows in {self.out}; read it then: {typed('show', self.out)}")
+            return
+        deadline = time.monotonic() + self.finish_seconds
+        while not (self.out / "trace.json").exists():
+            if time.monotonic() > deadline:
+                places = (self.opened.writer.folder.parent, self.out)
+                say(
+                    f"no tree in {self.out} after {self.finish_seconds:g} s; build it from the "
+                    f"records: {typed('recover', *places, out=f'{self.out}-recovered')}"
+                )
+                return
+            time.sleep(_POLL_S)
+        say(announced(self.out))
+
+
+def who_am_i() -> RankIdentity:
+    """Return who this process is; the process group wins once it exists."""
+    group = None
+    if dist.is_available() and dist.is_initialized():
+        group = (dist.get_rank(), dist.get_world_size())
+    return identify(group)
+
+
+def join_run(settings: Settings, environ: Mapping[str, str] = os.environ) -> Joined | None:
+    """Open this rank's spool in the run it belongs to.
+
+    Returns:
+        None where this process is not to be traced: its rank is not selected, or a parent process
+        traces under the same rank.
+
+    Raises:
+        RankscopeError: the spool or the trace folder cannot be used.
+    """
+    identity = who_am_i()
+    is_selected = settings.ranks is None or identity.rank in settings.ranks
+    prepared = environ.get(RUN_FOLDER_VARIABLE)
+    if not is_selected:
+        if not prepared and identity.rank == 0 and settings.traced_of(identity.world_size):
+            muster(settings, identity, environ)  # the head's collector, for the ranks that are
+        return None
+    run_folder = Path(prepared) if prepared else muster(settings, identity, environ)
+    header = read_run_header(run_folder)
+    earlier = [one for one in streams(run_folder) if one.rank == identity.rank]
+    if any(is_alive(stream_folder(run_folder, one)) for one in earlier):
+        return None  # a child that inherited RANK
+    identity = replace(identity, incarnation=_life(identity, earlier, environ))
+    while (folder := stream_folder(run_folder, identity.stream)).exists():
+        identity = replace(identity, incarnation=identity.incarnation + 1)
+    writer = SpoolWriter(folder, limit_bytes=settings.spool_bytes)
+    recorder = make_recorder(writer, settings)
+    define_rank(recorder, identity, header.run_id, settings)
+    speaks = identity.rank == min(settings.ranks or (0,))
+    return Joined(
+        opened=Opened(
+            identity=identity,
+            writer=writer,
+            recorder=recorder,
+            meeting_place=_meeting_place(settings, identity, run_folder, header),
+            keeper=keeper_of_run(settings, recorder, identity, run_folder, header),
+            is_launched=bool(prepared),
+        ),
+        out=header.out,
+        finish_seconds=settings.finish_seconds,
+        collector="" if settings.collector == SHARED else settings.collector,
+        must_wait=not prepared and speaks and not header.keeps_apart,
+    )
+
+
+def _life(identity: RankIdentity, earlier: Sequence[StreamId], environ: Mapping[str, str]) -> int:
+    """Return the number of this life of the rank: on several hosts the one that they agree on.
+
+    Where they cannot, it is what the agent of this host counts, or the next that has no records
+    here: two programs one after the other, or a restart that another host began.
+    """
+    free = max((one.incarnation + 1 for one in earlier), default=0)
+    if ELASTIC_RUN in environ and identity.world_size > identity.local_world_size:
+        store = find_agents_store(environ)
+        if store is not None:
+            agreed = agree_on_life(store, at_least=free, started_at=started_at())
+            if agreed is not None:
+                return agreed
+    return max(identity.incarnation, free)
+
+
+def _meeting_place(
+    settings: Settings, identity: RankIdentity, run_folder: Path, header: RunHeader
+) -> Path | None:
+    """Return the folder in which the traced ranks agree on a step: all of them see it."""
+    if settings.traced_of(identity.world_size) == 1:
+        return None
+    seen_by_all = header.out / "spool" if header.collector == SHARED else run_folder
+    return seen_by_all / f"{MEETING_NAME}.{identity.incarnation}"
+
+
+def define_rank(
+    recorder: Recorder, identity: RankIdentity, run_id: str, settings: Settings
+) -> None:
+    """Write the first record of a stream: who, where, with what."""
+    recorder.define(
+        "rank",
+        format=FORMAT_VERSION,
+        run_id=run_id,
+        rank=identity.rank,
+        world_size=identity.world_size,
+        local_rank=identity.local_rank,
+        local_world_size=identity.local_world_size,
+        incarnation=identity.incarnation,
+        host=identity.host,
+        pid=identity.pid,
+        wall_ns=time.time_ns(),
+        monotonic_ns=time.monotonic_ns(),
+        versions={
+            "rankscope": rankscope.__version__,
+            "torch": str(torch.__version__),
+            "python": platform.python_version(),
+        },
+        argv=[text[:500] for text in sys.argv[:50]],
+        settings=settings.as_text(),
+        environment={name: os.environ[name] for name in _ENVIRONMENT_SHOWN if name in os.environ},
+    )
+    if settings.layout is not None:
+        _define_layout(recorder, identity, settings.layout)
+
+
+def _define_layout(recorder: Recorder, identity: RankIdentity, layout: LayoutFile) -> None:
+    """Write down what a layout file declares, in pieces that fit a frame each."""
+    for at in range(0, max(len(layout.text), 1), _LAYOUT_PIECE):
+        recorder.define("layout", file=layout.name, text=layout.text[at : at + _LAYOUT_PIECE])
+    try:
+        if identity.world_size > 1:
+            layout.mesh(identity.world_size)
+    except LayoutError as error:
+        if identity.rank == 0:
+            say(f"{error}: it is not used")

@@ -1,0 +1,148 @@
+"""How the hosts of a job agree on one trace folder: one value through its store, at start, never
+data.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # lazy
+
+from rankscope.capture.torch_internals.distributed import default_store
+from rankscope.errors import FolderError
+
+__all__ = [
+    "Rendezvous",
+    "agree",
+    "agree_on_life",
+    "find_agents_store",
+    "find_store",
+    "is_visible",
+    "leave_mark",
+    "lookup",
+    "publish",
+]
+
+_PREFIX = "rankscope"
+_KEY = "meeting"
+_LIFE = "life"
+_CONNECT = timedelta(seconds=10)
+_WAIT = timedelta(seconds=30)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rendezvous:
+    """What the head host tells the others."""
+
+    run_id: str
+    out: str
+    """Absolute path of the trace folder on the head host."""
+    host: str
+
+
+def find_store(environ: Mapping[str, str] = os.environ) -> Store | None:
+    """Return the job's store: the launching agent's where it has one, else the process group's.
+
+    The agent's comes first because every rank finds it, with or without a process group.
+    """
+    store = find_agents_store(environ)
+    if store is None and dist.is_available() and dist.is_initialized():
+        store = default_store()
+    return store
+
+
+def find_agents_store(environ: Mapping[str, str] = os.environ) -> Store | None:
+    """Return the store of the launching elastic agents, which outlives the ranks; None without."""
+    address, port = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")
+    if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and address and port.isdecimal():
+        try:
+            return TCPStore(address, int(port), is_master=False, timeout=_CONNECT)
+        except (RuntimeError, ValueError):  # no store there: perhaps there is a process group
+            pass
+    return None
+
+
+def agree(store: Store, key: str, value: str) -> str:
+    """Return what the first process of the job to ask said under this key: everybody gets the same.
+
+    A store that cannot compare leaves each process with its own word.
+    """
+    try:
+        found = PrefixStore(_PREFIX, store).compare_set(key, "", value)
+    except RuntimeError:
+        return value
+    return bytes(found).decode() or value
+
+
+def agree_on_life(store: Store, *, at_least: int, started_at: float) -> int | None:
+    """Return the number of the life that all ranks of this round of the job have; None where the
+    store cannot compare.
+
+    Agents count restarts each for itself, and none tells its ranks which round this is. But all
+    ranks of a round are started before the first of them calls a module, and those of the next one
+    are started after: whoever finds a life that began before its own process begins the next.
+
+    Args:
+        store: outlives the ranks.
+        at_least: the first life that this host has no records of yet, of this rank.
+        started_at: when this process was started, by the host's clock.
+    """
+    shared = PrefixStore(_PREFIX, store)
+    expected, proposed = "", f"{at_least} {time.time()!r}"
+    while True:
+        try:
+            held = bytes(shared.compare_set(_LIFE, expected, proposed)).decode()
+        except RuntimeError:
+            return None
+        life, _, began_at = held.partition(" ")
+        if int(life) >= at_least and float(began_at) >= started_at:
+            return int(life)
+        expected, proposed = held, f"{max(at_least, int(life) + 1)} {time.time()!r}"
+
+
+def publish(store: Store, meeting: Rendezvous) -> None:
+    """Tell every host of the job."""
+    PrefixStore(_PREFIX, store).set(_KEY, json.dumps(asdict(meeting)))
+
+
+def lookup(store: Store) -> Rendezvous | None:
+    """Return what the head host published, None where it does not within half a minute."""
+    try:
+        prefixed = PrefixStore(_PREFIX, store)
+        prefixed.wait([_KEY], _WAIT)
+        return Rendezvous(**json.loads(prefixed.get(_KEY)))
+    except (RuntimeError, ValueError, TypeError):  # torch's timeouts are RuntimeErrors
+        return None
+
+
+def leave_mark(out: Path, run_id: str) -> None:
+    """Leave in the trace folder what tells other hosts that they see this one.
+
+    Raises:
+        FolderError: it cannot be written.
+    """
+    mark = _mark(out, run_id)
+    try:
+        mark.parent.mkdir(mode=0o700, exist_ok=True)
+        mark.touch(mode=0o600)
+    except OSError as error:
+        raise FolderError(f"{mark}: cannot be made: {error.strerror}; see --rs-out") from error
+
+
+def is_visible(out: Path, run_id: str) -> bool:
+    """True where this host sees the head's folder itself, not one of its own of that name."""
+    try:
+        return _mark(out, run_id).exists() and os.access(out / "spool", os.W_OK | os.X_OK)
+    except OSError:
+        return False
+
+
+def _mark(out: Path, run_id: str) -> Path:
+    return out / "spool" / f"run-{run_id}"

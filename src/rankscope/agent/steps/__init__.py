@@ -1,0 +1,1 @@
+"""Steps in a rank: when one begins and ends, which are traced, and what optimizers do in them."""

@@ -1,0 +1,85 @@
+"""Which steps are traced: those the setting names, and those a touch of its file asks for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rankscope.agent.guard import say
+from rankscope.agent.recorder import Recorder
+from rankscope.agent.steps.trigger import Trigger
+from rankscope.record.call import Mode
+from rankscope.record.stepselection import StepSelection
+from rankscope.record.streams import NO_STEP
+from rankscope.spool.cells import StepEvent
+
+__all__ = ["ChosenSteps"]
+
+
+class ChosenSteps:
+    """Answers for one rank; where it could not do as the others did, it says and records that."""
+
+    def __init__(self, selection: StepSelection) -> None:
+        self._selection = selection
+        self._trigger: Trigger | None = None
+        self._has_begun = False
+        """A step that is traced has begun."""
+
+    def watch_file(self, recorder: Recorder, rank: int, meeting_place: Path | None) -> None:
+        """Begin to look at the file of `at:FILE`, where the setting has one.
+
+        Args:
+            recorder: where missed steps are written down.
+            rank: this one's number.
+            meeting_place: the folder in which ranks agree; None for a rank that is alone.
+        """
+        if self._selection.file is None:
+            return
+
+        def missed(mode: Mode, step: int, why: str) -> None:
+            note = f"not traced on this rank: {why}"
+            recorder.step(StepEvent.NOTE, mode, step, note)
+            say(f"rank {rank}: {mode.word} step {step} is {note}")
+
+        def failed(why: str) -> None:
+            recorder.error(None, why)
+            say(f"rank {rank}: {why}")
+
+        self._trigger = Trigger(self._selection.file, meeting_place, missed=missed, failed=failed)
+
+    def begins(self, mode: Mode, step: int) -> bool:
+        """Say, once as it begins, whether a step is traced."""
+        is_asked = self._trigger is not None and self._trigger.begins(mode, step)
+        is_chosen = is_asked or step in self._selection
+        self._has_begun = self._has_begun or is_chosen
+        return is_chosen
+
+    def none_traced(self, train: int, evaluated: int) -> str:
+        """Return how a job ended none of whose steps was traced, "" where one was.
+
+        Args:
+            train: the last train step that began, -1 without any.
+            evaluated: the last eval step.
+        """
+        if self._has_begun:
+            return ""
+        ends = [
+            f"step {step} ({mode.word})"
+            for mode, step in ((Mode.TRAIN, train), (Mode.EVAL, evaluated))
+            if step >= 0
+        ]
+        where = f"at {' and '.join(ends)}, before any of" if ends else "without a step, not one of"
+        return f"{NO_STEP}: the job ended {where} {self._selection.text}"
+
+    def expects(self, step: int) -> bool:
+        """Say whether a train step is going to be traced, as far as is known before it begins."""
+        is_asked = self._trigger is not None and self._trigger.expects(Mode.TRAIN, step)
+        return is_asked or step in self._selection
+
+    def is_over(self, step: int) -> bool:
+        """True where no step after `step` can be traced."""
+        return self._selection.is_over(step)
+
+    def close(self) -> None:
+        """Say which touches this rank never saw."""
+        if self._trigger is not None:
+            self._trigger.close()

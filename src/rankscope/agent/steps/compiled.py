@@ -1,0 +1,136 @@
+"""What torch.compile hides from hooks: train steps that no root forward announces, and how to
+have everything run as written instead (setting `compile`).
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from rankscope.agent.guard import say
+from rankscope.agent.hooks.members import parameters_of_module
+from rankscope.agent.steps.optimizers import OptimizerSet, held_parameters, parameters_of
+from rankscope.capture.invisible import invisible
+from rankscope.capture.torch_internals.compiling import dynamo_has_compiled, run_compiled_eagerly
+
+__all__ = ["HIDDEN", "EagerStance", "HiddenSteps", "outermost_modules_of"]
+
+
+_MOST_GRADIENTS = 1000
+HIDDEN = (
+    "what was compiled as a whole shows no call to hooks. Steps are counted where an optimizer "
+    "steps, gradients and parameters are recorded, activations are not; --rs-compile eager runs "
+    "traced steps as written and sees all"
+)
+"""What a user is told of such a model, once."""
+
+
+class HiddenSteps:
+    """Notices the train steps whose root forward no hook saw: the model was compiled in place, or
+    inside a compiled function.
+
+    Where nothing was compiled there is none: an optimizer may then step as often as it likes.
+    """
+
+    def __init__(self) -> None:
+        self._stepped = OptimizerSet()
+        """Optimizers that have stepped since the last root forward that was seen."""
+        self._asked_first = OptimizerSet()
+        """Optimizers that stepped before any train step, each looked at once."""
+        self._gradients: dict[int, tuple[weakref.ref[object], int]] = {}
+        """Identity of an optimizer -> what stood for its first gradient, and the version, at its
+        last step.
+        """
+
+    def root_was_seen(self) -> None:
+        """Note that a root forward has announced its step as usual."""
+        self._stepped.clear()
+
+    def begins(self, optimizer: torch.optim.Optimizer, *, is_first: bool) -> bool:
+        """True where the step that an optimizer ends has not been announced.
+
+        Args:
+            optimizer: the one that begins to step.
+            is_first: no train step has begun in this process.
+        """
+        has_stepped = optimizer in self._stepped
+        self._stepped.add(optimizer)
+        if not dynamo_has_compiled() or not self._has_new_gradient(optimizer):
+            return False
+        if is_first:
+            has_stepped = optimizer not in self._asked_first
+            self._asked_first.add(optimizer)
+        if has_stepped:
+            self._stepped.clear()
+            self._stepped.add(optimizer)
+        return has_stepped
+
+    def _has_new_gradient(self, optimizer: torch.optim.Optimizer) -> bool:
+        """True where a backward ran since this optimizer last stepped: two steps of it may follow
+        one backward.
+        """
+        with invisible():
+            found = (p.grad for p in parameters_of(optimizer) if p.grad is not None)
+            gradient = next(found, None)
+            if gradient is None:
+                return False
+            known, version = self._gradients.get(id(optimizer), (None, -1))
+            is_new = (
+                known is None or known() is not _proxy_of(gradient) or version != gradient._version
+            )
+            if len(self._gradients) > _MOST_GRADIENTS:
+                self._gradients.clear()
+            self._gradients[id(optimizer)] = (weakref.ref(_proxy_of(gradient)), gradient._version)
+        return is_new
+
+
+def _proxy_of(gradient: torch.Tensor) -> object:
+    """Return what lives as long as a gradient and may have a weak reference: its storage.
+
+    `Module.to` may swap gradients, which torch refuses for a tensor that has one.
+    """
+    return gradient if gradient.layout is not torch.strided else gradient.untyped_storage()
+
+
+def outermost_modules_of(optimizer: torch.optim.Optimizer) -> list[nn.Module]:
+    """Return the living modules that own what an optimizer moves, and that no other module holds.
+
+    Walks all objects the garbage collector knows: for where no call of a module was ever seen.
+    """
+    # not isinstance: asking a proxy for its __class__ may import a module, or warn
+    modules = [o for o in gc.get_objects() if issubclass(type(o), nn.Module)]
+    inside = {id(child) for module in modules for child in module._modules.values()}
+    held = held_parameters(optimizer)
+    return [
+        module
+        for module in modules
+        if id(module) not in inside and any(id(p) in held for p in parameters_of_module(module))
+    ]
+
+
+class EagerStance:
+    """Has compiled regions run as written while traced steps run, where the user asked for that."""
+
+    def __init__(self, *, is_wanted: bool) -> None:
+        self._is_wanted = is_wanted
+        self._restore: Callable[[], None] | None = None
+
+    @property
+    def note(self) -> str:
+        """What a step says that began under it; "" where compiled regions run compiled."""
+        return "compiled regions run as written (compile=eager)" if self._restore else ""
+
+    def choose(self, *, is_eager: bool) -> None:
+        """Begin or end it; safe to call in any state."""
+        if is_eager and self._is_wanted and self._restore is None:
+            self._restore = run_compiled_eagerly()
+            if self._restore is None:
+                self._is_wanted = False
+                say("compile=eager needs torch 2.6 or newer: compiled regions stay opaque")
+        elif not is_eager and self._restore is not None:
+            restore, self._restore = self._restore, None
+            restore()

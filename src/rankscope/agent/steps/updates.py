@@ -1,0 +1,139 @@
+"""What an optimizer step does to the roots: gradients just before it, parameters just after it.
+
+Each optimizer records its own parameters. What no optimizer holds is recorded with every step
+outside a backward pass, and its gradients are marked. Where a step trained without any optimizer,
+gradients and parameters are read when it closes.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from rankscope.agent.hooks.modules import ModuleTable
+from rankscope.agent.recorder import Recorder
+from rankscope.agent.steps.optimizers import (
+    Holdings,
+    OptimizerSearch,
+    describe_strangers,
+)
+from rankscope.agent.steps.scalers import is_skipped_inside, scaling_of
+from rankscope.agent.values.parameters import ParameterEvents
+from rankscope.capture.torch_internals.autograd import current_graph_task
+from rankscope.record.call import Mode
+from rankscope.record.value import ValueFlag
+from rankscope.spool.cells import StepEvent
+
+__all__ = ["Updates"]
+
+_SKIPPED, _SCALED = int(ValueFlag.SKIPPED), int(ValueFlag.SCALED)
+_AFTER_CALL = int(ValueFlag.AFTER_CALL)
+
+
+class Updates:
+    """Records the optimizer steps of traced train steps."""
+
+    def __init__(
+        self,
+        table: ModuleTable,
+        recorder: Recorder,
+        events: ParameterEvents,
+        optimizers: OptimizerSearch,
+    ) -> None:
+        self._table = table
+        self._recorder = recorder
+        self._events = events
+        self._optimizers = optimizers
+        self._count = 0
+        """Optimizer steps of this step so far, those included that were skipped or raised."""
+        self._running = ""
+        """Class of the optimizer whose step began, without a closure, and has not ended."""
+        self._noted: set[str] = set()
+        self._flags = 0
+        self._carried: frozenset[int] = frozenset()
+        """Parameters that had a gradient before the first backward of the step."""
+
+    def backward_begins(self) -> None:
+        """Look which gradients the step before has left: called once in a step."""
+        self._carried = self._events.with_gradient(self._optimizers.parameters())
+
+    def begins(self, optimizer: torch.optim.Optimizer, step: int, *, has_closure: bool) -> None:
+        """Record gradients before an outermost optimizer step; with a closure they come later."""
+        self._note_raised(step)
+        if not has_closure:
+            self._running = type(optimizer).__name__
+            self._count += 1
+            self._gradients(optimizer, step)
+
+    def ends(self, optimizer: torch.optim.Optimizer, step: int, *, has_closure: bool) -> None:
+        """Record parameters after an outermost optimizer step."""
+        self._running = ""
+        if has_closure:
+            self._count += 1
+            self._gradients(optimizer, step)
+        concerned, _ = self._concerned(optimizer)
+        self._events.parameters(
+            step, max(self._count - 1, 0), concerned, flags=self._flags & _SKIPPED
+        )
+
+    def skipped(self, optimizer: torch.optim.Optimizer, step: int) -> None:
+        """Record the gradients for which a GradScaler did not step an optimizer."""
+        self._note(
+            step,
+            f"GradScaler skipped the step of {type(optimizer).__name__}: "
+            "inf or NaN in its gradients",
+        )
+        self._count += 1
+        self._gradients(optimizer, step, flags=_SKIPPED)
+
+    def close_step(self, step: int, *, is_trained: bool) -> None:
+        """Forget a step; record what it did to parameters where no optimizer has stepped.
+
+        Args:
+            step: the train step.
+            is_trained: a backward pass reached a tensor of it.
+        """
+        self._note_raised(step)
+        if not self._count and not self._optimizers.exists():
+            has_gradients = self._events.has_gradients()
+            if has_gradients:
+                self._events.gradients(step, 0, None, flags=_AFTER_CALL)
+            if has_gradients or is_trained:
+                self._events.parameters(step, 0, None, flags=_AFTER_CALL)
+        self._count = 0
+        self._carried = frozenset()
+        self._noted.clear()
+        self._events.end_step()
+
+    def _gradients(self, optimizer: torch.optim.Optimizer, step: int, flags: int = 0) -> None:
+        if getattr(optimizer, "grad_scale", None) is not None:
+            flags |= _SCALED
+        if is_skipped_inside(optimizer):
+            flags |= _SKIPPED
+            self._note(
+                step,
+                f"{type(optimizer).__name__} skipped its own step: GradScaler found inf or NaN",
+            )
+        self._flags = flags
+        concerned, holdings = self._concerned(optimizer)
+        self._note(step, describe_strangers(optimizer, holdings))
+        self._events.gradients(
+            step, self._count - 1, concerned, flags=flags, unheld=holdings.unheld,
+            carried=self._carried, extras=scaling_of(optimizer),
+        )  # fmt: skip
+
+    def _concerned(self, optimizer: torch.optim.Optimizer) -> tuple[frozenset[int], Holdings]:
+        """Return which parameters to record at an optimizer's step, and whose they all are."""
+        holdings = self._optimizers.holdings(optimizer, self._table.parameter_ids())
+        if current_graph_task() != -1:  # inside backward: gradients of others are not final
+            return holdings.own, holdings
+        return holdings.own | holdings.unheld, holdings
+
+    def _note_raised(self, step: int) -> None:
+        if self._running:
+            self._note(step, f"the step of {self._running} did not return: it raised")
+            self._running = ""
+
+    def _note(self, step: int, text: str) -> None:
+        if text and text not in self._noted:
+            self._noted.add(text)
+            self._recorder.step(StepEvent.NOTE, Mode.TRAIN, step, text)

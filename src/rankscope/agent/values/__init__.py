@@ -1,0 +1,1 @@
+"""Tensors in a rank: read in hooks, at setup and around optimizer steps, and kept in full."""

@@ -1,0 +1,75 @@
+"""Values whose digests are still on an accelerator: where each belongs once it comes back."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+import torch
+
+from rankscope.capture.describe import Described
+from rankscope.capture.device import DeviceDigester
+from rankscope.capture.reading import ValueNumbers
+from rankscope.record.call import Phase
+
+__all__ = ["DeviceValues", "ValuePlace"]
+
+
+@dataclass(frozen=True, slots=True)
+class ValuePlace:
+    """The slot a reading belongs to."""
+
+    sequence: int
+    slot: str
+    described: Described
+    phase: Phase
+    ordinal: int
+    flags: int
+    reference: int = 0
+    """Of its kept bytes, 0 where they are not."""
+
+
+class DeviceValues:
+    """Digests in flight, over all accelerators of this process; autograd's threads read
+    here too.
+    """
+
+    def __init__(self, batch_dim: int) -> None:
+        self._batch_dim = batch_dim
+        self._lock = threading.RLock()
+        self._digesters: dict[torch.device, DeviceDigester] = {}
+        self._places: dict[tuple[torch.device, int], ValuePlace] = {}
+
+    def read(self, local: torch.Tensor, place: ValuePlace, *, samples: bool) -> bool:
+        """Enqueue a digest on the tensor's device; False where that cannot be (a graph is
+        captured).
+        """
+        device = local.device
+        with self._lock:
+            digester = self._digesters.get(device)
+            if digester is None:
+                digester = self._digesters[device] = DeviceDigester(device, self._batch_dim)
+            ticket = digester.read(local, place.described.ranges, samples=samples)
+            if ticket is None:
+                return False
+            self._places[device, ticket] = place
+            return True
+
+    def flush(self) -> None:
+        """Start the copies to the host; returns at once."""
+        with self._lock:
+            for digester in self._digesters.values():
+                digester.flush()
+
+    def collect(self, *, wait: bool) -> list[tuple[ValuePlace, ValueNumbers]]:
+        """Return the readings that have arrived, with the places they belong to.
+
+        Args:
+            wait: wait for the devices. Only at the end of a trace.
+        """
+        with self._lock:
+            return [
+                (self._places.pop((device, ticket)), reading)
+                for device, digester in self._digesters.items()
+                for ticket, reading in digester.collect(wait=wait)
+            ]

@@ -1,0 +1,259 @@
+"""Events of a root: its parameters and buffers at setup, its gradients before and parameters after
+an optimizer step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from rankscope.agent.hooks.members import own_buffers, own_parameters, parameters_of_module
+from rankscope.agent.hooks.modules import ModuleInfo, ModuleTable, Root
+from rankscope.agent.recorder import Recorder
+from rankscope.agent.values.valuereader import ValueReader
+from rankscope.capture.invisible import invisible
+from rankscope.capture.torch_internals.dtensor import is_dtensor
+from rankscope.record.call import Mode, Phase
+from rankscope.record.value import ValueFlag
+
+__all__ = ["ParameterEvents"]
+
+_UNHELD, _CARRIED = int(ValueFlag.UNHELD), int(ValueFlag.CARRIED)
+_NO_SYNC = int(ValueFlag.NO_SYNC)
+
+
+class ParameterEvents:
+    """Records whole roots at once; parameters and gradients are those of `named_parameters()`."""
+
+    def __init__(
+        self,
+        table: ModuleTable,
+        recorder: Recorder,
+        values: ValueReader,
+        define: Callable[[ModuleInfo], int],
+        phases: tuple[str, ...],
+    ) -> None:
+        self._table = table
+        self._recorder = recorder
+        self._values = values
+        self._define = define
+        self._phases = frozenset(phases)
+        self._with_buffers: set[Root] = set()
+        """Roots whose buffers this step has recorded."""
+
+    def wants(self, phase: Phase) -> bool:
+        """True where the setting `phases` takes this event and values are taken at all."""
+        return phase.word in self._phases and self._values.is_on
+
+    def setup(self, root: Root) -> None:
+        """Record parameters and buffers before the first forward of a root.
+
+        Where full tensors are kept, a parameter that lies on a mesh is described even if nothing
+        else of it is asked for: a local tensor of a sharded model may say nothing of that itself.
+        """
+        self._expect_to_keep(root)
+        if self.wants(Phase.SETUP) or (self._values.keeps and _is_placed(root)):
+            self._record(_Event(root, Phase.SETUP, 0, 0, 0, None))
+
+    def _expect_to_keep(self, root: Root) -> None:
+        """Tell what keeping the parameters of a root is going to take."""
+        if not (self._values.keeps and (self.wants(Phase.SETUP) or self.wants(Phase.PARAMS))):
+            return
+        with invisible():
+            self._values.expect_to_keep(
+                (info.path, f"param:{name}", parameter)
+                for info in self._table.of_root(root)
+                if (module := info.module()) is not None
+                for name, parameter in own_parameters(module).items()
+                if parameter is not None
+            )
+
+    def gradients(
+        self,
+        step: int,
+        ordinal: int,
+        chosen: frozenset[int] | None,
+        *,
+        flags: int = 0,
+        unheld: frozenset[int] = frozenset(),
+        carried: frozenset[int] = frozenset(),
+        extras: Sequence[tuple[str, torch.Tensor]] = (),
+    ) -> None:
+        """Record final gradients.
+
+        Args:
+            step: the train step.
+            ordinal: how many optimizers have stepped in this step before.
+            chosen: identities of the parameters to record; None for all.
+            flags: what to know about all of them.
+            unheld: parameters that no optimizer holds.
+            carried: parameters that had a gradient before backward began.
+            extras: (slot, tensor) of what belongs to the event itself.
+        """
+        if not self.wants(Phase.GRADS):
+            return
+        with invisible():
+            unsynced = self._table.unsynced_parameters()
+        for root in self._table.roots:
+            event = _Event(
+                root, Phase.GRADS, step, ordinal, flags, chosen, unheld, carried, unsynced,
+                tuple(extras),
+            )  # fmt: skip
+            self._record(event)
+
+    def parameters(
+        self, step: int, ordinal: int, chosen: frozenset[int] | None, *, flags: int = 0
+    ) -> None:
+        """Record parameters just after an optimizer step, with the first in a step all buffers of
+        their roots; arguments as for `gradients`.
+        """
+        if not self.wants(Phase.PARAMS):
+            return
+        for root in self._table.roots:
+            self._record(_Event(root, Phase.PARAMS, step, ordinal, flags, chosen))
+
+    def has_gradients(self) -> bool:
+        """True where a parameter of a root has a gradient now."""
+        with invisible():
+            return any(
+                parameter.grad is not None
+                for root in self._table.roots
+                if (top := root.module()) is not None
+                for parameter in parameters_of_module(top)
+            )
+
+    def with_gradient(self, parameters: Iterable[torch.Tensor]) -> frozenset[int]:
+        """Return the identities of the parameters that have a gradient now which is not known to be
+        zero."""
+        if not self.wants(Phase.GRADS):
+            return frozenset()
+        with invisible():
+            return frozenset(
+                id(parameter)
+                for parameter in parameters
+                if (gradient := parameter.grad) is not None and not self._values.is_zero(gradient)
+            )
+
+    def end_step(self) -> None:
+        """Forget whose buffers were recorded: they go with the first event of a step."""
+        self._with_buffers.clear()
+
+    def _record(self, event: _Event) -> None:
+        """Record one event of a root: a call for it, and one below it for every module that owns
+        something; nothing where it concerns none of the root's parameters.
+        """
+        if not self._concerns(event):
+            return
+        parent: int | None = None
+        for info in self._table.of_root(event.root):
+            module = info.module()
+            if module is None or (info.path and not info.is_selected):
+                continue
+            with invisible():
+                items = list(self._items(info, module, event))
+            if parent is None:
+                items += [_Item(slot, tensor, 0) for slot, tensor in event.extras]
+            elif not items:
+                continue
+            sequence = self._enter(info, event, parent)
+            with invisible():
+                for item in items:
+                    self._read(item, sequence, event.phase)
+            if parent is None:
+                parent = sequence
+            else:
+                self._recorder.exit(sequence)
+        if parent is not None:
+            self._recorder.exit(parent)
+        if event.phase is Phase.PARAMS:
+            self._with_buffers.add(event.root)
+
+    def _concerns(self, event: _Event) -> bool:
+        if event.chosen is None:
+            return True
+        top = event.root.module()
+        return top is not None and any(id(p) in event.chosen for p in parameters_of_module(top))
+
+    def _enter(self, info: ModuleInfo, event: _Event, parent: int | None) -> int:
+        return self._recorder.enter(
+            self._define(info), event.root.definition, parent, Mode.TRAIN, event.step, None,
+            event.phase, event.ordinal,
+        )  # fmt: skip
+
+    def _read(self, item: _Item, sequence: int, phase: Phase) -> None:
+        if item.tensor is None:
+            self._values.absent(sequence, item.slot, phase, item.flags)
+        elif item.is_described:
+            self._values.describe(item.tensor, sequence, item.slot, phase, item.flags)
+        else:
+            self._values.read(
+                item.tensor, sequence, item.slot, phase, flags=item.flags, samples=False
+            )
+
+    def _items(self, info: ModuleInfo, module: torch.nn.Module, event: _Event) -> Iterable[_Item]:
+        is_grads, chosen = event.phase is Phase.GRADS, event.chosen
+        parameters = own_parameters(module)
+        for name in info.own_parameters:
+            parameter = parameters.get(name)
+            if parameter is None or (chosen is not None and id(parameter) not in chosen):
+                continue
+            slot = f"{'grad' if is_grads else 'param'}:{name}"
+            is_asked = self.wants(event.phase) and self._values.wants(slot)
+            if event.phase is Phase.SETUP and is_dtensor(type(parameter)):
+                is_read = is_asked and self._values.takes(info.path, slot)
+                yield _Item(slot, parameter, event.flags, is_described=not is_read)
+                continue
+            if not is_asked:
+                continue
+            if not is_grads:
+                yield _Item(slot, parameter, event.flags)
+            elif parameter.requires_grad:
+                gradient, flags = parameter.grad, event.flags
+                if gradient is not None and id(parameter) in event.unheld:
+                    flags |= _UNHELD
+                if gradient is not None and id(parameter) in event.carried:
+                    flags |= _CARRIED
+                if gradient is not None and id(parameter) in event.unsynced:
+                    flags |= _NO_SYNC
+                yield _Item(slot, gradient, flags)
+        if is_grads or event.root in self._with_buffers or not self.wants(event.phase):
+            return
+        for name, buffer in own_buffers(module).items():
+            if buffer is not None and self._values.wants(f"buffer:{name}"):
+                yield _Item(f"buffer:{name}", buffer, 0)
+
+
+def _is_placed(root: Root) -> bool:
+    """True where a parameter of a root lies on a mesh."""
+    top = root.module()
+    return top is not None and any(is_dtensor(type(p)) for p in parameters_of_module(top))
+
+
+@dataclass(frozen=True, slots=True)
+class _Event:
+    """One event of one root."""
+
+    root: Root
+    phase: Phase
+    step: int
+    ordinal: int
+    flags: int
+    chosen: frozenset[int] | None
+    unheld: frozenset[int] = frozenset()
+    carried: frozenset[int] = frozenset()
+    unsynced: frozenset[int] = frozenset()
+    """Parameters whose gradients are not to be reduced, by identity."""
+    extras: tuple[tuple[str, torch.Tensor], ...] = ()
+
+
+class _Item(NamedTuple):
+    """One value of an event."""
+
+    slot: str
+    tensor: torch.Tensor | None
+    flags: int
+    is_described: bool = False
+    """Its numbers are not asked for."""

@@ -1,0 +1,313 @@
+"""Full tensors: which are kept, that equal ones are stored once, and what could not be kept.
+
+A kept tensor has a reference, a number from 1 in each life of a rank. Its bytes are written first,
+then its TENSOR record, then the value that refers to it; so a reference in a value means bytes that
+are whole. (From an accelerator they arrive later: there the reference may come before the record,
+and one without a record means that the tensor never arrived.)
+"""
+
+from __future__ import annotations
+
+import os
+from _thread import get_ident
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from rankscope.agent.values.bytestores import RecordTensor, Store
+from rankscope.capture.describe import Described
+from rankscope.capture.keeping import byte_pieces, own_bytes, why_not_stored
+from rankscope.capture.staging import DeviceStaging
+from rankscope.errors import ChunkError
+from rankscope.globs import glob_matches, slot_matches
+from rankscope.spool.interruptsafelock import InterruptSafeLock, Token, Wait
+
+__all__ = ["TensorStore", "free_disk_share", "size_of"]
+
+_MOST_NAMES: Final = 1 << 16
+_MOST_REASONS: Final = 50
+_SHARE: Final = 0.5
+
+
+class TensorStore:
+    """Keeps the full tensors of one rank. Call it with torch's function modes out of the way
+    (`rankscope.capture.invisible`); every method may be called from several threads.
+    """
+
+    def __init__(
+        self,
+        globs: Iterable[str],
+        store: Store,
+        record: RecordTensor,
+        *,
+        memory_bytes: int,
+        tell: Callable[[str], None],
+        note: Callable[[str, str], None] | None = None,
+    ) -> None:
+        """Prepare to keep; nothing is made before the first tensor.
+
+        Args:
+            globs: `path:slot`, split at the first colon; without one all slots of those paths.
+            store: where the bytes go.
+            record: commits that another value has bytes which are stored already.
+            memory_bytes: bytes on their way from an accelerator, held at a time.
+            tell: called once for each reason for which something is not kept, and for the sums.
+            note: told the same, the reason before the text, for the trace.
+        """
+        self._globs = {glob: _split(glob) for glob in globs}
+        self._takes_all = any({path, slot} <= {"*", "**"} for path, slot in self._globs.values())
+        self._unmatched = set() if self._takes_all else {*self._globs}
+        self._wanted: dict[tuple[str, str], bool] = {}
+        self._store = store
+        self._record = record
+        self._memory_bytes = memory_bytes
+        self._tell = tell
+        self._note = note or (lambda _reason, _text: None)
+        self._said: set[str] = set()
+        working = (
+            TensorStore.keep.__code__,
+            TensorStore.collect.__code__,
+            TensorStore.close.__code__,
+        )
+        self._turn = InterruptSafeLock(frozenset(working))
+        self._next_reference = 1
+        self._staging: dict[torch.device, DeviceStaging] = {}
+        self._staged: dict[tuple[torch.device, int], tuple[int, Described, tuple[int, ...]]] = {}
+        self._shared: set[int] = set()
+        """What was found to be equal to something stored only after it was recorded as another."""
+        self._missed: dict[str, list[int]] = {}
+        """Reason to [tensors, bytes]."""
+
+    def wants(self, path: str | None, slot: str) -> bool:
+        """True where the globs take this slot of this path; of a path that is not known any more,
+        where they take it of any: rather too much is kept than silently too little."""
+        if self._takes_all:
+            return True
+        if path is None:
+            return any(slot_matches(s, slot) for _, s in self._globs.values())
+        found = self._wanted.get((path, slot))
+        if found is None:
+            taking = {
+                glob
+                for glob, (p, s) in self._globs.items()
+                if glob_matches(p, path) and slot_matches(s, slot)
+            }
+            self._unmatched -= taking
+            found = bool(taking)
+            if len(self._wanted) >= _MOST_NAMES:
+                self._wanted.clear()
+            self._wanted[path, slot] = found
+        return found
+
+    def keep(self, tensor: torch.Tensor, described: Described) -> int:
+        """Keep a tensor as it is now; when this returns it may change or be freed.
+
+        Args:
+            tensor: what `Describer.describe` gave: plain, of this rank.
+            described: its description.
+
+        Returns:
+            The reference under which its bytes are found; 0 where it is not kept.
+        """
+        if self._store.closed_why:
+            return self._miss(self._store.closed_why, tensor)
+        token = (get_ident(),)
+        if not self._takes_turn(token):
+            return self._miss("another thread, or what a signal interrupted, was writing", tensor)
+        try:
+            can_read = described.can_digest or described.can_digest_on_device
+            reason = why_not_stored(described.meta, can_read=can_read)
+            if reason is not None:
+                return self._miss(f"{described.meta.dtype}: {reason}", tensor)
+            if described.can_digest_on_device:
+                return self._stage(tensor, described)
+            return self._store_from_host(tensor, described)
+        finally:
+            self._give_turn(token)
+
+    def collect(self, *, wait: bool = False) -> None:
+        """Store what has arrived from accelerators.
+
+        Args:
+            wait: wait for all of it. Only at the end of a trace.
+        """
+        if not self._staged:
+            return
+        token = (get_ident(),)
+        if not self._takes_turn(token):
+            return
+        try:
+            self._collect(wait=wait)
+        finally:
+            self._give_turn(token)
+
+    def close(self) -> None:
+        """Store what is still on its way, finish the open chunk, and tell what was not kept."""
+        token = (get_ident(),)
+        if not self._takes_turn(token):
+            return  # nested in a write: the chunk is finished from the records
+        try:
+            self._collect(wait=True)
+            for staging in self._staging.values():
+                staging.close()
+            self._staging.clear()
+            self._store.finish()
+        except ChunkError as error:
+            self._tell(str(error))
+        finally:
+            self._give_turn(token)
+        for reason, line in zip(self._missed, self.notes()):
+            self._tell(line)
+            self._note(reason, line)
+
+    def notes(self) -> list[str]:
+        """Return a line for each reason for which tensors were not kept: how many, how large."""
+        return [
+            f"{count} tensors ({size / 1e6:.1f} MB) were not kept: {reason}"
+            for reason, (count, size) in self._missed.items()
+        ]
+
+    def expect(self, nbytes: int) -> None:
+        """Say once where what is going to be kept can never fit.
+
+        Args:
+            nbytes: parameters that are to be kept, all together.
+        """
+        limit = self._store.limit_bytes
+        if nbytes > limit:
+            text = (
+                f"the parameters to keep take {nbytes / 1e6:.1f} MB, the disk budget is "
+                f"{limit / 1e6:.1f} MB: raise --rs-tensor-budget, or keep fewer with --rs-tensors"
+            )
+            if text not in self._said:
+                self._said.add(text)
+                self._tell(text)
+                self._note(text, text)
+
+    def store_in(self, store: Store) -> None:
+        """From now on store elsewhere; what is stored stays where it is."""
+        token = (get_ident(),)
+        if self._takes_turn(token):
+            try:
+                self._collect(wait=True)
+                self._store = store
+            finally:
+                self._give_turn(token)
+
+    def release(self, reference: int) -> None:
+        """Let go of a tensor that nobody will ask for, where its place can be used again."""
+        token = (get_ident(),)
+        if not self._takes_turn(token):
+            return
+        try:
+            if reference not in self._shared:
+                self._store.release(reference)
+        finally:
+            self._give_turn(token)
+
+    def unmatched_globs(self) -> list[str]:
+        """Return the globs that took nothing so far: most likely they are misspelt."""
+        return [glob for glob in self._globs if glob in self._unmatched]
+
+    # ------------------------------------------------------------------ storing
+
+    def _store_from_host(self, tensor: torch.Tensor, described: Described) -> int:
+        reference = self._next_reference
+        # now: an interrupt while it is stored may cost a number, never give it twice
+        self._next_reference += 1
+        entry = self._store.store(
+            reference, described, own_bytes(tensor), byte_pieces(tensor), tensor
+        )
+        if entry is None or entry.reference != reference:
+            self._next_reference = reference
+        return self._miss(self._store.refusal, tensor) if entry is None else entry.reference
+
+    def _stage(self, tensor: torch.Tensor, described: Described) -> int:
+        device = tensor.device
+        staging = self._staging.get(device)
+        if staging is None:
+            staging = self._staging[device] = DeviceStaging(device, self._memory_bytes)
+        ticket = staging.stage(tensor)
+        if ticket is None:
+            self._collect(wait=False)
+            ticket = staging.stage(tensor)
+        if ticket is None:
+            return self._miss(
+                "no room on the way from the accelerator (--rs-tensor-memory)", tensor
+            )
+        reference = self._next_reference
+        self._next_reference += 1
+        stride = () if tensor.is_contiguous() else tuple(tensor.stride())
+        self._staged[device, ticket] = reference, described, stride
+        return reference
+
+    def _collect(self, *, wait: bool) -> None:
+        for device, staging in self._staging.items():
+            for ticket, data in staging.arrived(wait=wait):
+                found = self._staged.pop((device, ticket), None)
+                if found is None:
+                    continue  # interrupted before its reference was given
+                reference, described, stride = found
+                entry = self._store.store(reference, described, data, (), stride=stride)
+                if entry is None:
+                    self._count(self._store.refusal, len(data))
+                elif entry.reference != reference:
+                    self._shared.add(entry.reference)
+                    self._record(reference, entry, described)
+
+    # ------------------------------------------------------------------ not kept
+
+    def _miss(self, reason: str, tensor: torch.Tensor) -> int:
+        self._count(reason, size_of(tensor))
+        return 0
+
+    def _count(self, reason: str, size: int) -> None:
+        missed = self._missed.get(reason)
+        if missed is None and len(self._missed) >= _MOST_REASONS:
+            reason = "(further reasons)"
+            missed = self._missed.get(reason)
+        if missed is None:
+            missed = self._missed[reason] = [0, 0]
+            self._tell(f"tensors are not kept: {reason}")
+            self._note(reason, f"tensors were not kept: {reason}")
+        missed[0] += 1
+        missed[1] += size
+
+    # ------------------------------------------------------------------ turns
+
+    def _takes_turn(self, token: Token) -> bool:
+        holder = self._turn.holder
+        if holder.setdefault(0, token) is token:
+            return True
+        return self._turn.wait(token, 3) is not Wait.REFUSED
+
+    def _give_turn(self, token: Token) -> None:
+        if self._turn.holder.get(0) is token:
+            del self._turn.holder[0]
+
+
+def _split(glob: str) -> tuple[str, str]:
+    path, colon, slot = glob.partition(":")
+    return path, slot if colon else "*"
+
+
+def size_of(tensor: torch.Tensor) -> int:
+    """Return the bytes of a tensor, 0 for one that does not tell."""
+    try:
+        return int(tensor.numel()) * tensor.element_size()
+    except (RuntimeError, TypeError, NotImplementedError):
+        return 0
+
+
+def free_disk_share(folder: Path, writers: int) -> int:
+    """Return the default budget of one rank: half of what is free, divided by who writes there.
+
+    Args:
+        folder: the trace folder, or one that will be made.
+        writers: ranks that keep tensors on that disk.
+    """
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    found = os.statvfs(existing)
+    return int(found.f_bavail * found.f_frsize * _SHARE) // max(writers, 1)

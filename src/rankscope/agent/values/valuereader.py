@@ -1,0 +1,344 @@
+"""From a tensor in a hook to its record: described, digested unseen, written."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+import torch
+
+from rankscope.agent.collectives.inflight import InFlight, memory_of
+from rankscope.agent.recorder import Recorder
+from rankscope.agent.values.onaccelerator import DeviceValues, ValuePlace
+from rankscope.agent.values.tensorstore import TensorStore, size_of
+from rankscope.capture.describe import Described, Describer
+from rankscope.capture.digest import Digester
+from rankscope.capture.elements import storage_of, stored_words
+from rankscope.capture.forms import call_form, result_form, said_of
+from rankscope.capture.invisible import invisible
+from rankscope.capture.pytree import is_tensor, walk
+from rankscope.capture.reading import ValueNumbers
+from rankscope.capture.torch_internals.distributed import is_collective_outstanding
+from rankscope.globs import slot_matches
+from rankscope.record.call import Phase
+from rankscope.record.value import ValueFlag
+from rankscope.settings import Settings
+
+__all__ = ["ValueReader"]
+
+
+_ACTIVATIONS = frozenset({Phase.FORWARD, Phase.RECOMPUTE, Phase.BACKWARD})
+# plain ints: an IntFlag's own `|` costs a microsecond, and these are used for every value
+_PENDING, _PYTHON, _ABSENT = int(ValueFlag.PENDING), int(ValueFlag.PYTHON), int(ValueFlag.ABSENT)
+_UNSEEN, _NOT_KEPT = int(ValueFlag.UNSEEN), int(ValueFlag.NOT_KEPT)
+_MOST_PENDING = 256
+"""Values in flight held at a time; further ones stay pending."""
+
+
+class _PerThread(threading.local):
+    """Digesters remember tensors, and autograd runs on threads of its own: one for each thread."""
+
+    digester: Digester | None = None
+
+
+class ValueReader:
+    """Reads values for one session: what to take, how to digest it, where to write it."""
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        describer: Describer,
+        settings: Settings,
+        keeper: TensorStore | None = None,
+    ) -> None:
+        self._recorder = recorder
+        self._keeper = keeper
+        self._digests = settings.digest == "full"
+        self._describer = describer
+        self._batch_dim = settings.batch_dim
+        self._globs = None if settings.slots == ("*",) else settings.slots
+        self._wanted: dict[str, bool] = {}
+        self._local = _PerThread()
+        self._digesters: list[weakref.ref[Digester]] = []
+        """Of the threads that live: each leaves the list with its thread."""
+        self._on_devices = DeviceValues(settings.batch_dim)
+        self.say: Callable[[object], str] = said_of
+        """The text of what is no tensor, in the form of a call."""
+        self.in_flight = InFlight()
+        """What collectives of this session are still writing."""
+        self._pending: list[tuple[torch.Tensor, ValuePlace, bool]] = []
+        """Memory a collective was still writing when it was seen, where it belongs, and whether it
+        was one of this session's: let go when that is waited for; for another's, at the next hook
+        that finds no collective outstanding."""
+        self.is_on = self._digests or keeper is not None
+        """False where only the structure is recorded."""
+
+    def wants(self, slot: str) -> bool:
+        """True where the setting `slots` takes this slot."""
+        if self._globs is None:
+            return True
+        found = self._wanted.get(slot)
+        if found is None:
+            found = self._wanted[slot] = any(slot_matches(glob, slot) for glob in self._globs)
+        return found
+
+    def read(
+        self,
+        tensor: torch.Tensor,
+        sequence: int,
+        slot: str,
+        phase: Phase,
+        *,
+        ordinal: int = 0,
+        flags: int = 0,
+        samples: bool = True,
+    ) -> None:
+        """Digest one tensor as it is now and record it; the caller holds `invisible()`."""
+        described, local = self._describer.describe(tensor)
+        is_pending = described.is_pending or self.in_flight.has(local)
+        reference = 0
+        if self._keeper is not None:
+            is_wanted = self._is_kept(sequence, slot)
+            if not (self._digests or is_wanted):
+                return
+            if is_wanted and not is_pending:
+                reference = self._keeper.keep(local, described)
+            if is_wanted and not reference:
+                flags |= _NOT_KEPT
+        if is_pending:
+            place = ValuePlace(sequence, slot, described, phase, ordinal, flags | _PENDING)
+            self._remember_pending(tensor, local, place, flags)
+            self._record(place, None)
+            return
+        if described.can_digest or not self._digests:
+            reading = (
+                self._digest_on_host(local, described, samples=samples) if self._digests else None
+            )
+            self._recorder.value(
+                sequence, slot, described, reading, phase, ordinal, flags, self._batch_dim,
+                reference,
+            )  # fmt: skip
+            return
+        place = ValuePlace(sequence, slot, described, phase, ordinal, flags, reference)
+        if not self._is_read_on_device(local, place, samples=samples):
+            self._record(place, None)
+
+    def takes(self, path: str, slot: str) -> bool:
+        """True where more is recorded of this slot of this path than what it is."""
+        return self._digests or (self._keeper is not None and self._keeper.wants(path, slot))
+
+    def is_zero(self, tensor: torch.Tensor) -> bool:
+        """True where every element is known to be zero: false for what cannot be read here without
+        waiting; the caller holds `invisible()`."""
+        described, local = self._describer.describe(tensor)
+        storage = storage_of(local.dtype)
+        if not described.can_digest or described.is_pending or storage is None:
+            return False
+        if not local.numel():
+            return True
+        words = stored_words(local, storage)
+        return not (words.flat[0].any() or words.any())
+
+    def _is_kept(self, sequence: int, slot: str) -> bool:
+        """True where the setting `tensors` takes this slot of this call."""
+        path = self._recorder.path_of(sequence)
+        return self._keeper is not None and self._keeper.wants(path, slot)
+
+    def _digest_on_host(
+        self, local: torch.Tensor, described: Described, *, samples: bool
+    ) -> ValueNumbers:
+        digester = self._local.digester or self._new_digester()
+        return digester.read(local, described.ranges, samples=samples and described.allows_samples)
+
+    def _is_read_on_device(self, local: torch.Tensor, place: ValuePlace, *, samples: bool) -> bool:
+        """Have an accelerator digest what lies there: it comes back later. False for
+        anything else.
+        """
+        described = place.described
+        return (
+            self._digests
+            and described.can_digest_on_device
+            and self._on_devices.read(local, place, samples=samples and described.allows_samples)
+        )
+
+    def _record(self, place: ValuePlace, reading: ValueNumbers | None, flags: int = 0) -> None:
+        self._recorder.value(
+            place.sequence, place.slot, place.described, reading, place.phase, place.ordinal,
+            place.flags | flags, self._batch_dim, place.reference,
+        )  # fmt: skip
+
+    def read_all(
+        self,
+        prefix: str,
+        value: object,
+        sequence: int,
+        phase: Phase,
+        *,
+        skip: frozenset[int] = frozenset(),
+    ) -> list[tuple[str, torch.Tensor]]:
+        """Record every leaf of an argument or result, but for tensors whose identity is in `skip`.
+
+        Returns:
+            (slot, tensor) of the tensors among the leaves.
+        """
+        tensors = []
+        with invisible():
+            for slot, leaf in walk(prefix, value):
+                if not self.wants(slot):
+                    continue
+                if is_tensor(leaf):
+                    if id(leaf) in skip:
+                        continue
+                    self.read(leaf, sequence, slot, phase)
+                    tensors.append((slot, leaf))
+                elif not skip:
+                    self.note(leaf, sequence, slot, phase)
+        return tensors
+
+    def note(self, leaf: object, sequence: int, slot: str, phase: Phase) -> None:
+        """Record an argument that is no tensor by its bounded description."""
+        if not self._digests:
+            return
+        described = self._describer.describe_other(leaf)
+        self._recorder.value(sequence, slot, described, None, phase, 0, _PYTHON, 0)
+
+    def note_inputs(
+        self, module: torch.nn.Module, args: object, kwargs: object, sequence: int, phase: Phase
+    ) -> None:
+        """Record how the arguments of a call are nested, where that is asked for (`tensors`)."""
+        if self._takes_form(sequence, "form:input"):
+            with invisible():
+                held = sum(child is not None for child in module._modules.values())
+                form = call_form(args, kwargs, held, self.say)
+            self._note_form(form, sequence, "form:input", phase)
+
+    def note_result(self, output: object, sequence: int, phase: Phase) -> None:
+        """Record how the result of a call is nested, where that is asked for (`tensors`)."""
+        if self._takes_form(sequence, "form:output"):
+            with invisible():
+                form = result_form(output, self.say)
+            self._note_form(form, sequence, "form:output", phase)
+
+    def _takes_form(self, sequence: int, slot: str) -> bool:
+        return self._keeper is not None and self.wants(slot) and self._is_kept(sequence, slot)
+
+    def _note_form(self, form: str | None, sequence: int, slot: str, phase: Phase) -> None:
+        if form is not None:
+            described = self._describer.describe_text(form)
+            self._recorder.value(sequence, slot, described, None, phase, 0, _PYTHON, 0)
+
+    def absent(self, sequence: int, slot: str, phase: Phase, flags: int = 0) -> None:
+        """Record that a slot holds nothing (`.grad is None`)."""
+        if not self._digests:
+            return
+        described = self._describer.describe_other(None)
+        self._recorder.value(sequence, slot, described, None, phase, 0, flags | _ABSENT, 0)
+
+    def unseen(self, sequence: int, slot: str, phase: Phase) -> None:
+        """Record that what belongs in a slot could not be seen."""
+        if not self._digests:
+            return
+        described = self._describer.describe_other(None)
+        self._recorder.value(sequence, slot, described, None, phase, 0, _UNSEEN, 0)
+
+    def _new_digester(self) -> Digester:
+        digester = Digester(batch_dim=self._batch_dim)
+        self._local.digester = digester
+        self._digesters.append(weakref.ref(digester, self._digesters.remove))
+        return digester
+
+    def describe(
+        self, tensor: torch.Tensor, sequence: int, slot: str, phase: Phase, flags: int = 0
+    ) -> None:
+        """Record what a tensor is, without its numbers; the caller holds `invisible()`."""
+        described, _ = self._describer.describe(tensor)
+        self._record(ValuePlace(sequence, slot, described, phase, 0, flags), None)
+
+    def _remember_pending(
+        self, tensor: torch.Tensor, local: torch.Tensor, place: ValuePlace, flags: int
+    ) -> None:
+        found = self._describer.describe_result(tensor)
+        if found is None and not place.described.is_pending:
+            found = place.described, local
+        if found is None or len(self._pending) >= _MOST_PENDING:
+            return
+        described, memory = found
+        flags |= int(ValueFlag.AFTER_CALL | ValueFlag.SUPERSEDES)
+        place = replace(place, described=described, flags=flags)
+        self._pending.append((memory, place, self.in_flight.has(memory)))
+
+    def read_pending(self) -> None:
+        """Read what collectives have finished since it was seen; never waits for one."""
+        if not self._pending:
+            return
+        with invisible():
+            is_any_outstanding = is_collective_outstanding()
+            has, pending = self.in_flight.has, self._pending
+            ready = [
+                not has(memory) and (is_ours or not is_any_outstanding)
+                for memory, _, is_ours in pending
+            ]
+            self._pending = [each for each, is_ready in zip(pending, ready) if not is_ready]
+            for (memory, seen, _), is_ready in zip(pending, ready):
+                if not is_ready:
+                    continue
+                samples = seen.phase in _ACTIVATIONS
+                place = self._kept_late(memory, seen)
+                if place.described.can_digest and self._digests:
+                    reading = self._digest_on_host(memory, place.described, samples=samples)
+                    self._record(place, reading)
+                elif not self._is_read_on_device(memory, place, samples=samples):
+                    self._record(place, None)
+
+    def forget_pending(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Leave pending what shows the memory of these: nobody has waited for it."""
+        if self._pending:
+            lost = {memory_of(tensor) for tensor in tensors}
+            self._pending = [each for each in self._pending if memory_of(each[0]) not in lost]
+
+    def _kept_late(self, memory: torch.Tensor, place: ValuePlace) -> ValuePlace:
+        """Keep what a collective has finished by now, where it is to be kept."""
+        if self._keeper is None or not place.flags & _NOT_KEPT:
+            return place
+        reference = self._keeper.keep(memory, place.described)
+        if not reference:
+            return place
+        return replace(place, flags=place.flags & ~_NOT_KEPT, reference=reference)
+
+    @property
+    def keeps(self) -> bool:
+        """True where full tensors are kept."""
+        return self._keeper is not None
+
+    def expect_to_keep(self, items: Iterable[tuple[str, str, torch.Tensor]]) -> None:
+        """Say so where this rank's parts of these (path, slot, tensor) cannot all be kept."""
+        if self._keeper is None:
+            return
+        wants, describe = self._keeper.wants, self._describer.describe
+        self._keeper.expect(sum(size_of(describe(t)[1]) for p, s, t in items if wants(p, s)))
+
+    def end_step(self) -> None:
+        """Forget every tensor seen: memory of what was digested ends with the step."""
+        self.read_pending()
+        self._pending.clear()
+        self._recorder.end_step()
+        for reference in tuple(self._digesters):
+            digester = reference()
+            if digester is not None:
+                digester.end_step()
+        self._on_devices.flush()
+        self.collect()
+
+    def collect(self, *, wait: bool = False) -> None:
+        """Record the values that have come back from accelerators.
+
+        Args:
+            wait: wait for all of them. Only at the end of a trace.
+        """
+        if self._keeper is not None:
+            with invisible():
+                self._keeper.collect(wait=wait)
+        for place, reading in self._on_devices.collect(wait=wait):
+            self._record(place, reading, int(ValueFlag.MIX64))

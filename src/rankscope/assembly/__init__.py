@@ -1,0 +1,1 @@
+"""From the ranks' records to merged tables: streams, calls, values, and wholes put together."""

@@ -1,0 +1,213 @@
+"""Global statistics of a tensor that no rank holds whole, from the digests of its shards.
+
+A *plan* says which rows are pieces of the whole, which are replicas of each other and which are
+summands of a partial; it depends on layout and shapes alone. Applying it to numbers is arithmetic:
+
+    counts, extrema, sketches   add up (or the smallest, the largest)
+    mean, second moment         Chan, Golub, LeVeque (1979): pairwise update, here of all at once
+    L2 norm                     root of the sum of squares, scaled by the largest
+
+For a 2x2 mesh ("dp", "tp") placed (Replicate(), Shard(0)) the plan is two pieces of two replicas:
+[[rank 0, rank 2], [rank 1, rank 3]]. Replicas are compared by hash and taken once. Of a
+Partial(sum) or Partial(avg) only mean and sketch, which are linear, are known before it is reduced.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.layout.placement import Mesh, Placement, PlacementKind, Ranges
+from rankscope.record.combined import Combined
+from rankscope.record.ranklists import ranks_named
+
+__all__ = ["CombinationPlan", "Combined", "Holding", "apply_plan", "plan_pieces"]
+
+PARTIAL_NOTE = "a partial is reduced later: only mean and sketch are linear"
+NO_OFFSETS_NOTE = "no offsets were recorded: the sketches of its shards do not add up"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holding:
+    """What one rank holds of the tensor."""
+
+    rank: int
+    shape: tuple[int, ...]
+    ranges: tuple[Ranges, ...] | None
+    """Per dim the global indices, None where they are not known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CombinationPlan:
+    """Which rows to add and which to compare."""
+
+    ranks: tuple[int, ...]
+    """Every rank of the mesh, in the order of the rows."""
+    index: NDArray[np.int64]
+    """[pieces, replicas] row numbers; replicas of a piece hold the same values."""
+    summands: int
+    """Pieces that add up to one element (product of the Partial axes), 1 without a partial."""
+    divisor: float
+    """What the sum of the summands is divided by (product of the Partial(avg) axes)."""
+    has_offsets: bool
+    """False where shards do not know their place: their sketches cannot be added."""
+
+
+def plan_pieces(
+    mesh: Mesh,
+    placements: Sequence[Placement],
+    global_shape: Sequence[int],
+    held: Sequence[Holding],
+) -> CombinationPlan | str:
+    """Return how the rows of `held` make up the global tensor, or why they do not.
+
+    Args:
+        mesh: the mesh the placements speak of.
+        placements: one per mesh axis.
+        global_shape: shape of the whole tensor.
+        held: one entry per row, at most one per rank.
+    """
+    for placement in placements:
+        if not placement.is_composable:
+            return f"{placement} does not compose"
+    row_of = {holding.rank: row for row, holding in enumerate(held)}
+    if len(row_of) != len(held):
+        return "a rank has several values here"
+    missing = [rank for rank in mesh.ranks if rank not in row_of]
+    if missing:
+        return f"no value from {ranks_named(missing)}"
+    outside = sorted(set(row_of) - set(mesh.ranks))
+    if outside:
+        return f"not in the mesh: {ranks_named(outside)}"
+    rows = np.array([row_of[rank] for rank in mesh.ranks], np.int64).reshape(mesh.shape)
+    of_kind = _axes_by_kind(placements)
+    replicated, partial, cut = of_kind["replicated"], of_kind["partial"], of_kind["cut"]
+    replicas = math.prod(mesh.shape[a] for a in replicated)
+    index = rows.transpose(cut + partial + replicated).reshape(-1, replicas)
+    summands = math.prod(mesh.shape[a] for a in partial)
+    problem = _coverage(index[:: max(summands, 1)], held, global_shape)
+    if problem:
+        return problem
+    averaged = [a for a in partial if placements[a].reduce_op == "avg"]
+    return CombinationPlan(
+        ranks=tuple(holding.rank for holding in held),
+        index=index,
+        summands=summands if partial else 0,
+        divisor=float(math.prod(mesh.shape[a] for a in averaged)),
+        has_offsets=not cut or all(holding.ranges is not None for holding in held),
+    )
+
+
+def apply_plan(plan: CombinationPlan, rows: NDArray[Any]) -> Combined:
+    """Return the statistics of the whole from digest rows in the order of the plan's ranks.
+
+    Args:
+        plan: what `plan_pieces` made for these rows.
+        rows: structured array with the digest fields of spool/cells.py's VALUE_DTYPE.
+    """
+    hashes, counts = rows["hash"][plan.index], rows["count"][plan.index]
+    differ = (hashes != hashes[:, :1]) | (counts != counts[:, :1])
+    if differ.any():
+        first = int(np.flatnonzero(differ.any(axis=1))[0])
+        ranks = ranks_named(plan.ranks[i] for i in plan.index[first].tolist())
+        return Combined(
+            ranks=plan.ranks, note=f"replicas differ: {ranks} should hold the same values"
+        )
+    pieces = rows[plan.index[:, 0]]
+    return _sum_of_partials(plan, pieces) if plan.summands else _union(plan, pieces)
+
+
+def _axes_by_kind(placements: Sequence[Placement]) -> dict[str, tuple[int, ...]]:
+    def having(test: Callable[[Placement], bool]) -> tuple[int, ...]:
+        return tuple(axis for axis, placement in enumerate(placements) if test(placement))
+
+    return {
+        "replicated": having(lambda p: p.kind is PlacementKind.REPLICATE),
+        "partial": having(lambda p: p.kind is PlacementKind.PARTIAL),
+        "cut": having(lambda p: p.dim is not None),
+    }
+
+
+def _coverage(
+    index: NDArray[np.int64], held: Sequence[Holding], global_shape: Sequence[int]
+) -> str | None:
+    """Return what is wrong where the pieces are not exactly the whole: every element once."""
+    pieces = [held[row] for row in index[:, 0].tolist()]
+    elements, whole = sum(math.prod(p.shape) for p in pieces), math.prod(global_shape)
+    if elements != whole:
+        return f"the shards hold {elements} elements, the whole tensor {whole}"
+    boxes = [p.ranges for p in pieces if p.ranges is not None and math.prod(p.shape)]
+    if len(set(boxes)) != len(boxes):
+        return "two shards claim the same global indices"
+    return None
+
+
+def _finite(rows: NDArray[Any]) -> NDArray[np.float64]:
+    bad = rows["nan"] + rows["posinf"] + rows["neginf"]
+    finite: NDArray[np.float64] = (rows["count"] - bad).astype(np.float64)
+    return finite
+
+
+def _sketch(plan: CombinationPlan, rows: NDArray[Any]) -> tuple[float, ...] | None:
+    if not plan.has_offsets:
+        return None
+    return tuple((rows["sketch"].sum(axis=0) / plan.divisor).tolist())
+
+
+def _union(plan: CombinationPlan, rows: NDArray[Any]) -> Combined:
+    finite = _finite(rows)
+    total = math.fsum(finite.tolist())
+    some = rows[finite > 0]
+    weights = finite[finite > 0]
+    mean = math.fsum((some["mean"] * weights).tolist()) / total if total else math.nan
+    if total > 1:
+        within = np.where(weights > 1, np.nan_to_num(some["std"]) ** 2 * (weights - 1), 0.0)
+        between = (some["mean"] - mean) ** 2 * weights
+        std = math.sqrt(math.fsum([*within.tolist(), *between.tolist()]) / (total - 1))
+    else:
+        std = math.nan
+    return Combined(
+        ranks=plan.ranks,
+        note=None if plan.has_offsets else NO_OFFSETS_NOTE,
+        count=int(rows["count"].sum()),
+        nan=int(rows["nan"].sum()),
+        posinf=int(rows["posinf"].sum()),
+        neginf=int(rows["neginf"].sum()),
+        zero=int(rows["zero"].sum()),
+        min=float(some["min"].min()) if some.size else math.nan,
+        max=float(some["max"].max()) if some.size else math.nan,
+        mean=mean,
+        std=std,
+        l2=_norm(rows["l2"]),
+        sketch=_sketch(plan, rows),
+    )
+
+
+def _norm(parts: NDArray[np.float64]) -> float:
+    largest = float(parts.max(initial=0.0))
+    if not largest or not math.isfinite(largest):
+        return largest
+    return largest * math.sqrt(math.fsum(((parts / largest) ** 2).tolist()))
+
+
+def _sum_of_partials(plan: CombinationPlan, rows: NDArray[Any]) -> Combined:
+    finite = _finite(rows)
+    count = int(rows["count"].sum()) // plan.summands
+    some = finite > 0
+    is_finite = bool((finite == rows["count"]).all())
+    sums = (rows["mean"][some] * finite[some]).tolist()
+    note = PARTIAL_NOTE if plan.has_offsets else f"{PARTIAL_NOTE}; {NO_OFFSETS_NOTE}"
+    if not is_finite:
+        note += "; not every summand is finite, so the mean is not known"
+    return Combined(
+        ranks=plan.ranks,
+        note=note,
+        count=count,
+        mean=math.fsum(sums) / plan.divisor / count if count and is_finite else math.nan,
+        sketch=_sketch(plan, rows),
+    )

@@ -1,0 +1,194 @@
+"""Layouts declared when the trace was taken: plain shards get their places as the tree is built.
+
+A rank knows its own piece alone, so it records it as plain, and the layout file beside it. Here,
+where all ranks' shapes are known, the file's placements become the layout of the values that it
+describes, with offsets from rank order and local sizes. What a DTensor says stands; what
+contradicts the file stays as it was recorded, and the run header says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.assembly.interning import MeshFamily, Vocabulary
+from rankscope.assembly.rankstreams import RankStream
+from rankscope.assembly.tables import Tables, factorize
+from rankscope.errors import LayoutError
+from rankscope.layout.declared import declared_pieces
+from rankscope.layout.layoutfile import LayoutFile, layout_given
+from rankscope.layout.placement import LayoutSource, Mesh, Placement
+from rankscope.record.ranklists import ranks_text
+from rankscope.record.value import ValueFlag
+
+__all__ = ["declare_layouts", "layout_header"]
+
+_CALL: Final = ("incarnation", "mode", "step", "micro_batch", "phase", "path", "ordinal")
+_MOST_NOTES: Final = 20
+_ABSENT: Final = np.uint32(ValueFlag.ABSENT)
+
+
+def layout_header(streams: Sequence[RankStream]) -> dict[str, Any]:
+    """Return {"layout": {"file", "text"}} of the lowest rank that was given a layout file; {} where
+    none was. Ranks that were given another one, or none, stand in its notes."""
+    given = {s.stream.rank: _given(s) for s in streams if s.identity}
+    first = next((each for each in given.values() if each is not None), None)
+    if first is None:
+        return {}
+    others = [rank for rank, each in given.items() if each is None or each[1] != first[1]]
+    note = f"ranks {ranks_text(others)} were given another layout file, or none"
+    return {"layout": {"file": first[0], "text": first[1], **({"notes": [note]} if others else {})}}
+
+
+def _given(stream: RankStream) -> tuple[str, str] | None:
+    """Return name and text of the file a rank was given; it is recorded in pieces, in order."""
+    pieces = [d for _, d in sorted(stream.definitions.items()) if d["kind"] == "layout"]
+    if not pieces:
+        return None
+    return str(pieces[0].get("file", "")), "".join(str(d.get("text", "")) for d in pieces)
+
+
+def declare_layouts(
+    tables: Tables, vocabulary: Vocabulary, run: dict[str, Any], ranks: NDArray[np.int64]
+) -> None:
+    """Give the values that the run's layout file describes their layout. Changes the descriptions
+    in `tables`, adds to those of `vocabulary`, and to meshes and notes of `run`.
+
+    Args:
+        tables: calls and values of all ranks.
+        vocabulary: what the numbers in them mean.
+        run: the run header.
+        ranks: rank of each stream.
+    """
+    given = layout_given(run)
+    if given is None:
+        return
+    notes: dict[str, None] = dict.fromkeys(run["layout"].get("notes", ()))
+    if isinstance(given, str):
+        notes[given] = None
+    else:
+        declaring = _Declaring(vocabulary, *given, notes)
+        for rows, placements, name in _described(tables, vocabulary, given[0], notes):
+            own = ranks[tables.calls["stream"][tables.call[rows]]]
+            tables.description[rows] = declaring.of(placements, name, tables.description[rows], own)
+        run["meshes"] += declaring.meshes()
+    if notes:
+        more = len(notes) - _MOST_NOTES
+        listed = [*notes][:_MOST_NOTES] + ([f"{more} more like these"] if more > 0 else [])
+        run["layout"]["notes"] = listed
+
+
+def _described(
+    tables: Tables, vocabulary: Vocabulary, layouts: LayoutFile, notes: dict[str, None]
+) -> Iterator[tuple[NDArray[np.int64], Mapping[str, Placement], str]]:
+    """Yield the rows of each slot of each call that the file describes, its placements, and what
+    it is called."""
+    path, slot = tables.calls["path"][tables.call], tables.slot
+    pair, count = factorize(path, slot)
+    first = np.full(count, len(pair), np.int64)
+    np.minimum.at(first, pair, np.arange(len(pair)))
+    found: dict[int, tuple[Mapping[str, Placement], str]] = {}
+    for number, row in enumerate(first.tolist()):
+        names = tables.paths[int(path[row])], vocabulary.slots.items[int(slot[row])]
+        try:
+            placements = layouts.placements(*names)
+        except LayoutError as error:
+            notes[str(error)] = None
+            continue
+        if placements:
+            found[number] = placements, f"{names[0] or '(root)'}:{names[1]}"
+    is_tensor = np.array([d.dtype != "python" for d in vocabulary.descriptions.items], np.bool_)
+    wanted = np.isin(pair, [*found]) & (tables.values["flags"] & _ABSENT == 0)
+    rows = np.flatnonzero(wanted & is_tensor[tables.description] if len(wanted) else wanted)
+    if not len(rows):
+        return
+    calls = tables.calls[tables.call[rows]]
+    group, groups = factorize(*(calls[name] for name in _CALL), slot[rows])
+    order = np.lexsort((calls["stream"], group))
+    bounds = np.searchsorted(group[order], np.arange(groups + 1))
+    for begin, end in zip(bounds[:-1].tolist(), bounds[1:].tolist()):
+        own = rows[order[begin:end]]
+        yield own, *found[int(pair[own[0]])]
+
+
+class _Declaring:
+    """Makes descriptions with a declared layout; those of one slot in many calls are made once."""
+
+    def __init__(
+        self, vocabulary: Vocabulary, layouts: LayoutFile, mesh: Mesh, notes: dict[str, None]
+    ) -> None:
+        self._descriptions = vocabulary.descriptions
+        self._layouts, self._mesh, self._notes = layouts, mesh, notes
+        self._known: dict[tuple[object, ...], NDArray[np.int32]] = {}
+        self._meshes: dict[MeshFamily, dict[Mesh, None]] = {}
+
+    def of(
+        self,
+        placements: Mapping[str, Placement],
+        name: str,
+        numbers: NDArray[np.int32],
+        ranks: NDArray[np.int64],
+    ) -> NDArray[np.int32]:
+        """Return the numbers of the descriptions that the ranks' values now have."""
+        key = (name, numbers.tobytes(), ranks.tobytes())
+        if key not in self._known:
+            self._known[key] = self._made(placements, name, numbers, ranks.tolist())
+        return self._known[key]
+
+    def meshes(self) -> list[dict[str, Any]]:
+        """Return the meshes that layouts now name, as the run header lists them."""
+        return [
+            {
+                "name": family.name,
+                "axes": list(family.axes),
+                "shape": list(family.shape),
+                "device": "",
+                "over": sorted(list(mesh.ranks) for mesh in meshes),
+            }
+            for family, meshes in self._meshes.items()
+        ]
+
+    def _made(
+        self,
+        placements: Mapping[str, Placement],
+        name: str,
+        numbers: NDArray[np.int32],
+        ranks: list[int],
+    ) -> NDArray[np.int32]:
+        held = [self._descriptions.items[number] for number in numbers.tolist()]
+        is_plain = all(each.source == LayoutSource.UNKNOWN.value for each in held)
+        if not is_plain or len(set(ranks)) != len(ranks):
+            return numbers
+        shapes = {rank: each.shape for rank, each in zip(ranks, held)}
+        try:
+            pieces = declared_pieces(self._mesh, placements, shapes)
+        except LayoutError as error:
+            self._notes[f"{name}: {error}"] = None
+            return numbers
+        refusal = next((piece.refusal for piece in pieces.values() if piece.refusal), None)
+        if refusal is not None:
+            self._notes[f"{name} does not lie as declared: {refusal}"] = None
+            return numbers
+        made = np.empty_like(numbers)
+        for at, (rank, each) in enumerate(zip(ranks, held)):
+            piece = pieces[rank]
+            mesh = piece.layout.mesh
+            assert mesh is not None
+            family = MeshFamily(axes=mesh.axes, shape=mesh.shape, is_declared=True)
+            self._meshes.setdefault(family, {})[mesh] = None
+            made[at] = self._descriptions.number(
+                replace(
+                    each,
+                    source=LayoutSource.DECLARED.value,
+                    family=family,
+                    placements=tuple(map(str, piece.layout.placements)),
+                    mesh=mesh,
+                    global_shape=piece.global_shape,
+                    ranges=piece.ranges,
+                )
+            )
+        return made

@@ -1,0 +1,285 @@
+"""Definitions of all ranks under common numbers: modules, slots, value descriptions, meshes.
+
+Every rank numbers its own definitions. Here equal ones get one number for the whole trace, so that
+columns of different ranks can be compared as integers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.assembly.rankstreams import RankStream
+from rankscope.assembly.rootnames import RootDefinition, StreamRoots, join_path, name_roots
+from rankscope.errors import LayoutError
+from rankscope.layout.placement import (
+    Layout,
+    LayoutSource,
+    Mesh,
+    Placement,
+    Ranges,
+    parse_placement,
+)
+from rankscope.record.collective import Collective
+
+__all__ = [
+    "Description",
+    "Interned",
+    "Lookup",
+    "MeshFamily",
+    "ModuleName",
+    "Vocabulary",
+    "build_vocabulary",
+    "mesh_of",
+    "roots_of",
+]
+
+T = TypeVar("T", bound=Hashable)
+
+
+class Interned(Generic[T]):
+    """Distinct items by number, in order of first sight."""
+
+    def __init__(self) -> None:
+        self.items: list[T] = []
+        self._numbers: dict[T, int] = {}
+
+    def number(self, item: T) -> int:
+        """Return the number of an item, a new one on first sight."""
+        found = self._numbers.get(item)
+        if found is None:
+            found = self._numbers[item] = len(self.items)
+            self.items.append(item)
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleName:
+    """What one rank calls one module."""
+
+    path: str
+    raw_path: str
+    class_name: str
+    wrappers: tuple[str, ...]
+    opaque: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshFamily:
+    """Meshes of the same axes and shape over different ranks, such as the tp meshes of each dp
+    row."""
+
+    axes: tuple[str, ...]
+    shape: tuple[int, ...]
+    is_declared: bool = False
+    """True for axes of a layout file; DeviceMeshes of the same axes may be over other ranks."""
+
+    @property
+    def name(self) -> str:
+        """How layouts refer to it: "dp=2,tp=2", "declared:tp=2"."""
+        listed = ",".join(f"{axis}={size}" for axis, size in zip(self.axes, self.shape))
+        return f"declared:{listed}" if self.is_declared else listed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Description:
+    """What a value is, without its numbers. `shared` is what all ranks of a slot should agree
+    on."""
+
+    dtype: str
+    device: str
+    """Kind of device, its index left out: it differs by rank on every GPU host."""
+    global_shape: tuple[int, ...] | None
+    source: str
+    family: MeshFamily | None
+    placements: tuple[str, ...]
+    mesh: Mesh | None
+    shape: tuple[int, ...]
+    ranges: tuple[Ranges, ...] | None
+    note: str | None
+    requires_grad: bool
+
+    @property
+    def shared(self) -> tuple[object, ...]:
+        """Ranks that differ in this hold different things, not different numbers."""
+        return self.dtype, self.device, self.global_shape, self.source, self.family, self.placements
+
+    @property
+    def local(self) -> tuple[object, ...]:
+        """Ranks that differ in this hold different pieces of the same thing."""
+        return self.shape, self.ranges, self.note, self.requires_grad
+
+    @property
+    def offsets(self) -> tuple[Ranges, ...] | None:
+        """The global indices it was sketched at, None where the rank did not know them."""
+        return None if self.source == LayoutSource.DECLARED.value else self.ranges
+
+    @property
+    def parsed_placements(self) -> tuple[Placement, ...]:
+        """The placements as records."""
+        return tuple(parse_placement(text) for text in self.placements)
+
+    @property
+    def layout(self) -> Layout:
+        """The layout as a record."""
+        return Layout(
+            source=LayoutSource(self.source), mesh=self.mesh, placements=self.parsed_placements
+        )
+
+
+UNKNOWN_MODULE = ModuleName(
+    path="@Unknown", raw_path="@Unknown", class_name="Unknown", wrappers=(), opaque=False
+)
+"""What calls are charged to whose module's definition is missing; always number 0."""
+
+_KINDS = ("module", "slot", "meta", "text", "collective")
+"""Of the definitions that get common numbers."""
+
+Lookup = NDArray[np.int64]
+"""A stream's own definition numbers -> common numbers, -1 where it has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """Common numbers of everything, and each stream's way into them."""
+
+    modules: Interned[ModuleName] = field(default_factory=Interned)
+    slots: Interned[str] = field(default_factory=Interned)
+    descriptions: Interned[Description] = field(default_factory=Interned)
+    texts: Interned[str] = field(default_factory=Interned)
+    collectives: Interned[Collective] = field(default_factory=Interned)
+    module_lookup: list[Lookup] = field(default_factory=list)
+    slot_lookup: list[Lookup] = field(default_factory=list)
+    description_lookup: list[Lookup] = field(default_factory=list)
+    text_lookup: list[Lookup] = field(default_factory=list)
+    collective_lookup: list[Lookup] = field(default_factory=list)
+
+
+def build_vocabulary(streams: Sequence[RankStream]) -> Vocabulary:
+    """Return the common numbers for the definitions of all streams (lowest rank first)."""
+    vocabulary = Vocabulary()
+    vocabulary.modules.number(UNKNOWN_MODULE)
+    names = name_roots([roots_of(stream) for stream in streams])
+    # ranks share the dicts of equal definitions: what was numbered once is known by identity
+    seen: dict[tuple[int, object], int] = {}
+    for stream, roots in zip(streams, names):
+        # numbers count up from 1: one far beyond their count is damage, and must not cost memory
+        size = min(max(stream.definitions, default=0), 2 * len(stream.definitions) + 65_536) + 1
+        lookups = {kind: np.full(size, -1, np.int64) for kind in _KINDS}
+        for number, definition in stream.definitions.items():
+            if definition["kind"] in lookups and number < size:
+                key = (id(definition), _context(definition, roots, stream.definitions))
+                item = seen.get(key)
+                if item is None:
+                    try:
+                        item = seen[key] = _number(
+                            vocabulary, definition, roots, stream.definitions
+                        )
+                    except (KeyError, TypeError, ValueError, LayoutError):
+                        continue  # written by something else: what names it is counted
+                lookups[definition["kind"]][number] = item
+        vocabulary.module_lookup.append(lookups["module"])
+        vocabulary.slot_lookup.append(lookups["slot"])
+        vocabulary.description_lookup.append(lookups["meta"])
+        vocabulary.text_lookup.append(lookups["text"])
+        vocabulary.collective_lookup.append(lookups["collective"])
+    return vocabulary
+
+
+def _context(
+    definition: Mapping[str, Any],
+    roots: Mapping[int, str],
+    definitions: Mapping[int, Mapping[str, Any]],
+) -> object:
+    """Return what else a definition's meaning depends on: the path of its root, or its mesh."""
+    if definition["kind"] == "module":
+        return roots.get(definition.get("root", 0))
+    return id(definitions.get(definition.get("mesh", 0)))
+
+
+def _number(
+    vocabulary: Vocabulary,
+    definition: Mapping[str, Any],
+    roots: Mapping[int, str],
+    definitions: Mapping[int, Mapping[str, Any]],
+) -> int:
+    match definition["kind"]:
+        case "module":
+            return vocabulary.modules.number(_module(definition, roots))
+        case "slot":
+            return vocabulary.slots.number(str(definition["name"]))
+        case "meta":
+            return vocabulary.descriptions.number(_description(definition, definitions))
+        case "collective":
+            return vocabulary.collectives.number(Collective.from_fields(definition))
+        case _:
+            return vocabulary.texts.number(str(definition["text"]))
+
+
+def mesh_of(definition: Mapping[str, Any]) -> Mesh:
+    """Return the mesh a definition describes."""
+    return Mesh(
+        axes=tuple(map(str, definition["axes"])),
+        shape=tuple(map(int, definition["shape"])),
+        ranks=tuple(map(int, definition["ranks"])),
+    )
+
+
+def roots_of(stream: RankStream) -> StreamRoots:
+    """Return the root definitions of a stream."""
+    roots, inside = [], {}
+    for number, definition in stream.definitions.items():
+        if definition["kind"] == "root":
+            name = str(definition["class"])
+            roots.append(
+                RootDefinition(
+                    number=number,
+                    class_name=name,
+                    parameters=int(definition["parameters"]),
+                    is_preferred=bool(definition.get("preferred", False)),
+                )
+            )
+        elif definition["kind"] == "inside":
+            inside[int(definition["root"])] = (int(definition["in"]), str(definition["path"]))
+    return StreamRoots(roots=tuple(roots), inside=inside)
+
+
+def _module(definition: Mapping[str, Any], roots: Mapping[int, str]) -> ModuleName:
+    prefix = roots.get(int(definition["root"]), "")
+    path = str(definition["path"])
+    # a parameterless root's modules already carry "@ClassName" in front
+    return ModuleName(
+        path=join_path(prefix, path),
+        raw_path=join_path(prefix, str(definition.get("raw_path", path))),
+        class_name=str(definition["class"]),
+        wrappers=tuple(map(str, definition.get("wrappers") or ())),
+        opaque=bool(definition.get("opaque", False)),
+    )
+
+
+def _description(
+    definition: Mapping[str, Any], definitions: Mapping[int, Mapping[str, Any]]
+) -> Description:
+    mesh = (
+        mesh_of(definitions[definition["mesh"]]) if definition.get("mesh") in definitions else None
+    )
+    whole, ranges = definition.get("global_shape"), definition.get("ranges")
+    return Description(
+        dtype=str(definition["dtype"]),
+        device=str(definition.get("device", "")).partition(":")[0],
+        global_shape=None if whole is None else tuple(map(int, whole)),
+        source=str(definition.get("source", "unknown")),
+        family=None if mesh is None else MeshFamily(axes=mesh.axes, shape=mesh.shape),
+        placements=tuple(map(str, definition.get("placements") or ())) if mesh else (),
+        mesh=mesh,
+        shape=tuple(map(int, definition["shape"])),
+        ranges=None
+        if ranges is None
+        else tuple(tuple((int(a), int(b)) for a, b in dim) for dim in ranges),
+        note=definition.get("note"),
+        requires_grad=bool(definition.get("requires_grad", False)),
+    )

@@ -1,0 +1,144 @@
+"""The chunks of full tensors when a tree is built: finished, carried along, what was lost noted.
+
+A node that was replaced wrote as the same rank in the same life as the one before it. Its chunks go
+where its records went, to a life of its own, and are told so.
+
+Everything is said of the stream it belongs to: what its rank did not keep (a disk that was full, a
+chunk that a kill left unfinished) in `kept_notes`, recorded bytes that are not there in `notes`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from rankscope.assembly.rankstreams import Array, RankStream
+from rankscope.assembly.sources import origins_in
+from rankscope.chunks.chunkheader import (
+    LENGTH_BYTES,
+    chunk_folder,
+    chunk_numbers,
+    chunk_path,
+    rebuilt_json,
+    stream_of_folder,
+    write_all,
+    write_header,
+)
+from rankscope.chunks.finishing import ChunkReport, finish_chunks, read_header
+from rankscope.errors import ChunkError
+from rankscope.record.streams import StreamId
+from rankscope.run.names import TENSOR_FOLDER
+from rankscope.spool.origin import UNKNOWN
+
+__all__ = ["carry_chunks", "finish_kept"]
+
+
+def finish_kept(out: Path, stream: RankStream) -> RankStream:
+    """Finish the chunks of a stream whose rank has ended; return the stream with what is to be said
+    of them, and without the records of tensors that are not there.
+    """
+    folder = chunk_folder(out, stream.stream)
+    if not len(stream.tensors) and not folder.is_dir():
+        return stream
+    try:
+        _adopt(folder, stream.stream)
+        reports = finish_chunks(folder, stream.stream, stream.tensors, stream.definitions)
+    except ChunkError as error:
+        return dataclasses.replace(stream, notes=(*stream.notes, str(error)))
+    said = [(report, _below(out, report)) for report in reports if report.note]
+    lost = {reference for report in reports for reference in report.lost}
+    return dataclasses.replace(
+        stream,
+        tensors=_without(stream, lost) if lost else stream.tensors,
+        notes=(*stream.notes, *(text for report, text in said if report.lost)),
+        kept_notes=(*stream.kept_notes, *(text for report, text in said if not report.lost)),
+    )
+
+
+def _below(out: Path, report: ChunkReport) -> str:
+    """Return the note of a chunk with its path as it is in the trace folder."""
+    return report.note.replace(f"{out}{os.sep}", "")
+
+
+def _without(stream: RankStream, lost: Iterable[int]) -> Array:
+    """Return the TENSOR records whose bytes are there; other names of lost bytes go with them."""
+    rows = stream.tensors
+    place = rows["chunk"].astype(np.uint64) << np.uint64(32) | rows["index"]
+    gone = place[np.isin(rows["reference"], np.array([*lost], np.uint64))]
+    return rows[~np.isin(place, gone)]
+
+
+def _adopt(folder: Path, stream: StreamId) -> None:
+    """Write the life that a replaced node's chunks were put under into their headers."""
+    for number in chunk_numbers(folder):
+        path = chunk_path(folder, number)
+        try:
+            start, header = read_header(path)
+        except ChunkError:
+            continue  # said when it is finished
+        if header is None or header.stream == stream or header.stream.rank != stream.rank:
+            continue
+        text = rebuilt_json(stream, header.number, header.tensors)
+        if len(text) > start - LENGTH_BYTES:
+            continue
+        try:
+            with path.open("r+b", buffering=0) as file:
+                write_all(file.fileno(), b"\0", LENGTH_BYTES)  # unfinished until all is written
+                write_header(file.fileno(), text, start - LENGTH_BYTES)
+        except OSError as error:
+            raise ChunkError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def carry_chunks(
+    folders: Iterable[Path], out: Path, lives: Mapping[tuple[int, int], StreamId]
+) -> None:
+    """Put the chunks of several folders into a new trace folder, each chunk once, as a hard link
+    where that can be.
+
+    Args:
+        folders: trace folders and run folders.
+        out: the new one.
+        lives: {(rank, origin): stream} as the records are told apart in it.
+
+    Raises:
+        OSError: one cannot be read or written.
+    """
+    best: dict[Path, Path] = {}
+    moved: set[Path] = set()
+    for folder in folders:
+        top, origins = folder / TENSOR_FOLDER, origins_in(folder)
+        for place in sorted(top.iterdir()) if top.is_dir() else ():
+            stream = stream_of_folder(place)
+            if stream is None:
+                continue
+            life = lives.get((stream.rank, origins.get(stream, UNKNOWN)), stream)
+            for number in chunk_numbers(place):
+                path, target = (
+                    chunk_path(place, number),
+                    chunk_path(chunk_folder(out, life), number),
+                )
+                held = best.get(target)
+                if held is None or _worth(path) > _worth(held):
+                    best[target] = path
+                    moved.discard(target)
+                    moved.update([target] if life != stream else [])
+    for target, path in best.items():
+        target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            (shutil.copyfile if target in moved else os.link)(path, target)  # headers change
+        except OSError:  # another disk, or one without hard links
+            shutil.copyfile(path, target)
+
+
+def _worth(path: Path) -> tuple[bool, int]:
+    """Order copies of one chunk: a finished one before one that is not, then the longer."""
+    try:
+        is_finished = read_header(path)[1] is not None
+    except ChunkError:
+        is_finished = False
+    return is_finished, path.stat().st_size

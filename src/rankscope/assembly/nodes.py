@@ -1,0 +1,254 @@
+"""Calls of all ranks merged into nodes, and their values into slots: pure index work on the tables.
+
+A node is every rank's call of one key: incarnation, mode, step, micro-batch, phase, path, ordinal.
+A slot entry is one slot of one node as all ranks agree on it; where ranks disagree in dtype, global
+shape or layout there is one entry per variant. Inside an entry, ranks that hold the same value
+share a fold.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from rankscope.assembly.interning import Interned, Vocabulary
+from rankscope.assembly.tables import Tables, factorize
+from rankscope.record.call import Mode, Phase
+from rankscope.record.value import ValueFlag
+
+__all__ = ["MAX_DEPTH", "UNFOLDED_FLAGS", "Merged", "merge"]
+
+MAX_DEPTH = 50
+"""Deeper nodes are hung onto their ancestor at this depth: readers of JSON recurse."""
+UNFOLDED_FLAGS = np.uint32(
+    ValueFlag.REUSED | ValueFlag.HAS_SAMPLES | ValueFlag.SUPERSEDES | ValueFlag.NOT_KEPT
+)
+"""How a value was obtained, not what it is: no reason to tell ranks apart."""
+KEY_COLUMNS = ("incarnation", "mode", "step", "micro_batch", "phase", "path", "ordinal")
+
+
+@dataclass(slots=True, kw_only=True)
+class Merged:
+    """Nodes, entries and folds as ranges over sorted calls and values.
+
+    Nodes are numbered in the order of a walk: groups (setup, then steps) behind each other,
+    children after their parent, siblings by the time of the lowest rank that made the call.
+    """
+
+    calls: NDArray[Any]
+    """CALL_DTYPE sorted by node, then rank."""
+    call_start: NDArray[np.int64]
+    """[nodes + 1] first row in `calls` of each node."""
+    parent: NDArray[np.int64]
+    """[nodes] node number of the parent, -1 at the top."""
+    depth: NDArray[np.int64]
+    group: NDArray[np.int64]
+    """[nodes] number of the node's group."""
+    groups: list[tuple[int, bool, int, int]]
+    """incarnation, is setup, mode, step of each group."""
+    identity: NDArray[np.uint64]
+    """[nodes] stable id."""
+    forward_ordinal: NDArray[np.int64]
+    """[nodes] ordinal of the forward call behind a derived node."""
+    values: NDArray[Any]
+    """VALUE_DTYPE sorted by entry, fold, rank."""
+    order: NDArray[np.int64]
+    """[values] where each sorted value stood in the tables."""
+    value_node: NDArray[np.int64]
+    value_stream: NDArray[np.int32]
+    entry_start: NDArray[np.int64]
+    """[entries + 1] first row in `values` of each entry."""
+    node_entries: NDArray[np.int64]
+    """[nodes + 1] first entry of each node."""
+    fold_start: NDArray[np.int64]
+    """[folds + 1] first row in `values` of each fold."""
+    entry_folds: NDArray[np.int64]
+    """[entries + 1] first fold of each entry."""
+
+
+def merge(tables: Tables, vocabulary: Vocabulary, paths: list[str]) -> Merged:
+    """Return the nodes that the calls of all streams make together.
+
+    Args:
+        tables: calls and values; streams in rank order.
+        vocabulary: what the numbers in them mean.
+        paths: path of each number in the calls' column "path".
+    """
+    calls = tables.calls
+    code, count = factorize(*(calls[name] for name in KEY_COLUMNS))
+    by_node = np.lexsort((calls["stream"], code))
+    first = by_node[np.searchsorted(code[by_node], np.arange(count))]
+    group_of, groups = _groups(calls, first)
+    parent = _parents(calls, code, by_node, group_of, count)
+    walk, depth = _walk(parent, group_of, calls["start"][first])
+    number = np.empty(count, np.int64)
+    number[walk] = np.arange(count)
+    node = number[code]
+    by_node = np.lexsort((calls["stream"], node))
+    parent = np.where(parent[walk] >= 0, number[np.maximum(parent[walk], 0)], -1)
+    merged_calls = calls[by_node]
+    call_start = np.searchsorted(node[by_node], np.arange(count + 1))
+    slots = _slots(
+        tables, vocabulary, node[tables.call] if len(tables.call) else np.empty(0, np.int64), count
+    )
+    return Merged(
+        calls=merged_calls,
+        call_start=call_start,
+        parent=parent,
+        depth=depth,
+        group=group_of[walk],
+        groups=groups,
+        identity=_identities(merged_calls[call_start[:-1]], paths),
+        forward_ordinal=merged_calls["forward_ordinal"][call_start[:-1]],
+        **slots,
+    )
+
+
+def _groups(
+    calls: NDArray[Any], first: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], list[tuple[int, bool, int, int]]]:
+    """Number the groups: setup before steps, train before eval, by step; one incarnation after
+    another."""
+    heads = calls[first]
+    setup = heads["phase"] == Phase.SETUP
+    columns = (
+        heads["incarnation"], ~setup, np.where(setup, Mode.TRAIN, heads["mode"]), np.where(setup, 0,
+        heads["step"])
+    )  # fmt: skip
+    group, count = factorize(*columns)
+    rows = np.zeros(count, np.int64)
+    rows[group] = np.arange(len(group))
+    return group, [
+        (int(columns[0][r]), bool(setup[r]), int(columns[2][r]), int(columns[3][r]))
+        for r in rows.tolist()
+    ]
+
+
+def _parents(
+    calls: NDArray[Any],
+    code: NDArray[np.int64],
+    by_node: NDArray[np.int64],
+    group: NDArray[np.int64],
+    count: int,
+) -> NDArray[np.int64]:
+    """Return each node's parent node: what the lowest rank that knows one says."""
+    with_parent = by_node[calls["parent"][by_node] >= 0][
+        ::-1
+    ]  # reversed: the lowest rank writes last
+    parent = np.full(count + 1, -1, np.int64)
+    parent[code[with_parent]] = code[calls["parent"][with_parent]]
+    own = np.arange(count)
+    parent[:count][(parent[:count] == own) | (group[parent[:count]] != group)] = -1
+    jump = np.where(parent < 0, count, parent)
+    for _ in range(max(count, 2).bit_length()):
+        jump = jump[jump]
+    parent[jump != count] = -1  # a ring, made by contradicting ranks: cut everywhere
+    return parent[:count]
+
+
+def _walk(
+    parent: NDArray[np.int64], group: NDArray[np.int64], start: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return nodes in walk order, and their depths in that order; clips `parent` at MAX_DEPTH in
+    place."""
+    siblings = np.lexsort((start, group)).tolist()
+    above: list[int] = parent.tolist()
+    children: dict[int, list[int]] = {}
+    tops: list[int] = []
+    for node in siblings:
+        if above[node] < 0:
+            tops.append(node)
+        else:
+            children.setdefault(above[node], []).append(node)
+    order: list[int] = []
+    depths: list[int] = []
+    lineage: list[int] = []
+    waiting = [(node, 0) for node in reversed(tops)]
+    while waiting:
+        node, depth = waiting.pop()
+        del lineage[depth:]
+        if depth >= MAX_DEPTH:
+            parent[node], depth = lineage[MAX_DEPTH - 1], MAX_DEPTH
+        else:
+            lineage.append(node)
+        order.append(node)
+        depths.append(depth)
+        waiting.extend((child, depth + 1) for child in reversed(children.get(node, ())))
+    return np.array(order, np.int64), np.array(depths, np.int64)
+
+
+def _identities(heads: NDArray[Any], paths: list[str]) -> NDArray[np.uint64]:
+    """Return a 64-bit id per node that depends on its key alone, so it is the same in every
+    trace."""
+    columns = [heads[name].tolist() for name in KEY_COLUMNS]
+    place = KEY_COLUMNS.index("path")
+    columns[place] = [paths[i] for i in columns[place]]
+    hashed = xxhash.xxh3_64_intdigest
+    return np.array(
+        [
+            hashed("\0".join(map(str, key)).encode("utf-8", "backslashreplace"))
+            for key in zip(*columns)
+        ],
+        np.uint64,
+    )
+
+
+def _slots(
+    tables: Tables, vocabulary: Vocabulary, node: NDArray[np.int64], nodes: int
+) -> dict[str, NDArray[Any]]:
+    """Sort values into entries and folds."""
+    stream = tables.calls["stream"][tables.call] if len(tables.call) else np.empty(0, np.int32)
+    shared: Interned[Any] = Interned()
+    local: Interned[Any] = Interned()
+    described = vocabulary.descriptions.items
+    variant = np.array([shared.number(d.shared) for d in described], np.int64)[tables.description]
+    piece = np.array([local.number(d.local) for d in described], np.int64)[tables.description]
+    flags = tables.values["flags"] & ~UNFOLDED_FLAGS
+    pair, pairs = factorize(node, tables.slot)
+    entry, entries = factorize(pair, variant)
+    fold, folds = factorize(entry, piece, flags, tables.values["count"], tables.values["hash"])
+    seen = _first_seen(pair, pairs, stream, tables.values["time_ns"])
+    lowest = np.full(folds, np.iinfo(np.int64).max)
+    np.minimum.at(lowest, fold, stream)
+    first_of_entry = np.full(entries, np.iinfo(np.int64).max)
+    np.minimum.at(first_of_entry, entry, stream)
+    order = np.lexsort(
+        (stream, fold, lowest[fold], entry, first_of_entry[entry], pair, seen[pair], node)
+    )
+    entry_start = _starts(entry[order])
+    fold_start = _starts(fold[order])
+    return {
+        "values": tables.values[order],
+        "order": order,
+        "value_node": node[order],
+        "value_stream": stream[order],
+        "entry_start": entry_start,
+        "node_entries": np.searchsorted(node[order][entry_start[:-1]], np.arange(nodes + 1)),
+        "fold_start": fold_start,
+        "entry_folds": np.searchsorted(fold_start, entry_start),
+    }
+
+
+def _starts(sorted_codes: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return where each run of equal codes begins, and the length of the whole at the end."""
+    if not len(sorted_codes):
+        return np.zeros(1, np.int64)
+    changes = np.flatnonzero(sorted_codes[1:] != sorted_codes[:-1]) + 1
+    return np.concatenate([[0], changes, [len(sorted_codes)]]).astype(np.int64)
+
+
+def _first_seen(
+    pair: NDArray[np.int64], pairs: int, stream: NDArray[np.int32], time: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Return per slot of a node its place by lowest rank and time: the order slots are listed
+    in."""
+    order = np.lexsort((time, stream, pair))
+    first = order[np.searchsorted(pair[order], np.arange(pairs))]
+    # ranks have clocks of their own: slots only later ranks have come behind those of the lowest
+    place = np.empty(pairs, np.int64)
+    place[np.lexsort((time[first], stream[first]))] = np.arange(pairs)
+    return place

@@ -1,0 +1,230 @@
+"""Where the bytes of streams lie: replicas in a trace folder, segments in a spool folder, or both.
+
+    <trace>/spool/rank00003.0.cells     replica, with its end marker rank00003.0.json beside it
+    <folder>/rank00003.0/000001.cells   segment 1 of that stream: bytes from 1 * its size on
+
+The relay frees segments once they are acknowledged, so a spool often holds only the end of a stream
+and a replica its beginning; together they are the whole. What processes of one rank and life wrote
+(a node was replaced) is never joined: the later one has the next life.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+from rankscope.assembly.rankstreams import Array, StreamBytes
+from rankscope.errors import FolderError, SpoolError
+from rankscope.record.streams import EndReason, StreamId
+from rankscope.run.folders import segment_indexes, stream_named
+from rankscope.run.locks import is_alive
+from rankscope.run.names import REPLICA_FOLDER
+from rankscope.run.replacing import read_json_map
+from rankscope.spool.origin import UNKNOWN, first_record, origin_of
+from rankscope.spool.records import records
+from rankscope.spool.streamreader import StreamReader, valid_prefix
+
+__all__ = [
+    "REPLICA_FOLDER",
+    "EndMarker",
+    "find_streams",
+    "origins_in",
+    "read_end_marker",
+    "replica_path",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndMarker:
+    """What stands beside a replica whose stream has ended."""
+
+    committed: int | None
+    """Bytes the rank committed."""
+    end: EndReason
+
+
+@dataclass(slots=True)
+class _StreamCopies:
+    """What several places hold of one process's stream."""
+
+    stream: StreamId
+    """As the first trace folder that has it calls it, else as its spool does."""
+    replicas: list[tuple[Path, int]] = field(default_factory=list)
+    """Each with its valid length."""
+    segments: list[Path] = field(default_factory=list)
+
+    def add(self, entry: Path, length: int | None) -> None:
+        """Add a replica of this valid length, or a stream folder (no length)."""
+        if length is None:
+            self.segments.append(entry)
+        else:
+            self.replicas.append((entry, length))
+
+
+def replica_path(out: Path, stream: StreamId) -> Path:
+    """Where the replica of a stream lies in a trace folder."""
+    return out / REPLICA_FOLDER / f"{stream.name}.cells"
+
+
+def read_end_marker(replica: Path) -> EndMarker | None:
+    """Return the end marker beside a replica, None where there is none (or none that can be
+    read)."""
+    try:
+        fields = read_json_map(replica.with_suffix(".json"))
+        committed = fields.get("committed")
+        return EndMarker(
+            committed=None if committed is None else int(committed),
+            end=EndReason(str(fields.get("end", "lost"))),
+        )
+    except (SpoolError, ValueError, TypeError):
+        return None
+
+
+def find_streams(folders: Sequence[Path]) -> list[StreamBytes]:
+    """Return the bytes of every stream found in the folders, lowest rank first.
+
+    Args:
+        folders: trace folders, spool folders of a host's run, or folders of replicas.
+
+    Raises:
+        FolderError: one of them does not exist.
+        SpoolError: a file cannot be read.
+    """
+    entries = []
+    for folder in folders:
+        if not folder.is_dir():
+            raise FolderError(f"{folder}: no such folder")
+        entries += _entries(folder)
+    return _told_apart([_join(found) for found in _by_process(entries)])
+
+
+def origins_in(folder: Path) -> dict[StreamId, int]:
+    """Return which process wrote each stream of one folder, as far as that is known there."""
+    found: dict[StreamId, int] = {}
+    for stream, entry, length in _places(_entries(folder)):
+        origin = _origin(entry, length)
+        if origin != UNKNOWN:
+            found.setdefault(stream, origin)
+    return found
+
+
+def _entries(folder: Path) -> list[Path]:
+    """Return what may be replicas or stream folders of a trace folder or a host's run folder."""
+    places = [place for place in (folder, folder / REPLICA_FOLDER) if place.is_dir()]
+    return [entry for place in places for entry in sorted(place.iterdir())]
+
+
+def _places(entries: Sequence[Path]) -> Iterator[tuple[StreamId, Path, int | None]]:
+    """Yield every replica with its valid length, then every stream folder (no length)."""
+    replicas = [(one, one.name[:-6], True) for one in entries if one.suffix == ".cells"]
+    for entry, name, is_file in replicas + [(one, one.name, False) for one in entries]:
+        stream = stream_named(name)
+        if stream is not None and (entry.is_file() if is_file else segment_indexes(entry)):
+            yield stream, entry, valid_prefix(entry) if is_file else None
+
+
+def _by_process(entries: Sequence[Path]) -> list[_StreamCopies]:
+    """Sort replicas and stream folders by the process that wrote them.
+
+    A part of which that is not known (a replica without a whole record, a spool whose begin is
+    gone) goes to the process of that rank and life that is known first.
+    """
+    found: dict[tuple[int, int], _StreamCopies] = {}
+    vague: list[tuple[StreamId, Path, int | None]] = []
+    for stream, entry, length in _places(entries):
+        origin = _origin(entry, length)
+        if origin == UNKNOWN:
+            vague.append((stream, entry, length))
+        else:
+            found.setdefault((stream.rank, origin), _StreamCopies(stream)).add(entry, length)
+    every = list(found.values())
+    for stream, entry, length in vague:
+        like = next((one for one in every if one.stream == stream), None)
+        if like is None:
+            every.append(like := _StreamCopies(stream))
+        like.add(entry, length)
+    return every
+
+
+def _origin(entry: Path, length: int | None) -> int:
+    """Return which process wrote a replica of this length, or a stream folder (no length)."""
+    if length is not None:
+        return origin_of(np.memmap(entry, np.uint8, "r")[:length]) if length else UNKNOWN
+    try:
+        with StreamReader(entry) as reader:
+            return reader.origin()
+    except SpoolError:
+        return UNKNOWN  # its begin was freed, and by whom it was written not noted
+
+
+def _told_apart(streams: Sequence[StreamBytes]) -> list[StreamBytes]:
+    """Give streams of one rank and life lives of their own, in the order in which they began."""
+    taken: dict[int, int] = {}
+    apart = []
+    for one in sorted(streams, key=lambda one: (one.stream, _began_ns(one.data))):
+        life = max(one.stream.incarnation, taken.get(one.stream.rank, -1) + 1)
+        taken[one.stream.rank] = life
+        apart.append(replace(one, stream=StreamId(rank=one.stream.rank, incarnation=life)))
+    return sorted(apart, key=lambda one: one.stream)
+
+
+def _began_ns(data: Array | bytes) -> int:
+    """Return when the process of a stream says it began; 0 where its first record does not."""
+    defined = records(first_record(data)).definitions().found
+    began = defined[0].get("wall_ns") if defined else 0
+    return began if isinstance(began, int) else 0
+
+
+def _join(found: _StreamCopies) -> StreamBytes:
+    """Put together what several places hold of one stream: the longest replica, then segments
+    behind it."""
+    best: Path | None = None
+    length = 0
+    for path, valid in found.replicas:
+        if best is None or valid > length:
+            best, length = path, valid
+    data: Array = (
+        np.memmap(best, np.uint8, "r")[:length]
+        if best is not None and length
+        else np.empty(0, np.uint8)
+    )
+    notes: list[str] = []
+    pieces = [data]
+    committed: int | None = None
+    alive = False
+    for folder in found.segments:
+        with StreamReader(folder) as reader:
+            lowest = reader.lowest()
+            if lowest > length:
+                notes.append(
+                    f"bytes {length}..{lowest} are missing: "
+                    "add the trace folder or spool that has them"
+                )
+                continue
+            for chunk in reader.chunks(length):
+                pieces.append(np.frombuffer(chunk, np.uint8))
+                length += len(chunk)
+            committed = max(committed or 0, reader.committed(max(length, lowest)))
+        alive = alive or is_alive(folder)
+    marker = _latest(read_end_marker(path) for path, _ in found.replicas)
+    if marker is not None and marker.committed is not None:
+        committed = max(committed or 0, marker.committed)
+    end = marker.end if marker else None
+    if end is None and found.segments:
+        end = EndReason.RUNNING if alive else EndReason.LOST
+    return StreamBytes(
+        stream=found.stream,
+        data=pieces[0] if len(pieces) == 1 else np.concatenate(pieces),
+        is_verified=True,
+        committed=committed,
+        end=end,
+        notes=tuple(notes),
+    )
+
+
+def _latest(markers: Iterable[EndMarker | None]) -> EndMarker | None:
+    known = [marker for marker in markers if marker is not None]
+    return max(known, key=lambda m: m.committed or 0, default=None)

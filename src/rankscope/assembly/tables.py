@@ -1,0 +1,395 @@
+"""The records of all ranks as two tables, calls and values, in common numbers.
+
+Besides the calls that were recorded there are *derived* calls: gradients are written under the
+forward call they belong to, and become a backward call of their own here, at the time they were
+seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.assembly.interning import Interned, Vocabulary
+from rankscope.assembly.rankstreams import RankStream
+from rankscope.chunks.tensorfiles import standing_references
+from rankscope.record.call import CallStatus, Phase
+from rankscope.record.value import ValueFlag
+from rankscope.spool.cells import NO_SEQUENCE
+
+__all__ = ["Tables", "build_tables", "factorize"]
+
+_EVENT_PHASES = (Phase.SETUP, Phase.GRADS, Phase.PARAMS)
+
+CALL_DTYPE = np.dtype(
+    [
+        ("stream", "<i4"), ("incarnation", "<i4"), ("sequence", "<u8"), ("parent", "<i8"),
+        ("start", "<i8"), ("end", "<i8"), ("module", "<i4"),
+        ("path", "<i4"), ("step", "<u4"), ("micro_batch", "<i8"),
+        ("ordinal", "<i8"), ("forward_ordinal", "<i8"),
+        ("pass", "<i4"), ("phase", "u1"), ("mode", "u1"), ("status", "u1"), ("text", "<i4"),
+        ("collective", "<i4"), ("number", "<u4"), ("is_backward", "?"),
+    ]
+)  # fmt: skip
+"""`parent` is a row of this table or -1; `start` and `end` are wall-clock ns; `text` and
+`collective` -1 for none; `number` counts collectives of one channel; `is_backward` for what
+backward issued."""
+
+
+@dataclass(slots=True)
+class Tables:
+    """Calls and values of all streams."""
+
+    calls: NDArray[Any]
+    """CALL_DTYPE."""
+    values: NDArray[Any]
+    """VALUE_DTYPE of spool/cells.py, streams behind each other."""
+    call: NDArray[np.int64]
+    """Row of `calls` each value belongs to."""
+    slot: NDArray[np.int32]
+    description: NDArray[np.int32]
+    has_digest: NDArray[np.bool_]
+    sample_start: NDArray[np.int64]
+    """First row in `samples` of each value, -1 without samples."""
+    sample_count: NDArray[np.int32]
+    sample_dim: NDArray[np.int32]
+    samples: NDArray[np.float32]
+    """[rows, K]."""
+    paths: list[str]
+    """What the numbers in the calls' column "path" mean."""
+    chunk: NDArray[np.uint32]
+    """Number of the chunk that holds each value's bytes, 0 for none."""
+    errors: list[tuple[int, int, int]]
+    """stream, row of `calls` (-1 for none), text number."""
+    orphans: list[int]
+    """Per stream, values whose call, slot or description was not found."""
+
+
+def factorize(*columns: NDArray[Any]) -> tuple[NDArray[np.int64], int]:
+    """Return for each row the number of its distinct combination of columns, in sorted order, and
+    how many there are."""
+    codes, count = np.zeros(len(columns[0]), np.int64), 1
+    for column in columns:
+        distinct, own = np.unique(column, return_inverse=True)
+        if (
+            count * max(len(distinct), 1) >= 1 << 62
+        ):  # never with real traces: shrink before it overflows
+            _, codes = np.unique(codes, return_inverse=True)
+            count = int(codes.max(initial=-1)) + 1
+        codes = codes * len(distinct) + own.reshape(-1)
+        count *= len(distinct)
+    distinct, codes = np.unique(codes, return_inverse=True)
+    return codes.reshape(-1).astype(np.int64), len(distinct)
+
+
+def build_tables(streams: Sequence[RankStream], vocabulary: Vocabulary) -> Tables:
+    """Return the two tables; streams in the order of the vocabulary's lookups."""
+    paths = Interned[str]()
+    path_of = np.array([paths.number(m.path) for m in vocabulary.modules.items], np.int64)
+    calls: list[NDArray[Any]] = []
+    parts: list[dict[str, NDArray[Any]]] = []
+    errors: list[tuple[int, int, int]] = []
+    orphans: list[int] = []
+    first_row = first_sample = 0
+    for number, stream in enumerate(streams):
+        own, order = _calls(number, stream, vocabulary, path_of, first_row)
+        part = _values(number, stream, vocabulary, order, first_row, first_sample)
+        known = (part["call"] >= 0) & (part["slot"] >= 0) & (part["description"] >= 0)
+        orphans.append(int((~known).sum()))
+        parts.append(
+            {name: column[known] for name, column in part.items()} if orphans[-1] else part
+        )
+        rows = _find(order, stream.enters["sequence"], stream.errors["sequence"])
+        texts = _take(vocabulary.text_lookup[number], stream.errors["text"])
+        errors += [
+            (number, row + first_row if row >= 0 else -1, t)
+            for row, t in zip(rows.tolist(), texts.tolist())
+        ]
+        calls.append(own)
+        first_row += len(own)
+        first_sample += len(stream.samples.rows)
+    joined = (
+        {name: np.concatenate([part.pop(name) for part in parts]) for name in list(parts[0])}
+        if parts
+        else {}
+    )
+    table = np.concatenate(calls) if calls else np.empty(0, CALL_DTYPE)
+    tables = Tables(
+        calls=table,
+        samples=np.concatenate([np.empty((0, 8), np.float32), *(s.samples.rows for s in streams)]),
+        errors=errors,
+        orphans=orphans,
+        paths=paths.items,
+        **joined,
+    )
+    _fold_event_owners(tables)
+    _renumber_repeats(tables.calls)
+    tables.calls["forward_ordinal"] = tables.calls["ordinal"]
+    _derive_calls(tables, np.array([s.clock_offset_ns for s in streams], np.int64))
+    return tables
+
+
+def _take(lookup: NDArray[np.int64], numbers: NDArray[Any]) -> NDArray[np.int64]:
+    known = numbers < len(lookup)
+    return np.where(known, lookup[np.where(known, numbers, 0).astype(np.int64)], -1)
+
+
+def _find(
+    order: NDArray[np.int64], sequences: NDArray[Any], wanted: NDArray[Any]
+) -> NDArray[np.int64]:
+    """Return the index in `sequences` (sorted by `order`) of each wanted sequence, -1 where there
+    is none."""
+    if not len(sequences):
+        return np.full(len(wanted), -1, np.int64)
+    at = np.minimum(np.searchsorted(sequences, wanted, sorter=order), len(sequences) - 1)
+    rows = order[at]
+    return np.where(sequences[rows] == wanted, rows, -1)
+
+
+def _calls(
+    number: int, stream: RankStream, vocabulary: Vocabulary, path_of: NDArray[Any], first_row: int
+) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    enters, exits, offset = stream.enters, stream.exits, stream.clock_offset_ns
+    own = np.zeros(len(enters), CALL_DTYPE)
+    order = np.argsort(enters["sequence"], kind="stable")
+    parent = _find(order, enters["sequence"], enters["parent"])
+    parent[enters["parent"] == NO_SEQUENCE] = -1
+    own["stream"], own["sequence"] = number, enters["sequence"]
+    own["incarnation"] = stream.stream.incarnation
+    own["parent"] = np.where(parent >= 0, parent + first_row, -1)
+    own["start"] = own["end"] = enters["time_ns"] + offset
+    own["module"] = np.maximum(_take(vocabulary.module_lookup[number], enters["module"]), 0)
+    own["path"] = path_of[own["module"]]
+    own["step"], own["ordinal"] = enters["step"], enters["ordinal"]
+    own["micro_batch"] = enters["micro_batch"].astype(np.int64)
+    own["micro_batch"][enters["micro_batch"] == 0xFFFF_FFFF] = -1
+    own["phase"], own["mode"] = enters["phase"], enters["mode"]
+    own["status"], own["text"] = CallStatus.UNFINISHED, -1
+    own["collective"] = _take(vocabulary.collective_lookup[number], enters["collective"])
+    own["number"] = enters["number"]
+    issuers = [kind.issuer == "backward" for kind in vocabulary.collectives.items]
+    own["is_backward"] = np.array([*issuers, False])[own["collective"]]
+    at = _find(order, enters["sequence"], exits["sequence"])
+    exits, at = exits[at >= 0], at[at >= 0]
+    own["end"][at] = exits["time_ns"] + offset
+    own["status"][at] = exits["status"]
+    own["text"][at] = _take(vocabulary.text_lookup[number], exits["text"])
+    return own, order
+
+
+def _values(
+    number: int,
+    stream: RankStream,
+    vocabulary: Vocabulary,
+    order: NDArray[np.int64],
+    first_row: int,
+    first_sample: int,
+) -> dict[str, NDArray[Any]]:
+    values, rows = _standing(stream.values)
+    values, chunk = _kept(values, stream)
+    heads = stream.samples.heads
+    call = _find(order, stream.enters["sequence"], values["sequence"])
+    start = np.full(len(values), -1, np.int64)
+    count, dim = np.zeros(len(values), np.int32), np.zeros(len(values), np.int32)
+    if len(heads):
+        names = ("sequence", "slot", "ordinal", "phase")
+        both = [np.concatenate([values[n], heads[n]]).astype(np.uint64) for n in names]
+        codes, _ = factorize(*both)
+        of_value, of_head = codes[: len(values)], codes[len(values) :]
+        by_code = np.argsort(of_value, kind="stable")
+        at = _find(by_code, of_value, of_head)
+        firsts = (
+            np.concatenate([[0], np.cumsum(heads["count"], dtype=np.int64)])[:-1] + first_sample
+        )
+        found = at >= 0
+        start[at[found]], count[at[found]] = firsts[found], heads["count"][found]
+        dim[at[found]] = heads["dim"][found]
+    return {
+        "values": values,
+        "call": np.where(call >= 0, call + first_row, -1),
+        "slot": _take(vocabulary.slot_lookup[number], values["slot"]).astype(np.int32),
+        "description": _take(vocabulary.description_lookup[number], values["meta"]).astype(
+            np.int32
+        ),
+        "has_digest": stream.has_digest[rows],
+        "sample_start": start,
+        "sample_count": count,
+        "sample_dim": dim,
+        "chunk": chunk,
+    }
+
+
+def _kept(values: NDArray[Any], stream: RankStream) -> tuple[NDArray[Any], NDArray[np.uint32]]:
+    """Return the values with the keys under which their bytes lie, and the number of each one's
+    chunk; bytes that never arrived are marked as not kept."""
+    chunk = np.zeros(len(values), np.uint32)
+    was_given = values["reference"] != 0
+    if not was_given.any():
+        return values, chunk
+    keys = standing_references(values["reference"], stream.tensors)
+    values = values.copy()
+    values["reference"] = keys
+    values["flags"][was_given & (keys == 0)] |= np.uint32(ValueFlag.NOT_KEPT)
+    if len(stream.tensors):
+        order = np.argsort(stream.tensors["reference"], kind="stable")
+        known = stream.tensors["reference"][order]
+        at = np.searchsorted(known, keys[keys != 0])
+        chunk[keys != 0] = stream.tensors["chunk"][order][at]
+    return values, chunk
+
+
+def _standing(values: NDArray[Any]) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    """Return the values that stand, and the rows they were in: where a later record replaces one of
+    the same slot it takes its place and its time, so that slots keep the order they were seen
+    in."""
+    rows = np.arange(len(values))
+    replacing = (values["flags"] & np.uint32(ValueFlag.SUPERSEDES)) != 0
+    if not replacing.any():
+        return values, rows
+    codes, count = factorize(*(values[name] for name in ("sequence", "slot", "ordinal", "phase")))
+    first = np.full(count, len(values), np.int64)
+    np.minimum.at(first, codes, rows)
+    latest = np.full(count, -1, np.int64)
+    np.maximum.at(latest, codes[replacing], rows[replacing])
+    is_replaced = latest >= 0
+    kept = ~np.isin(codes, np.flatnonzero(is_replaced))
+    kept[first[is_replaced]] = True
+    rows[first[is_replaced]] = latest[is_replaced]
+    standing = values[rows]
+    standing["time_ns"] = values["time_ns"]
+    return standing[kept], rows[kept]
+
+
+def _fold_event_owners(tables: Tables) -> None:
+    """A root that owns parameters itself is its own child in setup, grads and params: one call, not
+    two."""
+    calls = tables.calls
+    parent = calls["parent"]
+    up = calls[np.maximum(parent, 0)]
+    same = (parent >= 0) & np.isin(calls["phase"], _EVENT_PHASES)
+    same &= (up["path"] == calls["path"]) & (up["phase"] == calls["phase"])
+    if not same.any():
+        return
+    kept = np.arange(len(calls))
+    kept[same] = parent[same]
+    calls["parent"] = np.where(parent >= 0, kept[np.maximum(parent, 0)], -1)
+    tables.call = kept[tables.call]
+    rows = np.cumsum(~same) - 1
+    calls["parent"] = np.where(calls["parent"] >= 0, rows[np.maximum(calls["parent"], 0)], -1)
+    tables.call = rows[tables.call]
+    tables.errors = [
+        (s, int(rows[kept[row]]) if row >= 0 else -1, text) for s, row, text in tables.errors
+    ]
+    tables.calls = calls[~same]
+
+
+def _renumber_repeats(calls: NDArray[Any]) -> None:
+    """Give calls of one rank that share a key (two losses of one class) ordinals in order of their
+    sequence."""
+    names = ("stream", "mode", "step", "micro_batch", "phase", "path")
+    group, _ = factorize(*(calls[name] for name in names))
+    order = np.lexsort((calls["sequence"], calls["ordinal"], group))
+    sorted_group, ordinal = group[order], calls["ordinal"][order]
+    repeats = (sorted_group[1:] == sorted_group[:-1]) & (ordinal[1:] == ordinal[:-1])
+    if not repeats.any():
+        return
+    touched = np.isin(sorted_group, np.unique(sorted_group[1:][repeats]))
+    starts = np.flatnonzero(np.concatenate([[True], sorted_group[1:] != sorted_group[:-1]]))
+    position = np.arange(len(order)) - np.repeat(starts, np.diff([*starts, len(order)]))
+    calls["ordinal"][order[touched]] = position[touched]
+
+
+def _derive_calls(tables: Tables, clock_offset: NDArray[np.int64]) -> None:
+    """Append the calls that values of another phase than their call's stand for (backward,
+    collectives)."""
+    calls, values = tables.calls, tables.values
+    away = (
+        np.flatnonzero(values["phase"] != calls["phase"][tables.call])
+        if len(values)
+        else np.empty(0, np.int64)
+    )
+    if not len(away):
+        return
+    source = tables.call[away]
+    span = np.int64(1) << 24  # phase and graph task of a call, in one number
+    kind = values["phase"][away].astype(np.int64) << 16 | values["ordinal"][away].astype(np.int64)
+    keys, inverse = np.unique(source * span + kind, return_inverse=True)
+    inverse = inverse.reshape(-1)
+    origin, kind = keys // span, keys % span
+    derived = calls[origin].copy()
+    derived["phase"], derived["pass"] = kind >> 16, kind & 0xFFFF
+    times = values["time_ns"][away]
+    first = np.full(len(keys), np.iinfo(np.int64).max)
+    last = np.full(len(keys), np.iinfo(np.int64).min)
+    np.minimum.at(first, inverse, times)
+    np.maximum.at(last, inverse, times)
+    offset = clock_offset[derived["stream"]]
+    derived["start"], derived["end"] = first + offset, last + offset
+    derived["status"], derived["text"] = CallStatus.RETURNED, -1
+    derived["parent"] = np.where(
+        derived["phase"] == Phase.COLLECTIVE,
+        origin,
+        _derived_parents(calls, keys, origin, kind, span),
+    )
+    derived["collective"], derived["number"] = -1, 0
+    _number_passes(derived)
+    tables.call[away] = inverse + len(calls)
+    _hang_below_backward(calls, derived, origin)
+    tables.calls = np.concatenate([calls, derived])
+
+
+def _hang_below_backward(
+    calls: NDArray[Any], derived: NDArray[Any], origin: NDArray[np.int64]
+) -> None:
+    """Make collectives that backward issued children of the backward call that ran then, in place:
+    records know the forward call alone."""
+    issued = np.flatnonzero((calls["collective"] >= 0) & calls["is_backward"])
+    if not len(issued):
+        return
+    backward = np.flatnonzero(derived["phase"] == Phase.BACKWARD)
+    order = backward[np.lexsort((derived["start"][backward], origin[backward]))]
+    owner, start = origin[order], derived["start"][order]
+    for row in issued.tolist():
+        first, last = np.searchsorted(owner, [calls["parent"][row], calls["parent"][row] + 1])
+        if first < last:
+            at = first + np.searchsorted(start[first:last], calls["start"][row], "right")
+            calls["parent"][row] = len(calls) + order[max(at - 1, first)]
+
+
+def _derived_parents(
+    calls: NDArray[Any],
+    keys: NDArray[np.int64],
+    origin: NDArray[np.int64],
+    kind: NDArray[np.int64],
+    span: np.int64,
+) -> NDArray[np.int64]:
+    """Return the derived row of the nearest caller that has one of the same kind: backward mirrors
+    forward."""
+    result = np.full(len(keys), -1, np.int64)
+    ancestor = calls["parent"][origin]
+    open_ = ancestor >= 0
+    while open_.any():
+        wanted = ancestor * span + kind
+        at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
+        found = open_ & (keys[at] == wanted)
+        result[found] = at[found] + len(calls)
+        open_ &= ~found
+        ancestor = np.where(open_, calls["parent"][np.maximum(ancestor, 0)], -1)
+        open_ &= ancestor >= 0
+    return result
+
+
+def _number_passes(derived: NDArray[Any]) -> None:
+    """Make one ordinal of graph task and forward ordinal, the same on every rank: task first, then
+    call."""
+    names = ("incarnation", "mode", "step", "micro_batch", "phase", "path")
+    group, _ = factorize(*(derived[name] for name in names))
+    codes, count = factorize(group, derived["pass"], derived["ordinal"])
+    group_of = np.zeros(count, np.int64)
+    group_of[codes] = group
+    starts = np.searchsorted(group_of, group_of)
+    derived["ordinal"] = (np.arange(count) - starts)[codes]

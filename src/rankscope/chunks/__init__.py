@@ -1,0 +1,1 @@
+"""Files of full tensors: written by ranks, finished after them, found by reference."""

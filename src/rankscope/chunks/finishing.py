@@ -1,0 +1,307 @@
+"""Chunks after their rank is gone: finish those left unfinished, and check what is in them.
+
+A rank that was killed leaves one chunk without its header, and perhaps the first bytes of a tensor
+behind the last whole one. The TENSOR records say where each whole tensor lies: the header is made
+of them, and what follows the last is cut off.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from rankscope.chunks.chunkheader import (
+    LENGTH_BYTES,
+    MOST_HEADER_BYTES,
+    ChunkHeader,
+    HeldTensor,
+    chunk_numbers,
+    chunk_path,
+    parse_header,
+    rebuilt_json,
+    write_header,
+)
+from rankscope.errors import ChunkError
+from rankscope.record.dtypes import STORED_TYPES
+from rankscope.record.streams import StreamId
+
+__all__ = ["ChunkReport", "damaged", "finish_chunks", "read_header", "recorded_tensors"]
+
+_UNFINISHED: Final = b"\0"
+"""First byte of a header region that was never filled in."""
+_PIECE_BYTES: Final = 4 << 20
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkReport:
+    """What became of one chunk."""
+
+    path: Path
+    tensors: int
+    """Readable ones."""
+    was_finished: bool
+    """True where its own rank had finished it."""
+    lost: tuple[int, ...] = ()
+    """References whose bytes are not there, or not as they were recorded."""
+    cut_bytes: int = 0
+    """Bytes of a tensor that never became whole, cut off."""
+    note: str = ""
+    """What is wrong, "" where the chunk is whole and nothing was lost."""
+
+
+def recorded_tensors(
+    tensors: Array, definitions: Mapping[int, Mapping[str, Any]], number: int
+) -> list[HeldTensor]:
+    """Return what TENSOR records say of one chunk, each place once, in the order of the data.
+
+    Args:
+        tensors: TENSOR_DTYPE, in the order they were committed.
+        definitions: the stream's definitions by number.
+        number: the chunk.
+    """
+    rows = tensors[tensors["chunk"] == number]
+    _, firsts = np.unique(rows["index"], return_index=True)
+    found = []
+    for row in rows[firsts]:
+        meta = definitions.get(int(row["meta"]), {})
+        dtype, shape = meta.get("dtype"), meta.get("shape")
+        begin, nbytes = int(row["offset"]), int(row["nbytes"])
+        if isinstance(dtype, str) and dtype in STORED_TYPES and _fits(dtype, shape, nbytes):
+            end, checksum = begin + nbytes, int(row["checksum"])
+            found.append(
+                HeldTensor(int(row["reference"]), dtype, tuple(shape or ()), begin, end, checksum)
+            )
+    return sorted(found, key=lambda held: (held.begin, held.end))
+
+
+def _fits(dtype: str, shape: object, nbytes: int) -> bool:
+    if not isinstance(shape, (list, tuple)) or not all(type(n) is int and n >= 0 for n in shape):
+        return False
+    return STORED_TYPES[dtype].nbytes(shape) == nbytes
+
+
+def read_header(path: Path) -> tuple[int, ChunkHeader | None]:
+    """Return where the data of a chunk begins, and its header, None where it is unfinished.
+
+    Raises:
+        ChunkError: it cannot be read, or is no chunk.
+    """
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+            if not 2 <= length <= min(size - LENGTH_BYTES, MOST_HEADER_BYTES):
+                raise ChunkError(f"{path}: header of {length} bytes in a file of {size}")
+            text = file.read(length)
+    except OSError as error:
+        raise ChunkError(f"{path}: cannot be read: {error.strerror}") from error
+    start = LENGTH_BYTES + length
+    if text[:1] == _UNFINISHED:
+        return start, None
+    try:
+        return start, parse_header(text, size - start)
+    except ChunkError as error:
+        raise ChunkError(f"{path}: {error}; the chunk is damaged") from error
+
+
+def finish_chunks(
+    folder: Path,
+    stream: StreamId,
+    tensors: Array,
+    definitions: Mapping[int, Mapping[str, Any]],
+) -> list[ChunkReport]:
+    """Finish every chunk of a stream whose rank has ended; safe to call again.
+
+    Args:
+        folder: the stream's chunks.
+        stream: whose they are.
+        tensors: its TENSOR records, TENSOR_DTYPE.
+        definitions: its definitions by number.
+
+    Returns:
+        One report a chunk, also for chunks that records name and that are not there.
+
+    Raises:
+        ChunkError: the folder cannot be listed.
+    """
+    present = chunk_numbers(folder)
+    reports = []
+    for number in present:
+        path = chunk_path(folder, number)
+        held = recorded_tensors(tensors, definitions, number)
+        try:
+            reports.append(_finish(path, stream, number, held))
+        except _StillWrittenError as error:
+            reports.append(
+                ChunkReport(path=path, tensors=len(held), was_finished=False, note=str(error))
+            )
+        except (ChunkError, OSError) as error:
+            lost = tuple(tensor.reference for tensor in held)
+            text = str(error) if isinstance(error, ChunkError) else f"{path}: {error.strerror}"
+            reports.append(
+                ChunkReport(path=path, tensors=0, was_finished=False, lost=lost, note=text)
+            )
+    for number in sorted({*tensors["chunk"].tolist()} - {*present}):
+        path = chunk_path(folder, number)
+        lost = tuple(held.reference for held in recorded_tensors(tensors, definitions, number))
+        note = f"{path}: is not there; the records name {len(lost)} tensors in it"
+        reports.append(ChunkReport(path=path, tensors=0, was_finished=False, lost=lost, note=note))
+    return reports
+
+
+def _finish(path: Path, stream: StreamId, number: int, held: list[HeldTensor]) -> ChunkReport:
+    if not held and _is_torn(path):
+        path.unlink()
+        return ChunkReport(path=path, tensors=0, was_finished=False)
+    start, header = read_header(path)
+    if header is not None:
+        there = {tensor.reference for tensor in header.tensors}
+        lost = tuple(tensor.reference for tensor in held if tensor.reference not in there)
+        note = f"{path}: lacks {len(lost)} tensors that were recorded" if lost else ""
+        count = sum(tensor.reference > 0 for tensor in header.tensors)
+        return ChunkReport(path=path, tensors=count, was_finished=True, lost=lost, note=note)
+    with _held_alone(path) as descriptor:
+        data_bytes = os.fstat(descriptor).st_size - start
+        if not held:
+            if data_bytes:
+                return _set_aside(path, data_bytes)
+            path.unlink()
+            return ChunkReport(path=path, tensors=0, was_finished=False)
+        whole, lost = _whole_tensors(descriptor, start, data_bytes, held)
+        end = whole[-1].end if whole else 0
+        text = rebuilt_json(stream, number, whole)
+        if len(text) > start - LENGTH_BYTES:
+            raise ChunkError(f"{path}: its header has no room for {len(whole)} entries")
+        os.ftruncate(descriptor, start + end)
+        write_header(descriptor, text, start - LENGTH_BYTES)
+    count = sum(tensor.reference > 0 for tensor in whole)
+    cut = data_bytes - end
+    parts = [f"was left unfinished with {count} whole tensors"]
+    parts += [f"{cut} bytes of a tensor that never became whole were cut off"] if cut else []
+    parts += [f"{len(lost)} recorded tensors are not as they were written"] if lost else []
+    return ChunkReport(
+        path=path,
+        tensors=count,
+        was_finished=False,
+        lost=lost,
+        cut_bytes=cut,
+        note=f"{path}: {'; '.join(parts)}",
+    )
+
+
+def _is_torn(path: Path) -> bool:
+    """True where a rank was killed while it made the chunk: not even its header region is whole."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        head = file.read(LENGTH_BYTES + 1)
+    length = int.from_bytes(head[:LENGTH_BYTES], "little")
+    is_blank = head[LENGTH_BYTES:] in (b"", _UNFINISHED)
+    return size < LENGTH_BYTES or (
+        is_blank and length <= MOST_HEADER_BYTES and size < LENGTH_BYTES + length
+    )
+
+
+def _set_aside(path: Path, data_bytes: int) -> ChunkReport:
+    """Take a chunk out of the way in which no tensor became whole; nothing is thrown away."""
+    aside = path.with_suffix(".unfinished")
+    path.rename(aside)
+    return ChunkReport(
+        path=path,
+        tensors=0,
+        was_finished=False,
+        cut_bytes=data_bytes,
+        note=f"{path}: was left before its first tensor was whole; it is now {aside.name}",
+    )
+
+
+def _whole_tensors(
+    descriptor: int, start: int, data_bytes: int, held: Sequence[HeldTensor]
+) -> tuple[list[HeldTensor], tuple[int, ...]]:
+    """Return the tensors that are in the file as recorded, holes between them filled, and the
+    references of those that are not."""
+    whole: list[HeldTensor] = []
+    lost: list[int] = []
+    end = 0
+    for tensor in held:
+        is_inside = end <= tensor.begin <= tensor.end <= data_bytes
+        if not is_inside or _checksum(descriptor, start, tensor) != tensor.checksum:
+            lost.append(tensor.reference)
+            continue
+        if tensor.begin > end:
+            hole = HeldTensor(0, "uint8", (tensor.begin - end,), end, tensor.begin, 0)
+            whole.append(hole._replace(checksum=_checksum(descriptor, start, hole)))
+        whole.append(tensor)
+        end = tensor.end
+    return whole, tuple(lost)
+
+
+def _checksum(descriptor: int, start: int, tensor: HeldTensor) -> int:
+    """Return the checksum of a tensor's bytes in the file, read in pieces."""
+    state: Any = xxhash.xxh3_64()
+    at = tensor.begin
+    while at < tensor.end:
+        piece = os.pread(descriptor, min(_PIECE_BYTES, tensor.end - at), start + at)
+        if not piece:
+            break
+        state.update(piece)
+        at += len(piece)
+    return int(state.intdigest())
+
+
+def damaged(path: Path) -> list[int]:
+    """Return the references of a finished chunk whose bytes are not what its checksums say.
+
+    Raises:
+        ChunkError: the chunk cannot be read, or is unfinished.
+    """
+    start, header = read_header(path)
+    if header is None:
+        raise ChunkError(f"{path}: is unfinished; rankscope recover finishes it")
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise ChunkError(f"{path}: cannot be read: {error.strerror}") from error
+    try:
+        return [
+            tensor.reference
+            for tensor in header.tensors
+            if _checksum(descriptor, start, tensor) != tensor.checksum
+        ]
+    except OSError as error:
+        raise ChunkError(f"{path}: cannot be read: {error.strerror}") from error
+    finally:
+        os.close(descriptor)
+
+
+class _StillWrittenError(ChunkError):
+    """A chunk whose rank is alive: it finishes it itself."""
+
+
+@contextmanager
+def _held_alone(path: Path) -> Iterator[int]:
+    """Open a chunk that no living rank writes.
+
+    Raises:
+        ChunkError: its rank is alive.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                raise _StillWrittenError(f"{path}: its rank still writes it") from error
+        yield descriptor
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,239 @@
+"""The full tensors of a trace folder: found by reference, mapped, not copied.
+
+    files = TensorFiles(folder)                      finished chunks are enough
+    files = TensorFiles(folder, {stream: (tensors, definitions)})     unfinished ones too
+    files.find(rank, incarnation, reference)         dtype, shape, mapped bytes
+
+A chunk is opened when something in it is asked for. One that its rank left unfinished is read from
+the records, where there are any, and listed by `problems`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from rankscope.chunks.chunkheader import (
+    HeldTensor,
+    chunk_folder,
+    chunk_numbers,
+    chunk_path,
+    stream_of_folder,
+)
+from rankscope.chunks.finishing import read_header, recorded_tensors
+from rankscope.errors import ChunkError, TraceError
+from rankscope.record.streams import StreamId
+from rankscope.run.names import TENSOR_FOLDER
+
+__all__ = ["StoredTensor", "TensorFiles", "TensorRecords", "standing_references"]
+
+TensorRecords = tuple[NDArray[Any], Mapping[int, Mapping[str, Any]]]
+"""A stream's TENSOR records (TENSOR_DTYPE) and its definitions by number."""
+_xxh3: Final[Any] = xxhash.xxh3_64_intdigest
+_NUMPY_TYPES: Final[Mapping[str, str]] = {
+    "bool": "|b1", "uint8": "|u1", "int8": "|i1", "int16": "<i2", "uint16": "<u2", "int32": "<i4",
+    "uint32": "<u4", "int64": "<i8", "uint64": "<u8", "float16": "<f2", "float32": "<f4",
+    "float64": "<f8", "complex64": "<c8",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredTensor:
+    """One tensor as a rank held it."""
+
+    dtype: str
+    """torch's name."""
+    shape: tuple[int, ...]
+    data: NDArray[np.uint8]
+    """Its bytes in row-major order, mapped from the file."""
+    checksum: int
+    """xxh3_64 of these bytes when they were written."""
+    path: Path
+    """The chunk they are in."""
+    offset: int
+    """Where in that file they begin."""
+
+    @property
+    def is_intact(self) -> bool:
+        """True where the bytes are those that were written. Reads all of them."""
+        return int(_xxh3(self.data)) == self.checksum
+
+    def array(self) -> NDArray[Any]:
+        """Return the tensor as a read-only array over the mapped bytes.
+
+        Raises:
+            TraceError: numpy has no such dtype (bfloat16, the 8-bit floats).
+        """
+        numpy_type = _NUMPY_TYPES.get(self.dtype)
+        if numpy_type is None:
+            raise TraceError(f"numpy has no {self.dtype}: read its bytes, or open it with torch")
+        return self.data.view(numpy_type).reshape(self.shape)
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """One opened chunk."""
+
+    path: Path
+    start: int
+    """Where in the file its data begins."""
+    data: NDArray[np.uint8]
+    tensors: dict[int, HeldTensor]
+
+
+class TensorFiles:
+    """The chunks of a trace folder, opened as they are asked for."""
+
+    def __init__(
+        self, folder: Path, records: Mapping[StreamId, TensorRecords] | None = None
+    ) -> None:
+        """Look at a trace folder; nothing is opened yet.
+
+        Args:
+            folder: the trace folder.
+            records: what the spools say, for chunks that were left unfinished.
+        """
+        self._folder = folder
+        self._records = records or {}
+        self._unopened: dict[StreamId, list[int]] = {}
+        self._opened: dict[StreamId, list[_Chunk]] = {}
+        self._problems: dict[Path, str] = {}
+
+    def streams(self) -> list[StreamId]:
+        """Streams that have a folder of chunks, sorted."""
+        top = self._folder / TENSOR_FOLDER
+        found = map(stream_of_folder, top.iterdir()) if top.is_dir() else ()
+        return sorted(stream for stream in found if stream is not None)
+
+    def find(self, rank: int, incarnation: int, reference: int) -> StoredTensor:
+        """Return one tensor.
+
+        Raises:
+            TraceError: no chunk of that rank holds it; says what is wrong with those chunks.
+        """
+        stream = StreamId(rank=rank, incarnation=incarnation)
+        for chunk in self._opened.get(stream, []):
+            if reference in chunk.tensors:
+                return _stored(chunk, chunk.tensors[reference])
+        for chunk in self._open_more(stream):
+            if reference in chunk.tensors:
+                return _stored(chunk, chunk.tensors[reference])
+        folder = chunk_folder(self._folder, stream)
+        wrong = [text for path, text in self._problems.items() if path.parent == folder]
+        said = "; ".join(wrong) or (
+            f"none of the {len(self._opened[stream])} chunks in {folder} has it"
+            if folder.is_dir()
+            else f"there is no {folder}: copy it from where the trace was made"
+        )
+        raise TraceError(f"tensor {reference} of rank {rank} is not there: {said}")
+
+    def tensors(self, stream: StreamId) -> Iterator[tuple[int, StoredTensor]]:
+        """Yield (reference, tensor) of everything stored for a stream."""
+        for _ in self._open_more(stream):
+            pass
+        for chunk in self._opened.get(stream, []):
+            for reference, held in chunk.tensors.items():
+                yield reference, _stored(chunk, held)
+
+    def problems(self) -> list[str]:
+        """Return a line for each chunk that is unfinished or damaged. Opens all of them."""
+        for stream in self.streams():
+            for _ in self._open_more(stream):
+                pass
+        return list(self._problems.values())
+
+    def _open_more(self, stream: StreamId) -> Iterator[_Chunk]:
+        folder = chunk_folder(self._folder, stream)
+        opened = self._opened.setdefault(stream, [])
+        if stream not in self._unopened:
+            try:
+                self._unopened[stream] = chunk_numbers(folder)
+            except ChunkError as error:
+                self._problems[folder / ""] = str(error)
+                self._unopened[stream] = []
+        left = self._unopened[stream]
+        while left:
+            path = chunk_path(folder, left[0])
+            try:
+                chunk = self._open(path, stream, left[0])
+            except ChunkError as error:
+                self._problems[path] = str(error)
+                chunk = None
+            except OSError as error:
+                self._problems[path] = f"{path}: cannot be mapped: {error.strerror}"
+                chunk = None
+            del left[0]
+            if chunk is not None:
+                opened.append(chunk)
+                yield chunk
+
+    def _open(self, path: Path, stream: StreamId, number: int) -> _Chunk:
+        start, header = read_header(path)
+        size = path.stat().st_size - start
+        # a mapping of nothing is an error
+        data = np.memmap(path, np.uint8, "r", start) if size > 0 else np.empty(0, np.uint8)
+        if header is not None:
+            if (header.stream, header.number) != (stream, number):
+                raise ChunkError(
+                    f"{path}: says it is chunk {header.number} of {header.stream.name}; "
+                    f"it was moved or renamed"
+                )
+            held = {t.reference: t for t in header.tensors if t.reference}
+            return _Chunk(path, start, data, held)
+        tensors, definitions = self._records.get(stream, (None, {}))
+        recorded = [] if tensors is None else recorded_tensors(tensors, definitions, number)
+        held = {t.reference: t for t in recorded if t.end <= len(data)}
+        note = (
+            f"{path}: is unfinished, its rank was killed or still writes it; {len(held)} "
+            f"tensors are readable"
+        )
+        behind = len(data) - max((t.end for t in held.values()), default=0)
+        if behind:
+            note += f", {behind} bytes behind them never became a whole tensor"
+        if len(held) < len(recorded):
+            note += f", {len(recorded) - len(held)} that were recorded are not in the file"
+        if tensors is None:
+            note += " without the rank's records; rankscope recover finishes it from its spool"
+        self._problems[path] = note
+        return _Chunk(path, start, data, held)
+
+
+def _stored(chunk: _Chunk, held: HeldTensor) -> StoredTensor:
+    return StoredTensor(
+        dtype=held.dtype,
+        shape=held.shape,
+        data=chunk.data[held.begin : held.end],
+        checksum=held.checksum,
+        path=chunk.path,
+        offset=chunk.start + held.begin,
+    )
+
+
+def standing_references(
+    references: NDArray[np.uint64], tensors: NDArray[Any]
+) -> NDArray[np.uint64]:
+    """Return under which key the bytes of each value of one stream lie, 0 where they never arrived.
+
+    Args:
+        references: as the VALUE records have them, 0 for none.
+        tensors: the stream's TENSOR records, in the order they were committed: of several that
+            name one place the first is the key.
+    """
+    standing = np.zeros(len(references), np.uint64)
+    if not len(tensors):
+        return standing
+    place = tensors["chunk"].astype(np.uint64) << np.uint64(32) | tensors["index"]
+    _, first, inverse = np.unique(place, return_index=True, return_inverse=True)
+    key = tensors["reference"][first][inverse.reshape(-1)]
+    order = np.argsort(tensors["reference"], kind="stable")
+    known = tensors["reference"][order]
+    at = np.minimum(np.searchsorted(known, references), len(known) - 1)
+    found = (known[at] == references) & (references != 0)
+    standing[found] = key[order][at[found]]
+    return standing

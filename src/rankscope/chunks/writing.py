@@ -1,0 +1,364 @@
+"""Full tensors into chunks: the write side, inside the training process.
+
+A chunk is a safetensors file that is written from front to back: a header region of fixed size is
+reserved, the bytes of each tensor follow, and when the chunk is full the header is filled in with
+one write. There is no footer and no rename: a chunk that was left unfinished is finished from the
+TENSOR records of the spool (`rankscope.chunks.finishing`).
+
+Bytes go from the tensor's memory to the file with `pwrite`: nothing is copied on the way, nothing
+is mapped (a full disk is an error here, not a SIGBUS), and once `write` has returned the tensor may
+change or be freed. What stands in the chunk is one list; whatever interrupts a write leaves it as
+it was, and the next tensor takes the place of the bytes left behind.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import sys
+import weakref
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from rankscope.chunks.chunkheader import (
+    CHECKSUM_DIGITS,
+    CHUNK_TEXT_BYTES,
+    LENGTH_BYTES,
+    chunk_folder,
+    chunk_path,
+    entry_text,
+    header_json,
+    write_all,
+    write_header,
+)
+from rankscope.errors import ChunkError, ChunkFullError
+from rankscope.record.dtypes import STORED_TYPES
+from rankscope.record.streams import StreamId
+from rankscope.run.ownfile import OwnFile, above_standard_streams
+from rankscope.run.reserving import reserve
+
+__all__ = ["CHUNK_BYTES", "CHUNK_TENSORS", "HEADER_BYTES", "ByteArray", "ChunkEntry", "ChunkWriter"]
+
+CHUNK_BYTES: Final = 256 << 20
+CHUNK_TENSORS: Final = 8192
+HEADER_BYTES: Final = (1 << 20) - LENGTH_BYTES
+"""Reserved per chunk: 8,192 tensors of the usual number of dims. The data behind it begins at a
+MiB: the page cache takes blocks that lie so in two thirds of the time."""
+_LEAST_HEADER_BYTES: Final = 4096
+_AHEAD_BYTES: Final = 8 << 20
+"""Reserved on disk beyond what is written."""
+ByteArray = npt.NDArray[np.uint8]
+# the stubs do not know that arrays are buffers
+_xxh3: Final[Any] = xxhash.xxh3_64
+
+_writers: weakref.WeakSet[ChunkWriter] = weakref.WeakSet()
+
+
+class ChunkEntry(NamedTuple):
+    """Where the bytes of one tensor are, as its TENSOR record says."""
+
+    reference: int
+    chunk: int
+    index: int  # type: ignore[assignment]  # nobody looks for an entry as in a tuple
+    """Place among the chunk's tensors."""
+    begin: int
+    """First byte, counted from the end of the header region."""
+    nbytes: int
+    checksum: int
+    """xxh3_64 of the bytes as stored."""
+    text: str
+    """What the header will say of it."""
+    header_end: int
+    """Bytes of the header up to here."""
+
+    @property
+    def end(self) -> int:
+        """Byte behind the last."""
+        return self.begin + self.nbytes
+
+
+class ChunkWriter:
+    """Writes the chunks of one stream. For one thread at a time; the caller sees to that."""
+
+    def __init__(
+        self,
+        trace: Path,
+        stream: StreamId,
+        *,
+        limit_bytes: int,
+        chunk_bytes: int = CHUNK_BYTES,
+        chunk_tensors: int = CHUNK_TENSORS,
+        header_bytes: int = HEADER_BYTES,
+    ) -> None:
+        """Prepare to write; nothing is made before the first tensor.
+
+        Args:
+            trace: the trace folder.
+            stream: whose tensors these are.
+            limit_bytes: what all chunks of the stream may occupy on disk.
+            chunk_bytes: data of a chunk at most; a larger tensor has a chunk of its own.
+            chunk_tensors: tensors of a chunk at most.
+            header_bytes: reserved in each chunk; one that would need more ends earlier.
+        """
+        if header_bytes < _LEAST_HEADER_BYTES or header_bytes % 8:
+            raise ValueError(f"a header of {header_bytes} bytes: expected 4096 or more, in eights")
+        self._folder = chunk_folder(trace, stream)
+        self._stream = stream
+        self._limit_bytes = limit_bytes
+        self._chunk_bytes = chunk_bytes
+        self._chunk_tensors = chunk_tensors
+        self._header_bytes = header_bytes
+        self._data_start = LENGTH_BYTES + header_bytes
+        self._number = 0
+        self._file: OwnFile | None = None
+        """The open chunk."""
+        self._reserved_end = 0
+        """Up to where the open chunk has blocks on disk; beyond every file where it can have none
+        before they are written."""
+        self._entries: list[ChunkEntry] = []
+        """Committed in the open chunk: the only thing that says where it ends."""
+        self._spent_bytes = 0
+        """Size of the chunks behind the open one."""
+        self._is_over = False
+        self.trouble = ""
+        """Why nothing is written any more, empty while there is no trouble."""
+        _writers.add(self)
+
+    @property
+    def is_open(self) -> bool:
+        """False after `finish`, after trouble, and in a forked child."""
+        return not self._is_over
+
+    @property
+    def limit_bytes(self) -> int:
+        """What all chunks may occupy on disk."""
+        return self._limit_bytes
+
+    @property
+    def spent_bytes(self) -> int:
+        """Bytes on disk so far."""
+        return self._spent_bytes + (self._data_start + self._end if self._file is not None else 0)
+
+    @property
+    def _end(self) -> int:
+        return self._entries[-1].end if self._entries else 0
+
+    @property
+    def _header_end(self) -> int:
+        return self._entries[-1].header_end if self._entries else CHUNK_TEXT_BYTES
+
+    def write(
+        self,
+        reference: int,
+        dtype: str,
+        shape: Sequence[int],
+        pieces: Iterable[ByteArray],
+        *,
+        checksum: int | None = None,
+    ) -> ChunkEntry | None:
+        """Write the bytes of one tensor behind the last; it belongs to the chunk once committed.
+
+        Args:
+            reference: its key, from 1.
+            dtype: torch's name; one of `STORED_TYPES`.
+            shape: what this rank holds.
+            pieces: its bytes in row-major order.
+            checksum: xxh3_64 of them, where the caller knows it.
+
+        Returns:
+            What to `commit`; None where the writer is over.
+
+        Raises:
+            ChunkFullError: it would go beyond the limit; nothing was written.
+            ChunkError: the disk refused it. From then on every write returns None.
+        """
+        if self._is_over:
+            return None
+        stored = STORED_TYPES[dtype]
+        nbytes = stored.nbytes(shape)
+        begin = self._end
+        text = entry_text(str(reference), stored.name, shape, begin, begin + nbytes)
+        needs_new = self._file is None or self._is_full_for(nbytes, len(text))
+        if CHUNK_TEXT_BYTES + len(text) + 1 + CHECKSUM_DIGITS > self._header_bytes:
+            raise ValueError(f"a tensor of {len(shape)} dims: its shape does not fit in a header")
+        more = nbytes + (self._data_start if needs_new else 0)
+        if self.spent_bytes + more > self._limit_bytes:
+            raise ChunkFullError(
+                f"{self._folder}: {nbytes} bytes more are beyond the {self._limit_bytes} that "
+                f"this rank may use; raise --rs-tensor-budget, or keep fewer with --rs-tensors"
+            )
+        try:
+            if needs_new:
+                self._next_chunk()
+                begin = 0
+                text = entry_text(str(reference), stored.name, shape, 0, nbytes)
+            number = self._own()
+            self._reserve(number, self._data_start + begin + nbytes)
+            written, found = self._put(number, pieces, self._data_start + begin, checksum)
+        except OSError as error:
+            raise self._give_up(error) from error
+        if written != nbytes:
+            raise ValueError(f"{dtype} {list(shape)} takes {nbytes} bytes, {written} were given")
+        header_end = self._header_end + len(text) + 1 + CHECKSUM_DIGITS
+        index = len(self._entries)
+        return ChunkEntry(reference, self._number, index, begin, nbytes, found, text, header_end)
+
+    def commit(self, entry: ChunkEntry) -> None:
+        """Let the chunk hold what was just written."""
+        self._entries.append(entry)
+
+    def withdraw(self, entry: ChunkEntry) -> None:
+        """Take back the last commit: its place is used again."""
+        if self._entries and self._entries[-1] is entry:
+            del self._entries[-1]
+
+    def finish(self) -> None:
+        """Finish the open chunk and write no more. Does nothing twice, or in a forked child.
+
+        Raises:
+            ChunkError: the disk refused it; the chunk can still be finished from the records.
+        """
+        if self._is_over:
+            return
+        try:
+            self._finish_chunk()
+        except OSError as error:
+            raise self._give_up(error) from error
+        self._is_over = True
+
+    def _is_full_for(self, nbytes: int, text_bytes: int) -> bool:
+        """True where the open chunk must not take this tensor."""
+        if not self._entries:
+            return False  # alone it may be larger than a chunk, and its header always fits
+        text_bytes += 1 + CHECKSUM_DIGITS
+        return (
+            len(self._entries) >= self._chunk_tensors
+            or self._end + nbytes > self._chunk_bytes
+            or self._header_end + text_bytes > self._header_bytes
+        )
+
+    def _own(self) -> int:
+        assert self._file is not None  # made by `_next_chunk`
+        return self._file.check()
+
+    def _reserve(self, number: int, end: int) -> None:
+        """Have blocks on disk for what is written up to `end`, and for some of what follows."""
+        start = self._reserved_end
+        if end <= start:
+            return
+        ahead = min(_AHEAD_BYTES, self._limit_bytes - self._spent_bytes - end)
+        if not reserve(number, start, end + max(ahead, 0) - start):
+            ahead = sys.maxsize
+        self._reserved_end = end + max(ahead, 0)
+
+    def _put(
+        self, number: int, pieces: Iterable[ByteArray], at: int, checksum: int | None
+    ) -> tuple[int, int]:
+        """Write pieces from `at` on; return how many bytes, and their checksum."""
+        start = at
+        state = _xxh3() if checksum is None else None
+        for piece in pieces:
+            if state is not None:
+                state.update(piece)
+            write_all(number, piece.data, at)
+            at += len(piece)
+        return at - start, state.intdigest() if state is not None else checksum or 0
+
+    def _next_chunk(self) -> None:
+        """Finish the open chunk and make the next one, its header region on disk."""
+        self._finish_chunk()
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._number += 1
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        path = chunk_path(self._folder, self._number)
+        descriptor = above_standard_streams(os.open(path, flags, 0o600))
+        is_made = False
+        try:
+            _hold(descriptor)
+            length = self._header_bytes.to_bytes(LENGTH_BYTES, "little")
+            # all of it now: later there may be no room for it
+            write_all(descriptor, length + bytes(self._header_bytes), 0)
+            made = OwnFile(descriptor)
+            is_made = True
+        finally:
+            if not is_made:
+                os.close(descriptor)
+                path.unlink(missing_ok=True)
+        self._file = made
+        self._reserved_end = self._data_start
+
+    def _finish_chunk(self) -> None:
+        """Cut the file behind the last tensor and fill the header in; a chunk of none is removed.
+
+        Raises:
+            OSError: the file is left as far as it got.
+        """
+        file = self._file
+        if file is None:
+            return
+        size = self._data_start + self._end
+        try:
+            descriptor = file.check()
+        except OSError:
+            self._file, self._entries = None, []
+            raise
+        try:
+            os.ftruncate(descriptor, size)
+            if self._entries:
+                self._spent_bytes += size
+                checksums = "".join([f"{entry.checksum:016x}" for entry in self._entries])
+                texts = [entry.text for entry in self._entries]
+                header = header_json(self._stream, self._number, texts, checksums)
+                write_header(descriptor, header, self._header_bytes)
+            else:
+                chunk_path(self._folder, self._number).unlink(missing_ok=True)
+        finally:
+            self._file = None
+            self._entries = []
+            os.close(descriptor)
+
+    def _give_up(self, error: OSError) -> ChunkError:
+        """Save what is finished and write no more; return what to raise."""
+        self._is_over = True
+        self.trouble = f"{self._folder}: {error.strerror or error}"
+        try:
+            self._finish_chunk()
+        except OSError as second:
+            self.trouble += f"; its chunk {self._number} stays unfinished: {second.strerror}"
+        return ChunkError(
+            f"{self.trouble}; no more tensors are kept, those stored so far are whole"
+        )
+
+    def _forget_in_child(self) -> None:
+        """A forked child has no part in its parent's chunks."""
+        file, self._file = self._file, None
+        self._is_over = True
+        if file is not None:
+            file.close()
+
+
+def _hold(descriptor: int) -> None:
+    """Lock a chunk for as long as it is open, where the file system can: nobody finishes it then.
+
+    Raises:
+        OSError: somebody else holds it.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+            raise
+
+
+def _forget_all_in_child() -> None:
+    for writer in list(_writers):
+        writer._forget_in_child()
+
+
+os.register_at_fork(after_in_child=_forget_all_in_child)

@@ -1,0 +1,258 @@
+"""The module calls of one forward as the debugger of transformers nests them, from a trace's nodes.
+
+A trace has every call; here stands what goes into that debugger's files: calls of modules that the
+model holds, inputs of all, outputs of those that hold no others. What its `prune` leaves out is
+left out before any tensor is read.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from rankscope.assembly.skeleton import BareCall
+from rankscope.record.call import CallStatus, Phase
+from rankscope.record.ranklists import parse_ranks
+from rankscope.tree.reader import Step
+from rankscope.tree.slotview import SlotView
+from rankscope.tree.views import Node
+
+__all__ = ["ForwardCall", "call_of", "forwards", "prune_layers", "pruned_calls"]
+
+_NUMBERED: Final = re.compile(r"(.*)\.(\d+)$")
+_LOOSE: Final = "@"
+"""Begins the path of a module that its root does not hold."""
+_MOST_SHOWN: Final = 2
+"""Of the layers of one list: the first and the last."""
+
+
+@dataclass(slots=True, eq=False)
+class ForwardCall:
+    """One call of one module, as one rank made it or all did together."""
+
+    node: Node
+    name: str
+    """Class of the model, then the path of the module: `Net.layers.0`."""
+    stem: str
+    """Begins the names of its tensors' files: unlike `name` it differs from call to call."""
+    inputs: Mapping[str, Any]
+    """{"args": [forms], "kwargs": {name: form}}, forms as in docs/trace-format.md."""
+    output: Any
+    """Form of what `forward` returned; None where that is not known."""
+    returned: Any
+    """Form of what the caller got, where the module's own hooks made something else of it."""
+    holds_others: bool
+    """The module holds others, called or not."""
+    error: str
+    """How it ended, "" where it returned."""
+    children: list[ForwardCall]
+    views: dict[str, list[SlotView]] = field(default_factory=dict)
+    """Slot -> its entries."""
+
+
+def forwards(
+    steps: Sequence[Step], rank: int | None, roots: Callable[[Node], bool]
+) -> Iterator[Node]:
+    """Yield the calls of a model in these steps, in the order of time; one step is in memory.
+
+    Args:
+        steps: where to look.
+        rank: the rank whose calls are wanted, None for all together.
+        roots: True for a call of the model.
+    """
+
+    def found(step: Step) -> list[Node]:
+        return [
+            node
+            for node in step.passing()
+            if node.phase is Phase.FORWARD and (rank is None or rank in node.ranks) and roots(node)
+        ]
+
+    opened, nodes, places = -1, list[Node](), list[tuple[int, float, int, int]]()
+    for number, step in enumerate(steps):
+        if step.is_setup:
+            continue
+        opened, nodes = number, found(step)
+        places += (
+            (step.incarnation, node.time.start_us, number, place)
+            for place, node in enumerate(nodes)
+        )
+    for _, _, number, place in sorted(places):
+        if number != opened:
+            opened, nodes = number, found(steps[number])
+        yield nodes[place]
+
+
+def call_of(root: Node, rank: int | None, mark: str) -> ForwardCall:
+    """Return a forward with every call in it.
+
+    Args:
+        root: the call of the model.
+        rank: as above.
+        mark: what tells the files of this forward from those of others, "" for nothing.
+    """
+    return _CallReader(root, rank, mark).call(root)
+
+
+class _CallReader:
+    """Reads the calls of one forward."""
+
+    def __init__(self, root: Node, rank: int | None, mark: str) -> None:
+        self._rank = rank
+        self._class = root.class_name
+        self._root = root.path
+        self._mark = mark
+
+    def call(self, node: Node) -> ForwardCall:
+        below = node.path[len(self._root) + 1 :] if self._root else node.path
+        path = f".{below}" if node.path != self._root else ""
+        again = f"_{node.ordinal}" if node.ordinal and path else ""
+        views: dict[str, list[SlotView]] = {}
+        for view in node.slots:
+            data = view.data  # read as it is: a tree has thousands of them
+            if self._rank is None or self._rank in parse_ranks(data["ranks"]):
+                views.setdefault(data["slot"], []).append(view)
+        children = [self.call(child) for child in self._below(node)]
+        inputs, held = self._inputs(views, bool(children))
+        return ForwardCall(
+            node=node,
+            name=f"{self._class}{path}",
+            stem=f"{self._class}{self._mark}{path}{again}",
+            inputs=inputs,
+            output=self._output(views),
+            returned=_nested("returned", self._leaves(views, "returned")),
+            holds_others=held,
+            error=self._error(node),
+            children=children,
+            views=views,
+        )
+
+    def _below(self, node: Node) -> Iterator[Node]:
+        """Yield the calls inside one, those of modules that nobody holds left out but not what is
+        inside them."""
+        for child in node.children:
+            is_seen = self._rank is None or self._rank in child.ranks
+            if (
+                not is_seen
+                or child.phase is not Phase.FORWARD
+                or child.status == CallStatus.NOT_ENTERED.word
+            ):
+                continue
+            if self._is_held(child.path):
+                yield child
+            else:
+                yield from self._below(child)
+
+    def _is_held(self, path: str) -> bool:
+        if self._root:
+            return path.startswith(f"{self._root}.") or path == self._root
+        return not path.startswith(_LOOSE)
+
+    def _inputs(
+        self, views: Mapping[str, list[SlotView]], has_children: bool
+    ) -> tuple[Mapping[str, Any], bool]:
+        """Return the forms of the arguments, and whether the module holds others."""
+        found = self._form(views, "form:input")
+        if found is not None:
+            return {"args": found["args"], "kwargs": found["kwargs"]}, found["modules"] > 0
+        guessed = _nested("input", self._leaves(views, "input")) or []
+        items = guessed.get("items", {}) if isinstance(guessed, dict) else dict(enumerate(guessed))
+        args = [form for name, form in items.items() if str(name).isdecimal()]
+        kwargs = {str(name): form for name, form in items.items() if not str(name).isdecimal()}
+        return {"args": args, "kwargs": kwargs}, has_children
+
+    def _output(self, views: Mapping[str, list[SlotView]]) -> Any:
+        found = self._form(views, "form:output")
+        if found is not None:
+            return found
+        return _nested("output", self._leaves(views, "output"))
+
+    def _form(self, views: Mapping[str, list[SlotView]], slot: str) -> Any:
+        for view in views.get(slot, ()):
+            for fold in view.data["values"]:
+                if self._rank is None or self._rank in parse_ranks(fold["ranks"]):
+                    return json.loads(fold.get("note", "null"))
+        return None
+
+    def _leaves(self, views: Mapping[str, list[SlotView]], kind: str) -> dict[str, Any]:
+        """Return {slot: form}, for a trace in which no forms were asked for."""
+        leaves: dict[str, Any] = {}
+        for slot, entries in views.items():
+            if slot == kind or slot.startswith(f"{kind}."):
+                is_text = entries[0].dtype == "python"
+                leaves[slot] = entries[0].folds[0].note if is_text else {"slot": slot}
+        return leaves
+
+    def _error(self, node: Node) -> str:
+        for outcome in node.outcomes:
+            if not outcome.has_returned and (self._rank is None or self._rank in outcome.ranks):
+                return outcome.error or outcome.status.replace("_", " ")
+        return ""
+
+
+def _nested(prefix: str, leaves: Mapping[str, Any]) -> Any:
+    """Return the form that slots speak for: a list where their names are numbers from 0; None for
+    no slots.
+    """
+    if not leaves:
+        return None
+    if set(leaves) == {prefix}:
+        return leaves[prefix]
+    groups: dict[str, dict[str, Any]] = {}
+    for slot, leaf in leaves.items():
+        name = slot[len(prefix) + 1 :].split(".")[0]
+        groups.setdefault(name, {})[slot] = leaf
+    forms = {name: _nested(f"{prefix}.{name}", group) for name, group in groups.items()}
+    is_list = list(forms) == [str(number) for number in range(len(forms))]
+    return list(forms.values()) if is_list else {"items": forms}
+
+
+def prune_layers(call: ForwardCall) -> None:
+    """Leave the first and the last of each list of layers, here and below."""
+    children = call.children
+    dropped = _pruned([c.name for c in children], [[i.name for i in c.children] for c in children])
+    call.children = [child for at, child in enumerate(children) if at not in dropped]
+    for child in call.children:
+        prune_layers(child)
+
+
+def pruned_calls(call: BareCall) -> Iterator[BareCall]:
+    """Yield the calls that `prune_layers` leaves out, before anything is made of them.
+
+    Args:
+        call: of the model.
+    """
+    children = [*_held(call)]
+    names = [f".{child.path}" for child in children]
+    dropped = _pruned(names, [[f".{inner.path}" for inner in _held(c)] for c in children])
+    for at, child in enumerate(children):
+        if at in dropped:
+            yield child
+        else:
+            yield from pruned_calls(child)
+
+
+def _held(call: BareCall) -> Iterator[BareCall]:
+    for child in call.children:
+        if child.path.startswith(_LOOSE):
+            yield from _held(child)
+        else:
+            yield child
+
+
+def _pruned(names: Sequence[str], inside: Sequence[Sequence[str]]) -> set[int]:
+    """Return which of the calls inside one are layers between the first and the last of a list.
+
+    Args:
+        names: of the calls, in their order.
+        inside: names of the calls in each of them.
+    """
+    lists: dict[str, list[int]] = {}
+    for at, name in enumerate(names):
+        found = _NUMBERED.match(name)
+        if found and any(f".{found[2]}." in each for each in inside[at]):
+            lists.setdefault(found[1], []).append(at)
+    return {at for layers in lists.values() if len(layers) > _MOST_SHOWN for at in layers[1:-1]}

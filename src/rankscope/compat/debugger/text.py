@@ -1,0 +1,258 @@
+"""Tensors as `print` of torch writes them, in the options the debugger of transformers sets, and
+their statistics.
+
+Scientific notation, four digits, 120 columns, three items at each edge of what has more than a
+thousand; whatever options the program has set for itself stay as they are. What autograd would add
+(`requires_grad`, `grad_fn`) is left out. The statistics are torch's own, because they have to agree
+with its last printed digit; so this file needs torch and is imported where a tensor is rendered.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Final, NamedTuple
+
+import torch
+
+__all__ = [
+    "Glimpse",
+    "Squares",
+    "glimpse_of",
+    "is_measured",
+    "meta_text",
+    "statistics_of",
+    "tensor_text",
+]
+
+_LINE: Final = 120
+_EDGE: Final = 3
+_MOST_WHOLE: Final = 1000
+"""A tensor of more elements is shown by its edges."""
+_PREFIX: Final = "tensor("
+_MEASURED: Final = frozenset({torch.float16, torch.float32, torch.bfloat16})
+_WIDENED: Final = frozenset(
+    found
+    for name in ("float8_e5m2", "float8_e5m2fnuz", "float8_e4m3fn", "float8_e4m3fnuz")
+    if (found := getattr(torch, name, None)) is not None
+)
+Texts = Iterator[str]
+Squares = Callable[[torch.Tensor, float], float]
+"""Of a contiguous float32 tensor the sum of (x - center)**2, added in double."""
+_FLOAT: Final = struct.Struct("=f")
+
+
+class Glimpse(NamedTuple):
+    """All that is written of a tensor, a few kB at most: the tensor itself may go."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    items: torch.Tensor | None
+    """Those that are shown, in their order; None where none were asked for."""
+    numbers: Mapping[str, float]
+    """Mean, std, min and max; {} where none is defined."""
+    odd: Mapping[str, int]
+    """How many elements are not finite, by kind, where any are."""
+
+
+def glimpse_of(
+    tensor: torch.Tensor, squares: Squares | None = None, *, with_items: bool = True
+) -> Glimpse:
+    """Look at a tensor.
+
+    Args:
+        tensor: any strided tensor on the host.
+        squares: what torch's `std` sums, faster.
+        with_items: they are wanted for `tensor_text`.
+    """
+    numbers = _numbers(tensor, squares)
+    odd: dict[str, int] = {}
+    if numbers and not (math.isfinite(numbers["min"]) and math.isfinite(numbers["max"])):
+        counts = {
+            "nan": tensor.isnan(),
+            "posinf": tensor.isposinf(),
+            "neginf": tensor.isneginf(),
+        }
+        found = {name: int(marks.sum()) for name, marks in counts.items()}
+        odd = {name: count for name, count in found.items() if count}
+    items = _items(tensor) if with_items else None
+    return Glimpse(tensor.dtype, tuple(tensor.shape), items, numbers, odd)
+
+
+def is_measured(dtype: torch.dtype) -> bool:
+    """True for a dtype of which the debugger gives statistics."""
+    return dtype in _MEASURED
+
+
+def tensor_text(seen: Glimpse, device: str = "cpu") -> str:
+    """Return a tensor as `print` shows it.
+
+    Args:
+        seen: the tensor, with items.
+        device: where it was when the program had it.
+    """
+    dtype, shape = seen.dtype, seen.shape
+    count = math.prod(shape)
+    if seen.items is None or not count:
+        suffixes = _device(device)
+        suffixes += [f"size={shape}"] if len(shape) != 1 else []
+        suffixes += [f"dtype={dtype}"] if dtype != torch.get_default_dtype() else []
+        return _with_suffixes(f"{_PREFIX}[]", suffixes)
+    is_cut = count > _MOST_WHOLE
+    texts, width = _texts(seen.items)
+    body = _TextLayout(shape, width, is_cut).text(iter(texts), 0, len(_PREFIX))
+    return _with_suffixes(_PREFIX + body, _device(device) + _dtype(dtype))
+
+
+def meta_text(shape: Sequence[int], dtype: str) -> str:
+    """Return what `print` shows of a tensor on the meta device, which has no values.
+
+    Args:
+        shape: its shape.
+        dtype: torch's name without the prefix.
+    """
+    suffixes = ["device='meta'", f"size={tuple(shape)}"]
+    if getattr(torch, dtype) != torch.get_default_dtype():
+        suffixes.append(f"dtype=torch.{dtype}")
+    return _with_suffixes(f"{_PREFIX}...", suffixes)
+
+
+def statistics_of(seen: Glimpse, device: str = "cpu") -> dict[str, str]:
+    """Return mean, std, min and max as the repr of torch's results; {} where none is defined.
+
+    Args:
+        seen: the tensor.
+        device: where it was when the program had it.
+    """
+    suffixes = _device(device) + _dtype(seen.dtype)
+    return {
+        name: _with_suffixes(_PREFIX + _floats([found])[0][0], suffixes)
+        for name, found in seen.numbers.items()
+    }
+
+
+def _numbers(tensor: torch.Tensor, squares: Squares | None) -> dict[str, float]:
+    if not is_measured(tensor.dtype) or not tensor.numel():
+        return {}
+    low, high = torch.aminmax(tensor)
+    mean = tensor.mean().item()
+    std = _std(tensor, mean, squares)
+    return {"mean": mean, "std": std, "min": low.item(), "max": high.item()}
+
+
+def _std(tensor: torch.Tensor, mean: float, squares: Squares | None) -> float:
+    if tensor.numel() == 1:  # undefined, and torch warns of it
+        return math.nan
+    is_plain = tensor.dtype == torch.float32 and tensor.is_contiguous() and not tensor.is_neg()
+    if squares is None or not is_plain:
+        return tensor.std().item()
+    # as torch does it: in double around the mean it rounds to float32, and rounded at the end
+    std = math.sqrt(squares(tensor, mean) / (tensor.numel() - 1))
+    return float(_FLOAT.unpack(_FLOAT.pack(std))[0])
+
+
+# ---------------------------------------------------------------------- numbers
+
+
+def _items(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the items that are shown, as a tensor of its own: all, or those at the edges."""
+    shown = tensor
+    if tensor.numel() > _MOST_WHOLE:
+        for dim, size in enumerate(tensor.shape):
+            if size > 2 * _EDGE:
+                low, high = shown.narrow(dim, 0, _EDGE), shown.narrow(dim, size - _EDGE, _EDGE)
+                shown = torch.cat((low, high), dim)
+    return shown.clone() if shown is tensor else shown
+
+
+def _texts(shown: torch.Tensor) -> tuple[list[str], int]:
+    """Return the text of every item, and the width of an item in its line."""
+    if shown.dtype in _WIDENED:
+        shown = shown.half()
+    flat = shown.reshape(-1)
+    if shown.dtype.is_complex:
+        real, real_width = _floats(flat.real.tolist())
+        imag, imag_width = _floats(flat.imag.tolist())
+        joined = [a + _signed((b + "j").lstrip()) for a, b in zip(real, imag)]
+        return joined, real_width + imag_width + 1
+    if shown.dtype.is_floating_point:
+        return _floats(flat.tolist())
+    texts = [str(value) for value in flat.tolist()]
+    width = max(map(len, texts))
+    return [text.rjust(width) for text in texts], width
+
+
+def _signed(text: str) -> str:
+    return text if text[0] in "+-" else "+" + text
+
+
+def _floats(values: Sequence[float]) -> tuple[list[str], int]:
+    """Return the texts of floats and their width, which only those decide that are neither zero nor
+    infinite; where there are none of these all are written as whole numbers.
+    """
+    texts = [f"{value:.4e}" for value in values]
+    ordinary = [len(text) for text, value in zip(texts, values) if value and math.isfinite(value)]
+    if not ordinary:
+        return [f"{value:.0f}." if math.isfinite(value) else str(value) for value in values], 1
+    width = max(ordinary)
+    return [text.rjust(width) for text in texts], width
+
+
+# ---------------------------------------------------------------------- layout
+
+
+class _TextLayout:
+    """Puts the texts of a tensor's items into brackets and lines."""
+
+    def __init__(self, shape: Sequence[int], width: int, is_cut: bool) -> None:
+        self._shape = shape
+        self._width = width
+        self._is_cut = is_cut
+
+    def text(self, items: Texts, dim: int, indent: int) -> str:
+        """Return the text of what begins at `dim`, `indent` columns from the left."""
+        left = len(self._shape) - dim
+        if not left:
+            return next(items)
+        size = self._shape[dim]
+        is_cut = self._is_cut and size > 2 * _EDGE
+        if left == 1:
+            return self._row(items, 2 * _EDGE if is_cut else size, is_cut, indent)
+        count = 2 * _EDGE if is_cut else size
+        parts = [self.text(items, dim + 1, indent + 1) for _ in range(count)]
+        if is_cut:
+            parts.insert(_EDGE, "...")
+        return f"[{(',' + chr(10) * (left - 1) + ' ' * (indent + 1)).join(parts)}]"
+
+    def _row(self, items: Texts, count: int, is_cut: bool, indent: int) -> str:
+        row = [next(items) for _ in range(count)]
+        if is_cut:
+            row.insert(_EDGE, " ...")
+        per_line = max(1, (_LINE - indent) // (self._width + 2))
+        lines = [", ".join(row[at : at + per_line]) for at in range(0, len(row), per_line)]
+        return f"[{(',' + chr(10) + ' ' * (indent + 1)).join(lines)}]"
+
+
+def _with_suffixes(text: str, suffixes: Sequence[str]) -> str:
+    parts = [text]
+    filled = len(text) - text.rfind("\n") + 1
+    for suffix in suffixes:
+        if filled + len(suffix) + 2 > _LINE:
+            parts.append(f",\n{' ' * len(_PREFIX)}{suffix}")
+            filled = len(_PREFIX) + len(suffix)
+        else:
+            parts.append(f", {suffix}")
+            filled += len(suffix) + 2
+    return "".join(parts) + ")"
+
+
+def _device(device: str) -> list[str]:
+    return [] if device == "cpu" else [f"device='{device}'"]
+
+
+def _dtype(dtype: torch.dtype) -> list[str]:
+    default = torch.get_default_dtype()
+    plain = torch.complex128 if default == torch.float64 else torch.complex64
+    usual = (default, plain, torch.int64, torch.bool)
+    return [] if dtype in usual else [f"dtype={dtype}"]

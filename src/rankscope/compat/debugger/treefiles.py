@@ -1,0 +1,289 @@
+"""The files that the debugger of transformers writes, from a trace that kept full tensors.
+
+    Net_debug_tree_FULL_TENSORS.json   module calls as they nest: inputs of all, outputs of leaves
+    Net_debug_tree_SUMMARY.json        the same without the tensors' values
+    Net.fc_inputs_args_0.safetensors   one for each tensor, where they are not written as text
+
+A further forward of the same model and every rank that is not the only one have files of their own:
+`Net_debug_tree_rank1_1_...`. docs/commands/export.md has the names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from rankscope.chunks.safetensors import can_link_tensors, link_tensor, write_tensor
+from rankscope.compat.debugger.calltree import ForwardCall, call_of, forwards, prune_layers
+from rankscope.errors import SelectionError
+from rankscope.export.place import ExportPlace
+from rankscope.export.subset import Selection
+from rankscope.layout.layoutfile import LayoutFile
+from rankscope.run.names import Progress
+from rankscope.tree.reader import Step, Trace
+from rankscope.tree.views import Node
+
+if TYPE_CHECKING:
+    from rankscope.compat.debugger.values import GlobalValues, LocalValues, Shown
+
+__all__ = ["Files", "write", "write_rank"]
+
+_MOST_NAME: Final = 200
+"""Bytes of a file's name before its suffix; file systems take 255."""
+_quoted: Final = json.encoder.encode_basestring_ascii
+_UNSAFE: Final = {ord(char): f"%{ord(char):02X}" for char in "/\\%\0\n\r"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Files:
+    """How the files are written."""
+
+    prunes: bool = True
+    """Of a list of layers the first and the last alone."""
+    as_text: bool = True
+    """Values as lines of `print`; else a safetensors file for each."""
+    all_outputs: bool = False
+    """Of modules that hold others too."""
+    label: str = ""
+    """Goes into every name: the rank."""
+
+
+def write(
+    trace: Trace,
+    selection: Selection,
+    place: ExportPlace,
+    progress: Progress,
+    *,
+    is_global: bool = False,
+    layout: Path | None = None,
+    all_layers: bool = False,
+    all_outputs: bool = False,
+    safetensors: bool = False,
+) -> Sequence[str]:
+    """Write the files of every rank that is selected, or of all ranks together."""
+    from rankscope.compat.debugger.values import GlobalValues, LocalValues
+
+    steps = [step for step in selection.groups(trace) if not step.is_setup]
+    ranks = sorted(selection.ranks(trace))
+    files = Files(prunes=not all_layers, as_text=not safetensors, all_outputs=all_outputs)
+    names: list[str] = []
+    notes: dict[str, None] = {}
+    for done, rank in enumerate([None] if is_global else ranks):
+        progress("writing forwards", done / len(ranks))
+        values: GlobalValues | LocalValues
+        if rank is None:
+            declared = None if layout is None else LayoutFile.load(layout)
+            values = GlobalValues(trace, declared, as_text=files.as_text)
+            label = ""
+        else:
+            values = LocalValues(trace, rank, as_text=files.as_text)
+            label = f"_rank{rank}" if len(ranks) > 1 else ""
+        names += write_rank(place.target, steps, values, replace(files, label=label), rank=rank)
+        notes.update(dict.fromkeys(values.notes))
+    if not names:
+        raise SelectionError("the trace holds no forward of a model in what is asked for")
+    return (f"{len(names) // 2} forwards, a pair of files for each", *notes)
+
+
+def write_rank(
+    folder: Path,
+    steps: Sequence[Step],
+    values: LocalValues | GlobalValues,
+    files: Files,
+    *,
+    rank: int | None,
+    is_root: Callable[[Node], bool] = lambda node: not node.path,
+) -> list[str]:
+    """Write the forwards of one model on one rank (None: of all together); return the names of the
+    JSON files.
+
+    Args:
+        folder: takes the files; those of the same names are replaced.
+        steps: the steps that may hold them.
+        values: gives the tensors.
+        files: how they are written.
+        rank: whose they are.
+        is_root: True for a call of the model.
+    """
+    written: list[str] = []
+    for number, root in enumerate(forwards(steps, rank, is_root)):
+        mark = f"{files.label}_{number}" if number else files.label
+        call = call_of(root, rank, mark)
+        if files.prunes:
+            prune_layers(call)
+        written += _Writer(folder, values, files).write(call, f"{root.class_name}_debug_tree{mark}")
+    return written
+
+
+class _FileEntry(dict[str, Any]):
+    """What stands for a tensor."""
+
+
+class _Writer:
+    """Writes one forward."""
+
+    def __init__(self, folder: Path, values: LocalValues | GlobalValues, files: Files) -> None:
+        self._folder = folder
+        self._values = values
+        self._files = files
+        self._used: set[str] = set()
+        self._written: dict[tuple[object, str, tuple[int, ...]], str] = {}
+        """Files by what is in them."""
+
+    def write(self, call: ForwardCall, base: str) -> list[str]:
+        json_text = _Json()
+        json_text.add(self._node(call, is_root=True), "\n")
+        texts = json_text.whole(), json_text.summary()
+        names = [f"{_safe(base)}_FULL_TENSORS.json", f"{_safe(base)}_SUMMARY.json"]
+        for name, text in zip(names, texts):
+            draft = self._folder / f".{name}.{os.getpid()}.new"
+            try:
+                draft.write_text(text, encoding="utf-8")
+                os.replace(draft, self._folder / name)
+            finally:
+                draft.unlink(missing_ok=True)
+        return names
+
+    def _node(self, call: ForwardCall, *, is_root: bool = False) -> dict[str, Any]:
+        inputs = {
+            kind: self._data(
+                call, {"items": forms} if kind == "kwargs" else forms, f"_inputs_{kind}"
+            )
+            for kind, forms in call.inputs.items()
+            if forms or is_root
+        }
+        node: dict[str, Any] = {"module_path": call.name, "inputs": inputs}
+        is_shown = is_root or not call.holds_others or self._files.all_outputs
+        if self._files.all_outputs or not call.children:
+            node["outputs"] = self._data(call, call.output, "_outputs") if is_shown else None
+        if is_root and not node.get("outputs"):
+            node.pop("outputs", None)
+        if call.returned is not None and self._values.differ(call.views, "returned", "output"):
+            node["returned"] = self._data(call, call.returned, "_returned")
+        if call.children:
+            node["children"] = [self._node(child) for child in call.children]
+        if call.error:
+            node["error"] = call.error
+        return node
+
+    def _data(self, call: ForwardCall, form: Any, place: str) -> Any:
+        if isinstance(form, list):
+            return [self._data(call, each, f"{place}_{i}") for i, each in enumerate(form)]
+        if not isinstance(form, dict):
+            return form
+        if "items" in form:
+            items = form["items"].items()
+            return {key: self._data(call, each, f"{place}_{key}") for key, each in items}
+        shown = self._values.shown(call.node, call.views.get(form["slot"], ()), form)
+        if shown is None:
+            return _FileEntry(shape=None, dtype=None, value=None, note="it was not recorded")
+        return _FileEntry(
+            shape=f"torch.Size({list(shown.shape)})",
+            dtype=f"torch.{shown.dtype}",
+            value=self._value(shown, f"{call.stem}{place}"),
+            **shown.facts,
+        )
+
+    def _value(self, shown: Shown, stem: str) -> Any:
+        if self._files.as_text:
+            return None if shown.lines is None else list(shown.lines)
+        if shown.data is None:
+            return None
+        name = self._free(_safe(stem))
+        path, known = f"{self._folder}/{name}", (shown.origin, shown.dtype, shown.shape)
+        written = None if shown.origin is None else self._written.setdefault(known, path)
+        if written in (None, path) or not (can_link_tensors() and link_tensor(path, written)):
+            write_tensor(path, shown.dtype, shown.shape, shown.data)
+        return f"./{name}"
+
+    def _free(self, stem: str) -> str:
+        """Return a file's name that no other tensor of this forward has."""
+        name, number = f"{stem}.safetensors", 1
+        while name in self._used:
+            name, number = f"{stem}~{number}.safetensors", number + 1
+        self._used.add(name)
+        return name
+
+
+def _safe(name: str) -> str:
+    """Return a name as a file may have it: `/` and others as %2F, a long one cut, with its hash."""
+    safe = name.translate(_UNSAFE).encode("utf-8", "backslashreplace")
+    if len(safe) <= _MOST_NAME:
+        return safe.decode()
+    digest = hashlib.sha256(safe).hexdigest()[:16]
+    return f"{safe[: _MOST_NAME - 17].decode(errors='ignore')}~{digest}"
+
+
+class _Json:
+    """Writes what `json.dumps(data, indent=2)` does, in an eighth of the time: that has no C code
+    for indented text, and here one pass makes the text with tensors' values and that without.
+    """
+
+    def __init__(self) -> None:
+        self._parts: list[str] = []
+        self._left_out: list[int] = []
+        """Which of them only the whole text has."""
+
+    def whole(self) -> str:
+        """Return the text."""
+        return "".join(self._parts)
+
+    def summary(self) -> str:
+        """Return the text without the values of tensors."""
+        parts = self._parts.copy()
+        for number in self._left_out:
+            parts[number] = ""
+        return "".join(parts)
+
+    def add(self, data: Any, line: str) -> None:
+        """Append data.
+
+        Args:
+            data: made of dicts with text keys, lists, texts, numbers and None.
+            line: a line's end, and the indent of the next.
+        """
+        add = self._parts.append
+        inner = line + "  "
+        if isinstance(data, str):
+            add(_quoted(data))
+        elif isinstance(data, _FileEntry):
+            self._add_entry(data, line, inner)
+        elif isinstance(data, dict) and data:
+            before = "{" + inner
+            for key, each in data.items():
+                add(f"{before}{_quoted(key)}: ")
+                self.add(each, inner)
+                before = "," + inner
+            add(line + "}")
+        elif isinstance(data, list) and data:
+            before = "[" + inner
+            for each in data:
+                add(before)
+                self.add(each, inner)
+                before = "," + inner
+            add(line + "]")
+        else:
+            add(json.dumps(data))
+
+    def _add_entry(self, entry: _FileEntry, line: str, inner: str) -> None:
+        """Append a tensor: its value is a part of its own, and never the first."""
+        add = self._parts.append
+        before = "{" + inner
+        for key, each in entry.items():
+            if isinstance(each, str):
+                text = _quoted(each)
+            elif isinstance(each, list):
+                deeper = inner + "  "
+                text = f"[{deeper}{(',' + deeper).join(map(_quoted, each))}{inner}]"
+            else:
+                text = json.dumps(each, indent=2).replace("\n", inner)
+            if key == "value":
+                self._left_out.append(len(self._parts))
+            add(f'{before}"{key}": {text}')
+            before = "," + inner
+        add(line + "}")

@@ -1,0 +1,371 @@
+"""A tensor of a trace as the debugger of transformers writes it: what one rank held, labelled with
+its place in the whole, or the whole.
+
+The one part of these files that needs torch, for text and statistics; imported when it is asked
+for.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rankscope.capture.kernel import load
+from rankscope.chunks.tensorfiles import StoredTensor
+from rankscope.compat.debugger.text import (
+    Glimpse,
+    Squares,
+    glimpse_of,
+    is_measured,
+    meta_text,
+    statistics_of,
+    tensor_text,
+)
+from rankscope.errors import LayoutError, SelectionError, TraceError
+from rankscope.layout.layoutfile import LayoutFile
+from rankscope.record.ranklists import parse_ranks
+from rankscope.tensors.globalvalues import whole_value
+from rankscope.tensors.kept import why_not_kept
+from rankscope.tensors.rebuild import bytes_of
+from rankscope.tree.reader import Trace
+from rankscope.tree.slotview import SlotView
+from rankscope.tree.views import Node, Value
+
+__all__ = ["GlobalValues", "LocalValues", "Shown", "UnwrittenTensor", "kernel_squares", "laid_out"]
+
+
+def kernel_squares() -> Callable[[torch.Tensor, float], float] | None:
+    """Return a function of a contiguous float32 tensor on the host and a center: the sum of
+    (x - center)**2, every difference and sum in double. None where there is no kernel.
+    """
+    kernel = load()
+    if kernel is None:
+        return None
+    squares = kernel.squares_around
+    return lambda tensor, center: squares(tensor.data_ptr(), tensor.numel(), center)
+
+
+_OF_PARAMETER: Final = "Parameter containing:"
+_SHARED_DIM: Final = {
+    ("Linear", "output"): 0,
+    ("Linear", "input.0"): 1,
+    ("Linear", "input.input"): 1,
+    ("Embedding", "output"): 1,
+}
+"""Class and slot -> the dim of the class's weight that is the last dim of what is in the slot."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shown:
+    """A tensor, ready to be written."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    """torch's name without the prefix."""
+    lines: tuple[str, ...] | None
+    """What `print` shows; None where not asked for, or there is nothing to show."""
+    data: NDArray[np.uint8] | None
+    """Its bytes in row-major order; None where they are not there, or not asked for."""
+    origin: object = None
+    """What values of the same bytes share; None where that is not known."""
+    facts: Mapping[str, Any]
+    """Statistics, what is not finite, where it lies, why it is not there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnwrittenTensor:
+    """A tensor that this process holds, and no file of a trace."""
+
+    dtype: str
+    """torch's name."""
+    shape: tuple[int, ...]
+    data: NDArray[np.uint8] | None
+    """Its bytes in row-major order; None where it was looked at, and let go."""
+    glimpse: Glimpse | None = None
+    """What was seen of it then."""
+    origin: object = None
+    """What values of the same bytes share, where they have references of their own."""
+
+
+class LocalValues:
+    """What one rank held."""
+
+    def __init__(
+        self,
+        trace: Trace,
+        rank: int,
+        *,
+        as_text: bool,
+        held: Mapping[int, UnwrittenTensor] | None = None,
+        has_files: bool = True,
+        squares: Squares | None = None,
+    ) -> None:
+        """Prepare to read; nothing is opened yet.
+
+        Args:
+            trace: a trace that kept full tensors.
+            rank: whose tensors are wanted.
+            as_text: they are wanted as text, else as bytes.
+            held: tensors of the rank that are in no file, by reference.
+            has_files: the others are in files of the trace.
+            squares: as `glimpse_of` takes it.
+        """
+        self._files = trace.tensor_files
+        self._held = held or {}
+        self._has_files = has_files
+        self._squares = squares
+        self._rank = rank
+        self._as_text = as_text
+        columns = trace.columns()
+        names = ("rank", "incarnation", "reference")
+        own = (columns[f"values.{name}"].tolist() for name in names)
+        self._ranks, self._lives, self._references = own
+        self._measured: dict[object, tuple[Mapping[str, Any], tuple[str, ...] | None]] = {}
+        self.has_layouts = bool(trace.run["meshes"])
+        """Tensors of this job are known to lie on meshes: what says nothing of it is marked."""
+        self._weights = self._weights_on_meshes(trace) if self.has_layouts else {}
+        self.notes: list[str] = []
+
+    def shown(self, node: Node, views: Sequence[SlotView], form: Mapping[str, Any]) -> Shown | None:
+        """Return a tensor; None where nothing was recorded of it.
+
+        Args:
+            node: the call.
+            views: entries of its slot.
+            form: what the form of the call says of it.
+        """
+        view = next((each for each in views if self._rank in parse_ranks(each.data["ranks"])), None)
+        if view is None:
+            return None
+        shape = self._shape(view)
+        labels = self._labels(node, view, shape)
+        dtype = str(view.data["dtype"])
+        if view.data["device"] == "meta":
+            lines = tuple(meta_text(shape, dtype).split("\n")) if self._as_text else None
+            facts = _meta_facts(dtype) | labels
+            return Shown(
+                shape=shape, dtype=dtype, lines=_headed(lines, form), data=None, facts=facts
+            )
+        found = self._stored(view)
+        if found is None:
+            why = why_not_kept(Value((view,), node), [self._rank])
+            facts = {"note": why, **labels}
+            return Shown(shape=shape, dtype=dtype, lines=None, data=None, facts=facts)
+        stored, key = found
+        measured, lines = self._facts(stored, key, form)
+        facts = {**measured, **labels}
+        data = None if self._as_text else stored.data  # there is a file for each: it has bytes
+        return Shown(
+            shape=shape, dtype=dtype, lines=_headed(lines, form), data=data, origin=key,
+            facts=facts,
+        )  # fmt: skip
+
+    def differ(self, views: Mapping[str, Sequence[SlotView]], one: str, other: str) -> bool:
+        """True where a kind of slot (`returned`) holds other bytes than another (`output`)."""
+        kept: dict[str, dict[str, object]] = {one: {}, other: {}}
+        for slot, entries in views.items():
+            kind, _, rest = slot.partition(".")
+            if kind in kept:
+                found = [self._stored(view) for view in entries if self._rank in view.ranks]
+                kept[kind][rest] = [each and _origin(*each) for each in found]
+        return kept[one] != kept[other]
+
+    def _stored(
+        self, view: SlotView
+    ) -> tuple[StoredTensor | UnwrittenTensor, tuple[int, int]] | None:
+        for row in range(*view.data["rows"]):
+            if self._ranks[row] == self._rank and self._references[row]:
+                key = self._lives[row], self._references[row]
+                if key[1] in self._held:
+                    return self._held[key[1]], key
+                if self._has_files:
+                    return self._files.find(self._rank, *key), key
+        return None
+
+    def _facts(
+        self, stored: StoredTensor | UnwrittenTensor, key: tuple[int, int], form: Mapping[str, Any]
+    ) -> tuple[Mapping[str, Any], tuple[str, ...] | None]:
+        """Return statistics and text; made once for all values that share their bytes."""
+        device, stride = str(form.get("device", "cpu")), tuple(form.get("stride", ()))
+        known = (key, device, stride)
+        if known not in self._measured:
+            seen = stored.glimpse if isinstance(stored, UnwrittenTensor) else None
+            if seen is None:
+                tensor = laid_out(_tensor(stored), stride)
+                seen = glimpse_of(tensor, self._squares, with_items=self._as_text)
+            self._measured[known] = _facts_of(seen, device), _lines(seen, device)
+        return self._measured[known]
+
+    def _shape(self, view: SlotView) -> tuple[int, ...]:
+        for each in view.data["values"]:
+            if self._rank in parse_ranks(each["ranks"]):
+                return tuple(each["shape"])
+        return ()
+
+    def _labels(self, node: Node, view: SlotView, shape: tuple[int, ...]) -> dict[str, Any]:
+        if view.data["layout"].get("placements"):
+            whole = view.global_shape
+            return {
+                "global_shape": None if whole is None else f"torch.Size({list(whole)})",
+                "mesh": view.data["layout"].get("mesh", ""),
+                "placements": view.placements,
+            }
+        if not self.has_layouts:
+            return {}
+        return self._proven(node, view.slot, shape) or {"layout": "unknown"}
+
+    def _proven(self, node: Node, slot: str, shape: tuple[int, ...]) -> dict[str, Any]:
+        """Return how a local tensor lies where the weight of its module proves it: its last dim is
+        as long as this rank's part of the weight's, and shorter than the whole.
+
+        Of a weight on a mesh of several axes that proves nothing of the others.
+        """
+        dim = _SHARED_DIM.get((node.class_name, slot))
+        weight = self._weights.get(node.path)
+        if dim is None or weight is None or not shape:
+            return {}
+        whole, local = weight.global_shape, self._shape(weight)
+        if whole is None or not local or len(weight.placements) != 1:
+            return {}
+        ((axis, placement),) = weight.placements.items()
+        if placement != f"Shard({dim})" or not shape[-1] == local[dim] < whole[dim]:
+            return {}
+        return {
+            "global_shape": f"torch.Size({[*shape[:-1], whole[dim]]})",
+            "mesh": weight.data["layout"].get("mesh", ""),
+            "placements": {axis: f"Shard({len(shape) - 1})"},
+        }
+
+    def _weights_on_meshes(self, trace: Trace) -> dict[str, SlotView]:
+        """Return the weights that lie on a mesh, by the path of their module."""
+        return {
+            node.path: view
+            for step in trace.setup
+            for node in step.passing()
+            for view in node.slots
+            if view.slot == "param:weight" and view.placements and self._rank in view.ranks
+        }
+
+
+class GlobalValues:
+    """Global tensors, put together from all ranks."""
+
+    def __init__(self, trace: Trace, layouts: LayoutFile | None, *, as_text: bool) -> None:
+        self._layouts = layouts
+        self._as_text = as_text
+        self._said: dict[str, None] = {}
+
+    @property
+    def notes(self) -> list[str]:
+        """What was inferred, what replicas differ in, what could not be put together."""
+        return list(self._said)
+
+    def differ(self, views: Mapping[str, Sequence[SlotView]], one: str, other: str) -> bool:
+        """Return False: hooks that lay a tensor out anew make no other global tensor of it."""
+        return False
+
+    def shown(self, node: Node, views: Sequence[SlotView], form: Mapping[str, Any]) -> Shown | None:
+        """As `LocalValues.shown`, of the whole tensor."""
+        if not views:
+            return None
+        name = f"{node.path or '(root)'}:{views[0].slot}"
+        try:
+            whole = whole_value(Value(tuple(views), node), self._layouts)
+        except (SelectionError, LayoutError, TraceError) as error:
+            self._said[f"{name}: {error}" if name not in str(error) else str(error)] = None
+            shape = views[0].global_shape or views[0].folds[0].shape
+            facts = {"note": str(error)}
+            return Shown(shape=shape, dtype=views[0].dtype, lines=None, data=None, facts=facts)
+        for text in (*map(str, whole.mismatches), *whole.notes):
+            self._said[f"{name}: {text}"] = None
+        tensor, device = whole.tensor.detach(), str(form.get("device", "cpu"))
+        is_one_piece = tuple(tensor.shape) == views[0].folds[0].shape
+        stride = tuple(form.get("stride", ())) if is_one_piece else ()
+        seen = glimpse_of(laid_out(tensor, stride), with_items=self._as_text)
+        return Shown(
+            shape=tuple(tensor.shape),
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            lines=_headed(_lines(seen, device), form),
+            data=None if self._as_text else bytes_of(tensor),
+            facts=_facts_of(seen, device),
+        )
+
+
+def _headed(lines: tuple[str, ...] | None, form: Mapping[str, Any]) -> tuple[str, ...] | None:
+    """Return the lines of a tensor as `print` begins those of a parameter."""
+    return (_OF_PARAMETER, *lines) if lines and form.get("parameter") else lines
+
+
+def _origin(stored: StoredTensor | UnwrittenTensor, key: tuple[int, int]) -> object:
+    return (
+        key if not isinstance(stored, UnwrittenTensor) or stored.origin is None else stored.origin
+    )
+
+
+def _tensor(stored: StoredTensor | UnwrittenTensor) -> torch.Tensor:
+    assert stored.data is not None  # else it was looked at
+    dtype: torch.dtype = getattr(torch, stored.dtype)
+    if not stored.data.size:
+        return torch.empty(stored.shape, dtype=dtype, device="cpu")
+    data = stored.data
+    if data.flags.writeable:
+        return torch.from_numpy(data).view(dtype).reshape(stored.shape)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # nobody writes into it
+        return torch.from_numpy(data).view(dtype).reshape(stored.shape)
+
+
+def _lines(seen: Glimpse, device: str) -> tuple[str, ...] | None:
+    return None if seen.items is None else tuple(tensor_text(seen, device).split("\n"))
+
+
+def _facts_of(seen: Glimpse, device: str) -> dict[str, Any]:
+    """Return the statistics, and how many elements are not finite where any are."""
+    return {**statistics_of(seen, device), **seen.odd}
+
+
+def _meta_facts(dtype: str) -> dict[str, Any]:
+    if not is_measured(getattr(torch, dtype)):
+        return {}
+    return dict.fromkeys(("mean", "std", "min", "max"), meta_text((), dtype))
+
+
+def laid_out(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    """Return the tensor as it lay in memory: sums depend on the order, in their last digits.
+
+    Args:
+        tensor: its elements, in row-major order.
+        stride: that it had; () for row-major order.
+    """
+    if not stride or len(stride) != tensor.dim() or not tensor.numel():
+        return tensor
+    distinct = tensor
+    for dim, step in enumerate(stride):
+        if not step:  # the same items again and again
+            distinct = distinct.narrow(dim, 0, 1)
+    closer = _closed_up(distinct.shape, stride)
+    if closer is None:
+        return tensor
+    memory = torch.empty_strided(distinct.shape, closer, dtype=tensor.dtype, device="cpu")
+    return memory.copy_(distinct).expand(tensor.shape)
+
+
+def _closed_up(shape: Sequence[int], stride: Sequence[int]) -> list[int] | None:
+    """Return strides in the same order, with gaps where there are any, but small ones: what torch
+    makes of a tensor depends on no more. None where two items may lie at one place (`unfold`).
+    """
+    closer = [1] * len(shape)
+    reach, near = 1, 1
+    dims = [dim for dim, size in enumerate(shape) if size > 1]
+    for dim in sorted(dims, key=lambda dim: stride[dim]):
+        if stride[dim] < reach:
+            return None
+        closer[dim] = near + (stride[dim] > reach)
+        reach, near = stride[dim] * shape[dim], closer[dim] * shape[dim]
+    return closer

@@ -1,0 +1,228 @@
+"""`capture_outputs`: hidden states, attentions and router logits of any model, asked for by flags.
+
+The decorated forward hooks the modules that the model's `_can_record_outputs` names, for the time
+of one call, and puts what they returned into its own output. Afterwards nothing is left on the
+model. Nothing is detached, copied or gathered: a recorded tensor is the one the module returned.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, overload
+
+import torch
+from torch import nn
+
+from rankscope.capture.torch_internals.autograd import current_graph_task
+from rankscope.capture.torch_internals.compiling import (
+    hook_while_tracing,
+    is_compiled_in_place,
+    unhook_after_tracing,
+    unseen_by_compiler,
+)
+from rankscope.compat.outputs.captureplan import DECLARATION, modules_to_record, paths_to_record
+from rankscope.compat.outputs.flags import Parameters, config_value, requested, selection
+from rankscope.compat.outputs.result import as_tuple, last_state_of, with_recorded
+from rankscope.compat.outputs.states import (
+    INNERMOST,
+    TRACED,
+    Capture,
+    begin_eagerly,
+    begin_traced,
+    end_eagerly,
+    end_traced,
+    meet_transformers,
+    record_eagerly,
+    record_traced,
+)
+
+__all__ = ["capture_outputs", "select_hidden_states"]
+
+Forward = TypeVar("Forward", bound=Callable[..., Any])
+
+
+@overload
+def capture_outputs(func: Forward, *, tie_last_hidden_states: bool = True) -> Forward: ...
+@overload
+def capture_outputs(
+    func: None = None, *, tie_last_hidden_states: bool = True
+) -> Callable[[Forward], Forward]: ...
+def capture_outputs(func: Any = None, *, tie_last_hidden_states: bool = True) -> Any:
+    """Decorate a forward so that `output_hidden_states=True` and its like work.
+
+    The model says by `_can_record_outputs` what each output is recorded from. `output_<name>` is
+    read from the call, else from `self.config`; `output_hidden_states` may also be one index or
+    several, counted as in the full list: the others are None then, and not kept alive.
+    `return_dict=False` (or in the config) gives a tuple of the values that are not None.
+
+    Args:
+        func: the forward; without it the decorator is returned.
+        tie_last_hidden_states: put the forward's own `last_hidden_state` in place of the last one
+            recorded, which has not gone through the last norm. The config's value of that name
+            wins.
+
+    Raises:
+        TypeError: (by the call) outputs were asked for and what the forward returns has no place
+            for them.
+    """
+    if func is None:
+        return functools.partial(_captured, is_tied=tie_last_hidden_states)
+    return _captured(func, is_tied=tie_last_hidden_states)
+
+
+def _captured(func: Callable[..., Any], *, is_tied: bool) -> Callable[..., Any]:
+    parameters = Parameters(func)
+    meet_transformers()
+
+    @functools.wraps(func)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        config = getattr(self, "config", None)
+        return_dict = kwargs.pop("return_dict", None)
+        if return_dict is None:
+            return_dict = config_value(config, "return_dict")
+        declared = getattr(self, DECLARATION, None) or {}
+        flags = requested(config, declared, parameters, args, kwargs)
+        parameters.drop_unknown(declared, kwargs)
+        call = functools.partial(func, self, *args, **kwargs)
+        if flags:
+            outputs = _capture(self, flags, call, is_tied)
+        else:
+            outputs = _without_capture(call)
+        return as_tuple(outputs) if return_dict is False else outputs
+
+    return forward
+
+
+def _capture(
+    model: nn.Module, flags: dict[str, Any], call: Callable[[], Any], is_tied: bool
+) -> Any:
+    keys, selected = tuple(flags), selection(flags.get("hidden_states", True))
+    run = _run_traced if torch.compiler.is_dynamo_compiling() else _run
+    outputs, values = run(model, keys, selected, call)
+    states = values.get("hidden_states")
+    if states and states[-1] is not None:
+        configured = config_value(getattr(model, "config", None), "tie_last_hidden_states")
+        last = last_state_of(outputs)
+        if last is not None and (is_tied if configured is None else configured):
+            states[-1] = last
+    recorded = {key: tuple(found) for key, found in values.items()}
+    return with_recorded(outputs, recorded, type(model).__name__)
+
+
+def _run(
+    model: nn.Module,
+    keys: tuple[str, ...],
+    selected: tuple[int, ...] | None,
+    call: Callable[[], Any],
+) -> tuple[Any, dict[str, list[Any]]]:
+    capture = Capture(keys, selected, current_graph_task())
+    record = unseen_by_compiler(record_eagerly)
+    handles = [
+        module.register_forward_hook(functools.partial(record, capture, taps), with_kwargs=True)
+        for module, taps in modules_to_record(model, keys)
+    ]
+    begun = begin_eagerly(capture)
+    try:
+        outputs = call()
+    finally:
+        end_eagerly(*begun)
+        for handle in handles:
+            handle.remove()
+    values = capture.close()
+    if handles and not all(values.values()):
+        _warn_of_compiled(model, [key for key, found in values.items() if not found])
+    return outputs, values
+
+
+def _warn_of_compiled(model: nn.Module, keys: list[str]) -> None:
+    """Say why nothing was recorded where the reason may be that torch.compile left no hook in."""
+    for path, module in model.named_modules():
+        wrapper = getattr(module, "_orig_mod", None)
+        if wrapper is not None or is_compiled_in_place(module):
+            warnings.warn(
+                f"nothing was recorded for {', '.join(keys)}: {path} was compiled before its first "
+                "capture, and compiled code does not see hooks that come later. Compile after a "
+                "first capture, or compile the whole model",
+                stacklevel=5,
+            )
+            return
+
+
+def _run_traced(
+    model: nn.Module,
+    keys: tuple[str, ...],
+    selected: tuple[int, ...] | None,
+    call: Callable[[], Any],
+) -> tuple[Any, dict[str, list[Any]]]:
+    """Do the same in a way that torch.compile can follow: constants for the choice of modules, and
+    hooks that exist for the trace alone.
+    """
+    if not torch.compiler.is_dynamo_compiling():  # tracing failed since this was chosen
+        return _run(model, keys, selected, call)
+    capture = Capture(keys, selected, -1)
+    hooked = [
+        hook_while_tracing(
+            model.get_submodule(path), functools.partial(record_traced, capture, taps)
+        )
+        for path, taps in paths_to_record(model, keys)
+    ]
+    begun = begin_traced(capture)
+    try:
+        outputs = call()
+    finally:
+        end_traced(*begun)
+        for tables in reversed(hooked):
+            unhook_after_tracing(*tables)
+    return outputs, capture.close()
+
+
+def _without_capture(call: Callable[[], Any]) -> Any:
+    """Run a captured forward that nothing is asked of: a capture around it sees nothing in it."""
+    if torch.compiler.is_dynamo_compiling():
+        traced = begin_traced(None)
+        try:
+            return call()
+        finally:
+            end_traced(*traced)
+    if INNERMOST.get() is None and (TRACED.theirs is None or TRACED.theirs.get() is None):
+        return call()
+    begun = begin_eagerly(None)
+    try:
+        return call()
+    finally:
+        end_eagerly(*begun)
+
+
+def select_hidden_states(selection: str | Callable[[Any], int | Sequence[int]]) -> Any:
+    """Decorate a method that needs only some hidden states, so that the models it passes its
+    keywords to keep no others.
+
+    `output_hidden_states` is set to the selection, unless the caller asks for hidden states.
+
+    Args:
+        selection: name of the method's argument that holds the indices, or a function of the model
+            that returns them.
+    """
+
+    def decorate(func: Forward) -> Forward:
+        signature = inspect.signature(func)
+
+        @functools.wraps(func)
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            flag = kwargs.get("output_hidden_states")
+            if flag is None or flag is False:
+                if isinstance(selection, str):
+                    bound = signature.bind(self, *args, **kwargs)
+                    bound.apply_defaults()
+                    flag = bound.arguments[selection]
+                else:
+                    flag = selection(self)
+                kwargs["output_hidden_states"] = flag
+            return func(self, *args, **kwargs)
+
+        return method  # type: ignore[return-value]
+
+    return decorate

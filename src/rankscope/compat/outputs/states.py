@@ -1,0 +1,204 @@
+"""What one call of a captured forward has recorded so far, and whose turn it is to record.
+
+Captures nest when a captured model calls another one. Only the innermost of a thread records: what
+a model collects is never mixed with what its submodels collect for themselves. The captures of
+transformers count among them, since its models and ours may be parts of each other. Its hooks ask
+one variable for the capture that is innermost. While one of ours is, that variable holds None, and
+while it holds something, none of ours is.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from rankscope.capture.torch_internals.autograd import current_graph_task
+from rankscope.capture.torch_internals.compiling import constant_while_tracing
+from rankscope.compat.outputs.outputrecorder import be_known_to_transformers, transformers_capturing
+
+__all__ = [
+    "INNERMOST",
+    "TRACED",
+    "Capture",
+    "Tap",
+    "begin_eagerly",
+    "begin_traced",
+    "end_eagerly",
+    "end_traced",
+    "meet_transformers",
+    "record_eagerly",
+    "record_traced",
+]
+
+Tap = tuple[str, int | None, str | None]
+"""Output, element of what the module returns, and, where the module's input comes first, the name
+of the parameter that holds it."""
+
+INNERMOST: contextvars.ContextVar[Capture | None] = contextvars.ContextVar(
+    "rankscope_innermost_capture", default=None
+)
+
+
+class _Traced:
+    """The innermost capture while torch.compile traces, which cannot follow a context variable.
+
+    A trace ends with what it began with, so compiled code never changes it: outside of tracing it
+    is None, on every thread.
+    """
+
+    def __init__(self) -> None:
+        self.innermost: Capture | None = None
+        self.theirs: Any = None
+        """The variable that holds what the innermost capture of transformers collects, None where
+        that is not loaded. Compiled code has a plain attribute of it, `global_var`, which counts
+        while `compiling` is true; else its `context_var` does."""
+
+
+TRACED = _Traced()
+
+
+@constant_while_tracing
+def meet_transformers() -> None:
+    """Find the capture of transformers where it has been loaded, and have it know our recorders."""
+    theirs = getattr(transformers_capturing(), "_active_collector", None)
+    if theirs is not TRACED.theirs:
+        known = ("compiling", "context_var", "global_var")
+        TRACED.theirs = theirs if all(hasattr(theirs, name) for name in known) else None
+    be_known_to_transformers()
+
+
+def begin_eagerly(capture: Capture | None) -> tuple[Any, ...]:
+    """Make this capture the innermost of the thread, None for nothing; return what ends that."""
+    meet_transformers()
+    theirs = TRACED.theirs
+    if theirs is None:
+        return (INNERMOST.set(capture),)
+    around = theirs.compiling, theirs.global_var
+    if theirs.compiling:  # this runs behind a graph break, or while a model is exported
+        theirs.compiling, theirs.global_var = False, None
+    return INNERMOST.set(capture), theirs, theirs.context_var.set(None), around
+
+
+def end_eagerly(token: Any, theirs: Any = None, their_token: Any = None, around: Any = ()) -> None:
+    """Undo `begin_eagerly`, of which these are the results."""
+    INNERMOST.reset(token)
+    if theirs is not None:
+        theirs.context_var.reset(their_token)
+        if around[0]:
+            theirs.compiling, theirs.global_var = around
+
+
+def begin_traced(capture: Capture | None) -> tuple[Any, ...]:
+    """Do the same in a way that torch.compile can follow."""
+    meet_transformers()
+    innermost, theirs = TRACED.innermost, TRACED.theirs
+    TRACED.innermost = capture
+    if theirs is None:
+        return (innermost,)
+    around = theirs.compiling, theirs.global_var
+    theirs.compiling, theirs.global_var = True, None
+    return innermost, theirs, *around
+
+
+def end_traced(
+    innermost: Capture | None, theirs: Any = None, compiling: bool = False, collected: Any = None
+) -> None:
+    """Undo `begin_traced`, of which these are the results."""
+    TRACED.innermost = innermost
+    if theirs is not None:
+        theirs.compiling, theirs.global_var = compiling, collected
+
+
+class Capture:
+    """The values that one call has recorded, by output."""
+
+    def __init__(self, keys: Iterable[str], selected: tuple[int, ...] | None, task: int) -> None:
+        self.values: dict[str, list[Any]] = {key: [] for key in keys}
+        self.graph_task = task
+        """The backward that this call runs in, -1 outside: another one recomputes its modules."""
+        self._selected = selected
+        self._depth = 0 if selected is None else max([0, *(-index for index in selected)])
+        """How many of the last hidden states an index from the end could still mean."""
+
+    def take(self, tap: Tap, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
+        """Record from one call of a module what `tap` says; None is no value."""
+        key, index, first_input = tap
+        value = output
+        if index is not None and isinstance(output, (tuple, list)):
+            if not -len(output) <= index < len(output):
+                _warn_of_index(key, index, len(output))
+                return
+            value = output[index]
+        if first_input is not None and not self.values[key]:
+            self._add(key, args[0] if args else kwargs.get(first_input))
+        if value is not None:
+            self._add(key, value)
+
+    def _add(self, key: str, value: Any) -> None:
+        values = self.values[key]
+        if key != "hidden_states" or self._selected is None:
+            values.append(value)
+            return
+        position = len(values)
+        values.append(value if self._depth or position in self._selected else None)
+        left = position - self._depth
+        if self._depth and left >= 0 and left not in self._selected:
+            values[left] = None
+
+    def close(self) -> dict[str, list[Any]]:
+        """Return what was recorded, without the hidden states that no index selects: only now is
+        their number known.
+        """
+        if self._selected is not None and self._depth:
+            values = self.values["hidden_states"]
+            count = len(values)
+            for position in range(max(0, count - self._depth), count):
+                if position not in self._selected and position - count not in self._selected:
+                    values[position] = None
+        return self.values
+
+
+def record_eagerly(
+    capture: Capture,
+    taps: tuple[Tap, ...],
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    output: Any,
+) -> None:
+    """Forward hook: record, unless the call belongs to another thread, to another capture, or to a
+    backward that runs checkpointed modules again.
+    """
+    if INNERMOST.get() is not capture or current_graph_task() != capture.graph_task:
+        return
+    if TRACED.theirs is None or TRACED.theirs.get() is None:
+        for tap in taps:
+            capture.take(tap, args, kwargs, output)
+
+
+def record_traced(
+    capture: Capture,
+    taps: tuple[Tap, ...],
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    output: Any,
+) -> None:
+    """Forward hook while torch.compile traces: what it appends becomes an output of the graph."""
+    if TRACED.innermost is capture and getattr(TRACED.theirs, "global_var", None) is None:
+        for tap in taps:
+            capture.take(tap, args, kwargs, output)
+
+
+def _warn_of_index(key: str, index: int, count: int) -> None:
+    if not torch.compiler.is_dynamo_compiling():
+        warnings.warn(
+            f"{key}: element {index} was to be recorded from a module that returned {count} "
+            "values; nothing was recorded from it",
+            stacklevel=2,
+        )

@@ -1,0 +1,1 @@
+"""Class patching of transformers: registered classes stand in for others while a block runs."""

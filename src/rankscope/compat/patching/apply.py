@@ -1,0 +1,192 @@
+"""`apply_patches`: the classes of a package replaced by others while a block runs.
+
+A block replaces what the modules of its packages hold under a matching *name*, so every thread of
+the process sees it. Several blocks may be open, of one thread or of many, and end in any order: a
+name shows the replacement of the block opened last that has one for it, and the original once none
+is left. Only classes that are `torch.nn.Module` are replaced, and only what stands in a module's
+dictionary is looked at: nothing is imported and no code of the package runs.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import ModuleType
+
+from torch import nn
+
+from rankscope.compat.patching.imports import ImportWatch
+from rankscope.compat.patching.registry import REGISTRY
+from rankscope.record.namemap import NameMap
+
+__all__ = ["DEFAULT_PREFIX", "apply_patches"]
+
+DEFAULT_PREFIX = ("transformers", "transformers_modules")
+"""transformers, and the package under which it imports the code of models it has downloaded."""
+
+
+@contextmanager
+def apply_patches(prefix: str | Iterable[str] = DEFAULT_PREFIX) -> Iterator[None]:
+    """Replace the registered classes in `prefix` and all below it until the block ends.
+
+    Whatever the block raises, the originals are back when it has ended. A module that is first
+    imported inside the block runs unpatched and is patched when it is complete, so that nothing it
+    derives or keeps outlives the block. The mapping is the one registered when the block begins.
+    """
+    names = REGISTRY.names
+    if not names:
+        yield
+        return
+    block = _PatchedBlock(names, (prefix,) if isinstance(prefix, str) else tuple(prefix))
+    try:
+        _PATCHED.open(block)
+        yield
+    finally:
+        _PATCHED.close(block)
+
+
+class _PatchedBlock:
+    """One open block: what it replaces, and where."""
+
+    def __init__(self, names: NameMap[type[nn.Module]], packages: tuple[str, ...]) -> None:
+        self.replacements = tuple(names.values())
+        self._packages = packages
+        self._inside = tuple(f"{package}." for package in packages)
+        self._names = names
+        self._found: dict[str, type[nn.Module] | None] = {}
+
+    def covers(self, module_name: str) -> bool:
+        return module_name in self._packages or module_name.startswith(self._inside)
+
+    def replacement(self, name: str) -> type[nn.Module] | None:
+        if name not in self._found:
+            found = self._names.find(name)
+            self._found[name] = None if found is None else found.value
+        return self._found[name]
+
+
+@dataclass(slots=True)
+class _ReplacedName:
+    """A name that was replaced: what belongs there, and what was put there last."""
+
+    original: type[nn.Module]
+    current: type[nn.Module]
+
+
+@dataclass(slots=True)
+class _SeenModule:
+    """A module looked at while a block is open."""
+
+    module: ModuleType
+    bound: dict[str, _ReplacedName] = field(default_factory=dict)
+    own: set[str] = field(default_factory=set)
+    """Names that held a replacement before anything was replaced: its home, for one."""
+
+
+class _Patched:
+    """Every name that is replaced now, for all open blocks of all threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._blocks: list[_PatchedBlock] = []
+        self._seen: dict[int, _SeenModule] = {}
+        self._imports = 0
+        self._watch = ImportWatch(self._before_import, self._after_import)
+
+    def open(self, block: _PatchedBlock) -> None:
+        with self._lock:
+            self._blocks.append(block)
+            self._watch.start()
+            self._settle()
+
+    def close(self, block: _PatchedBlock) -> None:
+        with self._lock:
+            if block in self._blocks:
+                self._blocks.remove(block)
+            self._settle((block,))
+            if not self._blocks:
+                self._watch.stop()
+                self._seen.clear()
+
+    def _before_import(self) -> None:
+        with self._lock:
+            self._imports += 1
+            if self._imports == 1:
+                self._settle()
+
+    def _after_import(self) -> None:
+        with self._lock:
+            self._imports -= 1
+            if self._imports == 0:
+                self._settle()
+
+    def _settle(self, ending: tuple[_PatchedBlock, ...] = ()) -> None:
+        """Give every name what the open blocks say, the original while an import runs."""
+        blocks = (*ending, *self._blocks)
+        replacements = {id(one) for block in blocks for one in block.replacements}
+        for module, covering in self._covered():
+            self._settle_module(module, covering, replacements)
+
+    def _covered(self) -> list[tuple[ModuleType, list[_PatchedBlock]]]:
+        """Every module to look at, with the blocks that cover it, the last opened first."""
+        known: dict[int, tuple[ModuleType, list[str]]] = {
+            key: (seen.module, []) for key, seen in self._seen.copy().items()
+        }
+        for name, module in sys.modules.copy().items():
+            if issubclass(type(module), ModuleType) and self._wants(name, module):
+                known.setdefault(id(module), (module, []))[1].append(name)
+        newest_first = [] if self._imports else self._blocks[::-1]
+        return [
+            (module, [block for block in newest_first if any(map(block.covers, names))])
+            for module, names in known.values()
+        ]
+
+    def _wants(self, name: str, module: ModuleType) -> bool:
+        """What a block covers, and lazy modules anywhere, which may keep what they fetch inside.
+        A module whose code may be half run is left for after the import.
+        """
+        if self._imports:
+            return id(module) in self._seen
+        return _is_lazy(module) or any(block.covers(name) for block in self._blocks)
+
+    def _settle_module(
+        self, module: ModuleType, blocks: list[_PatchedBlock], replacements: set[int]
+    ) -> None:
+        is_new = id(module) not in self._seen
+        seen = self._seen.setdefault(id(module), _SeenModule(module))
+        for name, value in list(vars(module).items()):
+            if not (issubclass(type(value), type) and issubclass(value, nn.Module)):
+                continue
+            bound = seen.bound.get(name)
+            if bound is not None and bound.current is not value:
+                del seen.bound[name]  # another put this here since: it stays
+                bound = None
+            if bound is None and id(value) in replacements:
+                if is_new or type.__getattribute__(value, "__module__") == vars(module).get(
+                    "__name__"
+                ):
+                    seen.own.add(name)
+                elif name not in seen.own and _is_lazy(module):
+                    del vars(module)[name]  # kept on the way through: it is looked up again
+                    continue
+            self._bind(seen, name, bound or _ReplacedName(value, value), blocks)
+
+    def _bind(
+        self, seen: _SeenModule, name: str, bound: _ReplacedName, blocks: list[_PatchedBlock]
+    ) -> None:
+        found = (block.replacement(name) for block in blocks)
+        wanted = next((one for one in found if one is not None), bound.original)
+        if wanted is not bound.current:
+            vars(seen.module)[name] = bound.current = wanted
+            seen.bound[name] = bound
+
+
+def _is_lazy(module: ModuleType) -> bool:
+    """Whether the module looks names up when they are asked for (PEP 562, or its own class)."""
+    return "__getattr__" in vars(module) or hasattr(type(module), "__getattr__")
+
+
+_PATCHED = _Patched()

@@ -1,0 +1,125 @@
+"""The four calls that say which class stands in for which, in the words of transformers."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from rankscope.compat.patching.apply import apply_patches
+from rankscope.compat.patching.imports import ImportWatch
+from rankscope.compat.patching.recorders import patch_output_recorders
+from rankscope.compat.patching.registry import REGISTRY
+
+__all__ = [
+    "clear_patch_mapping",
+    "follow",
+    "get_patch_mapping",
+    "register_patch_mapping",
+    "unregister_patch_mapping",
+]
+_LOADING = "transformers.modeling_utils"
+_lock = threading.RLock()
+_theirs: dict[str, Callable[..., Any]] = {}
+
+
+def follow() -> None:
+    """Make loading follow the registry, or let go of it where nothing is registered."""
+    with _lock:
+        loading = sys.modules.get(_LOADING)
+        if not REGISTRY.names:
+            _watch.stop()
+            if loading is not None:
+                _let_go(loading)
+        elif loading is None or not _COMBINED.keys() <= vars(loading).keys():
+            _watch.start()
+        else:
+            _watch.stop()
+            _take(loading)
+
+
+def _take(loading: ModuleType) -> None:
+    for name, combine in _COMBINED.items():
+        theirs = vars(loading)[name]
+        if not hasattr(theirs, "rankscope_combined"):
+            _theirs[name] = theirs
+            combined = combine(theirs)
+            combined.rankscope_combined = True  # type: ignore[attr-defined]
+            vars(loading)[name] = combined
+
+
+def _let_go(loading: ModuleType) -> None:
+    for name, theirs in list(_theirs.items()):
+        if hasattr(vars(loading).get(name), "rankscope_combined"):
+            vars(loading)[name] = theirs
+        del _theirs[name]
+
+
+def _combined_apply(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(theirs)
+    @contextmanager
+    def apply(*args: Any, **kwargs: Any) -> Iterator[None]:
+        with theirs(*args, **kwargs), apply_patches():
+            yield
+
+    return apply
+
+
+def _combined_recorders(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(theirs)
+    def patch(model: nn.Module, *args: Any, **kwargs: Any) -> None:
+        theirs(model, *args, **kwargs)
+        patch_output_recorders(model)
+
+    return patch
+
+
+_COMBINED = {"apply_patches": _combined_apply, "patch_output_recorders": _combined_recorders}
+
+
+def _nothing() -> None:
+    """Before an import there is nothing to do."""
+
+
+_watch = ImportWatch(_nothing, follow)
+
+
+def register_patch_mapping(mapping: Mapping[str, type[nn.Module]], overwrite: bool = False) -> None:
+    """Have classes replaced: keys are names or patterns of classes, values subclasses of Module.
+
+    A key that equals a name comes before every pattern; patterns are searched anywhere in the name,
+    in the order of registration. All entries are taken or, where this raises, none.
+
+    Raises:
+        TypeError: a key is no string, or a replacement no class or no `torch.nn.Module`.
+        ValueError: a key is registered already and `overwrite` is false.
+    """
+    REGISTRY.register(mapping, overwrite=overwrite)
+    follow()
+
+
+def unregister_patch_mapping(keys: Iterable[str]) -> None:
+    """Remove entries by the very keys they were registered under, all or none.
+
+    Raises:
+        ValueError: a key is not registered.
+    """
+    REGISTRY.unregister(keys)
+    follow()
+
+
+def get_patch_mapping() -> dict[str, type[nn.Module]]:
+    """Return the registered entries in their order; changing the copy changes nothing."""
+    return dict(REGISTRY.names)
+
+
+def clear_patch_mapping() -> None:
+    """Remove every entry; blocks that are open keep the entries they began with."""
+    REGISTRY.clear()
+    follow()

@@ -1,0 +1,183 @@
+"""`check`: one pass over a trace, every rule on every step, and the verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Final
+
+import numpy as np
+
+from rankscope.diagnosis.averaging import note_averaging, without_training_apart
+from rankscope.diagnosis.candidates import Candidate, Coverage
+from rankscope.diagnosis.causes import Join
+from rankscope.diagnosis.context import CheckContext, IncarnationState
+from rankscope.diagnosis.datapeers import fsdp_axes
+from rankscope.diagnosis.endings import ended_badly, is_in_order
+from rankscope.diagnosis.joins import joins_of
+from rankscope.diagnosis.latereductions import note_updates, without_late_reductions
+from rankscope.diagnosis.layouts import Layouts
+from rankscope.diagnosis.messages import Message, Messages
+from rankscope.diagnosis.rankclock import RankClock
+from rankscope.diagnosis.replicas import InferredReplicas
+from rankscope.diagnosis.report import made_report
+from rankscope.diagnosis.rules.carried import carried_gradients
+from rankscope.diagnosis.rules.collectiveorder import mismatched_collectives
+from rankscope.diagnosis.rules.duplicatedata import duplicate_batches
+from rankscope.diagnosis.rules.equality import unequal_replicas
+from rankscope.diagnosis.rules.exchanged import wrong_exchanges, wrong_messages
+from rankscope.diagnosis.rules.nonfinite import nonfinite_origins
+from rankscope.diagnosis.rules.parameterupdates import parameters_left, remember_parameters
+from rankscope.diagnosis.rules.recompute import changed_recomputations
+from rankscope.diagnosis.rules.siblings import lost_reductions
+from rankscope.diagnosis.rules.stages import mixed_up_micro_batches
+from rankscope.diagnosis.rules.structure import (
+    different_calls,
+    different_kinds,
+    layers_of_two_stages,
+)
+from rankscope.diagnosis.rules.uninitialised import uninitialised_parameters
+from rankscope.diagnosis.rules.weights import other_weights
+from rankscope.diagnosis.stallnotes import tell_standstills
+from rankscope.diagnosis.stepview import StepView, moment_of
+from rankscope.diagnosis.unsynced import with_steps_apart_told_once
+from rankscope.errors import TraceError
+from rankscope.layout.layoutfile import LayoutFile
+from rankscope.record.call import Phase
+from rankscope.record.finding import Report
+from rankscope.run.names import Progress
+from rankscope.tree.reader import Step, Trace
+
+__all__ = ["check"]
+
+Rule = Callable[[StepView, CheckContext], Iterator[Candidate]]
+STEP_RULES: Final[tuple[Rule, ...]] = (
+    nonfinite_origins,
+    uninitialised_parameters,
+    carried_gradients,
+    unequal_replicas,
+    other_weights,
+    lost_reductions,
+    different_kinds,
+    different_calls,
+    layers_of_two_stages,
+    mismatched_collectives,
+    wrong_exchanges,
+    mixed_up_micro_batches,
+    changed_recomputations,
+    parameters_left,
+    duplicate_batches,
+)
+"""Applied to every step and setup, in this order."""
+
+
+_LAST_STEPS: Final = 3
+"""How many steps at the end of a job are asked where its ranks stand."""
+
+
+def check(
+    trace: Trace, layouts: LayoutFile | None = None, *, progress: Progress | None = None
+) -> Report:
+    """Say what is wrong in a trace, without a reference.
+
+    Args:
+        trace: an open trace.
+        layouts: declared layouts, for values that no DTensor describes.
+        progress: told how far it is.
+
+    Raises:
+        LayoutError: the layout file is for another number of ranks, or contradicts itself.
+        TraceError: the trace is damaged.
+    """
+    scene = _scene(trace, layouts)
+    steps = [*trace.setup, *trace.steps]
+    suspects: list[Candidate] = []
+    messages = Messages()
+    for number, step in enumerate(steps):
+        if progress is not None:
+            progress("checking", number / len(steps))
+        moment = moment_of(step, scene.columns)
+        suspects += _judged(moment, scene)
+        messages.note(moment, number, scene)
+        scene.ledger.next_moment()
+    suspects += _wrongly_received(messages, steps, scene)
+    suspects = list(without_training_apart(without_late_reductions(suspects, scene), scene))
+    suspects = list(with_steps_apart_told_once(suspects))
+    suspects += _of_the_end(trace, steps, scene)
+    tell_standstills(trace, scene, suspects)
+    joins: list[Join] = []
+    if len(suspects) > 1:
+        joins += messages.joins()
+        for step in steps:
+            joins += joins_of(moment_of(step, scene.columns), scene)
+    return made_report(trace, scene, suspects, joins)
+
+
+def _scene(trace: Trace, layouts: LayoutFile | None) -> CheckContext:
+    columns = {name: np.asarray(column) for name, column in trace.columns().items()}
+    try:
+        return CheckContext(
+            run=trace.run,
+            columns=columns,
+            layouts=Layouts(layouts, int(trace.run["world_size"])),
+            clock=RankClock(columns),
+            ledger=Coverage(),
+        )
+    except KeyError as error:
+        raise TraceError(f"{trace.path}: the values have no column {error}") from error
+
+
+def _of_the_end(trace: Trace, steps: Sequence[Step], scene: CheckContext) -> Iterable[Candidate]:
+    """Return what the last life of a job that did not end in order is suspected of."""
+    if is_in_order(trace) or not steps:
+        return ()
+    life = max(step.incarnation for step in steps)
+    final = [step for step in steps if step.incarnation == life][-_LAST_STEPS:]
+    return ended_badly(trace, scene, [moment_of(step, scene.columns) for step in final])
+
+
+def _wrongly_received(
+    messages: Messages, steps: Sequence[Step], scene: CheckContext
+) -> Iterator[Candidate]:
+    """Read the steps again in which something came that was not sent: most traces have none."""
+    wrong: dict[int, list[Message]] = {}
+    for message in messages.paired():
+        if message.is_other:
+            wrong.setdefault(message.received.step, []).append(message)
+    for number, found in sorted(wrong.items()):
+        yield from wrong_messages(moment_of(steps[number], scene.columns), scene, found)
+
+
+def _judged(moment: StepView, scene: CheckContext) -> list[Candidate]:
+    if moment.is_setup:
+        scene.lives[moment.incarnation] = IncarnationState(
+            replicas=InferredReplicas(moment),
+            setup=moment,
+            wrappers=frozenset(w for call in moment.calls for w in call.node.wrappers),
+            data_axes=fsdp_axes(moment),
+            placed={
+                (held.call.path, held.slot[6:]): held.views[0].placements
+                for held in moment.values(Phase.SETUP)
+                if held.slot.startswith("param:") and held.source == "dtensor"
+            },
+            owners={call.path: call.ranks for call in moment.calls if call.held},
+        )
+    found = [suspect for rule in STEP_RULES for suspect in rule(moment, scene)]
+    note_averaging(moment, scene)
+    note_updates(moment, scene)
+    remember_parameters(moment, scene)
+    _count_skipped(moment, scene)
+    return found
+
+
+def _count_skipped(moment: StepView, scene: CheckContext) -> None:
+    """Count the values, and those of several ranks that nothing was compared of."""
+    for call in moment.calls:
+        for held in call.held.values():
+            if held.dtype == "python":
+                continue
+            scene.ledger.recorded += 1
+            scene.ledger.is_any_inside |= bool(call.path)
+            if len(held.ranks) < 2 or scene.ledger.is_counted(held):
+                continue
+            reason = "layout unknown" if held.source == "unknown" else "held once"
+            scene.ledger.skip(reason if held.is_known.any() else "not digested")

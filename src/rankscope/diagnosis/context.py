@@ -1,0 +1,114 @@
+"""What the rules know beyond one step: the job, its layouts, what was seen before."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from numpy.typing import NDArray
+
+from rankscope.diagnosis.candidates import Coverage
+from rankscope.diagnosis.layouts import Layouts
+from rankscope.diagnosis.rankclock import RankClock
+from rankscope.diagnosis.replicas import InferredReplicas
+from rankscope.diagnosis.stepview import SlotValues, StepView
+
+__all__ = ["CheckContext", "IncarnationState", "Latest", "Left"]
+
+Array = NDArray[Any]
+
+
+class Left(NamedTuple):
+    """A parameter as a step left it on each of its ranks."""
+
+    ranks: Array
+    counts: Array
+    squares: Array
+    """Sums of squares."""
+    sketches: Array | None
+
+
+class Latest(NamedTuple):
+    """A parameter as it was last seen on each of its ranks."""
+
+    ranks: Array
+    hashes: Array
+    sketches: Array
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterUpdate:
+    """One parameter after a step and before it."""
+
+    ranks: Array
+    hashes: Array
+    ranks_before: Array
+    hashes_before: Array
+
+    def of(self, members: Array) -> str:
+        """Return what became of it on these ranks: "alike", "apart", "stayed", or "unknown"."""
+        now = dict(zip(self.ranks.tolist(), self.hashes.tolist()))
+        before = dict(zip(self.ranks_before.tolist(), self.hashes_before.tolist()))
+        both = [(now.get(rank), before.get(rank)) for rank in members.tolist()]
+        if any(None in each for each in both):
+            return "unknown"
+        if len({each[0] for each in both}) > 1:
+            return "apart"
+        return "stayed" if any(each[0] == each[1] for each in both) else "alike"
+
+
+@dataclass(slots=True, kw_only=True)
+class IncarnationState:
+    """What is known of one incarnation of a job, filled as its steps pass by."""
+
+    replicas: InferredReplicas
+    setup: StepView | None = None
+    """Until the first optimizer step was looked at."""
+    wrappers: frozenset[str] = frozenset()
+    """Words for what was put around modules: DDP, FSDP2 ..."""
+    data_axes: Mapping[str, tuple[Array, ...]] = field(default_factory=dict)
+    """{axis: lines of ranks} of the axes along which FSDP cut the parameters."""
+    owners: Mapping[str, Array] = field(default_factory=dict)
+    """{path: ranks} of the modules that own parameters or buffers."""
+    rounded: set[tuple[str, str]] = field(default_factory=set)
+    """Parameters of which replicas' gradients differed by rounding: so may the parameters."""
+    placed: dict[tuple[str, str], Mapping[str, str]] = field(default_factory=dict)
+    """{(path, name): placements} of the parameters that are DTensors."""
+    warned: set[tuple[str, str]] = field(default_factory=set)
+    """(path, slot) of warnings that one step of the life has given."""
+    unlike: list[Left] = field(default_factory=list)
+    """Parameters that the latest step left different."""
+    apart: set[int] = field(default_factory=set)
+    """Steps in which an optimizer stepped with no gradient that was the same on all ranks."""
+    averages: list[int] = field(default_factory=list)
+    """Steps in which such parameters were averaged."""
+    updates: dict[tuple[str, str], dict[int, ParameterUpdate]] = field(default_factory=dict)
+    """{(path, name): {step: what became of it}}, of the steps in `apart` and those behind them."""
+    is_spoiled: bool = False
+    """True once a value that is not finite was told of."""
+    parameters: dict[tuple[str, str], Latest] = field(default_factory=dict)
+    """{(path, slot): the latest parameter seen}."""
+
+
+@dataclass(slots=True, kw_only=True)
+class CheckContext:
+    """One trace under judgement."""
+
+    run: Mapping[str, Any]
+    """The run header, as in docs/trace-format.md."""
+    columns: Mapping[str, Array]
+    layouts: Layouts
+    clock: RankClock
+    ledger: Coverage
+    lives: dict[int, IncarnationState] = field(default_factory=dict)
+
+    def life(self, incarnation: int) -> IncarnationState:
+        """Return what is known of an incarnation."""
+        if incarnation not in self.lives:
+            self.lives[incarnation] = IncarnationState(replicas=InferredReplicas(None))
+        return self.lives[incarnation]
+
+    def times(self, held: SlotValues, ranks: Array) -> Array:
+        """Return when these ranks had the value."""
+        return self.clock.of_value(held, ranks)

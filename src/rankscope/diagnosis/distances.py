@@ -1,0 +1,138 @@
+"""How far values lie apart, from their digests alone."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.diagnosis.stepview import SlotValues
+from rankscope.record.ranklists import ranks_text
+from rankscope.tree.jsontext import statistic
+
+__all__ = [
+    "ROUNDING",
+    "differing_sides",
+    "distance",
+    "is_multiple",
+    "minority",
+    "rounding_of",
+    "sides",
+    "sides_text",
+]
+
+Array = NDArray[Any]
+ROUNDING: Final = {
+    "float64": 1e-13,
+    "float32": 1e-5,
+    "float16": 2e-3,
+    "bfloat16": 8e-3,
+    "complex64": 1e-5,
+    "complex128": 1e-13,
+}
+"""Relative L2 distance below which values that replicas compute each for itself count as equal:
+kernels that add in another order, on accelerators of another make. Anything else is compared by its
+hash."""
+_MOST_SIDES: Final = 8
+
+
+def rounding_of(dtype: str) -> float:
+    """Return the tolerance of a dtype; 0 for integers and what has none."""
+    return ROUNDING.get(dtype, 0.0)
+
+
+def distance(held: SlotValues, places: Array) -> float:
+    """Return the largest relative L2 distance between the first of these values and the others,
+    estimated from sketches; inf where they differ in what is not finite."""
+    if any((held.column(n)[places] != held.column(n)[places[0]]).any() for n in _SPECIAL):
+        return float("inf")
+    sketches, norms = held.column("sketch")[places], held.column("l2")[places]
+    apart = np.sqrt(np.mean((sketches - sketches[0]) ** 2, axis=1)).max()
+    return float(apart / max(norms.max(), np.finfo(np.float64).tiny))
+
+
+_SPECIAL: Final = ("count", "nan", "posinf", "neginf")
+
+
+def is_multiple(held: SlotValues, places: Array) -> bool:
+    """True where the values are multiples of the longest of them, within rounding. Of single
+    elements, which always are, nothing is said."""
+    if int(held.counts[places].min()) < 2:
+        return False
+    sketches, norms = held.column("sketch")[places], held.column("l2")[places]
+    longest = sketches[int(norms.argmax())]
+    square = float(longest @ longest)
+    if not square:
+        return False
+    factors = sketches @ longest / square
+    rest = np.sqrt(np.mean((sketches - factors[:, None] * longest) ** 2, axis=1))
+    allowed = 4 * rounding_of(held.dtype) * norms
+    return bool((rest <= np.maximum(allowed, 1e-12 * norms.max())).all() and (factors != 0).all())
+
+
+def minority(ranks: Array, keys: Array) -> Array:
+    """Return the ranks that hold something else than a strict majority does; all of them where
+    there is no such majority."""
+    kinds, inverse, counts = np.unique(keys, return_inverse=True, return_counts=True)
+    most = int(counts.argmax())
+    if len(kinds) > 1 and 2 * counts[most] > len(ranks):
+        others: Array = ranks[inverse.reshape(-1) != most]
+        return others
+    return ranks
+
+
+def sides(held: SlotValues, ranks: Array) -> list[dict[str, Any]]:
+    """Return the different values among these ranks with their numbers, as JSON data."""
+    places = held.at(ranks)
+    places = places[places >= 0]
+    hashes = held.hashes[places]
+    listed: list[dict[str, Any]] = []
+    for number in dict.fromkeys(hashes.tolist()):
+        same = places[hashes == number]
+        listed.append({"ranks": ranks_text(held.ranks[same].tolist()), **_numbers(held, same[0])})
+        if len(listed) == _MOST_SIDES:
+            break
+    return listed
+
+
+def _numbers(held: SlotValues, place: int) -> dict[str, Any]:
+    names = ("mean", "std", "l2", "min", "max")
+    if not held.is_known[place]:
+        return {"digested": False}
+    found: dict[str, Any] = {n: statistic(float(held.column(n)[place])) for n in names}
+    special = {n: int(held.column(n)[place]) for n in ("nan", "posinf", "neginf")}
+    found |= {name: count for name, count in special.items() if count}
+    return found | {"hash": f"{int(held.hashes[place]):016x}"}
+
+
+def differing_sides(held: SlotValues, groups: list[Array]) -> list[dict[str, Any]]:
+    """Return the sides of every group that differs, bounded."""
+    return [side for group in groups[:4] for side in sides(held, group)]
+
+
+def sides_text(held: SlotValues, ranks: Array) -> str:
+    """Return `rank 1: mean 0.031; ranks 0,2-3: mean 0.872`."""
+    listed = sides(held, ranks)
+    telling = next(
+        (
+            name
+            for name in ("mean", "l2", "std", "max")
+            if len({_short(side.get(name)) for side in listed}) > 1
+        ),
+        "mean",
+    )
+    parts = []
+    for side in listed[:4]:
+        word = "rank" if side["ranks"].isdecimal() else "ranks"
+        special = [f"{side[n]} {n}" for n in ("nan", "posinf", "neginf") if n in side]
+        value = side.get(telling)
+        parts.append(
+            f"{word} {side['ranks']}: {', '.join([f'{telling} {_short(value)}', *special])}"
+        )
+    more = "; ..." if len(listed) > 4 else ""
+    return "; ".join(parts) + more
+
+
+def _short(value: object) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else f"{value}"

@@ -1,0 +1,78 @@
+"""Collectives as the ranks issued them: who called what, with whom, as which of its group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.diagnosis.stepview import CallView, StepView
+from rankscope.record.call import Phase
+from rankscope.record.ranklists import parse_ranks
+
+__all__ = ["MESSAGES", "IssuedCollective", "issues_in", "issues_of"]
+
+Array = NDArray[Any]
+MESSAGES: Final = frozenset({"send", "recv"})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class IssuedCollective:
+    """What some ranks issued alike in one call."""
+
+    call: CallView
+    ranks: Array
+    facts: Mapping[str, Any]
+    """`collective` of docs/trace-format.md."""
+
+    @property
+    def op(self) -> str:
+        """torch.distributed's word."""
+        return str(self.facts.get("op", ""))
+
+    @property
+    def group(self) -> str:
+        """Name of the process group."""
+        return str(self.facts.get("group", ""))
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Of the group, in its own order, as these ranks mean it."""
+        return tuple(self.facts.get("members", ()))
+
+    @property
+    def sequence(self) -> int:
+        """Which of its group in the step; a message: of its channel since `since`."""
+        return int(self.facts.get("sequence", 0))
+
+    @property
+    def slot(self) -> str:
+        """Name of the call in findings."""
+        return f"collective.{self.call.ordinal}"
+
+    @property
+    def site(self) -> tuple[str, str]:
+        """Where in the program it was issued: the module, and the line if that was recorded."""
+        return self.call.path, str(self.facts.get("at", ""))
+
+    def __repr__(self) -> str:
+        return f"{self.op} {self.group}#{self.sequence} of {self.ranks.tolist()} in {self.call}"
+
+
+def issues_of(moment: StepView) -> Iterator[IssuedCollective]:
+    """Yield what ranks issued in one step."""
+    for call in moment.of(Phase.COLLECTIVE):
+        yield from issues_in(call)
+
+
+def issues_in(call: CallView) -> Iterator[IssuedCollective]:
+    """Yield what ranks issued in one call: nothing where it is no collective's, several where ranks
+    differ in it."""
+    data = call.node.data
+    if "collective" in data:
+        yield IssuedCollective(call, call.ranks, data["collective"])
+    for each in data.get("collectives", ()):
+        yield IssuedCollective(call, np.array(parse_ranks(each["ranks"]), np.int64), each)

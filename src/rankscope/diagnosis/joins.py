@@ -1,0 +1,82 @@
+"""What ranks did together, as far as a trace shows it: the joints of the order of causes.
+
+Recorded collectives come first; messages, which may join two steps, are in `messages.py`.
+Reductions of gradients run in C++ and show in no record, so the gradients just before an optimizer
+step join the ranks that hold parts of one parameter, or replicas of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.diagnosis.causes import Join
+from rankscope.diagnosis.context import CheckContext
+from rankscope.diagnosis.issuedcollectives import MESSAGES, IssuedCollective, issues_of
+from rankscope.diagnosis.rules.stages import StageLink, stage_edges
+from rankscope.diagnosis.stepview import StepView
+from rankscope.record.call import Phase
+
+__all__ = ["joins_of"]
+
+Array = NDArray[Any]
+_ONE_WAY: Final = {"broadcast", "scatter"}
+_TO_ONE: Final = {"reduce", "gather"}
+
+
+def joins_of(moment: StepView, scene: CheckContext) -> Iterator[Join]:
+    """Yield the joints of one step, but for its messages."""
+    for issue in issues_of(moment):
+        if len(issue.ranks) > 1 and issue.op not in MESSAGES:
+            yield _collective(issue, scene)
+    for edge in stage_edges(moment):
+        yield from _stage(edge, scene)
+    yield from _events(moment, scene)
+
+
+def _collective(issue: IssuedCollective, scene: CheckContext) -> Join:
+    ranks = issue.ranks
+    begins, ends = scene.clock.span(issue.call, ranks)
+    ends = np.maximum(ends, begins + 1)
+    every = np.ones(len(ranks), bool)
+    givers = ranks == issue.facts.get("src") if issue.op in _ONE_WAY else every
+    takers = ranks == issue.facts.get("dst") if issue.op in _TO_ONE else every
+    if not givers.any() or not takers.any():
+        givers = takers = every
+    return Join(
+        givers=ranks[givers], begins=begins[givers], takers=ranks[takers], ends=ends[takers]
+    )
+
+
+def _stage(edge: StageLink, scene: CheckContext) -> Iterator[Join]:
+    sender, receiver = np.array([edge.sender]), np.array([edge.receiver])
+    for micro in edge.sent.keys() & edge.taken.keys():
+        sent, taken = edge.sent[micro], edge.taken[micro]
+        if sent[1] == taken[1]:
+            yield Join(
+                givers=sender,
+                begins=scene.times(sent[0], sender),
+                takers=receiver,
+                ends=scene.times(taken[0], receiver),
+            )
+
+
+def _events(moment: StepView, scene: CheckContext) -> Iterator[Join]:
+    """Yield one joint for every group of ranks whose gradients were reduced together."""
+    seen: set[bytes] = set()
+    life = scene.life(moment.incarnation)
+    for held in moment.values(Phase.GRADS):
+        meshes = [np.sort(np.array(m.ranks, np.int64)) for v in held.views for m in v.meshes]
+        groups = meshes or list(life.replicas.lines)
+        if not groups and held.agree(held.ranks):
+            groups = [held.ranks]
+        for group in groups:
+            own = group[np.isin(group, held.ranks)]
+            if len(own) < 2 or own.tobytes() in seen or (not meshes and held.agree(own) is False):
+                continue
+            seen.add(own.tobytes())
+            times = scene.clock.of_call(held.call, own)
+            yield Join(givers=own, begins=times - 1, takers=own, ends=times - 1)

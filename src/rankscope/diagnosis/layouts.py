@@ -1,0 +1,112 @@
+"""Which ranks should hold the same of a value, and how that is known.
+
+In falling order of trust: read off DTensors (or declared when the trace was taken), declared in a
+layout file, inferred from what ranks held at setup (`replicas.py`). Nothing else is compared.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.diagnosis.stepview import SlotValues
+from rankscope.layout.layoutfile import LayoutFile
+from rankscope.layout.placement import Mesh, Placement, PlacementKind, parse_placement
+
+__all__ = ["Layouts", "Same", "lines_along"]
+
+Array = NDArray[Any]
+_PLACED: Final = ("dtensor", "declared")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Same:
+    """Groups of ranks that should hold the same of one value."""
+
+    groups: tuple[Array, ...]
+    """Each sorted, of two ranks or more."""
+    source: str
+    """"dtensor", "declared" or "inferred"."""
+
+
+def lines_along(mesh: Mesh, axes: Sequence[int]) -> tuple[Array, ...]:
+    """Return the sorted ranks along some axes, for every place on the others."""
+    held = np.array(mesh.ranks, np.int64).reshape(mesh.shape)
+    others = [axis for axis in range(len(mesh.shape)) if axis not in axes]
+    width = math.prod(mesh.shape[axis] for axis in axes)
+    lines = held.transpose([*others, *axes]).reshape(-1, width)
+    return tuple(np.sort(line) for line in lines)
+
+
+class Layouts:
+    """Placements of values, from the trace and from a layout file."""
+
+    def __init__(self, declared: LayoutFile | None = None, world_size: int = 1) -> None:
+        self.declared = declared
+        self.mesh = declared.mesh(world_size) if declared is not None and world_size > 1 else None
+        self._groups: dict[Any, tuple[Array, ...]] = {}
+        self._named: dict[tuple[str, str], Mapping[str, Placement]] = {}
+
+    def same(self, held: SlotValues) -> Same | None:
+        """Return who should hold the same; None where no layout describes the value."""
+        if held.source in _PLACED:
+            return Same(groups=self._recorded(held), source=held.source)
+        placements = self.placements(held.call.path, held.slot)
+        if not placements or self.mesh is None:
+            return None
+        key = ("declared", tuple(sorted((a, str(p)) for a, p in placements.items())))
+        if key not in self._groups:
+            whole = [
+                axis
+                for axis, name in enumerate(self.mesh.axes)
+                if name in placements and placements[name].kind is PlacementKind.REPLICATE
+            ]
+            self._groups[key] = _wide(lines_along(self.mesh, whole) if whole else ())
+        return Same(groups=self._groups[key], source="declared")
+
+    def placements(self, path: str, slot: str) -> Mapping[str, Placement]:
+        """Return what the layout file says of a slot: a gradient lies as its parameter does."""
+        if self.declared is None or self.mesh is None:
+            return {}
+        key = (path, slot)
+        if key not in self._named:
+            found = self.declared.placements(path, slot)
+            if not found and slot.startswith("grad:"):
+                found = self.declared.placements(path, f"param:{slot[5:]}")
+            self._named[key] = found
+        return self._named[key]
+
+    def _recorded(self, held: SlotValues) -> tuple[Array, ...]:
+        found: list[Array] = []
+        for view in held.views:
+            layout = view.data["layout"]
+            texts: Mapping[str, str] = layout.get("placements", {})
+            key = (layout.get("mesh", ""), tuple(texts.items()))
+            if key not in self._groups:
+                self._groups[key] = _wide(
+                    itertools.chain.from_iterable(_replicas(mesh, texts) for mesh in view.meshes)
+                )
+            if len(held.views) == 1:
+                return self._groups[key]
+            own = np.array(view.ranks, np.int64)
+            found += [g for g in self._groups[key] if np.isin(g, own).all()]
+        return tuple(found)
+
+
+def _replicas(mesh: Mesh, texts: Mapping[str, str]) -> tuple[Array, ...]:
+    whole = [
+        axis
+        for axis, name in enumerate(mesh.axes)
+        if parse_placement(texts[name]).kind is PlacementKind.REPLICATE
+    ]
+    return lines_along(mesh, whole) if whole else ()
+
+
+def _wide(groups: Any) -> tuple[Array, ...]:
+    return tuple(group for group in groups if len(group) > 1)

@@ -1,0 +1,66 @@
+"""When things happened on each rank: positions for the order of causes.
+
+Inputs stand at the begin of their call, outputs at its end, and just after it what hooks made of
+them, and what came out of a collective: its end is when the others reach this rank.
+A gradient has the time at which its tensor hook fired. Setup, gradients and parameters are one
+event each: their values have no order among themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.diagnosis.stepview import CallView, SlotValues, is_input
+from rankscope.record.call import Phase
+
+__all__ = ["RankClock"]
+
+Array = NDArray[Any]
+_EVENTS = (Phase.SETUP, Phase.GRADS, Phase.PARAMS)
+
+
+class RankClock:
+    """Begin and end of every call on every rank."""
+
+    def __init__(self, columns: Mapping[str, Array]) -> None:
+        self._node = columns["calls.node"]
+        self._order = np.argsort(self._node, kind="stable")
+        self._sorted = self._node[self._order]
+        self._rank = columns["calls.rank"]
+        self._start = columns["calls.start_ns"]
+        self._duration = columns["calls.duration_ns"]
+
+    def span(self, call: CallView, ranks: Array) -> tuple[Array, Array]:
+        """Return begin and end of a call on these ranks, in ns; where an end was not recorded, its
+        begin."""
+        number = np.uint64(int(call.node.id, 16))
+        first, last = np.searchsorted(self._sorted, [number, number + np.uint64(1)])
+        rows = self._order[first:last]
+        if not len(rows):
+            return np.zeros(len(ranks), np.int64), np.zeros(len(ranks), np.int64)
+        own = self._rank[rows]
+        by_rank = np.argsort(own, kind="stable")
+        places = np.minimum(np.searchsorted(own[by_rank], ranks), max(len(own) - 1, 0))
+        found = rows[by_rank[places]]
+        start = self._start[found]
+        return start, start + np.maximum(self._duration[found], 0)
+
+    def of_call(self, call: CallView, ranks: Array, *, is_end: bool = False) -> Array:
+        """Return when a call began (or ended) on these ranks."""
+        begin, end = self.span(call.top if call.phase in _EVENTS else call, ranks)
+        return end if is_end and call.phase not in _EVENTS else begin
+
+    def of_value(self, held: SlotValues, ranks: Array) -> Array:
+        """Return when a value was there on these ranks."""
+        call = held.call
+        if call.phase is Phase.BACKWARD:
+            places = np.maximum(held.at(ranks), 0)
+            return held.column("time_ns")[places]
+        if is_input(held.slot, call.phase):
+            return self.of_call(call, ranks)
+        late = int(held.slot.startswith("returned") or call.phase is Phase.COLLECTIVE)
+        return self.of_call(call, ranks, is_end=True) + late

@@ -1,0 +1,246 @@
+"""From suspects to the answer: origins, victims, verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from rankscope.diagnosis.candidates import Candidate, Coverage
+from rankscope.diagnosis.causes import CauseOrder, FaultPlace, Join, sort_causes
+from rankscope.diagnosis.context import CheckContext
+from rankscope.record.call import Phase
+from rankscope.record.finding import Finding, Kind, Report, Severity, Skipped, Verdict
+from rankscope.record.ranklists import ranks_named
+from rankscope.record.streams import UNMATCHED
+from rankscope.tree.reader import Trace
+
+__all__ = ["advice_for", "made_report", "report_json"]
+_ADVICE: Final = {
+    Kind.STRUCTURE: "Look for a condition in the module that calls it which depends on the rank, "
+    "or on values that differ between ranks.",
+    Kind.SHAPE: "Compare how these ranks cut or build the tensor: sizes, offsets, padding.",
+    Kind.DTYPE: "Look for a cast, an autocast region or a checkpoint of another dtype on these "
+    "ranks.",
+    Kind.PLACEMENT: "Look at the DTensor.from_local call that makes this value: with "
+    "run_check=False nothing compares what it calls Replicate(). Reduce or broadcast it first, or "
+    "give it the placement it has. Behind dropout: ranks that hold the same must draw the same "
+    "random numbers.",
+    Kind.GRADIENT: "Call the model through its data-parallel wrapper, not through .module; look "
+    "at no_sync() around the last micro-batch, and at parameters added after wrapping. Ranks that "
+    "are meant to train apart are known by their average: trace a step that has one.",
+    Kind.NONFINITE: "Look at this module on these ranks: its inputs were finite. Keep its full "
+    "tensors: --rs-tensors with its path.",
+    Kind.COLLECTIVE: "Compare the order and the arguments of collectives on these ranks: each "
+    "must be called by all members in the same order, with the same op and reduce op.",
+    Kind.GROUP: "Call new_group with the same lists in the same order on every rank, also on "
+    "those that are no members.",
+    Kind.HANG: "Find out why these ranks did not come to this collective: a branch, a loop of "
+    "another length, an exception that was caught.",
+    Kind.RECOMPUTE: "Checkpointed code must do the same twice: look for random numbers without "
+    "preserve_rng_state, for state it changes, and for another autocast or mode in backward.",
+    Kind.PARAMETER: "Make the optimizer after fully_shard, parallelize_module or a change of the "
+    "parameters, from the model's own parameters().",
+    Kind.DUPLICATE: "Look at the sampler: DistributedSampler, its rank and its seed, or a loader "
+    "that is built from the global rank.",
+    Kind.CRASH: "The traceback of this rank is in its log. One that is gone without an exception "
+    "left none: ask the kernel's log (out of memory), the scheduler, and who could send it a "
+    "signal.",
+}
+_REPLICA: Final = {
+    Phase.SETUP: "The ranks begin with different weights: look at seeds, at how the checkpoint is "
+    "loaded on each rank, and at the broadcast after it.",
+    Phase.FORWARD: "Its inputs are as they should be: look for a reduction that is missing in this "
+    "module, for other weights, and for random numbers that should be the same on these ranks.",
+    Phase.RECOMPUTE: "Look for random numbers that should be the same on these ranks.",
+    Phase.BACKWARD: "The gradients that came in agree: look for a reduction that is missing in the "
+    "backward of this module.",
+    Phase.GRADS: "Something changed these gradients on some ranks only: clipping, scaling, a hook, "
+    "a reduction over the wrong group.",
+    Phase.PARAMS: "The gradients agree: look at optimizer state and options that differ by rank.",
+    Phase.COLLECTIVE: "Look at the arguments of this collective on these ranks.",
+}
+
+
+def advice_for(suspect: Candidate) -> str:
+    """Return what to look at."""
+    if suspect.advice:
+        return suspect.advice
+    if suspect.kind is Kind.REPLICA:
+        return _REPLICA[suspect.phase]
+    return _ADVICE.get(suspect.kind, "")
+
+
+_MOST_EVENTS = 2_000
+"""Events that are put in order; what comes later by clock than that many counts as a victim."""
+_NAMED_VICTIMS = 5
+FORMAT = "rankscope.report/1"
+
+
+def made_report(
+    trace: Trace, scene: CheckContext, suspects: Sequence[Candidate], joins: Sequence[Join]
+) -> Report:
+    """Return the report of these suspects."""
+    faults = _told(s for s in suspects if s.severity is Severity.FAULT)
+    warnings = [s for s in suspects if s.severity is Severity.WARNING]
+    findings = _ordered(faults, joins)
+    findings += [_finding(w, is_origin=False, victims=[]) for w in warnings]
+    ledger = scene.ledger
+    skipped = tuple(Skipped(reason=r, count=n) for r, n in sorted(ledger.skipped.items()))
+    unmatched = _unmatched_globs(trace)
+    lacks = "" if findings else _lacks(trace, ledger, unmatched)
+    if faults:
+        verdict = Verdict.FAULT
+    elif lacks or not trace.is_complete:
+        verdict = Verdict.INCOMPLETE
+    else:
+        verdict = Verdict.CLEAN
+    return Report(
+        command="check",
+        verdict=verdict,
+        compared=ledger.compared,
+        skipped=skipped,
+        recorded=ledger.recorded,
+        alone=ledger.compared - ledger.held,
+        findings=tuple(findings),
+        notes=(*unmatched, *ledger.notes),
+        lacks=lacks,
+    )
+
+
+def _unmatched_globs(trace: Trace) -> list[str]:
+    """Return what the ranks say of globs of `--rs-paths` that matched a module on none of them."""
+    said = [
+        {glob: text for text in rank["errors"] for glob in [_glob_of(text)] if glob}
+        for rank in trace.completeness["ranks"]
+    ]
+    return [text for glob, text in said[0].items() if all(glob in own for own in said[1:])]
+
+
+def _glob_of(text: str) -> str:
+    glob, found, _ = text.partition(UNMATCHED)
+    return glob if found else ""
+
+
+def _lacks(trace: Trace, ledger: Coverage, unmatched: Sequence[str]) -> str:
+    """Return why nothing was judged, and what to do; "" where something was."""
+    if unmatched and not ledger.is_any_inside:
+        return f"{unmatched[0]}: trace again with globs of whole paths ('*.name', 'layers.0.*')"
+    if ledger.compared:
+        return ""
+    if not trace.steps:
+        return "no step was traced: choose steps that the job reaches (--rs-steps)"
+    if not ledger.recorded:
+        return "no value was recorded: trace again with --rs-digest full and --rs-phases all"
+    return "none of its values has numbers to judge: trace again with --rs-digest full"
+
+
+def _told(suspects: Any) -> list[Candidate]:
+    """Return the suspects without those that say of one place again what another does."""
+    kept: dict[Any, Candidate] = {}
+    for s in suspects:
+        key = (s.incarnation, s.phase, s.mode, s.step, s.micro_batch, s.path, s.slot)
+        same = kept.get(key)
+        if same is None or s.priority < same.priority:
+            kept[key] = s
+    return list(kept.values())
+
+
+def _ordered(faults: list[Candidate], joins: Sequence[Join]) -> list[Finding]:
+    """Return findings, origins first, each followed in the list by nothing that caused it."""
+    events: dict[tuple[bytes, bytes], list[Candidate]] = {}
+    for fault in faults:
+        events.setdefault((fault.members.tobytes(), fault.times_ns.tobytes()), []).append(fault)
+    listed = sorted(events.values(), key=lambda e: _first_ns(e[0]))
+    near, far = listed[:_MOST_EVENTS], listed[_MOST_EVENTS:]
+    order = sort_causes(
+        [FaultPlace(ranks=e[0].members, times_ns=e[0].times_ns) for e in near], joins
+    )
+    victims: dict[int, list[Candidate]] = {}
+    for index, origin in enumerate(order.origin_of):
+        if origin is not None:
+            victims.setdefault(origin, []).extend(near[index])
+    origins = [index for index, origin in enumerate(order.origin_of) if origin is None]
+    if origins:
+        victims.setdefault(origins[0], []).extend(s for event in far for s in event)
+    found = [
+        _finding(
+            suspect,
+            is_origin=True,
+            victims=victims.get(index, []),
+            beside=_beside(index, near, order),
+        )
+        for index in origins
+        for suspect in near[index]
+    ]
+    later = [s for group in victims.values() for s in group]
+    return found + [_finding(s, is_origin=False, victims=[]) for s in sorted(later, key=_first_ns)]
+
+
+def _first_ns(suspect: Candidate) -> int:
+    return int(suspect.times_ns.min()) if len(suspect.times_ns) else 0
+
+
+def _beside(index: int, events: list[list[Candidate]], order: CauseOrder) -> list[str]:
+    """Return the other origins that nothing puts before or after this one."""
+    others = {b if a == index else a for a, b in order.unordered if index in (a, b)}
+    return [f"{events[o][0].place} ({ranks_named(events[o][0].ranks)})" for o in sorted(others)][:4]
+
+
+def _finding(
+    suspect: Candidate, *, is_origin: bool, victims: list[Candidate], beside: Sequence[str] = ()
+) -> Finding:
+    evidence: dict[str, Any] = dict(suspect.evidence()) if is_origin or not victims else {}
+    if beside:
+        evidence["unordered"] = list(beside)
+    if suspect.incarnation:
+        evidence["incarnation"] = suspect.incarnation
+    names = dict.fromkeys(v.place for v in sorted(victims, key=_first_ns))
+    return Finding(
+        kind=suspect.kind,
+        severity=suspect.severity,
+        phase=suspect.phase,
+        mode=suspect.mode,
+        step=suspect.step,
+        micro_batch=suspect.micro_batch,
+        path=suspect.path,
+        slot=suspect.slot,
+        ranks=suspect.ranks,
+        is_origin=is_origin,
+        victims=sum(v.weight for v in victims) + suspect.weight - 1,
+        victim_names=tuple(names)[:_NAMED_VICTIMS],
+        evidence=evidence,
+        message=f"{suspect.place}: {suspect.message}",
+        advice=advice_for(suspect),
+    )
+
+
+def report_json(report: Report) -> dict[str, Any]:
+    """Return a report as JSON data (docs/commands/check.md)."""
+    return {
+        "format": FORMAT,
+        "command": report.command,
+        "verdict": report.verdict.value,
+        "compared": report.compared,
+        "skipped": [{"reason": s.reason, "count": s.count} for s in report.skipped],
+        "recorded": report.recorded,
+        "notes": list(report.notes),
+        "findings": [
+            {
+                "kind": f.kind.value,
+                "phase": f.phase.word,
+                "step": f.step,
+                "micro_batch": f.micro_batch,
+                "path": f.path,
+                "slot": f.slot,
+                "ranks": list(f.ranks),
+                "origin": f.is_origin,
+                "severity": f.severity.value,
+                "mode": f.mode.word,
+                "victims": f.victims,
+                "evidence": dict(f.evidence),
+                "message": f.message,
+                "advice": f.advice,
+            }
+            for f in report.findings
+        ],
+    }

@@ -1,0 +1,74 @@
+"""Ranks whose backward begins with the gradients of the step before: `zero_grad` was skipped.
+
+A reduction hides it: what DDP sums holds the old gradient of one rank, and all ranks get the same
+wrong sum. So a rank marks the gradients that were there, and not zero, when its backward began.
+Where ranks that hold the same parameter differ in that one of them is wrong. Ranks that are all
+alike may accumulate over steps; and of a rank with marks next to ranks with some others nothing is
+said, because on accelerators zeros are marked as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.diagnosis.candidates import Candidate, suspect_at
+from rankscope.diagnosis.context import CheckContext
+from rankscope.diagnosis.distances import minority
+from rankscope.diagnosis.stepview import SlotValues, StepView
+from rankscope.record.call import Phase
+from rankscope.record.finding import Kind
+from rankscope.record.ranklists import ranks_named, ranks_text
+from rankscope.record.value import ValueFlag
+
+__all__ = ["carried_gradients"]
+
+Array = NDArray[Any]
+_CARRIED = int(ValueFlag.CARRIED)
+
+
+def carried_gradients(moment: StepView, scene: CheckContext) -> Iterator[Candidate]:
+    """Yield one suspect for a step that some ranks began with gradients of the step before."""
+    gradients = [h for h in moment.values(Phase.GRADS) if h.slot.startswith("grad:")]
+    marks = [(held, (held.flags & _CARRIED) != 0) for held in gradients]
+    bearers = np.unique(np.concatenate([h.ranks[m] for h, m in marks] or [np.zeros(0, np.int64)]))
+    shared = [(h, m) for h, m in marks if m.any() and not np.isin(h.ranks, bearers).all()]
+    if shared:
+        yield _suspect(moment, scene, [held for held, _ in shared], bearers)
+
+
+def _suspect(
+    moment: StepView, scene: CheckContext, gradients: list[SlotValues], bearers: Array
+) -> Candidate:
+    first = gradients[0]
+    ranks = np.unique(np.concatenate([held.ranks for held in gradients]))
+    own = ranks[np.isin(ranks, bearers)]
+    others = ranks[~np.isin(ranks, bearers)]
+    odd = minority(ranks, np.isin(ranks, bearers))
+    blamed = odd if len(odd) < len(ranks) else own
+    for held in gradients:
+        scene.ledger.applied(held)
+    return suspect_at(
+        moment,
+        first.call,
+        Kind.REPLICA,
+        first.slot,
+        blamed,
+        blamed,
+        scene.times(first, blamed) - 2,  # before gradients are reduced: see diagnosis/joins.py
+        f"backward began with the gradients of the step before on {ranks_named(own.tolist())}, and "
+        f"without on {ranks_named(others.tolist())}: they were added to this step's",
+        advice="zero_grad was not called on every one of these ranks between the two backward "
+        "passes: look for a condition around it that depends on the rank, or for a parameter group "
+        "that one rank's optimizer lacks.",
+        evidence=lambda: {
+            "carried_by": ranks_text(own.tolist()),
+            "not_by": ranks_text(others.tolist()),
+            "gradients": len(gradients),
+        },
+        weight=len(gradients),
+        priority=-2,
+    )

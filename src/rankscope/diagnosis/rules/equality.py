@@ -1,0 +1,379 @@
+"""Ranks that should hold the same value hold the same bytes.
+
+Applies to every value that a layout places whole on several ranks, and to plain parameters and
+gradients of which `replicas.py` knows it. Hashes are compared. Only of values that replicas
+compute each for itself (activations, gradients) a distance within rounding counts as equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.diagnosis.candidates import Candidate, suspect_at
+from rankscope.diagnosis.context import CheckContext, IncarnationState
+from rankscope.diagnosis.datapeers import same_inputs
+from rankscope.diagnosis.distances import (
+    differing_sides,
+    distance,
+    is_multiple,
+    minority,
+    rounding_of,
+    sides_text,
+)
+from rankscope.diagnosis.issuedcollectives import issues_in
+from rankscope.diagnosis.layouts import Same
+from rankscope.diagnosis.stepview import CallView, SlotValues, StepView, is_input
+from rankscope.record.call import Phase
+from rankscope.record.finding import Kind, Severity
+from rankscope.record.ranklists import ranks_named
+from rankscope.record.value import ValueFlag
+
+__all__ = ["differing_groups", "is_within_rounding", "unequal_replicas"]
+
+Array = NDArray[Any]
+_LOCAL: Final = frozenset({Phase.FORWARD, Phase.RECOMPUTE, Phase.BACKWARD, Phase.GRADS})
+"""Phases whose values replicas compute each for itself."""
+_NO_GRADIENT: Final = (
+    "On these ranks it is frozen (requires_grad), or nothing that went into the loss used it."
+)
+_SAME_BATCH: Final = (
+    "These ranks were handed the same batch: look for random numbers that they should draw alike "
+    "(dropout from another seed or generator), and for a reduction that is missing, in backward "
+    "too. Where they are data-parallel all the same, the model was called past its wrapper."
+)
+_STRAIGHT: Final = 1e-2
+"""A move and its gradient point the same way where what is left of it is this small beside it."""
+_PHASES: Final = (
+    Phase.SETUP,
+    Phase.FORWARD,
+    Phase.RECOMPUTE,
+    Phase.BACKWARD,
+    Phase.GRADS,
+    Phase.PARAMS,
+)
+
+
+def unequal_replicas(moment: StepView, scene: CheckContext) -> Iterator[Candidate]:
+    """Yield a suspect for every value whose replicas differ."""
+    life = scene.life(moment.incarnation)
+    batches = _SharedBatches(moment)
+    for held in moment.values(*_PHASES):
+        same = scene.layouts.same(held)
+        if same is None and held.slot.startswith(("param:", "grad:")):
+            same = life.replicas.same(held, moment)
+        if same is None or not same.groups or _is_laid_otherwise(held, life):
+            continue
+        groups, is_applied = differing_groups(held, same.groups)
+        if is_applied:
+            scene.ledger.applied(held)
+        if groups and not _is_rounding(held, groups, scene, moment):
+            yield _suspect(moment, scene, held, same, groups, batches)
+
+
+class _SharedBatches:
+    """Which ranks were handed the same batch in a step, and what drew other random numbers on
+    them; read once, and only where something is wrong."""
+
+    def __init__(self, moment: StepView) -> None:
+        self._moment = moment
+
+    @cached_property
+    def _shared(self) -> tuple[Array, ...]:
+        return same_inputs(self._moment)
+
+    @cached_property
+    def _random(self) -> list[CallView]:
+        calls = self._moment.of(Phase.FORWARD)
+        return [call for call in calls if "dropout" in call.node.class_name.lower()]
+
+    def is_shared(self, group: Array) -> bool:
+        """True where all of these ranks were handed the same batch."""
+        return any(np.isin(group, shared).all() for shared in self._shared)
+
+    def drawn_apart(self, group: Array) -> str:
+        """Return the path of the first dropout that was handed the same on these ranks and handed
+        out something else; "" where there is none."""
+        if not self.is_shared(group):
+            return ""
+        return next((call.path for call in self._random if _differs_alone(call, group)), "")
+
+
+def _differs_alone(call: CallView, group: Array) -> bool:
+    handed = [value.agree(group) for value in call.inputs]
+    made = [value.agree(group) for value in call.outputs]
+    return bool(handed) and all(each is True for each in handed) and False in made
+
+
+def _is_laid_otherwise(held: SlotValues, life: IncarnationState) -> bool:
+    """True for the gradient of a parameter that is cut where the gradient is whole: each rank takes
+    its own part of it, and replicas of it do not go into anything together."""
+    if held.call.phase is not Phase.GRADS:
+        return False
+    placed = life.placed.get((held.call.path, held.slot[5:]))
+    return placed is not None and placed != held.views[0].placements
+
+
+def differing_groups(held: SlotValues, groups: tuple[Array, ...]) -> tuple[list[Array], bool]:
+    """Return the groups whose ranks hold different bytes, and whether any could be compared.
+
+    Ranks that recorded nothing are left out of their group.
+    """
+    if len({len(group) for group in groups}) == 1:
+        matrix = np.stack(groups)
+        places = held.at(matrix)
+        if (places >= 0).all() and held.is_known[places].all():
+            hashes, counts = held.hashes[places], held.counts[places]
+            differ = (hashes != hashes[:, :1]) | (counts != counts[:, :1])
+            found = [groups[row] for row in np.flatnonzero(differ.any(axis=1))]
+            return [g for g in found if held.agree(g) is False], True
+    found, is_applied = [], False
+    for group in groups:
+        places = held.at(group)
+        present = group[(places >= 0) & held.is_known[np.maximum(places, 0)]]
+        if len(present) > 1:
+            answer = held.agree(present)
+            is_applied |= answer is not None
+            if answer is False:
+                found.append(present)
+    return found, is_applied
+
+
+def is_within_rounding(held: SlotValues, groups: list[Array]) -> bool:
+    """True where what differs does so by rounding alone."""
+    allowed = rounding_of(held.dtype)
+    return bool(allowed) and all(distance(held, held.at(g)) <= allowed for g in groups)
+
+
+def _is_rounding(
+    held: SlotValues, groups: list[Array], scene: CheckContext, moment: StepView
+) -> bool:
+    life = scene.life(moment.incarnation)
+    key = (held.call.path, held.slot.partition(":")[2])
+    phase = held.call.phase
+    if phase is Phase.PARAMS:
+        return key in life.rounded
+    if phase not in _LOCAL or not is_within_rounding(held, groups):
+        return False
+    if phase is Phase.GRADS:
+        life.rounded.add(key)
+    scene.ledger.skip("equal within rounding, not bit by bit")
+    return True
+
+
+def _suspect(
+    moment: StepView,
+    scene: CheckContext,
+    held: SlotValues,
+    same: Same,
+    groups: list[Array],
+    batches: _SharedBatches,
+) -> Candidate:
+    blamed = np.concatenate([minority(g, held.hashes[held.at(g)]) for g in groups])
+    members = np.unique(np.concatenate(groups))
+    is_told = len(blamed) < len(members)
+    known = None if is_told else _departed(moment, scene, held, groups)
+    if known is not None:
+        blamed, is_told = known[0], True
+    is_changed = known is not None and held.call.phase is Phase.GRADS
+    kind = Kind.REPLICA if is_changed else _kind(moment, held, same, groups)
+    whose = ranks_named(blamed.tolist())
+    told = (
+        f"{whose} hold{'s' if len(blamed) == 1 else ''} another value than the other replicas"
+        if is_told
+        else f"{whose} should hold the same and do not"
+    )
+    if known is not None:
+        told = f"{whose} {known[1]}"
+    if kind is Kind.PLACEMENT:
+        told = f"called Replicate(), but {told}"
+    bare = _without_gradient(moment, held, members)
+    if len(bare):
+        blamed, is_told = bare, True
+        told = f"{ranks_named(bare.tolist())} had no gradient of it, the other replicas had one"
+    is_held_back = False
+    if kind is Kind.GRADIENT:
+        told = f"{ranks_named(members.tolist())} each step with a gradient of their own data"
+        flags = held.flags[held.at(members)]
+        is_held_back = bool((flags & int(ValueFlag.NO_SYNC)).all())
+    random = next(filter(None, map(batches.drawn_apart, groups)), "")
+
+    def evidence() -> dict[str, Any]:
+        found: dict[str, Any] = {
+            "layout": same.source,
+            "values": differing_sides(held, groups),
+            "relative_distance": _finite(max(distance(held, held.at(g)) for g in groups)),
+        }
+        if not is_told:
+            found["rank_resolution"] = "none"
+        if kind is not Kind.GRADIENT and all(is_multiple(held, held.at(g)) for g in groups):
+            found["scaled"] = True
+        if random:
+            found["random_numbers"] = random
+        return found
+
+    advice = _NO_GRADIENT if len(bare) else ""
+    if random:
+        advice = (
+            f"{random} was handed the same on these ranks and drew other random numbers: seed what "
+            f"is replicated alike on them, or draw from a generator of its own that they share."
+        )
+    elif kind is Kind.GRADIENT and all(batches.is_shared(group) for group in groups):
+        advice = _SAME_BATCH
+    return suspect_at(
+        moment,
+        held.call,
+        kind,
+        held.slot,
+        blamed,
+        members,
+        scene.times(held, members),
+        f"{told} ({sides_text(held, groups[0])})",
+        advice=advice,
+        severity=Severity.WARNING if is_held_back else Severity.FAULT,
+        evidence=evidence,
+    )
+
+
+def _departed(
+    moment: StepView, scene: CheckContext, held: SlotValues, groups: list[Array]
+) -> tuple[Array, str] | None:
+    """Return the ranks that left what all of them held before, and how; None where no record tells
+    them from the others."""
+    if len(groups) != 1:
+        return None
+    (group,) = groups
+    if held.call.phase is Phase.GRADS:
+        how = "changed the gradient that the reduction gave"
+        odd = _unlike_reduced(moment, held, group)
+        return None if odd is None else (odd, how)
+    if held.call.phase is Phase.PARAMS and held.slot.startswith("param:"):
+        return _moved_oddly(moment, scene, held, group)
+    return None
+
+
+def _unlike_reduced(moment: StepView, held: SlotValues, group: Array) -> Array | None:
+    """Return the ranks on which a gradient is not what an all-reduce gave to all of them."""
+    places = held.at(group)
+    for call in moment.of(Phase.COLLECTIVE):
+        for issue in issues_in(call):
+            made = call.held.get("output.0") if issue.op == "all_reduce" else None
+            if made is None or made.agree(group) is not True:
+                continue
+            is_same = held.hashes[places] == made.hashes[made.at(group)]
+            if (
+                is_same.any()
+                and not is_same.all()
+                and (made.counts[0] == held.counts[places]).all()
+            ):
+                odd: Array = group[~is_same]
+                return odd
+    return None
+
+
+def _moved_oddly(
+    moment: StepView, scene: CheckContext, held: SlotValues, group: Array
+) -> tuple[Array, str] | None:
+    """Return the ranks whose parameter stayed, or moved elsewhere than its gradient says, where all
+    of them held the same before and stepped with one gradient."""
+    before = scene.life(moment.incarnation).parameters.get((held.call.path, held.slot))
+    slot = f"grad:{held.slot[6:]}"
+    own = [call.held[slot] for call in moment.named(held.call.path) if slot in call.held]
+    if before is None or len(own) != 1 or own[0].agree(group) is not True:
+        return None
+    at = np.searchsorted(before.ranks, group)
+    if not np.isin(group, before.ranks).all() or len(set(before.hashes[at].tolist())) > 1:
+        return None
+    places, gradient = held.at(group), own[0].column("sketch")[own[0].at(group)[0]]
+    is_odd = held.hashes[places] == before.hashes[at[0]]
+    if is_odd.any() and gradient.any():
+        return group[is_odd], "did not move, though it stepped with the same gradient"
+    moves = held.column("sketch")[places] - before.sketches[at[0]]
+    sizes = np.sqrt(np.mean(moves**2, axis=1))
+    if (rounding_of(held.dtype) * held.column("l2")[places] > _STRAIGHT * sizes).any():
+        return None
+    is_odd = np.array([not _is_along(move, gradient) for move in moves])
+    if is_odd.any() and not is_odd.all():
+        how = "held another value before the step, or moved elsewhere than its gradient says"
+        return group[is_odd], how
+    return None
+
+
+def _is_along(move: Array, gradient: Array) -> bool:
+    """True where a move is a multiple of the gradient, as a plain step of SGD is."""
+    square = float(gradient @ gradient)
+    factor = float(move @ gradient) / square if square else 0.0
+    rest = float(np.sqrt(np.mean((move - factor * gradient) ** 2)))
+    return rest <= 2 * _STRAIGHT * float(np.sqrt(np.mean(move**2)))
+
+
+def _without_gradient(moment: StepView, held: SlotValues, members: Array) -> Array:
+    """Return the ranks that stepped with no gradient of a parameter while other replicas had one;
+    none for anything but a parameter after its step."""
+    nobody = members[:0]
+    if held.call.phase is not Phase.PARAMS or not held.slot.startswith("param:"):
+        return nobody
+    events = [call for call in moment.of(Phase.GRADS) if call.parent is None]
+    stepped = np.concatenate([call.ranks for call in events]) if events else nobody
+    slot = f"grad:{held.slot[6:]}"
+    own = [call.held[slot] for call in moment.named(held.call.path) if slot in call.held]
+    had = np.concatenate([each.ranks for each in own]) if own else nobody
+    bare: Array = members[np.isin(members, stepped) & ~np.isin(members, had)]
+    return bare if len(bare) < len(members) else nobody
+
+
+def _finite(value: float) -> float | None:
+    return value if np.isfinite(value) else None
+
+
+def _kind(moment: StepView, held: SlotValues, same: Same, groups: list[Array]) -> Kind:
+    phase = held.call.phase
+    if phase is Phase.GRADS:
+        return _gradient_kind(moment, held, groups)
+    if phase in (Phase.SETUP, Phase.PARAMS, Phase.BACKWARD) or same.source != "dtensor":
+        return Kind.REPLICA
+    if is_input(held.slot, phase):
+        return Kind.PLACEMENT
+    return Kind.PLACEMENT if _plain_entered(held, groups) else Kind.REPLICA
+
+
+def _plain_entered(held: SlotValues, groups: list[Array]) -> bool:
+    """True where a plain tensor that differs on these ranks went into the call, or was made in
+    it: `from_local` called it replicated."""
+    call = held.call
+    sources = [*call.inputs, *(out for child in call.children for out in child.outputs)]
+    return any(
+        source.source == "unknown" and source.agree(group) is False
+        for source in sources
+        for group in groups
+    )
+
+
+def _gradient_kind(moment: StepView, held: SlotValues, groups: list[Array]) -> Kind:
+    """Tell gradients of each rank's own data from reduced ones that were changed afterwards.
+
+    They are local where the module was handed different values on these ranks, and are no multiples
+    of each other (a gradient clipped on one rank alone is one).
+    """
+    if all(is_multiple(held, held.at(group)) for group in groups):
+        return Kind.REPLICA
+    handed = [
+        value.agree(group)
+        for call in moment.named(held.call.path)
+        if call.phase in (Phase.FORWARD, Phase.BACKWARD)
+        for value in call.inputs
+        for group in groups
+    ]
+    if all(each is None for each in handed):  # called on one of these ranks alone
+        handed = [
+            value.agree(group)
+            for call in moment.named("")
+            if call.phase is Phase.FORWARD
+            for value in call.inputs
+            for group in groups
+        ]
+    return Kind.GRADIENT if False in handed or not handed else Kind.REPLICA

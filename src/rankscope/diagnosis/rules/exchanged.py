@@ -1,0 +1,213 @@
+"""What a collective gave is what its inputs give, and what was received is what was sent.
+
+Outputs that a collective makes equal are compared by hash. Sums are held to the sketches of the
+inputs (they are linear), maxima to maxima, parts to means and norms; all within rounding. Only
+collectives of which every member was recorded are looked at, and only messages that are known to be
+one (`diagnosis/messages.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.diagnosis.candidates import Candidate, suspect_at
+from rankscope.diagnosis.context import CheckContext
+from rankscope.diagnosis.distances import ROUNDING, minority, rounding_of, sides
+from rankscope.diagnosis.issuedcollectives import MESSAGES, IssuedCollective, issues_of
+from rankscope.diagnosis.messages import Message, message_value
+from rankscope.diagnosis.stepview import SlotValues, StepView
+from rankscope.record.finding import Kind
+from rankscope.record.ranklists import ranks_named
+from rankscope.record.value import ValueFlag
+
+__all__ = ["wrong_exchanges", "wrong_messages"]
+
+Array = NDArray[Any]
+_EQUAL_OUTPUTS: Final = frozenset(
+    {"all_reduce", "all_reduce_coalesced", "all_gather", "all_gather_into_tensor", "broadcast"}
+)
+_ADDED: Final = frozenset({*ROUNDING, "int32", "int64"})
+"""dtypes whose sums do not wrap around, or not in practice."""
+_SLACK: Final = 8
+"""Times the rounding of the dtype that a sum may be off, relative to the norms of its summands."""
+
+
+def wrong_exchanges(moment: StepView, scene: CheckContext) -> Iterator[Candidate]:
+    """Yield a suspect for every collective whose output is not what went in."""
+    for issue in issues_of(moment):
+        if issue.op not in MESSAGES and len(issue.ranks) == len(issue.members) > 1:
+            yield from _judged(moment, scene, issue)
+
+
+def _judged(moment: StepView, scene: CheckContext, issue: IssuedCollective) -> Iterator[Candidate]:
+    outputs = [h for s, h in issue.call.held.items() if s.split(".")[0] == "output"]
+    for number, output in enumerate(outputs):
+        if output.dtype == "python" or not _is_there(output, issue.ranks):
+            continue
+        problem = _unequal(issue, output) or _unlike_inputs(issue, output, number, len(outputs))
+        scene.ledger.applied(output)
+        if problem is not None:
+            text, blamed = problem
+            yield _suspect(moment, scene, issue, output, text, blamed)
+
+
+def _is_there(held: SlotValues, ranks: Array) -> bool:
+    places = held.at(ranks)
+    return bool((places >= 0).all() and held.is_known[places].all())
+
+
+def _unequal(issue: IssuedCollective, output: SlotValues) -> tuple[str, Array] | None:
+    if issue.op not in _EQUAL_OUTPUTS or output.agree(issue.ranks) is not False:
+        return None
+    blamed = minority(issue.ranks, output.hashes[output.at(issue.ranks)])
+    return "its output differs between ranks", blamed
+
+
+def _unlike_inputs(
+    issue: IssuedCollective, output: SlotValues, number: int, outputs: int
+) -> tuple[str, Array] | None:
+    given = issue.call.held.get(f"input.{number}" if issue.op != "all_gather" else "input.0")
+    given = given or issue.call.held.get("input")
+    if given is None or given.dtype == "python" or issue.facts.get("object"):
+        return None
+    if not _is_there(given, issue.ranks) or _is_late(given, issue.ranks):
+        return None
+    if not (_is_finite(given, issue.ranks) and _is_finite(output, issue.ranks)):
+        return None
+    if issue.op == "all_gather" and outputs == len(issue.members):
+        sender = issue.members[number]
+        is_whole = given.hashes[given.at(np.array([sender]))[0]]
+        wrong = issue.ranks[output.hashes[output.at(issue.ranks)] != is_whole]
+        return (f"rank {sender}'s part is not what it gave", wrong) if len(wrong) else None
+    if issue.op == "broadcast":
+        source = given.hashes[given.at(np.array([issue.facts.get("src", -1)]))[0]]
+        wrong = issue.ranks[output.hashes[output.at(issue.ranks)] != source]
+        return ("it is not what the source gave", wrong) if len(wrong) else None
+    test = _TESTS.get((issue.op, str(issue.facts.get("reduce", ""))))
+    if test is None or given.dtype not in _ADDED or test(issue, given, output):
+        return None
+    return "its output is not what its inputs give", issue.ranks
+
+
+def _is_late(held: SlotValues, ranks: Array) -> bool:
+    return bool((held.flags[held.at(ranks)] & int(ValueFlag.AFTER_CALL)).any())
+
+
+def _is_finite(held: SlotValues, ranks: Array) -> bool:
+    places = held.at(ranks)
+    return not any(held.column(n)[places].any() for n in ("nan", "posinf", "neginf"))
+
+
+# ---- arithmetic ----------------------------------------------------------------------------------
+
+
+def _allowed(given: SlotValues, places: Array) -> float:
+    return float(_SLACK * max(rounding_of(given.dtype), 1e-9) * given.column("l2")[places].sum())
+
+
+def _sums(
+    issue: IssuedCollective, given: SlotValues, output: SlotValues, *, divisor: int = 1
+) -> bool:
+    ins, outs = given.at(issue.ranks), output.at(issue.ranks)
+    wanted = given.column("sketch")[ins].sum(0) / divisor
+    apart = np.sqrt(np.mean((output.column("sketch")[outs] - wanted) ** 2, axis=1)).max()
+    return bool(apart <= _allowed(given, ins) / divisor + 1e-30)
+
+
+def _averages(issue: IssuedCollective, given: SlotValues, output: SlotValues) -> bool:
+    return _sums(issue, given, output, divisor=len(issue.members))
+
+
+def _extreme(name: str) -> Callable[[IssuedCollective, SlotValues, SlotValues], bool]:
+    def test(issue: IssuedCollective, given: SlotValues, output: SlotValues) -> bool:
+        least = given.column(name)[given.at(issue.ranks)]
+        found = output.column(name)[output.at(issue.ranks)]
+        return bool((found == (least.max() if name == "max" else least.min())).all())
+
+    return test
+
+
+def _parts_sum(issue: IssuedCollective, given: SlotValues, output: SlotValues) -> bool:
+    """Reduce-scatter: what all parts add up to."""
+    ins, outs = given.at(issue.ranks), output.at(issue.ranks)
+    entered = float((given.column("mean") * given.counts)[ins].sum())
+    left = float((output.column("mean") * output.counts)[outs].sum())
+    width = float(np.sqrt(given.counts[ins].max()))
+    return abs(entered - left) <= _allowed(given, ins) * width + 1e-30
+
+
+def _parts_kept(issue: IssuedCollective, given: SlotValues, output: SlotValues) -> bool:
+    """All-gather into one tensor: every output holds all inputs."""
+    ins, outs = given.at(issue.ranks), output.at(issue.ranks)
+    if (output.counts[outs] != given.counts[ins].sum()).any():
+        return True  # gathered in other shapes than one flat tensor: nothing is known
+    norm = float(np.sqrt((given.column("l2")[ins] ** 2).sum()))
+    return bool((np.abs(output.column("l2")[outs] - norm) <= 1e-6 * norm + 1e-30).all())
+
+
+_TESTS: Final[dict[tuple[str, str], Callable[[IssuedCollective, SlotValues, SlotValues], bool]]] = {
+    ("all_reduce", "sum"): _sums,
+    ("all_reduce", "avg"): _averages,
+    ("all_reduce", "max"): _extreme("max"),
+    ("all_reduce", "min"): _extreme("min"),
+    ("reduce_scatter_tensor", "sum"): _parts_sum,
+    ("all_gather_into_tensor", ""): _parts_kept,
+}
+
+
+# ---- messages ------------------------------------------------------------------------------------
+
+
+def wrong_messages(
+    moment: StepView, scene: CheckContext, wrong: list[Message]
+) -> Iterator[Candidate]:
+    """Yield a suspect for each of these messages, all of them received in this step."""
+    by_call = {(message.received.call_id, message.receiver): message for message in wrong}
+    for issue in issues_of(moment):
+        for rank in issue.ranks.tolist() if issue.op == "recv" else ():
+            message = by_call.get((issue.call.node.id, rank))
+            received = message_value(issue)
+            if message is not None and received is not None:
+                text = f"rank {rank} received something else than rank {message.sender} sent"
+                own = np.array([rank])
+                yield _suspect(moment, scene, issue, received, text, own, members=own)
+
+
+def _suspect(
+    moment: StepView,
+    scene: CheckContext,
+    issue: IssuedCollective,
+    output: SlotValues,
+    text: str,
+    blamed: Array,
+    members: Array | None = None,
+) -> Candidate:
+    ranks = issue.ranks if members is None else members
+    given = [h for s, h in issue.call.held.items() if s.split(".")[0] == "input"]
+
+    def evidence() -> dict[str, Any]:
+        return {
+            "op": issue.op,
+            "reduce": issue.facts.get("reduce"),
+            "group": issue.group,
+            "members": [*issue.members],
+            "inputs": [side for held in given[:2] for side in sides(held, issue.ranks)],
+            "outputs": sides(output, issue.ranks),
+        }
+
+    return suspect_at(
+        moment,
+        issue.call,
+        Kind.COLLECTIVE,
+        issue.slot,
+        blamed,
+        ranks,
+        scene.clock.of_call(issue.call, ranks, is_end=True),
+        f"{issue.op} of {ranks_named(issue.ranks.tolist())}: {text}",
+        evidence=evidence,
+        priority=-1,
+    )

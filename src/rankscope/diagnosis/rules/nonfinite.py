@@ -1,0 +1,208 @@
+"""Where the first NaN or infinity came from finite values, and how it reached other ranks.
+
+On every rank the first value that holds one is looked for. Where a call made it (its inputs are
+finite, its output is not) that call is the origin; a rank that received it (in an input, out of a
+collective, in a reduced gradient) is a victim. Where nobody made one, it came in from outside: the
+first to hold it is told.
+
+-inf alone is how masks are written: it counts only in a slot that holds none elsewhere. Gradients
+of a step that a GradScaler skipped are not looked at: overflow is how it finds its scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.diagnosis.candidates import Candidate, suspect_at
+from rankscope.diagnosis.context import CheckContext
+from rankscope.diagnosis.distances import sides
+from rankscope.diagnosis.issuedcollectives import issues_in
+from rankscope.diagnosis.stepview import SlotValues, StepView, is_input, is_output
+from rankscope.record.call import Phase
+from rankscope.record.finding import Kind
+from rankscope.record.ranklists import ranks_named
+from rankscope.record.value import ValueFlag
+
+__all__ = ["nonfinite_origins"]
+
+Array = NDArray[Any]
+_MADE: Final = 0
+"""The call's inputs are finite, its own output is not."""
+_HOOKED: Final = 1
+"""Its output is finite too; what its hooks made of it is not: they may have reduced it."""
+_CAUGHT: Final = 2
+"""The rank received it."""
+_NOT_MADE_HERE: Final = (
+    "No module made it: look at the loss, at what was loaded, or at whatever else code outside of "
+    "modules hands to this one."
+)
+_GRADIENTS: Final = (Phase.BACKWARD, Phase.GRADS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _First:
+    """The first value on a rank that is not finite."""
+
+    held: SlotValues
+    time_ns: int
+    level: int
+    """How surely it began here: _MADE, _HOOKED or _CAUGHT."""
+
+    @property
+    def is_made(self) -> bool:
+        """True where finite values went in."""
+        return self.level == _MADE
+
+
+def nonfinite_origins(moment: StepView, scene: CheckContext) -> Iterator[Candidate]:
+    """Yield the origins of this step; none where an earlier step of the life had one."""
+    life = scene.life(moment.incarnation)
+    for held in moment.values(*Phase):
+        if held.is_known.any():
+            scene.ledger.screened(held)
+    if life.is_spoiled:
+        return
+    spoiled = list(_spoiled(moment))
+    if not spoiled:
+        return
+    life.is_spoiled = True
+    first = _first_by_rank(spoiled, scene)
+    surest = min(each.level for each in first.values())
+    told = {rank: each for rank, each in first.items() if each.level == surest}
+    by_place: dict[int, list[int]] = {}
+    for rank, each in told.items():
+        by_place.setdefault(id(each.held), []).append(rank)
+    caught = _caught(spoiled, first, told)
+    for ranks in by_place.values():
+        yield _suspect(moment, scene, told[ranks[0]], sorted(ranks), spoiled, caught)
+
+
+def _spoiled(moment: StepView) -> Iterator[tuple[SlotValues, Array]]:
+    """Yield every value with the positions of the ranks on which it is not finite."""
+    is_skipped = any(
+        (held.flags & int(ValueFlag.SKIPPED)).any() for held in moment.values(Phase.GRADS)
+    )
+    masks: list[tuple[SlotValues, Array]] = []
+    finite: set[tuple[str, str]] = set()
+    for held in moment.values(*Phase):
+        if is_skipped and (held.call.phase in _GRADIENTS or _is_of_gradients(held)):
+            continue
+        if held.slot.startswith("scaler:"):
+            continue
+        bad = held.nonfinite > 0
+        low = held.is_known & (held.column("neginf") > 0)
+        if bad.any():
+            yield held, np.flatnonzero(bad | low)
+        elif low.any():
+            masks.append((held, np.flatnonzero(low)))
+        if (held.is_known & ~low).any():
+            finite.add((held.call.path, held.slot))
+    for held, places in masks:
+        if (held.call.path, held.slot) in finite:
+            yield held, places
+
+
+def _is_of_gradients(held: SlotValues) -> bool:
+    """True for what a collective carried that was issued in backward, or by the optimizer."""
+    issuers = (issue.facts.get("issuer") for issue in issues_in(held.call))
+    return any(issuer in ("backward", "optimizer") for issuer in issuers)
+
+
+def _first_by_rank(
+    spoiled: list[tuple[SlotValues, Array]], scene: CheckContext
+) -> dict[int, _First]:
+    first: dict[int, _First] = {}
+    for held, places in spoiled:
+        ranks = held.ranks[places]
+        for rank, time_ns in zip(ranks.tolist(), scene.times(held, ranks).tolist()):
+            if rank not in first or time_ns < first[rank].time_ns:
+                first[rank] = _First(held=held, time_ns=time_ns, level=_level(held))
+    return first
+
+
+def _level(held: SlotValues) -> int:
+    phase = held.call.phase
+    if phase is Phase.SETUP:
+        return _MADE
+    if phase is Phase.COLLECTIVE or not is_output(held.slot, phase):
+        return _CAUGHT
+    return _HOOKED if held.slot.startswith("returned") else _MADE
+
+
+def _caught(
+    spoiled: list[tuple[SlotValues, Array]], first: dict[int, _First], told: dict[int, _First]
+) -> list[str]:
+    """Return through what other ranks caught it: the collective, else the value they first have."""
+    others = [(each.time_ns, rank, each) for rank, each in first.items() if rank not in told]
+    found: dict[str, None] = {}
+    for held, places in spoiled:
+        call = held.call
+        if call.phase is Phase.COLLECTIVE and held.slot.startswith("output"):
+            received = held.ranks[places]
+            entered = [
+                rank
+                for value, at in spoiled
+                if value.call is call and is_input(value.slot, call.phase)
+                for rank in value.ranks[at].tolist()
+            ]
+            late = [rank for rank in received.tolist() if rank not in entered]
+            if late and entered:
+                found[
+                    f"{call.path or '(root)'}:collective.{call.ordinal} ({ranks_named(late)})"
+                ] = None
+    for _, rank, each in sorted(others, key=lambda other: other[:2]):
+        if not found:
+            place = f"{each.held.call.path or '(root)'}:{each.held.slot}"
+            found[f"{place} ({ranks_named([rank])}, {each.held.call.phase.word})"] = None
+    return list(found)[:4]
+
+
+def _suspect(
+    moment: StepView,
+    scene: CheckContext,
+    first: _First,
+    ranks: list[int],
+    spoiled: list[tuple[SlotValues, Array]],
+    caught: list[str],
+) -> Candidate:
+    held = first.held
+    own = np.array(ranks, np.int64)
+    counts = {
+        name: int(held.column(name)[held.at(own)].sum()) for name in ("nan", "posinf", "neginf")
+    }
+    listed = ", ".join(f"{n} {name}" for name, n in counts.items() if n)
+    how = "its inputs were finite" if first.is_made else "it came in so"
+    if held.call.phase is Phase.SETUP:
+        how = "it was so when it was loaded"
+
+    def evidence() -> dict[str, Any]:
+        return {
+            "values": sides(held, held.ranks),
+            "inputs_are_finite": first.is_made,
+            "caught_through": caught,
+            "spoiled_values": [_name(value) for value, _ in spoiled[:8]],
+        }
+
+    return suspect_at(
+        moment,
+        held.call,
+        Kind.NONFINITE,
+        held.slot,
+        ranks,
+        own,
+        scene.times(held, own),
+        f"{listed} on {ranks_named(ranks)}; {how}",
+        advice="" if first.is_made and held.call.phase is not Phase.SETUP else _NOT_MADE_HERE,
+        evidence=evidence,
+        weight=len(spoiled),
+        priority=-1,
+    )
+
+
+def _name(held: SlotValues) -> str:
+    return f"{held.call.path or '(root)'}:{held.slot}"

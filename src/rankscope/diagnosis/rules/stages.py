@@ -1,0 +1,129 @@
+"""What a pipeline stage computes on in a micro-batch is what the stage before it sent for it.
+
+Which root output feeds which root input is read off their hashes: an input that is bitwise an
+output of another rank in the same step came from there. Most inputs of a stage then belong to its
+own micro-batch (or all to the one before, where a stage made one call more); one that belongs to
+another, or to none, is a fault.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.diagnosis.candidates import Candidate, suspect_at
+from rankscope.diagnosis.context import CheckContext
+from rankscope.diagnosis.datapeers import root_calls
+from rankscope.diagnosis.stepview import SlotValues, StepView
+from rankscope.record.finding import Kind
+
+__all__ = ["StageLink", "mixed_up_micro_batches", "stage_edges"]
+
+Array = NDArray[Any]
+_Place = tuple[str, str, int]
+"""Path of a root, slot, rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageLink:
+    """A root output that feeds a root input on another rank."""
+
+    sender: int
+    receiver: int
+    sent: dict[int, tuple[SlotValues, int]]
+    """{micro-batch: value and its hash} on the sender."""
+    taken: dict[int, tuple[SlotValues, int]]
+    """The same on the receiver."""
+
+
+def stage_edges(moment: StepView) -> list[StageLink]:
+    """Return which stage feeds which in one step, each input with the output that fits it most."""
+    outputs, inputs = _by_place(moment, is_output=True), _by_place(moment, is_output=False)
+    makers: dict[int, set[_Place]] = {}
+    for place, values in outputs.items():
+        for _, number in values.values():
+            makers.setdefault(number, set()).add(place)
+    own = {
+        (rank, number) for (_, _, rank), values in outputs.items() for _, number in values.values()
+    }
+    edges = []
+    for place, values in inputs.items():
+        votes: Counter[_Place] = Counter()
+        for _, number in values.values():
+            if (place[2], number) not in own:
+                votes.update(p for p in makers.get(number, ()) if p[2] != place[2])
+        if votes:
+            best = min(votes, key=lambda p: (-votes[p], p))
+            edges.append(
+                StageLink(sender=best[2], receiver=place[2], sent=outputs[best], taken=values)
+            )
+    return edges
+
+
+def _by_place(
+    moment: StepView, *, is_output: bool
+) -> dict[_Place, dict[int, tuple[SlotValues, int]]]:
+    found: dict[_Place, dict[int, tuple[SlotValues, int]]] = {}
+    for call in root_calls(moment):
+        for held in call.outputs if is_output else call.inputs:
+            if call.micro_batch is None or held.is_constant:
+                continue
+            for rank, number, known in zip(
+                held.ranks.tolist(), held.hashes.tolist(), held.is_known.tolist()
+            ):
+                if known:
+                    place = (call.path, held.slot, rank)
+                    found.setdefault(place, {})[call.micro_batch] = (held, number)
+    return found
+
+
+def mixed_up_micro_batches(moment: StepView, scene: CheckContext) -> Iterator[Candidate]:
+    """Yield a suspect for every stage input that is not what was sent for its micro-batch."""
+    for edge in stage_edges(moment):
+        at = {number: micro for micro, (_, number) in edge.sent.items()}
+        shifts = Counter(
+            at[number] - micro for micro, (_, number) in edge.taken.items() if number in at
+        )
+        usual = min(shifts, key=lambda shift: (-shifts[shift], abs(shift)))
+        for micro, (held, number) in sorted(edge.taken.items()):
+            scene.ledger.applied(held)
+            sent = edge.sent.get(micro + usual)
+            if sent is None or sent[1] == number:
+                continue
+            is_known = number in at
+            if is_known or 2 * shifts[usual] >= len(edge.taken):
+                yield _suspect(moment, scene, edge, held, at.get(number))
+
+
+def _suspect(
+    moment: StepView, scene: CheckContext, edge: StageLink, held: SlotValues, other: int | None
+) -> Candidate:
+    micro = held.call.micro_batch
+    told = (
+        f"what rank {edge.sender} made for micro-batch {other}"
+        if other is not None
+        else f"nothing that rank {edge.sender} made in this step"
+    )
+    ranks = np.array([edge.receiver], np.int64)
+    return suspect_at(
+        moment,
+        held.call,
+        Kind.COLLECTIVE,
+        held.slot,
+        ranks,
+        ranks,
+        scene.times(held, ranks),
+        f"in micro-batch {micro} rank {edge.receiver} works on {told}",
+        evidence=lambda: {
+            "sender": edge.sender,
+            "receiver": edge.receiver,
+            "micro_batch": micro,
+            "is_of_micro_batch": other,
+        },
+        priority=-1,
+    )

@@ -1,0 +1,308 @@
+"""Calls, dtypes, shapes and placements are the same on ranks that do the same.
+
+* dtype: one value has one dtype on all ranks that hold it. Not looked at: what a module with
+  different children on different ranks is handed and hands out (stages of a pipeline).
+* placement, global shape: what DTensors of one mesh say of one value.
+* calls: ranks that were handed the same root inputs call the same modules, where all of them own
+  the module. Sibling modules of which each rank calls others (experts) are left alone.
+* layers of a pipeline: of those with numbers no stage runs one that the stage before it runs too,
+  where it begins further back than that one. Layers whose gradients are shared are left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.diagnosis.candidates import Candidate, suspect_at
+from rankscope.diagnosis.context import CheckContext
+from rankscope.diagnosis.datapeers import same_inputs
+from rankscope.diagnosis.distances import minority
+from rankscope.diagnosis.rules.stages import stage_edges
+from rankscope.diagnosis.stepview import (
+    CallView,
+    SlotValues,
+    StepView,
+    is_input,
+    is_output,
+    sibling_path,
+)
+from rankscope.record.call import Phase
+from rankscope.record.finding import Kind
+from rankscope.record.ranklists import ranks_named, ranks_text
+from rankscope.tree.views import SlotView
+
+__all__ = ["different_calls", "different_kinds", "layers_of_two_stages"]
+
+Array = NDArray[Any]
+
+
+# ---- dtype, shape, placement ---------------------------------------------------------------------
+
+
+def different_kinds(moment: StepView, scene: CheckContext) -> Iterator[Candidate]:
+    """Yield a suspect for every value that ranks hold as different things."""
+    for held in moment.values(*Phase):
+        if len(held.views) < 2 or held.call.phase is Phase.COLLECTIVE:
+            continue
+        views = [view for view in held.views if view.dtype != "python"]
+        what = {word for view in views for word in view.disagreement}
+        if len(views) < 2 or not what or _is_stage(held):
+            continue
+        if len({view.dtype for view in views}) > 1:
+            texts = [view.dtype for view in views]
+            yield _suspect(moment, scene, held, views, texts, Kind.DTYPE)
+        elif what & {"source", "mesh", "placements"} and _is_one_mesh(views):
+            texts = [str(view.data["layout"]) for view in views]
+            yield _suspect(moment, scene, held, views, texts, Kind.PLACEMENT)
+        elif "global_shape" in what and _is_one_mesh(views):
+            texts = [str(view.global_shape) for view in views]
+            yield _suspect(moment, scene, held, views, texts, Kind.SHAPE)
+
+
+def _is_stage(held: SlotValues) -> bool:
+    """True for inputs and outputs of a call whose children are other modules on other ranks."""
+    call = held.call
+    if not (is_input(held.slot, call.phase) or is_output(held.slot, call.phase)):
+        return False
+    if call.parent is None and not call.children:
+        return True
+    return any(len(child.ranks) != len(call.ranks) for child in call.children)
+
+
+def _is_one_mesh(views: list[SlotView]) -> bool:
+    """True where ranks of one mesh are among those that disagree."""
+    meshes = [set(mesh.ranks) for view in views for mesh in view.meshes]
+    return (
+        any(sum(not mesh.isdisjoint(view.ranks) for view in views) > 1 for mesh in meshes)
+        or not meshes
+    )
+
+
+def _suspect(
+    moment: StepView,
+    scene: CheckContext,
+    held: SlotValues,
+    views: list[SlotView],
+    texts: list[str],
+    kind: Kind,
+) -> Candidate:
+    ranks = np.array([rank for view in views for rank in view.ranks], np.int64)
+    keys = np.array([text for view, text in zip(views, texts) for _ in view.ranks])
+    blamed = minority(ranks, keys)
+    if len(blamed) == len(ranks):
+        blamed = _outvoted(moment, held, ranks, keys, kind)
+    members = np.sort(ranks)
+    listed = "; ".join(f"{ranks_named(view.ranks)}: {text}" for view, text in zip(views, texts))
+    scene.ledger.applied(held)
+    return suspect_at(
+        moment,
+        held.call,
+        kind,
+        held.slot,
+        blamed,
+        members,
+        scene.times(held, members),
+        listed,
+        evidence=lambda: {
+            "values": [
+                {"ranks": ranks_text(view.ranks), kind.value.partition("-")[0]: text}
+                for view, text in zip(views, texts)
+            ]
+        },
+        priority=-1,
+    )
+
+
+def _outvoted(moment: StepView, held: SlotValues, ranks: Array, keys: Array, kind: Kind) -> Array:
+    """Return the ranks that hold what the sibling modules do not; all of them where siblings do not
+    tell."""
+    if kind is not Kind.DTYPE:
+        return ranks
+    call, family = held.call, sibling_path(held.call.path)
+    votes = [
+        view.dtype
+        for other in moment.of(call.phase)
+        if other is not call and _is_like(other, call, family) and held.slot in other.held
+        for view in other.held[held.slot].views
+    ]
+    if not votes:
+        return ranks
+    usual = max(set(votes), key=votes.count)
+    others = ranks[keys != usual]
+    return others if 0 < len(others) < len(ranks) else ranks
+
+
+def _is_like(other: CallView, call: CallView, family: str) -> bool:
+    same_class = other.node.class_name == call.node.class_name
+    return same_class and (sibling_path(other.path) == family or call.phase is Phase.SETUP)
+
+
+# ---- calls ---------------------------------------------------------------------------------------
+
+
+def different_calls(moment: StepView, scene: CheckContext) -> Iterator[Candidate]:
+    """Yield a suspect for every module that some of the ranks with the same data did not call."""
+    groups = same_inputs(moment)
+    owners = scene.life(moment.incarnation).owners
+    families: dict[tuple[int, str, Phase], list[CallView]] = {}
+    for call in moment.of(Phase.FORWARD):
+        if call.parent is not None:
+            key = (id(call.parent), sibling_path(call.path), call.phase)
+            families.setdefault(key, []).append(call)
+    for calls in families.values():
+        for group in groups:
+            partial = [call for call in calls if _missing(call, group, owners) is not None]
+            if not partial or (2 * len(partial) > len(calls) and len(calls) > 1):
+                continue
+            for call in partial:
+                absent = _missing(call, group, owners)
+                assert absent is not None  # filtered above
+                yield _uncalled(moment, scene, call, group, absent)
+
+
+def _missing(call: CallView, group: Array, owners: Any) -> Array | None:
+    """Return the ranks of a group that made the call around this one, own the module and did not
+    call it; None where there are none, or nobody of the group did."""
+    parent = call.parent
+    assert parent is not None  # roots are no families
+    around = group[np.isin(group, parent.ranks)]
+    ended = [r for o in parent.node.outcomes if o.has_returned for r in o.ranks]
+    absent = around[~np.isin(around, call.ranks) & np.isin(around, ended)]
+    if not len(absent) or len(absent) == len(around):
+        return None
+    own = owners.get(call.path)
+    below = [ranks for path, ranks in owners.items() if path.startswith(f"{call.path}.")]
+    holders = own if own is not None else (np.concatenate(below) if below else None)
+    if holders is None or not np.isin(absent, holders).all():
+        return None
+    return absent
+
+
+def _uncalled(
+    moment: StepView, scene: CheckContext, call: CallView, group: Array, absent: Array
+) -> Candidate:
+    present = group[np.isin(group, call.ranks)]
+    return suspect_at(
+        moment,
+        call,
+        Kind.STRUCTURE,
+        "",
+        absent if len(present) >= len(absent) else present,
+        present,
+        scene.clock.of_call(call, present),
+        f"{ranks_named(absent.tolist())} did not call it, {ranks_named(present.tolist())} with the "
+        f"same data did",
+        evidence=lambda: {
+            "called": ranks_text(present.tolist()),
+            "not_called": ranks_text(absent.tolist()),
+        },
+    )
+
+
+# ---- stages --------------------------------------------------------------------------------------
+
+
+class _NumberedLayer(NamedTuple):
+    """One of several siblings that a number tells apart."""
+
+    family: str
+    """What stands before the number: "layers"."""
+    number: int
+
+    @property
+    def path(self) -> str:
+        """Its own path."""
+        return f"{self.family}.{self.number}" if self.family else f"{self.number}"
+
+
+def layers_of_two_stages(moment: StepView, scene: CheckContext) -> Iterator[Candidate]:
+    """Yield a suspect for every layer that a pipeline's stage and the one it feeds both run."""
+    edges = {(edge.sender, edge.receiver) for edge in stage_edges(moment)}
+    if not edges:
+        return
+    run = _layers_by_rank(moment, scene)
+    twice: dict[_NumberedLayer, set[int]] = {}
+    for sender, receiver in edges:
+        for layer in _run_by_both(run.get(sender, {}), run.get(receiver, {})):
+            if not _is_shared(moment, layer, np.array(sorted((sender, receiver)), np.int64)):
+                twice.setdefault(layer, set()).update((sender, receiver))
+    for layer, ranks in sorted(twice.items()):
+        yield _run_twice(moment, scene, run[min(ranks)][layer], layer, sorted(ranks))
+
+
+def _layers_by_rank(
+    moment: StepView, scene: CheckContext
+) -> dict[int, dict[_NumberedLayer, CallView]]:
+    """Return {rank: {layer: its first call}} of the layers with parameters, but for those that
+    run more than once in a micro-batch: weights that are shared on purpose."""
+    owners = scene.life(moment.incarnation).owners
+    owned = {_layer_of(path) for path in owners}
+    calls = [(call, layer) for call in moment.of(Phase.FORWARD) if (layer := _layer_of(call.path))]
+    repeated = {layer for call, layer in calls if call.ordinal and call.path == layer.path}
+    found: dict[int, dict[_NumberedLayer, CallView]] = {}
+    for call, layer in calls:
+        if layer in owned and layer not in repeated:
+            for rank in call.ranks.tolist():
+                found.setdefault(rank, {}).setdefault(layer, call)
+    return found
+
+
+def _layer_of(path: str) -> _NumberedLayer | None:
+    parts = path.split(".")
+    at = next((place for place, part in enumerate(parts) if part.isdecimal()), None)
+    return None if at is None else _NumberedLayer(".".join(parts[:at]), int(parts[at]))
+
+
+def _run_by_both(
+    first: dict[_NumberedLayer, CallView], second: dict[_NumberedLayer, CallView]
+) -> Iterator[_NumberedLayer]:
+    """Yield the layers that stand at the end of one stage and at the begin of the one behind it.
+
+    Two models of which one feeds the other both begin with their own layer 0.
+    """
+    for family in {layer.family for layer in first.keys() & second.keys()}:
+        own = [layer.number for layer in first if layer.family == family]
+        others = [layer.number for layer in second if layer.family == family]
+        if min(own) < min(others) and max(own) <= max(others):
+            yield from (_NumberedLayer(family, number) for number in {*own} & {*others})
+
+
+def _is_shared(moment: StepView, layer: _NumberedLayer, ranks: Array) -> bool:
+    """True where both ranks step with one gradient of it, or its parameters stay the same."""
+    inside = f"{layer.path}."
+    for phase in (Phase.GRADS, Phase.PARAMS):
+        agrees = [
+            held.agree(ranks)
+            for held in moment.values(phase)
+            if f"{held.call.path}.".startswith(inside)
+            and held.slot.startswith(("grad:", "param:"))
+            and not held.is_constant
+        ]
+        if agrees and all(agrees):
+            return True
+    return False
+
+
+def _run_twice(
+    moment: StepView, scene: CheckContext, call: CallView, layer: _NumberedLayer, ranks: list[int]
+) -> Candidate:
+    members = call.ranks[np.isin(call.ranks, ranks)]
+    return suspect_at(
+        moment,
+        call,
+        Kind.STRUCTURE,
+        "",
+        ranks,
+        members,
+        scene.clock.of_call(call, members),
+        f"{layer.path} runs on {ranks_named(ranks)}, of which one stage feeds the other: the model "
+        f"runs it twice",
+        advice="Look at how the layers are split into stages: the end of one range is the begin of "
+        "the next, and counts for one of them alone. A layer that stages share on purpose has to "
+        "have its gradients summed over them.",
+        evidence=lambda: {"stages": ranks_text(ranks)},
+    )

@@ -1,0 +1,269 @@
+"""One step of a trace as the rules look at it: calls, and their values over all ranks as arrays."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.record.call import Mode, Phase
+from rankscope.record.value import ValueFlag, is_form
+from rankscope.tree.reader import Step
+from rankscope.tree.views import Node, SlotView
+
+__all__ = [
+    "CallView",
+    "SlotValues",
+    "StepView",
+    "is_input",
+    "is_output",
+    "moment_of",
+    "sibling_path",
+]
+
+Array = NDArray[Any]
+_NO_VALUE: Final = (
+    ValueFlag.ABSENT
+    | ValueFlag.PENDING
+    | ValueFlag.STRUCTURE_ONLY
+    | ValueFlag.UNSEEN
+    | ValueFlag.PYTHON
+)
+_NUMBER: Final = re.compile(r"(^|\.)\d+(?=\.|$)")
+
+
+def sibling_path(path: str) -> str:
+    """Return what a path has in common with its siblings: layers.0.mlp -> layers.*.mlp."""
+    return _NUMBER.sub(r"\1*", path)
+
+
+def is_input(slot: str, phase: Phase) -> bool:
+    """True for what a call begins with: its inputs, in backward the gradients of its outputs."""
+    head = slot.split(".")[0]
+    return head == ("grad_output" if phase is Phase.BACKWARD else "input")
+
+
+def is_output(slot: str, phase: Phase) -> bool:
+    """True for what a call ends with; `returned` is such a value."""
+    head = slot.split(".")[0]
+    if phase is Phase.BACKWARD:
+        return head == "grad_input"
+    return head in ("output", "returned")
+
+
+class SlotValues:
+    """One slot of one call over all its ranks. Arrays are in order of rank."""
+
+    def __init__(self, call: CallView, views: list[SlotView], columns: Mapping[str, Array]) -> None:
+        self.call = call
+        self.slot = views[0].slot
+        self.views = views
+        self._columns = columns
+        self._agreements: dict[int, Array] = {}
+        self._rows: slice | Array
+        if len(views) == 1:
+            self._rows = slice(views[0].rows.start, views[0].rows.stop)
+        else:
+            self._rows = np.concatenate([np.arange(v.rows.start, v.rows.stop) for v in views])
+        ranks = columns["values.rank"][self._rows]
+        self._order = None if (ranks[1:] > ranks[:-1]).all() else np.argsort(ranks, kind="stable")
+        self.ranks: Array = ranks if self._order is None else ranks[self._order]
+
+    def column(self, name: str) -> Array:
+        """Return one column of the values file, for these ranks."""
+        rows = self._columns[f"values.{name}"][self._rows]
+        return rows if self._order is None else rows[self._order]
+
+    @cached_property
+    def hashes(self) -> Array:
+        """[n] uint64."""
+        return self.column("hash")
+
+    @cached_property
+    def counts(self) -> Array:
+        """[n] elements."""
+        return self.column("count")
+
+    @cached_property
+    def flags(self) -> Array:
+        """[n] ValueFlag bits."""
+        return self.column("flags")
+
+    @cached_property
+    def is_known(self) -> Array:
+        """[n] True where the value was digested."""
+        known: Array = self.column("digested") & ((self.flags & int(_NO_VALUE)) == 0)
+        return known
+
+    @cached_property
+    def nonfinite(self) -> Array:
+        """[n] elements that are NaN or +inf; -inf alone is how masks are written."""
+        found: Array = (self.column("nan") + self.column("posinf")) * self.is_known
+        return found
+
+    @cached_property
+    def is_constant(self) -> bool:
+        """True where no rank holds two different elements: as equal on shards as on replicas."""
+        return not bool((self.is_known & (self.column("min") < self.column("max"))).any())
+
+    @property
+    def dtype(self) -> str:
+        """torch's name without the prefix, of the lowest rank."""
+        return self.views[0].dtype
+
+    @property
+    def source(self) -> str:
+        """Where the layout comes from, "mixed" where ranks differ in that."""
+        sources = {str(view.data["layout"]["source"]) for view in self.views}
+        return sources.pop() if len(sources) == 1 else "mixed"
+
+    def at(self, ranks: Array) -> Array:
+        """Return the positions of ranks in the arrays, -1 for those that hold nothing."""
+        places = np.minimum(np.searchsorted(self.ranks, ranks), len(self.ranks) - 1)
+        return np.where(self.ranks[places] == ranks, places, -1)
+
+    def agreements(self, groups: Array) -> Array:
+        """Say for every group whether its ranks hold the same bytes.
+
+        Args:
+            groups: [g, n] ranks.
+
+        Returns:
+            [g] int8: 1 where they do, 0 where not, -1 where one is not known.
+        """
+        key = id(groups)
+        if key not in self._agreements:
+            places = self.at(groups)
+            is_known = (places >= 0).all(1) & self.is_known[places].all(1)
+            kinds = self.flags[places] & int(ValueFlag.MIX64)
+            is_known &= (kinds == kinds[:, :1]).all(1)
+            hashes, counts = self.hashes[places], self.counts[places]
+            same = ((hashes == hashes[:, :1]) & (counts == counts[:, :1])).all(1)
+            self._agreements[key] = np.where(is_known, same, -1).astype(np.int8)
+        return self._agreements[key]
+
+    def agree(self, ranks: Array) -> bool | None:
+        """Say whether these ranks hold the same bytes; None where one is not known."""
+        places = self.at(ranks)
+        if (places < 0).any() or not self.is_known[places].all():
+            return None
+        hashes, counts = self.hashes[places], self.counts[places]
+        kinds = self.flags[places] & int(ValueFlag.MIX64)
+        if (kinds != kinds[0]).any():
+            return None
+        return bool((hashes == hashes[0]).all() and (counts == counts[0]).all())
+
+
+@dataclass(slots=True, eq=False)
+class CallView:
+    """One node with its place in the tree."""
+
+    node: Node
+    path: str
+    phase: Phase
+    micro_batch: int | None
+    ordinal: int
+    parent: CallView | None
+    top: CallView
+    """The outermost call around it; itself for a root."""
+    ranks: Array
+    children: list[CallView] = field(default_factory=list)
+    held: dict[str, SlotValues] = field(default_factory=dict)
+
+    @property
+    def inputs(self) -> Iterator[SlotValues]:
+        """What the call begins with, tensors only."""
+        return (h for s, h in self.held.items() if is_input(s, self.phase) and h.dtype != "python")
+
+    @property
+    def outputs(self) -> Iterator[SlotValues]:
+        """What the call ends with, tensors only."""
+        return (h for s, h in self.held.items() if is_output(s, self.phase) and h.dtype != "python")
+
+    def __repr__(self) -> str:
+        return f"Call({self.path!r} {self.phase.word} {self.micro_batch} {self.ordinal})"
+
+
+@dataclass(slots=True, eq=False)
+class StepView:
+    """One step of one mode, or a setup: every call, parents first."""
+
+    is_setup: bool
+    mode: Mode
+    step: int
+    incarnation: int
+    notes: tuple[str, ...]
+    calls: list[CallView]
+    _by_path: dict[str, list[CallView]] = field(default_factory=dict)
+
+    def named(self, path: str) -> list[CallView]:
+        """Return the calls of one path, in all phases."""
+        if not self._by_path:
+            for call in self.calls:
+                self._by_path.setdefault(call.path, []).append(call)
+        return self._by_path.get(path, [])
+
+    def of(self, *phases: Phase) -> Iterator[CallView]:
+        """Yield the calls of some phases."""
+        return (call for call in self.calls if call.phase in phases)
+
+    def values(self, *phases: Phase) -> Iterator[SlotValues]:
+        """Yield the tensors of some phases, in order of the tree."""
+        for call in self.of(*phases):
+            for held in call.held.values():
+                if held.dtype != "python":
+                    yield held
+
+
+def moment_of(step: Step, columns: Mapping[str, Array]) -> StepView:
+    """Read one step. Nothing of the trace keeps it: it goes when the caller lets it go."""
+    ranks_of: dict[str, Array] = {}
+    calls: list[CallView] = []
+
+    def read(node: Node, parent: CallView | None) -> None:
+        waiting: list[tuple[Node, CallView | None]] = [(node, parent)]
+        while waiting:
+            node, parent = waiting.pop()
+            text = str(node.data["ranks"])
+            if text not in ranks_of:
+                ranks_of[text] = np.array(node.ranks, np.int64)
+            call = _call_of(node, parent, ranks_of[text], columns)
+            calls.append(call)
+            if parent is not None:
+                parent.children.append(call)
+            waiting.extend((child, call) for child in reversed(node.children))
+
+    for top in step.fresh():
+        read(top, None)
+    return StepView(
+        is_setup=step.is_setup,
+        mode=step.mode,
+        step=0 if step.is_setup else step.step,
+        incarnation=step.incarnation,
+        notes=step.notes,
+        calls=calls,
+    )
+
+
+def _call_of(
+    node: Node, parent: CallView | None, ranks: Array, columns: Mapping[str, Array]
+) -> CallView:
+    call = CallView.__new__(CallView)
+    call.node, call.path, call.phase = node, node.path, node.phase
+    call.micro_batch, call.ordinal, call.parent = node.micro_batch, node.ordinal, parent
+    call.top = call if parent is None else parent.top
+    call.ranks, call.children, call.held = ranks, [], {}
+    by_slot: dict[str, list[SlotView]] = {}
+    for view in node.slots:
+        if is_form(view.slot):  # notes of each rank's own
+            continue
+        by_slot.setdefault(view.slot, []).append(view)
+    for slot, views in by_slot.items():
+        if any(len(view.rows) for view in views):
+            call.held[slot] = SlotValues(call, views, columns)
+    return call

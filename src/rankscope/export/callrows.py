@@ -1,0 +1,76 @@
+"""The calls of a node, rank by rank, from the columns of a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from rankscope.errors import TraceError
+from rankscope.record.call import CallStatus
+from rankscope.tree.digests import Columns
+from rankscope.tree.views import Node
+
+__all__ = ["CallRows", "RankCall"]
+
+_FIRST_LOOK, _LARGEST_LOOK = 64, 1 << 20
+
+
+class RankCall(NamedTuple):
+    """One rank's call."""
+
+    rank: int
+    start: int
+    """Wall clock, ns."""
+    end: int | None
+    """None where it was not recorded."""
+    status: str
+
+
+class CallRows:
+    """Finds the rows of nodes that are asked for in the order of the tree, which is theirs too."""
+
+    def __init__(self, columns: Columns) -> None:
+        self._node, self._rank = columns["calls.node"], columns["calls.rank"]
+        self._start, self._duration = columns["calls.start_ns"], columns["calls.duration_ns"]
+        self._status = columns["calls.status"]
+        self._next = 0
+
+    def of(self, node: Node) -> Iterator[RankCall]:
+        """Yield the calls of a node, by rank.
+
+        Raises:
+            TraceError: the columns have none behind those of the node asked for before.
+        """
+        wanted = np.uint64(int(node.id, 16))
+        first = self._find(wanted)
+        if first is None:
+            raise TraceError(
+                f"{node.path or '(root)'}: the columns have no call of node {node.id}: "
+                "the trace is damaged"
+            )
+        last = first + 1
+        while last < len(self._node) and self._node[last] == wanted:
+            last += 1
+        self._next = last
+        for row in range(first, last):
+            start, duration = int(self._start[row]), int(self._duration[row])
+            yield RankCall(
+                int(self._rank[row]),
+                start,
+                None if duration < 0 else start + duration,
+                CallStatus.word_of(int(self._status[row])),
+            )
+
+    def _find(self, wanted: np.uint64) -> int | None:
+        """Return the first row of a node from the next one on; mostly it is that."""
+        if self._next < len(self._node) and self._node[self._next] == wanted:
+            return self._next
+        begin, length = self._next, _FIRST_LOOK
+        while begin < len(self._node):
+            found = np.flatnonzero(self._node[begin : begin + length] == wanted)
+            if len(found):
+                return begin + int(found[0])
+            begin, length = begin + length, min(2 * length, _LARGEST_LOOK)
+        return None

@@ -1,0 +1,65 @@
+"""`--format jsonl`: one JSON object a line, a value on a rank, every line with the same keys."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from rankscope.errors import SelectionError
+from rankscope.export.place import ExportPlace
+from rankscope.export.rows import Row, rows_of
+from rankscope.export.subset import Selection
+from rankscope.run.names import Progress
+from rankscope.tree.digests import COUNTS, STATISTICS, Columns, column_digest
+from rankscope.tree.jsontext import number, statistic
+from rankscope.tree.reader import Trace
+
+__all__ = ["write"]
+
+_NUMBERS = (*COUNTS, *STATISTICS, "hash", "sketch")
+
+
+def write(
+    trace: Trace, selection: Selection, place: ExportPlace, progress: Progress
+) -> Sequence[str]:
+    """Write the lines, one step in memory at a time."""
+    columns, ranks = trace.columns(), selection.ranks(trace)
+    groups, lines = len(selection.groups(trace)), 0
+    encode = json.JSONEncoder(check_circular=False, allow_nan=False).encode
+    with place.target.open("w", encoding="ascii") as file:
+        for done, (step, nodes) in enumerate(selection.walk(trace)):
+            progress("writing values", done / groups)
+            for row in rows_of(step, nodes, columns, ranks):
+                file.write(encode(_line(row, columns)) + "\n")
+                lines += 1
+    if not lines:
+        raise SelectionError("the trace holds no value in what is asked for")
+    return (f"{lines} values, one a line",)
+
+
+def _line(row: Row, columns: Columns) -> dict[str, Any]:
+    shared, fold, rank, at = row
+    is_digested = bool(columns["values.digested"][at])
+    return {
+        **shared,
+        "rank": rank,
+        "shape": fold.shape,
+        "flags": fold.flags,
+        "requires_grad": fold.requires_grad,
+        "note": fold.note,
+        "time_ns": int(columns["values.time_ns"][at]),
+        "reference": int(columns["values.reference"][at]) or None,
+        "digested": is_digested,
+        **(_numbers(columns, at) if is_digested else dict.fromkeys(_NUMBERS)),
+    }
+
+
+def _numbers(columns: Columns, at: int) -> dict[str, Any]:
+    digest = column_digest(columns, at)
+    return {
+        **{name: getattr(digest, name) for name in COUNTS},
+        **{name: statistic(getattr(digest, name)) for name in STATISTICS},
+        "hash": f"{digest.hash:016x}",
+        "sketch": [number(each) for each in digest.sketch],
+    }

@@ -1,0 +1,380 @@
+"""`--format perfetto`: the calls of all ranks on one clock, for ui.perfetto.dev and its SQL.
+
+A ZIP of one Perfetto trace per rank and life, and a manifest that says which host each is from and
+that wall-clock time is the clock of all. On every rank the steps are one track, and each phase has
+tracks of its own. The events of a step are in memory, the ranks' files grow beside the export.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import zipfile
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from rankscope.errors import SelectionError
+from rankscope.export import packets
+from rankscope.export.callrows import CallRows
+from rankscope.export.place import ExportPlace
+from rankscope.export.rows import rows_of
+from rankscope.export.subset import Selection, group_name
+from rankscope.record.call import CallStatus, Phase
+from rankscope.record.ranklists import ranks_text
+from rankscope.run.names import Progress
+from rankscope.tree.digests import Columns, column_digest
+from rankscope.tree.reader import Step, Trace
+from rankscope.tree.views import Node
+
+__all__ = ["MAX_EVENTS", "SliceEdge", "Span", "edges", "write"]
+T = TypeVar("T")
+
+
+class Span(NamedTuple, Generic[T]):
+    """One call."""
+
+    start: int
+    end: float
+    """math.inf where its end was not recorded."""
+    what: T
+
+
+class SliceEdge(NamedTuple, Generic[T]):
+    """Where a slice begins or ends."""
+
+    lane: int
+    time: int
+    begins: T | None
+    """What begins; None where the innermost open slice of the lane ends."""
+
+
+def edges(spans: Iterable[Span[T]]) -> Iterator[SliceEdge[T]]:
+    """Yield the edges of spans, in order of time on every lane.
+
+    A span lies inside those that last longer, and where two last equally long, inside the one that
+    was given first: give parents first. One that begins inside another and outlasts it goes to the
+    next lane. A span without end ends with the slice it lies in; outside of any it stays open.
+    """
+    open_ends: list[list[float]] = []
+    for span in sorted(spans, key=lambda span: (span.start, -span.end)):
+        lane = 0
+        for lane, ends in enumerate(open_ends):
+            yield from _closed(lane, ends, span.start)
+            if not ends or span.end <= ends[-1] or span.end == math.inf:
+                break
+        else:
+            lane = len(open_ends)
+            open_ends.append([])
+        ends = open_ends[lane]
+        ends.append(min(span.end, ends[-1]) if ends else span.end)
+        yield SliceEdge(lane, span.start, span.what)
+    for lane, ends in enumerate(open_ends):
+        yield from _closed(lane, ends, math.inf)
+
+
+def _closed(lane: int, ends: list[float], now: float) -> Iterator[SliceEdge[T]]:
+    """End what has ended by now; what has no end stays open."""
+    while ends and ends[-1] <= now and ends[-1] != math.inf:
+        yield SliceEdge(lane, int(ends.pop()), None)
+
+
+MAX_EVENTS = 2_000_000
+"""What a viewer still opens. The beginning and the end of a call are two events."""
+_RESULTS = {
+    Phase.FORWARD: ("output",),
+    Phase.RECOMPUTE: ("output",),
+    Phase.BACKWARD: ("grad_input",),
+    Phase.COLLECTIVE: ("collective",),
+}
+"""Slots whose numbers stand beside a call: what came out of it."""
+_MAX_RESULTS = 4
+_STEPS, _ERRORS = "steps", "errors"
+_TRACKS = (_STEPS, _ERRORS, *(phase.word for phase in Phase))
+_FIRST_FREE_PID = 1 << 22
+"""Linux gives no larger one."""
+
+
+class _Slice(NamedTuple):
+    phase: str
+    start: int
+    end: float
+    content: bytes
+
+
+@dataclass(slots=True)
+class _Rank:
+    """One life of one rank: its file, and the tracks it has so far."""
+
+    rank: int
+    incarnation: int
+    host: str
+    pid: int
+    path: Path
+    epoch_ns: int
+    """What every file begins with: a reader of many files wants clock readings that never fall."""
+    tracks: dict[tuple[str, int], int] = field(default_factory=dict)
+
+    @property
+    def uuid(self) -> int:
+        """Of its process; its tracks' follow."""
+        return (self.rank << 16 | self.incarnation) << 20 | 1
+
+    def track(self, name: str, lane: int, made: list[bytes]) -> int:
+        """Return the uuid of a track, described where it is new."""
+        found = self.tracks.get((name, lane))
+        if found is None:
+            found = self.tracks[name, lane] = self.uuid + 1 + len(self.tracks)
+            title = f"{name} {lane + 1}" if lane else name
+            made.append(packets.track(found, self.uuid, title, _TRACKS.index(name) * 1000 + lane))
+        return found
+
+    def append(self, made: list[bytes]) -> None:
+        """Write packets behind what is there."""
+        if not self.path.exists():
+            life = f" (life {self.incarnation})" if self.incarnation else ""
+            head = packets.process(self.uuid, self.pid, f"rank {self.rank}{life}")
+            made = [packets.clock(self.epoch_ns), head, *made]
+        with self.path.open("ab") as file:
+            file.writelines(made)
+
+
+def write(
+    trace: Trace,
+    selection: Selection,
+    place: ExportPlace,
+    progress: Progress,
+    *,
+    max_events: int = MAX_EVENTS,
+) -> Sequence[str]:
+    """Write the archive; steps that would be too much for a viewer are left out, and named."""
+    wanted, columns = selection.ranks(trace), trace.columns()
+    calls, lives = CallRows(columns), _lives(trace, wanted, place.scratch)
+    groups, written, left = len(selection.groups(trace)), 0, list[str]()
+    for done, (step, nodes) in enumerate(selection.walk(trace)):
+        progress("writing calls", done / groups)
+        counts = _events(nodes, wanted)
+        ranks = _fitting(counts, max_events - written) if not left else frozenset[int]()
+        if len(ranks) < len(counts):
+            name = group_name(step)
+            left.append(f"{name}, ranks {ranks_text(set(counts) - ranks)}" if ranks else name)
+        for rank in _write_step(step, nodes, lives, calls, columns, ranks):
+            written += counts[rank]
+    if not written:
+        raise SelectionError(
+            f"a single rank's step has more than {max_events} events: narrow it with --path, "
+            "--phase"
+            if left
+            else "the trace holds no call in what is asked for"
+        )
+    here = [life for life in lives.values() if life.path.exists()]
+    progress("packing", 1.0)
+    _pack(place.target, trace, here, left)
+    return _said(written, here, left, max_events)
+
+
+def _said(written: int, here: list[_Rank], left: list[str], limit: int) -> list[str]:
+    """Return the lines for the person who asked."""
+    lines = [
+        f"{written} events of ranks {ranks_text(life.rank for life in here)}; open it in "
+        "https://ui.perfetto.dev or trace_processor, v58.2 or newer for host names"
+    ]
+    if left:
+        shown = ", ".join(left[:5]) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
+        lines.append(
+            f"left out, beyond {limit} events: {shown}; choose with --step, --rank, --phase, --path"
+        )
+    hosts = {life.host for life in here}
+    if len(hosts) > 1:
+        lines.append(
+            f"times are the wall clocks of {len(hosts)} hosts: they differ by what those differ"
+        )
+    return lines
+
+
+def _lives(trace: Trace, wanted: frozenset[int], folder: Path) -> dict[tuple[int, int], _Rank]:
+    """Return what becomes a process, by rank and incarnation."""
+    lives = {}
+    starts = trace.columns()["calls.start_ns"]
+    epoch_ns = int(starts.min()) if len(starts) else 0
+    taken = set[tuple[str, int]]()
+    for number, one in enumerate(trace.run["ranks"]):
+        rank, incarnation = int(one["rank"]), int(one["incarnation"])
+        host, pid = str(one["host"]) or "unknown host", int(one["pid"])
+        if (host, pid) in taken or pid <= 0:  # containers of one host name count pids of their own
+            pid = _FIRST_FREE_PID + number
+        taken.add((host, pid))
+        if rank in wanted:
+            name = f"rank{rank:05d}" + (f".{incarnation}" if incarnation else "") + ".pftrace"
+            lives[rank, incarnation] = _Rank(rank, incarnation, host, pid, folder / name, epoch_ns)
+    return lives
+
+
+def _events(nodes: Sequence[Node], wanted: frozenset[int]) -> Counter[int]:
+    """Return how many events of each rank a step has: of its calls, its errors and itself."""
+    counts: Counter[int] = Counter()
+    for node in nodes:
+        for rank in wanted.intersection(node.ranks):
+            counts[rank] += 2
+        for outcome in _troubles(node):
+            for rank in wanted.intersection(outcome.ranks):
+                counts[rank] += 1
+    for rank in counts:
+        counts[rank] += 2
+    return counts
+
+
+def _fitting(counts: Counter[int], room: int) -> frozenset[int]:
+    """Return the lowest ranks whose events fit together."""
+    fitting = []
+    for rank in sorted(counts):
+        room -= counts[rank]
+        if room < 0:
+            break
+        fitting.append(rank)
+    return frozenset(fitting)
+
+
+def _troubles(node: Node) -> list[Any]:
+    outcomes = () if node.has_returned else node.outcomes
+    return [*(o for o in outcomes if o.status == CallStatus.RAISED.word), *node.errors]
+
+
+def _write_step(
+    step: Step,
+    nodes: Sequence[Node],
+    lives: dict[tuple[int, int], _Rank],
+    calls: CallRows,
+    columns: Columns,
+    ranks: frozenset[int],
+) -> Iterator[int]:
+    """Append a step to the files of its ranks; yield each rank that has it."""
+    slices: dict[int, list[_Slice]] = {rank: [] for rank in sorted(ranks)}
+    instants: dict[int, list[tuple[int, bytes]]] = {rank: [] for rank in ranks}
+    for node in nodes if ranks else ():
+        shared = _call_content(step, node)
+        results = _results(step, node, columns, ranks)
+        troubles = {
+            (rank, trouble.status): trouble.error
+            for trouble in _troubles(node)
+            for rank in trouble.ranks
+        }
+        for call in calls.of(node):
+            if call.rank not in ranks:
+                continue
+            own: dict[str, packets.Argument] = {"status": call.status}
+            content = shared + packets.arguments("", "", own | results.get(call.rank, {}))
+            end = math.inf if call.end is None else call.end
+            slices[call.rank].append(_Slice(node.phase.word, call.start, end, content))
+            for status in (CallStatus.RAISED.word, "error"):
+                if (call.rank, status) in troubles:
+                    at = call.start if call.end is None else call.end
+                    error = troubles[call.rank, status]
+                    instants[call.rank].append((at, _trouble_content(node, status, error)))
+    for rank, found in slices.items():
+        life = lives.get((rank, step.incarnation))
+        if life is not None and found:
+            made = list(_step_packets(step, life, found, instants[rank]))
+            life.append(made)
+            yield rank
+
+
+def _step_packets(
+    step: Step, life: _Rank, slices: list[_Slice], instants: list[tuple[int, bytes]]
+) -> list[bytes]:
+    made: list[bytes] = []
+    first = min(each.start for each in slices)
+    last = max(each.start if each.end == math.inf else int(each.end) for each in slices)
+    track = life.track(_STEPS, 0, made)
+    own: dict[str, packets.Argument] = {"step": step.step, "incarnation": step.incarnation}
+    name = "setup" if step.is_setup else f"{step.mode.word} step {step.step}"
+    made.append(packets.begin(track, first, packets.arguments(name, "step", own)))
+    made.append(packets.end(track, last))
+    for phase in dict.fromkeys(each.phase for each in slices):
+        spans = [Span(each.start, each.end, each.content) for each in slices if each.phase == phase]
+        for edge in edges(spans):
+            track = life.track(phase, edge.lane, made)
+            if edge.begins is None:
+                made.append(packets.end(track, edge.time))
+            else:
+                made.append(packets.begin(track, edge.time, edge.begins))
+    for time_ns, content in instants:
+        made.append(packets.instant(life.track(_ERRORS, 0, made), time_ns, content))
+    return made
+
+
+def _call_content(step: Step, node: Node) -> bytes:
+    values: dict[str, packets.Argument] = {
+        "path": node.path,
+        "class": node.class_name,
+        "step": step.step,
+        "phase": node.phase.word,
+        "ordinal": node.ordinal,
+        "node": node.id,
+    }
+    if not step.is_setup:
+        values["mode"] = step.mode.word
+    if node.micro_batch is not None:
+        values["micro_batch"] = node.micro_batch
+    return packets.arguments(node.path or "(root)", node.phase.word, values)
+
+
+def _trouble_content(node: Node, status: str, error: str) -> bytes:
+    who = "rankscope failed" if status == "error" else status
+    return packets.arguments(
+        f"{who}: {node.path or '(root)'}", "error", {"path": node.path, "error": error}
+    )
+
+
+def _results(
+    step: Step, node: Node, columns: Columns, ranks: frozenset[int]
+) -> dict[int, dict[str, packets.Argument]]:
+    """Return what came out of a call on each rank, as arguments by slot."""
+    stems = _RESULTS.get(node.phase, ())
+    found: dict[int, dict[str, packets.Argument]] = {}
+    for shared, fold, rank, row in rows_of(step, [node], columns, ranks) if stems else ():
+        slot = shared["slot"]
+        mine = found.setdefault(rank, {})
+        if slot.partition(".")[0] not in stems or len(mine) >= _MAX_RESULTS:
+            continue
+        told: dict[str, packets.Argument] = {
+            "dtype": shared["dtype"],
+            "shape": "x".join(map(str, fold.shape)) or "scalar",
+        }
+        if shared["placements"]:
+            told["placements"] = " ".join(f"{k}={v}" for k, v in shared["placements"].items())
+        if fold.flags:
+            told["flags"] = ",".join(fold.flags)
+        if columns["values.digested"][row]:
+            digest = column_digest(columns, row)
+            names = ("mean", "std", "min", "max", "l2")
+            told |= {n: getattr(digest, n) for n in names if not math.isnan(getattr(digest, n))}
+            told |= {n: getattr(digest, n) for n in ("nan", "posinf", "neginf", "zero", "count")}
+            told["hash"] = f"{digest.hash:016x}"
+        mine[slot] = told
+    return found
+
+
+def _pack(target: Path, trace: Trace, here: list[_Rank], left: list[str]) -> None:
+    """Put the ranks' files and the manifest into one archive; the files go as they are packed."""
+    attributes: dict[str, str] = {
+        "rankscope.run": str(trace.run["id"]),
+        "rankscope.complete": "true" if trace.is_complete else "false",
+    }
+    if left:
+        attributes["rankscope.left_out"] = "; ".join(left)
+    manifest = {
+        "perfetto_manifest": {
+            "version": 1,
+            "trace_time": {"clock": "REALTIME", "file": here[0].path.name},
+            "files": [{"path": life.path.name, "machine": {"name": life.host}} for life in here],
+            "attributes": attributes,
+        }
+    }
+    with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+        archive.writestr("perfetto_manifest.json", json.dumps(manifest))
+        for life in here:
+            archive.write(life.path, life.path.name)
+            life.path.unlink()

@@ -1,0 +1,91 @@
+"""What may be removed of a host's run folder, and when: nothing that is not somewhere else."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from rankscope.chunks.chunkheader import chunk_folder, chunk_numbers
+from rankscope.errors import ChunkError, SpoolError
+from rankscope.record.streams import StreamId
+from rankscope.run.companions import SOCKET_NAME, ipc_address
+from rankscope.run.folders import (
+    JOB_OVER_NAME,
+    LAUNCHER_LOCK_NAME,
+    MEETING_NAME,
+    MUSTER_LOCK_NAME,
+    RELAY_LOCK_NAME,
+    RELAY_LOG_NAME,
+    RUN_NAME,
+    remove_run_folder,
+    stream_folder,
+    streams,
+)
+from rankscope.run.locks import is_alive
+from rankscope.run.names import TENSOR_FOLDER
+from rankscope.run.stalls import remove_standstills
+from rankscope.spool.origin import origin_text
+from rankscope.spool.streamreader import StreamReader
+
+__all__ = ["is_in_tree", "remove_run"]
+
+_OURS = (
+    RUN_NAME,
+    JOB_OVER_NAME,
+    LAUNCHER_LOCK_NAME,
+    MUSTER_LOCK_NAME,
+    RELAY_LOG_NAME,
+    RELAY_LOCK_NAME,
+    SOCKET_NAME,
+)
+"""Files of a run folder that go with it."""
+
+
+def remove_run(run_folder: Path, is_elsewhere: Callable[[StreamId], bool]) -> StreamId | None:
+    """Remove a run folder whose streams are all elsewhere; else keep it, and return the first not.
+
+    Raises:
+        SpoolError: the folder cannot be listed.
+    """
+    found = streams(run_folder)
+    for stream in found:
+        if not is_elsewhere(stream):
+            return stream
+    for stream in found:
+        shutil.rmtree(stream_folder(run_folder, stream), ignore_errors=True)
+    shutil.rmtree(run_folder / TENSOR_FOLDER, ignore_errors=True)
+    for meeting in run_folder.glob(f"{MEETING_NAME}.*"):
+        shutil.rmtree(meeting, ignore_errors=True)
+    remove_standstills(run_folder)
+    for name in _OURS:
+        (run_folder / name).unlink(missing_ok=True)
+    Path(ipc_address(run_folder).removeprefix("ipc://")).unlink(missing_ok=True)  # maybe elsewhere
+    remove_run_folder(run_folder)
+    return None
+
+
+def is_in_tree(run_folder: Path, stream: StreamId, tree: Path) -> bool:
+    """True where a finished `trace.json` has every byte this host's spool of a dead rank holds, and
+    the full tensors beside it are those of the run folder."""
+    if is_alive(stream_folder(run_folder, stream)):
+        return False
+    try:
+        ranks = json.loads(tree.read_bytes())["completeness"]["ranks"]
+        known = {(r["rank"], r["origin"]): r for r in ranks}
+        with StreamReader(stream_folder(run_folder, stream)) as reader:
+            found = known.get((stream.rank, origin_text(reader.origin())))
+            if found is None or int(found["received"]) < reader.committed():
+                return False
+        place = StreamId(rank=stream.rank, incarnation=int(found["incarnation"]))
+        return {*_chunks(run_folder, stream)} <= {*_chunks(tree.parent, place)}
+    except (OSError, ValueError, KeyError, TypeError, SpoolError):
+        return False
+
+
+def _chunks(folder: Path, stream: StreamId) -> list[int]:
+    try:
+        return chunk_numbers(chunk_folder(folder, stream))
+    except ChunkError:
+        return []

@@ -1,0 +1,177 @@
+"""Places of plain tensors whose layout a user declared: offsets from rank order and local sizes.
+
+A declared layout says along which axes a value is cut, not where: ranks of a "tp" axis that hold 3,
+3 and 2 columns of a value declared ``tp = "Shard(1)"`` hold columns 0-2, 3-5 and 6-7. Axes that the
+declaration leaves out are not described: along them values are different ones, so every row of the
+described axes is a mesh of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from rankscope.errors import LayoutError
+from rankscope.layout.placement import (
+    Layout,
+    LayoutSource,
+    Mesh,
+    Placement,
+    PlacementKind,
+    Ranges,
+    global_ranges,
+)
+from rankscope.layout.plan import Obstacle, Piece, Refusal, ranks_words
+
+__all__ = ["declared_pieces"]
+
+_Coordinate = tuple[int, ...]
+_Shape = tuple[int, ...]
+
+
+def declared_pieces(
+    mesh: Mesh, placements: Mapping[str, Placement], shapes: Mapping[int, Sequence[int]]
+) -> dict[int, Piece]:
+    """Return each rank's piece of the value declared to lie so, for `plan_assemblies`.
+
+    Where the local sizes of a row contradict its placements, its pieces carry the refusal.
+
+    Args:
+        mesh: the declared axes over all ranks.
+        placements: {axis: placement} of the axes that are described.
+        shapes: {rank: local shape} of every rank that recorded the value.
+
+    Raises:
+        LayoutError: an axis or a rank that the mesh does not have.
+    """
+    unknown = set(placements) - set(mesh.axes)
+    if unknown:
+        raise LayoutError(f"no axis {sorted(unknown)} among the declared axes {list(mesh.axes)}")
+    outside = sorted(set(shapes) - set(mesh.ranks))
+    if outside:
+        raise LayoutError(f"rank {outside[0]} is not on the declared axes {list(mesh.axes)}")
+    held = {rank: tuple(shape) for rank, shape in shapes.items()}
+    if not placements:
+        layout = Layout(source=LayoutSource.UNKNOWN)
+        return {rank: Piece(shape=shape, layout=layout) for rank, shape in held.items()}
+    pieces: dict[int, Piece] = {}
+    for row in _rows(mesh, [axis for axis in mesh.axes if axis in placements]):
+        layout = Layout(
+            source=LayoutSource.DECLARED,
+            mesh=row,
+            placements=tuple(placements[axis] for axis in row.axes),
+        )
+        pieces |= _pieces_of(layout, row, {r: held[r] for r in row.ranks if r in held})
+    return pieces
+
+
+def _rows(mesh: Mesh, axes: Sequence[str]) -> Iterator[Mesh]:
+    """Yield the meshes of `axes` alone, one per place along all others."""
+    wanted = [mesh.axes.index(axis) for axis in axes]
+    members: dict[_Coordinate, list[int]] = {}
+    for at, rank in zip(itertools.product(*map(range, mesh.shape)), mesh.ranks):
+        elsewhere = tuple(index for axis, index in enumerate(at) if axis not in wanted)
+        members.setdefault(elsewhere, []).append(rank)
+    for ranks in members.values():
+        yield Mesh(axes=tuple(axes), shape=tuple(mesh.shape[a] for a in wanted), ranks=tuple(ranks))
+
+
+def _pieces_of(layout: Layout, mesh: Mesh, held: Mapping[int, _Shape]) -> dict[int, Piece]:
+    found = _places(layout, mesh, held)
+    if isinstance(found, Refusal):
+        return {r: Piece(shape=s, layout=layout, refusal=found) for r, s in held.items()}
+    whole = tuple(
+        sum(stop - start for part in dim.values() for start, stop in part) for dim in found
+    )
+    at_rank = dict(zip(mesh.ranks, itertools.product(*map(range, mesh.shape))))
+    return {
+        rank: Piece(
+            shape=shape,
+            layout=layout,
+            global_shape=whole,
+            ranges=tuple(
+                parts[tuple(at_rank[rank][axis] for axis in _cutting(layout, dim))]
+                for dim, parts in enumerate(found)
+            ),
+        )
+        for rank, shape in held.items()
+    }
+
+
+def _places(
+    layout: Layout, mesh: Mesh, held: Mapping[int, _Shape]
+) -> list[dict[_Coordinate, Ranges]] | Refusal:
+    """Return, per dim, which indices each place along the axes that cut it holds."""
+    solid = [shape for shape in held.values() if 0 not in shape] or list(held.values())
+    dims = {len(shape) for shape in solid}
+    if len(dims) > 1:
+        return Refusal.about(
+            held, Obstacle.SHAPE, "the ranks hold values of different numbers of dims"
+        )
+    count = max(dims, default=0)
+    beyond = [p for p in layout.placements if p.dim is not None and p.dim >= count]
+    if beyond and held:
+        text = f"{beyond[0]} cannot cut a value of {count} dims"
+        return Refusal.about(held, Obstacle.SHAPE, text)
+    found: list[dict[_Coordinate, Ranges]] = []
+    for dim in range(count):
+        lengths = _lengths(layout, mesh, dim, held)
+        places = lengths if isinstance(lengths, Refusal) else _offsets(layout, mesh, dim, lengths)
+        if isinstance(places, Refusal):
+            return places
+        found.append(places)
+    return found
+
+
+def _lengths(
+    layout: Layout, mesh: Mesh, dim: int, held: Mapping[int, _Shape]
+) -> dict[_Coordinate, int] | Refusal:
+    """Return how much of a dim each place along its axes holds, as its ranks' shapes say.
+
+    The shape of an empty piece counts only where there is no other.
+    """
+    members: dict[_Coordinate, list[int]] = {}
+    for at, rank in zip(itertools.product(*map(range, mesh.shape)), mesh.ranks):
+        members.setdefault(tuple(at[a] for a in _cutting(layout, dim)), []).append(rank)
+    lengths = {}
+    for place, ranks in members.items():
+        present = [held[rank] for rank in ranks if rank in held]
+        if not present:
+            text = f"{ranks_words(ranks)} recorded nothing, so what others hold has no offset"
+            return Refusal(obstacle=Obstacle.MISSING_RANK, message=text, ranks=tuple(sorted(ranks)))
+        solid = {shape[dim] for shape in present if 0 not in shape}
+        if len(solid) > 1:
+            text = f"ranks that should hold the same part of dim {dim} hold {sorted(solid)} of it"
+            return Refusal.about(ranks, Obstacle.SHAPE, text)
+        stated = solid or {shape[dim] for shape in present if len(shape) > dim}
+        lengths[place] = max(stated, default=0)
+    return lengths
+
+
+def _offsets(
+    layout: Layout, mesh: Mesh, dim: int, lengths: Mapping[_Coordinate, int]
+) -> dict[_Coordinate, Ranges] | Refusal:
+    axes = _cutting(layout, dim)
+    if all(layout.placements[axis].kind is PlacementKind.SHARD for axis in axes):
+        stops = itertools.accumulate(lengths.values())
+        return {
+            place: ((stop - length, stop),) if length else ()
+            for (place, length), stop in zip(lengths.items(), stops)
+        }
+    total = sum(lengths.values())
+    cuts = [replace(layout.placements[axis], dim=0) for axis in axes]
+    extents = [mesh.shape[axis] for axis in axes]
+    found = {place: global_ranges((total,), extents, place, cuts)[0] for place in lengths}
+    wanted = {place: sum(stop - start for start, stop in part) for place, part in found.items()}
+    if wanted != lengths:
+        text = (
+            f"dim {dim}: a strided shard of {total} is {list(wanted.values())} long, "
+            f"the ranks hold {list(lengths.values())}"
+        )
+        return Refusal.about(mesh.ranks, Obstacle.SHAPE, text)
+    return found
+
+
+def _cutting(layout: Layout, dim: int) -> list[int]:
+    return [axis for axis, placement in enumerate(layout.placements) if placement.dim == dim]

@@ -1,0 +1,208 @@
+"""Declared layouts: the TOML file in which a user says how tensors lie that no DTensor describes.
+
+    axes = "dp=1,tp=2"                 # row-major over the ranks
+    [[layout]]
+    path = "layers.*.attn.o_proj"      # fnmatch on the canonical path
+    slot = "output"                    # input, output: every slot of that kind; param:<name> ...
+    placements = { tp = "Replicate()" }
+
+An axis that no entry names for a slot is not described there. Several entries may describe one slot
+together; two that place it differently along one axis contradict each other, and both are named.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, Final
+
+from rankscope.errors import LayoutError
+from rankscope.globs import glob_matches, slot_matches
+from rankscope.layout.placement import Mesh, Placement, PlacementKind, parse_placement
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+__all__ = ["LayoutEntry", "LayoutFile", "layout_given"]
+
+_KEYS: Final = frozenset({"path", "slot", "placements"})
+_KINDS: Final = {
+    "input": ("input", "grad_input"),
+    "output": ("output", "grad_output"),
+}
+"""Kind of slot -> the words its slots begin with: a gradient lies as its activation does."""
+_MOST_BYTES: Final = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutEntry:
+    """One `[[layout]]`."""
+
+    number: int
+    """Its place in the file, from 1."""
+    path: str
+    slot: str
+    placements: Mapping[str, Placement]
+
+    def describes(self, path: str, slot: str) -> bool:
+        """True where the entry speaks of this slot of this path."""
+        if not glob_matches(self.path, path):
+            return False
+        heads = _KINDS.get(self.slot)
+        return slot.split(".")[0] in heads if heads else slot_matches(self.slot, slot)
+
+    def __str__(self) -> str:
+        listed = ", ".join(f"{axis} = {place}" for axis, place in self.placements.items())
+        return f"entry {self.number} (path {self.path!r}, slot {self.slot!r}: {listed})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutFile:
+    """What one file declares."""
+
+    name: str
+    """The file, for messages."""
+    text: str
+    """What stands in it."""
+    axes: Mapping[str, int]
+    entries: tuple[LayoutEntry, ...]
+
+    @classmethod
+    def load(cls, path: Path) -> LayoutFile:
+        """Read a file.
+
+        Raises:
+            LayoutError: it cannot be read, or does not say what it should; says where.
+        """
+        try:
+            with path.open("rb") as file:
+                data = file.read(_MOST_BYTES + 1)
+        except OSError as error:
+            raise LayoutError(f"layout file {path}: cannot be read: {error.strerror}") from error
+        if len(data) > _MOST_BYTES:
+            raise LayoutError(f"layout file {path}: is larger than {_MOST_BYTES} bytes")
+        try:
+            text = data.decode()
+        except UnicodeDecodeError as error:
+            raise LayoutError(f"layout file {path}: is no UTF-8 text: {error}") from error
+        return cls.parse(text, str(path))
+
+    @classmethod
+    def parse(cls, text: str, name: str = "layout") -> LayoutFile:
+        """Read a file's text.
+
+        Raises:
+            LayoutError: it does not say what it should; names the entry.
+        """
+        try:
+            content = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise LayoutError(f"layout file {name}: is no TOML: {error}") from error
+        unknown = sorted(set(content) - {"axes", "layout"})
+        if unknown:
+            raise LayoutError(
+                f"layout file {name}: no key {unknown[0]!r} is known; write axes and [[layout]]"
+            )
+        axes = _axes(content.get("axes"), name)
+        listed = content.get("layout", [])
+        if not isinstance(listed, list):
+            raise LayoutError(f"layout file {name}: write [[layout]] with two brackets")
+        entries = tuple(
+            _entry(number, each, axes, f"layout file {name}: entry {number}")
+            for number, each in enumerate(listed, 1)
+        )
+        return cls(name=name, text=text, axes=axes, entries=entries)
+
+    def mesh(self, world_size: int) -> Mesh:
+        """Return the declared axes over all ranks of a run.
+
+        Raises:
+            LayoutError: they are those of a run of another size.
+        """
+        size = prod(self.axes.values())
+        if size != world_size:
+            listed = ",".join(f"{axis}={extent}" for axis, extent in self.axes.items())
+            raise LayoutError(
+                f"layout file {self.name}: axes {listed} are those of {size} ranks, the run had "
+                f"{world_size}"
+            )
+        return Mesh(
+            axes=tuple(self.axes), shape=tuple(self.axes.values()), ranks=tuple(range(world_size))
+        )
+
+    def placements(self, path: str, slot: str) -> dict[str, Placement]:
+        """Return {axis: placement} of a slot, {} where no entry describes it.
+
+        Raises:
+            LayoutError: two entries place it differently; names both.
+        """
+        found: dict[str, tuple[Placement, LayoutEntry]] = {}
+        for entry in self.entries:
+            if not entry.describes(path, slot):
+                continue
+            for axis, placement in entry.placements.items():
+                known = found.setdefault(axis, (placement, entry))
+                if known[0] != placement:
+                    raise LayoutError(
+                        f"layout file {self.name}: {known[1]} and {entry} give "
+                        f"{path or '(root)'}:{slot} different placements along {axis}"
+                    )
+        return {axis: placement for axis, (placement, _) in found.items()}
+
+
+def _axes(text: object, name: str) -> dict[str, int]:
+    said = f'layout file {name}: axes = {text!r}: write axes = "dp=1,tp=2", outermost first'
+    if not isinstance(text, str):
+        raise LayoutError(said)
+    axes: dict[str, int] = {}
+    for part in text.split(","):
+        axis, _, size = (each.strip() for each in part.partition("="))
+        if not axis or not size.isdigit() or int(size) < 1 or axis in axes:
+            raise LayoutError(said)
+        axes[axis] = int(size)
+    return axes
+
+
+def _entry(number: int, data: Any, axes: Mapping[str, int], where: str) -> LayoutEntry:
+    if not isinstance(data, dict) or set(data) != _KEYS:
+        given = ", ".join(sorted(data)) if isinstance(data, dict) else data
+        raise LayoutError(f"{where} has {given or 'nothing'}: write path, slot and placements")
+    path, slot, texts = data["path"], data["slot"], data["placements"]
+    if not isinstance(path, str) or not isinstance(slot, str):
+        raise LayoutError(f"{where}: path and slot are texts")
+    if not isinstance(texts, dict) or not texts:
+        raise LayoutError(f'{where}: write placements = {{ tp = "Replicate()" }}')
+    placements = {}
+    for axis, text in texts.items():
+        if axis not in axes:
+            raise LayoutError(f"{where}: no axis {axis!r} among {', '.join(axes)}")
+        try:
+            placement = parse_placement(text) if isinstance(text, str) else None
+        except LayoutError as error:
+            raise LayoutError(f"{where}: {axis} = {text!r}: {error}") from error
+        if placement is None or placement.kind is PlacementKind.OTHER:
+            raise LayoutError(
+                f"{where}: {axis} = {text!r} is no placement: write Replicate(), Shard(0), "
+                f"StridedShard(0, split_factor=2) or Partial(sum)"
+            )
+        placements[axis] = placement
+    path = "" if path == "(root)" else path
+    return LayoutEntry(number=number, path=path, slot=slot, placements=placements)
+
+
+def layout_given(run: Mapping[str, Any]) -> tuple[LayoutFile, Mesh] | str | None:
+    """Return the layout file in a run header with its axes over all ranks; in words why it is of no
+    use, or None where there is none (or one rank, which holds everything whole)."""
+    said = run.get("layout")
+    if said is None or int(run["world_size"]) < 2:
+        return None
+    try:
+        layouts = LayoutFile.parse(str(said["text"]), str(said["file"]))
+        return layouts, layouts.mesh(int(run["world_size"]))
+    except LayoutError as error:
+        return f"{error}; it is not used"

@@ -1,0 +1,1 @@
+"""A run on one host: names and folders, locks, companions, and whether anybody is still at work."""

@@ -1,0 +1,156 @@
+"""Starting the relay and the collector from a process that must know neither sockets nor threads.
+
+As children (the wrapper) by `subprocess` with the commands below; as daemons (an unchanged script
+with the variable alone) by `start_daemon`, which leaves nothing of the caller behind in them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rankscope.errors import SpoolError
+from rankscope.run.folders import SHARED, RunHeader, spool_base
+
+__all__ = [
+    "LONGEST_IPC_PATH",
+    "SOCKET_NAME",
+    "collector_command",
+    "companion_environment",
+    "ipc_address",
+    "is_collected_elsewhere",
+    "relay_command",
+    "start_daemon",
+]
+
+LONGEST_IPC_PATH = 107
+"""Bytes of a Unix socket's path, its terminating zero left out."""
+_START_S = 10.0
+SOCKET_NAME = "collector.sock"
+
+
+def relay_command(run_folder: Path) -> list[str]:
+    """The command that relays the spools of one host."""
+    return [*_module(), "relay", "--run-folder", str(run_folder)]
+
+
+def is_collected_elsewhere(run_folder: Path, header: RunHeader) -> bool:
+    """True where `header.out` says nothing: the collector writes into a folder of its own, maybe
+    on another host.
+    """
+    return header.collector not in (SHARED, ipc_address(run_folder))
+
+
+def collector_command(
+    out: Path,
+    *,
+    bind: Sequence[str],
+    world_size: int,
+    traced_ranks: int | None = None,
+    keep_spool: bool = False,
+    drain_seconds: float = 10.0,
+    finish_seconds: float = 60.0,
+) -> list[str]:
+    """The command that collects a run into `out`.
+
+    Args:
+        out: the trace folder.
+        bind: addresses to listen on; none where every relay writes into `out` itself.
+        world_size: ranks of the job.
+        traced_ranks: how many of them are traced, all where None.
+        keep_spool: keep the replicas once the tree is written.
+        drain_seconds: grace for ranks and relays that vanished.
+        finish_seconds: grace for streams that stop although the job is over.
+    """
+    command = [*_module(), "collector", "--out", str(out), "--world-size", str(world_size)]
+    if bind:
+        command += ["--bind", *bind]
+    if traced_ranks is not None:
+        command += ["--traced-ranks", str(traced_ranks)]
+    command += ["--drain-seconds", str(drain_seconds), "--finish-seconds", str(finish_seconds)]
+    return [*command, "--keep-spool"] if keep_spool else command
+
+
+def ipc_address(run_folder: Path) -> str:
+    """An `ipc://` address beside the spools, or a short one where that path is too long."""
+    path = run_folder / SOCKET_NAME
+    if len(os.fsencode(path)) > LONGEST_IPC_PATH:
+        key = hashlib.blake2b(os.fsencode(run_folder.absolute()), digest_size=10).hexdigest()
+        base = spool_base(None)
+        if len(os.fsencode(base)) + len(key) + 6 > LONGEST_IPC_PATH:
+            base = spool_base(Path("/tmp"))
+        base.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = base / f"{key}.sock"
+    return f"ipc://{path}"
+
+
+def companion_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The environment of a companion: no RANKSCOPE variable, so that it never traces itself.
+
+    Nor the rank variables, nor the job's working directory on the module path, whose entries are
+    made absolute because a companion works elsewhere; one thread for numpy; and this package is
+    found wherever it was imported from.
+    """
+    left_out = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "PYTHONINSPECT")
+    kept = {
+        name: value
+        for name, value in environ.items()
+        if name != "RANKSCOPE" and not name.startswith("RANKSCOPE_") and name not in left_out
+    }
+    package_root = str(Path(__file__).resolve().parents[2])
+    given = kept.get("PYTHONPATH", "").split(os.pathsep)
+    path = [os.path.abspath(entry) for entry in given if entry]
+    if package_root not in path:
+        path.append(package_root)
+    return {
+        **kept,
+        "PYTHONPATH": os.pathsep.join(path),
+        "PYTHONSAFEPATH": "1",
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+    }
+
+
+def start_daemon(
+    command: Sequence[str], log: Path, folder: Path, environ: Mapping[str, str] = os.environ
+) -> None:
+    """Start `command` as nobody's child: own session, stdio to `log`, no inherited descriptor.
+
+    It works in `folder`, which `-m` puts on the module path of Python 3.10: give one that only this
+    user writes. An open descriptor of the job's would keep its readers waiting (`torchrun | cat`).
+    The shell forks the daemon and ends, and is reaped here: the rank never has a child it does not
+    know.
+
+    Raises:
+        SpoolError: it could not be started.
+    """
+    line = f"exec </dev/null >>{shlex.quote(str(log.absolute()))} 2>&1; {shlex.join(command)} &"
+    try:
+        log.touch(mode=0o600)
+        done = subprocess.run(
+            ["/bin/sh", "-c", line],
+            env=companion_environment(environ),
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            close_fds=True,
+            start_new_session=True,
+            timeout=_START_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise SpoolError(f"{shlex.join(command)}: cannot be started: {error}; see {log}") from error
+    if done.returncode:
+        raise SpoolError(
+            f"{shlex.join(command)}: the shell ended with {done.returncode}; see {log}"
+        )
+
+
+def _module() -> list[str]:
+    return [sys.executable, "-m", "rankscope.gather"]

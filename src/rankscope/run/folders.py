@@ -1,0 +1,373 @@
+"""The spool folder of one host: who writes there, what the run is, whether there is room.
+
+<spool base>/rankscope-<uid>/<run key>/        0700
+    run.json        what the relay has to know, written by rename
+    rank00003.0/    one folder per stream: `lock` and its segments
+    relay.lock, relay.log, job-over
+    launcher.lock   held by the launcher that prepared the run, for as long as it lives
+    muster.lock     held by one starting rank after the other where no launcher prepared it
+    meeting.0/      where ranks agree on the step that `at:FILE` asks for
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import re
+import tempfile
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rankscope.errors import FolderBusyError, SpoolError
+from rankscope.record.streams import MAX_INCARNATIONS, MAX_RANKS, StreamId
+from rankscope.run.replacing import read_json_map, write_by_rename
+
+__all__ = [
+    "COLLECTOR_LOCK_NAME",
+    "JOB_OVER_NAME",
+    "LAUNCHER_LOCK_NAME",
+    "MEETING_NAME",
+    "MUSTER_LOCK_NAME",
+    "RELAY_LOCK_NAME",
+    "RELAY_LOG_NAME",
+    "RUN_NAME",
+    "SHARED",
+    "FolderLock",
+    "RunHeader",
+    "check_free_space",
+    "find_runs",
+    "host_run_folder",
+    "is_held",
+    "mark_job_over",
+    "read_run_header",
+    "remove_run_folder",
+    "run_key",
+    "segment_indexes",
+    "segment_path",
+    "spool_base",
+    "stream_folder",
+    "streams",
+    "write_run_header",
+]
+
+RUN_FORMAT = "rankscope.run/1"
+RUN_NAME = "run.json"
+RELAY_LOCK_NAME = "relay.lock"
+RELAY_LOG_NAME = "relay.log"
+JOB_OVER_NAME = "job-over"
+LAUNCHER_LOCK_NAME = "launcher.lock"
+MUSTER_LOCK_NAME = "muster.lock"
+MEETING_NAME = "meeting"
+"""Folder `meeting.<life>` in which ranks agree on a step (`agent.steps.trigger`)."""
+COLLECTOR_LOCK_NAME = "collector.lock"
+"""In the trace folder, not in the run folder."""
+SHARED = "shared"
+"""Stands for an address where the relay writes into the trace folder itself."""
+_SEGMENT_SUFFIX = ".cells"
+_STREAM_NAME = re.compile(r"rank(\d{5,8})\.(\d{1,5})")
+_TRIES = 5
+_ASKED_S = 0.2
+"""Whoever asks whether a lock is held takes it for an instant: that is no holder."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunHeader:
+    """What `run.json` says."""
+
+    run_id: str
+    out: Path
+    collector: str
+    """Address, "" where it is not known yet, or `SHARED`."""
+    world_size: int
+    settings: Mapping[str, str] = field(default_factory=dict)
+    max_restarts: int = 0
+    """How often ranks may come back, where no launcher of ours says when the job is over."""
+    agent: str = ""
+    """The process that may start them again (`run.processes`), "" where none will."""
+    collects: int = 0
+    """Ranks the collector of this host waits for; 0 where it is not the ranks that start one."""
+    keeps_apart: bool = False
+    """True where `out` is this host's own, because it does not see the head's."""
+
+    def __post_init__(self) -> None:
+        if not self.run_id or self.world_size < 1 or self.world_size >= MAX_RANKS:
+            raise SpoolError(
+                f"run {self.run_id!r} with a world of {self.world_size}: expected a name and a "
+                f"world size from 1 to {MAX_RANKS - 1}"
+            )
+
+
+def spool_base(chosen: Path | None) -> Path:
+    """The folder all runs of this user share on this host: local disk, never NFS or Lustre."""
+    return (chosen or Path(tempfile.gettempdir())) / f"rankscope-{os.getuid()}"
+
+
+def run_key(run_id: str) -> str:
+    """A file name for a run: whatever a run id contains, only hexadecimal digits reach the disk."""
+    return hashlib.blake2b(run_id.encode(), digest_size=10).hexdigest()
+
+
+def host_run_folder(base: Path, key: str) -> Path:
+    """Make `<base>/<key>` (0700 each, base and key as the two functions above return them).
+
+    Raises:
+        SpoolError: it cannot be made, belongs to somebody else, or is open to others.
+    """
+    if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", key):
+        raise SpoolError(f"run key {key!r} is no file name; use run_key(run_id)")
+    for folder in (base, base / key):
+        try:
+            _make_private(folder, base)
+            status = folder.lstat()
+        except OSError as error:
+            raise SpoolError(
+                f"{folder}: cannot be made: {error.strerror}; choose another with --rs-spool"
+            ) from error
+        if status.st_uid != os.getuid() or status.st_mode & 0o077 or folder.is_symlink():
+            raise SpoolError(
+                f"{folder}: belongs to another user, is a link or is open to others "
+                f"(mode {status.st_mode & 0o777:o}); remove it, or choose another with --rs-spool"
+            )
+    return base / key
+
+
+def _make_private(folder: Path, base: Path) -> None:
+    """Make a folder; its base may vanish meanwhile, with the last run that was in it."""
+    for _ in range(_TRIES):
+        base.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            folder.mkdir(mode=0o700, exist_ok=True)
+            return
+    folder.mkdir(mode=0o700)
+
+
+def remove_run_folder(run_folder: Path) -> None:
+    """Remove a run folder that holds nothing any more, and the base if it was the last one."""
+    with contextlib.suppress(OSError):  # somebody else left something there
+        run_folder.rmdir()
+        run_folder.parent.rmdir()
+
+
+def find_runs(bases: Iterable[Path], run_id: str) -> list[Path]:
+    """Return the run folders of one run on this host, in these spool bases."""
+    found = []
+    for base in bases:
+        with contextlib.suppress(OSError):
+            for folder in sorted(base.iterdir()):
+                with contextlib.suppress(SpoolError):
+                    if read_run_header(folder).run_id == run_id:
+                        found.append(folder)
+    return found
+
+
+def stream_folder(run_folder: Path, stream: StreamId) -> Path:
+    """Where the spool of one stream lies."""
+    return run_folder / stream.name
+
+
+def segment_path(folder: Path, index: int) -> Path:
+    """Where segment `index` of a stream lies: `000003.cells`."""
+    return folder / f"{index:06d}{_SEGMENT_SUFFIX}"
+
+
+def segment_indexes(folder: Path) -> list[int]:
+    """Numbers of the segments that still exist, ascending.
+
+    Raises:
+        SpoolError: the folder cannot be listed.
+    """
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise SpoolError(f"{folder}: cannot be listed: {error.strerror}") from error
+    stems = (name.removesuffix(_SEGMENT_SUFFIX) for name in names if name.endswith(_SEGMENT_SUFFIX))
+    return sorted(int(stem) for stem in stems if len(stem) >= 6 and stem.isdecimal())
+
+
+def streams(run_folder: Path) -> list[StreamId]:
+    """Streams that have at least one segment, sorted.
+
+    Raises:
+        SpoolError: the folder cannot be listed.
+    """
+    try:
+        names = os.listdir(run_folder)
+    except OSError as error:
+        raise SpoolError(f"{run_folder}: cannot be listed: {error.strerror}") from error
+    found = []
+    for name in names:
+        stream = stream_named(name)
+        if stream is not None and segment_indexes(run_folder / name):
+            found.append(stream)
+    return sorted(found)
+
+
+def stream_named(name: str) -> StreamId | None:
+    """The stream whose folder or file stem this is, None where it is no stream's."""
+    match = _STREAM_NAME.fullmatch(name)
+    if match is None or int(match[1]) >= MAX_RANKS or int(match[2]) >= MAX_INCARNATIONS:
+        return None
+    stream = StreamId(rank=int(match[1]), incarnation=int(match[2]))
+    return stream if stream.name == name else None
+
+
+def write_run_header(run_folder: Path, header: RunHeader) -> None:
+    """Write `run.json`.
+
+    Raises:
+        SpoolError: it cannot be written.
+    """
+    fields = {
+        "format": RUN_FORMAT,
+        "run_id": header.run_id,
+        "out": str(header.out),
+        "collector": header.collector,
+        "world_size": header.world_size,
+        "settings": dict(header.settings),
+        "max_restarts": header.max_restarts,
+        "agent": header.agent,
+        "collects": header.collects,
+        "keeps_apart": header.keeps_apart,
+    }
+    write_by_rename(run_folder / RUN_NAME, json.dumps(fields, indent=1) + "\n")
+
+
+def read_run_header(run_folder: Path) -> RunHeader:
+    """Read and check `run.json`.
+
+    Raises:
+        SpoolError: it is missing, damaged, or of another format.
+    """
+    path = run_folder / RUN_NAME
+    fields = read_json_map(path)
+    if fields.get("format") != RUN_FORMAT:
+        raise SpoolError(f"{path}: format {fields.get('format')!r}, expected {RUN_FORMAT!r}")
+    kinds = {"run_id": str, "out": str, "collector": str, "world_size": int, "settings": dict}
+    for name, kind in kinds.items():
+        if not isinstance(fields.get(name), kind) or isinstance(fields[name], bool):
+            raise SpoolError(f"{path}: {name} is {fields.get(name)!r}, expected {kind.__name__}")
+    counts = {}
+    for name in ("max_restarts", "collects"):
+        counts[name] = fields.get(name, 0)
+        if not isinstance(counts[name], int) or not 0 <= counts[name] < MAX_RANKS:
+            raise SpoolError(f"{path}: {name} is {counts[name]!r}, expected a count")
+    settings = {str(name): str(value) for name, value in fields["settings"].items()}
+    return RunHeader(
+        run_id=fields["run_id"],
+        out=Path(fields["out"]),
+        collector=fields["collector"],
+        world_size=fields["world_size"],
+        settings=settings,
+        keeps_apart=fields.get("keeps_apart") is True,
+        agent=str(fields.get("agent", "")),
+        **counts,
+    )
+
+
+def mark_job_over(run_folder: Path) -> None:
+    """Say that no further incarnation of any rank of this host will come.
+
+    Raises:
+        SpoolError: the marker cannot be written.
+    """
+    write_by_rename(run_folder / JOB_OVER_NAME, "")
+
+
+def check_free_space(folder: Path, needed_bytes: int) -> None:
+    """Refuse a disk without room for `needed_bytes`.
+
+    Raises:
+        SpoolError: names the folder, what is needed and what is free.
+    """
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    found = os.statvfs(existing)
+    free = found.f_bavail * found.f_frsize
+    if free < needed_bytes:
+        raise SpoolError(
+            f"{folder}: needs {needed_bytes >> 20} MiB for the spools, {free >> 20} MiB are free; "
+            f"choose another disk with --rs-spool or less with --rs-spool-bytes"
+        )
+
+
+class FolderLock:
+    """An advisory lock (flock) that one process at a time holds on a folder."""
+
+    __slots__ = ("_descriptor", "_path")
+
+    def __init__(self, path: Path, holder: str) -> None:
+        """Take the lock file at `path`; `holder` names what would hold it, for the message.
+
+        Raises:
+            FolderBusyError: another process holds it.
+            SpoolError: it cannot be made.
+        """
+        self._path = path
+        self._descriptor = -1
+        deadline = time.monotonic() + _ASKED_S
+        while self._descriptor < 0:
+            try:
+                descriptor = _locked(path, os.O_CREAT)
+            except BlockingIOError as error:
+                if time.monotonic() < deadline:
+                    time.sleep(0.01)
+                    continue
+                raise FolderBusyError(
+                    f"{path.parent}: another {holder} is at work there; one is enough, "
+                    f"wait for it or give this one another folder"
+                ) from error
+            except OSError as error:
+                raise SpoolError(f"{path}: cannot be made: {error.strerror}") from error
+            if _is_file_at(path, descriptor):
+                self._descriptor = descriptor
+            else:  # whoever held it removed the file meanwhile: that lock keeps nobody out
+                os.close(descriptor)
+
+    def remove(self) -> None:
+        """Give the lock up and remove its file; whoever waits for it makes a new one."""
+        if self._descriptor >= 0:
+            with contextlib.suppress(OSError):
+                self._path.unlink()
+        self.release()
+
+    def release(self) -> None:
+        """Give the lock up; the file stays."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor = -1
+
+
+def is_held(path: Path) -> bool:
+    """True while some process holds the FolderLock at `path`; makes no lock file."""
+    try:
+        os.close(_locked(path, 0))
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise SpoolError(f"{path}: cannot be opened: {error.strerror}") from error
+    return False
+
+
+def _locked(path: Path, how: int) -> int:
+    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | how, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _is_file_at(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(descriptor))
+    except OSError:
+        return False

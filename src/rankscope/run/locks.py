@@ -1,0 +1,116 @@
+"""Who is alive: a rank holds a POSIX record lock on its stream folder for as long as it lives.
+
+The kernel drops such a lock however the process ends, and a forked child does not inherit it.
+Asking whether a stream is alive never takes the lock (`F_GETLK`), and never opens the file in the
+process that holds it: closing any descriptor of a file drops all its POSIX locks in that process.
+The program may do just that (`os.closerange`), so the file also names the process, and whoever is
+named there and lives is alive.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import struct
+import time
+from pathlib import Path
+
+from rankscope.errors import SpoolError
+from rankscope.run.ownfile import OwnFile, above_standard_streams
+from rankscope.run.processes import is_process_alive, process_name
+
+__all__ = ["LOCK_NAME", "StreamLock", "is_alive"]
+
+LOCK_NAME = "lock"
+_RETRY_S = 0.2
+_FLOCK = struct.Struct("@hhqqi")
+"""struct flock of 64-bit Linux: type, whence, start, length, pid."""
+
+_held: dict[tuple[int, int], int] = {}
+"""(device, inode) of every lock file this process holds, and the process id that took it."""
+
+
+class StreamLock:
+    """The life of one stream, held from construction to `release` or the end of the process."""
+
+    __slots__ = ("_file", "_path", "_pid")
+
+    def __init__(self, folder: Path) -> None:
+        """Take the lock of `folder`.
+
+        Raises:
+            SpoolError: another writer holds it, in this process or another; or it cannot be made.
+        """
+        self._path = path = folder / LOCK_NAME
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._pid = os.getpid()
+        if _is_held_here(path):
+            raise SpoolError(
+                f"{folder}: this process already writes this stream; close that writer"
+            )
+        try:
+            descriptor = above_standard_streams(os.open(path, flags, 0o600))
+        except OSError as error:
+            raise SpoolError(f"{path}: cannot be made: {error.strerror}") from error
+        deadline = time.monotonic() + _RETRY_S
+        while True:
+            try:
+                fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError as error:
+                if error.errno not in (errno.EACCES, errno.EAGAIN) or time.monotonic() > deadline:
+                    os.close(descriptor)
+                    raise SpoolError(
+                        f"{folder}: another process writes this stream; a rank may run once per "
+                        f"incarnation, so a child that inherited RANK must not trace"
+                    ) from error
+            time.sleep(0.01)
+        self._file: OwnFile | None = OwnFile(descriptor)
+        _held[self._file.identity] = self._pid
+        with contextlib.suppress(OSError):  # a full disk: the lock alone tells
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, process_name(self._pid).encode(), 0)
+
+    def release(self) -> None:
+        """Give the lock up. Does nothing in a forked child, nor the second time."""
+        file, self._file = self._file, None
+        if file is not None and self._pid == os.getpid():
+            _held.pop(file.identity, None)
+            with contextlib.suppress(OSError):
+                os.truncate(self._path, 0)
+            file.close()
+
+
+def is_alive(folder: Path) -> bool:
+    """True while the process that writes this stream folder lives, and has not released its lock.
+
+    Takes no lock itself.
+    """
+    path = folder / LOCK_NAME
+    if _is_held_here(path):
+        return True
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        return error.errno in (errno.EMFILE, errno.ENFILE)  # not known: nobody is called dead
+    try:
+        asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0).ljust(32, b"\0")
+        answer = fcntl.fcntl(descriptor, fcntl.F_GETLK, asked)
+        name = os.pread(descriptor, 64, 0).decode(errors="replace")
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    if _FLOCK.unpack(answer[: _FLOCK.size])[0] != fcntl.F_UNLCK:
+        return True
+    return is_process_alive(name) and name != process_name(os.getpid())  # itself, before an exec
+
+
+def _is_held_here(path: Path) -> bool:
+    try:
+        status = os.stat(path, follow_symlinks=False)
+    except OSError:
+        return False
+    return _held.get((status.st_dev, status.st_ino)) == os.getpid()

@@ -1,0 +1,72 @@
+"""Files that a reader sees whole or not at all: written beside their place, then renamed to it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from rankscope.errors import SpoolError
+
+__all__ = ["read_json_map", "replacing", "write_by_rename"]
+_LARGEST_JSON = 16 << 20
+
+
+def read_json_map(path: Path) -> dict[str, Any]:
+    """Read a small JSON object.
+
+    Raises:
+        SpoolError: it is missing, too large, or no JSON object.
+    """
+    try:
+        if path.stat().st_size > _LARGEST_JSON:
+            raise SpoolError(f"{path}: larger than {_LARGEST_JSON} bytes; set it aside")
+        decoded = json.loads(path.read_bytes())
+    except OSError as error:
+        raise SpoolError(f"{path}: cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise SpoolError(f"{path}: is no JSON ({error}); set it aside") from error
+    if not isinstance(decoded, dict):
+        raise SpoolError(f"{path}: expected a JSON object, found {type(decoded).__name__}")
+    return decoded
+
+
+@contextmanager
+def replacing(path: Path, *, is_synced: bool = True) -> Iterator[BinaryIO]:
+    """Give a new file (0600) that takes the place of `path` when the block ends.
+
+    Args:
+        path: its place.
+        is_synced: see that the bytes are on disk before they are seen there.
+
+    Raises:
+        OSError: it cannot be written; the draft is gone then: a full disk has better use for it.
+    """
+    draft = path.with_name(f".{path.name}.{os.getpid()}.new")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        with os.fdopen(os.open(draft, flags, 0o600), "wb") as file:
+            yield file
+            if is_synced:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(draft, path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
+
+
+def write_by_rename(path: Path, text: str) -> None:
+    """Write a small file (0600) so that a reader sees all of it or the old one.
+
+    Raises:
+        SpoolError: it cannot be written.
+    """
+    try:
+        with replacing(path, is_synced=False) as file:
+            file.write(text.encode())
+    except OSError as error:
+        raise SpoolError(f"{path}: cannot be written: {error.strerror}") from error

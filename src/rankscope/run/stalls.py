@@ -1,0 +1,178 @@
+"""Files that say when no rank of a host moved: `standstills/<relay>.json`, one for each relay.
+
+They lie in the trace folder, for `check`, and in the host's run folder, for the launcher and for a
+relay that is started again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rankscope.errors import SpoolError
+from rankscope.run.replacing import read_json_map, write_by_rename
+
+__all__ = [
+    "STANDSTILLS_NAME",
+    "Stall",
+    "carry_standstills",
+    "keep_standstill",
+    "remove_standstills",
+    "standstills_in",
+    "utc_text",
+]
+_NS = 1_000_000_000
+_LARGEST_NS = 1 << 63
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stall:
+    """What one relay noticed. Times are wall-clock nanoseconds of its host."""
+
+    host: str
+    since_ns: int
+    """When the last record of any rank was written, or the last rank ended."""
+    noticed_ns: int
+    over_ns: int = 0
+    """When a rank moved again, or ended; 0 while none did."""
+    is_by_end: bool = False
+    """It is over because ranks ended, not because one wrote anything."""
+    where: str = ""
+    """What the ranks that count are inside of."""
+
+    def told(self, now_ns: int | None) -> str:
+        """Return it as a sentence without a full stop.
+
+        Args:
+            now_ns: wall-clock time; None where the job is known to be over.
+        """
+        since = _clock(self.since_ns)
+        where = f": {self.where}" if self.where else ""
+        if self.over_ns:
+            how = "then its ranks ended" if self.is_by_end else "then it went on"
+            lasted = self.seconds(self.over_ns)
+            over = _clock(self.over_ns)
+            return f"no rank of {self.host} moved from {since} to {over} ({lasted} s), {how}{where}"
+        if now_ns is None:
+            return f"no rank of {self.host} moved after {since}, as far as was seen{where}"
+        seconds = self.seconds(now_ns)
+        return f"no rank of {self.host} has moved since {since} ({seconds} s){where}"
+
+    def seconds(self, until_ns: int) -> int:
+        """Return how long it had lasted at a time, in whole seconds."""
+        return max(0, (until_ns - self.since_ns) // _NS)
+
+    def as_fields(self) -> dict[str, Any]:
+        """Return the fields of its entry in a file."""
+        return {
+            "host": self.host,
+            "since_ns": self.since_ns,
+            "noticed_ns": self.noticed_ns,
+            "over_ns": self.over_ns,
+            "by_end": self.is_by_end,
+            "where": self.where,
+        }
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> Stall:
+        """Return the standstill of `as_fields`.
+
+        Raises:
+            KeyError, TypeError, ValueError: the fields are not those of one.
+        """
+        times = [int(fields[name]) for name in ("since_ns", "noticed_ns", "over_ns")]
+        if not all(0 <= each < _LARGEST_NS for each in times):
+            raise ValueError(f"times {times} are out of range")
+        return cls(
+            host=str(fields["host"]),
+            since_ns=times[0],
+            noticed_ns=times[1],
+            over_ns=times[2],
+            is_by_end=bool(fields["by_end"]),
+            where=str(fields["where"]),
+        )
+
+
+def utc_text(wall_ns: int) -> str:
+    """Return a wall-clock time in ISO 8601, UTC, to the millisecond."""
+    when = datetime.datetime.fromtimestamp(wall_ns / _NS, datetime.timezone.utc)
+    return when.isoformat(timespec="milliseconds")
+
+
+def _clock(wall_ns: int) -> str:
+    """Return a time of day here, with the date where that is not today's."""
+    then = time.localtime(wall_ns // _NS)
+    is_today = then[:3] == time.localtime()[:3]
+    return time.strftime("%H:%M:%S" if is_today else "%Y-%m-%d %H:%M:%S", then)
+
+
+STANDSTILLS_NAME = "standstills"
+"""Folder of these files."""
+_FORMAT = "rankscope.standstills/1"
+_MOST = 50
+"""The latest of one relay that are kept."""
+_SAME_NS = 1_000_000_000
+"""A relay that was started again reckons the begin anew, from the same record."""
+
+
+def keep_standstill(folder: Path, relay: str, standstill: Stall) -> None:
+    """Add a standstill to the file of one relay, or bring its entry there up to date.
+
+    Args:
+        folder: a trace folder, or a host's run folder.
+        relay: file name; hexadecimal digits.
+        standstill: what is known of it by now.
+
+    Raises:
+        SpoolError: it cannot be written.
+    """
+    path = folder / STANDSTILLS_NAME / f"{relay}.json"
+    others = [s for s in _read(path) if abs(s.since_ns - standstill.since_ns) > _SAME_NS]
+    kept = sorted([*others, standstill], key=lambda s: s.since_ns)[-_MOST:]
+    try:
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise SpoolError(f"{path.parent}: cannot be made: {error.strerror}") from error
+    text = json.dumps({"format": _FORMAT, "standstills": [s.as_fields() for s in kept]}, indent=1)
+    write_by_rename(path, text + "\n")
+
+
+def standstills_in(folder: Path) -> list[Stall]:
+    """Return all standstills noted in a trace folder or run folder, in order of their begin; what
+    cannot be read is left out."""
+    found = [s for path in sorted((folder / STANDSTILLS_NAME).glob("*.json")) for s in _read(path)]
+    return sorted(found, key=lambda s: s.since_ns)
+
+
+def carry_standstills(folders: Iterable[Path], out: Path) -> None:
+    """Copy what is noted in folders into a new trace folder; what cannot be written is left out."""
+    for folder in folders:
+        for path in sorted((folder / STANDSTILLS_NAME).glob("*.json")):
+            for standstill in _read(path):
+                with contextlib.suppress(SpoolError):
+                    keep_standstill(out, path.stem, standstill)
+
+
+def remove_standstills(run_folder: Path) -> None:
+    """Remove a run folder's own notes."""
+    for path in (run_folder / STANDSTILLS_NAME).glob("*.json"):
+        path.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        os.rmdir(run_folder / STANDSTILLS_NAME)
+
+
+def _read(path: Path) -> list[Stall]:
+    try:
+        fields = read_json_map(path)
+        if fields.get("format") != _FORMAT:
+            return []
+        return [Stall.from_fields(each) for each in fields["standstills"]][-_MOST:]
+    except (SpoolError, KeyError, TypeError, ValueError, AttributeError):
+        return []

@@ -1,0 +1,472 @@
+"""Every setting, parsed in one place: `--rs-name`, `RANKSCOPE_NAME` and the keyword `name` mean the
+same.
+
+No torch here: the launcher and the command line read this table too.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from rankscope.errors import LayoutError, SettingError
+from rankscope.layout.layoutfile import LayoutFile
+from rankscope.record.stepselection import StepSelection, number_ranges
+from rankscope.record.streams import MINIMUM_LIMIT_BYTES
+
+__all__ = [
+    "SETTINGS",
+    "Setting",
+    "Settings",
+    "as_keywords",
+    "as_variables",
+    "did_you_mean",
+    "is_enabled",
+    "misspelt_variables",
+    "parse_size",
+    "settings_from",
+]
+_SIZE = re.compile(r"^(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b)?$", re.IGNORECASE)
+_MOST_RANKS = 1 << 20
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes that `256M`, `1.5GiB` or `4096` mean (powers of 1024).
+
+    Raises:
+        SettingError: not a size.
+    """
+    found = _SIZE.match(text.strip())
+    if not found:
+        raise SettingError(f"{text!r} is not a size: write 256M, 1.5G or a number of bytes")
+    return int(float(found[1]) * _UNITS[found[2].lower()])
+
+
+def _parse_spool_bytes(text: str) -> int:
+    size = parse_size(text)
+    if size < MINIMUM_LIMIT_BYTES:
+        raise SettingError(
+            f"{text!r} is too little: a rank needs {MINIMUM_LIMIT_BYTES >> 10}K or more"
+        )
+    return size
+
+
+def _parse_globs(text: str) -> tuple[str, ...]:
+    globs = tuple(part.strip() for part in text.split(",") if part.strip())
+    if not globs:
+        raise SettingError("an empty glob selects nothing: leave the setting away, or write '*'")
+    return globs
+
+
+def _parse_ranks(text: str) -> tuple[int, ...] | None:
+    if text == "all":
+        return None
+    chosen: set[int] = set()
+    for first, last in number_ranges("ranks", text):
+        if last >= _MOST_RANKS:
+            raise SettingError(
+                f"rank {last} is out of range: no job has more than {_MOST_RANKS} ranks; write all "
+                f"for every rank there is"
+            )
+        chosen.update(range(first, last + 1))
+    return tuple(sorted(chosen))
+
+
+def _parse_phases(text: str) -> tuple[str, ...]:
+    known = ("setup", "forward", "recompute", "backward", "grads", "params", "collective")
+    if text == "all":
+        return known
+    chosen = _parse_globs(text)
+    wrong = sorted(set(chosen) - set(known))
+    if wrong:
+        raise SettingError(f"unknown phase {wrong[0]!r}: choose from {', '.join(known)}")
+    return chosen
+
+
+def _parse_bool(text: str) -> bool:
+    if text.lower() in {"1", "true", "yes", "on"}:
+        return True
+    if text.lower() in {"0", "false", "no", "off", ""}:
+        return False
+    raise SettingError(f"{text!r} is neither yes nor no: write 1 or 0")
+
+
+def _parse_seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        raise SettingError(f"{text!r} is not a number of seconds") from None
+    if not 0 <= seconds < 1e7:
+        raise SettingError(f"{text!r} seconds is out of range")
+    return seconds
+
+
+def _parse_whole(text: str) -> int:
+    if not text.lstrip("-").isdecimal():
+        raise SettingError(f"{text!r} is not a whole number")
+    return int(text)
+
+
+def _parse_digest(text: str) -> str:
+    if text not in {"full", "none"}:
+        raise SettingError(
+            f"{text!r} is neither: write full (statistics, hash, sketch) or none (structure only)"
+        )
+    return text
+
+
+def _parse_compile(text: str) -> str:
+    if text not in {"opaque", "eager"}:
+        raise SettingError(
+            f"{text!r} is neither: write opaque (a compiled region is one node) or eager (traced "
+            "steps run it as written: all is seen, but the numbers are not bitwise the compiled)"
+        )
+    return text
+
+
+def _parse_path(text: str) -> Path:
+    try:
+        if b"\0" not in os.fsencode(text):
+            return Path(text).expanduser().absolute()
+    except (ValueError, RuntimeError) as error:  # a lone surrogate, a home folder of nobody
+        raise SettingError(f"{text!r} cannot be a path: {error}") from None
+    except OSError as error:
+        raise SettingError(
+            f"{text!r} is not below any folder, the working folder is gone ({error.strerror}): "
+            "give an absolute path"
+        ) from None
+    raise SettingError(f"{text!r} cannot be a path: it holds a zero byte")
+
+
+def _parse_layout(text: str) -> LayoutFile:
+    return LayoutFile.load(_parse_path(text))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One row of the table: its name, how its text is read, and one line of help."""
+
+    name: str
+    """As options spell it: `spool-bytes`; the field is `spool_bytes`."""
+    parse: Callable[[str], object]
+    default: str
+    metavar: str
+    help: str
+    is_flag: bool = False
+
+    @property
+    def field(self) -> str:
+        """Keyword and field name."""
+        return self.name.replace("-", "_")
+
+    @property
+    def variable(self) -> str:
+        """Environment variable."""
+        return "RANKSCOPE_" + self.field.upper()
+
+
+SETTINGS: tuple[Setting, ...] = (
+    Setting(
+        name="out",
+        parse=_parse_path,
+        default="",
+        metavar="DIR",
+        help="trace folder; made with its parents, refused when it is not empty; "
+        "default rankscope-<time> here",
+    ),
+    Setting(
+        name="steps",
+        parse=StepSelection.parse,
+        default="0-2",
+        metavar="STEPS",
+        help="steps to trace: 0-2,10 or every:100 or all, or at:FILE for one soon after each touch "
+        "of that file; several with commas",
+    ),
+    Setting(
+        name="ranks",
+        parse=_parse_ranks,
+        default="all",
+        metavar="RANKS",
+        help="ranks to trace: 0-3,8 or all",
+    ),
+    Setting(
+        name="paths",
+        parse=_parse_globs,
+        default="*",
+        metavar="GLOBS",
+        help="modules to trace: fnmatch globs on the whole path, separated by commas",
+    ),
+    Setting(
+        name="phases",
+        parse=_parse_phases,
+        default="all",
+        metavar="PHASES",
+        help="phases to trace, separated by commas, or all",
+    ),
+    Setting(
+        name="slots",
+        parse=_parse_globs,
+        default="*",
+        metavar="GLOBS",
+        help="slots to take: input.*, output, grad:weight ...",
+    ),
+    Setting(
+        name="digest",
+        parse=_parse_digest,
+        default="full",
+        metavar="full|none",
+        help="numbers kept per value: full, or none for the structure alone",
+    ),
+    Setting(
+        name="compile",
+        parse=_parse_compile,
+        default="opaque",
+        metavar="opaque|eager",
+        help="compiled regions: one opaque node each, or run as written while a step is traced",
+    ),
+    Setting(
+        name="batch-dim",
+        parse=_parse_whole,
+        default="0",
+        metavar="DIM",
+        help="dimension that counts samples: 0, or 1 for [sequence, batch, hidden]",
+    ),
+    Setting(
+        name="layout",
+        parse=_parse_layout,
+        default="",
+        metavar="FILE",
+        help="TOML file: how plain tensors lie that were cut by hand; goes into the trace",
+    ),
+    Setting(
+        name="spool",
+        parse=_parse_path,
+        default="",
+        metavar="DIR",
+        help="local disk folder for the ranks' spools; default the system's temporary folder",
+    ),
+    Setting(
+        name="spool-bytes",
+        parse=_parse_spool_bytes,
+        default="256M",
+        metavar="SIZE",
+        help="unsent bytes a rank may hold before whole steps are dropped",
+    ),
+    Setting(
+        name="keep-spool",
+        parse=_parse_bool,
+        default="0",
+        metavar="0|1",
+        is_flag=True,
+        help="keep the ranks' records beside the tree after finishing",
+    ),
+    Setting(
+        name="collector",
+        parse=str,
+        default="",
+        metavar="ADDRESS",
+        help="address of a collector already running, such as tcp://127.0.0.1:7777",
+    ),
+    Setting(
+        name="finish-seconds",
+        parse=_parse_seconds,
+        default="60",
+        metavar="SECONDS",
+        help="how long the finished job waits for its tree",
+    ),
+    Setting(
+        name="drain-seconds",
+        parse=_parse_seconds,
+        default="10",
+        metavar="SECONDS",
+        help="grace for ranks that vanished without an end record, "
+        "before the tree is built without them",
+    ),
+    Setting(
+        name="hang-seconds",
+        parse=_parse_seconds,
+        default="300",
+        metavar="SECONDS",
+        help="note it once no rank of a host has moved for that long inside a traced step; 0 never",
+    ),
+    Setting(
+        name="tensors",
+        parse=_parse_globs,
+        default="",
+        metavar="GLOBS",
+        help="full tensors to keep: path:slot globs such as 'layers.0.*:output', without a slot "
+        "all of a path, '**' everything; default none",
+    ),
+    Setting(
+        name="tensor-budget",
+        parse=parse_size,
+        default="",
+        metavar="SIZE",
+        help="disk a rank may use for full tensors; default its share of half the free disk",
+    ),
+    Setting(
+        name="tensor-memory",
+        parse=parse_size,
+        default="256M",
+        metavar="SIZE",
+        help="pinned memory for full tensors on their way from an accelerator",
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """The settings of one session, parsed."""
+
+    out: Path | None
+    steps: StepSelection
+    ranks: tuple[int, ...] | None
+    paths: tuple[str, ...]
+    phases: tuple[str, ...]
+    slots: tuple[str, ...]
+    digest: str
+    compile: str
+    batch_dim: int
+    layout: LayoutFile | None
+    spool: Path | None
+    spool_bytes: int
+    keep_spool: bool
+    collector: str
+    finish_seconds: float
+    drain_seconds: float
+    hang_seconds: float
+    tensors: tuple[str, ...] | None
+    """None where no full tensor is kept."""
+    tensor_budget: int | None
+    """None for a share of the free disk."""
+    tensor_memory: int
+
+    def traced_of(self, world_size: int) -> int:
+        """Return how many ranks of a world are selected."""
+        if self.ranks is None:
+            return world_size
+        return sum(rank < world_size for rank in self.ranks)
+
+    def as_text(self) -> dict[str, str]:
+        """Return {name: text} of every setting, as it would be written on a command line."""
+        return {s.name: _as_text(getattr(self, s.field)) or s.default for s in SETTINGS}
+
+
+def _as_text(value: object) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, StepSelection):
+        return value.text
+    if isinstance(value, LayoutFile):
+        return value.name
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return str(int(value)) if isinstance(value, bool) else str(value)
+
+
+def settings_from(
+    texts: Mapping[str, object] | None = None, environ: Mapping[str, str] = os.environ
+) -> Settings:
+    """Return the settings: given texts (keywords) first, then `RANKSCOPE_*` variables, then
+    defaults.
+
+    Raises:
+        SettingError: a value that cannot be read, or a keyword that is no setting; names both.
+    """
+    given = dict(texts or {})
+    values: dict[str, object] = {}
+    for setting in SETTINGS:
+        text = given.pop(setting.field, None)
+        source = setting.field
+        if text is None:
+            text, source = environ.get(setting.variable), setting.variable
+        if text is None:
+            text, source = setting.default, setting.field
+        if isinstance(text, bool):
+            text = "1" if text else "0"
+        if isinstance(text, (tuple, list, range)):
+            text = ",".join(map(str, text))
+        try:
+            values[setting.field] = (
+                setting.parse(str(text)) if str(text) or setting.default else _empty(setting)
+            )
+        except (SettingError, LayoutError) as error:
+            raise SettingError(f"{source}: {error}") from None
+    if given:
+        known = ", ".join(s.field for s in SETTINGS)
+        raise SettingError(f"{sorted(given)[0]!r} is not a setting: choose from {known}")
+    return Settings(**values)  # type: ignore[arg-type]  # every field is filled from the table, checked below
+
+
+def _empty(setting: Setting) -> object:
+    return "" if setting.parse is str else None
+
+
+def is_enabled(environ: Mapping[str, str] = os.environ) -> bool:
+    """True where the variable RANKSCOPE asks for a trace."""
+    return environ.get("RANKSCOPE", "").lower() not in {"", "0", "false", "no", "off"}
+
+
+assert [s.field for s in SETTINGS] == [f.name for f in fields(Settings)]
+
+
+_PREFIX = "RANKSCOPE_"
+_OPTION = re.compile(r"--rs-([a-z]+(?:-[a-z]+)*)")
+_OTHERS = {
+    "RANKSCOPE",
+    "RANKSCOPE_KERNEL",
+    "RANKSCOPE_OWNER",
+    "RANKSCOPE_PYTHON",
+    "RANKSCOPE_RUN_FOLDER",
+    "RANKSCOPE_SAID",
+    "RANKSCOPE_TORCH",
+    "RANKSCOPE_VENV",
+}
+"""Variables that are no settings."""
+
+
+def as_variables(text: str) -> str:
+    """Name variables where a message names options of `rankscope run`."""
+    return _OPTION.sub(lambda m: _PREFIX + m[1].replace("-", "_").upper(), text)
+
+
+def as_keywords(text: str) -> str:
+    """Name keyword arguments where a message names options of `rankscope run`."""
+    return _OPTION.sub(lambda m: m[1].replace("-", "_") + "=", text)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return "did you mean x? " with what a name begins, or else is most like; "" for neither."""
+    names = list(known)
+    found = [each for each in names if name.strip("-") and each.startswith(name)]
+    found = found or difflib.get_close_matches(name, names, n=1)
+    return f"did you mean {' or '.join(found)}? " if found else ""
+
+
+def misspelt_variables(environ: Mapping[str, str] = os.environ) -> str:
+    """Return one sentence on variables that begin like ours and mean nothing; "" without any."""
+    known = {setting.variable for setting in SETTINGS} | _OTHERS
+    ends = {name.removeprefix(_PREFIX): name for name in known}
+    switch = _PREFIX.rstrip("_")
+    parts = [
+        f"{name} is no setting, did you mean {switch}?"
+        for name in sorted(environ)
+        if name != switch and not name.startswith(_PREFIX) and _is_nearly(name, switch)
+    ]
+    wrong = [name for name in environ if name.startswith(_PREFIX) and name not in known]
+    for name in sorted(wrong):
+        near = difflib.get_close_matches(name.removeprefix(_PREFIX), ends, n=1)
+        parts.append(f"{name} is no setting" + (f", did you mean {ends[near[0]]}?" if near else ""))
+    return "; ".join(parts)
+
+
+def _is_nearly(name: str, switch: str) -> bool:
+    """True for one letter too few, too many, another or in its neighbour's place."""
+    if abs(len(name) - len(switch)) > 1 or name[:1] != switch[:1]:
+        return False
+    return difflib.SequenceMatcher(None, name, switch, autojunk=False).ratio() > 0.85

@@ -1,0 +1,78 @@
+"""What a full spool leaves unwritten: definitions that wait for room, and counts of what was lost.
+
+Definitions are never dropped, because later records name them. Of everything else that finds no
+room only a GAP record per mode remains: which steps, how many records and bytes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Final
+
+from rankscope.spool.cells import GAP, PAYLOAD_BYTES, RecordKind
+
+__all__ = ["Backlog"]
+
+_MOST_BYTES: Final = 64 << 20
+"""Definitions kept in memory while the spool is full; beyond it the write is refused."""
+
+_Gap = list[int]
+"""first step, last step, records, bytes: mutable because it grows while steps are dropped."""
+
+
+class Backlog:
+    """The debts of one stream. The writer's turn guards all of it but `outside`."""
+
+    __slots__ = ("_bytes", "_gaps", "definitions", "dropped", "mode", "outside", "step")
+
+    def __init__(self) -> None:
+        self.step, self.mode = 0, 0
+        """The step that runs, to which what is dropped belongs."""
+        self.definitions: list[bytes] = []
+        self._bytes = 0
+        self._gaps: dict[int, _Gap] = {}
+        self.dropped = 0
+        """Records counted as dropped so far."""
+        self.outside: list[int] = []
+        """Bytes of records dropped without the turn: nested in a write, or waited too long."""
+
+    @property
+    def cells(self) -> int:
+        """What the definitions take, at most."""
+        return sum(-(-len(payload) // PAYLOAD_BYTES) + 1 for payload in self.definitions)
+
+    def keep(self, definition: bytes) -> bool:
+        """Keep a definition until there is room; False where too many wait."""
+        if self._bytes + len(definition) > _MOST_BYTES:
+            return False
+        self.definitions.append(definition)
+        self._bytes += len(definition)
+        return True
+
+    def count(self, size: int) -> None:
+        """Count one record as dropped."""
+        self.dropped += 1
+        gap = self._gaps.setdefault(self.mode, [self.step, self.step, 0, 0])
+        gap[0] = min(gap[0], self.step)
+        gap[1] = max(gap[1], self.step)
+        gap[2] += 1
+        gap[3] += size
+
+    def settle(self, write: Callable[[RecordKind, bytes], bool]) -> bool:
+        """Write what is owed, definitions first; False where one of those found no room.
+
+        Args:
+            write: commits a record and returns True, or returns False where there is no room.
+        """
+        while self.definitions and write(RecordKind.DEFINITION, self.definitions[0]):
+            self._bytes -= len(self.definitions.pop(0))
+        while self.outside:
+            self.count(self.outside.pop())
+        for mode in list(self._gaps):
+            first, last, records, lost = self._gaps[mode]
+            packed = GAP.pack(time.monotonic_ns(), records, lost, first, last, mode)
+            if not write(RecordKind.GAP, packed):
+                break
+            del self._gaps[mode]
+        return not self.definitions

@@ -1,0 +1,262 @@
+"""The read side: how far a stream is committed, and its records as columns.
+
+Nothing here trusts a byte before its cell's crc and its record's shape were checked, and nothing
+reads past the first cell that fails: behind it may be a record half written, or damage.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+import numpy.typing as npt
+
+from rankscope.errors import SpoolError
+from rankscope.run.folders import segment_indexes, segment_path
+from rankscope.spool.cells import CELL_BYTES, FIRST, MAX_RECORD_CELLS
+from rankscope.spool.crc import CHECK_BLOCK, BlockCheck, cell_crcs
+from rankscope.spool.origin import UNKNOWN, keep_origin, kept_origin, origin_of
+
+__all__ = ["StreamReader", "committed_cells", "committed_heads", "valid_prefix", "valid_prefix_of"]
+
+_CHUNK = 4 << 20
+_FIRST_CHUNK = 128 << 10
+Cells = npt.NDArray[np.uint8]
+Heads = npt.NDArray[np.uint32]
+"""Bytes 4..8 of cells as numbers."""
+_KIND = np.uint32(0xFF)
+_FLAGS = np.uint32(0xFF00)
+_FIRST_BIT = np.uint32(FIRST << 8)
+_LEFT_SHIFT = 16
+
+
+def committed_cells(cells: Cells) -> int:
+    """How many of these cells, [N, 64] from a record boundary on, are whole valid records."""
+    return len(committed_heads(cells))
+
+
+def committed_heads(cells: Cells) -> Heads:
+    """Return the second word of each cell that `committed_cells` counts: kind, flags, left."""
+    check = BlockCheck()
+    heads = np.empty(len(cells), np.uint32)
+    end, before = 0, np.uint32(0)
+    while end < len(cells):
+        block = cells[end : end + CHECK_BLOCK]
+        words = block.view("<u8")[:, 0].copy().view("<u4").reshape(-1, 2)
+        own = heads[end : end + len(block)]
+        own[:] = words[:, 1]
+        shaped = _shaped(own, before)
+        if shaped:
+            check.add(block[:shaped], words[:shaped, 0])
+            before = own[shaped - 1]
+        end += shaped
+        if shaped < len(block):
+            break
+    damaged = check.first_damaged()
+    if damaged is not None:
+        start = damaged * CHECK_BLOCK
+        block = cells[start : min(start + CHECK_BLOCK, end)]
+        stored = np.ascontiguousarray(block[:, :4]).view("<u4").reshape(-1)
+        end = start + int(np.flatnonzero(stored != cell_crcs(block))[0])
+    if end and heads[end - 1] >> _LEFT_SHIFT:
+        lowest = max(0, end - MAX_RECORD_CELLS)
+        end = lowest + int(np.flatnonzero(heads[lowest:end] & _FIRST_BIT)[-1])
+    return heads[:end]
+
+
+def cell_heads(cells: Cells) -> Heads:
+    """Return bytes 4..8 of each cell as a number: kind, flags, left."""
+    heads: Heads = cells.view("<u4")[:, 1].copy()
+    return heads
+
+
+def _shaped(heads: Heads, before: np.uint32) -> int:
+    """Cells before the first that does not follow from the one before it, `before` the block's."""
+    previous = np.empty_like(heads)
+    previous[0], previous[1:] = before, heads[:-1]
+    begins = (heads & _FLAGS == _FIRST_BIT) & (heads & _KIND != 0)
+    follows = heads == (previous & ~_FLAGS) - np.uint32(1 << _LEFT_SHIFT)
+    wrong = np.flatnonzero(~np.where(previous >> _LEFT_SHIFT, follows, begins))
+    return int(wrong[0]) if len(wrong) else len(heads)
+
+
+def as_cells(buffer: bytes | memoryview | Cells) -> Cells:
+    """Return the whole cells of a buffer, [N, 64], without copying."""
+    flat = buffer if isinstance(buffer, np.ndarray) else np.frombuffer(buffer, np.uint8)
+    return flat.reshape(-1)[: flat.size - flat.size % CELL_BYTES].reshape(-1, CELL_BYTES)
+
+
+def valid_prefix(source: Path | bytes | Cells) -> int:
+    """Bytes of whole valid records a replica, or a buffer from a record boundary on, begins with.
+
+    Raises:
+        SpoolError: the file cannot be read.
+    """
+    if not isinstance(source, Path):
+        return committed_cells(as_cells(source)) * CELL_BYTES
+    try:
+        with source.open("rb") as file:
+            return valid_prefix_of(file.fileno())
+    except OSError as error:
+        raise SpoolError(f"{source}: cannot be read: {error.strerror}") from error
+
+
+def valid_prefix_of(descriptor: int) -> int:
+    """The same for an open file, in pieces: a replica may be larger than memory.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    offset = 0
+    while True:
+        chunk = os.pread(descriptor, _CHUNK + MAX_RECORD_CELLS * CELL_BYTES, offset)
+        whole = valid_prefix(chunk)
+        offset += whole
+        if whole == 0 or len(chunk) < _CHUNK:
+            return offset
+
+
+class StreamReader:
+    """Committed records of a stream folder, while it is written and while segments are freed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._open_index = -1
+        self._descriptor = -1
+        self._segment_bytes = 0
+        self._origin = UNKNOWN
+
+    @property
+    def segment_bytes(self) -> int:
+        """Size of every segment of this stream; 0 while none exists.
+
+        Raises:
+            SpoolError: a segment's size is no multiple of a cell.
+        """
+        if not self._segment_bytes:
+            for index in segment_indexes(self.folder):
+                try:
+                    size = segment_path(self.folder, index).stat().st_size
+                except FileNotFoundError:
+                    continue
+                if size == 0 or size % CELL_BYTES:
+                    raise SpoolError(
+                        f"{segment_path(self.folder, index)}: {size} bytes are no segment; "
+                        f"set the file aside and recover from the replica"
+                    )
+                self._segment_bytes = size
+                break
+        return self._segment_bytes
+
+    def origin(self) -> int:
+        """Which process's stream this is (`origin`); UNKNOWN while nothing is committed.
+
+        Raises:
+            SpoolError: the first record cannot be read, or was freed and its origin not kept.
+        """
+        if self._origin == UNKNOWN:
+            self._origin = kept_origin(self.folder) or origin_of(self.read_from(0, CELL_BYTES))
+        return self._origin
+
+    def lowest(self) -> int:
+        """First stream offset that has not been freed; 0 while the stream has no segment."""
+        indexes = segment_indexes(self.folder)
+        return indexes[0] * self.segment_bytes if indexes else 0
+
+    def read_from(self, offset: int, max_bytes: int) -> bytes:
+        """Return whole committed records from `offset` on, b"" where there are none yet.
+
+        At most `max_bytes`, more only where the first record is longer than that; never across a
+        segment's end.
+
+        Raises:
+            SpoolError: the segment was freed, or cannot be read.
+        """
+        size = self.segment_bytes
+        if not size:
+            return b""
+        index, at = divmod(offset, size)
+        if not self._open(index):
+            return b""
+        try:
+            head = os.pread(self._descriptor, CELL_BYTES, at)
+            if len(head) < CELL_BYTES or head[4] == 0:
+                return b""
+            first = (int.from_bytes(head[6:8], "little") + 1) * CELL_BYTES
+            wanted = min(max(max_bytes - max_bytes % CELL_BYTES, first), size - at)
+            chunk = os.pread(self._descriptor, wanted, at)
+        except OSError as error:
+            raise SpoolError(f"{self.folder}: cannot be read: {error.strerror}") from error
+        return chunk[: valid_prefix(chunk)]
+
+    def committed(self, offset: int | None = None) -> int:
+        """Stream offset where the committed records end, walking from `offset` (or the lowest)."""
+        end = self.lowest() if offset is None else offset
+        for chunk in self.chunks(end):
+            end += len(chunk)
+        return end
+
+    def chunks(self, offset: int | None = None, max_bytes: int = _CHUNK) -> Iterator[bytes]:
+        """Yield all committed records from `offset` (default: lowest) on, in pieces: small ones
+        first, for behind the last record lie megabytes of nothing."""
+        at, size = self.lowest() if offset is None else offset, min(_FIRST_CHUNK, max_bytes)
+        while chunk := self.read_from(at, size):
+            yield chunk
+            at, size = at + len(chunk), min(2 * size, max_bytes)
+
+    def free_below(self, offset: int) -> int:
+        """Unlink segments that lie wholly below `offset`, never the newest one; return how many.
+
+        Raises:
+            SpoolError: a segment is none, or whose records these are is not known.
+        """
+        indexes = segment_indexes(self.folder)
+        freed = 0
+        for index in indexes[:-1]:
+            if (index + 1) * self.segment_bytes > offset:
+                break
+            if index == 0 and not keep_origin(self.folder, self.origin()):
+                break  # the disk is full: asked again with the next acknowledgement
+            segment_path(self.folder, index).unlink(missing_ok=True)
+            freed += 1
+        return freed
+
+    def close(self) -> None:
+        """Close the open segment."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor = self._open_index = -1
+
+    def __enter__(self) -> StreamReader:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _open(self, index: int) -> bool:
+        """Have segment `index` open; False where it does not exist yet."""
+        if self._open_index == index:
+            return True
+        path = segment_path(self.folder, index)
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError:
+            indexes = segment_indexes(self.folder)
+            if indexes and indexes[0] > index:
+                raise SpoolError(
+                    f"{path}: was freed; the stream begins with segment {indexes[0]} now"
+                ) from None
+            return False
+        except OSError as error:
+            raise SpoolError(f"{path}: cannot be opened: {error.strerror}") from error
+        self.close()
+        self._descriptor, self._open_index = descriptor, index
+        return True

@@ -1,0 +1,383 @@
+"""A value's full tensors: what one rank held, or the global tensor put together from all of them.
+
+    whole = whole_value(trace.value("layers.0", "output"))
+    whole.tensor, whole.mismatches, whole.notes
+
+How the pieces belong together is taken from DTensors, else from a layout file (the one given now,
+else the one that was given when the trace was taken), else inferred (`tensors/peers.py`); which
+of these it was stands in the notes. What none of them says is an error, never a guess. Torch is
+loaded when a tensor is made, not before.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
+
+from rankscope.errors import LayoutError, SelectionError, TensorWarning, TraceError
+from rankscope.layout.batches import join_batches, join_replicas
+from rankscope.layout.declared import declared_pieces
+from rankscope.layout.layoutfile import LayoutFile
+from rankscope.layout.placement import Layout, LayoutSource, Placement, PlacementKind
+from rankscope.layout.plan import (
+    AssemblyPlan,
+    Obstacle,
+    Piece,
+    Refusal,
+    plan_assemblies,
+    ranks_words,
+)
+from rankscope.record.call import Phase
+from rankscope.tensors.givenlayouts import GivenLayouts
+from rankscope.tensors.kept import held_shapes, references, stored, value_name, why_not_kept
+from rankscope.tensors.peers import Peers, find_peers, is_alike, is_constant, owners_of
+
+if TYPE_CHECKING:
+    import torch
+
+    from rankscope.tensors.rebuild import Mismatch
+    from rankscope.tree.reader import Step, Trace
+    from rankscope.tree.views import Value
+
+__all__ = [
+    "Whole",
+    "WholePlan",
+    "assembled",
+    "full_tensor",
+    "local_tensor",
+    "plan_whole",
+    "whole_value",
+]
+
+_REPLICATE: Final = Placement(kind=PlacementKind.REPLICATE)
+_EVERYWHERE: Final = "every rank holds the same"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholePlan:
+    """Which ranks' bytes make up a value, and why."""
+
+    plan: AssemblyPlan
+    dtype: str
+    notes: tuple[str, ...]
+    """What was declared or inferred, and which replicas are not there to be compared."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Whole:
+    """A global tensor, and what there is to say about it."""
+
+    tensor: torch.Tensor
+    mismatches: tuple[Mismatch, ...]
+    """Replicas that differ."""
+    notes: tuple[str, ...]
+    """As in `WholePlan`."""
+    ranks: tuple[int, ...]
+    """Whose pieces it is made of."""
+
+
+def local_tensor(value: Value, rank: int, *, is_checked: bool = False) -> torch.Tensor:
+    """Return what one rank held, mapped.
+
+    Args:
+        value: of which value.
+        rank: of which rank.
+        is_checked: read all of it, to hold it against its checksum.
+
+    Raises:
+        SelectionError: it has no value here, or it was not kept; says why.
+        TraceError: its bytes cannot be found, or are not those that were written.
+    """
+    known = references(value)
+    if rank not in known:
+        raise SelectionError(why_not_kept(value, [rank]))
+    from rankscope.tensors.rebuild import tensor_of
+
+    found = stored(value, rank, known[rank])
+    if is_checked and not found.is_intact:
+        raise TraceError(
+            f"{found.path}: the bytes of {value_name(value)} on rank {rank} are not those that "
+            f"were written: the file is damaged"
+        )
+    return tensor_of(found)
+
+
+def full_tensor(value: Value, layouts: LayoutFile | None = None) -> torch.Tensor:
+    """Return `whole_value(value, layouts).tensor`, and warn of what stands beside it."""
+    whole = whole_value(value, layouts)
+    for text in (*map(str, whole.mismatches), *whole.notes):
+        warnings.warn(f"{value_name(value)}: {text}", TensorWarning, stacklevel=3)
+    return whole.tensor
+
+
+def whole_value(value: Value, layouts: LayoutFile | None = None) -> Whole:
+    """Return the global tensor of a value.
+
+    Raises:
+        SelectionError: bytes that are needed were not kept; says why.
+        LayoutError: nothing says how the pieces belong together, or they contradict it.
+        TraceError: bytes cannot be found, or are not those that were written.
+    """
+    return assembled(value, plan_whole(value, layouts))
+
+
+def assembled(value: Value, planned: WholePlan) -> Whole:
+    """Return what a plan makes of a value's bytes; every piece is checked against its checksum."""
+    from rankscope.tensors.rebuild import assemble
+
+    made = assemble(planned.plan, lambda rank: local_tensor(value, rank, is_checked=True))
+    return Whole(
+        tensor=made.tensor,
+        mismatches=made.mismatches,
+        notes=planned.notes,
+        ranks=planned.plan.ranks,
+    )
+
+
+def plan_whole(value: Value, layouts: LayoutFile | None = None) -> WholePlan:
+    """Return whose bytes make up the global tensor, without reading one.
+
+    Raises:
+        SelectionError: bytes that are needed were not kept; says why.
+        LayoutError: nothing says how the pieces belong together, or they contradict it.
+        TraceError: bytes cannot be found.
+    """
+    shapes = held_shapes(value)
+    kept = references(value)
+    if not kept:
+        raise SelectionError(why_not_kept(value, value.ranks))
+    dtypes = {view.dtype: view.ranks for view in value.views if shapes.keys() & {*view.ranks}}
+    if len(dtypes) > 1:
+        listed = "; ".join(f"{ranks_words(ranks)} {dtype}" for dtype, ranks in dtypes.items())
+        raise LayoutError(f"{value_name(value)} has not one dtype: {listed}; take one with --rank")
+    plan, notes = _Planning(value, shapes, layouts).whole()
+    plan, missing = _from_kept(value, plan, kept)
+    for rank in {*plan.reads}:
+        stored(value, rank, kept[rank])
+    if missing:
+        notes.append(f"not kept on {ranks_words(missing)}, so not compared there")
+    if plan.missing:
+        notes.append(f"nothing was recorded on {ranks_words(plan.missing)}, so not compared there")
+    return WholePlan(plan=plan, dtype=next(iter(dtypes)), notes=tuple(notes))
+
+
+class _Planning:
+    """Finds how the pieces of one value belong together."""
+
+    def __init__(
+        self, value: Value, shapes: Mapping[int, tuple[int, ...]], layouts: LayoutFile | None
+    ) -> None:
+        self._value, self._shapes = value, shapes
+        self._trace: Trace = value.node.trace
+        self._given = GivenLayouts(self._trace.run, layouts)
+        self._is_placed = False
+        """True where a DTensor or a layout file says how the pieces lie."""
+        self._notes: list[str] = []
+
+    @property
+    def _world(self) -> int:
+        return int(self._trace.run["world_size"])
+
+    def whole(self) -> tuple[AssemblyPlan, list[str]]:
+        """Return the plan and what is to be said of it."""
+        found = plan_assemblies(self._pieces())
+        refusals = [each for each in found if isinstance(each, Refusal)]
+        if any(each.obstacle is not Obstacle.UNKNOWN_LAYOUT for each in refusals):
+            raise self._error(str(refusals[0]))
+        if len(found) == 1 and not refusals:
+            if not self._is_placed and len(self._shapes) == 1:
+                self._say_if_ranks_lack("taken as whole")
+            return _certain(found[0]), self._notes
+        peers = find_peers(self._trace, self._step(), self._owners(), declared=self._given.mesh)
+        plan = self._of_peers(found, peers)
+        if isinstance(plan, Refusal):
+            raise self._error(
+                f"{plan}; data axes cannot be inferred: {peers.why_not}"
+                if peers.why_not
+                else str(plan)
+            )
+        return plan, self._notes
+
+    def _pieces(self) -> dict[int, Piece]:
+        described = {
+            rank: Piece(
+                shape=self._shapes[rank],
+                layout=view.layout(rank),
+                global_shape=view.global_shape,
+                ranges=view.ranges(rank),
+            )
+            for view in self._value.views
+            for rank in view.ranks
+            if rank in self._shapes
+        }
+        self._is_placed = any(p.layout.source is LayoutSource.DTENSOR for p in described.values())
+        if self._is_placed:
+            return described
+        placements, said = self._given.of(self._value)
+        self._notes.extend(said)
+        if self._given.mesh is not None and placements:
+            self._is_placed = True
+            return declared_pieces(self._given.mesh, placements, self._shapes)
+        unknown = Layout(source=LayoutSource.UNKNOWN)
+        return {rank: Piece(shape=shape, layout=unknown) for rank, shape in self._shapes.items()}
+
+    def _of_peers(
+        self, found: Sequence[AssemblyPlan | Refusal], peers: Peers
+    ) -> AssemblyPlan | Refusal:
+        slot = self._value.views[0].slot
+        is_parameter = slot.startswith(("param:", "grad:"))
+        axes = peers.replicas if is_parameter else peers.data
+        plans = self._by_place(found, peers, axes)
+        if isinstance(plans, Refusal):
+            return plans
+        if len(plans) == 1:
+            return plans[0]
+        if is_parameter:
+            self._notes.append(f"inferred: replicas along {', '.join(axes)}, equal at setup")
+            return join_replicas(plans)
+        if self._is_common(peers):
+            self._notes.append(
+                f"inferred: not batched, {_EVERYWHERE} and it has not the size of their batches"
+            )
+            return join_replicas(plans)
+        dim = self._batch_dim
+        joined = join_batches(peers.mesh, axes, plans, dim)
+        self._say_if_ranks_lack("all batches there are")
+        self._notes.append(
+            f"inferred: batches joined along dim {dim} in rank order, as {peers.reason}"
+        )
+        return joined
+
+    def _by_place(
+        self, found: Sequence[AssemblyPlan | Refusal], peers: Peers, axes: Sequence[str]
+    ) -> list[AssemblyPlan] | Refusal:
+        """Return one plan per place along the axes: what all plans there (of plain values, all
+        ranks there) hold alike."""
+        refusal = next((each for each in found if isinstance(each, Refusal)), None)
+        wanted = [peers.mesh.axes.index(axis) for axis in axes]
+        places: dict[tuple[int, ...], list[AssemblyPlan]] = {}
+        for plan in self._single_ranks() if refusal else map(_certain, found):
+            at = peers.mesh.coordinate(plan.ranks[0])
+            places.setdefault(tuple(at[a] for a in wanted) if at else (), []).append(plan)
+        joined = []
+        for plans in places.values():
+            same = plans[0] if len(plans) == 1 else join_replicas(plans)
+            if isinstance(same, Refusal) or not self._are_alike(same, plans):
+                own = " and ".join(ranks_words(plan.ranks) for plan in plans)
+                text = f"{own} hold values of their own, and nothing says how they belong together"
+                return refusal or Refusal.about(self._shapes, Obstacle.UNKNOWN_LAYOUT, text)
+            joined.append(same)
+        if any(len(plans) > 1 for plans in places.values()):
+            beside = "" if len(places) == 1 else f" of each place along {', '.join(axes)}"
+            self._notes.append(f"inferred: whole, as every rank{beside} holds the same")
+        return joined
+
+    def _single_ranks(self) -> Iterator[AssemblyPlan]:
+        """Yield the plan of each rank's plain value as if it were whole."""
+        for rank, shape in self._shapes.items():
+            layout = Layout(source=LayoutSource.UNKNOWN)
+            yield from map(_certain, plan_assemblies({rank: Piece(shape=shape, layout=layout)}))
+
+    def _are_alike(self, joined: AssemblyPlan, plans: Sequence[AssemblyPlan]) -> bool:
+        """True where the plans' ranks hold the same, and it is no accident."""
+        if len(plans) == 1:
+            return True
+        columns, views = self._trace.columns(), self._value.views
+        together = [ranks for box in joined.boxes for ranks in box.summands]
+        if not all(is_alike(columns, views, ranks) for ranks in together):
+            return False
+        return not is_constant(columns, views) or all(map(self._moves_alike, together))
+
+    def _moves_alike(self, ranks: Sequence[int]) -> bool:
+        """True for a parameter whose gradients or updates agree and are no constants: that its
+        zeros or ones agree says nothing, tensor-parallel shards of them are no less equal."""
+        columns, slot = self._trace.columns(), self._value.views[0].slot
+        if not slot.startswith("param:"):
+            return False
+        moving = {slot, slot.replace("param:", "grad:", 1)}
+        for node in self._step().walk():
+            if node.path == self._value.node.path and node.phase in (Phase.GRADS, Phase.PARAMS):
+                for found in filter(None, map(node.value, moving)):
+                    if not is_constant(columns, found.views):
+                        return is_alike(columns, found.views, ranks)
+        return False
+
+    def _is_common(self, peers: Peers) -> bool:
+        """True for what does not depend on the batch, such as a table of positions."""
+        if not is_alike(self._trace.columns(), self._value.views, [*self._shapes]):
+            return False
+        dim = self._batch_dim
+        return not all(
+            len(shape) > dim and peers.samples.get(rank) and shape[dim] % peers.samples[rank] == 0
+            for rank, shape in self._shapes.items()
+        )
+
+    @property
+    def _batch_dim(self) -> int:
+        return int(self._trace.run["settings"].get("batch-dim", 0))
+
+    def _step(self) -> Step:
+        """Return the step whose root inputs tell the data axes: the value's own, else the first."""
+        head = self._value.node.head
+        own = [step for step in self._trace.steps if step.incarnation == head.incarnation]
+        for step in own:
+            if (step.mode, step.step) == (head.mode, head.step):
+                return step
+        return own[0] if own else self._trace.setup[0]
+
+    def _owners(self) -> set[int]:
+        """Return the ranks that should hold the value: those that do, and those that own the module
+        it is of, or the nearest around it; a batch that one of them lacks is then missed."""
+        node = self._value.node
+        owners = owners_of(self._trace, node.head.incarnation)
+        parts = node.path.split(".") if node.path else []
+        around = (".".join(parts[:size]) for size in range(len(parts), -1, -1))
+        nearest = next((owners[path] for path in around if path in owners), ())
+        return {*self._shapes, *nearest}
+
+    def _say_if_ranks_lack(self, what: str) -> None:
+        traced = {int(rank["rank"]) for rank in self._trace.run["ranks"]}
+        if len(traced) < self._world:
+            self._notes.append(
+                f"{what}, but only {ranks_words(traced)} of {self._world} are in the trace"
+            )
+
+    def _error(self, text: str) -> LayoutError:
+        rank = min(self._shapes)
+        more = f". {self._given.unused}" if self._given.unused else ""
+        return LayoutError(
+            f"{value_name(self._value)}: {text}. Take one rank's with --rank {rank}, or declare "
+            f"how it lies with --layout FILE{more}"
+        )
+
+
+def _certain(plan: AssemblyPlan | Refusal) -> AssemblyPlan:
+    assert isinstance(plan, AssemblyPlan)
+    return plan
+
+
+def _from_kept(
+    value: Value, plan: AssemblyPlan, kept: Iterable[int]
+) -> tuple[AssemblyPlan, list[int]]:
+    """Return the plan that reads kept bytes alone, and the ranks of replicas that it leaves out.
+
+    Raises:
+        SelectionError: a part that no other rank holds was not kept.
+    """
+    there = frozenset(kept)
+    left_out: set[int] = set()
+    boxes = []
+    for box in plan.boxes:
+        summands = []
+        for ranks in box.summands:
+            own = tuple(rank for rank in ranks if rank in there)
+            if not own:
+                raise SelectionError(why_not_kept(value, ranks))
+            left_out.update(ranks)
+            left_out.difference_update(own)
+            summands.append(own)
+        boxes.append(replace(box, summands=tuple(summands)))
+    ranks = tuple(rank for rank in plan.ranks if rank in there)
+    return replace(plan, boxes=tuple(boxes), ranks=ranks), sorted(left_out)

@@ -1,0 +1,111 @@
+"""The full tensors of a trace as a list: what is there, of which ranks, and how large it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+
+from rankscope.chunks.chunkheader import chunk_numbers, chunk_path, stream_of_folder
+from rankscope.chunks.finishing import damaged
+from rankscope.errors import ChunkError
+from rankscope.record.dtypes import STORED_TYPES
+from rankscope.run.names import TENSOR_FOLDER
+from rankscope.tree.reader import Trace
+from rankscope.tree.views import Node, SlotView
+
+__all__ = ["Kept", "Listing", "list_tensors", "tensor_faults"]
+
+
+def tensor_faults(trace: Path) -> Iterator[str]:
+    """Read every chunk of a trace folder; yield a line for each that is not as it was written."""
+    kept = trace / TENSOR_FOLDER
+    if not kept.is_dir():
+        return
+    for folder in sorted(kept.iterdir()):
+        if stream_of_folder(folder) is None:
+            continue
+        for number in chunk_numbers(folder):
+            name = chunk_path(folder.relative_to(trace), number)
+            try:
+                lost = len(damaged(trace / name))
+            except ChunkError as error:
+                yield str(error)
+                continue
+            if lost:
+                are = "tensor is" if lost == 1 else "tensors are"
+                yield f"{name}: {lost} {are} not what the rank wrote: the file was damaged"
+
+
+@dataclass(slots=True)
+class Kept:
+    """One slot of one path in one phase, over steps, calls and ranks."""
+
+    path: str
+    slot: str
+    phase: str
+    dtypes: dict[str, None] = field(default_factory=dict)
+    shapes: dict[tuple[int, ...], None] = field(default_factory=dict)
+    """Of the whole tensor where its layout is known, else of what ranks hold."""
+    ranks: set[int] = field(default_factory=set)
+    not_kept: set[int] = field(default_factory=set)
+    """Ranks of which some were asked for and not kept."""
+    values: int = 0
+    nbytes: int = 0
+
+
+@dataclass(slots=True)
+class Listing:
+    """All of them."""
+
+    entries: dict[tuple[str, str, str], Kept] = field(default_factory=dict)
+    stored: int = 0
+    """Bytes in the trace folder: equal tensors of one rank are stored once."""
+
+    @property
+    def values(self) -> int:
+        """How many tensors there are to ask for."""
+        return sum(entry.values for entry in self.entries.values())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of them, as if each were stored for itself."""
+        return sum(entry.nbytes for entry in self.entries.values())
+
+
+def list_tensors(trace: Trace, nodes: Iterable[tuple[Node, SlotView]] | None = None) -> Listing:
+    """Return what was kept.
+
+    Args:
+        trace: an open trace.
+        nodes: the entries to look at; default all of the trace.
+    """
+    listing = Listing()
+    seen: set[tuple[int, tuple[int, int]]] = set()
+    for node, view in _every(trace) if nodes is None else nodes:
+        known = view.references()
+        if not known and not view.not_kept:
+            continue
+        key = (node.path, view.slot, node.phase.word)
+        entry = listing.entries.setdefault(key, Kept(*key))
+        entry.not_kept.update(view.not_kept)
+        entry.dtypes[view.dtype] = None
+        item = STORED_TYPES[view.dtype].item_bytes if view.dtype in STORED_TYPES else 0
+        shapes = view.shapes()
+        for rank, where in known.items():
+            size = prod(shapes[rank]) * item
+            entry.shapes[view.global_shape or shapes[rank]] = None
+            entry.ranks.add(rank)
+            entry.values += 1
+            entry.nbytes += size
+            if (rank, where) not in seen:
+                seen.add((rank, where))
+                listing.stored += size
+    return listing
+
+
+def _every(trace: Trace) -> Iterable[tuple[Node, SlotView]]:
+    for group in (*trace.setup, *trace.steps):
+        for node in group.passing():
+            yield from ((node, view) for view in node.slots)

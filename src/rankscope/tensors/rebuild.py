@@ -1,0 +1,256 @@
+"""Kept bytes as torch tensors, and global ones from the ranks' pieces: what a plan of
+`layout/plan.py` says, done.
+
+The one file of this room that needs torch; import it where a tensor is asked for, not before. No
+process group is used, and a piece is read only when its turn has come and dropped right after.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+import torch
+import xxhash
+from numpy.typing import NDArray
+
+from rankscope.chunks.tensorfiles import StoredTensor
+from rankscope.errors import LayoutError, TraceError
+from rankscope.layout.placement import Ranges
+from rankscope.layout.plan import AssemblyPlan, Box, Reduction
+
+__all__ = ["Assembled", "Mismatch", "assemble", "bytes_of", "tensor_of"]
+
+Load = Callable[[int], torch.Tensor]
+"""Returns a rank's piece; it may be a view of mapped memory, and is never written to."""
+
+_REDUCE: Final[dict[str, Callable[..., torch.Tensor]]] = {
+    "sum": torch.add,
+    "avg": torch.add,
+    "product": torch.mul,
+    # unlike gloo's, these keep a NaN of any rank, whatever the order
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "band": torch.bitwise_and,
+    "bor": torch.bitwise_or,
+    "bxor": torch.bitwise_xor,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mismatch:
+    """Ranks that should hold the same values and do not."""
+
+    ranges: tuple[Ranges, ...]
+    """Which part of the global tensor, per dim."""
+    groups: tuple[tuple[int, ...], ...]
+    """Ranks with the same bytes together, by lowest rank."""
+    used: tuple[int, ...]
+    """The group whose values stand in the result: a strict majority, else the lowest rank's."""
+    is_majority: bool
+    is_in_value: bool
+    """False where only signs of zero or payloads of NaN differ."""
+
+    def __str__(self) -> str:
+        where = " x ".join("+".join(f"{a}:{b}" for a, b in dim) for dim in self.ranges)
+        held = " | ".join(",".join(map(str, group)) for group in self.groups)
+        chosen = "the majority" if self.is_majority else "the lowest rank; there is no majority"
+        degree = "" if self.is_in_value else " (only signs of zero or payloads of NaN)"
+        return (
+            f"replicas of [{where}] differ{degree}: ranks {held}; "
+            f"used {','.join(map(str, self.used))}, {chosen}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assembled:
+    """A global tensor, and what there is to say about it."""
+
+    tensor: torch.Tensor
+    """Where one piece is the whole it is what was loaded, not a copy."""
+    mismatches: tuple[Mismatch, ...]
+    """Replicas that differ; one entry per part and summand."""
+
+
+def tensor_of(stored: StoredTensor) -> torch.Tensor:
+    """Return a kept tensor over its bytes in the file, mapped (a copy only where they are not
+    aligned). It may be written to: neither the file nor another such tensor changes.
+
+    Raises:
+        TraceError: the file is gone.
+    """
+    dtype: torch.dtype = getattr(torch, stored.dtype)
+    if not stored.data.size:
+        return torch.empty(stored.shape, dtype=dtype)
+    try:
+        data = np.memmap(stored.path, np.uint8, "c", stored.offset, stored.data.shape)
+    except OSError as error:
+        raise TraceError(f"{stored.path}: cannot be mapped: {error.strerror}") from error
+    own = data.view(np.ndarray)
+    if data.ctypes.data % dtype.itemsize:
+        own = own.copy()
+    return torch.from_numpy(own).view(dtype).reshape(stored.shape)
+
+
+def bytes_of(tensor: torch.Tensor) -> NDArray[np.uint8]:
+    """Return a host tensor's bytes in row-major order."""
+    found: NDArray[np.uint8] = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return found
+
+
+def assemble(plan: AssemblyPlan, load: Load) -> Assembled:
+    """Return the global tensor, with every replica compared.
+
+    Beside the result, two pieces are in memory at a time, and one sum per axis that is reduced.
+
+    Args:
+        plan: what `plan_assembly` made.
+        load: called once per rank in the order of `plan.reads`; once more only where replicas
+            differ and the majority is not the first of them.
+
+    Raises:
+        LayoutError: pieces of other shapes or dtypes than planned, or a reduction that torch does
+            not define for their dtype.
+    """
+    pieces = _Pieces(load)
+    if not plan.boxes:
+        like = load(plan.ranks[0]).detach()
+        return Assembled(tensor=like.new_empty(plan.global_shape), mismatches=())
+    whole: torch.Tensor | None = None
+    for box in plan.boxes:
+        value = pieces.value(box)
+        if all(held == ((0, size),) for held, size in zip(box.ranges, plan.global_shape)):
+            whole = value
+        else:
+            whole = value.new_empty(plan.global_shape) if whole is None else whole
+            for there, here in _runs(box.ranges):
+                whole[there] = value[here]
+        del value  # before the next is read
+    assert whole is not None
+    return Assembled(tensor=whole, mismatches=tuple(pieces.mismatches))
+
+
+class _Pieces:
+    """Reads, compares and reduces, one box at a time."""
+
+    def __init__(self, load: Load) -> None:
+        self._load = load
+        self._first_rank: int | None = None
+        self._dtype = torch.float32
+        self._defined: set[str] = set()
+        self.mismatches: list[Mismatch] = []
+
+    def value(self, box: Box) -> torch.Tensor:
+        # map, unlike a generator expression, keeps nothing of one summand while the next is read
+        summands = map(functools.partial(self._agreed, box), box.summands)
+        if not box.reductions:
+            return next(summands)
+        return _reduced(box.reductions, map(_widened, summands)).to(self._dtype)
+
+    def _agreed(self, box: Box, ranks: Sequence[int]) -> torch.Tensor:
+        """Return the value of ranks that should all hold the same."""
+        first = self._read(box, ranks[0])
+        if len(ranks) == 1:
+            return first
+        groups = {_fingerprint(first): [ranks[0]]}
+        is_in_value = False
+        for rank in ranks[1:]:
+            other = self._read(box, rank)
+            members = groups.setdefault(_fingerprint(other), [])
+            members.append(rank)
+            is_in_value |= ranks[0] not in members and not _same_values(first, other)
+            del other
+        if len(groups) == 1:
+            return first
+        largest = max(groups.values(), key=len)
+        is_majority = 2 * len(largest) > len(ranks)
+        used = largest if is_majority else next(iter(groups.values()))
+        self.mismatches.append(
+            Mismatch(
+                ranges=box.ranges,
+                groups=tuple(map(tuple, groups.values())),
+                used=tuple(used),
+                is_majority=is_majority,
+                is_in_value=is_in_value,
+            )
+        )
+        return first if used[0] == ranks[0] else self._read(box, used[0])
+
+    def _read(self, box: Box, rank: int) -> torch.Tensor:
+        piece = self._load(rank).detach().resolve_conj().resolve_neg()
+        if tuple(piece.shape) != box.shape:
+            raise LayoutError(
+                f"rank {rank} has a tensor of shape {list(piece.shape)}, its plan says "
+                f"{list(box.shape)}"
+            )
+        if self._first_rank is None:
+            self._first_rank, self._dtype = rank, piece.dtype
+        if piece.dtype is not self._dtype:
+            raise LayoutError(
+                f"rank {self._first_rank} has {self._dtype}, rank {rank} {piece.dtype}: one tensor "
+                "has one dtype"
+            )
+        for reduction in box.reductions:
+            if reduction.op not in self._defined:
+                _must_be_defined(reduction, piece.dtype)
+                self._defined.add(reduction.op)
+        return piece
+
+
+def _must_be_defined(reduction: Reduction, dtype: torch.dtype) -> None:
+    """Try a reduction on single elements: torch knows what it defines."""
+    one = _widened(torch.ones(1, dtype=dtype, device="cpu"))
+    try:
+        _reduced([replace(reduction, size=2)], iter([one, one]))
+    except RuntimeError as error:  # NotImplementedError included
+        raise LayoutError(
+            f"Partial({reduction.op}) of {dtype} is not defined in torch: {error}"
+        ) from error
+
+
+def _reduced(reductions: Sequence[Reduction], summands: Iterator[torch.Tensor]) -> torch.Tensor:
+    """Take from `summands` what these reductions need, and return what they make of it."""
+    if not reductions:
+        return next(summands)
+    *inner, last = reductions
+    step = _REDUCE[last.op]
+    # a tensor of our own from here on: what was loaded is never written to
+    total = step(_reduced(inner, summands), _reduced(inner, summands))
+    for _ in range(last.size - 2):
+        step(total, _reduced(inner, summands), out=total)
+    return total.div_(last.size) if last.op == "avg" else total
+
+
+def _runs(ranges: Sequence[Ranges]) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+    """Yield (where in the whole, where in the piece) of every block without a gap."""
+    by_dim = []
+    for dim in ranges:
+        stops = itertools.accumulate(stop - start for start, stop in dim)
+        by_dim.append(
+            [
+                (slice(start, stop), slice(end - (stop - start), end))
+                for (start, stop), end in zip(dim, stops)
+            ]
+        )
+    for block in itertools.product(*by_dim):
+        yield tuple(there for there, _ in block), tuple(here for _, here in block)
+
+
+def _fingerprint(piece: torch.Tensor) -> bytes:
+    """Return a 128-bit hash of the elements' bytes."""
+    return xxhash.xxh3_128_digest(bytes_of(piece.cpu()).data)
+
+
+def _widened(piece: torch.Tensor) -> torch.Tensor:
+    """Return float8 as float32: torch on the host neither adds nor compares it."""
+    is_float8 = piece.dtype.is_floating_point and piece.dtype.itemsize == 1
+    return piece.float() if is_float8 else piece
+
+
+def _same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
+    a, b = _widened(a), _widened(b)
+    return bool(((a == b) | ((a != a) & (b != b))).all())

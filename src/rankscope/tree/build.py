@@ -1,0 +1,163 @@
+"""From the ranks' records to a trace: `build` in a trace folder, `recover` from any folders.
+
+streams --read--> columns per rank --number--> tables --merge--> nodes --write--> trace.json
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rankscope.assembly.declaredlayouts import declare_layouts
+from rankscope.assembly.interning import build_vocabulary
+from rankscope.assembly.keptchunks import carry_chunks, finish_kept
+from rankscope.assembly.nodes import merge
+from rankscope.assembly.rankstreams import RankStream, StreamBytes, read_stream
+from rankscope.assembly.sources import REPLICA_FOLDER, find_streams
+from rankscope.assembly.tables import build_tables
+from rankscope.chunks.tensorfiles import TensorRecords
+from rankscope.errors import FolderError, TraceError
+from rankscope.record.streams import StreamId
+from rankscope.run.stalls import carry_standstills
+from rankscope.tree.document import Document
+from rankscope.tree.header import completeness, run_header, step_notes
+from rankscope.tree.treewriter import INLINE_LIMIT_BYTES, TRACE_NAME, Progress, write_trace
+
+__all__ = ["assemble", "build", "recover"]
+
+
+def assemble(
+    sources: Iterable[StreamBytes],
+    *,
+    settle: Callable[[list[RankStream]], list[RankStream]] | None = None,
+    progress: Progress | None = None,
+) -> Document:
+    """Return the trace that streams make together, in memory.
+
+    Args:
+        sources: the bytes of every stream.
+        settle: looks over the streams once all are read, before anything is made of them.
+        progress: told how far it is.
+
+    Raises:
+        TraceError: there is not one record in them.
+        TraceVersionError: a rank wrote a newer record format.
+    """
+    say = progress or (lambda _what, _part: None)
+    wanted = sorted(sources, key=lambda s: s.stream)
+    streams = []
+    decoded: dict[bytes, dict[str, Any] | None] = {}
+    for i, source in enumerate(wanted):
+        say("reading records", i / len(wanted))
+        streams.append(read_stream(source, decoded))
+    if not any(stream.received for stream in streams):
+        raise TraceError("not one record was found: no rank has written anything yet")
+    if settle is not None:
+        streams = settle(streams)
+    say("merging ranks", 0.0)
+    vocabulary = build_vocabulary(streams)
+    tables = build_tables(streams, vocabulary)
+    run, notes = run_header(streams), step_notes(streams)
+    ranks = np.array([stream.stream.rank for stream in streams], np.int64)
+    declare_layouts(tables, vocabulary, run, ranks)
+    whole = completeness(streams, tables.orphans)
+    offsets = np.array([stream.clock_offset_ns for stream in streams], np.int64)
+    tensors: dict[StreamId, TensorRecords] = {
+        s.stream: (s.tensors, s.definitions) for s in streams if len(s.tensors)
+    }
+    del streams
+    merged = merge(tables, vocabulary, tables.paths)
+    return Document(
+        run=run,
+        completeness=whole,
+        tables=tables,
+        merged=merged,
+        vocabulary=vocabulary,
+        paths=tables.paths,
+        rank_of_stream=ranks,
+        clock_offsets=offsets,
+        notes=notes,
+        tensors=tensors,
+    )
+
+
+def build(
+    out: Path,
+    *,
+    keep_spool: bool = False,
+    inline_limit_bytes: int = INLINE_LIMIT_BYTES,
+    progress: Progress | None = None,
+) -> None:
+    """Turn the replicas (or moved segments) in `out`/spool into trace.json and values.safetensors.
+
+    The replicas are removed afterwards, unless they are to be kept or something is still missing:
+    then `rankscope recover` can join them with what hosts still hold.
+
+    Raises:
+        TraceError: no records were found.
+        FolderError: the trace cannot be written.
+    """
+    document = assemble(
+        find_streams([out]),
+        settle=lambda streams: [finish_kept(out, stream) for stream in streams],
+        progress=progress,
+    )
+    write_trace(document, out, inline_limit_bytes=inline_limit_bytes, progress=progress)
+    has_all = not document.completeness["missing"] and all(
+        rank["committed"] == rank["received"] for rank in document.completeness["ranks"]
+    )
+    if has_all and not keep_spool:
+        shutil.rmtree(out / REPLICA_FOLDER, ignore_errors=True)
+
+
+def recover(
+    folders: Sequence[Path],
+    out: Path,
+    *,
+    inline_limit_bytes: int = INLINE_LIMIT_BYTES,
+    progress: Progress | None = None,
+) -> Document:
+    """Build the trace of all streams found in trace and spool folders, into the new folder `out`.
+
+    Raises:
+        FolderError: a folder does not exist, holds no records, or `out` is not empty.
+        TraceError: the records say nothing, or belong to different runs.
+    """
+    sources = find_streams(folders)
+    if not sources:
+        listed = ", ".join(map(str, folders))
+        is_written = any((folder / TRACE_NAME).exists() for folder in folders)
+        hint = "give a trace folder with spool/ inside, or a host's spool folder"
+        raise FolderError(
+            f"{listed}: no records; {'the tree is already written' if is_written else hint}"
+        )
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise FolderError(f"{out}: exists and is not an empty folder; give a new one with --out")
+
+    def settle(streams: list[RankStream]) -> list[RankStream]:
+        _refuse_mixture(streams)
+        try:
+            out.mkdir(mode=0o700, parents=True, exist_ok=True)
+            lives = {(s.stream.rank, s.origin): s.stream for s in streams}
+            carry_chunks(folders, out, lives)
+            carry_standstills(folders, out)
+        except OSError as error:
+            raise FolderError(f"{out}: cannot be made: {error.strerror}") from error
+        return [finish_kept(out, stream) for stream in streams]
+
+    document = assemble(sources, settle=settle, progress=progress)
+    write_trace(document, out, inline_limit_bytes=inline_limit_bytes, progress=progress)
+    return document
+
+
+def _refuse_mixture(streams: Iterable[RankStream]) -> None:
+    run_ids = sorted({str(s.identity.get("run_id", "")) for s in streams if s.identity})
+    if len(run_ids) > 1:
+        raise TraceError(
+            f"these are records of {len(run_ids)} different runs, recover one at a time: "
+            f"{', '.join(run_ids)}"
+        )

@@ -1,0 +1,86 @@
+"""A trace's numbers as records: from the JSON of a slot, and from the value columns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rankscope.record.combined import Combined
+from rankscope.record.ranklists import parse_ranks
+from rankscope.record.value import Digest
+from rankscope.tree.jsontext import read_number
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["COUNTS", "STATISTICS", "Columns", "Fold", "column_digest", "read_combined", "read_fold"]
+
+Columns = Mapping[str, "NDArray[Any]"]
+COUNTS = ("count", "nan", "posinf", "neginf", "zero")
+STATISTICS = ("min", "max", "mean", "std", "l2")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fold:
+    """One value, and the ranks that hold it."""
+
+    ranks: tuple[int, ...]
+    shape: tuple[int, ...]
+    """Local shape."""
+    digest: Digest | None
+    """None where it was not digested, or where the numbers stand in the columns alone."""
+    flags: tuple[str, ...]
+    note: str | None
+    requires_grad: bool
+
+
+def read_fold(data: Mapping[str, Any]) -> Fold:
+    """Return one entry of a slot's "values"."""
+    digest = data.get("digest")
+    return Fold(
+        ranks=parse_ranks(data["ranks"]),
+        shape=tuple(data["shape"]),
+        digest=None if digest is None else _digest(digest),
+        flags=tuple(data.get("flags", ())),
+        note=data.get("note"),
+        requires_grad=bool(data.get("requires_grad", False)),
+    )
+
+
+def _digest(data: Mapping[str, Any]) -> Digest:
+    counts = {name: int(data[name]) for name in COUNTS}
+    numbers: dict[str, Any] = {name: read_number(data[name]) for name in STATISTICS}
+    return Digest(
+        **counts,
+        **numbers,
+        hash=int(data["hash"], 16),
+        sketch=tuple(read_number(s) for s in data["sketch"]),
+    )
+
+
+def column_digest(columns: Columns, row: int) -> Digest:
+    """Return the numbers in one row of the value columns."""
+    counts = {name: int(columns[f"values.{name}"][row]) for name in COUNTS}
+    numbers: dict[str, Any] = {name: float(columns[f"values.{name}"][row]) for name in STATISTICS}
+    return Digest(
+        **counts,
+        **numbers,
+        hash=int(columns["values.hash"][row]),
+        sketch=tuple(columns["values.sketch"][row].tolist()),
+    )
+
+
+def read_combined(data: Mapping[str, Any]) -> Combined:
+    """Return one entry of a slot's "combined"."""
+    ranks, note, digest = parse_ranks(data["ranks"]), data.get("note"), data.get("digest")
+    if digest is None:
+        return Combined(ranks=ranks, note=note)
+    # null beside known counts is an undefined statistic (NaN); beside unknown ones it is unknown
+    is_whole = digest["nan"] is not None
+    numbers: dict[str, Any] = {name: digest[name] for name in COUNTS}
+    for name in STATISTICS:
+        numbers[name] = read_number(digest[name]) if is_whole or digest[name] is not None else None
+    sketch = digest["sketch"]
+    numbers["sketch"] = None if sketch is None else tuple(read_number(s) for s in sketch)
+    return Combined(ranks=ranks, note=note, **numbers)

@@ -1,0 +1,166 @@
+"""Global statistics from shards, against numpy on the whole tensor."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rankscope.assembly.combine import Combined, Holding, apply_plan, plan_pieces
+from rankscope.layout.placement import Mesh, global_ranges, parse_placement
+from rankscope.spool.cells import VALUE_DTYPE
+from tests.tree.ranks_on_paper import digest, take
+
+
+def rows_of(pieces):
+    rows = np.zeros(len(pieces), VALUE_DTYPE)
+    for row, (piece, box) in zip(rows, pieces):
+        for name, number in digest(piece, box).items():
+            row[name] = number
+    return rows
+
+
+def combine(mesh, texts, whole, value_of, *, without=(), offsets=True) -> Combined:
+    placements = [parse_placement(text) for text in texts]
+    held, pieces = [], []
+    for rank in mesh.ranks:
+        if rank not in without:
+            box = global_ranges(whole.shape, mesh.shape, mesh.coordinate(rank), placements)
+            piece = take(value_of(rank), box)
+            held.append(Holding(rank=rank, shape=piece.shape, ranges=box if offsets else None))
+            pieces.append((piece, box))
+    plan = plan_pieces(mesh, placements, whole.shape, held)
+    return (
+        Combined(ranks=(), note=plan)
+        if isinstance(plan, str)
+        else apply_plan(plan, rows_of(pieces))
+    )
+
+
+def assert_is(combined, whole):
+    wanted = digest(whole)
+    for name in ("count", "nan", "posinf", "neginf", "zero"):
+        assert getattr(combined, name) == wanted[name], name
+    for name in ("min", "max", "mean", "std", "l2"):
+        expected = wanted[name]
+        scale = max(
+            abs(expected), 1e-300 if name in ("min", "max") else wanted["l2"] * 1e-3 + 1e-300
+        )
+        both_nan = math.isnan(getattr(combined, name)) and math.isnan(expected)
+        assert both_nan or abs(getattr(combined, name) - expected) <= 1e-6 * scale, name
+    assert np.allclose(
+        combined.sketch, wanted["sketch"], atol=1e-5 * max(wanted["l2"], 1e-30), rtol=0
+    )
+
+
+AXES = st.lists(st.integers(1, 3), min_size=1, max_size=2)
+SHAPES = st.lists(st.integers(0, 7), min_size=1, max_size=3)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), AXES, SHAPES, st.integers(0, 2**31))
+def test_shards_of_any_placement_give_the_statistics_of_the_whole(data, axes, shape, seed):
+    placement = st.one_of(
+        st.just("Replicate()"),
+        st.builds("Shard({})".format, st.integers(0, len(shape) - 1)),
+        st.builds(
+            "StridedShard({}, split_factor={})".format,
+            st.integers(0, len(shape) - 1),
+            st.integers(1, 3),
+        ),
+    )
+    texts = data.draw(st.lists(placement, min_size=len(axes), max_size=len(axes)))
+    size = math.prod(axes)
+    mesh = Mesh(
+        axes=tuple(f"a{i}" for i in range(len(axes))),
+        shape=tuple(axes),
+        ranks=tuple(range(5, 5 + size)),
+    )
+    random = np.random.default_rng(seed)
+    whole = random.normal(random.normal(), 1, shape).astype(np.float32)
+    whole[random.random(shape) < data.draw(st.sampled_from([0, 0.2]))] = np.nan
+    whole[random.random(shape) < 0.1] = np.inf
+    whole[random.random(shape) < 0.1] = 0
+    assert_is(combine(mesh, texts, whole, lambda _rank: whole), whole)
+
+
+LINE = Mesh(axes=("tp",), shape=(4,), ranks=(0, 1, 2, 3))
+GRID = Mesh(axes=("dp", "tp"), shape=(2, 2), ranks=(0, 1, 2, 3))
+
+
+@pytest.mark.parametrize("op", ["sum", "avg"])
+def test_of_a_partial_the_mean_and_the_sketch_are_those_of_the_reduced_tensor(op):
+    whole = np.random.default_rng(0).normal(size=(3, 5)).astype(np.float32)
+    parts = [np.random.default_rng(r).normal(size=(3, 5)).astype(np.float32) for r in range(1, 4)]
+    last = whole * (4 if op == "avg" else 1) - sum(parts)
+    parts.append(last.astype(np.float32))
+    found = combine(LINE, [f"Partial({op})"], whole, lambda rank: parts[rank])
+    assert found.count == 15
+    assert found.mean == pytest.approx(whole.mean(), abs=1e-6)
+    assert np.allclose(found.sketch, digest(whole)["sketch"], atol=1e-5)
+    assert (found.std, found.min, found.l2, found.nan) == (None, None, None, None)
+    assert "reduced later" in found.note
+
+
+def test_a_partial_over_shards_composes_over_both_axes():
+    whole = np.random.default_rng(0).normal(size=(4, 4)).astype(np.float32)
+    half = np.random.default_rng(1).normal(size=(4, 4)).astype(np.float32)
+    found = combine(
+        GRID, ["Shard(0)", "Partial(sum)"], whole, lambda rank: half if rank % 2 else whole - half
+    )
+    assert found.mean == pytest.approx(whole.mean(), abs=1e-6)
+    assert np.allclose(found.sketch, digest(whole)["sketch"], atol=1e-4)
+
+
+def test_a_partial_that_is_not_finite_everywhere_has_no_mean():
+    whole = np.ones((2, 2), np.float32)
+    found = combine(LINE, ["Partial(sum)"], whole, lambda r: whole * (np.nan if r == 2 else 1))
+    assert math.isnan(found.mean)
+    assert "not every summand is finite" in found.note
+
+
+@pytest.mark.parametrize("text", ["Partial(max)", "MaskPartial(offset=3)", "Partial(product)"])
+def test_a_placement_that_does_not_compose_says_so(text):
+    found = combine(LINE, [text], np.ones((4, 4)), lambda _rank: np.ones((4, 4), np.float32))
+    assert not found.is_known
+    assert "does not compose" in found.note
+
+
+def test_replicas_that_differ_are_not_combined_and_are_named():
+    whole = np.ones((4, 4), np.float32)
+    found = combine(
+        GRID, ["Replicate()", "Shard(0)"], whole, lambda rank: whole * (2 if rank == 3 else 1)
+    )
+    assert not found.is_known
+    assert found.note == "replicas differ: ranks 1,3 should hold the same values"
+
+
+def test_a_rank_that_is_missing_is_named_instead_of_guessed():
+    whole = np.ones((4, 4), np.float32)
+    found = combine(LINE, ["Shard(0)"], whole, lambda _rank: whole, without=(1, 2))
+    assert found.note == "no value from ranks 1-2"
+
+
+def test_shards_without_offsets_give_statistics_but_no_sketch():
+    whole = np.random.default_rng(0).normal(size=(4, 4)).astype(np.float32)
+    found = combine(LINE, ["Shard(0)"], whole, lambda _rank: whole, offsets=False)
+    assert found.mean == pytest.approx(whole.mean())
+    assert found.sketch is None
+    assert "no offsets" in found.note
+
+
+def test_shards_that_do_not_add_up_to_the_whole_are_not_combined():
+    held = [Holding(rank=rank, shape=(1, 4), ranges=None) for rank in range(4)]
+    assert plan_pieces(LINE, [parse_placement("Shard(0)")], (6, 4), held) == (
+        "the shards hold 16 elements, the whole tensor 24"
+    )
+
+
+def test_the_l2_norm_of_huge_values_does_not_overflow():
+    whole = np.full((4, 2), 1e30, np.float64)
+    assert combine(LINE, ["Shard(0)"], whole, lambda _rank: whole).l2 == pytest.approx(
+        1e30 * math.sqrt(8)
+    )

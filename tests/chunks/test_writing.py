@@ -1,0 +1,565 @@
+"""Chunks of full tensors: readable by anybody, whatever happened while they were written."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors import SafetensorError, safe_open
+
+from rankscope.chunks.chunkheader import chunk_folder, chunk_path, parse_header, stream_of_folder
+from rankscope.chunks.finishing import damaged, finish_chunks, read_header
+from rankscope.chunks.writing import HEADER_BYTES, ChunkWriter
+from rankscope.errors import ChunkError, ChunkFullError
+from rankscope.record.streams import StreamId
+from rankscope.spool.cells import RecordKind
+from rankscope.spool.records import records
+from rankscope.spool.streamreader import StreamReader
+from tests.chunks.chunked import STREAM, Writing, assert_whole, content, read_plainly
+from tests.waiting import wait_until
+
+SHAPES = [(), (1,), (0, 4), (5,), (2, 3), (3, 1, 2), (40, 50), (70_000,)]
+KINDS = ["float32", "bool", "uint8", "int64", "float16", "complex64", "uint16"]
+
+
+def folder_of(writing: Writing) -> Path:
+    return chunk_folder(writing.trace, STREAM)
+
+
+def write_mixed(writing: Writing, count: int = 60) -> None:
+    chosen = random.Random(5)
+    for reference in range(1, count + 1):
+        dtype = chosen.choice(KINDS)
+        shape = chosen.choice(SHAPES)
+        assert writing.add(reference, dtype, shape)
+
+
+def test_a_finished_chunk_is_a_plain_safetensors_file(tmp_path):
+    writing = Writing(tmp_path)
+    write_mixed(writing)
+    writing.writer.finish()
+    found = read_plainly(folder_of(writing))
+    assert sorted(found) == list(range(1, 61))
+    for reference, (dtype, shape) in writing.shapes.items():
+        assert (found[reference].dtype.name, found[reference].shape) == (dtype, shape)
+        assert_whole(found, reference)
+    (path,) = folder_of(writing).iterdir()
+    with safe_open(path, "np") as file:
+        metadata = file.metadata()
+    assert metadata.pop("xxh3") and metadata == {
+        "format": "rankscope.tensors/1", "rank": "3", "incarnation": "0", "chunk": "1",
+    }  # fmt: skip
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert writing.writer.spent_bytes == path.stat().st_size
+
+
+@pytest.mark.parametrize(
+    ("limits", "chunks"),
+    [
+        ({"chunk_tensors": 7}, 9),
+        ({"chunk_bytes": 100_000}, None),
+        ({"header_bytes": 4096}, None),
+        ({}, 1),
+    ],
+    ids=["tensors", "bytes", "header", "default"],
+)
+def test_a_chunk_ends_before_a_limit_is_passed(tmp_path, limits, chunks):
+    writing = Writing(tmp_path, **limits)
+    write_mixed(writing)
+    writing.writer.finish()
+    paths = sorted(folder_of(writing).iterdir())
+    assert [path.name for path in paths] == [
+        f"{number:06d}.safetensors" for number in range(1, len(paths) + 1)
+    ]
+    assert chunks is None or len(paths) == chunks
+    assert (len(paths) > 1) == bool(limits)
+    for path in paths:
+        start, header = read_header(path)
+        assert header is not None
+        assert len(header.tensors) <= limits.get("chunk_tensors", 8192)
+        data_bytes = path.stat().st_size - start
+        assert data_bytes <= limits.get("chunk_bytes", 256 << 20) or len(header.tensors) == 1
+        assert start == 8 + limits.get("header_bytes", HEADER_BYTES)
+    found = read_plainly(folder_of(writing))
+    for reference in range(1, 61):
+        assert_whole(found, reference)
+    assert writing.writer.spent_bytes == sum(path.stat().st_size for path in paths)
+
+
+def test_shapes_of_many_dims_fill_a_header_and_one_that_never_fits_is_refused(tmp_path):
+    writing = Writing(tmp_path, header_bytes=4096)
+    for reference in range(1, 40):
+        writing.add(reference, "uint8", (1,) * 63 + (reference,))
+    with pytest.raises(ValueError, match="5000 dims"):
+        writing.add(10, "uint8", (1,) * 5000)
+    assert writing.add(41)
+    writing.writer.finish()
+    found = read_plainly(folder_of(writing))
+    assert sorted(found) == [*range(1, 40), 41]
+    assert len(list(folder_of(writing).iterdir())) > 2
+
+
+def test_eight_thousand_tensors_fit_in_the_header_of_one_chunk(tmp_path):
+    writer = ChunkWriter(tmp_path, STREAM, limit_bytes=1 << 40)
+    data = np.arange(12, dtype=np.uint8)
+    for reference in range(10**9, 10**9 + 8193):
+        entry = writer.write(reference, "float32", (1, 3), (data,), checksum=5)
+        assert entry is not None
+        writer.commit(entry)
+    writer.finish()
+    counts = []
+    for number in (1, 2):
+        with safe_open(chunk_path(chunk_folder(tmp_path, STREAM), number), "np") as file:
+            counts.append(len(list(file.keys())))
+    assert counts == [8192, 1]
+
+
+def test_an_unfinished_chunk_is_refused_by_readers_and_finished_to_the_same_bytes(tmp_path):
+    writing = Writing(tmp_path / "killed", chunk_tensors=50)
+    write_mixed(writing)
+    # a rank killed in the middle of a tensor
+    writing.writer.write(99, "uint8", (5000,), (np.ones(5000, np.uint8),))
+    left = folder_of(writing)
+    with pytest.raises(SafetensorError):
+        safe_open(chunk_path(left, 2), "np").__enter__()
+    shutil.copytree(tmp_path / "killed", tmp_path / "finished-later")
+    writing.writer.finish()
+    later = chunk_folder(tmp_path / "finished-later", STREAM)
+    reports = finish_chunks(later, STREAM, writing.tensors, writing.definitions)
+    assert [(r.was_finished, r.tensors, r.cut_bytes) for r in reports] == [
+        (True, 50, 0), (False, 10, 5000),
+    ]  # fmt: skip
+    assert not reports[0].note and "unfinished with 10 whole tensors" in reports[1].note
+    for path in left.iterdir():
+        assert path.read_bytes() == (later / path.name).read_bytes()
+    again = finish_chunks(later, STREAM, writing.tensors, writing.definitions)
+    assert all(r.was_finished and not r.note for r in again)
+
+
+def test_a_header_torn_while_it_was_written_is_written_again(tmp_path):
+    writing = Writing(tmp_path)
+    write_mixed(writing, 5)
+    path = chunk_path(folder_of(writing), 1)
+    whole = bytearray(path.read_bytes())
+    writing.writer.finish()
+    finished = path.read_bytes()
+    for cut in (1, 2, 300, 5000):
+        torn = bytearray(finished)
+        torn[8] = 0  # written last
+        torn[8 + cut : 8 + HEADER_BYTES] = bytes(HEADER_BYTES - cut)
+        path.write_bytes(torn)
+        (report,) = finish_chunks(folder_of(writing), STREAM, writing.tensors, writing.definitions)
+        assert report.tensors == 5
+        assert path.read_bytes() == finished
+    assert len(whole) == len(finished)
+
+
+def test_a_chunk_whose_rank_is_alive_is_left_alone(tmp_path):
+    writing = Writing(tmp_path)
+    write_mixed(writing, 3)
+    before = chunk_path(folder_of(writing), 1).read_bytes()
+    (report,) = finish_chunks(folder_of(writing), STREAM, writing.tensors, writing.definitions)
+    assert "still writes it" in report.note
+    assert chunk_path(folder_of(writing), 1).read_bytes() == before
+    writing.add(4)
+    writing.writer.finish()
+    assert sorted(read_plainly(folder_of(writing))) == [1, 2, 3, 4]
+
+
+def killed_copy(writing: Writing, to: Path) -> Path:
+    """What a rank killed now would leave (a copy: the lock is on the original)."""
+    shutil.copytree(writing.trace, to)
+    return chunk_folder(to, STREAM)
+
+
+def test_bytes_without_a_record_become_a_named_hole(tmp_path):
+    writing = Writing(tmp_path / "a")
+    write_mixed(writing, 9)
+    folder = killed_copy(writing, tmp_path / "b")
+    chosen = [0, 3, 4, 8]
+    (report,) = finish_chunks(folder, STREAM, writing.tensors[chosen], writing.definitions)
+    assert report.tensors == 4 and not report.lost
+    found = read_plainly(folder)
+    assert sorted(found) == [1, 4, 5, 9]
+    for reference in found:
+        assert_whole(found, reference)
+    with safe_open(chunk_path(folder, 1), "np") as file:
+        assert any(key.startswith("unrecorded.") for key in file.keys())  # noqa: SIM118  # no mapping
+
+
+def test_a_recorded_tensor_that_did_not_reach_the_disk_is_lost_and_said(tmp_path):
+    writing = Writing(tmp_path / "a")
+    for reference in range(1, 6):
+        writing.add(reference, "uint8", (1000,))
+    folder = killed_copy(writing, tmp_path / "b")
+    path = chunk_path(folder, 1)
+    with path.open("r+b") as file:
+        file.seek(8 + HEADER_BYTES + 1500)
+        file.write(bytes(100))
+        file.truncate(8 + HEADER_BYTES + 4400)
+    (report,) = finish_chunks(folder, STREAM, writing.tensors, writing.definitions)
+    assert report.lost == (2, 5) and "2 recorded tensors" in report.note
+    found = read_plainly(folder)
+    assert sorted(found) == [1, 3, 4]
+    for reference in found:
+        assert_whole(found, reference)
+
+
+def test_chunks_that_are_missing_empty_or_unknown_are_reported_and_none_is_thrown_away(tmp_path):
+    writing = Writing(tmp_path / "a", chunk_tensors=2)
+    write_mixed(writing, 6)
+    writing.writer.finish()
+    folder = folder_of(writing)
+    chunk_path(folder, 2).unlink()
+    chunk_path(folder, 7).touch()
+    chunk_path(folder, 8).write_bytes(struct.pack("<Q", 4096) + bytes(4096))
+    chunk_path(folder, 9).write_bytes(struct.pack("<Q", 4096) + bytes(4096) + b"what is this")
+    chunk_path(folder, 10).write_bytes(b"\xff" * 500)
+    chunk_path(folder, 11).write_bytes(struct.pack("<Q", 4096) + bytes(100))
+    (folder / "notes.txt").write_text("not ours")
+    reports = finish_chunks(folder, STREAM, writing.tensors, writing.definitions)
+    said = {report.path.name[:6]: report.note for report in reports}
+    assert "is not there; the records name 2" in said["000002"]
+    assert not said["000007"] and not said["000008"] and not said["000011"]
+    assert "before its first tensor was whole" in said["000009"]
+    assert "header of" in said["000010"]
+    assert {path.name for path in folder.iterdir()} == {
+        "000001.safetensors", "000003.safetensors", "000009.unfinished", "000010.safetensors",
+        "notes.txt",
+    }  # fmt: skip
+
+
+def test_bit_rot_is_found_by_the_checksums_in_the_chunk_itself(tmp_path):
+    writing = Writing(tmp_path)
+    write_mixed(writing, 20)
+    writing.writer.finish()
+    path = chunk_path(folder_of(writing), 1)
+    assert damaged(path) == []
+    start, header = read_header(path)
+    assert header is not None
+    chosen = random.Random(1)
+    for held in [held for held in header.tensors if held.end > held.begin]:
+        data = bytearray(path.read_bytes())
+        data[start + chosen.randrange(held.begin, held.end)] ^= 1 << chosen.randrange(8)
+        path.write_bytes(data)
+        assert damaged(path) == [held.reference]
+        data = bytearray(path.read_bytes())
+        bad = np.frombuffer(data, np.uint8)[start + held.begin : start + held.end]
+        bad[:] = content(held.reference, len(bad))
+        path.write_bytes(data)
+    assert damaged(path) == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda text: text.replace(b"tensors/1", b"tensors/9"),
+        lambda text: text.replace(b'"U8"', b'"U9"'),
+        lambda text: text.replace(b'"shape":[7]', b'"shape":[8]'),
+        lambda text: text.replace(b'"shape":[7]', b'"shape":[-7]'),
+        lambda text: text.replace(b'"shape":[7]', b'"shape":7'),
+        lambda text: text.replace(b"[7,14]", b"[8,15]"),
+        lambda text: text.replace(b'"2":', b'"layers.0":'),
+        lambda text: text.replace(b'"2":', '"٢":'.encode()),
+        lambda text: text.replace(b'"rank":"3"', b'"rank":"99999999999"'),
+        lambda text: text.replace(b'"rank":"3"', b'"rank":3.5'),
+        lambda text: text[:50],
+        lambda text: b"[" * 100_000,
+        lambda text: b"null",
+        lambda text: b"{}",
+    ],
+)
+def test_a_header_that_does_not_fit_its_file_is_refused(tmp_path, change):
+    writing = Writing(tmp_path)
+    for reference in (1, 2, 3):
+        writing.add(reference)
+    writing.writer.finish()
+    raw = chunk_path(folder_of(writing), 1).read_bytes()
+    text = raw[8 : 8 + HEADER_BYTES].rstrip()
+    assert len(parse_header(text, 21).tensors) == 3
+    with pytest.raises(ChunkError):
+        parse_header(change(text), 21)
+    with pytest.raises(ChunkError):
+        parse_header(text, 22)
+
+
+def test_a_tensor_beyond_the_budget_is_refused_and_a_smaller_one_still_fits(tmp_path):
+    writing = Writing(tmp_path, limit_bytes=20_000, header_bytes=4096, chunk_bytes=5000)
+    assert writing.add(1, "uint8", (4000,)) and writing.add(2, "uint8", (4000,))
+    with pytest.raises(ChunkFullError, match="--rs-tensor-budget"):
+        writing.add(3, "uint8", (4000,))
+    assert writing.add(4, "uint8", (900,))
+    assert writing.writer.spent_bytes <= 20_000 and writing.writer.is_open
+    writing.writer.finish()
+    assert sorted(read_plainly(folder_of(writing))) == [1, 2, 4]
+    used = sum(path.stat().st_size for path in folder_of(writing).iterdir())
+    assert used == writing.writer.spent_bytes
+
+
+def test_what_is_withdrawn_leaves_its_place_to_the_next(tmp_path):
+    writing = Writing(tmp_path)
+    writing.add(1)
+    entry = writing.writer.write(2, "uint8", (100_000,), (np.ones(100_000, np.uint8),))
+    assert entry is not None
+    writing.writer.commit(entry)
+    writing.writer.withdraw(entry)
+    writing.writer.withdraw(entry)
+    writing.add(3)
+    writing.writer.finish()
+    found = read_plainly(folder_of(writing))
+    assert sorted(found) == [1, 3]
+    assert_whole(found, 1)
+    assert_whole(found, 3)
+
+
+def test_nothing_is_made_for_a_rank_that_keeps_nothing(tmp_path):
+    writer = ChunkWriter(tmp_path, STREAM, limit_bytes=1 << 30)
+    writer.finish()
+    assert list(tmp_path.iterdir()) == []
+    assert writer.write(1, "uint8", (1,), (np.ones(1, np.uint8),)) is None
+
+
+def test_a_forked_child_has_no_part_in_the_chunks(tmp_path):
+    writing = Writing(tmp_path)
+    writing.add(1)
+    child = os.fork()
+    if child == 0:
+        wrote = writing.add(2) or writing.writer.is_open
+        writing.writer.finish()
+        os._exit(1 if wrote else 0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert (
+        "still writes"
+        in finish_chunks(folder_of(writing), STREAM, writing.tensors, writing.definitions)[0].note
+    )
+    assert writing.add(3)
+    writing.writer.finish()
+    assert sorted(read_plainly(folder_of(writing))) == [1, 3]
+
+
+def test_each_life_of_a_rank_has_a_folder_of_its_own(tmp_path):
+    for incarnation, name in ((0, "rank00003"), (1, "rank00003.1"), (12, "rank00003.12")):
+        stream = StreamId(rank=3, incarnation=incarnation)
+        writing = Writing(tmp_path, stream)
+        writing.add(1)
+        writing.writer.finish()
+        folder = tmp_path / "tensors" / name
+        assert sorted(read_plainly(folder)) == [1]
+        assert stream_of_folder(folder) == stream
+    for name in ("rank3", "rank00003.0", "rank00003.01", "rank99999999", "x", "rank00003.70000"):
+        assert stream_of_folder(Path(name)) is None
+
+
+def test_a_storm_of_keyboard_interrupts_never_mixes_up_what_is_committed(tmp_path):
+    writing = Writing(tmp_path, chunk_tensors=40, header_bytes=8192)
+    chosen = random.Random(2)
+    confirmed, reference, interrupts = [], 0, 0
+
+    def interrupt(signal_number, frame):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    deadline = time.monotonic() + 60
+    try:
+        while interrupts < 150 and time.monotonic() < deadline:
+            try:
+                signal.setitimer(signal.ITIMER_REAL, chosen.uniform(1e-4, 4e-3))
+                for _ in range(40):
+                    reference += 1
+                    writing.add(reference, "uint8", (chosen.choice((100, 30_000)),))
+                    confirmed.append(reference)
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except KeyboardInterrupt:
+                interrupts += 1
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert interrupts > 50
+    writing.writer.finish()
+    finish_chunks(folder_of(writing), STREAM, writing.tensors, writing.definitions)
+    found = read_plainly(folder_of(writing))
+    missing = set(confirmed) - set(found)
+    assert not missing
+    for kept in confirmed:
+        assert_whole(found, kept)
+
+
+# ------------------------------------------------------------------ full disks
+
+
+FILL = """
+import json, resource, sys
+from pathlib import Path
+from rankscope.errors import ChunkError
+from tests.chunks.chunked import Writing
+trace, chunk_bytes, limit = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+if limit:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+writing = Writing(trace, chunk_bytes=chunk_bytes, header_bytes=8192)
+stored, error = [], ""
+for reference in range(1, 400):
+    try:
+        if not writing.add(reference, "float32", (reference * 7 % 5000,)):
+            break
+        stored.append(reference)
+    except ChunkError as raised:
+        error = str(raised)
+quiet = all(not writing.add(reference) for reference in range(1000, 1010))
+writing.writer.finish()
+print(json.dumps([stored, error, quiet, writing.writer.trouble]))
+"""
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of one MB; skipped where none may be mounted."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(disk)],
+        capture_output=True,
+        check=False,
+    )
+    if done.returncode:
+        pytest.skip("may not mount a small disk here")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def fill(trace: Path, chunk_bytes: int, limit: int = 0) -> tuple[list[int], str, bool, str]:
+    done = subprocess.run(
+        [sys.executable, "-c", FILL, str(trace), str(chunk_bytes), str(limit)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
+    )
+    stored, error, quiet, trouble = json.loads(done.stdout)
+    return stored, error, quiet, trouble
+
+
+@pytest.mark.parametrize("chunk_bytes", [50_000, 1 << 28], ids=["many", "one"])
+def test_on_a_full_disk_all_that_was_stored_stays_readable(small_disk, chunk_bytes):
+    stored, error, quiet, trouble = fill(small_disk, chunk_bytes)
+    assert os.strerror(errno.ENOSPC) in error and os.strerror(errno.ENOSPC) in trouble and quiet
+    found = read_plainly(chunk_folder(small_disk, STREAM))
+    assert len(stored) > 50 and sorted(found) == stored
+    for reference in stored:
+        assert_whole(found, reference)
+
+
+def test_beyond_the_file_size_limit_all_that_was_stored_stays_readable(tmp_path):
+    stored, error, quiet, trouble = fill(tmp_path, 1 << 28, 700_001)
+    assert os.strerror(errno.EFBIG) in error and os.strerror(errno.EFBIG) in trouble and quiet
+    found = read_plainly(chunk_folder(tmp_path, STREAM))
+    assert len(stored) > 50 and sorted(found) == stored
+    for reference in stored:
+        assert_whole(found, reference)
+
+
+def test_a_folder_that_cannot_be_made_is_one_defined_error_and_then_silence(tmp_path):
+    (tmp_path / "tensors").write_text("a file stands here")
+    writing = Writing(tmp_path)
+    with pytest.raises(ChunkError, match="tensors"):
+        writing.add(1)
+    assert not writing.add(2) and writing.writer.trouble
+    writing.writer.finish()
+
+
+# ------------------------------------------------------------------ kills
+
+
+KEEP_FOR_EVER = """
+import random, sys
+from pathlib import Path
+import msgpack
+from rankscope.spool.cells import RecordKind
+from rankscope.spool.writer import SpoolWriter
+from tests.chunks.chunked import STREAM, content, pack
+from rankscope.chunks.writing import HEADER_BYTES, ChunkWriter
+trace, chosen = Path(sys.argv[1]), random.Random(int(sys.argv[2]))
+spool = SpoolWriter(trace / "spool", limit_bytes=64 << 20)
+writer = ChunkWriter(trace, STREAM, limit_bytes=1 << 40, chunk_bytes=3_000_000, chunk_tensors=60)
+reference = 0
+while True:
+    reference += 1
+    if reference == 6:
+        (trace / "started").touch()
+    size = chosen.choice((10, 4000, 65536, 1_000_000))
+    if reference <= 4:
+        spool.define(msgpack.packb(
+            {"id": reference, "kind": "meta", "dtype": "uint8",
+             "shape": [(10, 4000, 65536, 1_000_000)[reference - 1]]}))
+    entry = writer.write(reference, "uint8", (size,), (content(reference, size),))
+    writer.commit(entry)
+    spool.write(RecordKind.TENSOR, pack(entry, 1 + (10, 4000, 65536, 1_000_000).index(size)))
+"""
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(4), *(pytest.param(n, marks=pytest.mark.soak) for n in range(4, 20))]
+)
+def test_a_writer_killed_at_any_moment_loses_no_recorded_tensor(tmp_path, seed):
+    process = subprocess.Popen([sys.executable, "-c", KEEP_FOR_EVER, str(tmp_path), str(seed)])
+    try:
+        assert wait_until((tmp_path / "started").exists)
+        time.sleep(0.02 + random.Random(seed).uniform(0.0, 0.4))
+    finally:
+        process.kill()
+        process.wait()
+    with StreamReader(tmp_path / "spool") as reader:
+        found = records(b"".join(reader.chunks()))
+    _, tensors = found.columns(RecordKind.TENSOR)
+    definitions = {d["id"]: d for d in found.definitions().found}
+    assert len(tensors) > 0
+    folder = chunk_folder(tmp_path, STREAM)
+    unfinished = [path for path in folder.glob("*.safetensors") if not whole(path)]
+    reports = finish_chunks(folder, STREAM, tensors, definitions)
+    assert not any(report.lost for report in reports)
+    assert len(unfinished) <= 1
+    assert [r.path for r in reports if r.note or not r.was_finished] == unfinished
+    assert all(r.note for r in reports if not r.was_finished and (r.tensors or r.cut_bytes))
+    plain = read_plainly(folder)
+    assert {*tensors["reference"].tolist()} <= {*plain}
+    # at most the one whose record was about to be written
+    assert len(plain) <= len(tensors) + 1
+    for reference in tensors["reference"].tolist():
+        assert_whole(plain, reference)
+
+
+def whole(path: Path) -> bool:
+    try:
+        return read_header(path)[1] is not None
+    except ChunkError:
+        return False
+
+
+def test_a_file_of_the_program_under_the_number_of_a_chunk_is_left_alone(tmp_path):
+    writing = Writing(tmp_path)
+    write_mixed(writing, 20)
+    number = writing.writer._file.number
+    os.close(number)
+    own = os.open(tmp_path / "own", os.O_RDWR | os.O_CREAT)
+    try:
+        assert own == number
+        with pytest.raises(ChunkError, match="the program has closed it"):
+            writing.add(21)
+        writing.writer.finish()
+        assert os.fstat(own).st_size == 0
+    finally:
+        os.close(own)
+    finish_chunks(folder_of(writing), STREAM, writing.tensors, writing.definitions)
+    found = read_plainly(folder_of(writing))
+    assert sorted(found) == list(range(1, 21))

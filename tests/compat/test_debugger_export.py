@@ -1,0 +1,185 @@
+"""The files of transformers' debugger from a trace: texts as torch prints them, names, pruning,
+traces that kept less than everything.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import rankscope
+from rankscope.capture.kernel import build
+from rankscope.compat.debugger.text import glimpse_of, statistics_of, tensor_text
+from rankscope.compat.debugger.values import kernel_squares
+from rankscope.export.formats import export
+from rankscope.export.subset import Selection
+from tests.compat import debugger_modules as modules
+from tests.compat.debugger_files import call, references, tree, values, walk
+
+DTYPES = [
+    torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.float8_e4m3fn,
+    torch.float8_e5m2, torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool,
+    torch.complex64, torch.complex128,
+]  # fmt: skip
+ODD = {"nan": float("nan"), "inf": float("inf"), "-inf": -float("inf"), "-0": -0.0}
+
+
+def some_tensor(choose: random.Random) -> torch.Tensor:
+    dtype = choose.choice(DTYPES)
+    sizes = [0, 1, 2, 3, 5, 6, 7, 8, 12, 40]
+    shape = [choose.choice(sizes) for _ in range(choose.randint(0, 4))]
+    found = torch.randn(shape, dtype=torch.float64) * 10 ** choose.randint(-8, 8)
+    kind = choose.choice(["plain", "whole", "zero", "mixed", "all"])
+    if kind == "whole":
+        found = found.round()
+    elif kind == "zero":
+        found = found * 0
+    elif kind in ("mixed", "all"):
+        odd = torch.full(shape, choose.choice([*ODD.values()]), dtype=torch.float64)
+        found = torch.where(torch.rand(shape) < (0.3 if kind == "mixed" else 2), odd, found)
+    if dtype.is_complex:
+        return torch.complex(found, torch.randn(shape, dtype=torch.float64)).to(dtype)
+    if dtype is torch.bool:
+        return found > 0
+    if not dtype.is_floating_point:
+        low = -100 if dtype.is_signed else 0
+        return torch.nan_to_num(found, 0, 100, 0).clamp(low, 100).to(dtype)
+    return found.to(dtype)
+
+
+def test_tensors_and_statistics_are_written_as_torch_prints_them() -> None:
+    choose = random.Random(3)
+    torch.manual_seed(3)
+    compared = 0
+    with torch._tensor_str.printoptions(sci_mode=True, linewidth=120):
+        for _ in range(600):
+            tensor = some_tensor(choose)
+            seen = glimpse_of(tensor)
+            assert tensor_text(seen) == str(tensor), (tensor.dtype, tensor.shape)
+            if statistics_of(seen) and tensor.numel() > 1:
+                compared += 1
+                assert statistics_of(seen) == {
+                    name: repr(getattr(tensor, name)()) for name in ("mean", "std", "min", "max")
+                }
+    assert compared > 50
+
+
+def test_statistics_by_the_kernel_are_printed_alike() -> None:
+    if build() is None:
+        pytest.skip("needs a C compiler")
+    squares = kernel_squares()
+    assert squares is not None
+    choose, generator = random.Random(4), torch.Generator().manual_seed(4)
+    for _ in range(2000):
+        shape = [choose.choice((1, 2, 3, 17, 64, 333)) for _ in range(choose.randint(0, 3))]
+        tensor = torch.randn(shape, generator=generator) * 10 ** choose.uniform(-6, 6)
+        tensor += choose.choice((0.0, 1.0, 1e5))
+        if choose.random() < 0.1:
+            tensor.view(-1)[0] = choose.choice((math.nan, math.inf, -math.inf))
+        by_kernel, by_torch = glimpse_of(tensor, squares), glimpse_of(tensor)
+        assert statistics_of(by_kernel) == statistics_of(by_torch), tensor
+    odds = torch.randn(4, 6).t(), torch.randn(6).half(), torch._neg_view(torch.arange(6.0) ** 2)
+    for odd in (*odds, torch.randn(6).bfloat16()):
+        assert statistics_of(glimpse_of(odd, squares)) == statistics_of(glimpse_of(odd.clone()))
+
+
+def test_a_tensor_of_another_device_names_it() -> None:
+    assert tensor_text(glimpse_of(torch.ones(2)), "cuda:0") == (
+        "tensor([1.0000e+00, 1.0000e+00], device='cuda:0')"
+    )
+    assert statistics_of(glimpse_of(torch.ones(2).half()), "cuda:1")["max"] == (
+        "tensor(1.0000e+00, device='cuda:1', dtype=torch.float16)"
+    )
+
+
+def exported(
+    model: nn.Module, out: Path, *given: Any, options: dict[str, object], **settings: Any
+) -> Path:
+    settings = {"tensors": "**", **settings}
+    with rankscope.trace(model, out=out / "trace", **settings) as handle, torch.no_grad():
+        model(*given)
+    selection = Selection.parse(path="*", step="", mode="", phase="", rank="")
+    target = out / "files"
+    export(handle.open(), "hf", target, selection, lambda *_: None, options)
+    return target
+
+
+def test_only_tensors_of_layers_that_are_left_have_files(tmp_path: Path) -> None:
+    model = modules.TwoLists(5)
+    for name, options in (("few", {}), ("all", {"all_layers": True})):
+        given = {"safetensors": True, **options}
+        files = exported(model, tmp_path / name, torch.ones(2, 4), options=given)
+        found = {path.name for path in files.glob("*.safetensors")}
+        assert found == references(tree(files))
+        assert len([*walk(tree(files))]) == (1 + 20 if options else 1 + 8)
+
+
+def test_a_trace_without_forms_is_nested_as_far_as_its_slots_tell(tmp_path: Path) -> None:
+    model = modules.Told()
+    files = exported(model, tmp_path, torch.ones(2, 4), options={},
+                     tensors="**:input*,**:output*")  # fmt: skip
+    node = call(tree(files), ".inner")
+    assert node["inputs"]["args"][0]["shape"] == "torch.Size([2, 4])"
+    assert call(tree(files), ".fc")["outputs"]["shape"] == "torch.Size([2, 4])"
+
+
+def test_a_tensor_that_was_not_kept_says_why(tmp_path: Path) -> None:
+    model = modules.Told()
+    files = exported(model, tmp_path, torch.ones(2, 4), options={},
+                     tensors="**:form:*,inner.fc:output")  # fmt: skip
+    (value,) = values(call(tree(files), ".inner.fc")["inputs"])
+    assert value["value"] is None and "does not take it" in value["note"]
+    assert call(tree(files), ".inner.fc")["outputs"]["value"] is not None
+
+
+def test_the_summary_is_the_tree_without_values_and_both_are_json(tmp_path: Path) -> None:
+    model = modules.Nesting()
+    with rankscope.trace(model, out=tmp_path / "trace", tensors="**") as handle:
+        model.run()
+    selection = Selection.parse(path="*", step="", mode="", phase="", rank="")
+    export(handle.open(), "hf", tmp_path / "files", selection, lambda *_: None, {})
+    full = tree(tmp_path / "files")
+    for value in values(full):
+        del value["value"]
+    assert full == tree(tmp_path / "files", "SUMMARY")
+    for path in (tmp_path / "files").iterdir():
+        text = path.read_text()
+        assert text == json.dumps(json.loads(text), indent=2)
+
+
+def test_long_and_hostile_names_are_files_of_their_own_in_the_folder(tmp_path: Path) -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.add_module("a/b", modules.Leaf())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            keys = {"k" * 400: x, "k" * 401: x + 1, "\n": x + 2, "é" * 300: x + 3}
+            return self._modules["a/b"](x, held=keys)
+
+    files = exported(Named(), tmp_path, torch.ones(2, 4), options={"safetensors": True})
+    held = tree(files)["children"][0]["inputs"]["kwargs"]["held"]
+    assert [float(load_file(files / each["value"])["data"].min()) for each in held.values()] == [
+        1.0, 2.0, 3.0, 4.0,
+    ]  # fmt: skip
+    assert len({each["value"] for each in held.values()}) == 4
+    assert all(path.parent == files for path in files.rglob("*.safetensors"))
+
+
+def test_a_trace_without_a_forward_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(rankscope_error(), match="no forward"):
+        exported(modules.Told(), tmp_path, torch.ones(2, 4), options={}, phases="setup")
+
+
+def rankscope_error() -> type[Exception]:
+    from rankscope.errors import SelectionError
+
+    return SelectionError

@@ -1,0 +1,60 @@
+"""Ranks that begin with other weights, though their gradients are reduced."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from rankscope.record.call import Phase
+from rankscope.record.finding import Report, Verdict
+from tests.diagnosis.paper import event, judged, module, numbers, origins, setup
+from tests.tree.ranks_on_paper import PaperRank
+
+
+def job(
+    folder: Path,
+    world: int = 4,
+    *,
+    begins: bool = True,
+    reduced: bool = True,
+    stays: bool = True,
+    same_data: bool = False,
+) -> Report:
+    """Rank 1 begins with other weights (`begins`), and has them after the step (`stays`)."""
+
+    def write(rank: PaperRank) -> None:
+        odd = np.float32(0.9 if rank.rank == 1 else 1)
+        setup(rank, {"fc.weight": numbers(0) * (odd if begins else 1), "norm.weight": numbers(1)})
+        own = 0 if same_data else rank.rank
+        with rank.call(class_name="Model"):
+            module(rank, "fc", numbers(10 + own), numbers(20 + rank.rank))
+        gradient = numbers(30 if reduced else 30 + rank.rank)
+        event(rank, Phase.GRADS, "grad", {"fc.weight": gradient, "norm.weight": numbers(31)})
+        after = {"fc.weight": numbers(40) * (odd if stays else 1), "norm.weight": numbers(41)}
+        event(rank, Phase.PARAMS, "param", after)
+
+    return judged(folder, world, write)
+
+
+def test_other_weights_under_one_reduced_gradient_are_told_at_setup(tmp_path: Path):
+    report = job(tmp_path)
+    assert origins(report) == [("replica-mismatch", "setup", "fc", "param:weight", (1,))]
+    assert report.findings[0].step == 0
+    assert {side["ranks"] for side in report.findings[0].evidence["values"]} == {"1", "0,2-3"}
+
+
+def test_of_two_ranks_both_are_named(tmp_path: Path):
+    assert origins(job(tmp_path, 2))[0][4] == (0, 1)
+
+
+def test_shards_are_never_told_of(tmp_path: Path):
+    assert job(tmp_path, 2, reduced=False).verdict is Verdict.CLEAN
+
+
+def test_weights_that_were_made_equal_after_setup_are_no_fault(tmp_path: Path):
+    assert job(tmp_path, stays=False).verdict is Verdict.CLEAN
+
+
+def test_gradients_that_agree_by_arithmetic_show_nothing(tmp_path: Path):
+    assert job(tmp_path, same_data=True).verdict is Verdict.CLEAN

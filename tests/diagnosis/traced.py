@@ -1,0 +1,56 @@
+"""Real jobs on ranks of the pool, traced and judged."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rankscope.agent.join import RUN_FOLDER_VARIABLE
+from rankscope.diagnosis.check import check
+from rankscope.record.finding import Report
+from rankscope.run.folders import (
+    RunHeader,
+    host_run_folder,
+    run_key,
+    spool_base,
+    write_run_header,
+)
+from rankscope.tree.build import recover
+from rankscope.tree.reader import open_trace
+from tests.distributed.pool import RankPool
+
+__all__ = ["report_of", "traced"]
+
+
+def traced(
+    pool: RankPool,
+    job: Callable[..., Any],
+    *args: Any,
+    folder: Path,
+    world: int,
+    timeout_s: float = 60.0,
+) -> Path:
+    """Run `job(*args, out)` on ranks and return the trace that it left at `out`.
+
+    The tree is built from the ranks' own spools, as `rankscope recover` does: to start a relay and
+    a collector for every job takes longer than the job.
+    """
+    out, label = folder / "trace", str(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    run_folder = host_run_folder(spool_base(folder / "spool"), run_key(label))
+    header = RunHeader(run_id=label, out=out, collector="", world_size=world)
+    write_run_header(run_folder, header)
+    env = {RUN_FOLDER_VARIABLE: str(run_folder)}
+    pool.run(job, *args, str(out), world_size=world, timeout_s=timeout_s, env=env)
+    recover([run_folder], out)
+    shutil.rmtree(folder / "spool")
+    return out
+
+
+def report_of(
+    pool: RankPool, job: Callable[..., Any], *args: Any, folder: Path, world: int = 2
+) -> Report:
+    """Trace a job and check it."""
+    return check(open_trace(traced(pool, job, *args, folder=folder, world=world)))

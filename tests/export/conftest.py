@@ -1,0 +1,106 @@
+"""The traces that exports are read back against: small, large, odd, and of a real program."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from rankscope.export.formats import export
+from rankscope.export.subset import Selection
+from rankscope.record.call import CallStatus, Phase
+from rankscope.record.value import ValueFlag
+from rankscope.tree.build import build
+from rankscope.tree.digests import column_digest
+from rankscope.tree.reader import open_trace
+from tests.tree.jobs import grid_job
+from tests.tree.ranks_on_paper import PaperRank
+
+ODD = np.array([np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-40, 3.0], np.float32)
+
+
+def odd_job(folder, out):
+    """Two ranks, the second restarted: what raised, what never ended, what has no numbers."""
+    for number, incarnation in ((0, 0), (1, 0), (0, 1), (1, 1)):
+        rank = PaperRank(folder, number, 2, incarnation=incarnation, clock=incarnation * 10**9)
+        top = rank.enter()
+        rank.value(top, "output", ODD)
+        rank.value(top, "input.0", None, flags=int(ValueFlag.PENDING), note="in flight")
+        rank.value(
+            top, "input.flag", None, dtype="python", note="'a\nb \0é'", flags=int(ValueFlag.PYTHON)
+        )
+        rank.value(top, "grad_input.0", np.full(4, np.nan, np.float32), phase=Phase.BACKWARD)
+        child = rank.enter('odd."name"\n\0é', parent=top)
+        rank.value(child, "output", np.ones((number + 1, 2), np.float32))
+        if (number, incarnation) == (1, 0):
+            rank.error(child, "digest failed: RuntimeError")
+            rank.exit(child, CallStatus.RAISED, "ValueError: no")
+        elif incarnation:
+            rank.exit(child)
+            rank.exit(top)
+            with rank.call(mode="eval", step=0) as looking:
+                rank.value(looking, "output", ODD[3:], samples=True)
+            rank.end()
+        rank.ship(out)
+
+
+def real_job(out):
+    """A real module, forward, backward and an optimizer's step."""
+    import torch
+
+    import rankscope
+
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.ReLU(), torch.nn.Linear(7, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with rankscope.trace(model, out=out):
+        for _ in range(2):
+            model(torch.randn(3, 5)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.fixture(scope="session")
+def traces(tmp_path_factory):
+    """{name: trace}: grid (two hosts), large (the same, numbers in columns alone), odd, real."""
+    base = tmp_path_factory.mktemp("traces")
+    for name, limit in (("grid", 1 << 25), ("large", 1000)):
+        grid_job(base / f"{name}-spools", base / name, steps=2)
+        build(base / name, inline_limit_bytes=limit)
+    odd_job(base / "odd-spools", base / "odd")
+    build(base / "odd")
+    real_job(base / "real")
+    return {name: open_trace(base / name) for name in ("grid", "large", "odd", "real")}
+
+
+NAMES = ("grid", "large", "odd", "real")
+
+
+@pytest.fixture(params=NAMES)
+def trace(request, traces):
+    return traces[request.param]
+
+
+def selected(**words):
+    """A selection in the words of the command line."""
+    return Selection.parse(
+        **dict.fromkeys(("step", "mode", "phase", "rank"), "") | {"path": "*"} | words
+    )
+
+
+def exported(trace, name, out, **words):
+    """Write an export; return what was said of it."""
+    return export(trace, name, out, selected(**words), lambda what, part: None)
+
+
+def held_values(trace):
+    """{(node, slot, rank): numbers or None}: each rank's own, as `open_trace` reads the columns."""
+    columns, held = trace.columns(), {}
+    for node in trace.walk():
+        for slot in node.slots:
+            folded = slot.per_rank()
+            for row in slot.rows:
+                rank = int(columns["values.rank"][row])
+                own = column_digest(columns, row) if columns["values.digested"][row] else None
+                assert getattr(folded[rank], "hash", None) == getattr(own, "hash", None)
+                held[node.id, slot.slot, rank] = own
+    return held

@@ -1,0 +1,126 @@
+"""Which global indices a rank holds, against torch's own splitting by the same placements."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from rankscope.capture.describe import placement_of
+from rankscope.errors import LayoutError
+from rankscope.layout.placement import (
+    Mesh,
+    Placement,
+    PlacementKind,
+    Ranges,
+    global_ranges,
+    parse_placement,
+)
+
+
+def indices(ranges: Ranges) -> list[int]:
+    return [index for start, stop in ranges for index in range(start, stop)]
+
+
+def by_torch(
+    size: int, mesh_shape: tuple[int, ...], coordinate: tuple[int, ...], placements: list[object]
+) -> list[int]:
+    """Return the indices of dim 0 that torch's own splitting leaves at a coordinate.
+
+    The strided shard is restated by its definition: cut into `split_factor` chunks, take each
+    one's chunk, join.
+    """
+    held = torch.arange(size)
+    for extent, index, placement in zip(mesh_shape, coordinate, placements, strict=True):
+        if isinstance(placement, _StridedShard):
+            pieces = torch.chunk(held, placement.split_factor)
+            taken = [torch.chunk(piece, extent) for piece in pieces if piece.numel()]
+            parts = [chunks[index] for chunks in taken if index < len(chunks)]
+            held = torch.cat(parts) if parts else held[:0]
+        elif isinstance(placement, Shard):
+            chunks, _ = placement._split_tensor(held, extent, with_padding=False, contiguous=True)
+            held = chunks[index]
+    return held.tolist()
+
+
+def test_shards_of_every_size_over_every_mesh_hold_what_torch_gives_them() -> None:
+    compared = 0
+    for size, shape in itertools.product(
+        range(18), [(1,), (2,), (3,), (5,), (2, 2), (2, 3), (3, 2), (2, 2, 2)]
+    ):
+        for placements in itertools.product([Shard(0), Shard(-2), Replicate()], repeat=len(shape)):
+            records = [placement_of(p, 2) for p in placements]
+            torchs = [Shard(0) if isinstance(p, Shard) else p for p in placements]
+            for coordinate in itertools.product(*map(range, shape)):
+                ranges = global_ranges((size, 3), shape, coordinate, records)
+                assert indices(ranges[0]) == by_torch(size, shape, coordinate, torchs)
+                assert ranges[1] == ((0, 3),)
+                compared += 1
+    assert compared > 5000
+
+
+def test_strided_shards_hold_their_chunk_of_each_piece() -> None:
+    random.seed(0)
+    for _ in range(400):
+        size, outer, inner = random.randrange(25), random.choice([1, 2, 3]), random.choice([2, 3])
+        placements = [_StridedShard(0, split_factor=inner), Shard(0)]
+        for coordinate in itertools.product(range(outer), range(inner)):
+            records = [placement_of(p, 1) for p in placements]
+            ranges = global_ranges((size,), (outer, inner), coordinate, records)
+            assert indices(ranges[0]) == by_torch(size, (outer, inner), coordinate, placements)
+
+
+def test_evenly_strided_shards_have_the_offsets_and_sizes_torch_computes() -> None:
+    """FSDP2 over TP: axis dp cuts what axis tp cut before it, written as a strided shard."""
+    for rows, dp, tp in ((8, 2, 2), (24, 2, 3), (36, 3, 2)):
+        whole = torch.arange(rows)
+        by_tp = whole.chunk(tp)
+        for d, t in itertools.product(range(dp), range(tp)):
+            expected = by_tp[t].chunk(dp)[d].tolist()
+            records = [
+                placement_of(_StridedShard(0, split_factor=tp), 1),
+                placement_of(Shard(0), 1),
+            ]
+            assert indices(global_ranges((rows,), (dp, tp), (d, t), records)[0]) == expected
+
+
+def test_all_ranks_together_hold_every_element_exactly_once() -> None:
+    random.seed(1)
+    kinds = [Shard(0), Shard(1), _StridedShard(0, split_factor=2), _StridedShard(1, split_factor=3)]
+    for _ in range(300):
+        shape = (random.randrange(14), random.randrange(1, 9))
+        mesh = (random.choice([1, 2, 3]), random.choice([1, 2, 4]))
+        placements = [placement_of(random.choice(kinds), 2) for _ in mesh]
+        seen: list[tuple[int, int]] = []
+        for coordinate in itertools.product(*map(range, mesh)):
+            rows, columns = global_ranges(shape, mesh, coordinate, placements)
+            seen += itertools.product(indices(rows), indices(columns))
+        assert sorted(seen) == list(itertools.product(range(shape[0]), range(shape[1])))
+
+
+def test_an_empty_shard_has_no_ranges_in_its_dim() -> None:
+    shard = [placement_of(Shard(0), 2)]
+    assert global_ranges((2, 5), (4,), (3,), shard) == ((), ((0, 5),))
+
+
+def test_a_shard_of_a_dim_the_tensor_lacks_is_refused() -> None:
+    with pytest.raises(LayoutError, match="cannot cut a tensor of 1 dims"):
+        global_ranges((4,), (2,), (0,), [Placement(kind=PlacementKind.SHARD, dim=1)])
+
+
+def test_every_placement_reads_back_from_its_text() -> None:
+    for text in ("Replicate()", "Shard(2)", "StridedShard(0, split_factor=4)", "Partial(avg)"):
+        assert str(parse_placement(text)) == text
+    assert parse_placement("MaskPartial(offset_dim=0)").kind is PlacementKind.OTHER
+    assert not parse_placement("Partial(max)").is_composable
+
+
+def test_a_mesh_knows_the_coordinates_of_its_ranks_only() -> None:
+    mesh = Mesh(axes=("dp", "tp"), shape=(2, 3), ranks=(10, 11, 12, 4, 5, 6))
+    assert mesh.coordinate(4) == (1, 0)
+    assert mesh.coordinate(12) == (0, 2)
+    assert mesh.coordinate(0) is None

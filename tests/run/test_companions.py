@@ -1,0 +1,117 @@
+"""Starting a companion leaves nothing behind: no child, no descriptor, no variable."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rankscope.errors import SpoolError
+from rankscope.run.companions import (
+    LONGEST_IPC_PATH,
+    collector_command,
+    companion_environment,
+    ipc_address,
+    relay_command,
+    start_daemon,
+)
+from tests.waiting import wait_until
+
+
+def test_commands_name_the_module_and_every_option():
+    assert relay_command(Path("/run"))[1:] == [
+        "-m",
+        "rankscope.gather",
+        "relay",
+        "--run-folder",
+        "/run",
+    ]
+    command = collector_command(
+        Path("/out"), bind=["ipc:///a", "tcp://127.0.0.1:1"], world_size=4, keep_spool=True
+    )
+    assert command[0] == sys.executable
+    assert command[command.index("--bind") + 1 :][:2] == ["ipc:///a", "tcp://127.0.0.1:1"]
+    assert "--keep-spool" in command
+    assert "--bind" not in collector_command(Path("/out"), bind=[], world_size=4)
+
+
+def test_a_companion_never_sees_what_would_make_it_trace():
+    environ = {
+        "RANKSCOPE": "1",
+        "RANKSCOPE_OUT": "x",
+        "RANK": "0",
+        "HOME": "/h",
+        "PYTHONPATH": "/p",
+    }
+    kept = companion_environment(environ)
+    assert not any(name.startswith("RANKSCOPE") for name in kept)
+    assert "RANK" not in kept
+    assert kept["HOME"] == "/h"
+    assert kept["PYTHONPATH"].startswith("/p" + os.pathsep)
+
+
+def test_entries_of_the_module_path_stay_where_they_are_for_a_companion_that_works_elsewhere():
+    kept = companion_environment({"PYTHONPATH": f"src{os.pathsep}{os.pathsep}/p"})
+    assert kept["PYTHONPATH"].split(os.pathsep)[:2] == [os.path.abspath("src"), "/p"]
+
+
+def test_an_ipc_address_always_fits(tmp_path):
+    assert ipc_address(tmp_path) == f"ipc://{tmp_path}/collector.sock"
+    deep = tmp_path / ("x" * 120)
+    address = ipc_address(deep)
+    assert len(os.fsencode(address.removeprefix("ipc://"))) <= LONGEST_IPC_PATH
+    assert address == ipc_address(deep) != ipc_address(tmp_path / ("y" * 120))
+
+
+def test_a_daemon_outlives_its_starter_and_holds_none_of_its_descriptors(tmp_path):
+    """A pipe the starter held would stay open at its reader: `torchrun | cat` would hang."""
+    code = f"""
+import os, sys
+from pathlib import Path
+from rankscope.run.companions import start_daemon
+spare, inherited = os.pipe()
+os.set_inheritable(inherited, True)
+folder = Path({str(tmp_path)!r})
+sleeper = "print('started', flush=True); open('end').read(); print('ended', flush=True)"
+start_daemon([sys.executable, "-c", sleeper], folder / "log", folder)
+try:
+    os.waitpid(-1, os.WNOHANG)
+    print("has a child")
+except ChildProcessError:
+    print("has no child")
+"""
+    os.mkfifo(tmp_path / "end")
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    # its pipes were closed, and the daemon lives on
+    assert done.stdout == "has no child\n"
+    log = tmp_path / "log"
+    assert wait_until(lambda: log.read_text() == "started\n"), log.read_text()
+    (tmp_path / "end").write_text("")
+    assert wait_until(lambda: log.read_text() == "started\nended\n"), log.read_text()
+    assert (tmp_path / "log").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_daemon_that_cannot_be_started_is_told(tmp_path):
+    with pytest.raises(SpoolError, match="cannot be started"):
+        start_daemon(["true"], tmp_path / "missing" / "log", tmp_path)
+
+
+def test_neither_companion_imports_torch():
+    code = """
+import sys
+import rankscope.gather.__main__, rankscope.gather.relay, rankscope.gather.finish
+import rankscope.tree.build
+assert "torch" not in sys.modules
+import rankscope.run.companions, rankscope.run.folders
+"""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", code], check=True, env=env)
+    code = """
+import sys, rankscope.run.companions, rankscope.spool.writer
+assert "zmq" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, env=env)
