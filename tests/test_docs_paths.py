@@ -1,0 +1,96 @@
+"""What the documentation points to is there: files, modules, functions, pages, headings."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+HOME = Path(__file__).parents[1]
+SOURCE = HOME / "src/rankscope"
+PAGES = sorted([HOME / "README.md", HOME / "examples/README.md", *(HOME / "docs").rglob("*.md")])
+FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+CODE = re.compile(r"`([^`\n]+)`")
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+FILE = re.compile(r"(?:[\w.-]+/)+[\w-]+\.(?:py|c|json|js|txt|pth|start)")
+MODULE = re.compile(r"rankscope(?:\.\w+)+(?!/\d|\w)")
+"""Not `rankscope.report/1`, which is a format."""
+NO_MODULES = {"rankscope.pth", "rankscope.start", "rankscope.mode", "rankscope.complete"}
+"""Files of the launcher, and arguments in a Perfetto trace."""
+NAMED_IN_A_FILE = re.compile(r"^\| `(\S+\.py)` \| `([\w.]+)` \|", re.MULTILINE)
+OF_A_TRACE = ("steps/", "tensors/rank", "standstills/", "trace/", "spool/rank", "files/")
+"""Begins of paths that lie in a folder of the user's, not in this repository."""
+ids = [page.relative_to(HOME).as_posix() for page in PAGES]
+
+
+def prose(page: Path) -> str:
+    return FENCED.sub("", page.read_text())
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub gives to a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
+    plain = (re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading) for heading in headings)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in plain}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_every_relative_link_leads_to_a_file_and_a_heading(page: Path) -> None:
+    for link in LINK.findall(prose(page)):
+        if "://" in link:
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{page.name}: {link} leads nowhere"
+        if anchor:
+            assert anchor in anchors(target), f"{page.name}: {link} names no heading there"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_every_file_that_a_page_names_exists(page: Path) -> None:
+    places = (HOME, SOURCE, page.parent, HOME / "launcher")
+    for code in CODE.findall(prose(page)):
+        for name in FILE.findall(code):
+            if name.startswith(OF_A_TRACE) or f"/{name}" in code:
+                continue
+            assert any((place / name).exists() for place in places), f"{page.name}: {name}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_every_module_that_a_page_names_exists(page: Path) -> None:
+    for code in CODE.findall(prose(page)):
+        for name in set(MODULE.findall(code)) - NO_MODULES:
+            assert is_there(name), f"{page.name}: {name}"
+
+
+def is_there(dotted: str) -> bool:
+    """True for a module of this package, and for a name that a module of it holds."""
+    place, rest = SOURCE, dotted.split(".")[1:]
+    while rest and (place / rest[0]).is_dir():
+        place /= rest.pop(0)
+    if rest and (place / f"{rest[0]}.py").is_file():
+        file = place / f"{rest.pop(0)}.py"
+    else:
+        file = place / "__init__.py"
+    return not rest or re.search(rf"\b{rest[0]}\b", file.read_text()) is not None
+
+
+def names_in(file: Path) -> set[str]:
+    """Classes, functions and methods of a file, methods as `Class.method`."""
+    found = set()
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            found.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            methods = [each.name for each in node.body if isinstance(each, ast.FunctionDef)]
+            found.update(f"{node.name}.{method}" for method in methods)
+    return found
+
+
+def test_the_way_of_one_value_names_functions_that_exist() -> None:
+    rows = NAMED_IN_A_FILE.findall((HOME / "docs/how-it-works/one-value.md").read_text())
+    assert len(rows) > 30
+    for file, name in rows:
+        assert name in names_in(SOURCE / file), f"one-value.md: {file} has no {name}"
