@@ -17,7 +17,13 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 FILE = re.compile(r"(?:[\w.-]+/)+[\w-]+\.(?:py|c|json|js|txt|pth|start)")
 MODULE = re.compile(r"rankscope(?:\.\w+)+(?!/\d|\w)")
 """Not `rankscope.report/1`, which is a format."""
-NO_MODULES = {"rankscope.pth", "rankscope.start", "rankscope.mode", "rankscope.complete"}
+NO_MODULES = {
+    "rankscope.pth",
+    "rankscope.start",
+    "rankscope.mode",
+    "rankscope.complete",
+    "rankscope.left_out",
+}
 """Files of the launcher, and arguments in a Perfetto trace."""
 NAMED_IN_A_FILE = re.compile(r"^\| `(\S+\.py)` \| `([\w.]+)` \|", re.MULTILINE)
 OF_A_TRACE = ("steps/", "tensors/rank", "standstills/", "trace/", "spool/rank", "files/")

@@ -88,7 +88,7 @@ class Digest:
     hash: int
     """Order-sensitive 64-bit hash of the element bytes, ±0 and NaN payloads normalized."""
     sketch: tuple[float, ...]
-    """SKETCH_SIZE separable random projections over global indices (docs/how-it-works/digest.md)."""
+    """SKETCH_SIZE separable projections over global indices (docs/how-it-works/digest.md)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
