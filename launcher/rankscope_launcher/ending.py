@@ -11,8 +11,8 @@ from rankscope.errors import RankscopeError
 from rankscope.gather.log import ExitOutcome
 from rankscope.record.streams import NO_STEP
 from rankscope.run.folders import streams
-from rankscope.run.names import TRACE_NAME
-from rankscope.run.out import COLLECTOR_LOG_NAME, announced, typed
+from rankscope.run.names import CELLS_SUFFIX, COLLECTOR_LOG_NAME, REPLICA_FOLDER, TRACE_NAME
+from rankscope.run.out import announced, typed
 from rankscope.tree.reader import open_trace
 from rankscope.tree.summary import Crash, crashes
 from rankscope_launcher.companions import Companion
@@ -46,8 +46,8 @@ class Ending:
 
     def has_records(self) -> bool:
         """True where any rank opened a spool, as far as this host sees."""
-        folders = [f for f in (self.run_folder, self.out / "spool") if f.is_dir()]
-        return any(streams(f) or any(f.glob("rank*.cells")) for f in folders)
+        folders = [f for f in (self.run_folder, self.out / REPLICA_FOLDER) if f.is_dir()]
+        return any(streams(f) or any(f.glob(f"rank*{CELLS_SUFFIX}")) for f in folders)
 
     def line(self) -> str:
         """Return the line."""
@@ -97,7 +97,7 @@ class Ending:
     def _recover(self) -> str:
         """Return the command that makes a tree of what this host holds."""
         places = [shown(self.run_folder)] if self.run_folder.is_dir() else []
-        if (self.out / "spool").is_dir():
+        if (self.out / REPLICA_FOLDER).is_dir():
             places.append(shown(self.out))
         return typed("recover", *places, out=f"{shown(self.out)}-recovered")
 

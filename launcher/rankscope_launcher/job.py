@@ -32,9 +32,6 @@ from rankscope.run.companions import (
     relay_command,
 )
 from rankscope.run.folders import (
-    COLLECTOR_LOCK_NAME,
-    LAUNCHER_LOCK_NAME,
-    RELAY_LOG_NAME,
     SHARED,
     FolderLock,
     RunHeader,
@@ -48,8 +45,14 @@ from rankscope.run.folders import (
     streams,
     write_run_header,
 )
-from rankscope.run.out import (
+from rankscope.run.names import (
+    COLLECTOR_LOCK_NAME,
     COLLECTOR_LOG_NAME,
+    LAUNCHER_LOCK_NAME,
+    RELAY_LOG_NAME,
+    REPLICA_FOLDER,
+)
+from rankscope.run.out import (
     check_budget,
     claim_out,
     default_out,
@@ -290,7 +293,7 @@ class TracedJob:
             companion.stop()
         self._tidy()
         if self._must_collect():
-            shutil.rmtree(self._out / "spool", ignore_errors=True)
+            shutil.rmtree(self._out / REPLICA_FOLDER, ignore_errors=True)
             for name in (COLLECTOR_LOCK_NAME, COLLECTOR_LOG_NAME):
                 (self._out / name).unlink(missing_ok=True)
             remove_empty(self._made)

@@ -16,7 +16,8 @@ import pytest
 
 from rankscope.errors import FolderError, SelectionError, TraceError, TraceVersionError
 from rankscope.record.call import Mode, Phase
-from rankscope.run.folders import COLLECTOR_LOCK_NAME, FolderLock
+from rankscope.run.folders import FolderLock
+from rankscope.run.names import COLLECTOR_LOCK_NAME
 from rankscope.tree.build import build
 from rankscope.tree.reader import newest_trace, open_trace
 from rankscope.tree.selection import default_phase

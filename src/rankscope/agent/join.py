@@ -27,15 +27,9 @@ from rankscope.agent.values.tensorpolicy import keeper_of_run, make_recorder
 from rankscope.errors import LayoutError
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.streams import EndReason, RankIdentity, StreamId
-from rankscope.run.folders import (
-    MEETING_NAME,
-    SHARED,
-    RunHeader,
-    read_run_header,
-    stream_folder,
-    streams,
-)
+from rankscope.run.folders import SHARED, RunHeader, read_run_header, stream_folder, streams
 from rankscope.run.locks import is_alive
+from rankscope.run.names import REPLICA_FOLDER, STEP_TRIGGER_FOLDER, TRACE_NAME
 from rankscope.run.out import (
     announced,
     typed,
@@ -89,7 +83,7 @@ class Joined:
             say(f"the trace follows in {self.out}; read it then: {typed('show', self.out)}")
             return
         deadline = time.monotonic() + self.finish_seconds
-        while not (self.out / "trace.json").exists():
+        while not (self.out / TRACE_NAME).exists():
             if time.monotonic() > deadline:
                 places = (self.opened.writer.folder.parent, self.out)
                 say(
@@ -143,7 +137,7 @@ def join_run(settings: Settings, environ: Mapping[str, str] = os.environ) -> Joi
             identity=identity,
             writer=writer,
             recorder=recorder,
-            meeting_place=_meeting_place(settings, identity, run_folder, header),
+            step_trigger_folder=_step_trigger_folder(settings, identity, run_folder, header),
             keeper=keeper_of_run(settings, recorder, identity, run_folder, header),
             is_launched=bool(prepared),
         ),
@@ -170,14 +164,14 @@ def _life(identity: RankIdentity, earlier: Sequence[StreamId], environ: Mapping[
     return max(identity.incarnation, free)
 
 
-def _meeting_place(
+def _step_trigger_folder(
     settings: Settings, identity: RankIdentity, run_folder: Path, header: RunHeader
 ) -> Path | None:
     """Return the folder in which the traced ranks agree on a step: all of them see it."""
     if settings.traced_of(identity.world_size) == 1:
         return None
-    seen_by_all = header.out / "spool" if header.collector == SHARED else run_folder
-    return seen_by_all / f"{MEETING_NAME}.{identity.incarnation}"
+    seen_by_all = header.out / REPLICA_FOLDER if header.collector == SHARED else run_folder
+    return seen_by_all / f"{STEP_TRIGGER_FOLDER}.{identity.incarnation}"
 
 
 def define_rank(

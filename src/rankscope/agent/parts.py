@@ -36,7 +36,7 @@ class Opened:
     identity: RankIdentity
     writer: SpoolWriter
     recorder: Recorder
-    meeting_place: Path | None = None
+    step_trigger_folder: Path | None = None
     """Folder in which the traced ranks agree on a step, None for a rank that is alone."""
     keeper: TensorStore | None = None
     """Keeps full tensors, None where none were asked for."""

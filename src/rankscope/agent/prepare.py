@@ -34,10 +34,6 @@ from rankscope.run.companions import (
     start_daemon,
 )
 from rankscope.run.folders import (
-    COLLECTOR_LOCK_NAME,
-    MUSTER_LOCK_NAME,
-    RELAY_LOCK_NAME,
-    RELAY_LOG_NAME,
     SHARED,
     FolderLock,
     RunHeader,
@@ -50,14 +46,15 @@ from rankscope.run.folders import (
     spool_base,
     write_run_header,
 )
-from rankscope.run.out import (
+from rankscope.run.names import (
+    COLLECTOR_LOCK_NAME,
     COLLECTOR_LOG_NAME,
-    check_budget,
-    claim_out,
-    default_out,
-    prepare_out,
-    typed,
+    RELAY_LOCK_NAME,
+    RELAY_LOG_NAME,
+    RUN_NAME,
+    START_LOCK_NAME,
 )
+from rankscope.run.out import check_budget, claim_out, default_out, prepare_out, typed
 from rankscope.run.processes import launcher_of, process_name
 from rankscope.settings import Settings
 
@@ -79,7 +76,7 @@ def muster(settings: Settings, identity: RankIdentity, environ: Mapping[str, str
     key = run_key(f"{_run_name(identity, environ, store)}{_which_trace(settings)}")
     run_folder, lock = _wait_for_lock(base, key)
     try:
-        if not (run_folder / "run.json").exists():
+        if not (run_folder / RUN_NAME).exists():
             build_kernel()
             check_free_space(run_folder, settings.spool_bytes * identity.local_world_size)
             is_elsewhere = settings.collector not in {"", SHARED}
@@ -92,7 +89,7 @@ def muster(settings: Settings, identity: RankIdentity, environ: Mapping[str, str
             write_run_header(run_folder, header)
         _ensure_companions(settings, run_folder, read_run_header(run_folder))
     finally:
-        if (run_folder / "run.json").exists():
+        if (run_folder / RUN_NAME).exists():
             lock.release()
         else:  # refused: nothing of it stays
             lock.remove()
@@ -118,7 +115,7 @@ def _wait_for_lock(base: Path, key: str) -> tuple[Path, FolderLock]:
     while True:
         run_folder = host_run_folder(base, key)
         try:
-            return run_folder, FolderLock(run_folder / MUSTER_LOCK_NAME, "rank that is starting")
+            return run_folder, FolderLock(run_folder / START_LOCK_NAME, "rank that is starting")
         except (FolderBusyError, SpoolError) as error:
             is_gone = not run_folder.exists()  # with the rank before this one, which was refused
             if not (is_gone or isinstance(error, FolderBusyError)) or time.monotonic() > deadline:

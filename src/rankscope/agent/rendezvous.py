@@ -17,6 +17,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from rankscope.capture.torch_internals.distributed import default_store
 from rankscope.errors import FolderError
+from rankscope.run.names import REPLICA_FOLDER, RUN_MARK_PREFIX
 
 __all__ = [
     "Rendezvous",
@@ -31,7 +32,7 @@ __all__ = [
 ]
 
 _PREFIX = "rankscope"
-_KEY = "meeting"
+_KEY = "rendezvous"
 _LIFE = "life"
 _CONNECT = timedelta(seconds=10)
 _WAIT = timedelta(seconds=30)
@@ -107,9 +108,9 @@ def agree_on_life(store: Store, *, at_least: int, started_at: float) -> int | No
         expected, proposed = held, f"{max(at_least, int(life) + 1)} {time.time()!r}"
 
 
-def publish(store: Store, meeting: Rendezvous) -> None:
+def publish(store: Store, rendezvous: Rendezvous) -> None:
     """Tell every host of the job."""
-    PrefixStore(_PREFIX, store).set(_KEY, json.dumps(asdict(meeting)))
+    PrefixStore(_PREFIX, store).set(_KEY, json.dumps(asdict(rendezvous)))
 
 
 def lookup(store: Store) -> Rendezvous | None:
@@ -139,10 +140,10 @@ def leave_mark(out: Path, run_id: str) -> None:
 def is_visible(out: Path, run_id: str) -> bool:
     """True where this host sees the head's folder itself, not one of its own of that name."""
     try:
-        return _mark(out, run_id).exists() and os.access(out / "spool", os.W_OK | os.X_OK)
+        return _mark(out, run_id).exists() and os.access(out / REPLICA_FOLDER, os.W_OK | os.X_OK)
     except OSError:
         return False
 
 
 def _mark(out: Path, run_id: str) -> Path:
-    return out / "spool" / f"run-{run_id}"
+    return out / REPLICA_FOLDER / f"{RUN_MARK_PREFIX}{run_id}"

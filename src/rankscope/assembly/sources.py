@@ -21,14 +21,13 @@ from rankscope.errors import FolderError, SpoolError
 from rankscope.record.streams import EndReason, StreamId
 from rankscope.run.folders import segment_indexes, stream_named
 from rankscope.run.locks import is_alive
-from rankscope.run.names import REPLICA_FOLDER
+from rankscope.run.names import CELLS_SUFFIX, REPLICA_FOLDER
 from rankscope.run.replacing import read_json_map
 from rankscope.spool.origin import UNKNOWN, first_record, origin_of
 from rankscope.spool.records import records
 from rankscope.spool.streamreader import StreamReader, valid_prefix
 
 __all__ = [
-    "REPLICA_FOLDER",
     "EndMarker",
     "find_streams",
     "origins_in",
@@ -66,7 +65,7 @@ class _StreamCopies:
 
 def replica_path(out: Path, stream: StreamId) -> Path:
     """Where the replica of a stream lies in a trace folder."""
-    return out / REPLICA_FOLDER / f"{stream.name}.cells"
+    return out / REPLICA_FOLDER / f"{stream.name}{CELLS_SUFFIX}"
 
 
 def read_end_marker(replica: Path) -> EndMarker | None:
@@ -119,7 +118,7 @@ def _entries(folder: Path) -> list[Path]:
 
 def _places(entries: Sequence[Path]) -> Iterator[tuple[StreamId, Path, int | None]]:
     """Yield every replica with its valid length, then every stream folder (no length)."""
-    replicas = [(one, one.name[:-6], True) for one in entries if one.suffix == ".cells"]
+    replicas = [(one, one.stem, True) for one in entries if one.suffix == CELLS_SUFFIX]
     for entry, name, is_file in replicas + [(one, one.name, False) for one in entries]:
         stream = stream_named(name)
         if stream is not None and (entry.is_file() if is_file else segment_indexes(entry)):

@@ -94,7 +94,7 @@ def _collect(options: CollectorOptions) -> int:
     from rankscope.gather.finish import Observer, collect
     from rankscope.gather.log import log_into
     from rankscope.gather.roster import StreamProgress
-    from rankscope.run.out import COLLECTOR_LOG_NAME
+    from rankscope.run.names import COLLECTOR_LOG_NAME
 
     with progress() as show:
 
@@ -121,7 +121,8 @@ def _collect(options: CollectorOptions) -> int:
 
 
 def _verdict(out: Path, outcome: int) -> int:
-    from rankscope.run.out import COLLECTOR_LOG_NAME, announced, typed
+    from rankscope.run.names import COLLECTOR_LOG_NAME, TRACE_NAME
+    from rankscope.run.out import announced, typed
     from rankscope.tree.reader import open_trace
 
     if outcome:
@@ -130,7 +131,7 @@ def _verdict(out: Path, outcome: int) -> int:
             + typed("recover", out, out=f"{out}-recovered")
         )
         return EXIT_INCOMPLETE
-    if not (out / "trace.json").exists():
+    if not (out / TRACE_NAME).exists():
         _say(f"nothing was traced: no rank sent anything to {out}")
         return EXIT_INCOMPLETE
     is_complete = open_trace(out).is_complete

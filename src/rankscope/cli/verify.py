@@ -112,6 +112,7 @@ def _what_to_add(trace: Trace) -> Iterator[str]:
     import os
 
     from rankscope.run.folders import find_runs
+    from rankscope.run.names import REPLICA_FOLDER
     from rankscope.run.out import typed
     from rankscope.tree.unfinished import spool_bases
 
@@ -119,7 +120,7 @@ def _what_to_add(trace: Trace) -> Iterator[str]:
     held = find_runs(bases, str(trace.run["id"]))
     lacking = {r["host"] for r in state["ranks"] if r["committed"] != r["received"]}
     if held:
-        kept = [trace.path] if (trace.path / "spool").is_dir() else []
+        kept = [trace.path] if (trace.path / REPLICA_FOLDER).is_dir() else []
         command = typed("recover", *held, *kept, out=f"{trace.path}-whole")
         yield f"this host still holds records: {command}"
     elif not trace.is_written:

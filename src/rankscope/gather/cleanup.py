@@ -10,21 +10,20 @@ from pathlib import Path
 from rankscope.chunks.chunkheader import chunk_folder, chunk_numbers
 from rankscope.errors import ChunkError, SpoolError
 from rankscope.record.streams import StreamId
-from rankscope.run.companions import SOCKET_NAME, ipc_address
-from rankscope.run.folders import (
+from rankscope.run.companions import ipc_address
+from rankscope.run.folders import remove_run_folder, stream_folder, streams
+from rankscope.run.locks import is_alive
+from rankscope.run.names import (
+    COLLECTOR_SOCKET_NAME,
     JOB_OVER_NAME,
     LAUNCHER_LOCK_NAME,
-    MEETING_NAME,
-    MUSTER_LOCK_NAME,
     RELAY_LOCK_NAME,
     RELAY_LOG_NAME,
     RUN_NAME,
-    remove_run_folder,
-    stream_folder,
-    streams,
+    START_LOCK_NAME,
+    STEP_TRIGGER_FOLDER,
+    TENSOR_FOLDER,
 )
-from rankscope.run.locks import is_alive
-from rankscope.run.names import TENSOR_FOLDER
 from rankscope.run.stalls import remove_standstills
 from rankscope.spool.origin import origin_text
 from rankscope.spool.streamreader import StreamReader
@@ -35,10 +34,10 @@ _OURS = (
     RUN_NAME,
     JOB_OVER_NAME,
     LAUNCHER_LOCK_NAME,
-    MUSTER_LOCK_NAME,
+    START_LOCK_NAME,
     RELAY_LOG_NAME,
     RELAY_LOCK_NAME,
-    SOCKET_NAME,
+    COLLECTOR_SOCKET_NAME,
 )
 """Files of a run folder that go with it."""
 
@@ -56,8 +55,8 @@ def remove_run(run_folder: Path, is_elsewhere: Callable[[StreamId], bool]) -> St
     for stream in found:
         shutil.rmtree(stream_folder(run_folder, stream), ignore_errors=True)
     shutil.rmtree(run_folder / TENSOR_FOLDER, ignore_errors=True)
-    for meeting in run_folder.glob(f"{MEETING_NAME}.*"):
-        shutil.rmtree(meeting, ignore_errors=True)
+    for folder in run_folder.glob(f"{STEP_TRIGGER_FOLDER}.*"):
+        shutil.rmtree(folder, ignore_errors=True)
     remove_standstills(run_folder)
     for name in _OURS:
         (run_folder / name).unlink(missing_ok=True)

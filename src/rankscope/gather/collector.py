@@ -56,12 +56,12 @@ from rankscope.gather.replica import (
 )
 from rankscope.gather.roster import JobState, PeerState, StreamProgress
 from rankscope.record.streams import EndReason, StreamId
+from rankscope.run.names import COLLECTOR_NAME
 from rankscope.run.replacing import write_by_rename
 from rankscope.run.stalls import keep_standstill
 
-__all__ = ["COLLECTOR_NAME", "Intake"]
+__all__ = ["Intake"]
 
-COLLECTOR_NAME = "collector.json"
 _RECEIVE_QUEUE = 2
 """Messages zmq holds for each relay before it stops reading: bounds memory at any world size."""
 _BATCH = 256

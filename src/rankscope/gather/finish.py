@@ -11,13 +11,19 @@ from pathlib import Path
 from typing import Protocol
 
 from rankscope.errors import FolderError
-from rankscope.gather.collector import COLLECTOR_NAME, Intake
+from rankscope.gather.collector import Intake
 from rankscope.gather.log import ExitOutcome, log
-from rankscope.gather.replica import REPLICAS_NAME, TREE_NAME, replicated
+from rankscope.gather.replica import replicated
 from rankscope.gather.roster import Decision, PeerState, StreamProgress, decide
 from rankscope.gather.sharedwatch import SharedWatch
-from rankscope.run.folders import COLLECTOR_LOCK_NAME, FolderLock
-from rankscope.run.out import COLLECTOR_LOG_NAME
+from rankscope.run.folders import FolderLock
+from rankscope.run.names import (
+    COLLECTOR_LOCK_NAME,
+    COLLECTOR_LOG_NAME,
+    COLLECTOR_NAME,
+    REPLICA_FOLDER,
+    TRACE_NAME,
+)
 
 __all__ = ["CollectorOptions", "Observer", "StreamSource", "collect"]
 
@@ -107,7 +113,7 @@ def collect(
     except OSError as error:
         raise FolderError(f"{options.out}: cannot be made: {error.strerror}") from error
     lock = FolderLock(options.out / COLLECTOR_LOCK_NAME, "collector")
-    is_late = (options.out / TREE_NAME).exists()
+    is_late = (options.out / TRACE_NAME).exists()
     source: StreamSource | None = None
     try:
         watching = observer or Observer()
@@ -131,7 +137,7 @@ def collect(
         if source is not None:
             source.close()
         if is_late and not replicated(options.out):  # what it made to listen
-            shutil.rmtree(options.out / REPLICAS_NAME, ignore_errors=True)
+            shutil.rmtree(options.out / REPLICA_FOLDER, ignore_errors=True)
         lock.remove()
 
 
@@ -204,5 +210,5 @@ def _build(out: Path, *, keep_spool: bool, observer: Observer) -> ExitOutcome:
         log(f"the tree was not built; the records are kept in {out}")
         log(traceback.format_exc())
         return ExitOutcome.UNFINISHED
-    log(f"built {out / TREE_NAME} in {time.monotonic() - started:.1f} s")
+    log(f"built {out / TRACE_NAME} in {time.monotonic() - started:.1f} s")
     return ExitOutcome.DONE

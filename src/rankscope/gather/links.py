@@ -43,19 +43,13 @@ from rankscope.gather.protocol import (
     decode,
     encode,
 )
-from rankscope.gather.replica import (
-    REPLICAS_NAME,
-    TREE_NAME,
-    ReplicaFiles,
-    StreamEnd,
-    read_end,
-    write_end,
-)
+from rankscope.gather.replica import ReplicaFiles, StreamEnd, read_end, write_end
 from rankscope.gather.roster import JobState
 from rankscope.gather.sharedwatch import SharedHostState, write_host_state
 from rankscope.gather.shipping import Shipment
 from rankscope.record.streams import StreamId
 from rankscope.run.folders import RunHeader
+from rankscope.run.names import REPLICA_FOLDER, TRACE_NAME
 from rankscope.run.stalls import Stall, keep_standstill
 
 __all__ = ["Link", "SharedLink", "SocketLink"]
@@ -243,7 +237,7 @@ class SharedLink:
     @property
     def is_done(self) -> bool:
         """True once the tree is there."""
-        return (self._out / TREE_NAME).exists()
+        return (self._out / TRACE_NAME).exists()
 
     def exchange(self, shipments: dict[StreamId, Shipment], now: float, job: JobState) -> bool:
         """Append what is committed; True where anything was."""
@@ -255,7 +249,7 @@ class SharedLink:
         except SpoolError:
             return False  # the disk is full
         is_due = now - self._beat_at > _SHARED_BEAT_S or job is not self._job
-        if is_due and (self._out / REPLICAS_NAME).exists():
+        if is_due and (self._out / REPLICA_FOLDER).exists():
             self._job = job
             self._beat += 1
             self._beat_at = now

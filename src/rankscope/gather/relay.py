@@ -16,25 +16,20 @@ from rankscope.errors import SpoolError
 from rankscope.gather.cleanup import is_in_tree, remove_run
 from rankscope.gather.links import Link, SharedLink, SocketLink
 from rankscope.gather.log import ExitOutcome, log
-from rankscope.gather.replica import TREE_NAME
 from rankscope.gather.roster import JobState
 from rankscope.gather.shipping import Shipment
 from rankscope.gather.stallmonitor import StallMonitor
 from rankscope.record.streams import StreamId
 from rankscope.run.companions import ipc_address, is_collected_elsewhere
-from rankscope.run.folders import (
+from rankscope.run.folders import SHARED, FolderLock, RunHeader, is_held, read_run_header, streams
+from rankscope.run.locks import is_alive
+from rankscope.run.names import (
     COLLECTOR_LOCK_NAME,
     JOB_OVER_NAME,
     LAUNCHER_LOCK_NAME,
     RELAY_LOCK_NAME,
-    SHARED,
-    FolderLock,
-    RunHeader,
-    is_held,
-    read_run_header,
-    streams,
+    TRACE_NAME,
 )
-from rankscope.run.locks import is_alive
 from rankscope.run.processes import is_process_alive
 
 __all__ = ["relay"]
@@ -81,7 +76,7 @@ class _Relay:
         self._agent = ""
         self._max_restarts = 0
         self._header: RunHeader | None = None
-        self._tree = run_folder / TREE_NAME
+        self._tree = run_folder / TRACE_NAME
         self._has_own_chunks = False
         """Full tensors of this host lie in the run folder, because it sees no trace folder."""
         self._standing: StallMonitor | None = None
@@ -93,7 +88,7 @@ class _Relay:
         if header is None:
             return ExitOutcome.UNFINISHED
         self._header = header
-        self._tree = header.out / TREE_NAME
+        self._tree = header.out / TRACE_NAME
         self._has_own_chunks = is_collected_elsewhere(self._run_folder, header)
         self._agent, self._max_restarts = header.agent, header.max_restarts
         if header.collector == ipc_address(self._run_folder):

@@ -23,14 +23,13 @@ from pathlib import Path
 from rankscope.errors import FolderError, SpoolError
 from rankscope.record.streams import MAX_INCARNATIONS, EndReason, StreamId
 from rankscope.run.folders import stream_named
+from rankscope.run.names import CELLS_SUFFIX, REPLICA_FOLDER, RUN_ID_NAME
 from rankscope.run.replacing import read_json_map, write_by_rename
 from rankscope.spool.cells import CELL_BYTES
 from rankscope.spool.origin import UNKNOWN, origin_of, origin_text
 from rankscope.spool.streamreader import valid_prefix_of
 
 __all__ = [
-    "REPLICAS_NAME",
-    "TREE_NAME",
     "ReplicaFiles",
     "StreamEnd",
     "read_end",
@@ -39,10 +38,7 @@ __all__ = [
     "write_end",
 ]
 
-REPLICAS_NAME = "spool"
-TREE_NAME = "trace.json"
 DEFAULT_QUOTA_BYTES = 64 << 30
-_RUN_ID_NAME = "run-id"
 _OPEN_FILES = 256
 _SHARE_OF_LIMIT = 4
 """Replicas may use this part (1/4) of the process's file descriptors."""
@@ -59,25 +55,25 @@ class StreamEnd:
 
 def replica_path(out: Path, stream: StreamId) -> Path:
     """`<out>/spool/rank00003.0.cells`."""
-    return out / REPLICAS_NAME / f"{stream.name}.cells"
+    return out / REPLICA_FOLDER / f"{stream.name}{CELLS_SUFFIX}"
 
 
 def _end_path(out: Path, stream: StreamId) -> Path:
-    return out / REPLICAS_NAME / f"{stream.name}.json"
+    return out / REPLICA_FOLDER / f"{stream.name}.json"
 
 
 def _origin_path(out: Path, stream: StreamId) -> Path:
-    return out / REPLICAS_NAME / f"{stream.name}.origin"
+    return out / REPLICA_FOLDER / f"{stream.name}.origin"
 
 
 def replicated(out: Path) -> dict[StreamId, int]:
     """Streams that have a replica, and its length in bytes."""
     found = {}
     try:
-        with os.scandir(out / REPLICAS_NAME) as entries:
+        with os.scandir(out / REPLICA_FOLDER) as entries:
             for entry in entries:
-                stream = stream_named(entry.name.removesuffix(".cells"))
-                if stream is not None and entry.name.endswith(".cells"):
+                stream = stream_named(entry.name.removesuffix(CELLS_SUFFIX))
+                if stream is not None and entry.name.endswith(CELLS_SUFFIX):
                     found[stream] = entry.stat(follow_symlinks=False).st_size
     except FileNotFoundError:
         pass
@@ -128,7 +124,7 @@ class ReplicaFiles:
         """One line for each replica that was cut to its valid prefix, and for each new trouble."""
         try:
             out.mkdir(mode=0o700, parents=True, exist_ok=True)
-            (out / REPLICAS_NAME).mkdir(mode=0o700, exist_ok=True)
+            (out / REPLICA_FOLDER).mkdir(mode=0o700, exist_ok=True)
         except OSError as error:
             raise FolderError(f"{out}: cannot be made: {error.strerror}; see --rs-out") from error
 
@@ -141,7 +137,7 @@ class ReplicaFiles:
         """
         if run_id == self._run_id:
             return
-        held = _first_word(self._out / REPLICAS_NAME / _RUN_ID_NAME, run_id)
+        held = _first_word(self._out / REPLICA_FOLDER / RUN_ID_NAME, run_id)
         if held != run_id:
             raise FolderError(
                 f"{self._out} gathers run {held}, and takes nothing of run {run_id}: "

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rankscope.errors import SpoolError
-from rankscope.gather.replica import REPLICAS_NAME, ReplicaFiles, read_end, replicated
+from rankscope.gather.replica import ReplicaFiles, read_end, replicated
 from rankscope.gather.roster import JobState, PeerState, StreamProgress
 from rankscope.record.streams import EndReason, StreamId
+from rankscope.run.names import HOST_STATE_PREFIX, REPLICA_FOLDER
 from rankscope.run.replacing import read_json_map, write_by_rename
 
 __all__ = ["SharedHostState", "SharedWatch", "read_host_states", "write_host_state"]
-_PREFIX = "host-"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ def write_host_state(out: Path, relay: str, state: SharedHostState) -> None:
     Raises:
         SpoolError: it cannot be written.
     """
-    path = out / REPLICAS_NAME / f"{_PREFIX}{relay}.json"
+    path = out / REPLICA_FOLDER / f"{HOST_STATE_PREFIX}{relay}.json"
     fields = {"beat": state.beat, "job": int(state.job), "max_restarts": state.max_restarts}
     write_by_rename(path, json.dumps(fields) + "\n")
 
@@ -42,14 +42,14 @@ def read_host_states(out: Path) -> dict[str, SharedHostState]:
     """Read the states of all relays; one that cannot be read is left out."""
     states = {}
     try:
-        names = os.listdir(out / REPLICAS_NAME)
+        names = os.listdir(out / REPLICA_FOLDER)
     except OSError:
         return {}
     for name in names:
-        if not (name.startswith(_PREFIX) and name.endswith(".json")):
+        if not (name.startswith(HOST_STATE_PREFIX) and name.endswith(".json")):
             continue
         try:
-            fields = read_json_map(out / REPLICAS_NAME / name)
+            fields = read_json_map(out / REPLICA_FOLDER / name)
             states[name] = SharedHostState(
                 beat=int(fields["beat"]),
                 job=JobState(fields["job"]),

@@ -16,10 +16,10 @@ from pathlib import Path
 
 from rankscope.errors import SpoolError
 from rankscope.run.folders import SHARED, RunHeader, spool_base
+from rankscope.run.names import COLLECTOR_SOCKET_NAME
 
 __all__ = [
     "LONGEST_IPC_PATH",
-    "SOCKET_NAME",
     "collector_command",
     "companion_environment",
     "ipc_address",
@@ -31,7 +31,6 @@ __all__ = [
 LONGEST_IPC_PATH = 107
 """Bytes of a Unix socket's path, its terminating zero left out."""
 _START_S = 10.0
-SOCKET_NAME = "collector.sock"
 
 
 def relay_command(run_folder: Path) -> list[str]:
@@ -78,7 +77,7 @@ def collector_command(
 
 def ipc_address(run_folder: Path) -> str:
     """An `ipc://` address beside the spools, or a short one where that path is too long."""
-    path = run_folder / SOCKET_NAME
+    path = run_folder / COLLECTOR_SOCKET_NAME
     if len(os.fsencode(path)) > LONGEST_IPC_PATH:
         key = hashlib.blake2b(os.fsencode(run_folder.absolute()), digest_size=10).hexdigest()
         base = spool_base(None)

@@ -5,8 +5,8 @@
     rank00003.0/    one folder per stream: `lock` and its segments
     relay.lock, relay.log, job-over
     launcher.lock   held by the launcher that prepared the run, for as long as it lives
-    muster.lock     held by one starting rank after the other where no launcher prepared it
-    meeting.0/      where ranks agree on the step that `at:FILE` asks for
+    start.lock      held by one starting rank after the other where no launcher prepared it
+    step-trigger.0/ where ranks agree on the step that `at:FILE` asks for
 """
 
 from __future__ import annotations
@@ -25,17 +25,10 @@ from pathlib import Path
 
 from rankscope.errors import FolderBusyError, SpoolError
 from rankscope.record.streams import MAX_INCARNATIONS, MAX_RANKS, StreamId
+from rankscope.run.names import CELLS_SUFFIX, JOB_OVER_NAME, RUN_NAME
 from rankscope.run.replacing import read_json_map, write_by_rename
 
 __all__ = [
-    "COLLECTOR_LOCK_NAME",
-    "JOB_OVER_NAME",
-    "LAUNCHER_LOCK_NAME",
-    "MEETING_NAME",
-    "MUSTER_LOCK_NAME",
-    "RELAY_LOCK_NAME",
-    "RELAY_LOG_NAME",
-    "RUN_NAME",
     "SHARED",
     "FolderLock",
     "RunHeader",
@@ -56,19 +49,8 @@ __all__ = [
 ]
 
 RUN_FORMAT = "rankscope.run/1"
-RUN_NAME = "run.json"
-RELAY_LOCK_NAME = "relay.lock"
-RELAY_LOG_NAME = "relay.log"
-JOB_OVER_NAME = "job-over"
-LAUNCHER_LOCK_NAME = "launcher.lock"
-MUSTER_LOCK_NAME = "muster.lock"
-MEETING_NAME = "meeting"
-"""Folder `meeting.<life>` in which ranks agree on a step (`agent.steps.trigger`)."""
-COLLECTOR_LOCK_NAME = "collector.lock"
-"""In the trace folder, not in the run folder."""
 SHARED = "shared"
 """Stands for an address where the relay writes into the trace folder itself."""
-_SEGMENT_SUFFIX = ".cells"
 _STREAM_NAME = re.compile(r"rank(\d{5,8})\.(\d{1,5})")
 _TRIES = 5
 _ASKED_S = 0.2
@@ -172,7 +154,7 @@ def stream_folder(run_folder: Path, stream: StreamId) -> Path:
 
 def segment_path(folder: Path, index: int) -> Path:
     """Where segment `index` of a stream lies: `000003.cells`."""
-    return folder / f"{index:06d}{_SEGMENT_SUFFIX}"
+    return folder / f"{index:06d}{CELLS_SUFFIX}"
 
 
 def segment_indexes(folder: Path) -> list[int]:
@@ -187,7 +169,7 @@ def segment_indexes(folder: Path) -> list[int]:
         return []
     except OSError as error:
         raise SpoolError(f"{folder}: cannot be listed: {error.strerror}") from error
-    stems = (name.removesuffix(_SEGMENT_SUFFIX) for name in names if name.endswith(_SEGMENT_SUFFIX))
+    stems = (name.removesuffix(CELLS_SUFFIX) for name in names if name.endswith(CELLS_SUFFIX))
     return sorted(int(stem) for stem in stems if len(stem) >= 6 and stem.isdecimal())
 
 

@@ -4,16 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rankscope.run.folders import (
-    LAUNCHER_LOCK_NAME,
-    MUSTER_LOCK_NAME,
-    RELAY_LOCK_NAME,
-    RUN_NAME,
-    is_held,
-    stream_folder,
-    streams,
-)
+from rankscope.run.folders import is_held, stream_folder, streams
 from rankscope.run.locks import is_alive
+from rankscope.run.names import LAUNCHER_LOCK_NAME, RELAY_LOCK_NAME, RUN_NAME, START_LOCK_NAME
 
 __all__ = ["is_abandoned"]
 
@@ -26,7 +19,7 @@ def is_abandoned(run_folder: Path) -> bool:
     found = streams(run_folder) if run_folder.is_dir() else []
     if not found and not (run_folder / RUN_NAME).is_file():
         return False
-    locks = (LAUNCHER_LOCK_NAME, RELAY_LOCK_NAME, MUSTER_LOCK_NAME)
+    locks = (LAUNCHER_LOCK_NAME, RELAY_LOCK_NAME, START_LOCK_NAME)
     return not any(is_held(run_folder / name) for name in locks) and not any(
         is_alive(stream_folder(run_folder, stream)) for stream in found
     )

@@ -18,12 +18,12 @@ import time
 from pathlib import Path
 
 from rankscope.errors import SpoolError
+from rankscope.run.names import STREAM_LOCK_NAME
 from rankscope.run.ownfile import OwnFile, above_standard_streams
 from rankscope.run.processes import is_process_alive, process_name
 
-__all__ = ["LOCK_NAME", "StreamLock", "is_alive"]
+__all__ = ["StreamLock", "is_alive"]
 
-LOCK_NAME = "lock"
 _RETRY_S = 0.2
 _FLOCK = struct.Struct("@hhqqi")
 """struct flock of 64-bit Linux: type, whence, start, length, pid."""
@@ -43,7 +43,7 @@ class StreamLock:
         Raises:
             SpoolError: another writer holds it, in this process or another; or it cannot be made.
         """
-        self._path = path = folder / LOCK_NAME
+        self._path = path = folder / STREAM_LOCK_NAME
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         self._pid = os.getpid()
         if _is_held_here(path):
@@ -88,7 +88,7 @@ def is_alive(folder: Path) -> bool:
 
     Takes no lock itself.
     """
-    path = folder / LOCK_NAME
+    path = folder / STREAM_LOCK_NAME
     if _is_held_here(path):
         return True
     try:

@@ -1,13 +1,32 @@
-"""What the files of a trace folder are called, and what progress is told to."""
+"""What the files and folders of a trace and of a host's run are called, and what progress is told
+to.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 __all__ = [
+    "CELLS_SUFFIX",
+    "COLLECTOR_LOCK_NAME",
+    "COLLECTOR_LOG_NAME",
+    "COLLECTOR_NAME",
+    "COLLECTOR_SOCKET_NAME",
+    "HOST_STATE_PREFIX",
+    "JOB_OVER_NAME",
+    "LAUNCHER_LOCK_NAME",
     "NODES_FORMAT",
+    "RELAY_LOCK_NAME",
+    "RELAY_LOG_NAME",
     "REPLICA_FOLDER",
+    "RUN_ID_NAME",
+    "RUN_MARK_PREFIX",
+    "RUN_NAME",
+    "STALL_FOLDER",
+    "START_LOCK_NAME",
     "STEPS_FOLDER",
+    "STEP_TRIGGER_FOLDER",
+    "STREAM_LOCK_NAME",
     "TENSOR_FOLDER",
     "TRACE_FORMAT",
     "TRACE_NAME",
@@ -15,14 +34,49 @@ __all__ = [
     "Progress",
 ]
 
-VALUES_NAME = "values.safetensors"
+# ------------------------------------------------------------------ the trace folder
 TRACE_NAME = "trace.json"
+VALUES_NAME = "values.safetensors"
+STEPS_FOLDER = "steps"
+"""Folder of the nodes files of a large trace, one a step."""
+TENSOR_FOLDER = "tensors"
+"""Folder of the chunks of full tensors, in a trace folder; in a run folder where that is not
+seen."""
+COLLECTOR_LOCK_NAME = "collector.lock"
+"""Held by the collector that writes into this folder."""
+COLLECTOR_NAME = "collector.json"
+"""Says where the collector listens."""
+COLLECTOR_LOG_NAME = "collector.log"
+STALL_FOLDER = "standstills"
+"""Folder of what relays said of a job that stands still, in a trace folder and in a run folder."""
 TRACE_FORMAT = "rankscope.trace/1"
 NODES_FORMAT = "rankscope.nodes/1"
-STEPS_FOLDER = "steps"
-TENSOR_FOLDER = "tensors"
-"""Folder of the chunks of full tensors inside a trace folder."""
+
 REPLICA_FOLDER = "spool"
-"""Folder of the replicas inside a trace folder."""
+"""Folder of the replicas inside a trace folder: `rank00003.0.cells`, its end marker
+`rank00003.0.json`, and the files named below."""
+CELLS_SUFFIX = ".cells"
+"""Ends the names of replicas, and of the segments of a spool."""
+RUN_ID_NAME = "run-id"
+"""Says which run the replicas are of."""
+RUN_MARK_PREFIX = "run-"
+"""Begins the name of the mark by which other hosts see that this folder is the head's."""
+HOST_STATE_PREFIX = "host-"
+"""Begins the names of what the relays of a shared folder say of themselves."""
+
+# ------------------------------------------------------------------ the run folder of a host
+RUN_NAME = "run.json"
+RELAY_LOCK_NAME = "relay.lock"
+RELAY_LOG_NAME = "relay.log"
+JOB_OVER_NAME = "job-over"
+LAUNCHER_LOCK_NAME = "launcher.lock"
+START_LOCK_NAME = "start.lock"
+COLLECTOR_SOCKET_NAME = "collector.sock"
+STEP_TRIGGER_FOLDER = "step-trigger"
+"""Folder `step-trigger.<life>` in which ranks agree on a step (`agent.steps.trigger`); in the
+folder of replicas where all hosts see that."""
+STREAM_LOCK_NAME = "lock"
+"""In the folder of a stream, held by the rank that writes it."""
+
 Progress = Callable[[str, float], None]
 """Told what is being done, and how much of it (0 to 1)."""

@@ -10,11 +10,16 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from rankscope.errors import FolderError, SpoolError
-from rankscope.run.names import TENSOR_FOLDER
-from rankscope.run.stalls import STANDSTILLS_NAME
+from rankscope.run.names import (
+    COLLECTOR_LOCK_NAME,
+    COLLECTOR_LOG_NAME,
+    COLLECTOR_NAME,
+    REPLICA_FOLDER,
+    STALL_FOLDER,
+    TENSOR_FOLDER,
+)
 
 __all__ = [
-    "COLLECTOR_LOG_NAME",
     "announced",
     "check_budget",
     "claim_out",
@@ -25,15 +30,14 @@ __all__ = [
     "typed",
 ]
 
-COLLECTOR_LOG_NAME = "collector.log"
 _OF_A_COLLECTOR = frozenset(
     {
-        "spool",
-        "collector.lock",
-        "collector.json",
+        REPLICA_FOLDER,
+        COLLECTOR_LOCK_NAME,
+        COLLECTOR_NAME,
         COLLECTOR_LOG_NAME,
         TENSOR_FOLDER,
-        STANDSTILLS_NAME,
+        STALL_FOLDER,
     }
 )
 """What is in a trace folder as long as its tree is not."""

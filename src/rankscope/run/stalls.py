@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from rankscope.errors import SpoolError
+from rankscope.run.names import STALL_FOLDER
 from rankscope.run.replacing import read_json_map, write_by_rename
 
 __all__ = [
-    "STANDSTILLS_NAME",
     "Stall",
     "carry_standstills",
     "keep_standstill",
@@ -113,8 +113,6 @@ def _clock(wall_ns: int) -> str:
     return time.strftime("%H:%M:%S" if is_today else "%Y-%m-%d %H:%M:%S", then)
 
 
-STANDSTILLS_NAME = "standstills"
-"""Folder of these files."""
 _FORMAT = "rankscope.standstills/1"
 _MOST = 50
 """The latest of one relay that are kept."""
@@ -133,7 +131,7 @@ def keep_standstill(folder: Path, relay: str, standstill: Stall) -> None:
     Raises:
         SpoolError: it cannot be written.
     """
-    path = folder / STANDSTILLS_NAME / f"{relay}.json"
+    path = folder / STALL_FOLDER / f"{relay}.json"
     others = [s for s in _read(path) if abs(s.since_ns - standstill.since_ns) > _SAME_NS]
     kept = sorted([*others, standstill], key=lambda s: s.since_ns)[-_MOST:]
     try:
@@ -147,14 +145,14 @@ def keep_standstill(folder: Path, relay: str, standstill: Stall) -> None:
 def standstills_in(folder: Path) -> list[Stall]:
     """Return all standstills noted in a trace folder or run folder, in order of their begin; what
     cannot be read is left out."""
-    found = [s for path in sorted((folder / STANDSTILLS_NAME).glob("*.json")) for s in _read(path)]
+    found = [s for path in sorted((folder / STALL_FOLDER).glob("*.json")) for s in _read(path)]
     return sorted(found, key=lambda s: s.since_ns)
 
 
 def carry_standstills(folders: Iterable[Path], out: Path) -> None:
     """Copy what is noted in folders into a new trace folder; what cannot be written is left out."""
     for folder in folders:
-        for path in sorted((folder / STANDSTILLS_NAME).glob("*.json")):
+        for path in sorted((folder / STALL_FOLDER).glob("*.json")):
             for standstill in _read(path):
                 with contextlib.suppress(SpoolError):
                     keep_standstill(out, path.stem, standstill)
@@ -162,10 +160,10 @@ def carry_standstills(folders: Iterable[Path], out: Path) -> None:
 
 def remove_standstills(run_folder: Path) -> None:
     """Remove a run folder's own notes."""
-    for path in (run_folder / STANDSTILLS_NAME).glob("*.json"):
+    for path in (run_folder / STALL_FOLDER).glob("*.json"):
         path.unlink(missing_ok=True)
     with contextlib.suppress(OSError):
-        os.rmdir(run_folder / STANDSTILLS_NAME)
+        os.rmdir(run_folder / STALL_FOLDER)
 
 
 def _read(path: Path) -> list[Stall]:

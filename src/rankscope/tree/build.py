@@ -17,11 +17,12 @@ from rankscope.assembly.interning import build_vocabulary
 from rankscope.assembly.keptchunks import carry_chunks, finish_kept
 from rankscope.assembly.nodes import merge
 from rankscope.assembly.rankstreams import RankStream, StreamBytes, read_stream
-from rankscope.assembly.sources import REPLICA_FOLDER, find_streams
+from rankscope.assembly.sources import find_streams
 from rankscope.assembly.tables import build_tables
 from rankscope.chunks.tensorfiles import TensorRecords
 from rankscope.errors import FolderError, TraceError
 from rankscope.record.streams import StreamId
+from rankscope.run.names import REPLICA_FOLDER
 from rankscope.run.stalls import carry_standstills
 from rankscope.tree.document import Document
 from rankscope.tree.header import completeness, run_header, step_notes

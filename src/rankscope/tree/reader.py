@@ -14,7 +14,7 @@ from rankscope.globs import glob_matches
 from rankscope.layout.placement import Mesh
 from rankscope.record.call import Mode, Phase
 from rankscope.record.ranklists import ranks_named
-from rankscope.run.names import REPLICA_FOLDER, TRACE_FORMAT, TRACE_NAME, Progress
+from rankscope.run.names import CELLS_SUFFIX, REPLICA_FOLDER, TRACE_FORMAT, TRACE_NAME, Progress
 from rankscope.run.out import typed
 from rankscope.run.stalls import Stall, standstills_in
 from rankscope.tree.damage import UNREADABLE
@@ -335,7 +335,7 @@ def _is_trace(folder: Path) -> bool:
                 return True
     except OSError:
         pass
-    return next((folder / REPLICA_FOLDER).glob("rank*.cells"), None) is not None
+    return next((folder / REPLICA_FOLDER).glob(f"rank*{CELLS_SUFFIX}"), None) is not None
 
 
 def open_trace(

@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import rankscope
 from rankscope.errors import TraceError, TraceVersionError
-from rankscope.run.names import REPLICA_FOLDER, TRACE_NAME, Progress
+from rankscope.run.names import (
+    CELLS_SUFFIX,
+    COLLECTOR_LOCK_NAME,
+    REPLICA_FOLDER,
+    TRACE_NAME,
+    Progress,
+)
 from rankscope.tree.digests import Columns
 
 if TYPE_CHECKING:
@@ -25,7 +31,6 @@ __all__ = ["TraceFiles", "wait_for_collector"]
 _FORMAT = re.compile(r"rankscope\.(trace|nodes)/(\d+)")
 _NEWEST_FORMAT = 1
 _NODES_FILE = re.compile(r"steps/\d{6}\.json")
-_COLLECTOR_LOCK = "collector.lock"
 _POLL_S = 0.1
 
 
@@ -110,11 +115,13 @@ def wait_for_collector(folder: Path, wait_s: float, progress: Progress | None) -
 
 def _is_finishing(folder: Path) -> bool:
     """True where every stream has ended and a collector still holds the folder."""
-    replicas = [*(folder / REPLICA_FOLDER).glob("*.cells")]
+    replicas = [*(folder / REPLICA_FOLDER).glob(f"*{CELLS_SUFFIX}")]
     if not replicas or not all(replica.with_suffix(".json").exists() for replica in replicas):
         return False
     try:
-        descriptor = os.open(folder / _COLLECTOR_LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        descriptor = os.open(
+            folder / COLLECTOR_LOCK_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+        )
     except OSError:
         return False
     try:

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rankscope.run.folders import COLLECTOR_LOCK_NAME, find_runs, is_held, spool_base
+from rankscope.run.folders import find_runs, is_held, spool_base
 from rankscope.run.liveness import is_abandoned
-from rankscope.run.names import REPLICA_FOLDER
+from rankscope.run.names import COLLECTOR_LOCK_NAME, HOST_STATE_PREFIX, REPLICA_FOLDER
 
 __all__ = ["is_at_work", "spool_bases"]
 
@@ -25,7 +25,8 @@ def is_at_work(folder: Path, run: Mapping[str, Any]) -> bool:
         return True
     if any(not is_abandoned(one) for one in find_runs(spool_bases(run), str(run["id"]))):
         return True
-    written = [path.stat().st_mtime for path in (folder / REPLICA_FOLDER).glob("host-*.json")]
+    states = (folder / REPLICA_FOLDER).glob(f"{HOST_STATE_PREFIX}*.json")
+    written = [path.stat().st_mtime for path in states]
     return time.time() - max(written, default=0.0) < _SILENT_S
 
 

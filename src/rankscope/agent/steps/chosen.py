@@ -24,13 +24,13 @@ class ChosenSteps:
         self._has_begun = False
         """A step that is traced has begun."""
 
-    def watch_file(self, recorder: Recorder, rank: int, meeting_place: Path | None) -> None:
+    def watch_file(self, recorder: Recorder, rank: int, step_trigger_folder: Path | None) -> None:
         """Begin to look at the file of `at:FILE`, where the setting has one.
 
         Args:
             recorder: where missed steps are written down.
             rank: this one's number.
-            meeting_place: the folder in which ranks agree; None for a rank that is alone.
+            step_trigger_folder: the folder in which ranks agree; None for a rank that is alone.
         """
         if self._selection.file is None:
             return
@@ -44,7 +44,9 @@ class ChosenSteps:
             recorder.error(None, why)
             say(f"rank {rank}: {why}")
 
-        self._trigger = Trigger(self._selection.file, meeting_place, missed=missed, failed=failed)
+        self._trigger = Trigger(
+            self._selection.file, step_trigger_folder, missed=missed, failed=failed
+        )
 
     def begins(self, mode: Mode, step: int) -> bool:
         """Say, once as it begins, whether a step is traced."""

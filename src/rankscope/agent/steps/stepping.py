@@ -87,7 +87,7 @@ class Stepping:
         """Take what an open spool gives."""
         self.parts = parts
         self.collectives.open(parts.recorder, parts.values, parts.tracer, parts.table)
-        self.chosen.watch_file(parts.recorder, parts.rank, opened.meeting_place)
+        self.chosen.watch_file(parts.recorder, parts.rank, opened.step_trigger_folder)
 
     def open_scope(self, info: ModuleInfo, module: nn.Module) -> Scope | None:
         """Say which step an outermost call belongs to; turn tracing on or off where a step
