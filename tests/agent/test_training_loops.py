@@ -625,6 +625,89 @@ def test_a_gradient_that_no_optimizer_will_use_is_marked(tmp_path: Path) -> None
     assert found.value("last", "grad:weight", step=1, phase="grads", ordinal=1)
 
 
+def by_flat_copies(kept: list[Net], norms_left: list[list[float | None]]) -> Callable[[], Any]:
+    """Train as DeepSpeed does: the optimizer holds one flat copy a group and steps once for each,
+    gradients are taken from the parameters before, and these get the new values after the last.
+    """
+
+    def program() -> Any:
+        model = Net()
+        model.norm.weight.requires_grad_(False)
+        kept[:], norms_left[:] = [model], []
+        trained = [p for p in model.parameters() if p.requires_grad]
+        groups = [[p for p in trained if p.dim() == dims] for dims in (2, 1)]
+        flats = [torch.cat([p.detach().reshape(-1) for p in group]) for group in groups]
+        optimizer = torch.optim.SGD([{"params": [flat]} for flat in flats], lr=0.1)
+        whole = optimizer.param_groups
+        for _ in range(3):
+            loss_of(model).backward()
+            for group, flat in zip(groups, flats, strict=True):
+                flat.grad = torch.cat([p.grad.reshape(-1) for p in group if p.grad is not None])
+            model.zero_grad()
+            for number, (group, flat) in enumerate(zip(groups, flats, strict=True)):
+                optimizer.param_groups = [whole[number]]
+                optimizer.step()
+                sizes = [p.numel() for p in group]
+                for parameter, part in zip(group, flat.split(sizes), strict=True):
+                    parameter.data.copy_(part.view_as(parameter))
+            norms_left.append(norms(trained))
+        return model
+
+    return program
+
+
+def test_parameters_trained_by_flat_copies_are_read_once_a_step_as_training_left_them(
+    tmp_path: Path,
+) -> None:
+    """Whoever copies them back does so behind the optimizer's own step, often group by group:
+    between those steps they are half new, and read for nothing.
+    """
+    kept: list[Net] = []
+    left: list[list[float | None]] = []
+    found = traced_unharmed(by_flat_copies(kept, left), tmp_path / "trace", steps="all")
+    assert not errors(found)
+    steps = train_steps(found)
+    assert len(steps) == 3
+    for step, truth in zip(steps, left, strict=True):
+        slots: dict[str, list[str]] = {"grad": [], "param": []}
+        shown: list[float | None] = []
+        for node in step.walk():
+            for view in node.slots if node.phase in (Phase.GRADS, Phase.PARAMS) else ():
+                kind, _, name = view.slot.partition(":")
+                if kind in slots:
+                    slots[kind].append(f"{node.path}.{name}")
+                if kind == "param":
+                    assert view.folds[0].flags == ("after_call",)
+                    (digest,) = view.per_rank().values()
+                    shown += [] if (node.path, name) == ("norm", "weight") else [digest.l2]
+        names = [name for name, _ in kept[0].named_parameters()]
+        assert sorted(slots["param"]) == sorted(names)
+        assert sorted(slots["grad"]) == sorted(set(names) - {"norm.weight"})
+        assert sorted(n for n in shown if n) == pytest.approx(sorted(n for n in truth if n))
+    assert found.value("last", "param:weight", step=2, phase="params")
+
+
+def test_a_gradient_that_comes_between_two_optimizer_steps_is_recorded_though_nobody_holds_it(
+    tmp_path: Path,
+) -> None:
+    def program() -> Any:
+        model = Net()
+        optimizer = torch.optim.SGD(model.first.parameters(), lr=0.1)
+        for _ in range(2):
+            hidden = model.norm(model.first(batch()))  # no root forward yet: the next one is
+            out = model(batch())
+            hidden.square().mean().backward()
+            optimizer.step()
+            out.square().mean().backward()
+            optimizer.step()
+            model.zero_grad()
+        return model
+
+    found = traced_unharmed(program, tmp_path / "trace", steps="all")
+    assert found.value("last", "grad:weight", step=train_steps(found)[-1].step, phase="grads",
+                       ordinal=1)  # fmt: skip
+
+
 def test_an_optimizer_that_holds_what_the_model_no_longer_has_is_noted(tmp_path: Path) -> None:
     def program() -> Any:
         model = Net()

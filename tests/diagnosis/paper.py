@@ -66,16 +66,18 @@ def event(
     values: Mapping[str, np.ndarray],
     *,
     step: int = 0,
+    ordinal: int = 0,
     wrappers: Sequence[str] = (),
     flags: int = 0,
     dtype: str = "float32",
     mesh: Mesh | None = None,
 ) -> None:
     """Record a setup, grads or params event."""
-    with rank.call(class_name="Model", phase=phase, step=step, wrappers=[*wrappers], **EVENT):
+    where: dict[str, Any] = {"phase": phase, "step": step, "ordinal": ordinal, **EVENT}
+    with rank.call(class_name="Model", wrappers=[*wrappers], **where):
         for name, value in values.items():
             path, _, own = name.rpartition(".")
-            with rank.call(path, class_name="Linear", phase=phase, step=step, **EVENT) as owner:
+            with rank.call(path, class_name="Linear", **where) as owner:
                 placed = placed_on(mesh, value) if mesh else {}
                 rank.value(
                     owner, f"{kind}:{own}", value, phase=phase, flags=flags, dtype=dtype, **placed

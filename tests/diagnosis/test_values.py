@@ -153,6 +153,22 @@ def test_what_no_optimizer_holds_is_a_warning_and_a_fault_where_one_holds_strang
     assert (finding.kind.value, finding.severity.value) == ("parameter-not-updated", severity)
 
 
+def test_parameters_read_behind_the_last_optimizer_step_belong_to_the_gradients_of_an_earlier_one(
+    tmp_path: Path,
+):
+    """What no optimizer holds is read when the train step closes, in an event of its own."""
+
+    def write(rank: PaperRank) -> None:
+        value = {"a.weight": numbers(0)}
+        setup(rank, value)
+        flags = int(ValueFlag.UNHELD)
+        event(rank, Phase.GRADS, "grad", {"a.weight": numbers(50)}, flags=flags)
+        event(rank, Phase.PARAMS, "param", value, ordinal=2, flags=int(ValueFlag.AFTER_CALL))
+
+    (finding,) = judged(tmp_path, 1, write).findings
+    assert (finding.kind.value, finding.severity.value) == ("parameter-not-updated", "warning")
+
+
 # ---- recomputation, structure --------------------------------------------------------------------
 
 

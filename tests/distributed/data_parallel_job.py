@@ -28,6 +28,8 @@ import rankscope
 from tests.unharmed import differences, numbers_of
 
 STEPS = 2
+KEPT: list[nn.Module] = []
+"""Kept alive until the next, as a script keeps its model: what is gone cannot be read."""
 
 
 class Net(nn.Module):
@@ -129,6 +131,45 @@ def fsdp2_stale() -> Any:
     return model, train(model, optimizer, is_spared=True)
 
 
+def flat_copies() -> Any:
+    """ZeRO as DeepSpeed does it: each rank steps its part of a flat copy of each group, puts it
+    into its own parameters, and gathers those of the others behind the last group.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = Net()
+    KEPT[:] = [model]
+    groups = [[p for p in model.parameters() if p.dim() == dims] for dims in (2, 1)]
+    flats = [torch.cat([p.detach().reshape(-1) for p in group]) for group in groups]
+    parts = [flat.tensor_split(world)[rank].clone() for flat in flats]
+    optimizer = torch.optim.AdamW([{"params": [part]} for part in parts], lr=0.01)
+    whole = optimizer.param_groups
+    losses = []
+    for _ in range(STEPS):
+        loss = loss_of(model, is_spared=True)
+        loss.backward()
+        losses.append(loss.item())
+        for group, part in zip(groups, parts, strict=True):
+            flat = torch.cat([p.grad.reshape(-1) for p in group if p.grad is not None])
+            dist.all_reduce(flat)
+            part.grad = flat.tensor_split(world)[rank].clone() / world
+        model.zero_grad()
+        for number, (group, flat, part) in enumerate(zip(groups, flats, parts, strict=True)):
+            optimizer.param_groups = [whole[number]]
+            optimizer.step()
+            flat.tensor_split(world)[rank].copy_(part)
+            _put_back(group, flat)
+        for group, flat in zip(groups, flats, strict=True):
+            for owner, piece in enumerate(flat.tensor_split(world)):
+                dist.broadcast(piece, owner)
+            _put_back(group, flat)
+    return model, losses
+
+
+def _put_back(group: list[nn.Parameter], flat: torch.Tensor) -> None:
+    for parameter, piece in zip(group, flat.split([p.numel() for p in group]), strict=True):
+        parameter.data.copy_(piece.view_as(parameter))
+
+
 def fsdp1(use_orig_params: bool) -> Callable[[], Any]:
     def program() -> Any:
         model = FullyShardedDataParallel(
@@ -153,6 +194,7 @@ PROGRAMS: dict[str, Callable[[], Any]] = {
     "fsdp2 offload": fsdp2(offload_policy=CPUOffloadPolicy(pin_memory=False)),
     "fsdp2 accumulation": fsdp2(accumulate=True),
     "fsdp2 stale": fsdp2_stale,
+    "flat copies": flat_copies,
     "fsdp1": fsdp1(True),
     "fsdp1 flat": fsdp1(False),
 }

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from rankscope.judge.check import check
 from rankscope.record.call import Phase
+from rankscope.record.finding import Verdict
 from rankscope.tree.reader import Step, Trace, open_trace
 from tests.distributed import data_parallel_job as job
 from tests.distributed.pool import RankPool
@@ -35,7 +37,9 @@ def flags(found: Trace, phase: Phase) -> set[str]:
     }
 
 
-@pytest.mark.parametrize("name", [n for n in job.PROGRAMS if n != "fsdp2 stale"])
+@pytest.mark.parametrize(
+    "name", [n for n in job.PROGRAMS if n not in ("fsdp2 stale", "flat copies")]
+)
 def test_a_loop_is_unharmed_and_every_rank_shows_its_gradients_and_parameters(
     ranks: RankPool, tmp_path: Path, name: str
 ) -> None:
@@ -72,3 +76,16 @@ def test_parameters_that_fully_shard_replaced_behind_the_optimizer_are_told(
         found.value("head", "param:weight", step=n, phase="params").per_rank[0] for n in range(2)
     )
     assert first is not None and last is not None and first.hash == last.hash, "nothing was trained"
+
+
+def test_parameters_trained_by_flat_copies_raise_no_alarm_while_they_are_half_new(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    """Under ZeRO ranks hold different parts of the new values between the steps of the groups."""
+    ranks.run(job.run, str(tmp_path / "trace"), "flat copies", world_size=WORLD)
+    found = open_trace(tmp_path / "trace")
+    assert check(found).verdict is Verdict.CLEAN
+    for step in found.steps:
+        weight = found.value("head", "param:weight", step=step.step, phase="params").per_rank
+        assert weight[0] is not None and weight[1] is not None
+        assert weight[0].hash == weight[1].hash

@@ -232,14 +232,15 @@ class ModuleTable:
                 found.append(info)
         return found
 
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yield the parameters of every root."""
+        for root in self.roots:
+            if (top := root.module()) is not None:
+                yield from parameters_of_module(top)
+
     def parameter_ids(self) -> frozenset[int]:
         """Return the identities of the parameters of every root."""
-        return frozenset(
-            id(parameter)
-            for root in self.roots
-            if (top := root.module()) is not None
-            for parameter in parameters_of_module(top)
-        )
+        return frozenset(map(id, self.parameters()))
 
     def paths(self) -> set[str]:
         """Return the canonical paths of all modules seen."""

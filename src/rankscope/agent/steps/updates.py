@@ -1,11 +1,15 @@
 """What an optimizer step does to the roots: gradients just before it, parameters just after it.
 
-Each optimizer records its own parameters. What no optimizer holds is recorded with every step
-outside a backward pass, and its gradients are marked. Where a step trained without any optimizer,
-gradients and parameters are read when it closes.
+Each optimizer records its own parameters. Of those that no optimizer holds, the gradients are
+recorded, and marked, before a step outside a backward pass. Somebody else
+trains them behind the optimizer's own step (from flat copies, a group at a time): they are read
+once, when the train step closes; frozen ones with the first optimizer that holds others.
+Where a step trained without any optimizer, gradients and parameters are read when it closes.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 
@@ -51,6 +55,15 @@ class Updates:
         self._flags = 0
         self._carried: frozenset[int] = frozenset()
         """Parameters that had a gradient before the first backward of the step."""
+        self._read: set[int] = set()
+        """Parameters read behind an optimizer step of this step."""
+        self._unheld: set[int] = set()
+        """Parameters that no optimizer held when one stepped in this step."""
+        self._told: set[int] = set()
+        """Parameters of no optimizer of which it was said in this step whether they have a
+        gradient."""
+        self._shown = 0
+        """One more than the ordinal of the last parameters recorded in this step."""
 
     def backward_begins(self) -> None:
         """Look which gradients the step before has left: called once in a step."""
@@ -70,10 +83,16 @@ class Updates:
         if has_closure:
             self._count += 1
             self._gradients(optimizer, step)
-        concerned, _ = self._concerned(optimizer)
-        self._events.parameters(
-            step, max(self._count - 1, 0), concerned, flags=self._flags & _SKIPPED
-        )
+        ordinal = max(self._count - 1, 0)
+        holdings = self._holdings(optimizer)
+        concerned = holdings.own
+        self._unheld |= holdings.unheld
+        if concerned:
+            frozen = holdings.unheld - self._events.needing_gradient(holdings.unheld)
+            concerned |= frozen - self._read
+            self._read |= concerned
+            self._shown = ordinal + 1
+            self._events.parameters(step, ordinal, concerned, flags=self._flags & _SKIPPED)
 
     def skipped(self, optimizer: torch.optim.Optimizer, step: int) -> None:
         """Record the gradients for which a GradScaler did not step an optimizer."""
@@ -99,8 +118,13 @@ class Updates:
                 self._events.gradients(step, 0, None, flags=_AFTER_CALL)
             if has_gradients or is_trained:
                 self._events.parameters(step, 0, None, flags=_AFTER_CALL)
-        self._count = 0
+        if left := frozenset(self._unheld - self._read):
+            self._events.parameters(step, self._shown, left, flags=_AFTER_CALL)
+        self._count = self._shown = 0
         self._carried = frozenset()
+        self._read.clear()
+        self._unheld.clear()
+        self._told.clear()
         self._noted.clear()
         self._events.end_step()
 
@@ -114,19 +138,22 @@ class Updates:
                 f"{type(optimizer).__name__} skipped its own step: GradScaler found inf or NaN",
             )
         self._flags = flags
-        concerned, holdings = self._concerned(optimizer)
+        holdings = self._holdings(optimizer)
         self._note(step, describe_strangers(optimizer, holdings))
+        again = holdings.unheld & self._told
+        concerned = holdings.own | (holdings.unheld - again) | self._events.having_gradient(again)
+        self._told |= holdings.unheld
         self._events.gradients(
             step, self._count - 1, concerned, flags=flags, unheld=holdings.unheld,
             carried=self._carried, extras=scaling_of(optimizer),
         )  # fmt: skip
 
-    def _concerned(self, optimizer: torch.optim.Optimizer) -> tuple[frozenset[int], Holdings]:
-        """Return which parameters to record at an optimizer's step, and whose they all are."""
+    def _holdings(self, optimizer: torch.optim.Optimizer) -> Holdings:
+        """Return whose the parameters are that concern an optimizer's step."""
         holdings = self._optimizers.holdings(optimizer, self._table.parameter_ids())
         if current_graph_task() != -1:  # inside backward: gradients of others are not final
-            return holdings.own, holdings
-        return holdings.own | holdings.unheld, holdings
+            return replace(holdings, unheld=frozenset())
+        return holdings
 
     def _note_raised(self, step: int) -> None:
         if self._running:

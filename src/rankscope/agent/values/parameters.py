@@ -4,7 +4,7 @@ an optimizer step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -118,11 +118,24 @@ class ParameterEvents:
     def has_gradients(self) -> bool:
         """True where a parameter of a root has a gradient now."""
         with invisible():
-            return any(
-                parameter.grad is not None
-                for root in self._table.roots
-                if (top := root.module()) is not None
-                for parameter in parameters_of_module(top)
+            return any(parameter.grad is not None for parameter in self._table.parameters())
+
+    def having_gradient(self, chosen: Set[int]) -> frozenset[int]:
+        """Return those of the parameters, told by their identities, that have a gradient now."""
+        return self._that(chosen, lambda parameter: parameter.grad is not None)
+
+    def needing_gradient(self, chosen: Set[int]) -> frozenset[int]:
+        """Return those of the parameters, told by their identities, that need a gradient."""
+        return self._that(chosen, lambda parameter: parameter.requires_grad)
+
+    def _that(self, chosen: Set[int], holds: Callable[[torch.Tensor], bool]) -> frozenset[int]:
+        if not chosen:
+            return frozenset()
+        with invisible():
+            return frozenset(
+                id(parameter)
+                for parameter in self._table.parameters()
+                if id(parameter) in chosen and holds(parameter)
             )
 
     def with_gradient(self, parameters: Iterable[torch.Tensor]) -> frozenset[int]:

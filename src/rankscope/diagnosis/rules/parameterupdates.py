@@ -128,6 +128,8 @@ def _updates(moment: StepView, scene: CheckContext) -> Iterator[_JudgedUpdate]:
     }
     if not gradients:
         return
+    # what no optimizer holds is read when the step closes: its gradient came with an earlier event
+    last = {(key[0], key[2]): gradients[key] for key in sorted(gradients)}
     latest = dict(life.parameters)
     for held in moment.values(Phase.PARAMS):
         if not held.slot.startswith("param:"):
@@ -135,7 +137,10 @@ def _updates(moment: StepView, scene: CheckContext) -> Iterator[_JudgedUpdate]:
         key = (held.call.path, held.slot)
         before = latest.get(key)
         latest[key] = Latest(held.ranks, held.hashes, held.column("sketch"))
-        gradient = gradients.get((held.call.path, held.call.ordinal, held.slot[6:]))
+        name = held.slot[6:]
+        gradient = gradients.get((held.call.path, held.call.ordinal, name))
+        if gradient is None:
+            gradient = last.get((held.call.path, name))
         if before is None or gradient is None:
             continue
         update = _update(held, before, gradient)
