@@ -81,6 +81,7 @@ WITHOUT_TORCH = [
     "rankscope.export.formats",
     "rankscope.export.perfetto",
     "rankscope.layout.plan",
+    "rankscope.layout.infer",
     "rankscope.layout.batches",
     "rankscope.layout.declared",
     "rankscope.layout.layoutfile",

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rankscope.layout.placement import Mesh
 from rankscope.record.call import Phase
 from rankscope.record.finding import Verdict
 from rankscope.record.value import ValueFlag
@@ -264,3 +265,20 @@ def test_the_same_batch_on_data_parallel_ranks_is_a_warning(
     assert [(f.kind.value, f.path, f.slot, f.ranks) for f in report.findings] == count * [
         ("duplicate-data", "", "input.0", (0, 1))
     ]
+
+
+@pytest.mark.parametrize(("axis", "count"), [("dp_shard", 1), ("dp_shard_cp", 0)])
+def test_one_batch_on_fsdp_ranks_is_no_duplicate_where_the_axis_cuts_sequences_too(
+    tmp_path: Path, axis: str, count: int
+):
+    # under context parallelism ranks load one batch and each takes its part of the sequence
+    mesh = Mesh(axes=(axis,), shape=(2,), ranks=(0, 1))
+
+    def write(rank: PaperRank) -> None:
+        setup(rank, {"fc.weight": numbers(0)}, wrappers=["FSDP2"], mesh=mesh)
+        with rank.call(class_name="Model") as top:
+            rank.value(top, "input.0", numbers(7))
+            rank.value(top, "output", numbers(8))
+
+    kinds = [finding.kind.value for finding in judged(tmp_path, 2, write).findings]
+    assert kinds == count * ["duplicate-data"]

@@ -125,6 +125,9 @@ def test_an_axis_that_cuts_sequences_by_its_name_is_not_taken_for_data(tmp_path)
     found = peers(tmp_path / "cp", weight=same, x=own, declared=declared)
     assert found.data == () and "along dp_shard_cp, whose name says" in found.why_not
     assert found.replicas == ("dp_shard_cp",)
+    declared = Mesh(axes=("cp1",), shape=(4,), ranks=(0, 1, 2, 3))
+    found = peers(tmp_path / "cp1", weight=same, x=own, declared=declared)
+    assert found.data == () and "along cp1, whose name says" in found.why_not
     declared = Mesh(axes=("replicate", "dp"), shape=(2, 2), ranks=(0, 1, 2, 3))
     assert peers(tmp_path / "dp", weight=same, x=own, declared=declared).data == (
         "replicate",

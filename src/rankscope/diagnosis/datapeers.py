@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.diagnosis.context import CheckContext
-from rankscope.diagnosis.layouts import lines_along
-from rankscope.diagnosis.stepview import CallView, SlotValues, StepView
-from rankscope.layout.placement import parse_placement
+from rankscope.diagnosis.layouts import sorted_lines
+from rankscope.diagnosis.stepview import CallView, StepView
+from rankscope.layout.infer import AxisName, is_fsdp_axis, named_as
+from rankscope.layout.placement import Mesh, Placement, parse_placement
 from rankscope.record.call import Phase
 
 __all__ = ["data_lines", "fsdp_axes", "root_calls", "same_inputs"]
 
 Array = NDArray[Any]
-_DATA: Final = re.compile(r"(^|_)(dp|ddp|data|fsdp|hsdp|replicate|shard)(_|\d|$)")
-
-_NO_DATA: Final = re.compile(
-    r"(^|_)(tp|sp|cp|pp|ep|tensor|sequence|seq|context|pipe|expert)(_|\d|$)"
-)
 
 
 def root_calls(moment: StepView) -> Iterator[CallView]:
@@ -64,9 +59,9 @@ def data_lines(moment: StepView, scene: CheckContext) -> dict[str, tuple[Array, 
     found: dict[str, tuple[Array, ...]] = {}
     declared = scene.layouts.mesh
     if declared is not None:
-        for axis, name in enumerate(declared.axes):
-            if _DATA.search(name.lower()) and declared.shape[axis] > 1:
-                found[f"declared axis {name}"] = lines_along(declared, [axis])
+        for name, extent in zip(declared.axes, declared.shape):
+            if named_as(name) is AxisName.DATA and extent > 1:
+                found[f"declared axis {name}"] = sorted_lines(declared, [name])
     if "FSDP2" in life.wrappers:
         for name, lines in life.data_axes.items():
             found.setdefault(f"FSDP's axis {name}", lines)
@@ -76,35 +71,21 @@ def data_lines(moment: StepView, scene: CheckContext) -> dict[str, tuple[Array, 
 
 
 def fsdp_axes(setup: StepView) -> dict[str, tuple[Array, ...]]:
-    """Return {axis: its lines} of the mesh axes that are named as data axes, or are a mesh's only
-    axis, along which every DTensor parameter is cut (and are not named as anything else)."""
-    placed: dict[tuple[str, str], list[bool]] = {}
-    lines: dict[tuple[str, str], tuple[Array, ...]] = {}
+    """Return {axis: its lines} of the mesh axes that FSDP cut DTensor parameters along."""
+    placed: dict[str, dict[str, list[Placement]]] = {}
+    meshes: dict[str, tuple[Mesh, ...]] = {}
     for held in setup.values(Phase.SETUP):
         if held.slot.startswith("param:") and held.source == "dtensor":
-            _read_axes(held, placed, lines)
+            view = held.views[0]
+            name = str(view.data["layout"].get("mesh", ""))
+            meshes[name] = view.meshes
+            for axis, text in view.placements.items():
+                placed.setdefault(name, {}).setdefault(axis, []).append(parse_placement(text))
     return {
-        name: lines[mesh, name]
-        for (mesh, name), cuts in placed.items()
-        if _DATA.search(name.lower())
-        or (all(cuts) and "," not in mesh and not _NO_DATA.search(name.lower()))
+        axis: tuple(
+            line for mesh in meshes[name] for line in sorted_lines(mesh, [axis]) if len(line) > 1
+        )
+        for name, by_axis in placed.items()
+        for axis, placements in by_axis.items()
+        if is_fsdp_axis(axis, placements, len(by_axis))
     }
-
-
-def _read_axes(
-    held: SlotValues,
-    placed: dict[tuple[str, str], list[bool]],
-    lines: dict[tuple[str, str], tuple[Array, ...]],
-) -> None:
-    view = held.views[0]
-    mesh_name = str(view.data["layout"].get("mesh", ""))
-    for name, text in view.placements.items():
-        key = (mesh_name, name)
-        placed.setdefault(key, []).append(parse_placement(text).dim is not None)
-        if key not in lines:
-            lines[key] = tuple(
-                line
-                for mesh in view.meshes
-                for line in lines_along(mesh, [mesh.axes.index(name)])
-                if len(line) > 1
-            )

@@ -6,9 +6,7 @@ layout file, inferred from what ranks held at setup (`replicas.py`). Nothing els
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -16,10 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.diagnosis.stepview import SlotValues
+from rankscope.layout.infer import lines_along
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.layout.placement import Mesh, Placement, PlacementKind, parse_placement
 
-__all__ = ["Layouts", "Same", "lines_along"]
+__all__ = ["Layouts", "Same", "sorted_lines"]
 
 Array = NDArray[Any]
 _PLACED: Final = ("dtensor", "declared")
@@ -35,13 +34,9 @@ class Same:
     """"dtensor", "declared" or "inferred"."""
 
 
-def lines_along(mesh: Mesh, axes: Sequence[int]) -> tuple[Array, ...]:
+def sorted_lines(mesh: Mesh, axes: Collection[str]) -> tuple[Array, ...]:
     """Return the sorted ranks along some axes, for every place on the others."""
-    held = np.array(mesh.ranks, np.int64).reshape(mesh.shape)
-    others = [axis for axis in range(len(mesh.shape)) if axis not in axes]
-    width = math.prod(mesh.shape[axis] for axis in axes)
-    lines = held.transpose([*others, *axes]).reshape(-1, width)
-    return tuple(np.sort(line) for line in lines)
+    return tuple(np.sort(np.array(line, np.int64)) for line in lines_along(mesh, axes))
 
 
 class Layouts:
@@ -62,12 +57,7 @@ class Layouts:
             return None
         key = ("declared", tuple(sorted((a, str(p)) for a, p in placements.items())))
         if key not in self._groups:
-            whole = [
-                axis
-                for axis, name in enumerate(self.mesh.axes)
-                if name in placements and placements[name].kind is PlacementKind.REPLICATE
-            ]
-            self._groups[key] = _wide(lines_along(self.mesh, whole) if whole else ())
+            self._groups[key] = _wide(_replicas(self.mesh, placements))
         return Same(groups=self._groups[key], source="declared")
 
     def placements(self, path: str, slot: str) -> Mapping[str, Placement]:
@@ -89,8 +79,9 @@ class Layouts:
             texts: Mapping[str, str] = layout.get("placements", {})
             key = (layout.get("mesh", ""), tuple(texts.items()))
             if key not in self._groups:
+                placements = {axis: parse_placement(text) for axis, text in texts.items()}
                 self._groups[key] = _wide(
-                    itertools.chain.from_iterable(_replicas(mesh, texts) for mesh in view.meshes)
+                    line for mesh in view.meshes for line in _replicas(mesh, placements)
                 )
             if len(held.views) == 1:
                 return self._groups[key]
@@ -99,14 +90,11 @@ class Layouts:
         return tuple(found)
 
 
-def _replicas(mesh: Mesh, texts: Mapping[str, str]) -> tuple[Array, ...]:
-    whole = [
-        axis
-        for axis, name in enumerate(mesh.axes)
-        if parse_placement(texts[name]).kind is PlacementKind.REPLICATE
-    ]
-    return lines_along(mesh, whole) if whole else ()
+def _replicas(mesh: Mesh, placements: Mapping[str, Placement]) -> tuple[Array, ...]:
+    kinds = {axis: placement.kind for axis, placement in placements.items()}
+    whole = [axis for axis in mesh.axes if kinds.get(axis) is PlacementKind.REPLICATE]
+    return sorted_lines(mesh, whole) if whole else ()
 
 
-def _wide(groups: Any) -> tuple[Array, ...]:
+def _wide(groups: Iterable[Array]) -> tuple[Array, ...]:
     return tuple(group for group in groups if len(group) > 1)

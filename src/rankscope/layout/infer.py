@@ -1,0 +1,236 @@
+"""What may be inferred of ranks where no layout says it: which are replicas, which axes cut data.
+
+No rank says that it is a replica or that its batch is its own. It is inferred, axis by axis, and
+never taken for more than that:
+
+* **Names.** An axis whose name says that it cuts sequences, layers or experts is no data axis,
+  whatever else its name says (`dp_shard_cp`): context parallelism looks exactly like data
+  parallelism, and its pieces do not lie behind each other along the batch dim.
+* **Parameters** are replicas along an axis where DTensors say `Replicate()` or where plain ones
+  were bitwise equal at setup on all ranks along it. Constants prove nothing (zeros are equal on
+  tensor-parallel shards too), so one that is no constant must be among them. They are shards where
+  *every* DTensor is cut along the axis and FSDP is around a module (tensor parallelism leaves norms
+  and biases whole, and puts no wrapper around anything), or where FSDP1 made them flat.
+* **Root inputs** tell data from everything else: along a data axis they differ, along a
+  tensor-parallel one every rank is handed the same.
+
+Plain data goes in and comes out: `rankscope check` and `--global` read it from a trace, each in its
+own way, and ask here.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import re
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from rankscope.layout.placement import Mesh, Placement, PlacementKind
+
+__all__ = [
+    "AxisFacts",
+    "AxisName",
+    "AxisUse",
+    "HeldParameter",
+    "axes_of",
+    "differ_along",
+    "flat_mesh",
+    "is_fsdp_axis",
+    "largest_mesh",
+    "lines_along",
+    "named_as",
+]
+
+_OWN_AXIS: Final = "data"
+_WRAPPERS: Final = frozenset({"FSDP1", "FSDP2"})
+"""Words for what shards parameters that are data-parallel."""
+
+
+# ---- names ---------------------------------------------------------------------------------------
+
+
+class AxisName(str, enum.Enum):
+    """What the name of a mesh axis says of it."""
+
+    DATA = "data"
+    """Its ranks work on batches of their own."""
+    NOT_DATA = "not data"
+    """It cuts something else than batches: tensors, sequences, layers, experts."""
+    NOTHING = "nothing"
+
+
+_NAMES: Final = {
+    AxisName.NOT_DATA: "tp|sp|cp|pp|ep|tensor|sequence|seq|context|pipe|expert",
+    AxisName.DATA: "dp|ddp|data|fsdp|hsdp|replicate|shard",
+}
+"""The words that say so, between underscores or before a digit; the first kind found counts."""
+_PATTERNS: Final = {kind: re.compile(rf"(^|_)({words})(_|\d|$)") for kind, words in _NAMES.items()}
+
+
+def named_as(axis: str) -> AxisName:
+    """Return what an axis' name says: `dp_shard` is data, `tp0` is not, `dp_shard_cp` is not."""
+    found = (kind for kind, words in _PATTERNS.items() if words.search(axis.lower()))
+    return next(found, AxisName.NOTHING)
+
+
+# ---- meshes --------------------------------------------------------------------------------------
+
+
+def lines_along(mesh: Mesh, axes: Collection[str]) -> list[tuple[int, ...]]:
+    """Return the ranks along some axes in order of the mesh, for every place on the others."""
+    others = [at for at, axis in enumerate(mesh.axes) if axis not in axes]
+    lines: dict[tuple[int, ...], list[int]] = {}
+    for place, rank in zip(itertools.product(*map(range, mesh.shape)), mesh.ranks):
+        lines.setdefault(tuple(place[at] for at in others), []).append(rank)
+    return [tuple(line) for line in lines.values()]
+
+
+def flat_mesh(ranks: Iterable[int]) -> Mesh:
+    """Return one axis, "data", over all of these ranks."""
+    every = tuple(sorted(ranks))
+    return Mesh(axes=(_OWN_AXIS,), shape=(len(every),), ranks=every)
+
+
+def largest_mesh(parameters: Iterable[HeldParameter], ranks: frozenset[int]) -> Mesh:
+    """Return the mesh with the most axes that parameters lie on, over all of the ranks: those that
+    repeat it are one more axis in front, "data". A flat one where there is none."""
+    best: Mesh | None = None
+    for parameter in parameters:
+        if best and len(best.axes) >= len(parameter.placements):
+            continue
+        family = [mesh for mesh in parameter.meshes if ranks.issuperset(mesh.ranks)]
+        held = [rank for mesh in family for rank in mesh.ranks]
+        if family and len(held) == len(set(held)) == len(ranks):
+            best = _stacked(family)
+    return best or flat_mesh(ranks)
+
+
+def _stacked(family: Iterable[Mesh]) -> Mesh:
+    rows = sorted(family, key=lambda mesh: min(mesh.ranks))
+    first = rows[0]
+    if len(rows) == 1:
+        return first
+    own = _OWN_AXIS if _OWN_AXIS not in first.axes else f"{_OWN_AXIS}_outer"
+    return Mesh(
+        axes=(own, *first.axes),
+        shape=(len(rows), *first.shape),
+        ranks=tuple(itertools.chain.from_iterable(mesh.ranks for mesh in rows)),
+    )
+
+
+# ---- what an axis is for -------------------------------------------------------------------------
+
+
+class AxisUse(str, enum.Enum):
+    """What parameters are to each other along an axis."""
+
+    REPLICAS = "replicas"
+    FSDP_SHARDS = "FSDP shards"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldParameter:
+    """One parameter over all its ranks, at setup."""
+
+    placements: Mapping[str, Placement]
+    """By axis, as a DTensor says; {} of a plain one: what was declared proves nothing."""
+    meshes: Sequence[Mesh]
+    """All that the DTensor's own mesh is one of."""
+    prints: Mapping[int, Hashable]
+    """What tells the ranks' values apart, of those that were digested."""
+    is_constant: bool
+    """No rank holds two different elements: as equal on shards as on replicas."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AxisFacts:
+    """What a trace shows of one axis."""
+
+    axis: str
+    use: AxisUse | None
+    """What parameters are along it, None where they are neither."""
+    has_other_inputs: bool
+    """Root inputs differ along it."""
+
+    @property
+    def is_data(self) -> bool:
+        """True where ranks along it are data-parallel peers."""
+        is_named_otherwise = named_as(self.axis) is AxisName.NOT_DATA
+        return self.has_other_inputs and self.use is not None and not is_named_otherwise
+
+
+def axes_of(
+    mesh: Mesh,
+    parameters: Collection[HeldParameter],
+    inputs: Sequence[Mapping[int, Hashable]],
+    wrappers: Collection[str],
+) -> list[AxisFacts]:
+    """Return what is known of each axis of a mesh that has two ranks or more along it.
+
+    Args:
+        mesh: over all ranks in question.
+        parameters: what these ranks held at setup.
+        inputs: what tells the ranks' root inputs apart, one mapping by rank for each input.
+        wrappers: words for what was put around modules: "FSDP2" ...
+    """
+    found = []
+    for axis, extent in zip(mesh.axes, mesh.shape):
+        if extent > 1:
+            lines = lines_along(mesh, [axis])
+            facts = AxisFacts(
+                axis=axis,
+                use=_use_of(axis, lines, parameters, wrappers),
+                has_other_inputs=any(differ_along(lines, each) for each in inputs),
+            )
+            found.append(facts)
+    return found
+
+
+def differ_along(lines: Iterable[Iterable[int]], prints: Mapping[int, Hashable]) -> bool:
+    """True where ranks of one line hold different values."""
+    return any(len({prints[rank] for rank in line if rank in prints}) > 1 for line in lines)
+
+
+def is_fsdp_axis(axis: str, placements: Iterable[Placement], mesh_axes: int) -> bool:
+    """True for an axis that FSDP cut parameters along, or that its name says to be data's.
+
+    Args:
+        axis: its name.
+        placements: of all DTensor parameters along it.
+        mesh_axes: of how many axes its mesh is: beside others, the name alone tells FSDP's.
+    """
+    said = named_as(axis)
+    if said is not AxisName.NOTHING:
+        return said is AxisName.DATA
+    return mesh_axes == 1 and all(placement.dim is not None for placement in placements)
+
+
+def _use_of(
+    axis: str,
+    lines: Iterable[Sequence[int]],
+    parameters: Iterable[HeldParameter],
+    wrappers: Collection[str],
+) -> AxisUse | None:
+    """Return what parameters are along an axis, None where they are neither."""
+    whole = cut = proofs = 0
+    for parameter in parameters:
+        placement = parameter.placements.get(axis)
+        if placement is not None:
+            if placement.dim is not None:
+                cut += 1
+            elif placement.kind is PlacementKind.REPLICATE:
+                whole += 1
+                proofs += 1
+            else:
+                return None
+            continue
+        different = sum(differ_along([line], parameter.prints) for line in lines)
+        if different and "FSDP1" not in wrappers:
+            return None
+        cut += different
+        proofs += not parameter.is_constant
+    if cut:
+        return AxisUse.FSDP_SHARDS if not whole and not _WRAPPERS.isdisjoint(wrappers) else None
+    return AxisUse.REPLICAS if proofs else None
