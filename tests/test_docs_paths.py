@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.test_house import ROOMS
+
 HOME = Path(__file__).parents[1]
 SOURCE = HOME / "src/rankscope"
 PAGES = sorted([HOME / "README.md", HOME / "examples/README.md", *(HOME / "docs").rglob("*.md")])
@@ -26,6 +28,9 @@ NO_MODULES = {
 }
 """Files of the launcher, and arguments in a Perfetto trace."""
 NAMED_IN_A_FILE = re.compile(r"^\| `(\S+\.py)` \| `([\w.]+)` \|", re.MULTILINE)
+BARE = re.compile(r"(?<![\w/.<-])\w+\.py\b")
+USERS = {"train.py", "loop.py"}
+"""Scripts of the user's in examples."""
 OF_A_TRACE = ("steps/", "tensors/rank", "standstills/", "trace/", "spool/rank", "files/")
 """Begins of paths that lie in a folder of the user's, not in this repository."""
 ids = [page.relative_to(HOME).as_posix() for page in PAGES]
@@ -64,11 +69,30 @@ def test_every_file_that_a_page_names_exists(page: Path) -> None:
             assert any((place / name).exists() for place in places), f"{page.name}: {name}"
 
 
+def test_a_file_that_a_page_names_without_its_folder_is_somewhere() -> None:
+    """`rebuild.py` alone went stale more easily than `tensors/rebuild.py`."""
+    folders = ("src", "tests", "launcher", "examples")
+    there = {file.name for folder in folders for file in (HOME / folder).rglob("*.py")}
+    for page in PAGES:
+        named = {name for code in CODE.findall(prose(page)) for name in BARE.findall(code)}
+        assert named <= there | USERS, f"{page.name}: {named - there - USERS}"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=ids)
 def test_every_module_that_a_page_names_exists(page: Path) -> None:
     for code in CODE.findall(prose(page)):
         for name in set(MODULE.findall(code)) - NO_MODULES:
             assert is_there(name), f"{page.name}: {name}"
+
+
+def test_the_map_of_the_code_shows_every_room_and_no_other() -> None:
+    """A newcomer reads it first; `ROOMS` decides what may import what."""
+    page = (HOME / "docs/contributing.md").read_text()
+    rooms = set(ROOMS) - {"__init__", "__main__"}
+    table = set(re.findall(r"^\| `(\w+)(?:/|\.py)` \|", page, re.MULTILINE))
+    assert table == rooms
+    drawing = page[page.index(" training process ") : page.index("| room |")]
+    assert rooms <= set(re.findall(r"\w+", drawing))
 
 
 def is_there(dotted: str) -> bool:
