@@ -124,3 +124,12 @@ def test_the_way_of_one_value_names_functions_that_exist() -> None:
     assert len(rows) > 30
     for file, name in rows:
         assert name in names_in(SOURCE / file), f"one-value.md: {file} has no {name}"
+
+
+def test_the_glossary_explains_classes_that_exist() -> None:
+    page = (HOME / "docs/glossary.md").read_text()
+    rows = re.findall(r"^\| (`.*?) \|", page[page.index("## Names in the code") :], re.MULTILINE)
+    named = {name for row in rows for name in CODE.findall(row)}
+    there = {name for file in SOURCE.rglob("*.py") for name in names_in(file)}
+    assert named, "the table of classes is gone"
+    assert named <= there, named - there
