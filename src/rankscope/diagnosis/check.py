@@ -29,7 +29,7 @@ from rankscope.diagnosis.rules.nonfinite import nonfinite_origins
 from rankscope.diagnosis.rules.parameterupdates import parameters_left, remember_parameters
 from rankscope.diagnosis.rules.recompute import changed_recomputations
 from rankscope.diagnosis.rules.siblings import lost_reductions
-from rankscope.diagnosis.rules.stages import mixed_up_micro_batches
+from rankscope.diagnosis.rules.stages import mixed_up_micro_batches, note_stages
 from rankscope.diagnosis.rules.structure import (
     different_calls,
     different_kinds,
@@ -161,6 +161,7 @@ def _judged(moment: StepView, scene: CheckContext) -> list[Candidate]:
             },
             owners={call.path: call.ranks for call in moment.calls if call.held},
         )
+    note_stages(moment, scene)
     found = [suspect for rule in STEP_RULES for suspect in rule(moment, scene)]
     note_averaging(moment, scene)
     note_updates(moment, scene)

@@ -11,7 +11,8 @@ well, so they count only
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator
 from typing import Any, Final
 
 import numpy as np
@@ -21,9 +22,13 @@ from rankscope.diagnosis.layouts import Same
 from rankscope.diagnosis.stepview import SlotValues, StepView, is_input, sibling_path
 from rankscope.record.call import Phase
 
-__all__ = ["InferredReplicas", "clusters"]
+__all__ = ["InferredReplicas", "RootPlace", "clusters"]
 
 Array = NDArray[Any]
+RootPlace = tuple[str, int]
+"""Path of a root module, rank."""
+_Part = frozenset[tuple[str, int]]
+"""{(path of a root, how many roots the data went through before it)}."""
 _STEP: Final = np.uint64(0x9E3779B97F4A7C15)
 _MIX: Final = np.uint64(0xD6E8FEB86659FD93)
 
@@ -48,8 +53,12 @@ class InferredReplicas:
         self._constant: set[tuple[str, str]] = set()
         self._shared: set[tuple[str, str]] = set()
         """Parameters that differ between some ranks that hold them."""
-        self.lines: tuple[Array, ...] = ()
-        """Ranks of which every plain parameter is equal."""
+        self._lines: tuple[Array, ...] = ()
+        self._feeds: set[tuple[RootPlace, RootPlace]] = set()
+        self._parts: dict[int, _Part] = {}
+        """Which part of a model the ranks of a pipeline compute."""
+        self._tied: dict[tuple[str, str], list[Array]] = {}
+        """{(path, name): ranks of several parts that stepped with one gradient of it}."""
         self._proven: dict[tuple[str, str], list[Array]] = {}
         self._families: tuple[StepView | None, dict[tuple[str, str], list[SlotValues]]] = (None, {})
         """Gradients of sibling modules, of the step that was asked about last."""
@@ -77,7 +86,27 @@ class InferredReplicas:
             proofs[held.ranks] += 1
         ranks = np.flatnonzero(proofs)
         lines = (ranks[prints[ranks] == own] for own in np.unique(prints[ranks]))
-        self.lines = tuple(line for line in lines if len(line) > 1)
+        self._lines = tuple(line for line in lines if len(line) > 1)
+
+    @property
+    def lines(self) -> tuple[Array, ...]:
+        """Ranks of which every plain parameter is equal, and which are no stages of one model."""
+        return tuple(part for line in self._lines for part in self._by_part(line))
+
+    @property
+    def is_any(self) -> bool:
+        """True where some ranks began with an equal parameter."""
+        return any(self._equal.values())
+
+    def note_stages(self, feeds: Collection[tuple[RootPlace, RootPlace]]) -> None:
+        """Keep which root hands its output to which other, as a step showed."""
+        if not self._feeds.issuperset(feeds):
+            self._feeds.update(feeds)
+            self._parts = _parts(self._feeds)
+
+    def by_part(self, ranks: Array) -> list[Array]:
+        """Return these ranks, those together that compute the same part of a model."""
+        return list(self._by_part(ranks, fewest=1))
 
     def is_sharded(self, path: str) -> bool:
         """True where a plain parameter of the module itself differs between its ranks."""
@@ -95,10 +124,34 @@ class InferredReplicas:
         groups = self._equal.get(key)
         if held.source != "unknown" or not groups:
             return None
-        if key not in self._constant:
-            return Same(groups=groups, source="inferred")
-        found = [g for group in groups for g in self._trusted(key, group, held, moment)]
+        if self._parts and held.call.phase is Phase.GRADS and not held.is_constant:
+            self._note_tied(key, held)
+        found = [part for group in groups for part in self._by_part(group, key)]
+        if key in self._constant:
+            found = [g for part in found for g in self._trusted(key, part, held, moment)]
         return Same(groups=tuple(found), source="inferred") if found else None
+
+    def _note_tied(self, key: tuple[str, str], held: SlotValues) -> None:
+        """Keep which stages step with one gradient of a parameter: only a reduction makes it so."""
+        for group in clusters(held):
+            if sum(1 for _ in self._by_part(group, key, fewest=1)) > 1:
+                self._tied.setdefault(key, []).append(group)
+
+    def _by_part(
+        self, ranks: Array, key: tuple[str, str] | None = None, fewest: int = 2
+    ) -> Iterator[Array]:
+        """Yield those of the ranks that compute the same part of a model, or share a parameter."""
+        if not self._parts:
+            yield ranks
+            return
+        parts = {rank: self._parts.get(rank) for rank in ranks.tolist()}
+        for tied in self._tied.get(key, ()) if key else ():
+            own = [parts[rank] for rank in tied.tolist() if rank in parts]
+            parts = {rank: own[0] if part in own else part for rank, part in parts.items()}
+        for part in dict.fromkeys(parts.values()):
+            alike = [rank for rank, each in parts.items() if each == part]
+            if len(alike) >= fewest:
+                yield np.array(alike, np.int64)
 
     def _trusted(
         self, key: tuple[str, str], group: Array, held: SlotValues, moment: StepView
@@ -128,6 +181,28 @@ class InferredReplicas:
             self._families = (moment, _families(moment))
         family = self._families[1].get((sibling_path(held.call.path), held.slot), ())
         return any(not each.is_constant and each.agree(ranks) is True for each in family)
+
+
+def _parts(feeds: Collection[tuple[RootPlace, RootPlace]]) -> dict[int, _Part]:
+    """Return which part of a model every rank computes that feeds another or is fed."""
+    takers: dict[RootPlace, list[RootPlace]] = {}
+    waits_for = Counter(taker for _, taker in feeds)
+    for giver, taker in feeds:
+        takers.setdefault(giver, []).append(taker)
+    depths = {place: 0 for feed in feeds for place in feed}
+    ready = [place for place in depths if not waits_for[place]]
+    while ready:
+        place = ready.pop()
+        for taker in takers.get(place, ()):
+            depths[taker] = max(depths[taker], depths[place] + 1)
+            waits_for[taker] -= 1
+            if not waits_for[taker]:
+                ready.append(taker)
+    found: dict[int, set[tuple[str, int]]] = {}
+    for (path, rank), depth in depths.items():
+        is_in_circle = waits_for[path, rank] > 0  # nothing tells where it stands: like no other
+        found.setdefault(rank, set()).add((path, -1 - rank if is_in_circle else depth))
+    return {rank: frozenset(places) for rank, places in found.items()}
 
 
 def _families(moment: StepView) -> dict[tuple[str, str], list[SlotValues]]:

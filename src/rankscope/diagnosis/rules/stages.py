@@ -9,7 +9,7 @@ another, or to none, is a fault.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,15 +18,19 @@ from numpy.typing import NDArray
 
 from rankscope.diagnosis.candidates import Candidate, suspect_at
 from rankscope.diagnosis.context import CheckContext
-from rankscope.diagnosis.datapeers import root_calls
-from rankscope.diagnosis.stepview import SlotValues, StepView
+from rankscope.diagnosis.distances import rounding_of
+from rankscope.diagnosis.replicas import RootPlace
+from rankscope.diagnosis.stepview import SlotValues, StepView, is_input, is_output
+from rankscope.record.call import Phase
 from rankscope.record.finding import Kind
 
-__all__ = ["StageLink", "mixed_up_micro_batches", "stage_edges"]
+__all__ = ["StageLink", "mixed_up_micro_batches", "note_stages", "stage_edges"]
 
 Array = NDArray[Any]
 _Place = tuple[str, str, int]
 """Path of a root, slot, rank."""
+_Values = dict[int, tuple[SlotValues, int]]
+"""{micro-batch: value and its hash}."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +47,40 @@ class StageLink:
 
 def stage_edges(moment: StepView) -> list[StageLink]:
     """Return which stage feeds which in one step, each input with the output that fits it most."""
-    outputs, inputs = _by_place(moment, is_output=True), _by_place(moment, is_output=False)
+    edges = []
+    for place, values, votes, outputs in _fits(moment, Phase.FORWARD):
+        best = min(votes, key=lambda p: (-votes[p], p))
+        edges.append(StageLink(sender=best[2], receiver=place[2], sent=outputs[best], taken=values))
+    return edges
+
+
+def note_stages(moment: StepView, scene: CheckContext) -> None:
+    """Keep which root feeds which in one step, so that these are not taken for replicas.
+
+    Several ranks may have made the same output (tensor-parallel ones): all of them feed. Of
+    integers nothing is kept: token ids that one rank made may be another's batch by chance.
+    """
+    replicas = scene.life(moment.incarnation).replicas
+    if not replicas.is_any:
+        return
+    feeds: set[tuple[RootPlace, RootPlace]] = set()
+    for phase in (Phase.FORWARD, Phase.BACKWARD):
+        for (path, _, rank), values, votes, _ in _fits(moment, phase):
+            if not any(rounding_of(held.dtype) for held, _ in values.values()):
+                continue
+            most, taker = max(votes.values()), (path, rank)
+            for maker in (place for place, count in votes.items() if count == most):
+                giver = (maker[0], maker[2])
+                feeds.add((giver, taker) if phase is Phase.FORWARD else (taker, giver))
+    replicas.note_stages(feeds)
+
+
+def _fits(
+    moment: StepView, phase: Phase
+) -> Iterator[tuple[_Place, _Values, Counter[_Place], dict[_Place, _Values]]]:
+    """Yield every input of a root that other ranks made, in how many micro-batches which output of
+    theirs is it, and all outputs."""
+    outputs = _by_place(moment, phase, is_output)
     makers: dict[int, set[_Place]] = {}
     for place, values in outputs.items():
         for _, number in values.values():
@@ -51,27 +88,25 @@ def stage_edges(moment: StepView) -> list[StageLink]:
     own = {
         (rank, number) for (_, _, rank), values in outputs.items() for _, number in values.values()
     }
-    edges = []
-    for place, values in inputs.items():
+    for place, values in _by_place(moment, phase, is_input).items():
         votes: Counter[_Place] = Counter()
         for _, number in values.values():
             if (place[2], number) not in own:
                 votes.update(p for p in makers.get(number, ()) if p[2] != place[2])
         if votes:
-            best = min(votes, key=lambda p: (-votes[p], p))
-            edges.append(
-                StageLink(sender=best[2], receiver=place[2], sent=outputs[best], taken=values)
-            )
-    return edges
+            yield place, values, votes, outputs
 
 
 def _by_place(
-    moment: StepView, *, is_output: bool
-) -> dict[_Place, dict[int, tuple[SlotValues, int]]]:
-    found: dict[_Place, dict[int, tuple[SlotValues, int]]] = {}
-    for call in root_calls(moment):
-        for held in call.outputs if is_output else call.inputs:
-            if call.micro_batch is None or held.is_constant:
+    moment: StepView, phase: Phase, is_asked: Callable[[str, Phase], bool]
+) -> dict[_Place, _Values]:
+    found: dict[_Place, _Values] = {}
+    roots = (call for call in moment.of(phase) if call.parent is None)
+    for call in roots:
+        if call.micro_batch is None:
+            continue
+        for slot, held in call.held.items():
+            if not is_asked(slot, phase) or held.dtype == "python" or held.is_constant:
                 continue
             for rank, number, known in zip(
                 held.ranks.tolist(), held.hashes.tolist(), held.is_known.tolist()

@@ -21,6 +21,7 @@ from rankscope.diagnosis.candidates import Candidate, suspect_at
 from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.datapeers import same_inputs
 from rankscope.diagnosis.distances import minority
+from rankscope.diagnosis.replicas import InferredReplicas
 from rankscope.diagnosis.rules.stages import stage_edges
 from rankscope.diagnosis.stepview import (
     CallView,
@@ -48,7 +49,7 @@ def different_kinds(moment: StepView, scene: CheckContext) -> Iterator[Candidate
     for held in moment.values(*Phase):
         if len(held.views) < 2 or held.call.phase is Phase.COLLECTIVE:
             continue
-        views = [view for view in held.views if view.dtype != "python"]
+        views = _of_one_part(held, scene.life(moment.incarnation).replicas)
         what = {word for view in views for word in view.disagreement}
         if len(views) < 2 or not what or _is_stage(held):
             continue
@@ -61,6 +62,17 @@ def different_kinds(moment: StepView, scene: CheckContext) -> Iterator[Candidate
         elif "global_shape" in what and _is_one_mesh(views):
             texts = [str(view.global_shape) for view in views]
             yield _suspect(moment, scene, held, views, texts, Kind.SHAPE)
+
+
+def _of_one_part(held: SlotValues, replicas: InferredReplicas) -> list[SlotView]:
+    """Return what ranks hold that compute the same part of a model: stages of a pipeline may hold
+    different things."""
+    views = [view for view in held.views if view.dtype != "python"]
+    for part in replicas.by_part(held.ranks):
+        own = [view for view in views if np.isin(part, view.ranks).any()]
+        if len(own) > 1:
+            return own
+    return []
 
 
 def _is_stage(held: SlotValues) -> bool:
