@@ -43,6 +43,8 @@ _ENTER, _EXIT, _VALUE = int(RecordKind.ENTER), int(RecordKind.EXIT), int(RecordK
 _SAMPLES, _TENSOR = int(RecordKind.SAMPLES), int(RecordKind.TENSOR)
 # plain ints: an IntFlag's own `|` costs a microsecond
 _STRUCTURE = int(ValueFlag.STRUCTURE_ONLY)
+_FIRST, _SKETCH = ValueNumbers._fields.index("hash") + 1, ValueNumbers._fields.index("sketch")
+"""Between them stand the statistics, in the order of a spool's record."""
 _HAS_SAMPLES, _REUSED = int(ValueFlag.HAS_SAMPLES), int(ValueFlag.REUSED)
 
 
@@ -247,31 +249,16 @@ class Recorder:
                 ),
             )
             return
-        (
-            count,
-            digest,
-            nan,
-            posinf,
-            neginf,
-            zero,
-            low,
-            high,
-            mean,
-            std,
-            l2,
-            sketch,
-            samples,
-            reused,
-        ) = reading
+        samples = reading.samples
         if samples is not None:
             flags |= _HAS_SAMPLES
-        if reused:
+        if reading.reused:
             flags |= _REUSED
         self._write(
             _VALUE,
             VALUE.pack(
-                sequence, now, slot_number, meta, flags, phase, ordinal, count, digest, reference,
-                nan, posinf, neginf, zero, low, high, mean, std, l2, *sketch,
+                sequence, now, slot_number, meta, flags, phase, ordinal, reading.count,
+                reading.hash, reference, *reading[_FIRST:_SKETCH], *reading.sketch, *reading.added,
             ),
         )  # fmt: skip
         if samples is not None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from rankscope.layout.placement import Mesh, Placement, PlacementKind, Ranges
 from rankscope.record.combined import Combined
 from rankscope.record.ranklists import ranks_named
+from rankscope.record.statistics import STATISTICS, OverShards, finite_counts
 
 __all__ = ["CombinationPlan", "Combined", "Holding", "apply_plan", "plan_pieces"]
 
@@ -147,43 +148,64 @@ def _coverage(
     return None
 
 
-def _finite(rows: NDArray[Any]) -> NDArray[np.float64]:
-    bad = rows["nan"] + rows["posinf"] + rows["neginf"]
-    finite: NDArray[np.float64] = (rows["count"] - bad).astype(np.float64)
-    return finite
-
-
 def _sketch(plan: CombinationPlan, rows: NDArray[Any]) -> tuple[float, ...] | None:
     if not plan.has_offsets:
         return None
     return tuple((rows["sketch"].sum(axis=0) / plan.divisor).tolist())
 
 
+class _Pieces:
+    """Pieces of a whole that hold different elements of it: what combination needs of them."""
+
+    def __init__(self, rows: NDArray[Any]) -> None:
+        finite = finite_counts(rows).astype(np.float64)
+        self.rows = rows
+        self.total = math.fsum(finite.tolist())
+        """Finite elements of all."""
+        self.some = rows[finite > 0]
+        self.weights: NDArray[np.float64] = finite[finite > 0]
+
+    def mean(self, name: str) -> float:
+        """Return the mean of means."""
+        if not self.total:
+            return math.nan
+        return math.fsum((self.some[name] * self.weights).tolist()) / self.total
+
+    def spread(self, name: str) -> float:
+        """Return the standard deviation over all, from those of the pieces and their means."""
+        if self.total <= 1:
+            return math.nan
+        mean, weights = self.mean("mean"), self.weights
+        within = np.where(weights > 1, np.nan_to_num(self.some[name]) ** 2 * (weights - 1), 0.0)
+        between = (self.some["mean"] - mean) ** 2 * weights
+        return math.sqrt(math.fsum([*within.tolist(), *between.tolist()]) / (self.total - 1))
+
+    def least(self, name: str) -> float:
+        """Return the least."""
+        return float(self.some[name].min()) if self.some.size else math.nan
+
+    def greatest(self, name: str) -> float:
+        """Return the greatest."""
+        return float(self.some[name].max()) if self.some.size else math.nan
+
+
+_OVER_SHARDS: Final[dict[OverShards, Callable[[_Pieces, str], float | None]]] = {
+    OverShards.SUM: lambda pieces, name: pieces.rows[name].sum().item(),
+    OverShards.LEAST: _Pieces.least,
+    OverShards.GREATEST: _Pieces.greatest,
+    OverShards.MEAN: _Pieces.mean,
+    OverShards.SPREAD: _Pieces.spread,
+    OverShards.ROOT_OF_SQUARES: lambda pieces, name: _norm(pieces.rows[name]),
+    OverShards.UNKNOWN: lambda pieces, name: None,
+}
+
+
 def _union(plan: CombinationPlan, rows: NDArray[Any]) -> Combined:
-    finite = _finite(rows)
-    total = math.fsum(finite.tolist())
-    some = rows[finite > 0]
-    weights = finite[finite > 0]
-    mean = math.fsum((some["mean"] * weights).tolist()) / total if total else math.nan
-    if total > 1:
-        within = np.where(weights > 1, np.nan_to_num(some["std"]) ** 2 * (weights - 1), 0.0)
-        between = (some["mean"] - mean) ** 2 * weights
-        std = math.sqrt(math.fsum([*within.tolist(), *between.tolist()]) / (total - 1))
-    else:
-        std = math.nan
-    return Combined(
+    pieces = _Pieces(rows)
+    return Combined.of(
+        {s.name: _OVER_SHARDS[s.over_shards](pieces, s.name) for s in STATISTICS},
         ranks=plan.ranks,
         note=None if plan.has_offsets else NO_OFFSETS_NOTE,
-        count=int(rows["count"].sum()),
-        nan=int(rows["nan"].sum()),
-        posinf=int(rows["posinf"].sum()),
-        neginf=int(rows["neginf"].sum()),
-        zero=int(rows["zero"].sum()),
-        min=float(some["min"].min()) if some.size else math.nan,
-        max=float(some["max"].max()) if some.size else math.nan,
-        mean=mean,
-        std=std,
-        l2=_norm(rows["l2"]),
         sketch=_sketch(plan, rows),
     )
 
@@ -196,18 +218,24 @@ def _norm(parts: NDArray[np.float64]) -> float:
 
 
 def _sum_of_partials(plan: CombinationPlan, rows: NDArray[Any]) -> Combined:
-    finite = _finite(rows)
+    """Return what is linear of pieces that add up to each element: of nothing else is it known."""
     count = int(rows["count"].sum()) // plan.summands
-    some = finite > 0
-    is_finite = bool((finite == rows["count"]).all())
-    sums = (rows["mean"][some] * finite[some]).tolist()
+    weights = finite_counts(rows).astype(np.float64)
+    some = weights > 0
+    is_finite = bool((weights == rows["count"]).all())
     note = PARTIAL_NOTE if plan.has_offsets else f"{PARTIAL_NOTE}; {NO_OFFSETS_NOTE}"
     if not is_finite:
         note += "; not every summand is finite, so the mean is not known"
-    return Combined(
+
+    def summed(name: str) -> float:
+        if not (count and is_finite):
+            return math.nan
+        return math.fsum((rows[name][some] * weights[some]).tolist()) / plan.divisor / count
+
+    linear = [s.name for s in STATISTICS if s.over_shards is OverShards.MEAN]
+    return Combined.of(
+        {"count": count} | {name: summed(name) for name in linear},
         ranks=plan.ranks,
         note=note,
-        count=count,
-        mean=math.fsum(sums) / plan.divisor / count if count and is_finite else math.nan,
         sketch=_sketch(plan, rows),
     )

@@ -22,6 +22,7 @@ from rankscope.capture.fold import BLOCK_ELEMENTS, flat_copy, make_plan
 from rankscope.capture.hashing import hash_words
 from rankscope.capture.reading import Arithmetic, ValueForm, ValueNumbers, empty_reading, words_at
 from rankscope.layout.placement import Ranges
+from rankscope.record.statistics import ADDED, added_numbers
 
 __all__ = ["Digester"]
 
@@ -110,6 +111,10 @@ class Digester:
             if array is None:
                 array = words_at(kind.memory.from_address(address), kind.dtype)
             reading = self._arithmetic.compute(array, kind, raw)
+        if ADDED:
+            if array is None:
+                array = words_at(kind.memory.from_address(address), kind.dtype)
+            reading = reading._replace(added=added_numbers(kind.storage.values(array)))
         if len(self._seen) >= _MOST_REMEMBERED:
             self._seen.clear()
         self._seen[identity] = _RememberedTensor(at, version, raw, kind, reading)

@@ -37,6 +37,7 @@ from rankscope.capture.moments import (
     measure_carefully,
     measure_small,
 )
+from rankscope.record.statistics import ADDED_UNKNOWN
 from rankscope.record.value import SKETCH_SIZE
 
 __all__ = ["Arithmetic", "ValueForm", "ValueNumbers", "empty_reading", "words_at"]
@@ -56,7 +57,8 @@ _MOST_SHORT_ROWS: Final = 256
 
 
 class ValueNumbers(NamedTuple):
-    """The numbers of one value; fields as in `rankscope.record.value.Digest`."""
+    """The numbers of one value: count, hash, and the statistics that the kernels measure, in the
+    order of `rankscope.record.statistics.MEASURED`, which is that of spools."""
 
     count: int  # type: ignore[assignment]  # nobody counts in a reading as in a tuple
     hash: int
@@ -74,6 +76,8 @@ class ValueNumbers(NamedTuple):
     """[samples, 8] sketches of the single samples, the batch dim's own factor left out."""
     reused: bool
     """Statistics and sketch are those of the same object, read earlier in this step."""
+    added: tuple[float, ...] = ADDED_UNKNOWN
+    """What `rankscope.record.statistics` computes in Python beside the kernels."""
 
 
 class ValueForm(NamedTuple):

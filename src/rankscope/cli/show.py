@@ -7,6 +7,8 @@ from typing import Annotated, Optional
 
 import typer
 
+from rankscope.record.statistics import COUNTS, NUMBERS
+
 __all__ = ["command"]
 
 
@@ -41,7 +43,7 @@ def command(
         str,
         typer.Option(
             metavar="COLUMNS",
-            help="Of count nan posinf neginf zero min max mean std l2 hash, with commas; or none; "
+            help=f"Of {' '.join((*COUNTS, *NUMBERS, 'hash'))}, with commas; or none; "
             "default by dtype: mean,std; count,min,max of integers; count,true of bools.",
         ),
     ] = "",

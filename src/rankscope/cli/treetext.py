@@ -15,6 +15,7 @@ from rankscope.globs import glob_matches, slot_matches
 from rankscope.record.call import CallStatus, Mode, Phase
 from rankscope.record.combined import Combined
 from rankscope.record.ranklists import ranks_named, ranks_text
+from rankscope.record.statistics import COUNTS, NUMBERS, STATISTICS
 from rankscope.record.value import Digest, is_form
 from rankscope.tree.reader import Step, Trace
 from rankscope.tree.selection import (
@@ -65,7 +66,8 @@ def _text(facts: Mapping[str, Any]) -> str:
     return "  ".join(visible(part) for part in parts)
 
 
-COLUMNS = ("count", "nan", "posinf", "neginf", "zero", "min", "max", "mean", "std", "l2", "hash")
+COLUMNS = (*COUNTS, *NUMBERS, "hash")
+_ELEMENTS = frozenset(s.name for s in STATISTICS if s.is_element)
 _MAX_VALUES = 4
 """Distinct values listed below a slot whose ranks differ."""
 _EVENTS = frozenset({Phase.SETUP, Phase.GRADS, Phase.PARAMS})
@@ -438,11 +440,11 @@ def _number(name: str, numbers: Digest | Combined, dtype: str) -> str:
         if numbers.count is None or numbers.zero is None:
             return "-"
         return str(numbers.count - numbers.zero)
-    value: float | int | None = getattr(numbers, name, None)
+    if name == "hash":
+        return f"{numbers.hash:016x}" if isinstance(numbers, Digest) else "-"
+    value = numbers.number(name)
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return "-"
-    if name == "hash":
-        return f"{int(value):016x}"
-    if name in ("min", "max") and _INTEGER.fullmatch(dtype):
+    if name in _ELEMENTS and _INTEGER.fullmatch(dtype):
         return str(int(value))  # four digits do not tell one token from the next
     return str(value) if isinstance(value, int) else f"{value:.4g}"

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from rankscope.diagnosis.stepview import SlotValues
 from rankscope.record.ranklists import ranks_text
+from rankscope.record.statistics import NONFINITE, numbers_with_first
 from rankscope.tree.jsontext import statistic
 
 __all__ = [
@@ -45,14 +46,12 @@ def rounding_of(dtype: str) -> float:
 def distance(held: SlotValues, places: Array) -> float:
     """Return the largest relative L2 distance between the first of these values and the others,
     estimated from sketches; inf where they differ in what is not finite."""
-    if any((held.column(n)[places] != held.column(n)[places[0]]).any() for n in _SPECIAL):
+    special = ("count", *NONFINITE)
+    if any((held.column(n)[places] != held.column(n)[places[0]]).any() for n in special):
         return float("inf")
     sketches, norms = held.column("sketch")[places], held.column("l2")[places]
     apart = np.sqrt(np.mean((sketches - sketches[0]) ** 2, axis=1)).max()
     return float(apart / max(norms.max(), np.finfo(np.float64).tiny))
-
-
-_SPECIAL: Final = ("count", "nan", "posinf", "neginf")
 
 
 def is_multiple(held: SlotValues, places: Array) -> bool:
@@ -97,11 +96,11 @@ def sides(held: SlotValues, ranks: Array) -> list[dict[str, Any]]:
 
 
 def _numbers(held: SlotValues, place: int) -> dict[str, Any]:
-    names = ("mean", "std", "l2", "min", "max")
+    names = numbers_with_first("mean", "std", "l2")
     if not held.is_known[place]:
         return {"digested": False}
     found: dict[str, Any] = {n: statistic(float(held.column(n)[place])) for n in names}
-    special = {n: int(held.column(n)[place]) for n in ("nan", "posinf", "neginf")}
+    special = {n: int(held.column(n)[place]) for n in NONFINITE}
     found |= {name: count for name, count in special.items() if count}
     return found | {"hash": f"{int(held.hashes[place]):016x}"}
 
@@ -125,7 +124,7 @@ def sides_text(held: SlotValues, ranks: Array) -> str:
     parts = []
     for side in listed[:4]:
         word = "rank" if side["ranks"].isdecimal() else "ranks"
-        special = [f"{side[n]} {n}" for n in ("nan", "posinf", "neginf") if n in side]
+        special = [f"{side[n]} {n}" for n in NONFINITE if n in side]
         value = side.get(telling)
         parts.append(
             f"{word} {side['ranks']}: {', '.join([f'{telling} {_short(value)}', *special])}"

@@ -10,14 +10,15 @@ from rankscope.errors import SelectionError
 from rankscope.export.place import ExportPlace
 from rankscope.export.rows import Row, rows_of
 from rankscope.export.subset import Selection
+from rankscope.record.statistics import COUNTS, NUMBERS
 from rankscope.run.names import Progress
-from rankscope.tree.digests import COUNTS, STATISTICS, Columns, column_digest
+from rankscope.tree.digests import Columns, column_digest
 from rankscope.tree.jsontext import number, statistic
 from rankscope.tree.reader import Trace
 
 __all__ = ["write"]
 
-_NUMBERS = (*COUNTS, *STATISTICS, "hash", "sketch")
+_NUMBERS = (*COUNTS, *NUMBERS, "hash", "sketch")
 
 
 def write(
@@ -58,8 +59,8 @@ def _line(row: Row, columns: Columns) -> dict[str, Any]:
 def _numbers(columns: Columns, at: int) -> dict[str, Any]:
     digest = column_digest(columns, at)
     return {
-        **{name: getattr(digest, name) for name in COUNTS},
-        **{name: statistic(getattr(digest, name)) for name in STATISTICS},
+        **{name: digest.number(name) for name in COUNTS},
+        **{name: statistic(digest.number(name)) for name in NUMBERS},
         "hash": f"{digest.hash:016x}",
         "sketch": [number(each) for each in digest.sketch],
     }

@@ -21,8 +21,9 @@ from rankscope.errors import SelectionError, SettingError
 from rankscope.export.place import ExportPlace
 from rankscope.export.rows import Row, mode_word, rows_of
 from rankscope.export.subset import Selection
+from rankscope.record.statistics import COUNTS, NUMBERS
 from rankscope.run.names import Progress
-from rankscope.tree.digests import COUNTS, STATISTICS, Columns
+from rankscope.tree.digests import Columns
 from rankscope.tree.reader import Step, Trace
 
 try:
@@ -66,7 +67,7 @@ VALUES = pa.schema(
         ("reference", pa.int64()),
         ("digested", pa.bool_()),
         *((name, pa.int64()) for name in COUNTS),
-        *((name, pa.float64()) for name in STATISTICS),
+        *((name, pa.float64()) for name in NUMBERS),
         ("hash", pa.string()),
         ("sketch", pa.list_(pa.float64())),
     ]
@@ -168,7 +169,7 @@ def _values(batch: list[Row], columns: Columns) -> dict[str, Any]:
     for name in COUNTS:
         numbers = columns[f"values.{name}"][at].astype(np.int64)
         made[name] = pa.array(numbers, mask=~is_digested)
-    for name in STATISTICS:
+    for name in NUMBERS:
         numbers = columns[f"values.{name}"][at]
         made[name] = pa.array(numbers, mask=~is_digested | np.isnan(numbers))
     hashes = columns["values.hash"][at].astype(">u8").tobytes().hex()

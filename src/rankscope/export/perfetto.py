@@ -24,6 +24,7 @@ from rankscope.export.rows import rows_of
 from rankscope.export.subset import Selection, group_name
 from rankscope.record.call import CallStatus, Phase
 from rankscope.record.ranklists import ranks_text
+from rankscope.record.statistics import COUNTS, numbers_with_first
 from rankscope.run.names import Progress
 from rankscope.tree.digests import Columns, column_digest
 from rankscope.tree.reader import Step, Trace
@@ -349,9 +350,9 @@ def _results(
             told["flags"] = ",".join(fold.flags)
         if columns["values.digested"][row]:
             digest = column_digest(columns, row)
-            names = ("mean", "std", "min", "max", "l2")
-            told |= {n: getattr(digest, n) for n in names if not math.isnan(getattr(digest, n))}
-            told |= {n: getattr(digest, n) for n in ("nan", "posinf", "neginf", "zero", "count")}
+            numbers = {n: digest.number(n) for n in numbers_with_first("mean", "std")}
+            told |= {name: value for name, value in numbers.items() if not math.isnan(value)}
+            told |= {name: digest.number(name) for name in (*COUNTS[1:], *COUNTS[:1])}
             told["hash"] = f"{digest.hash:016x}"
         mine[slot] = told
     return found

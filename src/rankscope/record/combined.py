@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rankscope.record.statistics import ADDED, MEASURED
 
 __all__ = ["Combined"]
 
@@ -26,6 +30,27 @@ class Combined:
     std: float | None = None
     l2: float | None = None
     sketch: tuple[float, ...] | None = None
+    added: Mapping[str, float | None] = field(default_factory=dict)
+    """Statistics that are computed in Python, by name."""
+
+    @classmethod
+    def of(
+        cls,
+        numbers: Mapping[str, Any],
+        *,
+        ranks: tuple[int, ...],
+        sketch: tuple[float, ...] | None,
+        note: str | None = None,
+    ) -> Combined:
+        """Return the whole with these statistics, by name; None for those that are left out."""
+        added = {s.name: numbers.get(s.name) for s in ADDED}
+        measured = {s.name: numbers.get(s.name) for s in MEASURED}
+        return cls(ranks=ranks, note=note, **measured, sketch=sketch, added=added)
+
+    def number(self, name: str) -> float | int | None:
+        """Return a statistic by its name in the table, None where it is not known."""
+        found: float | int | None = self.added[name] if name in self.added else getattr(self, name)
+        return found
 
     @property
     def is_known(self) -> bool:

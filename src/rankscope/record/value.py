@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from rankscope.layout.placement import Layout, Ranges
+from rankscope.record.statistics import ADDED, MEASURED
 
 __all__ = ["MAX_SAMPLES", "SKETCH_SIZE", "Digest", "Samples", "ValueFlag", "ValueMeta", "is_form"]
 
@@ -66,7 +69,8 @@ class ValueFlag(enum.IntFlag):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Digest:
-    """The numbers kept for a value instead of its bytes.
+    """The numbers kept for a value instead of its bytes; `rankscope.record.statistics` tells what
+    each means.
 
     Statistics are over the finite elements. `min`, `max` and `mean` are NaN where there is none,
     `std` (divisor n - 1, as in torch) where there are fewer than two; l2 is then 0.
@@ -89,6 +93,20 @@ class Digest:
     """Order-sensitive 64-bit hash of the element bytes, ±0 and NaN payloads normalized."""
     sketch: tuple[float, ...]
     """SKETCH_SIZE separable projections over global indices (docs/how-it-works/digest.md)."""
+    added: Mapping[str, float] = field(default_factory=dict)
+    """Statistics that are computed in Python (`rankscope.record.statistics.ADDED`), by name."""
+
+    @classmethod
+    def of(cls, numbers: Mapping[str, Any], hash: int, sketch: tuple[float, ...]) -> Digest:
+        """Return the digest with these statistics, by name."""
+        added = {s.name: numbers[s.name] for s in ADDED}
+        measured = {s.name: numbers[s.name] for s in MEASURED}
+        return cls(**measured, hash=hash, sketch=sketch, added=added)
+
+    def number(self, name: str) -> float | int:
+        """Return a statistic by its name in the table."""
+        found: float | int = self.added[name] if name in self.added else getattr(self, name)
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,9 +19,11 @@ from __future__ import annotations
 
 import enum
 import struct
+from collections.abc import Iterable
 
 import numpy as np
 
+from rankscope.record.statistics import ADDED, MEASURED, MOST_ADDED, Statistic
 from rankscope.record.streams import EndReason
 
 __all__ = [
@@ -138,8 +140,17 @@ EXIT_DTYPE = np.dtype(
 VALUE_HEAD = struct.Struct("<QqIIIBxHQQQ")
 """sequence of the call, time_ns, slot definition, meta definition, ValueFlag, phase, ordinal (of
 the backward pass, 0 elsewhere), count, hash, reference to kept bytes (0 for none)."""
-VALUE = struct.Struct("<QqIIIBxHQQQQQQQddddd8d32x")
-"""VALUE_HEAD, then nan, +inf, -inf, zero, min, max, mean, std, l2, sketch; VALUE_CELLS cells."""
+_MEASURED = [s for s in MEASURED if s.name != "count"]
+_SPARE = 8 * (MOST_ADDED - len(ADDED))
+
+
+def _codes(statistics: Iterable[Statistic]) -> str:
+    return "".join("Q" if s.is_count else "d" for s in statistics)
+
+
+VALUE = struct.Struct(f"{VALUE_HEAD.format}{_codes(_MEASURED)}8d{_codes(ADDED)}{_SPARE}x")
+"""VALUE_HEAD, then the measured statistics (`rankscope.record.statistics`; count is in the head),
+sketch, added statistics; VALUE_CELLS cells. A spool that is older than an added one has 0 there."""
 _VALUE_HEAD_FIELDS = [
     ("sequence", "<u8"), ("time_ns", "<i8"), ("slot", "<u4"), ("meta", "<u4"), ("flags", "<u4"),
     ("phase", "u1"), ("pad", "V1"), ("ordinal", "<u2"), ("count", "<u8"), ("hash", "<u8"),
@@ -149,11 +160,12 @@ VALUE_HEAD_DTYPE = np.dtype(_VALUE_HEAD_FIELDS)
 VALUE_DTYPE = np.dtype(
     [
         *_VALUE_HEAD_FIELDS,
-        ("nan", "<u8"), ("posinf", "<u8"), ("neginf", "<u8"), ("zero", "<u8"), ("min", "<f8"),
-        ("max", "<f8"), ("mean", "<f8"), ("std", "<f8"), ("l2", "<f8"), ("sketch", "<f8", (8,)),
-        ("spare", "V32"),
+        *((s.name, "<u8" if s.is_count else "<f8") for s in _MEASURED),
+        ("sketch", "<f8", (8,)),
+        *((s.name, "<f8") for s in ADDED),
+        ("spare", f"V{_SPARE}"),
     ]
-)  # fmt: skip
+)
 VALUE_CELLS = 4
 
 SAMPLES = struct.Struct("<QIHBxIIHHII")

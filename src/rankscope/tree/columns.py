@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from rankscope.errors import TraceError
 from rankscope.record.call import CallStatus
+from rankscope.record.statistics import ADDED, COUNTS, NUMBERS
 from rankscope.run.names import VALUES_NAME
 from rankscope.run.replacing import replacing
 from rankscope.tree.document import Document
@@ -31,20 +32,7 @@ _DTYPES = {
 _NAMES = {np.dtype(text): name for name, text in _DTYPES.items()}
 _MAX_HEADER = 1 << 20
 Column = NDArray[Any]
-_PLAIN = (
-    "count",
-    "nan",
-    "posinf",
-    "neginf",
-    "zero",
-    "min",
-    "max",
-    "mean",
-    "std",
-    "l2",
-    "hash",
-    "sketch",
-)
+_PLAIN = (*COUNTS, *NUMBERS, "hash", "sketch")
 
 
 def columns_of(document: Document) -> dict[str, Callable[[], Column]]:
@@ -156,4 +144,7 @@ def map_columns(path: Path) -> dict[str, Column]:
         raise TraceError(
             f"{path}: a column does not fit the file ({error}): the file is damaged"
         ) from error
+    for name in (f"values.{each.name}" for each in ADDED):
+        if name not in columns and "values.rank" in columns:  # written before there was such a one
+            columns[name] = np.broadcast_to(np.float64(np.nan), columns["values.rank"].shape)
     return columns

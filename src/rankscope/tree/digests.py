@@ -8,17 +8,23 @@ from typing import TYPE_CHECKING, Any
 
 from rankscope.record.combined import Combined
 from rankscope.record.ranklists import parse_ranks
+from rankscope.record.statistics import (
+    ADDED,
+    COUNTS,
+    MEASURED,
+    NUMBERS,
+    STATISTICS,
+    OverShards,
+)
 from rankscope.record.value import Digest
 from rankscope.tree.jsontext import read_number
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["COUNTS", "STATISTICS", "Columns", "Fold", "column_digest", "read_combined", "read_fold"]
+__all__ = ["Columns", "Fold", "column_digest", "read_combined", "read_fold"]
 
 Columns = Mapping[str, "NDArray[Any]"]
-COUNTS = ("count", "nan", "posinf", "neginf", "zero")
-STATISTICS = ("min", "max", "mean", "std", "l2")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,26 +55,19 @@ def read_fold(data: Mapping[str, Any]) -> Fold:
 
 
 def _digest(data: Mapping[str, Any]) -> Digest:
-    counts = {name: int(data[name]) for name in COUNTS}
-    numbers: dict[str, Any] = {name: read_number(data[name]) for name in STATISTICS}
-    return Digest(
-        **counts,
-        **numbers,
-        hash=int(data["hash"], 16),
-        sketch=tuple(read_number(s) for s in data["sketch"]),
-    )
+    numbers: dict[str, Any] = {name: int(data[name]) for name in COUNTS}
+    numbers |= {each.name: read_number(data[each.name]) for each in MEASURED if not each.is_count}
+    numbers |= {each.name: read_number(data.get(each.name)) for each in ADDED}
+    sketch = tuple(read_number(s) for s in data["sketch"])
+    return Digest.of(numbers, int(data["hash"], 16), sketch)
 
 
 def column_digest(columns: Columns, row: int) -> Digest:
     """Return the numbers in one row of the value columns."""
-    counts = {name: int(columns[f"values.{name}"][row]) for name in COUNTS}
-    numbers: dict[str, Any] = {name: float(columns[f"values.{name}"][row]) for name in STATISTICS}
-    return Digest(
-        **counts,
-        **numbers,
-        hash=int(columns["values.hash"][row]),
-        sketch=tuple(columns["values.sketch"][row].tolist()),
-    )
+    numbers: dict[str, Any] = {name: int(columns[f"values.{name}"][row]) for name in COUNTS}
+    numbers |= {name: float(columns[f"values.{name}"][row]) for name in NUMBERS}
+    sketch = tuple(columns["values.sketch"][row].tolist())
+    return Digest.of(numbers, int(columns["values.hash"][row]), sketch)
 
 
 def read_combined(data: Mapping[str, Any]) -> Combined:
@@ -79,8 +78,12 @@ def read_combined(data: Mapping[str, Any]) -> Combined:
     # null beside known counts is an undefined statistic (NaN); beside unknown ones it is unknown
     is_whole = digest["nan"] is not None
     numbers: dict[str, Any] = {name: digest[name] for name in COUNTS}
-    for name in STATISTICS:
-        numbers[name] = read_number(digest[name]) if is_whole or digest[name] is not None else None
-    sketch = digest["sketch"]
-    numbers["sketch"] = None if sketch is None else tuple(read_number(s) for s in sketch)
-    return Combined(ranks=ranks, note=note, **numbers)
+    for each in STATISTICS:
+        if not each.is_count:
+            value = digest.get(each.name) if each in ADDED else digest[each.name]
+            is_defined = is_whole and each.over_shards is not OverShards.UNKNOWN
+            known = value is not None or is_defined
+            numbers[each.name] = read_number(value) if known else None
+    found = digest["sketch"]
+    sketch = None if found is None else tuple(read_number(s) for s in found)
+    return Combined.of(numbers, ranks=ranks, note=note, sketch=sketch)

@@ -20,8 +20,8 @@ from rankscope.assembly.whole import WholeTensors
 from rankscope.layout.placement import LayoutSource, Ranges
 from rankscope.record.combined import Combined
 from rankscope.record.ranklists import RankTexts, ranks_text
+from rankscope.record.statistics import COUNTS, NUMBERS, finite_counts
 from rankscope.record.value import ValueFlag
-from rankscope.tree.digests import COUNTS, STATISTICS
 from rankscope.tree.jsontext import number, statistic
 
 __all__ = ["SlotData", "flag_words"]
@@ -252,7 +252,7 @@ _BEHIND = frozenset({"rows", "kept", "not_kept", "summary", "values", "combined"
 def _digests(rows: NDArray[Any]) -> list[Data]:
     """Return the numbers of each row."""
     columns: list[list[Any]] = [rows[name].tolist() for name in COUNTS]
-    for name in STATISTICS:
+    for name in NUMBERS:
         column = rows[name].tolist()
         for odd in np.flatnonzero(~np.isfinite(rows[name])).tolist():
             column[odd] = statistic(column[odd])
@@ -261,7 +261,7 @@ def _digests(rows: NDArray[Any]) -> list[Data]:
     for odd in np.flatnonzero(~np.isfinite(rows["sketch"]).all(axis=1)).tolist():
         sketches[odd] = [number(s) for s in sketches[odd]]
     columns += [[f"{value:016x}" for value in rows["hash"].tolist()], sketches]
-    names = (*COUNTS, *STATISTICS, "hash", "sketch")
+    names = (*COUNTS, *NUMBERS, "hash", "sketch")
     return [dict(zip(names, row)) for row in zip(*columns)]
 
 
@@ -281,8 +281,8 @@ def _summaries(
         total = np.add.reduceat(np.where(has_digest, rows[name], 0), starts)
         for summary, value in zip(made, total.tolist()):
             summary[name] = value
-    finite = rows["count"] - rows["nan"] - rows["posinf"] - rows["neginf"]
-    for name in STATISTICS:
+    finite = finite_counts(rows)
+    for name in NUMBERS:
         is_known = has_digest & (finite > 0) & ~np.isnan(rows[name])
         least = np.minimum.reduceat(np.where(is_known, rows[name], np.inf), starts)
         greatest = np.maximum.reduceat(np.where(is_known, rows[name], -np.inf), starts)
@@ -315,9 +315,9 @@ def _combined(combined: Combined) -> Data:
         result["note"] = combined.note
     if not combined.is_known:
         return result | {"digest": None}
-    digest: Data = {name: getattr(combined, name) for name in COUNTS}
-    for name in STATISTICS:
-        value = getattr(combined, name)
+    digest: Data = {name: combined.number(name) for name in COUNTS}
+    for name in NUMBERS:
+        value = combined.number(name)
         digest[name] = None if value is None else statistic(value)
     digest["sketch"] = None if combined.sketch is None else [number(s) for s in combined.sketch]
     return result | {"digest": digest}

@@ -11,9 +11,9 @@ from rankscope.layout.placement import Layout
 from rankscope.record.call import CallKey, CallStatus, Mode, Phase
 from rankscope.record.combined import Combined
 from rankscope.record.ranklists import parse_ranks, ranks_named
+from rankscope.record.statistics import STATISTICS
 from rankscope.record.value import Digest, Samples
 from rankscope.tree.damage import damaged_is_trace_error
-from rankscope.tree.digests import COUNTS, STATISTICS
 from rankscope.tree.slotview import SlotView, Whereabouts
 
 if TYPE_CHECKING:
@@ -208,8 +208,8 @@ class Value:
         digest = next(iter(view.per_rank().values()), None)
         if found or not view.placements or digest is None:
             return None
-        names = (*COUNTS, *STATISTICS, "sketch")
-        return Combined(ranks=view.ranks, **{name: getattr(digest, name) for name in names})
+        numbers = {each.name: digest.number(each.name) for each in STATISTICS}
+        return Combined.of(numbers, ranks=view.ranks, sketch=digest.sketch)
 
 
 @damaged_is_trace_error

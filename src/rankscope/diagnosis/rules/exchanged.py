@@ -22,6 +22,7 @@ from rankscope.diagnosis.messages import Message, message_value
 from rankscope.diagnosis.stepview import SlotValues, StepView
 from rankscope.record.finding import Kind
 from rankscope.record.ranklists import ranks_named
+from rankscope.record.statistics import NONFINITE
 from rankscope.record.value import ValueFlag
 
 __all__ = ["wrong_exchanges", "wrong_messages"]
@@ -99,7 +100,7 @@ def _is_late(held: SlotValues, ranks: Array) -> bool:
 
 def _is_finite(held: SlotValues, ranks: Array) -> bool:
     places = held.at(ranks)
-    return not any(held.column(n)[places].any() for n in ("nan", "posinf", "neginf"))
+    return not any(held.column(n)[places].any() for n in NONFINITE)
 
 
 # ---- arithmetic ----------------------------------------------------------------------------------

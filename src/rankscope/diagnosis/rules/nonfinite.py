@@ -26,6 +26,7 @@ from rankscope.diagnosis.stepview import SlotValues, StepView, is_input, is_outp
 from rankscope.record.call import Phase
 from rankscope.record.finding import Kind
 from rankscope.record.ranklists import ranks_named
+from rankscope.record.statistics import NONFINITE
 from rankscope.record.value import ValueFlag
 
 __all__ = ["nonfinite_origins"]
@@ -172,9 +173,7 @@ def _suspect(
 ) -> Candidate:
     held = first.held
     own = np.array(ranks, np.int64)
-    counts = {
-        name: int(held.column(name)[held.at(own)].sum()) for name in ("nan", "posinf", "neginf")
-    }
+    counts = {name: int(held.column(name)[held.at(own)].sum()) for name in NONFINITE}
     listed = ", ".join(f"{n} {name}" for name, n in counts.items() if n)
     how = "its inputs were finite" if first.is_made else "it came in so"
     if held.call.phase is Phase.SETUP:

@@ -30,6 +30,7 @@ from rankscope.diagnosis.stepview import SlotValues, StepView, sibling_path
 from rankscope.record.call import Phase
 from rankscope.record.finding import Kind, Severity
 from rankscope.record.ranklists import ranks_named, ranks_text
+from rankscope.record.statistics import NONFINITE
 from rankscope.record.value import ValueFlag
 
 __all__ = ["parameters_left", "remember_parameters"]
@@ -152,9 +153,7 @@ def _update(held: SlotValues, before: Latest, gradient: SlotValues) -> _JudgedUp
     flags = gradient.flags
     is_skipped = (flags & int(ValueFlag.SKIPPED)) != 0
     is_pushed = gradient.is_known & ~is_skipped & (gradient.column("l2") > 0)
-    is_finite = (
-        gradient.column("nan") + gradient.column("posinf") + gradient.column("neginf")
-    ) == 0
+    is_finite = sum(gradient.column(name) for name in NONFINITE) == 0
     ranks = gradient.ranks[is_pushed & is_finite]
     places, old = held.at(ranks), _places(before.ranks, ranks)
     both = (places >= 0) & (old >= 0)

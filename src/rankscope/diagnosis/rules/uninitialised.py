@@ -22,6 +22,7 @@ from rankscope.diagnosis.stepview import SlotValues, StepView, sibling_path
 from rankscope.record.call import Phase
 from rankscope.record.finding import Kind, Severity
 from rankscope.record.ranklists import ranks_named
+from rankscope.record.statistics import NONFINITE
 
 __all__ = ["uninitialised_parameters"]
 
@@ -102,8 +103,8 @@ def _sizes(held: SlotValues) -> Array:
 
 def _size(held: SlotValues) -> float:
     """Return the largest of them; not 0 where a rank holds what is not finite."""
-    bad = (held.column("nan") + held.column("posinf") + held.column("neginf")) > 0
-    return float("inf") if bad.any() else float(_sizes(held)[_present(held)].max())
+    is_finite = not any(held.column(name).any() for name in NONFINITE)
+    return float("inf") if not is_finite else float(_sizes(held)[_present(held)].max())
 
 
 def _suspect(

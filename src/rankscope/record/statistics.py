@@ -1,0 +1,169 @@
+"""THE table of statistics: what a digest says of a value besides its hash and its sketch.
+
+Spools, the trace's JSON and columns, combination over shards, `show`, the exports and the rules of
+`check` read this table; none of them names the statistics again. The capture kernels compute a
+fixed set (`rankscope.capture.reading.ValueNumbers`), the rows without `of_values`. A row with
+`of_values` is computed from the elements in Python, and needs nothing else but its line in the JSON
+schema and in docs/trace-format.md.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = [
+    "ADDED",
+    "ADDED_UNKNOWN",
+    "COUNTS",
+    "MEASURED",
+    "MOST_ADDED",
+    "NONFINITE",
+    "NUMBERS",
+    "STATISTICS",
+    "OverShards",
+    "Statistic",
+    "added_numbers",
+    "finite_counts",
+    "numbers_with_first",
+]
+
+MOST_ADDED: Final = 4
+"""A value's record in a spool has room for so many rows with `of_values`."""
+
+
+class OverShards(enum.Enum):
+    """How the numbers of shards make the number of the whole tensor."""
+
+    SUM = "their sum"
+    LEAST = "the least of them"
+    GREATEST = "the greatest of them"
+    MEAN = "their mean, weighted by finite elements"
+    """Linear: the only number that is known of a partial, which is reduced later."""
+    SPREAD = "Chan's update of squared deviations, divisor n - 1"
+    ROOT_OF_SQUARES = "root of the sum of their squares"
+    UNKNOWN = "not known from shards"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Statistic:
+    """One number of a digest."""
+
+    name: str
+    meaning: str
+    is_count: bool = False
+    """A number of elements: u64 in spools and columns, an integer in JSON, always defined. Else
+    over the finite elements: f64, in JSON a number or null where it is undefined."""
+    is_nonfinite: bool = False
+    """Counts elements that are not finite."""
+    is_element: bool = False
+    """One of the elements: `show` prints it whole where the value is of integers."""
+    over_shards: OverShards
+    of_values: Callable[[npt.NDArray[np.float64]], float] | None = None
+    """Computes it from the finite elements, flat, at least one. For tensors on the host alone: on
+    others, and where no element is finite, it is undefined. None: the capture kernels do it."""
+
+
+STATISTICS: Final = (
+    Statistic(
+        name="count",
+        meaning="elements, finite or not; a complex one counts as two",
+        is_count=True,
+        over_shards=OverShards.SUM,
+    ),
+    Statistic(
+        name="nan",
+        meaning="elements that are NaN",
+        is_count=True,
+        is_nonfinite=True,
+        over_shards=OverShards.SUM,
+    ),
+    Statistic(
+        name="posinf",
+        meaning="elements that are +inf",
+        is_count=True,
+        is_nonfinite=True,
+        over_shards=OverShards.SUM,
+    ),
+    Statistic(
+        name="neginf",
+        meaning="elements that are -inf",
+        is_count=True,
+        is_nonfinite=True,
+        over_shards=OverShards.SUM,
+    ),
+    Statistic(
+        name="zero",
+        meaning="elements that are 0 or -0",
+        is_count=True,
+        over_shards=OverShards.SUM,
+    ),
+    Statistic(
+        name="min",
+        meaning="least finite element",
+        is_element=True,
+        over_shards=OverShards.LEAST,
+    ),
+    Statistic(
+        name="max",
+        meaning="greatest finite element",
+        is_element=True,
+        over_shards=OverShards.GREATEST,
+    ),
+    Statistic(
+        name="mean",
+        meaning="mean of the finite elements",
+        over_shards=OverShards.MEAN,
+    ),
+    Statistic(
+        name="std",
+        meaning="standard deviation of the finite elements, divisor n - 1 as in torch",
+        over_shards=OverShards.SPREAD,
+    ),
+    Statistic(
+        name="l2",
+        meaning="root of the sum of squares of the finite elements; 0 where there is none",
+        over_shards=OverShards.ROOT_OF_SQUARES,
+    ),
+)
+"""In the order of the columns and of JSON. Spools hold the measured ones in this order (count
+apart, in the head of the record), then the sketch, then the added ones: append, never reorder."""
+
+COUNTS: Final = tuple(s.name for s in STATISTICS if s.is_count)
+NUMBERS: Final = tuple(s.name for s in STATISTICS if not s.is_count)
+NONFINITE: Final = tuple(s.name for s in STATISTICS if s.is_nonfinite)
+MEASURED: Final = tuple(s for s in STATISTICS if s.of_values is None)
+"""What the capture kernels compute."""
+ADDED: Final = tuple(s for s in STATISTICS if s.of_values is not None)
+"""What is computed from the elements in Python. Older files and spools do not hold it."""
+ADDED_UNKNOWN: Final = (math.nan,) * len(ADDED)
+
+assert len(ADDED) <= MOST_ADDED, "a value's record has no room for more statistics"
+assert not any(s.is_count for s in ADDED), "an added statistic has to be able to say undefined"
+
+
+def added_numbers(values: npt.NDArray[np.floating]) -> tuple[float, ...]:
+    """Return the added statistics of the elements of a value, finite or not."""
+    finite = values[np.isfinite(values)].astype(np.float64, copy=False).reshape(-1)
+    if not finite.size:
+        return ADDED_UNKNOWN
+    return tuple(float(s.of_values(finite)) for s in ADDED if s.of_values is not None)
+
+
+def finite_counts(rows: Any) -> npt.NDArray[Any]:
+    """Return how many elements are finite in each of some rows that have the columns of counts."""
+    finite: npt.NDArray[Any] = rows["count"]
+    for name in NONFINITE:
+        finite = finite - rows[name]
+    return finite
+
+
+def numbers_with_first(*first: str) -> tuple[str, ...]:
+    """Return the names of all numbers that are no counts, the given ones first."""
+    return (*first, *(name for name in NUMBERS if name not in first))

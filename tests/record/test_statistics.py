@@ -1,0 +1,251 @@
+"""One table says what statistics there are: a row more is all that another one takes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rankscope
+from rankscope.capture.reading import ValueNumbers
+from rankscope.record.combined import Combined
+from rankscope.record.statistics import ADDED, COUNTS, MEASURED, NUMBERS, STATISTICS
+from rankscope.record.value import Digest
+from rankscope.spool.cells import VALUE, VALUE_DTYPE
+
+PACKAGE = Path(rankscope.__file__).parent
+DOCS = PACKAGE.parent.parent / "docs"
+SCHEMA = json.loads((resources.files("rankscope.tree") / "trace.schema.json").read_text())
+
+ROWS = """
+    Statistic(
+        name="median_abs",
+        meaning="median of the absolute finite elements",
+        over_shards=OverShards.UNKNOWN,
+        of_values=lambda values: float(np.median(np.abs(values))),
+    ),
+    Statistic(
+        name="abs_sum",
+        meaning="sum of the absolute finite elements",
+        over_shards=OverShards.SUM,
+        of_values=lambda values: float(np.abs(values).sum()),
+    ),
+)
+\"\"\"In the order"""
+
+JOB = """
+import json, re, sys
+from pathlib import Path
+import jsonschema, torch
+import torch.distributed as dist
+from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+from typer.testing import CliRunner
+import rankscope
+from rankscope.cli.app import app
+from rankscope.tree.reader import open_trace
+
+folder, schema = Path(sys.argv[1]), json.loads(Path(sys.argv[2]).read_text())
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+
+class Model(torch.nn.Module):
+    def forward(self, x):
+        return {"plain": x * 2, "sharded": distribute_tensor(x, mesh, [Shard(0)])}
+
+x = torch.tensor([[-4.0, 1.0, 2.0], [float("nan"), float("-inf"), 0.5]])
+model = Model()
+with rankscope.trace(model, out=folder / "trace", steps="0"):
+    with torch.no_grad():
+        model(x)
+
+def rankscope_says(*arguments):
+    done = CliRunner().invoke(app, [str(word) for word in arguments])
+    assert done.exit_code == 0, (done.output, done.exception)
+    return done.output
+
+trace_file = folder / "trace/trace.json"
+text = json.loads(trace_file.read_text())
+jsonschema.Draft202012Validator(schema).validate(text)
+trace = open_trace(folder / "trace")
+(node,) = trace.find("", phase="forward")
+value, shard = node.value("output.plain"), node.value("output.sharded")
+columns = trace.columns()
+row = next(s for s in node.slots if s.slot == "output.plain").rows[0]
+names = ["median_abs", "abs_sum", "mean"]
+slots = {s["slot"]: s for s in text["steps"][0]["nodes"][0]["slots"]}
+rankscope_says("export", folder / "trace", "--format", "jsonl", "--out", folder / "x.jsonl")
+lines = [json.loads(line) for line in (folder / "x.jsonl").read_text().splitlines()]
+found = {
+    "package": rankscope.__file__,
+    "digest": [value.per_rank[0].number(name) for name in names],
+    "json": [slots["output.plain"]["values"][0]["digest"][name] for name in names],
+    "columns": [float(columns[f"values.{name}"][row]) for name in names],
+    "combined": [shard.combined.number(name) for name in names],
+    "combined_json": [slots["output.sharded"]["combined"][0]["digest"][name] for name in names],
+    "jsonl": [next(e[name] for e in lines if e["slot"] == "output.plain") for name in names],
+    "show": rankscope_says("show", folder / "trace", "--stats", ",".join(names)),
+    "help": rankscope_says("show", "--help"),
+}
+try:
+    import pyarrow.parquet as parquet
+except ImportError:
+    found["parquet"] = None
+else:
+    rankscope_says("export", folder / "trace", "--format", "parquet", "--out", folder / "pq")
+    rows = parquet.read_table(folder / "pq/values").to_pylist()
+    found["parquet"] = [
+        next(each[name] for each in rows if each["slot"] == "output.plain") for name in names
+    ]
+old = trace_file.read_text()
+for name in ("median_abs", "abs_sum"):  # as a package without these rows writes it
+    old = re.sub(f', "{name}": [^,]*', "", old)
+    assert name not in old
+trace_file.write_text(old)
+found["old"] = rankscope_says("show", folder / "trace", "--stats", ",".join(names))
+print(json.dumps(found))
+"""
+
+
+def parts_of_the_schema(rows: Any) -> dict[str, dict[str, Any]]:
+    """Return what the schema has to say of a digest, of a whole and of a summary."""
+    counts = [row["name"] for row in rows if row["is_count"]]
+    numbers = [row["name"] for row in rows if not row["is_count"]]
+    late = {row["name"] for row in rows if row["is_added"]}
+    statistic, number = {"$ref": "#/$defs/statistic"}, {"$ref": "#/$defs/number"}
+    sketch: dict[str, Any] = {"type": "array", "items": number}
+    span: dict[str, Any] = {"type": "array", "items": number, "minItems": 2, "maxItems": 2}
+    count = {"type": "integer", "minimum": 0}
+    digest: dict[str, Any] = {
+        **dict.fromkeys(counts, count),
+        **dict.fromkeys(numbers, statistic),
+        "hash": {"type": "string", "pattern": "^[0-9a-f]{16}$"},
+        "sketch": sketch,
+    }
+    whole: dict[str, Any] = {
+        **{name: {"type": ["integer", "null"], "minimum": 0} for name in counts},
+        **dict.fromkeys(numbers, statistic),
+        "sketch": {"oneOf": [{"type": "null"}, sketch]},
+    }
+    summary: dict[str, Any] = {
+        "distinct": count,
+        "digested": count,
+        **{name: count for name in counts if name != "count"},
+        **{name: {"oneOf": [{"type": "null"}, span]} for name in numbers},
+    }
+    found = {"digest": digest, "whole_digest": whole, "summary": summary}
+    return {
+        key: {"properties": each, "required": sorted(each.keys() - late)}
+        for key, each in found.items()
+    }
+
+
+def rows_of_the_table() -> list[dict[str, Any]]:
+    return [
+        {"name": s.name, "is_count": s.is_count, "is_added": s.of_values is not None}
+        for s in STATISTICS
+    ]
+
+
+def test_the_schema_says_of_statistics_what_the_table_says() -> None:
+    for key, expected in parts_of_the_schema(rows_of_the_table()).items():
+        held = SCHEMA["$defs"][key]
+        assert held["properties"] == expected["properties"], key
+        assert sorted(held["required"]) == expected["required"], key
+
+
+def test_typed_records_have_the_measured_statistics_in_the_order_of_the_table() -> None:
+    names = [s.name for s in MEASURED]
+    fields = [f.name for f in dataclasses.fields(Digest)]
+    assert fields == [*names, "hash", "sketch", "added"]
+    fields = [f.name for f in dataclasses.fields(Combined)]
+    assert fields == ["ranks", "note", *names, "sketch", "added"]
+    read = [name for name in ValueNumbers._fields if name in {*names}]
+    assert read == names
+    between = ValueNumbers._fields.index("hash") + 1, ValueNumbers._fields.index("sketch")
+    assert list(ValueNumbers._fields[slice(*between)]) == names[1:], "the recorder packs these"
+
+
+@pytest.mark.skipif(bool(ADDED), reason="the bytes below are those without added statistics")
+def test_the_table_leaves_the_bytes_of_a_spool_as_they_were() -> None:
+    assert VALUE.format == "<QqIIIBxHQQQ" + "QQQQddddd" + "8d" + "32x"
+    assert VALUE_DTYPE.names is not None
+    first = VALUE_DTYPE.names.index("nan")
+    names = ("nan", "posinf", "neginf", "zero", "min", "max", "mean", "std", "l2")
+    assert VALUE_DTYPE.names[first:] == (*names, "sketch", "spare")
+
+
+def test_the_pages_name_every_statistic() -> None:
+    """A reader of the format or of `show --stats` finds each name."""
+    for page in ("trace-format.md", "commands/export.md", "commands/show.md"):
+        text = (DOCS / page).read_text().replace("`", " ").replace(",", " ").split()
+        missing = [name for name in (*COUNTS, *NUMBERS) if name not in text]
+        assert not missing, f"docs/{page} does not name {', '.join(missing)}"
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What a package with two rows more in the one table says of a traced call."""
+    folder = tmp_path_factory.mktemp("added")
+    shutil.copytree(PACKAGE, folder / "src/rankscope", ignore=shutil.ignore_patterns("__pycache__"))
+    table = folder / "src/rankscope/record/statistics.py"
+    text = table.read_text()
+    marker = ')\n"""In the order'
+    assert text.count(marker) == 1
+    table.write_text(text.replace(marker, ROWS.lstrip("\n")))
+    rows = rows_of_the_table()
+    rows += [{"name": n, "is_count": False, "is_added": True} for n in ("median_abs", "abs_sum")]
+    schema = json.loads(json.dumps(SCHEMA))
+    for key, part in parts_of_the_schema(rows).items():
+        schema["$defs"][key] |= part
+    (folder / "schema.json").write_text(json.dumps(schema))
+    script = folder / "job.py"
+    script.write_text(JOB)
+    done = subprocess.run(
+        [sys.executable, str(script), str(folder), str(folder / "schema.json")],
+        env={**os.environ, "PYTHONPATH": str(folder / "src"), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    assert Path(answer["package"]).is_relative_to(folder)
+    return answer
+
+
+def test_a_row_more_in_the_table_stands_in_the_record_the_json_and_the_columns(
+    found: dict[str, Any],
+) -> None:
+    expected = [3.0, 15.0, -0.25]
+    assert found["digest"] == expected
+    assert found["json"] == expected
+    assert found["columns"] == expected
+
+
+def test_a_row_more_in_the_table_stands_in_show_and_in_the_exports(found: dict[str, Any]) -> None:
+    expected = [3.0, 15.0, -0.25]
+    assert "median_abs 3  abs_sum 15  mean -0.25" in found["show"]
+    assert "median_abs" in found["help"]
+    assert found["jsonl"] == expected
+    if found["parquet"] is None:
+        pytest.skip("the extra rankscope[parquet] is not installed")
+    assert found["parquet"] == expected
+
+
+def test_a_row_more_in_the_table_combines_over_shards_as_it_says(found: dict[str, Any]) -> None:
+    """A sum adds up; of a median the whole's is not known, and nothing is made up."""
+    assert found["combined"] == [None, 7.5, -0.125]
+    assert found["combined_json"] == [None, 7.5, -0.125]
+
+
+def test_a_trace_written_before_a_statistic_was_added_still_opens(found: dict[str, Any]) -> None:
+    assert "median_abs -  abs_sum -  mean -0.25" in found["old"]
