@@ -14,15 +14,16 @@ from __future__ import annotations
 
 from typing import Any, Final, NamedTuple
 
+import numpy as np
 import torch
 import xxhash
 
-from rankscope.capture.elements import Array, elements, memory_type, storage_of
+from rankscope.capture.elements import Array, Floats, elements, memory_type, storage_of
 from rankscope.capture.fold import BLOCK_ELEMENTS, flat_copy, make_plan
 from rankscope.capture.hashing import hash_words
 from rankscope.capture.reading import Arithmetic, ValueForm, ValueNumbers, empty_reading, words_at
 from rankscope.layout.placement import Ranges
-from rankscope.record.statistics import ADDED, added_numbers
+from rankscope.record.statistics import ADDED, ADDED_UNKNOWN
 
 __all__ = ["Digester"]
 
@@ -114,7 +115,7 @@ class Digester:
         if ADDED:
             if array is None:
                 array = words_at(kind.memory.from_address(address), kind.dtype)
-            reading = reading._replace(added=added_numbers(kind.storage.values(array)))
+            reading = reading._replace(added=_added(kind.storage.values(array)))
         if len(self._seen) >= _MOST_REMEMBERED:
             self._seen.clear()
         self._seen[identity] = _RememberedTensor(at, version, raw, kind, reading)
@@ -148,3 +149,11 @@ class Digester:
             plan, storage, memory, storage.dtype, storage.is_complex, bound, samples_kept
         )
         return kind
+
+
+def _added(values: Floats) -> tuple[float, ...]:
+    """Return the statistics that are computed in Python, from elements finite or not."""
+    finite = values[np.isfinite(values)].astype(np.float64, copy=False)
+    if not finite.size:
+        return ADDED_UNKNOWN
+    return tuple(float(s.of_values(finite)) for s in ADDED if s.of_values is not None)

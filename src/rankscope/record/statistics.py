@@ -13,10 +13,11 @@ import enum
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-import numpy as np
-import numpy.typing as npt
+if TYPE_CHECKING:  # a finished tree is read without numpy
+    import numpy as np
+    import numpy.typing as npt
 
 __all__ = [
     "ADDED",
@@ -29,7 +30,6 @@ __all__ = [
     "STATISTICS",
     "OverShards",
     "Statistic",
-    "added_numbers",
     "finite_counts",
     "numbers_with_first",
 ]
@@ -146,14 +146,6 @@ ADDED_UNKNOWN: Final = (math.nan,) * len(ADDED)
 
 assert len(ADDED) <= MOST_ADDED, "a value's record has no room for more statistics"
 assert not any(s.is_count for s in ADDED), "an added statistic has to be able to say undefined"
-
-
-def added_numbers(values: npt.NDArray[np.floating]) -> tuple[float, ...]:
-    """Return the added statistics of the elements of a value, finite or not."""
-    finite = values[np.isfinite(values)].astype(np.float64, copy=False).reshape(-1)
-    if not finite.size:
-        return ADDED_UNKNOWN
-    return tuple(float(s.of_values(finite)) for s in ADDED if s.of_values is not None)
 
 
 def finite_counts(rows: Any) -> npt.NDArray[Any]:
