@@ -115,7 +115,7 @@ class Digester:
         if ADDED:
             if array is None:
                 array = words_at(kind.memory.from_address(address), kind.dtype)
-            reading = reading._replace(added=_added(kind.storage.values(array)))
+            reading = reading._replace(added=_added(kind.storage.values(array.reshape(-1))))
         if len(self._seen) >= _MOST_REMEMBERED:
             self._seen.clear()
         self._seen[identity] = _RememberedTensor(at, version, raw, kind, reading)
