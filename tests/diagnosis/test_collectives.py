@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rankscope.record.call import CallStatus
-from rankscope.record.finding import Verdict
+from rankscope.record.finding import Kind, Verdict
 from rankscope.record.streams import EndReason
 from rankscope.spool.cells import NO_SEQUENCE
 from tests.diagnosis.paper import collective, judged, module, numbers, origins, setup
@@ -210,6 +210,29 @@ def test_an_exception_outside_of_modules_is_told_with_its_text_and_peers_that_lo
     (finding,) = judged(tmp_path, 3, write, ends=ends).origins
     assert (finding.path, finding.phase.word, finding.ranks) == ("", "forward", (1,))
     assert "OSError: no such file, outside of any module's call, at train.py:31" in finding.message
+
+
+@pytest.mark.parametrize("path", [None, "head"])
+def test_each_rank_that_crashed_by_an_exception_of_its_own_is_an_origin(
+    tmp_path: Path, path: str | None
+):
+    """One place, as many crashes as ranks: none is another word for that of another rank, and
+    nothing puts one before the other. Ranks that raised the same are told together."""
+
+    def write(rank: PaperRank) -> None:
+        error = f"ValueError: number {min(rank.rank, 3)}"
+        top = rank.enter(class_name="Model")
+        head = rank.enter("head", parent=top)
+        how = (CallStatus.RAISED, error) if path else (CallStatus.RETURNED, "")
+        rank.exit(head, *how)
+        rank.exit(top, *how)
+        rank.define("raised", error=error, causes=[], where="train.py:31 main")
+
+    report = judged(tmp_path, 5, write, ends=dict.fromkeys(range(5), EndReason.RAISED))
+    found = {f.ranks: f for f in report.origins if f.kind is Kind.CRASH}
+    assert sorted(found) == [(0,), (1,), (2,), (3, 4)]
+    assert all(f"number {ranks[0]}" in f.message for ranks, f in found.items())
+    assert all(len(f.evidence["unordered"]) == 3 for f in found.values())
 
 
 def test_a_stage_that_works_on_another_micro_batch_is_told(tmp_path: Path):

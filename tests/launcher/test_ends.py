@@ -92,8 +92,11 @@ def test_every_way_a_rank_can_end_keeps_its_records_and_is_named(launch: Start):
 
 
 ENDS_OUTSIDE = """
-import os, signal, sys, torch
+import os, pathlib, signal, sys, time, torch
 signal.signal(signal.SIGTERM, signal.SIG_IGN)  # that an agent sends once a first rank has failed
+there = pathlib.Path(sys.argv[1])
+(there / ("deaf." + os.environ["RANK"])).touch()
+while len([*there.glob("deaf.*")]) < int(os.environ["WORLD_SIZE"]): time.sleep(0.01)
 from torch.distributed.elastic.multiprocessing.errors import record
 def use(value): raise KeyError("outside a module")
 class Data(torch.utils.data.Dataset):
@@ -148,11 +151,14 @@ def test_what_ends_a_program_outside_of_its_modules_is_told_with_its_line(launch
     assert places == {0: "use", 1: "end", 2: "use", 4: "end", 5: "use"}
     assert "Traceback" in job.err and "rankscope/agent" not in job.err
     said = rankscope("verify", job.out).stdout
-    assert f"raised: {key}, outside of any module's call, at script.py:5 use" in said
+    assert f"raised: {key}, outside of any module's call, at script.py:8 use" in said
     assert "SystemExit: no data, after KeyError" in said
     checked = json.loads(rankscope("check", job.out, "--json").stdout)
-    crashed = [f["message"] for f in checked["findings"] if f["kind"] == "crash"]
-    assert any("outside of any module's call, at script.py:5 use" in each for each in crashed)
+    crashed = [f for f in checked["findings"] if f["kind"] == "crash" and f["origin"]]
+    said_of = {tuple(f["ranks"]): f["message"] for f in crashed}
+    # ranks 0 and 5 raised one exception at one line: that is told once
+    assert sorted(said_of) == [(0, 5), (1,), (2,), (4,)]
+    assert "outside of any module's call, at script.py:8 use" in said_of[0, 5]
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])

@@ -135,10 +135,14 @@ def _lacks(trace: Trace, ledger: Coverage, unmatched: Sequence[str]) -> str:
 
 
 def _told(suspects: Any) -> list[Candidate]:
-    """Return the suspects without those that say of one place again what another does."""
+    """Return the suspects without those that say of one place again what another does.
+
+    A crash says that of its own ranks alone: many ranks may crash at one place, each by itself.
+    """
     kept: dict[Any, Candidate] = {}
     for s in suspects:
-        key = (s.incarnation, s.phase, s.mode, s.step, s.micro_batch, s.path, s.slot)
+        crashed = s.ranks if s.kind is Kind.CRASH else ()
+        key = (s.incarnation, s.phase, s.mode, s.step, s.micro_batch, s.path, s.slot, crashed)
         same = kept.get(key)
         if same is None or s.priority < same.priority:
             kept[key] = s
