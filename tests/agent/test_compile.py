@@ -6,6 +6,7 @@ Facts about torch's compiler stand here as torch 2.13 has them.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -186,6 +187,57 @@ def test_inductor_gives_the_same_numbers_traced(tmp_path: Path) -> None:
         pytest.skip(str(error)[:100])
     says_wrapped(found, 1)
     assert program.graphs == [1, 1]
+
+
+@pytest.mark.parametrize("compile", ["eager", "opaque"])
+def test_only_a_run_that_asked_for_eager_is_told_that_its_numbers_are_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], compile: str
+) -> None:
+    """Everywhere else tracing changes no number: who gives that up must read it while it runs."""
+    model = Net()
+    with rankscope.trace(model, out=tmp_path / "trace", steps="1-2", compile=compile):
+        for _ in range(3):
+            model(torch.ones(2, 8)).sum().backward()
+            rankscope.step()
+        said = capsys.readouterr().err
+    assert said.count("not those of the compiled run") == (compile == "eager")
+    assert said.count("rankscope:") == (compile == "eager")
+
+
+def dropout_losses(rate: float, out: Path | None, **settings: Any) -> tuple[list[float], float]:
+    """Train five steps compiled by inductor; return the losses and the next random number."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Dropout(rate), nn.Linear(32, 4))
+    compiled, losses = torch.compile(model), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = torch.randn(5, 8, 16)
+    with contextlib.nullcontext() if out is None else rankscope.trace(model, out=out, **settings):
+        for batch in batches:
+            loss = compiled(batch).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    return losses, torch.rand(1).item()
+
+
+@pytest.mark.slow
+def test_eager_steps_change_rounding_and_with_dropout_the_random_numbers_of_what_follows(
+    tmp_path: Path,
+) -> None:
+    """What the docs say of `compile=eager`, as inductor gives it; `opaque` changes no bit."""
+    try:
+        plain, dropped = dropout_losses(0.0, None), dropout_losses(0.3, None)
+    except torch._inductor.exc.InductorError as error:  # no C++ compiler that works
+        pytest.skip(str(error)[:100])
+    assert dropout_losses(0.3, tmp_path / "opaque", steps="1") == dropped
+    losses, following = dropout_losses(0.0, tmp_path / "plain", steps="1", compile="eager")
+    assert losses == pytest.approx(plain[0], rel=1e-5) and following == plain[1]
+    losses, following = dropout_losses(0.3, tmp_path / "dropout", steps="1", compile="eager")
+    assert losses[0] == dropped[0][0], "before the first traced step nothing differs"
+    assert all(abs(a - b) > 1e-4 * b for a, b in zip(losses[1:], dropped[0][1:], strict=True))
+    assert following != dropped[1]
 
 
 def test_a_stance_the_program_chose_meanwhile_is_left_alone(tmp_path: Path) -> None:

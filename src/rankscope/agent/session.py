@@ -23,7 +23,7 @@ from rankscope.agent.hooks.callvalues import CallWishes
 from rankscope.agent.hooks.modules import ModuleInfo
 from rankscope.agent.parts import Opened, parts_of
 from rankscope.agent.steps.boundaries import StepBoundaries
-from rankscope.agent.steps.compiled import HIDDEN
+from rankscope.agent.steps.compiled import EAGER_IS_ANOTHER_RUN, HIDDEN
 from rankscope.agent.values.tensorstore import TensorStore
 from rankscope.capture.invisible import invisible
 from rankscope.capture.torch_internals.compiling import dynamo_has_compiled
@@ -98,6 +98,9 @@ class Session:
         for module in preferred:
             self._prefer(module)
         self._is_open = True
+        speaks = self._parts.rank == min(self._settings.ranks or (0,))
+        if speaks and self._settings.compile == "eager":
+            say(EAGER_IS_ANOTHER_RUN)
         return True
 
     def _begin_scope(self, info: ModuleInfo, module: nn.Module) -> Scope | None:

@@ -17,7 +17,7 @@ from rankscope.agent.steps.optimizers import OptimizerSet, held_parameters, para
 from rankscope.capture.invisible import invisible
 from rankscope.capture.torch_internals.compiling import dynamo_has_compiled, run_compiled_eagerly
 
-__all__ = ["HIDDEN", "EagerStance", "HiddenSteps", "outermost_modules_of"]
+__all__ = ["EAGER_IS_ANOTHER_RUN", "HIDDEN", "EagerStance", "HiddenSteps", "outermost_modules_of"]
 
 
 _MOST_GRADIENTS = 1000
@@ -27,6 +27,14 @@ HIDDEN = (
     "traced steps as written and sees all"
 )
 """What a user is told of such a model, once."""
+
+
+EAGER_IS_ANOTHER_RUN = (
+    "--rs-compile eager changes this run: traced steps run as written, so from the first of them "
+    "on its numbers are not those of the compiled run (other rounding; where the model draws "
+    "random numbers, as dropout does, other random numbers)"
+)
+"""What a user is told who asked for it, when tracing begins."""
 
 
 class HiddenSteps:
