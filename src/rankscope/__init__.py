@@ -1,7 +1,9 @@
 """One trace for a whole distributed training job: which module, on which rank, went wrong first,
 and how.
 
-Importing this package imports neither torch nor numpy: every public name is loaded when it is used.
+Importing this package imports neither torch nor numpy, nor what traces and reads: all that is
+loaded when it is used. The calls a training script makes are here at once, because a process that
+may open no more files could not load even what tells it so.
 """
 
 from __future__ import annotations
@@ -9,9 +11,10 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from rankscope.tracing import attach, open_trace, step, trace
+
 if TYPE_CHECKING:
     from rankscope.diagnosis.check import check
-    from rankscope.tracing import attach, open_trace, step, trace
     from rankscope.tree.reader import Trace
 
 __all__ = ["Trace", "attach", "check", "open_trace", "step", "trace"]
@@ -19,11 +22,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Trace": "rankscope.tree.reader",
-    "attach": "rankscope.tracing",
     "check": "rankscope.diagnosis.check",
-    "open_trace": "rankscope.tracing",
-    "step": "rankscope.tracing",
-    "trace": "rankscope.tracing",
 }
 
 

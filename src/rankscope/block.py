@@ -9,7 +9,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -43,7 +43,14 @@ from rankscope.run.folders import (
     spool_base,
     stream_folder,
 )
-from rankscope.run.out import check_budget, default_out, prepare_out, typed
+from rankscope.run.out import (
+    check_budget,
+    default_out,
+    missing_folders,
+    prepare_out,
+    remove_empty,
+    typed,
+)
 from rankscope.run.replacing import write_by_rename
 from rankscope.settings import Settings, as_keywords, settings_from
 from rankscope.spool.streamreader import StreamReader
@@ -215,44 +222,53 @@ class _TracedBlock:
         rank_recorder: Callable[[SpoolWriter], PathRecorder] | None,
     ) -> None:
         build_kernel()
-        self.out = prepare_out(settings.out or default_out())
+        with ExitStack() as made:  # undone where anything in here fails
+            out = settings.out or default_out()
+            made.callback(remove_empty, missing_folders(out))
+            self.out = prepare_out(out)
+            identity = who_am_i()
+            run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+            base = spool_base(settings.spool)
+            made.callback(remove_empty, missing_folders(base))
+            self._run_folder = host_run_folder(base, run_key(f"{run_id}:{time.monotonic_ns()}"))
+            made.callback(shutil.rmtree, self._run_folder, ignore_errors=True)
+            check_free_space(self._run_folder, settings.spool_bytes)
+            check_budget(self.out, settings.tensor_budget if settings.tensors else None, ranks=1)
+            self._stream = identity.stream
+            self._replica = replica_path(self.out, self._stream)
+            if rank_recorder is None:
+                self._replica.parent.mkdir(mode=0o700)  # others may look in
+                made.callback(shutil.rmtree, self._replica.parent, ignore_errors=True)
+            self._taken = 0
+            """Bytes of it that are whole segments."""
+            self._writer = writer = SpoolWriter(
+                stream_folder(self._run_folder, self._stream),
+                limit_bytes=settings.spool_bytes,
+                retire=self._take_segment,
+            )
+            made.callback(writer.close)
+            self._settings = settings
+            recorder = (
+                make_recorder(writer, settings) if rank_recorder is None else rank_recorder(writer)
+            )
+            self._recorder = recorder
+            define_rank(recorder, identity, run_id, settings)
+            self.scratch: Scratch | None = None
+            """Where the bytes of tensors are; None for chunks in the trace folder."""
+            self.has_chunks = False
+            self.glances = None if look is None else GlanceStore(look, recorder.tensor)
+            """What was made of tensors that were looked at."""
+            store = None if rank_recorder is None else self.glances or self._byte_store()
+            made.callback(self.close)
+            keeper = make_keeper(settings, recorder, self.out, self._stream, writers=1, store=store)
+            self._keeper = keeper
+            opened = Opened(identity=identity, writer=writer, recorder=recorder, keeper=keeper)
+            self._keep_spool = settings.keep_spool
+            self.session = Session(settings, lambda: opened, preferred_root=model, wishes=wishes)
+            hold(self.session)
+            made.pop_all()
         if settings.out is None:
             say(f"tracing into {self.out}")
-        identity = who_am_i()
-        run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-        base = spool_base(settings.spool)
-        self._run_folder = host_run_folder(base, run_key(f"{run_id}:{time.monotonic_ns()}"))
-        check_free_space(self._run_folder, settings.spool_bytes)
-        check_budget(self.out, settings.tensor_budget if settings.tensors else None, ranks=1)
-        self._stream = identity.stream
-        self._replica = replica_path(self.out, self._stream)
-        if rank_recorder is None:
-            self._replica.parent.mkdir(mode=0o700)  # others may look in
-        self._taken = 0
-        """Bytes of it that are whole segments."""
-        self._writer = writer = SpoolWriter(
-            stream_folder(self._run_folder, self._stream),
-            limit_bytes=settings.spool_bytes,
-            retire=self._take_segment,
-        )
-        self._settings = settings
-        recorder = (
-            make_recorder(writer, settings) if rank_recorder is None else rank_recorder(writer)
-        )
-        self._recorder = recorder
-        define_rank(recorder, identity, run_id, settings)
-        self.scratch: Scratch | None = None
-        """Where the bytes of tensors are; None for chunks in the trace folder."""
-        self.has_chunks = False
-        self.glances = None if look is None else GlanceStore(look, recorder.tensor)
-        """What was made of tensors that were looked at."""
-        store = None if rank_recorder is None else self.glances or self._byte_store()
-        keeper = make_keeper(settings, recorder, self.out, self._stream, writers=1, store=store)
-        self._keeper = keeper
-        opened = Opened(identity=identity, writer=writer, recorder=recorder, keeper=keeper)
-        self._keep_spool = settings.keep_spool
-        self.session = Session(settings, lambda: opened, preferred_root=model, wishes=wishes)
-        hold(self.session)
 
     def release(self, reference: int) -> None:
         """As `RankBlock.release`."""

@@ -23,12 +23,16 @@ def attach(**settings: object) -> None:
     for ever. With arguments (any setting by its keyword: `steps="0-2"`, `out="trace"`) it traces.
     What is wrong with a setting is said once on stderr; the program goes on untraced.
     """
-    from rankscope.settings import is_enabled
+    try:
+        from rankscope.settings import is_enabled
 
-    if not settings and not is_enabled():
+        if not settings and not is_enabled():
+            return
+        from rankscope.agent.activation import arm
+        from rankscope.agent.guard import attempt, say, text_of
+    except (ImportError, OSError) as missing:
+        _say_not_loaded(missing)
         return
-    from rankscope.agent.activation import arm
-    from rankscope.agent.guard import attempt, say, text_of
 
     error = attempt(lambda: arm(settings))
     if error is not None:
@@ -105,6 +109,18 @@ class TraceHandle:
         return open_trace(self.path)
 
 
+def _say_not_loaded(error: Exception) -> str:
+    """Say that a process which may open no more files cannot load the code that traces; return what
+    was said.
+    """
+    import sys
+
+    problem = f"not tracing: rankscope cannot be loaded ({error})"
+    if sys.stderr is not None:
+        print(f"rankscope: {problem}", file=sys.stderr)  # noqa: T201  # nothing else is loaded
+    return problem
+
+
 @contextmanager
 def trace(
     model: nn.Module | None = None, *, out: str | Path | None = None, **settings: object
@@ -119,7 +135,13 @@ def trace(
     In a job of several ranks every rank must enter the block, with the same `out`. The tree is in
     place when the block ends; leaving it by an exception writes what was seen until then.
     """
-    from rankscope.block import trace_block
-
+    problem = ""
+    try:
+        from rankscope.block import trace_block
+    except (ImportError, OSError) as error:
+        problem = _say_not_loaded(error)
+    if problem:  # out here, so that what the block raises is not raised while handling another
+        yield TraceHandle(None, problem)
+        return
     with trace_block(model, {"steps": "all", "out": out, **settings}) as (path, problem):
         yield TraceHandle(path, problem)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import shutil
+import signal
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +17,7 @@ import pytest
 import torch
 
 import rankscope
+from tests.distributed.pool import RankPool
 
 Break = Callable[[Path, pytest.MonkeyPatch], dict[str, Any]]
 
@@ -100,3 +105,192 @@ def test_a_process_without_a_descriptor_left_runs_the_block(
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert path is None
     assert capsys.readouterr().err.count("rankscope: not tracing: ") == 1
+
+
+# ---- a beginning that fails half-way -------------------------------------------------------------
+
+
+@contextmanager
+def no_file_may_grow() -> Iterator[None]:
+    """As `ulimit -f 0`; Python ignores the signal that comes with it."""
+    assert signal.getsignal(signal.SIGXFSZ) is signal.SIG_IGN
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+HALF_WAY: dict[str, tuple[Callable[[], AbstractContextManager[None]], dict[str, Any]]] = {
+    "no file may grow": (no_file_may_grow, {}),
+    "no file may grow, and tensors are kept": (no_file_may_grow, {"tensors": "**"}),
+    "too large a budget for tensors": (nullcontext, {"tensors": "**", "tensor_budget": "900000T"}),
+    "a spool too large for its disk": (nullcontext, {"spool_bytes": "900000T"}),
+}
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+@pytest.mark.parametrize("case", HALF_WAY)
+def test_a_beginning_that_fails_half_way_leaves_nothing_behind(
+    case: str, is_there: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An empty folder left behind would be the newest trace here, and a lock would keep the next
+    block out."""
+    around, settings = HALF_WAY[case]
+    out, spool = tmp_path / "new" / "t", tmp_path / "spool"
+    if is_there:
+        out.mkdir(parents=True)
+    with around(), rankscope.trace(out=out, spool=spool, **settings) as handle:
+        torch.nn.Linear(2, 2)(torch.ones(1, 2))
+    assert handle.path is None
+    assert capsys.readouterr().err.count("rankscope: not tracing: ") == 1
+    assert sorted(tmp_path.rglob("*")) == ([out.parent, out] if is_there else [])
+    with rankscope.trace(out=out, spool=spool) as handle:
+        torch.nn.Linear(2, 2)(torch.ones(1, 2))
+    assert handle.open().is_complete
+
+
+def test_a_trace_folder_that_cannot_be_written_leaves_nothing_behind(
+    full_disk: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    subprocess.run(["mount", "-o", "remount,ro", str(full_disk)], check=True)
+    for out in (full_disk, full_disk / "t"):
+        with rankscope.trace(out=out, spool=tmp_path / "spool") as handle:
+            pass
+        assert handle.path is None
+        assert "folder you may write" in capsys.readouterr().err
+    assert [*full_disk.iterdir()] == [] and not (tmp_path / "spool").exists()
+
+
+# ---- leaving -------------------------------------------------------------------------------------
+
+
+def fill(folder: Path) -> None:
+    """Write until the disk takes no more."""
+    with suppress(OSError), (folder / "ballast").open("wb", buffering=0) as file:
+        while file.write(bytes(4096)):
+            pass
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 1 MiB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
+    if not shutil.which("mount") or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("only root may mount a small disk")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("tensors", [{}, {"tensors": "**"}], ids=["digests", "tensors"])
+@pytest.mark.parametrize("what", ["gone", "full"])
+def test_a_block_whose_folder_fails_it_at_its_end_says_what_makes_the_tree(
+    what: str,
+    tensors: dict[str, Any],
+    small_disk: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The records are kept on the spools' disk, and the command that is named reads them."""
+    model, out = torch.nn.Linear(2, 2), small_disk / "t"
+
+    def run() -> None:
+        with rankscope.trace(model, out=out, spool=tmp_path / "spool", **tensors):
+            model(torch.ones(1, 2))
+            shutil.rmtree(out) if what == "gone" else fill(small_disk)
+            raise KeyError("the user's own")
+
+    with pytest.raises(KeyError) as raised:
+        run()
+    assert raised.value.args == ("the user's own",) and raised.value.__context__ is None
+    said = capsys.readouterr().err
+    assert "the tree could not be built" in said and "rankscope recover " in said
+    (run_folder,) = (tmp_path / "spool").glob("*/*")
+    done = subprocess.run(
+        [sys.executable, "-m", "rankscope", "recover", run_folder, "--out", tmp_path / "made"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert rankscope.open_trace(tmp_path / "made").find("", phase="forward")
+
+
+def leave(folder: str, what: str) -> tuple[list[str], list[float]]:
+    """Train in a block whose trace folder is gone, or its disk full, at the end."""
+    out = Path(folder) / "t"
+    torch.manual_seed(0)
+    model, losses = torch.nn.Linear(2, 2), []
+    with rankscope.trace(out=out, spool=Path(folder).parent / "spool", finish_seconds=1):
+        for _ in range(2):
+            losses.append(model(torch.ones(1, 2)).sum().item())
+            rankscope.step()
+        torch.distributed.barrier()
+        if torch.distributed.get_rank() == 0:
+            shutil.rmtree(out) if what == "gone" else fill(Path(folder))
+        torch.distributed.barrier()
+    torch.distributed.barrier()
+    return [str(path) for path in Path(folder).iterdir()], losses
+
+
+@pytest.mark.parametrize("what", ["gone", "full"])
+def test_ranks_whose_common_folder_fails_them_leave_the_block_as_ever(
+    what: str, ranks: RankPool, small_disk: Path
+) -> None:
+    (_, plain), (_, other) = ranks.run(leave, str(small_disk), what, world_size=2)
+    assert len(plain) == 2 and plain == other
+
+
+ATTACHED = """
+import resource, sys, torch, rankscope
+if sys.argv[2] == "limit":
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+rankscope.attach(out=sys.argv[1], spool=sys.argv[3])
+print(torch.nn.Linear(2, 2)(torch.ones(1, 2)).shape)
+"""
+
+
+@pytest.mark.parametrize("case", ["limit", "read-only"])
+def test_attach_with_a_folder_it_cannot_use_says_so_once_and_leaves_nothing(
+    case: str, tmp_path: Path
+) -> None:
+    place = Path("/proc") if case == "read-only" else tmp_path / "new"
+    done = subprocess.run(
+        [sys.executable, "-c", ATTACHED, place / "t", case, tmp_path / "spool"],
+        capture_output=True,
+        text=True,
+        env={k: v for k, v in os.environ.items() if not k.startswith("RANKSCOPE")},
+    )
+    assert (done.returncode, done.stdout) == (0, "torch.Size([1, 2])\n"), done.stderr
+    assert done.stderr.count("rankscope: not tracing: ") == 1
+    assert [*tmp_path.rglob("*")] == []
+
+
+NO_DESCRIPTOR = """
+import resource, torch, rankscope
+soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+rankscope.attach(steps="0")
+try:
+    with rankscope.trace() as handle:
+        raise KeyError("the user's own")
+except KeyError as error:
+    print(handle.path, error.__context__)
+"""
+
+
+def test_a_first_use_without_a_descriptor_left_runs_the_program(tmp_path: Path) -> None:
+    """Nothing of ours can be imported then: no guard of ours is there to say so."""
+    done = subprocess.run(
+        [sys.executable, "-c", NO_DESCRIPTOR],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={k: v for k, v in os.environ.items() if not k.startswith("RANKSCOPE")},
+    )
+    assert (done.returncode, done.stdout) == (0, "None None\n"), done.stderr
+    assert done.stderr.count("rankscope: not tracing: ") == 2
+    assert done.stderr.count("\n") == 2 and "Too many open files" in done.stderr
+    assert [*tmp_path.rglob("*")] == []

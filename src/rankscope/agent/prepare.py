@@ -9,6 +9,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # lazy
@@ -54,7 +55,15 @@ from rankscope.run.names import (
     RUN_NAME,
     START_LOCK_NAME,
 )
-from rankscope.run.out import check_budget, claim_out, default_out, prepare_out, typed
+from rankscope.run.out import (
+    check_budget,
+    claim_out,
+    default_out,
+    missing_folders,
+    prepare_out,
+    remove_empty,
+    typed,
+)
 from rankscope.run.processes import launcher_of, process_name
 from rankscope.settings import Settings
 
@@ -74,6 +83,7 @@ def muster(settings: Settings, identity: RankIdentity, environ: Mapping[str, str
     base = spool_base(settings.spool)
     store = find_store(environ) if identity.world_size > 1 else None
     key = run_key(f"{_run_name(identity, environ, store)}{_which_trace(settings)}")
+    above = missing_folders(base.parent)
     run_folder, lock = _wait_for_lock(base, key)
     try:
         if not (run_folder / RUN_NAME).exists():
@@ -85,8 +95,10 @@ def muster(settings: Settings, identity: RankIdentity, environ: Mapping[str, str
                 settings.tensor_budget if settings.tensors else None,
                 ranks=identity.local_world_size,
             )  # fmt: skip
-            header = _decide(settings, identity, run_folder, environ, store)
-            write_run_header(run_folder, header)
+            with ExitStack() as made:  # undone where anything in here fails
+                header = _decide(settings, identity, run_folder, environ, store, made)
+                write_run_header(run_folder, header)
+                made.pop_all()
         _ensure_companions(settings, run_folder, read_run_header(run_folder))
     finally:
         if (run_folder / RUN_NAME).exists():
@@ -94,6 +106,7 @@ def muster(settings: Settings, identity: RankIdentity, environ: Mapping[str, str
         else:  # refused: nothing of it stays
             lock.remove()
             remove_run_folder(run_folder)
+            remove_empty(above)
     return run_folder
 
 
@@ -163,6 +176,7 @@ def _decide(
     run_folder: Path,
     environ: Mapping[str, str],
     store: Store | None,
+    made: ExitStack,
 ) -> RunHeader:
     """Choose the trace folder and how records travel; on several hosts the head's word counts.
 
@@ -181,7 +195,7 @@ def _decide(
     if is_head or store is None:
         run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{run_folder.name[:8]}"
         address = settings.collector or (ipc_address(run_folder) if is_alone else SHARED)
-        out = _own_out(settings, address, run_id)
+        out = _own_out(settings, address, run_id, made)
         if store is not None:
             publish(store, Rendezvous(run_id=run_id, out=str(out), host=identity.host))
         collects = settings.traced_of(identity.world_size)
@@ -214,12 +228,13 @@ def _decide(
     )  # fmt: skip
 
 
-def _own_out(settings: Settings, address: str, run_id: str) -> Path:
+def _own_out(settings: Settings, address: str, run_id: str, made: ExitStack) -> Path:
     """Make the trace folder of a run that begins here, unless the collector has its own."""
     out = settings.out or default_out()
     if settings.collector not in {"", SHARED}:
         say(f"tracing to the collector at {address}")
         return out
+    made.callback(remove_empty, missing_folders(out))
     if address == SHARED:
         leave_mark(claim_out(out), run_id)
     else:
