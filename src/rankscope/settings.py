@@ -15,6 +15,7 @@ from pathlib import Path
 
 from rankscope.errors import LayoutError, SettingError
 from rankscope.layout.layoutfile import LayoutFile
+from rankscope.record.call import Phase
 from rankscope.record.stepselection import StepSelection, number_ranges
 from rankscope.record.streams import MINIMUM_LIMIT_BYTES
 
@@ -78,7 +79,7 @@ def _parse_ranks(text: str) -> tuple[int, ...] | None:
 
 
 def _parse_phases(text: str) -> tuple[str, ...]:
-    known = ("setup", "forward", "recompute", "backward", "grads", "params", "collective")
+    known = tuple(phase.word for phase in Phase)
     if text == "all":
         return known
     chosen = _parse_globs(text)

@@ -23,7 +23,7 @@ from rankscope.spool.cells import NO_SEQUENCE
 
 __all__ = ["Tables", "build_tables", "factorize"]
 
-_EVENT_PHASES = (Phase.SETUP, Phase.GRADS, Phase.PARAMS)
+_EVENT_PHASES = sorted(Phase.having(lambda facts: facts.is_event))
 
 CALL_DTYPE = np.dtype(
     [

@@ -70,8 +70,6 @@ COLUMNS = (*COUNTS, *NUMBERS, "hash")
 _ELEMENTS = frozenset(s.name for s in STATISTICS if s.is_element)
 _MAX_VALUES = 4
 """Distinct values listed below a slot whose ranks differ."""
-_EVENTS = frozenset({Phase.SETUP, Phase.GRADS, Phase.PARAMS})
-"""Of a root: modules stand below it in one list, however they nest."""
 _INTEGER = re.compile(r"u?int\d+")
 _IN_ORDER = frozenset(status.word for status in CallStatus if status.is_in_order)
 
@@ -301,7 +299,7 @@ class _Tree:
                     others = [s for s in slots if s.slot == slot.slot and s is not slot]
                     lines = _slot_lines(slot, others if slot.disagreement else (), view, paint)
                     yield from (pad + "    " + line for line in lines)
-        is_list = node.phase in _EVENTS
+        is_list = node.phase.facts.is_event
         for child in node.children:
             inner = self._levels.of(child.path) if is_list else level + is_asked
             yield from self._lines(child, indent + is_asked, inner)

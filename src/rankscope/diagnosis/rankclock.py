@@ -20,7 +20,6 @@ from rankscope.record.call import Phase
 __all__ = ["RankClock"]
 
 Array = NDArray[Any]
-_EVENTS = (Phase.SETUP, Phase.GRADS, Phase.PARAMS)
 
 
 class RankClock:
@@ -51,8 +50,8 @@ class RankClock:
 
     def of_call(self, call: CallView, ranks: Array, *, is_end: bool = False) -> Array:
         """Return when a call began (or ended) on these ranks."""
-        begin, end = self.span(call.top if call.phase in _EVENTS else call, ranks)
-        return end if is_end and call.phase not in _EVENTS else begin
+        begin, end = self.span(call.top if call.phase.facts.is_event else call, ranks)
+        return end if is_end and not call.phase.facts.is_event else begin
 
     def of_value(self, held: SlotValues, ranks: Array) -> Array:
         """Return when a value was there on these ranks."""

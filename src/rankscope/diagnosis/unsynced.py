@@ -28,9 +28,7 @@ _ADVICE: Final = (
     "(--rs-steps): only then it is known that they do. Else end no_sync() before the last backward "
     "pass of a step, or set_requires_gradient_sync(True)."
 )
-_FOLLOWS: Final = frozenset(
-    {Phase.FORWARD, Phase.RECOMPUTE, Phase.BACKWARD, Phase.GRADS, Phase.PARAMS}
-)
+_FOLLOWS: Final = frozenset(Phase) - {Phase.SETUP, Phase.COLLECTIVE}
 
 
 def with_steps_apart_told_once(suspects: Iterable[Candidate]) -> Iterator[Candidate]:

@@ -84,13 +84,6 @@ def _closed(lane: int, ends: list[float], now: float) -> Iterator[SliceEdge[T]]:
 
 MAX_EVENTS = 2_000_000
 """What a viewer still opens. The beginning and the end of a call are two events."""
-_RESULTS = {
-    Phase.FORWARD: ("output",),
-    Phase.RECOMPUTE: ("output",),
-    Phase.BACKWARD: ("grad_input",),
-    Phase.COLLECTIVE: ("collective",),
-}
-"""Slots whose numbers stand beside a call: what came out of it."""
 _MAX_RESULTS = 4
 _STEPS, _ERRORS = "steps", "errors"
 _TRACKS = (_STEPS, _ERRORS, *(phase.word for phase in Phase))
@@ -333,7 +326,7 @@ def _results(
     step: Step, node: Node, columns: Columns, ranks: frozenset[int]
 ) -> dict[int, dict[str, packets.Argument]]:
     """Return what came out of a call on each rank, as arguments by slot."""
-    stems = _RESULTS.get(node.phase, ())
+    stems = node.phase.facts.results
     found: dict[int, dict[str, packets.Argument]] = {}
     for shared, fold, rank, row in rows_of(step, [node], columns, ranks) if stems else ():
         slot = shared["slot"]

@@ -28,7 +28,7 @@ from rankscope.spool.streamreader import StreamReader
 __all__ = ["RankActivity", "posture_of"]
 
 Rows = NDArray[Any]
-_OPTIMIZER = (int(Phase.GRADS), int(Phase.PARAMS))
+_OPTIMIZER = sorted(Phase.having(lambda facts: facts.is_event) - {Phase.SETUP})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,13 +4,36 @@ meet."""
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
-__all__ = ["CallKey", "CallStatus", "Mode", "Phase"]
+__all__ = ["CallKey", "CallStatus", "Mode", "Phase", "PhaseFacts"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseFacts:
+    """What is true of a phase, whatever the module."""
+
+    is_event: bool = False
+    """Something that happens to a root as a whole: the modules below it stand in one list, however
+    they nest. Else it is of calls."""
+    has_micro_batches: bool = False
+    """Its calls belong to one micro-batch each."""
+    is_activation: bool = False
+    """Its values are made of a batch of samples by modules."""
+    slots: tuple[str, ...] = ()
+    """Kinds of slots that are meant in this phase where no phase is named; forward has the rest."""
+    results: tuple[str, ...] = ()
+    """Slots that come out of its calls."""
 
 
 class Phase(enum.IntEnum):
-    """Part of a step a call belongs to. The numbers are written in spools: never renumber."""
+    """Part of a step a call belongs to. The numbers are written in spools: never renumber.
+
+    This is the only list of them, in the order of a step; collectives are issued in any. `facts`
+    tells what places that treat phases alike or apart have to know.
+    """
 
     SETUP = 0
     """Parameters and buffers before the first root forward."""
@@ -28,6 +51,34 @@ class Phase(enum.IntEnum):
     def word(self) -> str:
         """The phase as traces and options spell it."""
         return self.name.lower()
+
+    @property
+    def facts(self) -> PhaseFacts:
+        """What is true of the phase."""
+        return _FACTS[self]
+
+    @classmethod
+    def having(cls, fact: Callable[[PhaseFacts], bool]) -> frozenset[Phase]:
+        """Return the phases of which a fact is true."""
+        return frozenset(phase for phase in cls if fact(phase.facts))
+
+
+_FACTS: Final = {
+    Phase.SETUP: PhaseFacts(is_event=True),
+    Phase.FORWARD: PhaseFacts(has_micro_batches=True, is_activation=True, results=("output",)),
+    Phase.RECOMPUTE: PhaseFacts(has_micro_batches=True, is_activation=True, results=("output",)),
+    Phase.BACKWARD: PhaseFacts(
+        has_micro_batches=True,
+        is_activation=True,
+        slots=("grad_input", "grad_output"),
+        results=("grad_input",),
+    ),
+    Phase.GRADS: PhaseFacts(is_event=True, slots=("grad", "scaler")),
+    Phase.PARAMS: PhaseFacts(is_event=True, slots=("param", "buffer")),
+    Phase.COLLECTIVE: PhaseFacts(
+        has_micro_batches=True, slots=("collective",), results=("collective",)
+    ),
+}
 
 
 class Mode(enum.IntEnum):

@@ -22,7 +22,7 @@ from rankscope.tree.slotdata import SlotData
 __all__ = ["Document"]
 
 _PHASE_WORDS = {int(phase): phase.word for phase in Phase}
-_PLACED_PHASES = (Phase.FORWARD, Phase.RECOMPUTE, Phase.BACKWARD, Phase.COLLECTIVE)
+_PLACED_PHASES = Phase.having(lambda facts: facts.has_micro_batches)
 
 
 @dataclass(slots=True, kw_only=True)

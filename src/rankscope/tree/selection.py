@@ -19,10 +19,7 @@ __all__ = [
 
 _SHOWN = 5
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
-_PHASES = {
-    "param": Phase.PARAMS, "buffer": Phase.PARAMS, "grad": Phase.GRADS, "scaler": Phase.GRADS,
-    "grad_input": Phase.BACKWARD, "grad_output": Phase.BACKWARD, "collective": Phase.COLLECTIVE,
-}  # fmt: skip
+_PHASES = {slot: phase for phase in Phase for slot in phase.facts.slots}
 """Where slots of these kinds are meant, if no phase is named."""
 
 

@@ -29,7 +29,7 @@ from rankscope.settings import Settings
 __all__ = ["ValueReader"]
 
 
-_ACTIVATIONS = frozenset({Phase.FORWARD, Phase.RECOMPUTE, Phase.BACKWARD})
+_ACTIVATIONS = Phase.having(lambda facts: facts.is_activation)
 # plain ints: an IntFlag's own `|` costs a microsecond, and these are used for every value
 _PENDING, _PYTHON, _ABSENT = int(ValueFlag.PENDING), int(ValueFlag.PYTHON), int(ValueFlag.ABSENT)
 _UNSEEN, _NOT_KEPT = int(ValueFlag.UNSEEN), int(ValueFlag.NOT_KEPT)

@@ -36,7 +36,7 @@ from rankscope.record.value import ValueFlag
 __all__ = ["differing_groups", "is_within_rounding", "unequal_replicas"]
 
 Array = NDArray[Any]
-_LOCAL: Final = frozenset({Phase.FORWARD, Phase.RECOMPUTE, Phase.BACKWARD, Phase.GRADS})
+_LOCAL: Final = Phase.having(lambda facts: facts.is_activation) | {Phase.GRADS}
 """Phases whose values replicas compute each for itself."""
 _NO_GRADIENT: Final = (
     "On these ranks it is frozen (requires_grad), or nothing that went into the loss used it."
@@ -48,14 +48,7 @@ _SAME_BATCH: Final = (
 )
 _STRAIGHT: Final = 1e-2
 """A move and its gradient point the same way where what is left of it is this small beside it."""
-_PHASES: Final = (
-    Phase.SETUP,
-    Phase.FORWARD,
-    Phase.RECOMPUTE,
-    Phase.BACKWARD,
-    Phase.GRADS,
-    Phase.PARAMS,
-)
+_PHASES: Final = tuple(phase for phase in Phase if phase is not Phase.COLLECTIVE)
 
 
 def unequal_replicas(moment: StepView, scene: CheckContext) -> Iterator[Candidate]:
