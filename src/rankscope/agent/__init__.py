@@ -1,3 +1,3 @@
-"""Life inside a rank: settings, identity, the clock that counts steps, hooks, and the session that
-joins them.
+"""Life inside a rank: switching tracing on, the session, and what it joins: hooks, steps, values
+and collectives.
 """

@@ -1,1 +1,1 @@
-"""What a trace is: assembly of the ranks' records into one tree, its files, and typed reading."""
+"""What a trace is: the documented tree, its files, and typed reading."""
