@@ -6,9 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor, nn
 
+import rankscope
 from rankscope.record.finding import Finding, Severity
 from tests.diagnosis.paper import judged, numbers, setup, told
+from tests.diagnosis.traced import report_of
+from tests.distributed.pool import RankPool
 from tests.tree.ranks_on_paper import PaperRank
 
 LAYERS = 4
@@ -85,3 +90,113 @@ def test_odd_beginnings_that_are_meant_are_left_alone(tmp_path: Path, odd: dict[
 
 def test_tiny_weights_everywhere_are_left_alone(tmp_path: Path):
     assert not findings(tmp_path, {}, size=1e-9)
+
+
+class Block(nn.Module):
+    """What a transformer's layer is made of, as far as its initial values go."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 16)
+        self.down = nn.Linear(16, width)
+
+
+class Towers(nn.Module):
+    """Several stacks of blocks; only what they begin with matters."""
+
+    def __init__(self, **towers: list[nn.Module]) -> None:
+        super().__init__()
+        for name, blocks in towers.items():
+            self.add_module(name, nn.ModuleDict({"layers": nn.ModuleList(blocks)}))
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.as_tensor(self.norm(x))
+
+
+def blocks(dtype: torch.dtype = torch.float32) -> list[nn.Module]:
+    return [Block().to(dtype) for _ in range(LAYERS)]
+
+
+def begun(towers: Towers, out: str) -> None:
+    """Trace what a model begins with."""
+    with rankscope.trace(out=out, steps="all"), torch.no_grad():
+        towers(torch.ones(2, 8))
+
+
+def left_empty(fills: dict[str, float], out: str) -> None:
+    """One block of each stack comes from `to_empty` and holds what that memory held before."""
+    torch.manual_seed(0)
+    towers = {name: blocks() for name in fills}
+    for name, fill in fills.items():
+        with torch.device("meta"):
+            block = Block()
+        block.to_empty(device="cpu")
+        for parameter in block.parameters():
+            if fill:
+                nn.init.normal_(parameter)
+            else:
+                nn.init.ones_(parameter)
+            parameter.detach().mul_(fill)
+        towers[name][1] = block
+    begun(Towers(**towers), out)
+
+
+def begun_oddly_on_purpose(out: str) -> None:
+    """Models of which some parameters begin with zero or with another size, as their authors
+    want."""
+    torch.manual_seed(0)
+    residual, lora, scaled, gated, wide = (blocks() for _ in range(5))
+    for block in residual:
+        nn.init.zeros_(block.down.weight)
+        nn.init.zeros_(block.down.bias)
+    for block in lora:
+        block.lora_a = nn.Linear(8, 2, bias=False)
+        block.lora_b = nn.Linear(2, 16, bias=False)
+        nn.init.zeros_(block.lora_b.weight)
+    for block in scaled:
+        nn.init.normal_(block.up.weight, std=0.02)
+        nn.init.normal_(block.down.weight, std=0.02 / (2 * LAYERS) ** 0.5)
+        nn.init.zeros_(block.up.bias)
+    for block in gated:
+        block.gate = nn.Parameter(torch.zeros(8))
+    wide[0] = Block(24)
+    padded: list[nn.Module] = [nn.Embedding(5, 8, padding_idx=0) for _ in range(LAYERS)]
+    begun(
+        Towers(
+            residual=residual,
+            lora=lora,
+            scaled=scaled,
+            gated=gated,
+            wide=wide,
+            padded=padded,
+            fp16=blocks(torch.float16),
+            bf16=blocks(torch.bfloat16),
+        ),
+        out,
+    )
+
+
+def test_a_layer_left_as_to_empty_made_it_is_named_at_setup(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    fills = {"zeros": 0.0, "huge": 1e20, "denormal": 1e-39}
+    report = report_of(ranks, left_empty, fills, folder=tmp_path)
+    found = [f for f in report.findings if f.severity is Severity.FAULT]
+    assert {(f.kind.value, f.phase.word) for f in found} == {("scale-error", "setup")}
+    for name in fills:
+        inside = f"{name}.layers.1."
+        assert {f.path for f in found if f.path.startswith(name)} >= {
+            f"{inside}up",
+            f"{inside}down",
+        }
+    assert all(".layers.1." in f.path for f in found)
+
+
+def test_models_that_begin_with_zeros_or_other_sizes_on_purpose_are_left_alone(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    # twin of the job above: residual branches that begin as nothing, LoRA, GPT-2's scaled
+    # projections, gates, one wider layer, a padding row, two bytes an element
+    assert not report_of(ranks, begun_oddly_on_purpose, folder=tmp_path).findings
