@@ -43,6 +43,7 @@ def data(step: int, *, rows: int = ROWS, tokens: bool = False) -> Tensor:
 def scheduled(schedule: str, out: str) -> None:
     """torch's own stages, one of each rank or two."""
     rank, world = dist.get_rank(), dist.get_world_size()
+    micro_batches = max(MICRO_BATCHES, world)
     device, loss = torch.device("cpu"), nn.functional.mse_loss
     modules = [alike(), alike()] if schedule == "interleaved" else [alike()]
     parts: list[_PipelineStageBase] = [
@@ -51,16 +52,16 @@ def scheduled(schedule: str, out: str) -> None:
     ]
     plan: ScheduleInterleaved1F1B | Schedule1F1B | ScheduleGPipe
     if schedule == "interleaved":
-        plan = ScheduleInterleaved1F1B(parts, MICRO_BATCHES, loss_fn=loss)
+        plan = ScheduleInterleaved1F1B(parts, micro_batches, loss_fn=loss)
     elif schedule == "1f1b":
-        plan = Schedule1F1B(parts[0], MICRO_BATCHES, loss_fn=loss)
+        plan = Schedule1F1B(parts[0], micro_batches, loss_fn=loss)
     else:
-        plan = ScheduleGPipe(parts[0], MICRO_BATCHES, loss_fn=loss)
+        plan = ScheduleGPipe(parts[0], micro_batches, loss_fn=loss)
     optimizer = torch.optim.SGD([p for m in modules for p in m.parameters()], lr=0.1)
     with rankscope.trace(out=out, steps="all"):
         for step in range(2):
             optimizer.zero_grad()
-            x = data(step, rows=ROWS * MICRO_BATCHES)
+            x = data(step, rows=ROWS * micro_batches)
             if rank == 0:
                 plan.step(x)
             elif rank == world - 1:
