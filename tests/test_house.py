@@ -180,6 +180,24 @@ def test_broad_excepts_are_few_and_give_their_reason() -> None:
     assert all("#" in line for line in found), found
 
 
+def test_a_placement_is_parsed_once_for_each_source_of_its_text() -> None:
+    # a layout file, the ranks' records, a tree: everybody else is handed placements
+    readers = {"layout/layoutfile.py", "assembly/interning.py", "tree/slotview.py"}
+    calling = {
+        path.relative_to(SOURCE).as_posix()
+        for path in MODULES
+        if "parse_placement(" in path.read_text().replace("def parse_placement(", "")
+    }
+    assert calling == readers
+
+
+def test_rules_and_exports_read_a_tree_through_its_typed_views() -> None:
+    for path in MODULES:
+        if room(path) in {"diagnosis", "tensors", "export"}:
+            raw = [line for line in path.read_text().splitlines() if ".data[" in line]
+            assert not raw, f"{path}: {raw}"
+
+
 def test_private_names_of_torch_stand_in_one_folder() -> None:
     theirs = SOURCE / "capture" / "torch_internals"
     assert any("torch._C" in path.read_text() for path in theirs.glob("*.py"))

@@ -282,3 +282,19 @@ def test_one_batch_on_fsdp_ranks_is_no_duplicate_where_the_axis_cuts_sequences_t
 
     kinds = [finding.kind.value for finding in judged(tmp_path, 2, write).findings]
     assert kinds == count * ["duplicate-data"]
+
+
+def test_ranks_that_place_one_value_differently_are_told_with_their_placements(tmp_path: Path):
+    mesh = Mesh(axes=("tp",), shape=(3,), ranks=(0, 1, 2))
+
+    def write(rank: PaperRank) -> None:
+        value, how = numbers(0, 6), "Shard(0)" if rank.rank == 1 else "Replicate()"
+        own = value[2:4] if rank.rank == 1 else value
+        with rank.call(class_name="Model"), rank.call("fc", class_name="Linear") as call:
+            rank.value(call, "input.0", own, mesh=mesh, placements=[how], whole=value.shape)
+
+    (found,) = judged(tmp_path, 3, write).findings
+    assert (found.kind.value, found.ranks) == ("placement-mismatch", (1,))
+    assert found.message == (
+        "fc:input.0: ranks 0,2: tp=Replicate() on mesh tp=3; rank 1: tp=Shard(0) on mesh tp=3"
+    )

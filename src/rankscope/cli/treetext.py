@@ -33,14 +33,15 @@ _PEERS = {"send": "to", "recv": "from"}
 
 def collective_text(node: Node) -> str:
     """Return what the ranks of a node issued; "" where they differ, or it is no collective."""
-    facts = node.data.get("collective")
-    return "" if facts is None else _text(facts)
+    issued = node.collectives
+    return _text(issued[0][1]) if len(issued) == 1 else ""
 
 
 def collective_lines(node: Node) -> Iterator[str]:
     """Yield what each of the ranks issued, where they differ."""
-    for facts in node.data.get("collectives", ()):
-        yield f"{ranks_named(str(facts['ranks']))}  {_text(facts)}"
+    issued = node.collectives
+    for ranks, facts in issued if len(issued) > 1 else ():
+        yield f"{ranks_named(ranks)}  {_text(facts)}"
 
 
 def _text(facts: Mapping[str, Any]) -> str:
@@ -383,7 +384,7 @@ def _slot_lines(
     parts = [f"{visible(slot.slot):<14} {slot.dtype}{shape_text(slot, view.rank)}"]
     if slot.placements:
         parts.append(
-            paint("cyan", visible(" ".join(f"{a}={text}" for a, text in slot.placements.items())))
+            paint("cyan", visible(" ".join(f"{a}={p}" for a, p in slot.placements.items())))
         )
     flags = sorted({flag for fold in folds for flag in fold.flags})
     if flags:

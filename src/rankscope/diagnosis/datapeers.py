@@ -12,7 +12,7 @@ from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.layouts import sorted_lines
 from rankscope.diagnosis.stepview import CallView, StepView
 from rankscope.layout.infer import AxisName, is_fsdp_axis, named_as
-from rankscope.layout.placement import Mesh, Placement, parse_placement
+from rankscope.layout.placement import Mesh, Placement
 from rankscope.record.call import Phase
 
 __all__ = ["data_lines", "fsdp_axes", "root_calls", "same_inputs"]
@@ -77,10 +77,9 @@ def fsdp_axes(setup: StepView) -> dict[str, tuple[Array, ...]]:
     for held in setup.values(Phase.SETUP):
         if held.slot.startswith("param:") and held.source == "dtensor":
             view = held.views[0]
-            name = str(view.data["layout"].get("mesh", ""))
-            meshes[name] = view.meshes
-            for axis, text in view.placements.items():
-                placed.setdefault(name, {}).setdefault(axis, []).append(parse_placement(text))
+            meshes[view.mesh_name] = view.meshes
+            for axis, placement in view.placements.items():
+                placed.setdefault(view.mesh_name, {}).setdefault(axis, []).append(placement)
     return {
         axis: tuple(
             line for mesh in meshes[name] for line in sorted_lines(mesh, [axis]) if len(line) > 1

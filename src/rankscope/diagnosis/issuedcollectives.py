@@ -71,8 +71,7 @@ def issues_of(moment: StepView) -> Iterator[IssuedCollective]:
 def issues_in(call: CallView) -> Iterator[IssuedCollective]:
     """Yield what ranks issued in one call: nothing where it is no collective's, several where ranks
     differ in it."""
-    data = call.node.data
-    if "collective" in data:
-        yield IssuedCollective(call, call.ranks, data["collective"])
-    for each in data.get("collectives", ()):
-        yield IssuedCollective(call, np.array(parse_ranks(each["ranks"]), np.int64), each)
+    issued = call.node.collectives
+    for text, facts in issued:
+        ranks = call.ranks if len(issued) == 1 else np.array(parse_ranks(text), np.int64)
+        yield IssuedCollective(call, ranks, facts)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from rankscope.diagnosis.stepview import SlotValues
 from rankscope.layout.infer import lines_along
 from rankscope.layout.layoutfile import LayoutFile
-from rankscope.layout.placement import Mesh, Placement, PlacementKind, parse_placement
+from rankscope.layout.placement import Mesh, Placement, PlacementKind
 
 __all__ = ["Layouts", "Same", "sorted_lines"]
 
@@ -75,11 +75,9 @@ class Layouts:
     def _recorded(self, held: SlotValues) -> tuple[Array, ...]:
         found: list[Array] = []
         for view in held.views:
-            layout = view.data["layout"]
-            texts: Mapping[str, str] = layout.get("placements", {})
-            key = (layout.get("mesh", ""), tuple(texts.items()))
+            placements = view.placements
+            key = (view.mesh_name, tuple(placements.items()))
             if key not in self._groups:
-                placements = {axis: parse_placement(text) for axis, text in texts.items()}
                 self._groups[key] = _wide(
                     line for mesh in view.meshes for line in _replicas(mesh, placements)
                 )

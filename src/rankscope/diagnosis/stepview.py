@@ -116,10 +116,10 @@ class SlotValues:
         """torch's name without the prefix, of the lowest rank."""
         return self.views[0].dtype
 
-    @property
+    @cached_property
     def source(self) -> str:
         """Where the layout comes from, "mixed" where ranks differ in that."""
-        sources = {str(view.data["layout"]["source"]) for view in self.views}
+        sources = {view.source.value for view in self.views}
         return sources.pop() if len(sources) == 1 else "mixed"
 
     def at(self, ranks: Array) -> Array:
@@ -229,7 +229,7 @@ def moment_of(step: Step, columns: Mapping[str, Array]) -> StepView:
         waiting: list[tuple[Node, CallView | None]] = [(node, parent)]
         while waiting:
             node, parent = waiting.pop()
-            text = str(node.data["ranks"])
+            text = node.ranks_text
             if text not in ranks_of:
                 ranks_of[text] = np.array(node.ranks, np.int64)
             call = _call_of(node, parent, ranks_of[text], columns)

@@ -74,13 +74,13 @@ def _call(step: Step, node: Node) -> dict[str, Any]:
 
 
 def _slot(slot: SlotView) -> dict[str, Any]:
-    shape, layout = slot.global_shape, slot.data["layout"]
+    shape = slot.global_shape
     return {
         "slot": slot.slot,
         "dtype": slot.dtype,
-        "device": str(slot.data["device"]),
+        "device": slot.device,
         "global_shape": None if shape is None else list(shape),
-        "layout": str(layout["source"]),
-        "mesh": layout.get("mesh"),
-        "placements": slot.placements or None,
+        "layout": slot.source.value,
+        "mesh": slot.mesh_name or None,
+        "placements": {axis: str(p) for axis, p in slot.placements.items()} or None,
     }

@@ -17,6 +17,7 @@ import enum
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from rankscope.errors import LayoutError
 
@@ -100,10 +101,12 @@ class Placement:
                 return self.text or "Unknown()"
 
 
+@lru_cache(maxsize=4096)
 def parse_placement(text: str) -> Placement:
     """Return the placement that `str()` of a placement (or torch's own repr of one) describes.
 
-    Anything that cannot be read becomes kind OTHER with its text kept; it never composes.
+    Anything that cannot be read becomes kind OTHER with its text kept; it never composes. A trace
+    has few texts and thousands of values: each text is read once.
     """
     found = _TEXT.match(text.strip())
     if not found:

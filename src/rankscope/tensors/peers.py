@@ -22,7 +22,7 @@ from rankscope.layout.infer import (
     lines_along,
     named_as,
 )
-from rankscope.layout.placement import LayoutSource, Mesh, parse_placement
+from rankscope.layout.placement import LayoutSource, Mesh
 from rankscope.layout.plan import ranks_words
 from rankscope.record.call import Phase
 from rankscope.record.value import ValueFlag
@@ -178,9 +178,8 @@ def is_constant(columns: Columns, views: Iterable[SlotView]) -> bool:
 def _held(columns: Columns, views: list[SlotView]) -> HeldParameter:
     """Return one parameter over all its ranks."""
     is_placed = views[0].source is LayoutSource.DTENSOR
-    placed = views[0].placements.items() if is_placed else ()
     return HeldParameter(
-        placements={axis: parse_placement(text) for axis, text in placed},
+        placements=views[0].placements if is_placed else {},
         meshes=views[0].meshes if is_placed else (),
         prints={rank: p for view in views for rank, p in prints_of(columns, view).items()},
         is_constant=is_constant(columns, views),

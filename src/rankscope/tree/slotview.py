@@ -11,6 +11,7 @@ from rankscope.layout.placement import (
     Layout,
     LayoutSource,
     Mesh,
+    Placement,
     Ranges,
     global_ranges,
     parse_placement,
@@ -64,6 +65,11 @@ class SlotView:
         return str(self.data["dtype"])
 
     @property
+    def device(self) -> str:
+        """Where the value lay: "cpu", "cuda" ..."""
+        return str(self.data["device"])
+
+    @property
     def global_shape(self) -> tuple[int, ...] | None:
         """Shape of the whole tensor, None where the layout is unknown."""
         shape = self.data["shape"]
@@ -75,9 +81,10 @@ class SlotView:
         return tuple(self.data.get("disagree", ()))
 
     @property
-    def placements(self) -> dict[str, str]:
+    def placements(self) -> dict[str, Placement]:
         """{axis: placement}; {} where the layout is unknown."""
-        return dict(self.data["layout"].get("placements", {}))
+        texts = self.data["layout"].get("placements", {})
+        return {axis: parse_placement(text) for axis, text in texts.items()}
 
     @property
     def source(self) -> LayoutSource:
@@ -86,20 +93,25 @@ class SlotView:
 
     def layout(self, rank: int | None = None) -> Layout:
         """Return the layout, with the mesh `rank` (default: the lowest) is in."""
-        data, source = self.data["layout"], self.source
+        source = self.source
         wanted = self.ranks[0] if rank is None else rank
         mesh = next((m for m in self.meshes if wanted in m.ranks), None)
         if mesh is None:
             return Layout(source=source)
-        texts = data["placements"]
+        placements = self.placements
         return Layout(
-            source=source, mesh=mesh, placements=tuple(parse_placement(texts[a]) for a in mesh.axes)
+            source=source, mesh=mesh, placements=tuple(placements[axis] for axis in mesh.axes)
         )
+
+    @property
+    def mesh_name(self) -> str:
+        """The kind of mesh that the layout names, such as `dp=2,tp=2`; "" where it is unknown."""
+        return str(self.data["layout"].get("mesh", ""))
 
     @property
     def meshes(self) -> tuple[Mesh, ...]:
         """All meshes of the kind that the layout names, over whatever ranks."""
-        return self._where.meshes.get(self.data["layout"].get("mesh", ""), ())
+        return self._where.meshes.get(self.mesh_name, ())
 
     @property
     def folds(self) -> tuple[Fold, ...]:

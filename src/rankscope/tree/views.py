@@ -275,7 +275,20 @@ class Node:
     @property
     def ranks(self) -> tuple[int, ...]:
         """Ranks that made the call."""
-        return parse_ranks(self.data["ranks"])
+        return parse_ranks(self.ranks_text)
+
+    @property
+    def ranks_text(self) -> str:
+        """The same as the trace writes them: `0-7`."""
+        return str(self.data["ranks"])
+
+    @property
+    def collectives(self) -> tuple[tuple[str, Mapping[str, Any]], ...]:
+        """What ranks issued in this call, as `collective` of docs/trace-format.md, with those ranks
+        as text: several entries where they differ, () where it is no collective's."""
+        if "collective" in self.data:
+            return ((self.ranks_text, self.data["collective"]),)
+        return tuple((str(each["ranks"]), each) for each in self.data.get("collectives", ()))
 
     @property
     def status(self) -> str:

@@ -209,12 +209,13 @@ class LocalValues:
         return ()
 
     def _labels(self, node: Node, view: SlotView, shape: tuple[int, ...]) -> dict[str, Any]:
-        if view.data["layout"].get("placements"):
+        placements = view.placements
+        if placements:
             whole = view.global_shape
             return {
                 "global_shape": None if whole is None else f"torch.Size({list(whole)})",
-                "mesh": view.data["layout"].get("mesh", ""),
-                "placements": view.placements,
+                "mesh": view.mesh_name,
+                "placements": {axis: str(placement) for axis, placement in placements.items()},
             }
         if not self.has_layouts:
             return {}
@@ -234,11 +235,11 @@ class LocalValues:
         if whole is None or not local or len(weight.placements) != 1:
             return {}
         ((axis, placement),) = weight.placements.items()
-        if placement != f"Shard({dim})" or not shape[-1] == local[dim] < whole[dim]:
+        if str(placement) != f"Shard({dim})" or not shape[-1] == local[dim] < whole[dim]:
             return {}
         return {
             "global_shape": f"torch.Size({[*shape[:-1], whole[dim]]})",
-            "mesh": weight.data["layout"].get("mesh", ""),
+            "mesh": weight.mesh_name,
             "placements": {axis: f"Shard({len(shape) - 1})"},
         }
 

@@ -31,6 +31,7 @@ from rankscope.diagnosis.stepview import (
     is_output,
     sibling_path,
 )
+from rankscope.layout.placement import LayoutSource
 from rankscope.record.call import Phase
 from rankscope.record.finding import Kind
 from rankscope.record.ranklists import ranks_named, ranks_text
@@ -57,7 +58,7 @@ def different_kinds(moment: StepView, scene: CheckContext) -> Iterator[Candidate
             texts = [view.dtype for view in views]
             yield _suspect(moment, scene, held, views, texts, Kind.DTYPE)
         elif what & {"source", "mesh", "placements"} and _is_one_mesh(views):
-            texts = [str(view.data["layout"]) for view in views]
+            texts = [_layout_text(view) for view in views]
             yield _suspect(moment, scene, held, views, texts, Kind.PLACEMENT)
         elif "global_shape" in what and _is_one_mesh(views):
             texts = [str(view.global_shape) for view in views]
@@ -73,6 +74,15 @@ def _of_one_part(held: SlotValues, replicas: InferredReplicas) -> list[SlotView]
         if len(own) > 1:
             return own
     return []
+
+
+def _layout_text(view: SlotView) -> str:
+    """Return everything of a layout in which ranks may differ: `tp=Shard(0) on mesh tp=2`."""
+    if not view.placements:
+        return f"layout {view.source.value}"
+    placed = " ".join(f"{axis}={placement}" for axis, placement in view.placements.items())
+    said = "" if view.source is LayoutSource.DTENSOR else f" ({view.source.value})"
+    return f"{placed} on mesh {view.mesh_name}{said}"
 
 
 def _is_stage(held: SlotValues) -> bool:
