@@ -66,8 +66,8 @@ def test_looking_for_torch_does_not_use_the_hook_up():
         "import importlib.util as u, sys\n"
         "spec = u.find_spec('torch'); print(spec.loader.get_filename('torch') == spec.origin)\n"
         "import torch\n"
-        "from rankscope.agent import arming\n"
-        "print(arming.current_session() is not None)\n"
+        "from rankscope.agent import activation\n"
+        "print(activation.current_session() is not None)\n"
         "print(type(torch.__loader__).__name__, type(torch.__spec__.loader).__name__)" + WAITING,
         RANKSCOPE="1",
     )
