@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.judge.check import check
+from rankscope.diagnosis.check import check
 from rankscope.record.call import Phase
 from rankscope.record.finding import Verdict
 from rankscope.tree.reader import Step, Trace, open_trace
