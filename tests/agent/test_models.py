@@ -437,3 +437,25 @@ def test_forward_called_directly_is_invisible_and_modules_inside_it_are_not(tmp_
     found = trace(tmp_path / "direct", lambda: model.forward(torch.ones(2, 8)).sum().backward())
     assert "Net" not in {n.class_name for n in found.walk()}
     assert "up" in paths(found, "forward")
+
+
+@pytest.mark.parametrize("is_first_alone", [True, False])
+def test_the_model_that_is_named_is_the_root_wherever_else_it_is_called(
+    is_first_alone: bool, tmp_path: Path
+) -> None:
+    """Its paths are those that the user has in mind, and the same in every order of calls."""
+    model = Two()
+    outer = nn.Sequential(nn.Linear(8, 8), model)
+    order = (model, outer) if is_first_alone else (outer, model)
+    found = trace(tmp_path, lambda: evaluate(order), model, steps="all")
+    assert paths_of(found, "Two") == {""} and paths_of(found, "Sequential") == {"@Sequential"}
+
+
+def evaluate(models: tuple[nn.Module, ...]) -> None:
+    with torch.no_grad():
+        for model in models:
+            model(torch.randn(3, 8))
+
+
+def paths_of(found: Trace, class_name: str) -> set[str]:
+    return {node.path for node in found.walk() if node.class_name == class_name}

@@ -166,6 +166,35 @@ def test_a_block_on_a_submodule_and_one_on_the_model_both_write(
         assert paths(tmp_path / "inner", mark) == ["Leaf", "Leaf.fc"]
 
 
+@pytest.mark.parametrize("calls", [("alone", "in", "in"), ("in", "alone", "in")])
+def test_a_model_called_alone_and_in_another_without_a_block_writes_every_forward(
+    calls: tuple[str, ...], tmp_path: Path
+) -> None:
+    """The other holds it as a layer between two, so pruning by the other's lists would drop it."""
+    layers = nn.ModuleList(modules.Leaf() for _ in range(3))
+    outer, model = nn.Sequential(*layers), layers[1]
+    with ours(model, tmp_path):
+        for place in calls:
+            (model if place == "alone" else outer)(x())
+    for mark in ("", "_1", "_2"):
+        assert paths(tmp_path, mark) == ["Leaf", "Leaf.fc"]
+    assert len([*tmp_path.glob(FORWARDS)]) == 3
+
+
+def test_a_block_on_what_holds_the_model_opened_later_has_the_model_in_it(tmp_path: Path) -> None:
+    model = modules.Leaf()
+    outer = nn.Sequential(model)
+    with ours(model, tmp_path / "model"):
+        outer(x())
+        with ours(outer, tmp_path / "outer"):
+            outer(x())
+        outer(x())
+    assert paths(tmp_path / "outer") == ["Sequential", "Sequential.0", "Sequential.0.fc"]
+    assert len([*(tmp_path / "outer").glob(FORWARDS)]) == 1
+    for mark in ("", "_1", "_2"):
+        assert paths(tmp_path / "model", mark) == ["Leaf", "Leaf.fc"]
+
+
 def test_an_inner_block_writes_when_it_ends_and_the_outer_one_has_every_forward(
     tmp_path: Path,
 ) -> None:

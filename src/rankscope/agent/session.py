@@ -215,13 +215,8 @@ class Session:
                 self._notice.preferred.append(module)
 
     def _prefer(self, module: nn.Module) -> None:
-        table = self._parts.table
-        table.prefer(module)
-        for inner, _, _ in table.contained:  # to be written down by number
-            held = inner.module()
-            info = None if held is None else table.get(held)
-            if info is not None:
-                self._parts.definitions.of(info)
+        self._parts.table.prefer(module)
+        self._parts.definitions.write_contained()
 
     def place_of(self, module: nn.Module) -> tuple[int, str]:
         """Return the number of the root a module belongs to, 0 for none so far, and its path

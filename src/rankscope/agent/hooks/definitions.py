@@ -54,7 +54,14 @@ class DefinitionWriter:
         """Define every module of a root, and which roots were found inside others."""
         for each in self._table.of_root(root):
             self.of(each)
+        self.write_contained()
+
+    def write_contained(self) -> None:
+        """Write down which roots were found inside others since the last time."""
         for inner, outer, path in self._table.contained:
+            for each in (inner, outer):
+                if not each.definition:  # it was named before any call of it
+                    self._define_root(each)
             self._recorder.define(
                 "inside", root=inner.definition, **{"in": outer.definition}, path=path
             )

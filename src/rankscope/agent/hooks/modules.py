@@ -123,7 +123,7 @@ class ModuleTable:
         self.roots: list[Root] = []
         self.contained: list[tuple[Root, Root, str]] = []
         """(root, the root found to contain it later, its path there), not yet written to
-        the spool.
+        the spool. A root that the user named is only inside another of those.
         """
 
     def get(self, module: nn.Module) -> ModuleInfo | None:
@@ -194,6 +194,7 @@ class ModuleTable:
         info = self._learn_root(module)
         if info.root is not None:
             info.root.is_preferred = True
+            self._walk(info.root)  # again: roots that were named before are inside it only now
         return info
 
     def of_root(self, root: Root) -> Iterator[ModuleInfo]:
@@ -324,7 +325,8 @@ class ModuleTable:
             )
             info = self.get(module)
             if info is not None and info.root is not None and info.root is not root:
-                if info.path == "" and not info.is_wrapper:  # had been called as a root before
+                is_root = info.path == "" and not info.is_wrapper  # had been called as one before
+                if is_root and (root.is_preferred or not info.root.is_preferred):
                     self.contained.append((info.root, root, path))
                 continue
             if info is None or info.root is None or info.is_loose:
