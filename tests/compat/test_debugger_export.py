@@ -17,7 +17,7 @@ from torch import nn
 
 import rankscope
 from rankscope.capture.kernel import build
-from rankscope.compat.debugger.text import glimpse_of, statistics_of, tensor_text
+from rankscope.compat.debugger.text import Arena, glimpse_of, statistics_of, tensor_text
 from rankscope.compat.debugger.values import kernel_squares
 from rankscope.export.formats import export
 from rankscope.export.subset import Selection
@@ -58,11 +58,11 @@ def some_tensor(choose: random.Random) -> torch.Tensor:
 def test_tensors_and_statistics_are_written_as_torch_prints_them() -> None:
     choose = random.Random(3)
     torch.manual_seed(3)
-    compared = 0
+    compared, arena = 0, Arena()
     with torch._tensor_str.printoptions(sci_mode=True, linewidth=120):
         for _ in range(600):
             tensor = some_tensor(choose)
-            seen = glimpse_of(tensor)
+            seen = glimpse_of(tensor, arena=arena)
             assert tensor_text(seen) == str(tensor), (tensor.dtype, tensor.shape)
             if statistics_of(seen) and tensor.numel() > 1:
                 compared += 1
@@ -91,8 +91,30 @@ def test_statistics_by_the_kernel_are_printed_alike() -> None:
         assert statistics_of(glimpse_of(odd, squares)) == statistics_of(glimpse_of(odd.clone()))
 
 
+def test_items_are_kept_side_by_side_outside_the_heap() -> None:
+    """In it a kB between large tensors that come and go kept their room from being used again: a
+    forward of 4 x 512 tokens took 238 MB more than without the debugger.
+    """
+    arena = Arena()
+    tensors = [torch.full((100, 100), float(number)) for number in range(5)]
+    tensors.append(torch.ones(100, *[7] * 6))  # of more items than a chunk has room for
+    kept = [glimpse_of(tensor, arena=arena) for tensor in tensors]
+    texts = [tensor_text(seen) for seen in kept]
+    with torch._tensor_str.printoptions(sci_mode=True, linewidth=120):
+        assert texts == [str(tensor) for tensor in tensors]
+    addresses = []
+    for seen in kept:
+        assert seen.items is not None
+        addresses.append(torch.frombuffer(seen.items, dtype=seen.dtype).data_ptr())
+    assert max(addresses[:5]) - min(addresses[:5]) < 1 << 12
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        low, high = (int(end, 16) for end in line.split()[0].split("-"))
+        if line.endswith("[heap]"):
+            assert not any(low <= address < high for address in addresses)
+
+
 def test_a_tensor_of_another_device_names_it() -> None:
-    assert tensor_text(glimpse_of(torch.ones(2)), "cuda:0") == (
+    assert tensor_text(glimpse_of(torch.ones(2), arena=Arena()), "cuda:0") == (
         "tensor([1.0000e+00, 1.0000e+00], device='cuda:0')"
     )
     assert statistics_of(glimpse_of(torch.ones(2).half()), "cuda:1")["max"] == (

@@ -10,6 +10,7 @@ with its last printed digit; so this file needs torch and is imported where a te
 from __future__ import annotations
 
 import math
+import mmap
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
@@ -17,6 +18,7 @@ from typing import Final, NamedTuple
 import torch
 
 __all__ = [
+    "Arena",
     "Glimpse",
     "Squares",
     "glimpse_of",
@@ -41,6 +43,29 @@ Texts = Iterator[str]
 Squares = Callable[[torch.Tensor, float], float]
 """Of a contiguous float32 tensor the sum of (x - center)**2, added in double."""
 _FLOAT: Final = struct.Struct("=f")
+_CHUNK_BYTES: Final = 1 << 18
+_LINE_BYTES: Final = 64
+
+
+class Arena:
+    """Memory for the items that are kept of tensors, outside the heap: there, a kB between large
+    tensors that come and go keeps the room of one from being used for the next.
+
+    Chunks go when nothing in them is used any more. For one thread at a time.
+    """
+
+    def __init__(self) -> None:
+        self._rest = memoryview(b"")
+
+    def take(self, nbytes: int) -> memoryview:
+        """Return so much memory, which lasts as long as it is used."""
+        if nbytes > len(self._rest):
+            size = max(nbytes, _CHUNK_BYTES)
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            self._rest = memoryview(mmap.mmap(-1, size, flags=flags))
+        taken = self._rest[:nbytes]
+        self._rest = self._rest[nbytes + -nbytes % _LINE_BYTES :]
+        return taken
 
 
 class Glimpse(NamedTuple):
@@ -48,7 +73,7 @@ class Glimpse(NamedTuple):
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    items: torch.Tensor | None
+    items: memoryview | None
     """Those that are shown, in their order; None where none were asked for."""
     numbers: Mapping[str, float]
     """Mean, std, min and max; {} where none is defined."""
@@ -57,14 +82,14 @@ class Glimpse(NamedTuple):
 
 
 def glimpse_of(
-    tensor: torch.Tensor, squares: Squares | None = None, *, with_items: bool = True
+    tensor: torch.Tensor, squares: Squares | None = None, *, arena: Arena | None = None
 ) -> Glimpse:
     """Look at a tensor.
 
     Args:
         tensor: any strided tensor on the host.
         squares: what torch's `std` sums, faster.
-        with_items: they are wanted for `tensor_text`.
+        arena: takes the items, for `tensor_text`; None where they are not wanted.
     """
     numbers = _numbers(tensor, squares)
     odd: dict[str, int] = {}
@@ -76,7 +101,7 @@ def glimpse_of(
         }
         found = {name: int(marks.sum()) for name, marks in counts.items()}
         odd = {name: count for name, count in found.items() if count}
-    items = _items(tensor) if with_items else None
+    items = None if arena is None else _items(tensor, arena)
     return Glimpse(tensor.dtype, tuple(tensor.shape), items, numbers, odd)
 
 
@@ -100,7 +125,7 @@ def tensor_text(seen: Glimpse, device: str = "cpu") -> str:
         suffixes += [f"dtype={dtype}"] if dtype != torch.get_default_dtype() else []
         return _with_suffixes(f"{_PREFIX}[]", suffixes)
     is_cut = count > _MOST_WHOLE
-    texts, width = _texts(seen.items)
+    texts, width = _texts(torch.frombuffer(seen.items, dtype=dtype))
     body = _TextLayout(shape, width, is_cut).text(iter(texts), 0, len(_PREFIX))
     return _with_suffixes(_PREFIX + body, _device(device) + _dtype(dtype))
 
@@ -155,30 +180,32 @@ def _std(tensor: torch.Tensor, mean: float, squares: Squares | None) -> float:
 # ---------------------------------------------------------------------- numbers
 
 
-def _items(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the items that are shown, as a tensor of its own: all, or those at the edges."""
+def _items(tensor: torch.Tensor, arena: Arena) -> memoryview:
+    """Return the bytes of the items that are shown: all, or those at the edges."""
     shown = tensor
     if tensor.numel() > _MOST_WHOLE:
         for dim, size in enumerate(tensor.shape):
             if size > 2 * _EDGE:
                 low, high = shown.narrow(dim, 0, _EDGE), shown.narrow(dim, size - _EDGE, _EDGE)
                 shown = torch.cat((low, high), dim)
-    return shown.clone() if shown is tensor else shown
+    items = arena.take(shown.numel() * shown.element_size())
+    if items:
+        torch.frombuffer(items, dtype=tensor.dtype).view(shown.shape).copy_(shown)
+    return items
 
 
 def _texts(shown: torch.Tensor) -> tuple[list[str], int]:
     """Return the text of every item, and the width of an item in its line."""
     if shown.dtype in _WIDENED:
         shown = shown.half()
-    flat = shown.reshape(-1)
     if shown.dtype.is_complex:
-        real, real_width = _floats(flat.real.tolist())
-        imag, imag_width = _floats(flat.imag.tolist())
+        real, real_width = _floats(shown.real.tolist())
+        imag, imag_width = _floats(shown.imag.tolist())
         joined = [a + _signed((b + "j").lstrip()) for a, b in zip(real, imag)]
         return joined, real_width + imag_width + 1
     if shown.dtype.is_floating_point:
-        return _floats(flat.tolist())
-    texts = [str(value) for value in flat.tolist()]
+        return _floats(shown.tolist())
+    texts = [str(value) for value in shown.tolist()]
     width = max(map(len, texts))
     return [text.rjust(width) for text in texts], width
 

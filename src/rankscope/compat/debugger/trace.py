@@ -33,7 +33,7 @@ from rankscope.block import RankBlock, begin_rank_block
 from rankscope.capture.forms import said_of, without_addresses
 from rankscope.compat.debugger.calltree import pruned_calls
 from rankscope.compat.debugger.layers import LayerRecorder
-from rankscope.compat.debugger.text import Glimpse, Squares, glimpse_of
+from rankscope.compat.debugger.text import Arena, Glimpse, Squares, glimpse_of
 from rankscope.compat.debugger.values import UnwrittenTensor, kernel_squares, laid_out
 from rankscope.spool.writer import SpoolWriter
 from rankscope.tree.build import assemble
@@ -310,7 +310,9 @@ def _joined(model: nn.Module, folder: Path, wanted: DebuggerBlock) -> _Running |
         is_output_wanted=outputs.is_wanted,
         is_forward_wanted=_is_forward_wanted,
     )
-    look = functools.partial(_look, squares=kernel_squares()) if wanted.as_text else None
+    look = None
+    if wanted.as_text:
+        look = functools.partial(_look, squares=kernel_squares(), arena=Arena())
     recorders: list[LayerRecorder] = []
 
     def recorder(writer: SpoolWriter) -> LayerRecorder:
@@ -327,9 +329,11 @@ def _joined(model: nn.Module, folder: Path, wanted: DebuggerBlock) -> _Running |
     return _running
 
 
-def _look(tensor: torch.Tensor, stride: tuple[int, ...], squares: Squares | None) -> Glimpse:
+def _look(
+    tensor: torch.Tensor, stride: tuple[int, ...], squares: Squares | None, arena: Arena
+) -> Glimpse:
     """Return all that is written of a tensor as text."""
-    return glimpse_of(laid_out(tensor, stride), squares)
+    return glimpse_of(laid_out(tensor, stride), squares, arena=arena)
 
 
 def _is_forward_wanted(module: nn.Module) -> bool:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from rankscope.capture.kernel import load
 from rankscope.chunks.tensorfiles import StoredTensor
 from rankscope.compat.debugger.text import (
+    Arena,
     Glimpse,
     Squares,
     glimpse_of,
@@ -120,6 +121,7 @@ class LocalValues:
         self._held = held or {}
         self._has_files = has_files
         self._squares = squares
+        self._arena = Arena() if as_text else None
         self._rank = rank
         self._as_text = as_text
         columns = trace.columns()
@@ -198,7 +200,7 @@ class LocalValues:
             seen = stored.glimpse if isinstance(stored, UnwrittenTensor) else None
             if seen is None:
                 tensor = laid_out(_tensor(stored), stride)
-                seen = glimpse_of(tensor, self._squares, with_items=self._as_text)
+                seen = glimpse_of(tensor, self._squares, arena=self._arena)
             self._measured[known] = _facts_of(seen, device), _lines(seen, device)
         return self._measured[known]
 
@@ -260,6 +262,7 @@ class GlobalValues:
     def __init__(self, trace: Trace, layouts: LayoutFile | None, *, as_text: bool) -> None:
         self._layouts = layouts
         self._as_text = as_text
+        self._arena = Arena() if as_text else None
         self._said: dict[str, None] = {}
 
     @property
@@ -288,7 +291,7 @@ class GlobalValues:
         tensor, device = whole.tensor.detach(), str(form.get("device", "cpu"))
         is_one_piece = tuple(tensor.shape) == views[0].folds[0].shape
         stride = tuple(form.get("stride", ())) if is_one_piece else ()
-        seen = glimpse_of(laid_out(tensor, stride), with_items=self._as_text)
+        seen = glimpse_of(laid_out(tensor, stride), arena=self._arena)
         return Shown(
             shape=tuple(tensor.shape),
             dtype=str(tensor.dtype).removeprefix("torch."),
