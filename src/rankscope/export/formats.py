@@ -1,6 +1,6 @@
 """The formats a trace can be exported to, and the one way to write any of them.
 
-A format is a module of this room with a function
+A format is a module with a function
 
     write(trace, selection, place, progress, **options) -> Sequence[str]
 
@@ -37,11 +37,15 @@ class Format(NamedTuple):
 
 
 FORMATS = {
-    "jsonl": Format("jsonl", False, "one JSON object a line: a value on a rank"),
-    "perfetto": Format("perfetto", False, "a ZIP for ui.perfetto.dev: calls of all ranks in time"),
-    "parquet": Format("parquet", True, "a dataset for DuckDB, Spark, Ray, Dask: values, samples"),
+    "jsonl": Format("rankscope.export.jsonl", False, "one JSON object a line: a value on a rank"),
+    "perfetto": Format(
+        "rankscope.export.perfetto", False, "a ZIP for ui.perfetto.dev: calls of all ranks in time"
+    ),
+    "parquet": Format(
+        "rankscope.export.parquet", True, "a dataset for DuckDB, Spark, Ray, Dask: values, samples"
+    ),
     "hf": Format(
-        "hf",
+        "rankscope.compat.debugger.treefiles",
         True,
         "the files of transformers' module debugger: calls, their tensors",
         frozenset({"is_global", "layout", "all_layers", "all_outputs", "safetensors"}),
@@ -90,7 +94,7 @@ def export(
     for key in sorted(given.keys() - kind.options):
         option = "--" + key.removeprefix("is_").replace("_", "-")
         raise SettingError(f"{option}: not an option of --format {name}")
-    writer = importlib.import_module(f"rankscope.export.{kind.module}")
+    writer = importlib.import_module(kind.module)
     try:
         with claimed(out, is_folder=kind.is_folder) as place:
             lines: Sequence[str] = writer.write(trace, selection, place, progress, **given)
