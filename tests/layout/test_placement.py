@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import json
+import os
 import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+import rankscope
 from rankscope.capture.describe import placement_of
 from rankscope.errors import LayoutError
 from rankscope.layout.placement import (
@@ -124,3 +131,83 @@ def test_a_mesh_knows_the_coordinates_of_its_ranks_only() -> None:
     assert mesh.coordinate(4) == (1, 0)
     assert mesh.coordinate(12) == (0, 2)
     assert mesh.coordinate(0) is None
+
+
+KIND = """    MASKED = "masked"
+    OTHER = "other"
+"""
+FACTS = """    PlacementKind.MASKED: KindFacts(
+        spelled="Masked",
+        torch_class="_MaskPartial",
+        arguments=("reduce_op",),
+        pieces=Pieces.UNKNOWN,
+    ),
+}
+"""
+JOB = """
+import json, sys
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, init_device_mesh
+from torch.distributed.tensor.placement_types import _MaskPartial
+import rankscope
+from rankscope.layout.placement import parse_placement
+from rankscope.layout.plan import plan_assembly
+from rankscope.tree.reader import open_trace
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+masked = _MaskPartial(reduce_op="sum")
+
+class Model(torch.nn.Module):
+    def forward(self, x):
+        return DTensor.from_local(x * 2, mesh, [masked], run_check=False)
+
+out = Path(sys.argv[1]) / "trace"
+model = Model()
+with rankscope.trace(model, out=out):
+    with torch.no_grad():
+        model(torch.ones(2, 3))
+(node,) = open_trace(out).find("", phase="forward")
+value = node.value("output")
+(view,) = value.views
+parsed = parse_placement("Masked(sum)")
+print(json.dumps({
+    "package": rankscope.__file__,
+    "parsed": [parsed.kind.value, str(parsed), parsed.is_composable],
+    "trace": view.placements,
+    "combined": view.combined[0].note,
+    "refusal": str(plan_assembly((2, 3), view.layout(0), {0: (2, 3)}, {})),
+}))
+"""
+
+
+def test_a_kind_more_in_the_list_is_parsed_printed_traced_and_refused_where_it_cannot_compose(
+    tmp_path: Path,
+) -> None:
+    """In a copy of the package, with nothing changed but the list."""
+    package = Path(rankscope.__file__).parent
+    shutil.copytree(package, tmp_path / "src/rankscope")
+    file = tmp_path / "src/rankscope/layout/placement.py"
+    text = file.read_text()
+    end = '}\n"""The only list of kinds'
+    assert text.count('    OTHER = "other"\n') == text.count(end) == 1
+    text = text.replace('    OTHER = "other"\n', KIND)
+    file.write_text(text.replace(end, FACTS + end.removeprefix("}\n")))
+    (tmp_path / "job.py").write_text(JOB)
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "job.py"), str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "src"), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert Path(found["package"]).is_relative_to(tmp_path)
+    assert found["parsed"] == ["masked", "Masked(sum)", False]
+    assert found["trace"] == {"tp": "Masked(sum)"}
+    assert found["combined"] == "Masked(sum) does not compose"
+    assert "Masked(sum)" in found["refusal"]

@@ -22,7 +22,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.layout.placement import Mesh, Placement, PlacementKind, Ranges
+from rankscope.layout.placement import Mesh, Pieces, Placement, Ranges
 from rankscope.record.combined import Combined
 from rankscope.record.ranklists import ranks_named
 from rankscope.record.statistics import STATISTICS, OverShards, finite_counts
@@ -128,9 +128,9 @@ def _axes_by_kind(placements: Sequence[Placement]) -> dict[str, tuple[int, ...]]
         return tuple(axis for axis, placement in enumerate(placements) if test(placement))
 
     return {
-        "replicated": having(lambda p: p.kind is PlacementKind.REPLICATE),
-        "partial": having(lambda p: p.kind is PlacementKind.PARTIAL),
-        "cut": having(lambda p: p.dim is not None),
+        "replicated": having(lambda p: p.pieces is Pieces.COPIES),
+        "partial": having(lambda p: p.pieces is Pieces.SUMMANDS),
+        "cut": having(lambda p: p.pieces is Pieces.SLICES),
     }
 
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from rankscope.assembly.combine import CombinationPlan, Combined, Holding, apply_plan, plan_pieces
 from rankscope.assembly.interning import Description
-from rankscope.layout.placement import Mesh, PlacementKind
+from rankscope.layout.placement import Mesh, Pieces
 from rankscope.record.ranklists import ranks_named
 
 __all__ = ["WholeTensors"]
@@ -41,7 +41,7 @@ class WholeTensors:
         if found is None:
             first = self._descriptions[description]
             is_placed = first.mesh is not None and first.global_shape is not None
-            is_whole = all(p.kind is PlacementKind.REPLICATE for p in first.parsed_placements)
+            is_whole = all(p.pieces is Pieces.COPIES for p in first.parsed_placements)
             found = self._spread[description] = (is_placed, is_placed and not is_whole)
         return found[folds == 1]
 

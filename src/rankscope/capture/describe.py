@@ -290,24 +290,20 @@ class Describer:
 
 
 def placement_of(placement: Any, dims: int) -> Placement:
-    """Return the record of a torch placement; of any but torch's own exact four classes its words.
+    """Return the record of a torch placement; of any but torch's own exact classes its words.
 
     Subclasses such as the masked partial of a vocabulary-parallel embedding reduce in a way of
     their own: they never compose.
     """
-    name = placement_class(placement)
-    if name == "Replicate":
-        return Placement(kind=PlacementKind.REPLICATE)
-    if name == "Partial":
-        return Placement(kind=PlacementKind.PARTIAL, reduce_op=str(placement.reduce_op))
-    if name in ("Shard", "_StridedShard"):
-        dim = int(placement.dim)
-        dim += dims if dim < 0 else 0
-        if 0 <= dim < max(dims, 1):
-            kind = PlacementKind.SHARD if name == "Shard" else PlacementKind.STRIDED_SHARD
-            return Placement(
-                kind=kind, dim=dim, split_factor=int(getattr(placement, "split_factor", 1))
-            )
+    kind = PlacementKind.of_torch_class(placement_class(placement))
+    if kind.facts is not None:
+        values: dict[str, Any] = {n: getattr(placement, n) for n in kind.facts.arguments}
+        if "reduce_op" in values:
+            values["reduce_op"] = str(values["reduce_op"])
+        if "dim" in values:
+            values["dim"] = int(values["dim"]) + (dims if values["dim"] < 0 else 0)
+        if 0 <= values.get("dim", 0) < max(dims, 1):
+            return Placement(kind=kind, **values)
     return Placement(kind=PlacementKind.OTHER, text=_words(placement))
 
 

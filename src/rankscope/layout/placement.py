@@ -18,13 +18,16 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any, Final
 
 from rankscope.errors import LayoutError
 
 __all__ = [
+    "KindFacts",
     "Layout",
     "LayoutSource",
     "Mesh",
+    "Pieces",
     "Placement",
     "PlacementKind",
     "Ranges",
@@ -35,12 +38,36 @@ __all__ = [
 Ranges = tuple[tuple[int, int], ...]
 """Half-open index ranges [start, stop) of one tensor dim, in the order the elements are held."""
 
-_NEEDS_DIM = frozenset({"shard", "strided_shard"})
-_TEXT = re.compile(r"^(Shard|StridedShard|_StridedShard|Replicate|Partial)\((.*)\)$")
+_TEXT = re.compile(r"^(\w+)\((.*)\)$")
+
+
+class Pieces(enum.Enum):
+    """What the pieces along one mesh axis are to the whole."""
+
+    COPIES = "every rank holds the same"
+    SLICES = "every rank holds other elements, of one dim"
+    SUMMANDS = "the values of the ranks are reduced to the whole's"
+    UNKNOWN = "how they make the whole is not known"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KindFacts:
+    """How placements of one kind are written and read, and what they do."""
+
+    spelled: str
+    """Its name in traces and layout files: `Shard(0)`, `StridedShard(0, split_factor=2)`."""
+    torch_class: str
+    """The class of torch.distributed.tensor.placement_types that is read as this kind; also read in
+    text."""
+    arguments: tuple[str, ...] = ()
+    """Fields of `Placement` in its brackets, attributes of torch's class of the same name."""
+    pieces: Pieces
+    reduce_ops: tuple[str, ...] = ()
+    """Of summands: the ops for which digests of the pieces give the digest of the whole."""
 
 
 class PlacementKind(str, enum.Enum):
-    """What one mesh axis does to a tensor."""
+    """What one mesh axis does to a tensor; `facts` tells how."""
 
     REPLICATE = "replicate"
     SHARD = "shard"
@@ -48,6 +75,50 @@ class PlacementKind(str, enum.Enum):
     PARTIAL = "partial"
     OTHER = "other"
     """A placement of torch's that rankscope does not interpret; `text` keeps its own words."""
+
+    @property
+    def facts(self) -> KindFacts | None:
+        """How it is written, read and put together; None for OTHER."""
+        return _FACTS.get(self)
+
+    @classmethod
+    def of_torch_class(cls, name: str) -> PlacementKind:
+        """Return the kind that a class of torch's is read as; OTHER where there is none."""
+        return _BY_TORCH_CLASS.get(name, cls.OTHER)
+
+
+_FACTS: Final = {
+    PlacementKind.REPLICATE: KindFacts(
+        spelled="Replicate",
+        torch_class="Replicate",
+        pieces=Pieces.COPIES,
+    ),
+    PlacementKind.SHARD: KindFacts(
+        spelled="Shard",
+        torch_class="Shard",
+        arguments=("dim",),
+        pieces=Pieces.SLICES,
+    ),
+    PlacementKind.STRIDED_SHARD: KindFacts(
+        spelled="StridedShard",
+        torch_class="_StridedShard",
+        arguments=("dim", "split_factor"),
+        pieces=Pieces.SLICES,
+    ),
+    PlacementKind.PARTIAL: KindFacts(
+        spelled="Partial",
+        torch_class="Partial",
+        arguments=("reduce_op",),
+        pieces=Pieces.SUMMANDS,
+        reduce_ops=("sum", "avg"),
+    ),
+}
+"""The only list of kinds: text, torch's classes and combination go by it. `global_ranges` says
+which elements a kind with a dim holds."""
+_BY_TORCH_CLASS: Final = {facts.torch_class: kind for kind, facts in _FACTS.items()}
+_BY_NAME: Final = _BY_TORCH_CLASS | {facts.spelled: kind for kind, facts in _FACTS.items()}
+_UNTOLD: Final = {"split_factor": 1, "reduce_op": "sum"}
+"""Arguments that text may leave out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +136,9 @@ class Placement:
     """For kinds that are not interpreted: torch's own repr. Such a value never composes."""
 
     def __post_init__(self) -> None:
-        if (self.kind.value in _NEEDS_DIM) != (self.dim is not None):
+        facts = self.kind.facts
+        arguments = facts.arguments if facts else ()
+        if ("dim" in arguments) != (self.dim is not None):
             raise LayoutError(
                 f"placement {self.kind.value} with dim={self.dim}: only shards have a dim"
             )
@@ -75,30 +148,32 @@ class Placement:
             raise LayoutError(
                 f"a strided shard's split factor must be >= 1, got {self.split_factor}"
             )
-        if (self.kind is PlacementKind.PARTIAL) != (self.reduce_op is not None):
+        if ("reduce_op" in arguments) != (self.reduce_op is not None):
             raise LayoutError(f"placement {self.kind.value} with reduce_op={self.reduce_op}")
+
+    @property
+    def pieces(self) -> Pieces:
+        """What the pieces are to the whole."""
+        facts = self.kind.facts
+        return facts.pieces if facts else Pieces.UNKNOWN
 
     @property
     def is_composable(self) -> bool:
         """True where digests of the pieces give the digest of the whole (sum and avg partials
         included).
         """
-        if self.kind is PlacementKind.PARTIAL:
-            return self.reduce_op in ("sum", "avg")
-        return self.kind is not PlacementKind.OTHER
+        facts = self.kind.facts
+        if facts is None or facts.pieces is Pieces.UNKNOWN:
+            return False
+        return facts.pieces is not Pieces.SUMMANDS or self.reduce_op in facts.reduce_ops
 
     def __str__(self) -> str:
-        match self.kind:
-            case PlacementKind.REPLICATE:
-                return "Replicate()"
-            case PlacementKind.SHARD:
-                return f"Shard({self.dim})"
-            case PlacementKind.STRIDED_SHARD:
-                return f"StridedShard({self.dim}, split_factor={self.split_factor})"
-            case PlacementKind.PARTIAL:
-                return f"Partial({self.reduce_op})"
-            case _:
-                return self.text or "Unknown()"
+        facts = self.kind.facts
+        if facts is None:
+            return self.text or "Unknown()"
+        inside = [f"{name}={getattr(self, name)}" for name in facts.arguments]
+        inside[:1] = [str(getattr(self, name)) for name in facts.arguments[:1]]
+        return f"{facts.spelled}({', '.join(inside)})"
 
 
 @lru_cache(maxsize=4096)
@@ -108,23 +183,26 @@ def parse_placement(text: str) -> Placement:
     Anything that cannot be read becomes kind OTHER with its text kept; it never composes. A trace
     has few texts and thousands of values: each text is read once.
     """
+    other = Placement(kind=PlacementKind.OTHER, text=text)
     found = _TEXT.match(text.strip())
-    if not found:
-        return Placement(kind=PlacementKind.OTHER, text=text)
-    name, inside = found.groups()
-    arguments = [
-        part.split("=")[-1].strip().strip("'\"") for part in inside.split(",") if part.strip()
-    ]
-    if name == "Replicate":
-        return Placement(kind=PlacementKind.REPLICATE)
-    if name == "Partial":
-        return Placement(kind=PlacementKind.PARTIAL, reduce_op=arguments[0] if arguments else "sum")
-    if not arguments or not all(part.lstrip("-").isdecimal() for part in arguments):
-        return Placement(kind=PlacementKind.OTHER, text=text)
-    if name == "Shard":
-        return Placement(kind=PlacementKind.SHARD, dim=int(arguments[0]))
-    factor = int(arguments[1]) if len(arguments) > 1 else 1
-    return Placement(kind=PlacementKind.STRIDED_SHARD, dim=int(arguments[0]), split_factor=factor)
+    kind = _BY_NAME.get(found[1]) if found else None
+    facts = kind.facts if kind else None
+    if found is None or kind is None or facts is None:
+        return other
+    parts = [part.strip() for part in found[2].split(",") if part.strip()]
+    told = [part.split("=")[-1].strip().strip("'\"") for part in parts]
+    if len(told) > len(facts.arguments):
+        return other
+    values: dict[str, Any] = dict(zip(facts.arguments, told))
+    for name in facts.arguments:
+        value = values.setdefault(name, _UNTOLD.get(name))
+        if name != "reduce_op" and isinstance(value, str):
+            if not value.lstrip("-").isdecimal():
+                return other
+            values[name] = int(value)
+        elif value is None:
+            return other
+    return Placement(kind=kind, **values)
 
 
 class LayoutSource(str, enum.Enum):

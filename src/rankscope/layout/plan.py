@@ -23,8 +23,8 @@ from rankscope.errors import LayoutError
 from rankscope.layout.placement import (
     Layout,
     Mesh,
+    Pieces,
     Placement,
-    PlacementKind,
     Ranges,
     global_ranges,
 )
@@ -277,7 +277,7 @@ def _plan_alone(held: Mapping[int, tuple[int, ...]]) -> AssemblyPlan | Refusal:
 def _placements_refusal(mesh: Mesh, placements: Sequence[Placement]) -> Refusal | None:
     ops = {p.reduce_op for p in placements if p.reduce_op is not None}
     for placement in placements:
-        if placement.kind is PlacementKind.OTHER or (
+        if placement.pieces is Pieces.UNKNOWN or (
             placement.reduce_op is not None and placement.reduce_op not in REDUCE_OPS
         ):
             text = f"{placement} is reduced in a way of its own, which was not recorded"

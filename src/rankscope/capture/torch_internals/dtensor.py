@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from rankscope.capture.torch_internals.loaded import loaded_class
+from rankscope.layout.placement import PlacementKind
 
 __all__ = ["dtensor_parts", "is_dtensor", "mesh_ranks", "placement_class", "shard_order"]
 
@@ -25,15 +26,13 @@ def dtensor_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
 
 
 def placement_class(placement: object) -> str:
-    """Return the name of exactly the four classes of `_PLACEMENTS`, else ""."""
+    """Return the name of exactly the classes that are read as a kind of placement, else ""."""
     kind = type(placement)
     if getattr(sys.modules.get(kind.__module__), kind.__name__, None) is not kind:
         return ""
     is_torchs = kind.__module__ == "torch.distributed.tensor.placement_types"
-    return kind.__name__ if is_torchs and kind.__name__ in _PLACEMENTS else ""
-
-
-_PLACEMENTS = frozenset({"Shard", "_StridedShard", "Replicate", "Partial"})
+    is_read = PlacementKind.of_torch_class(kind.__name__) is not PlacementKind.OTHER
+    return kind.__name__ if is_torchs and is_read else ""
 
 
 def shard_order(spec: object) -> tuple[int, ...] | None:
