@@ -176,7 +176,7 @@ parsed = parse_placement("Masked(sum)")
 print(json.dumps({
     "package": rankscope.__file__,
     "parsed": [parsed.kind.value, str(parsed), parsed.is_composable],
-    "trace": view.placements,
+    "trace": {axis: str(placed) for axis, placed in view.placements.items()},
     "combined": view.combined[0].note,
     "refusal": str(plan_assembly((2, 3), view.layout(0), {0: (2, 3)}, {})),
 }))
