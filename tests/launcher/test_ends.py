@@ -186,6 +186,7 @@ def test_a_relay_that_was_held_up_before_any_rank_traced_is_waited_for(launch: S
     time.sleep(7)
     kill(relay, signal.SIGCONT)
     assert wait_until(lambda: any((job.out / "spool").glob("*.cells"))), job.logs
+    assert wait_until(lambda: len(job.ranks()) == 1), job.logs  # the other has left by itself
     job.process.send_signal(signal.SIGTERM)
     assert job.wait() == 1
     assert "incomplete: rankscope verify trace" in job.last_line, job.logs
@@ -368,9 +369,9 @@ def test_a_full_disk_under_the_trace_harms_no_training_and_is_said(launch: Start
 def test_a_spool_disk_without_room_is_refused_before_the_job_starts(
     tmp_path: Path, small_disk: Path
 ):
-    done = rankscope(
-        "run", "--rs-spool", small_disk, "--rs-out", tmp_path / "t", tmp_path / "no-script.py"
-    )
+    script = tmp_path / "script.py"
+    script.write_text("raise SystemExit('it ran')")
+    done = rankscope("run", "--rs-spool", small_disk, "--rs-out", tmp_path / "t", script)
     assert done.returncode == 2
     assert done.stdout == ""
     assert "needs 256 MiB for the spools, 1 MiB are free" in done.stderr
