@@ -17,10 +17,11 @@ import pytest
 import torch
 from torch import nn
 
-from rankscope.agent import gradients, members
+from rankscope.agent.hooks import members
 from rankscope.agent.hooks.modules import ModuleInfo, ModuleTable, Root
 from rankscope.agent.recorder import Recorder
 from rankscope.agent.steps.compiled import HiddenSteps
+from rankscope.agent.values import gradients
 from rankscope.agent.values.valuereader import ValueReader
 from rankscope.settings import settings_from
 from rankscope.spool.cells import VALUE_HEAD

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from rankscope.agent.values import bytestores as stores
 from rankscope.agent.values.tensorstore import free_disk_share
-from rankscope.agent.values.valuereader import bytestores as stores
 from rankscope.chunks.finishing import damaged, finish_chunks
 from rankscope.chunks.tensorfiles import standing_references
 from rankscope.chunks.writing import HEADER_BYTES

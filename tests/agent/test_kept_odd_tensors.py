@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import rankscope
-from rankscope.agent.values.valuereader import tensorpolicy as keeping
+from rankscope.agent.values import tensorpolicy as keeping
 from rankscope.capture.pytree import walk
 from rankscope.chunks import writing as chunks
 from rankscope.tree.reader import Trace

@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rankscope.chunks import writing
 from rankscope.chunks.writing import ChunkWriter
 from rankscope.record.streams import StreamId
+from rankscope.run import reserving
 from rankscope.run.reserving import reserve
-from rankscope.spool import chunks, reserving
 
 STREAM = StreamId(rank=0, incarnation=0)
 MIB = 1 << 20
@@ -80,7 +81,7 @@ def test_where_nothing_can_be_reserved_chunks_are_written_as_ever(
         asked.append(start)
         return reserve(-1, start, nbytes)  # what a file system without it says: false
 
-    monkeypatch.setattr(chunks, "reserve", refuse)
+    monkeypatch.setattr(writing, "reserve", refuse)
     writer = ChunkWriter(tmp_path, STREAM, limit_bytes=1 << 40, chunk_tensors=2)
     for reference in range(1, 6):
         write(writer, reference, MIB)
