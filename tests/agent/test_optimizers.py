@@ -16,7 +16,7 @@ from torch import nn
 
 import rankscope
 from rankscope.agent.guard import Guard
-from rankscope.agent.steps.optimizers import OptimizerSearch
+from rankscope.agent.steps.optimizers import OptimizerSearch, _has_been_made, _optimizer_classes
 from rankscope.record.call import Mode
 from tests.agent.models import Net, trace
 
@@ -83,9 +83,13 @@ def train_flat(model: nn.Module, steps: int) -> None:
             start += parameter.numel()
 
 
-def test_steps_whose_parameters_no_optimizer_holds_walk_the_heap_never(tmp_path: Path) -> None:
+def test_steps_whose_parameters_no_optimizer_holds_walk_the_heap_once_at_most(
+    tmp_path: Path,
+) -> None:
+    """Not at all in a process where no optimizer was ever made before."""
+    was_made = any(_has_been_made(cls) for cls in _optimizer_classes())
     walks = heap_walks(lambda: trace(tmp_path, lambda: train_flat(Net(), steps=5), steps="all"))
-    assert walks == 0
+    assert walks == int(was_made)
 
 
 def test_one_walk_finds_the_optimizers_of_before_and_no_step_walks_again(tmp_path: Path) -> None:
