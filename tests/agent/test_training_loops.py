@@ -657,21 +657,15 @@ def by_flat_copies(kept: list[Net], norms_left: list[list[float | None]]) -> Cal
     return program
 
 
-@pytest.fixture
-def nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a process of its own: another test of this one may have compiled something, after which
-    an optimizer that steps again without a root forward is taken for a step of a compiled model.
-    """
-    monkeypatch.setattr(compiled, "dynamo_has_compiled", lambda: False)
-
-
-@pytest.mark.usefixtures("nothing_compiled")
 def test_parameters_trained_by_flat_copies_are_read_once_a_step_as_training_left_them(
     tmp_path: Path,
 ) -> None:
     """Whoever copies them back does so behind the optimizer's own step, often group by group:
-    between those steps they are half new, and read for nothing.
+    between those steps they are half new, and read for nothing. Each group is one optimizer step
+    of the same train step, also where the process has compiled something.
     """
+    torch.compile(torch.sin, backend="eager")(torch.ones(1))
+    assert compiled.dynamo_has_compiled()
     kept: list[Net] = []
     left: list[list[float | None]] = []
     found = traced_unharmed(by_flat_copies(kept, left), tmp_path / "trace", steps="all")
@@ -695,6 +689,14 @@ def test_parameters_trained_by_flat_copies_are_read_once_a_step_as_training_left
         assert sorted(slots["grad"]) == sorted(set(names) - {"norm.weight"})
         assert sorted(n for n in shown if n) == pytest.approx(sorted(n for n in truth if n))
     assert found.value("last", "param:weight", step=2, phase="params")
+
+
+@pytest.fixture
+def nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process of its own: another test of this one may have compiled something, after which
+    an optimizer that steps again without a root forward is taken for a step of a compiled model.
+    """
+    monkeypatch.setattr(compiled, "dynamo_has_compiled", lambda: False)
 
 
 @pytest.mark.usefixtures("nothing_compiled")

@@ -41,22 +41,27 @@ class HiddenSteps:
     """Notices the train steps whose root forward no hook saw: the model was compiled in place, or
     inside a compiled function.
 
+    A parameter that an optimizer moves again, with a gradient that came since, has been through
+    another train step. The parameters and not the optimizers are asked: one optimizer may step
+    group by group (ZeRO 1 and 2 of DeepSpeed), each group once a train step.
     Where nothing was compiled there is none: an optimizer may then step as often as it likes.
     """
 
     def __init__(self) -> None:
-        self._stepped = OptimizerSet()
-        """Optimizers that have stepped since the last root forward that was seen."""
+        self._moved: set[int] = set()
+        """Identities of the first parameter with a gradient of each optimizer's step, since the
+        last train step began.
+        """
         self._asked_first = OptimizerSet()
         """Optimizers that stepped before any train step, each looked at once."""
         self._gradients: dict[int, tuple[weakref.ref[object], int]] = {}
-        """Identity of an optimizer -> what stood for its first gradient, and the version, at its
-        last step.
+        """Identity of a parameter -> what stood for its gradient, and the version, when it was
+        last moved.
         """
 
     def root_was_seen(self) -> None:
         """Note that a root forward has announced its step as usual."""
-        self._stepped.clear()
+        self._moved.clear()
 
     def begins(self, optimizer: torch.optim.Optimizer, *, is_first: bool) -> bool:
         """True where the step that an optimizer ends has not been announced.
@@ -65,34 +70,34 @@ class HiddenSteps:
             optimizer: the one that begins to step.
             is_first: no train step has begun in this process.
         """
-        has_stepped = optimizer in self._stepped
-        self._stepped.add(optimizer)
-        if not dynamo_has_compiled() or not self._has_new_gradient(optimizer):
+        with invisible():
+            found = next(
+                ((id(p), p.grad) for p in parameters_of(optimizer) if p.grad is not None), None
+            )
+            if found is None:
+                return False
+            parameter, gradient = found
+            is_new = self._is_new(parameter, gradient)
+        is_hidden = parameter in self._moved
+        self._moved.add(parameter)
+        if not dynamo_has_compiled() or not is_new:
             return False
         if is_first:
-            has_stepped = optimizer not in self._asked_first
-            self._asked_first.add(optimizer)
-        if has_stepped:
-            self._stepped.clear()
-            self._stepped.add(optimizer)
-        return has_stepped
+            is_hidden = self._asked_first.add(optimizer)
+        if is_hidden:
+            self._moved = {parameter}
+        return is_hidden
 
-    def _has_new_gradient(self, optimizer: torch.optim.Optimizer) -> bool:
-        """True where a backward ran since this optimizer last stepped: two steps of it may follow
-        one backward.
+    def _is_new(self, parameter: int, gradient: torch.Tensor) -> bool:
+        """True where a backward ran since this parameter was last moved: two steps of an optimizer
+        may follow one backward.
         """
-        with invisible():
-            found = (p.grad for p in parameters_of(optimizer) if p.grad is not None)
-            gradient = next(found, None)
-            if gradient is None:
-                return False
-            known, version = self._gradients.get(id(optimizer), (None, -1))
-            is_new = (
-                known is None or known() is not _proxy_of(gradient) or version != gradient._version
-            )
-            if len(self._gradients) > _MOST_GRADIENTS:
-                self._gradients.clear()
-            self._gradients[id(optimizer)] = (weakref.ref(_proxy_of(gradient)), gradient._version)
+        proxy = _proxy_of(gradient)
+        known, version = self._gradients.get(parameter, (None, -1))
+        is_new = known is None or known() is not proxy or version != gradient._version
+        if len(self._gradients) > _MOST_GRADIENTS:
+            self._gradients.clear()
+        self._gradients[parameter] = (weakref.ref(proxy), gradient._version)
         return is_new
 
 
