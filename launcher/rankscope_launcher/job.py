@@ -16,34 +16,23 @@ import signal
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
 
 from rankscope.capture.kernel import build as build_kernel
-from rankscope.errors import FolderError, RankscopeError, SettingError
+from rankscope.errors import RankscopeError, SettingError
 from rankscope.gather.address import check_address
 from rankscope.gather.log import ExitOutcome
-from rankscope.run.companions import (
-    collector_command,
-    ipc_address,
-    relay_command,
-)
+from rankscope.run.companions import collector_command, relay_command
 from rankscope.run.folders import (
-    SHARED,
     FolderLock,
-    RunHeader,
-    check_free_space,
-    host_run_folder,
     is_held,
     mark_job_over,
     remove_run_folder,
     run_key,
-    spool_base,
     streams,
-    write_run_header,
 )
 from rankscope.run.names import (
     COLLECTOR_LOCK_NAME,
@@ -52,14 +41,8 @@ from rankscope.run.names import (
     RELAY_LOG_NAME,
     REPLICA_FOLDER,
 )
-from rankscope.run.out import (
-    check_budget,
-    claim_out,
-    default_out,
-    missing_folders,
-    prepare_out,
-    remove_empty,
-)
+from rankscope.run.out import remove_empty
+from rankscope.run.prepare import Collection, PreparedRun, RunRequest, prepare_run
 from rankscope.settings import SETTINGS, Settings
 from rankscope_launcher.companions import Companion, Keeper, wait_for_end
 from rankscope_launcher.ending import NOTHING, Ending, failure_line, shown
@@ -102,22 +85,16 @@ class TracedJob:
     """Folders and companion processes of one traced job on this host."""
 
     def __init__(
-        self,
-        settings: Settings,
-        shape: JobShape,
-        out: Path,
-        run_folder: Path,
-        address: str,
-        made: Sequence[Path] = (),
+        self, settings: Settings, shape: JobShape, collection: Collection, prepared: PreparedRun
     ) -> None:
-        self._life = FolderLock(run_folder / LAUNCHER_LOCK_NAME, "launcher")
+        self._life = FolderLock(prepared.run_folder / LAUNCHER_LOCK_NAME, "launcher")
         self._settings = settings
         self._shape = shape
-        self._out = out
-        self._run_folder = run_folder
-        self._address = address
-        self._made = made
-        """The trace folder and those of its parents that this job made, the innermost first."""
+        self._collection = collection
+        self._out = prepared.out
+        self._run_folder = prepared.run_folder
+        self._address = prepared.address
+        self._made = prepared.made
         self._relay: Companion | None = None
         self._collector: Companion | None = None
         self._keeper: Keeper | None = None
@@ -129,14 +106,14 @@ class TracedJob:
 
         Raises:
             SettingError: several hosts, but no folder or collector they have in common.
-            FolderError: the trace folder cannot be used.
             BindError: the collector's address is not one of this host.
-            SpoolError: the spool folder cannot be used, or its disk is too full.
+            FolderError: the trace folder cannot be used.
+            SpoolError: the spool folder cannot be used, or a disk has no room.
         """
-        is_shared = settings.collector == SHARED or (shape.hosts > 1 and not settings.collector)
-        if settings.collector and not is_shared:
-            check_address(settings.collector)
-        if is_shared and shape.hosts > 1 and settings.out is None:
+        collection = Collection.asked(settings.collector, is_one_host=shape.hosts == 1)
+        if collection.is_elsewhere:
+            check_address(collection.address)
+        if collection.is_shared and shape.hosts > 1 and settings.out is None:
             raise SettingError(
                 f"{shape.hosts} hosts: expected one trace folder that all of them see; "
                 "give every host the same --rs-out, on a shared disk"
@@ -145,37 +122,21 @@ class TracedJob:
             raise SettingError(
                 f"--rs-ranks selects none of the {shape.world_size} ranks of this job"
             )
-        base = spool_base(settings.spool)
         build_kernel()  # before any rank runs: they only load it
-        check_free_space(base, settings.spool_bytes * shape.local_ranks)
-        out = settings.out or default_out()
-        is_elsewhere = bool(settings.collector) and not is_shared
-        check_budget(
-            base if is_elsewhere else out,
-            settings.tensor_budget if settings.tensors else None,
-            ranks=shape.world_size if is_shared else shape.local_ranks,
-        )
         launch = f"{shape.run_id}/{os.uname().nodename}/{os.getpid()}/{time.time_ns()}"
-        run_folder = host_run_folder(base, run_key(launch))
-        address = SHARED if is_shared else settings.collector or ipc_address(run_folder)
-        made = missing_folders(out)
-        try:
-            if is_shared:
-                claim_out(out)
-            elif not settings.collector:
-                prepare_out(out)
-        except FolderError:
-            remove_run_folder(run_folder)
-            raise
-        header = RunHeader(
+        request = RunRequest(
             run_id=shape.run_id,
-            out=out,
-            collector=address,
+            key=run_key(launch),
+            collection=collection,
             world_size=shape.world_size,
+            local_ranks=shape.local_ranks,
+            out=settings.out,
+            spool=settings.spool,
+            spool_bytes=settings.spool_bytes,
+            tensor_budget=settings.tensor_budget if settings.tensors else None,
             settings=settings.as_text(),
         )
-        write_run_header(run_folder, header)
-        return cls(settings, shape, out, run_folder, address, made)
+        return cls(settings, shape, collection, prepare_run(request))
 
     def environment(self, given: Mapping[str, str]) -> dict[str, str]:
         """Return the variables the ranks need; `given`: settings of the command line, as text."""
@@ -184,7 +145,7 @@ class TracedJob:
             variables["RANKSCOPE_SPOOL"] = str(self._settings.spool)
         if self._settings.steps.file is not None:  # its path made whole here, not in the script
             variables["RANKSCOPE_STEPS"] = self._settings.steps.text
-        if not self._is_collected_elsewhere:
+        if not self._collection.is_elsewhere:
             variables["RANKSCOPE_OUT"] = str(self._out)
         return {
             **variables,
@@ -192,24 +153,20 @@ class TracedJob:
             "RANKSCOPE_RUN_FOLDER": str(self._run_folder),
         }
 
-    @property
-    def _is_collected_elsewhere(self) -> bool:
-        return self._settings.collector not in {"", SHARED}
-
     # ------------------------------------------------------------------ life
 
     def start(self) -> None:
         """Say where the trace goes; start the relay, and on the head host the collector, unless one
         was named by address.
         """
-        where = f"to the collector at {self._address}" if self._is_collected_elsewhere else ""
+        where = f"to the collector at {self._address}" if self._collection.is_elsewhere else ""
         say(f"tracing {where or f'into {self._out}'}")
         folder = self._run_folder
         self._relay = Companion(relay_command(folder), folder / RELAY_LOG_NAME, folder)
         if self._must_collect():
             command = collector_command(
                 self._out,
-                bind=() if self._address == SHARED else (self._address,),
+                bind=() if self._collection.is_shared else (self._address,),
                 world_size=self._shape.world_size,
                 traced_ranks=self._settings.traced_of(self._shape.world_size),
                 keep_spool=self._settings.keep_spool,
@@ -235,7 +192,7 @@ class TracedJob:
             if self._nothing_came():
                 self._stop()
                 return NOTHING
-            if self._address == SHARED and self._was_refused(self._collector):
+            if self._collection.is_shared and self._was_refused(self._collector):
                 self._collector = None  # two hosts of the run on one machine: the other one's does
             self._wait(is_hurried)
             ending = self._ending()
@@ -249,10 +206,10 @@ class TracedJob:
         return [one for one in (self._relay, self._collector) if one is not None]
 
     def _must_collect(self) -> bool:
-        if not self._shape.is_head or self._is_collected_elsewhere:
+        if not self._shape.is_head or self._collection.is_elsewhere:
             return False
         # held: a collector that was started by hand finishes the run
-        return self._address != SHARED or not is_held(self._out / COLLECTOR_LOCK_NAME)
+        return not self._collection.is_shared or not is_held(self._out / COLLECTOR_LOCK_NAME)
 
     @staticmethod
     def _was_refused(collector: Companion | None) -> bool:
@@ -262,7 +219,7 @@ class TracedJob:
         return Ending(
             out=self._out,
             run_folder=self._run_folder,
-            elsewhere=self._address if self._is_collected_elsewhere else "",
+            elsewhere=self._address if self._collection.is_elsewhere else "",
             relay=self._relay,
             collector=self._collector,
         )

@@ -36,21 +36,9 @@ from rankscope.chunks.scratch import HeldBytes, Scratch
 from rankscope.chunks.writing import ByteArray
 from rankscope.errors import RankscopeError, SpoolError
 from rankscope.record.streams import EndReason
-from rankscope.run.folders import (
-    check_free_space,
-    host_run_folder,
-    run_key,
-    spool_base,
-    stream_folder,
-)
-from rankscope.run.out import (
-    check_budget,
-    default_out,
-    missing_folders,
-    prepare_out,
-    remove_empty,
-    typed,
-)
+from rankscope.run.folders import run_key, stream_folder
+from rankscope.run.out import typed
+from rankscope.run.prepare import Collection, RunRequest, prepare_run
 from rankscope.run.replacing import write_by_rename
 from rankscope.settings import Settings, as_keywords, settings_from
 from rankscope.spool.streamreader import StreamReader
@@ -223,17 +211,23 @@ class _TracedBlock:
     ) -> None:
         build_kernel()
         with ExitStack() as made:  # undone where anything in here fails
-            out = settings.out or default_out()
-            made.callback(remove_empty, missing_folders(out))
-            self.out = prepare_out(out)
             identity = who_am_i()
             run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-            base = spool_base(settings.spool)
-            made.callback(remove_empty, missing_folders(base))
-            self._run_folder = host_run_folder(base, run_key(f"{run_id}:{time.monotonic_ns()}"))
-            made.callback(shutil.rmtree, self._run_folder, ignore_errors=True)
-            check_free_space(self._run_folder, settings.spool_bytes)
-            check_budget(self.out, settings.tensor_budget if settings.tensors else None, ranks=1)
+            request = RunRequest(
+                run_id=run_id,
+                key=run_key(f"{run_id}:{time.monotonic_ns()}"),
+                collection=Collection(""),
+                world_size=1,
+                local_ranks=1,
+                out=settings.out,
+                spool=settings.spool,
+                spool_bytes=settings.spool_bytes,
+                tensor_budget=settings.tensor_budget if settings.tensors else None,
+                has_relay=False,
+            )
+            prepared = prepare_run(request)
+            made.callback(prepared.remove)
+            self.out, self._run_folder = prepared.out, prepared.run_folder
             self._stream = identity.stream
             self._replica = replica_path(self.out, self._stream)
             if rank_recorder is None:

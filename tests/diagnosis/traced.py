@@ -40,7 +40,8 @@ def traced(
     out, label = folder / "trace", str(folder)
     folder.mkdir(parents=True, exist_ok=True)
     run_folder = host_run_folder(spool_base(folder / "spool"), run_key(label))
-    header = RunHeader(run_id=label, out=out, collector="", world_size=world)
+    nobody = "ipc://nobody"  # full tensors stay in the run folder, and nothing is shipped
+    header = RunHeader(run_id=label, out=out, collector=nobody, world_size=world)
     write_run_header(run_folder, header)
     env = {RUN_FOLDER_VARIABLE: str(run_folder)}
     pool.run(job, *args, str(out), world_size=world, timeout_s=timeout_s, env=env)

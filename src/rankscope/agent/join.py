@@ -17,7 +17,7 @@ import rankscope
 from rankscope.agent.guard import say
 from rankscope.agent.identity import identify, restarts_left
 from rankscope.agent.parts import Opened
-from rankscope.agent.prepare import ELASTIC_RUN, muster
+from rankscope.agent.prepare import ELASTIC_RUN, find_or_prepare_run
 from rankscope.agent.recorder import Recorder
 from rankscope.agent.rendezvous import (
     agree_on_life,
@@ -27,13 +27,14 @@ from rankscope.agent.values.tensorpolicy import keeper_of_run, make_recorder
 from rankscope.errors import LayoutError
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.streams import EndReason, RankIdentity, StreamId
-from rankscope.run.folders import SHARED, RunHeader, read_run_header, stream_folder, streams
+from rankscope.run.folders import RunHeader, read_run_header, stream_folder, streams
 from rankscope.run.locks import is_alive
 from rankscope.run.names import REPLICA_FOLDER, STEP_TRIGGER_FOLDER, TRACE_NAME
 from rankscope.run.out import (
     announced,
     typed,
 )
+from rankscope.run.prepare import Collection
 from rankscope.run.processes import started_at
 from rankscope.settings import Settings
 from rankscope.spool.cells import FORMAT_VERSION
@@ -118,10 +119,12 @@ def join_run(settings: Settings, environ: Mapping[str, str] = os.environ) -> Joi
     prepared = environ.get(RUN_FOLDER_VARIABLE)
     if not is_selected:
         if not prepared and identity.rank == 0 and settings.traced_of(identity.world_size):
-            muster(settings, identity, environ)  # the head's collector, for the ranks that are
+            # it starts the head's collector, for the ranks that are
+            find_or_prepare_run(settings, identity, environ)
         return None
-    run_folder = Path(prepared) if prepared else muster(settings, identity, environ)
+    run_folder = Path(prepared) if prepared else find_or_prepare_run(settings, identity, environ)
     header = read_run_header(run_folder)
+    collection = Collection.of_run(run_folder, header)
     earlier = [one for one in streams(run_folder) if one.rank == identity.rank]
     if any(is_alive(stream_folder(run_folder, one)) for one in earlier):
         return None  # a child that inherited RANK
@@ -143,7 +146,7 @@ def join_run(settings: Settings, environ: Mapping[str, str] = os.environ) -> Joi
         ),
         out=header.out,
         finish_seconds=settings.finish_seconds,
-        collector="" if settings.collector == SHARED else settings.collector,
+        collector=collection.address if collection.is_elsewhere else "",
         must_wait=not prepared and speaks and not header.keeps_apart,
     )
 
@@ -170,7 +173,8 @@ def _step_trigger_folder(
     """Return the folder in which the traced ranks agree on a step: all of them see it."""
     if settings.traced_of(identity.world_size) == 1:
         return None
-    seen_by_all = header.out / REPLICA_FOLDER if header.collector == SHARED else run_folder
+    is_shared = Collection.of_run(run_folder, header).is_shared
+    seen_by_all = header.out / REPLICA_FOLDER if is_shared else run_folder
     return seen_by_all / f"{STEP_TRIGGER_FOLDER}.{identity.incarnation}"
 
 

@@ -1,5 +1,6 @@
-"""Where the ranks of a host meet: the first that starts decides which run folder and which trace
-folder, and starts relay and collector.
+"""The first rank that starts on a host, where no launcher did it before, prepares the run there:
+the hosts agree through the job's store on a run and a trace folder, and the rank starts the relay
+and the collector. The ranks after it find the run folder.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # lazy
@@ -30,7 +31,6 @@ from rankscope.errors import FolderBusyError, SpoolError
 from rankscope.record.streams import RankIdentity
 from rankscope.run.companions import (
     collector_command,
-    ipc_address,
     relay_command,
     start_daemon,
 )
@@ -38,14 +38,12 @@ from rankscope.run.folders import (
     SHARED,
     FolderLock,
     RunHeader,
-    check_free_space,
     host_run_folder,
     is_held,
     read_run_header,
     remove_run_folder,
     run_key,
     spool_base,
-    write_run_header,
 )
 from rankscope.run.names import (
     COLLECTOR_LOCK_NAME,
@@ -55,31 +53,31 @@ from rankscope.run.names import (
     RUN_NAME,
     START_LOCK_NAME,
 )
-from rankscope.run.out import (
-    check_budget,
-    claim_out,
-    default_out,
-    missing_folders,
-    prepare_out,
-    remove_empty,
-    typed,
-)
+from rankscope.run.out import missing_folders, remove_empty, typed
+from rankscope.run.prepare import Collection, RunRequest, prepare_run
 from rankscope.run.processes import launcher_of, process_name
 from rankscope.settings import Settings
 
-__all__ = ["ELASTIC_RUN", "muster"]
+__all__ = ["ELASTIC_RUN", "find_or_prepare_run"]
 
 ELASTIC_RUN = "TORCHELASTIC_RUN_ID"
 """Variable of every rank that an elastic agent started."""
-_MUSTER_S = 45.0
+_START_S = 45.0
 _POLL_S = 0.05
 
 _begun: Counter[str] = Counter()
 """Traces that this process has begun, by folder."""
 
 
-def muster(settings: Settings, identity: RankIdentity, environ: Mapping[str, str]) -> Path:
-    """Find the run folder of this host; the first rank there decides, and starts the companions."""
+def find_or_prepare_run(
+    settings: Settings, identity: RankIdentity, environ: Mapping[str, str]
+) -> Path:
+    """Return the run folder of this host; the first rank to ask prepares it, and starts relay and
+    collector.
+
+    Raises:
+        RankscopeError: the run cannot be prepared here, or another rank does not get on with it.
+    """
     base = spool_base(settings.spool)
     store = find_store(environ) if identity.world_size > 1 else None
     key = run_key(f"{_run_name(identity, environ, store)}{_which_trace(settings)}")
@@ -88,17 +86,7 @@ def muster(settings: Settings, identity: RankIdentity, environ: Mapping[str, str
     try:
         if not (run_folder / RUN_NAME).exists():
             build_kernel()
-            check_free_space(run_folder, settings.spool_bytes * identity.local_world_size)
-            is_elsewhere = settings.collector not in {"", SHARED}
-            check_budget(
-                run_folder if is_elsewhere else settings.out or Path.cwd(),
-                settings.tensor_budget if settings.tensors else None,
-                ranks=identity.local_world_size,
-            )  # fmt: skip
-            with ExitStack() as made:  # undone where anything in here fails
-                header = _decide(settings, identity, run_folder, environ, store, made)
-                write_run_header(run_folder, header)
-                made.pop_all()
+            _prepare(settings, identity, run_folder, environ, store)
         _ensure_companions(settings, run_folder, read_run_header(run_folder))
     finally:
         if (run_folder / RUN_NAME).exists():
@@ -124,7 +112,7 @@ def _which_trace(settings: Settings) -> str:
 
 
 def _wait_for_lock(base: Path, key: str) -> tuple[Path, FolderLock]:
-    deadline = time.monotonic() + _MUSTER_S
+    deadline = time.monotonic() + _START_S
     while True:
         run_folder = host_run_folder(base, key)
         try:
@@ -170,15 +158,14 @@ def _is_placed(identity: RankIdentity, environ: Mapping[str, str]) -> bool:
     )
 
 
-def _decide(
+def _prepare(
     settings: Settings,
     identity: RankIdentity,
     run_folder: Path,
     environ: Mapping[str, str],
     store: Store | None,
-    made: ExitStack,
-) -> RunHeader:
-    """Choose the trace folder and how records travel; on several hosts the head's word counts.
+) -> None:
+    """Prepare the run; on several hosts the head chooses the trace folder for all.
 
     The head is the host of rank 0 under an elastic agent, which counts the ranks of a host in a
     row; else the host that asks first.
@@ -192,78 +179,78 @@ def _decide(
     elif store is not None and ELASTIC_RUN not in environ:
         own = f"{identity.host}/{run_folder.name}"
         is_head = agree(store, "head", own) == own
+    collection = Collection.asked(settings.collector, is_one_host=is_alone)
+    request = RunRequest(
+        run_id=f"{time.strftime('%Y%m%d-%H%M%S')}-{run_folder.name[:8]}",
+        key=run_folder.name,
+        collection=collection,
+        world_size=identity.world_size,
+        local_ranks=identity.local_world_size,
+        out=settings.out,
+        spool=settings.spool,
+        spool_bytes=settings.spool_bytes,
+        tensor_budget=settings.tensor_budget if settings.tensors else None,
+        settings=settings.as_text(),
+        max_restarts=identity.incarnation + restarts_left(environ),
+        agent=_launcher(identity, environ) if restarts_left(environ) else "",
+        collects=0 if collection.is_elsewhere else settings.traced_of(identity.world_size),
+    )
     if is_head or store is None:
-        run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{run_folder.name[:8]}"
-        address = settings.collector or (ipc_address(run_folder) if is_alone else SHARED)
-        out = _own_out(settings, address, run_id, made)
+        _prepare_at_head(request, identity, store)
+    else:
+        _prepare_beside_head(request, identity, settings, store)
+
+
+def _prepare_at_head(request: RunRequest, identity: RankIdentity, store: Store | None) -> None:
+    """Prepare a run that begins here, and tell the other hosts of it."""
+
+    def announce(out: Path) -> None:
+        if request.collection.is_elsewhere:
+            say(f"tracing to the collector at {request.collection.address}")
+        else:
+            if request.collection.is_shared:
+                leave_mark(out, request.run_id)
+            say(f"tracing into {out}")
         if store is not None:
-            publish(store, Rendezvous(run_id=run_id, out=str(out), host=identity.host))
-        collects = settings.traced_of(identity.world_size)
-        return _header(
-            settings, identity, environ, run_id=run_id, out=out, address=address,
-            collects=0 if settings.collector not in {"", SHARED} else collects,
-        )  # fmt: skip
-    meeting = lookup(store)
-    if meeting is None:
+            head = Rendezvous(run_id=request.run_id, out=str(out), host=identity.host)
+            publish(store, head)
+
+    prepare_run(request, announce)
+
+
+def _prepare_beside_head(
+    request: RunRequest, identity: RankIdentity, settings: Settings, store: Store
+) -> None:
+    """Prepare this host's part of a run that began on the head host: in the head's trace folder
+    where this host sees it, else in a folder of its own.
+    """
+    head = lookup(store)
+    if head is None:
         raise SpoolError(
             "the head host did not publish its trace folder within 30 s: "
             "is RANKSCOPE set on every host?"
         )
-    out, run_id = Path(meeting.out), meeting.run_id
-    if settings.collector not in {"", SHARED} or is_visible(out, run_id):
-        return _header(
-            settings, identity, environ, run_id=run_id, out=out,
-            address=settings.collector or SHARED,
-        )  # fmt: skip
-    out = prepare_out(out.with_name(f"{out.name}-{identity.host}-{run_folder.name[:8]}"))
-    say(
-        f"the trace folder of {meeting.host} is not visible here: the records of this host go to "
-        f"{out}; merge them afterwards: {typed('recover', meeting.out, out, out='MERGED')}"
-    )
+    out = Path(head.out)
+    request = replace(request, run_id=head.run_id, out=out, collects=0, is_joined=True)
+    if request.collection.is_elsewhere or is_visible(out, head.run_id):
+        prepare_run(request)
+        return
     first = identity.rank - identity.local_rank
     here = range(first, first + identity.local_world_size)
-    return _header(
-        settings, identity, environ, run_id=run_id, out=out, address=SHARED, keeps_apart=True,
+    request = replace(
+        request,
+        collection=Collection(SHARED),
+        out=out.with_name(f"{out.name}-{identity.host}-{request.key[:8]}"),
+        is_joined=False,
+        keeps_apart=True,
         collects=len(here) if settings.ranks is None else len({*here} & {*settings.ranks}),
-    )  # fmt: skip
-
-
-def _own_out(settings: Settings, address: str, run_id: str, made: ExitStack) -> Path:
-    """Make the trace folder of a run that begins here, unless the collector has its own."""
-    out = settings.out or default_out()
-    if settings.collector not in {"", SHARED}:
-        say(f"tracing to the collector at {address}")
-        return out
-    made.callback(remove_empty, missing_folders(out))
-    if address == SHARED:
-        leave_mark(claim_out(out), run_id)
-    else:
-        prepare_out(out)
-    say(f"tracing into {out}")
-    return out
-
-
-def _header(
-    settings: Settings,
-    identity: RankIdentity,
-    environ: Mapping[str, str],
-    *,
-    run_id: str,
-    out: Path,
-    address: str,
-    collects: int = 0,
-    keeps_apart: bool = False,
-) -> RunHeader:
-    return RunHeader(
-        run_id=run_id,
-        out=out,
-        collector=address,
-        world_size=identity.world_size,
-        settings=settings.as_text(),
-        max_restarts=identity.incarnation + restarts_left(environ),
-        agent=_launcher(identity, environ) if restarts_left(environ) else "",
-        collects=collects,
-        keeps_apart=keeps_apart,
+    )
+    prepare_run(
+        request,
+        lambda own: say(
+            f"the trace folder of {head.host} is not visible here: the records of this host go to "
+            f"{own}; merge them afterwards: {typed('recover', head.out, own, out='MERGED')}"
+        ),
     )
 
 
@@ -275,7 +262,7 @@ def _ensure_companions(settings: Settings, run_folder: Path, header: RunHeader) 
         return
     command = collector_command(
         header.out,
-        bind=[] if header.collector == SHARED else [header.collector],
+        bind=[] if Collection.of_run(run_folder, header).is_shared else [header.collector],
         world_size=header.world_size,
         traced_ranks=header.collects,
         keep_spool=settings.keep_spool or header.keeps_apart,

@@ -12,9 +12,9 @@ from rankscope.doctor.condition import Condition
 from rankscope.errors import RankscopeError
 from rankscope.gather.address import check_address
 from rankscope.record.streams import MAX_RANKS
-from rankscope.run.folders import SHARED
 from rankscope.run.mounts import mount_of
 from rankscope.run.out import default_out, prepare_out
+from rankscope.run.prepare import Collection
 from rankscope.settings import Settings, as_variables, is_enabled, misspelt_variables, settings_from
 
 __all__ = ["collector", "ranks", "read_settings", "trace_folder", "variables"]
@@ -83,7 +83,7 @@ def read_settings(
 
 def trace_folder(settings: Settings, hosts: int) -> Condition:
     """Say whether the trace folder can be made; it is, with its parents, and removed again."""
-    if settings.collector not in {"", SHARED}:
+    if Collection.asked(settings.collector).is_elsewhere:
         return Condition.ok("trace folder", f"the collector at {settings.collector} has its own")
     if hosts > 1 and settings.out is None:
         return Condition.failed(
@@ -117,7 +117,7 @@ def trace_folder(settings: Settings, hosts: int) -> Condition:
 def collector(settings: Settings) -> Condition:
     """Say whether the collector that was named can be reached."""
     address = settings.collector
-    if address in {"", SHARED}:
+    if not Collection.asked(address).is_elsewhere:
         return Condition.ok("collector", address or "started with the job")
     remedy = f"start it: rankscope collect --bind {address} --world-size N --out DIR"
     try:

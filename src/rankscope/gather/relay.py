@@ -20,7 +20,7 @@ from rankscope.gather.roster import JobState
 from rankscope.gather.shipping import Shipment
 from rankscope.gather.stallmonitor import StallMonitor
 from rankscope.record.streams import StreamId
-from rankscope.run.companions import ipc_address, is_collected_elsewhere
+from rankscope.run.companions import ipc_address
 from rankscope.run.folders import SHARED, FolderLock, RunHeader, is_held, read_run_header, streams
 from rankscope.run.locks import is_alive
 from rankscope.run.names import (
@@ -30,6 +30,7 @@ from rankscope.run.names import (
     RELAY_LOCK_NAME,
     TRACE_NAME,
 )
+from rankscope.run.prepare import Collection
 from rankscope.run.processes import is_process_alive
 
 __all__ = ["relay"]
@@ -89,7 +90,7 @@ class _Relay:
             return ExitOutcome.UNFINISHED
         self._header = header
         self._tree = header.out / TRACE_NAME
-        self._has_own_chunks = is_collected_elsewhere(self._run_folder, header)
+        self._has_own_chunks = Collection.of_run(self._run_folder, header).is_elsewhere
         self._agent, self._max_restarts = header.agent, header.max_restarts
         if header.collector == ipc_address(self._run_folder):
             self._own_socket = Path(header.collector.removeprefix("ipc://"))

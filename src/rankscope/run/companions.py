@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rankscope.errors import SpoolError
-from rankscope.run.folders import SHARED, RunHeader, spool_base
+from rankscope.run.folders import spool_base
 from rankscope.run.names import COLLECTOR_SOCKET_NAME
 
 __all__ = [
@@ -23,7 +23,6 @@ __all__ = [
     "collector_command",
     "companion_environment",
     "ipc_address",
-    "is_collected_elsewhere",
     "relay_command",
     "start_daemon",
 ]
@@ -36,13 +35,6 @@ _START_S = 10.0
 def relay_command(run_folder: Path) -> list[str]:
     """The command that relays the spools of one host."""
     return [*_module(), "relay", "--run-folder", str(run_folder)]
-
-
-def is_collected_elsewhere(run_folder: Path, header: RunHeader) -> bool:
-    """True where `header.out` says nothing: the collector writes into a folder of its own, maybe
-    on another host.
-    """
-    return header.collector not in (SHARED, ipc_address(run_folder))
 
 
 def collector_command(

@@ -15,8 +15,8 @@ from rankscope.chunks.writing import ChunkWriter
 from rankscope.record.call import Mode, Phase
 from rankscope.record.collective import Collective
 from rankscope.record.streams import RankIdentity, StreamId
-from rankscope.run.companions import is_collected_elsewhere
-from rankscope.run.folders import SHARED, RunHeader
+from rankscope.run.folders import RunHeader
+from rankscope.run.prepare import Collection
 from rankscope.settings import Settings
 from rankscope.spool.writer import SpoolWriter
 
@@ -140,8 +140,9 @@ def keeper_of_run(
     """Return what keeps full tensors of a rank in a run: in the trace folder where this host sees
     it, else in the run folder, from where the relay ships them.
     """
-    folder = run_folder if is_collected_elsewhere(run_folder, header) else header.out
-    is_of_all = header.collector == SHARED and not header.keeps_apart
+    collection = Collection.of_run(run_folder, header)
+    folder = run_folder if collection.is_elsewhere else header.out
+    is_of_all = collection.is_shared and not header.keeps_apart
     return make_keeper(
         settings, recorder, folder, identity.stream,
         writers=settings.traced_of(identity.world_size) if is_of_all else identity.local_world_size,

@@ -1,0 +1,175 @@
+"""How a run is prepared on one host, whoever asks: the launcher, the first rank, or one process
+that traces a block.
+
+It makes the trace folder and the host's run folder, after it has made sure that the disks have room
+for what ranks may write, and says in `run.json` where the records are collected.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rankscope.run.companions import ipc_address
+from rankscope.run.folders import (
+    SHARED,
+    RunHeader,
+    check_free_space,
+    host_run_folder,
+    spool_base,
+    write_run_header,
+)
+from rankscope.run.out import (
+    check_budget,
+    claim_out,
+    default_out,
+    missing_folders,
+    prepare_out,
+    remove_empty,
+)
+
+__all__ = ["Collection", "PreparedRun", "RunRequest", "prepare_run"]
+
+
+@dataclass(frozen=True, slots=True)
+class Collection:
+    """Where the records of a run are collected: one of three ways."""
+
+    address: str
+    """"" for a collector on this host that listens in the run folder; `SHARED` where every relay
+    writes into the trace folder by itself; else where a collector listens that somebody started,
+    with a trace folder of its own."""
+
+    @classmethod
+    def asked(cls, setting: str, *, is_one_host: bool = True) -> Collection:
+        """Return what the setting `collector` asks for; "" means whatever all hosts can reach."""
+        return cls(setting or ("" if is_one_host else SHARED))
+
+    @classmethod
+    def of_run(cls, run_folder: Path, header: RunHeader) -> Collection:
+        """Return what `run.json` says."""
+        is_local = header.collector == ipc_address(run_folder)
+        return cls("" if is_local else header.collector)
+
+    @property
+    def is_shared(self) -> bool:
+        """True where every relay writes into the trace folder by itself."""
+        return self.address == SHARED
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """True where the trace folder is the collector's affair, maybe on another host."""
+        return self.address not in {"", SHARED}
+
+    def in_run(self, run_folder: Path) -> str:
+        """Return the address as `run.json` names it."""
+        return self.address or ipc_address(run_folder)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRequest:
+    """What a run needs on this host."""
+
+    run_id: str
+    key: str
+    """Name of the run folder, as `run_key` returns it."""
+    collection: Collection
+    world_size: int
+    local_ranks: int
+    out: Path | None
+    """The trace folder; None for one of a new name."""
+    spool: Path | None
+    spool_bytes: int
+    """Of one rank."""
+    tensor_budget: int | None
+    """Bytes of full tensors that one rank may keep; None where that was not said."""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    max_restarts: int = 0
+    agent: str = ""
+    collects: int = 0
+    keeps_apart: bool = False
+    """These five stand in `run.json` as they are (`RunHeader`)."""
+    is_joined: bool = False
+    """The trace folder is there: the head host of the run made it."""
+    has_relay: bool = True
+    """False for one process that reads its own spool: nobody would read `run.json`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedRun:
+    """A run as it was prepared on this host."""
+
+    out: Path
+    run_folder: Path
+    address: str
+    """Of the collector, as `run.json` names it."""
+    made: Sequence[Path]
+    """The trace folder and those of its parents that were made now, the innermost first."""
+    made_for_spools: Sequence[Path]
+    """The same of the run folder."""
+
+    def remove(self) -> None:
+        """Remove the run folder with all in it, and what else was made and is empty."""
+        shutil.rmtree(self.run_folder, ignore_errors=True)
+        remove_empty(folder for folder in self.made_for_spools if folder != self.run_folder)
+        remove_empty(self.made)
+
+
+def prepare_run(
+    request: RunRequest, announce: Callable[[Path], object] = lambda out: None
+) -> PreparedRun:
+    """Make the trace folder and the run folder of a run; start nothing.
+
+    Args:
+        request: what the run needs.
+        announce: told of the trace folder once it can be used, before `run.json` lets anybody in.
+
+    Raises:
+        FolderError: the trace folder cannot be used; like the next, it leaves nothing behind.
+        SpoolError: the run folder cannot be used, or a disk has no room.
+    """
+    with ExitStack() as undo:
+        collection = request.collection
+        base = spool_base(request.spool)
+        check_free_space(base, request.spool_bytes * request.local_ranks)
+        out = request.out or default_out()
+        is_of_all = collection.is_shared and not request.keeps_apart
+        check_budget(
+            base if collection.is_elsewhere else out,
+            request.tensor_budget,
+            ranks=request.world_size if is_of_all else request.local_ranks,
+        )
+        made_for_spools = missing_folders(base / request.key)
+        undo.callback(remove_empty, made_for_spools)
+        run_folder = host_run_folder(base, request.key)
+        made: Sequence[Path] = ()
+        if not (collection.is_elsewhere or request.is_joined):
+            made = missing_folders(out)
+            undo.callback(remove_empty, made)
+            (claim_out if is_of_all else prepare_out)(out)
+        announce(out)
+        address = collection.in_run(run_folder)
+        if request.has_relay:
+            header = RunHeader(
+                run_id=request.run_id,
+                out=out,
+                collector=address,
+                world_size=request.world_size,
+                settings=request.settings,
+                max_restarts=request.max_restarts,
+                agent=request.agent,
+                collects=request.collects,
+                keeps_apart=request.keeps_apart,
+            )
+            write_run_header(run_folder, header)
+        undo.pop_all()
+        return PreparedRun(
+            out=out,
+            run_folder=run_folder,
+            address=address,
+            made=made,
+            made_for_spools=made_for_spools,
+        )

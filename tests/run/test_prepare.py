@@ -1,0 +1,115 @@
+"""A run is prepared in one way, whoever asks; a refused one leaves nothing behind."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rankscope.errors import FolderError, SpoolError
+from rankscope.run.companions import ipc_address
+from rankscope.run.folders import SHARED, read_run_header
+from rankscope.run.names import RUN_NAME, TENSOR_FOLDER
+from rankscope.run.prepare import Collection, RunRequest, prepare_run
+
+NO_DISK_HAS = 1 << 60
+ELSEWHERE = "ipc:///run/collector.sock"
+
+
+@pytest.fixture
+def request_here(tmp_path: Path) -> RunRequest:
+    return RunRequest(
+        run_id="one",
+        key="a1",
+        collection=Collection(""),
+        world_size=8,
+        local_ranks=2,
+        out=tmp_path / "deep" / "trace",
+        spool=tmp_path / "spool",
+        spool_bytes=1 << 20,
+        tensor_budget=None,
+        settings={"steps": "all"},
+    )
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ({"spool_bytes": NO_DISK_HAS}, "--rs-spool"),
+        ({"tensor_budget": NO_DISK_HAS}, "tensors each"),
+    ],
+    ids=["spools", "tensors"],
+)
+@pytest.mark.parametrize("address", ["", SHARED, ELSEWHERE], ids=["here", "shared", "elsewhere"])
+def test_a_run_without_room_is_refused_and_leaves_no_folder(
+    tmp_path: Path, request_here: RunRequest, what: dict[str, int], words: str, address: str
+):
+    with pytest.raises(SpoolError, match=words):
+        prepare_run(replace(request_here, collection=Collection(address), **what))
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_folder_that_all_hosts_share_must_have_room_for_the_tensors_of_all_ranks(
+    tmp_path: Path, request_here: RunRequest
+):
+    """Every host writes there: room for its own ranks alone would run out in the job."""
+    enough_for_100 = shutil.disk_usage(tmp_path).free // 100
+    request = replace(request_here, world_size=1000, tensor_budget=enough_for_100)
+    with pytest.raises(SpoolError, match="1000 ranks may keep"):
+        prepare_run(replace(request, collection=Collection(SHARED)))
+    prepare_run(replace(request, collection=Collection(SHARED), keeps_apart=True)).remove()
+    prepare_run(replace(request, collection=Collection(ELSEWHERE))).remove()
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_full_trace_folder_is_refused_and_stays_as_it_was(
+    tmp_path: Path, request_here: RunRequest
+):
+    out = tmp_path / "trace"
+    out.mkdir()
+    (out / "mine").touch()
+    for address in ("", SHARED):
+        with pytest.raises(FolderError, match="not empty: give a new folder"):
+            prepare_run(replace(request_here, out=out, collection=Collection(address)))
+    assert [*tmp_path.iterdir()] == [out]
+    assert [*out.iterdir()] == [out / "mine"]
+
+
+@pytest.mark.parametrize("address", ["", SHARED, ELSEWHERE], ids=["here", "shared", "elsewhere"])
+def test_run_json_says_where_the_records_are_collected(request_here: RunRequest, address: str):
+    """Ranks and relay read it there, and come to the same answer as who prepared the run."""
+    asked = Collection(address)
+    made = prepare_run(replace(request_here, collection=asked))
+    header = read_run_header(made.run_folder)
+    assert header.collector == made.address == (address or ipc_address(made.run_folder))
+    assert (header.run_id, header.out, header.settings) == ("one", made.out, {"steps": "all"})
+    assert Collection.of_run(made.run_folder, header) == asked
+    assert made.out.exists() != asked.is_elsewhere  # there the collector has its own
+
+
+def test_the_trace_folder_is_announced_before_any_rank_may_read_of_it(request_here: RunRequest):
+    seen = []
+    made = prepare_run(
+        request_here,
+        lambda out: seen.append((out.is_dir(), [*request_here.spool.rglob(RUN_NAME)])),
+    )
+    assert seen == [(True, [])]
+    assert (made.run_folder / RUN_NAME).exists()
+
+
+def test_the_first_host_to_be_ready_does_not_keep_others_out_of_a_shared_folder(
+    request_here: RunRequest,
+):
+    shared = replace(request_here, collection=Collection(SHARED))
+    out = prepare_run(shared).out
+    (out / TENSOR_FOLDER).mkdir()
+    assert prepare_run(replace(shared, key="b2")).made == []
+
+
+def test_without_a_word_several_hosts_share_the_trace_folder_and_one_does_not():
+    assert Collection.asked("", is_one_host=False).is_shared
+    assert Collection.asked("", is_one_host=True) == Collection("")
+    assert Collection.asked(ELSEWHERE, is_one_host=False).is_elsewhere
+    assert Collection.asked(SHARED, is_one_host=True).is_shared
