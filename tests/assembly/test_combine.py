@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rankscope.assembly.combine import Combined, Holding, apply_plan, plan_pieces
-from rankscope.layout.placement import Mesh, global_ranges, parse_placement
+from rankscope.assembly.combine import Combined, apply_plan, plan_rows
+from rankscope.layout.placement import Layout, LayoutSource, Mesh, global_ranges, parse_placement
+from rankscope.layout.plan import Piece, plan_assemblies, plan_assembly
 from rankscope.spool.cells import VALUE_DTYPE
 from tests.tree.ranks_on_paper import digest, take
 
@@ -24,15 +25,20 @@ def rows_of(pieces):
 
 
 def combine(mesh, texts, whole, value_of, *, without=(), offsets=True) -> Combined:
-    placements = [parse_placement(text) for text in texts]
+    placements = tuple(parse_placement(text) for text in texts)
+    layout = Layout(source=LayoutSource.DTENSOR, mesh=mesh, placements=placements)
     held, pieces = [], []
     for rank in mesh.ranks:
         if rank not in without:
             box = global_ranges(whole.shape, mesh.shape, mesh.coordinate(rank), placements)
             piece = take(value_of(rank), box)
-            held.append(Holding(rank=rank, shape=piece.shape, ranges=box if offsets else None))
+            ranges = box if offsets else None
+            described = Piece(
+                shape=piece.shape, layout=layout, global_shape=whole.shape, ranges=ranges
+            )
+            held.append((rank, described))
             pieces.append((piece, box))
-    plan = plan_pieces(mesh, placements, whole.shape, held)
+    plan = plan_rows(held)
     return (
         Combined(ranks=(), note=plan)
         if isinstance(plan, str)
@@ -89,6 +95,32 @@ def test_shards_of_any_placement_give_the_statistics_of_the_whole(data, axes, sh
 
 LINE = Mesh(axes=("tp",), shape=(4,), ranks=(0, 1, 2, 3))
 GRID = Mesh(axes=("dp", "tp"), shape=(2, 2), ranks=(0, 1, 2, 3))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.lists(st.integers(1, 3), min_size=1, max_size=3))
+def test_numbers_are_added_over_the_ranks_whose_bytes_are_put_together(data, axes):
+    """One plan says who holds which part: a tree and `rankscope tensor` cannot answer apart."""
+    kinds = ["Replicate()", "Shard(0)", "Shard(1)", "Partial(sum)", "Partial(avg)"]
+    texts = data.draw(st.lists(st.sampled_from(kinds), min_size=len(axes), max_size=len(axes)))
+    ranks = data.draw(st.permutations(range(math.prod(axes))))
+    mesh = Mesh(axes=tuple("abc"[: len(axes)]), shape=tuple(axes), ranks=tuple(ranks))
+    layout = Layout(
+        source=LayoutSource.DTENSOR, mesh=mesh, placements=tuple(map(parse_placement, texts))
+    )
+    held, whole = [], (27, 27)
+    for rank in sorted(ranks):
+        box = global_ranges(whole, mesh.shape, mesh.coordinate(rank), layout.placements)
+        shape = tuple(sum(stop - start for start, stop in dim) for dim in box)
+        held.append((rank, Piece(shape=shape, layout=layout, global_shape=whole, ranges=box)))
+    numbers = plan_rows(held)
+    (of_bytes,) = plan_assemblies(dict(held))
+    wanted = {frozenset(ranks) for box in of_bytes.boxes for ranks in box.summands}
+    assert {frozenset(numbers.ranks[row] for row in rows) for rows in numbers.index} == wanted
+    assert numbers.summands == len(of_bytes.boxes[0].summands)
+    assert len(numbers.index) == len(of_bytes.boxes) * numbers.summands
+    averaged = [r.size for r in of_bytes.boxes[0].reductions if r.op == "avg"]
+    assert numbers.divisor == math.prod(averaged)
 
 
 @pytest.mark.parametrize("op", ["sum", "avg"])
@@ -152,11 +184,27 @@ def test_shards_without_offsets_give_statistics_but_no_sketch():
     assert "no offsets" in found.note
 
 
+def shards(whole, ranges, *, shape):
+    layout = Layout(
+        source=LayoutSource.DTENSOR, mesh=LINE, placements=(parse_placement("Shard(0)"),)
+    )
+    return [
+        (rank, Piece(shape=shape, layout=layout, global_shape=whole, ranges=own))
+        for rank, own in enumerate(ranges)
+    ]
+
+
 def test_shards_that_do_not_add_up_to_the_whole_are_not_combined():
-    held = [Holding(rank=rank, shape=(1, 4), ranges=None) for rank in range(4)]
-    assert plan_pieces(LINE, [parse_placement("Shard(0)")], (6, 4), held) == (
+    assert plan_rows(shards((6, 4), [None] * 4, shape=(1, 4))) == (
         "the shards hold 16 elements, the whole tensor 24"
     )
+    overlapping = [((start, start + 2),) for start in (0, 2, 3, 6)]
+    words = "dim 0: the pieces leave out or repeat what lies around 3"
+    held = shards((8,), [(runs,) for runs in overlapping], shape=(2,))
+    assert plan_rows(held) == words
+    shapes = {rank: piece.shape for rank, piece in held}
+    ranges = {rank: piece.ranges for rank, piece in held}
+    assert str(plan_assembly((8,), held[0][1].layout, shapes, ranges)) == words, "as of bytes"
 
 
 def test_the_l2_norm_of_huge_values_does_not_overflow():

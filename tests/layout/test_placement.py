@@ -140,7 +140,7 @@ FACTS = """    PlacementKind.MASKED: KindFacts(
         spelled="Masked",
         torch_class="_MaskPartial",
         arguments=("reduce_op",),
-        pieces=Pieces.UNKNOWN,
+        pieces=PieceKind.UNKNOWN,
     ),
 }
 """

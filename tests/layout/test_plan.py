@@ -16,6 +16,7 @@ from rankscope.layout.plan import (
     Piece,
     Reduction,
     Refusal,
+    pieces_of,
     plan_assemblies,
     plan_assembly,
 )
@@ -38,6 +39,13 @@ def everywhere(mesh: Mesh, *shape: int) -> dict[int, tuple[int, ...]]:
 def planned(found: AssemblyPlan | Refusal) -> AssemblyPlan:
     assert isinstance(found, AssemblyPlan), found
     return found
+
+
+def test_the_ranks_of_each_part_are_known_before_anything_is_recorded() -> None:
+    pieces = pieces_of(CUBE, laid(CUBE, "Partial(sum)", "Shard(0)", "Replicate()").placements)
+    assert [part.summands for part in pieces.parts] == [((0, 1), (4, 5)), ((2, 3), (6, 7))]
+    assert [part.coordinate for part in pieces.parts] == [(0, 0, 0), (0, 1, 0)]
+    assert pieces.reductions == (Reduction(op="sum", size=2, axis="a"),)
 
 
 def test_replicas_of_a_shard_are_compared_and_summands_reduced() -> None:

@@ -1,7 +1,7 @@
 """Global statistics of a tensor that no rank holds whole, from the digests of its shards.
 
-A *plan* says which rows are pieces of the whole, which are replicas of each other and which are
-summands of a partial; it depends on layout and shapes alone. Applying it to numbers is arithmetic:
+Which ranks hold pieces of the whole, replicas of each other or summands of a partial is said by
+`layout/plan.py`. A *plan* here says the same of rows of numbers. Applying it is arithmetic:
 
     counts, extrema, sketches   add up (or the smallest, the largest)
     mean, second moment         Chan, Golub, LeVeque (1979): pairwise update, here of all at once
@@ -22,25 +22,16 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.layout.placement import Mesh, Pieces, Placement, Ranges
+from rankscope.layout.placement import LayoutSource, PieceKind
+from rankscope.layout.plan import Piece, pieces_of, tiling_problem
 from rankscope.record.combined import Combined
 from rankscope.record.ranklists import ranks_named
 from rankscope.record.statistics import STATISTICS, OverShards, finite_counts
 
-__all__ = ["CombinationPlan", "Combined", "Holding", "apply_plan", "plan_pieces"]
+__all__ = ["CombinationPlan", "Combined", "apply_plan", "plan_rows"]
 
 PARTIAL_NOTE = "a partial is reduced later: only mean and sketch are linear"
 NO_OFFSETS_NOTE = "no offsets were recorded: the sketches of its shards do not add up"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Holding:
-    """What one rank holds of the tensor."""
-
-    rank: int
-    shape: tuple[int, ...]
-    ranges: tuple[Ranges, ...] | None
-    """Per dim the global indices, None where they are not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +42,8 @@ class CombinationPlan:
     """Every rank of the mesh, in the order of the rows."""
     index: NDArray[np.int64]
     """[pieces, replicas] row numbers; replicas of a piece hold the same values."""
+    is_partial: bool
+    """True where the pieces are summands of what they will be reduced to."""
     summands: int
     """Pieces that add up to one element (product of the Partial axes), 1 without a partial."""
     divisor: float
@@ -59,24 +52,21 @@ class CombinationPlan:
     """False where shards do not know their place: their sketches cannot be added."""
 
 
-def plan_pieces(
-    mesh: Mesh,
-    placements: Sequence[Placement],
-    global_shape: Sequence[int],
-    held: Sequence[Holding],
-) -> CombinationPlan | str:
-    """Return how the rows of `held` make up the global tensor, or why they do not.
+def plan_rows(held: Sequence[tuple[int, Piece]]) -> CombinationPlan | str:
+    """Return how rows of numbers make up those of the global tensor, or why they do not.
+
+    Numbers are combined only where every rank of the mesh has recorded its piece.
 
     Args:
-        mesh: the mesh the placements speak of.
-        placements: one per mesh axis.
-        global_shape: shape of the whole tensor.
-        held: one entry per row, at most one per rank.
+        held: the rank of each row and its piece; all of one mesh, with one layout.
     """
-    for placement in placements:
+    layout, whole = held[0][1].layout, held[0][1].global_shape
+    mesh = layout.mesh
+    assert mesh is not None and whole is not None
+    for placement in layout.placements:
         if not placement.is_composable:
             return f"{placement} does not compose"
-    row_of = {holding.rank: row for row, holding in enumerate(held)}
+    row_of = {rank: row for row, (rank, _) in enumerate(held)}
     if len(row_of) != len(held):
         return "a rank has several values here"
     missing = [rank for rank in mesh.ranks if rank not in row_of]
@@ -85,22 +75,22 @@ def plan_pieces(
     outside = sorted(set(row_of) - set(mesh.ranks))
     if outside:
         return f"not in the mesh: {ranks_named(outside)}"
-    rows = np.array([row_of[rank] for rank in mesh.ranks], np.int64).reshape(mesh.shape)
-    of_kind = _axes_by_kind(placements)
-    replicated, partial, cut = of_kind["replicated"], of_kind["partial"], of_kind["cut"]
-    replicas = math.prod(mesh.shape[a] for a in replicated)
-    index = rows.transpose(cut + partial + replicated).reshape(-1, replicas)
-    summands = math.prod(mesh.shape[a] for a in partial)
-    problem = _coverage(index[:: max(summands, 1)], held, global_shape)
+    pieces = pieces_of(mesh, layout.placements)
+    first = [held[row_of[part.summands[0][0]]][1] for part in pieces.parts]
+    problem = _coverage(whole, first)
     if problem:
         return problem
-    averaged = [a for a in partial if placements[a].reduce_op == "avg"]
+    kinds = {placement.pieces for placement in layout.placements}
+    # by rank, whatever torch's order of reducing is: sums of sketches depend on it in the last bit
+    copies = [ranks for part in pieces.parts for ranks in sorted(part.summands)]
     return CombinationPlan(
-        ranks=tuple(holding.rank for holding in held),
-        index=index,
-        summands=summands if partial else 0,
-        divisor=float(math.prod(mesh.shape[a] for a in averaged)),
-        has_offsets=not cut or all(holding.ranges is not None for holding in held),
+        ranks=tuple(row_of),
+        index=np.array([[row_of[rank] for rank in ranks] for ranks in copies], np.int64),
+        is_partial=PieceKind.SUMMANDS in kinds,
+        summands=len(pieces.parts[0].summands),
+        divisor=float(math.prod(each.size for each in pieces.reductions if each.op == "avg")),
+        has_offsets=PieceKind.SLICES not in kinds
+        or all(_was_sketched_in_place(piece) for _, piece in held),
     )
 
 
@@ -108,7 +98,7 @@ def apply_plan(plan: CombinationPlan, rows: NDArray[Any]) -> Combined:
     """Return the statistics of the whole from digest rows in the order of the plan's ranks.
 
     Args:
-        plan: what `plan_pieces` made for these rows.
+        plan: what `plan_rows` made for these rows.
         rows: structured array with the digest fields of spool/cells.py's VALUE_DTYPE.
     """
     hashes, counts = rows["hash"][plan.index], rows["count"][plan.index]
@@ -120,32 +110,24 @@ def apply_plan(plan: CombinationPlan, rows: NDArray[Any]) -> Combined:
             ranks=plan.ranks, note=f"replicas differ: {ranks} should hold the same values"
         )
     pieces = rows[plan.index[:, 0]]
-    return _sum_of_partials(plan, pieces) if plan.summands else _union(plan, pieces)
+    return _sum_of_partials(plan, pieces) if plan.is_partial else _union(plan, pieces)
 
 
-def _axes_by_kind(placements: Sequence[Placement]) -> dict[str, tuple[int, ...]]:
-    def having(test: Callable[[Placement], bool]) -> tuple[int, ...]:
-        return tuple(axis for axis, placement in enumerate(placements) if test(placement))
+def _coverage(whole: tuple[int, ...], pieces: Sequence[Piece]) -> str | None:
+    """Return what is wrong where the pieces are not exactly the whole: every element once. Of
+    pieces without a place only their number is known."""
+    elements, wanted = sum(math.prod(piece.shape) for piece in pieces), math.prod(whole)
+    if elements != wanted:
+        return f"the shards hold {elements} elements, the whole tensor {wanted}"
+    solid = [piece.ranges for piece in pieces if 0 not in piece.shape]
+    placed = [ranges for ranges in solid if ranges is not None]
+    return tiling_problem(whole, placed) if len(placed) == len(solid) else None
 
-    return {
-        "replicated": having(lambda p: p.pieces is Pieces.COPIES),
-        "partial": having(lambda p: p.pieces is Pieces.SUMMANDS),
-        "cut": having(lambda p: p.pieces is Pieces.SLICES),
-    }
 
-
-def _coverage(
-    index: NDArray[np.int64], held: Sequence[Holding], global_shape: Sequence[int]
-) -> str | None:
-    """Return what is wrong where the pieces are not exactly the whole: every element once."""
-    pieces = [held[row] for row in index[:, 0].tolist()]
-    elements, whole = sum(math.prod(p.shape) for p in pieces), math.prod(global_shape)
-    if elements != whole:
-        return f"the shards hold {elements} elements, the whole tensor {whole}"
-    boxes = [p.ranges for p in pieces if p.ranges is not None and math.prod(p.shape)]
-    if len(set(boxes)) != len(boxes):
-        return "two shards claim the same global indices"
-    return None
+def _was_sketched_in_place(piece: Piece) -> bool:
+    """True where the rank knew its offsets when it sketched the piece; those of pieces that were
+    cut by hand are derived later, from all ranks' shapes."""
+    return piece.ranges is not None and piece.layout.source is not LayoutSource.DECLARED
 
 
 def _sketch(plan: CombinationPlan, rows: NDArray[Any]) -> tuple[float, ...] | None:
@@ -154,7 +136,7 @@ def _sketch(plan: CombinationPlan, rows: NDArray[Any]) -> tuple[float, ...] | No
     return tuple((rows["sketch"].sum(axis=0) / plan.divisor).tolist())
 
 
-class _Pieces:
+class _Shards:
     """Pieces of a whole that hold different elements of it: what combination needs of them."""
 
     def __init__(self, rows: NDArray[Any]) -> None:
@@ -189,21 +171,21 @@ class _Pieces:
         return float(self.some[name].max()) if self.some.size else math.nan
 
 
-_OVER_SHARDS: Final[dict[OverShards, Callable[[_Pieces, str], float | None]]] = {
-    OverShards.SUM: lambda pieces, name: pieces.rows[name].sum().item(),
-    OverShards.LEAST: _Pieces.least,
-    OverShards.GREATEST: _Pieces.greatest,
-    OverShards.MEAN: _Pieces.mean,
-    OverShards.SPREAD: _Pieces.spread,
-    OverShards.ROOT_OF_SQUARES: lambda pieces, name: _norm(pieces.rows[name]),
-    OverShards.UNKNOWN: lambda pieces, name: None,
+_OVER_SHARDS: Final[dict[OverShards, Callable[[_Shards, str], float | None]]] = {
+    OverShards.SUM: lambda shards, name: shards.rows[name].sum().item(),
+    OverShards.LEAST: _Shards.least,
+    OverShards.GREATEST: _Shards.greatest,
+    OverShards.MEAN: _Shards.mean,
+    OverShards.SPREAD: _Shards.spread,
+    OverShards.ROOT_OF_SQUARES: lambda shards, name: _norm(shards.rows[name]),
+    OverShards.UNKNOWN: lambda shards, name: None,
 }
 
 
 def _union(plan: CombinationPlan, rows: NDArray[Any]) -> Combined:
-    pieces = _Pieces(rows)
+    shards = _Shards(rows)
     return Combined.of(
-        {s.name: _OVER_SHARDS[s.over_shards](pieces, s.name) for s in STATISTICS},
+        {s.name: _OVER_SHARDS[s.over_shards](shards, s.name) for s in STATISTICS},
         ranks=plan.ranks,
         note=None if plan.has_offsets else NO_OFFSETS_NOTE,
         sketch=_sketch(plan, rows),

@@ -160,10 +160,10 @@ class _Declaring:
         ranks: list[int],
     ) -> NDArray[np.int32]:
         held = [self._descriptions.items[number] for number in numbers.tolist()]
-        is_plain = all(each.source == LayoutSource.UNKNOWN.value for each in held)
+        is_plain = all(each.piece.layout.source is LayoutSource.UNKNOWN for each in held)
         if not is_plain or len(set(ranks)) != len(ranks):
             return numbers
-        shapes = {rank: each.shape for rank, each in zip(ranks, held)}
+        shapes = {rank: each.piece.shape for rank, each in zip(ranks, held)}
         try:
             pieces = declared_pieces(self._mesh, placements, shapes)
         except LayoutError as error:
@@ -175,20 +175,9 @@ class _Declaring:
             return numbers
         made = np.empty_like(numbers)
         for at, (rank, each) in enumerate(zip(ranks, held)):
-            piece = pieces[rank]
-            mesh = piece.layout.mesh
-            assert mesh is not None
-            family = MeshFamily(axes=mesh.axes, shape=mesh.shape, is_declared=True)
+            described = replace(each, piece=pieces[rank])
+            mesh, family = described.piece.layout.mesh, described.family
+            assert mesh is not None and family is not None
             self._meshes.setdefault(family, {})[mesh] = None
-            made[at] = self._descriptions.number(
-                replace(
-                    each,
-                    source=LayoutSource.DECLARED.value,
-                    family=family,
-                    placements=tuple(map(str, piece.layout.placements)),
-                    mesh=mesh,
-                    global_shape=piece.global_shape,
-                    ranges=piece.ranges,
-                )
-            )
+            made[at] = self._descriptions.number(described)
         return made

@@ -16,14 +16,8 @@ from numpy.typing import NDArray
 from rankscope.assembly.rankstreams import RankStream
 from rankscope.assembly.rootnames import RootDefinition, StreamRoots, join_path, name_roots
 from rankscope.errors import LayoutError
-from rankscope.layout.placement import (
-    Layout,
-    LayoutSource,
-    Mesh,
-    Placement,
-    Ranges,
-    parse_placement,
-)
+from rankscope.layout.placement import Layout, LayoutSource, Mesh, parse_placement
+from rankscope.layout.plan import Piece
 from rankscope.record.collective import Collective
 
 __all__ = [
@@ -93,42 +87,30 @@ class Description:
     dtype: str
     device: str
     """Kind of device, its index left out: it differs by rank on every GPU host."""
-    global_shape: tuple[int, ...] | None
-    source: str
-    family: MeshFamily | None
-    placements: tuple[str, ...]
-    mesh: Mesh | None
-    shape: tuple[int, ...]
-    ranges: tuple[Ranges, ...] | None
+    piece: Piece
     note: str | None
     requires_grad: bool
 
     @property
+    def family(self) -> MeshFamily | None:
+        """The kind of mesh that it lies over, None where that is not known."""
+        layout = self.piece.layout
+        if layout.mesh is None:
+            return None
+        is_declared = layout.source is LayoutSource.DECLARED
+        return MeshFamily(axes=layout.mesh.axes, shape=layout.mesh.shape, is_declared=is_declared)
+
+    @property
     def shared(self) -> tuple[object, ...]:
         """Ranks that differ in this hold different things, not different numbers."""
-        return self.dtype, self.device, self.global_shape, self.source, self.family, self.placements
+        piece, layout = self.piece, self.piece.layout
+        placed = (layout.source, self.family, layout.placements)
+        return self.dtype, self.device, piece.global_shape, *placed
 
     @property
     def local(self) -> tuple[object, ...]:
         """Ranks that differ in this hold different pieces of the same thing."""
-        return self.shape, self.ranges, self.note, self.requires_grad
-
-    @property
-    def offsets(self) -> tuple[Ranges, ...] | None:
-        """The global indices it was sketched at, None where the rank did not know them."""
-        return None if self.source == LayoutSource.DECLARED.value else self.ranges
-
-    @property
-    def parsed_placements(self) -> tuple[Placement, ...]:
-        """The placements as records."""
-        return tuple(parse_placement(text) for text in self.placements)
-
-    @property
-    def layout(self) -> Layout:
-        """The layout as a record."""
-        return Layout(
-            source=LayoutSource(self.source), mesh=self.mesh, placements=self.parsed_placements
-        )
+        return self.piece.shape, self.piece.ranges, self.note, self.requires_grad
 
 
 UNKNOWN_MODULE = ModuleName(
@@ -268,18 +250,23 @@ def _description(
         mesh_of(definitions[definition["mesh"]]) if definition.get("mesh") in definitions else None
     )
     whole, ranges = definition.get("global_shape"), definition.get("ranges")
-    return Description(
-        dtype=str(definition["dtype"]),
-        device=str(definition.get("device", "")).partition(":")[0],
-        global_shape=None if whole is None else tuple(map(int, whole)),
-        source=str(definition.get("source", "unknown")),
-        family=None if mesh is None else MeshFamily(axes=mesh.axes, shape=mesh.shape),
-        placements=tuple(map(str, definition.get("placements") or ())) if mesh else (),
-        mesh=mesh,
+    placements = definition.get("placements") or () if mesh else ()
+    piece = Piece(
         shape=tuple(map(int, definition["shape"])),
+        layout=Layout(
+            source=LayoutSource(definition.get("source", "unknown")),
+            mesh=mesh,
+            placements=tuple(parse_placement(str(text)) for text in placements),
+        ),
+        global_shape=None if whole is None else tuple(map(int, whole)),
         ranges=None
         if ranges is None
         else tuple(tuple((int(a), int(b)) for a, b in dim) for dim in ranges),
+    )
+    return Description(
+        dtype=str(definition["dtype"]),
+        device=str(definition.get("device", "")).partition(":")[0],
+        piece=piece,
         note=definition.get("note"),
         requires_grad=bool(definition.get("requires_grad", False)),
     )

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.assembly.combine import CombinationPlan, Combined, Holding, apply_plan, plan_pieces
+from rankscope.assembly.combine import CombinationPlan, Combined, apply_plan, plan_rows
 from rankscope.assembly.interning import Description
-from rankscope.layout.placement import Mesh, Pieces
+from rankscope.layout.placement import Mesh, PieceKind
 from rankscope.record.ranklists import ranks_named
 
 __all__ = ["WholeTensors"]
@@ -39,9 +39,9 @@ class WholeTensors:
         """
         found = self._spread.get(description)
         if found is None:
-            first = self._descriptions[description]
-            is_placed = first.mesh is not None and first.global_shape is not None
-            is_whole = all(p.pieces is Pieces.COPIES for p in first.parsed_placements)
+            first = self._descriptions[description].piece
+            is_placed = first.layout.mesh is not None and first.global_shape is not None
+            is_whole = all(p.pieces is PieceKind.COPIES for p in first.layout.placements)
             found = self._spread[description] = (is_placed, is_placed and not is_whole)
         return found[folds == 1]
 
@@ -82,31 +82,18 @@ class WholeTensors:
     ) -> list[tuple[NDArray[np.int64], CombinationPlan | str]]:
         key = description.tobytes() + b"|" + stream.tobytes()
         if key not in self._plans:
+            ranks = self._rank_of_stream[stream].tolist()
+            pieces = [self._descriptions[number].piece for number in description.tolist()]
+            held = list(zip(ranks, pieces))
             by_mesh: dict[Mesh, list[int]] = {}
-            for row, number in enumerate(description.tolist()):
-                mesh = self._descriptions[number].mesh
-                if mesh is not None:
-                    by_mesh.setdefault(mesh, []).append(row)
+            for row, piece in enumerate(pieces):
+                if piece.layout.mesh is not None:
+                    by_mesh.setdefault(piece.layout.mesh, []).append(row)
             self._plans[key] = [
-                (np.array(rows), self._plan_mesh(mesh, rows, description, stream))
-                for mesh, rows in by_mesh.items()
+                (np.array(rows), plan_rows([held[row] for row in rows]))
+                for rows in by_mesh.values()
             ]
         return self._plans[key]
-
-    def _plan_mesh(
-        self,
-        mesh: Mesh,
-        rows: Sequence[int],
-        description: NDArray[np.int32],
-        stream: NDArray[np.int32],
-    ) -> CombinationPlan | str:
-        described = [self._descriptions[int(description[row])] for row in rows]
-        held = [
-            Holding(rank=int(self._rank_of_stream[stream[row]]), shape=d.shape, ranges=d.offsets)
-            for row, d in zip(rows, described)
-        ]
-        whole = described[0].global_shape
-        return plan_pieces(mesh, described[0].parsed_placements, whole or (), held)
 
 
 def _add(results: list[Combined], found: Combined) -> None:

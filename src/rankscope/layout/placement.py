@@ -27,7 +27,7 @@ __all__ = [
     "Layout",
     "LayoutSource",
     "Mesh",
-    "Pieces",
+    "PieceKind",
     "Placement",
     "PlacementKind",
     "Ranges",
@@ -41,7 +41,7 @@ Ranges = tuple[tuple[int, int], ...]
 _TEXT = re.compile(r"^(\w+)\((.*)\)$")
 
 
-class Pieces(enum.Enum):
+class PieceKind(enum.Enum):
     """What the pieces along one mesh axis are to the whole."""
 
     COPIES = "every rank holds the same"
@@ -61,7 +61,7 @@ class KindFacts:
     text."""
     arguments: tuple[str, ...] = ()
     """Fields of `Placement` in its brackets, attributes of torch's class of the same name."""
-    pieces: Pieces
+    pieces: PieceKind
     reduce_ops: tuple[str, ...] = ()
     """Of summands: the ops for which digests of the pieces give the digest of the whole."""
 
@@ -91,25 +91,25 @@ _FACTS: Final = {
     PlacementKind.REPLICATE: KindFacts(
         spelled="Replicate",
         torch_class="Replicate",
-        pieces=Pieces.COPIES,
+        pieces=PieceKind.COPIES,
     ),
     PlacementKind.SHARD: KindFacts(
         spelled="Shard",
         torch_class="Shard",
         arguments=("dim",),
-        pieces=Pieces.SLICES,
+        pieces=PieceKind.SLICES,
     ),
     PlacementKind.STRIDED_SHARD: KindFacts(
         spelled="StridedShard",
         torch_class="_StridedShard",
         arguments=("dim", "split_factor"),
-        pieces=Pieces.SLICES,
+        pieces=PieceKind.SLICES,
     ),
     PlacementKind.PARTIAL: KindFacts(
         spelled="Partial",
         torch_class="Partial",
         arguments=("reduce_op",),
-        pieces=Pieces.SUMMANDS,
+        pieces=PieceKind.SUMMANDS,
         reduce_ops=("sum", "avg"),
     ),
 }
@@ -152,10 +152,10 @@ class Placement:
             raise LayoutError(f"placement {self.kind.value} with reduce_op={self.reduce_op}")
 
     @property
-    def pieces(self) -> Pieces:
+    def pieces(self) -> PieceKind:
         """What the pieces are to the whole."""
         facts = self.kind.facts
-        return facts.pieces if facts else Pieces.UNKNOWN
+        return facts.pieces if facts else PieceKind.UNKNOWN
 
     @property
     def is_composable(self) -> bool:
@@ -163,9 +163,9 @@ class Placement:
         included).
         """
         facts = self.kind.facts
-        if facts is None or facts.pieces is Pieces.UNKNOWN:
+        if facts is None or facts.pieces is PieceKind.UNKNOWN:
             return False
-        return facts.pieces is not Pieces.SUMMANDS or self.reduce_op in facts.reduce_ops
+        return facts.pieces is not PieceKind.SUMMANDS or self.reduce_op in facts.reduce_ops
 
     def __str__(self) -> str:
         facts = self.kind.facts

@@ -1,13 +1,17 @@
 """How the ranks' pieces of a value make up its global tensor: a plan as data, from layouts alone.
 
-For a 2x2 mesh ("dp", "tp") placed (Replicate(), Shard(0)) a tensor of shape (4,) is two boxes, each
-held by two ranks, which must hold the same values::
+For a 2x2 mesh ("dp", "tp") placed (Replicate(), Shard(0)) a tensor of shape (4,) has two parts,
+each held by two ranks, which must hold the same values::
 
     [0:2]   ranks 0 and 2                [2:4]   ranks 1 and 3
 
-Placed (Partial(sum), Shard(0)) the same two boxes have two *summands* each, held by one rank each,
-and a reduction that makes them one. A plan names which ranks to read, in which order, and where the
-result goes; `tensors/rebuild.py` executes it. No torch, numpy or process group is needed.
+Placed (Partial(sum), Shard(0)) the same two parts have two *summands* each, held by one rank each,
+and a reduction that makes them one.
+
+`pieces_of` says which ranks hold which part. Numbers need no more: `assembly/combine.py` adds up
+digests by it. Bytes also need the place of every part: `plan_assembly` names which ranks to read,
+in which order, and where the result goes; `tensors/rebuild.py` executes that. No torch, numpy or
+process group is needed.
 
 What cannot be put together is a `Refusal` that says why; it is never guessed.
 """
@@ -15,6 +19,7 @@ What cannot be put together is a `Refusal` that says why; it is never guessed.
 from __future__ import annotations
 
 import enum
+import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +28,7 @@ from rankscope.errors import LayoutError
 from rankscope.layout.placement import (
     Layout,
     Mesh,
-    Pieces,
+    PieceKind,
     Placement,
     Ranges,
     global_ranges,
@@ -33,12 +38,16 @@ __all__ = [
     "AssemblyPlan",
     "Box",
     "Obstacle",
+    "Part",
     "Piece",
+    "Pieces",
     "Reduction",
     "Refusal",
+    "pieces_of",
     "plan_assemblies",
     "plan_assembly",
     "ranks_words",
+    "tiling_problem",
 ]
 
 REDUCE_OPS = frozenset({"sum", "avg", "min", "max", "product", "band", "bor", "bxor"})
@@ -112,6 +121,28 @@ class Reduction:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One part of a whole, and which ranks of the mesh hold it."""
+
+    coordinate: tuple[int, ...]
+    """Of its first rank, on every axis."""
+    summands: tuple[tuple[int, ...], ...]
+    """The values to reduce, one where nothing is reduced; for each the ranks, in mesh order, that
+    should hold the same."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pieces:
+    """Which ranks hold which part of a whole: its shards, their summands and their replicas."""
+
+    parts: tuple[Part, ...]
+    """Every rank of the mesh is in one of them, once."""
+    reductions: tuple[Reduction, ...]
+    """Of the summands of each part, in the order in which they are applied; the first takes
+    neighbouring summands."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Box:
     """One part of the global tensor, and which ranks' values fill it."""
 
@@ -148,6 +179,46 @@ class AssemblyPlan:
         return itertools.chain.from_iterable(s for box in self.boxes for s in box.summands)
 
 
+@functools.lru_cache(maxsize=1024)
+def pieces_of(mesh: Mesh, placements: tuple[Placement, ...]) -> Pieces:
+    """Return which ranks hold which part of a tensor that lies so.
+
+    Summands are reduced in torch's order: that of the mesh axes, and from the last axis where the
+    tensor is sharded as well. Only round-off depends on it.
+
+    Args:
+        mesh: the mesh the placements speak of.
+        placements: one per mesh axis, each of a known kind.
+    """
+    cut = [axis for axis, p in enumerate(placements) if p.pieces is PieceKind.SLICES]
+    order = [
+        axis
+        for axis, p in enumerate(placements)
+        if p.pieces is PieceKind.SUMMANDS and mesh.shape[axis] > 1
+    ]
+    if any(mesh.shape[axis] > 1 for axis in cut):
+        order.reverse()
+    parts: dict[tuple[int, ...], dict[tuple[int, ...], list[int]]] = {}
+    first: dict[tuple[int, ...], tuple[int, ...]] = {}
+    for at, rank in zip(itertools.product(*map(range, mesh.shape)), mesh.ranks):
+        part, summand = tuple(at[a] for a in cut), tuple(at[a] for a in reversed(order))
+        first.setdefault(part, at)
+        parts.setdefault(part, {}).setdefault(summand, []).append(rank)
+    return Pieces(
+        parts=tuple(
+            Part(
+                coordinate=first[part],
+                summands=tuple(tuple(summands[key]) for key in sorted(summands)),
+            )
+            for part, summands in parts.items()
+        ),
+        reductions=tuple(
+            Reduction(op=str(placements[a].reduce_op), size=mesh.shape[a], axis=mesh.axes[a])
+            for a in order
+        ),
+    )
+
+
 def plan_assembly(
     global_shape: Sequence[int],
     layout: Layout,
@@ -173,14 +244,14 @@ def plan_assembly(
     refusal = _placements_refusal(mesh, layout.placements) or _outsiders_refusal(mesh, held)
     if refusal:
         return refusal
-    order = _reduction_order(mesh, layout.placements)
+    pieces = pieces_of(mesh, layout.placements)
     boxes: list[Box] = []
     lost: list[int] = []
     replicas_lost: list[int] = []
-    for coordinate, cell in _cells(mesh, layout.placements, order):
-        members = [rank for summand in cell for rank in summand]
+    for part in pieces.parts:
+        members = [rank for summand in part.summands for rank in summand]
         try:
-            found = _cell_ranges(whole, layout, coordinate, members, ranges or {})
+            found = _part_ranges(whole, layout, part.coordinate, members, ranges or {})
         except LayoutError as error:
             return Refusal.about(members, Obstacle.RANGES, str(error))
         misfits = [rank for rank in members if rank in held and not _fits(held[rank], found)]
@@ -188,28 +259,21 @@ def plan_assembly(
             return _misfit(held, misfits, _lengths(found))
         if 0 in _lengths(found):
             continue
-        present = [[rank for rank in summand if rank in held] for summand in cell]
-        for wanted, there in zip(cell, present):
+        present = [[rank for rank in summand if rank in held] for summand in part.summands]
+        for wanted, there in zip(part.summands, present):
             (replicas_lost if there else lost).extend(set(wanted).difference(there))
         boxes.append(
             Box(
                 ranges=found,
                 summands=tuple(tuple(sorted(there)) for there in present),
-                reductions=tuple(
-                    Reduction(
-                        op=str(layout.placements[axis].reduce_op),
-                        size=mesh.shape[axis],
-                        axis=mesh.axes[axis],
-                    )
-                    for axis in order
-                ),
+                reductions=pieces.reductions,
             )
         )
     if lost or not held.keys() & set(mesh.ranks):
         absent = lost or mesh.ranks
         text = f"no value was recorded on {ranks_words(absent)}, and no other rank holds its part"
         return Refusal.about(absent, Obstacle.MISSING_RANK, text)
-    problem = _tiling_problem(whole, [box.ranges for box in boxes])
+    problem = tiling_problem(whole, [box.ranges for box in boxes])
     if problem:
         return Refusal.about(held, Obstacle.RANGES, problem)
     return AssemblyPlan(
@@ -277,7 +341,7 @@ def _plan_alone(held: Mapping[int, tuple[int, ...]]) -> AssemblyPlan | Refusal:
 def _placements_refusal(mesh: Mesh, placements: Sequence[Placement]) -> Refusal | None:
     ops = {p.reduce_op for p in placements if p.reduce_op is not None}
     for placement in placements:
-        if placement.pieces is Pieces.UNKNOWN or (
+        if placement.pieces is PieceKind.UNKNOWN or (
             placement.reduce_op is not None and placement.reduce_op not in REDUCE_OPS
         ):
             text = f"{placement} is reduced in a way of its own, which was not recorded"
@@ -298,33 +362,7 @@ def _outsiders_refusal(mesh: Mesh, held: Mapping[int, tuple[int, ...]]) -> Refus
     return Refusal.about(outside, Obstacle.DISAGREEMENT, text)
 
 
-def _reduction_order(mesh: Mesh, placements: Sequence[Placement]) -> list[int]:
-    """Return the Partial axes in the order in which torch reduces them.
-
-    That is mesh order, and from the last axis where the value is sharded as well. Only round-off
-    depends on it.
-    """
-    partial = [a for a, p in enumerate(placements) if p.reduce_op is not None and mesh.shape[a] > 1]
-    is_sharded = any(p.dim is not None and mesh.shape[a] > 1 for a, p in enumerate(placements))
-    return partial[::-1] if is_sharded else partial
-
-
-def _cells(
-    mesh: Mesh, placements: Sequence[Placement], order: Sequence[int]
-) -> Iterator[tuple[tuple[int, ...], list[list[int]]]]:
-    """Yield, per shard, the coordinate of its first rank and its summands' ranks."""
-    cut = [axis for axis, placement in enumerate(placements) if placement.dim is not None]
-    cells: dict[tuple[int, ...], dict[tuple[int, ...], list[int]]] = {}
-    first: dict[tuple[int, ...], tuple[int, ...]] = {}
-    for at, rank in zip(itertools.product(*map(range, mesh.shape)), mesh.ranks):
-        cell, summand = tuple(at[a] for a in cut), tuple(at[a] for a in reversed(order))
-        first.setdefault(cell, at)
-        cells.setdefault(cell, {}).setdefault(summand, []).append(rank)
-    for cell, summands in cells.items():
-        yield first[cell], [summands[key] for key in sorted(summands)]
-
-
-def _cell_ranges(
+def _part_ranges(
     whole: tuple[int, ...],
     layout: Layout,
     coordinate: tuple[int, ...],
@@ -360,8 +398,9 @@ def _misfit(
     return Refusal.about(misfits, Obstacle.SHAPE, text)
 
 
-def _tiling_problem(whole: tuple[int, ...], boxes: Sequence[tuple[Ranges, ...]]) -> str | None:
-    """Return what is wrong where the boxes do not hold every element exactly once.
+def tiling_problem(whole: tuple[int, ...], boxes: Sequence[tuple[Ranges, ...]]) -> str | None:
+    """Return what is wrong where these boxes (without empty ones) do not hold every element exactly
+    once.
 
     The dims are cut independently of each other, so the boxes form a grid: it is enough that the
     distinct parts of each dim cover it once, and that every crossing is there.

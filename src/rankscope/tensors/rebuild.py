@@ -116,13 +116,13 @@ def assemble(plan: AssemblyPlan, load: Load) -> Assembled:
         LayoutError: pieces of other shapes or dtypes than planned, or a reduction that torch does
             not define for their dtype.
     """
-    pieces = _Pieces(load)
+    reader = _BoxReader(load)
     if not plan.boxes:
         like = load(plan.ranks[0]).detach()
         return Assembled(tensor=like.new_empty(plan.global_shape), mismatches=())
     whole: torch.Tensor | None = None
     for box in plan.boxes:
-        value = pieces.value(box)
+        value = reader.value(box)
         if all(held == ((0, size),) for held, size in zip(box.ranges, plan.global_shape)):
             whole = value
         else:
@@ -131,10 +131,10 @@ def assemble(plan: AssemblyPlan, load: Load) -> Assembled:
                 whole[there] = value[here]
         del value  # before the next is read
     assert whole is not None
-    return Assembled(tensor=whole, mismatches=tuple(pieces.mismatches))
+    return Assembled(tensor=whole, mismatches=tuple(reader.mismatches))
 
 
-class _Pieces:
+class _BoxReader:
     """Reads, compares and reduces, one box at a time."""
 
     def __init__(self, load: Load) -> None:

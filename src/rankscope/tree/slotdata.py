@@ -18,6 +18,7 @@ from rankscope.assembly.nodes import UNFOLDED_FLAGS, Merged
 from rankscope.assembly.tables import Tables
 from rankscope.assembly.whole import WholeTensors
 from rankscope.layout.placement import LayoutSource, Ranges
+from rankscope.layout.plan import Piece
 from rankscope.record.combined import Combined
 from rankscope.record.ranklists import RankTexts, ranks_text
 from rankscope.record.statistics import COUNTS, NUMBERS, finite_counts
@@ -77,7 +78,7 @@ class SlotData:
         local: Interned[object] = Interned()
         self._piece_of_description = np.array(
             [
-                local.number((d.shape, d.note, d.requires_grad, _own_ranges(d)))
+                local.number((d.piece.shape, d.note, d.requires_grad, _own_ranges(d.piece)))
                 for d in self._descriptions
             ],
             np.int64,
@@ -151,7 +152,7 @@ class SlotData:
         found = self._shared.get(number)
         if found is None:
             described = self._described(number)
-            whole = described.global_shape
+            whole = described.piece.global_shape
             found = self._shared[number] = {
                 "dtype": described.dtype,
                 "device": described.device,
@@ -166,7 +167,8 @@ class SlotData:
         if found is not None:
             return found
         described = self._described(number)
-        result: Data = {"shape": list(described.shape)}
+        piece = described.piece
+        result: Data = {"shape": list(piece.shape)}
         if described.requires_grad:
             result["requires_grad"] = True
         words = flag_words(flags)
@@ -174,9 +176,9 @@ class SlotData:
             result["flags"] = list(words)
         if described.note is not None:
             result["note"] = described.note
-        is_piece = described.ranges is not None and described.shape != described.global_shape
-        if is_piece and (not self._is_compact or _own_ranges(described)):
-            result["ranges"] = [[list(r) for r in dim] for dim in described.ranges or ()]
+        is_part = piece.ranges is not None and piece.shape != piece.global_shape
+        if is_part and (not self._is_compact or _own_ranges(piece)):
+            result["ranges"] = [[list(r) for r in dim] for dim in piece.ranges or ()]
         self._pieces[number, flags] = result
         return result
 
@@ -294,18 +296,17 @@ def _summaries(
     return made
 
 
-def _own_ranges(described: Description) -> tuple[Ranges, ...] | None:
+def _own_ranges(piece: Piece) -> tuple[Ranges, ...] | None:
     """Return the ranges that do not follow from the placements: of what was cut by hand."""
-    return described.ranges if described.source == LayoutSource.DECLARED.value else None
+    return piece.ranges if piece.layout.source is LayoutSource.DECLARED else None
 
 
 def _layout(described: Description) -> Data:
-    result: Data = {"source": described.source}
+    layout = described.piece.layout
+    result: Data = {"source": layout.source.value}
     if described.family is not None:
         result["mesh"] = described.family.name
-        result["placements"] = dict(
-            zip(described.family.axes, map(str, described.parsed_placements))
-        )
+        result["placements"] = layout.by_axis()
     return result
 
 
