@@ -19,8 +19,7 @@ from rankscope.agent.activation import arm, close, current_session, hold
 from rankscope.agent.guard import Guard, attempt, say, text_of
 from rankscope.agent.hooks.callvalues import CallWishes
 from rankscope.agent.join import define_rank, who_am_i
-from rankscope.agent.parts import Opened
-from rankscope.agent.session import Session
+from rankscope.agent.session import Opened, Session
 from rankscope.agent.values.bytestores import Glance, GlanceStore, Look, ScratchStore, Store
 from rankscope.agent.values.tensorpolicy import (
     PathRecorder,

@@ -15,8 +15,7 @@ from rankscope.agent.ending import forget_exits, note_exits, what_ends_the_progr
 from rankscope.agent.guard import attempt, say, text_of
 from rankscope.agent.identity import placed
 from rankscope.agent.join import RUN_FOLDER_VARIABLE, Joined, join_run
-from rankscope.agent.parts import Opened
-from rankscope.agent.session import Session
+from rankscope.agent.session import Opened, Session
 from rankscope.errors import FolderError, RankscopeError, SettingError
 from rankscope.record.streams import EndReason
 from rankscope.settings import (

@@ -16,13 +16,13 @@ import torch.distributed as dist
 import rankscope
 from rankscope.agent.guard import say
 from rankscope.agent.identity import identify, restarts_left
-from rankscope.agent.parts import Opened
 from rankscope.agent.prepare import ELASTIC_RUN, find_or_prepare_run
 from rankscope.agent.recorder import Recorder
 from rankscope.agent.rendezvous import (
     agree_on_life,
     find_agents_store,
 )
+from rankscope.agent.session import Opened
 from rankscope.agent.values.tensorpolicy import keeper_of_run, make_recorder
 from rankscope.errors import LayoutError
 from rankscope.layout.layoutfile import LayoutFile

@@ -1,9 +1,7 @@
 """One session: from the first module call of a process to its end record.
 
-The session opens and closes; `StepBoundaries` notices steps, `Stepping` begins and ends them and
-turns the hook set on and off, the tracer records calls, the parameter events record whole roots. In
-an untraced step nothing but the optimizer hooks is left; an optimizer step arms one pre-hook that
-notices the next root forward and takes itself off.
+The session opens and closes. `Stepping` begins and ends steps, as the step machine says, and turns
+hooks on and off; the tracer records calls; the parameter events record whole roots.
 """
 
 from __future__ import annotations
@@ -12,28 +10,51 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from torch import nn
 
 from rankscope.agent.ending import Raised
 from rankscope.agent.guard import MAX_FAILURES, Guard, say, text_of
 from rankscope.agent.hooks.callstack import Scope
-from rankscope.agent.hooks.callvalues import CallWishes
+from rankscope.agent.hooks.callvalues import CallValues, CallWishes
+from rankscope.agent.hooks.definitions import DefinitionWriter
 from rankscope.agent.hooks.modules import ModuleInfo
-from rankscope.agent.parts import Opened, parts_of
-from rankscope.agent.steps.boundaries import StepBoundaries
+from rankscope.agent.hooks.tracer import Tracer
+from rankscope.agent.recorder import Recorder
 from rankscope.agent.steps.compiled import EAGER_IS_ANOTHER_RUN, HIDDEN
+from rankscope.agent.steps.stepping import Stepping
+from rankscope.agent.steps.updates import Updates
+from rankscope.agent.values.parameters import ParameterEvents
 from rankscope.agent.values.tensorstore import TensorStore
+from rankscope.agent.values.valuereader import ValueReader
+from rankscope.capture.describe import Describer
 from rankscope.capture.invisible import invisible
 from rankscope.capture.torch_internals.compiling import dynamo_has_compiled
 from rankscope.globs import glob_matches
-from rankscope.record.streams import UNMATCHED, EndReason
+from rankscope.record.streams import UNMATCHED, EndReason, RankIdentity
 from rankscope.settings import Settings
+from rankscope.spool.writer import SpoolWriter
 
-__all__ = ["Session"]
+__all__ = ["Opened", "Session"]
 
 _Call = Callable[..., object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """A spool that was opened for this process, its identity already written."""
+
+    identity: RankIdentity
+    writer: SpoolWriter
+    recorder: Recorder
+    step_trigger_folder: Path | None = None
+    """Folder in which the traced ranks agree on a step, None for a rank that is alone."""
+    keeper: TensorStore | None = None
+    """Keeps full tensors, None where none were asked for."""
+    is_launched: bool = False
+    """A launcher of ours has the last word on the trace."""
 
 
 class Session:
@@ -66,10 +87,10 @@ class Session:
         """Set when all that an open spool gives is there."""
         self._is_closed = False
         self.guard = Guard(self._failed)
-        self._notice = StepBoundaries(
-            settings, self.guard, preferred_root, lambda: self._is_open, self._open, self.close
-        )
-        self._steps = self._notice.steps
+        self._steps = steps = Stepping(settings, self.guard, self._open, self.close)
+        self._machine, self._hooks, self._table = steps.machine, steps.hooks, steps.table
+        if preferred_root is not None:
+            steps.preferred.append(preferred_root)
         myself = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: _disarm(myself()))
 
@@ -88,20 +109,35 @@ class Session:
         if opened is None:
             self.disarm(is_inside_hook=True)
             return False
-        self._opened, steps, notice = opened, self._steps, self._notice
-        self._parts = parts_of(
-            opened, self._settings, self.guard, steps.hooks, steps.optimizers, self._wishes,
-            self._begin_scope, steps.follow_own_hooks,
-        )  # fmt: skip
-        steps.open(self._parts, opened)
-        preferred, notice.preferred = notice.preferred, []
+        self._opened = opened
+        self._record_into(opened)
+        preferred, self._steps.preferred = self._steps.preferred, []
         for module in preferred:
             self._prefer(module)
         self._is_open = True
-        speaks = self._parts.rank == min(self._settings.ranks or (0,))
+        speaks = self._rank == min(self._settings.ranks or (0,))
         if speaks and self._settings.compile == "eager":
             say(EAGER_IS_ANOTHER_RUN)
         return True
+
+    def _record_into(self, opened: Opened) -> None:
+        """Make what works together while a spool is open."""
+        settings, steps, table = self._settings, self._steps, self._table
+        self._rank, self._recorder = opened.identity.rank, opened.recorder
+        recorder = opened.recorder
+        values = self._values = ValueReader(
+            recorder, Describer(self._rank), settings, opened.keeper
+        )
+        definitions = self._definitions = DefinitionWriter(recorder, table)
+        call_values = CallValues(self.guard, recorder, values, settings, self._wishes)
+        tracer = self._tracer = Tracer(
+            recorder, definitions, call_values, self._hooks, settings, self._begin_scope
+        )
+        parameters = ParameterEvents(table, recorder, values, definitions, settings.phases)
+        updates = Updates(table, recorder, parameters, steps.optimizers, call_values.gradients)
+        steps.open(
+            self._rank, recorder, values, tracer, parameters, updates, opened.step_trigger_folder
+        )
 
     def _begin_scope(self, info: ModuleInfo, module: nn.Module) -> Scope | None:
         with self._beginning:
@@ -118,7 +154,7 @@ class Session:
             raised: the exception that ends the program.
         """
         if self._is_closed:
-            self._steps.hooks.remove_all()  # which a hook could only ask for
+            self._hooks.remove_all()  # which a hook could only ask for
             return
         self._is_closed = True
         self._steps.remove_hooks()
@@ -127,10 +163,8 @@ class Session:
             if dynamo_has_compiled():
                 say(f"nothing was traced: {HIDDEN}")
             return
-        self._steps.end_eval()
-        self._steps.end_train()
-        self._steps.collectives.close()
-        self._parts.values.collect(wait=True)
+        self._steps.end_steps()
+        self._values.collect(wait=True)
         self._steps.define_groups()
         self._report_unmatched_globs(opened.keeper)
         if opened.keeper is not None:
@@ -138,9 +172,9 @@ class Session:
                 opened.keeper.close()
         if reason is not EndReason.SWITCHED_OFF:  # which says why itself
             self._report_no_step(is_launched=opened.is_launched)
-        self._steps.chosen.close()
+        self._machine.close()
         if raised is not None:
-            self._parts.recorder.define(
+            self._recorder.define(
                 "raised", error=raised.error, causes=raised.causes, where=raised.where
             )
         opened.writer.close(reason)
@@ -149,27 +183,27 @@ class Session:
         """Say which globs of the setting `paths` matched no module: most likely they are
         misspelt.
         """
-        known = self._parts.table.paths()
+        known = self._table.paths()
         for glob in self._settings.paths:
             if glob not in ("*", "**") and not any(glob_matches(glob, path) for path in known):
                 near = ", ".join(sorted(known - {""})[:5]) or "none at all"
                 text = f"paths: {glob!r}{UNMATCHED}; modules here are {near} ..."
-                self._parts.recorder.error(None, text)
-                if self._parts.rank == 0:
+                self._recorder.error(None, text)
+                if self._rank == 0:
                     say(f"{text} Globs match the whole path: write '*.name' or 'layers.0.*'")
 
         for glob in () if keeper is None else keeper.unmatched_globs():
             text = f"tensors: {glob!r} took nothing: no traced slot of any module has that name"
-            self._parts.recorder.not_kept(glob, text)
-            if self._parts.rank == 0:
+            self._recorder.not_kept(glob, text)
+            if self._rank == 0:
                 say(f"{text}. Write path:slot, such as 'layers.0.*:output' or '**:param:*'")
 
     def _report_no_step(self, *, is_launched: bool) -> None:
         """Say that the job ended before any step it was to trace."""
-        text = self._steps.chosen.none_traced(self._steps.clock.train, self._steps.clock.eval)
+        text = self._machine.none_traced()
         if text:
-            self._parts.recorder.error(None, text)
-            if self._parts.rank == 0 and not is_launched:
+            self._recorder.error(None, text)
+            if self._rank == 0 and not is_launched:
                 say(text)
 
     def disarm(self, *, is_inside_hook: bool = False) -> None:
@@ -181,9 +215,9 @@ class Session:
 
     def step(self) -> None:
         """Close the current train step by hand."""
-        self._steps.clock.step()
+        self._machine.step()
         if not self._is_closed:
-            self._steps.hooks.watch_for_step()
+            self._hooks.watch_for_step()
 
     def _failed(self, error: Exception) -> None:
         if self._is_closed:
@@ -196,10 +230,10 @@ class Session:
                 opened.recorder.error(None, text_of(error)[:500])
                 opened.writer.close(EndReason.SWITCHED_OFF)
             return
-        self._parts.recorder.error(self._parts.tracer.current_sequence(), text_of(error)[:500])
+        self._recorder.error(self._tracer.current_sequence(), text_of(error)[:500])
         if self.guard.failures >= MAX_FAILURES:
             say(
-                f"tracing is switched off on rank {self._parts.rank} after {MAX_FAILURES} "
+                f"tracing is switched off on rank {self._rank} after {MAX_FAILURES} "
                 f"failures, last: {text_of(error)}"
             )
             self.close(EndReason.SWITCHED_OFF)
@@ -212,17 +246,17 @@ class Session:
             if self._is_open:
                 self._prefer(module)
             else:
-                self._notice.preferred.append(module)
+                self._steps.preferred.append(module)
 
     def _prefer(self, module: nn.Module) -> None:
-        self._parts.table.prefer(module)
-        self._parts.definitions.write_contained()
+        self._table.prefer(module)
+        self._definitions.write_contained()
 
     def place_of(self, module: nn.Module) -> tuple[int, str]:
         """Return the number of the root a module belongs to, 0 for none so far, and its path
         there.
         """
-        info = self._parts.table.get(module) if self._is_open else None
+        info = self._table.get(module)
         if info is None:
             return 0, ""
         return (0 if info.root is None else info.root.definition), info.path
@@ -230,7 +264,7 @@ class Session:
     def settle(self) -> None:
         """Have everything on disk that calls which have ended left behind."""
         if self._is_open:
-            self._parts.values.collect(wait=True)
+            self._values.collect(wait=True)
 
     # ------------------------------------------------------------------ calls that no hook sees
 
@@ -241,13 +275,13 @@ class Session:
 
         For a program that calls `forward` itself: no hook of torch's sees that.
         """
-        self._steps.hooks.enter(module, args, kwargs)
+        self._hooks.enter(module, args, kwargs)
         ended: tuple[object, ...] = (None,)  # as torch tells a hook that `forward` raised
         try:
             output = forward(*args, **kwargs)
             ended = (kwargs, output)
         finally:
-            self._steps.hooks.leave(module, args, *ended)
+            self._hooks.leave(module, args, *ended)
         return output
 
 

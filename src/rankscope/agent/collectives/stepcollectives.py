@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -16,6 +16,7 @@ from rankscope.agent.hooks.members import own_parameters
 from rankscope.agent.hooks.modules import ModuleInfo, ModuleTable
 from rankscope.agent.hooks.tracer import Tracer
 from rankscope.agent.recorder import Recorder
+from rankscope.agent.steps.machine import RunningStep
 from rankscope.agent.values.valuereader import ValueReader
 from rankscope.capture.torch_internals.autograd import current_graph_task, current_node
 from rankscope.capture.torch_internals.parallel import sharded_module_in_hand
@@ -23,15 +24,7 @@ from rankscope.globs import glob_matches
 from rankscope.record.call import Mode, Phase
 from rankscope.settings import Settings
 
-__all__ = ["CollectiveTracing", "RunningStep"]
-
-
-class RunningStep(NamedTuple):
-    """What a collective outside every module call belongs to."""
-
-    mode: Mode
-    step: int
-    is_inside_optimizer: bool
+__all__ = ["CollectiveTracing"]
 
 
 class CollectiveTracing:

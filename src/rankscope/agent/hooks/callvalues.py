@@ -54,6 +54,8 @@ class CallValues:
         self._is_output_wanted = wishes.is_output_wanted
         self._recorder = recorder
         self._values = values
+        self.is_on = values.is_on
+        """False where only the structure is recorded: nothing here may be called then."""
         self._wants_backward = Phase.BACKWARD.word in settings.phases and values.is_on
         self.gradients = GradientHooks(guard, self._gradient, self._say_later_ones_lack)
 
@@ -86,8 +88,7 @@ class CallValues:
 
     def finish(self, frame: OpenCall, args: object, kwargs: object, output: object) -> None:
         """Read what a call hands out."""
-        if not self._values.is_on:
-            return
+        self._values.read_pending()
         assert frame.sequence is not None and isinstance(args, tuple) and isinstance(kwargs, dict)
         if frame.seen_inputs is not None:
             self._reread_replaced_inputs(frame, args, kwargs)

@@ -15,7 +15,7 @@ class DefinitionWriter:
 
     def __init__(self, recorder: Recorder, table: ModuleTable) -> None:
         self._recorder = recorder
-        self._table = table
+        self.table = table
         self._rootless: dict[tuple[object, ...], int] = {}
         """Numbers of the definitions of modules that belong to no root."""
 
@@ -52,17 +52,17 @@ class DefinitionWriter:
 
     def write_root(self, root: Root) -> None:
         """Define every module of a root, and which roots were found inside others."""
-        for each in self._table.of_root(root):
+        for each in self.table.of_root(root):
             self.of(each)
         self.write_contained()
 
     def write_contained(self) -> None:
         """Write down which roots were found inside others since the last time."""
-        for inner, outer, path in self._table.contained:
+        for inner, outer, path in self.table.contained:
             for each in (inner, outer):
                 if not each.definition:  # it was named before any call of it
                     self._define_root(each)
             self._recorder.define(
                 "inside", root=inner.definition, **{"in": outer.definition}, path=path
             )
-        self._table.contained.clear()
+        self.table.contained.clear()

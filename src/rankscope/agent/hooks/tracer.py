@@ -15,10 +15,10 @@ from rankscope.agent.guard import describe_error
 from rankscope.agent.hooks.callstack import CallStacks, EventPlace, OpenCall, Scope
 from rankscope.agent.hooks.callvalues import CallValues
 from rankscope.agent.hooks.definitions import DefinitionWriter
-from rankscope.agent.hooks.modules import ModuleInfo, ModuleTable, Root
+from rankscope.agent.hooks.install import HookSet
+from rankscope.agent.hooks.modules import ModuleInfo, Root
 from rankscope.agent.hooks.pythonstack import keyword_arguments, module_calls_running
 from rankscope.agent.recorder import Recorder
-from rankscope.agent.values.valuereader import ValueReader
 from rankscope.capture.invisible import invisible
 from rankscope.capture.torch_internals.autograd import current_graph_task, stops_recomputation
 from rankscope.capture.torch_internals.compiling import is_being_captured, is_compiled_graph
@@ -37,28 +37,29 @@ class Tracer:
         self,
         recorder: Recorder,
         definitions: DefinitionWriter,
-        table: ModuleTable,
-        values: ValueReader,
         call_values: CallValues,
+        hooks: HookSet,
         settings: Settings,
         open_scope: Callable[[ModuleInfo, nn.Module], Scope | None],
-        stands_behind_inputs: Callable[[nn.Module], bool],
-        stands_behind_outputs: Callable[[nn.Module], bool],
-        follow_own_hooks: Callable[[ModuleInfo], None],
-        leave_own_hooks: Callable[[], None],
     ) -> None:
+        """Have the hooks of traced steps call this tracer.
+
+        Args:
+            recorder: where calls are written.
+            definitions: names the modules of the table it holds.
+            call_values: reads what calls are handed and hand out.
+            hooks: the hooks of this session.
+            settings: which phases to take.
+            open_scope: told of an outermost call, and its module; None where that is not traced.
+        """
         self._recorder = recorder
         self._define = definitions.of
-        self._table = table
-        self._values = values
+        self._table = definitions.table
         self._call_values = call_values
+        self._hooks = hooks
         self._wants_forward = Phase.FORWARD.word in settings.phases
         self._wants_recompute = Phase.RECOMPUTE.word in settings.phases
         self._open_scope = open_scope
-        self._stands_behind_inputs = stands_behind_inputs
-        self._stands_behind_outputs = stands_behind_outputs
-        self._follow_own_hooks = follow_own_hooks
-        self._leave_own_hooks = leave_own_hooks
         self._stacks = CallStacks()
         self._scopes: list[Scope] = []
         """Root forwards of this step, for the modules that checkpointing runs again."""
@@ -66,6 +67,12 @@ class Tracer:
         """Of the roots called in this step."""
         self.nodes: NodeMap | None = None
         """Where the graph's nodes were made; None while nobody asks."""
+        hooks.follow_with(
+            before=self.before_forward,
+            after=self.after_forward,
+            own_input=self.own_input_hook,
+            own_output=self.own_output_hook,
+        )
 
     # ------------------------------------------------------------------ hooks
 
@@ -82,7 +89,7 @@ class Tracer:
         top = frames[-1] if frames else None
         # Decided before a step may begin: hooks put on a module now are not run for this call of
         # it.
-        is_followed = module._forward_pre_hooks and self._stands_behind_inputs(module)
+        is_followed = module._forward_pre_hooks and self._hooks.stands_behind_inputs_of(module)
         info = self._table.get(module)
         if info is None:
             if is_compiled_graph(module):
@@ -129,7 +136,7 @@ class Tracer:
         frames.append(frame)
         if self.nodes is not None:
             self.nodes.begin(frame)
-        if self._values.is_on and not is_followed:
+        if self._call_values.is_on and not is_followed:
             self._call_values.inputs_at_global_hook(frame, module, args, kwargs)
 
     def own_input_hook(
@@ -144,7 +151,9 @@ class Tracer:
         with this very call.
         """
         frames = self._stacks.frames
-        if frames and frames[-1].module is module and frames[-1].is_recorded and self._values.is_on:
+        if not (frames and frames[-1].module is module and frames[-1].is_recorded):
+            return
+        if self._call_values.is_on:
             if kwargs is None:
                 kwargs = keyword_arguments() or {}
             self._call_values.read_inputs(frames[-1], args, kwargs)
@@ -160,7 +169,7 @@ class Tracer:
         else:
             frame = self._repair(module)
         if not frames:
-            self._leave_own_hooks()
+            self._hooks.leave_modules()
         if frame is None:
             return
         if self.nodes is not None:
@@ -176,8 +185,7 @@ class Tracer:
                 text = describe_error(error) if error is not None else ""
                 self._recorder.exit(frame.sequence, CallStatus.RAISED, text)
             return
-        if self._values.is_on:
-            self._values.read_pending()
+        if self._call_values.is_on:
             self._call_values.finish(frame, args, rest[0], rest[1])
         if frame.phase is Phase.FORWARD and not frame.info.path and frame.info.root is not None:
             self._note_compiled_in_place(frame, frame.info.root)
@@ -210,7 +218,7 @@ class Tracer:
             return
         if self.nodes is not None:
             self.nodes.end(frame)
-        if not (frame.is_recorded and self._values.is_on) or frame.sequence is None:
+        if not (frame.is_recorded and self._call_values.is_on) or frame.sequence is None:
             return
         self._call_values.returned(frame, output)
 
@@ -227,6 +235,14 @@ class Tracer:
         self._recorder.exit(sequence, CallStatus.NOT_ENTERED)
 
     # ------------------------------------------------------------------ bookkeeping
+
+    def _follow_own_hooks(self, info: ModuleInfo) -> None:
+        """Stand behind the hooks of a root's modules while it runs, and not a moment longer.
+
+        A model that is saved or copied between two forwards must carry nothing of ours.
+        """
+        if info.root is not None:
+            self._hooks.trace_own_hooks_of(self._table.with_hooks(info.root))
 
     def learn(self, module: nn.Module, top: OpenCall | None = None) -> ModuleInfo:
         """Make a module known, inside the call that is open where there is one."""
@@ -270,7 +286,7 @@ class Tracer:
         """
         stacks = self._stacks
         ended = stacks.ended
-        if ended is not None and self._stands_behind_outputs(ended.module):
+        if ended is not None and self._hooks.stands_behind_outputs_of(ended.module):
             return ended
         return stacks.frames[-1] if stacks.frames else None
 

@@ -21,6 +21,7 @@ from rankscope.agent.steps.optimizers import (
     describe_strangers,
 )
 from rankscope.agent.steps.scalers import is_skipped_inside, scaling_of
+from rankscope.agent.values.gradients import GradientHooks
 from rankscope.agent.values.parameters import ParameterEvents
 from rankscope.capture.torch_internals.autograd import current_graph_task
 from rankscope.record.call import Mode
@@ -42,11 +43,14 @@ class Updates:
         recorder: Recorder,
         events: ParameterEvents,
         optimizers: OptimizerSearch,
+        gradients: GradientHooks,
     ) -> None:
         self._table = table
         self._recorder = recorder
         self._events = events
         self._optimizers = optimizers
+        self._activation_gradients = gradients
+        gradients.begins = self._backward_begins
         self._count = 0
         """Optimizer steps of this step so far, those included that were skipped or raised."""
         self._running = ""
@@ -65,7 +69,7 @@ class Updates:
         self._shown = 0
         """One more than the ordinal of the last parameters recorded in this step."""
 
-    def backward_begins(self) -> None:
+    def _backward_begins(self) -> None:
         """Look which gradients the step before has left: called once in a step."""
         self._carried = self._events.with_gradient(self._optimizers.parameters())
 
@@ -104,19 +108,14 @@ class Updates:
         self._count += 1
         self._gradients(optimizer, step, flags=_SKIPPED)
 
-    def close_step(self, step: int, *, is_trained: bool) -> None:
-        """Forget a step; record what it did to parameters where no optimizer has stepped.
-
-        Args:
-            step: the train step.
-            is_trained: a backward pass reached a tensor of it.
-        """
+    def close_step(self, step: int) -> None:
+        """Forget a step; record what it did to parameters where no optimizer has stepped."""
         self._note_raised(step)
         if not self._count and not self._optimizers.exists():
             has_gradients = self._events.has_gradients()
             if has_gradients:
                 self._events.gradients(step, 0, None, flags=_AFTER_CALL)
-            if has_gradients or is_trained:
+            if has_gradients or self._activation_gradients.has_fired:
                 self._events.parameters(step, 0, None, flags=_AFTER_CALL)
         if left := frozenset(self._unheld - self._read):
             self._events.parameters(step, self._shown, left, flags=_AFTER_CALL)

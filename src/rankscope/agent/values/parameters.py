@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from rankscope.agent.hooks.definitions import DefinitionWriter
 from rankscope.agent.hooks.members import own_buffers, own_parameters, parameters_of_module
 from rankscope.agent.hooks.modules import ModuleInfo, ModuleTable, Root
 from rankscope.agent.recorder import Recorder
@@ -33,13 +34,13 @@ class ParameterEvents:
         table: ModuleTable,
         recorder: Recorder,
         values: ValueReader,
-        define: Callable[[ModuleInfo], int],
+        definitions: DefinitionWriter,
         phases: tuple[str, ...],
     ) -> None:
         self._table = table
         self._recorder = recorder
         self._values = values
-        self._define = define
+        self._definitions = definitions
         self._phases = frozenset(phases)
         self._with_buffers: set[Root] = set()
         """Roots whose buffers this step has recorded."""
@@ -49,11 +50,12 @@ class ParameterEvents:
         return phase.word in self._phases and self._values.is_on
 
     def setup(self, root: Root) -> None:
-        """Record parameters and buffers before the first forward of a root.
+        """Record modules, parameters and buffers before the first forward of a root.
 
         Where full tensors are kept, a parameter that lies on a mesh is described even if nothing
         else of it is asked for: a local tensor of a sharded model may say nothing of that itself.
         """
+        self._definitions.write_root(root)
         self._expect_to_keep(root)
         if self.wants(Phase.SETUP) or (self._values.keeps and _is_placed(root)):
             self._record(_Event(root, Phase.SETUP, 0, 0, 0, None))
@@ -192,7 +194,7 @@ class ParameterEvents:
 
     def _enter(self, info: ModuleInfo, event: _Event, parent: int | None) -> int:
         return self._recorder.enter(
-            self._define(info), event.root.definition, parent, Mode.TRAIN, event.step, None,
+            self._definitions.of(info), event.root.definition, parent, Mode.TRAIN, event.step, None,
             event.phase, event.ordinal,
         )  # fmt: skip
 
