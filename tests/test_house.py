@@ -8,6 +8,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,11 @@ ONE_FILE = {"pyarrow": "export/parquet.py"}
 ALONE = {("tensors/rebuild.py", "torch")}
 """Single files of other rooms that may know a package: nothing imports them before a tensor is
 asked for (the list below is without torch)."""
+LAZY_DOORS = {"rankscope", "rankscope.compat"}
+"""Packages that offer public names from all over the house. Each module below them imports them, as
+Python does with every package on the way, so a circle is their purpose. It is harmless because they
+load a name's module only when the name is used (`rankscope.tracing`, which is there at once, does
+the same)."""
 WITHOUT_TORCH = [
     "rankscope",
     "rankscope.compat",
@@ -142,6 +148,40 @@ def test_no_rooms_import_each_other_in_a_circle() -> None:
         free = [r for r, needs in ROOMS.items() if r not in below and needs <= below.keys()]
         assert free, f"a circle among {sorted(ROOMS.keys() - below.keys())}"
         below |= dict.fromkeys(free, len(below))
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(SOURCE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Yield every module that a file imports, anywhere in it, and the packages on the way."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [name.name for name in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{name.name}" for name in node.names]
+        else:
+            continue
+        for name in names:
+            parts = name.split(".")
+            yield from (".".join(parts[:size]) for size in range(1, len(parts) + 1))
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """Also not inside functions or for types alone: modules that name each other's types cannot be
+    read, tested or changed one without the other."""
+    known = {module_name(path): path for path in MODULES}
+    graph = {
+        name: {other for other in imported(path) if other in known} - LAZY_DOORS - {name}
+        for name, path in known.items()
+        if name not in LAZY_DOORS
+    }
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(f"a circle: {' -> '.join(reversed(error.args[1]))}")
 
 
 def test_settings_are_read_without_torch() -> None:

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 import rankscope
-from rankscope.tree.reader import Trace
+from rankscope.tree.views import Trace
 
 __all__ = ["differences", "numbers_of", "traced_unharmed"]
 

@@ -13,8 +13,8 @@ from rankscope.record.streams import NO_STEP
 from rankscope.run.folders import streams
 from rankscope.run.names import CELLS_SUFFIX, COLLECTOR_LOG_NAME, REPLICA_FOLDER, TRACE_NAME
 from rankscope.run.out import announced, typed
+from rankscope.tree.crashes import Crash, crashes
 from rankscope.tree.reader import open_trace
-from rankscope.tree.summary import Crash, crashes
 from rankscope_launcher.companions import Companion
 
 __all__ = ["NOTHING", "Ending", "failure_line", "shown"]

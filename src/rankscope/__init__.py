@@ -15,13 +15,13 @@ from rankscope.tracing import attach, open_trace, step, trace
 
 if TYPE_CHECKING:
     from rankscope.diagnosis.check import check
-    from rankscope.tree.reader import Trace
+    from rankscope.tree.views import Trace
 
 __all__ = ["Trace", "attach", "check", "open_trace", "step", "trace"]
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Trace": "rankscope.tree.reader",
+    "Trace": "rankscope.tree.views",
     "check": "rankscope.diagnosis.check",
 }
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import nn
 
-    from rankscope.tree.reader import Trace
+    from rankscope.tree.views import Trace
 
 __all__ = ["TraceHandle", "attach", "open_trace", "step", "trace"]
 

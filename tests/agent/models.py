@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import rankscope
-from rankscope.tree.reader import Trace
+from rankscope.tree.views import Trace
 
 
 class Block(nn.Module):

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import (
 )
 from torch.utils.flop_counter import FlopCounterMode
 
-from rankscope.tree.reader import Trace
+from rankscope.tree.views import Trace
 from tests.unharmed import traced_unharmed
 
 MATRIX_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)

@@ -20,8 +20,7 @@ from rankscope.agent.guard import Guard
 from rankscope.agent.hooks.callstack import OpenCall, Scope
 from rankscope.agent.hooks.modules import ModuleTable
 from rankscope.record.call import Mode, Phase
-from rankscope.tree.reader import Trace
-from rankscope.tree.views import Node
+from rankscope.tree.views import Node, Trace
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rankscope
 from rankscope.record.call import Mode, Phase
-from rankscope.tree.reader import Trace
+from rankscope.tree.views import Trace
 from tests.agent.programs import Two
 from tests.unharmed import traced_unharmed
 

@@ -18,7 +18,7 @@ import rankscope
 from rankscope.agent.values import tensorpolicy as keeping
 from rankscope.capture.pytree import walk
 from rankscope.chunks import writing as chunks
-from rankscope.tree.reader import Trace
+from rankscope.tree.views import Trace
 from tests.unharmed import traced_unharmed
 
 Cloned = dict[tuple[str, str], list[bytes | None]]

@@ -17,8 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 import rankscope
 from rankscope.tree.build import recover
-from rankscope.tree.reader import Trace, open_trace
-from rankscope.tree.views import Node, SlotView
+from rankscope.tree.reader import open_trace
+from rankscope.tree.slotview import SlotView
+from rankscope.tree.views import Node, Trace
 from tests.agent.models import Net, train
 from tests.unharmed import traced_unharmed
 

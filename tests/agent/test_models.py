@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from rankscope.record.call import Mode, Phase
-from rankscope.tree.reader import Trace
+from rankscope.tree.views import Trace
 from tests.agent import programs
 from tests.agent.models import Net, paths, trace, train
 from tests.agent.programs import Two, step_through

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import (
 )
 
 from rankscope.record.factors import factors
-from rankscope.tree.reader import Trace
+from rankscope.tree.views import Trace
 from tests.unharmed import traced_unharmed
 
 

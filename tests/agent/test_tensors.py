@@ -14,8 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from rankscope.tree.reader import Trace
-from rankscope.tree.views import Value
+from rankscope.tree.views import Trace, Value
 from tests.unharmed import traced_unharmed
 
 INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16,

@@ -23,7 +23,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from rankscope.agent.steps import compiled
 from rankscope.record.call import Mode, Phase
-from rankscope.tree.reader import Step, Trace
+from rankscope.tree.views import Step, Trace
 from tests.unharmed import traced_unharmed
 
 

@@ -23,7 +23,8 @@ from rankscope.errors import SettingError
 from rankscope.record.call import Mode
 from rankscope.record.stepselection import StepSelection
 from rankscope.settings import settings_from
-from rankscope.tree.reader import Trace, open_trace
+from rankscope.tree.reader import open_trace
+from rankscope.tree.views import Trace
 from tests.unharmed import traced_unharmed
 from tests.waiting import wait_until
 

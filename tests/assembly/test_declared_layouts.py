@@ -10,7 +10,8 @@ import pytest
 
 from rankscope.layout.placement import LayoutSource, Mesh
 from rankscope.tree.build import build
-from rankscope.tree.reader import Trace, open_trace
+from rankscope.tree.reader import open_trace
+from rankscope.tree.views import Trace
 from tests.tree.jobs import read_valid
 from tests.tree.ranks_on_paper import PaperRank
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import rankscope
 from rankscope.errors import SelectionError
-from rankscope.tree.reader import Trace
+from rankscope.tree.views import Trace
 from tests.cli.test_commands import rankscope as command
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.tree.reader import Trace, open_trace
+from rankscope.tree.reader import open_trace
+from rankscope.tree.views import Trace
 from tests.distributed import async_collectives_job as job
 from tests.distributed.pool import RankPool
 

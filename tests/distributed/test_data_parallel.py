@@ -9,7 +9,8 @@ import pytest
 from rankscope.diagnosis.check import check
 from rankscope.record.call import Phase
 from rankscope.record.finding import Verdict
-from rankscope.tree.reader import Step, Trace, open_trace
+from rankscope.tree.reader import open_trace
+from rankscope.tree.views import Step, Trace
 from tests.distributed import data_parallel_job as job
 from tests.distributed.pool import RankPool
 

@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 from rankscope.diagnosis.check import check
 from rankscope.record.finding import Verdict
 from rankscope.record.value import is_form
-from rankscope.tree.reader import Trace, open_trace
+from rankscope.tree.reader import open_trace
+from rankscope.tree.views import Trace
 from tests.cli.test_commands import rankscope as command
 from tests.distributed import forms_job as job
 from tests.distributed.pool import RankPool

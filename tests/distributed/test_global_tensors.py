@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 import rankscope
 from rankscope.errors import LayoutError, TensorWarning
 from rankscope.tracing import open_trace
-from rankscope.tree.reader import Trace
+from rankscope.tree.views import Trace
 from tests.cli.test_commands import rankscope as command
 from tests.distributed import global_tensors_job as job
 from tests.distributed.pool import RankPool

@@ -13,7 +13,8 @@ import pytest
 from rankscope.diagnosis.check import check
 from rankscope.record.call import Mode, Phase
 from rankscope.record.finding import Verdict
-from rankscope.tree.reader import Trace, open_trace
+from rankscope.tree.reader import open_trace
+from rankscope.tree.views import Trace
 from tests.distributed import pipeline_job as job
 from tests.distributed.pool import RankPool
 

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from rankscope.layout.placement import PlacementKind
-from rankscope.tree.reader import Trace, open_trace
-from rankscope.tree.views import Combined, Value
+from rankscope.tree.reader import open_trace
+from rankscope.tree.views import Combined, Trace, Value
 from tests.distributed import placements_job
 from tests.distributed.pool import RankPool
 

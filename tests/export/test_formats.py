@@ -19,7 +19,8 @@ import rankscope.tree
 from rankscope.export.formats import FORMATS
 from rankscope.record.call import CallStatus, Phase
 from rankscope.record.value import is_form
-from rankscope.tree.reader import Trace, open_trace
+from rankscope.tree.reader import open_trace
+from rankscope.tree.views import Trace
 from tests.distributed import collectives_job
 from tests.distributed.pool import RankPool
 from tests.export.conftest import exported, held_values

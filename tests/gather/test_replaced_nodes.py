@@ -16,7 +16,7 @@ from rankscope.spool import cells
 from rankscope.spool.cells import RecordKind
 from rankscope.tracing import open_trace
 from rankscope.tree.build import recover
-from rankscope.tree.reader import Trace
+from rankscope.tree.views import Trace
 from tests.chunks.chunked import ChunkWriter, pack
 from tests.ports import free_port
 from tests.tree.ranks_on_paper import PaperRank

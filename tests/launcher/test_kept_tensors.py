@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.tree.reader import Trace, open_trace
+from rankscope.tree.reader import open_trace
+from rankscope.tree.views import Trace
 from tests.launcher.launches import BIN, Launch, kill, rankscope
 from tests.waiting import wait_until
 

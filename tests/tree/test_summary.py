@@ -9,8 +9,10 @@ import pytest
 from rankscope.record.call import CallStatus, Mode
 from rankscope.record.streams import EndReason
 from rankscope.tree.build import build
-from rankscope.tree.reader import Trace, open_trace
-from rankscope.tree.summary import crashes, endings, extent, state
+from rankscope.tree.crashes import crashes
+from rankscope.tree.reader import open_trace
+from rankscope.tree.summary import endings, extent
+from rankscope.tree.views import Trace
 from tests.tree.jobs import grid_job
 from tests.tree.ranks_on_paper import PaperRank
 
@@ -52,7 +54,7 @@ def test_the_exception_is_told_with_the_innermost_call_it_left(tmp_path: Path) -
     assert (first.rank, first.path, first.mode, first.step) == (1, "layers.0.fc", Mode.TRAIN, 0)
     assert first.error == "ValueError: boom at the second line", "on one line"
     assert (second.rank, second.path) == (0, "")
-    assert endings(trace) == ["ranks 0-1 raised"]
+    assert endings(trace.completeness) == ["ranks 0-1 raised"]
     assert trace.is_complete, "all of it is there all the same"
 
 
@@ -66,7 +68,7 @@ def test_an_exception_that_the_program_caught_is_not_what_ended_it(tmp_path: Pat
     build(tmp_path / "t")
     trace = open_trace(tmp_path / "t")
     assert crashes(trace) == []
-    assert endings(trace) == ["rank 0 raised"]
+    assert endings(trace.completeness) == ["rank 0 raised"]
 
 
 def test_an_exception_caught_inside_a_call_gives_way_to_the_one_that_left_it(
@@ -116,8 +118,8 @@ def test_lives_of_a_restarted_job_are_counted_and_the_last_one_is_judged(tmp_pat
         pass
     lives[2].end()
     trace = finished(tmp_path / "t", lives[2])
-    assert extent(trace) == "1 rank on 1 host, 3 lives"
-    assert endings(trace) == []
+    assert extent(trace.run) == "1 rank on 1 host, 3 lives"
+    assert endings(trace.completeness) == []
     assert [crash.incarnation for crash in crashes(trace)] == [0, 1]
 
 
@@ -136,7 +138,7 @@ def test_a_rank_that_is_gone_or_traced_nothing_is_named(tmp_path: Path, what: st
         "missing": "incomplete; nothing from rank 1",
         "empty": "complete; no step was traced",
     }
-    assert state(trace) == said[what]
+    assert trace.state == said[what]
 
 
 def test_a_trace_a_value_and_a_layout_print_as_one_readable_line(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from rankscope.cli.terminal import Paint
 from rankscope.record.finding import Finding, Report, Severity, Verdict
 from rankscope.record.ranklists import ranks_named
-from rankscope.tree.reader import Trace
-from rankscope.tree.summary import counted, extent, state
+from rankscope.tree.summary import counted, extent
+from rankscope.tree.views import Trace
 
 __all__ = ["report_lines"]
 
@@ -31,7 +31,7 @@ def report_lines(
         yield f"  where: {_where(first)}"
         yield f"  infected: {_infected(first)}"
         yield f"  look at: {first.advice}"
-    yield paint("dim", f"{trace.path}  {extent(trace)}, {state(trace)}")
+    yield paint("dim", f"{trace.path}  {extent(trace.run)}, {trace.state}")
     yield from _section("origins", origins, is_all=is_all, paint=paint)
     yield from _section("warnings", warnings, is_all=is_all, paint=paint)
     if is_all:

@@ -14,8 +14,8 @@ from rankscope.record.ranklists import ranks_text
 from rankscope.tensors.ask import asked_tensors, printed, save_tensors
 from rankscope.tensors.listing import Kept, Listing, list_tensors
 from rankscope.tensors.tensornames import Wanted, choose
-from rankscope.tree.reader import Trace
 from rankscope.tree.selection import default_phase
+from rankscope.tree.views import Trace
 
 __all__ = ["listing_lines", "run_tensor"]
 

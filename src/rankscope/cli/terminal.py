@@ -13,8 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
-from rankscope.tree.reader import Trace, open_trace
+from rankscope.tree.reader import open_trace
 from rankscope.tree.treewriter import Progress
+from rankscope.tree.views import Trace
 
 __all__ = ["Paint", "fitted", "opened", "progress", "visible", "width"]
 

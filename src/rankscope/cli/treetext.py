@@ -17,15 +17,16 @@ from rankscope.record.combined import Combined
 from rankscope.record.ranklists import ranks_named, ranks_text
 from rankscope.record.statistics import COUNTS, NUMBERS, STATISTICS
 from rankscope.record.value import Digest, is_form
-from rankscope.tree.reader import Step, Trace
+from rankscope.tree.crashes import crashes
 from rankscope.tree.selection import (
     nothing_matched,
     parse_mode,
     parse_phase,
     parse_ranges,
 )
-from rankscope.tree.summary import crashes, endings, extent, state
-from rankscope.tree.views import Node, SlotView, shape_text
+from rankscope.tree.slotview import SlotView, shape_text
+from rankscope.tree.summary import endings, extent
+from rankscope.tree.views import Node, Step, Trace
 
 __all__ = ["View", "collective_lines", "collective_text", "tree_lines"]
 _PEERS = {"send": "to", "recv": "from"}
@@ -216,9 +217,9 @@ def _names(steps: Iterable[Step]) -> str:
 
 
 def _header(trace: Trace, paint: Paint) -> Iterator[str]:
-    is_fine = trace.is_complete and not endings(trace) and trace.steps
-    how = paint("green" if is_fine else "red", state(trace))
-    yield f"{paint('bold', visible(str(trace.path)))}  {visible(extent(trace))}, {how}"
+    is_fine = trace.is_complete and not endings(trace.completeness) and trace.steps
+    how = paint("green" if is_fine else "red", trace.state)
+    yield f"{paint('bold', visible(str(trace.path)))}  {visible(extent(trace.run))}, {how}"
     for first in crashes(trace)[:1]:
         yield paint("red", visible(f"first: {first} ({ranks_named([first.rank])})"))
 

@@ -10,7 +10,7 @@ import typer
 
 if TYPE_CHECKING:
     from rankscope.cli.terminal import Paint
-    from rankscope.tree.reader import Trace
+    from rankscope.tree.views import Trace
 
 __all__ = ["command"]
 
@@ -58,7 +58,7 @@ def _damaged(trace: Trace) -> list[str]:
 
 
 def _report(trace: Trace, damaged: list[str]) -> dict[str, Any]:
-    from rankscope.tree.summary import as_json, crashes
+    from rankscope.tree.crashes import as_json, crashes
 
     return {
         "format": "rankscope.report/1",
@@ -74,7 +74,8 @@ def _report(trace: Trace, damaged: list[str]) -> dict[str, Any]:
 
 def _lines(trace: Trace, paint: Paint) -> Iterator[str]:
     from rankscope.record.ranklists import ranks_named
-    from rankscope.tree.summary import crashes, endings
+    from rankscope.tree.crashes import crashes
+    from rankscope.tree.summary import endings
 
     state = trace.completeness
     left = {(crash.rank, crash.incarnation): crash for crash in crashes(trace)}
@@ -95,7 +96,7 @@ def _lines(trace: Trace, paint: Paint) -> Iterator[str]:
         yield paint("red", f"nothing at all from {ranks_named(state['missing'])}")
     if trace.is_complete:
         yield paint("green", "complete: every record of every rank is in the trace")
-        if ended := endings(trace):
+        if ended := endings(trace.completeness):
             yield paint("red", f"but the job did not end in order: {'; '.join(ended)}")
         if not trace.steps:
             yield paint("yellow", "no step was traced")

@@ -45,7 +45,7 @@ from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.call import Phase
 from rankscope.record.finding import Report
 from rankscope.run.names import Progress
-from rankscope.tree.reader import Step, Trace
+from rankscope.tree.views import Step, Trace
 
 __all__ = ["check"]
 

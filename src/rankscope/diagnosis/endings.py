@@ -23,8 +23,8 @@ from rankscope.record.call import CallStatus, Phase
 from rankscope.record.finding import Kind
 from rankscope.record.ranklists import ranks_named, ranks_text
 from rankscope.record.streams import EndReason
-from rankscope.tree.reader import Trace
-from rankscope.tree.summary import Crash, crashes
+from rankscope.tree.crashes import Crash, crashes
+from rankscope.tree.views import Trace
 
 __all__ = ["Patience", "ended_badly", "is_in_order"]
 _FEWEST_S: Final = 3.0

@@ -12,7 +12,7 @@ from rankscope.record.call import Phase
 from rankscope.record.finding import Finding, Kind, Report, Severity, Skipped, Verdict
 from rankscope.record.ranklists import ranks_named
 from rankscope.record.streams import UNMATCHED
-from rankscope.tree.reader import Trace
+from rankscope.tree.views import Trace
 
 __all__ = ["advice_for", "made_report", "report_json"]
 _ADVICE: Final = {

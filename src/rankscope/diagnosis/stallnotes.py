@@ -14,7 +14,7 @@ from rankscope.diagnosis.candidates import Candidate
 from rankscope.diagnosis.context import CheckContext
 from rankscope.record.finding import Kind
 from rankscope.run.stalls import Stall, utc_text
-from rankscope.tree.reader import Trace
+from rankscope.tree.views import Trace
 
 __all__ = ["tell_standstills"]
 

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from rankscope.record.call import Mode, Phase
 from rankscope.record.value import ValueFlag, is_form
-from rankscope.tree.reader import Step
-from rankscope.tree.views import Node, SlotView
+from rankscope.tree.slotview import SlotView
+from rankscope.tree.views import Node, Step
 
 __all__ = [
     "CallView",

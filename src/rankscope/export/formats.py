@@ -20,7 +20,7 @@ from rankscope.errors import FolderError, SettingError
 from rankscope.export.place import claimed
 from rankscope.export.subset import Selection
 from rankscope.run.names import Progress
-from rankscope.tree.reader import Trace
+from rankscope.tree.views import Trace
 
 __all__ = ["FORMATS", "Format", "export", "format_named"]
 

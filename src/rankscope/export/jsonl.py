@@ -14,7 +14,7 @@ from rankscope.record.statistics import COUNTS, NUMBERS
 from rankscope.run.names import Progress
 from rankscope.tree.digests import Columns, column_digest
 from rankscope.tree.jsontext import number, statistic
-from rankscope.tree.reader import Trace
+from rankscope.tree.views import Trace
 
 __all__ = ["write"]
 

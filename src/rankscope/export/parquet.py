@@ -24,7 +24,7 @@ from rankscope.export.subset import Selection
 from rankscope.record.statistics import COUNTS, NUMBERS
 from rankscope.run.names import Progress
 from rankscope.tree.digests import Columns
-from rankscope.tree.reader import Step, Trace
+from rankscope.tree.views import Step, Trace
 
 try:
     import pyarrow as pa

@@ -27,8 +27,7 @@ from rankscope.record.ranklists import ranks_text
 from rankscope.record.statistics import COUNTS, numbers_with_first
 from rankscope.run.names import Progress
 from rankscope.tree.digests import Columns, column_digest
-from rankscope.tree.reader import Step, Trace
-from rankscope.tree.views import Node
+from rankscope.tree.views import Node, Step, Trace
 
 __all__ = ["MAX_EVENTS", "SliceEdge", "Span", "edges", "write"]
 T = TypeVar("T")

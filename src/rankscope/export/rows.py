@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from rankscope.errors import TraceError
 from rankscope.record.value import is_form
 from rankscope.tree.digests import Columns, Fold
-from rankscope.tree.reader import Step
-from rankscope.tree.views import Node, SlotView
+from rankscope.tree.slotview import SlotView
+from rankscope.tree.views import Node, Step
 
 __all__ = ["Row", "mode_word", "rows_of"]
 

@@ -10,14 +10,13 @@ from rankscope.errors import SelectionError
 from rankscope.globs import glob_matches
 from rankscope.record.call import Mode, Phase
 from rankscope.record.ranklists import ranks_text
-from rankscope.tree.reader import Step, Trace
 from rankscope.tree.selection import (
     nothing_matched,
     parse_mode,
     parse_phase,
     parse_ranges,
 )
-from rankscope.tree.views import Node
+from rankscope.tree.views import Node, Step, Trace
 
 __all__ = ["Selection", "group_name"]
 

@@ -20,7 +20,7 @@ from rankscope.tensors.kept import (
     why_not_kept,
 )
 from rankscope.tensors.tensornames import Chosen, Wanted, choose
-from rankscope.tree.reader import Trace
+from rankscope.tree.views import Trace
 
 if TYPE_CHECKING:
     import torch

@@ -38,8 +38,7 @@ if TYPE_CHECKING:
     import torch
 
     from rankscope.tensors.rebuild import Mismatch
-    from rankscope.tree.reader import Step, Trace
-    from rankscope.tree.views import Value
+    from rankscope.tree.views import Step, Trace, Value
 
 __all__ = [
     "Whole",

@@ -12,8 +12,8 @@ from rankscope.chunks.finishing import damaged
 from rankscope.errors import ChunkError
 from rankscope.record.dtypes import STORED_TYPES
 from rankscope.run.names import TENSOR_FOLDER
-from rankscope.tree.reader import Trace
-from rankscope.tree.views import Node, SlotView
+from rankscope.tree.slotview import SlotView
+from rankscope.tree.views import Node, Trace
 
 __all__ = ["Kept", "Listing", "list_tensors", "tensor_faults"]
 

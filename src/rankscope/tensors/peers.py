@@ -29,8 +29,8 @@ from rankscope.record.value import ValueFlag
 from rankscope.tree.digests import Columns
 
 if TYPE_CHECKING:
-    from rankscope.tree.reader import Step, Trace
-    from rankscope.tree.views import Node, SlotView
+    from rankscope.tree.slotview import SlotView
+    from rankscope.tree.views import Node, Step, Trace
 
 __all__ = ["DigestKey", "Peers", "find_peers", "is_alike", "is_constant", "owners_of", "prints_of"]
 

@@ -14,9 +14,8 @@ from rankscope.errors import SelectionError
 from rankscope.globs import glob_matches, slot_matches
 from rankscope.record.call import Mode, Phase
 from rankscope.record.ranklists import ranks_text
-from rankscope.tree.reader import Step, Trace
 from rankscope.tree.selection import default_phase, nothing_matched
-from rankscope.tree.views import Node, Value
+from rankscope.tree.views import Node, Step, Trace, Value
 
 __all__ = ["Chosen", "Wanted", "choose"]
 

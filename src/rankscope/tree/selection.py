@@ -5,12 +5,14 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from rankscope.errors import SelectionError
 from rankscope.record.call import Mode, Phase
 
 __all__ = [
     "default_phase",
+    "named",
     "nothing_matched",
     "parse_mode",
     "parse_phase",
@@ -61,6 +63,21 @@ def parse_mode(word: str) -> Mode:
     if word.strip().upper() not in Mode.__members__:
         raise SelectionError(f"--mode: {word!r} is neither train nor eval")
     return Mode[word.strip().upper()]
+
+
+def named(kind: type[Phase] | type[Mode], what: str, given: Any) -> Any:
+    """Return the phase or mode a caller named.
+
+    Raises:
+        SelectionError: there is none of that name.
+    """
+    if given is None or isinstance(given, kind):
+        return given
+    try:
+        return kind[str(given).upper()]
+    except KeyError:
+        known = ", ".join(item.word for item in kind)
+        raise SelectionError(f"no {what} is called {given!r}: choose from {known}") from None
 
 
 def default_phase(slot: str) -> Phase:

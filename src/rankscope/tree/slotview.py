@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rankscope.layout.placement import (
     Layout,
@@ -22,21 +22,17 @@ from rankscope.record.value import Digest, Samples
 from rankscope.tree.damage import damaged_is_trace_error
 from rankscope.tree.digests import Columns, Fold, column_digest, read_combined, read_fold
 
-if TYPE_CHECKING:
-    from rankscope.tree.reader import Trace
-
-__all__ = ["SlotView", "Whereabouts"]
+__all__ = ["SlotView", "Whereabouts", "shape_text"]
 
 
 @dataclass(frozen=True, slots=True)
 class Whereabouts:
-    """What views need beside their own data: the numbers' columns, the run's meshes, the rest."""
+    """What views need beside their own data: the numbers' columns, the run's meshes."""
 
     columns: Callable[[], Columns]
     meshes: Mapping[str, tuple[Mesh, ...]]
     file: Path
     """What their own data was read from."""
-    trace: Trace
 
 
 @damaged_is_trace_error
@@ -202,3 +198,19 @@ class SlotView:
                     dim=dim, rows=tuple(map(tuple, rows))
                 )
         return found
+
+
+def shape_text(slot: SlotView, rank: int | None = None) -> str:
+    """Return the shape of the whole tensor, or what is common to the ranks' own: `[2, 32, *]`.
+
+    Args:
+        slot: one entry of a slot.
+        rank: where the layout is unknown, this rank's own alone.
+    """
+    if slot.global_shape is not None:
+        return str(list(slot.global_shape))
+    shapes = {fold.shape for fold in slot.folds if rank is None or rank in fold.ranks}
+    if len({len(shape) for shape in shapes}) != 1:
+        return "[...]"
+    sizes = [set(dim) for dim in zip(*shapes)]
+    return f"[{', '.join(str(*size) if len(size) == 1 else '*' for size in sizes)}]"

@@ -9,7 +9,7 @@ import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import rankscope
 from rankscope.errors import TraceError, TraceVersionError
@@ -26,12 +26,33 @@ if TYPE_CHECKING:
     from rankscope.chunks.tensorfiles import TensorRecords
     from rankscope.record.streams import StreamId
 
-__all__ = ["TraceFiles", "wait_for_collector"]
+__all__ = ["TraceFiles", "TraceSource", "wait_for_collector"]
 
 _FORMAT = re.compile(r"rankscope\.(trace|nodes)/(\d+)")
 _NEWEST_FORMAT = 1
 _NODES_FILE = re.compile(r"steps/\d{6}\.json")
 _POLL_S = 0.1
+
+
+class TraceSource(Protocol):
+    """Where a trace's data comes from."""
+
+    head: Mapping[str, Any]
+    """Everything but the nodes."""
+    groups: list[tuple[bool, dict[str, Any]]]
+    """is setup, head of each group of nodes."""
+
+    def file(self, group: int) -> Path:
+        """Return what a group was read from."""
+
+    def nodes(self, group: int) -> list[dict[str, Any]]:
+        """Return the nodes of a group."""
+
+    def columns(self) -> Columns:
+        """Return the value columns."""
+
+    def tensors(self) -> Mapping[StreamId, TensorRecords]:
+        """Return what the records say of chunks that are still written."""
 
 
 class TraceFiles:

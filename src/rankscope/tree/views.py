@@ -1,37 +1,45 @@
-"""Typed views of a trace's nodes and values, over the JSON data of docs/trace-format.md."""
+"""A trace as typed views over the JSON data of docs/trace-format.md: steps, nodes, values."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rankscope.errors import TraceError
-from rankscope.layout.placement import Layout
+from rankscope.errors import SelectionError, TraceError
+from rankscope.globs import glob_matches
+from rankscope.layout.placement import Layout, Mesh
 from rankscope.record.call import CallKey, CallStatus, Mode, Phase
 from rankscope.record.combined import Combined
 from rankscope.record.ranklists import parse_ranks, ranks_named
 from rankscope.record.statistics import STATISTICS
 from rankscope.record.value import Digest, Samples
+from rankscope.run.out import typed
+from rankscope.run.stalls import Stall, standstills_in
 from rankscope.tree.damage import damaged_is_trace_error
-from rankscope.tree.slotview import SlotView, Whereabouts
+from rankscope.tree.digests import Columns
+from rankscope.tree.selection import default_phase, named, nothing_matched
+from rankscope.tree.slotview import SlotView, Whereabouts, shape_text
+from rankscope.tree.summary import endings, extent
+from rankscope.tree.tracefiles import TraceSource
 
 if TYPE_CHECKING:
     import torch
 
+    from rankscope.chunks.tensorfiles import TensorFiles
     from rankscope.layout.layoutfile import LayoutFile
-    from rankscope.tree.reader import Trace
 
 __all__ = [
     "CallOutcome",
     "GroupHead",
     "Node",
-    "SlotView",
+    "Step",
     "TensorReaders",
     "Timing",
+    "Trace",
     "Value",
-    "Whereabouts",
-    "shape_text",
 ]
 
 
@@ -69,22 +77,6 @@ class Timing:
     max_us: float | None
     slowest: int | None
     """Rank of max_us."""
-
-
-def shape_text(slot: SlotView, rank: int | None = None) -> str:
-    """Return the shape of the whole tensor, or what is common to the ranks' own: `[2, 32, *]`.
-
-    Args:
-        slot: one entry of a slot.
-        rank: where the layout is unknown, this rank's own alone.
-    """
-    if slot.global_shape is not None:
-        return str(list(slot.global_shape))
-    shapes = {fold.shape for fold in slot.folds if rank is None or rank in fold.ranks}
-    if len({len(shape) for shape in shapes}) != 1:
-        return "[...]"
-    sizes = [set(dim) for dim in zip(*shapes)]
-    return f"[{', '.join(str(*size) if len(size) == 1 else '*' for size in sizes)}]"
 
 
 class TensorReaders(NamedTuple):
@@ -219,6 +211,7 @@ class Node:
 
     data: Mapping[str, Any]
     head: GroupHead
+    _trace: Trace = field(repr=False)
     _where: Whereabouts = field(repr=False)
 
     @property
@@ -335,12 +328,14 @@ class Node:
     @property
     def children(self) -> tuple[Node, ...]:
         """Calls made inside this one."""
-        return tuple(Node(each, self.head, self._where) for each in self.data["children"])
+        return tuple(
+            Node(each, self.head, self._trace, self._where) for each in self.data["children"]
+        )
 
     @property
     def trace(self) -> Trace:
         """The trace it is of."""
-        return self._where.trace
+        return self._trace
 
     def value(self, slot: str) -> Value | None:
         """Return the value of one slot over all ranks, None where the node has no such slot."""
@@ -354,3 +349,237 @@ class Node:
             node = waiting.pop()
             yield node
             waiting.extend(reversed(node.children))
+
+
+class Step:
+    """One step of one mode, or the setup, with its nodes."""
+
+    def __init__(self, source: TraceSource, group: int, trace: Trace, where: Whereabouts) -> None:
+        self._source, self._group, self._trace = source, group, trace
+        self._where = replace(where, file=source.file(group))
+        is_setup, head = source.groups[group]
+        self.is_setup = is_setup
+        self.mode = Mode[str(head.get("mode", "train")).upper()]
+        self.step = int(head.get("step", 0))
+        self.incarnation = int(head.get("incarnation", 0))
+        self.notes: tuple[str, ...] = tuple(
+            f"{ranks_named(n['ranks'])}: {n['note']}" for n in head.get("notes", ())
+        )
+
+    @cached_property
+    def nodes(self) -> tuple[Node, ...]:
+        """The outermost calls of the step, in order."""
+        return tuple(self.fresh())
+
+    def fresh(self) -> Iterator[Node]:
+        """Yield the outermost calls, read anew: nothing here keeps them."""
+        head = GroupHead(mode=self.mode, step=self.step, incarnation=self.incarnation)
+        nodes = self._source.nodes(self._group)
+        return (Node(data, head, self._trace, self._where) for data in nodes)
+
+    def walk(self) -> Iterator[Node]:
+        """Yield every node of the step, parents first."""
+        for node in self.nodes:
+            yield from node.walk()
+
+    def passing(self) -> Iterator[Node]:
+        """Yield what `walk` yields, and keep none of it: a pass over a large trace holds one step
+        at a time."""
+        for node in self.fresh():
+            yield from node.walk()
+
+    def __repr__(self) -> str:
+        return "Step(setup)" if self.is_setup else f"Step({self.mode.word} {self.step})"
+
+
+class Trace:
+    """One trace: what ran where, how much of it arrived, and the tree."""
+
+    def __init__(
+        self, source: TraceSource, path: Path, *, is_live: bool = False, is_written: bool = True
+    ) -> None:
+        self.path = path
+        """The trace folder."""
+        self.is_live = is_live
+        """True where the tree is not written yet, and somebody is at work who may write it."""
+        self.is_written = is_written
+        """False where the tree was assembled from the records that were there."""
+        self.run: Mapping[str, Any] = source.head["run"]
+        """The run header, as in docs/trace-format.md."""
+        self.completeness: Mapping[str, Any] = source.head["completeness"]
+        """Per rank what was committed, received and dropped, as in docs/trace-format.md."""
+        meshes = {m["name"]: _meshes(m) for m in self.run["meshes"]}
+        self.tensors: TensorReaders | None = None
+        """Set by `rankscope.open_trace`."""
+        self._columns: Columns | None = None
+        self._source = source
+        where = Whereabouts(self.columns, meshes, path)
+        every = [Step(source, group, self, where) for group in range(len(source.groups))]
+        self.setup: tuple[Step, ...] = tuple(step for step in every if step.is_setup)
+        """Setup of every incarnation that recorded one."""
+        self.steps: tuple[Step, ...] = tuple(step for step in every if not step.is_setup)
+        """Steps of all modes and incarnations, in order."""
+
+    @property
+    def is_complete(self) -> bool:
+        """True where every record of every rank is here and every rank ended in order."""
+        return bool(self.completeness["complete"]) and self.is_written
+
+    @property
+    def state(self) -> str:
+        """Whether all of it is here, and what else must be known before any number is read."""
+        word = "complete" if self.is_complete else "incomplete"
+        no_step = [] if self.steps else ["no step was traced"]
+        return "; ".join([word, *endings(self.completeness), *no_step])
+
+    def columns(self) -> Columns:
+        """Return the per-rank numbers as columns (docs/trace-format.md), mapped where they lie in a
+        file."""
+        if self._columns is None:
+            self._columns = self._source.columns()
+        return self._columns
+
+    @cached_property
+    def tensor_files(self) -> TensorFiles:
+        """The full tensors that were kept: found by rank, incarnation and the reference in
+        `columns()`, mapped where they lie; of a job that still runs those that are whole."""
+        from rankscope.chunks.tensorfiles import TensorFiles  # numpy: as above
+
+        return TensorFiles(self.path, self._source.tensors())
+
+    @cached_property
+    def standstills(self) -> list[Stall]:
+        """Times in which no rank of a host moved, as relays noticed them."""
+        return standstills_in(self.path)
+
+    @property
+    def default_mode(self) -> Mode:
+        """Train, or eval where there is no train step."""
+        return (
+            Mode.TRAIN
+            if any(s.mode is Mode.TRAIN for s in self.steps) or not self.steps
+            else Mode.EVAL
+        )
+
+    def walk(self) -> Iterator[Node]:
+        """Yield every node: setup, then the steps."""
+        for step in (*self.setup, *self.steps):
+            yield from step.walk()
+
+    def find(
+        self,
+        path: str = "*",
+        *,
+        phase: Phase | str | None = None,
+        step: int | None = None,
+        mode: Mode | str | None = None,
+        micro_batch: int | None = None,
+    ) -> list[Node]:
+        """Return the nodes whose path matches a glob, and whatever else is asked for.
+
+        Args:
+            path: fnmatch glob on the whole canonical path; "" is the root.
+            phase: one phase, or all.
+            step: one step, or all.
+            mode: train, eval, or both.
+            micro_batch: one micro-batch, or all.
+
+        Raises:
+            SelectionError: no node of the trace has such a path; lists near ones.
+        """
+        wanted_phase = named(Phase, "phase", phase)
+        wanted_mode = named(Mode, "mode", mode)
+        found, seen = [], set[str]()
+        for group in (*self.setup, *self.steps):
+            for node in group.walk():
+                seen.add(node.path)
+                if (
+                    glob_matches(path, node.path)
+                    and (wanted_phase is None or node.phase is wanted_phase)
+                    and (step is None or group.step == step)
+                    and (wanted_mode is None or group.mode is wanted_mode)
+                    and (micro_batch is None or node.micro_batch == micro_batch)
+                ):
+                    found.append(node)
+        if not found and not any(glob_matches(path, name) for name in seen):
+            raise nothing_matched("path", path, seen)
+        return found
+
+    def value(
+        self,
+        path: str,
+        slot: str,
+        *,
+        step: int = 0,
+        micro_batch: int | None = 0,
+        phase: Phase | str | None = None,
+        mode: Mode | str | None = None,
+        ordinal: int = 0,
+    ) -> Value:
+        """Return one value over all ranks, of the last incarnation that has it.
+
+        Args:
+            path: canonical path, "" for the root.
+            slot: its name, such as `output` or `param:weight`.
+            step: number of the step.
+            micro_batch: ignored in phases that have none.
+            phase: part of the step; by default the slot decides: backward for `grad_input` and
+                `grad_output`, grads for `grad:`, params for `param:` and `buffer:`, else forward.
+            mode: default train, or eval where there is no train step.
+            ordinal: which call of the path.
+
+        Raises:
+            SelectionError: there is no such value; says what there is.
+        """
+        wanted: Phase = default_phase(slot) if phase is None else named(Phase, "phase", phase)
+        chosen: Mode = self.default_mode if mode is None else named(Mode, "mode", mode)
+        groups = self.setup if wanted is Phase.SETUP else self.steps
+        nodes = [
+            node
+            for group in reversed(groups)
+            if group.is_setup or (group.step == step and group.mode is chosen)
+            for node in group.walk()
+            if node.phase is wanted
+            and node.path == path
+            and node.ordinal == ordinal
+            and node.micro_batch in (None, micro_batch)
+        ]
+        if not nodes:
+            if all(node.path != path for node in self.walk()):
+                raise nothing_matched("path", path, (node.path for node in self.walk()))
+            self._refuse_another_phase(path, slot, wanted)
+            raise SelectionError(
+                f"{path or '(root)'} has no {wanted.word} call in {chosen.word} step {step}, "
+                f"micro-batch {micro_batch}, ordinal {ordinal}; list its calls with: "
+                f"{typed('show', self.path)} --path {path!r}"
+            )
+        for node in nodes:
+            found = node.value(slot)
+            if found is not None:
+                return found
+        self._refuse_another_phase(path, slot, wanted)
+        raise nothing_matched(
+            f"slot of {path or '(root)'}", slot, (view.slot for view in nodes[0].slots)
+        )
+
+    def _refuse_another_phase(self, path: str, slot: str, wanted: Phase) -> None:
+        """Raise where the slot is in other phases of the path alone; say in which."""
+        phases = {
+            node.phase
+            for node in self.walk()
+            if node.path == path and any(view.slot == slot for view in node.slots)
+        }
+        if phases and wanted not in phases:
+            words = sorted(phase.word for phase in phases)
+            raise SelectionError(
+                f"{path or '(root)'} has no {slot} in phase {wanted.word}: it has it in "
+                f"{' and '.join(words)}; ask with phase={words[0]!r}"
+            )
+
+    def __repr__(self) -> str:
+        return f"Trace({self.path}: {extent(self.run)}, {self.state})"
+
+
+def _meshes(data: Mapping[str, Any]) -> tuple[Mesh, ...]:
+    axes, shape = tuple(data["axes"]), tuple(data["shape"])
+    return tuple(Mesh(axes=axes, shape=shape, ranks=tuple(ranks)) for ranks in data["over"])

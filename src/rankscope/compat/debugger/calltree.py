@@ -16,9 +16,8 @@ from typing import Any, Final
 from rankscope.assembly.skeleton import BareCall
 from rankscope.record.call import CallStatus, Phase
 from rankscope.record.ranklists import parse_ranks
-from rankscope.tree.reader import Step
 from rankscope.tree.slotview import SlotView
-from rankscope.tree.views import Node
+from rankscope.tree.views import Node, Step
 
 __all__ = ["ForwardCall", "call_of", "forwards", "prune_layers", "pruned_calls"]
 

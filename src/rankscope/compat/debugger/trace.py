@@ -37,8 +37,8 @@ from rankscope.compat.debugger.text import Arena, Glimpse, Squares, glimpse_of
 from rankscope.compat.debugger.values import UnwrittenTensor, kernel_squares, laid_out
 from rankscope.spool.writer import SpoolWriter
 from rankscope.tree.build import assemble
-from rankscope.tree.reader import RecordSource, Trace
-from rankscope.tree.views import Node
+from rankscope.tree.reader import RecordSource
+from rankscope.tree.views import Node, Trace
 
 __all__ = ["DebuggerBlock", "Recorded"]
 

@@ -25,8 +25,7 @@ from rankscope.export.place import ExportPlace
 from rankscope.export.subset import Selection
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.run.names import Progress
-from rankscope.tree.reader import Step, Trace
-from rankscope.tree.views import Node
+from rankscope.tree.views import Node, Step, Trace
 
 if TYPE_CHECKING:
     from rankscope.compat.debugger.values import GlobalValues, LocalValues, Shown

@@ -34,9 +34,8 @@ from rankscope.record.ranklists import parse_ranks
 from rankscope.tensors.globalvalues import whole_value
 from rankscope.tensors.kept import why_not_kept
 from rankscope.tensors.rebuild import bytes_of
-from rankscope.tree.reader import Trace
 from rankscope.tree.slotview import SlotView
-from rankscope.tree.views import Node, Value
+from rankscope.tree.views import Node, Trace, Value
 
 __all__ = ["GlobalValues", "LocalValues", "Shown", "UnwrittenTensor", "kernel_squares", "laid_out"]
 

@@ -35,7 +35,7 @@ from rankscope.layout.placement import LayoutSource
 from rankscope.record.call import Phase
 from rankscope.record.finding import Kind
 from rankscope.record.ranklists import ranks_named, ranks_text
-from rankscope.tree.views import SlotView
+from rankscope.tree.slotview import SlotView
 
 __all__ = ["different_calls", "different_kinds", "layers_of_two_stages"]
 
