@@ -46,8 +46,7 @@ from rankscope.run.prepare import Collection, PreparedRun, RunRequest, prepare_r
 from rankscope.settings import SETTINGS, Settings
 from rankscope_launcher.companions import Companion, Keeper, wait_for_end
 from rankscope_launcher.ending import NOTHING, Ending, failure_line, shown
-from rankscope_launcher.progress import Progress, say
-from rankscope_launcher.standing import SaidOfStandstills
+from rankscope_launcher.progress import Progress, StallNotices, say
 
 __all__ = ["JobShape", "TracedJob"]
 
@@ -174,7 +173,7 @@ class TracedJob:
                 finish_seconds=self._settings.finish_seconds,
             )
             self._collector = Companion(command, self._out / COLLECTOR_LOG_NAME, folder)
-        self._keeper = Keeper(self._companions, SaidOfStandstills(folder, shown(self._out)).look)
+        self._keeper = Keeper(self._companions, StallNotices(folder, shown(self._out)).look)
 
     def finish(self) -> str:
         """Tell the companions that the job is over, wait for the tree as long as settings allow;

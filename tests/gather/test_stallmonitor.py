@@ -12,13 +12,12 @@ from pathlib import Path
 import msgpack
 import pytest
 
-from rankscope.gather.rankactivity import posture_of
 from rankscope.gather.shipping import Shipment
-from rankscope.gather.stallmonitor import StallMonitor
+from rankscope.gather.stallmonitor import StallMonitor, activity_of
 from rankscope.record.call import Mode, Phase
 from rankscope.record.streams import StreamId
 from rankscope.run.folders import SHARED, RunHeader, mark_job_over, stream_folder
-from rankscope.run.stalls import Stall, carry_standstills, standstills_in
+from rankscope.run.stalls import Stall, carry_stalls, stalls_in
 from rankscope.spool.cells import ENTER, ENTER_COLLECTIVE, EXIT, STEP, RecordKind, StepEvent
 from rankscope.spool.streamreader import StreamReader
 from rankscope.spool.writer import SpoolWriter
@@ -102,7 +101,7 @@ def told(process: subprocess.Popen[str]) -> None:
 
 
 def noted(host: Host) -> list[Stall]:
-    return standstills_in(host.out)
+    return stalls_in(host.out)
 
 
 Hosts = Callable[..., Host]
@@ -176,8 +175,8 @@ def test_what_is_noted_is_carried_along_by_recover(tmp_path: Path, hosts: Hosts)
     stuck(host, 0)
     assert wait_until(lambda: noted(host)), host.log("relay")
     (tmp_path / "new").mkdir()
-    carry_standstills([host.folder, host.out], tmp_path / "new")
-    assert len(standstills_in(tmp_path / "new")) == 1
+    carry_stalls([host.folder, host.out], tmp_path / "new")
+    assert len(stalls_in(tmp_path / "new")) == 1
 
 
 # ---- what a quiet rank is inside of --------------------------------------------------------------
@@ -192,7 +191,7 @@ def writer(tmp_path: Path) -> SpoolWriter:
 
 def inside(tmp_path: Path, *, counts_steps: bool = True) -> str:
     with StreamReader(tmp_path / "rank00000.0") as reader:
-        return posture_of(reader, counts_steps=counts_steps).inside
+        return activity_of(reader, counts_steps=counts_steps).inside
 
 
 def test_a_train_step_counts_until_its_optimizer_steps_where_that_is_known(
@@ -285,7 +284,7 @@ def test_a_step_without_a_word_of_its_optimizer_is_noted_where_such_a_word_was_t
     for second in range(6):
         standing.look(shipments, begin + second)
     assert (standing.latest is not None) == is_noted
-    assert bool(standstills_in(tmp_path)) == is_noted
+    assert bool(stalls_in(tmp_path)) == is_noted
     writer.close()
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Final
+import functools
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
 
 import numpy as np
 
@@ -37,13 +39,12 @@ from rankscope.diagnosis.rules.structure import (
 )
 from rankscope.diagnosis.rules.uninitialised import uninitialised_parameters
 from rankscope.diagnosis.rules.weights import other_weights
-from rankscope.diagnosis.stallnotes import tell_standstills
 from rankscope.diagnosis.stepview import StepView, moment_of
 from rankscope.diagnosis.unsynced import with_steps_apart_told_once
 from rankscope.errors import TraceError
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.call import Phase
-from rankscope.record.finding import Report
+from rankscope.record.finding import Kind, Report
 from rankscope.run.names import Progress
 from rankscope.tree.views import Step, Trace
 
@@ -72,6 +73,8 @@ STEP_RULES: Final[tuple[Rule, ...]] = (
 
 _LAST_STEPS: Final = 3
 """How many steps at the end of a job are asked where its ranks stand."""
+_MOST_STALLS: Final = 16
+"""Stalls in the notes of one report, and as evidence of one hang."""
 
 
 def check(
@@ -103,7 +106,7 @@ def check(
     suspects = list(without_training_apart(without_late_reductions(suspects, scene), scene))
     suspects = list(with_steps_apart_told_once(suspects))
     suspects += _of_the_end(trace, steps, scene)
-    tell_standstills(trace, scene, suspects)
+    _note_stalls(trace, scene, suspects)
     joins: list[Join] = []
     if len(suspects) > 1:
         joins += messages.joins()
@@ -133,6 +136,30 @@ def _of_the_end(trace: Trace, steps: Sequence[Step], scene: CheckContext) -> Ite
     life = max(step.incarnation for step in steps)
     final = [step for step in steps if step.incarnation == life][-_LAST_STEPS:]
     return ended_badly(trace, scene, [moment_of(step, scene.columns) for step in final])
+
+
+def _note_stalls(trace: Trace, scene: CheckContext, suspects: Iterable[Candidate]) -> None:
+    """Note every stall that relays noticed, and give the last one of each host to the hangs.
+
+    A stall is no verdict: a first step that compiles for ten minutes stands still too. It says
+    since when, which records alone cannot.
+    """
+    stalls = trace.stalls[-_MOST_STALLS:]
+    if not stalls:
+        return
+    now_ns = time.time_ns() if trace.is_live else None
+    scene.ledger.notes.extend(stall.sentence(now_ns) for stall in stalls)
+    latest = {stall.host: stall for stall in trace.stalls}
+    evidence = [stall.as_evidence(now_ns) for _, stall in sorted(latest.items())][:_MOST_STALLS]
+    for suspect in suspects:
+        if suspect.kind is Kind.HANG:
+            suspect.evidence = functools.partial(_with_stalls, suspect.evidence, evidence)
+
+
+def _with_stalls(
+    evidence: Callable[[], Mapping[str, Any]], stalls: list[dict[str, Any]]
+) -> Mapping[str, Any]:
+    return {**evidence(), "standstill": stalls}
 
 
 def _wrongly_received(

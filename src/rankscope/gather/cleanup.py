@@ -24,7 +24,7 @@ from rankscope.run.names import (
     STEP_TRIGGER_FOLDER,
     TENSOR_FOLDER,
 )
-from rankscope.run.stalls import remove_standstills
+from rankscope.run.stalls import remove_stalls
 from rankscope.spool.origin import origin_text
 from rankscope.spool.streamreader import StreamReader
 
@@ -57,7 +57,7 @@ def remove_run(run_folder: Path, is_elsewhere: Callable[[StreamId], bool]) -> St
     shutil.rmtree(run_folder / TENSOR_FOLDER, ignore_errors=True)
     for folder in run_folder.glob(f"{STEP_TRIGGER_FOLDER}.*"):
         shutil.rmtree(folder, ignore_errors=True)
-    remove_standstills(run_folder)
+    remove_stalls(run_folder)
     for name in _OURS:
         (run_folder / name).unlink(missing_ok=True)
     Path(ipc_address(run_folder).removeprefix("ipc://")).unlink(missing_ok=True)  # maybe elsewhere

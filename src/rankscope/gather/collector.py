@@ -42,7 +42,6 @@ from rankscope.gather.protocol import (
     RecordFrame,
     Refused,
     Rejected,
-    StallMessage,
     StreamOffset,
     decode,
     encode,
@@ -58,7 +57,7 @@ from rankscope.gather.roster import JobState, PeerState, StreamProgress
 from rankscope.record.streams import EndReason, StreamId
 from rankscope.run.names import COLLECTOR_NAME
 from rankscope.run.replacing import write_by_rename
-from rankscope.run.stalls import keep_standstill
+from rankscope.run.stalls import Stall, keep_stall
 
 __all__ = ["Intake"]
 
@@ -80,7 +79,7 @@ class _Peer:
     host: str = ""
     heard_at: float = field(default_factory=time.monotonic)
     beat: Beat = field(default_factory=lambda: Beat(0, 0, JobState.UNKNOWN, 0))
-    stands: StallMessage | None = None
+    stall: Stall | None = None
     has_left: bool = False
 
 
@@ -239,8 +238,8 @@ class Intake:
             case Beat():
                 self._peers[identity].beat = message
                 return BeatSeen()
-            case StallMessage():
-                self._note_standstill(identity, message)
+            case Stall():
+                self._note_stall(identity, message)
                 return None
             case Bye():
                 self._peers[identity].has_left = True
@@ -351,14 +350,14 @@ class Intake:
             log(f"{place.name} ended ({reason.value}), {length} of {committed} bytes")
         return EndedSeen(stream)
 
-    def _note_standstill(self, identity: bytes, message: StallMessage) -> None:
+    def _note_stall(self, identity: bytes, message: Stall) -> None:
         peer = self._peers[identity]
-        if message == peer.stands:
+        if message == peer.stall:
             return
         name = hashlib.blake2b(identity, digest_size=8).hexdigest()
         with contextlib.suppress(SpoolError):  # a full disk: the relay tells it again
-            keep_standstill(self._out, name, message.standstill())
-            peer.stands = message
+            keep_stall(self._out, name, message)
+            peer.stall = message
 
     def _note_trouble(self, text: str) -> None:
         """Log it once: the relays ask again and again."""

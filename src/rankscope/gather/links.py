@@ -38,7 +38,6 @@ from rankscope.gather.protocol import (
     RecordFrame,
     Refused,
     Rejected,
-    StallMessage,
     StreamOffset,
     decode,
     encode,
@@ -50,7 +49,7 @@ from rankscope.gather.shipping import Shipment
 from rankscope.record.streams import StreamId
 from rankscope.run.folders import RunHeader
 from rankscope.run.names import REPLICA_FOLDER, TRACE_NAME
-from rankscope.run.stalls import Stall, keep_standstill
+from rankscope.run.stalls import Stall, keep_stall
 
 __all__ = ["Link", "SharedLink", "SocketLink"]
 
@@ -66,7 +65,7 @@ class Link(Protocol):
     """Monotonic time of the other side's last word."""
     rejection: str
     """Why nothing of this run is taken; empty as long as it is."""
-    standstill: Stall | None
+    stall: Stall | None
     """The last one noticed on this host, to be told."""
 
     @property
@@ -96,7 +95,7 @@ class SocketLink:
         self._job = JobState.UNKNOWN
         self._is_done = False
         self.rejection = ""
-        self.standstill: Stall | None = None
+        self.stall: Stall | None = None
         self._told: Stall | None = None
         self.heard_at = float("-inf")
         self._beat_at = float("-inf")
@@ -121,16 +120,16 @@ class SocketLink:
 
     def exchange(self, shipments: dict[StreamId, Shipment], now: float, job: JobState) -> bool:
         """Send and receive what can be; True where anything was."""
-        has_news = job is not self._job or self.standstill != self._told
+        has_news = job is not self._job or self.stall != self._told
         if now - self._beat_at > _BEAT_S or has_news:
             self._job = job
             self._send(Hello(PROTOCOL_VERSION, socket.gethostname(), self._header.run_id))
             alive = sum(shipment.is_alive for shipment in shipments.values())
             held = sum(not shipment.is_refused for shipment in shipments.values())
             self._send(Beat(alive, held, job, self._header.max_restarts))
-            if self.standstill is not None:  # again and again: any of them may be lost
-                self._send(StallMessage.of(self.standstill))
-                self._told = self.standstill
+            if self.stall is not None:  # again and again: any of them may be lost
+                self._send(self.stall)
+                self._told = self.stall
             self._beat_at = now
         was_busy = self._receive(shipments, now)
         return self._pump(list(shipments.values()), now) or was_busy
@@ -228,7 +227,7 @@ class SharedLink:
         self._beat_at = float("-inf")
         self.heard_at = time.monotonic()
         self.rejection = ""
-        self.standstill: Stall | None = None
+        self.stall: Stall | None = None
         self._told: Stall | None = None
         self._run_id = header.run_id
         self._replicas = ReplicaFiles(self._out)
@@ -278,11 +277,11 @@ class SharedLink:
         self._replicas.close()
 
     def _tell(self) -> None:
-        if self.standstill is None or self.standstill == self._told:
+        if self.stall is None or self.stall == self._told:
             return
         with contextlib.suppress(SpoolError):  # the disk is full: tried again
-            keep_standstill(self._out, self._name, self.standstill)
-            self._told = self.standstill
+            keep_stall(self._out, self._name, self.stall)
+            self._told = self.stall
 
     def _ship(self, shipment: Shipment, now: float) -> bool:
         message = shipment.next_message(now, WINDOW_BYTES)

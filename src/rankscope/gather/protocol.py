@@ -63,47 +63,10 @@ __all__ = [
     "RecordFrame",
     "Refused",
     "Rejected",
-    "StallMessage",
     "StreamOffset",
     "decode",
     "encode",
 ]
-
-
-@dataclass(frozen=True, slots=True)
-class StallMessage:
-    """The last time in which no rank of this host moved: a `Stall` on its way."""
-
-    since_ns: int
-    noticed_ns: int
-    over_ns: int
-    is_by_end: bool
-    host: str
-    where: str
-
-    @classmethod
-    def of(cls, standstill: Stall) -> StallMessage:
-        """Return the message that tells of a standstill."""
-        return cls(
-            standstill.since_ns,
-            standstill.noticed_ns,
-            standstill.over_ns,
-            standstill.is_by_end,
-            standstill.host,
-            standstill.where,
-        )
-
-    def standstill(self) -> Stall:
-        """Return what it tells of."""
-        return Stall(
-            host=self.host,
-            since_ns=self.since_ns,
-            noticed_ns=self.noticed_ns,
-            over_ns=self.over_ns,
-            is_by_end=self.is_by_end,
-            where=self.where,
-        )
-
 
 PROTOCOL_VERSION = 4
 FRAME_BYTES = 64 << 10
@@ -225,7 +188,7 @@ Message = (
     | RecordFrame
     | Ended
     | Beat
-    | StallMessage
+    | Stall
     | Bye
     | StreamOffset
     | EndedSeen
@@ -268,12 +231,12 @@ def decode(parts: Sequence[bytes]) -> Message:
         )
     if (shape.kind in (RecordFrame, ChunkFrame)) != (len(parts) == 2):
         raise WireError(f"verb {verb} with {len(parts)} parts")
-    values: list[Any] = []
+    values: dict[str, Any] = {"body": parts[1]} if len(parts) == 2 else {}
     at = 0
-    for field in shape.fields:
-        values.append(field.read(rest[at : at + field.size]))
+    for field, name in zip(shape.fields, shape.names):
+        values[name] = field.read(rest[at : at + field.size])
         at += field.size
-    message = shape.kind(*values, *parts[1:])
+    message = shape.kind(**values)
     if isinstance(message, (RecordFrame, ChunkFrame)):
         _check_body(message)
     return message
@@ -399,7 +362,7 @@ _SHAPES: Mapping[int, _MessageShape] = {
     16: _shape(ChunkAt, _STREAM, _CHUNK, _SIZE),
     17: _shape(ChunkSeen, _STREAM, _CHUNK),
     18: _shape(ChunksRefused, _STREAM, _TEXT),
-    19: _shape(StallMessage, _TIME, _TIME, _TIME, _member((False, True)), _TEXT, _TEXT),
+    19: _shape(Stall, _TIME, _TIME, _TIME, _member((False, True)), _TEXT, _TEXT),
 }
 """Every message by its verb. Never renumber."""
 _VERB_OF: Mapping[type[object], int] = {shape.kind: verb for verb, shape in _SHAPES.items()}

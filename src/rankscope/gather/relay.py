@@ -80,7 +80,7 @@ class _Relay:
         self._tree = run_folder / TRACE_NAME
         self._has_own_chunks = False
         """Full tensors of this host lie in the run folder, because it sees no trace folder."""
-        self._standing: StallMonitor | None = None
+        self._stalls: StallMonitor | None = None
         self._own_socket: Path | None = None
         """Of a collector that was started for this host's run alone."""
 
@@ -95,7 +95,7 @@ class _Relay:
         if header.collector == ipc_address(self._run_folder):
             self._own_socket = Path(header.collector.removeprefix("ipc://"))
         name = relay_name(self._run_folder)
-        self._standing = StallMonitor(self._run_folder, header, name)
+        self._stalls = StallMonitor(self._run_folder, header, name)
         link: Link
         link = SharedLink(header, name) if header.collector == SHARED else SocketLink(header, name)
         try:
@@ -123,9 +123,9 @@ class _Relay:
                 return ExitOutcome.REJECTED
             now = time.monotonic()
             self._discover(now)
-            if self._standing is not None:
-                self._standing.look(self._shipments, now)
-                link.standstill = self._standing.latest
+            if self._stalls is not None:
+                self._stalls.look(self._shipments, now)
+                link.stall = self._stalls.latest
             was_busy = link.exchange(self._shipments, now, self._job)
             if was_busy:
                 continue

@@ -1,8 +1,14 @@
-"""Whether any rank of a host still moves: what the relay alone can see, because it sees all spools.
+"""Whether the job stands still on this host, and what its ranks are inside of: answered here alone.
 
-A rank moves when its spool grows and when it ends. Where none has for the time that was set, and
-one at least stands inside something that was to be recorded (`posture`), that is a standstill: it
-is written down, and so is its end. Nothing is done to any process.
+A rank moves when its spool grows and when it ends: the relay sees that, because it sees all spools.
+A rank is quiet for many reasons: its traced steps are over and it trains on untraced, it evaluates,
+it saves. Only three things say that a record was to come: a module call that was not left, a
+collective that the program waits for and that has not ended, and a train step whose optimizer has
+not stepped. The last stands in for what no record shows, such as DDP's own reduction in backward.
+
+Where no rank has moved for the time that was set, and one at least is inside such a thing
+(`activity_of`), that is a stall: it is written down (`rankscope.run.stalls`), and so is its end.
+Nothing is done to any process.
 """
 
 from __future__ import annotations
@@ -12,21 +18,30 @@ import dataclasses
 import socket
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from rankscope.errors import SpoolError
 from rankscope.gather.log import log
-from rankscope.gather.rankactivity import RankActivity, posture_of
 from rankscope.gather.shipping import Shipment
+from rankscope.record.call import Mode, Phase
 from rankscope.record.ranklists import ranks_named
 from rankscope.record.streams import StreamId
 from rankscope.run.folders import RunHeader
 from rankscope.run.locks import is_alive
-from rankscope.run.stalls import Stall, keep_standstill, standstills_in
+from rankscope.run.stalls import Stall, keep_stall, stalls_in
+from rankscope.spool.cells import ENTER_DTYPE, EXIT_DTYPE, STEP_DTYPE, RecordKind, StepEvent
+from rankscope.spool.records import Records, records
 from rankscope.spool.streamreader import StreamReader
 
-__all__ = ["StallMonitor"]
+__all__ = ["StallMonitor", "activity_of"]
 
+Rows = NDArray[Any]
+_OPTIMIZER = sorted(Phase.having(lambda facts: facts.is_event) - {Phase.SETUP})
 DEFAULT_LIMIT_S = 300.0
 _LOOK_S = 1.0
 _AWAY_S = 5.0
@@ -35,7 +50,7 @@ _CLOSE_NS = 1_000_000_000
 _MOST_PLACES = 4
 
 
-class _Pulse:
+class _WatchedStream:
     """One stream: how far it has grown, and when."""
 
     def __init__(self, shipment: Shipment, now: float) -> None:
@@ -45,7 +60,7 @@ class _Pulse:
         self.is_alive = True
         self.grew_at = self.ended_at = now
         """`ended_at` of a rank that lives is when it was found."""
-        self._postures: dict[int, RankActivity] = {}
+        self._activities: dict[int, RankActivity] = {}
 
     def look(self, now: float) -> None:
         """See whether it has grown or ended."""
@@ -71,23 +86,23 @@ class _Pulse:
         nothing for that reason."""
         return self._shipment.acked == self._end
 
-    def posture(self, *, counts_steps: bool) -> RankActivity:
-        """Return where it stands, read once for each end of its records."""
-        if self._end not in self._postures:
+    def activity(self, *, counts_steps: bool) -> RankActivity:
+        """Return what it is inside of, read once for each end of its records."""
+        if self._end not in self._activities:
             try:
-                self._postures = {self._end: posture_of(self._reader, counts_steps=counts_steps)}
+                self._activities = {self._end: activity_of(self._reader, counts_steps=counts_steps)}
             except SpoolError:
                 return RankActivity(written_ns=0, inside="")
             finally:
                 self._reader.close()
-        return self._postures[self._end]
+        return self._activities[self._end]
 
 
 class StallMonitor:
     """Watches the streams of one host."""
 
     def __init__(self, run_folder: Path, header: RunHeader, relay: str) -> None:
-        """Watch nothing yet; take up the standstill that an earlier relay of this host noticed.
+        """Watch nothing yet; take up the stall that an earlier relay of this host noticed.
 
         Args:
             run_folder: keeps what was noticed for the launcher, and for the next relay.
@@ -98,10 +113,10 @@ class StallMonitor:
         self._relay = relay
         self._limit_s = _limit_s(header)
         self._counts_steps = _counts_steps(header)
-        self._pulses: dict[StreamId, _Pulse] = {}
+        self._streams: dict[StreamId, _WatchedStream] = {}
         self._looked_at = float("-inf")
         self._noticed_at = time.monotonic()
-        self.latest: Stall | None = next(iter(standstills_in(run_folder)[-1:]), None)
+        self.latest: Stall | None = next(iter(stalls_in(run_folder)[-1:]), None)
         """The last one noticed; its `over_ns` is 0 while it lasts."""
         self._is_taken_up = self._stands
 
@@ -118,15 +133,15 @@ class StallMonitor:
             return
         away_s, self._looked_at = now - self._looked_at, now
         for stream, shipment in shipments.items():
-            if stream not in self._pulses:
-                self._pulses[stream] = _Pulse(shipment, now)
-        if not self._pulses:
+            if stream not in self._streams:
+                self._streams[stream] = _WatchedStream(shipment, now)
+        if not self._streams:
             return
         if _AWAY_S < away_s < float("inf"):
-            for pulse in self._pulses.values():
-                pulse.grew_at += away_s
-        for pulse in self._pulses.values():
-            pulse.look(now)
+            for watched in self._streams.values():
+                watched.grew_at += away_s
+        for watched in self._streams.values():
+            watched.look(now)
         if self._stands:
             self._look_for_its_end()
         else:
@@ -137,13 +152,13 @@ class StallMonitor:
         return self._stands and not any(shipment.is_alive for shipment in shipments.values())
 
     def _look_for_one(self, now: float) -> None:
-        moved_at = max(max(p.grew_at, p.ended_at) for p in self._pulses.values())
+        moved_at = max(max(w.grew_at, w.ended_at) for w in self._streams.values())
         if now - moved_at < self._limit_s:
             return
         places: dict[str, list[int]] = {}
-        for stream, pulse in self._pulses.items():
-            if pulse.is_alive and pulse.has_all_sent:
-                inside = pulse.posture(counts_steps=self._counts_steps).inside
+        for stream, watched in self._streams.items():
+            if watched.is_alive and watched.has_all_sent:
+                inside = watched.activity(counts_steps=self._counts_steps).inside
                 if inside:
                     places.setdefault(inside, []).append(stream.rank)
         if not places:
@@ -164,13 +179,13 @@ class StallMonitor:
 
     def _look_for_its_end(self) -> None:
         assert self.latest is not None  # it stands
-        has_grown = any(pulse.grew_at > self._noticed_at for pulse in self._pulses.values())
+        has_grown = any(watched.grew_at > self._noticed_at for watched in self._streams.values())
         has_ended = any(
-            p.ended_at > self._noticed_at for p in self._pulses.values() if not p.is_alive
+            w.ended_at > self._noticed_at for w in self._streams.values() if not w.is_alive
         )
         if self._is_taken_up:  # it may have gone on while no relay was there
             is_later = self._wall_ns(self._last_ns()) > self.latest.since_ns + _CLOSE_NS
-            has_ended = not any(pulse.is_alive for pulse in self._pulses.values())
+            has_ended = not any(watched.is_alive for watched in self._streams.values())
             has_grown, self._is_taken_up = is_later, False
             self._noticed_at = time.monotonic()
         if has_grown or has_ended:
@@ -181,10 +196,10 @@ class StallMonitor:
     def _last_ns(self) -> int:
         """Return the monotonic time of the last move of any rank."""
         written = [
-            pulse.posture(counts_steps=self._counts_steps).written_ns
-            if pulse.is_alive
-            else int(pulse.ended_at * 1e9)
-            for pulse in self._pulses.values()
+            watched.activity(counts_steps=self._counts_steps).written_ns
+            if watched.is_alive
+            else int(watched.ended_at * 1e9)
+            for watched in self._streams.values()
         ]
         return max(written)
 
@@ -192,11 +207,11 @@ class StallMonitor:
     def _wall_ns(monotonic_ns: int) -> int:
         return max(0, time.time_ns() - (time.monotonic_ns() - monotonic_ns))
 
-    def _note(self, standstill: Stall) -> None:
-        self.latest = standstill
-        log(standstill.told(time.time_ns()))
+    def _note(self, stall: Stall) -> None:
+        self.latest = stall
+        log(stall.sentence(time.time_ns()))
         with contextlib.suppress(SpoolError):  # a full disk: the log has it
-            keep_standstill(self._run_folder, self._relay, standstill)
+            keep_stall(self._run_folder, self._relay, stall)
 
 
 def _counts_steps(header: RunHeader) -> bool:
@@ -212,3 +227,115 @@ def _limit_s(header: RunHeader) -> float:
         return float(header.settings.get("hang-seconds", DEFAULT_LIMIT_S))
     except ValueError:
         return DEFAULT_LIMIT_S
+
+
+# ---- what a quiet rank is inside of ------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankActivity:
+    """What a rank was inside of when it wrote its last record."""
+
+    written_ns: int
+    """Monotonic time of that record on its host; 0 where there is none with a time."""
+    inside: str
+    """What it is inside of: `a collective of train step 2`; "" for nothing that is known."""
+
+
+@dataclass(slots=True)
+class _Tail:
+    """The records of a stream that were not freed."""
+
+    enters: list[Rows]
+    exits: list[Rows]
+    steps: list[Rows]
+    synchronous: dict[int, bool]
+    """{definition: True where its collective is waited for in the call that issued it}."""
+    written_ns: int = 0
+
+    def add(self, found: Records) -> None:
+        """Take what a piece of the stream says."""
+        for kept, kind in (
+            (self.enters, RecordKind.ENTER),
+            (self.exits, RecordKind.EXIT),
+            (self.steps, RecordKind.STEP),
+        ):
+            _, rows = found.columns(kind)
+            if len(rows):
+                kept.append(rows.copy())
+                self.written_ns = max(self.written_ns, int(rows["time_ns"].max()))
+        _, values, _ = found.values()
+        if len(values):
+            self.written_ns = max(self.written_ns, int(values["time_ns"].max()))
+        for entry in found.definitions().found:
+            if entry["kind"] == "collective":
+                self.synchronous[entry["id"]] = not entry.get("async", False)
+
+
+def activity_of(reader: StreamReader, *, counts_steps: bool) -> RankActivity:
+    """Read what a rank is inside of.
+
+    Args:
+        reader: of its stream.
+        counts_steps: a train step before its optimizer counts.
+
+    Raises:
+        SpoolError: the stream cannot be read.
+    """
+    tail = _Tail([], [], [], {})
+    is_whole = reader.lowest() == 0
+    for chunk in reader.chunks():
+        tail.add(records(chunk, is_verified=True))
+    enters = _joined(tail.enters, ENTER_DTYPE)
+    steps = _joined(tail.steps, STEP_DTYPE)
+    is_open = ~np.isin(enters["sequence"], _joined(tail.exits, EXIT_DTYPE)["sequence"])
+    is_open &= ~_is_ended(enters, steps)
+    inside = _open_call(enters[is_open], tail.synchronous)
+    if not inside and counts_steps:
+        inside = _open_step(enters, steps, is_whole=is_whole)
+    return RankActivity(written_ns=tail.written_ns, inside=inside)
+
+
+def _joined(pieces: list[Rows], dtype: np.dtype[Any]) -> Rows:
+    return np.concatenate(pieces) if pieces else np.empty(0, dtype)
+
+
+def _is_ended(enters: Rows, steps: Rows) -> NDArray[np.bool_]:
+    """[n] True for calls of a step that has ended."""
+    ended = steps[steps["event"] == int(StepEvent.END)]
+    return np.isin(_key(enters), _key(ended))
+
+
+def _key(rows: Rows) -> NDArray[np.int64]:
+    key: NDArray[np.int64] = rows["step"].astype(np.int64) * 2 + rows["mode"]
+    return key
+
+
+def _open_call(enters: Rows, synchronous: dict[int, bool]) -> str:
+    """Return what the innermost open call is; asynchronous collectives do not count."""
+    for row in enters[::-1]:
+        of = f"{Mode(int(row['mode'])).word} step {int(row['step'])}"
+        if row["phase"] != int(Phase.COLLECTIVE):
+            return f"a call of {of}"
+        if synchronous.get(int(row["collective"]), False):
+            return f"a collective of {of}"
+    return ""
+
+
+def _open_step(enters: Rows, steps: Rows, *, is_whole: bool) -> str:
+    """Return the train step that runs and whose optimizer has not stepped."""
+    of_train = steps[steps["mode"] == int(Mode.TRAIN)]
+    marks = of_train[of_train["event"] != int(StepEvent.NOTE)]
+    calls = enters[enters["mode"] == int(Mode.TRAIN)]
+    if len(marks):
+        if marks[-1]["event"] != int(StepEvent.BEGIN):
+            return ""
+        step = int(marks[-1]["step"])
+    elif not is_whole and len(calls):  # its begin was shipped and freed: it writes in no other time
+        step = int(calls[-1]["step"])
+    else:
+        return ""
+    own = calls[calls["step"] == step]
+    if np.isin(own["phase"], _OPTIMIZER).any():
+        return ""
+    return f"train step {step}, before its optimizer"

@@ -1,7 +1,7 @@
-"""Files that say when no rank of a host moved: `standstills/<relay>.json`, one for each relay.
+"""What is written down of a stall, a time in which no rank of a host moved: `Stall`, and its files.
 
-They lie in the trace folder, for `check`, and in the host's run folder, for the launcher and for a
-relay that is started again.
+The files are `standstills/<relay>.json`, one for each relay. They lie in the trace folder, for
+`check`, and in the host's run folder, for the launcher and for a relay that is started again.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ from rankscope.run.replacing import read_json_map, write_by_rename
 
 __all__ = [
     "Stall",
-    "carry_standstills",
-    "keep_standstill",
-    "remove_standstills",
-    "standstills_in",
-    "utc_text",
+    "carry_stalls",
+    "keep_stall",
+    "remove_stalls",
+    "stalls_in",
 ]
 _NS = 1_000_000_000
 _LARGEST_NS = 1 << 63
@@ -36,7 +35,6 @@ _LARGEST_NS = 1 << 63
 class Stall:
     """What one relay noticed. Times are wall-clock nanoseconds of its host."""
 
-    host: str
     since_ns: int
     """When the last record of any rank was written, or the last rank ended."""
     noticed_ns: int
@@ -44,11 +42,12 @@ class Stall:
     """When a rank moved again, or ended; 0 while none did."""
     is_by_end: bool = False
     """It is over because ranks ended, not because one wrote anything."""
+    host: str
     where: str = ""
     """What the ranks that count are inside of."""
 
-    def told(self, now_ns: int | None) -> str:
-        """Return it as a sentence without a full stop.
+    def sentence(self, now_ns: int | None) -> str:
+        """Return a sentence about it, without a full stop.
 
         Args:
             now_ns: wall-clock time; None where the job is known to be over.
@@ -69,6 +68,19 @@ class Stall:
         """Return how long it had lasted at a time, in whole seconds."""
         return max(0, (until_ns - self.since_ns) // _NS)
 
+    def as_evidence(self, now_ns: int | None) -> dict[str, Any]:
+        """Return a stall as evidence: {host, since, until, seconds, message}; `until` is null while
+        it lasts, or where nobody saw its end.
+        """
+        until_ns = self.over_ns or None
+        return {
+            "host": self.host,
+            "since": _utc_text(self.since_ns),
+            "until": None if until_ns is None else _utc_text(until_ns),
+            "seconds": self.seconds(until_ns or now_ns or self.noticed_ns),
+            "message": self.sentence(now_ns),
+        }
+
     def as_fields(self) -> dict[str, Any]:
         """Return the fields of its entry in a file."""
         return {
@@ -82,7 +94,7 @@ class Stall:
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> Stall:
-        """Return the standstill of `as_fields`.
+        """Return the stall of `as_fields`.
 
         Raises:
             KeyError, TypeError, ValueError: the fields are not those of one.
@@ -100,7 +112,7 @@ class Stall:
         )
 
 
-def utc_text(wall_ns: int) -> str:
+def _utc_text(wall_ns: int) -> str:
     """Return a wall-clock time in ISO 8601, UTC, to the millisecond."""
     when = datetime.datetime.fromtimestamp(wall_ns / _NS, datetime.timezone.utc)
     return when.isoformat(timespec="milliseconds")
@@ -120,20 +132,20 @@ _SAME_NS = 1_000_000_000
 """A relay that was started again reckons the begin anew, from the same record."""
 
 
-def keep_standstill(folder: Path, relay: str, standstill: Stall) -> None:
-    """Add a standstill to the file of one relay, or bring its entry there up to date.
+def keep_stall(folder: Path, relay: str, stall: Stall) -> None:
+    """Add a stall to the file of one relay, or bring its entry there up to date.
 
     Args:
         folder: a trace folder, or a host's run folder.
         relay: file name; hexadecimal digits.
-        standstill: what is known of it by now.
+        stall: what is known of it by now.
 
     Raises:
         SpoolError: it cannot be written.
     """
     path = folder / STALL_FOLDER / f"{relay}.json"
-    others = [s for s in _read(path) if abs(s.since_ns - standstill.since_ns) > _SAME_NS]
-    kept = sorted([*others, standstill], key=lambda s: s.since_ns)[-_MOST:]
+    others = [s for s in _read(path) if abs(s.since_ns - stall.since_ns) > _SAME_NS]
+    kept = sorted([*others, stall], key=lambda s: s.since_ns)[-_MOST:]
     try:
         path.parent.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
@@ -142,23 +154,23 @@ def keep_standstill(folder: Path, relay: str, standstill: Stall) -> None:
     write_by_rename(path, text + "\n")
 
 
-def standstills_in(folder: Path) -> list[Stall]:
-    """Return all standstills noted in a trace folder or run folder, in order of their begin; what
+def stalls_in(folder: Path) -> list[Stall]:
+    """Return all stalls noted in a trace folder or run folder, in order of their begin; what
     cannot be read is left out."""
     found = [s for path in sorted((folder / STALL_FOLDER).glob("*.json")) for s in _read(path)]
     return sorted(found, key=lambda s: s.since_ns)
 
 
-def carry_standstills(folders: Iterable[Path], out: Path) -> None:
+def carry_stalls(folders: Iterable[Path], out: Path) -> None:
     """Copy what is noted in folders into a new trace folder; what cannot be written is left out."""
     for folder in folders:
         for path in sorted((folder / STALL_FOLDER).glob("*.json")):
-            for standstill in _read(path):
+            for stall in _read(path):
                 with contextlib.suppress(SpoolError):
-                    keep_standstill(out, path.stem, standstill)
+                    keep_stall(out, path.stem, stall)
 
 
-def remove_standstills(run_folder: Path) -> None:
+def remove_stalls(run_folder: Path) -> None:
     """Remove a run folder's own notes."""
     for path in (run_folder / STALL_FOLDER).glob("*.json"):
         path.unlink(missing_ok=True)

@@ -23,7 +23,7 @@ from rankscope.chunks.tensorfiles import TensorRecords
 from rankscope.errors import FolderError, TraceError
 from rankscope.record.streams import StreamId
 from rankscope.run.names import REPLICA_FOLDER
-from rankscope.run.stalls import carry_standstills
+from rankscope.run.stalls import carry_stalls
 from rankscope.tree.document import Document
 from rankscope.tree.header import completeness, run_header, step_notes
 from rankscope.tree.treewriter import INLINE_LIMIT_BYTES, TRACE_NAME, Progress, write_trace
@@ -145,7 +145,7 @@ def recover(
             out.mkdir(mode=0o700, parents=True, exist_ok=True)
             lives = {(s.stream.rank, s.origin): s.stream for s in streams}
             carry_chunks(folders, out, lives)
-            carry_standstills(folders, out)
+            carry_stalls(folders, out)
         except OSError as error:
             raise FolderError(f"{out}: cannot be made: {error.strerror}") from error
         return [finish_kept(out, stream) for stream in streams]

@@ -17,7 +17,7 @@ from rankscope.record.ranklists import parse_ranks, ranks_named
 from rankscope.record.statistics import STATISTICS
 from rankscope.record.value import Digest, Samples
 from rankscope.run.out import typed
-from rankscope.run.stalls import Stall, standstills_in
+from rankscope.run.stalls import Stall, stalls_in
 from rankscope.tree.damage import damaged_is_trace_error
 from rankscope.tree.digests import Columns
 from rankscope.tree.selection import default_phase, named, nothing_matched
@@ -448,9 +448,9 @@ class Trace:
         return TensorFiles(self.path, self._source.tensors())
 
     @cached_property
-    def standstills(self) -> list[Stall]:
+    def stalls(self) -> list[Stall]:
         """Times in which no rank of a host moved, as relays noticed them."""
-        return standstills_in(self.path)
+        return stalls_in(self.path)
 
     @property
     def default_mode(self) -> Mode:
