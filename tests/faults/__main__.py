@@ -27,11 +27,11 @@ def for_children() -> None:
     sys.path[:0] = parts
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the command line, as docs/fault-benchmark.md describes it."""
-    parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
+def parser(prog: str = "python -m tests.faults", seeds: int = 5) -> argparse.ArgumentParser:
+    """Return the command line, as docs/fault-benchmark.md describes it; `seeds` if none is said."""
+    parser = argparse.ArgumentParser(prog=prog, description=__doc__)
     parser.add_argument("--only", action="append", default=[], help="a row; may be repeated")
-    parser.add_argument("--seeds", type=int, default=5, help="how many, from --first-seed on")
+    parser.add_argument("--seeds", type=int, default=seeds, help="how many, from --first-seed on")
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--dtype", action="append", default=[], help="float32 or bfloat16")
     parser.add_argument("--ranks", action="append", default=[], type=int, help="2 or 4")
@@ -43,17 +43,18 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main() -> int:
-    """Return 0 where every fault is named, nothing else is, and every proof holds."""
-    options = parser().parse_args()
+def main(options: argparse.Namespace, table: str = "tests.faults.rows") -> int:
+    """Run what was asked for of a table, the module with its rows. Return 0 where every fault is
+    named, nothing else is, and every proof holds."""
     for_children()
     from tests.distributed.pool import RankPool
-    from tests.faults.runs import ABOUT, every_run
+    from tests.faults.runs import about, every_run
     from tests.faults.setup import Shape
 
-    unknown = sorted(set(options.only) - set(ABOUT))
+    names = about(table)
+    unknown = sorted(set(options.only) - set(names))
     if unknown:
-        print(f"no row is called {unknown[0]!r}: choose from {', '.join(ABOUT)}", file=sys.stderr)
+        print(f"no row is called {unknown[0]!r}: choose from {', '.join(names)}", file=sys.stderr)
         return 2
     runs = [
         *every_run(
@@ -63,6 +64,7 @@ def main() -> int:
             only=options.only,
             dtypes=options.dtype,
             ranks=options.ranks,
+            table=table,
         )
     ]
     pool = RankPool()
@@ -127,4 +129,4 @@ def score(pool: object, runs: Sequence[object], place: Path, options: argparse.N
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(parser().parse_args()))

@@ -6,9 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tests.faults.runs import ABOUT, HAS_FAULT, Outcome
-
-NAMES = tuple(ABOUT)
+from tests.faults.runs import Outcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,6 +14,7 @@ class Line:
     """All runs of one program, faulty or not."""
 
     name: str
+    about: str
     is_faulty: bool
     ranks: tuple[int, ...]
     runs: int
@@ -28,19 +27,24 @@ class Line:
 
 
 def lines(outcomes: Iterable[Outcome]) -> list[Line]:
-    """Add up outcomes by program, faults first, in the order of the table of programs."""
+    """Add up outcomes by program, faults first, in the order in which programs came first."""
     kept: dict[tuple[bool, int], list[Outcome]] = {}
+    places: dict[str, int] = {}
     for outcome in outcomes:
         run = outcome.run
-        kept.setdefault((not run.setup.is_faulty, NAMES.index(run.name)), []).append(outcome)
+        place = places.setdefault(run.name, len(places))
+        kept.setdefault((not run.setup.is_faulty, place), []).append(outcome)
     return [_added(group) for _, group in sorted(kept.items(), key=lambda item: item[0])]
 
 
 def _added(group: Sequence[Outcome]) -> Line:
     scores = [outcome.score for outcome in group]
+    run = group[0].run
+    is_off = run.has_fault and not run.setup.is_faulty
     return Line(
-        name=group[0].run.name,
-        is_faulty=group[0].run.setup.is_faulty,
+        name=run.name,
+        about="the program of that fault, without it" if is_off else run.about,
+        is_faulty=run.setup.is_faulty,
         ranks=tuple(sorted({outcome.run.setup.ranks for outcome in group})),
         runs=len(group),
         detected=sum(s.detected for s in scores),
@@ -77,6 +81,7 @@ def table(found: Sequence[Line]) -> str:
 def _sum(found: Sequence[Line]) -> Line:
     return Line(
         name="**all**",
+        about="",
         is_faulty=found[0].is_faulty,
         ranks=(),
         runs=sum(line.runs for line in found),
@@ -98,10 +103,7 @@ def _silent_row(line: Line) -> str:
 
 
 def _row(line: Line, counts: Sequence[int]) -> str:
-    about = ABOUT.get(line.name, "")
-    if about and not line.is_faulty and HAS_FAULT[line.name]:
-        about = "the program of that fault, without it"
-    cells = (line.name, about, ", ".join(map(str, line.ranks)), *map(str, counts))
+    cells = (line.name, line.about, ", ".join(map(str, line.ranks)), *map(str, counts))
     return f"| {' | '.join(cells)} |"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,16 +16,13 @@ from tests.distributed.pool import RankFailure, RankPool
 from tests.faults import hang, ranks
 from tests.faults.checking import report_on
 from tests.faults.expected import Score, score
-from tests.faults.rows import BY_NAME, ROWS
+from tests.faults.rows import Row
 from tests.faults.setup import Setup, Shape
 
+FAULTS = "tests.faults.rows"
 HANG = "branch-skipped"
 TIMEOUT_S = 120.0
-ABOUT = {row.name: row.about for row in ROWS} | {
-    HANG: "one rank skips a branch and its collective: asked about while the job hangs"
-}
-"""All rows by name, in order, and what is wrong, or special, in each."""
-HAS_FAULT = {row.name: row.has_fault for row in ROWS} | {HANG: True}
+ABOUT_HANG = "one rank skips a branch and its collective: asked about while the job hangs"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +31,23 @@ class Run:
 
     name: str
     setup: Setup
+    table: str = FAULTS
+    """The module with the table the program stands in."""
+
+    @property
+    def row(self) -> Row | None:
+        """The program; None for the job that hangs."""
+        return ranks.row_of(self.table, self.name)
+
+    @property
+    def about(self) -> str:
+        """What is wrong in it, or special."""
+        return self.row.about if self.row else ABOUT_HANG
+
+    @property
+    def has_fault(self) -> bool:
+        """Whether there is a fault to switch on."""
+        return self.row.has_fault if self.row else True
 
     @property
     def label(self) -> str:
@@ -59,11 +74,12 @@ def every_run(
     dtypes: Sequence[str] = (),
     ranks: Sequence[int] = (),
     first_seed: int = 0,
+    table: str = FAULTS,
 ) -> Iterator[Run]:
     """Yield all runs, seed by seed; then, with the first seed, those of faults switched off."""
     chosen = [
         (name, Setup(shape=shape, ranks=world, dtype=dtype), has_fault)
-        for name, worlds, its_dtypes, has_fault in _rows()
+        for name, worlds, its_dtypes, has_fault in _rows(table)
         for world in worlds
         for dtype in its_dtypes
         if (not only or name in only)
@@ -72,39 +88,45 @@ def every_run(
     ]
     for seed in range(first_seed, first_seed + seeds):
         for name, setup, has_fault in chosen:
-            yield Run(name=name, setup=replace(setup, seed=seed, is_faulty=has_fault))
+            faulty = replace(setup, seed=seed, is_faulty=has_fault)
+            yield Run(name=name, setup=faulty, table=table)
     for name, setup, has_fault in chosen if seeds else ():
         if has_fault:
-            yield Run(name=name, setup=replace(setup, seed=first_seed))
+            yield Run(name=name, setup=replace(setup, seed=first_seed), table=table)
 
 
-def _rows() -> Iterator[tuple[str, tuple[int, ...], tuple[str, ...], bool]]:
+def about(table: str = FAULTS) -> dict[str, str]:
+    """Return all rows of a table by name, in order, and what is wrong, or special, in each."""
+    return {name: Run(name=name, setup=Setup(), table=table).about for name, *_ in _rows(table)}
+
+
+def _rows(table: str) -> Iterator[tuple[str, tuple[int, ...], tuple[str, ...], bool]]:
     """Yield name, ranks, dtypes, and whether there is a fault to switch on."""
-    for row in ROWS:
+    for row in importlib.import_module(table).ROWS:
         yield row.name, row.ranks, row.dtypes, row.has_fault
-    yield HANG, (2,), ("float32", "bfloat16"), True
+    if table == FAULTS:
+        yield HANG, (2,), ("float32", "bfloat16"), True
 
 
 def proved(pool: RankPool, run: Run, folder: Path) -> str:
     """Return what the oracle says is wrong in a run, without rankscope (the hang's job is traced:
     it is started as a user would); "" where all is right."""
-    if run.name == HANG:
+    if run.row is None:
         with hang.running(run.setup, folder):
             return hang.is_stuck(run.setup, folder)
-    said = pool.run(
-        ranks.prove, run.name, run.setup, world_size=run.setup.ranks, timeout_s=TIMEOUT_S
-    )
+    asked = (run.table, run.name, run.setup)
+    said = pool.run(ranks.prove, *asked, world_size=run.setup.ranks, timeout_s=TIMEOUT_S)
     return "; ".join(sorted(set(filter(None, said))))
 
 
 def report_of(pool: RankPool, run: Run, folder: Path) -> Mapping[str, Any]:
     """Trace a run and return the report on it; the hang's job is started as a user would."""
-    if run.name == HANG:
+    if run.row is None:
         with hang.running(run.setup, folder) as job:
             if not hang.is_stuck(run.setup, folder):
                 job.process.wait(TIMEOUT_S)  # for the tree
             return hang.asked_until_told(job.trace)
-    row, out = BY_NAME[run.name], folder / "trace"
+    row, out = run.row, folder / "trace"
     folder.mkdir(parents=True)
     layout = row.layout_of(run.setup)
     layout_file = folder / "layout.toml" if layout else None
@@ -113,6 +135,7 @@ def report_of(pool: RankPool, run: Run, folder: Path) -> Mapping[str, Any]:
     traced(
         pool,
         ranks.traced,
+        run.table,
         run.name,
         run.setup,
         folder=folder,
@@ -125,7 +148,7 @@ def report_of(pool: RankPool, run: Run, folder: Path) -> Mapping[str, Any]:
 def scored(pool: RankPool, run: Run, folder: Path, *, is_kept: bool = False) -> Outcome:
     """Trace, check and score one run; what fails on the way scores nothing and says why."""
     begun = time.monotonic()
-    expected = (hang.expected if run.name == HANG else BY_NAME[run.name].expected)(run.setup)
+    expected = (run.row.expected if run.row else hang.expected)(run.setup)
     try:
         report = report_of(pool, run, folder)
         found = score(report, expected if run.setup.is_faulty else None)
