@@ -19,6 +19,7 @@ class Bug(Row):
     source: str
     """Tracker and number."""
     url: str
+    """"" where nobody reported it."""
     ranks: tuple[int, ...] = (2,)
     dtypes: tuple[str, ...] = ("float32",)
     missed: str = ""
@@ -27,6 +28,12 @@ class Bug(Row):
     """What `check` says of the right twin; "" where that is clean."""
     package: str = ""
     """What has to be installed."""
+
+    @property
+    def in_words(self) -> str:
+        """The begin of its row on the page: name, what is wrong, and where that was reported."""
+        source = f"[{self.source}]({self.url})" if self.url else self.source
+        return f"| {self.name} | {self.about} | {source} |"
 
 
 def ignored(setup: Setup) -> Expected:
@@ -226,6 +233,7 @@ ROWS: tuple[Bug, ...] = (
         oracle=huggingface.scalars_right,
         expected=activation_scalars,
         package="transformers",
+        missed="a parameter of one element is a constant, which may be an equal shard",
     ),
     Bug(
         name="fsdp1-ignored-modules",
@@ -235,6 +243,7 @@ ROWS: tuple[Bug, ...] = (
         program=shards.ignored_norm,
         oracle=shards.norm_right,
         expected=ignored,
+        missed="a norm begins as ones and zeros, which may be equal shards, so it is no replica",
     ),
     Bug(
         name="random-shards",
@@ -244,6 +253,7 @@ ROWS: tuple[Bug, ...] = (
         program=shards.random_shards,
         oracle=shards.shards_differ,
         expected=equal_shards,
+        missed="nobody asks whether the shards of one DTensor are equal",
     ),
     Bug(
         name="fsdp1-clipping",
@@ -253,6 +263,7 @@ ROWS: tuple[Bug, ...] = (
         program=shards.clipped_shards,
         oracle=shards.norm_as_asked,
         expected=scaled_between,
+        missed="a gradient is read once, so what happens between backward and step is not seen",
     ),
     Bug(
         name="lost-accumulation",
@@ -262,6 +273,7 @@ ROWS: tuple[Bug, ...] = (
         program=shards.partitioned_accumulation,
         oracle=shards.accumulated_right,
         expected=lost,
+        missed="a gradient is read once, so what an earlier micro-batch gave is not known",
     ),
     Bug(
         name="gathered-to-local",
@@ -289,6 +301,7 @@ ROWS: tuple[Bug, ...] = (
         program=byhand.rope_key,
         oracle=byhand.latent_right,
         expected=unsummed_in_every_layer,
+        missed="the gradients of five parameters are named, not the module that lacks the sum",
     ),
     Bug(
         name="column-without-sum",
@@ -298,6 +311,7 @@ ROWS: tuple[Bug, ...] = (
         program=byhand.open_column,
         oracle=byhand.right,
         expected=unsummed_input("layers.{layer}.feed_forward.up_proj"),
+        missed="the feed-forward around the layer is named",
     ),
     Bug(
         name="strided-gradient",
@@ -307,16 +321,28 @@ ROWS: tuple[Bug, ...] = (
         program=byhand.strided_gradient,
         oracle=byhand.strided_right,
         expected=unsummed_input("head"),
+        missed="the parameters below are named, each as a gradient that was not reduced",
     ),
     Bug(
         name="other-mesh",
         about="one feed-forward is split over the data-parallel axis of the mesh",
-        source="torchtitan",
-        url="https://github.com/pytorch/torchtitan",
+        source="a style of mistake; no report",
+        url="",
         program=dtensors.other_mesh,
         oracle=dtensors.replicas_right,
         expected=misplaced_block,
         ranks=(4,),
+    ),
+    Bug(
+        name="other-mesh-of-two",
+        about="the same in a model of two layers",
+        source="a style of mistake; no report",
+        url="",
+        program=dtensors.other_mesh_of_two,
+        oracle=dtensors.of_two_right,
+        expected=lambda setup: misplaced_block(dtensors.of_two(setup)),
+        ranks=(4,),
+        missed="the healthy layer is blamed: the wrong one looks as if a reduction made it agree",
     ),
     Bug(
         name="tie-lost",
@@ -326,6 +352,7 @@ ROWS: tuple[Bug, ...] = (
         program=dtensors.tied,
         oracle=dtensors.still_tied,
         expected=untied,
+        missed="nobody asks whether two parameters that began equal stay one",
     ),
     Bug(
         name="other-group",
@@ -336,24 +363,27 @@ ROWS: tuple[Bug, ...] = (
         oracle=byhand.mesh_right,
         expected=wrong_group,
         ranks=(4,),
+        missed="ranks 0-1 are named, ranks 2-3 with the same fault are not",
     ),
     Bug(
         name="own-rows",
         about="tensor-parallel ranks read different rows",
-        source="accelerate",
-        url="https://github.com/huggingface/accelerate",
+        source="accelerate #3092",
+        url="https://github.com/huggingface/accelerate/issues/3092",
         program=byhand.own_rows,
         oracle=byhand.same_rows,
         expected=other_input,
+        missed="tensor-parallel ranks with other rows look like data-parallel ranks",
     ),
     Bug(
         name="own-loss",
         about="one tensor-parallel rank weighs its loss",
-        source="Megatron-LM #7452, number 1",
-        url="https://github.com/NVIDIA/Megatron-LM/issues/7452",
+        source="a style of mistake; no report",
+        url="",
         program=byhand.own_loss,
         oracle=byhand.right,
         expected=other_loss,
+        missed="the gradients of the parameters are named in place of that of the output",
     ),
     Bug(
         name="sequence-norms",
@@ -364,15 +394,17 @@ ROWS: tuple[Bug, ...] = (
         oracle=byhand.mesh_right,
         expected=norm_gradients,
         ranks=(4,),
+        missed="norms begin as ones, and the ranks that share a sequence have other inputs",
     ),
     Bug(
         name="other-order",
         about="gradients averaged one by one, in the other order on one rank",
-        source="pytorch",
-        url="https://github.com/pytorch/pytorch",
+        source="DeepSpeed #2343",
+        url="https://github.com/deepspeedai/DeepSpeed/issues/2343",
         program=byhand.other_order,
         oracle=byhand.averaged_right,
         expected=crossed,
+        missed="both gradients are named as not reduced",
     ),
 )
 BY_NAME = {row.name: row for row in ROWS}

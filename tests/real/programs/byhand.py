@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -104,18 +105,15 @@ class GatherLast(torch.autograd.Function):
         return mine.contiguous(), None
 
 
-EVEN = Shape(vocabulary=40)
-"""A vocabulary that ranks can share."""
-
-
-def with_shape(setup: Setup, shape: Shape) -> Setup:
-    return Setup(shape=shape, ranks=setup.ranks, seed=setup.seed, is_faulty=setup.is_faulty)
+def even(setup: Setup) -> Setup:
+    """The same run with a vocabulary that ranks can share."""
+    return replace(setup, shape=replace(setup.shape, vocabulary=40))
 
 
 def strided_gradient(setup: Setup) -> Trained:
     """A head split over the vocabulary that works time first. Bug: the gradient of its input is a
     transposed tensor, whose sum over ranks is thrown away."""
-    setup = with_shape(setup, EVEN)
+    setup = even(setup)
     model = whole(setup)
     head = TimeFirstHead(
         setup.shape.hidden, setup.shape.vocabulary, dist.group.WORLD, setup.is_faulty
@@ -126,7 +124,7 @@ def strided_gradient(setup: Setup) -> Trained:
 
 
 def strided_right(setup: Setup, trained: Trained) -> str:
-    return right(with_shape(setup, EVEN), trained)
+    return right(even(setup), trained)
 
 
 class LatentAttention(nn.Module):

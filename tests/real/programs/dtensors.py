@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -216,6 +218,19 @@ def other_mesh(setup: Setup) -> Trained:
 def replicas_right(setup: Setup, trained: Trained) -> str:
     """Gradients must be those of one process, whatever axis they are split over."""
     return truth.like_one_process(setup, trained)
+
+
+def of_two(setup: Setup) -> Setup:
+    """The same run of a model of two layers: only one is left that is right."""
+    return replace(setup, shape=replace(setup.shape, layers=2))
+
+
+def other_mesh_of_two(setup: Setup) -> Trained:
+    return other_mesh(of_two(setup))
+
+
+def of_two_right(setup: Setup, trained: Trained) -> str:
+    return replicas_right(of_two(setup), trained)
 
 
 def tied(setup: Setup) -> Trained:
