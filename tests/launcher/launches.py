@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests import forked
 from tests.waiting import wait_until
 
 BIN = Path(sys.executable).parent
@@ -83,7 +84,7 @@ class Launch:
         self._texts: tuple[str, str] | None = None
         given = ["--rs-out", self.out, "--rs-spool", self.spool, "--rs-drain-seconds", 1, *options]
         command = [BIN / "rankscope", "run", *given, "--nproc-per-node", len(ways)]
-        self.process = subprocess.Popen(
+        self.process = forked.Popen(
             [*map(str, command), str(folder / "script.py"), str(self.meeting), *ways],
             stdout=(folder / "stdout").open("w"),
             stderr=(folder / "stderr").open("w"),
@@ -172,11 +173,10 @@ def kill(pid: int, number: int = signal.SIGKILL) -> None:
 
 def rankscope(*words: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     """Run one command to its end."""
-    return subprocess.run(
-        [str(BIN / "rankscope"), *map(str, words)],
+    return forked.run(
+        [BIN / "rankscope", *words],
         capture_output=True,
         text=True,
-        timeout=300,
         cwd=cwd,
     )
 
