@@ -16,6 +16,7 @@ import pytest
 import rankscope
 
 SOURCE = Path(rankscope.__file__).parent
+LAUNCHER = SOURCE.parent.parent / "launcher"
 ROOMS = {
     "errors": set(),
     "globs": set(),
@@ -72,6 +73,8 @@ LAZY_DOORS = {"rankscope", "rankscope.compat"}
 Python does with every package on the way, so a circle is their purpose. It is harmless because they
 load a name's module only when the name is used (`rankscope.tracing`, which is there at once, does
 the same)."""
+FENCES = {"rankscope.capture.torch_internals": "one file for each part of torch, however small"}
+"""Packages whose modules keep a dependency apart, and so may be small."""
 WITHOUT_TORCH = [
     "rankscope",
     "rankscope.compat",
@@ -81,7 +84,7 @@ WITHOUT_TORCH = [
     "rankscope.spool.writer",
     "rankscope.gather.collector",
     "rankscope.gather.relay",
-    "rankscope.doctor.examine",
+    "rankscope.doctor.job",
     "rankscope.tree.build",
     "rankscope.tree.reader",
     "rankscope.export.formats",
@@ -182,6 +185,33 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
         pytest.fail(f"a circle: {' -> '.join(reversed(error.args[1]))}")
+
+
+def test_a_small_module_that_one_other_imports_is_part_of_it() -> None:
+    """A thought that needs no file of its own is read faster where it is used."""
+    importers: dict[str, set[Path]] = {}
+    for path in [*MODULES, *LAUNCHER.rglob("*.py")]:
+        for name in imported(path):
+            importers.setdefault(name, set()).add(path)
+    small = [
+        name
+        for name, path in ((module_name(path), path) for path in MODULES)
+        if len(path.read_text().splitlines()) < 70
+        and path.name != "__init__.py"
+        and len(importers.get(name, set()) - {path}) == 1
+        and name.rpartition(".")[0] not in FENCES
+    ]
+    assert not small
+
+
+def test_no_two_classes_have_one_name() -> None:
+    """One noun, one class; private ones count, because readers search for them too."""
+    homes: dict[str, list[str]] = {}
+    for path in MODULES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name.lstrip("_"), []).append(module_name(path))
+    assert {name: where for name, where in homes.items() if len(where) > 1} == {}
 
 
 def test_settings_are_read_without_torch() -> None:

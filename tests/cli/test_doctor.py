@@ -17,9 +17,9 @@ import pytest
 
 import rankscope
 from rankscope.doctor.condition import Condition, Status
-from rankscope.doctor.examine import Question, job_conditions
 from rankscope.doctor.host import clock_from
 from rankscope.doctor.interpreter import interpreter_conditions
+from rankscope.doctor.job import Question, job_conditions
 from rankscope.run.mounts import mount_of
 from rankscope.tree.reader import open_trace
 

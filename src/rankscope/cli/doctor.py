@@ -48,7 +48,7 @@ def command(
 
     from rankscope.cli.terminal import Paint
     from rankscope.doctor.condition import Status
-    from rankscope.doctor.examine import Question, examine
+    from rankscope.doctor.job import Question, examine
     from rankscope.errors import SettingError
 
     given = {

@@ -9,14 +9,12 @@ from typing import Any, Final
 
 import numpy as np
 
-from rankscope.diagnosis.averaging import note_averaging, without_training_apart
 from rankscope.diagnosis.candidates import Candidate, Coverage
 from rankscope.diagnosis.causes import Join
 from rankscope.diagnosis.context import CheckContext, IncarnationState
 from rankscope.diagnosis.datapeers import fsdp_axes
 from rankscope.diagnosis.endings import ended_badly, is_in_order
 from rankscope.diagnosis.joins import joins_of
-from rankscope.diagnosis.latereductions import note_updates, without_late_reductions
 from rankscope.diagnosis.layouts import Layouts
 from rankscope.diagnosis.messages import Message, Messages
 from rankscope.diagnosis.rankclock import RankClock
@@ -40,7 +38,7 @@ from rankscope.diagnosis.rules.structure import (
 from rankscope.diagnosis.rules.uninitialised import uninitialised_parameters
 from rankscope.diagnosis.rules.weights import other_weights
 from rankscope.diagnosis.stepview import StepView, moment_of
-from rankscope.diagnosis.unsynced import with_steps_apart_told_once
+from rankscope.diagnosis.unreduced import note_unreduced, without_unreduced
 from rankscope.errors import TraceError
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.call import Phase
@@ -103,8 +101,7 @@ def check(
         messages.note(moment, number, scene)
         scene.ledger.next_moment()
     suspects += _wrongly_received(messages, steps, scene)
-    suspects = list(without_training_apart(without_late_reductions(suspects, scene), scene))
-    suspects = list(with_steps_apart_told_once(suspects))
+    suspects = without_unreduced(suspects, scene)
     suspects += _of_the_end(trace, steps, scene)
     _note_stalls(trace, scene, suspects)
     joins: list[Join] = []
@@ -190,8 +187,7 @@ def _judged(moment: StepView, scene: CheckContext) -> list[Candidate]:
         )
     note_stages(moment, scene)
     found = [suspect for rule in STEP_RULES for suspect in rule(moment, scene)]
-    note_averaging(moment, scene)
-    note_updates(moment, scene)
+    note_unreduced(moment, scene)
     remember_parameters(moment, scene)
     _count_skipped(moment, scene)
     return found

@@ -1,14 +1,18 @@
-"""The job as it is asked for: who a rank would be, settings, trace folder, collector."""
+"""The job as it is asked for (ranks, settings, trace folder, collector), and all it needs here."""
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rankscope.agent.identity import identify, placed
 from rankscope.doctor.condition import Condition
+from rankscope.doctor.host import clock, descriptors, kernel, leftovers, spool_conditions
+from rankscope.doctor.interpreter import interpreter_conditions
 from rankscope.errors import RankscopeError
 from rankscope.gather.address import check_address
 from rankscope.record.streams import MAX_RANKS
@@ -17,13 +21,60 @@ from rankscope.run.out import default_out, prepare_out
 from rankscope.run.prepare import Collection
 from rankscope.settings import Settings, as_variables, is_enabled, misspelt_variables, settings_from
 
-__all__ = ["collector", "ranks", "read_settings", "trace_folder", "variables"]
-
+__all__ = ["Question", "examine", "job_conditions"]
 
 _CONNECT_S = 3.0
+_ON_SETTINGS = (
+    "spool folder", "spool disk", "spool space", "spool files", "socket", "trace folder",
+    "collector", "leftovers",
+)  # fmt: skip
 
 
-def ranks(environ: Mapping[str, str] = os.environ) -> Condition:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What is going to be run here."""
+
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """{field: text} of settings that are given; the rest comes from variables and defaults."""
+    local_ranks: int | None = None
+    """Ranks of this host; None for what a launcher's variables say, else 1."""
+    hosts: int = 1
+    python: tuple[str, ...] = (sys.executable,)
+    """How the ranks' interpreter is called."""
+
+
+def examine(question: Question, environ: Mapping[str, str] = os.environ) -> Iterator[Condition]:
+    """Yield every condition as soon as it is known."""
+    yield from interpreter_conditions(question.python, environ)
+    yield from job_conditions(question, environ)
+
+
+def job_conditions(
+    question: Question, environ: Mapping[str, str] = os.environ
+) -> Iterator[Condition]:
+    """Yield those that do not ask the ranks' interpreter."""
+    found = placed(environ)
+    local_ranks = question.local_ranks or (found and found.local_world_size) or 1
+    world_size = local_ranks * question.hosts
+    if question.local_ranks is None and found is not None:
+        world_size = max(world_size, found.world_size)
+    yield _ranks(environ)
+    yield _variables(environ)
+    settings, condition = _read_settings(question.settings, world_size, environ)
+    yield condition
+    if settings is None:
+        yield from (Condition.skipped(name, "settings") for name in _ON_SETTINGS)
+    else:
+        yield from spool_conditions(settings, local_ranks)
+        yield _trace_folder(settings, question.hosts)
+        yield _collector(settings)
+        yield leftovers(settings)
+    yield descriptors(local_ranks, question.hosts)
+    yield clock(question.hosts)
+    yield kernel(environ)
+
+
+def _ranks(environ: Mapping[str, str]) -> Condition:
     """Say whom a rank started with these variables would take itself for."""
     rank, world = environ.get("RANK"), environ.get("WORLD_SIZE")
     if (rank is None) != (world is None):
@@ -51,7 +102,7 @@ def ranks(environ: Mapping[str, str] = os.environ) -> Condition:
     )
 
 
-def variables(environ: Mapping[str, str] = os.environ) -> Condition:
+def _variables(environ: Mapping[str, str]) -> Condition:
     """Say which variables begin like ours and mean nothing."""
     wrong = misspelt_variables(environ)
     if wrong:
@@ -60,8 +111,8 @@ def variables(environ: Mapping[str, str] = os.environ) -> Condition:
     return Condition.ok("variables", ", ".join(named) or "none of RANKSCOPE's is set")
 
 
-def read_settings(
-    given: Mapping[str, str], world_size: int, environ: Mapping[str, str] = os.environ
+def _read_settings(
+    given: Mapping[str, str], world_size: int, environ: Mapping[str, str]
 ) -> tuple[Settings | None, Condition]:
     """Read the settings as a rank would; None where they cannot be read."""
     try:
@@ -81,7 +132,7 @@ def read_settings(
     return found, Condition.ok("settings", f"steps {found.steps.text}, {traced}{asks}")
 
 
-def trace_folder(settings: Settings, hosts: int) -> Condition:
+def _trace_folder(settings: Settings, hosts: int) -> Condition:
     """Say whether the trace folder can be made; it is, with its parents, and removed again."""
     if Collection.asked(settings.collector).is_elsewhere:
         return Condition.ok("trace folder", f"the collector at {settings.collector} has its own")
@@ -114,7 +165,7 @@ def trace_folder(settings: Settings, hosts: int) -> Condition:
     return Condition.ok("trace folder", text)
 
 
-def collector(settings: Settings) -> Condition:
+def _collector(settings: Settings) -> Condition:
     """Say whether the collector that was named can be reached."""
     address = settings.collector
     if not Collection.asked(address).is_elsewhere:

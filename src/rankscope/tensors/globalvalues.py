@@ -14,13 +14,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from rankscope.errors import LayoutError, SelectionError, TensorWarning, TraceError
 from rankscope.layout.batches import join_batches, join_replicas
 from rankscope.layout.declared import declared_pieces
-from rankscope.layout.layoutfile import LayoutFile
-from rankscope.layout.placement import Layout, LayoutSource, Placement, PlacementKind
+from rankscope.layout.layoutfile import LayoutFile, layout_given
+from rankscope.layout.placement import Layout, LayoutSource, Mesh, Placement, PlacementKind
 from rankscope.layout.plan import (
     AssemblyPlan,
     Obstacle,
@@ -30,7 +30,6 @@ from rankscope.layout.plan import (
     ranks_words,
 )
 from rankscope.record.call import Phase
-from rankscope.tensors.givenlayouts import GivenLayouts
 from rankscope.tensors.kept import held_shapes, references, stored, value_name, why_not_kept
 from rankscope.tensors.peers import Peers, find_peers, is_alike, is_constant, owners_of
 
@@ -170,7 +169,7 @@ class _Planning:
     ) -> None:
         self._value, self._shapes = value, shapes
         self._trace: Trace = value.node.trace
-        self._given = GivenLayouts(self._trace.run, layouts)
+        self._given = _GivenLayouts(self._trace.run, layouts)
         self._is_placed = False
         """True where a DTensor or a layout file says how the pieces lie."""
         self._notes: list[str] = []
@@ -350,6 +349,57 @@ class _Planning:
             f"{value_name(self._value)}: {text}. Take one rank's with --rank {rank}, or declare "
             f"how it lies with --layout FILE{more}"
         )
+
+
+class _GivenLayouts:
+    """What a layout file says of the values of a run: the file given now, else the trace's own."""
+
+    def __init__(self, run: Mapping[str, Any], layouts: LayoutFile | None) -> None:
+        """Choose the file.
+
+        Args:
+            run: header of the run.
+            layouts: the file given now; it replaces all of the one given at trace time.
+
+        Raises:
+            LayoutError: the file given now is of a run of another size.
+        """
+        self.mesh: Mesh | None = None
+        """The declared axes over all ranks; None where no file applies."""
+        self.unused = ""
+        """Why the trace's own file is of no use; "" where it is, or is not asked."""
+        self._layouts = layouts
+        self._who = ""
+        own = layout_given(run)
+        if layouts is None or (isinstance(own, tuple) and own[0].text == layouts.text):
+            if isinstance(own, tuple):
+                self._layouts, self.mesh = own
+                self._who = f"{self._layouts.name}, given at trace time,"
+            self.unused = own if isinstance(own, str) else ""
+            return
+        world = int(run["world_size"])
+        self.mesh = layouts.mesh(world) if world > 1 else None
+        self._who = f"{layouts.name}, given afterwards,"
+        if "layout" in run:
+            before = f"{run['layout']['file']}, which was given at trace time"
+            self._who = f"{layouts.name}, given afterwards in place of {before},"
+
+    def of(self, value: Value) -> tuple[dict[str, Placement], Sequence[str]]:
+        """Return {axis: placement} of a value that no DTensor describes, {} where the file says
+        nothing of it, and what is to be said of that.
+
+        Raises:
+            LayoutError: two entries place it differently; names both.
+        """
+        if self._layouts is None or self.mesh is None:
+            return {}, [self.unused] if self.unused else []
+        found = self._layouts.placements(value.node.path, value.views[0].slot)
+        if found:
+            listed = ", ".join(f"{axis}={place}" for axis, place in found.items())
+            return found, [f"placed as {self._who} declares it: {listed}"]
+        if any(view.source is LayoutSource.DECLARED for view in value.views):
+            return {}, [f"{self._who} says nothing of it"]
+        return {}, []
 
 
 def _certain(plan: AssemblyPlan | Refusal) -> AssemblyPlan:

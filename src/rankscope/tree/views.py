@@ -211,7 +211,8 @@ class Node:
 
     data: Mapping[str, Any]
     head: GroupHead
-    _trace: Trace = field(repr=False)
+    trace: Trace = field(repr=False)
+    """The trace it is of."""
     _where: Whereabouts = field(repr=False)
 
     @property
@@ -329,13 +330,8 @@ class Node:
     def children(self) -> tuple[Node, ...]:
         """Calls made inside this one."""
         return tuple(
-            Node(each, self.head, self._trace, self._where) for each in self.data["children"]
+            Node(each, self.head, self.trace, self._where) for each in self.data["children"]
         )
-
-    @property
-    def trace(self) -> Trace:
-        """The trace it is of."""
-        return self._trace
 
     def value(self, slot: str) -> Value | None:
         """Return the value of one slot over all ranks, None where the node has no such slot."""

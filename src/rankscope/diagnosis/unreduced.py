@@ -1,0 +1,253 @@
+"""Gradients that nothing reduced before the optimizer's step, and that are no fault.
+
+They differ between ranks as if a reduction had been forgotten, and so may parameters and
+activations behind them. Three kinds of right programs do that, and something tells each of them:
+
+* Ranks that train apart and average their parameters now and then (local SGD). What tells is the
+  average: an all-reduce of the very parameters that the step before left different. It may be of
+  each parameter or of all of them in one flat tensor, whole or divided by the number of ranks:
+  inputs are told by their number of elements and their norm. Or it is of how far each rank went
+  from a common point (DiLoCo): then inputs differ between ranks by what the parameters differ, as
+  sketches tell.
+* An optimizer that reduces gradients inside its own step. What tells is the parameter: after the
+  step, or the one that follows, it is the same on all these ranks, and not what it was before.
+  Asked only of steps in which no gradient agreed: one that lacks among reduced ones is forgotten,
+  whatever became of its parameter.
+* Optimizer steps inside `no_sync()`. Whether these ranks ever average is not known where no traced
+  step holds an average, so there is one warning. From then on parameters, gradients and activations
+  of these ranks differ because of that. A program that forgot to end `no_sync()` before its
+  optimizer steps cannot be told from that. One that ends it, but after the last backward pass, can:
+  its gradients do not carry the flag.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.diagnosis.candidates import Candidate
+from rankscope.diagnosis.context import CheckContext, IncarnationState, Left, ParameterUpdate
+from rankscope.diagnosis.issuedcollectives import issues_of
+from rankscope.diagnosis.stepview import SlotValues, StepView
+from rankscope.record.call import Phase
+from rankscope.record.finding import Kind, Severity
+from rankscope.record.ranklists import ranks_named
+
+__all__ = ["note_unreduced", "without_unreduced"]
+
+Array = NDArray[Any]
+_CLOSE: Final = 1e-5
+"""Relative, of norms: those of the parts of a flat tensor are added."""
+_CLOSE_APART: Final = 1e-3
+"""Relative, of differences between ranks: they are rounded as the parameters are."""
+_ADVICE: Final = (
+    "If these ranks are meant to train apart (local SGD), trace a step that holds their average "
+    "(--rs-steps): only then it is known that they do. Else end no_sync() before the last backward "
+    "pass of a step, or set_requires_gradient_sync(True)."
+)
+_FOLLOWS: Final = frozenset(Phase) - {Phase.SETUP, Phase.COLLECTIVE}
+
+
+def note_unreduced(moment: StepView, scene: CheckContext) -> None:
+    """Keep what a step shows of ranks that train apart, and of reductions behind the gradients'
+    reading. Call it before the step's parameters are remembered."""
+    _note_averaging(moment, scene)
+    _note_updates(moment, scene)
+
+
+def without_unreduced(suspects: Iterable[Candidate], scene: CheckContext) -> list[Candidate]:
+    """Return the suspects but for what such programs do, with one warning for steps in
+    `no_sync()`."""
+    reduced_late = _without_late_reductions(suspects, scene)
+    return list(_with_one_warning([*_without_training_apart(reduced_late, scene)]))
+
+
+# ---- ranks that train apart ----------------------------------------------------------------------
+
+
+def _note_averaging(moment: StepView, scene: CheckContext) -> None:
+    """Keep whether ranks trained apart in this step, and whether they averaged their parameters."""
+    life = scene.life(moment.incarnation)
+    events: dict[int, bool] = {}
+    for held in filter(_is_shared, moment.values(Phase.GRADS)):
+        key = id(held.call.top)
+        events[key] = events.get(key, True) and held.agree(held.ranks) is False
+    if any(events.values()):
+        life.apart.add(moment.step)
+    latest = [h for h in moment.values(Phase.PARAMS) if _is_shared(h)]
+    before = life.unlike
+    if latest:
+        unlike = (h for h in latest if h.agree(h.ranks) is False)
+        life.unlike = [
+            Left(h.ranks.copy(), h.counts.copy(), h.column("l2") ** 2, h.column("sketch").copy())
+            for h in unlike
+        ]
+    if any(left and _is_average(moment, left) for left in (before, life.unlike)):
+        life.averages.append(moment.step)
+
+
+def _is_shared(held: SlotValues) -> bool:
+    """True for a plain parameter or gradient that several ranks hold."""
+    if not held.slot.startswith(("param:", "grad:")) or held.source != "unknown":
+        return False
+    return len(held.ranks) > 1 and not held.is_constant
+
+
+def _is_average(moment: StepView, left: list[Left]) -> bool:
+    """True where most of what was left different goes into all-reduces."""
+    parts = list(left)
+    every = sum(int(part.counts[0]) for part in parts)
+    if all(np.array_equal(part.ranks, parts[0].ranks) for part in parts):
+        counts = np.sum([part.counts for part in parts], axis=0)
+        parts.append(Left(parts[0].ranks, counts, np.sum([p.squares for p in parts], axis=0), None))
+    summed = 0
+    for issue in issues_of(moment):
+        held = issue.call.held.get("input.0") if issue.op == "all_reduce" else None
+        if held is None or held.agree(held.ranks) is not False:
+            continue
+        if any(_is_of(held, part) for part in parts):
+            summed += int(held.counts[0])
+    return 2 * summed >= every
+
+
+def _is_of(held: SlotValues, part: Left) -> bool:
+    """True where the input of a collective is, on each of its ranks, a parameter of this size and
+    norm, or lies as far from those of other ranks as the parameter does."""
+    places = np.minimum(np.searchsorted(part.ranks, held.ranks), len(part.ranks) - 1)
+    if (part.ranks[places] != held.ranks).any() or (part.counts[places] != held.counts).any():
+        return False
+    norms = np.sqrt(part.squares[places])
+    scales = (1, len(held.ranks))
+    given = held.column("l2")
+    if any(bool((abs(given * scale - norms) <= _CLOSE * norms).all()) for scale in scales):
+        return True
+    if part.sketches is None:
+        return False
+    apart = _between(part.sketches[places])
+    given = _between(held.column("sketch"))
+    allowed = _CLOSE_APART * abs(apart).max()
+    ways = [sign * scale * given for sign in (1, -1) for scale in scales]
+    return bool(allowed) and any(bool((abs(way - apart) <= allowed).all()) for way in ways)
+
+
+def _between(sketches: Array) -> Array:
+    return np.asarray(sketches[1:] - sketches[0], np.float64)
+
+
+def _without_training_apart(
+    suspects: Iterable[Candidate], scene: CheckContext
+) -> Iterator[Candidate]:
+    """Yield the suspects but for what differs because ranks train apart."""
+    for suspect in suspects:
+        life = scene.life(suspect.incarnation)
+        if not life.averages or not _is_apart(suspect, life):
+            yield suspect
+            continue
+        scene.ledger.note(
+            f"ranks train apart and average their parameters (seen in step {life.averages[0]}): "
+            "gradients and parameters of steps without a reduction were not compared"
+        )
+
+
+def _is_apart(suspect: Candidate, life: IncarnationState) -> bool:
+    if suspect.step not in life.apart:
+        return False
+    return suspect.kind is Kind.GRADIENT or (
+        suspect.kind is Kind.REPLICA and suspect.phase in (Phase.GRADS, Phase.PARAMS)
+    )
+
+
+# ---- reductions inside an optimizer's step -------------------------------------------------------
+
+
+def _note_updates(moment: StepView, scene: CheckContext) -> None:
+    """Keep what became of the parameters of a step in which no gradient agreed, and of the next: a
+    sharded optimizer may hand its part round behind its step."""
+    life = scene.life(moment.incarnation)
+    if not life.apart or moment.step > max(life.apart) + 1:
+        return
+    for held in moment.values(Phase.PARAMS):
+        before = life.parameters.get((held.call.path, held.slot))
+        if before is not None and held.slot.startswith("param:"):
+            key = (held.call.path, held.slot[6:])
+            update = ParameterUpdate(
+                held.ranks.copy(), held.hashes.copy(), before.ranks, before.hashes
+            )
+            life.updates.setdefault(key, {})[moment.step] = update
+
+
+def _without_late_reductions(
+    suspects: Iterable[Candidate], scene: CheckContext
+) -> Iterator[Candidate]:
+    """Yield the suspects but for gradients that were reduced behind their reading."""
+    for suspect in suspects:
+        life = scene.life(suspect.incarnation)
+        updates = life.updates.get((suspect.path, suspect.slot.partition(":")[2]), {})
+        if suspect.step in life.apart and (
+            (suspect.kind is Kind.GRADIENT and _moved_alike(suspect, updates))
+            or (suspect.kind is Kind.PARAMETER and _moved_late(suspect, updates))
+        ):
+            scene.ledger.note(
+                "gradients differ before the optimizer's step and their parameters are the same "
+                "after it: reduced inside the step, so these gradients were not compared"
+            )
+        else:
+            yield suspect
+
+
+def _moved_late(suspect: Candidate, updates: Mapping[int, ParameterUpdate]) -> bool:
+    following = updates.get(suspect.step + 1)
+    return following is not None and following.of(suspect.members) == "alike"
+
+
+def _moved_alike(suspect: Candidate, updates: Mapping[int, ParameterUpdate]) -> bool:
+    steps = [step for step in (suspect.step, suspect.step + 1) if step in updates]
+    found = [updates[step].of(suspect.members) for step in steps]
+    return any(each == "alike" for each in found) and "apart" not in found
+
+
+# ---- steps inside no_sync() ----------------------------------------------------------------------
+
+
+def _with_one_warning(listed: list[Candidate]) -> Iterator[Candidate]:
+    """Yield the suspects, with one warning in place of all that comes of steps in `no_sync()`."""
+    first: dict[int, Candidate] = {}
+    for suspect in listed:
+        if _is_held_back(suspect):
+            first.setdefault(suspect.incarnation, suspect)
+    told = {
+        life: sum(_is_due_to(suspect, began) for suspect in listed if suspect.incarnation == life)
+        for life, began in first.items()
+    }
+    for suspect in listed:
+        began = first.get(suspect.incarnation)
+        if began is None or not _is_due_to(suspect, began):
+            yield suspect
+        elif suspect is began:
+            yield dataclasses.replace(
+                began,
+                message=f"{ranks_named(began.members.tolist())} step inside no_sync(), each with "
+                "gradients of their own data, and no traced step averages their parameters; what "
+                "differs between these ranks from here on follows from that",
+                advice=_ADVICE,
+                weight=told[suspect.incarnation],
+            )
+
+
+def _is_held_back(suspect: Candidate) -> bool:
+    return suspect.kind is Kind.GRADIENT and suspect.severity is Severity.WARNING
+
+
+def _is_due_to(suspect: Candidate, began: Candidate) -> bool:
+    if _is_held_back(suspect):
+        return True
+    return (
+        suspect.kind is Kind.REPLICA
+        and suspect.phase in _FOLLOWS
+        and suspect.step >= began.step
+        and bool(np.isin(suspect.members, began.members).all())
+    )
