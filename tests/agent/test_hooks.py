@@ -11,7 +11,6 @@ import pickle
 import signal
 import subprocess
 import sys
-import threading
 import warnings
 from pathlib import Path
 from types import FrameType
@@ -193,32 +192,6 @@ def test_every_exception_of_the_programs_signal_handler_reaches_the_program(
     assert not found.completeness["ranks"][0]["errors"]
     *_, last = found.find("", phase="forward", step=0)
     assert last.status == "returned" and len(last.children) == 200
-
-
-def test_an_exception_put_in_by_another_thread_is_not_ours(tmp_path: Path) -> None:
-    """Where Python code of ours is running, and only there, it can be told from a failure."""
-    import ctypes
-
-    failures: list[Exception] = []
-    started = threading.Event()
-
-    def work() -> None:
-        started.set()
-        for _ in range(10**9):
-            pass
-
-    def put_in(thread: int) -> None:
-        started.wait(120)
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(
-            ctypes.c_ulong(thread), ctypes.py_object(Timeout)
-        )
-
-    other = threading.Thread(target=put_in, args=(threading.get_ident(),))
-    other.start()
-    with pytest.raises(Timeout):
-        Guard(failures.append).hook(work)()
-    other.join()
-    assert not failures
 
 
 def test_what_a_hook_of_ours_raises_itself_stays_with_us() -> None:

@@ -1,5 +1,7 @@
 """Signals, forks and kills in the middle of writes: what was committed stays, once, in order."""
 
+import ctypes
+import itertools
 import os
 import random
 import signal
@@ -117,20 +119,39 @@ def test_a_write_nested_in_a_write_by_a_handler_is_dropped_and_counted(tmp_path)
 
 
 def test_a_thread_that_died_inside_a_write_does_not_stop_the_others(tmp_path):
-    writer = SpoolWriter(tmp_path / "s", limit_bytes=SMALL)
-    writer.write(RecordKind.ENTER, enter(1))
+    """As libraries end a thread that works too long: an exception is put into it."""
+    moved = Moved(tmp_path / "moved")
+    writer = SpoolWriter(tmp_path / "s", limit_bytes=SMALL, retire=moved)
+    numbers, confirmed = itertools.count(1), []
 
-    def die():
-        # What an exception set asynchronously leaves behind: a token nobody gives back.
-        writer._turn.holder[0] = (threading.get_ident(),)
+    def write():
+        number = next(numbers)
+        is_written = one_record(writer, number)
+        if is_written:
+            confirmed.append(number)
+        return is_written
 
-    thread = threading.Thread(target=die)
-    thread.start()
-    thread.join()
-    assert writer.write(RecordKind.ENTER, enter(2))
-    assert writer.write(RecordKind.ENTER, enter(3))
+    def write_until_ended(has_begun):
+        try:
+            while True:
+                write()
+                has_begun.set()
+        except SystemExit:
+            return
+
+    for _ in range(100):
+        has_begun = threading.Event()
+        thread = threading.Thread(target=write_until_ended, args=(has_begun,))
+        thread.start()
+        assert has_begun.wait(60)
+        end = ctypes.py_object(SystemExit)
+        assert ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), end) == 1
+        thread.join()
+        assert write(), "nothing is refused because of the dead thread"
     writer.close()
-    assert numbers_in(stream_bytes(tmp_path / "s")) == [1, 2, 3]
+    found = numbers_in(moved.bytes_with(tmp_path / "s"))
+    assert found == sorted(set(found))
+    assert set(confirmed) <= set(found) and len(found) <= len(confirmed) + 100
 
 
 def test_a_forked_child_never_writes_and_leaves_the_lock_with_its_parent(tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dis
 import functools
 import re
 import signal
@@ -67,7 +66,7 @@ class GuardedHook:
         except RecursionError:  # one more call, and this would raise as well
             self._guard.is_too_deep = True
         except Exception as error:  # nothing of ours raises into the program
-            if _comes_from_outside(error):
+            if _is_of_a_signal_handler(error):
                 raise
             self._guard.failed(error)
 
@@ -123,7 +122,7 @@ def attempt(work: Callable[..., object], *arguments: object) -> Exception | None
     try:
         work(*arguments)
     except Exception as error:  # a failed report, or the user's __str__
-        if _comes_from_outside(error):
+        if _is_of_a_signal_handler(error):
             raise
         return error
     return None
@@ -133,24 +132,17 @@ def _nothing(*arguments: object) -> None:
     """Be the body of a copied hook."""
 
 
-def _comes_from_outside(error: Exception) -> bool:
-    """True for what a signal handler of the program raised, or another thread put into this one,
-    while a hook of ours ran: it is the program's.
+def _is_of_a_signal_handler(error: Exception) -> bool:
+    """True for what a signal handler of the program raised while a hook of ours ran: a time limit
+    must reach the program.
     """
     handlers = _codes_of_signal_handlers()
-    trace, last = error.__traceback__, None
+    trace = error.__traceback__
     while trace is not None:
         if trace.tb_frame.f_code in handlers:
             return True
-        last, trace = trace, trace.tb_next
-    if last is None:
-        return False
-    operation = dis.opname[last.tb_frame.f_code.co_code[last.tb_lasti]]
-    return operation in _RAISING_NOTHING
-
-
-_RAISING_NOTHING = frozenset({"RESUME", "JUMP_BACKWARD", "JUMP_ABSOLUTE"})
-"""Operations of Python's at which only an exception put in from outside can appear."""
+        trace = trace.tb_next
+    return False
 
 
 def _codes_of_signal_handlers() -> set[object]:

@@ -21,6 +21,12 @@ Identity = tuple[int, int]
 class OwnFile:
     """A descriptor, and which file it was opened on."""
 
+    # Programs close what they did not open: one that makes a daemon of itself, or clears up before
+    # it starts a child, closes every number there is. The next file that it opens has our number,
+    # and that may be its checkpoint. So the check stands before every tensor, not once a chunk: a
+    # tensor written into a file of the program is a loss that no trace is worth. It is one `fstat`,
+    # 1.5 us where storing the smallest tensor takes 10.
+
     __slots__ = ("identity", "number")
 
     def __init__(self, number: int) -> None:

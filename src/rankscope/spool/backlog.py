@@ -22,7 +22,7 @@ _Gap = list[int]
 
 
 class Backlog:
-    """The debts of one stream. The writer's turn guards all of it but `outside`."""
+    """The debts of one stream. The writer's lock guards all of it but `outside`."""
 
     __slots__ = ("_bytes", "_gaps", "definitions", "dropped", "mode", "outside", "step")
 
@@ -35,7 +35,7 @@ class Backlog:
         self.dropped = 0
         """Records counted as dropped so far."""
         self.outside: list[int] = []
-        """Bytes of records dropped without the turn: nested in a write, or waited too long."""
+        """Bytes of records dropped without the lock: nested in a write, or waited too long."""
 
     @property
     def cells(self) -> int:

@@ -2,7 +2,7 @@
 
 A write fills cells at the committed end of the mapped segment and then moves that end. Whatever
 goes wrong in between leaves the end where it was: a kill, an exception raised by a signal handler,
-a write nested in a handler (it is dropped). `turn` says who may write.
+a write nested in a handler (it is dropped). `WriteLock` says who may write.
 
 When the spool is full, records are dropped to the end of the step, and then whole steps until there
 is room again; a GAP record says which and how many. Definitions are never dropped: those that find
@@ -35,7 +35,6 @@ from rankscope.spool.cells import (
     RecordKind,
     StepEvent,
 )
-from rankscope.spool.interruptsafelock import InterruptSafeLock, Token, Wait
 from rankscope.spool.packing import (
     CLOSED,
     FOUR,
@@ -48,6 +47,7 @@ from rankscope.spool.packing import (
     whole_record,
 )
 from rankscope.spool.segment import Segment, first_segment
+from rankscope.spool.writelock import WriteLock
 
 __all__ = ["DEFAULT_SEGMENT_BYTES", "SpoolWriter"]
 
@@ -91,10 +91,10 @@ class SpoolWriter:
         self._segment_bytes = size - size % CELL_BYTES
         self._segments_allowed = limit_bytes // self._segment_bytes
         self._retire = retire
-        self._turn = InterruptSafeLock(
-            frozenset((SpoolWriter.write.__code__, SpoolWriter.close.__code__))
-        )
-        self._holder = self._turn.holder
+        self._writing = WriteLock()
+        self._holder = self._writing.holder
+        self._is_half_done = False
+        """A write was left by an exception of the program's (KeyboardInterrupt)."""
         self._owed = Backlog()
         self._is_dropping = False
         self._records: dict[int, int] = {}
@@ -154,30 +154,41 @@ class SpoolWriter:
         Raises:
             SpoolError: the record is larger than a segment, or definitions pile up in a full spool.
         """
-        token = (get_ident(),)
-        if self._holder.setdefault(0, token) is not token and not self._wait(token):
-            self._owed.outside.append(len(payload))
-            return False
-        segment = self._segment
-        at = segment.at
-        size = len(payload)
-        single = SINGLE[kind]
-        if size <= PAYLOAD_BYTES and at < segment.data_end and single is not None:
-            if size < PAYLOAD_BYTES:
-                payload = payload.ljust(PAYLOAD_BYTES, b"\0")
-            pack_cell(segment.map, at, crc32(payload, single[1]), single[0], payload)
-            segment.at = at + CELL_BYTES
-            written = True
-        elif size == QUAD.size and at + 4 * CELL_BYTES <= segment.data_end:
-            put_four(segment, at, FOUR[kind], payload)
-            written = True
-        elif size > PAYLOAD_BYTES and at + size + size // 7 + CELL_BYTES < segment.data_end:
-            put(segment, kind, payload)
-            written = True
-        else:
-            written = self._write_slowly(kind, payload)
-        del self._holder[0]
-        return written
+        token, holder = (get_ident(),), self._holder
+        try:
+            if holder.setdefault(0, token) is not token and not self._writing.wait(token):
+                self._owed.outside.append(len(payload))
+                return False
+            if self._is_half_done:
+                self._repair()
+            segment = self._segment
+            at = segment.at
+            size = len(payload)
+            single = SINGLE[kind]
+            if size <= PAYLOAD_BYTES and at < segment.data_end and single is not None:
+                if size < PAYLOAD_BYTES:
+                    payload = payload.ljust(PAYLOAD_BYTES, b"\0")
+                pack_cell(segment.map, at, crc32(payload, single[1]), single[0], payload)
+                segment.at = at + CELL_BYTES
+                written = True
+            elif size == QUAD.size and at + 4 * CELL_BYTES <= segment.data_end:
+                put_four(segment, at, FOUR[kind], payload)
+                written = True
+            elif size > PAYLOAD_BYTES and at + size + size // 7 + CELL_BYTES < segment.data_end:
+                put(segment, kind, payload)
+                written = True
+            else:
+                written = self._write_slowly(kind, payload)
+            del holder[0]  # here and not in `finally`: this is the hottest function of a rank
+            return written
+        except SpoolError:
+            del holder[0]
+            raise
+        except BaseException:
+            if 0 in holder and holder[0] is token:
+                self._is_half_done = True
+                del holder[0]
+            raise
 
     def define(self, packed: bytes) -> bool:
         """Commit one definition, already packed as msgpack."""
@@ -190,35 +201,41 @@ class SpoolWriter:
             reason: one of `END_REASONS`.
             note: number of a text definition, 0 for none.
         """
-        token = (get_ident(),)
-        if self._holder.setdefault(0, token) is not token and not self._wait(token):
-            return
-        segment = self._segment
-        if isinstance(segment, Segment):
-            self._owed.settle(self._put_reserved)
-            self._count_records()
-            committed = sum(self._records.values())
-            code = END_REASONS.index(reason) if reason in END_REASONS else 0
-            self._put_reserved(
-                RecordKind.END,
-                END.pack(time.monotonic_ns(), committed, self._owed.dropped, note, code),
-            )
-            last, self._segment = self._segment, CLOSED
-            if isinstance(last, Segment):
-                last.unmap()
-            _writers.discard(self)
-            self._lock.release()
-        del self._holder[0]
+        token, holder = (get_ident(),), self._holder
+        try:
+            if holder.setdefault(0, token) is not token and not self._writing.wait(token):
+                return
+            if self._is_half_done:
+                self._repair()
+            if isinstance(self._segment, Segment):
+                self._end_stream(reason, note)
+            del holder[0]
+        except BaseException:
+            if 0 in holder and holder[0] is token:
+                self._is_half_done = True
+                del holder[0]
+            raise
 
-    def _wait(self, token: Token) -> bool:
-        """Become the holder after another write; False where this call is nested in one."""
-        outcome = self._turn.wait(token, 3)
-        if outcome is Wait.TAKEN_OVER:
-            self._repair()
-        return outcome is not Wait.REFUSED
+    def _end_stream(self, reason: EndReason, note: int) -> None:
+        self._owed.settle(self._put_reserved)
+        self._count_records()
+        committed = sum(self._records.values())
+        code = END_REASONS.index(reason) if reason in END_REASONS else 0
+        self._put_reserved(
+            RecordKind.END,
+            END.pack(time.monotonic_ns(), committed, self._owed.dropped, note, code),
+        )
+        last, self._segment = self._segment, CLOSED
+        if isinstance(last, Segment):
+            last.unmap()
+        _writers.discard(self)
+        self._lock.release()
 
     def _repair(self) -> None:
-        """Take over after a write left half done by an exception: step over its record if whole."""
+        """Go on behind a write that an exception left half done: step over its record if whole,
+        because the relay may have sent it already.
+        """
+        self._is_half_done = False
         segment = self._segment
         cells = whole_record(segment)
         if cells:
@@ -235,7 +252,6 @@ class SpoolWriter:
             self._note_step(payload)
         cells = max(1, -(-len(payload) // PAYLOAD_BYTES))
         if cells * CELL_BYTES > self._segment_bytes // 2 or cells > MAX_RECORD_CELLS:
-            del self._holder[0]
             raise SpoolError(
                 f"{self._folder}: a record of {len(payload)} bytes does not fit in a segment of "
                 f"{self._segment_bytes} bytes; raise --rs-spool-bytes"
@@ -257,7 +273,6 @@ class SpoolWriter:
             put(self._segment, RecordKind.DEFINITION, payload)
             return True
         if not self._owed.keep(payload):
-            del self._holder[0]
             raise SpoolError(
                 f"{self._folder}: the spool is full and {len(self._owed.definitions)} definitions "
                 f"wait for room; raise --rs-spool-bytes, or see relay.log beside it for why "
@@ -367,6 +382,7 @@ class SpoolWriter:
     def _forget_in_child(self) -> None:
         """A forked child has no part in its parent's stream."""
         self._segment = CLOSED
+        self._is_half_done = False
         self._holder.clear()
 
 

@@ -22,7 +22,7 @@ from rankscope.capture.keeping import byte_pieces, own_bytes, why_not_stored
 from rankscope.capture.staging import DeviceStaging
 from rankscope.errors import ChunkError
 from rankscope.globs import glob_matches, slot_matches
-from rankscope.spool.interruptsafelock import InterruptSafeLock, Token, Wait
+from rankscope.spool.writelock import WriteLock
 
 __all__ = ["TensorStore", "free_disk_share", "size_of"]
 
@@ -66,12 +66,8 @@ class TensorStore:
         self._tell = tell
         self._note = note or (lambda _reason, _text: None)
         self._said: set[str] = set()
-        working = (
-            TensorStore.keep.__code__,
-            TensorStore.collect.__code__,
-            TensorStore.close.__code__,
-        )
-        self._turn = InterruptSafeLock(frozenset(working))
+        self._storing = WriteLock()
+        self._holder = self._storing.holder
         self._next_reference = 1
         self._staging: dict[torch.device, DeviceStaging] = {}
         self._staged: dict[tuple[torch.device, int], tuple[int, Described, tuple[int, ...]]] = {}
@@ -113,10 +109,11 @@ class TensorStore:
         """
         if self._store.closed_why:
             return self._miss(self._store.closed_why, tensor)
-        token = (get_ident(),)
-        if not self._takes_turn(token):
-            return self._miss("another thread, or what a signal interrupted, was writing", tensor)
+        token, holder = (get_ident(),), self._holder
         try:
+            if holder.setdefault(0, token) is not token and not self._storing.wait(token):
+                why = "another thread, or what a signal interrupted, was writing"
+                return self._miss(why, tensor)
             can_read = described.can_digest or described.can_digest_on_device
             reason = why_not_stored(described.meta, can_read=can_read)
             if reason is not None:
@@ -125,7 +122,8 @@ class TensorStore:
                 return self._stage(tensor, described)
             return self._store_from_host(tensor, described)
         finally:
-            self._give_turn(token)
+            if 0 in holder and holder[0] is token:
+                del holder[0]
 
     def collect(self, *, wait: bool = False) -> None:
         """Store what has arrived from accelerators.
@@ -135,20 +133,21 @@ class TensorStore:
         """
         if not self._staged:
             return
-        token = (get_ident(),)
-        if not self._takes_turn(token):
-            return
+        token, holder = (get_ident(),), self._holder
         try:
+            if holder.setdefault(0, token) is not token and not self._storing.wait(token):
+                return
             self._collect(wait=wait)
         finally:
-            self._give_turn(token)
+            if 0 in holder and holder[0] is token:
+                del holder[0]
 
     def close(self) -> None:
         """Store what is still on its way, finish the open chunk, and tell what was not kept."""
-        token = (get_ident(),)
-        if not self._takes_turn(token):
-            return  # nested in a write: the chunk is finished from the records
+        token, holder = (get_ident(),), self._holder
         try:
+            if holder.setdefault(0, token) is not token and not self._storing.wait(token):
+                return  # nested in a write: the chunk is finished from the records
             self._collect(wait=True)
             for staging in self._staging.values():
                 staging.close()
@@ -157,7 +156,8 @@ class TensorStore:
         except ChunkError as error:
             self._tell(str(error))
         finally:
-            self._give_turn(token)
+            if 0 in holder and holder[0] is token:
+                del holder[0]
         for reason, line in zip(self._missed, self.notes()):
             self._tell(line)
             self._note(reason, line)
@@ -188,24 +188,27 @@ class TensorStore:
 
     def store_in(self, store: Store) -> None:
         """From now on store elsewhere; what is stored stays where it is."""
-        token = (get_ident(),)
-        if self._takes_turn(token):
-            try:
-                self._collect(wait=True)
-                self._store = store
-            finally:
-                self._give_turn(token)
+        token, holder = (get_ident(),), self._holder
+        try:
+            if holder.setdefault(0, token) is not token and not self._storing.wait(token):
+                return
+            self._collect(wait=True)
+            self._store = store
+        finally:
+            if 0 in holder and holder[0] is token:
+                del holder[0]
 
     def release(self, reference: int) -> None:
         """Let go of a tensor that nobody will ask for, where its place can be used again."""
-        token = (get_ident(),)
-        if not self._takes_turn(token):
-            return
+        token, holder = (get_ident(),), self._holder
         try:
+            if holder.setdefault(0, token) is not token and not self._storing.wait(token):
+                return
             if reference not in self._shared:
                 self._store.release(reference)
         finally:
-            self._give_turn(token)
+            if 0 in holder and holder[0] is token:
+                del holder[0]
 
     def unmatched_globs(self) -> list[str]:
         """Return the globs that took nothing so far: most likely they are misspelt."""
@@ -274,18 +277,6 @@ class TensorStore:
             self._note(reason, f"tensors were not kept: {reason}")
         missed[0] += 1
         missed[1] += size
-
-    # ------------------------------------------------------------------ turns
-
-    def _takes_turn(self, token: Token) -> bool:
-        holder = self._turn.holder
-        if holder.setdefault(0, token) is token:
-            return True
-        return self._turn.wait(token, 3) is not Wait.REFUSED
-
-    def _give_turn(self, token: Token) -> None:
-        if self._turn.holder.get(0) is token:
-            del self._turn.holder[0]
 
 
 def _split(glob: str) -> tuple[str, str]:
