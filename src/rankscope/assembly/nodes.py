@@ -136,6 +136,9 @@ def _parents(
     count: int,
 ) -> NDArray[np.int64]:
     """Return each node's parent node: what the lowest rank that knows one says."""
+    # Ranks may contradict each other (one calls `a` inside `b`, another `b` inside `a`). Whatever
+    # they say, the result must be a forest of nodes of one step: `_walk` would never end on a ring.
+    # `count` stands for "no parent" while it is computed, so that it may be an index.
     with_parent = by_node[calls["parent"][by_node] >= 0][
         ::-1
     ]  # reversed: the lowest rank writes last
@@ -143,10 +146,13 @@ def _parents(
     parent[code[with_parent]] = code[calls["parent"][with_parent]]
     own = np.arange(count)
     parent[:count][(parent[:count] == own) | (group[parent[:count]] != group)] = -1
+    # Pointer doubling: after k turns `jump` is the ancestor 2**k above. No chain is longer than
+    # there are nodes, so after log2(count) turns whatever has not come out at the top is on a ring,
+    # or hangs below one.
     jump = np.where(parent < 0, count, parent)
     for _ in range(max(count, 2).bit_length()):
         jump = jump[jump]
-    parent[jump != count] = -1  # a ring, made by contradicting ranks: cut everywhere
+    parent[jump != count] = -1  # cut everywhere: no place of a ring is the right one
     return parent[:count]
 
 

@@ -314,6 +314,12 @@ def _derive_calls(tables: Tables, clock_offset: NDArray[np.int64]) -> None:
     )
     if not len(away):
         return
+    # A rank records a gradient under the forward call that it belongs to: to enter a backward call
+    # would cost a record for each tensor hook. Here each (recorded call, phase, backward pass)
+    # becomes one row of its own, behind all recorded ones. Invariants: rows that exist keep their
+    # numbers, because values, parents and `origin` refer to rows by number; `keys` is sorted, so
+    # that the row made for a key is found by bisection (`_derived_parents`). A key is one number,
+    # so that a single `np.unique` does both.
     source = tables.call[away]
     span = np.int64(1) << 24  # phase and graph task of a call, in one number
     kind = values["phase"][away].astype(np.int64) << 16 | values["ordinal"][away].astype(np.int64)
@@ -337,6 +343,7 @@ def _derive_calls(tables: Tables, clock_offset: NDArray[np.int64]) -> None:
     )
     derived["collective"], derived["number"] = -1, 0
     _number_passes(derived)
+    # The values move to their new rows; nothing may look `calls` up by `tables.call[away]` after.
     tables.call[away] = inverse + len(calls)
     _hang_below_backward(calls, derived, origin)
     tables.calls = np.concatenate([calls, derived])
@@ -369,6 +376,8 @@ def _derived_parents(
 ) -> NDArray[np.int64]:
     """Return the derived row of the nearest caller that has one of the same kind: backward mirrors
     forward."""
+    # All rows climb at once, one caller in each turn, until every one has found its parent or has
+    # left the outermost call. So it takes as many turns as calls nest, however many there are.
     result = np.full(len(keys), -1, np.int64)
     ancestor = calls["parent"][origin]
     open_ = ancestor >= 0

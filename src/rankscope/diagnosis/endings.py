@@ -372,6 +372,13 @@ def _crashes(
     is_explained: bool,
 ) -> Iterator[Candidate]:
     """Yield a suspect for every place where ranks raised, or were killed while others went on."""
+    # One crash ends a whole job: peers raise because it is gone ("connection closed"), and the
+    # launcher kills the rest. Only ranks that no other rank ended may be named. What is asked comes
+    # in the order of trust: (1) exceptions that do not speak of a lost peer; (2) where those do not
+    # say what they were, who stopped before the others did, by the calls that others went on with;
+    # (3) killed ranks, where (1) and (2) name nobody that raised and some rank was not killed: were
+    # all gone, the whole job was ended from outside. Where a hang was found (`is_explained`), the
+    # ranks that were killed or lost a peer ended because of it, and are not named.
     lives = {rank["rank"]: rank["incarnation"] for rank in trace.completeness["ranks"]}
     errors = {c.rank: _end_of(c) for c in crashes(trace) if c.incarnation == lives[c.rank]}
     raised = {rank for rank, end in ends.items() if end == EndReason.RAISED.value}
@@ -383,6 +390,8 @@ def _crashes(
     if not (own or lost or is_explained):
         own = told
     if own.keys() == {_UNKNOWN}:
+        # None of them says why: those that others left behind went first. Where that leaves out the
+        # ranks that raised, the killed ones are named below, and not they.
         first = _stopped_first([*own[_UNKNOWN], *lost], last, scene)
         alone = [rank for rank in first if rank in raised]
         if first:

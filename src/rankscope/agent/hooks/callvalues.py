@@ -145,8 +145,19 @@ class CallValues:
         kind: str,
         gradient_kind: str,
     ) -> None:
+        """Have the gradients of these tensors recorded, each under a call that ran forward.
+
+        A tensor hook stays until its graph goes, and calls that share a tensor share its hook. So
+        each (call, slot) must be watched at most once, under the sequence of its forward call: that
+        is how backward mirrors forward in the tree.
+        """
         if not self._wants_backward or frame.sequence is None:
             return
+        # Reentrant checkpointing runs a module forward without gradients, where no tensor can have
+        # a hook, and again inside backward, where the tensors do need gradients. Such gradients
+        # belong to the first call: its sequence is kept in the scope with the slots that are
+        # watched, because the module may be run again for several backward passes. Any other
+        # recomputation (non-reentrant) makes tensors that no gradient ever reaches.
         sequence, watched = frame.sequence, None
         if frame.scope.without_gradients:
             found = frame.scope.without_gradients.get((frame.info, frame.ordinal))
