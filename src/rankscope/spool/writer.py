@@ -179,16 +179,12 @@ class SpoolWriter:
                 written = True
             else:
                 written = self._write_slowly(kind, payload)
-            del holder[0]  # here and not in `finally`: this is the hottest function of a rank
-            return written
-        except SpoolError:
             del holder[0]
-            raise
-        except BaseException:
-            if 0 in holder and holder[0] is token:
+            return written
+        finally:
+            if 0 in holder and holder[0] is token:  # an exception of the program's came in between
                 self._is_half_done = True
                 del holder[0]
-            raise
 
     def define(self, packed: bytes) -> bool:
         """Commit one definition, already packed as msgpack."""
@@ -210,11 +206,10 @@ class SpoolWriter:
             if isinstance(self._segment, Segment):
                 self._end_stream(reason, note)
             del holder[0]
-        except BaseException:
+        finally:
             if 0 in holder and holder[0] is token:
                 self._is_half_done = True
                 del holder[0]
-            raise
 
     def _end_stream(self, reason: EndReason, note: int) -> None:
         self._owed.settle(self._put_reserved)
@@ -252,6 +247,7 @@ class SpoolWriter:
             self._note_step(payload)
         cells = max(1, -(-len(payload) // PAYLOAD_BYTES))
         if cells * CELL_BYTES > self._segment_bytes // 2 or cells > MAX_RECORD_CELLS:
+            del self._holder[0]
             raise SpoolError(
                 f"{self._folder}: a record of {len(payload)} bytes does not fit in a segment of "
                 f"{self._segment_bytes} bytes; raise --rs-spool-bytes"
@@ -273,6 +269,7 @@ class SpoolWriter:
             put(self._segment, RecordKind.DEFINITION, payload)
             return True
         if not self._owed.keep(payload):
+            del self._holder[0]
             raise SpoolError(
                 f"{self._folder}: the spool is full and {len(self._owed.definitions)} definitions "
                 f"wait for room; raise --rs-spool-bytes, or see relay.log beside it for why "
