@@ -12,6 +12,7 @@ start. Tests about ways of starting use `subprocess`.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import inspect
 import os
@@ -30,8 +31,8 @@ _AT_START = ("PYTHON", "TORCH", "OMP_", "MKL_", "LD_")
 """Variables that are read when a process starts begin with these,"""
 _LATER = ("PYTHONPATH", "PYTHONSAFEPATH", "TORCHELASTIC_", "TORCH_NCCL_", "TORCH_DIST_INIT_BARRIER")
 """except for these."""
-_ROOM = 16384
-"""Bytes of a command line."""
+_ROOM = 32768
+"""Bytes for a command line, and for its variables, as /proc shows them."""
 
 
 class _Server:
@@ -83,6 +84,7 @@ def _server() -> _Server:
             env={
                 **{n: v for n, v in os.environ.items() if not n.startswith("RANKSCOPE")},
                 "PYTHONPATH": str(folder),
+                "ROOM": " " * _ROOM,
             },
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
@@ -90,6 +92,7 @@ def _server() -> _Server:
         )
     if ours.recv(5) != b"ready":
         raise RuntimeError("the fork server did not start: what it said stands on stderr")
+    atexit.register(ours.close)
     return _Server(ours, starts=True)
 
 

@@ -108,12 +108,14 @@ def test_a_fork_is_a_child_that_signals_reach_and_that_proc_names(tmp_path: Path
     script = tmp_path / "script.py"
     script.write_text("import sys, time; print('up', flush=True); time.sleep(600)")
     process = forked.Popen(
-        [sys.executable, str(script)], stdout=subprocess.PIPE, start_new_session=True
-    )
+        [sys.executable, str(script)], stdout=subprocess.PIPE, start_new_session=True,
+        env={**os.environ, "RANK": "5"},
+    )  # fmt: skip
     assert process.stdout is not None
     assert process.stdout.readline() == b"up\n"
     words = Path(f"/proc/{process.pid}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
     assert words[-1] == os.fsencode(script)
+    assert b"RANK=5" in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
     assert os.getpgid(process.pid) == process.pid
     os.killpg(process.pid, signal.SIGTERM)
     assert process.wait() == -signal.SIGTERM

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
+from tests import forked
 from tests.ports import free_port
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -31,7 +32,7 @@ Job = list["subprocess.Popen[str]"]
 
 
 def begin(command: list[str], **variables: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+    return forked.Popen(
         command,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -169,12 +169,17 @@ def _duplicate(number: int, least: int) -> int:
     return fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, least)
 
 
-def _show_as(words: Sequence[str]) -> None:
-    """Have /proc/PID/cmdline say what runs, in the room that this process's own words took."""
+def _show_as(words: Sequence[str], environ: dict[str, str]) -> None:
+    """Have /proc/PID say what runs and with which variables, in the room that this process's own
+    words and variables took. Nothing else refers to that memory once `os.environ` is replaced.
+    """
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    begin, end = int(fields[45]), int(fields[46])
-    text = b"\0".join(map(os.fsencode, words))[: end - begin - 1]
-    ctypes.memmove(begin, text.ljust(end - begin, b"\0"), end - begin)
+    told = [os.fsencode(word) for word in words]
+    given = [os.fsencode(f"{name}={value}") for name, value in environ.items()]
+    for first, each in ((45, told), (47, given)):
+        begin, end = int(fields[first]), int(fields[first + 1])
+        text = b"\0".join(each)[: end - begin - 1]
+        ctypes.memmove(begin, text.ljust(end - begin, b"\0"), end - begin)
 
 
 def _module_path(words: Sequence[str], environ: dict[str, str]) -> list[str]:
@@ -196,7 +201,7 @@ def _become(command: dict[str, Any]) -> None:
     os.chdir(command["cwd"])
     os.environ.clear()
     os.environ.update(environ)
-    _show_as([sys.executable, *(["-u"] if command["unbuffered"] else []), *words])
+    _show_as([sys.executable, *words], environ)
     sys.argv = [words[0], *words[2:]] if words[0] in {"-c", "-m"} else list(words)
     sys.orig_argv = [sys.executable, *words]
     sys.path[:] = _module_path(words, environ)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rankscope import open_trace
-from tests.launcher.ways import RANKSCOPE, TORCHRUN, document_of, installed, start
+from tests.launcher.ways import RANKSCOPE, TORCHRUN, document_of, installed, start_forked
 
 pytestmark = [installed, pytest.mark.launch, pytest.mark.xdist_group("children")]
 
@@ -32,7 +32,7 @@ def test_loaders_pools_forks_subprocesses_and_jobs_of_a_rank_are_not_traced(
     the job, both with the rank's variables inherited.
     """
     out = tmp_path / "trace"
-    done = start(command, out, RANKSCOPE_SPOOL=str(tmp_path / "spool"), **variables)
+    done = start_forked(command, out, RANKSCOPE_SPOOL=str(tmp_path / "spool"), **variables)
     assert sorted(done.stdout.splitlines()) == ["trained 0", "trained 1"]
     lives = [(r["rank"], r["incarnation"]) for r in document_of(out)["completeness"]["ranks"]]
     assert lives == [(0, 0), (1, 0)]
@@ -47,7 +47,7 @@ def test_loaders_pools_forks_subprocesses_and_jobs_of_a_rank_are_not_traced(
 def test_children_of_one_traced_process_are_not_traced_and_a_job_below_it_says_so(tmp_path: Path):
     """A job that it starts is a run of its own: here its folder is taken."""
     out = tmp_path / "trace"
-    done = start([sys.executable, JOB, "few"], out, RANKSCOPE="1")
+    done = start_forked([sys.executable, JOB, "few"], out, RANKSCOPE="1")
     assert done.stdout == "trained 0\n"
     assert [rank["rank"] for rank in document_of(out)["completeness"]["ranks"]] == [0]
     assert [step.step for step in open_trace(out).steps] == [0, 1]
@@ -60,7 +60,7 @@ def test_a_launcher_that_was_given_the_rank_of_its_node_has_traced_ranks(tmp_pat
     """Cluster templates set RANK and WORLD_SIZE to the node's number, and run torchrun there."""
     script = tmp_path / "script.py"
     script.write_text("import torch; torch.nn.Linear(2, 2)(torch.ones(1, 2)).sum().backward()")
-    start(
+    start_forked(
         [TORCHRUN, "--nproc-per-node", "2", script], tmp_path / "trace",
         RANKSCOPE="1", RANK="0", WORLD_SIZE="1",
     )  # fmt: skip

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from rankscope.tree.reader import open_trace
+from tests import forked
 
 pytestmark = pytest.mark.launch
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
@@ -42,7 +43,7 @@ def script(folder: Path, ending: str) -> Path:
 
 
 def run(start: list[str], *arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+    return forked.run(
         [*start, *map(str, arguments)],
         capture_output=True,
         text=True,
@@ -137,7 +138,7 @@ def test_what_torchrun_itself_raises_is_how_the_job_failed(tmp_path: Path):
 def test_logs_specs_say_how_the_job_failed_too(tmp_path: Path):
     installed("torchrun --logs-specs finds its entry point")
     path = script(tmp_path, FAILURES["exits with 3"])
-    done = subprocess.run(
+    done = forked.run(
         [*TORCHRUN, "--logs-specs", "rankscope", str(path)],
         capture_output=True,
         text=True,
@@ -162,7 +163,7 @@ def test_a_script_that_is_not_there_is_said_before_anything_starts(
     words: list[str], said: str, tmp_path: Path
 ):
     """With torchrun's exit code; torchrun starts ranks, which fail, and prints a traceback."""
-    done = subprocess.run(
+    done = forked.run(
         [*WRAPPER, "--rs-out", "t", *words],
         capture_output=True,
         text=True,
@@ -181,9 +182,7 @@ def test_what_python_runs_that_is_no_script_is_not_refused(words: list[str], tmp
     for name in ("own/part.py", "folder/__main__.py"):
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).touch()
-    done = subprocess.run(
-        [*WRAPPER, *words], capture_output=True, text=True, cwd=tmp_path, timeout=300
-    )
+    done = forked.run([*WRAPPER, *words], capture_output=True, text=True, cwd=tmp_path, timeout=300)
     assert done.returncode == 0, done.stderr
 
 
@@ -257,7 +256,7 @@ def test_the_error_file_of_a_failed_rank_is_written_as_torchrun_does(tmp_path: P
         "@record\ndef main():\n    raise ValueError('in the file')\nmain()\n"
     )
     error_file = tmp_path / "error.json"
-    done = subprocess.run(
+    done = forked.run(
         [*WRAPPER, "--rs-out", str(tmp_path / "trace"), str(path)],
         capture_output=True,
         timeout=300,
@@ -272,7 +271,7 @@ def test_a_signal_ends_the_job_as_it_ends_torchruns(number: signal.Signals, tmp_
     path = script(tmp_path, "import time; print('up', flush=True); time.sleep(60)")
     starts = [[*TORCHRUN, "--master-port", "0"], [*WRAPPER, "--rs-out", str(tmp_path / "t")]]
     jobs = [
-        subprocess.Popen([*start, str(path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        forked.Popen([*start, str(path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         for start in starts
     ]
     for job in jobs:
@@ -289,7 +288,7 @@ def test_a_signal_ends_the_job_as_it_ends_torchruns(number: signal.Signals, tmp_
 def test_logs_specs_take_torchruns_own_arguments(tmp_path: Path):
     installed("torchrun --logs-specs finds its entry point")
     path = script(tmp_path, "print('to a file')")
-    done = subprocess.run(
+    done = forked.run(
         [*TORCHRUN, "--logs-specs", "rankscope", "--redirects", "3", "--tee", "1"]
         + ["--log-dir", str(tmp_path / "logs"), str(path)],
         capture_output=True,
@@ -306,7 +305,7 @@ def test_logs_specs_take_torchruns_own_arguments(tmp_path: Path):
 def test_logs_specs_with_settings_that_cannot_be_used_warn_once_and_train(tmp_path: Path):
     installed("torchrun --logs-specs finds its entry point")
     path = script(tmp_path, "print('trained', os.environ['RANKSCOPE'])")
-    done = subprocess.run(
+    done = forked.run(
         [*TORCHRUN, "--logs-specs", "rankscope", str(path)],
         capture_output=True,
         text=True,

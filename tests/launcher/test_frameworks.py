@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rankscope import Trace, open_trace
-from tests.launcher.ways import BIN, RANKSCOPE, TORCHRUN, installed, start
+from tests.launcher.ways import BIN, RANKSCOPE, TORCHRUN, installed, start_forked
 
 pytestmark = [installed, pytest.mark.launch, pytest.mark.xdist_group("frameworks")]
 
@@ -27,7 +27,7 @@ def needs(package: str) -> pytest.MarkDecorator:
 
 def final(command: list[str | Path], out: Path, **variables: str) -> str:
     """Run a script; return the line with the hash of its final parameters."""
-    said = start(command, out, **QUIET, **variables).stdout
+    said = start_forked(command, out, **QUIET, **variables).stdout
     (line,) = [line for line in said.splitlines() if line.startswith("final ")]
     return line
 

@@ -17,6 +17,7 @@ import pytest
 
 from rankscope.tree.reader import open_trace
 from rankscope.tree.views import Trace
+from tests import forked
 from tests.launcher.launches import BIN, Launch, kill, rankscope
 from tests.waiting import wait_until
 
@@ -77,7 +78,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 def plainly(script: Path, rank: int) -> str:
     """Run one rank by itself, untraced; return what it printed."""
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, script],
         stdout=subprocess.PIPE,
         text=True,
@@ -144,7 +145,7 @@ def test_a_disk_that_fills_harms_nothing_and_what_was_finished_is_readable(tmp_p
         BIN / "rankscope", "run", "--rs-out", out, "--rs-steps", "all", "--rs-tensors", "**",
         "--rs-spool", tmp_path / "spool", "--nproc-per-node", 2, script, small_disk / "filler",
     ]  # fmt: skip
-    done = subprocess.run(
+    done = forked.run(
         [*map(str, words)],
         capture_output=True,
         text=True,
@@ -211,7 +212,7 @@ def test_tensors_of_a_host_that_does_not_see_the_trace_folder_are_shipped_there(
     """One rank is killed: what it left is finished there; nothing stays on the ranks' host."""
     out, address = tmp_path / "collected", f"ipc://{tmp_path}/c.sock"
     words = [BIN / "rankscope", "collect", "--out", out, "--bind", address, "--world-size", 2]
-    collector = subprocess.Popen([*map(str, words)], stderr=subprocess.DEVNULL)
+    collector = forked.Popen([*map(str, words)], stderr=subprocess.DEVNULL)
     job = None
     try:
         assert wait_until(lambda: (out / "collector.json").exists())

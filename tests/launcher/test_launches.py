@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.launcher.ways import RANKSCOPE, STEPS, TORCHRUN, installed, start, steps_of
+from tests.launcher.ways import RANKSCOPE, STEPS, TORCHRUN, installed, start, start_forked, steps_of
 from tests.ports import free_port
 
 pytestmark = [installed, pytest.mark.launch, pytest.mark.xdist_group("ways")]
@@ -32,7 +32,7 @@ ONE_TASK = {**SLURM, "SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": 
 def expected(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What `rankscope run` makes of the same training."""
     out = tmp_path_factory.mktemp("run") / "trace"
-    start([RANKSCOPE, "run", "--nproc-per-node", "2", "ddp.py"], out)
+    start_forked([RANKSCOPE, "run", "--nproc-per-node", "2", "ddp.py"], out)
     return steps_of(out)
 
 

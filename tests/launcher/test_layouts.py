@@ -11,6 +11,7 @@ import pytest
 
 from rankscope.layout.placement import LayoutSource
 from rankscope.tracing import open_trace
+from tests import forked
 from tests.launcher.launches import BIN
 
 pytestmark = pytest.mark.launch
@@ -38,7 +39,7 @@ placements = { tp = "Shard(0)" }
 
 def train(folder: Path, *words: object, **variables: str) -> subprocess.CompletedProcess[str]:
     (folder / "script.py").write_text(SCRIPT)
-    return subprocess.run(
+    return forked.run(
         [*map(str, words), "--nproc-per-node", "2", str(folder / "script.py")],
         cwd=folder,
         capture_output=True,

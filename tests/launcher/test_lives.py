@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests import forked
 from tests.waiting import wait_until
 
 pytestmark = [
@@ -47,7 +47,7 @@ def start(command: list[str], folder: Path, *arguments: str, **variables: str) -
     script = folder / "script.py"
     script.write_text(LIFE)
     spool = folder / "spool"
-    done = subprocess.run(
+    done = forked.run(
         [*command, str(script), str(folder / "life"), *arguments],
         capture_output=True,
         text=True,
@@ -88,7 +88,7 @@ def test_every_life_of_ranks_that_raised_and_were_restarted_is_in_the_tree_and_l
         assert "raised" in of_life
         assert of_life <= {"raised", "lost"}  # the agent ends the others as soon as one failed
     assert found["complete"] is True
-    listed = subprocess.run(
+    listed = forked.run(
         [str(BIN / "rankscope"), "verify", str(tmp_path / "trace")], capture_output=True, text=True
     )
     assert listed.returncode == 0
@@ -118,7 +118,7 @@ def test_ranks_that_could_be_restarted_and_end_well_have_their_tree_when_it_is_r
 ):
     """While restarts are left no rank may wait for the tree: the agent waits for the rank."""
     (tmp_path / "script.py").write_text(LIFE)
-    done = subprocess.run(
+    done = forked.run(
         [*TORCHRUN, "--max-restarts", "2", str(tmp_path / "script.py"), str(tmp_path / "life")],
         capture_output=True,
         text=True,
@@ -127,7 +127,7 @@ def test_ranks_that_could_be_restarted_and_end_well_have_their_tree_when_it_is_r
     )
     assert done.returncode == 0, done.stderr
     assert f"the trace follows in {tmp_path / 'trace'}" in done.stderr
-    shown = subprocess.run(
+    shown = forked.run(
         [str(BIN / "rankscope"), "verify", str(tmp_path / "trace")],
         capture_output=True,
         text=True,
@@ -151,7 +151,7 @@ def test_ranks_that_are_not_traced_are_not_waited_for_and_not_missing(
     found = start(command, tmp_path, RANKSCOPE_DRAIN_SECONDS="100", **variables)
     assert [rank["rank"] for rank in found["ranks"]] == [1]
     assert (found["complete"], found["missing"]) == (True, "")
-    verified = subprocess.run(
+    verified = forked.run(
         [str(BIN / "rankscope"), "verify", str(tmp_path / "trace")], capture_output=True, text=True
     )
     assert verified.returncode == 0
@@ -160,7 +160,7 @@ def test_ranks_that_are_not_traced_are_not_waited_for_and_not_missing(
 
 def test_a_plain_script_that_raises_has_its_tree_when_it_returns(tmp_path: Path):
     code = "import torch; torch.nn.Linear(2, 2)(torch.ones(1, 2)); raise ValueError('on purpose')"
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
@@ -179,7 +179,7 @@ def test_two_programs_that_a_rank_runs_one_after_the_other_are_two_lives(tmp_pat
     python = f"{sys.executable} -c '{code}'"
     command = [str(BIN / "rankscope"), "run", "--rs-out", str(tmp_path / "trace")]
     command += ["--nproc-per-node", "1", "--no-python", "sh", "-c", f"{python} && {python}"]
-    subprocess.run(command, check=True, timeout=300)
+    forked.run(command, check=True, timeout=300)
     found = json.loads((tmp_path / "trace/trace.json").read_text())["completeness"]
     lives = [(rank["incarnation"], rank["end"]) for rank in found["ranks"]]
     assert lives == [(0, "exit"), (1, "exit")]

@@ -13,6 +13,7 @@ import pytest
 from rankscope.errors import SettingError
 from rankscope.settings import SETTINGS
 from rankscope_launcher import wrapper
+from tests import forked
 
 WRAPPER = "import sys; from rankscope_launcher.wrapper import main; main(sys.argv[1:])"
 
@@ -26,7 +27,7 @@ def _script(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monkey
 
 
 def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+    return forked.run(
         [sys.executable, "-c", WRAPPER, *arguments],
         capture_output=True,
         text=True,

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import forked
 from tests.launcher.ways import RANKSCOPE, TORCHRUN, installed
 
 pytestmark = [installed, pytest.mark.launch, pytest.mark.xdist_group("saying")]
@@ -23,7 +24,7 @@ def said(
 ) -> tuple[subprocess.CompletedProcess[str], list[str]]:
     """Run `train.py` with a command; return what happened and rankscope's own lines."""
     (folder / "train.py").write_text(TRAINS)
-    done = subprocess.run(
+    done = forked.run(
         [*command, "train.py"],
         capture_output=True,
         text=True,
@@ -119,7 +120,7 @@ rankscope.attach(out="attached", steps="0")
 for _ in range(2):
     model(torch.ones(1, 2))
 """
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, cwd=tmp_path
     )
     assert done.returncode == 0, done.stderr

@@ -11,7 +11,16 @@ from typing import Any
 
 import pytest
 
-from tests.launcher.ways import BIN, EXAMPLES, RANKSCOPE, TORCHRUN, installed, start, steps_of
+from tests.launcher.ways import (
+    BIN,
+    EXAMPLES,
+    RANKSCOPE,
+    TORCHRUN,
+    installed,
+    start,
+    start_forked,
+    steps_of,
+)
 
 pytestmark = [installed, pytest.mark.launch]
 
@@ -26,7 +35,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, str]:
     That it prints the same untraced is a test of every example.
     """
     out = tmp_path_factory.mktemp("run") / "trace"
-    done = start([RANKSCOPE, "run", "--nproc-per-node", "2", "ddp.py"], out)
+    done = start_forked([RANKSCOPE, "run", "--nproc-per-node", "2", "ddp.py"], out)
     assert f"trace in {out}" in done.stderr
     return steps_of(out), done.stdout
 
@@ -81,7 +90,7 @@ def test_every_way_of_starting_gives_the_same_tree_and_the_same_stdout(
 @pytest.mark.xdist_group("ways")
 def test_plain_python_gives_the_tree_that_one_rank_under_rankscope_run_gives(tmp_path: Path):
     plain = start([sys.executable, "one_process.py"], tmp_path / "a", RANKSCOPE="1")
-    ran = start([RANKSCOPE, "run", "one_process.py"], tmp_path / "b")
+    ran = start_forked([RANKSCOPE, "run", "one_process.py"], tmp_path / "b")
     assert plain.stdout == ran.stdout
     assert steps_of(tmp_path / "a") == steps_of(tmp_path / "b")
 

@@ -7,12 +7,14 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests import forked
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 BIN = Path(sys.executable).parent
@@ -31,7 +33,23 @@ def start(
     command: Sequence[str | Path], out: Path, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """Run a command to its good end, in the folder of the examples."""
-    done = subprocess.run(
+    return _done(subprocess.run, command, out, variables)
+
+
+def start_forked(
+    command: Sequence[str | Path], out: Path, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """The same, where how its processes are started is not what is tested."""
+    return _done(forked.run, command, out, variables)
+
+
+def _done(
+    run: Callable[..., subprocess.CompletedProcess[str]],
+    command: Sequence[str | Path],
+    out: Path,
+    variables: Mapping[str, str],
+) -> subprocess.CompletedProcess[str]:
+    done = run(
         [*map(str, command)],
         capture_output=True,
         text=True,
