@@ -50,13 +50,13 @@ def finish_kept(out: Path, stream: RankStream) -> RankStream:
         reports = finish_chunks(folder, stream.stream, stream.tensors, stream.definitions)
     except ChunkError as error:
         return dataclasses.replace(stream, notes=(*stream.notes, str(error)))
-    said = [(report, _below(out, report)) for report in reports if report.note]
+    noted = [(report, _below(out, report)) for report in reports if report.note]
     lost = {reference for report in reports for reference in report.lost}
     return dataclasses.replace(
         stream,
         tensors=_without(stream, lost) if lost else stream.tensors,
-        notes=(*stream.notes, *(text for report, text in said if report.lost)),
-        kept_notes=(*stream.kept_notes, *(text for report, text in said if not report.lost)),
+        notes=(*stream.notes, *(text for report, text in noted if report.lost)),
+        kept_notes=(*stream.kept_notes, *(text for report, text in noted if not report.lost)),
     )
 
 

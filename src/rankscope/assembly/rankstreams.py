@@ -119,10 +119,10 @@ def read_stream(
             f"up to {cells.FORMAT_VERSION}: use the version that made the trace, or a newer one"
         )
     _, values, has_digest = found.values()
-    said = ending(found)
+    ended = ending(found)
     gaps = found.columns(RecordKind.GAP)[1]
     committed = source.committed
-    if committed is None and said.reason is not None:
+    if committed is None and ended.reason is not None:
         committed = found.committed_bytes
     return RankStream(
         stream=source.stream,
@@ -140,8 +140,8 @@ def read_stream(
         committed=committed,
         origin=origin_of(data[: found.committed_bytes]),
         received=found.committed_bytes,
-        dropped=max(said.dropped_records, int(gaps["records"].sum())),
-        end=said.reason or source.end or EndReason.RUNNING,
+        dropped=max(ended.dropped_records, int(gaps["records"].sum())),
+        end=ended.reason or source.end or EndReason.RUNNING,
         raised=_raised(definitions),
         notes=(*source.notes, *rejected),
         kept_notes=_not_kept(definitions),

@@ -30,7 +30,7 @@ from rankscope.capture.pytree import (
 )
 from rankscope.capture.torch_internals.dtensor import dtensor_parts, is_dtensor
 
-__all__ = ["call_form", "form_of", "result_form", "said_of"]
+__all__ = ["call_form", "form_of", "plain_text_of", "result_form"]
 
 _MOST_DEPTH: Final = 24
 _MOST_TEXT: Final = 1 << 18
@@ -95,7 +95,7 @@ def form_of(slot: str, value: object, say: Say) -> Any:
     return _form(slot, value, say, [])
 
 
-def said_of(value: object) -> str:
+def plain_text_of(value: object) -> str:
     """Return what stands for a leaf where no line of the program's own code may run.
 
     That is its repr, without addresses, where that is of Python, torch or transformers; else its
@@ -152,8 +152,8 @@ def _items(slot: str, value: dict[object, object], say: Say, path: list[int]) ->
     items = tuple(dict.items(value))
     forms: dict[str, Any] = {}
     for (key, item), name in zip(items, key_names(key for key, _ in items)):
-        said = key if type(key) is str else _CONSTANT_KEYS.get(name) or _text_of_key(key, name)
-        forms[name if said in forms else said] = _form(f"{slot}.{name}", item, say, path)
+        text = key if type(key) is str else _CONSTANT_KEYS.get(name) or _text_of_key(key, name)
+        forms[name if text in forms else text] = _form(f"{slot}.{name}", item, say, path)
     return {"items": forms}
 
 

@@ -126,12 +126,12 @@ class TensorFiles:
                 return _stored(chunk, chunk.tensors[reference])
         folder = chunk_folder(self._folder, stream)
         wrong = [text for path, text in self._problems.items() if path.parent == folder]
-        said = "; ".join(wrong) or (
+        reason = "; ".join(wrong) or (
             f"none of the {len(self._opened[stream])} chunks in {folder} has it"
             if folder.is_dir()
             else f"there is no {folder}: copy it from where the trace was made"
         )
-        raise TraceError(f"tensor {reference} of rank {rank} is not there: {said}")
+        raise TraceError(f"tensor {reference} of rank {rank} is not there: {reason}")
 
     def tensors(self, stream: StreamId) -> Iterator[tuple[int, StoredTensor]]:
         """Yield (reference, tensor) of everything stored for a stream."""

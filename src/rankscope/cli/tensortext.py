@@ -71,8 +71,8 @@ def listing_lines(trace: Trace, wanted: Wanted) -> Iterator[str]:
         SelectionError: nothing of it was kept; says how to keep tensors.
     """
     if wanted.names:
-        chosen, said = choose(trace, wanted)
-        for line in said:
+        chosen, notes = choose(trace, wanted)
+        for line in notes:
             _say(line)
         listing = list_tensors(
             trace, ((each.value.node, view) for each in chosen for view in each.value.views)

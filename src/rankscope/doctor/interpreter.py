@@ -91,11 +91,14 @@ def _ask(command: Sequence[str], environ: Mapping[str, str]) -> tuple[dict[str, 
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return None, f"{shlex.join(command)} cannot be run: {error}"
-    said = " ".join(done.stderr.split()[-40:])
+    last_words = " ".join(done.stderr.split()[-40:])
     answers = [line for line in done.stdout.splitlines() if line.startswith(_MARK)]
     if not answers:
-        return None, f"{shlex.join(command)} ended with {done.returncode}: {said or 'no word'}"
-    return json.loads(answers[-1].removeprefix(_MARK)), said
+        return (
+            None,
+            f"{shlex.join(command)} ended with {done.returncode}: {last_words or 'no word'}",
+        )
+    return json.loads(answers[-1].removeprefix(_MARK)), last_words
 
 
 def _rankscope(found: Mapping[str, Any]) -> Condition:

@@ -201,9 +201,9 @@ def is_fsdp_axis(axis: str, placements: Iterable[Placement], mesh_axes: int) -> 
         placements: of all DTensor parameters along it.
         mesh_axes: of how many axes its mesh is: beside others, the name alone tells FSDP's.
     """
-    said = named_as(axis)
-    if said is not AxisName.NOTHING:
-        return said is AxisName.DATA
+    axis_name = named_as(axis)
+    if axis_name is not AxisName.NOTHING:
+        return axis_name is AxisName.DATA
     return mesh_axes == 1 and all(placement.dim is not None for placement in placements)
 
 

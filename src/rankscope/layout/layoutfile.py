@@ -156,14 +156,14 @@ class LayoutFile:
 
 
 def _axes(text: object, name: str) -> dict[str, int]:
-    said = f'layout file {name}: axes = {text!r}: write axes = "dp=1,tp=2", outermost first'
+    message = f'layout file {name}: axes = {text!r}: write axes = "dp=1,tp=2", outermost first'
     if not isinstance(text, str):
-        raise LayoutError(said)
+        raise LayoutError(message)
     axes: dict[str, int] = {}
     for part in text.split(","):
         axis, _, size = (each.strip() for each in part.partition("="))
         if not axis or not size.isdigit() or int(size) < 1 or axis in axes:
-            raise LayoutError(said)
+            raise LayoutError(message)
         axes[axis] = int(size)
     return axes
 
@@ -198,11 +198,11 @@ def _entry(number: int, data: Any, axes: Mapping[str, int], where: str) -> Layou
 def layout_given(run: Mapping[str, Any]) -> tuple[LayoutFile, Mesh] | str | None:
     """Return the layout file in a run header with its axes over all ranks; in words why it is of no
     use, or None where there is none (or one rank, which holds everything whole)."""
-    said = run.get("layout")
-    if said is None or int(run["world_size"]) < 2:
+    given = run.get("layout")
+    if given is None or int(run["world_size"]) < 2:
         return None
     try:
-        layouts = LayoutFile.parse(str(said["text"]), str(said["file"]))
+        layouts = LayoutFile.parse(str(given["text"]), str(given["file"]))
         return layouts, layouts.mesh(int(run["world_size"]))
     except LayoutError as error:
         return f"{error}; it is not used"

@@ -22,7 +22,7 @@ _Gap = list[int]
 
 
 class Backlog:
-    """The debts of one stream. The writer's lock guards all of it but `outside`."""
+    """What one stream has left unwritten. The writer's lock guards all of it but `outside`."""
 
     __slots__ = ("_bytes", "_gaps", "definitions", "dropped", "mode", "outside", "step")
 
@@ -60,7 +60,7 @@ class Backlog:
         gap[3] += size
 
     def settle(self, write: Callable[[RecordKind, bytes], bool]) -> bool:
-        """Write what is owed, definitions first; False where one of those found no room.
+        """Write what waits, definitions first; False where one of those found no room.
 
         Args:
             write: commits a record and returns True, or returns False where there is no room.

@@ -6,7 +6,7 @@ a write nested in a handler (it is dropped). `WriteLock` says who may write.
 
 When the spool is full, records are dropped to the end of the step, and then whole steps until there
 is room again; a GAP record says which and how many. Definitions are never dropped: those that find
-no room are owed, and written before the next record that could name them.
+no room wait, and are written before the next record that could name them.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class SpoolWriter:
         self._holder = self._writing.holder
         self._is_half_done = False
         """A write was left by an exception of the program's (KeyboardInterrupt)."""
-        self._owed = Backlog()
+        self._backlog = Backlog()
         self._is_dropping = False
         self._records: dict[int, int] = {}
         """Records of each segment left behind: by its number, so that nothing is counted twice."""
@@ -130,7 +130,7 @@ class SpoolWriter:
     @property
     def dropped_records(self) -> int:
         """Records dropped so far."""
-        return self._owed.dropped + len(self._owed.outside)
+        return self._backlog.dropped + len(self._backlog.outside)
 
     @property
     def is_closed(self) -> bool:
@@ -157,7 +157,7 @@ class SpoolWriter:
         token, holder = (get_ident(),), self._holder
         try:
             if holder.setdefault(0, token) is not token and not self._writing.wait(token):
-                self._owed.outside.append(len(payload))
+                self._backlog.outside.append(len(payload))
                 return False
             if self._is_half_done:
                 self._repair()
@@ -212,13 +212,13 @@ class SpoolWriter:
                 del holder[0]
 
     def _end_stream(self, reason: EndReason, note: int) -> None:
-        self._owed.settle(self._put_reserved)
+        self._backlog.settle(self._put_reserved)
         self._count_records()
         committed = sum(self._records.values())
         code = END_REASONS.index(reason) if reason in END_REASONS else 0
         self._put_reserved(
             RecordKind.END,
-            END.pack(time.monotonic_ns(), committed, self._owed.dropped, note, code),
+            END.pack(time.monotonic_ns(), committed, self._backlog.dropped, note, code),
         )
         last, self._segment = self._segment, CLOSED
         if isinstance(last, Segment):
@@ -236,7 +236,7 @@ class SpoolWriter:
         if cells:
             segment.at += cells * CELL_BYTES
         elif isinstance(segment, Segment):
-            self._owed.count(0)
+            self._backlog.count(0)
 
     # ---- the slow way -----------------------------------------------------------------------
 
@@ -254,26 +254,26 @@ class SpoolWriter:
             )
         if kind == RecordKind.DEFINITION:
             return self._write_definition(payload)
-        if not self._is_dropping and self._owed.definitions:
+        if not self._is_dropping and self._backlog.definitions:
             self._settle()
         if not self._is_dropping and self._make_room(cells, is_reserved=kind in _RESERVED):
             put(self._segment, kind, payload)
             return True
         self._start_dropping()
-        self._owed.count(len(payload))
+        self._backlog.count(len(payload))
         return False
 
     def _write_definition(self, payload: bytes) -> bool:
         cells = max(1, -(-len(payload) // PAYLOAD_BYTES))
-        if not self._owed.definitions and self._make_room(cells, is_reserved=True):
+        if not self._backlog.definitions and self._make_room(cells, is_reserved=True):
             put(self._segment, RecordKind.DEFINITION, payload)
             return True
-        if not self._owed.keep(payload):
+        if not self._backlog.keep(payload):
             del self._holder[0]
             raise SpoolError(
-                f"{self._folder}: the spool is full and {len(self._owed.definitions)} definitions "
-                f"wait for room; raise --rs-spool-bytes, or see relay.log beside it for why "
-                f"nothing is sent"
+                f"{self._folder}: the spool is full and {len(self._backlog.definitions)} "
+                f"definitions wait for room; raise --rs-spool-bytes, or see relay.log beside it "
+                f"for why nothing is sent"
             )
         self._start_dropping()
         return True
@@ -282,7 +282,7 @@ class SpoolWriter:
         _, step, mode, event, _ = STEP.unpack(payload)
         if event != StepEvent.BEGIN:
             return
-        self._owed.step, self._owed.mode = step, mode
+        self._backlog.step, self._backlog.mode = step, mode
         if self._is_dropping and self._has_room_again():
             self._is_dropping = False
         if not self._is_dropping:
@@ -293,14 +293,14 @@ class SpoolWriter:
         half = self._segment_bytes // 2 // CELL_BYTES
         self._refresh_data_end()
         segment = self._segment
-        if segment.data_end - segment.at >= (half + self._owed.cells) * CELL_BYTES:
+        if segment.data_end - segment.at >= (half + self._backlog.cells) * CELL_BYTES:
             return True
         segment.data_end = 0
         return self._roll_over()
 
     def _settle(self) -> None:
-        """Write what is owed; go on dropping where that finds no room."""
-        if not self._owed.settle(self._put_reserved):
+        """Write what waits for room; go on dropping where that finds no room."""
+        if not self._backlog.settle(self._put_reserved):
             self._start_dropping()
 
     def _put_reserved(self, kind: RecordKind, payload: bytes) -> bool:

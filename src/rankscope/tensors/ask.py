@@ -77,8 +77,8 @@ def asked_tensors(
     held = {int(each["rank"]) for each in trace.run["ranks"]}
     if rank is not None and rank not in held:
         raise SelectionError(f"--rank {rank}: the trace holds ranks {ranks_text(held)}")
-    chosen, said = choose(trace, wanted)
-    for line in said:
+    chosen, notes = choose(trace, wanted)
+    for line in notes:
         say(line)
     asked: list[AskedTensor] = []
     left_out: list[tuple[int, str]] = []

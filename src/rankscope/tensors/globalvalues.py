@@ -213,8 +213,8 @@ class _Planning:
         self._is_placed = any(p.layout.source is LayoutSource.DTENSOR for p in described.values())
         if self._is_placed:
             return described
-        placements, said = self._given.of(self._value)
-        self._notes.extend(said)
+        placements, notes = self._given.of(self._value)
+        self._notes.extend(notes)
         if self._given.mesh is not None and placements:
             self._is_placed = True
             return declared_pieces(self._given.mesh, placements, self._shapes)

@@ -84,8 +84,8 @@ def why_not_kept(value: Value, ranks: Iterable[int]) -> str:
     if not _takes(asked, value.node.path, value.views[0].slot):
         return f"{name} was not kept: --rs-tensors {asked!r} does not take it; {advice}"
     missed = sorted({rank for view in value.views for rank in view.not_kept} & set(recorded))
-    said = _reasons(value, missed or recorded)
-    return f"{name} was asked for and not kept on {ranks_words(missed or recorded)}: {said}"
+    reasons = _reasons(value, missed or recorded)
+    return f"{name} was asked for and not kept on {ranks_words(missed or recorded)}: {reasons}"
 
 
 def _takes(globs: str, path: str, slot: str) -> bool:

@@ -96,7 +96,7 @@ def choose(trace: Trace, wanted: Wanted) -> tuple[list[Chosen], list[str]]:
         for node in group.walk():
             _note(node, names, wanted)
     chosen: dict[str, Chosen] = {}
-    said: list[str] = []
+    notes: list[str] = []
     for name in names:
         if not name.found:
             raise _nothing(trace, name, wanted, groups)
@@ -112,11 +112,11 @@ def choose(trace: Trace, wanted: Wanted) -> tuple[list[Chosen], list[str]]:
             key = name.text if is_exact else f"{path or '(root)'}:{slot}"
             chosen.setdefault(key, Chosen(key=key, value=value, is_named=is_exact))
         if repeated:
-            said.append(
+            notes.append(
                 f"{name.text}: {repeated} of these are called more than once; the first call is "
                 f"taken, choose another with --ordinal"
             )
-    return [*chosen.values()], said
+    return [*chosen.values()], notes
 
 
 def _groups(trace: Trace, wanted: Wanted) -> Sequence[Step]:

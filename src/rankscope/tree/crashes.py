@@ -66,8 +66,8 @@ def crashes(trace: Trace) -> list[Crash]:
 
 def _crash(trace: Trace, state: Mapping[str, Any]) -> Crash | None:
     rank, incarnation = state["rank"], state["incarnation"]
-    said = state.get("raised", {"error": "", "causes": (), "where": ""})
-    texts = (said["error"], *said["causes"])
+    raised = state.get("raised", {"error": "", "causes": (), "where": ""})
+    texts = (raised["error"], *raised["causes"])
     last: tuple[Step, Node] | None = None
     for mode in Mode:
         for step in reversed(trace.steps):
@@ -82,9 +82,9 @@ def _crash(trace: Trace, state: Mapping[str, Any]) -> Crash | None:
         if "raised" not in state:
             return None
         return Crash(
-            rank=rank, incarnation=incarnation, path=None, phase=None, error=said["error"],
+            rank=rank, incarnation=incarnation, path=None, phase=None, error=raised["error"],
             mode=last[0].mode if last else None, step=last[0].step if last else None,
-            causes=tuple(said["causes"]), where=said["where"],
+            causes=tuple(raised["causes"]), where=raised["where"],
             start_us=_start(last[1]) if last else 0.0,
         )  # fmt: skip
     step, node = last
@@ -95,7 +95,7 @@ def _crash(trace: Trace, state: Mapping[str, Any]) -> Crash | None:
         inner = next((each for each in modules if _error(each, rank) == error), None)
     return Crash(
         rank=rank, incarnation=incarnation, mode=step.mode, step=step.step, path=node.path,
-        phase=node.phase, error=error, causes=tuple(said["causes"]), where=said["where"],
+        phase=node.phase, error=error, causes=tuple(raised["causes"]), where=raised["where"],
         start_us=_start(node),
     )  # fmt: skip
 

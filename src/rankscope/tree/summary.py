@@ -38,10 +38,10 @@ def extent(run: Mapping[str, Any]) -> str:
 def endings(completeness: Mapping[str, Any]) -> list[str]:
     """Return which ranks did not end in order, in their last life: `ranks 0-1 raised`."""
     last = {rank["rank"]: rank["end"] for rank in completeness["ranks"]}
-    said = []
+    parts = []
     for end, word in _ENDED.items():
         ranks = [rank for rank, how in last.items() if how == end]
         if ranks:
-            said.append(f"{ranks_named(ranks)} {word}")
+            parts.append(f"{ranks_named(ranks)} {word}")
     missing = completeness["missing"]
-    return [*said, f"nothing from {ranks_named(missing)}"] if missing else said
+    return [*parts, f"nothing from {ranks_named(missing)}"] if missing else parts

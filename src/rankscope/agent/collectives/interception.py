@@ -29,39 +29,48 @@ _COALESCING = ("_start_coalescing", "_end_coalescing")
 
 
 class CollectiveListener(Protocol):
-    """What is told of collectives. It may raise: that is caught, and counted as a failure of ours.
+    """What is called for every collective. It may raise: that is caught, and counted as a failure
+    of ours.
 
-    `told` is a list of one call: what `begins` leaves in it comes back in `ends` and `fails`.
+    `state` is an empty list made for one call: what `begins` or `waits` leaves in it comes back in
+    `ends` and `fails`.
     """
 
     def begins(
-        self, told: list[Any], name: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        state: list[Any],
+        name: str,
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> None:
         """A call is about to be made: `target` is a process group, None for an operator."""
 
-    def ends(self, told: list[Any], result: Any) -> None:
+    def ends(self, state: list[Any], result: Any) -> None:
         """It returned."""
 
-    def fails(self, told: list[Any], error: BaseException | None) -> None:
+    def fails(self, state: list[Any], error: BaseException | None) -> None:
         """It raised."""
 
     def derives(self, work: Any, future: Any) -> None:
         """The program takes a work's future, and may wait for that."""
 
-    def waits(self, told: list[Any], work: Any) -> None:
+    def waits(self, state: list[Any], work: Any) -> None:
         """The program waits for a work, or for the tensor of a functional collective."""
 
 
 class _Depth(threading.local):
-    """Inside how many stand-ins this thread is: what a collective issues by itself is part of
-    it.
+    """Inside how many of our functions this thread is: what a collective issues by itself is part
+    of it.
     """
 
     inside = 0
 
 
 class CollectiveWatch:
-    """Tells of collectives between `put_on` and `take_off`; both may be called at any time."""
+    """Calls a listener for every collective between `put_on` and `take_off`; both may be called at
+    any time.
+    """
 
     def __init__(self, guard: Guard, listener: CollectiveListener) -> None:
         self._begins = guard.hook(listener.begins)
@@ -71,11 +80,11 @@ class CollectiveWatch:
         self._derives = guard.hook(listener.derives)
         self._depth = _Depth()
         self.is_on = False
-        self._standing: dict[tuple[int, str], Callable[[], None]] = {}
-        """What puts the originals back, by where ours stand; all of it lives as long as torch."""
+        self._patched: dict[tuple[int, str], Callable[[], None]] = {}
+        """What puts the originals back, by (owner, name) of what is replaced."""
 
     def put_on(self, *, only_pairs: bool = False) -> None:
-        """Stand in for everything that issues a collective or waits for one.
+        """Replace everything that issues a collective or waits for one.
 
         Args:
             only_pairs: for sends and receives alone, and for what waits for them.
@@ -86,30 +95,30 @@ class CollectiveWatch:
         self.is_on = True
         group, work, future = classes
         for name in MESSAGES if only_pairs else (*METHODS, *_COALESCING):
-            self._stand(group, name, functools.partial(self._issuing, name))
+            self._patch(group, name, functools.partial(self._issuing, name))
         for name in _WAITS:
-            self._stand(work, name, self._waiting)
-        self._stand(future, "wait", self._waiting)
-        self._stand(work, "get_future", self._deriving)
+            self._patch(work, name, self._waiting)
+        self._patch(future, "wait", self._waiting)
+        self._patch(work, "get_future", self._deriving)
         if only_pairs:
             return
         for name, operator in functional_operators(FUNCTIONAL):
-            self._stand(operator, "_op", functools.partial(self._operating, name))
+            self._patch(operator, "_op", functools.partial(self._operating, name))
         for _, operator in functional_operators([_WAIT_TENSOR]):
-            self._stand(operator, "_op", self._waiting)
+            self._patch(operator, "_op", self._waiting)
 
     def take_off(self) -> None:
         """Put the originals back, but where somebody else has put theirs over ours since."""
         self.is_on = False
-        for restore in self._standing.values():
+        for restore in self._patched.values():
             restore()
-        self._standing.clear()
+        self._patched.clear()
 
-    def _stand(
+    def _patch(
         self, owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]
     ) -> None:
         kept = vars(owner).get(name)
-        if kept is None or (id(owner), name) in self._standing:  # not in this torch, or ours
+        if kept is None or (id(owner), name) in self._patched:  # not in this torch, or ours
             return
         original = getattr(owner, name)
         ours = make(original)
@@ -120,30 +129,30 @@ class CollectiveWatch:
             if vars(owner).get(name) is ours:
                 setattr(owner, name, kept)
 
-        self._standing[id(owner), name] = restore
+        self._patched[id(owner), name] = restore
 
-    # ------------------------------------------------------------------ what stands there
+    # ------------------------------------------------------------------ in place of torch's
 
-    def _is_heard(self) -> bool:
+    def _is_recorded(self) -> bool:
         return self.is_on and not self._depth.inside and not is_being_captured()
 
     def _issuing(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def issue(group: Any, *args: Any, **kwargs: Any) -> Any:
-            if is_compiling() or not self._is_heard():
+            if is_compiling() or not self._is_recorded():
                 return original(group, *args, **kwargs)
-            return self._told(name, group, original, args, kwargs)
+            return self._call(name, group, original, args, kwargs)
 
         return issue
 
     def _operating(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def operate(*args: Any, **kwargs: Any) -> Any:
-            if is_compiling() or not self._is_heard():
+            if is_compiling() or not self._is_recorded():
                 return original(*args, **kwargs)
-            return self._told(name, None, original, args, kwargs)
+            return self._call(name, None, original, args, kwargs)
 
         return operate
 
-    def _told(
+    def _call(
         self,
         name: str,
         group: Any,
@@ -151,8 +160,8 @@ class CollectiveWatch:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        told: list[Any] = []
-        self._begins(told, name, group, args, kwargs)
+        state: list[Any] = []
+        self._begins(state, name, group, args, kwargs)
         self._depth.inside += 1
         has_returned = False
         try:
@@ -164,24 +173,24 @@ class CollectiveWatch:
         finally:
             self._depth.inside -= 1
             if not has_returned:
-                self._fails(told, sys.exc_info()[1])
-        self._ends(told, result)
+                self._fails(state, sys.exc_info()[1])
+        self._ends(state, result)
         return result
 
     def _waiting(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
-            if is_compiling() or not self._is_heard():
+            if is_compiling() or not self._is_recorded():
                 return original(work, *args, **kwargs)
-            told: list[Any] = []
-            self._waits(told, work)
+            state: list[Any] = []
+            self._waits(state, work)
             has_returned = False
             try:
                 result = original(work, *args, **kwargs)
                 has_returned = True
             finally:
                 if not has_returned:
-                    self._fails(told, sys.exc_info()[1])
-            self._ends(told, result)
+                    self._fails(state, sys.exc_info()[1])
+            self._ends(state, result)
             return result
 
         return wait
@@ -189,7 +198,7 @@ class CollectiveWatch:
     def _deriving(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def derive(work: Any) -> Any:
             future = original(work)
-            if not is_compiling() and self._is_heard():
+            if not is_compiling() and self._is_recorded():
                 self._derives(work, future)
             return future
 

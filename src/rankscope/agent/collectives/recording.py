@@ -133,18 +133,23 @@ class Collectives:
         """By the storage a functional collective writes."""
         self._coalescing = _Coalescing()
 
-    # ------------------------------------------------------------------ what is told
+    # ------------------------------------------------------------------ a collective is issued
 
     def begins(
-        self, told: list[Any], name: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        state: list[Any],
+        name: str,
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> None:
         """A collective is about to be issued."""
         if name == "_start_coalescing":
             self._coalescing.calls = []
             return
         if name == "_end_coalescing":
-            told.append(self._coalescing.calls or [])
-            told.append(_COALESCED)
+            state.append(self._coalescing.calls or [])
+            state.append(_COALESCED)
             self._coalescing.calls = None
             return
         place = self._place(name)
@@ -156,14 +161,14 @@ class Collectives:
                 issued = read_functional(_OPERATORS[name], args, kwargs, self._groups, where)
             else:
                 issued = read_method(name, target, args, kwargs, self._groups, where)
-            told.append(self._record(issued, place, is_functional=target is None))
+            state.append(self._record(issued, place, is_functional=target is None))
 
-    def ends(self, told: list[Any], result: Any) -> None:
-        """What was told of returned; a collective with a work to wait for goes on."""
-        if not told:
+    def ends(self, state: list[Any], result: Any) -> None:
+        """The call returned; a collective with a work to wait for goes on."""
+        if not state:
             return
-        found = told[0]
-        if told[-1] is _COALESCED and result is not None:
+        found = state[0]
+        if state[-1] is _COALESCED and result is not None:
             self._follow(result, found)
         elif isinstance(found, list):  # what was waited for
             for call in found:
@@ -176,25 +181,25 @@ class Collectives:
         else:
             self._follow(result, [found])
 
-    def fails(self, told: list[Any], error: BaseException | None) -> None:
-        """What was told of raised."""
+    def fails(self, state: list[Any], error: BaseException | None) -> None:
+        """The call raised."""
         text = "" if error is None else describe_error(error)
-        for found in told[:1]:
+        for found in state[:1]:
             for call in found if isinstance(found, list) else [found]:
                 self._break_off(call, CallStatus.RAISED, text)
 
-    def waits(self, told: list[Any], work: Any) -> None:
+    def waits(self, state: list[Any], work: Any) -> None:
         """The program waits for a work, or for memory that a functional collective writes."""
         if isinstance(work, torch.Tensor):
             with invisible():
                 call = self._memory.pop(memory_of(work), None)
             if call is not None:
-                told.append([call])
+                state.append([call])
             return
         known = self._works.get(id(work))
         if known is not None and known.work() is work:
             del self._works[id(work)]
-            told.append(known.calls)
+            state.append(known.calls)
 
     def derives(self, work: Any, future: Any) -> None:
         """The program takes a work's future: waiting for that ends the same calls."""

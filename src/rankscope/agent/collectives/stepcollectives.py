@@ -111,10 +111,15 @@ class CollectiveTracing:
         if self._collectives is not None:
             self._collectives.end_step(None, None)
 
-    # ------------------------------------------------------------------ what is told
+    # ------------------------------------------------------------------ a collective is issued
 
     def begins(
-        self, told: list[Any], name: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        state: list[Any],
+        name: str,
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> None:
         """A collective is about to be issued."""
         is_message = name in MESSAGES
@@ -124,27 +129,27 @@ class CollectiveTracing:
             self._messages.lose()
             return
         if self._collectives is not None:
-            self._collectives.begins(told, name, target, args, kwargs)
+            self._collectives.begins(state, name, target, args, kwargs)
 
-    def ends(self, told: list[Any], result: Any) -> None:
-        """What was told of returned."""
+    def ends(self, state: list[Any], result: Any) -> None:
+        """The call returned."""
         if self._collectives is not None:
-            self._collectives.ends(told, result)
+            self._collectives.ends(state, result)
 
-    def fails(self, told: list[Any], error: BaseException | None) -> None:
-        """What was told of raised."""
+    def fails(self, state: list[Any], error: BaseException | None) -> None:
+        """The call raised."""
         if self._collectives is not None:
-            self._collectives.fails(told, error)
+            self._collectives.fails(state, error)
 
     def derives(self, work: Any, future: Any) -> None:
         """The program takes a work's future."""
         if self._collectives is not None:
             self._collectives.derives(work, future)
 
-    def waits(self, told: list[Any], work: Any) -> None:
+    def waits(self, state: list[Any], work: Any) -> None:
         """The program waits."""
         if self._collectives is not None:
-            self._collectives.waits(told, work)
+            self._collectives.waits(state, work)
 
     # ------------------------------------------------------------------ places
 

@@ -14,7 +14,7 @@ from rankscope.agent.hooks.pythonstack import keyword_arguments
 from rankscope.agent.recorder import Recorder
 from rankscope.agent.values.gradients import MOST_FIRINGS, GradientHooks, GradientTarget
 from rankscope.agent.values.valuereader import ValueReader
-from rankscope.capture.forms import said_of
+from rankscope.capture.forms import plain_text_of
 from rankscope.capture.invisible import invisible
 from rankscope.capture.pytree import is_tensor, walk
 from rankscope.record.call import Phase
@@ -28,7 +28,7 @@ __all__ = ["CallValues", "CallWishes"]
 class CallWishes:
     """What a block wants of calls beyond what settings can say."""
 
-    say_leaf: Callable[[object], str] = said_of
+    say_leaf: Callable[[object], str] = plain_text_of
     """Text of an argument that is no tensor, in the form of a call; by default one for which no
     code of the program runs."""
     is_output_wanted: Callable[[nn.Module, bool], bool] = lambda _module, _is_root: True

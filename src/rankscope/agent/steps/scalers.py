@@ -56,17 +56,17 @@ class ScalerWatch:
             return result
 
         self._watching = step
-        self._stand(step)
+        self._patch(step)
 
     def take_off(self) -> None:
         """Put the original back, unless somebody else has put theirs over ours since."""
         if self._watching is None:
             return
         if GradScaler.step is self._watching and self._original is not None:
-            self._stand(self._original)
+            self._patch(self._original)
         self._watching = self._original = None
 
-    def _stand(self, step: Any) -> None:
+    def _patch(self, step: Any) -> None:
         GradScaler.step = step  # type: ignore[method-assign]
 
 

@@ -32,15 +32,15 @@ class ScheduleWatch:
         self._numbers = itertools.count()
         self._run: int | None = None
         self._originals: dict[type, Callable[..., Any]] = {}
-        self._standing: dict[type, Callable[..., Any]] = {}
+        self._patched: dict[type, Callable[..., Any]] = {}
         self._codes: frozenset[CodeType] = frozenset()
         """Code of torch's own `step`, while a run goes on that began before ours stood there."""
         self._is_over = False
 
     def current(self) -> int | None:
         """Return the number of the run that goes on, counted from 0; None outside every run."""
-        if not self._standing and not self._is_over:
-            self._stand()
+        if not self._patched and not self._is_over:
+            self._patch()
         if self._codes and _running(self._codes) is None:
             self._run, self._codes = None, frozenset()
         return self._run
@@ -48,15 +48,15 @@ class ScheduleWatch:
     def take_off(self) -> None:
         """Put the originals back, unless somebody else has put theirs over ours since."""
         self._is_over = True
-        for cls, ours in self._standing.items():
+        for cls, ours in self._patched.items():
             if vars(cls).get("step") is ours:
                 cls.step = self._originals[cls]  # type: ignore[attr-defined]  # they have a step
-        self._standing.clear()
+        self._patched.clear()
 
-    def _stand(self) -> None:
+    def _patch(self) -> None:
         for cls in pipeline_schedules():
             original = self._originals[cls] = vars(cls)["step"]
-            ours = self._standing[cls] = self._around(original)
+            ours = self._patched[cls] = self._around(original)
             cls.step = ours  # type: ignore[attr-defined]  # they have a step
         codes = (getattr(original, "__code__", None) for original in self._originals.values())
         known = frozenset(code for code in codes if code is not None)

@@ -16,7 +16,7 @@ from rankscope.agent.values.tensorstore import TensorStore, size_of
 from rankscope.capture.describe import Described, Describer
 from rankscope.capture.digest import Digester
 from rankscope.capture.elements import storage_of, stored_words
-from rankscope.capture.forms import call_form, result_form, said_of
+from rankscope.capture.forms import call_form, plain_text_of, result_form
 from rankscope.capture.invisible import invisible
 from rankscope.capture.pytree import is_tensor, walk
 from rankscope.capture.reading import ValueNumbers
@@ -64,7 +64,7 @@ class ValueReader:
         self._digesters: list[weakref.ref[Digester]] = []
         """Of the threads that live: each leaves the list with its thread."""
         self._on_devices = DeviceValues(settings.batch_dim)
-        self.say: Callable[[object], str] = said_of
+        self.say: Callable[[object], str] = plain_text_of
         """The text of what is no tensor, in the form of a call."""
         self.in_flight = InFlight()
         """What collectives of this session are still writing."""

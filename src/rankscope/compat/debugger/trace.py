@@ -30,7 +30,7 @@ from rankscope.assembly.rankstreams import RankStream, StreamBytes, read_stream
 from rankscope.assembly.rootnames import join_path, name_roots
 from rankscope.assembly.skeleton import forward_calls, without_calls
 from rankscope.block import RankBlock, begin_rank_block
-from rankscope.capture.forms import said_of, without_addresses
+from rankscope.capture.forms import plain_text_of, without_addresses
 from rankscope.compat.debugger.calltree import pruned_calls
 from rankscope.compat.debugger.layers import LayerRecorder
 from rankscope.compat.debugger.text import Arena, Glimpse, Squares, glimpse_of
@@ -237,8 +237,8 @@ class _Running:
     def held(self) -> dict[int, UnwrittenTensor]:
         """Return the tensors by reference, but for those in files."""
         found = {
-            reference: UnwrittenTensor(dtype=said.dtype, shape=said.shape, data=data)
-            for reference, (said, data) in self._block.held().items()
+            reference: UnwrittenTensor(dtype=described.dtype, shape=described.shape, data=data)
+            for reference, (described, data) in self._block.held().items()
         }
         for reference, glance in self._block.made().items():
             seen = glance.made
@@ -355,8 +355,8 @@ def _text_of_argument(value: object) -> str:
     may not be asked for.
     """
     if _quiet:
-        return said_of(value)
-    said: list[str] = []
-    guard = Guard(lambda _error: said.append(said_of(value)))
-    guard.hook(lambda: said.append(without_addresses(repr(value))))()
-    return said[0] if said else said_of(value)
+        return plain_text_of(value)
+    texts: list[str] = []
+    guard = Guard(lambda _error: texts.append(plain_text_of(value)))
+    guard.hook(lambda: texts.append(without_addresses(repr(value))))()
+    return texts[0] if texts else plain_text_of(value)

@@ -45,16 +45,16 @@ def renew_hooks(model: nn.Module, patched: Mapping[nn.Module, dict[str, Any]]) -
         )
         return
     registry: dict[str, Any] = capturing._CAN_RECORD_REGISTRY
-    said = {str(type(module)): recorders for module, recorders in patched.items()}
+    recorders_of = {str(type(module)): recorders for module, recorders in patched.items()}
     with capturing._hook_installation_lock:
-        kept = {key: registry[key] for key in said.keys() & registry.keys()}
+        kept = {key: registry[key] for key in recorders_of.keys() & registry.keys()}
         try:
-            dict.update(registry, said)
+            dict.update(registry, recorders_of)
             for module in captured:
                 _remove_hooks(module, capturing)
                 capturing.install_all_output_capturing_hooks(module)
         finally:
-            for key in said.keys() - kept.keys():
+            for key in recorders_of.keys() - kept.keys():
                 del registry[key]
             dict.update(registry, kept)
 

@@ -60,11 +60,11 @@ def patch_output_recorders(model: nn.Module) -> None:
 def _original(module: nn.Module) -> Recorders | None:
     if ATTRIBUTE not in vars(module) and not hasattr(type(module), ATTRIBUTE):
         return None  # a wrapper may answer for what it wraps
-    said = getattr(module, ATTRIBUTE)
+    present = getattr(module, ATTRIBUTE)
     change = _changed.get(module)
-    if change is not None and said is change.patched:
+    if change is not None and present is change.patched:
         return change.original
-    return said if isinstance(said, dict) else None
+    return present if isinstance(present, dict) else None
 
 
 def _replaced(recorder: Any, names: NameMap[type[nn.Module]]) -> Any:

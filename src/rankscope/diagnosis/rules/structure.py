@@ -81,8 +81,8 @@ def _layout_text(view: SlotView) -> str:
     if not view.placements:
         return f"layout {view.source.value}"
     placed = " ".join(f"{axis}={placement}" for axis, placement in view.placements.items())
-    said = "" if view.source is LayoutSource.DTENSOR else f" ({view.source.value})"
-    return f"{placed} on mesh {view.mesh_name}{said}"
+    source = "" if view.source is LayoutSource.DTENSOR else f" ({view.source.value})"
+    return f"{placed} on mesh {view.mesh_name}{source}"
 
 
 def _is_stage(held: SlotValues) -> bool:
