@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from tests.faults.answers import all_ranks, parameter_names
+from tests.faults.answers import all_ranks, parameter_names, unreduced
 from tests.faults.expected import Expected
 from tests.faults.rows import Row
 from tests.faults.setup import Setup
-from tests.real.programs import byhand, dtensors, huggingface, shards
+from tests.real.programs import (
+    byhand,
+    dtensors,
+    experts,
+    huggingface,
+    loops,
+    shards,
+    stages,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,6 +231,94 @@ def crossed(setup: Setup) -> Expected:
     )
 
 
+def all_unreduced(setup: Setup) -> Expected:
+    return replace(unreduced(setup), kinds=("gradient-not-reduced", "replica-mismatch"))
+
+
+def some_unreduced(*names: str, step: int = 0) -> Callable[[Setup], Expected]:
+    """Gradients that no reduction reached; `{layer}` is the layer of the fault, `*` every layer."""
+
+    def expectation(setup: Setup) -> Expected:
+        layers = range(setup.shape.layers)
+        found = [
+            name.format(layer=setup.layer).replace("*", str(n)).rpartition(".")
+            for name in names
+            for n in (layers if "*" in name else layers[:1])
+        ]
+        places = tuple((path, f"grad:{name}") for path, _, name in found)
+        return Expected(
+            kinds=("gradient-not-reduced", "replica-mismatch"),
+            phases=("grads",),
+            places=places,
+            all_of=places,
+            ranks=all_ranks(setup),
+            step=step,
+        )
+
+    return expectation
+
+
+def thawed(setup: Setup) -> Expected:
+    """The parameters of one layer, from the step on in which they have gradients."""
+    prefix = f"layers.{setup.layer}."
+    names = [f"{path}.{name}" for path, name in parameter_names(setup) if path.startswith(prefix)]
+    return some_unreduced(*names, step=1)(setup)
+
+
+def differing_output(path: str) -> Callable[[Setup], Expected]:
+    """The inputs of a module agree and its output does not."""
+
+    def expectation(setup: Setup) -> Expected:
+        return Expected(
+            kinds=("replica-mismatch",),
+            phases=("forward",),
+            places=((path, "output"), (path, "returned")),
+            ranks=all_ranks(setup),
+            step=0,
+        )
+
+    return expectation
+
+
+def unsummed_scores(setup: Setup) -> Expected:
+    return replace(
+        unsummed_in_every_layer(setup),
+        places=((f"layers.{setup.shape.layers - 1}.feed_forward.experts", "grad_input*"),),
+    )
+
+
+def never_learns(setup: Setup) -> Expected:
+    names = tuple(
+        (f"layers.{n}.feed_forward.router", "param:weight") for n in range(setup.shape.layers)
+    )
+    return Expected(
+        kinds=("parameter-not-updated",),
+        phases=("params", "grads"),
+        places=names,
+        all_of=names,
+        ranks=all_ranks(setup),
+        step=0,
+    )
+
+
+def two_copies(setup: Setup) -> Expected:
+    return Expected(
+        kinds=("structure-mismatch", "replica-mismatch", "gradient-not-reduced"),
+        phases=("setup", "grads", "params"),
+        places=(("embed", "*:weight"), ("head", "*:weight")),
+        ranks=all_ranks(setup),
+    )
+
+
+def clipped_apart(setup: Setup) -> Expected:
+    """What all ranks hold has another factor on each."""
+    names = ("embed", "positions", "norm", "head", "layers.*.attention_norm")
+    return replace(
+        some_unreduced(*(f"{n}.weight" for n in (*names, "layers.*.feed_forward_norm")))(setup),
+        kinds=("replica-mismatch", "scale-error"),
+    )
+
+
 ROWS: tuple[Bug, ...] = (
     Bug(
         name="apertus-tp-auto",
@@ -405,6 +501,179 @@ ROWS: tuple[Bug, ...] = (
         oracle=byhand.averaged_right,
         expected=crossed,
         missed="both gradients are named as not reduced",
+    ),
+    Bug(
+        name="smoothing-over-a-part",
+        about="label smoothing takes the mean over one rank's part of the vocabulary",
+        source="Megatron-LM #7452, number 1",
+        url="https://github.com/NVIDIA/Megatron-LM/issues/7452",
+        program=byhand.smoothed,
+        oracle=byhand.smoothed_right,
+        expected=differing_output("criterion"),
+    ),
+    Bug(
+        name="gathered-logits",
+        about="a loss over a split vocabulary is handed all logits",
+        source="Megatron-LM #7452, number 2",
+        url="https://github.com/NVIDIA/Megatron-LM/issues/7452",
+        program=byhand.gathered_logits,
+        oracle=byhand.gathered_right,
+        expected=unsummed_input("criterion"),
+    ),
+    Bug(
+        name="norm-of-heads",
+        about="a norm on the heads of each rank, whose gradients nobody sums",
+        source="Megatron-LM #7452, number 11",
+        url="https://github.com/NVIDIA/Megatron-LM/issues/7452",
+        program=byhand.head_norm,
+        oracle=byhand.head_norm_right,
+        expected=some_unreduced("layers.*.attention.o_proj.0.weight"),
+    ),
+    Bug(
+        name="shared-key",
+        about="multi-query attention: the gradients of the key that all ranks share are not summed",
+        source="bigcode Megatron-LM #35",
+        url="https://github.com/bigcode-project/Megatron-LM/issues/35",
+        program=byhand.shared_key,
+        oracle=byhand.shared_key_right,
+        expected=some_unreduced("layers.*.attention.wkv.weight"),
+    ),
+    Bug(
+        name="own-dropout",
+        about="tensor-parallel ranks drop other elements of what all of them hold",
+        source="slapo #21",
+        url="https://github.com/awslabs/slapo/issues/21",
+        program=byhand.own_dropout,
+        oracle=byhand.losses_agree,
+        expected=differing_output("layers.0.dropout"),
+    ),
+    Bug(
+        name="own-norm",
+        about="every tensor-parallel rank clips by the norm of what it holds",
+        source="Megatron-LM #5916",
+        url="https://github.com/NVIDIA/Megatron-LM/pull/5916",
+        program=byhand.own_norm,
+        oracle=byhand.clipped_alike,
+        expected=clipped_apart,
+    ),
+    Bug(
+        name="flag-after-forward",
+        about="DDP's flag for accumulation is set between forward and backward",
+        source="build-nanogpt #30",
+        url="https://github.com/karpathy/build-nanogpt/pull/30",
+        program=loops.flag_after_forward,
+        oracle=loops.right,
+        expected=all_unreduced,
+    ),
+    Bug(
+        name="static-graph",
+        about="a trainer's own `prepare_for_backward` with a static graph: no first reduction",
+        source="Lightning #18086",
+        url="https://github.com/Lightning-AI/pytorch-lightning/issues/18086",
+        program=loops.static_graph,
+        oracle=loops.right,
+        expected=all_unreduced,
+    ),
+    Bug(
+        name="replaced-parameter",
+        about="a parameter is replaced after DDP was built",
+        source="pytorch #12603",
+        url="https://github.com/pytorch/pytorch/issues/12603",
+        program=loops.replaced_parameter,
+        oracle=loops.replaced_right,
+        expected=some_unreduced("head.weight"),
+    ),
+    Bug(
+        name="unfrozen-later",
+        about="a layer frozen when DDP was built is thawed after a step",
+        source="Lightning #20340",
+        url="https://github.com/Lightning-AI/pytorch-lightning/issues/20340",
+        program=loops.unfrozen_later,
+        oracle=loops.stays_replicated,
+        expected=thawed,
+    ),
+    Bug(
+        name="low-rank-side",
+        about="adapters in a DDP network that nobody calls: `forward` of the layers is replaced",
+        source="sd-scripts #989",
+        url="https://github.com/kohya-ss/sd-scripts/pull/989",
+        program=loops.low_rank_side,
+        oracle=loops.adapters_right,
+        expected=some_unreduced(
+            "fc1.down.weight", "fc1.up.weight", "fc2.down.weight", "fc2.up.weight"
+        ),
+    ),
+    Bug(
+        name="never-finished",
+        about="an example script never calls what reduces the gradients",
+        source="Megatron-LM #1685",
+        url="https://github.com/NVIDIA/Megatron-LM/issues/1685",
+        program=loops.never_finished,
+        oracle=loops.right,
+        expected=all_unreduced,
+    ),
+    Bug(
+        name="wiped-between",
+        about="what prepares the next micro-batch frees the gradients of the one before",
+        source="Automodel #3530",
+        url="https://github.com/NVIDIA-NeMo/Automodel/pull/3530",
+        program=loops.wiped_between,
+        oracle=loops.right,
+        expected=lost,
+    ),
+    Bug(
+        name="own-count",
+        about="every rank divides its loss by its own number of tokens",
+        source="Megatron-LM #7452, number 3",
+        url="https://github.com/NVIDIA/Megatron-LM/issues/7452",
+        program=loops.own_count,
+        oracle=loops.weighed_right,
+        expected=scaled_between,
+    ),
+    Bug(
+        name="reduced-too-early",
+        about="ZeRO-1 reduces before the last micro-batch is added",
+        source="DeepSpeed #7985",
+        url="https://github.com/deepspeedai/DeepSpeed/pull/7985",
+        program=shards.reduced_too_early,
+        oracle=shards.partly_right,
+        expected=all_unreduced,
+    ),
+    Bug(
+        name="lone-shards",
+        about="FSDP1 with one rank a shard group reduces nothing",
+        source="verl #7493",
+        url="https://github.com/verl-project/verl/issues/7493",
+        program=shards.lone_shards,
+        oracle=shards.lone_right,
+        expected=all_unreduced,
+    ),
+    Bug(
+        name="open-scores",
+        about="experts split over ranks: the gradient of the scores is not summed",
+        source="transformers #48205",
+        url="https://github.com/huggingface/transformers/pull/48205",
+        program=experts.open_scores,
+        oracle=experts.mixture_right,
+        expected=unsummed_scores,
+    ),
+    Bug(
+        name="detached-router",
+        about="routing scores gathered by a collective without a gradient: the router never learns",
+        source="Automodel #2995",
+        url="https://github.com/NVIDIA-NeMo/Automodel/pull/2995",
+        program=experts.detached_router,
+        oracle=experts.mixture_right,
+        expected=never_learns,
+    ),
+    Bug(
+        name="tied-over-stages",
+        about="embedding and head tied over two pipeline stages, their gradients never summed",
+        source="piper #13",
+        url="https://github.com/uw-syfi/piper/issues/13",
+        program=stages.tied_over_stages,
+        oracle=stages.copies_agree,
+        expected=two_copies,
     ),
 )
 BY_NAME = {row.name: row for row in ROWS}

@@ -17,6 +17,7 @@ from tests.faults.parallel import (
     Cut,
     Enter,
     Group,
+    Leave,
     Row,
     SequenceCut,
     average_gradients,
@@ -315,4 +316,272 @@ def other_order(setup: Setup) -> Trained:
         sgd(model),
         lambda step: one_step(setup, model, step, dist.get_rank(), setup.ranks),
         before_update=meet,
+    )
+
+
+class VocabularyLoss(nn.Module):
+    """Cross-entropy of logits whose vocabulary is split over a group, with label smoothing.
+
+    Bug, where it is local: the smoothing takes the mean over this rank's part of the vocabulary.
+    """
+
+    def __init__(self, group: Group | None, smoothing: float, is_local: bool = False) -> None:
+        super().__init__()
+        self._group, self._smoothing, self._is_local = group, smoothing, is_local
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        def summed(value: Tensor) -> Tensor:
+            return value if self._group is None else Leave.apply(value, self._group)
+
+        size = logits.shape[-1]
+        place = dist.get_rank(self._group) if self._group else 0
+        places = dist.get_world_size(self._group) if self._group else 1
+        top = logits.detach().amax(-1, keepdim=True)
+        if self._group is not None:
+            dist.all_reduce(top, dist.ReduceOp.MAX, group=self._group)
+        logits = logits - top
+        total = summed(logits.exp().sum(-1)).log()
+        here = targets - place * size
+        is_mine = (here >= 0) & (here < size)
+        chosen = logits.gather(-1, here.clamp(0, size - 1)[..., None])[..., 0] * is_mine
+        loss = total - summed(chosen)
+        every = logits.sum(-1)
+        mean = every / size if self._is_local else summed(every) / (size * places)
+        return ((1 - self._smoothing) * loss - self._smoothing * (mean - total)).mean()
+
+
+class WithLoss(nn.Module):
+    """A model and its criterion: tokens and targets to the loss."""
+
+    def __init__(self, gpt: nn.Module, criterion: nn.Module) -> None:
+        super().__init__()
+        self.gpt, self.criterion = gpt, criterion
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return self.criterion(self.gpt(tokens), targets)
+
+
+def with_loss(setup: Setup, head: nn.Module, criterion: nn.Module) -> Trained:
+    """Train tensor parallel by hand with that head and that criterion."""
+    gpt = whole(setup, Cut(dist.group.WORLD))
+    gpt.head = head
+    cuts = cut_from(whole(setup), gpt, dist.get_rank(), setup.ranks)
+    model = WithLoss(gpt, criterion)
+
+    def one(step: int) -> Tensor:
+        loss = model(*batch(setup, step))
+        loss.backward()
+        return loss
+
+    trained = Trained(model, cuts={f"gpt.{n}": dim for n, dim in cuts.items()})
+    return train(trained, sgd(model), one)
+
+
+def smoothed(setup: Setup) -> Trained:
+    """Label smoothing. Bug: it takes the mean over the part of the vocabulary of each rank."""
+    setup = even(setup)
+    head = Column(setup.shape.hidden, setup.shape.vocabulary, dist.group.WORLD)
+    return with_loss(setup, head, VocabularyLoss(dist.group.WORLD, 0.2, setup.is_faulty))
+
+
+class GatheredHead(nn.Module):
+    """A head split over the vocabulary whose logits are gathered."""
+
+    def __init__(self, hidden: int, vocabulary: int, group: Group) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocabulary // dist.get_world_size(group), hidden))
+        self._group = group
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = F.linear(Enter.apply(x, self._group), self.weight)
+        return GatherLast.apply(made, self._group)
+
+
+def gathered_logits(setup: Setup) -> Trained:
+    """The head hands out all logits. Bug: the loss takes them for a part of the vocabulary, counts
+    them once a rank, and finds every target on rank 0."""
+    setup = even(setup)
+    head = GatheredHead(setup.shape.hidden, setup.shape.vocabulary, dist.group.WORLD)
+    return with_loss(setup, head, VocabularyLoss(dist.group.WORLD if setup.is_faulty else None, 0))
+
+
+def smoothed_right(setup: Setup, trained: Trained) -> str:
+    return loss_right(setup, trained, 0.2)
+
+
+def gathered_right(setup: Setup, trained: Trained) -> str:
+    return loss_right(setup, trained, 0)
+
+
+def loss_right(setup: Setup, trained: Trained, smoothing: float) -> str:
+    """Losses must be the same on all ranks, and gradients those of one process."""
+    setup = even(setup)
+    alone = WithLoss(whole(setup), VocabularyLoss(None, smoothing))
+    alone(*batch(setup, 0)).backward()
+    theirs = {n: p.grad for n, p in alone.named_parameters()}
+    ours = truth.whole_gradients(trained)
+    losses = {f"step {n}": loss for n, loss in enumerate(trained.losses)}
+    return truth.said("losses differ", truth.differing(losses)) or truth.said(
+        "gradients unlike one process", truth.wrong_gradients(setup, ours, theirs)
+    )
+
+
+class HeadNorm(nn.Module):
+    """A norm over the width of one head, the same weight for all heads."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = x.unflatten(-1, (-1, len(self.weight)))
+        return F.rms_norm(heads, self.weight.shape, self.weight, 1e-6).flatten(-2)
+
+
+def norms_of_heads(setup: Setup, model: nn.Module) -> list[nn.Parameter]:
+    """Put a norm between the heads and the output projection of every layer."""
+    found = []
+    for block in model.layers.values():
+        norm = HeadNorm(setup.shape.hidden // setup.shape.heads)
+        block.attention.o_proj = nn.Sequential(norm, block.attention.o_proj)
+        found.append(norm.weight)
+    return found
+
+
+def head_norm(setup: Setup) -> Trained:
+    """Tensor parallel by hand with a norm over every head's output. Bug: each rank's gradient of
+    that norm is that of its heads, and nobody sums them."""
+    model, alone = whole(setup, Cut(dist.group.WORLD)), whole(setup)
+    weights = norms_of_heads(setup, model)
+    norms_of_heads(setup, alone)
+    trained = Trained(model, cuts=cut_from(alone, model, dist.get_rank(), setup.ranks))
+
+    def meet(step: int) -> None:
+        if not setup.is_faulty:
+            average_gradients(weights, dist.group.WORLD, 1.0)
+
+    return train(trained, sgd(model), lambda step: one_step(setup, model, step), before_update=meet)
+
+
+def head_norm_right(setup: Setup, trained: Trained) -> str:
+    alone = whole(setup)
+    norms_of_heads(setup, alone)
+    return like(setup, trained, alone)
+
+
+def like(setup: Setup, trained: Trained, alone: nn.Module) -> str:
+    """What is not cut must stay the same everywhere, gradients must be those of one process."""
+    kept = {n: p for n, p in trained.model.named_parameters() if n not in trained.cuts}
+    theirs = truth.reference_gradients(setup, alone)
+    names = truth.wrong_gradients(setup, truth.whole_gradients(trained), theirs)
+    return truth.said("replicated parameters differ", truth.differing(kept)) or truth.said(
+        "gradients unlike one process", names
+    )
+
+
+class MultiQuery(nn.Module):
+    """Attention whose queries are split over ranks and whose one key and value every rank makes for
+    itself, with the same weight."""
+
+    def __init__(self, shape: Shape, group: Group | None) -> None:
+        super().__init__()
+        hidden, width = shape.hidden, shape.hidden // shape.heads
+        self._heads = shape.heads // (dist.get_world_size(group) if group else 1)
+        self._group = group
+        self.wq = (
+            OpenColumn(hidden, hidden, group) if group else nn.Linear(hidden, hidden, bias=False)
+        )
+        self.wkv = nn.Linear(hidden, 2 * width, bias=False)
+        self.wo = Row(hidden, hidden, group) if group else nn.Linear(hidden, hidden, bias=False)
+
+    def forward(self, x: Tensor, first: int) -> Tensor:
+        batch_size, time = x.shape[:2]
+        x = x if self._group is None else Enter.apply(x, self._group)
+        q = self.wq(x).view(batch_size, time, self._heads, -1).transpose(1, 2)
+        k, v = (part[:, None].expand_as(q) for part in self.wkv(x).chunk(2, -1))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.wo(mixed.transpose(1, 2).reshape(batch_size, time, -1))
+
+
+def with_multi_query(setup: Setup, group: Group | None) -> nn.Module:
+    """The model with that attention in every layer, split over a group or whole."""
+    model = whole(setup, Cut(group) if group else None)
+    state = torch.get_rng_state()
+    torch.manual_seed(900 + setup.seed)
+    for block in model.layers.values():
+        block.attention = MultiQuery(setup.shape, group)
+        for parameter in block.attention.parameters():
+            nn.init.normal_(parameter, std=0.2)
+    torch.set_rng_state(state)
+    return model
+
+
+def shared_key(setup: Setup) -> Trained:
+    """Multi-query attention. Bug: each rank's gradient of the shared key's weight is that of its
+    queries, and nobody sums them."""
+    model = with_multi_query(setup, dist.group.WORLD)
+    alone = with_multi_query(setup, None)
+    trained = Trained(model, cuts=cut_from(alone, model, dist.get_rank(), setup.ranks))
+    weights = [block.attention.wkv.weight for block in model.layers.values()]
+
+    def meet(step: int) -> None:
+        if not setup.is_faulty:
+            average_gradients(weights, dist.group.WORLD, 1.0)
+
+    return train(trained, sgd(model), lambda step: one_step(setup, model, step), before_update=meet)
+
+
+def shared_key_right(setup: Setup, trained: Trained) -> str:
+    return like(setup, trained, with_multi_query(setup, None))
+
+
+def own_dropout(setup: Setup) -> Trained:
+    """Tensor parallel by hand with dropout between layers. Bug: every rank has a seed of its own,
+    so each drops other elements of what all of them hold."""
+    model = whole(setup, Cut(dist.group.WORLD), dropout=0.2)
+    cuts = cut_from(whole(setup), model, dist.get_rank(), setup.ranks)
+    torch.manual_seed(1_000 * setup.seed + (dist.get_rank() if setup.is_faulty else 0))
+    return trained_by_hand(setup, Trained(model, cuts=cuts))
+
+
+def losses_agree(setup: Setup, trained: Trained) -> str:
+    """Losses and what is not cut must be the same on all ranks."""
+    losses = {f"step {n}": loss for n, loss in enumerate(trained.losses)}
+    kept = {n: p for n, p in trained.model.named_parameters() if n not in trained.cuts}
+    return truth.said("losses differ", truth.differing(losses)) or truth.said(
+        "replicated parameters differ", truth.differing(kept)
+    )
+
+
+def own_norm(setup: Setup) -> Trained:
+    """Tensor parallel by hand with clipping. Bug: every rank takes the norm of what it holds, so
+    what all of them hold is scaled differently."""
+    trained = cut_by_hand(setup, dist.group.WORLD)
+    parameters = dict(trained.model.named_parameters())
+
+    def clip(step: int) -> None:
+        squares = torch.zeros(())
+        for name, parameter in parameters.items():
+            share = 1.0 if name in trained.cuts or setup.is_faulty else 1 / setup.ranks
+            squares += parameter.grad.square().sum() * share
+        if not setup.is_faulty:
+            dist.all_reduce(squares)
+        for parameter in parameters.values():
+            parameter.grad *= 0.1 / squares.sqrt()
+
+    return train(
+        trained,
+        sgd(trained.model),
+        lambda step: one_step(setup, trained.model, step),
+        before_update=clip,
+    )
+
+
+def clipped_alike(setup: Setup, trained: Trained) -> str:
+    """The norm of all gradients together must be what was asked for, and replicas agree."""
+    whole_norm = torch.stack([g.norm() for g in truth.whole_gradients(trained).values()]).norm()
+    wrong = [f"{float(whole_norm):.4f}"] if abs(float(whole_norm) - 0.1) > 0.001 else []
+    kept = {n: g for n, g in trained.gradients.items() if n not in trained.cuts}
+    return truth.said("replicated gradients differ", truth.differing(kept)) or truth.said(
+        "norm, not 0.1", wrong
     )

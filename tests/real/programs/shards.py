@@ -10,13 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import ShardingStrategy, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from tests.faults import truth
 from tests.faults.model import batch, loss_of, whole
 from tests.faults.parallel import average_gradients
 from tests.faults.programs.data import sgd, step_of
-from tests.faults.setup import Setup, Trained, train
+from tests.faults.setup import RATE, Setup, Trained, train
 
 
 class Classifier(nn.Module):
@@ -196,4 +197,74 @@ def accumulated_right(setup: Setup, trained: Trained) -> str:
     names = truth.differing(dict(trained.model.named_parameters()))
     return truth.said("parameters differ over ranks", names) or truth.like_one_process(
         setup, trained
+    )
+
+
+def lone_shards(setup: Setup) -> Trained:
+    """FSDP1 on a mesh of replicas times shards. Bug: with one rank a shard group, FSDP1 turns to
+    no sharding at all and reduces over that one rank; the twin reduces over all ranks."""
+    model = whole(setup)
+    names = ("ddp", "fsdp")
+    if setup.is_faulty:
+        mesh = init_device_mesh("cpu", (setup.ranks, 1), mesh_dim_names=names)
+        how = {"device_mesh": mesh, "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
+    else:
+        how = {"sharding_strategy": ShardingStrategy.NO_SHARD}
+    wrapped = FSDP(model, device_id=torch.device("cpu"), use_orig_params=True, **how)
+    trained = Trained(wrapped)
+    return train(trained, sgd(wrapped), lambda step: step_of(setup, wrapped, step))
+
+
+def lone_right(setup: Setup, trained: Trained) -> str:
+    """Parameters must be the same on all ranks, gradients those of one process."""
+    names = truth.differing(dict(trained.model.named_parameters()))
+    ours = {n.replace("_fsdp_wrapped_module.", ""): g for n, g in trained.gradients.items()}
+    theirs = {n: g.flatten() for n, g in truth.reference_gradients(setup).items()}
+    flat = {n: g.flatten() for n, g in ours.items()}
+    return truth.said("parameters differ over ranks", names) or truth.said(
+        "gradients unlike one process", truth.wrong_gradients(setup, flat, theirs)
+    )
+
+
+def reduced_too_early(setup: Setup) -> Trained:
+    """ZeRO-1 with accumulation in buffers: every rank steps its part of the parameters. Bug: the
+    buffers are reduced before the last micro-batch is added."""
+    model = whole(setup)
+    kept = {n: torch.zeros_like(p) for n, p in model.named_parameters()}
+    done = [0]
+
+    def reduce() -> None:
+        for buffer in kept.values():
+            dist.all_reduce(buffer)
+            buffer /= setup.ranks
+
+    def take() -> None:
+        done[0] += 1
+        is_last = done[0] % 2 == 0
+        if is_last and setup.is_faulty:
+            reduce()
+        for name, parameter in model.named_parameters():
+            kept[name] += parameter.grad
+            parameter.grad = None
+        if is_last and not setup.is_faulty:
+            reduce()
+
+    def give(step: int) -> None:
+        for name, parameter in model.named_parameters():
+            parameter.grad = kept[name].clone()
+            kept[name].zero_()
+
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=RATE)
+    return train(
+        Trained(model),
+        optimizer,
+        lambda step: accumulated(setup, model, step, after=take),
+        before_update=give,
+    )
+
+
+def partly_right(setup: Setup, trained: Trained) -> str:
+    """Gradients must be the same on all ranks, and those of one process."""
+    return truth.said("gradients differ", truth.differing(trained.gradients)) or (
+        truth.like_one_process(setup, trained)
     )
