@@ -75,9 +75,10 @@ def static_graph(setup: Setup) -> Trained:
         if not setup.is_faulty and not queued:
             wrapped.reducer._delay_all_reduce()
             queued.append(1)
+        wrapped.require_backward_grad_sync = False  # the wrapper has nothing left to prepare
 
     def one(step: int) -> Tensor:
-        wrapped.require_backward_grad_sync = False  # during forward; backward prepares itself
+        wrapped.require_backward_grad_sync = True
         tokens, targets = batch(setup, step, dist.get_rank(), setup.ranks)
         return wrapped(tokens, targets, backward)
 
