@@ -13,6 +13,7 @@ from rankscope.record.streams import NO_STEP
 from rankscope.run.folders import streams
 from rankscope.run.names import CELLS_SUFFIX, COLLECTOR_LOG_NAME, REPLICA_FOLDER, TRACE_NAME
 from rankscope.run.out import announced, typed
+from rankscope.run.prepare import Collection
 from rankscope.tree.crashes import Crash, crashes
 from rankscope.tree.reader import open_trace
 from rankscope_launcher.companions import Companion
@@ -34,15 +35,14 @@ class Ending:
 
     out: Path
     run_folder: Path
-    elsewhere: str
-    """Address of the collector, where it was not this launcher that started it; else ""."""
+    collection: Collection
     relay: Companion | None
     collector: Companion | None
     """None where another host of the run has it."""
 
     def has_tree(self) -> bool:
         """True once the tree is in this host's trace folder."""
-        return not self.elsewhere and (self.out / TRACE_NAME).exists()
+        return not self.collection.is_elsewhere and (self.out / TRACE_NAME).exists()
 
     def has_records(self) -> bool:
         """True where any rank opened a spool, as far as this host sees."""
@@ -51,7 +51,7 @@ class Ending:
 
     def line(self) -> str:
         """Return the line."""
-        if self.elsewhere:
+        if self.collection.is_elsewhere:
             return self._of_records_sent()
         folder = shown(self.out)
         if self.has_tree():
@@ -81,16 +81,17 @@ class Ending:
         return announced(self.out, folder, is_complete=found.is_complete, remark=no_step)
 
     def _of_records_sent(self) -> str:
+        address = self.collection.address
         code = self.relay.outcome() if self.relay is not None else None
         if code == ExitOutcome.DONE:
-            return f"records went to the collector at {self.elsewhere}, which writes the tree"
+            return f"records went to the collector at {address}, which writes the tree"
         if code == ExitOutcome.REJECTED:
             return (
-                f"the collector at {self.elsewhere} gathers another run and took nothing of this "
+                f"the collector at {address} gathers another run and took nothing of this "
                 f"one; build its tree from the records here: {self._recover()}"
             )
         return (
-            f"the collector at {self.elsewhere} has not finished the trace; what it will not have "
+            f"the collector at {address} has not finished the trace; what it will not have "
             f"taken stays here: {self._recover()}"
         )
 

@@ -218,7 +218,7 @@ class TracedJob:
         return Ending(
             out=self._out,
             run_folder=self._run_folder,
-            elsewhere=self._address if self._collection.is_elsewhere else "",
+            collection=self._collection,
             relay=self._relay,
             collector=self._collector,
         )

@@ -4,7 +4,6 @@ ends.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import time
@@ -29,7 +28,6 @@ from rankscope.agent.values.tensorpolicy import (
 )
 from rankscope.agent.values.tensorstore import free_disk_share
 from rankscope.assembly.rankstreams import StreamBytes
-from rankscope.assembly.sources import replica_path
 from rankscope.capture.kernel import build as build_kernel
 from rankscope.chunks.scratch import HeldBytes, Scratch
 from rankscope.chunks.writing import ByteArray
@@ -38,8 +36,8 @@ from rankscope.record.streams import EndReason
 from rankscope.run.folders import run_key, stream_folder
 from rankscope.run.out import typed
 from rankscope.run.prepare import Collection, RunRequest, prepare_run
-from rankscope.run.replacing import write_by_rename
 from rankscope.settings import Settings, as_keywords, settings_from
+from rankscope.spool.replicas import StreamEnd, replica_path, write_end
 from rankscope.spool.streamreader import StreamReader
 from rankscope.spool.writer import SpoolWriter
 
@@ -362,8 +360,5 @@ class _TracedBlock:
             replica.truncate(self._taken)
             for chunk in reader.chunks(self._taken):
                 replica.write(chunk)
-        marker = {
-            "committed": self._replica.stat().st_size,
-            "end": EndReason.CLOSED.value,
-        }
-        write_by_rename(self._replica.with_suffix(".json"), json.dumps(marker))
+        committed = self._replica.stat().st_size
+        write_end(self._replica, StreamEnd(committed=committed, end=EndReason.CLOSED))

@@ -14,12 +14,12 @@ import pytest
 from rankscope.assembly.sources import find_streams
 from rankscope.gather.log import ExitOutcome
 from rankscope.gather.protocol import Ended, OpenStream
-from rankscope.gather.replica import read_end, replica_path
 from rankscope.gather.shipping import Shipment
 from rankscope.record.streams import EndReason, StreamId
 from rankscope.run.folders import SHARED, mark_job_over, stream_folder
 from rankscope.spool.cells import RecordKind
 from rankscope.spool.records import open_replica
+from rankscope.spool.replicas import read_end, replica_path
 from rankscope.spool.streamreader import valid_prefix
 from rankscope.spool.writer import SpoolWriter
 from tests.gather.jobs import environment
@@ -52,7 +52,7 @@ def assert_replica_is_whole(out, rank, batches, incarnation=0):
     _, values, _ = found.values()
     assert values["sequence"].tolist() == list(range(1, batches * 100 + 1))
     assert found.definitions().found[0]["rank"] == rank
-    end = read_end(out, stream(rank, incarnation))
+    end = read_end(replica_path(out, stream(rank, incarnation)))
     assert end is not None
     assert (end.committed, end.end) == (size, EndReason.EXIT)
 
@@ -138,7 +138,7 @@ def test_a_relay_of_another_run_is_turned_away_and_keeps_its_records(hosts):
     host, old = hosts("host", address=address), hosts("old", address=address, run_id="old")
     collector, relay = host.collector(drain_seconds=30.0), host.relay()
     assert host.rank(0).wait(120) == 0
-    assert wait_until(lambda: read_end(host.out, stream(0)))
+    assert wait_until(lambda: read_end(replica_path(host.out, stream(0))))
     assert old.rank(1).wait(120) == 0
     assert old.relay().wait(120) == ExitOutcome.REJECTED
     assert "this collector gathers another run" in old.log("relay")
@@ -158,7 +158,7 @@ def test_in_a_shared_folder_that_an_unfinished_run_left_another_run_writes_nothi
     first = hosts("first", address=SHARED)
     relay = first.relay()
     assert first.rank(0).wait(120) == 0
-    assert wait_until(lambda: read_end(first.out, stream(0)))
+    assert wait_until(lambda: read_end(replica_path(first.out, stream(0))))
     before = replica_path(first.out, stream(0)).read_bytes()
     second = hosts("second", address=SHARED, run_id="second")
     assert second.rank(0, batches=5).wait(120) == 0
@@ -237,11 +237,11 @@ def test_a_killed_rank_keeps_what_it_committed_and_is_called_lost(hosts):
     assert killed.stdout.readline() == "written\n"
     killed.kill()
     assert well.wait(120) == 0
-    assert wait_until(lambda: read_end(host.out, stream(1)))
+    assert wait_until(lambda: read_end(replica_path(host.out, stream(1))))
     assert collector.poll() is None  # a further incarnation may come
     mark_job_over(host.folder)
     assert (collector.wait(120), relay.wait(120)) == (0, 0)
-    end = read_end(host.out, stream(1))
+    end = read_end(replica_path(host.out, stream(1)))
     path = replica_path(host.out, stream(1))
     assert (end.end, end.committed) == (EndReason.LOST, path.stat().st_size)
     numbers = numbers_in(path.read_bytes())
@@ -257,11 +257,11 @@ def test_a_rank_that_comes_back_in_its_next_incarnation_completes_the_run(hosts)
     assert first.stdout.readline() == "written\n"
     first.kill()
     assert host.rank(0).wait(120) == 0
-    assert wait_until(lambda: read_end(host.out, stream(1)))
+    assert wait_until(lambda: read_end(replica_path(host.out, stream(1))))
     assert host.rank(1, incarnation=1).wait(120) == 0
     assert (collector.wait(120), relay.wait(120)) == (0, 0)
     assert_replica_is_whole(host.out, 1, 3, incarnation=1)
-    assert read_end(host.out, stream(1)).end is EndReason.LOST
+    assert read_end(replica_path(host.out, stream(1))).end is EndReason.LOST
 
 
 def test_ranks_that_never_came_are_waited_for_no_longer_than_the_drain_time(hosts):
@@ -402,7 +402,7 @@ def test_a_node_that_was_replaced_has_a_life_of_its_own_beside_the_dead_ones(hos
     relay.wait()
     relay = new.relay()
     assert replacement.wait(120) == 0
-    assert wait_until(lambda: read_end(head.out, stream(1, 1)))
+    assert wait_until(lambda: read_end(replica_path(head.out, stream(1, 1))))
     for host in (head, new):
         mark_job_over(host.folder)
     assert dead.relay().wait(120) == 0
@@ -427,7 +427,7 @@ def test_a_rank_that_closed_every_descriptor_is_alive_and_its_own_files_stay_ope
     assert (collector.wait(120), relay.wait(120)) == (0, 0)
     (state,) = json.loads((host.out / "trace.json").read_text())["completeness"]["ranks"]
     assert (state["end"], state["committed"]) == ("exit", state["received"])
-    assert read_end(host.out, stream(0)).end is EndReason.EXIT
+    assert read_end(replica_path(host.out, stream(0))).end is EndReason.EXIT
     assert not host.folder.exists()
 
 

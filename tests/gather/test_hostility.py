@@ -21,8 +21,8 @@ from rankscope.gather.protocol import (
     decode,
     encode,
 )
-from rankscope.gather.replica import read_end, replica_path
 from rankscope.record.streams import EndReason, StreamId
+from rankscope.spool.replicas import read_end, replica_path
 from tests.gather.test_protocol import BROKEN
 from tests.spool.streams import write_some
 from tests.waiting import wait_until
@@ -134,11 +134,11 @@ def test_an_end_before_what_was_received_is_refused_and_the_true_one_taken(sende
     socket.send_multipart(encode(Ended(STREAM, ORIGIN, len(whole), EndReason.RUNNING)))
     socket.send_multipart(encode(Ended(StreamId(rank=1, incarnation=0), ORIGIN, 0, EndReason.EXIT)))
     assert ask(socket, OpenStream(STREAM, ORIGIN)) == StreamOffset(STREAM, len(whole))
-    assert read_end(host.out, STREAM) is None
+    assert read_end(replica_path(host.out, STREAM)) is None
     assert ask(socket, Ended(STREAM, ORIGIN, len(whole), EndReason.EXIT)) == EndedSeen(STREAM)
-    assert read_end(host.out, STREAM).end is EndReason.EXIT
+    assert read_end(replica_path(host.out, STREAM)).end is EndReason.EXIT
     assert ask(socket, Ended(STREAM, ORIGIN, len(whole), EndReason.LOST)) == EndedSeen(STREAM)
-    assert read_end(host.out, STREAM).end is EndReason.EXIT
+    assert read_end(replica_path(host.out, STREAM)).end is EndReason.EXIT
 
 
 def test_a_message_longer_than_any_frame_is_cut_off_and_others_go_on(sender):
@@ -178,7 +178,7 @@ def test_what_another_process_says_of_the_same_rank_and_life_goes_to_the_next(se
     host.collector(drain_seconds=60.0)
     socket.send_multipart(encode(Hello(PROTOCOL_VERSION, "hostile", "test")))
     assert ask(socket, Ended(STREAM, 8, len(other), EndReason.EXIT)) == EndedSeen(STREAM)
-    assert read_end(host.out, STREAM).end is EndReason.LOST
-    assert read_end(host.out, next_life).end is EndReason.EXIT
+    assert read_end(replica_path(host.out, STREAM)).end is EndReason.LOST
+    assert read_end(replica_path(host.out, next_life)).end is EndReason.EXIT
     assert replica_path(host.out, STREAM).read_bytes() == whole
     assert replica_path(host.out, next_life).read_bytes() == other

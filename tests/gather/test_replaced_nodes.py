@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rankscope.gather.replica import read_end
 from rankscope.record.streams import StreamId
 from rankscope.run.folders import mark_job_over
 from rankscope.spool import cells
 from rankscope.spool.cells import RecordKind
+from rankscope.spool.replicas import read_end, replica_path
 from rankscope.tracing import open_trace
 from rankscope.tree.build import recover
 from rankscope.tree.views import Trace
@@ -91,7 +91,7 @@ def test_a_collector_takes_the_chunks_of_both_and_neither_host_keeps_any(hosts, 
         work(host.folder, name)
         relays.append(host.relay())
         stream = StreamId(rank=0, incarnation=life)
-        assert wait_until(lambda: read_end(head.out, stream)), head.log("collector")  # noqa: B023
+        assert wait_until(lambda: read_end(replica_path(head.out, stream))), head.log("collector")  # noqa: B023
     for host in (dead, new):
         mark_job_over(host.folder)
     assert [process.wait(120) for process in (collector, *relays)] == [0, 0, 0]

@@ -7,15 +7,9 @@ import resource
 import pytest
 
 from rankscope.errors import FolderError
-from rankscope.gather.replica import (
-    ReplicaFiles,
-    StreamEnd,
-    read_end,
-    replica_path,
-    replicated,
-    write_end,
-)
-from rankscope.record.streams import EndReason, StreamId
+from rankscope.gather.replica import ReplicaFiles
+from rankscope.record.streams import StreamId
+from rankscope.spool.replicas import replica_path, replicated
 from tests.spool.streams import write_some
 from tests.spool.test_reader import record_ends
 
@@ -153,28 +147,3 @@ def test_more_streams_than_open_files_all_grow(tmp_path):
             assert replicas.append(rank, turn * 64, bytes([turn]) * 64) == turn * 64 + 64
     replicas.close()
     assert replicated(tmp_path / "out") == dict.fromkeys(ranks, 192)
-
-
-def test_end_markers_are_read_back_and_broken_ones_are_none(tmp_path):
-    ReplicaFiles(tmp_path).close()
-    end = StreamEnd(committed=640, end=EndReason.LOST)
-    write_end(tmp_path, STREAM, end)
-    assert read_end(tmp_path, STREAM) == end
-    path = tmp_path / "spool" / "rank00003.0.json"
-    for text in ("", "[]", "{}", '{"committed": "x", "end": "exit"}', "\xff"):
-        path.write_text(text)
-        assert read_end(tmp_path, STREAM) is None
-    assert read_end(tmp_path, StreamId(rank=4, incarnation=0)) is None
-
-
-def test_other_files_in_the_folder_are_no_streams(tmp_path):
-    ReplicaFiles(tmp_path).close()
-    for name in (
-        "x.cells",
-        "rank3.0.cells",
-        "rank00003.0.cells.bak",
-        "rank99999999.0.cells",
-        "host-1.json",
-    ):
-        (tmp_path / "spool" / name).write_text("x")
-    assert replicated(tmp_path) == {}

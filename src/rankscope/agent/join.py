@@ -63,8 +63,8 @@ class Joined:
     opened: Opened
     out: Path
     finish_seconds: float
-    collector: str
-    """Address of the collector that writes the tree elsewhere, empty where it is in `out`."""
+    collection: Collection
+    """Where the tree is written: in `out`, unless that is elsewhere."""
     must_wait: bool
     """True on the one rank that speaks for the run, where no launcher waits for the tree."""
 
@@ -77,8 +77,9 @@ class Joined:
         """
         if not self.must_wait:
             return
-        if self.collector:
-            say(f"records go to the collector at {self.collector}, which writes the tree")
+        if self.collection.is_elsewhere:
+            at = self.collection.address
+            say(f"records go to the collector at {at}, which writes the tree")
             return
         if restarts_left() or (reason is EndReason.RAISED and self.opened.identity.world_size > 1):
             say(f"the trace follows in {self.out}; read it then: {typed('show', self.out)}")
@@ -146,7 +147,7 @@ def join_run(settings: Settings, environ: Mapping[str, str] = os.environ) -> Joi
         ),
         out=header.out,
         finish_seconds=settings.finish_seconds,
-        collector=collection.address if collection.is_elsewhere else "",
+        collection=collection,
         must_wait=not prepared and speaks and not header.keeps_apart,
     )
 

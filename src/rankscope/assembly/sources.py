@@ -22,27 +22,12 @@ from rankscope.record.streams import EndReason, StreamId
 from rankscope.run.folders import segment_indexes, stream_named
 from rankscope.run.locks import is_alive
 from rankscope.run.names import CELLS_SUFFIX, REPLICA_FOLDER
-from rankscope.run.replacing import read_json_map
 from rankscope.spool.origin import UNKNOWN, first_record, origin_of
 from rankscope.spool.records import records
+from rankscope.spool.replicas import StreamEnd, read_end
 from rankscope.spool.streamreader import StreamReader, valid_prefix
 
-__all__ = [
-    "EndMarker",
-    "find_streams",
-    "origins_in",
-    "read_end_marker",
-    "replica_path",
-]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EndMarker:
-    """What stands beside a replica whose stream has ended."""
-
-    committed: int | None
-    """Bytes the rank committed."""
-    end: EndReason
+__all__ = ["find_streams", "origins_in"]
 
 
 @dataclass(slots=True)
@@ -61,25 +46,6 @@ class _StreamCopies:
             self.segments.append(entry)
         else:
             self.replicas.append((entry, length))
-
-
-def replica_path(out: Path, stream: StreamId) -> Path:
-    """Where the replica of a stream lies in a trace folder."""
-    return out / REPLICA_FOLDER / f"{stream.name}{CELLS_SUFFIX}"
-
-
-def read_end_marker(replica: Path) -> EndMarker | None:
-    """Return the end marker beside a replica, None where there is none (or none that can be
-    read)."""
-    try:
-        fields = read_json_map(replica.with_suffix(".json"))
-        committed = fields.get("committed")
-        return EndMarker(
-            committed=None if committed is None else int(committed),
-            end=EndReason(str(fields.get("end", "lost"))),
-        )
-    except (SpoolError, ValueError, TypeError):
-        return None
 
 
 def find_streams(folders: Sequence[Path]) -> list[StreamBytes]:
@@ -208,8 +174,8 @@ def _join(found: _StreamCopies) -> StreamBytes:
                 length += len(chunk)
             committed = max(committed or 0, reader.committed(max(length, lowest)))
         alive = alive or is_alive(folder)
-    marker = _latest(read_end_marker(path) for path, _ in found.replicas)
-    if marker is not None and marker.committed is not None:
+    marker = _latest(read_end(path) for path, _ in found.replicas)
+    if marker is not None:
         committed = max(committed or 0, marker.committed)
     end = marker.end if marker else None
     if end is None and found.segments:
@@ -224,6 +190,6 @@ def _join(found: _StreamCopies) -> StreamBytes:
     )
 
 
-def _latest(markers: Iterable[EndMarker | None]) -> EndMarker | None:
+def _latest(markers: Iterable[StreamEnd | None]) -> StreamEnd | None:
     known = [marker for marker in markers if marker is not None]
-    return max(known, key=lambda m: m.committed or 0, default=None)
+    return max(known, key=lambda m: m.committed, default=None)

@@ -46,18 +46,13 @@ from rankscope.gather.protocol import (
     decode,
     encode,
 )
-from rankscope.gather.replica import (
-    ReplicaFiles,
-    StreamEnd,
-    read_end,
-    replicated,
-    write_end,
-)
+from rankscope.gather.replica import ReplicaFiles
 from rankscope.gather.roster import JobState, PeerState, StreamProgress
 from rankscope.record.streams import EndReason, StreamId
 from rankscope.run.names import COLLECTOR_NAME
 from rankscope.run.replacing import write_by_rename
 from rankscope.run.stalls import Stall, keep_stall
+from rankscope.spool.replicas import StreamEnd, read_end, replica_path, replicated, write_end
 
 __all__ = ["Intake"]
 
@@ -101,7 +96,7 @@ class Intake:
         self._chunks = ReceivedChunks(out)
         self._ends: dict[StreamId, EndReason | None] = {}
         for stream in replicated(out):
-            marker = read_end(out, stream)
+            marker = read_end(replica_path(out, stream))
             self._ends[stream] = marker.end if marker else None
         self._peers: dict[bytes, _Peer] = {}
         self._refused = 0
@@ -337,13 +332,13 @@ class Intake:
             return Refused(stream, str(error))
         if committed < length or reason is EndReason.RUNNING:
             raise WireError(f"{stream.name} ended {reason.value} at {committed}, {length} are here")
-        known = read_end(self._out, place)
-        if known is None or known.committed < committed:
-            try:
-                write_end(self._out, place, StreamEnd(committed=committed, end=reason))
-            except SpoolError as error:
-                self._note_trouble(str(error))
-                return StreamOffset(stream, length)
+        end = StreamEnd(committed=committed, end=reason)
+        try:
+            is_new = write_end(replica_path(self._out, place), end)
+        except SpoolError as error:
+            self._note_trouble(str(error))
+            return StreamOffset(stream, length)
+        if is_new:
             self._trouble = ""
             self._ends[place] = reason
             self.progress_at = time.monotonic()

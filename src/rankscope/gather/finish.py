@@ -13,7 +13,6 @@ from typing import Protocol
 from rankscope.errors import FolderError
 from rankscope.gather.collector import Intake
 from rankscope.gather.log import ExitOutcome, log
-from rankscope.gather.replica import replicated
 from rankscope.gather.roster import Decision, PeerState, StreamProgress, decide
 from rankscope.gather.sharedwatch import SharedWatch
 from rankscope.run.folders import FolderLock
@@ -24,6 +23,7 @@ from rankscope.run.names import (
     REPLICA_FOLDER,
     TRACE_NAME,
 )
+from rankscope.spool.replicas import replicated
 
 __all__ = ["CollectorOptions", "Observer", "StreamSource", "collect"]
 

@@ -42,7 +42,7 @@ from rankscope.gather.protocol import (
     decode,
     encode,
 )
-from rankscope.gather.replica import ReplicaFiles, StreamEnd, read_end, write_end
+from rankscope.gather.replica import ReplicaFiles
 from rankscope.gather.roster import JobState
 from rankscope.gather.sharedwatch import SharedHostState, write_host_state
 from rankscope.gather.shipping import Shipment
@@ -50,6 +50,7 @@ from rankscope.record.streams import StreamId
 from rankscope.run.folders import RunHeader
 from rankscope.run.names import REPLICA_FOLDER, TRACE_NAME
 from rankscope.run.stalls import Stall, keep_stall
+from rankscope.spool.replicas import StreamEnd, replica_path, write_end
 
 __all__ = ["Link", "SharedLink", "SocketLink"]
 
@@ -297,8 +298,7 @@ class SharedLink:
             case RecordFrame(_, _, offset, _, body):
                 shipment.take_offset(self._replicas.append(place, offset, body), now)
             case Ended(_, _, committed, reason):
-                known = read_end(self._out, place)
-                if known is None or known.committed < committed:
-                    write_end(self._out, place, StreamEnd(committed=committed, end=reason))
+                replica = replica_path(self._out, place)
+                write_end(replica, StreamEnd(committed=committed, end=reason))
                 shipment.take_end_seen()
         return True

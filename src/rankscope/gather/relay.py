@@ -20,8 +20,7 @@ from rankscope.gather.roster import JobState
 from rankscope.gather.shipping import Shipment
 from rankscope.gather.stallmonitor import StallMonitor
 from rankscope.record.streams import StreamId
-from rankscope.run.companions import ipc_address
-from rankscope.run.folders import SHARED, FolderLock, RunHeader, is_held, read_run_header, streams
+from rankscope.run.folders import FolderLock, RunHeader, is_held, read_run_header, streams
 from rankscope.run.locks import is_alive
 from rankscope.run.names import (
     COLLECTOR_LOCK_NAME,
@@ -90,14 +89,15 @@ class _Relay:
             return ExitOutcome.UNFINISHED
         self._header = header
         self._tree = header.out / TRACE_NAME
-        self._has_own_chunks = Collection.of_run(self._run_folder, header).is_elsewhere
+        collection = Collection.of_run(self._run_folder, header)
+        self._has_own_chunks = collection.is_elsewhere
         self._agent, self._max_restarts = header.agent, header.max_restarts
-        if header.collector == ipc_address(self._run_folder):
+        if collection.is_here:
             self._own_socket = Path(header.collector.removeprefix("ipc://"))
         name = relay_name(self._run_folder)
         self._stalls = StallMonitor(self._run_folder, header, name)
         link: Link
-        link = SharedLink(header, name) if header.collector == SHARED else SocketLink(header, name)
+        link = SharedLink(header, name) if collection.is_shared else SocketLink(header, name)
         try:
             outcome = self._ship(link)
         finally:

@@ -1,4 +1,4 @@
-"""Byte-identical copies of streams in the trace folder, and the markers that say how they ended.
+"""The replicas of a trace folder (`spool.replicas`), open for appending.
 
 The length of a replica is the collector's whole state: it is opened by cutting it to its valid
 prefix (a kill may have torn the last write) and grows only at exactly its own end. Paths are built
@@ -10,33 +10,23 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import resource
 import socket
 import stat
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from rankscope.errors import FolderError, SpoolError
-from rankscope.record.streams import MAX_INCARNATIONS, EndReason, StreamId
-from rankscope.run.folders import stream_named
-from rankscope.run.names import CELLS_SUFFIX, REPLICA_FOLDER, RUN_ID_NAME
-from rankscope.run.replacing import read_json_map, write_by_rename
+from rankscope.record.streams import MAX_INCARNATIONS, StreamId
+from rankscope.run.names import REPLICA_FOLDER, RUN_ID_NAME
 from rankscope.spool.cells import CELL_BYTES
 from rankscope.spool.origin import UNKNOWN, origin_of, origin_text
+from rankscope.spool.replicas import replica_path
 from rankscope.spool.streamreader import valid_prefix_of
 
-__all__ = [
-    "ReplicaFiles",
-    "StreamEnd",
-    "read_end",
-    "replica_path",
-    "replicated",
-    "write_end",
-]
+__all__ = ["ReplicaFiles"]
 
 DEFAULT_QUOTA_BYTES = 64 << 30
 _OPEN_FILES = 256
@@ -45,62 +35,12 @@ _SHARE_OF_LIMIT = 4
 _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamEnd:
-    """How a stream ended, as its marker says."""
-
-    committed: int
-    end: EndReason
-
-
-def replica_path(out: Path, stream: StreamId) -> Path:
-    """`<out>/spool/rank00003.0.cells`."""
-    return out / REPLICA_FOLDER / f"{stream.name}{CELLS_SUFFIX}"
-
-
-def _end_path(out: Path, stream: StreamId) -> Path:
-    return out / REPLICA_FOLDER / f"{stream.name}.json"
-
-
 def _origin_path(out: Path, stream: StreamId) -> Path:
     return out / REPLICA_FOLDER / f"{stream.name}.origin"
 
 
-def replicated(out: Path) -> dict[StreamId, int]:
-    """Streams that have a replica, and its length in bytes."""
-    found = {}
-    try:
-        with os.scandir(out / REPLICA_FOLDER) as entries:
-            for entry in entries:
-                stream = stream_named(entry.name.removesuffix(CELLS_SUFFIX))
-                if stream is not None and entry.name.endswith(CELLS_SUFFIX):
-                    found[stream] = entry.stat(follow_symlinks=False).st_size
-    except FileNotFoundError:
-        pass
-    return found
-
-
-def write_end(out: Path, stream: StreamId, end: StreamEnd) -> None:
-    """Write the end marker of a stream.
-
-    Raises:
-        SpoolError: it cannot be written.
-    """
-    fields = {"committed": end.committed, "end": end.end.value}
-    write_by_rename(_end_path(out, stream), json.dumps(fields) + "\n")
-
-
-def read_end(out: Path, stream: StreamId) -> StreamEnd | None:
-    """Read the end marker of a stream; None where there is none, or none that can be read."""
-    try:
-        fields = read_json_map(_end_path(out, stream))
-        return StreamEnd(committed=int(fields["committed"]), end=EndReason(fields["end"]))
-    except (SpoolError, KeyError, TypeError, ValueError):
-        return None
-
-
 class ReplicaFiles:
-    """The replicas of one trace folder, open for appending: a bounded number of files at a time."""
+    """The replicas of one trace folder, with a bounded number of files open at a time."""
 
     def __init__(self, out: Path, *, quota_bytes: int = DEFAULT_QUOTA_BYTES) -> None:
         """Make `<out>/spool` (0700).

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rankscope.errors import SpoolError
-from rankscope.gather.replica import ReplicaFiles, read_end, replicated
+from rankscope.gather.replica import ReplicaFiles
 from rankscope.gather.roster import JobState, PeerState, StreamProgress
 from rankscope.record.streams import EndReason, StreamId
 from rankscope.run.names import HOST_STATE_PREFIX, REPLICA_FOLDER
 from rankscope.run.replacing import read_json_map, write_by_rename
+from rankscope.spool.replicas import read_end, replica_path, replicated
 
 __all__ = ["SharedHostState", "SharedWatch", "read_host_states", "write_host_state"]
 
@@ -78,7 +79,7 @@ class SharedWatch:
         now = time.monotonic()
         found: dict[StreamId, tuple[int, EndReason | None]] = {}
         for stream, length in replicated(self._out).items():
-            marker = read_end(self._out, stream)
+            marker = read_end(replica_path(self._out, stream))
             found[stream] = (length, marker.end if marker else None)
         if found != self._seen:
             self._seen, self.progress_at = found, now

@@ -55,6 +55,11 @@ class Collection:
         return cls("" if is_local else header.collector)
 
     @property
+    def is_here(self) -> bool:
+        """True where a collector of this host alone listens in the run folder."""
+        return not self.address
+
+    @property
     def is_shared(self) -> bool:
         """True where every relay writes into the trace folder by itself."""
         return self.address == SHARED
@@ -62,7 +67,7 @@ class Collection:
     @property
     def is_elsewhere(self) -> bool:
         """True where the trace folder is the collector's affair, maybe on another host."""
-        return self.address not in {"", SHARED}
+        return not (self.is_here or self.is_shared)
 
     def in_run(self, run_folder: Path) -> str:
         """Return the address as `run.json` names it."""
