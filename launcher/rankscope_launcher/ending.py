@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import signal
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from rankscope.errors import RankscopeError
 from rankscope.gather.log import ExitOutcome
-from rankscope.record.streams import NO_STEP
+from rankscope.record.notes import NoteKind
 from rankscope.run.folders import streams
 from rankscope.run.names import CELLS_SUFFIX, COLLECTOR_LOG_NAME, REPLICA_FOLDER, TRACE_NAME
 from rankscope.run.out import announced, typed
@@ -20,6 +21,7 @@ from rankscope_launcher.companions import Companion
 
 __all__ = ["NOTHING", "Ending", "failure_line", "shown"]
 
+_NO_STEP = (NoteKind.NO_STEP_REACHED, NoteKind.NO_STEP_BEGUN)
 _LONGEST_ERROR = 300
 """Characters of an exception's text that the line repeats."""
 
@@ -76,9 +78,9 @@ class Ending:
             found = open_trace(self.out)
         except RankscopeError:
             return announced(self.out, folder, is_complete=False)
-        said = [text for rank in found.completeness["ranks"] for text in rank["errors"]]
-        no_step = "" if found.steps else next((t for t in said if t.startswith(NO_STEP)), "")
-        return announced(self.out, folder, is_complete=found.is_complete, remark=no_step)
+        notes = () if found.steps else chain.from_iterable(found.error_notes)
+        remark = next((str(note) for note in notes if note.kind in _NO_STEP), "")
+        return announced(self.out, folder, is_complete=found.is_complete, remark=remark)
 
     def _of_records_sent(self) -> str:
         address = self.collection.address

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from rankscope.assembly.combine import Combined, apply_plan, plan_rows
 from rankscope.layout.placement import Layout, LayoutSource, Mesh, global_ranges, parse_placement
 from rankscope.layout.plan import Piece, plan_assemblies, plan_assembly
+from rankscope.record.notes import NoteKind
 from rankscope.spool.cells import VALUE_DTYPE
 from tests.tree.ranks_on_paper import digest, take
 
@@ -134,7 +135,7 @@ def test_of_a_partial_the_mean_and_the_sketch_are_those_of_the_reduced_tensor(op
     assert found.mean == pytest.approx(whole.mean(), abs=1e-6)
     assert np.allclose(found.sketch, digest(whole)["sketch"], atol=1e-5)
     assert (found.std, found.min, found.l2, found.nan) == (None, None, None, None)
-    assert "reduced later" in found.note
+    assert "reduced later" in str(found.note)
 
 
 def test_a_partial_over_shards_composes_over_both_axes():
@@ -151,14 +152,14 @@ def test_a_partial_that_is_not_finite_everywhere_has_no_mean():
     whole = np.ones((2, 2), np.float32)
     found = combine(LINE, ["Partial(sum)"], whole, lambda r: whole * (np.nan if r == 2 else 1))
     assert math.isnan(found.mean)
-    assert "not every summand is finite" in found.note
+    assert "not every summand is finite" in str(found.note)
 
 
 @pytest.mark.parametrize("text", ["Partial(max)", "MaskPartial(offset=3)", "Partial(product)"])
 def test_a_placement_that_does_not_compose_says_so(text):
     found = combine(LINE, [text], np.ones((4, 4)), lambda _rank: np.ones((4, 4), np.float32))
     assert not found.is_known
-    assert "does not compose" in found.note
+    assert "does not compose" in str(found.note)
 
 
 def test_replicas_that_differ_are_not_combined_and_are_named():
@@ -167,13 +168,14 @@ def test_replicas_that_differ_are_not_combined_and_are_named():
         GRID, ["Replicate()", "Shard(0)"], whole, lambda rank: whole * (2 if rank == 3 else 1)
     )
     assert not found.is_known
-    assert found.note == "replicas differ: ranks 1,3 should hold the same values"
+    assert str(found.note) == "replicas differ: ranks 1,3 should hold the same values"
+    assert found.note.kind is NoteKind.REPLICAS_DIFFER
 
 
 def test_a_rank_that_is_missing_is_named_instead_of_guessed():
     whole = np.ones((4, 4), np.float32)
     found = combine(LINE, ["Shard(0)"], whole, lambda _rank: whole, without=(1, 2))
-    assert found.note == "no value from ranks 1-2"
+    assert str(found.note) == "no value from ranks 1-2"
 
 
 def test_shards_without_offsets_give_statistics_but_no_sketch():
@@ -181,7 +183,7 @@ def test_shards_without_offsets_give_statistics_but_no_sketch():
     found = combine(LINE, ["Shard(0)"], whole, lambda _rank: whole, offsets=False)
     assert found.mean == pytest.approx(whole.mean())
     assert found.sketch is None
-    assert "no offsets" in found.note
+    assert "no offsets" in str(found.note)
 
 
 def shards(whole, ranges, *, shape):

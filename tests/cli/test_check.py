@@ -14,6 +14,7 @@ from rankscope.cli.checktext import report_lines
 from rankscope.cli.terminal import Paint
 from rankscope.record.call import Phase
 from rankscope.record.finding import Kind, Verdict
+from rankscope.record.notes import Note, NoteKind
 from rankscope.tree.build import build
 from tests.cli.test_commands import rankscope
 from tests.diagnosis.paper import PAIR, event, module, numbers, setup
@@ -115,15 +116,18 @@ def test_a_trace_in_which_nothing_could_be_looked_at_is_incomplete(tmp_path: Pat
     )
 
 
-def globbed(folder: Path, *, globs: tuple[str, ...], inside: bool = False) -> Path:
+def globbed(
+    folder: Path, *, globs: tuple[str, ...], inside: bool = False, has_facts: bool = True
+) -> Path:
     """Roots that hold a parameter of their own, traced with `--rs-paths` that took nothing."""
     for number in range(2):
         rank = PaperRank(folder, number, 2)
         values = {"scale": numbers(1)} | ({"fc.weight": numbers(2)} if inside else {})
         setup(rank, values)
         for glob in globs:
-            text = f"paths: {glob!r} matched no module; modules here are fc ..."
-            rank.error(None, text if number == 0 or glob != "layers.5" else "something else")
+            note = Note.of(NoteKind.UNMATCHED_GLOB, glob=glob, near="fc")
+            said = note if number == 0 or glob != "layers.5" else "something else"
+            rank.error(None, said if has_facts else str(said))
         rank.end()
         rank.ship(folder / "trace")
     build(folder / "trace")
@@ -139,8 +143,11 @@ def test_globs_that_matched_nothing_are_never_clean_and_named_with_what_to_do(tm
     assert "trace again with globs of whole paths" in first
 
 
-def test_one_glob_of_several_that_matched_nothing_is_a_note(tmp_path: Path):
-    code, out, _ = rankscope("check", globbed(tmp_path, globs=("layer.*", "layers.5"), inside=True))
+@pytest.mark.parametrize("has_facts", [True, False])
+def test_one_glob_of_several_that_matched_nothing_is_a_note(tmp_path: Path, has_facts: bool):
+    globs = ("layer.*", "layers.5")
+    trace = globbed(tmp_path, globs=globs, inside=True, has_facts=has_facts)
+    code, out, _ = rankscope("check", trace)
     assert code == 0
     assert "note: paths: 'layer.*' matched no module" in out
     assert "layers.5" not in out, "a pipeline stage that lacks a module another one has"

@@ -10,6 +10,7 @@ import pytest
 from rankscope.layout.placement import Mesh
 from rankscope.record.call import Phase
 from rankscope.record.finding import Verdict
+from rankscope.record.notes import Note, NoteKind
 from rankscope.record.value import ValueFlag
 from rankscope.spool.cells import StepEvent
 from tests.diagnosis.paper import collective, event, judged, module, numbers, origins, setup
@@ -91,10 +92,14 @@ def test_what_comes_in_spoiled_is_charged_to_where_it_came_in(tmp_path: Path):
     ]
 
 
+FOREIGN = Note.of(
+    NoteKind.FOREIGN_PARAMETERS, optimizer="SGD", own=0, foreign=1, idle=1, shapes="[6]"
+)
+
 # ---- updates -------------------------------------------------------------------------------------
 
 
-def trained(rank: PaperRank, moved: dict[str, bool], *, note: str = "", **how) -> None:
+def trained(rank: PaperRank, moved: dict[str, bool], *, note: Note | str = "", **how) -> None:
     """One step in which some parameters move and others do not."""
     values = {name: numbers(n) for n, name in enumerate(moved)}
     setup(rank, values)
@@ -141,10 +146,11 @@ def test_a_narrow_parameter_should_move_where_a_sibling_moved_with_much_less(
 
 @pytest.mark.parametrize(
     ("note", "severity"),
-    [("", "warning"), ("SGD holds 0 parameters, and 1 that none of them owns (1 ...)", "fault")],
+    [("", "warning"), (FOREIGN, "fault"), (str(FOREIGN), "fault")],
+    ids=["no note", "a note", "a note of a trace without facts"],
 )
 def test_what_no_optimizer_holds_is_a_warning_and_a_fault_where_one_holds_strangers(
-    tmp_path: Path, note: str, severity: str
+    tmp_path: Path, note: Note | str, severity: str
 ):
     unheld = int(ValueFlag.UNHELD)
     report = judged(
@@ -152,6 +158,7 @@ def test_what_no_optimizer_holds_is_a_warning_and_a_fault_where_one_holds_strang
     )
     (finding,) = report.findings
     assert (finding.kind.value, finding.severity.value) == ("parameter-not-updated", severity)
+    assert finding.evidence["notes"] == ([f"rank 0: {note}"] if note else [])
 
 
 def test_parameters_read_behind_the_last_optimizer_step_belong_to_the_gradients_of_an_earlier_one(

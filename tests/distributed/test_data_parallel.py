@@ -69,7 +69,7 @@ def test_parameters_that_fully_shard_replaced_behind_the_optimizer_are_told(
     assert flags(found, Phase.GRADS) == {"unheld"}
     for step in found.steps:
         (note,) = step.notes
-        assert note.startswith(
+        assert str(note).startswith(
             "ranks 0-1: SGD holds 0 parameters of the modules seen, and 8 that none of them owns "
             "(8 without a gradient"
         )

@@ -177,7 +177,7 @@ print(json.dumps({
     "package": rankscope.__file__,
     "parsed": [parsed.kind.value, str(parsed), parsed.is_composable],
     "trace": {axis: str(placed) for axis, placed in view.placements.items()},
-    "combined": view.combined[0].note,
+    "combined": str(view.combined[0].note),
     "refusal": str(plan_assembly((2, 3), view.layout(0), {0: (2, 3)}, {})),
 }))
 """

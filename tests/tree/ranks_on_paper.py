@@ -18,6 +18,7 @@ import xxhash
 from rankscope.layout.placement import Mesh, global_ranges, parse_placement
 from rankscope.record.call import CallStatus, Mode, Phase
 from rankscope.record.factors import factors
+from rankscope.record.notes import Note
 from rankscope.record.streams import EndReason, StreamId
 from rankscope.spool import cells
 from rankscope.spool.cells import RecordKind, StepEvent
@@ -281,15 +282,20 @@ class PaperRank:
             head = cells.SAMPLES.pack(sequence, name, ordinal, phase, len(piece), 8, 0, 0, 0, 0)
             self.writer.write(RecordKind.SAMPLES, head + rows.tobytes())
 
-    def step(self, event: StepEvent, step: int, mode: str = "train", note: str = "") -> None:
-        text = self.known("text", text=note) if note else 0
+    def step(self, event: StepEvent, step: int, mode: str = "train", note: Note | str = "") -> None:
+        text = self.said(note) if note else 0
         self.writer.write(
             RecordKind.STEP, cells.STEP.pack(self.now(), step, MODES[mode], event, text)
         )
 
-    def error(self, sequence: int | None, text: str) -> None:
+    def said(self, note: Note | str) -> int:
+        """A note with its fact, or a sentence alone, as ranks wrote before there were facts."""
+        fact = {"fact": note.fact} if isinstance(note, Note) else {}
+        return self.known("text", text=str(note), **fact)
+
+    def error(self, sequence: int | None, text: Note | str) -> None:
         number = cells.NO_SEQUENCE if sequence is None else sequence
-        packed = cells.ERROR.pack(number, self.now(), self.known("text", text=text), 0)
+        packed = cells.ERROR.pack(number, self.now(), self.said(text), 0)
         self.writer.write(RecordKind.ERROR, packed)
 
     def gap(self, records: int, first: int, last: int) -> None:

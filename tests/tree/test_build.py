@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
 from rankscope.errors import TraceError
 from rankscope.layout.placement import Mesh
 from rankscope.record.call import CallStatus, Phase
+from rankscope.record.notes import Note, NoteKind, RanksNote
 from rankscope.record.value import ValueFlag
 from rankscope.spool.cells import StepEvent
 from rankscope.tree.build import build
@@ -208,10 +211,41 @@ def test_replicas_that_differ_are_named_and_not_combined(spools, out):
         {
             "ranks": "0-1",
             "note": "replicas differ: ranks 0-1 should hold the same values",
+            "fact": {"kind": "replicas_differ", "ranks": "0-1"},
             "digest": None,
         }
     ]
     assert len(entry["values"]) == 2
+
+
+def test_what_ranks_note_is_the_same_by_its_fact_and_by_the_sentence_of_an_older_record(out):
+    """Ranks wrote sentences alone before there were facts, and traces held them alone."""
+    skipped = Note.of(NoteKind.SCALER_SKIPPED, optimizer="SGD")
+    unmatched = Note.of(NoteKind.UNMATCHED_GLOB, glob="layer.*", near="fc")
+    trees = []
+    for as_written in (lambda note: note, str):
+        folder = out.with_name(f"{out.name}{len(trees)}")
+        rank = PaperRank(folder.with_name(f"{folder.name}-spools"))
+        rank.step(StepEvent.BEGIN, 0)
+        with rank.call():
+            rank.step(StepEvent.NOTE, 0, note=as_written(skipped))
+        rank.error(None, "words")
+        rank.error(None, as_written(unmatched))
+        trees.append(finish(folder, rank))
+    noted, state = trees[0]["steps"][0]["notes"], trees[0]["completeness"]["ranks"][0]
+    assert noted == [{"ranks": "0", "note": str(skipped), "fact": skipped.fact}]
+    assert (state["errors"], state["facts"]) == (["words", str(unmatched)], [unmatched.fact])
+    assert noted == trees[1]["steps"][0]["notes"]
+    assert state["facts"] == trees[1]["completeness"]["ranks"][0]["facts"]
+
+    found = open_trace(folder)
+    assert [[*step.notes] for step in found.steps] == [[RanksNote((0,), skipped)]]
+    assert found.error_notes == [[unmatched]]
+    del noted[0]["fact"], state["facts"]
+    (folder / "trace.json").write_text(json.dumps(trees[0]))
+    older = open_trace(folder)
+    assert [[*step.notes] for step in older.steps] == [[RanksNote((0,), skipped)]]
+    assert older.error_notes == [[Note.words("words"), unmatched]]
 
 
 def test_meshes_of_one_family_are_combined_apart_and_folded_when_equal(spools, out):

@@ -11,9 +11,11 @@ import sys
 import pytest
 from safetensors.numpy import load_file
 
+from rankscope.record.notes import NoteKind
 from rankscope.tree.build import build
 from rankscope.tree.columns import map_columns
 from tests.conftest import REPOSITORY
+from tests.record.test_notes import NOTES
 from tests.tree.jobs import grid_job, read_valid, validator
 
 PAGE = (REPOSITORY / "docs" / "trace-format.md").read_text()
@@ -80,6 +82,13 @@ def test_every_column_of_the_file_is_explained_and_the_other_way_round(folder):
     table = "\n".join(line for line in PAGE.splitlines() if line.startswith("| `"))
     explained = set(re.findall(r"`((?:values|calls|samples)\.\w+)`", table))
     assert explained == set(load_file(folder / "trace" / "values.safetensors"))
+
+
+def test_every_kind_of_note_and_its_fields_stand_on_the_page():
+    facts = PAGE.partition("### Facts")[2].partition("## Nodes")[0]
+    for kind in set(NoteKind) - {NoteKind.TEXT}:
+        (line,) = [line for line in facts.splitlines() if f"`{kind.name.lower()}`" in line]
+        assert {name for name in NOTES[kind][0] if f"`{name}`" not in line} == set(), kind
 
 
 def test_every_field_of_the_schema_stands_on_the_page():

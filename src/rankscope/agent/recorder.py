@@ -16,6 +16,7 @@ from rankscope.capture.reading import ValueNumbers
 from rankscope.layout.placement import Mesh
 from rankscope.record.call import CallStatus, Mode, Phase
 from rankscope.record.collective import Collective
+from rankscope.record.notes import Note
 from rankscope.record.streams import ProcessGroup
 from rankscope.record.value import ValueFlag
 from rankscope.spool.cells import (
@@ -85,6 +86,14 @@ class Recorder:
         if text not in self._texts and len(self._texts) >= _MAX_TEXTS:
             text = "(further texts are not kept)"
         return self._texts.get(text) or self._intern(self._texts, text, "text", {"text": text})
+
+    def note(self, note: Note) -> int:
+        """Return the number of a note, which is a text with a fact, defining it on first sight."""
+        text = str(note)
+        if note.fact is None or len(self._texts) >= _MAX_TEXTS:
+            return self.text(text)
+        fields: dict[str, object] = {"text": text, "fact": note.fact}
+        return self._texts.get(text) or self._intern(self._texts, text, "text", fields)
 
     def mesh(self, mesh: Mesh, device: str = "") -> int:
         """Return the number of a mesh, defining it on first sight."""
@@ -296,12 +305,13 @@ class Recorder:
     def end_step(self) -> None:
         """Forget what is noted of the calls before those of this step."""
 
-    def step(self, event: StepEvent, mode: Mode, step: int, note: str = "") -> None:
+    def step(self, event: StepEvent, mode: Mode, step: int, note: Note | None = None) -> None:
         """Record that a traced step began or ended."""
-        number = self.text(note) if note else 0
+        number = 0 if note is None else self.note(note)
         self._write(RecordKind.STEP, STEP.pack(time.monotonic_ns(), step, mode, event, number))
 
-    def error(self, sequence: int | None, text: str) -> None:
+    def error(self, sequence: int | None, said: Note | str) -> None:
         """Record that rankscope itself failed while it watched a call."""
-        number = NO_SEQUENCE if sequence is None else sequence
-        self._write(RecordKind.ERROR, ERROR.pack(number, time.monotonic_ns(), self.text(text), 0))
+        call = NO_SEQUENCE if sequence is None else sequence
+        number = self.text(said) if isinstance(said, str) else self.note(said)
+        self._write(RecordKind.ERROR, ERROR.pack(call, time.monotonic_ns(), number, 0))

@@ -33,7 +33,8 @@ from rankscope.capture.describe import Describer
 from rankscope.capture.invisible import invisible
 from rankscope.capture.torch_internals.compiling import dynamo_has_compiled
 from rankscope.globs import glob_matches
-from rankscope.record.streams import UNMATCHED, EndReason, RankIdentity
+from rankscope.record.notes import Note, NoteKind
+from rankscope.record.streams import EndReason, RankIdentity
 from rankscope.settings import Settings
 from rankscope.spool.writer import SpoolWriter
 
@@ -187,10 +188,10 @@ class Session:
         for glob in self._settings.paths:
             if glob not in ("*", "**") and not any(glob_matches(glob, path) for path in known):
                 near = ", ".join(sorted(known - {""})[:5]) or "none at all"
-                text = f"paths: {glob!r}{UNMATCHED}; modules here are {near} ..."
-                self._recorder.error(None, text)
+                note = Note.of(NoteKind.UNMATCHED_GLOB, glob=glob, near=near)
+                self._recorder.error(None, note)
                 if self._rank == 0:
-                    say(f"{text} Globs match the whole path: write '*.name' or 'layers.0.*'")
+                    say(f"{note} Globs match the whole path: write '*.name' or 'layers.0.*'")
 
         for glob in () if keeper is None else keeper.unmatched_globs():
             text = f"tensors: {glob!r} took nothing: no traced slot of any module has that name"
@@ -200,11 +201,11 @@ class Session:
 
     def _report_no_step(self, *, is_launched: bool) -> None:
         """Say that the job ended before any step it was to trace."""
-        text = self._machine.none_traced()
-        if text:
-            self._recorder.error(None, text)
+        note = self._machine.none_traced()
+        if note is not None:
+            self._recorder.error(None, note)
             if self._rank == 0 and not is_launched:
-                say(text)
+                say(str(note))
 
     def disarm(self, *, is_inside_hook: bool = False) -> None:
         """Stop without a word in the spool: a forked child, or a process that is not to be

@@ -25,7 +25,8 @@ from numpy.typing import NDArray
 from rankscope.layout.placement import LayoutSource, PieceKind
 from rankscope.layout.plan import Piece, pieces_of, tiling_problem
 from rankscope.record.combined import Combined
-from rankscope.record.ranklists import ranks_named
+from rankscope.record.notes import Note, NoteKind
+from rankscope.record.ranklists import ranks_named, ranks_text
 from rankscope.record.statistics import STATISTICS, OverShards, finite_counts
 
 __all__ = ["CombinationPlan", "Combined", "apply_plan", "plan_rows"]
@@ -105,10 +106,8 @@ def apply_plan(plan: CombinationPlan, rows: NDArray[Any]) -> Combined:
     differ = (hashes != hashes[:, :1]) | (counts != counts[:, :1])
     if differ.any():
         first = int(np.flatnonzero(differ.any(axis=1))[0])
-        ranks = ranks_named(plan.ranks[i] for i in plan.index[first].tolist())
-        return Combined(
-            ranks=plan.ranks, note=f"replicas differ: {ranks} should hold the same values"
-        )
+        ranks = ranks_text(plan.ranks[i] for i in plan.index[first].tolist())
+        return Combined(ranks=plan.ranks, note=Note.of(NoteKind.REPLICAS_DIFFER, ranks=ranks))
     pieces = rows[plan.index[:, 0]]
     return _sum_of_partials(plan, pieces) if plan.is_partial else _union(plan, pieces)
 
@@ -187,7 +186,7 @@ def _union(plan: CombinationPlan, rows: NDArray[Any]) -> Combined:
     return Combined.of(
         {s.name: _OVER_SHARDS[s.over_shards](shards, s.name) for s in STATISTICS},
         ranks=plan.ranks,
-        note=None if plan.has_offsets else NO_OFFSETS_NOTE,
+        note=None if plan.has_offsets else Note.words(NO_OFFSETS_NOTE),
         sketch=_sketch(plan, rows),
     )
 
@@ -218,6 +217,6 @@ def _sum_of_partials(plan: CombinationPlan, rows: NDArray[Any]) -> Combined:
     return Combined.of(
         {"count": count} | {name: summed(name) for name in linear},
         ranks=plan.ranks,
-        note=note,
+        note=Note.words(note),
         sketch=_sketch(plan, rows),
     )

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from rankscope.assembly.combine import CombinationPlan, Combined, apply_plan, plan_rows
 from rankscope.assembly.interning import Description
 from rankscope.layout.placement import Mesh, PieceKind
+from rankscope.record.notes import Note
 from rankscope.record.ranklists import ranks_named
 
 __all__ = ["WholeTensors"]
@@ -68,10 +69,10 @@ class WholeTensors:
             ranks = tuple(self._rank_of_stream[stream[chosen]].tolist())
             blank = chosen[~has_digest[chosen]]
             if isinstance(plan, str):
-                found = Combined(ranks=ranks, note=plan)
+                found = Combined(ranks=ranks, note=Note.words(plan))
             elif len(blank):
                 held = ranks_named(self._rank_of_stream[stream[blank]].tolist())
-                found = Combined(ranks=ranks, note=f"not digested on {held}")
+                found = Combined(ranks=ranks, note=Note.words(f"not digested on {held}"))
             else:
                 found = apply_plan(plan, rows[chosen])
             _add(results, found)

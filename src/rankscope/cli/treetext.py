@@ -14,6 +14,7 @@ from rankscope.errors import SelectionError
 from rankscope.globs import glob_matches, slot_matches
 from rankscope.record.call import CallStatus, Mode, Phase
 from rankscope.record.combined import Combined
+from rankscope.record.notes import NoteKind
 from rankscope.record.ranklists import ranks_named, ranks_text
 from rankscope.record.statistics import COUNTS, NUMBERS, STATISTICS
 from rankscope.record.value import Digest, is_form
@@ -168,7 +169,7 @@ def tree_lines(trace: Trace, view: View, paint: Paint) -> Iterator[str]:
         if lives > 1:
             name += f" (life {group.incarnation} of the ranks)"
         yield paint("bold", name)
-        yield from (f"  {visible(note)}" for note in group.notes)
+        yield from (f"  {visible(str(note))}" for note in group.notes)
         tree = _Tree(view, paint, levels)
         for node in group.nodes:
             yield from tree.lines(node)
@@ -396,9 +397,9 @@ def _slot_lines(
     if numbers is not None:
         parts.append(_statistics(numbers, slot.dtype, columns))
     parts += [
-        paint("red", c.note)
+        paint("red", str(c.note))
         for c in slot.combined
-        if c.note and c.note.startswith("replicas differ")
+        if c.note is not None and c.note.kind is NoteKind.REPLICAS_DIFFER
     ]
     if is_one or view.rank is not None:
         yield "  ".join(filter(None, parts))

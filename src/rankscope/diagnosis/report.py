@@ -10,8 +10,8 @@ from rankscope.diagnosis.causes import CauseOrder, FaultPlace, Join, sort_causes
 from rankscope.diagnosis.context import CheckContext
 from rankscope.record.call import Phase
 from rankscope.record.finding import Finding, Kind, Report, Severity, Skipped, Verdict
+from rankscope.record.notes import NoteKind
 from rankscope.record.ranklists import ranks_named
-from rankscope.record.streams import UNMATCHED
 from rankscope.tree.views import Trace
 
 __all__ = ["advice_for", "made_report", "report_json"]
@@ -109,16 +109,15 @@ def made_report(
 
 def _unmatched_globs(trace: Trace) -> list[str]:
     """Return what the ranks say of globs of `--rs-paths` that matched a module on none of them."""
-    said = [
-        {glob: text for text in rank["errors"] for glob in [_glob_of(text)] if glob}
-        for rank in trace.completeness["ranks"]
+    unmatched = [
+        {note.fields["glob"]: note for note in notes if note.kind is NoteKind.UNMATCHED_GLOB}
+        for notes in trace.error_notes
     ]
-    return [text for glob, text in said[0].items() if all(glob in own for own in said[1:])]
-
-
-def _glob_of(text: str) -> str:
-    glob, found, _ = text.partition(UNMATCHED)
-    return glob if found else ""
+    return [
+        str(note)
+        for glob, note in unmatched[0].items()
+        if all(glob in own for own in unmatched[1:])
+    ]
 
 
 def _lacks(trace: Trace, ledger: Coverage, unmatched: Sequence[str]) -> str:

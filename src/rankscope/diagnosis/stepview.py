@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.record.call import Mode, Phase
+from rankscope.record.notes import RanksNote
 from rankscope.record.value import ValueFlag, is_form
 from rankscope.tree.slotview import SlotView
 from rankscope.tree.views import Node, Step
@@ -197,7 +198,7 @@ class StepView:
     mode: Mode
     step: int
     incarnation: int
-    notes: tuple[str, ...]
+    notes: tuple[RanksNote, ...]
     calls: list[CallView]
     _by_path: dict[str, list[CallView]] = field(default_factory=dict)
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from rankscope.record.notes import Note
 from rankscope.record.statistics import ADDED, MEASURED
 
 __all__ = ["Combined"]
@@ -17,7 +18,7 @@ class Combined:
 
     ranks: tuple[int, ...]
     """Ranks that together hold it."""
-    note: str | None = None
+    note: Note | None = None
     """Why numbers are missing; None where all are there."""
     count: int | None = None
     nan: int | None = None
@@ -40,7 +41,7 @@ class Combined:
         *,
         ranks: tuple[int, ...],
         sketch: tuple[float, ...] | None,
-        note: str | None = None,
+        note: Note | None = None,
     ) -> Combined:
         """Return the whole with these statistics, by name; None for those that are left out."""
         added = {s.name: numbers.get(s.name) for s in ADDED}

@@ -9,19 +9,12 @@ __all__ = [
     "MAX_INCARNATIONS",
     "MAX_RANKS",
     "MINIMUM_LIMIT_BYTES",
-    "NO_STEP",
-    "UNMATCHED",
     "EndReason",
     "ProcessGroup",
     "RankIdentity",
     "StreamId",
     "StreamState",
 ]
-
-NO_STEP = "no step was traced"
-"""Begin of what a rank leaves among its errors where its job ended before any step to trace."""
-UNMATCHED = " matched no module"
-"""Words behind a glob of the setting `paths` that took nothing on a rank."""
 
 
 class EndReason(str, enum.Enum):

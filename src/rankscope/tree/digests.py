@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rankscope.record.combined import Combined
+from rankscope.record.notes import Note
 from rankscope.record.ranklists import parse_ranks
 from rankscope.record.statistics import (
     ADDED,
@@ -72,7 +73,8 @@ def column_digest(columns: Columns, row: int) -> Digest:
 
 def read_combined(data: Mapping[str, Any]) -> Combined:
     """Return one entry of a slot's "combined"."""
-    ranks, note, digest = parse_ranks(data["ranks"]), data.get("note"), data.get("digest")
+    ranks, digest = parse_ranks(data["ranks"]), data.get("digest")
+    note = Note.read(data["note"], data.get("fact")) if "note" in data else None
     if digest is None:
         return Combined(ranks=ranks, note=note)
     # null beside known counts is an undefined statistic (NaN); beside unknown ones it is unknown

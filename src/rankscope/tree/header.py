@@ -11,6 +11,7 @@ from rankscope.assembly.declaredlayouts import layout_header
 from rankscope.assembly.interning import MeshFamily, mesh_of
 from rankscope.assembly.rankstreams import RankStream
 from rankscope.record.call import Mode
+from rankscope.record.notes import Note
 from rankscope.record.ranklists import ranks_text
 from rankscope.record.streams import EndReason, StreamState
 from rankscope.record.value import MAX_SAMPLES, SKETCH_SIZE
@@ -182,6 +183,11 @@ def _state(stream: RankStream, lost: int) -> dict[str, Any]:
     kept = {"tensors": list(stream.kept_notes)} if stream.kept_notes else {}
     raised = {"raised": stream.raised} if stream.raised else {}
     is_off = stream.end is EndReason.SWITCHED_OFF
+    errors = [
+        _note(stream, int(e["text"])) for e in stream.errors if int(e["sequence"]) == NO_SEQUENCE
+    ]
+    """Failures inside rankscope that belong to no call."""
+    facts = [note.fact for note in errors if note.fact is not None]
     return {
         "rank": stream.stream.rank,
         "incarnation": stream.stream.incarnation,
@@ -202,25 +208,20 @@ def _state(stream: RankStream, lost: int) -> dict[str, Any]:
             }
             for gap in stream.gaps
         ],
-        "errors": _run_errors(stream),
+        "errors": [str(note) for note in errors],
         "notes": [
             *notes,
             *(["tracing was switched off on this rank: its errors say why"] if is_off else []),
         ],
+        **({"facts": facts} if facts else {}),
         **kept,
         **raised,
     }
 
 
-def _text(stream: RankStream, number: int) -> str:
-    return str(stream.definitions.get(number, {}).get("text", ""))
-
-
-def _run_errors(stream: RankStream) -> list[str]:
-    """Failures inside rankscope that belong to no call."""
-    return [
-        _text(stream, int(e["text"])) for e in stream.errors if int(e["sequence"]) == NO_SEQUENCE
-    ]
+def _note(stream: RankStream, number: int) -> Note:
+    definition = stream.definitions.get(number, {})
+    return Note.read(str(definition.get("text", "")), definition.get("fact"))
 
 
 def step_notes(
@@ -228,13 +229,13 @@ def step_notes(
 ) -> dict[tuple[int, bool, int, int], list[dict[str, Any]]]:
     """Return, per group of nodes, what ranks noted when the step began, while it ran, or when it
     ended."""
-    found: dict[tuple[int, bool, int, int], dict[str, set[int]]] = {}
+    found: dict[tuple[int, bool, int, int], dict[Note, set[int]]] = {}
     for stream in streams:
         for event in stream.steps[stream.steps["text"] != 0]:
             key = (stream.stream.incarnation, False, int(event["mode"]), int(event["step"]))
-            text = _text(stream, int(event["text"]))
-            found.setdefault(key, {}).setdefault(text, set()).add(stream.stream.rank)
+            note = _note(stream, int(event["text"]))
+            found.setdefault(key, {}).setdefault(note, set()).add(stream.stream.rank)
     return {
-        key: [{"ranks": ranks_text(ranks), "note": text} for text, ranks in notes.items()]
+        key: [{"ranks": ranks_text(ranks), **note.as_json()} for note, ranks in notes.items()]
         for key, notes in found.items()
     }

@@ -312,8 +312,8 @@ def _layout(described: Description) -> Data:
 
 def _combined(combined: Combined) -> Data:
     result: Data = {"ranks": ranks_text(combined.ranks)}
-    if combined.note:
-        result["note"] = combined.note
+    if combined.note is not None:
+        result |= combined.note.as_json()
     if not combined.is_known:
         return result | {"digest": None}
     digest: Data = {name: combined.number(name) for name in COUNTS}

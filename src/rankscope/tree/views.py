@@ -13,6 +13,7 @@ from rankscope.globs import glob_matches
 from rankscope.layout.placement import Layout, Mesh
 from rankscope.record.call import CallKey, CallStatus, Mode, Phase
 from rankscope.record.combined import Combined
+from rankscope.record.notes import Note, RanksNote
 from rankscope.record.ranklists import parse_ranks, ranks_named
 from rankscope.record.statistics import STATISTICS
 from rankscope.record.value import Digest, Samples
@@ -358,8 +359,9 @@ class Step:
         self.mode = Mode[str(head.get("mode", "train")).upper()]
         self.step = int(head.get("step", 0))
         self.incarnation = int(head.get("incarnation", 0))
-        self.notes: tuple[str, ...] = tuple(
-            f"{ranks_named(n['ranks'])}: {n['note']}" for n in head.get("notes", ())
+        self.notes = tuple(
+            RanksNote(parse_ranks(each["ranks"]), Note.read(each["note"], each.get("fact")))
+            for each in head.get("notes", ())
         )
 
     @cached_property
@@ -447,6 +449,17 @@ class Trace:
     def stalls(self) -> list[Stall]:
         """Times in which no rank of a host moved, as relays noticed them."""
         return stalls_in(self.path)
+
+    @property
+    def error_notes(self) -> list[list[Note]]:
+        """What the errors in `completeness` say by kind and fields: a list for each of its
+        ranks."""
+        return [
+            [Note.read("", fact) for fact in rank["facts"]]
+            if "facts" in rank
+            else [Note.read(text) for text in rank["errors"]]  # written before there were facts
+            for rank in self.completeness["ranks"]
+        ]
 
     @property
     def default_mode(self) -> Mode:

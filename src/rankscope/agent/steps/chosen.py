@@ -8,8 +8,8 @@ from rankscope.agent.guard import say
 from rankscope.agent.recorder import Recorder
 from rankscope.agent.steps.trigger import Trigger
 from rankscope.record.call import Mode
+from rankscope.record.notes import Note, NoteKind
 from rankscope.record.stepselection import StepSelection
-from rankscope.record.streams import NO_STEP
 from rankscope.spool.cells import StepEvent
 
 __all__ = ["ChosenSteps"]
@@ -36,7 +36,7 @@ class ChosenSteps:
             return
 
         def missed(mode: Mode, step: int, why: str) -> None:
-            note = f"not traced on this rank: {why}"
+            note = Note.of(NoteKind.MISSED_STEP, why=why)
             recorder.step(StepEvent.NOTE, mode, step, note)
             say(f"rank {rank}: {mode.word} step {step} is {note}")
 
@@ -55,22 +55,24 @@ class ChosenSteps:
         self._has_begun = self._has_begun or is_chosen
         return is_chosen
 
-    def none_traced(self, train: int, evaluated: int) -> str:
-        """Return how a job ended none of whose steps was traced, "" where one was.
+    def none_traced(self, train: int, evaluated: int) -> Note | None:
+        """Return how a job ended none of whose steps was traced; None where one was.
 
         Args:
             train: the last train step that began, -1 without any.
             evaluated: the last eval step.
         """
         if self._has_begun:
-            return ""
+            return None
         ends = [
             f"step {step} ({mode.word})"
             for mode, step in ((Mode.TRAIN, train), (Mode.EVAL, evaluated))
             if step >= 0
         ]
-        where = f"at {' and '.join(ends)}, before any of" if ends else "without a step, not one of"
-        return f"{NO_STEP}: the job ended {where} {self._selection.text}"
+        steps = self._selection.text
+        if not ends:
+            return Note.of(NoteKind.NO_STEP_BEGUN, steps=steps)
+        return Note.of(NoteKind.NO_STEP_REACHED, last=" and ".join(ends), steps=steps)
 
     def expects(self, step: int) -> bool:
         """Say whether a train step is going to be traced, as far as is known before it begins."""

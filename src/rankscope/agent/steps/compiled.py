@@ -16,6 +16,7 @@ from rankscope.agent.hooks.members import parameters_of_module
 from rankscope.agent.steps.optimizers import OptimizerSet, held_parameters, parameters_of
 from rankscope.capture.invisible import invisible
 from rankscope.capture.torch_internals.compiling import dynamo_has_compiled, run_compiled_eagerly
+from rankscope.record.notes import Note, NoteKind
 
 __all__ = ["EAGER_IS_ANOTHER_RUN", "HIDDEN", "EagerStance", "HiddenSteps", "outermost_modules_of"]
 
@@ -133,9 +134,9 @@ class EagerStance:
         self._restore: Callable[[], None] | None = None
 
     @property
-    def note(self) -> str:
-        """What a step says that began under it; "" where compiled regions run compiled."""
-        return "compiled regions run as written (compile=eager)" if self._restore else ""
+    def note(self) -> Note | None:
+        """What a step says that began under it; None where compiled regions run compiled."""
+        return Note.of(NoteKind.RUN_EAGERLY) if self._restore else None
 
     def choose(self, *, is_eager: bool) -> None:
         """Begin or end it; safe to call in any state."""

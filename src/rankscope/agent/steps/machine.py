@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from rankscope.agent.steps.chosen import ChosenSteps
 from rankscope.record.call import Mode
+from rankscope.record.notes import Note
 
 __all__ = ["RunningStep", "StepMachine", "Tick"]
 
@@ -250,8 +251,8 @@ class StepMachine:
 
     # ------------------------------------------------------------------ the end
 
-    def none_traced(self) -> str:
-        """Return how a job ended none of whose steps was traced, "" where one was."""
+    def none_traced(self) -> Note | None:
+        """Return how a job ended none of whose steps was traced; None where one was."""
         return self._chosen.none_traced(self.train, self.eval)
 
     def close(self) -> None:

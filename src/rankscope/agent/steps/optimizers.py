@@ -15,6 +15,7 @@ import torch
 
 from rankscope.agent.guard import Guard
 from rankscope.capture.invisible import invisible
+from rankscope.record.notes import Note, NoteKind
 
 __all__ = [
     "Holdings",
@@ -207,22 +208,26 @@ def held_parameters(optimizer: torch.optim.Optimizer) -> frozenset[int]:
     return frozenset(id(parameter) for parameter in parameters_of(optimizer))
 
 
-def describe_strangers(optimizer: torch.optim.Optimizer, holdings: Holdings) -> str:
-    """Say what an optimizer holds that no module seen owns; "" where there is nothing.
+def describe_strangers(optimizer: torch.optim.Optimizer, holdings: Holdings) -> Note | None:
+    """Say what an optimizer holds that no module seen owns; None where there is nothing.
 
     An optimizer made before `fully_shard` or `parallelize_module` replaced the parameters holds the
     old ones, which get no gradient; one that keeps master copies gives them theirs.
     """
     strangers = holdings.strangers
     if not strangers:
-        return ""
+        return None
     with invisible():
         without = sum(tensor.grad is None for tensor in strangers)
         shapes = sorted({str(list(tensor.shape)) for tensor in strangers})
     named = ", ".join(shapes[:_SHAPES_NAMED]) + (", ..." if len(shapes) > _SHAPES_NAMED else "")
-    return (
-        f"{type(optimizer).__name__} holds {len(holdings.own)} parameters of the modules seen, and "
-        f"{len(strangers)} that none of them owns ({without} without a gradient; shapes {named})"
+    return Note.of(
+        NoteKind.FOREIGN_PARAMETERS,
+        optimizer=type(optimizer).__name__,
+        own=len(holdings.own),
+        foreign=len(strangers),
+        idle=without,
+        shapes=named,
     )
 
 

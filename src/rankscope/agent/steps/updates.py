@@ -25,6 +25,7 @@ from rankscope.agent.values.gradients import GradientHooks
 from rankscope.agent.values.parameters import ParameterEvents
 from rankscope.capture.torch_internals.autograd import current_graph_task
 from rankscope.record.call import Mode
+from rankscope.record.notes import Note, NoteKind
 from rankscope.record.value import ValueFlag
 from rankscope.spool.cells import StepEvent
 
@@ -55,7 +56,7 @@ class Updates:
         """Optimizer steps of this step so far, those included that were skipped or raised."""
         self._running = ""
         """Class of the optimizer whose step began, without a closure, and has not ended."""
-        self._noted: set[str] = set()
+        self._noted: set[Note] = set()
         self._flags = 0
         self._carried: frozenset[int] = frozenset()
         """Parameters that had a gradient before the first backward of the step."""
@@ -100,11 +101,7 @@ class Updates:
 
     def skipped(self, optimizer: torch.optim.Optimizer, step: int) -> None:
         """Record the gradients for which a GradScaler did not step an optimizer."""
-        self._note(
-            step,
-            f"GradScaler skipped the step of {type(optimizer).__name__}: "
-            "inf or NaN in its gradients",
-        )
+        self._note(step, Note.of(NoteKind.SCALER_SKIPPED, optimizer=type(optimizer).__name__))
         self._count += 1
         self._gradients(optimizer, step, flags=_SKIPPED)
 
@@ -133,8 +130,7 @@ class Updates:
         if is_skipped_inside(optimizer):
             flags |= _SKIPPED
             self._note(
-                step,
-                f"{type(optimizer).__name__} skipped its own step: GradScaler found inf or NaN",
+                step, Note.of(NoteKind.OPTIMIZER_SKIPPED, optimizer=type(optimizer).__name__)
             )
         self._flags = flags
         holdings = self._holdings(optimizer)
@@ -156,10 +152,10 @@ class Updates:
 
     def _note_raised(self, step: int) -> None:
         if self._running:
-            self._note(step, f"the step of {self._running} did not return: it raised")
+            self._note(step, Note.of(NoteKind.OPTIMIZER_RAISED, optimizer=self._running))
             self._running = ""
 
-    def _note(self, step: int, text: str) -> None:
-        if text and text not in self._noted:
-            self._noted.add(text)
-            self._recorder.step(StepEvent.NOTE, Mode.TRAIN, step, text)
+    def _note(self, step: int, note: Note | None) -> None:
+        if note is not None and note not in self._noted:
+            self._noted.add(note)
+            self._recorder.step(StepEvent.NOTE, Mode.TRAIN, step, note)

@@ -29,6 +29,7 @@ from rankscope.diagnosis.context import CheckContext, Latest
 from rankscope.diagnosis.stepview import SlotValues, StepView, sibling_path
 from rankscope.record.call import Phase
 from rankscope.record.finding import Kind, Severity
+from rankscope.record.notes import NoteKind, RanksNote
 from rankscope.record.ranklists import ranks_named, ranks_text
 from rankscope.record.statistics import NONFINITE
 from rankscope.record.value import ValueFlag
@@ -42,8 +43,6 @@ _SURE: Final = 4.0
 """A narrow parameter should move where its gradient is, beside its elements, this many times as
 large as that of a sibling that moved."""
 _LEAST: Final = 1e-30
-_STRANGERS: Final = "that none of them owns"
-"""Words of the note on an optimizer that holds parameters of no module."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +74,7 @@ def parameters_left(moment: StepView, scene: CheckContext) -> Iterator[Candidate
     for update in updates:
         kin = _kin(update.held)
         siblings[kin] = min(siblings.get(kin, math.inf), update.moved_pressure)
-    is_stale = any(_STRANGERS in note for note in moment.notes)
+    is_stale = bool(_on_foreign_parameters(moment))
     warned = scene.life(moment.incarnation).warned
     for update in updates:
         scene.ledger.applied(update.held)
@@ -99,6 +98,11 @@ def remember_parameters(moment: StepView, scene: CheckContext) -> None:
             life.parameters[key] = Latest(
                 held.ranks[known].copy(), held.hashes[known].copy(), held.column("sketch")[known]
             )
+
+
+def _on_foreign_parameters(moment: StepView) -> list[RanksNote]:
+    """Return the notes on optimizers that hold parameters of no module."""
+    return [each for each in moment.notes if each.note.kind is NoteKind.FOREIGN_PARAMETERS]
 
 
 def _kin(held: SlotValues) -> tuple[str, str]:
@@ -229,7 +233,7 @@ def _suspect(
         return {
             "gradient_rms": update.size,
             "moved": ranks_text(update.moved.tolist()),
-            "notes": [note for note in moment.notes if _STRANGERS in note],
+            "notes": [str(each) for each in _on_foreign_parameters(moment)],
         }
 
     return suspect_at(
