@@ -44,7 +44,14 @@ __all__ = [
 
 
 class RankscopeError(Exception):
-    """Root of everything rankscope raises on purpose."""
+    """Root of everything rankscope raises on purpose.
+
+    `problem` is what is wrong, without what to do about it where that was given apart.
+    """
+
+    def __init__(self, problem: str = "", remedy: str = "") -> None:
+        super().__init__(f"{problem}; {remedy}" if remedy else problem)
+        self.problem = problem
 
 
 class SettingError(RankscopeError):

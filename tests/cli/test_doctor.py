@@ -115,6 +115,15 @@ def test_a_spool_folder_that_cannot_be_made_or_is_open_to_others_is_named(tmp_pa
     names(asked(tmp_path, spool=str(tmp_path / "open")), "spool folder", "open to others")
 
 
+def test_what_is_wrong_is_said_whole_whatever_the_folder_is_called(tmp_path: Path) -> None:
+    """The library's own remedy is left out, which names an option that was not given here."""
+    odd = tmp_path / "a;b"
+    found = asked(tmp_path, spool=str(odd), spool_bytes="900T")["spool space"]
+    assert str(odd) in found.found
+    assert "are free (2 x" in found.found
+    assert "--rs-" not in found.found
+
+
 def test_a_disk_too_small_for_the_spools_is_named(tmp_path: Path) -> None:
     names(asked(tmp_path, spool_bytes="900T"), "spool space", "--spool-bytes")
     names(asked(tmp_path, spool_bytes="1"), "settings", "64K or more")

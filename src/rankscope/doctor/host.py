@@ -47,9 +47,7 @@ def spool_conditions(settings: Settings, local_ranks: int) -> Iterator[Condition
     try:
         folder = host_run_folder(base, run_key(f"doctor {os.getpid()} {time.time_ns()}"))
     except RankscopeError as error:
-        yield Condition.failed(
-            "spool folder", str(error).partition(";")[0], "give a local folder with --spool"
-        )
+        yield Condition.failed("spool folder", error.problem, "give a local folder with --spool")
         yield from (Condition.skipped(name, "spool folder") for name in _SPOOL_NAMES[1:])
         return
     try:
@@ -85,7 +83,7 @@ def _space(folder: Path, spool_bytes: int, ranks: int) -> Condition:
     except RankscopeError as error:
         return Condition.failed(
             "spool space",
-            f"{str(error).partition(';')[0]} ({needed})",
+            f"{error.problem} ({needed})",
             "give a larger disk with --spool, or less with --spool-bytes",
         )
     return Condition.ok(

@@ -108,12 +108,13 @@ def host_run_folder(base: Path, key: str) -> Path:
             status = folder.lstat()
         except OSError as error:
             raise SpoolError(
-                f"{folder}: cannot be made: {error.strerror}; choose another with --rs-spool"
+                f"{folder}: cannot be made: {error.strerror}", "choose another with --rs-spool"
             ) from error
         if status.st_uid != os.getuid() or status.st_mode & 0o077 or folder.is_symlink():
             raise SpoolError(
                 f"{folder}: belongs to another user, is a link or is open to others "
-                f"(mode {status.st_mode & 0o777:o}); remove it, or choose another with --rs-spool"
+                f"(mode {status.st_mode & 0o777:o})",
+                "remove it, or choose another with --rs-spool",
             )
     return base / key
 
@@ -273,8 +274,8 @@ def check_free_space(folder: Path, needed_bytes: int) -> None:
     free = found.f_bavail * found.f_frsize
     if free < needed_bytes:
         raise SpoolError(
-            f"{folder}: needs {needed_bytes >> 20} MiB for the spools, {free >> 20} MiB are free; "
-            f"choose another disk with --rs-spool or less with --rs-spool-bytes"
+            f"{folder}: needs {needed_bytes >> 20} MiB for the spools, {free >> 20} MiB are free",
+            "choose another disk with --rs-spool or less with --rs-spool-bytes",
         )
 
 
