@@ -37,7 +37,7 @@ from rankscope.run.folders import run_key, stream_folder
 from rankscope.run.out import typed
 from rankscope.run.prepare import Collection, RunRequest, prepare_run
 from rankscope.settings import Settings, as_keywords, settings_from
-from rankscope.spool.replicas import StreamEnd, replica_path, write_end
+from rankscope.spool.replication import StreamEnd, replica_path, write_end
 from rankscope.spool.streamreader import StreamReader
 from rankscope.spool.writer import SpoolWriter
 

@@ -19,7 +19,7 @@ from rankscope.record.streams import EndReason, StreamId
 from rankscope.run.folders import SHARED, mark_job_over, stream_folder
 from rankscope.spool.cells import RecordKind
 from rankscope.spool.records import open_replica
-from rankscope.spool.replicas import read_end, replica_path
+from rankscope.spool.replication import read_end, replica_path
 from rankscope.spool.streamreader import valid_prefix
 from rankscope.spool.writer import SpoolWriter
 from tests.gather.jobs import environment

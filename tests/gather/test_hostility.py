@@ -22,7 +22,7 @@ from rankscope.gather.protocol import (
     encode,
 )
 from rankscope.record.streams import EndReason, StreamId
-from rankscope.spool.replicas import read_end, replica_path
+from rankscope.spool.replication import read_end, replica_path
 from tests.gather.test_protocol import BROKEN
 from tests.spool.streams import write_some
 from tests.waiting import wait_until

@@ -13,7 +13,7 @@ from rankscope.record.streams import StreamId
 from rankscope.run.folders import mark_job_over
 from rankscope.spool import cells
 from rankscope.spool.cells import RecordKind
-from rankscope.spool.replicas import read_end, replica_path
+from rankscope.spool.replication import read_end, replica_path
 from rankscope.tracing import open_trace
 from rankscope.tree.build import recover
 from rankscope.tree.views import Trace

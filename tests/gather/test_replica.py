@@ -9,7 +9,7 @@ import pytest
 from rankscope.errors import FolderError
 from rankscope.gather.replica import ReplicaFiles
 from rankscope.record.streams import StreamId
-from rankscope.spool.replicas import replica_path, replicated
+from rankscope.spool.replication import replica_path, replicated
 from tests.spool.streams import write_some
 from tests.spool.test_reader import record_ends
 

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 import rankscope
+from rankscope.agent.firstrank import ELASTIC_RUN, find_or_prepare_run
 from rankscope.agent.guard import say
 from rankscope.agent.identity import identify, restarts_left
-from rankscope.agent.prepare import ELASTIC_RUN, find_or_prepare_run
 from rankscope.agent.recorder import Recorder
 from rankscope.agent.rendezvous import (
     agree_on_life,

@@ -24,7 +24,7 @@ from rankscope.run.locks import is_alive
 from rankscope.run.names import CELLS_SUFFIX, REPLICA_FOLDER
 from rankscope.spool.origin import UNKNOWN, first_record, origin_of
 from rankscope.spool.records import records
-from rankscope.spool.replicas import StreamEnd, read_end
+from rankscope.spool.replication import StreamEnd, read_end
 from rankscope.spool.streamreader import StreamReader, valid_prefix
 
 __all__ = ["find_streams", "origins_in"]

@@ -77,7 +77,8 @@ _PEER_LOST: Final = re.compile(
     r"gloo|NCCL|Watchdog",
     re.IGNORECASE,
 )
-"""What a rank says whose peer is gone or did not come: a consequence."""
+"""What the exception of a rank says whose peer is gone or did not come: a consequence. These are
+words of torch and its backends, which raise the same few classes for everything."""
 _NAMELESS: Final = "an exception outside of any module's call"
 _MOST_LISTED: Final = 16
 

@@ -52,7 +52,7 @@ from rankscope.record.streams import EndReason, StreamId
 from rankscope.run.names import COLLECTOR_NAME
 from rankscope.run.replacing import write_by_rename
 from rankscope.run.stalls import Stall, keep_stall
-from rankscope.spool.replicas import StreamEnd, read_end, replica_path, replicated, write_end
+from rankscope.spool.replication import StreamEnd, read_end, replica_path, replicated, write_end
 
 __all__ = ["Intake"]
 

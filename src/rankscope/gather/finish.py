@@ -23,7 +23,7 @@ from rankscope.run.names import (
     REPLICA_FOLDER,
     TRACE_NAME,
 )
-from rankscope.spool.replicas import replicated
+from rankscope.spool.replication import replicated
 
 __all__ = ["CollectorOptions", "Observer", "StreamSource", "collect"]
 

@@ -50,7 +50,7 @@ from rankscope.record.streams import StreamId
 from rankscope.run.folders import RunHeader
 from rankscope.run.names import REPLICA_FOLDER, TRACE_NAME
 from rankscope.run.stalls import Stall, keep_stall
-from rankscope.spool.replicas import StreamEnd, replica_path, write_end
+from rankscope.spool.replication import StreamEnd, replica_path, write_end
 
 __all__ = ["Link", "SharedLink", "SocketLink"]
 

@@ -1,4 +1,4 @@
-"""The replicas of a trace folder (`spool.replicas`), open for appending.
+"""The replicas of a trace folder (`spool.replication`), open for appending.
 
 The length of a replica is the collector's whole state: it is opened by cutting it to its valid
 prefix (a kill may have torn the last write) and grows only at exactly its own end. Paths are built
@@ -23,7 +23,7 @@ from rankscope.record.streams import MAX_INCARNATIONS, StreamId
 from rankscope.run.names import REPLICA_FOLDER, RUN_ID_NAME
 from rankscope.spool.cells import CELL_BYTES
 from rankscope.spool.origin import UNKNOWN, origin_of, origin_text
-from rankscope.spool.replicas import replica_path
+from rankscope.spool.replication import replica_path
 from rankscope.spool.streamreader import valid_prefix_of
 
 __all__ = ["ReplicaFiles"]

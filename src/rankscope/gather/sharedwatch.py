@@ -14,7 +14,7 @@ from rankscope.gather.roster import JobState, PeerState, StreamProgress
 from rankscope.record.streams import EndReason, StreamId
 from rankscope.run.names import HOST_STATE_PREFIX, REPLICA_FOLDER
 from rankscope.run.replacing import read_json_map, write_by_rename
-from rankscope.spool.replicas import read_end, replica_path, replicated
+from rankscope.spool.replication import read_end, replica_path, replicated
 
 __all__ = ["SharedHostState", "SharedWatch", "read_host_states", "write_host_state"]
 
