@@ -26,6 +26,8 @@ class PhaseFacts:
     """Kinds of slots that are meant in this phase where no phase is named; forward has the rest."""
     results: tuple[str, ...] = ()
     """Slots that come out of its calls."""
+    unequal: str
+    """What to look at where ranks that should hold the same first differ in this phase."""
 
 
 class Phase(enum.IntEnum):
@@ -64,19 +66,48 @@ class Phase(enum.IntEnum):
 
 
 _FACTS: Final = {
-    Phase.SETUP: PhaseFacts(is_event=True),
-    Phase.FORWARD: PhaseFacts(has_micro_batches=True, is_activation=True, results=("output",)),
-    Phase.RECOMPUTE: PhaseFacts(has_micro_batches=True, is_activation=True, results=("output",)),
+    Phase.SETUP: PhaseFacts(
+        unequal="The ranks begin with different weights: look at seeds, at how the checkpoint is "
+        "loaded on each rank, and at the broadcast after it.",
+        is_event=True,
+    ),
+    Phase.FORWARD: PhaseFacts(
+        unequal="Its inputs are as they should be: look for a reduction that is missing in this "
+        "module, for other weights, and for random numbers that should be the same on these ranks.",
+        has_micro_batches=True,
+        is_activation=True,
+        results=("output",),
+    ),
+    Phase.RECOMPUTE: PhaseFacts(
+        unequal="Look for random numbers that should be the same on these ranks.",
+        has_micro_batches=True,
+        is_activation=True,
+        results=("output",),
+    ),
     Phase.BACKWARD: PhaseFacts(
+        unequal="The gradients that came in agree: look for a reduction that is missing in the "
+        "backward of this module.",
         has_micro_batches=True,
         is_activation=True,
         slots=("grad_input", "grad_output"),
         results=("grad_input",),
     ),
-    Phase.GRADS: PhaseFacts(is_event=True, slots=("grad", "scaler")),
-    Phase.PARAMS: PhaseFacts(is_event=True, slots=("param", "buffer")),
+    Phase.GRADS: PhaseFacts(
+        unequal="Something changed these gradients on some ranks only: clipping, scaling, a hook, "
+        "a reduction over the wrong group.",
+        is_event=True,
+        slots=("grad", "scaler"),
+    ),
+    Phase.PARAMS: PhaseFacts(
+        unequal="The gradients agree: look at optimizer state and options that differ by rank.",
+        is_event=True,
+        slots=("param", "buffer"),
+    ),
     Phase.COLLECTIVE: PhaseFacts(
-        has_micro_batches=True, slots=("collective",), results=("collective",)
+        unequal="Look at the arguments of this collective on these ranks.",
+        has_micro_batches=True,
+        slots=("collective",),
+        results=("collective",),
     ),
 }
 

@@ -6,9 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rankscope.record.call import Phase
+
 __all__ = ["ISSUERS", "Collective"]
 
-ISSUERS = ("forward", "recompute", "backward", "optimizer", "outside")
+ISSUERS = (
+    *(phase.word for phase in Phase if phase.facts.is_activation),
+    "optimizer",
+    "outside",
+)
 """What ran when a collective was issued: a module call, the same run again by checkpointing, a
 backward pass, an optimizer's step, or nothing that rankscope knows."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from rankscope.record.call import Mode, Phase
 
@@ -13,7 +13,7 @@ __all__ = ["Finding", "Kind", "Report", "Severity", "Skipped", "Verdict"]
 
 
 class Kind(str, enum.Enum):
-    """What is wrong. The words stand in reports: scripts rely on them."""
+    """What is wrong, the only list of it. The words stand in reports: scripts rely on them."""
 
     STRUCTURE = "structure-mismatch"
     """A module that all ranks of a group should call was not called by some."""
@@ -44,6 +44,46 @@ class Kind(str, enum.Enum):
     """Data-parallel ranks that were handed the same batch."""
     CRASH = "crash"
     """A rank that ended by an exception, or was killed."""
+
+    @property
+    def advice(self) -> str:
+        """What to look at; "" where a finding of this kind says so itself."""
+        return _ADVICE.get(self, "")
+
+
+_ADVICE: Final = {
+    Kind.STRUCTURE: "Look for a condition in the module that calls it which depends on the rank, "
+    "or on values that differ between ranks.",
+    Kind.SHAPE: "Compare how these ranks cut or build the tensor: sizes, offsets, padding.",
+    Kind.DTYPE: "Look for a cast, an autocast region or a checkpoint of another dtype on these "
+    "ranks.",
+    Kind.PLACEMENT: "Look at the DTensor.from_local call that makes this value: with "
+    "run_check=False nothing compares what it calls Replicate(). Reduce or broadcast it first, or "
+    "give it the placement it has. Behind dropout: ranks that hold the same must draw the same "
+    "random numbers.",
+    Kind.GRADIENT: "Call the model through its data-parallel wrapper, not through .module; look "
+    "at no_sync() around the last micro-batch, and at parameters added after wrapping. Ranks that "
+    "are meant to train apart are known by their average: trace a step that has one.",
+    Kind.NONFINITE: "Look at this module on these ranks: its inputs were finite. Keep its full "
+    "tensors: --rs-tensors with its path.",
+    Kind.COLLECTIVE: "Compare the order and the arguments of collectives on these ranks: each "
+    "must be called by all members in the same order, with the same op and reduce op.",
+    Kind.GROUP: "Call new_group with the same lists in the same order on every rank, also on "
+    "those that are no members.",
+    Kind.HANG: "Find out why these ranks did not come to this collective: a branch, a loop of "
+    "another length, an exception that was caught.",
+    Kind.RECOMPUTE: "Checkpointed code must do the same twice: look for random numbers without "
+    "preserve_rng_state, for state it changes, and for another autocast or mode in backward.",
+    Kind.PARAMETER: "Make the optimizer after fully_shard, parallelize_module or a change of the "
+    "parameters, from the model's own parameters().",
+    Kind.DUPLICATE: "Look at the sampler: DistributedSampler, its rank and its seed, or a loader "
+    "that is built from the global rank.",
+    Kind.CRASH: "The traceback of this rank is in its log. One that is gone without an exception "
+    "left none: ask the kernel's log (out of memory), the scheduler, and who could send it a "
+    "signal.",
+}
+"""What to look at, for kinds that always ask for the same. Which parts of a program can leave
+replicas unlike depends on the phase: `PhaseFacts.unequal`."""
 
 
 class Severity(str, enum.Enum):
