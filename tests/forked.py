@@ -17,6 +17,7 @@ import functools
 import inspect
 import os
 import pickle
+import platform
 import socket
 import subprocess
 import sys
@@ -31,6 +32,7 @@ _AT_START = ("PYTHON", "TORCH", "OMP_", "MKL_", "LD_")
 """Variables that are read when a process starts begin with these,"""
 _LATER = ("PYTHONPATH", "PYTHONSAFEPATH", "TORCHELASTIC_", "TORCH_NCCL_", "TORCH_DIST_INIT_BARRIER")
 """except for these."""
+_CAN_FORK = sys.platform == "linux" and platform.machine() in {"x86_64", "aarch64"}
 _ROOM = 32768
 """Bytes for a command line, and for its variables, as /proc shows them."""
 
@@ -78,7 +80,7 @@ def _server() -> _Server:
     ours, theirs = socket.socketpair()
     folder = Path(__file__).resolve().parent / "forkserver"
     with theirs:
-        subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-X", "frozen_modules=off", "-m", "forkserver", str(theirs.fileno())]
             + [" " * _ROOM],
             env={
@@ -92,8 +94,15 @@ def _server() -> _Server:
         )
     if ours.recv(5) != b"ready":
         raise RuntimeError("the fork server did not start: what it said stands on stderr")
-    atexit.register(ours.close)
+    atexit.register(_end, ours, process, os.getpid())
     return _Server(ours, starts=True)
+
+
+def _end(channel: socket.socket, server: subprocess.Popen[bytes], owner: int) -> None:
+    if os.getpid() == owner:  # not in a fork of it, which holds the same socket
+        channel.shutdown(socket.SHUT_RDWR)
+        channel.close()
+        server.wait()
 
 
 def _words_of(args: Any) -> tuple[list[str], bool] | None:
@@ -142,6 +151,7 @@ def _start(
     standard = [number if given[name] == -1 else given[name] for name, number in pipes]
     if (
         found is None
+        or not _CAN_FORK
         or any(given[name] for name in wanted)
         or not given["close_fds"]
         or not os.path.isdir(cwd)

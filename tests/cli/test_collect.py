@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from rankscope.run.folders import SHARED, mark_job_over
+from tests import forked
 from tests.cli.test_commands import rankscope
 from tests.gather.jobs import Host, environment
 from tests.ports import free_port
@@ -47,7 +48,7 @@ def collect(tmp_path: Path) -> Iterator[Start]:
 
     def start(*options: object) -> subprocess.Popen[str]:
         words = ["--out", tmp_path / "trace", "--world-size", 2, *options]
-        process = subprocess.Popen(
+        process = forked.Popen(
             [sys.executable, "-m", "rankscope", "collect", *map(str, words)],
             env=environment(),
             stdout=subprocess.PIPE,
@@ -85,7 +86,7 @@ def test_ranks_started_one_by_one_make_a_whole_trace_in_the_collectors_folder(
         "WORLD_SIZE": "2",
     }
     ranks = [
-        subprocess.Popen(
+        forked.Popen(
             [sys.executable, "-c", RANK],
             env={**os.environ, **variables, "RANK": str(rank)},
             cwd=tmp_path,

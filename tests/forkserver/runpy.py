@@ -335,6 +335,7 @@ _channel = socket.socket(fileno=int(sys.argv[1]))
 atexit.register(_leave_loaded)
 for _name in PRELOADED:
     importlib.import_module(_name)
+assert len(os.listdir("/proc/self/task")) == 1, "an import started a thread: no fork is safe"
 signal.pthread_sigmask(signal.SIG_BLOCK, _QUIET)
 gc.collect()
 gc.freeze()

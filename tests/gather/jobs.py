@@ -24,6 +24,7 @@ from rankscope.run.folders import (
     stream_folder,
     write_run_header,
 )
+from tests import forked
 
 RANK = """
 import os, sys, time
@@ -120,7 +121,7 @@ class Host:
         folder = stream_folder(self.folder, StreamId(rank=rank, incarnation=incarnation))
         numbers = [str(number) for number in (rank, batches, pause_ms, limit_bytes)]
         command = [sys.executable, "-c", RANK, str(folder), *numbers]
-        process = subprocess.Popen(
+        process = forked.Popen(
             [*command, *(["hang"] if hangs else []), *(["closes"] if closes else [])],
             env=environment(),
             stdout=subprocess.PIPE if hangs else None,
@@ -148,7 +149,7 @@ class Host:
 
     def _start(self, command: list[str], name: str) -> subprocess.Popen[str]:
         with (self.folder.parent / f"{name}.log").open("a") as log:
-            process = subprocess.Popen(command, env=environment(), stderr=log, text=True)
+            process = forked.Popen(command, env=environment(), stderr=log, text=True)
         self.processes.append(process)
         return process
 

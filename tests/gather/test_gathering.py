@@ -4,7 +4,6 @@ import json
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -22,6 +21,7 @@ from rankscope.spool.records import open_replica
 from rankscope.spool.replication import read_end, replica_path
 from rankscope.spool.streamreader import valid_prefix
 from rankscope.spool.writer import SpoolWriter
+from tests import forked
 from tests.gather.jobs import environment
 from tests.ports import free_port
 from tests.spool.streams import enter, rank_definition
@@ -36,7 +36,7 @@ def soak(seed):
 def verify(trace):
     """What `rankscope verify` prints."""
     command = [sys.executable, "-m", "rankscope", "verify", str(trace)]
-    return subprocess.run(command, env=environment(), capture_output=True, text=True).stdout
+    return forked.run(command, env=environment(), capture_output=True, text=True).stdout
 
 
 def stream(rank, incarnation=0):

@@ -21,6 +21,7 @@ from rankscope.run.stalls import Stall, carry_stalls, stalls_in
 from rankscope.spool.cells import ENTER, ENTER_COLLECTIVE, EXIT, STEP, RecordKind, StepEvent
 from rankscope.spool.streamreader import StreamReader
 from rankscope.spool.writer import SpoolWriter
+from tests import forked
 from tests.gather.jobs import Host, environment
 from tests.spool.streams import SMALL, rank_definition, value
 from tests.waiting import wait_until
@@ -81,7 +82,7 @@ class Pen:
 
 def stuck(host: Host, rank: int) -> subprocess.Popen[str]:
     folder = stream_folder(host.folder, StreamId(rank=rank, incarnation=0))
-    process = subprocess.Popen(
+    process = forked.Popen(
         [sys.executable, "-c", STUCK, str(folder), str(rank)],
         env=environment(),
         stdin=subprocess.PIPE,
