@@ -24,6 +24,7 @@ from rankscope.diagnosis.rules.carried import carried_gradients
 from rankscope.diagnosis.rules.collectiveorder import mismatched_collectives
 from rankscope.diagnosis.rules.duplicatedata import duplicate_batches
 from rankscope.diagnosis.rules.equality import unequal_replicas
+from rankscope.diagnosis.rules.equalshards import equal_shards
 from rankscope.diagnosis.rules.exchanged import wrong_exchanges, wrong_messages
 from rankscope.diagnosis.rules.nonfinite import nonfinite_origins
 from rankscope.diagnosis.rules.parameterupdates import parameters_left, remember_parameters
@@ -52,6 +53,7 @@ Rule = Callable[[StepView, CheckContext], Iterator[Candidate]]
 STEP_RULES: Final[tuple[Rule, ...]] = (
     nonfinite_origins,
     uninitialised_parameters,
+    equal_shards,
     carried_gradients,
     unequal_replicas,
     other_weights,
