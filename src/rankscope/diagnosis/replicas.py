@@ -1,18 +1,21 @@
-"""Which plain parameters are replicas, inferred from what the ranks held at setup.
+"""Which parameters are replicas where no layout says so, inferred from what ranks held at setup.
 
-Bitwise equal parameters are replicas from then on. Constants (ones, zeros) are equal on shards as
-well, so they count only
+Bitwise equal plain parameters are replicas from then on. So are the pieces of a DTensor at the same
+place of several meshes: its layout speaks of the ranks of one mesh, and not of the other axes of
+the job. Constants (ones, zeros) are equal on shards as well, so they count only
 
-* on a *line*: ranks of which no plain parameter differs, with one among them that is no constant
+* on a *line*: ranks of which no parameter differs, with one among them that is no constant
   (data-parallel replicas: everything is equal there), or
 * where the module that owns them was handed the same on these ranks and got the same gradients of
-  its outputs back: then its own gradients are the same by arithmetic.
+  its outputs back: then its own gradients are the same by arithmetic, or
+* where they are one element, which nobody cuts, inside a module of DTensors that was handed the
+  same, and in which no plain parameter differs: then what that module computes is one computation.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -20,6 +23,7 @@ from numpy.typing import NDArray
 
 from rankscope.diagnosis.layouts import Same
 from rankscope.diagnosis.stepview import SlotValues, StepView, is_input, sibling_path
+from rankscope.layout.placement import Mesh
 from rankscope.record.call import Phase
 
 __all__ = ["InferredReplicas", "RootPlace", "clusters"]
@@ -44,6 +48,39 @@ def clusters(held: SlotValues) -> tuple[Array, ...]:
     return tuple(found)
 
 
+class _Prints:
+    """What tells ranks apart by all that they hold."""
+
+    def __init__(self, size: int) -> None:
+        self._prints, self._proofs = np.zeros(size, np.uint64), np.zeros(size, np.int64)
+        self._number = np.uint64(1)
+
+    def take(self, held: SlotValues) -> None:
+        """Mix one value into the prints of its ranks."""
+        with np.errstate(over="ignore"):
+            self._number += _STEP
+            mixed = (held.hashes ^ self._number) * _MIX
+            self._prints[held.ranks] += mixed ^ (mixed >> np.uint64(29))
+        self._proofs[held.ranks] += 1
+
+    def lines(self) -> tuple[Array, ...]:
+        """Return the groups of two ranks or more that hold the same of everything."""
+        ranks = np.flatnonzero(self._proofs)
+        own = self._prints[ranks]
+        lines = (ranks[own == each] for each in np.unique(own))
+        return tuple(line for line in lines if len(line) > 1)
+
+
+def _equal_across(held: SlotValues, meshes: Sequence[Mesh]) -> tuple[Array, ...]:
+    """Return the groups of ranks that stand at one place of several meshes and hold the same."""
+    if len({mesh.shape for mesh in meshes}) != 1 or len(meshes) < 2:
+        return ()
+    equal = clusters(held)
+    columns = zip(*(mesh.ranks for mesh in meshes))
+    found = (group[np.isin(group, column)] for column in columns for group in equal)
+    return tuple(group for group in found if len(group) > 1)
+
+
 class InferredReplicas:
     """What the setup of one life of a job says about plain parameters."""
 
@@ -54,6 +91,10 @@ class InferredReplicas:
         self._shared: set[tuple[str, str]] = set()
         """Parameters that differ between some ranks that hold them."""
         self._lines: tuple[Array, ...] = ()
+        self._local_lines: tuple[Array, ...] = ()
+        """As `_lines`, of the ranks' own pieces of DTensors too."""
+        self._placed: dict[str, tuple[Array, ...]] = {}
+        """{path of a module that owns DTensors: the ranks of each of their meshes}."""
         self._feeds: set[tuple[RootPlace, RootPlace]] = set()
         self._parts: dict[int, _Part] = {}
         """Which part of a model the ranks of a pipeline compute."""
@@ -67,31 +108,38 @@ class InferredReplicas:
 
     def _read(self, setup: StepView) -> None:
         size = 1 + max((int(call.ranks[-1]) for call in setup.calls), default=-1)
-        prints, proofs = np.zeros(size, np.uint64), np.zeros(size, np.int64)
-        number = np.uint64(1)
+        plain, local = _Prints(size), _Prints(size)
         for held in setup.values(Phase.SETUP):
-            if not held.slot.startswith("param:") or held.source != "unknown":
+            if not held.slot.startswith("param:"):
                 continue
             key = (held.call.path, held.slot[6:])
-            self._equal[key] = clusters(held)
+            if held.source == "dtensor":
+                meshes = held.views[0].meshes
+                self._placed[key[0]] = tuple(np.array(sorted(m.ranks), np.int64) for m in meshes)
+                self._equal[key] = _equal_across(held, meshes)
+            elif held.source == "unknown":
+                self._equal[key] = clusters(held)
+            else:
+                continue
             if held.is_constant:
                 self._constant.add(key)
                 continue
-            if held.agree(held.ranks) is False:
-                self._shared.add(key)
-            with np.errstate(over="ignore"):
-                number += _STEP
-                mixed = (held.hashes ^ number) * _MIX
-                prints[held.ranks] += mixed ^ (mixed >> np.uint64(29))
-            proofs[held.ranks] += 1
-        ranks = np.flatnonzero(proofs)
-        lines = (ranks[prints[ranks] == own] for own in np.unique(prints[ranks]))
-        self._lines = tuple(line for line in lines if len(line) > 1)
+            local.take(held)
+            if held.source == "unknown":
+                plain.take(held)
+                if held.agree(held.ranks) is False:
+                    self._shared.add(key)
+        self._lines, self._local_lines = plain.lines(), local.lines()
 
     @property
     def lines(self) -> tuple[Array, ...]:
         """Ranks of which every plain parameter is equal, and which are no stages of one model."""
         return tuple(part for line in self._lines for part in self._by_part(line))
+
+    @property
+    def local_lines(self) -> tuple[Array, ...]:
+        """Ranks of which every parameter is equal as each rank holds it, pieces of DTensors too."""
+        return tuple(part for line in self._local_lines for part in self._by_part(line))
 
     @property
     def is_any(self) -> bool:
@@ -118,17 +166,25 @@ class InferredReplicas:
         return frozenset(owner for owner, _ in self._shared)
 
     def same(self, held: SlotValues, moment: StepView) -> Same | None:
-        """Return which ranks' parameter or gradient should be equal; None where nothing is known
-        of it."""
+        """Return which ranks' parameter or gradient should be equal though no layout says it; None
+        where nothing is known of it."""
         key = (held.call.path, held.slot.partition(":")[2])
         groups = self._equal.get(key)
-        if held.source != "unknown" or not groups:
+        if held.source not in ("unknown", "dtensor") or not groups:
             return None
         if self._parts and held.call.phase is Phase.GRADS and not held.is_constant:
             self._note_tied(key, held)
         found = [part for group in groups for part in self._by_part(group, key)]
         if key in self._constant:
-            found = [g for part in found for g in self._trusted(key, part, held, moment)]
+            is_one_element = not (held.counts > 1).any()
+            found = [
+                trusted
+                for part in found
+                for trusted in (
+                    *self._trusted(key, part, held, moment),
+                    *(self._computed_as_one(key[0], part, moment) if is_one_element else ()),
+                )
+            ]
         return Same(groups=tuple(found), source="inferred") if found else None
 
     def _note_tied(self, key: tuple[str, str], held: SlotValues) -> None:
@@ -158,7 +214,7 @@ class InferredReplicas:
     ) -> Iterator[Array]:
         """Yield the parts of a group of equal constants that are known to be replicas."""
         left = group
-        for line in self.lines:
+        for line in (*self.lines, *self.local_lines):
             own = left[np.isin(left, line)]
             if len(own) > 1:
                 yield own
@@ -172,6 +228,22 @@ class InferredReplicas:
         if is_handed_the_same(moment, key[0], left) or self._siblings_agree(held, moment, left):
             self._proven.setdefault(key, []).append(left)
             yield left
+
+    def _computed_as_one(self, path: str, group: Array, moment: StepView) -> Iterator[Array]:
+        """Yield the ranks of a mesh on which a parameter is inside a module of DTensors that was
+        handed the same: of the innermost such module."""
+        outer = path
+        while outer:
+            outer = outer.rpartition(".")[0]
+            below = f"{outer}." if outer else ""
+            inside = [meshes for own, meshes in self._placed.items() if own.startswith(below)]
+            if inside:
+                is_one = not any(own.startswith(below) for own, _ in self._shared)
+                for mesh in inside[0] if is_one else ():
+                    ranks = group[np.isin(group, mesh)]
+                    if len(ranks) > 1 and is_handed_the_same(moment, outer, ranks):
+                        yield ranks
+                return
 
     def _siblings_agree(self, held: SlotValues, moment: StepView, ranks: Array) -> bool:
         """True where the gradient of this parameter, or of a sibling's, agrees on these ranks."""

@@ -56,16 +56,30 @@ def unequal_replicas(moment: StepView, scene: CheckContext) -> Iterator[Candidat
     life = scene.life(moment.incarnation)
     batches = _SharedBatches(moment)
     for held in moment.values(*_PHASES):
-        same = scene.layouts.same(held)
-        if same is None and held.slot.startswith(("param:", "grad:")):
-            same = life.replicas.same(held, moment)
-        if same is None or not same.groups or _is_laid_otherwise(held, life):
+        if _is_laid_otherwise(held, life):
             continue
-        groups, is_applied = differing_groups(held, same.groups)
-        if is_applied:
-            scene.ledger.applied(held)
-        if groups and not _is_rounding(held, groups, scene, moment):
-            yield _suspect(moment, scene, held, same, groups, batches)
+        for same in _known_of(held, moment, scene, life):
+            groups, is_applied = differing_groups(held, same.groups)
+            if is_applied:
+                scene.ledger.applied(held)
+            if groups and not _is_rounding(held, groups, scene, moment):
+                yield _suspect(moment, scene, held, same, groups, batches)
+                break
+
+
+def _known_of(
+    held: SlotValues, moment: StepView, scene: CheckContext, life: IncarnationState
+) -> Iterator[Same]:
+    """Yield which ranks should hold the same: as a layout says, and on ranks of which it does not
+    speak as was inferred."""
+    laid = scene.layouts.same(held)
+    if laid is not None and laid.groups:
+        yield laid
+    is_inferable = laid is None or laid.source == "dtensor"
+    if is_inferable and held.slot.startswith(("param:", "grad:")):
+        inferred = life.replicas.same(held, moment)
+        if inferred is not None:
+            yield inferred
 
 
 class _SharedBatches:
