@@ -36,13 +36,13 @@ from rankscope.diagnosis.rules.structure import (
     different_kinds,
     layers_of_two_stages,
 )
+from rankscope.diagnosis.rules.ties import lost_ties
 from rankscope.diagnosis.rules.uninitialised import uninitialised_parameters
 from rankscope.diagnosis.rules.weights import other_weights
 from rankscope.diagnosis.stepview import StepView, moment_of
 from rankscope.diagnosis.unreduced import note_unreduced, without_unreduced
 from rankscope.errors import TraceError
 from rankscope.layout.layoutfile import LayoutFile
-from rankscope.record.call import Phase
 from rankscope.record.finding import Kind, Report
 from rankscope.run.names import Progress
 from rankscope.tree.views import Step, Trace
@@ -56,6 +56,7 @@ STEP_RULES: Final[tuple[Rule, ...]] = (
     equal_shards,
     carried_gradients,
     unequal_replicas,
+    lost_ties,
     other_weights,
     lost_reductions,
     different_kinds,
@@ -180,11 +181,6 @@ def _judged(moment: StepView, scene: CheckContext) -> list[Candidate]:
             setup=moment,
             wrappers=frozenset(w for call in moment.calls for w in call.node.wrappers),
             data_axes=fsdp_axes(moment),
-            placed={
-                (held.call.path, held.slot[6:]): held.views[0].placements
-                for held in moment.values(Phase.SETUP)
-                if held.slot.startswith("param:") and held.source == "dtensor"
-            },
             owners={call.path: call.ranks for call in moment.calls if call.held},
         )
     note_stages(moment, scene)

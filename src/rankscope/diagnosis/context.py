@@ -13,7 +13,6 @@ from rankscope.diagnosis.layouts import Layouts
 from rankscope.diagnosis.rankclock import RankClock
 from rankscope.diagnosis.replicas import InferredReplicas
 from rankscope.diagnosis.stepview import SlotValues, StepView
-from rankscope.layout.placement import Placement
 
 __all__ = ["CheckContext", "IncarnationState", "Latest", "Left"]
 
@@ -74,8 +73,6 @@ class IncarnationState:
     """{path: ranks} of the modules that own parameters or buffers."""
     rounded: set[tuple[str, str]] = field(default_factory=set)
     """Parameters of which replicas' gradients differed by rounding: so may the parameters."""
-    placed: dict[tuple[str, str], Mapping[str, Placement]] = field(default_factory=dict)
-    """{(path, name): placements} of the parameters that are DTensors."""
     warned: set[tuple[str, str]] = field(default_factory=set)
     """(path, slot) of warnings that one step of the life has given."""
     unlike: list[Left] = field(default_factory=list)

@@ -41,7 +41,7 @@ class Kind(str, enum.Enum):
     SCALE = "scale-error"
     PERMUTATION = "permutation"
     DUPLICATE = "duplicate-data"
-    """Data-parallel ranks that were handed the same batch."""
+    """Data-parallel ranks that were handed the same batch, or shards that hold the same numbers."""
     CRASH = "crash"
     """A rank that ended by an exception, or was killed."""
 

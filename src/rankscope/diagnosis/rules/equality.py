@@ -56,8 +56,6 @@ def unequal_replicas(moment: StepView, scene: CheckContext) -> Iterator[Candidat
     life = scene.life(moment.incarnation)
     batches = _SharedBatches(moment)
     for held in moment.values(*_PHASES):
-        if _is_laid_otherwise(held, life):
-            continue
         for same in _known_of(held, moment, scene, life):
             groups, is_applied = differing_groups(held, same.groups)
             if is_applied:
@@ -114,15 +112,6 @@ def _differs_alone(call: CallView, group: Array) -> bool:
     handed = [value.agree(group) for value in call.inputs]
     made = [value.agree(group) for value in call.outputs]
     return bool(handed) and all(each is True for each in handed) and False in made
-
-
-def _is_laid_otherwise(held: SlotValues, life: IncarnationState) -> bool:
-    """True for the gradient of a parameter that is cut where the gradient is whole: each rank takes
-    its own part of it, and replicas of it do not go into anything together."""
-    if held.call.phase is not Phase.GRADS:
-        return False
-    placed = life.placed.get((held.call.path, held.slot[5:]))
-    return placed is not None and placed != held.views[0].placements
 
 
 def differing_groups(held: SlotValues, groups: tuple[Array, ...]) -> tuple[list[Array], bool]:
