@@ -205,3 +205,25 @@ def test_sides_are_told_by_a_number_that_differs_as_it_is_printed(tmp_path: Path
     message = judged(tmp_path, 2, write).findings[0].message
     first, second = message.partition("(")[2].rstrip(")").split("; ")
     assert first.removeprefix("rank 0: ") != second.removeprefix("rank 1: ")
+
+
+def test_a_norm_that_is_not_summed_over_tensor_parallel_ranks_is_told_beside_data_parallel_ones(
+    tmp_path: Path,
+):
+    """Ranks 0 and 2 are data-parallel, 0 and 1 hold shards: the norms of all four are replicas."""
+
+    def write(rank: PaperRank) -> None:
+        half, ones = rank.rank % 2, np.ones(6, np.float32)
+        norms = {f"layers.{n}.norm.weight": ones for n in range(3)}
+        setup(rank, norms | {"fc.weight": numbers(half)})
+        with rank.call(class_name="Model"):
+            for n in range(3):
+                module(rank, f"layers.{n}.norm", numbers(10 + rank.rank), numbers(20 + rank.rank))
+        summed = {f"layers.{n}.norm.weight": numbers(50 + n, 6) for n in range(2)}
+        gradients = summed | {"layers.2.norm.weight": numbers(60 + half, 6)}
+        event(rank, Phase.GRADS, "grad", gradients | {"fc.weight": numbers(70 + half)})
+
+    found = origins(judged(tmp_path, 4, write))
+    assert found == [
+        ("gradient-not-reduced", "grads", "layers.2.norm", "grad:weight", (0, 1, 2, 3))
+    ]

@@ -213,21 +213,34 @@ class InferredReplicas:
         self, key: tuple[str, str], group: Array, held: SlotValues, moment: StepView
     ) -> Iterator[Array]:
         """Yield the parts of a group of equal constants that are known to be replicas."""
+        lines = (*self.lines, *self.local_lines)
+        is_line = any(len(group) == len(line) and (group == line).all() for line in lines)
+        if is_line or self._is_proven(key, group, held, moment):
+            yield group
+            return
         left = group
-        for line in (*self.lines, *self.local_lines):
+        for line in lines:
             own = left[np.isin(left, line)]
             if len(own) > 1:
                 yield own
                 left = left[~np.isin(left, line)]
-        if len(left) < 2:
-            return
-        for proven in self._proven.get(key, ()):
-            if len(proven) == len(left) and (proven == left).all():
-                yield left
-                return
-        if is_handed_the_same(moment, key[0], left) or self._siblings_agree(held, moment, left):
-            self._proven.setdefault(key, []).append(left)
+        if 1 < len(left) < len(group) and self._is_proven(key, left, held, moment):
             yield left
+
+    def _is_proven(
+        self, key: tuple[str, str], ranks: Array, held: SlotValues, moment: StepView
+    ) -> bool:
+        """True where something shows in this step, or showed before, that constants are replicas on
+        all of these ranks."""
+        for proven in self._proven.get(key, ()):
+            if len(proven) == len(ranks) and (proven == ranks).all():
+                return True
+        is_shown = is_handed_the_same(moment, key[0], ranks) or self._siblings_agree(
+            held, moment, ranks
+        )
+        if is_shown:
+            self._proven.setdefault(key, []).append(ranks)
+        return is_shown
 
     def _computed_as_one(self, path: str, group: Array, moment: StepView) -> Iterator[Array]:
         """Yield the ranks of a mesh on which a parameter is inside a module of DTensors that was
