@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from rankscope.diagnosis.backwardorigins import innermost_takers, origins_in_backward
 from rankscope.diagnosis.candidates import Candidate, Coverage
 from rankscope.diagnosis.causes import Join
 from rankscope.diagnosis.context import CheckContext, IncarnationState
@@ -185,6 +186,8 @@ def _judged(moment: StepView, scene: CheckContext) -> list[Candidate]:
         )
     note_stages(moment, scene)
     found = [suspect for rule in STEP_RULES for suspect in rule(moment, scene)]
+    innermost_takers(moment, found)
+    found += origins_in_backward(moment, scene, found)
     note_unreduced(moment, scene)
     remember_parameters(moment, scene)
     _count_skipped(moment, scene)

@@ -41,6 +41,10 @@ _LOCAL: Final = Phase.having(lambda facts: facts.is_activation) | {Phase.GRADS}
 _NO_GRADIENT: Final = (
     "On these ranks it is frozen (requires_grad), or nothing that went into the loss used it."
 )
+_CROSSED: Final = (
+    "Some ranks reduce these two gradients in the other order, so each is added to the other: go "
+    "through the parameters in one order on all ranks (a list, or sorted names; no set)."
+)
 _SAME_BATCH: Final = (
     "These ranks were handed the same batch: look for random numbers that they should draw alike "
     "(dropout from another seed or generator), and for a reduction that is missing, in backward "
@@ -55,14 +59,44 @@ def unequal_replicas(moment: StepView, scene: CheckContext) -> Iterator[Candidat
     """Yield a suspect for every value whose replicas differ."""
     life = scene.life(moment.incarnation)
     batches = _SharedBatches(moment)
+    gradients: list[tuple[SlotValues, Candidate]] = []
     for held in moment.values(*_PHASES):
         for same in _known_of(held, moment, scene, life):
             groups, is_applied = differing_groups(held, same.groups)
             if is_applied:
                 scene.ledger.applied(held)
             if groups and not _is_rounding(held, groups, scene, moment):
-                yield _suspect(moment, scene, held, same, groups, batches)
+                suspect = _suspect(moment, scene, held, same, groups, batches)
+                if held.call.phase is Phase.GRADS:
+                    gradients.append((held, suspect))
+                yield suspect
                 break
+    _note_crossed(gradients)
+
+
+def _note_crossed(gradients: list[tuple[SlotValues, Candidate]]) -> None:
+    """Call it another kind of fault where two gradients met in one reduction: what one parameter
+    has on some ranks, bit by bit, the other has on the others."""
+    holders: dict[int, list[tuple[SlotValues, Candidate]]] = {}
+    for held, suspect in gradients:
+        for number in np.unique(held.hashes).tolist():
+            holders.setdefault(number, []).append((held, suspect))
+    for held, suspect in gradients:
+        own = np.unique(held.hashes).tolist()
+        for other, _ in (each for number in own for each in holders[number]):
+            if other is held or held.is_constant or suspect.kind is Kind.COLLECTIVE:
+                continue
+            is_same_set = np.array_equal(np.unique(other.hashes), np.unique(held.hashes))
+            if not is_same_set or not np.array_equal(other.ranks, held.ranks):
+                continue
+            if len(own) > 1 and (other.hashes != held.hashes).any():
+                suspect.kind = Kind.COLLECTIVE
+                suspect.message = (
+                    f"{ranks_named(suspect.ranks)} reduced it together with "
+                    f"{other.call.path}:{other.slot}: what it holds on some ranks, the other holds "
+                    f"on the others"
+                )
+                suspect.advice = _CROSSED
 
 
 def _known_of(

@@ -27,7 +27,7 @@ from rankscope.diagnosis.rules.equality import is_within_rounding
 from rankscope.diagnosis.stepview import CallView, SlotValues, StepView, sibling_path
 from rankscope.record.call import Phase
 from rankscope.record.finding import Kind
-from rankscope.record.ranklists import ranks_named
+from rankscope.record.ranklists import ranks_named, ranks_text
 
 __all__ = ["lost_reductions"]
 
@@ -111,6 +111,7 @@ def _judged(moment: StepView, scene: CheckContext, family: _Family) -> Iterator[
     for held in family.members:
         scene.ledger.applied(held)
     by_itself = np.stack(family.is_by_itself)
+    found: dict[int, list[tuple[Array, list[str]]]] = {}
     for column in np.flatnonzero((agrees == 1).any(0) & (agrees == 0).any(0)).tolist():
         for like in (1, 0, -1):
             rows = np.flatnonzero(inputs[:, column] == like)
@@ -120,10 +121,12 @@ def _judged(moment: StepView, scene: CheckContext, family: _Family) -> Iterator[
                 continue
             group = family.groups[column]
             for row in lost.tolist():
-                held = family.members[row]
-                if not is_within_rounding(held, [group]):
+                if not is_within_rounding(family.members[row], [group]):
                     paths = [family.members[other].call.path for other in agreeing.tolist()]
-                    yield _suspect(moment, scene, held, group, paths)
+                    found.setdefault(row, []).append((group, paths))
+    for row, lost_on in found.items():
+        groups = [group for group, _ in lost_on]
+        yield _suspect(moment, scene, family.members[row], groups, lost_on[0][1])
 
 
 def _is_telling(agreeing: Array, lost: Array, is_by_itself: bool) -> bool:
@@ -136,26 +139,36 @@ def _is_telling(agreeing: Array, lost: Array, is_by_itself: bool) -> bool:
 
 
 def _suspect(
-    moment: StepView, scene: CheckContext, held: SlotValues, group: Array, paths: list[str]
+    moment: StepView,
+    scene: CheckContext,
+    held: SlotValues,
+    groups: list[Array],
+    paths: list[str],
 ) -> Candidate:
+    ranks = np.unique(np.concatenate(groups))
+
     def evidence() -> dict[str, Any]:
-        return {
+        found: dict[str, Any] = {
             "layout": "inferred",
-            "values": sides(held, group),
+            "values": sides(held, ranks),
             "siblings_that_agree": paths[:4],
             "rank_resolution": "none",
         }
+        if len(groups) > 1:
+            found["groups"] = [ranks_text(group.tolist()) for group in groups]
+        return found
 
     return suspect_at(
         moment,
         held.call,
         Kind.REPLICA,
         held.slot,
-        group,
-        group,
-        scene.times(held, group),
-        f"{ranks_named(group.tolist())} hold different values, though in {paths[0]} they hold "
-        f"the same ({sides_text(held, group)})",
+        ranks,
+        ranks,
+        scene.times(held, ranks),
+        f"{ranks_named(ranks.tolist())} hold different values"
+        f"{' within their groups' if len(groups) > 1 else ''}, though in {paths[0]} they hold "
+        f"the same ({sides_text(held, groups[0])})",
         evidence=evidence,
         priority=1,
     )

@@ -1,0 +1,154 @@
+"""Where in backward the gradients of ranks that share one computation began to differ.
+
+Ranks that were handed the same batch and hold replicas go through one computation: a value that is
+the same on all of them has one gradient, the sum over all that was made of it. Where gradients of
+replicas differ on such ranks, the first place in backward at which they do is the fault, and the
+gradients are its victims:
+
+* the gradient of the model's own output: the loss differs, though the output is the same, or
+* a module of which the gradients of the outputs agree and that of an input does not, though the
+  input is the same: what was made of it on several ranks was not summed.
+
+A tensor that several modules see has one gradient for all of them. It is charged to the innermost
+module that alone took it; where several did, to the module around them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.diagnosis.candidates import Candidate, suspect_at
+from rankscope.diagnosis.context import CheckContext
+from rankscope.diagnosis.datapeers import same_inputs
+from rankscope.diagnosis.distances import sides, sides_text
+from rankscope.diagnosis.rules.equality import is_within_rounding
+from rankscope.diagnosis.stepview import CallView, SlotValues, StepView
+from rankscope.record.call import Phase
+from rankscope.record.finding import Kind, Severity
+from rankscope.record.ranklists import ranks_named
+
+__all__ = ["innermost_takers", "origins_in_backward"]
+
+Array = NDArray[Any]
+_OTHER_LOSS: Final = (
+    "The model gave the same output on these ranks, and what came back to it differs: look at the "
+    "loss on each of them, its weight, its targets and its mask."
+)
+_NOT_SUMMED: Final = (
+    "Every rank hands back the part of the gradient that its own shard gives: sum it over these "
+    "ranks, as a column-parallel layer does in its backward."
+)
+
+
+def origins_in_backward(
+    moment: StepView, scene: CheckContext, found: Sequence[Candidate]
+) -> Iterator[Candidate]:
+    """Yield the place in backward that explains gradients which a rule found to differ."""
+    unequal = [
+        s for s in found if s.phase is Phase.GRADS and s.severity is Severity.FAULT and s.slot
+    ]
+    for group in same_inputs(moment) if unequal else ():
+        ranks = set(group.tolist())
+        if any(ranks.issubset(s.ranks) and s.kind is not Kind.COLLECTIVE for s in unequal):
+            yield from _first(moment, scene, group)
+
+
+def _first(moment: StepView, scene: CheckContext, group: Array) -> Iterator[Candidate]:
+    forward = {_key(call): call for call in moment.of(Phase.FORWARD)}
+    places: list[tuple[int, int, SlotValues]] = []
+    for call in moment.of(Phase.BACKWARD):
+        own = forward.get(_key(call))
+        if own is None or not np.isin(group, call.ranks).all():
+            continue
+        came, went = list(call.inputs), list(call.outputs)
+        other = [h for h in came if _differs(h, group)]
+        if call.parent is None and own.parent is None:
+            places += [(0, 0, h) for h in other if _agrees(own, h, "grad_output", group)]
+        if came and not other and all(h.agree(group) is not None for h in came):
+            wrong = [h for h in went if _differs(h, group) and _agrees(own, h, "grad_input", group)]
+            depth = call.path.count(".") + bool(call.path)
+            places += [(int(scene.times(h, group).min()), -depth, h) for h in wrong]
+    if not places:
+        return
+    _, _, held = min(places, key=lambda place: place[:2])
+    is_loss = held.slot.startswith("grad_output")
+    if not is_loss:
+        held = _taker(moment, held, group)
+    yield suspect_at(
+        moment,
+        held.call,
+        Kind.REPLICA,
+        held.slot,
+        group,
+        group,
+        scene.times(held, group),
+        f"{ranks_named(group.tolist())} compute the same, and get different gradients of it "
+        f"({sides_text(held, group)})",
+        advice=_OTHER_LOSS if is_loss else _NOT_SUMMED,
+        evidence=lambda: {
+            "layout": "inferred",
+            "values": sides(held, group),
+            "rank_resolution": "none",
+        },
+    )
+
+
+def innermost_takers(moment: StepView, found: Sequence[Candidate]) -> None:
+    """Charge the gradient of an input to the innermost module that alone took that tensor."""
+    for suspect in found:
+        if suspect.phase is not Phase.BACKWARD or not suspect.slot.startswith("grad_input"):
+            continue
+        ranks = np.array(suspect.ranks, np.int64)
+        for call in moment.named(suspect.path):
+            held = call.held.get(suspect.slot) if call.phase is Phase.BACKWARD else None
+            if held is None or call.micro_batch != suspect.micro_batch:
+                continue
+            taker = _taker(moment, held, ranks)
+            suspect.path, suspect.slot = taker.call.path, taker.slot
+
+
+def _taker(moment: StepView, held: SlotValues, group: Array) -> SlotValues:
+    """Return the gradient of the same tensor at the innermost module inside that alone took it;
+    itself where none or several did."""
+    inside = [
+        each
+        for call in moment.of(Phase.BACKWARD)
+        if _is_inside(call, held.call) and np.isin(group, call.ranks).all()
+        for each in call.outputs
+        if _is_same_tensor(each, held, group)
+    ]
+    innermost = [
+        each for each in inside if not any(_is_inside(other.call, each.call) for other in inside)
+    ]
+    return innermost[0] if len({id(each.call) for each in innermost}) == 1 else held
+
+
+def _is_inside(call: CallView, outer: CallView) -> bool:
+    below = f"{outer.path}." if outer.path else ""
+    is_within = call is not outer and call.path != outer.path and call.path.startswith(below)
+    return is_within and call.micro_batch == outer.micro_batch
+
+
+def _is_same_tensor(one: SlotValues, other: SlotValues, group: Array) -> bool:
+    at, there = one.at(group), other.at(group)
+    is_there = (at >= 0).all() and (there >= 0).all()
+    return bool(is_there and (one.hashes[at] == other.hashes[there]).all())
+
+
+def _key(call: CallView) -> tuple[str, int | None, int]:
+    return call.path, call.micro_batch, call.ordinal
+
+
+def _differs(held: SlotValues, group: Array) -> bool:
+    return held.agree(group) is False and not is_within_rounding(held, [group])
+
+
+def _agrees(forward: CallView, gradient: SlotValues, word: str, group: Array) -> bool:
+    """True where the value that a gradient is of is the same on all of these ranks."""
+    slot = gradient.slot.replace(word, word.removeprefix("grad_"), 1)
+    value = forward.held.get(slot)
+    return value is not None and value.agree(group) is True
