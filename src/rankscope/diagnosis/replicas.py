@@ -8,12 +8,15 @@ the job. Constants (ones, zeros) are equal on shards as well, so they count only
   (data-parallel replicas: everything is equal there), or
 * where the module that owns them was handed the same on these ranks and got the same gradients of
   its outputs back: then its own gradients are the same by arithmetic, or
+* where they are a norm's, as long as the rows of an embedding that these ranks all hold whole: what
+  is as wide as the model is no part of it, or
 * where they are one element, which nobody cuts, inside a module of DTensors that was handed the
   same, and in which no plain parameter differs: then what that module computes is one computation.
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Final
@@ -33,6 +36,8 @@ RootPlace = tuple[str, int]
 """Path of a root module, rank."""
 _Part = frozenset[tuple[str, int]]
 """{(path of a root, how many roots the data went through before it)}."""
+_OF_ONE_RANK: Final = re.compile("expert|head|task|adapter")
+"""What stands in the path of modules that may be another one on each rank."""
 _STEP: Final = np.uint64(0x9E3779B97F4A7C15)
 _MIX: Final = np.uint64(0xD6E8FEB86659FD93)
 
@@ -88,13 +93,15 @@ class InferredReplicas:
         self._equal: dict[tuple[str, str], tuple[Array, ...]] = {}
         """{(path, name): groups of equal ranks} of plain parameters."""
         self._constant: set[tuple[str, str]] = set()
-        self._shared: set[tuple[str, str]] = set()
+        self._shared: dict[tuple[str, str], SlotValues] = {}
         """Parameters that differ between some ranks that hold them."""
         self._lines: tuple[Array, ...] = ()
         self._local_lines: tuple[Array, ...] = ()
         """As `_lines`, of the ranks' own pieces of DTensors too."""
         self._placed: dict[str, tuple[Array, ...]] = {}
         """{path of a module that owns DTensors: the ranks of each of their meshes}."""
+        self._streams: list[tuple[int, Array]] = []
+        """Width of an embedding's rows, ranks that hold all of it."""
         self._feeds: set[tuple[RootPlace, RootPlace]] = set()
         self._parts: dict[int, _Part] = {}
         """Which part of a model the ranks of a pipeline compute."""
@@ -125,10 +132,13 @@ class InferredReplicas:
                 self._constant.add(key)
                 continue
             local.take(held)
+            shape = held.views[0].folds[0].shape
+            if "embedding" in held.call.node.class_name.lower() and len(shape) == 2:
+                self._streams += [(shape[1], group) for group in self._equal[key]]
             if held.source == "unknown":
                 plain.take(held)
                 if held.agree(held.ranks) is False:
-                    self._shared.add(key)
+                    self._shared[key] = held
         self._lines, self._local_lines = plain.lines(), local.lines()
 
     @property
@@ -159,6 +169,14 @@ class InferredReplicas:
     def is_sharded(self, path: str) -> bool:
         """True where a plain parameter of the module itself differs between its ranks."""
         return any(owner == path for owner, _ in self._shared)
+
+    def is_cut_between(self, path: str, ranks: Array) -> bool:
+        """True where a plain parameter of the module itself is another one on each of the ranks."""
+        own = (held for (owner, _), held in self._shared.items() if owner == path)
+        return any(
+            (at := held.at(ranks)).min() >= 0 and len(set(held.hashes[at].tolist())) == len(ranks)
+            for held in own
+        )
 
     @property
     def sharded_paths(self) -> frozenset[str]:
@@ -235,12 +253,25 @@ class InferredReplicas:
         for proven in self._proven.get(key, ()):
             if len(proven) == len(ranks) and (proven == ranks).all():
                 return True
-        is_shown = is_handed_the_same(moment, key[0], ranks) or self._siblings_agree(
-            held, moment, ranks
+        is_shown = (
+            self._is_whole_norm(held, ranks)
+            or is_handed_the_same(moment, key[0], ranks)
+            or self._siblings_agree(held, moment, ranks)
         )
         if is_shown:
             self._proven.setdefault(key, []).append(ranks)
         return is_shown
+
+    def _is_whole_norm(self, held: SlotValues, ranks: Array) -> bool:
+        """True for what a norm holds of each of the model's columns; an expert's norm is as wide, and
+        belongs to the rank that has the expert."""
+        is_norm = "norm" in held.call.node.class_name.lower()
+        if not is_norm or _OF_ONE_RANK.search(held.call.path.lower()):
+            return False
+        counts = set(held.counts[held.at(ranks)].tolist())
+        return any(
+            counts == {width} and np.isin(ranks, holders).all() for width, holders in self._streams
+        )
 
     def _computed_as_one(self, path: str, group: Array, moment: StepView) -> Iterator[Array]:
         """Yield the ranks of a mesh on which a parameter is inside a module of DTensors that was
