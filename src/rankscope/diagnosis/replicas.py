@@ -263,8 +263,8 @@ class InferredReplicas:
         return is_shown
 
     def _is_whole_norm(self, held: SlotValues, ranks: Array) -> bool:
-        """True for what a norm holds of each of the model's columns; an expert's norm is as wide, and
-        belongs to the rank that has the expert."""
+        """True for what a norm holds of each of the model's columns. An expert's norm is as wide,
+        and belongs to the rank that has the expert."""
         is_norm = "norm" in held.call.node.class_name.lower()
         if not is_norm or _OF_ONE_RANK.search(held.call.path.lower()):
             return False
