@@ -1,9 +1,9 @@
 """Where in backward the gradients of ranks that share one computation began to differ.
 
-Ranks that were handed the same batch and hold replicas go through one computation: a value that is
-the same on all of them has one gradient, the sum over all that was made of it. Where gradients of
-replicas differ on such ranks, the first place in backward at which they do is the fault, and the
-gradients are its victims:
+Ranks that were handed the same batch and hand out the same go through one computation: a value
+that is the same on all of them has one gradient, the sum over all that was made of it. Where
+gradients of replicas differ on such ranks, the first place in backward at which they do is the
+fault, and the gradients are its victims:
 
 * the gradient of the model's own output: the loss differs, though the output is the same, or
 * a module of which the gradients of the outputs agree and that of an input does not, though the
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from rankscope.diagnosis.candidates import Candidate, suspect_at
 from rankscope.diagnosis.context import CheckContext
-from rankscope.diagnosis.datapeers import same_inputs
+from rankscope.diagnosis.datapeers import root_calls, same_inputs
 from rankscope.diagnosis.distances import sides, sides_text
 from rankscope.diagnosis.rules.equality import is_within_rounding
 from rankscope.diagnosis.stepview import CallView, SlotValues, StepView
@@ -59,6 +59,9 @@ def origins_in_backward(
 
 def _first(moment: StepView, scene: CheckContext, group: Array) -> Iterator[Candidate]:
     forward = {_key(call): call for call in moment.of(Phase.FORWARD)}
+    made = [h for call in root_calls(moment) for h in call.outputs]
+    if not made or not all(held.agree(group) for held in made):
+        return  # they are apart before backward begins, by random numbers for one
     places: list[tuple[int, int, SlotValues]] = []
     for call in moment.of(Phase.BACKWARD):
         own = forward.get(_key(call))
