@@ -671,7 +671,6 @@ ROWS: tuple[Bug, ...] = (
         program=experts.open_scores,
         oracle=experts.mixture_right,
         expected=unsummed_scores,
-        missed="the gradients of the parameters below are named, not the experts",
     ),
     Bug(
         name="detached-router",
