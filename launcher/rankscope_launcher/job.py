@@ -83,16 +83,13 @@ class JobShape:
 class TracedJob:
     """Folders and companion processes of one traced job on this host."""
 
-    def __init__(
-        self, settings: Settings, shape: JobShape, collection: Collection, prepared: PreparedRun
-    ) -> None:
+    def __init__(self, settings: Settings, shape: JobShape, prepared: PreparedRun) -> None:
         self._life = FolderLock(prepared.run_folder / LAUNCHER_LOCK_NAME, "launcher")
         self._settings = settings
         self._shape = shape
-        self._collection = collection
+        self._collection = prepared.collection
         self._out = prepared.out
         self._run_folder = prepared.run_folder
-        self._address = prepared.address
         self._made = prepared.made
         self._relay: Companion | None = None
         self._collector: Companion | None = None
@@ -135,7 +132,7 @@ class TracedJob:
             tensor_budget=settings.tensor_budget if settings.tensors else None,
             settings=settings.as_text(),
         )
-        return cls(settings, shape, collection, prepare_run(request))
+        return cls(settings, shape, prepare_run(request))
 
     def environment(self, given: Mapping[str, str]) -> dict[str, str]:
         """Return the variables the ranks need; `given`: settings of the command line, as text."""
@@ -158,14 +155,13 @@ class TracedJob:
         """Say where the trace goes; start the relay, and on the head host the collector, unless one
         was named by address.
         """
-        where = f"to the collector at {self._address}" if self._collection.is_elsewhere else ""
-        say(f"tracing {where or f'into {self._out}'}")
+        say(self._collection.announcement(self._out))
         folder = self._run_folder
         self._relay = Companion(relay_command(folder), folder / RELAY_LOG_NAME, folder)
         if self._must_collect():
             command = collector_command(
                 self._out,
-                bind=() if self._collection.is_shared else (self._address,),
+                bind=self._collection.listens_on(folder),
                 world_size=self._shape.world_size,
                 traced_ranks=self._settings.traced_of(self._shape.world_size),
                 keep_spool=self._settings.keep_spool,

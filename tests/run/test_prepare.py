@@ -83,9 +83,13 @@ def test_run_json_says_where_the_records_are_collected(request_here: RunRequest,
     asked = Collection(address)
     made = prepare_run(replace(request_here, collection=asked))
     header = read_run_header(made.run_folder)
-    assert header.collector == made.address == (address or ipc_address(made.run_folder))
+    own = ipc_address(made.run_folder)
+    assert header.collector == (address or own)
     assert (header.run_id, header.out, header.settings) == ("one", made.out, {"steps": "all"})
-    assert Collection.of_run(made.run_folder, header) == asked
+    assert Collection.of_run(made.run_folder, header) == made.collection == asked
+    assert asked.listens_on(made.run_folder) == {"": [own], SHARED: []}.get(address, [address])
+    where = address if asked.is_elsewhere else str(made.out)
+    assert asked.announcement(made.out).endswith(where)
     assert made.out.exists() != asked.is_elsewhere  # there the collector has its own
 
 

@@ -205,12 +205,9 @@ def _prepare_at_head(request: RunRequest, identity: RankIdentity, store: Store |
     """Prepare a run that begins here, and tell the other hosts of it."""
 
     def announce(out: Path) -> None:
-        if request.collection.is_elsewhere:
-            say(f"tracing to the collector at {request.collection.address}")
-        else:
-            if request.collection.is_shared:
-                leave_mark(out, request.run_id)
-            say(f"tracing into {out}")
+        if request.collection.is_shared:
+            leave_mark(out, request.run_id)
+        say(request.collection.announcement(out))
         if store is not None:
             head = Rendezvous(run_id=request.run_id, out=str(out), host=identity.host)
             publish(store, head)
@@ -262,7 +259,7 @@ def _ensure_companions(settings: Settings, run_folder: Path, header: RunHeader) 
         return
     command = collector_command(
         header.out,
-        bind=[] if Collection.of_run(run_folder, header).is_shared else [header.collector],
+        bind=Collection.of_run(run_folder, header).listens_on(run_folder),
         world_size=header.world_size,
         traced_ranks=header.collects,
         keep_spool=settings.keep_spool or header.keeps_apart,

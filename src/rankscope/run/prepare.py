@@ -73,6 +73,16 @@ class Collection:
         """Return the address as `run.json` names it."""
         return self.address or ipc_address(run_folder)
 
+    def listens_on(self, run_folder: Path) -> list[str]:
+        """Return the addresses on which a collector listens that is started for the run."""
+        return [] if self.is_shared else [self.in_run(run_folder)]
+
+    def announcement(self, out: Path) -> str:
+        """Return what is said of a run before it begins."""
+        if self.is_elsewhere:
+            return f"tracing to the collector at {self.address}"
+        return f"tracing into {out}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRequest:
@@ -109,8 +119,7 @@ class PreparedRun:
 
     out: Path
     run_folder: Path
-    address: str
-    """Of the collector, as `run.json` names it."""
+    collection: Collection
     made: Sequence[Path]
     """The trace folder and those of its parents that were made now, the innermost first."""
     made_for_spools: Sequence[Path]
@@ -156,12 +165,11 @@ def prepare_run(
             undo.callback(remove_empty, made)
             (claim_out if is_of_all else prepare_out)(out)
         announce(out)
-        address = collection.in_run(run_folder)
         if request.has_relay:
             header = RunHeader(
                 run_id=request.run_id,
                 out=out,
-                collector=address,
+                collector=collection.in_run(run_folder),
                 world_size=request.world_size,
                 settings=request.settings,
                 max_restarts=request.max_restarts,
@@ -174,7 +182,7 @@ def prepare_run(
         return PreparedRun(
             out=out,
             run_folder=run_folder,
-            address=address,
+            collection=collection,
             made=made,
             made_for_spools=made_for_spools,
         )
