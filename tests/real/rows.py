@@ -557,7 +557,6 @@ ROWS: tuple[Bug, ...] = (
         program=byhand.own_dropout,
         oracle=byhand.losses_agree,
         expected=differing_output("layers.0.dropout"),
-        missed="the gradients of parameters are named, not the module whose output differs",
     ),
     Bug(
         name="own-norm",

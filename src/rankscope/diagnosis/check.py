@@ -9,12 +9,12 @@ from typing import Any, Final
 
 import numpy as np
 
-from rankscope.diagnosis.backwardorigins import innermost_takers, origins_in_backward
 from rankscope.diagnosis.candidates import Candidate, Coverage
 from rankscope.diagnosis.causes import Join
 from rankscope.diagnosis.context import CheckContext, IncarnationState
 from rankscope.diagnosis.datapeers import fsdp_axes
 from rankscope.diagnosis.endings import ended_badly, is_in_order
+from rankscope.diagnosis.gradientorigins import innermost_takers, origins_of_gradients
 from rankscope.diagnosis.joins import joins_of
 from rankscope.diagnosis.layouts import Layouts
 from rankscope.diagnosis.messages import Message, Messages
@@ -189,7 +189,7 @@ def _judged(moment: StepView, scene: CheckContext) -> list[Candidate]:
     note_stages(moment, scene)
     found = [suspect for rule in STEP_RULES for suspect in rule(moment, scene)]
     innermost_takers(moment, found)
-    found += origins_in_backward(moment, scene, found)
+    found += origins_of_gradients(moment, scene, found)
     note_unreduced(moment, scene)
     remember_parameters(moment, scene)
     _count_skipped(moment, scene)

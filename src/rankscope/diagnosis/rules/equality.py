@@ -33,7 +33,7 @@ from rankscope.record.finding import Kind, Severity
 from rankscope.record.ranklists import ranks_named
 from rankscope.record.value import ValueFlag
 
-__all__ = ["differing_groups", "is_within_rounding", "unequal_replicas"]
+__all__ = ["differing_groups", "drawn_apart_advice", "is_within_rounding", "unequal_replicas"]
 
 Array = NDArray[Any]
 _LOCAL: Final = Phase.having(lambda facts: facts.is_activation) | {Phase.GRADS}
@@ -248,10 +248,7 @@ def _suspect(
 
     advice = _NO_GRADIENT if len(bare) else ""
     if random:
-        advice = (
-            f"{random} was handed the same on these ranks and drew other random numbers: seed what "
-            f"is replicated alike on them, or draw from a generator of its own that they share."
-        )
+        advice = drawn_apart_advice(random)
     elif kind is Kind.GRADIENT and all(batches.is_shared(group) for group in groups):
         advice = _SAME_BATCH
     return suspect_at(
@@ -266,6 +263,14 @@ def _suspect(
         advice=advice,
         severity=Severity.WARNING if is_held_back else Severity.FAULT,
         evidence=evidence,
+    )
+
+
+def drawn_apart_advice(path: str) -> str:
+    """Return what to look at where a module drew other random numbers on ranks that share it."""
+    return (
+        f"{path} was handed the same on these ranks and drew other random numbers: seed what "
+        f"is replicated alike on them, or draw from a generator of its own that they share."
     )
 
 

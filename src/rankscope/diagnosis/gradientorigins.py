@@ -1,4 +1,4 @@
-"""Where in backward the gradients of ranks that share one computation began to differ.
+"""Where the gradients of ranks that share one computation began to differ.
 
 Ranks that were handed the same batch and hand out the same go through one computation: a value
 that is the same on all of them has one gradient, the sum over all that was made of it. Where
@@ -8,6 +8,9 @@ fault, and the gradients are its victims:
 * the gradient of the model's own output: the loss differs, though the output is the same, or
 * a module of which the gradients of the outputs agree and that of an input does not, though the
   input is the same: what was made of it on several ranks was not summed.
+
+Where the ranks hand out different values, forward went apart before: at the first module without
+weights of any rank's own that was handed the same and gave something else. It drew random numbers.
 
 A tensor that several modules see has one gradient for all of them. It is charged to the innermost
 module that alone took it; where several did, to the module around them.
@@ -25,15 +28,18 @@ from rankscope.diagnosis.candidates import Candidate, suspect_at
 from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.datapeers import root_calls, same_inputs
 from rankscope.diagnosis.distances import sides, sides_text
-from rankscope.diagnosis.rules.equality import is_within_rounding
+from rankscope.diagnosis.replicas import InferredReplicas
+from rankscope.diagnosis.rules.equality import drawn_apart_advice, is_within_rounding
 from rankscope.diagnosis.stepview import CallView, SlotValues, StepView
 from rankscope.record.call import Phase
 from rankscope.record.finding import Kind, Severity
 from rankscope.record.ranklists import ranks_named
 
-__all__ = ["innermost_takers", "origins_in_backward"]
+__all__ = ["innermost_takers", "origins_of_gradients"]
 
 Array = NDArray[Any]
+_DATA_PARALLEL: Final = frozenset({"DDP", "FSDP1", "FSDP2"})
+"""Wrappers whose ranks may draw random numbers of their own."""
 _OTHER_LOSS: Final = (
     "The model gave the same output on these ranks, and what came back to it differs: look at the "
     "loss on each of them, its weight, its targets and its mask."
@@ -44,10 +50,10 @@ _NOT_SUMMED: Final = (
 )
 
 
-def origins_in_backward(
+def origins_of_gradients(
     moment: StepView, scene: CheckContext, found: Sequence[Candidate]
 ) -> Iterator[Candidate]:
-    """Yield the place in backward that explains gradients which a rule found to differ."""
+    """Yield the place that explains gradients which a rule found to differ."""
     unequal = [
         s for s in found if s.phase is Phase.GRADS and s.severity is Severity.FAULT and s.slot
     ]
@@ -61,7 +67,8 @@ def _first(moment: StepView, scene: CheckContext, group: Array) -> Iterator[Cand
     forward = {_key(call): call for call in moment.of(Phase.FORWARD)}
     made = [h for call in root_calls(moment) for h in call.outputs]
     if not made or not all(held.agree(group) for held in made):
-        return  # they are apart before backward begins, by random numbers for one
+        yield from _first_drawn(moment, scene, group)
+        return
     places: list[tuple[int, int, SlotValues]] = []
     for call in moment.of(Phase.BACKWARD):
         own = forward.get(_key(call))
@@ -98,6 +105,48 @@ def _first(moment: StepView, scene: CheckContext, group: Array) -> Iterator[Cand
             "rank_resolution": "none",
         },
     )
+
+
+def _first_drawn(moment: StepView, scene: CheckContext, group: Array) -> Iterator[Candidate]:
+    """Yield the first module of the forward pass that gave different values for no other reason."""
+    life = scene.life(moment.incarnation)
+    if _DATA_PARALLEL.isdisjoint(life.wrappers):
+        held = next(_drawn_apart(moment, life.replicas, group), None)
+        if held is not None:
+            yield suspect_at(
+                moment,
+                held.call,
+                Kind.REPLICA,
+                held.slot,
+                group,
+                group,
+                scene.times(held, group),
+                f"{ranks_named(group.tolist())} were handed the same, and hold different values "
+                f"({sides_text(held, group)})",
+                advice=drawn_apart_advice(held.call.path),
+                evidence=lambda: {
+                    "layout": "inferred",
+                    "values": sides(held, group),
+                    "random_numbers": held.call.path,
+                    "rank_resolution": "none",
+                },
+            )
+
+
+def _drawn_apart(
+    moment: StepView, replicas: InferredReplicas, group: Array
+) -> Iterator[SlotValues]:
+    """Yield what modules without others inside, and without weights of a rank's own, gave."""
+    for call in moment.of(Phase.FORWARD):
+        if call.children or replicas.is_sharded(call.path) or not _is_given_the_same(call, group):
+            continue
+        if all(held.source == "unknown" for held in call.held.values()):
+            yield from (held for held in call.outputs if _differs(held, group))
+
+
+def _is_given_the_same(call: CallView, group: Array) -> bool:
+    given = [held.agree(group) for held in call.inputs]
+    return bool(given) and all(given)
 
 
 def innermost_takers(moment: StepView, found: Sequence[Candidate]) -> None:
