@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import rankscope
+from tests import forked
 from tests.distributed.pool import RankPool
 
 Break = Callable[[Path, pytest.MonkeyPatch], dict[str, Any]]
@@ -209,7 +210,7 @@ def test_a_block_whose_folder_fails_it_at_its_end_says_what_makes_the_tree(
     said = capsys.readouterr().err
     assert "the tree could not be built" in said and "rankscope recover " in said
     (run_folder,) = (tmp_path / "spool").glob("*/*")
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, "-m", "rankscope", "recover", run_folder, "--out", tmp_path / "made"],
         capture_output=True,
         text=True,
@@ -257,7 +258,7 @@ def test_attach_with_a_folder_it_cannot_use_says_so_once_and_leaves_nothing(
     case: str, tmp_path: Path
 ) -> None:
     place = Path("/proc") if case == "read-only" else tmp_path / "new"
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, "-c", ATTACHED, place / "t", case, tmp_path / "spool"],
         capture_output=True,
         text=True,

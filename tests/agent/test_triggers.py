@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import random
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -25,6 +24,7 @@ from rankscope.record.stepselection import StepSelection
 from rankscope.settings import settings_from
 from rankscope.tree.reader import open_trace
 from rankscope.tree.views import Trace
+from tests import forked
 from tests.unharmed import traced_unharmed
 from tests.waiting import wait_until
 
@@ -427,7 +427,7 @@ def test_a_touch_from_outside_reaches_a_job_of_rankscope_run(
         sys.executable, "-m", "rankscope", "run", "--rs-out", "trace", "--rs-steps", "at:now",
         *collector, "--nproc-per-node", "2", "job.py",
     ]  # fmt: skip
-    job = subprocess.Popen(
+    job = forked.Popen(
         command, cwd=tmp_path, env={**os.environ, "PROGRESS": str(progress), "ENOUGH": str(enough)}
     )
     try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 
 from rankscope.chunks.scratch import ByteArray, HeldBytes, Scratch
+from tests import forked
 
 
 @pytest.fixture
@@ -174,7 +174,7 @@ def test_descriptors_that_were_all_closed_and_given_anew_stay_open(tmp_path: Pat
         "[os.fstat(number) for number in mine]\n"
         "assert os.path.getsize('mine') == 0\n"
     )
-    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=300)
+    forked.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=300)
 
 
 def test_without_room_there_is_none(tmp_path: Path) -> None:

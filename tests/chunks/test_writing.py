@@ -26,6 +26,7 @@ from rankscope.record.streams import StreamId
 from rankscope.spool.cells import RecordKind
 from rankscope.spool.records import records
 from rankscope.spool.streamreader import StreamReader
+from tests import forked
 from tests.chunks.chunked import STREAM, Writing, assert_whole, content, read_plainly
 from tests.waiting import wait_until
 
@@ -427,7 +428,7 @@ def small_disk(tmp_path):
     """A disk of one MB; skipped where none may be mounted."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    done = subprocess.run(
+    done = forked.run(
         ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(disk)],
         capture_output=True,
         check=False,
@@ -439,7 +440,7 @@ def small_disk(tmp_path):
 
 
 def fill(trace: Path, chunk_bytes: int, limit: int = 0) -> tuple[list[int], str, bool, str]:
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, "-c", FILL, str(trace), str(chunk_bytes), str(limit)],
         capture_output=True,
         text=True,
@@ -512,7 +513,7 @@ while True:
     "seed", [*range(4), *(pytest.param(n, marks=pytest.mark.soak) for n in range(4, 20))]
 )
 def test_a_writer_killed_at_any_moment_loses_no_recorded_tensor(tmp_path, seed):
-    process = subprocess.Popen([sys.executable, "-c", KEEP_FOR_EVER, str(tmp_path), str(seed)])
+    process = forked.Popen([sys.executable, "-c", KEEP_FOR_EVER, str(tmp_path), str(seed)])
     try:
         assert wait_until((tmp_path / "started").exists)
         time.sleep(0.02 + random.Random(seed).uniform(0.0, 0.4))

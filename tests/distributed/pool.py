@@ -36,6 +36,8 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
+from tests import forked
+
 GRACE_S = 3.0
 """How long the other ranks get once one has failed."""
 
@@ -168,7 +170,7 @@ class RankPool:
             ours, theirs = Pipe()
             log = Path(self._folder.name) / f"log-{time.monotonic_ns()}"
             with log.open("wb") as output:
-                process = subprocess.Popen(
+                process = forked.Popen(
                     [sys.executable, __file__, str(theirs.fileno())],
                     stdin=subprocess.DEVNULL,
                     stdout=output,

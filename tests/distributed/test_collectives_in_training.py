@@ -5,7 +5,6 @@ issued it, in backward too; and what a stuck job leaves behind.
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests import forked
 from tests.distributed import collectives_training_job as job
 from tests.distributed import pipeline_job
 from tests.distributed.pool import RankFailure, RankPool
@@ -134,7 +134,7 @@ def test_a_stuck_job_leaves_the_collective_it_is_stuck_in_open(
         spools = [str(path) for path in (tmp_path / "spool").glob("*/*")]
         new = str(tmp_path / "new")
         recover = [sys.executable, "-m", "rankscope", "recover", *spools, "--out", new]
-        subprocess.run(recover, check=False, timeout=300)
+        forked.run(recover, check=False, timeout=300)
         assert not job_ends.done(), "the job was not stuck all the while"
         ranks.kill_ranks()
         with pytest.raises(RankFailure):
@@ -162,7 +162,7 @@ print(json.dumps([[f["op"], s, f["sequence"]] for f, s in zip(facts, status)]))
 def live(folder: Path) -> list[list[Any]]:
     """Return what another process reads of a job that runs: op, status, sequence; [] too early."""
     command = [sys.executable, "-c", READ, str(folder)]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    found = forked.run(command, capture_output=True, text=True, timeout=300, check=False)
     seen: list[list[Any]] = json.loads(found.stdout or "[]")
     return seen if len(seen) == 2 else []
 

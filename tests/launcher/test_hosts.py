@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from rankscope.tree.reader import open_trace
+from tests import forked
 from tests.ports import free_port
 from tests.waiting import wait_until
 
@@ -45,18 +46,19 @@ if __name__ == "__main__":
 """
 
 
-def two_hosts(folder: Path, *, second: str = "exec {}") -> list[str]:
+def two_hosts(folder: Path, *, second: str = "") -> list[str]:
     """Run examples/ddp.py with one rank on each of two hosts; return what each said on stderr.
 
     Args:
         folder: the spools of the hosts go here, each its own; the head's trace is `head/trace`.
-        second: what the second host's shell does with its command.
+        second: what a shell in a mount namespace of its own does with the second host's command;
+            without it the second host is like the first.
     """
     port = free_port()
     (folder / "head").mkdir()
     hosts = []
     for node in range(2):
-        command = shlex.join(
+        command = (
             [str(BIN / "torchrun"), "--nnodes", "2", "--node-rank", str(node)]
             + ["--master-addr", "127.0.0.1", "--master-port", port]
             + ["--nproc-per-node", "1", str(EXAMPLES / "ddp.py"), "--steps", "2"]
@@ -67,12 +69,11 @@ def two_hosts(folder: Path, *, second: str = "exec {}") -> list[str]:
             "RANKSCOPE_SPOOL": str(folder / f"spool{node}"),
             "RANKSCOPE_DRAIN_SECONDS": "2",
         }
-        shell = ["sh", "-c", (second if node else "exec {}").format(command)]
-        if node and second != "exec {}":
-            shell = ["unshare", "--mount", *shell]
+        if node and second:
+            command = ["unshare", "--mount", "sh", "-c", second.format(shlex.join(command))]
         hosts.append(
-            subprocess.Popen(
-                shell, env={**os.environ, **variables}, stderr=subprocess.PIPE, text=True
+            forked.Popen(
+                command, env={**os.environ, **variables}, stderr=subprocess.PIPE, text=True
             )
         )
     said = [host.communicate(timeout=300)[1] for host in hosts]
@@ -105,7 +106,7 @@ def test_a_host_that_does_not_see_the_heads_folder_keeps_its_records_for_recover
     )
     assert "is not visible here" in said[1]
     (kept,) = (path for path in own.iterdir() if path.name.startswith("trace-"))
-    done = subprocess.run(
+    done = forked.run(
         [str(BIN / "rankscope"), "recover", str(head / "trace"), str(kept)]
         + ["--out", str(tmp_path / "merged")],
         capture_output=True,
@@ -118,7 +119,7 @@ def test_a_host_that_does_not_see_the_heads_folder_keeps_its_records_for_recover
 def test_ranks_that_only_their_process_group_knows_make_one_trace(tmp_path: Path):
     script = tmp_path / "spawn.py"
     script.write_text(SPAWN)
-    subprocess.run(
+    forked.run(
         [sys.executable, str(script), free_port()],
         env={**os.environ, "RANKSCOPE": "1", "RANKSCOPE_OUT": str(tmp_path / "trace")},
         check=True,
@@ -154,7 +155,7 @@ def test_a_life_is_the_same_round_on_every_host_whoever_counted_its_restarts(tmp
     (tmp_path / "script.py").write_text(ROUNDS)
     endpoint = f"127.0.0.1:{free_port()}"
     hosts = [
-        subprocess.Popen(
+        forked.Popen(
             [str(BIN / "rankscope"), "run", "--rs-out", str(tmp_path / "trace")]
             + ["--rs-spool", str(tmp_path / f"spool{node}"), "--rs-drain-seconds", "2"]
             + ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint]

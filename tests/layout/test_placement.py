@@ -7,7 +7,6 @@ import json
 import os
 import random
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -27,6 +26,7 @@ from rankscope.layout.placement import (
     global_ranges,
     parse_placement,
 )
+from tests import forked
 
 
 def indices(ranges: Ranges) -> list[int]:
@@ -196,7 +196,7 @@ def test_a_kind_more_in_the_list_is_parsed_printed_traced_and_refused_where_it_c
     text = text.replace('    OTHER = "other"\n', KIND)
     file.write_text(text.replace(end, FACTS + end.removeprefix("}\n")))
     (tmp_path / "job.py").write_text(JOB)
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, str(tmp_path / "job.py"), str(tmp_path)],
         env={**os.environ, "PYTHONPATH": str(tmp_path / "src"), "OMP_NUM_THREADS": "1"},
         capture_output=True,

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import shutil
-import subprocess
 import sys
 from importlib import resources
 from pathlib import Path
@@ -20,6 +19,7 @@ from rankscope.record.combined import Combined
 from rankscope.record.statistics import ADDED, COUNTS, MEASURED, NUMBERS, STATISTICS
 from rankscope.record.value import Digest
 from rankscope.spool.cells import VALUE, VALUE_DTYPE
+from tests import forked
 
 PACKAGE = Path(rankscope.__file__).parent
 DOCS = PACKAGE.parent.parent / "docs"
@@ -208,7 +208,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     (folder / "schema.json").write_text(json.dumps(schema))
     script = folder / "job.py"
     script.write_text(JOB)
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, str(script), str(folder), str(folder / "schema.json")],
         env={**os.environ, "PYTHONPATH": str(folder / "src"), "OMP_NUM_THREADS": "1"},
         capture_output=True,
