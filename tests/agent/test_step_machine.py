@@ -145,7 +145,7 @@ def test_a_step_is_traced_where_the_setting_names_it_in_train_and_in_eval() -> N
         traced.append((clock.traced_train, clock.traced_eval))
         optimizer_steps(clock)
     assert traced == [(None, None), (1, 1), (None, None)]
-    assert clock.is_train_over and clock.none_traced() == ""
+    assert clock.is_train_over and not clock.none_traced()
 
 
 def test_an_eval_step_inside_a_traced_train_step_is_open_though_it_is_not_traced() -> None:
