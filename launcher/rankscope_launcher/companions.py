@@ -16,7 +16,7 @@ from pathlib import Path
 from rankscope.gather.log import ExitOutcome
 from rankscope.run.companions import companion_environment
 
-__all__ = ["Companion", "Keeper"]
+__all__ = ["Companion", "CompanionWatch"]
 
 _STARTS_AGAIN = 5
 _LOOK_S = 0.5
@@ -84,7 +84,7 @@ class Companion:
             os.close(descriptor)
 
 
-class Keeper:
+class CompanionWatch:
     """Looks after companions while the launcher's main thread is inside torchrun."""
 
     def __init__(self, companions: Sequence[Companion], look: Callable[[], object]) -> None:
@@ -92,7 +92,7 @@ class Keeper:
         self._look = look
         """Called every time: what else is to be seen while the job runs."""
         self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="rankscope-keeper", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="rankscope-companions", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:

@@ -44,7 +44,7 @@ from rankscope.run.names import (
 from rankscope.run.out import remove_empty
 from rankscope.run.prepare import Collection, PreparedRun, RunRequest, prepare_run
 from rankscope.settings import SETTINGS, Settings
-from rankscope_launcher.companions import Companion, Keeper, wait_for_end
+from rankscope_launcher.companions import Companion, CompanionWatch, wait_for_end
 from rankscope_launcher.ending import NOTHING, Ending, failure_line, shown
 from rankscope_launcher.progress import Progress, StallNotices, say
 
@@ -93,7 +93,7 @@ class TracedJob:
         self._made = prepared.made
         self._relay: Companion | None = None
         self._collector: Companion | None = None
-        self._keeper: Keeper | None = None
+        self._watch: CompanionWatch | None = None
         self._is_over = False
 
     @classmethod
@@ -169,7 +169,7 @@ class TracedJob:
                 finish_seconds=self._settings.finish_seconds,
             )
             self._collector = Companion(command, self._out / COLLECTOR_LOG_NAME, folder)
-        self._keeper = Keeper(self._companions, StallNotices(folder, shown(self._out)).look)
+        self._watch = CompanionWatch(self._companions, StallNotices(folder, shown(self._out)).look)
 
     def finish(self) -> str:
         """Tell the companions that the job is over, wait for the tree as long as settings allow;
@@ -178,8 +178,8 @@ class TracedJob:
         if self._is_over or self._relay is None:
             return ""
         self._is_over = True
-        if self._keeper is not None:
-            self._keeper.stop()
+        if self._watch is not None:
+            self._watch.stop()
         with _signals_noted() as is_hurried:
             self._life.release()
             if self._run_folder.is_dir():  # else everything in it was shipped, the relay has left

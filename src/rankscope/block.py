@@ -16,15 +16,15 @@ from torch import nn
 
 from rankscope.agent.activation import arm, close, current_session, hold
 from rankscope.agent.guard import Guard, attempt, say, text_of
-from rankscope.agent.hooks.callvalues import CallWishes
+from rankscope.agent.hooks.callvalues import CallOptions
 from rankscope.agent.join import define_rank, who_am_i
 from rankscope.agent.session import Opened, Session
 from rankscope.agent.values.bytestores import Glance, GlanceStore, Look, ScratchStore, Store
 from rankscope.agent.values.tensorpolicy import (
     PathRecorder,
     chunk_store,
-    make_keeper,
     make_recorder,
+    make_tensor_store,
 )
 from rankscope.agent.values.tensorstore import free_disk_share
 from rankscope.assembly.rankstreams import StreamBytes
@@ -173,7 +173,7 @@ class RankBlock:
 def begin_rank_block(
     model: nn.Module,
     given: Mapping[str, object],
-    wishes: CallWishes,
+    options: CallOptions,
     recorder: Callable[[SpoolWriter], PathRecorder],
     look: Look | None = None,
 ) -> RankBlock | None:
@@ -182,7 +182,7 @@ def begin_rank_block(
     Args:
         model: the root whose path is "".
         given: settings; `out` is of this rank alone.
-        wishes: what is wanted of calls beyond the settings.
+        options: what is wanted of calls beyond the settings.
         recorder: makes what writes the records of this rank.
         look: what it makes of a tensor is kept, in memory; None keeps all bytes.
     """
@@ -190,7 +190,7 @@ def begin_rank_block(
         say(_TRACED_ALREADY)
         return None
     return _guarded(
-        lambda: RankBlock(_TracedBlock(model, _settings(given), wishes, look, recorder)),
+        lambda: RankBlock(_TracedBlock(model, _settings(given), options, look, recorder)),
         lambda why: None,
     )
 
@@ -202,7 +202,7 @@ class _TracedBlock:
         self,
         model: nn.Module | None,
         settings: Settings,
-        wishes: CallWishes | None,
+        options: CallOptions | None,
         look: Look | None,
         rank_recorder: Callable[[SpoolWriter], PathRecorder] | None,
     ) -> None:
@@ -251,11 +251,15 @@ class _TracedBlock:
             """What was made of tensors that were looked at."""
             store = None if rank_recorder is None else self.glances or self._byte_store()
             made.callback(self.close)
-            keeper = make_keeper(settings, recorder, self.out, self._stream, writers=1, store=store)
-            self._keeper = keeper
-            opened = Opened(identity=identity, writer=writer, recorder=recorder, keeper=keeper)
+            tensor_store = make_tensor_store(
+                settings, recorder, self.out, self._stream, writers=1, store=store
+            )
+            self._tensor_store = tensor_store
+            opened = Opened(
+                identity=identity, writer=writer, recorder=recorder, tensor_store=tensor_store
+            )
             self._keep_spool = settings.keep_spool
-            self.session = Session(settings, lambda: opened, preferred_root=model, wishes=wishes)
+            self.session = Session(settings, lambda: opened, preferred_root=model, options=options)
             hold(self.session)
             made.pop_all()
         if settings.out is None:
@@ -263,13 +267,13 @@ class _TracedBlock:
 
     def release(self, reference: int) -> None:
         """As `RankBlock.release`."""
-        if self._keeper is not None:
-            self._keeper.release(reference)
+        if self._tensor_store is not None:
+            self._tensor_store.release(reference)
 
     def keep_bytes(self) -> None:
         """As `RankBlock.keep_bytes`."""
-        if self._keeper is not None and self.scratch is None and not self.has_chunks:
-            self._keeper.store_in(self._byte_store())
+        if self._tensor_store is not None and self.scratch is None and not self.has_chunks:
+            self._tensor_store.store_in(self._byte_store())
 
     def close(self) -> None:
         """As `RankBlock.close`."""

@@ -23,7 +23,7 @@ from rankscope.agent.rendezvous import (
     find_agents_store,
 )
 from rankscope.agent.session import Opened
-from rankscope.agent.values.tensorpolicy import keeper_of_run, make_recorder
+from rankscope.agent.values.tensorpolicy import make_recorder, tensor_store_of_run
 from rankscope.errors import LayoutError
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.streams import EndReason, RankIdentity, StreamId
@@ -142,7 +142,7 @@ def join_run(settings: Settings, environ: Mapping[str, str] = os.environ) -> Joi
             writer=writer,
             recorder=recorder,
             step_trigger_folder=_step_trigger_folder(settings, identity, run_folder, header),
-            keeper=keeper_of_run(settings, recorder, identity, run_folder, header),
+            tensor_store=tensor_store_of_run(settings, recorder, identity, run_folder, header),
             is_launched=bool(prepared),
         ),
         out=header.out,

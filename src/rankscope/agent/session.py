@@ -18,7 +18,7 @@ from torch import nn
 from rankscope.agent.ending import Raised
 from rankscope.agent.guard import MAX_FAILURES, Guard, say, text_of
 from rankscope.agent.hooks.callstack import Scope
-from rankscope.agent.hooks.callvalues import CallValues, CallWishes
+from rankscope.agent.hooks.callvalues import CallOptions, CallValues
 from rankscope.agent.hooks.definitions import DefinitionWriter
 from rankscope.agent.hooks.modules import ModuleInfo
 from rankscope.agent.hooks.tracer import Tracer
@@ -52,7 +52,7 @@ class Opened:
     recorder: Recorder
     step_trigger_folder: Path | None = None
     """Folder in which the traced ranks agree on a step, None for a rank that is alone."""
-    keeper: TensorStore | None = None
+    tensor_store: TensorStore | None = None
     """Keeps full tensors, None where none were asked for."""
     is_launched: bool = False
     """A launcher of ours has the last word on the trace."""
@@ -66,7 +66,7 @@ class Session:
         settings: Settings,
         start: Callable[[], Opened | None],
         preferred_root: nn.Module | None = None,
-        wishes: CallWishes | None = None,
+        options: CallOptions | None = None,
     ) -> None:
         """Arm a session; nothing is opened before the first module call.
 
@@ -75,10 +75,10 @@ class Session:
             start: opens the spool at the first root forward and writes who this rank is; None
                 where this process is not to be traced (and says so itself).
             preferred_root: the module whose path is to be "", by default the largest root called.
-            wishes: what is wanted of calls beyond the settings; nothing by default.
+            options: what is wanted of calls beyond the settings; nothing by default.
         """
         self._settings = settings
-        self._wishes = wishes or CallWishes()
+        self._options = options or CallOptions()
         self._start = start
         self._beginning = threading.RLock()
         """Held by the thread that opens the session or begins a step: others' forwards may come at
@@ -127,10 +127,10 @@ class Session:
         self._rank, self._recorder = opened.identity.rank, opened.recorder
         recorder = opened.recorder
         values = self._values = ValueReader(
-            recorder, Describer(self._rank), settings, opened.keeper
+            recorder, Describer(self._rank), settings, opened.tensor_store
         )
         definitions = self._definitions = DefinitionWriter(recorder, table)
-        call_values = CallValues(self.guard, recorder, values, settings, self._wishes)
+        call_values = CallValues(self.guard, recorder, values, settings, self._options)
         tracer = self._tracer = Tracer(
             recorder, definitions, call_values, self._hooks, settings, self._begin_scope
         )
@@ -143,7 +143,7 @@ class Session:
     def _begin_scope(self, info: ModuleInfo, module: nn.Module) -> Scope | None:
         with self._beginning:
             scope = self._steps.open_scope(info, module)
-            if scope is None or scope.is_muted or self._wishes.is_forward_wanted(module):
+            if scope is None or scope.is_muted or self._options.is_forward_wanted(module):
                 return scope
             return replace(scope, is_muted=True)
 
@@ -167,10 +167,10 @@ class Session:
         self._steps.end_steps()
         self._values.collect(wait=True)
         self._steps.define_groups()
-        self._report_unmatched_globs(opened.keeper)
-        if opened.keeper is not None:
+        self._report_unmatched_globs(opened.tensor_store)
+        if opened.tensor_store is not None:
             with invisible():
-                opened.keeper.close()
+                opened.tensor_store.close()
         if reason is not EndReason.SWITCHED_OFF:  # which says why itself
             self._report_no_step(is_launched=opened.is_launched)
         self._machine.close()
@@ -180,7 +180,7 @@ class Session:
             )
         opened.writer.close(reason)
 
-    def _report_unmatched_globs(self, keeper: TensorStore | None) -> None:
+    def _report_unmatched_globs(self, tensor_store: TensorStore | None) -> None:
         """Say which globs of the setting `paths` matched no module: most likely they are
         misspelt.
         """
@@ -193,7 +193,7 @@ class Session:
                 if self._rank == 0:
                     say(f"{note} Globs match the whole path: write '*.name' or 'layers.0.*'")
 
-        for glob in () if keeper is None else keeper.unmatched_globs():
+        for glob in () if tensor_store is None else tensor_store.unmatched_globs():
             text = f"tensors: {glob!r} took nothing: no traced slot of any module has that name"
             self._recorder.not_kept(glob, text)
             if self._rank == 0:

@@ -21,12 +21,12 @@ from rankscope.record.call import Phase
 from rankscope.record.value import ValueFlag
 from rankscope.settings import Settings
 
-__all__ = ["CallValues", "CallWishes"]
+__all__ = ["CallOptions", "CallValues"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CallWishes:
-    """What a block wants of calls beyond what settings can say."""
+class CallOptions:
+    """What a block asks of calls beyond what settings can say."""
 
     say_leaf: Callable[[object], str] = plain_text_of
     """Text of an argument that is no tensor, in the form of a call; by default one for which no
@@ -48,10 +48,10 @@ class CallValues:
         recorder: Recorder,
         values: ValueReader,
         settings: Settings,
-        wishes: CallWishes,
+        options: CallOptions,
     ) -> None:
-        values.say = wishes.say_leaf
-        self._is_output_wanted = wishes.is_output_wanted
+        values.say = options.say_leaf
+        self._is_output_wanted = options.is_output_wanted
         self._recorder = recorder
         self._values = values
         self.is_on = values.is_on

@@ -20,7 +20,13 @@ from rankscope.run.prepare import Collection
 from rankscope.settings import Settings
 from rankscope.spool.writer import SpoolWriter
 
-__all__ = ["PathRecorder", "chunk_store", "keeper_of_run", "make_keeper", "make_recorder"]
+__all__ = [
+    "PathRecorder",
+    "chunk_store",
+    "make_recorder",
+    "make_tensor_store",
+    "tensor_store_of_run",
+]
 
 _CALLS_REMEMBERED: Final = 1 << 14
 """At least so many of the latest calls, a few MB."""
@@ -90,7 +96,7 @@ def make_recorder(writer: SpoolWriter, settings: Settings) -> Recorder:
     return PathRecorder(writer) if settings.tensors else Recorder(writer)
 
 
-def make_keeper(
+def make_tensor_store(
     settings: Settings,
     recorder: Recorder,
     folder: Path,
@@ -124,13 +130,13 @@ def make_keeper(
 def chunk_store(
     settings: Settings, recorder: Recorder, folder: Path, stream: StreamId, *, writers: int
 ) -> Store:
-    """Return what puts tensors into chunks; arguments as `make_keeper` takes them."""
+    """Return what puts tensors into chunks; arguments as `make_tensor_store` takes them."""
     budget = settings.tensor_budget
     limit_bytes = free_disk_share(folder, writers) if budget is None else budget
     return LocalChunkStore(ChunkWriter(folder, stream, limit_bytes=limit_bytes), recorder.tensor)
 
 
-def keeper_of_run(
+def tensor_store_of_run(
     settings: Settings,
     recorder: Recorder,
     identity: RankIdentity,
@@ -143,7 +149,7 @@ def keeper_of_run(
     collection = Collection.of_run(run_folder, header)
     folder = run_folder if collection.is_elsewhere else header.out
     is_of_all = collection.is_shared and not header.keeps_apart
-    return make_keeper(
+    return make_tensor_store(
         settings, recorder, folder, identity.stream,
         writers=settings.traced_of(identity.world_size) if is_of_all else identity.local_world_size,
     )  # fmt: skip

@@ -51,10 +51,10 @@ class ValueReader:
         recorder: Recorder,
         describer: Describer,
         settings: Settings,
-        keeper: TensorStore | None = None,
+        tensor_store: TensorStore | None = None,
     ) -> None:
         self._recorder = recorder
-        self._keeper = keeper
+        self._tensor_store = tensor_store
         self._digests = settings.digest == "full"
         self._describer = describer
         self._batch_dim = settings.batch_dim
@@ -72,7 +72,7 @@ class ValueReader:
         """Memory a collective was still writing when it was seen, where it belongs, and whether it
         was one of this session's: let go when that is waited for; for another's, at the next hook
         that finds no collective outstanding."""
-        self.is_on = self._digests or keeper is not None
+        self.is_on = self._digests or tensor_store is not None
         """False where only the structure is recorded."""
 
     def wants(self, slot: str) -> bool:
@@ -99,12 +99,12 @@ class ValueReader:
         described, local = self._describer.describe(tensor)
         is_pending = described.is_pending or self.in_flight.has(local)
         reference = 0
-        if self._keeper is not None:
+        if self._tensor_store is not None:
             is_wanted = self._is_kept(sequence, slot)
             if not (self._digests or is_wanted):
                 return
             if is_wanted and not is_pending:
-                reference = self._keeper.keep(local, described)
+                reference = self._tensor_store.keep(local, described)
             if is_wanted and not reference:
                 flags |= _NOT_KEPT
         if is_pending:
@@ -127,7 +127,9 @@ class ValueReader:
 
     def takes(self, path: str, slot: str) -> bool:
         """True where more is recorded of this slot of this path than what it is."""
-        return self._digests or (self._keeper is not None and self._keeper.wants(path, slot))
+        return self._digests or (
+            self._tensor_store is not None and self._tensor_store.wants(path, slot)
+        )
 
     def is_zero(self, tensor: torch.Tensor) -> bool:
         """True where every element is known to be zero: false for what cannot be read here without
@@ -144,7 +146,7 @@ class ValueReader:
     def _is_kept(self, sequence: int, slot: str) -> bool:
         """True where the setting `tensors` takes this slot of this call."""
         path = self._recorder.path_of(sequence)
-        return self._keeper is not None and self._keeper.wants(path, slot)
+        return self._tensor_store is not None and self._tensor_store.wants(path, slot)
 
     def _digest_on_host(
         self, local: torch.Tensor, described: Described, *, samples: bool
@@ -222,7 +224,7 @@ class ValueReader:
             self._note_form(form, sequence, "form:output", phase)
 
     def _takes_form(self, sequence: int, slot: str) -> bool:
-        return self._keeper is not None and self.wants(slot) and self._is_kept(sequence, slot)
+        return self._tensor_store is not None and self.wants(slot) and self._is_kept(sequence, slot)
 
     def _note_form(self, form: str | None, sequence: int, slot: str, phase: Phase) -> None:
         if form is not None:
@@ -300,9 +302,9 @@ class ValueReader:
 
     def _kept_late(self, memory: torch.Tensor, place: ValuePlace) -> ValuePlace:
         """Keep what a collective has finished by now, where it is to be kept."""
-        if self._keeper is None or not place.flags & _NOT_KEPT:
+        if self._tensor_store is None or not place.flags & _NOT_KEPT:
             return place
-        reference = self._keeper.keep(memory, place.described)
+        reference = self._tensor_store.keep(memory, place.described)
         if not reference:
             return place
         return replace(place, flags=place.flags & ~_NOT_KEPT, reference=reference)
@@ -310,14 +312,14 @@ class ValueReader:
     @property
     def keeps(self) -> bool:
         """True where full tensors are kept."""
-        return self._keeper is not None
+        return self._tensor_store is not None
 
     def expect_to_keep(self, items: Iterable[tuple[str, str, torch.Tensor]]) -> None:
         """Say so where this rank's parts of these (path, slot, tensor) cannot all be kept."""
-        if self._keeper is None:
+        if self._tensor_store is None:
             return
-        wants, describe = self._keeper.wants, self._describer.describe
-        self._keeper.expect(sum(size_of(describe(t)[1]) for p, s, t in items if wants(p, s)))
+        wants, describe = self._tensor_store.wants, self._describer.describe
+        self._tensor_store.expect(sum(size_of(describe(t)[1]) for p, s, t in items if wants(p, s)))
 
     def end_step(self) -> None:
         """Forget every tensor seen: memory of what was digested ends with the step."""
@@ -337,8 +339,8 @@ class ValueReader:
         Args:
             wait: wait for all of them. Only at the end of a trace.
         """
-        if self._keeper is not None:
+        if self._tensor_store is not None:
             with invisible():
-                self._keeper.collect(wait=wait)
+                self._tensor_store.collect(wait=wait)
         for place, reading in self._on_devices.collect(wait=wait):
             self._record(place, reading, int(ValueFlag.MIX64))

@@ -23,7 +23,7 @@ from torch import nn
 
 from rankscope.agent.activation import current_session, hold
 from rankscope.agent.guard import Guard, say, text_of
-from rankscope.agent.hooks.callvalues import CallWishes
+from rankscope.agent.hooks.callvalues import CallOptions
 from rankscope.agent.session import Session
 from rankscope.assembly.interning import roots_of
 from rankscope.assembly.rankstreams import RankStream, StreamBytes, read_stream
@@ -305,7 +305,7 @@ def _joined(model: nn.Module, folder: Path, wanted: DebuggerBlock) -> _Running |
     except OSError as error:
         raise ValueError(f"debug_path={folder} cannot be written: {error.strerror}") from error
     outputs = _Outputs(are_all_wanted=wanted.all_outputs)
-    wishes = CallWishes(
+    options = CallOptions(
         say_leaf=_text_of_argument,
         is_output_wanted=outputs.is_wanted,
         is_forward_wanted=_is_forward_wanted,
@@ -319,7 +319,7 @@ def _joined(model: nn.Module, folder: Path, wanted: DebuggerBlock) -> _Running |
         recorders.append(LayerRecorder(writer))
         return recorders[-1]
 
-    block = begin_rank_block(model, {**_SETTINGS, "out": own}, wishes, recorder, look)
+    block = begin_rank_block(model, {**_SETTINGS, "out": own}, options, recorder, look)
     if block is None:
         shutil.rmtree(own, ignore_errors=True)
         return None
