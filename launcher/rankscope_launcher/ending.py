@@ -134,7 +134,7 @@ def failure_line(error: BaseException | None, out: Path) -> str:
     failure = failures[rank]
     if failure.exitcode < 0:
         return f"the job failed: rank {rank} first, killed by {failure.signal_name()}"
-    text = next((str(c) for c in raised if c.rank == rank), "") or _told(failure.message)
+    text = next((str(c) for c in raised if c.rank == rank), "") or _crash_text(failure.message)
     return f"the job failed: rank {rank} first, with exit code {failure.exitcode}" + (
         f": {_one_line(text)}" if text else "; what it said stands above, or in its log"
     )
@@ -148,7 +148,7 @@ def _crashes(out: Path) -> list[Crash]:
         return []
 
 
-def _told(message: object) -> str:
+def _crash_text(message: object) -> str:
     """Return what a rank wrote into its error file; without one, torch says how to get one."""
     return str(message.get("message", "")) if isinstance(message, dict) else ""
 

@@ -44,10 +44,10 @@ def what_ends_the_program() -> Raised | None:
         return _exiting
     if isinstance(running, SystemExit) and running.code in _UNREMARKABLE:
         return None
-    return _told(running)
+    return _raised_of(running)
 
 
-def _told(error: BaseException, at: str = "") -> Raised:
+def _raised_of(error: BaseException, at: str = "") -> Raised:
     """Put an exception into words.
 
     Args:
@@ -110,7 +110,7 @@ def _noting_exit(*status: object) -> NoReturn:
         _exit(*status)  # type: ignore[arg-type]  # as the program gave it
     except SystemExit as error:
         if error.code not in _UNREMARKABLE and threading.current_thread() is _MAIN:
-            mark = _Mark(_told(error, call_site()))  # noqa: F841  # a local of the traceback's frame
+            mark = _Mark(_raised_of(error, call_site()))  # noqa: F841  # a local of the traceback's frame
         raise
 
 

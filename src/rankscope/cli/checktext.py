@@ -44,14 +44,14 @@ def _verdict(report: Report, paint: Paint) -> str:
     """Return the first line: the word, what is wrong or lacks, how much was judged, warnings."""
     word = paint(_STYLES[report.verdict], report.verdict.value)
     origins = report.origins
-    told = ""
+    detail = ""
     if origins:
         kinds = ", ".join(dict.fromkeys(f.kind.value for f in origins))
-        told = f": {kinds}, {counted(len(origins), 'origin')}"
+        detail = f": {kinds}, {counted(len(origins), 'origin')}"
     elif report.lacks:
-        told = f": nothing was judged: {report.lacks}"
+        detail = f": nothing was judged: {report.lacks}"
     elif report.verdict is Verdict.INCOMPLETE:
-        told = ": no fault in what is here, but records are missing (rankscope verify)"
+        detail = ": no fault in what is here, but records are missing (rankscope verify)"
     noun = "value" if report.recorded == 1 else "values"
     judged = f"{report.compared:,} of {report.recorded:,} {noun} judged"
     if report.alone:
@@ -60,7 +60,7 @@ def _verdict(report: Report, paint: Paint) -> str:
     if warnings:
         kinds = ", ".join(dict.fromkeys(warnings))
         judged += f"; {counted(len(warnings), 'warning')}: {kinds}"
-    return f"{word}{told} ({judged})"
+    return f"{word}{detail} ({judged})"
 
 
 def _where(finding: Finding) -> str:

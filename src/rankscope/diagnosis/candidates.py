@@ -13,7 +13,7 @@ from rankscope.diagnosis.stepview import CallView, StepView
 from rankscope.record.call import Mode, Phase
 from rankscope.record.finding import Kind, Severity
 
-__all__ = ["Candidate", "Coverage", "suspect_at"]
+__all__ = ["Candidate", "Coverage", "candidate_at"]
 
 Array = NDArray[Any]
 
@@ -41,11 +41,11 @@ class Candidate:
     """What to look at, where it is not what its kind and phase say."""
     severity: Severity = Severity.FAULT
     evidence: Callable[[], Mapping[str, Any]] = dict
-    """Made when the finding is written: most suspects are victims, which need none."""
+    """Made when the finding is written: most candidates are victims, which need none."""
     weight: int = 1
     """Values it stands for."""
     priority: int = 0
-    """Of two suspects at one place the lower is told."""
+    """Of two candidates at one place the lower is reported."""
 
     @property
     def place(self) -> str:
@@ -53,8 +53,8 @@ class Candidate:
         return f"{self.path or '(root)'}{f':{self.slot}' if self.slot else ''}"
 
 
-def suspect_at(
-    moment: StepView,
+def candidate_at(
+    step_view: StepView,
     call: CallView,
     kind: Kind,
     slot: str,
@@ -64,13 +64,13 @@ def suspect_at(
     message: str,
     **more: Any,
 ) -> Candidate:
-    """Return a suspect in a call of a moment."""
+    """Return a candidate in a call of a step."""
     return Candidate(
         kind=kind,
         phase=call.phase,
-        mode=moment.mode,
-        step=moment.step,
-        incarnation=moment.incarnation,
+        mode=step_view.mode,
+        step=step_view.step,
+        incarnation=step_view.incarnation,
         micro_batch=call.micro_batch,
         path=call.path,
         slot=slot,
@@ -87,8 +87,8 @@ class Coverage:
     """How many values rules were applied to, and why they were not to others."""
 
     compared: int = 0
-    held: int = 0
-    """Those of `compared` that were held to other values."""
+    with_others: int = 0
+    """Those of `compared` that were compared with other values, of other ranks or calls."""
     recorded: int = 0
     is_any_inside: bool = False
     """True once a value of a module below a root was seen."""
@@ -97,29 +97,29 @@ class Coverage:
     _seen: set[int] = field(default_factory=set)
     _looked_at: set[int] = field(default_factory=set)
 
-    def applied(self, held: object) -> None:
+    def applied(self, values: object) -> None:
         """Count a value that was held to others, once however many rules look at it."""
-        self.screened(held)
-        if id(held) not in self._seen:
-            self._seen.add(id(held))
-            self.held += 1
+        self.screened(values)
+        if id(values) not in self._seen:
+            self._seen.add(id(values))
+            self.with_others += 1
 
-    def screened(self, held: object) -> None:
+    def screened(self, values: object) -> None:
         """Count a value that a rule looked at by itself."""
-        if id(held) not in self._looked_at:
-            self._looked_at.add(id(held))
+        if id(values) not in self._looked_at:
+            self._looked_at.add(id(values))
             self.compared += 1
 
-    def is_counted(self, held: object) -> bool:
+    def is_counted(self, values: object) -> bool:
         """True where the value was held to others."""
-        return id(held) in self._seen
+        return id(values) in self._seen
 
     def skip(self, reason: str, count: int = 1) -> None:
         """Count values that nothing could be said of."""
         self.skipped[reason] = self.skipped.get(reason, 0) + count
 
-    def next_moment(self) -> None:
-        """Forget which values were counted: those of a moment are gone with it."""
+    def next_step(self) -> None:
+        """Forget which values were counted: those of a step are gone with it."""
         self._seen.clear()
         self._looked_at.clear()
 

@@ -29,10 +29,10 @@ class Join:
 
     givers: Array
     begins: Array
-    """Per giver, ns on its own clock."""
+    """Per sender, ns on its own clock."""
     takers: Array
     ends: Array
-    """Per taker, ns on its own clock."""
+    """Per receiver, ns on its own clock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,7 +41,7 @@ from rankscope.diagnosis.rules.structure import (
 from rankscope.diagnosis.rules.ties import lost_ties
 from rankscope.diagnosis.rules.uninitialised import uninitialised_parameters
 from rankscope.diagnosis.rules.weights import other_weights
-from rankscope.diagnosis.stepview import StepView, moment_of
+from rankscope.diagnosis.stepview import StepView, step_view_of
 from rankscope.diagnosis.unreduced import note_unreduced, without_unreduced
 from rankscope.errors import TraceError
 from rankscope.layout.layoutfile import LayoutFile
@@ -95,30 +95,30 @@ def check(
         LayoutError: the layout file is for another number of ranks, or contradicts itself.
         TraceError: the trace is damaged.
     """
-    scene = _scene(trace, layouts)
+    context = _context(trace, layouts)
     steps = [*trace.setup, *trace.steps]
-    suspects: list[Candidate] = []
+    candidates: list[Candidate] = []
     messages = Messages()
     for number, step in enumerate(steps):
         if progress is not None:
             progress("checking", number / len(steps))
-        moment = moment_of(step, scene.columns)
-        suspects += _judged(moment, scene)
-        messages.note(moment, number, scene)
-        scene.ledger.next_moment()
-    suspects += _wrongly_received(messages, steps, scene)
-    suspects = without_unreduced(suspects, scene)
-    suspects += _of_the_end(trace, steps, scene)
-    _note_stalls(trace, scene, suspects)
+        step_view = step_view_of(step, context.columns)
+        candidates += _judged(step_view, context)
+        messages.note(step_view, number, context)
+        context.coverage.next_step()
+    candidates += _wrongly_received(messages, steps, context)
+    candidates = without_unreduced(candidates, context)
+    candidates += _of_the_end(trace, steps, context)
+    _note_stalls(trace, context, candidates)
     joins: list[Join] = []
-    if len(suspects) > 1:
+    if len(candidates) > 1:
         joins += messages.joins()
         for step in steps:
-            joins += joins_of(moment_of(step, scene.columns), scene)
-    return made_report(trace, scene, suspects, joins)
+            joins += joins_of(step_view_of(step, context.columns), context)
+    return made_report(trace, context, candidates, joins)
 
 
-def _scene(trace: Trace, layouts: LayoutFile | None) -> CheckContext:
+def _context(trace: Trace, layouts: LayoutFile | None) -> CheckContext:
     columns = {name: np.asarray(column) for name, column in trace.columns().items()}
     try:
         return CheckContext(
@@ -126,22 +126,22 @@ def _scene(trace: Trace, layouts: LayoutFile | None) -> CheckContext:
             columns=columns,
             layouts=Layouts(layouts, int(trace.run["world_size"])),
             clock=RankClock(columns),
-            ledger=Coverage(),
+            coverage=Coverage(),
         )
     except KeyError as error:
         raise TraceError(f"{trace.path}: the values have no column {error}") from error
 
 
-def _of_the_end(trace: Trace, steps: Sequence[Step], scene: CheckContext) -> Iterable[Candidate]:
-    """Return what the last life of a job that did not end in order is suspected of."""
+def _of_the_end(trace: Trace, steps: Sequence[Step], context: CheckContext) -> Iterable[Candidate]:
+    """Return what the last incarnation of a job that did not end in order shows."""
     if is_in_order(trace) or not steps:
         return ()
-    life = max(step.incarnation for step in steps)
-    final = [step for step in steps if step.incarnation == life][-_LAST_STEPS:]
-    return ended_badly(trace, scene, [moment_of(step, scene.columns) for step in final])
+    incarnation = max(step.incarnation for step in steps)
+    final = [step for step in steps if step.incarnation == incarnation][-_LAST_STEPS:]
+    return ended_badly(trace, context, [step_view_of(step, context.columns) for step in final])
 
 
-def _note_stalls(trace: Trace, scene: CheckContext, suspects: Iterable[Candidate]) -> None:
+def _note_stalls(trace: Trace, context: CheckContext, candidates: Iterable[Candidate]) -> None:
     """Note every stall that relays noticed, and give the last one of each host to the hangs.
 
     A stall is no verdict: a first step that compiles for ten minutes stands still too. It says
@@ -151,12 +151,12 @@ def _note_stalls(trace: Trace, scene: CheckContext, suspects: Iterable[Candidate
     if not stalls:
         return
     now_ns = time.time_ns() if trace.is_live else None
-    scene.ledger.notes.extend(stall.sentence(now_ns) for stall in stalls)
+    context.coverage.notes.extend(stall.sentence(now_ns) for stall in stalls)
     latest = {stall.host: stall for stall in trace.stalls}
     evidence = [stall.as_evidence(now_ns) for _, stall in sorted(latest.items())][:_MOST_STALLS]
-    for suspect in suspects:
-        if suspect.kind is Kind.HANG:
-            suspect.evidence = functools.partial(_with_stalls, suspect.evidence, evidence)
+    for candidate in candidates:
+        if candidate.kind is Kind.HANG:
+            candidate.evidence = functools.partial(_with_stalls, candidate.evidence, evidence)
 
 
 def _with_stalls(
@@ -166,7 +166,7 @@ def _with_stalls(
 
 
 def _wrongly_received(
-    messages: Messages, steps: Sequence[Step], scene: CheckContext
+    messages: Messages, steps: Sequence[Step], context: CheckContext
 ) -> Iterator[Candidate]:
     """Read the steps again in which something came that was not sent: most traces have none."""
     wrong: dict[int, list[Message]] = {}
@@ -174,37 +174,37 @@ def _wrongly_received(
         if message.is_other:
             wrong.setdefault(message.received.step, []).append(message)
     for number, found in sorted(wrong.items()):
-        yield from wrong_messages(moment_of(steps[number], scene.columns), scene, found)
+        yield from wrong_messages(step_view_of(steps[number], context.columns), context, found)
 
 
-def _judged(moment: StepView, scene: CheckContext) -> list[Candidate]:
-    if moment.is_setup:
-        scene.lives[moment.incarnation] = IncarnationState(
-            replicas=InferredReplicas(moment),
-            setup=moment,
-            wrappers=frozenset(w for call in moment.calls for w in call.node.wrappers),
-            data_axes=fsdp_axes(moment),
-            owners={call.path: call.ranks for call in moment.calls if call.held},
+def _judged(step_view: StepView, context: CheckContext) -> list[Candidate]:
+    if step_view.is_setup:
+        context.incarnations[step_view.incarnation] = IncarnationState(
+            replicas=InferredReplicas(step_view),
+            setup=step_view,
+            wrappers=frozenset(w for call in step_view.calls for w in call.node.wrappers),
+            data_axes=fsdp_axes(step_view),
+            owners={call.path: call.ranks for call in step_view.calls if call.slots},
         )
-    note_stages(moment, scene)
-    found = [suspect for rule in STEP_RULES for suspect in rule(moment, scene)]
-    innermost_takers(moment, found)
-    found += origins_of_gradients(moment, scene, found)
-    note_unreduced(moment, scene)
-    remember_parameters(moment, scene)
-    _count_skipped(moment, scene)
+    note_stages(step_view, context)
+    found = [candidate for rule in STEP_RULES for candidate in rule(step_view, context)]
+    innermost_takers(step_view, found)
+    found += origins_of_gradients(step_view, context, found)
+    note_unreduced(step_view, context)
+    remember_parameters(step_view, context)
+    _count_skipped(step_view, context)
     return found
 
 
-def _count_skipped(moment: StepView, scene: CheckContext) -> None:
+def _count_skipped(step_view: StepView, context: CheckContext) -> None:
     """Count the values, and those of several ranks that nothing was compared of."""
-    for call in moment.calls:
-        for held in call.held.values():
-            if held.dtype == "python":
+    for call in step_view.calls:
+        for values in call.slots.values():
+            if values.dtype == "python":
                 continue
-            scene.ledger.recorded += 1
-            scene.ledger.is_any_inside |= bool(call.path)
-            if len(held.ranks) < 2 or scene.ledger.is_counted(held):
+            context.coverage.recorded += 1
+            context.coverage.is_any_inside |= bool(call.path)
+            if len(values.ranks) < 2 or context.coverage.is_counted(values):
                 continue
-            reason = "layout unknown" if held.source == "unknown" else "held once"
-            scene.ledger.skip(reason if held.is_known.any() else "not digested")
+            reason = "layout unknown" if values.source == "unknown" else "held once"
+            context.coverage.skip(reason if values.is_known.any() else "not digested")

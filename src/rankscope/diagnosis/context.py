@@ -74,7 +74,7 @@ class IncarnationState:
     rounded: set[tuple[str, str]] = field(default_factory=set)
     """Parameters of which replicas' gradients differed by rounding: so may the parameters."""
     warned: set[tuple[str, str]] = field(default_factory=set)
-    """(path, slot) of warnings that one step of the life has given."""
+    """(path, slot) of warnings that one step of the incarnation has given."""
     unlike: list[Left] = field(default_factory=list)
     """Parameters that the latest step left different."""
     apart: set[int] = field(default_factory=set)
@@ -98,15 +98,15 @@ class CheckContext:
     columns: Mapping[str, Array]
     layouts: Layouts
     clock: RankClock
-    ledger: Coverage
-    lives: dict[int, IncarnationState] = field(default_factory=dict)
+    coverage: Coverage
+    incarnations: dict[int, IncarnationState] = field(default_factory=dict)
 
-    def life(self, incarnation: int) -> IncarnationState:
+    def incarnation(self, incarnation: int) -> IncarnationState:
         """Return what is known of an incarnation."""
-        if incarnation not in self.lives:
-            self.lives[incarnation] = IncarnationState(replicas=InferredReplicas(None))
-        return self.lives[incarnation]
+        if incarnation not in self.incarnations:
+            self.incarnations[incarnation] = IncarnationState(replicas=InferredReplicas(None))
+        return self.incarnations[incarnation]
 
-    def times(self, held: SlotValues, ranks: Array) -> Array:
+    def times(self, values: SlotValues, ranks: Array) -> Array:
         """Return when these ranks had the value."""
-        return self.clock.of_value(held, ranks)
+        return self.clock.of_value(values, ranks)

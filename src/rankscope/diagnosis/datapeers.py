@@ -20,26 +20,26 @@ __all__ = ["data_lines", "fsdp_axes", "root_calls", "same_inputs"]
 Array = NDArray[Any]
 
 
-def root_calls(moment: StepView) -> Iterator[CallView]:
+def root_calls(step_view: StepView) -> Iterator[CallView]:
     """Yield the outermost forward calls."""
-    return (call for call in moment.of(Phase.FORWARD) if call.parent is None)
+    return (call for call in step_view.of(Phase.FORWARD) if call.parent is None)
 
 
-def same_inputs(moment: StepView) -> tuple[Array, ...]:
+def same_inputs(step_view: StepView) -> tuple[Array, ...]:
     """Return the groups of two ranks or more that were handed bitwise the same root inputs in every
     micro-batch of the step, in calls they made together.
 
     Their activations may be compared; those of any other ranks may not.
     """
-    roots = list(root_calls(moment))
+    roots = list(root_calls(step_view))
     if not roots:
         return ()
     size = 1 + max(int(call.ranks[-1]) for call in roots)
     keys: list[list[int]] = [[] for _ in range(size)]
     for number, call in enumerate(roots):
-        for held in call.inputs:
+        for values in call.inputs:
             for rank, own, known in zip(
-                held.ranks.tolist(), held.hashes.tolist(), held.is_known.tolist()
+                values.ranks.tolist(), values.hashes.tolist(), values.is_known.tolist()
             ):
                 keys[rank] += (number, own if known else -1 - rank)
     groups: dict[tuple[int, ...], list[int]] = {}
@@ -49,24 +49,24 @@ def same_inputs(moment: StepView) -> tuple[Array, ...]:
     return tuple(np.array(g, np.int64) for g in groups.values() if len(g) > 1)
 
 
-def data_lines(moment: StepView, scene: CheckContext) -> dict[str, tuple[Array, ...]]:
+def data_lines(step_view: StepView, context: CheckContext) -> dict[str, tuple[Array, ...]]:
     """Return {what says so: lines of ranks} of the axes along which batches should differ.
 
     Such an axis is one that a layout file or a mesh of FSDP's parameters names so (dp, data, fsdp
     ...), one along which FSDP cut every parameter, or all replicas of a DDP model.
     """
-    life = scene.life(moment.incarnation)
+    incarnation = context.incarnation(step_view.incarnation)
     found: dict[str, tuple[Array, ...]] = {}
-    declared = scene.layouts.mesh
+    declared = context.layouts.mesh
     if declared is not None:
         for name, extent in zip(declared.axes, declared.shape):
             if named_as(name) is AxisName.DATA and extent > 1:
                 found[f"declared axis {name}"] = sorted_lines(declared, [name])
-    if "FSDP2" in life.wrappers:
-        for name, lines in life.data_axes.items():
+    if "FSDP2" in incarnation.wrappers:
+        for name, lines in incarnation.data_axes.items():
             found.setdefault(f"FSDP's axis {name}", lines)
-    if "DDP" in life.wrappers and life.replicas.lines:
-        found.setdefault("DDP", life.replicas.lines)
+    if "DDP" in incarnation.wrappers and incarnation.replicas.lines:
+        found.setdefault("DDP", incarnation.replicas.lines)
     return found
 
 
@@ -74,9 +74,9 @@ def fsdp_axes(setup: StepView) -> dict[str, tuple[Array, ...]]:
     """Return {axis: its lines} of the mesh axes that FSDP cut DTensor parameters along."""
     placed: dict[str, dict[str, list[Placement]]] = {}
     meshes: dict[str, tuple[Mesh, ...]] = {}
-    for held in setup.values(Phase.SETUP):
-        if held.slot.startswith("param:") and held.source == "dtensor":
-            view = held.views[0]
+    for values in setup.values(Phase.SETUP):
+        if values.slot.startswith("param:") and values.source == "dtensor":
+            view = values.views[0]
             meshes[view.mesh_name] = view.meshes
             for axis, placement in view.placements.items():
                 placed.setdefault(view.mesh_name, {}).setdefault(axis, []).append(placement)

@@ -43,30 +43,30 @@ def rounding_of(dtype: str) -> float:
     return ROUNDING.get(dtype, 0.0)
 
 
-def distance(held: SlotValues, places: Array) -> float:
+def distance(values: SlotValues, places: Array) -> float:
     """Return the largest relative L2 distance between the first of these values and the others,
     estimated from sketches; inf where they differ in what is not finite."""
     special = ("count", *NONFINITE)
-    if any((held.column(n)[places] != held.column(n)[places[0]]).any() for n in special):
+    if any((values.column(n)[places] != values.column(n)[places[0]]).any() for n in special):
         return float("inf")
-    sketches, norms = held.column("sketch")[places], held.column("l2")[places]
+    sketches, norms = values.column("sketch")[places], values.column("l2")[places]
     apart = np.sqrt(np.mean((sketches - sketches[0]) ** 2, axis=1)).max()
     return float(apart / max(norms.max(), np.finfo(np.float64).tiny))
 
 
-def is_multiple(held: SlotValues, places: Array) -> bool:
+def is_multiple(values: SlotValues, places: Array) -> bool:
     """True where the values are multiples of the longest of them, within rounding. Of single
     elements, which always are, nothing is said."""
-    if int(held.counts[places].min()) < 2:
+    if int(values.counts[places].min()) < 2:
         return False
-    sketches, norms = held.column("sketch")[places], held.column("l2")[places]
+    sketches, norms = values.column("sketch")[places], values.column("l2")[places]
     longest = sketches[int(norms.argmax())]
     square = float(longest @ longest)
     if not square:
         return False
     factors = sketches @ longest / square
     rest = np.sqrt(np.mean((sketches - factors[:, None] * longest) ** 2, axis=1))
-    allowed = 4 * rounding_of(held.dtype) * norms
+    allowed = 4 * rounding_of(values.dtype) * norms
     return bool((rest <= np.maximum(allowed, 1e-12 * norms.max())).all() and (factors != 0).all())
 
 
@@ -81,38 +81,40 @@ def minority(ranks: Array, keys: Array) -> Array:
     return ranks
 
 
-def sides(held: SlotValues, ranks: Array) -> list[dict[str, Any]]:
+def sides(values: SlotValues, ranks: Array) -> list[dict[str, Any]]:
     """Return the different values among these ranks with their numbers, as JSON data."""
-    places = held.at(ranks)
+    places = values.at(ranks)
     places = places[places >= 0]
-    hashes = held.hashes[places]
+    hashes = values.hashes[places]
     listed: list[dict[str, Any]] = []
     for number in dict.fromkeys(hashes.tolist()):
         same = places[hashes == number]
-        listed.append({"ranks": ranks_text(held.ranks[same].tolist()), **_numbers(held, same[0])})
+        listed.append(
+            {"ranks": ranks_text(values.ranks[same].tolist()), **_numbers(values, same[0])}
+        )
         if len(listed) == _MOST_SIDES:
             break
     return listed
 
 
-def _numbers(held: SlotValues, place: int) -> dict[str, Any]:
+def _numbers(values: SlotValues, place: int) -> dict[str, Any]:
     names = numbers_with_first("mean", "std", "l2")
-    if not held.is_known[place]:
+    if not values.is_known[place]:
         return {"digested": False}
-    found: dict[str, Any] = {n: statistic(float(held.column(n)[place])) for n in names}
-    special = {n: int(held.column(n)[place]) for n in NONFINITE}
+    found: dict[str, Any] = {n: statistic(float(values.column(n)[place])) for n in names}
+    special = {n: int(values.column(n)[place]) for n in NONFINITE}
     found |= {name: count for name, count in special.items() if count}
-    return found | {"hash": f"{int(held.hashes[place]):016x}"}
+    return found | {"hash": f"{int(values.hashes[place]):016x}"}
 
 
-def differing_sides(held: SlotValues, groups: list[Array]) -> list[dict[str, Any]]:
+def differing_sides(values: SlotValues, groups: list[Array]) -> list[dict[str, Any]]:
     """Return the sides of every group that differs, bounded."""
-    return [side for group in groups[:4] for side in sides(held, group)]
+    return [side for group in groups[:4] for side in sides(values, group)]
 
 
-def sides_text(held: SlotValues, ranks: Array) -> str:
+def sides_text(values: SlotValues, ranks: Array) -> str:
     """Return `rank 1: mean 0.031; ranks 0,2-3: mean 0.872`."""
-    listed = sides(held, ranks)
+    listed = sides(values, ranks)
     telling = next(
         (
             name

@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.diagnosis.candidates import Candidate, suspect_at
+from rankscope.diagnosis.candidates import Candidate, candidate_at
 from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.issuedcollectives import MESSAGES, IssuedCollective, issues_of
 from rankscope.diagnosis.stepview import CallView, StepView
@@ -35,12 +35,12 @@ _MOST_TOLD: Final = 4
 class Patience:
     """Three times as long as any rank stood in one in the last steps, and 3 s at least."""
 
-    def __init__(self, moments: Sequence[StepView], scene: CheckContext) -> None:
-        """Look at the last steps. `moments`: these."""
+    def __init__(self, step_views: Sequence[StepView], context: CheckContext) -> None:
+        """Look at the last steps. `step_views`: these."""
         longest_ns = 0
-        for moment in moments:
-            for issue in issues_of(moment):
-                begins, ends = scene.clock.span(issue.call, issue.ranks)
+        for step_view in step_views:
+            for issue in issues_of(step_view):
+                begins, ends = context.clock.span(issue.call, issue.ranks)
                 longest_ns = max(longest_ns, int((ends - begins).max()))
         self.seconds = max(_FEWEST_S, _TIMES_LONGEST * longest_ns / 1e9)
         self._now_s = time.time()
@@ -49,23 +49,23 @@ class Patience:
         """True for a rank that has stood there for longer."""
         return self._now_s - since_ns / 1e9 >= self.seconds
 
-    def told(self, standing: Mapping[int, tuple[IssuedCollective, int]]) -> Iterator[str]:
+    def notes(self, waiting: Mapping[int, tuple[IssuedCollective, int]]) -> Iterator[str]:
         """Yield a line for each collective in which ranks stand for longer than any did before, but
         not for long enough.
 
         Args:
-            standing: rank -> the collective, and since when.
+            waiting: rank -> the collective, and since when.
         """
         alike: dict[tuple[str, str], list[int]] = {}
-        for rank, (issue, _) in sorted(standing.items()):
+        for rank, (issue, _) in sorted(waiting.items()):
             alike.setdefault((issue.op, issue.call.path or "(root)"), []).append(rank)
         for (op, path), ranks in [*alike.items()][:_MOST_TOLD]:
-            stood_s = self._now_s - min(standing[rank][1] for rank in ranks) / 1e9
-            if stood_s < self.seconds / _TIMES_LONGEST:
+            waited_s = self._now_s - min(waiting[rank][1] for rank in ranks) / 1e9
+            if waited_s < self.seconds / _TIMES_LONGEST:
                 continue
             yield (
                 f"{ranks_named(ranks)} {'has' if len(ranks) == 1 else 'have'} been in {op} of "
-                f"{path} for {stood_s:.1f} s; in this job that is a "
+                f"{path} for {waited_s:.1f} s; in this job that is a "
                 f"hang after {self.seconds:.1f} s: ask again"
             )
 
@@ -87,7 +87,7 @@ _MOST_LISTED: Final = 16
 class _Last:
     """What a rank did last."""
 
-    moment: StepView
+    step_view: StepView
     call: CallView
     """The call it entered last."""
     time_ns: int
@@ -99,7 +99,7 @@ class _Last:
 
 
 def is_in_order(trace: Trace) -> bool:
-    """True where every rank's last life ended by itself."""
+    """True where every rank's last incarnation ended by itself."""
     return all(how in _ORDERLY for how in _ends(trace).values())
 
 
@@ -108,44 +108,50 @@ def _ends(trace: Trace) -> dict[int, str]:
 
 
 def ended_badly(
-    trace: Trace, scene: CheckContext, moments: Sequence[StepView]
+    trace: Trace, context: CheckContext, step_views: Sequence[StepView]
 ) -> Iterator[Candidate]:
-    """Yield a suspect for every hang and crash. `moments`: the last steps of the last life."""
+    """Yield a candidate for every hang and crash.
+
+    Args:
+        trace: the trace.
+        context: what is known beyond one step.
+        step_views: the last steps of the last incarnation.
+    """
     ends = _ends(trace)
-    last = _last_of(moments, scene)
+    last = _last_of(step_views, context)
     if trace.is_live:
-        last = _without_recent(last, moments, scene)
-    hangs = list(_hangs(moments, scene, last, ends))
+        last = _without_recent(last, step_views, context)
+    hangs = list(_hangs(step_views, context, last, ends))
     yield from hangs
-    yield from _crashes(trace, scene, last, ends, is_explained=bool(hangs))
+    yield from _crashes(trace, context, last, ends, is_explained=bool(hangs))
 
 
 def _without_recent(
-    last: dict[int, _Last], moments: Sequence[StepView], scene: CheckContext
+    last: dict[int, _Last], step_views: Sequence[StepView], context: CheckContext
 ) -> dict[int, _Last]:
     """Leave out, and tell of, ranks that came to their collective just now."""
-    patience = Patience(moments, scene)
+    patience = Patience(step_views, context)
     recent = {
         rank: (each.waiting, each.time_ns)
         for rank, each in last.items()
         if each.waiting is not None and not patience.is_over(each.time_ns)
     }
-    scene.ledger.notes.extend(patience.told(recent))
+    context.coverage.notes.extend(patience.notes(recent))
     return {rank: each for rank, each in last.items() if rank not in recent}
 
 
 # ---- what ranks did last -------------------------------------------------------------------------
 
 
-def _last_of(moments: Sequence[StepView], scene: CheckContext) -> dict[int, _Last]:
+def _last_of(step_views: Sequence[StepView], context: CheckContext) -> dict[int, _Last]:
     found: dict[int, _Last] = {}
-    for moment in moments:
-        issues = list(issues_of(moment))
+    for step_view in step_views:
+        issues = list(issues_of(step_view))
         latest: dict[int, tuple[int, CallView]] = {}
         opened: dict[int, list[tuple[int, str]]] = {}
         errors: dict[int, str] = {}
-        for call in moment.calls:
-            times = scene.clock.of_call(call, call.ranks).tolist()
+        for call in step_view.calls:
+            times = context.clock.of_call(call, call.ranks).tolist()
             at = dict(zip(call.ranks.tolist(), times))
             for rank, time_ns in at.items():
                 if rank not in latest or time_ns >= latest[rank][0]:
@@ -160,7 +166,7 @@ def _last_of(moments: Sequence[StepView], scene: CheckContext) -> dict[int, _Las
             if rank in found and found[rank].time_ns > time_ns:
                 continue
             found[rank] = _Last(
-                moment=moment,
+                step_view=step_view,
                 call=call,
                 time_ns=time_ns,
                 stack=tuple(dict.fromkeys(path for _, path in sorted(opened.get(rank, ())))),
@@ -191,7 +197,7 @@ def _stands_in(issue: IssuedCollective, rank: int) -> bool:
 class _Hang:
     """Ranks that stand in a collective, and the members that did not come."""
 
-    moment: StepView
+    step_view: StepView
     issue: IssuedCollective
     """The first collective of the group to which the missing did not come."""
     waiting: tuple[int, ...]
@@ -199,48 +205,51 @@ class _Hang:
 
 
 def _hangs(
-    moments: Sequence[StepView], scene: CheckContext, last: dict[int, _Last], ends: dict[int, str]
+    step_views: Sequence[StepView],
+    context: CheckContext,
+    last: dict[int, _Last],
+    ends: dict[int, str],
 ) -> Iterator[Candidate]:
     found: list[_Hang] = []
-    for moment in moments:
-        issues = [i for i in issues_of(moment) if i.op not in MESSAGES]
+    for step_view in step_views:
+        issues = [i for i in issues_of(step_view) if i.op not in MESSAGES]
         seen: set[tuple[str, int]] = set()
         for rank, each in sorted(last.items()):
             stands = each.waiting
-            if each.moment is not moment or stands is None or stands.op in MESSAGES:
+            if each.step_view is not step_view or stands is None or stands.op in MESSAGES:
                 continue
             key = (stands.group, stands.sequence)
             if ends.get(rank) in _ORDERLY or key in seen:
                 continue
             seen.add(key)
-            hang = _hang(moment, issues, stands, last)
+            hang = _hang(step_view, issues, stands, last)
             if hang is not None:
                 found.append(hang)
     for hang in found:
-        after = [h for h in found if h is not hang and _is_because_of(h, hang, moments, scene)]
-        yield _hang_suspect(scene, hang, after, last)
+        after = [h for h in found if h is not hang and _is_because_of(h, hang, step_views, context)]
+        yield _hang_candidate(context, hang, after, last)
 
 
 def _is_because_of(
-    later: _Hang, hang: _Hang, moments: Sequence[StepView], scene: CheckContext
+    later: _Hang, hang: _Hang, step_views: Sequence[StepView], context: CheckContext
 ) -> bool:
     """True where those who are missing in `later` wait in `hang`, and would come to it first."""
     if not set(later.missing) <= set(hang.waiting):
         return False
     one, other = hang.issue.call, later.issue.call
-    for moment in reversed(moments):
-        a, b = _same_call(moment, one), _same_call(moment, other)
+    for step_view in reversed(step_views):
+        a, b = _same_call(step_view, one), _same_call(step_view, other)
         common = np.intersect1d(a.ranks, b.ranks)[:1] if a and b else None
         if a is not None and b is not None and common is not None and len(common):
-            return bool(scene.clock.of_call(a, common) < scene.clock.of_call(b, common))
-    calls = hang.moment.calls
+            return bool(context.clock.of_call(a, common) < context.clock.of_call(b, common))
+    calls = hang.step_view.calls
     return calls.index(one) < calls.index(other) if one in calls and other in calls else False
 
 
-def _same_call(moment: StepView, call: CallView) -> CallView | None:
+def _same_call(step_view: StepView, call: CallView) -> CallView | None:
     alike = (
         each
-        for each in moment.named(call.path)
+        for each in step_view.named(call.path)
         if (each.phase, each.ordinal, each.micro_batch)
         == (call.phase, call.ordinal, call.micro_batch)
     )
@@ -248,7 +257,7 @@ def _same_call(moment: StepView, call: CallView) -> CallView | None:
 
 
 def _hang(
-    moment: StepView,
+    step_view: StepView,
     issues: list[IssuedCollective],
     stands: IssuedCollective,
     last: dict[int, _Last],
@@ -261,11 +270,11 @@ def _hang(
     if missed is None:
         return None
     left = [rank for rank in waiting if rank not in missing] or waiting
-    return _Hang(moment=moment, issue=missed, waiting=tuple(left), missing=tuple(missing))
+    return _Hang(step_view=step_view, issue=missed, waiting=tuple(left), missing=tuple(missing))
 
 
-def _hang_suspect(
-    scene: CheckContext, hang: _Hang, after: list[_Hang], last: dict[int, _Last]
+def _hang_candidate(
+    context: CheckContext, hang: _Hang, after: list[_Hang], last: dict[int, _Last]
 ) -> Candidate:
     def evidence() -> dict[str, Any]:
         return {
@@ -285,12 +294,12 @@ def _hang_suspect(
         }
 
     issue = hang.issue
-    members, times = _when(scene, hang, after, last)
+    members, times = _when(context, hang, after, last)
     heard = [
         f"rank {r} was last in {last[r].call.path or '(root)'}" for r in hang.missing if r in last
     ]
-    return suspect_at(
-        hang.moment,
+    return candidate_at(
+        hang.step_view,
         issue.call,
         Kind.HANG,
         issue.slot,
@@ -306,7 +315,7 @@ def _hang_suspect(
 
 
 def _when(
-    scene: CheckContext, hang: _Hang, after: list[_Hang], last: dict[int, _Last]
+    context: CheckContext, hang: _Hang, after: list[_Hang], last: dict[int, _Last]
 ) -> tuple[Array, Array]:
     """Return who is part of a hang, and since when.
 
@@ -318,12 +327,12 @@ def _when(
     away = [rank for rank in hang.missing if rank in last]
     late = {rank: h.issue.call for h in after for rank in h.waiting}
     left = [
-        int(scene.clock.of_call(late[rank], np.array([rank]))[0]) - 1
+        int(context.clock.of_call(late[rank], np.array([rank]))[0]) - 1
         if rank in late
         else last[rank].time_ns + 2
         for rank in away
     ]
-    times = np.concatenate([scene.clock.of_call(issue.call, there), np.array(left, np.int64)])
+    times = np.concatenate([context.clock.of_call(issue.call, there), np.array(left, np.int64)])
     return np.concatenate([there, np.array(away, np.int64)]), times
 
 
@@ -366,13 +375,13 @@ def _is_same_site(one: IssuedCollective, other: IssuedCollective) -> bool:
 
 def _crashes(
     trace: Trace,
-    scene: CheckContext,
+    context: CheckContext,
     last: dict[int, _Last],
     ends: dict[int, str],
     *,
     is_explained: bool,
 ) -> Iterator[Candidate]:
-    """Yield a suspect for every place where ranks raised, or were killed while others went on."""
+    """Yield a candidate for every place where ranks raised, or were killed while others went on."""
     # One crash ends a whole job: peers raise because it is gone ("connection closed"), and the
     # launcher kills the rest. Only ranks that no other rank ended may be named. What is asked comes
     # in the order of trust: (1) exceptions that do not speak of a lost peer; (2) where those do not
@@ -380,20 +389,20 @@ def _crashes(
     # (3) killed ranks, where (1) and (2) name nobody that raised and some rank was not killed: were
     # all gone, the whole job was ended from outside. Where a hang was found (`is_explained`), the
     # ranks that were killed or lost a peer ended because of it, and are not named.
-    lives = {rank["rank"]: rank["incarnation"] for rank in trace.completeness["ranks"]}
-    errors = {c.rank: _end_of(c) for c in crashes(trace) if c.incarnation == lives[c.rank]}
+    incarnations = {rank["rank"]: rank["incarnation"] for rank in trace.completeness["ranks"]}
+    errors = {c.rank: _end_of(c) for c in crashes(trace) if c.incarnation == incarnations[c.rank]}
     raised = {rank for rank, end in ends.items() if end == EndReason.RAISED.value}
-    told: dict[_End, list[int]] = {}
+    ranks_of: dict[_End, list[int]] = {}
     for rank in sorted(raised):
-        told.setdefault(errors.get(rank, _UNKNOWN), []).append(rank)
-    own = {end: ranks for end, ranks in told.items() if not end.is_consequence}
+        ranks_of.setdefault(errors.get(rank, _UNKNOWN), []).append(rank)
+    own = {end: ranks for end, ranks in ranks_of.items() if not end.is_consequence}
     lost = [rank for rank, end in ends.items() if end == EndReason.LOST.value]
     if not (own or lost or is_explained):
-        own = told
+        own = ranks_of
     if own.keys() == {_UNKNOWN}:
         # None of them says why: those that others left behind went first. Where that leaves out the
         # ranks that raised, the killed ones are named below, and not they.
-        first = _stopped_first([*own[_UNKNOWN], *lost], last, scene)
+        first = _stopped_first([*own[_UNKNOWN], *lost], last, context)
         alone = [rank for rank in first if rank in raised]
         if first:
             own = {_UNKNOWN: alone} if alone else {}
@@ -402,12 +411,12 @@ def _crashes(
             doubt = f"{_NAMELESS}; {ranks_named(at)}, last in the same place, may have gone first"
             own = {replace(_UNKNOWN, text=doubt): own[_UNKNOWN]}
     for end, ranks in own.items():
-        yield from _crash(ranks, end, last, ends, scene)
+        yield from _crash(ranks, end, last, ends, context)
     if lost and not own and not is_explained and len(lost) < len(ends):
         call = last[lost[0]].call if lost[0] in last else None
         text = "gone without an exception: killed by a signal, aborted, or left by os._exit"
         gone = replace(_UNKNOWN, path=call.path if call else "", text=text)
-        yield from _crash(lost, gone, last, ends, scene, call)
+        yield from _crash(lost, gone, last, ends, context, call)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -430,7 +439,7 @@ def _end_of(crash: Crash) -> _End:
     return _End(
         path=crash.path or "",
         phase=crash.phase,
-        text=crash.told,
+        text=crash.sentence,
         is_consequence=any(_PEER_LOST.search(text) for text in (crash.error, *crash.causes)),
     )
 
@@ -439,14 +448,14 @@ def _is_beside(rank: int, others: list[int], last: dict[int, _Last]) -> bool:
     return any(last[other].call is last[rank].call for other in others if other in last)
 
 
-def _stopped_first(ranks: list[int], last: dict[int, _Last], scene: CheckContext) -> list[int]:
+def _stopped_first(ranks: list[int], last: dict[int, _Last], context: CheckContext) -> list[int]:
     """Return the ranks that others left behind and that left nobody behind: they ended first."""
 
     def is_past(one: int, other: int) -> bool:
         call = last[other].call
         if one not in call.ranks:
             return False
-        return bool(scene.clock.of_call(call, np.array([one]))[0] < last[one].time_ns)
+        return bool(context.clock.of_call(call, np.array([one]))[0] < last[one].time_ns)
 
     stopped = [rank for rank in ranks if rank in last and last[rank].waiting is None]
     return [
@@ -462,18 +471,18 @@ def _crash(
     end: _End,
     last: dict[int, _Last],
     ends: dict[int, str],
-    scene: CheckContext,
+    context: CheckContext,
     call: CallView | None = None,
 ) -> Iterator[Candidate]:
-    """Yield the suspect of ranks that ended in the same way, in `call` where that is known."""
+    """Yield the candidate of ranks that ended in the same way, in `call` where that is known."""
     known = [rank for rank in ranks if rank in last]
     if not known:
         return
     each = last[known[0]]
     members = np.array(known, np.int64)
-    suspect = suspect_at(
-        each.moment,
-        call or _call_left(each, known[0], end, scene),
+    candidate = candidate_at(
+        each.step_view,
+        call or _call_left(each, known[0], end, context),
         Kind.CRASH,
         "",
         ranks,
@@ -485,20 +494,20 @@ def _crash(
             "ends": {str(rank): end for rank, end in sorted(ends.items())[:_MOST_LISTED]},
         },
     )
-    suspect.path = end.path
-    yield suspect
+    candidate.path = end.path
+    yield candidate
 
 
-def _call_left(each: _Last, rank: int, end: _End, scene: CheckContext) -> CallView:
+def _call_left(each: _Last, rank: int, end: _End, context: CheckContext) -> CallView:
     """Return the call that an exception left; outside of all, the last that was no collective.
 
     A collective has the path of the module that issued it, and is no place to look for a crash of
     that module.
     """
-    own = [call for call in each.moment.calls if rank in call.ranks]
+    own = [call for call in each.step_view.calls if rank in call.ranks]
     left = [call for call in own if call.path == end.path and call.phase is end.phase]
     if left:
         return left[-1]
     calls = [call for call in own if call.phase is not Phase.COLLECTIVE]
     at = np.array([rank])
-    return max(calls, key=lambda c: int(scene.clock.of_call(c, at)[0]), default=each.call)
+    return max(calls, key=lambda c: int(context.clock.of_call(c, at)[0]), default=each.call)

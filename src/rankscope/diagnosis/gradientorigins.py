@@ -24,7 +24,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.diagnosis.candidates import Candidate, suspect_at
+from rankscope.diagnosis.candidates import Candidate, candidate_at
 from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.datapeers import root_calls, same_inputs
 from rankscope.diagnosis.distances import sides, sides_text
@@ -51,26 +51,26 @@ _NOT_SUMMED: Final = (
 
 
 def origins_of_gradients(
-    moment: StepView, scene: CheckContext, found: Sequence[Candidate]
+    step_view: StepView, context: CheckContext, found: Sequence[Candidate]
 ) -> Iterator[Candidate]:
     """Yield the place that explains gradients which a rule found to differ."""
     unequal = [
         s for s in found if s.phase is Phase.GRADS and s.severity is Severity.FAULT and s.slot
     ]
-    for group in same_inputs(moment) if unequal else ():
+    for group in same_inputs(step_view) if unequal else ():
         ranks = set(group.tolist())
         if any(ranks.issubset(s.ranks) and s.kind is not Kind.COLLECTIVE for s in unequal):
-            yield from _first(moment, scene, group)
+            yield from _first(step_view, context, group)
 
 
-def _first(moment: StepView, scene: CheckContext, group: Array) -> Iterator[Candidate]:
-    forward = {_key(call): call for call in moment.of(Phase.FORWARD)}
-    made = [h for call in root_calls(moment) for h in call.outputs]
-    if not made or not all(held.agree(group) for held in made):
-        yield from _first_drawn(moment, scene, group)
+def _first(step_view: StepView, context: CheckContext, group: Array) -> Iterator[Candidate]:
+    forward = {_key(call): call for call in step_view.of(Phase.FORWARD)}
+    made = [h for call in root_calls(step_view) for h in call.outputs]
+    if not made or not all(values.agree(group) for values in made):
+        yield from _first_drawn(step_view, context, group)
         return
     places: list[tuple[int, int, SlotValues]] = []
-    for call in moment.of(Phase.BACKWARD):
+    for call in step_view.of(Phase.BACKWARD):
         own = forward.get(_key(call))
         if own is None or not np.isin(group, call.ranks).all():
             continue
@@ -81,102 +81,102 @@ def _first(moment: StepView, scene: CheckContext, group: Array) -> Iterator[Cand
         if came and not other and all(h.agree(group) is not None for h in came):
             wrong = [h for h in went if _differs(h, group) and _agrees(own, h, "grad_input", group)]
             depth = call.path.count(".") + bool(call.path)
-            places += [(int(scene.times(h, group).min()), -depth, h) for h in wrong]
+            places += [(int(context.times(h, group).min()), -depth, h) for h in wrong]
     if not places:
         return
-    _, _, held = min(places, key=lambda place: place[:2])
-    is_loss = held.slot.startswith("grad_output")
+    _, _, values = min(places, key=lambda place: place[:2])
+    is_loss = values.slot.startswith("grad_output")
     if not is_loss:
-        held = _taker(moment, held, group)
-    yield suspect_at(
-        moment,
-        held.call,
+        values = _taker(step_view, values, group)
+    yield candidate_at(
+        step_view,
+        values.call,
         Kind.REPLICA,
-        held.slot,
+        values.slot,
         group,
         group,
-        scene.times(held, group),
+        context.times(values, group),
         f"{ranks_named(group.tolist())} compute the same, and get different gradients of it "
-        f"({sides_text(held, group)})",
+        f"({sides_text(values, group)})",
         advice=_OTHER_LOSS if is_loss else _NOT_SUMMED,
         evidence=lambda: {
             "layout": "inferred",
-            "values": sides(held, group),
+            "values": sides(values, group),
             "rank_resolution": "none",
         },
     )
 
 
-def _first_drawn(moment: StepView, scene: CheckContext, group: Array) -> Iterator[Candidate]:
+def _first_drawn(step_view: StepView, context: CheckContext, group: Array) -> Iterator[Candidate]:
     """Yield the first module of the forward pass that gave different values for no other reason."""
-    life = scene.life(moment.incarnation)
-    if _DATA_PARALLEL.isdisjoint(life.wrappers):
-        held = next(_drawn_apart(moment, life.replicas, group), None)
-        if held is not None:
-            yield suspect_at(
-                moment,
-                held.call,
+    incarnation = context.incarnation(step_view.incarnation)
+    if _DATA_PARALLEL.isdisjoint(incarnation.wrappers):
+        values = next(_drawn_apart(step_view, incarnation.replicas, group), None)
+        if values is not None:
+            yield candidate_at(
+                step_view,
+                values.call,
                 Kind.REPLICA,
-                held.slot,
+                values.slot,
                 group,
                 group,
-                scene.times(held, group),
+                context.times(values, group),
                 f"{ranks_named(group.tolist())} were handed the same, and hold different values "
-                f"({sides_text(held, group)})",
-                advice=drawn_apart_advice(held.call.path),
+                f"({sides_text(values, group)})",
+                advice=drawn_apart_advice(values.call.path),
                 evidence=lambda: {
                     "layout": "inferred",
-                    "values": sides(held, group),
-                    "random_numbers": held.call.path,
+                    "values": sides(values, group),
+                    "random_numbers": values.call.path,
                     "rank_resolution": "none",
                 },
             )
 
 
 def _drawn_apart(
-    moment: StepView, replicas: InferredReplicas, group: Array
+    step_view: StepView, replicas: InferredReplicas, group: Array
 ) -> Iterator[SlotValues]:
     """Yield what modules without others inside, and without weights of a rank's own, gave."""
-    for call in moment.of(Phase.FORWARD):
+    for call in step_view.of(Phase.FORWARD):
         if call.children or replicas.is_sharded(call.path) or not _is_given_the_same(call, group):
             continue
-        if all(held.source == "unknown" for held in call.held.values()):
-            yield from (held for held in call.outputs if _differs(held, group))
+        if all(values.source == "unknown" for values in call.slots.values()):
+            yield from (values for values in call.outputs if _differs(values, group))
 
 
 def _is_given_the_same(call: CallView, group: Array) -> bool:
-    given = [held.agree(group) for held in call.inputs]
+    given = [values.agree(group) for values in call.inputs]
     return bool(given) and all(given)
 
 
-def innermost_takers(moment: StepView, found: Sequence[Candidate]) -> None:
+def innermost_takers(step_view: StepView, found: Sequence[Candidate]) -> None:
     """Charge the gradient of an input to the innermost module that alone took that tensor."""
-    for suspect in found:
-        if suspect.phase is not Phase.BACKWARD or not suspect.slot.startswith("grad_input"):
+    for candidate in found:
+        if candidate.phase is not Phase.BACKWARD or not candidate.slot.startswith("grad_input"):
             continue
-        ranks = np.array(suspect.ranks, np.int64)
-        for call in moment.named(suspect.path):
-            held = call.held.get(suspect.slot) if call.phase is Phase.BACKWARD else None
-            if held is None or call.micro_batch != suspect.micro_batch:
+        ranks = np.array(candidate.ranks, np.int64)
+        for call in step_view.named(candidate.path):
+            values = call.slots.get(candidate.slot) if call.phase is Phase.BACKWARD else None
+            if values is None or call.micro_batch != candidate.micro_batch:
                 continue
-            taker = _taker(moment, held, ranks)
-            suspect.path, suspect.slot = taker.call.path, taker.slot
+            receiver = _taker(step_view, values, ranks)
+            candidate.path, candidate.slot = receiver.call.path, receiver.slot
 
 
-def _taker(moment: StepView, held: SlotValues, group: Array) -> SlotValues:
+def _taker(step_view: StepView, values: SlotValues, group: Array) -> SlotValues:
     """Return the gradient of the same tensor at the innermost module inside that alone took it;
     itself where none or several did."""
     inside = [
         each
-        for call in moment.of(Phase.BACKWARD)
-        if _is_inside(call, held.call) and np.isin(group, call.ranks).all()
+        for call in step_view.of(Phase.BACKWARD)
+        if _is_inside(call, values.call) and np.isin(group, call.ranks).all()
         for each in call.outputs
-        if _is_same_tensor(each, held, group)
+        if _is_same_tensor(each, values, group)
     ]
     innermost = [
         each for each in inside if not any(_is_inside(other.call, each.call) for other in inside)
     ]
-    return innermost[0] if len({id(each.call) for each in innermost}) == 1 else held
+    return innermost[0] if len({id(each.call) for each in innermost}) == 1 else values
 
 
 def _is_inside(call: CallView, outer: CallView) -> bool:
@@ -195,12 +195,12 @@ def _key(call: CallView) -> tuple[str, int | None, int]:
     return call.path, call.micro_batch, call.ordinal
 
 
-def _differs(held: SlotValues, group: Array) -> bool:
-    return held.agree(group) is False and not is_within_rounding(held, [group])
+def _differs(values: SlotValues, group: Array) -> bool:
+    return values.agree(group) is False and not is_within_rounding(values, [group])
 
 
 def _agrees(forward: CallView, gradient: SlotValues, word: str, group: Array) -> bool:
     """True where the value that a gradient is of is the same on all of these ranks."""
     slot = gradient.slot.replace(word, word.removeprefix("grad_"), 1)
-    value = forward.held.get(slot)
+    value = forward.slots.get(slot)
     return value is not None and value.agree(group) is True

@@ -62,9 +62,9 @@ class IssuedCollective:
         return f"{self.op} {self.group}#{self.sequence} of {self.ranks.tolist()} in {self.call}"
 
 
-def issues_of(moment: StepView) -> Iterator[IssuedCollective]:
+def issues_of(step_view: StepView) -> Iterator[IssuedCollective]:
     """Yield what ranks issued in one step."""
-    for call in moment.of(Phase.COLLECTIVE):
+    for call in step_view.of(Phase.COLLECTIVE):
         yield from issues_in(call)
 
 

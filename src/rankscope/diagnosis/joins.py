@@ -27,19 +27,19 @@ _ONE_WAY: Final = {"broadcast", "scatter"}
 _TO_ONE: Final = {"reduce", "gather"}
 
 
-def joins_of(moment: StepView, scene: CheckContext) -> Iterator[Join]:
+def joins_of(step_view: StepView, context: CheckContext) -> Iterator[Join]:
     """Yield the joints of one step, but for its messages."""
-    for issue in issues_of(moment):
+    for issue in issues_of(step_view):
         if len(issue.ranks) > 1 and issue.op not in MESSAGES:
-            yield _collective(issue, scene)
-    for edge in stage_edges(moment):
-        yield from _stage(edge, scene)
-    yield from _events(moment, scene)
+            yield _collective(issue, context)
+    for edge in stage_edges(step_view):
+        yield from _stage(edge, context)
+    yield from _events(step_view, context)
 
 
-def _collective(issue: IssuedCollective, scene: CheckContext) -> Join:
+def _collective(issue: IssuedCollective, context: CheckContext) -> Join:
     ranks = issue.ranks
-    begins, ends = scene.clock.span(issue.call, ranks)
+    begins, ends = context.clock.span(issue.call, ranks)
     ends = np.maximum(ends, begins + 1)
     every = np.ones(len(ranks), bool)
     givers = ranks == issue.facts.get("src") if issue.op in _ONE_WAY else every
@@ -51,32 +51,32 @@ def _collective(issue: IssuedCollective, scene: CheckContext) -> Join:
     )
 
 
-def _stage(edge: StageLink, scene: CheckContext) -> Iterator[Join]:
+def _stage(edge: StageLink, context: CheckContext) -> Iterator[Join]:
     sender, receiver = np.array([edge.sender]), np.array([edge.receiver])
     for micro in edge.sent.keys() & edge.taken.keys():
         sent, taken = edge.sent[micro], edge.taken[micro]
         if sent[1] == taken[1]:
             yield Join(
                 givers=sender,
-                begins=scene.times(sent[0], sender),
+                begins=context.times(sent[0], sender),
                 takers=receiver,
-                ends=scene.times(taken[0], receiver),
+                ends=context.times(taken[0], receiver),
             )
 
 
-def _events(moment: StepView, scene: CheckContext) -> Iterator[Join]:
+def _events(step_view: StepView, context: CheckContext) -> Iterator[Join]:
     """Yield one joint for every group of ranks whose gradients were reduced together."""
     seen: set[bytes] = set()
-    life = scene.life(moment.incarnation)
-    for held in moment.values(Phase.GRADS):
-        meshes = [np.sort(np.array(m.ranks, np.int64)) for v in held.views for m in v.meshes]
-        groups = meshes or list(life.replicas.lines)
-        if not groups and held.agree(held.ranks):
-            groups = [held.ranks]
+    incarnation = context.incarnation(step_view.incarnation)
+    for values in step_view.values(Phase.GRADS):
+        meshes = [np.sort(np.array(m.ranks, np.int64)) for v in values.views for m in v.meshes]
+        groups = meshes or list(incarnation.replicas.lines)
+        if not groups and values.agree(values.ranks):
+            groups = [values.ranks]
         for group in groups:
-            own = group[np.isin(group, held.ranks)]
-            if len(own) < 2 or own.tobytes() in seen or (not meshes and held.agree(own) is False):
+            own = group[np.isin(group, values.ranks)]
+            if len(own) < 2 or own.tobytes() in seen or (not meshes and values.agree(own) is False):
                 continue
             seen.add(own.tobytes())
-            times = scene.clock.of_call(held.call, own)
+            times = context.clock.of_call(values.call, own)
             yield Join(givers=own, begins=times - 1, takers=own, ends=times - 1)

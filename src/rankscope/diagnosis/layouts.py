@@ -48,11 +48,11 @@ class Layouts:
         self._groups: dict[Any, tuple[Array, ...]] = {}
         self._named: dict[tuple[str, str], Mapping[str, Placement]] = {}
 
-    def same(self, held: SlotValues) -> Same | None:
+    def same(self, values: SlotValues) -> Same | None:
         """Return who should hold the same; None where no layout describes the value."""
-        if held.source in _PLACED:
-            return Same(groups=self._recorded(held), source=held.source)
-        placements = self.placements(held.call.path, held.slot)
+        if values.source in _PLACED:
+            return Same(groups=self._recorded(values), source=values.source)
+        placements = self.placements(values.call.path, values.slot)
         if not placements or self.mesh is None:
             return None
         key = ("declared", tuple(sorted((a, str(p)) for a, p in placements.items())))
@@ -72,16 +72,16 @@ class Layouts:
             self._named[key] = found
         return self._named[key]
 
-    def _recorded(self, held: SlotValues) -> tuple[Array, ...]:
+    def _recorded(self, values: SlotValues) -> tuple[Array, ...]:
         found: list[Array] = []
-        for view in held.views:
+        for view in values.views:
             placements = view.placements
             key = (view.mesh_name, tuple(placements.items()))
             if key not in self._groups:
                 self._groups[key] = _wide(
                     line for mesh in view.meshes for line in _replicas(mesh, placements)
                 )
-            if len(held.views) == 1:
+            if len(values.views) == 1:
                 return self._groups[key]
             own = np.array(view.ranks, np.int64)
             found += [g for g in self._groups[key] if np.isin(g, own).all()]

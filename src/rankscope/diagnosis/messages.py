@@ -69,23 +69,23 @@ class Messages:
     """(incarnation, point, group, rank) that received from anybody: whose send that took is not
     known, so no later one is either."""
 
-    def note(self, moment: StepView, step: int, scene: CheckContext) -> None:
+    def note(self, step_view: StepView, step: int, context: CheckContext) -> None:
         """Keep the messages of one step."""
-        for issue in issues_of(moment):
+        for issue in issues_of(step_view):
             since = str(issue.facts.get("since", ""))
             peer = issue.facts.get("peer")
             if issue.op not in MESSAGES or not since or peer is None:
                 continue
             for rank in issue.ranks.tolist():
                 if peer == _FROM_ANYBODY:
-                    self._open.add((moment.incarnation, since, issue.group, rank))
+                    self._open.add((step_view.incarnation, since, issue.group, rank))
                     continue
                 is_sent = issue.op == "send"
                 ends = (rank, int(peer)) if is_sent else (int(peer), rank)
                 tag = int(issue.facts.get("tag", 0))
-                channel = (moment.incarnation, since, issue.group, *ends, tag)
+                channel = (step_view.incarnation, since, issue.group, *ends, tag)
                 into = self._sends if is_sent else self._receives
-                end = _message_end(issue, rank, step, scene, is_sent=is_sent)
+                end = _message_end(issue, rank, step, context, is_sent=is_sent)
                 into.setdefault(channel, {})[issue.sequence] = end
 
     def paired(self) -> Iterator[Message]:
@@ -113,22 +113,22 @@ class Messages:
 
 def message_value(issue: IssuedCollective) -> SlotValues | None:
     """Return what a message carries, as its rank holds it."""
-    return issue.call.held.get("input.0" if issue.op == "send" else "output.0")
+    return issue.call.slots.get("input.0" if issue.op == "send" else "output.0")
 
 
 def _message_end(
-    issue: IssuedCollective, rank: int, step: int, scene: CheckContext, *, is_sent: bool
+    issue: IssuedCollective, rank: int, step: int, context: CheckContext, *, is_sent: bool
 ) -> _MessageEnd:
     ranks, value = np.array([rank]), None
-    held = message_value(issue)
-    place = -1 if held is None else int(held.at(ranks)[0])
-    if held is not None and place >= 0 and held.is_known[place]:
-        flags = int(held.flags[place])
+    values = message_value(issue)
+    place = -1 if values is None else int(values.at(ranks)[0])
+    if values is not None and place >= 0 and values.is_known[place]:
+        flags = int(values.flags[place])
         if not (is_sent and flags & ValueFlag.AFTER_CALL):
-            value = int(held.hashes[place]), bool(flags & ValueFlag.MIX64)
+            value = int(values.hashes[place]), bool(flags & ValueFlag.MIX64)
         if not is_sent:
-            scene.ledger.applied(held)
-    time = scene.clock.of_call(issue.call, ranks, is_end=not is_sent)
+            context.coverage.applied(values)
+    time = context.clock.of_call(issue.call, ranks, is_end=not is_sent)
     return _MessageEnd(step, issue.call.node.id, int(time[0]), value)
 
 

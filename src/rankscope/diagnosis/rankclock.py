@@ -53,13 +53,13 @@ class RankClock:
         begin, end = self.span(call.top if call.phase.facts.is_event else call, ranks)
         return end if is_end and not call.phase.facts.is_event else begin
 
-    def of_value(self, held: SlotValues, ranks: Array) -> Array:
+    def of_value(self, values: SlotValues, ranks: Array) -> Array:
         """Return when a value was there on these ranks."""
-        call = held.call
+        call = values.call
         if call.phase is Phase.BACKWARD:
-            places = np.maximum(held.at(ranks), 0)
-            return held.column("time_ns")[places]
-        if is_input(held.slot, call.phase):
+            places = np.maximum(values.at(ranks), 0)
+            return values.column("time_ns")[places]
+        if is_input(values.slot, call.phase):
             return self.of_call(call, ranks)
-        late = int(held.slot.startswith("returned") or call.phase is Phase.COLLECTIVE)
+        late = int(values.slot.startswith("returned") or call.phase is Phase.COLLECTIVE)
         return self.of_call(call, ranks, is_end=True) + late

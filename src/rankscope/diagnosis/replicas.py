@@ -42,12 +42,12 @@ _STEP: Final = np.uint64(0x9E3779B97F4A7C15)
 _MIX: Final = np.uint64(0xD6E8FEB86659FD93)
 
 
-def clusters(held: SlotValues) -> tuple[Array, ...]:
+def clusters(values: SlotValues) -> tuple[Array, ...]:
     """Return the groups of two ranks or more that hold the same bytes, each sorted."""
-    known = np.flatnonzero(held.is_known & (held.counts > 0))
+    known = np.flatnonzero(values.is_known & (values.counts > 0))
     found = []
-    for number in np.unique(held.hashes[known]):
-        group = held.ranks[known[held.hashes[known] == number]]
+    for number in np.unique(values.hashes[known]):
+        group = values.ranks[known[values.hashes[known] == number]]
         if len(group) > 1:
             found.append(group.astype(np.int64))
     return tuple(found)
@@ -60,13 +60,13 @@ class _Prints:
         self._prints, self._proofs = np.zeros(size, np.uint64), np.zeros(size, np.int64)
         self._number = np.uint64(1)
 
-    def take(self, held: SlotValues) -> None:
+    def take(self, values: SlotValues) -> None:
         """Mix one value into the prints of its ranks."""
         with np.errstate(over="ignore"):
             self._number += _STEP
-            mixed = (held.hashes ^ self._number) * _MIX
-            self._prints[held.ranks] += mixed ^ (mixed >> np.uint64(29))
-        self._proofs[held.ranks] += 1
+            mixed = (values.hashes ^ self._number) * _MIX
+            self._prints[values.ranks] += mixed ^ (mixed >> np.uint64(29))
+        self._proofs[values.ranks] += 1
 
     def lines(self) -> tuple[Array, ...]:
         """Return the groups of two ranks or more that hold the same of everything."""
@@ -76,18 +76,18 @@ class _Prints:
         return tuple(line for line in lines if len(line) > 1)
 
 
-def _equal_across(held: SlotValues, meshes: Sequence[Mesh]) -> tuple[Array, ...]:
+def _equal_across(values: SlotValues, meshes: Sequence[Mesh]) -> tuple[Array, ...]:
     """Return the groups of ranks that stand at one place of several meshes and hold the same."""
     if len({mesh.shape for mesh in meshes}) != 1 or len(meshes) < 2:
         return ()
-    equal = clusters(held)
+    equal = clusters(values)
     columns = zip(*(mesh.ranks for mesh in meshes))
     found = (group[np.isin(group, column)] for column in columns for group in equal)
     return tuple(group for group in found if len(group) > 1)
 
 
 class InferredReplicas:
-    """What the setup of one life of a job says about plain parameters."""
+    """What the setup of one incarnation says about plain parameters."""
 
     def __init__(self, setup: StepView | None) -> None:
         self._equal: dict[tuple[str, str], tuple[Array, ...]] = {}
@@ -116,29 +116,29 @@ class InferredReplicas:
     def _read(self, setup: StepView) -> None:
         size = 1 + max((int(call.ranks[-1]) for call in setup.calls), default=-1)
         plain, local = _Prints(size), _Prints(size)
-        for held in setup.values(Phase.SETUP):
-            if not held.slot.startswith("param:"):
+        for values in setup.values(Phase.SETUP):
+            if not values.slot.startswith("param:"):
                 continue
-            key = (held.call.path, held.slot[6:])
-            if held.source == "dtensor":
-                meshes = held.views[0].meshes
+            key = (values.call.path, values.slot[6:])
+            if values.source == "dtensor":
+                meshes = values.views[0].meshes
                 self._placed[key[0]] = tuple(np.array(sorted(m.ranks), np.int64) for m in meshes)
-                self._equal[key] = _equal_across(held, meshes)
-            elif held.source == "unknown":
-                self._equal[key] = clusters(held)
+                self._equal[key] = _equal_across(values, meshes)
+            elif values.source == "unknown":
+                self._equal[key] = clusters(values)
             else:
                 continue
-            if held.is_constant:
+            if values.is_constant:
                 self._constant.add(key)
                 continue
-            local.take(held)
-            shape = held.views[0].folds[0].shape
-            if "embedding" in held.call.node.class_name.lower() and len(shape) == 2:
+            local.take(values)
+            shape = values.views[0].folds[0].shape
+            if "embedding" in values.call.node.class_name.lower() and len(shape) == 2:
                 self._streams += [(shape[1], group) for group in self._equal[key]]
-            if held.source == "unknown":
-                plain.take(held)
-                if held.agree(held.ranks) is False:
-                    self._shared[key] = held
+            if values.source == "unknown":
+                plain.take(values)
+                if values.agree(values.ranks) is False:
+                    self._shared[key] = values
         self._lines, self._local_lines = plain.lines(), local.lines()
 
     @property
@@ -172,10 +172,11 @@ class InferredReplicas:
 
     def is_cut_between(self, path: str, ranks: Array) -> bool:
         """True where a plain parameter of the module itself is another one on each of the ranks."""
-        own = (held for (owner, _), held in self._shared.items() if owner == path)
+        own = (values for (owner, _), values in self._shared.items() if owner == path)
         return any(
-            (at := held.at(ranks)).min() >= 0 and len(set(held.hashes[at].tolist())) == len(ranks)
-            for held in own
+            (at := values.at(ranks)).min() >= 0
+            and len(set(values.hashes[at].tolist())) == len(ranks)
+            for values in own
         )
 
     @property
@@ -183,31 +184,31 @@ class InferredReplicas:
         """Paths of the modules that own such parameters."""
         return frozenset(owner for owner, _ in self._shared)
 
-    def same(self, held: SlotValues, moment: StepView) -> Same | None:
+    def same(self, values: SlotValues, step_view: StepView) -> Same | None:
         """Return which ranks' parameter or gradient should be equal though no layout says it; None
         where nothing is known of it."""
-        key = (held.call.path, held.slot.partition(":")[2])
+        key = (values.call.path, values.slot.partition(":")[2])
         groups = self._equal.get(key)
-        if held.source not in ("unknown", "dtensor") or not groups:
+        if values.source not in ("unknown", "dtensor") or not groups:
             return None
-        if self._parts and held.call.phase is Phase.GRADS and not held.is_constant:
-            self._note_tied(key, held)
+        if self._parts and values.call.phase is Phase.GRADS and not values.is_constant:
+            self._note_tied(key, values)
         found = [part for group in groups for part in self._by_part(group, key)]
         if key in self._constant:
-            is_one_element = not (held.counts > 1).any()
+            is_one_element = not (values.counts > 1).any()
             found = [
                 trusted
                 for part in found
                 for trusted in (
-                    *self._trusted(key, part, held, moment),
-                    *(self._computed_as_one(key[0], part, moment) if is_one_element else ()),
+                    *self._trusted(key, part, values, step_view),
+                    *(self._computed_as_one(key[0], part, step_view) if is_one_element else ()),
                 )
             ]
         return Same(groups=tuple(found), source="inferred") if found else None
 
-    def _note_tied(self, key: tuple[str, str], held: SlotValues) -> None:
+    def _note_tied(self, key: tuple[str, str], values: SlotValues) -> None:
         """Keep which stages step with one gradient of a parameter: only a reduction makes it so."""
-        for group in clusters(held):
+        for group in clusters(values):
             if sum(1 for _ in self._by_part(group, key, fewest=1)) > 1:
                 self._tied.setdefault(key, []).append(group)
 
@@ -228,12 +229,12 @@ class InferredReplicas:
                 yield np.array(alike, np.int64)
 
     def _trusted(
-        self, key: tuple[str, str], group: Array, held: SlotValues, moment: StepView
+        self, key: tuple[str, str], group: Array, values: SlotValues, step_view: StepView
     ) -> Iterator[Array]:
         """Yield the parts of a group of equal constants that are known to be replicas."""
         lines = (*self.lines, *self.local_lines)
         is_line = any(len(group) == len(line) and (group == line).all() for line in lines)
-        if is_line or self._is_proven(key, group, held, moment):
+        if is_line or self._is_proven(key, group, values, step_view):
             yield group
             return
         left = group
@@ -242,11 +243,11 @@ class InferredReplicas:
             if len(own) > 1:
                 yield own
                 left = left[~np.isin(left, line)]
-        if 1 < len(left) < len(group) and self._is_proven(key, left, held, moment):
+        if 1 < len(left) < len(group) and self._is_proven(key, left, values, step_view):
             yield left
 
     def _is_proven(
-        self, key: tuple[str, str], ranks: Array, held: SlotValues, moment: StepView
+        self, key: tuple[str, str], ranks: Array, values: SlotValues, step_view: StepView
     ) -> bool:
         """True where something shows in this step, or showed before, that constants are replicas on
         all of these ranks."""
@@ -254,26 +255,26 @@ class InferredReplicas:
             if len(proven) == len(ranks) and (proven == ranks).all():
                 return True
         is_shown = (
-            self._is_whole_norm(held, ranks)
-            or is_handed_the_same(moment, key[0], ranks)
-            or self._siblings_agree(held, moment, ranks)
+            self._is_whole_norm(values, ranks)
+            or is_handed_the_same(step_view, key[0], ranks)
+            or self._siblings_agree(values, step_view, ranks)
         )
         if is_shown:
             self._proven.setdefault(key, []).append(ranks)
         return is_shown
 
-    def _is_whole_norm(self, held: SlotValues, ranks: Array) -> bool:
+    def _is_whole_norm(self, values: SlotValues, ranks: Array) -> bool:
         """True for what a norm holds of each of the model's columns. An expert's norm is as wide,
         and belongs to the rank that has the expert."""
-        is_norm = "norm" in held.call.node.class_name.lower()
-        if not is_norm or _OF_ONE_RANK.search(held.call.path.lower()):
+        is_norm = "norm" in values.call.node.class_name.lower()
+        if not is_norm or _OF_ONE_RANK.search(values.call.path.lower()):
             return False
-        counts = set(held.counts[held.at(ranks)].tolist())
+        counts = set(values.counts[values.at(ranks)].tolist())
         return any(
             counts == {width} and np.isin(ranks, holders).all() for width, holders in self._streams
         )
 
-    def _computed_as_one(self, path: str, group: Array, moment: StepView) -> Iterator[Array]:
+    def _computed_as_one(self, path: str, group: Array, step_view: StepView) -> Iterator[Array]:
         """Yield the ranks of a mesh on which a parameter is inside a module of DTensors that was
         handed the same: of the innermost such module."""
         outer = path
@@ -285,35 +286,35 @@ class InferredReplicas:
                 is_one = not any(own.startswith(below) for own, _ in self._shared)
                 for mesh in inside[0] if is_one else ():
                     ranks = group[np.isin(group, mesh)]
-                    if len(ranks) > 1 and is_handed_the_same(moment, outer, ranks):
+                    if len(ranks) > 1 and is_handed_the_same(step_view, outer, ranks):
                         yield ranks
                 return
 
-    def _siblings_agree(self, held: SlotValues, moment: StepView, ranks: Array) -> bool:
+    def _siblings_agree(self, values: SlotValues, step_view: StepView, ranks: Array) -> bool:
         """True where the gradient of this parameter, or of a sibling's, agrees on these ranks."""
-        if held.call.phase is not Phase.GRADS:
+        if values.call.phase is not Phase.GRADS:
             return False
-        if self._families[0] is not moment:
-            self._families = (moment, _families(moment))
-        family = self._families[1].get((sibling_path(held.call.path), held.slot), ())
+        if self._families[0] is not step_view:
+            self._families = (step_view, _families(step_view))
+        family = self._families[1].get((sibling_path(values.call.path), values.slot), ())
         return any(not each.is_constant and each.agree(ranks) is True for each in family)
 
 
 def _parts(feeds: Collection[tuple[RootPlace, RootPlace]]) -> dict[int, _Part]:
     """Return which part of a model every rank computes that feeds another or is fed."""
     takers: dict[RootPlace, list[RootPlace]] = {}
-    waits_for = Counter(taker for _, taker in feeds)
-    for giver, taker in feeds:
-        takers.setdefault(giver, []).append(taker)
+    waits_for = Counter(receiver for _, receiver in feeds)
+    for sender, receiver in feeds:
+        takers.setdefault(sender, []).append(receiver)
     depths = {place: 0 for feed in feeds for place in feed}
     ready = [place for place in depths if not waits_for[place]]
     while ready:
         place = ready.pop()
-        for taker in takers.get(place, ()):
-            depths[taker] = max(depths[taker], depths[place] + 1)
-            waits_for[taker] -= 1
-            if not waits_for[taker]:
-                ready.append(taker)
+        for receiver in takers.get(place, ()):
+            depths[receiver] = max(depths[receiver], depths[place] + 1)
+            waits_for[receiver] -= 1
+            if not waits_for[receiver]:
+                ready.append(receiver)
     found: dict[int, set[tuple[str, int]]] = {}
     for (path, rank), depth in depths.items():
         is_in_circle = waits_for[path, rank] > 0  # nothing tells where it stands: like no other
@@ -321,23 +322,23 @@ def _parts(feeds: Collection[tuple[RootPlace, RootPlace]]) -> dict[int, _Part]:
     return {rank: frozenset(places) for rank, places in found.items()}
 
 
-def _families(moment: StepView) -> dict[tuple[str, str], list[SlotValues]]:
+def _families(step_view: StepView) -> dict[tuple[str, str], list[SlotValues]]:
     found: dict[tuple[str, str], list[SlotValues]] = {}
-    for held in moment.values(Phase.GRADS):
-        found.setdefault((sibling_path(held.call.path), held.slot), []).append(held)
+    for values in step_view.values(Phase.GRADS):
+        found.setdefault((sibling_path(values.call.path), values.slot), []).append(values)
     return found
 
 
-def is_handed_the_same(moment: StepView, path: str, ranks: Array) -> bool:
+def is_handed_the_same(step_view: StepView, path: str, ranks: Array) -> bool:
     """True where a module got the same inputs, and the same gradients of its outputs, on all of
     these ranks in every call of a step."""
     seen = {Phase.FORWARD: 0, Phase.BACKWARD: 0}
-    for call in moment.named(path):
+    for call in step_view.named(path):
         if call.phase not in seen:
             continue
-        for slot, held in call.held.items():
-            if is_input(slot, call.phase) and held.dtype != "python":
-                if held.agree(ranks) is not True:
+        for slot, values in call.slots.items():
+            if is_input(slot, call.phase) and values.dtype != "python":
+                if values.agree(ranks) is not True:
                     return False
                 seen[call.phase] += 1
     return all(seen.values())

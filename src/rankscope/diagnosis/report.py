@@ -1,4 +1,4 @@
-"""From suspects to the answer: origins, victims, verdict."""
+"""From candidates to the answer: origins, victims, verdict."""
 
 from __future__ import annotations
 
@@ -21,25 +21,27 @@ _NAMED_VICTIMS = 5
 FORMAT = "rankscope.report/1"
 
 
-def advice_for(suspect: Candidate) -> str:
+def advice_for(candidate: Candidate) -> str:
     """Return what to look at."""
-    if suspect.advice:
-        return suspect.advice
-    return suspect.phase.facts.unequal if suspect.kind is Kind.REPLICA else suspect.kind.advice
+    if candidate.advice:
+        return candidate.advice
+    return (
+        candidate.phase.facts.unequal if candidate.kind is Kind.REPLICA else candidate.kind.advice
+    )
 
 
 def made_report(
-    trace: Trace, scene: CheckContext, suspects: Sequence[Candidate], joins: Sequence[Join]
+    trace: Trace, context: CheckContext, candidates: Sequence[Candidate], joins: Sequence[Join]
 ) -> Report:
-    """Return the report of these suspects."""
-    faults = _told(s for s in suspects if s.severity is Severity.FAULT)
-    warnings = [s for s in suspects if s.severity is Severity.WARNING]
+    """Return the report of these candidates."""
+    faults = _distinct(s for s in candidates if s.severity is Severity.FAULT)
+    warnings = [s for s in candidates if s.severity is Severity.WARNING]
     findings = _ordered(faults, joins)
     findings += [_finding(w, is_origin=False, victims=[]) for w in warnings]
-    ledger = scene.ledger
-    skipped = tuple(Skipped(reason=r, count=n) for r, n in sorted(ledger.skipped.items()))
+    coverage = context.coverage
+    skipped = tuple(Skipped(reason=r, count=n) for r, n in sorted(coverage.skipped.items()))
     unmatched = _unmatched_globs(trace)
-    lacks = "" if findings else _lacks(trace, ledger, unmatched)
+    lacks = "" if findings else _lacks(trace, coverage, unmatched)
     if faults:
         verdict = Verdict.FAULT
     elif lacks or not trace.is_complete:
@@ -49,12 +51,12 @@ def made_report(
     return Report(
         command="check",
         verdict=verdict,
-        compared=ledger.compared,
+        compared=coverage.compared,
         skipped=skipped,
-        recorded=ledger.recorded,
-        alone=ledger.compared - ledger.held,
+        recorded=coverage.recorded,
+        alone=coverage.compared - coverage.with_others,
         findings=tuple(findings),
-        notes=(*unmatched, *ledger.notes),
+        notes=(*unmatched, *coverage.notes),
         lacks=lacks,
     )
 
@@ -72,26 +74,26 @@ def _unmatched_globs(trace: Trace) -> list[str]:
     ]
 
 
-def _lacks(trace: Trace, ledger: Coverage, unmatched: Sequence[str]) -> str:
+def _lacks(trace: Trace, coverage: Coverage, unmatched: Sequence[str]) -> str:
     """Return why nothing was judged, and what to do; "" where something was."""
-    if unmatched and not ledger.is_any_inside:
+    if unmatched and not coverage.is_any_inside:
         return f"{unmatched[0]}: trace again with globs of whole paths ('*.name', 'layers.0.*')"
-    if ledger.compared:
+    if coverage.compared:
         return ""
     if not trace.steps:
         return "no step was traced: choose steps that the job reaches (--rs-steps)"
-    if not ledger.recorded:
+    if not coverage.recorded:
         return "no value was recorded: trace again with --rs-digest full and --rs-phases all"
     return "none of its values has numbers to judge: trace again with --rs-digest full"
 
 
-def _told(suspects: Any) -> list[Candidate]:
-    """Return the suspects without those that say of one place again what another does.
+def _distinct(candidates: Any) -> list[Candidate]:
+    """Return the candidates without those that say of one place again what another does.
 
     A crash says that of its own ranks alone: many ranks may crash at one place, each by itself.
     """
     kept: dict[Any, Candidate] = {}
-    for s in suspects:
+    for s in candidates:
         crashed = s.ranks if s.kind is Kind.CRASH else ()
         key = (s.incarnation, s.phase, s.mode, s.step, s.micro_batch, s.path, s.slot, crashed)
         same = kept.get(key)
@@ -119,20 +121,20 @@ def _ordered(faults: list[Candidate], joins: Sequence[Join]) -> list[Finding]:
         victims.setdefault(origins[0], []).extend(s for event in far for s in event)
     found = [
         _finding(
-            suspect,
+            candidate,
             is_origin=True,
             victims=victims.get(index, []),
             beside=_beside(index, near, order),
         )
         for index in origins
-        for suspect in near[index]
+        for candidate in near[index]
     ]
     later = [s for group in victims.values() for s in group]
     return found + [_finding(s, is_origin=False, victims=[]) for s in sorted(later, key=_first_ns)]
 
 
-def _first_ns(suspect: Candidate) -> int:
-    return int(suspect.times_ns.min()) if len(suspect.times_ns) else 0
+def _first_ns(candidate: Candidate) -> int:
+    return int(candidate.times_ns.min()) if len(candidate.times_ns) else 0
 
 
 def _beside(index: int, events: list[list[Candidate]], order: CauseOrder) -> list[str]:
@@ -142,30 +144,30 @@ def _beside(index: int, events: list[list[Candidate]], order: CauseOrder) -> lis
 
 
 def _finding(
-    suspect: Candidate, *, is_origin: bool, victims: list[Candidate], beside: Sequence[str] = ()
+    candidate: Candidate, *, is_origin: bool, victims: list[Candidate], beside: Sequence[str] = ()
 ) -> Finding:
-    evidence: dict[str, Any] = dict(suspect.evidence()) if is_origin or not victims else {}
+    evidence: dict[str, Any] = dict(candidate.evidence()) if is_origin or not victims else {}
     if beside:
         evidence["unordered"] = list(beside)
-    if suspect.incarnation:
-        evidence["incarnation"] = suspect.incarnation
+    if candidate.incarnation:
+        evidence["incarnation"] = candidate.incarnation
     names = dict.fromkeys(v.place for v in sorted(victims, key=_first_ns))
     return Finding(
-        kind=suspect.kind,
-        severity=suspect.severity,
-        phase=suspect.phase,
-        mode=suspect.mode,
-        step=suspect.step,
-        micro_batch=suspect.micro_batch,
-        path=suspect.path,
-        slot=suspect.slot,
-        ranks=suspect.ranks,
+        kind=candidate.kind,
+        severity=candidate.severity,
+        phase=candidate.phase,
+        mode=candidate.mode,
+        step=candidate.step,
+        micro_batch=candidate.micro_batch,
+        path=candidate.path,
+        slot=candidate.slot,
+        ranks=candidate.ranks,
         is_origin=is_origin,
-        victims=sum(v.weight for v in victims) + suspect.weight - 1,
+        victims=sum(v.weight for v in victims) + candidate.weight - 1,
         victim_names=tuple(names)[:_NAMED_VICTIMS],
         evidence=evidence,
-        message=f"{suspect.place}: {suspect.message}",
-        advice=advice_for(suspect),
+        message=f"{candidate.place}: {candidate.message}",
+        advice=advice_for(candidate),
     )
 
 

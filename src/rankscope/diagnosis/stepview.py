@@ -23,8 +23,8 @@ __all__ = [
     "StepView",
     "is_input",
     "is_output",
-    "moment_of",
     "sibling_path",
+    "step_view_of",
 ]
 
 Array = NDArray[Any]
@@ -174,17 +174,19 @@ class CallView:
     """The outermost call around it; itself for a root."""
     ranks: Array
     children: list[CallView] = field(default_factory=list)
-    held: dict[str, SlotValues] = field(default_factory=dict)
+    slots: dict[str, SlotValues] = field(default_factory=dict)
 
     @property
     def inputs(self) -> Iterator[SlotValues]:
         """What the call begins with, tensors only."""
-        return (h for s, h in self.held.items() if is_input(s, self.phase) and h.dtype != "python")
+        return (h for s, h in self.slots.items() if is_input(s, self.phase) and h.dtype != "python")
 
     @property
     def outputs(self) -> Iterator[SlotValues]:
         """What the call ends with, tensors only."""
-        return (h for s, h in self.held.items() if is_output(s, self.phase) and h.dtype != "python")
+        return (
+            h for s, h in self.slots.items() if is_output(s, self.phase) and h.dtype != "python"
+        )
 
     def __repr__(self) -> str:
         return f"Call({self.path!r} {self.phase.word} {self.micro_batch} {self.ordinal})"
@@ -216,12 +218,12 @@ class StepView:
     def values(self, *phases: Phase) -> Iterator[SlotValues]:
         """Yield the tensors of some phases, in order of the tree."""
         for call in self.of(*phases):
-            for held in call.held.values():
-                if held.dtype != "python":
-                    yield held
+            for values in call.slots.values():
+                if values.dtype != "python":
+                    yield values
 
 
-def moment_of(step: Step, columns: Mapping[str, Array]) -> StepView:
+def step_view_of(step: Step, columns: Mapping[str, Array]) -> StepView:
     """Read one step. Nothing of the trace keeps it: it goes when the caller lets it go."""
     ranks_of: dict[str, Array] = {}
     calls: list[CallView] = []
@@ -258,7 +260,7 @@ def _call_of(
     call.node, call.path, call.phase = node, node.path, node.phase
     call.micro_batch, call.ordinal, call.parent = node.micro_batch, node.ordinal, parent
     call.top = call if parent is None else parent.top
-    call.ranks, call.children, call.held = ranks, [], {}
+    call.ranks, call.children, call.slots = ranks, [], {}
     by_slot: dict[str, list[SlotView]] = {}
     for view in node.slots:
         if is_form(view.slot):  # notes of each rank's own
@@ -266,5 +268,5 @@ def _call_of(
         by_slot.setdefault(view.slot, []).append(view)
     for slot, views in by_slot.items():
         if any(len(view.rows) for view in views):
-            call.held[slot] = SlotValues(call, views, columns)
+            call.slots[slot] = SlotValues(call, views, columns)
     return call

@@ -52,52 +52,52 @@ _ADVICE: Final = (
 _FOLLOWS: Final = frozenset(Phase) - {Phase.SETUP, Phase.COLLECTIVE}
 
 
-def note_unreduced(moment: StepView, scene: CheckContext) -> None:
+def note_unreduced(step_view: StepView, context: CheckContext) -> None:
     """Keep what a step shows of ranks that train apart, and of reductions behind the gradients'
     reading. Call it before the step's parameters are remembered."""
-    _note_averaging(moment, scene)
-    _note_updates(moment, scene)
+    _note_averaging(step_view, context)
+    _note_updates(step_view, context)
 
 
-def without_unreduced(suspects: Iterable[Candidate], scene: CheckContext) -> list[Candidate]:
-    """Return the suspects but for what such programs do, with one warning for steps in
+def without_unreduced(candidates: Iterable[Candidate], context: CheckContext) -> list[Candidate]:
+    """Return the candidates but for what such programs do, with one warning for steps in
     `no_sync()`."""
-    reduced_late = _without_late_reductions(suspects, scene)
-    return list(_with_one_warning([*_without_training_apart(reduced_late, scene)]))
+    reduced_late = _without_late_reductions(candidates, context)
+    return list(_with_one_warning([*_without_training_apart(reduced_late, context)]))
 
 
 # ---- ranks that train apart ----------------------------------------------------------------------
 
 
-def _note_averaging(moment: StepView, scene: CheckContext) -> None:
+def _note_averaging(step_view: StepView, context: CheckContext) -> None:
     """Keep whether ranks trained apart in this step, and whether they averaged their parameters."""
-    life = scene.life(moment.incarnation)
+    incarnation = context.incarnation(step_view.incarnation)
     events: dict[int, bool] = {}
-    for held in filter(_is_shared, moment.values(Phase.GRADS)):
-        key = id(held.call.top)
-        events[key] = events.get(key, True) and held.agree(held.ranks) is False
+    for values in filter(_is_shared, step_view.values(Phase.GRADS)):
+        key = id(values.call.top)
+        events[key] = events.get(key, True) and values.agree(values.ranks) is False
     if any(events.values()):
-        life.apart.add(moment.step)
-    latest = [h for h in moment.values(Phase.PARAMS) if _is_shared(h)]
-    before = life.unlike
+        incarnation.apart.add(step_view.step)
+    latest = [h for h in step_view.values(Phase.PARAMS) if _is_shared(h)]
+    before = incarnation.unlike
     if latest:
         unlike = (h for h in latest if h.agree(h.ranks) is False)
-        life.unlike = [
+        incarnation.unlike = [
             Left(h.ranks.copy(), h.counts.copy(), h.column("l2") ** 2, h.column("sketch").copy())
             for h in unlike
         ]
-    if any(left and _is_average(moment, left) for left in (before, life.unlike)):
-        life.averages.append(moment.step)
+    if any(left and _is_average(step_view, left) for left in (before, incarnation.unlike)):
+        incarnation.averages.append(step_view.step)
 
 
-def _is_shared(held: SlotValues) -> bool:
+def _is_shared(values: SlotValues) -> bool:
     """True for a plain parameter or gradient that several ranks hold."""
-    if not held.slot.startswith(("param:", "grad:")) or held.source != "unknown":
+    if not values.slot.startswith(("param:", "grad:")) or values.source != "unknown":
         return False
-    return len(held.ranks) > 1 and not held.is_constant
+    return len(values.ranks) > 1 and not values.is_constant
 
 
-def _is_average(moment: StepView, left: list[Left]) -> bool:
+def _is_average(step_view: StepView, left: list[Left]) -> bool:
     """True where most of what was left different goes into all-reduces."""
     parts = list(left)
     every = sum(int(part.counts[0]) for part in parts)
@@ -105,30 +105,30 @@ def _is_average(moment: StepView, left: list[Left]) -> bool:
         counts = np.sum([part.counts for part in parts], axis=0)
         parts.append(Left(parts[0].ranks, counts, np.sum([p.squares for p in parts], axis=0), None))
     summed = 0
-    for issue in issues_of(moment):
-        held = issue.call.held.get("input.0") if issue.op == "all_reduce" else None
-        if held is None or held.agree(held.ranks) is not False:
+    for issue in issues_of(step_view):
+        values = issue.call.slots.get("input.0") if issue.op == "all_reduce" else None
+        if values is None or values.agree(values.ranks) is not False:
             continue
-        if any(_is_of(held, part) for part in parts):
-            summed += int(held.counts[0])
+        if any(_is_of(values, part) for part in parts):
+            summed += int(values.counts[0])
     return 2 * summed >= every
 
 
-def _is_of(held: SlotValues, part: Left) -> bool:
+def _is_of(values: SlotValues, part: Left) -> bool:
     """True where the input of a collective is, on each of its ranks, a parameter of this size and
     norm, or lies as far from those of other ranks as the parameter does."""
-    places = np.minimum(np.searchsorted(part.ranks, held.ranks), len(part.ranks) - 1)
-    if (part.ranks[places] != held.ranks).any() or (part.counts[places] != held.counts).any():
+    places = np.minimum(np.searchsorted(part.ranks, values.ranks), len(part.ranks) - 1)
+    if (part.ranks[places] != values.ranks).any() or (part.counts[places] != values.counts).any():
         return False
     norms = np.sqrt(part.squares[places])
-    scales = (1, len(held.ranks))
-    given = held.column("l2")
+    scales = (1, len(values.ranks))
+    given = values.column("l2")
     if any(bool((abs(given * scale - norms) <= _CLOSE * norms).all()) for scale in scales):
         return True
     if part.sketches is None:
         return False
     apart = _between(part.sketches[places])
-    given = _between(held.column("sketch"))
+    given = _between(values.column("sketch"))
     allowed = _CLOSE_APART * abs(apart).max()
     ways = [sign * scale * given for sign in (1, -1) for scale in scales]
     return bool(allowed) and any(bool((abs(way - apart) <= allowed).all()) for way in ways)
@@ -139,74 +139,75 @@ def _between(sketches: Array) -> Array:
 
 
 def _without_training_apart(
-    suspects: Iterable[Candidate], scene: CheckContext
+    candidates: Iterable[Candidate], context: CheckContext
 ) -> Iterator[Candidate]:
-    """Yield the suspects but for what differs because ranks train apart."""
-    for suspect in suspects:
-        life = scene.life(suspect.incarnation)
-        if not life.averages or not _is_apart(suspect, life):
-            yield suspect
+    """Yield the candidates but for what differs because ranks train apart."""
+    for candidate in candidates:
+        incarnation = context.incarnation(candidate.incarnation)
+        if not incarnation.averages or not _is_apart(candidate, incarnation):
+            yield candidate
             continue
-        scene.ledger.note(
-            f"ranks train apart and average their parameters (seen in step {life.averages[0]}): "
-            "gradients and parameters of steps without a reduction were not compared"
+        context.coverage.note(
+            "ranks train apart and average their parameters "
+            f"(seen in step {incarnation.averages[0]}): gradients and parameters of steps without "
+            "a reduction were not compared"
         )
 
 
-def _is_apart(suspect: Candidate, life: IncarnationState) -> bool:
-    if suspect.step not in life.apart:
+def _is_apart(candidate: Candidate, incarnation: IncarnationState) -> bool:
+    if candidate.step not in incarnation.apart:
         return False
-    return suspect.kind is Kind.GRADIENT or (
-        suspect.kind is Kind.REPLICA and suspect.phase in (Phase.GRADS, Phase.PARAMS)
+    return candidate.kind is Kind.GRADIENT or (
+        candidate.kind is Kind.REPLICA and candidate.phase in (Phase.GRADS, Phase.PARAMS)
     )
 
 
 # ---- reductions inside an optimizer's step -------------------------------------------------------
 
 
-def _note_updates(moment: StepView, scene: CheckContext) -> None:
+def _note_updates(step_view: StepView, context: CheckContext) -> None:
     """Keep what became of the parameters of a step in which no gradient agreed, and of the next: a
     sharded optimizer may hand its part round behind its step."""
-    life = scene.life(moment.incarnation)
-    if not life.apart or moment.step > max(life.apart) + 1:
+    incarnation = context.incarnation(step_view.incarnation)
+    if not incarnation.apart or step_view.step > max(incarnation.apart) + 1:
         return
-    for held in moment.values(Phase.PARAMS):
-        before = life.parameters.get((held.call.path, held.slot))
-        if before is not None and held.slot.startswith("param:"):
-            key = (held.call.path, held.slot[6:])
+    for values in step_view.values(Phase.PARAMS):
+        before = incarnation.parameters.get((values.call.path, values.slot))
+        if before is not None and values.slot.startswith("param:"):
+            key = (values.call.path, values.slot[6:])
             update = ParameterUpdate(
-                held.ranks.copy(), held.hashes.copy(), before.ranks, before.hashes
+                values.ranks.copy(), values.hashes.copy(), before.ranks, before.hashes
             )
-            life.updates.setdefault(key, {})[moment.step] = update
+            incarnation.updates.setdefault(key, {})[step_view.step] = update
 
 
 def _without_late_reductions(
-    suspects: Iterable[Candidate], scene: CheckContext
+    candidates: Iterable[Candidate], context: CheckContext
 ) -> Iterator[Candidate]:
-    """Yield the suspects but for gradients that were reduced behind their reading."""
-    for suspect in suspects:
-        life = scene.life(suspect.incarnation)
-        updates = life.updates.get((suspect.path, suspect.slot.partition(":")[2]), {})
-        if suspect.step in life.apart and (
-            (suspect.kind is Kind.GRADIENT and _moved_alike(suspect, updates))
-            or (suspect.kind is Kind.PARAMETER and _moved_late(suspect, updates))
+    """Yield the candidates but for gradients that were reduced behind their reading."""
+    for candidate in candidates:
+        incarnation = context.incarnation(candidate.incarnation)
+        updates = incarnation.updates.get((candidate.path, candidate.slot.partition(":")[2]), {})
+        if candidate.step in incarnation.apart and (
+            (candidate.kind is Kind.GRADIENT and _moved_alike(candidate, updates))
+            or (candidate.kind is Kind.PARAMETER and _moved_late(candidate, updates))
         ):
-            scene.ledger.note(
+            context.coverage.note(
                 "gradients differ before the optimizer's step and their parameters are the same "
                 "after it: reduced inside the step, so these gradients were not compared"
             )
         else:
-            yield suspect
+            yield candidate
 
 
-def _moved_late(suspect: Candidate, updates: Mapping[int, ParameterUpdate]) -> bool:
-    following = updates.get(suspect.step + 1)
-    return following is not None and following.of(suspect.members) == "alike"
+def _moved_late(candidate: Candidate, updates: Mapping[int, ParameterUpdate]) -> bool:
+    following = updates.get(candidate.step + 1)
+    return following is not None and following.of(candidate.members) == "alike"
 
 
-def _moved_alike(suspect: Candidate, updates: Mapping[int, ParameterUpdate]) -> bool:
-    steps = [step for step in (suspect.step, suspect.step + 1) if step in updates]
-    found = [updates[step].of(suspect.members) for step in steps]
+def _moved_alike(candidate: Candidate, updates: Mapping[int, ParameterUpdate]) -> bool:
+    steps = [step for step in (candidate.step, candidate.step + 1) if step in updates]
+    found = [updates[step].of(candidate.members) for step in steps]
     return any(each == "alike" for each in found) and "apart" not in found
 
 
@@ -214,40 +215,44 @@ def _moved_alike(suspect: Candidate, updates: Mapping[int, ParameterUpdate]) -> 
 
 
 def _with_one_warning(listed: list[Candidate]) -> Iterator[Candidate]:
-    """Yield the suspects, with one warning in place of all that comes of steps in `no_sync()`."""
+    """Yield the candidates, with one warning in place of all that comes of steps in `no_sync()`."""
     first: dict[int, Candidate] = {}
-    for suspect in listed:
-        if _is_held_back(suspect):
-            first.setdefault(suspect.incarnation, suspect)
-    told = {
-        life: sum(_is_due_to(suspect, began) for suspect in listed if suspect.incarnation == life)
-        for life, began in first.items()
+    for candidate in listed:
+        if _is_held_back(candidate):
+            first.setdefault(candidate.incarnation, candidate)
+    counts = {
+        incarnation: sum(
+            _is_due_to(candidate, began)
+            for candidate in listed
+            if candidate.incarnation == incarnation
+        )
+        for incarnation, began in first.items()
     }
-    for suspect in listed:
-        began = first.get(suspect.incarnation)
-        if began is None or not _is_due_to(suspect, began):
-            yield suspect
-        elif suspect is began:
+    for candidate in listed:
+        began = first.get(candidate.incarnation)
+        if began is None or not _is_due_to(candidate, began):
+            yield candidate
+        elif candidate is began:
             yield dataclasses.replace(
                 began,
                 message=f"{ranks_named(began.members.tolist())} step inside no_sync(), each with "
                 "gradients of their own data, and no traced step averages their parameters; what "
                 "differs between these ranks from here on follows from that",
                 advice=_ADVICE,
-                weight=told[suspect.incarnation],
+                weight=counts[candidate.incarnation],
             )
 
 
-def _is_held_back(suspect: Candidate) -> bool:
-    return suspect.kind is Kind.GRADIENT and suspect.severity is Severity.WARNING
+def _is_held_back(candidate: Candidate) -> bool:
+    return candidate.kind is Kind.GRADIENT and candidate.severity is Severity.WARNING
 
 
-def _is_due_to(suspect: Candidate, began: Candidate) -> bool:
-    if _is_held_back(suspect):
+def _is_due_to(candidate: Candidate, began: Candidate) -> bool:
+    if _is_held_back(candidate):
         return True
     return (
-        suspect.kind is Kind.REPLICA
-        and suspect.phase in _FOLLOWS
-        and suspect.step >= began.step
-        and bool(np.isin(suspect.members, began.members).all())
+        candidate.kind is Kind.REPLICA
+        and candidate.phase in _FOLLOWS
+        and candidate.step >= began.step
+        and bool(np.isin(candidate.members, began.members).all())
     )

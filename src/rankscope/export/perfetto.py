@@ -332,21 +332,21 @@ def _results(
         mine = found.setdefault(rank, {})
         if slot.partition(".")[0] not in stems or len(mine) >= _MAX_RESULTS:
             continue
-        told: dict[str, packets.Argument] = {
+        arguments: dict[str, packets.Argument] = {
             "dtype": shared["dtype"],
             "shape": "x".join(map(str, fold.shape)) or "scalar",
         }
         if shared["placements"]:
-            told["placements"] = " ".join(f"{k}={v}" for k, v in shared["placements"].items())
+            arguments["placements"] = " ".join(f"{k}={v}" for k, v in shared["placements"].items())
         if fold.flags:
-            told["flags"] = ",".join(fold.flags)
+            arguments["flags"] = ",".join(fold.flags)
         if columns["values.digested"][row]:
             digest = column_digest(columns, row)
             numbers = {n: digest.number(n) for n in numbers_with_first("mean", "std")}
-            told |= {name: value for name, value in numbers.items() if not math.isnan(value)}
-            told |= {name: digest.number(name) for name in (*COUNTS[1:], *COUNTS[:1])}
-            told["hash"] = f"{digest.hash:016x}"
-        mine[slot] = told
+            arguments |= {name: value for name, value in numbers.items() if not math.isnan(value)}
+            arguments |= {name: digest.number(name) for name in (*COUNTS[1:], *COUNTS[:1])}
+            arguments["hash"] = f"{digest.hash:016x}"
+        mine[slot] = arguments
     return found
 
 

@@ -97,7 +97,7 @@ class SocketLink:
         self._is_done = False
         self.rejection = ""
         self.stall: Stall | None = None
-        self._told: Stall | None = None
+        self._sent: Stall | None = None
         self.heard_at = float("-inf")
         self._beat_at = float("-inf")
         self._first = 0
@@ -121,7 +121,7 @@ class SocketLink:
 
     def exchange(self, shipments: dict[StreamId, Shipment], now: float, job: JobState) -> bool:
         """Send and receive what can be; True where anything was."""
-        has_news = job is not self._job or self.stall != self._told
+        has_news = job is not self._job or self.stall != self._sent
         if now - self._beat_at > _BEAT_S or has_news:
             self._job = job
             self._send(Hello(PROTOCOL_VERSION, socket.gethostname(), self._header.run_id))
@@ -130,7 +130,7 @@ class SocketLink:
             self._send(Beat(alive, held, job, self._header.max_restarts))
             if self.stall is not None:  # again and again: any of them may be lost
                 self._send(self.stall)
-                self._told = self.stall
+                self._sent = self.stall
             self._beat_at = now
         was_busy = self._receive(shipments, now)
         return self._pump(list(shipments.values()), now) or was_busy
@@ -229,7 +229,7 @@ class SharedLink:
         self.heard_at = time.monotonic()
         self.rejection = ""
         self.stall: Stall | None = None
-        self._told: Stall | None = None
+        self._sent: Stall | None = None
         self._run_id = header.run_id
         self._replicas = ReplicaFiles(self._out)
         log(f"writing run {header.run_id} into the shared folder {self._out}")
@@ -278,11 +278,11 @@ class SharedLink:
         self._replicas.close()
 
     def _tell(self) -> None:
-        if self.stall is None or self.stall == self._told:
+        if self.stall is None or self.stall == self._sent:
             return
         with contextlib.suppress(SpoolError):  # the disk is full: tried again
             keep_stall(self._out, self._name, self.stall)
-            self._told = self.stall
+            self._sent = self.stall
 
     def _ship(self, shipment: Shipment, now: float) -> bool:
         message = shipment.next_message(now, WINDOW_BYTES)

@@ -190,10 +190,10 @@ def parse_placement(text: str) -> Placement:
     if found is None or kind is None or facts is None:
         return other
     parts = [part.strip() for part in found[2].split(",") if part.strip()]
-    told = [part.split("=")[-1].strip().strip("'\"") for part in parts]
-    if len(told) > len(facts.arguments):
+    given = [part.split("=")[-1].strip().strip("'\"") for part in parts]
+    if len(given) > len(facts.arguments):
         return other
-    values: dict[str, Any] = dict(zip(facts.arguments, told))
+    values: dict[str, Any] = dict(zip(facts.arguments, given))
     for name in facts.arguments:
         value = values.setdefault(name, _UNTOLD.get(name))
         if name != "reduce_op" and isinstance(value, str):

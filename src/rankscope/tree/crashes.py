@@ -36,7 +36,7 @@ class Crash:
     """When that call began, or the last one of the rank, since the first call of the run."""
 
     @property
-    def told(self) -> str:
+    def sentence(self) -> str:
         """The exception and, outside of any module's call, what it came of and where."""
         error = self.error or "an exception"
         if self.path is not None:
@@ -48,8 +48,8 @@ class Crash:
     def __str__(self) -> str:
         last = "before any step" if self.mode is None else f"{self.mode.word} step {self.step}"
         if self.path is None:
-            return f"{self.told}  {last if self.mode is None else f'last traced: {last}'}"
-        return f"{self.told}  in {self.path or '(root)'}, {last}"
+            return f"{self.sentence}  {last if self.mode is None else f'last traced: {last}'}"
+        return f"{self.sentence}  in {self.path or '(root)'}, {last}"
 
 
 def crashes(trace: Trace) -> list[Crash]:

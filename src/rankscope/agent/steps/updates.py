@@ -64,7 +64,7 @@ class Updates:
         """Parameters read behind an optimizer step of this step."""
         self._unheld: set[int] = set()
         """Parameters that no optimizer held when one stepped in this step."""
-        self._told: set[int] = set()
+        self._unheld_read: set[int] = set()
         """Parameters of no optimizer of which it was said in this step whether they have a
         gradient."""
         self._shown = 0
@@ -120,7 +120,7 @@ class Updates:
         self._carried = frozenset()
         self._read.clear()
         self._unheld.clear()
-        self._told.clear()
+        self._unheld_read.clear()
         self._noted.clear()
         self._events.end_step()
 
@@ -135,9 +135,9 @@ class Updates:
         self._flags = flags
         holdings = self._holdings(optimizer)
         self._note(step, describe_strangers(optimizer, holdings))
-        again = holdings.unheld & self._told
+        again = holdings.unheld & self._unheld_read
         concerned = holdings.own | (holdings.unheld - again) | self._events.having_gradient(again)
-        self._told |= holdings.unheld
+        self._unheld_read |= holdings.unheld
         self._events.gradients(
             step, self._count - 1, concerned, flags=flags, unheld=holdings.unheld,
             carried=self._carried, extras=scaling_of(optimizer),

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.diagnosis.candidates import Candidate, suspect_at
+from rankscope.diagnosis.candidates import Candidate, candidate_at
 from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.distances import minority
 from rankscope.diagnosis.stepview import SlotValues, StepView
@@ -30,35 +30,35 @@ Array = NDArray[Any]
 _CARRIED = int(ValueFlag.CARRIED)
 
 
-def carried_gradients(moment: StepView, scene: CheckContext) -> Iterator[Candidate]:
-    """Yield one suspect for a step that some ranks began with gradients of the step before."""
-    gradients = [h for h in moment.values(Phase.GRADS) if h.slot.startswith("grad:")]
-    marks = [(held, (held.flags & _CARRIED) != 0) for held in gradients]
+def carried_gradients(step_view: StepView, context: CheckContext) -> Iterator[Candidate]:
+    """Yield one candidate for a step that some ranks began with gradients of the step before."""
+    gradients = [h for h in step_view.values(Phase.GRADS) if h.slot.startswith("grad:")]
+    marks = [(values, (values.flags & _CARRIED) != 0) for values in gradients]
     bearers = np.unique(np.concatenate([h.ranks[m] for h, m in marks] or [np.zeros(0, np.int64)]))
     shared = [(h, m) for h, m in marks if m.any() and not np.isin(h.ranks, bearers).all()]
     if shared:
-        yield _suspect(moment, scene, [held for held, _ in shared], bearers)
+        yield _candidate(step_view, context, [values for values, _ in shared], bearers)
 
 
-def _suspect(
-    moment: StepView, scene: CheckContext, gradients: list[SlotValues], bearers: Array
+def _candidate(
+    step_view: StepView, context: CheckContext, gradients: list[SlotValues], bearers: Array
 ) -> Candidate:
     first = gradients[0]
-    ranks = np.unique(np.concatenate([held.ranks for held in gradients]))
+    ranks = np.unique(np.concatenate([values.ranks for values in gradients]))
     own = ranks[np.isin(ranks, bearers)]
     others = ranks[~np.isin(ranks, bearers)]
     odd = minority(ranks, np.isin(ranks, bearers))
     blamed = odd if len(odd) < len(ranks) else own
-    for held in gradients:
-        scene.ledger.applied(held)
-    return suspect_at(
-        moment,
+    for values in gradients:
+        context.coverage.applied(values)
+    return candidate_at(
+        step_view,
         first.call,
         Kind.REPLICA,
         first.slot,
         blamed,
         blamed,
-        scene.times(first, blamed) - 2,  # before gradients are reduced: see diagnosis/joins.py
+        context.times(first, blamed) - 2,  # before gradients are reduced: see diagnosis/joins.py
         f"backward began with the gradients of the step before on {ranks_named(own.tolist())}, and "
         f"without on {ranks_named(others.tolist())}: they were added to this step's",
         advice="zero_grad was not called on every one of these ranks between the two backward "

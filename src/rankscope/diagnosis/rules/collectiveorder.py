@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.diagnosis.candidates import Candidate, suspect_at
+from rankscope.diagnosis.candidates import Candidate, candidate_at
 from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.distances import minority
 from rankscope.diagnosis.issuedcollectives import MESSAGES, IssuedCollective, issues_of
@@ -30,40 +30,40 @@ _SAME_SHAPE: Final = frozenset({"all_reduce", "broadcast", "reduce"})
 _FACTS: Final = ("op", "reduce", "src", "dst")
 
 
-def mismatched_collectives(moment: StepView, scene: CheckContext) -> Iterator[Candidate]:
-    """Yield a suspect for every collective whose sides do not belong together."""
-    issues = [issue for issue in issues_of(moment) if issue.op not in MESSAGES]
+def mismatched_collectives(step_view: StepView, context: CheckContext) -> Iterator[Candidate]:
+    """Yield a candidate for every collective whose sides do not belong together."""
+    issues = [issue for issue in issues_of(step_view) if issue.op not in MESSAGES]
     by_group: dict[str, list[IssuedCollective]] = {}
     for issue in issues:
         by_group.setdefault(issue.group, []).append(issue)
     for group in by_group.values():
         meant = {tuple(sorted(issue.members)) for issue in group}
         if len(meant) > 1:
-            yield from _other_members(moment, scene, group)
+            yield from _other_members(step_view, context, group)
             continue
-        yield from _other_facts(moment, scene, group)
-        yield from _swapped(moment, scene, group)
+        yield from _other_facts(step_view, context, group)
+        yield from _swapped(step_view, context, group)
 
 
 # ---- members -------------------------------------------------------------------------------------
 
 
 def _other_members(
-    moment: StepView, scene: CheckContext, group: list[IssuedCollective]
+    step_view: StepView, context: CheckContext, group: list[IssuedCollective]
 ) -> Iterator[Candidate]:
     by_call: dict[int, list[IssuedCollective]] = {}
     for issue in group:
         by_call.setdefault(id(issue.call), []).append(issue)
     for issues in by_call.values():
         if len({tuple(sorted(issue.members)) for issue in issues}) > 1:
-            yield _group_suspect(moment, scene, issues)
+            yield _group_candidate(step_view, context, issues)
 
 
-def _group_suspect(
-    moment: StepView, scene: CheckContext, issues: list[IssuedCollective]
+def _group_candidate(
+    step_view: StepView, context: CheckContext, issues: list[IssuedCollective]
 ) -> Candidate:
     call = issues[0].call
-    together = [i for i in issues_of(moment) if i.call is call]
+    together = [i for i in issues_of(step_view) if i.call is call]
     ranks = np.concatenate([issue.ranks for issue in issues])
     keys = np.array([str(sorted(i.members)) for i in issues for _ in i.ranks])
     members = np.unique(np.concatenate([issue.ranks for issue in together]))
@@ -74,14 +74,14 @@ def _group_suspect(
         f"{ranks_named(i.ranks.tolist())} mean {list(i.members)} by group {i.group}"
         for i in together
     )
-    return suspect_at(
-        moment,
+    return candidate_at(
+        step_view,
         call,
         Kind.GROUP,
         issues[0].slot,
         blamed,
         members,
-        scene.clock.of_call(call, members),
+        context.clock.of_call(call, members),
         f"{issues[0].op}: {listed}",
         evidence=lambda: {
             "groups": [
@@ -104,42 +104,42 @@ def _by_sequence(group: list[IssuedCollective]) -> dict[int, list[IssuedCollecti
 
 
 def _other_facts(
-    moment: StepView, scene: CheckContext, group: list[IssuedCollective]
+    step_view: StepView, context: CheckContext, group: list[IssuedCollective]
 ) -> Iterator[Candidate]:
     for issues in _by_sequence(group).values():
-        told = [_told(issue) for issue in issues]
-        if len(issues) > 1 and len(set(told)) > 1:
-            yield _facts_suspect(moment, scene, issues, told)
+        facts = [_facts_text(issue) for issue in issues]
+        if len(issues) > 1 and len(set(facts)) > 1:
+            yield _facts_candidate(step_view, context, issues, facts)
 
 
-def _told(issue: IssuedCollective) -> str:
+def _facts_text(issue: IssuedCollective) -> str:
     """Return what must be the same on all ranks, as text."""
     facts = [f"{name}={issue.facts[name]}" for name in _FACTS if name in issue.facts]
-    held = issue.call.held.get("input.0")
-    if issue.op in _SAME_SHAPE and held is not None and len(held.views) > 1:
-        own = [view for view in held.views if issue.ranks[0] in view.ranks]
+    values = issue.call.slots.get("input.0")
+    if issue.op in _SAME_SHAPE and values is not None and len(values.views) > 1:
+        own = [view for view in values.views if issue.ranks[0] in view.ranks]
         facts += [f"dtype={view.dtype}" for view in own]
-    if issue.op in _SAME_SHAPE and held is not None:
-        shape = next((v.shapes()[r] for r in issue.ranks.tolist() for v in held.views
+    if issue.op in _SAME_SHAPE and values is not None:
+        shape = next((v.shapes()[r] for r in issue.ranks.tolist() for v in values.views
                       if r in v.ranks), None)  # fmt: skip
         facts += [f"shape={list(shape)}"] if shape is not None else []
     return " ".join(facts)
 
 
-def _facts_suspect(
-    moment: StepView, scene: CheckContext, issues: list[IssuedCollective], told: list[str]
+def _facts_candidate(
+    step_view: StepView, context: CheckContext, issues: list[IssuedCollective], facts: list[str]
 ) -> Candidate:
     ranks = np.concatenate([issue.ranks for issue in issues])
-    keys = np.array([text for issue, text in zip(issues, told) for _ in issue.ranks])
-    times = np.concatenate([scene.clock.of_call(i.call, i.ranks) for i in issues])
+    keys = np.array([text for issue, text in zip(issues, facts) for _ in issue.ranks])
+    times = np.concatenate([context.clock.of_call(i.call, i.ranks) for i in issues])
     order = np.argsort(ranks, kind="stable")
     listed = "; ".join(
         f"{ranks_named(i.ranks.tolist())}: {text} in {i.call.path or '(root)'}"
-        for i, text in zip(issues, told)
+        for i, text in zip(issues, facts)
     )
     first = issues[0]
-    return suspect_at(
-        moment,
+    return candidate_at(
+        step_view,
         first.call,
         Kind.COLLECTIVE,
         first.slot,
@@ -150,7 +150,7 @@ def _facts_suspect(
         evidence=lambda: {
             "sides": [
                 {"ranks": ranks_text(i.ranks.tolist()), "path": i.call.path, "call": text}
-                for i, text in zip(issues, told)
+                for i, text in zip(issues, facts)
             ]
         },
         priority=-2,
@@ -161,7 +161,7 @@ def _facts_suspect(
 
 
 def _swapped(
-    moment: StepView, scene: CheckContext, group: list[IssuedCollective]
+    step_view: StepView, context: CheckContext, group: list[IssuedCollective]
 ) -> Iterator[Candidate]:
     """Yield both call sites where some ranks issued two collectives in the other order."""
     forward = [i for i in group if i.facts.get("issuer") != "backward"]
@@ -180,7 +180,7 @@ def _swapped(
     crossed = [n for n in range(length) if len({line[n] for line in sites.values()}) > 1]
     times = np.array(
         [
-            min(int(scene.clock.of_call(lines[r][n][1].call, np.array([r]))[0]) for n in crossed)
+            min(int(context.clock.of_call(lines[r][n][1].call, np.array([r]))[0]) for n in crossed)
             for r in ranks.tolist()
         ]
     )
@@ -191,11 +191,11 @@ def _swapped(
             place = (issue.call.path, issue.slot)
             if place not in seen:
                 seen.add(place)
-                yield _swap_suspect(moment, issue, ranks, keys, times, crossed, lines)
+                yield _swap_candidate(step_view, issue, ranks, keys, times, crossed, lines)
 
 
-def _swap_suspect(
-    moment: StepView,
+def _swap_candidate(
+    step_view: StepView,
     issue: IssuedCollective,
     ranks: Array,
     keys: Array,
@@ -214,8 +214,8 @@ def _swap_suspect(
         for key in dict.fromkeys(keys.tolist())
     ]
     listed = "; ".join(f"ranks {side['ranks']}: {' then '.join(side['order'])}" for side in sides)
-    return suspect_at(
-        moment,
+    return candidate_at(
+        step_view,
         issue.call,
         Kind.COLLECTIVE,
         issue.slot,

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.diagnosis.candidates import Candidate, suspect_at
+from rankscope.diagnosis.candidates import Candidate, candidate_at
 from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.datapeers import data_lines, root_calls
 from rankscope.diagnosis.stepview import SlotValues, StepView
@@ -25,44 +25,44 @@ __all__ = ["duplicate_batches"]
 Array = NDArray[Any]
 
 
-def duplicate_batches(moment: StepView, scene: CheckContext) -> Iterator[Candidate]:
+def duplicate_batches(step_view: StepView, context: CheckContext) -> Iterator[Candidate]:
     """Yield one warning for the first step in which data-parallel ranks had the same inputs."""
-    if moment.is_setup or moment.mode.word != "train":
+    if step_view.is_setup or step_view.mode.word != "train":
         return
-    inputs = [h for call in root_calls(moment) for h in call.inputs if not h.is_constant]
-    lines = data_lines(moment, scene) if inputs else {}
+    inputs = [h for call in root_calls(step_view) for h in call.inputs if not h.is_constant]
+    lines = data_lines(step_view, context) if inputs else {}
     for source, groups in lines.items():
         same = [line for line in groups if _is_shared(inputs, line)]
-        for held in inputs:
-            scene.ledger.applied(held)
+        for values in inputs:
+            context.coverage.applied(values)
         place = ("", "duplicate")
-        if same and place not in scene.life(moment.incarnation).warned:
-            scene.life(moment.incarnation).warned.add(place)
-            yield _suspect(moment, scene, inputs[0], source, same)
+        if same and place not in context.incarnation(step_view.incarnation).warned:
+            context.incarnation(step_view.incarnation).warned.add(place)
+            yield _candidate(step_view, context, inputs[0], source, same)
             return
 
 
 def _is_shared(inputs: list[SlotValues], line: Array) -> bool:
-    held_by_line = [held for held in inputs if (held.at(line) >= 0).all()]
-    return bool(held_by_line) and all(held.agree(line) is True for held in held_by_line)
+    on_one_line = [values for values in inputs if (values.at(line) >= 0).all()]
+    return bool(on_one_line) and all(values.agree(line) is True for values in on_one_line)
 
 
-def _suspect(
-    moment: StepView, scene: CheckContext, held: SlotValues, source: str, lines: list[Array]
+def _candidate(
+    step_view: StepView, context: CheckContext, values: SlotValues, source: str, lines: list[Array]
 ) -> Candidate:
     ranks = np.unique(np.concatenate(lines))
 
     def evidence() -> dict[str, Any]:
         return {"data_axis": source, "same_on": [ranks_text(line.tolist()) for line in lines[:8]]}
 
-    return suspect_at(
-        moment,
-        held.call,
+    return candidate_at(
+        step_view,
+        values.call,
         Kind.DUPLICATE,
-        held.slot,
+        values.slot,
         ranks,
         ranks,
-        scene.times(held, ranks),
+        context.times(values, ranks),
         f"{ranks_named(ranks.tolist())} are data-parallel ({source}) and were handed the same "
         f"batch",
         severity=Severity.WARNING,

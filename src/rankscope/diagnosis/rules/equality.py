@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.diagnosis.candidates import Candidate, suspect_at
+from rankscope.diagnosis.candidates import Candidate, candidate_at
 from rankscope.diagnosis.context import CheckContext, IncarnationState
 from rankscope.diagnosis.datapeers import same_inputs
 from rankscope.diagnosis.distances import (
@@ -55,21 +55,21 @@ _STRAIGHT: Final = 1e-2
 _PHASES: Final = tuple(phase for phase in Phase if phase is not Phase.COLLECTIVE)
 
 
-def unequal_replicas(moment: StepView, scene: CheckContext) -> Iterator[Candidate]:
-    """Yield a suspect for every value whose replicas differ."""
-    life = scene.life(moment.incarnation)
-    batches = _SharedBatches(moment)
+def unequal_replicas(step_view: StepView, context: CheckContext) -> Iterator[Candidate]:
+    """Yield a candidate for every value whose replicas differ."""
+    incarnation = context.incarnation(step_view.incarnation)
+    batches = _SharedBatches(step_view)
     gradients: list[tuple[SlotValues, Candidate]] = []
-    for held in moment.values(*_PHASES):
-        for same in _known_of(held, moment, scene, life):
-            groups, is_applied = differing_groups(held, same.groups)
+    for values in step_view.values(*_PHASES):
+        for same in _known_of(values, step_view, context, incarnation):
+            groups, is_applied = differing_groups(values, same.groups)
             if is_applied:
-                scene.ledger.applied(held)
-            if groups and not _is_rounding(held, groups, scene, moment):
-                suspect = _suspect(moment, scene, held, same, groups, batches)
-                if held.call.phase is Phase.GRADS:
-                    gradients.append((held, suspect))
-                yield suspect
+                context.coverage.applied(values)
+            if groups and not _is_rounding(values, groups, context, step_view):
+                candidate = _candidate(step_view, context, values, same, groups, batches)
+                if values.call.phase is Phase.GRADS:
+                    gradients.append((values, candidate))
+                yield candidate
                 break
     _note_crossed(gradients)
 
@@ -78,38 +78,38 @@ def _note_crossed(gradients: list[tuple[SlotValues, Candidate]]) -> None:
     """Call it another kind of fault where two gradients met in one reduction: what one parameter
     has on some ranks, bit by bit, the other has on the others."""
     holders: dict[int, list[tuple[SlotValues, Candidate]]] = {}
-    for held, suspect in gradients:
-        for number in np.unique(held.hashes).tolist():
-            holders.setdefault(number, []).append((held, suspect))
-    for held, suspect in gradients:
-        own = np.unique(held.hashes).tolist()
+    for values, candidate in gradients:
+        for number in np.unique(values.hashes).tolist():
+            holders.setdefault(number, []).append((values, candidate))
+    for values, candidate in gradients:
+        own = np.unique(values.hashes).tolist()
         for other, _ in (each for number in own for each in holders[number]):
-            if other is held or held.is_constant or suspect.kind is Kind.COLLECTIVE:
+            if other is values or values.is_constant or candidate.kind is Kind.COLLECTIVE:
                 continue
-            is_same_set = np.array_equal(np.unique(other.hashes), np.unique(held.hashes))
-            if not is_same_set or not np.array_equal(other.ranks, held.ranks):
+            is_same_set = np.array_equal(np.unique(other.hashes), np.unique(values.hashes))
+            if not is_same_set or not np.array_equal(other.ranks, values.ranks):
                 continue
-            if len(own) > 1 and (other.hashes != held.hashes).any():
-                suspect.kind = Kind.COLLECTIVE
-                suspect.message = (
-                    f"{ranks_named(suspect.ranks)} reduced it together with "
+            if len(own) > 1 and (other.hashes != values.hashes).any():
+                candidate.kind = Kind.COLLECTIVE
+                candidate.message = (
+                    f"{ranks_named(candidate.ranks)} reduced it together with "
                     f"{other.call.path}:{other.slot}: what it holds on some ranks, the other holds "
                     f"on the others"
                 )
-                suspect.advice = _CROSSED
+                candidate.advice = _CROSSED
 
 
 def _known_of(
-    held: SlotValues, moment: StepView, scene: CheckContext, life: IncarnationState
+    values: SlotValues, step_view: StepView, context: CheckContext, incarnation: IncarnationState
 ) -> Iterator[Same]:
     """Yield which ranks should hold the same: as a layout says, and on ranks of which it does not
     speak as was inferred."""
-    laid = scene.layouts.same(held)
+    laid = context.layouts.same(values)
     if laid is not None and laid.groups:
         yield laid
     is_inferable = laid is None or laid.source == "dtensor"
-    if is_inferable and held.slot.startswith(("param:", "grad:")):
-        inferred = life.replicas.same(held, moment)
+    if is_inferable and values.slot.startswith(("param:", "grad:")):
+        inferred = incarnation.replicas.same(values, step_view)
         if inferred is not None:
             yield inferred
 
@@ -118,16 +118,16 @@ class _SharedBatches:
     """Which ranks were handed the same batch in a step, and what drew other random numbers on
     them; read once, and only where something is wrong."""
 
-    def __init__(self, moment: StepView) -> None:
-        self._moment = moment
+    def __init__(self, step_view: StepView) -> None:
+        self._step_view = step_view
 
     @cached_property
     def _shared(self) -> tuple[Array, ...]:
-        return same_inputs(self._moment)
+        return same_inputs(self._step_view)
 
     @cached_property
     def _random(self) -> list[CallView]:
-        calls = self._moment.of(Phase.FORWARD)
+        calls = self._step_view.of(Phase.FORWARD)
         return [call for call in calls if "dropout" in call.node.class_name.lower()]
 
     def is_shared(self, group: Array) -> bool:
@@ -148,99 +148,99 @@ def _differs_alone(call: CallView, group: Array) -> bool:
     return bool(handed) and all(each is True for each in handed) and False in made
 
 
-def differing_groups(held: SlotValues, groups: tuple[Array, ...]) -> tuple[list[Array], bool]:
+def differing_groups(values: SlotValues, groups: tuple[Array, ...]) -> tuple[list[Array], bool]:
     """Return the groups whose ranks hold different bytes, and whether any could be compared.
 
     Ranks that recorded nothing are left out of their group.
     """
     if len({len(group) for group in groups}) == 1:
         matrix = np.stack(groups)
-        places = held.at(matrix)
-        if (places >= 0).all() and held.is_known[places].all():
-            hashes, counts = held.hashes[places], held.counts[places]
+        places = values.at(matrix)
+        if (places >= 0).all() and values.is_known[places].all():
+            hashes, counts = values.hashes[places], values.counts[places]
             differ = (hashes != hashes[:, :1]) | (counts != counts[:, :1])
             found = [groups[row] for row in np.flatnonzero(differ.any(axis=1))]
-            return [g for g in found if held.agree(g) is False], True
+            return [g for g in found if values.agree(g) is False], True
     found, is_applied = [], False
     for group in groups:
-        places = held.at(group)
-        present = group[(places >= 0) & held.is_known[np.maximum(places, 0)]]
+        places = values.at(group)
+        present = group[(places >= 0) & values.is_known[np.maximum(places, 0)]]
         if len(present) > 1:
-            answer = held.agree(present)
+            answer = values.agree(present)
             is_applied |= answer is not None
             if answer is False:
                 found.append(present)
     return found, is_applied
 
 
-def is_within_rounding(held: SlotValues, groups: list[Array]) -> bool:
+def is_within_rounding(values: SlotValues, groups: list[Array]) -> bool:
     """True where what differs does so by rounding alone."""
-    allowed = rounding_of(held.dtype)
-    return bool(allowed) and all(distance(held, held.at(g)) <= allowed for g in groups)
+    allowed = rounding_of(values.dtype)
+    return bool(allowed) and all(distance(values, values.at(g)) <= allowed for g in groups)
 
 
 def _is_rounding(
-    held: SlotValues, groups: list[Array], scene: CheckContext, moment: StepView
+    values: SlotValues, groups: list[Array], context: CheckContext, step_view: StepView
 ) -> bool:
-    life = scene.life(moment.incarnation)
-    key = (held.call.path, held.slot.partition(":")[2])
-    phase = held.call.phase
+    incarnation = context.incarnation(step_view.incarnation)
+    key = (values.call.path, values.slot.partition(":")[2])
+    phase = values.call.phase
     if phase is Phase.PARAMS:
-        return key in life.rounded
-    if phase not in _LOCAL or not is_within_rounding(held, groups):
+        return key in incarnation.rounded
+    if phase not in _LOCAL or not is_within_rounding(values, groups):
         return False
     if phase is Phase.GRADS:
-        life.rounded.add(key)
-    scene.ledger.skip("equal within rounding, not bit by bit")
+        incarnation.rounded.add(key)
+    context.coverage.skip("equal within rounding, not bit by bit")
     return True
 
 
-def _suspect(
-    moment: StepView,
-    scene: CheckContext,
-    held: SlotValues,
+def _candidate(
+    step_view: StepView,
+    context: CheckContext,
+    values: SlotValues,
     same: Same,
     groups: list[Array],
     batches: _SharedBatches,
 ) -> Candidate:
-    blamed = np.concatenate([minority(g, held.hashes[held.at(g)]) for g in groups])
+    blamed = np.concatenate([minority(g, values.hashes[values.at(g)]) for g in groups])
     members = np.unique(np.concatenate(groups))
-    is_told = len(blamed) < len(members)
-    known = None if is_told else _departed(moment, scene, held, groups)
+    is_resolved = len(blamed) < len(members)
+    known = None if is_resolved else _departed(step_view, context, values, groups)
     if known is not None:
-        blamed, is_told = known[0], True
-    is_changed = known is not None and held.call.phase is Phase.GRADS
-    kind = Kind.REPLICA if is_changed else _kind(moment, held, same, groups)
+        blamed, is_resolved = known[0], True
+    is_changed = known is not None and values.call.phase is Phase.GRADS
+    kind = Kind.REPLICA if is_changed else _kind(step_view, values, same, groups)
     whose = ranks_named(blamed.tolist())
-    told = (
+    detail = (
         f"{whose} hold{'s' if len(blamed) == 1 else ''} another value than the other replicas"
-        if is_told
+        if is_resolved
         else f"{whose} should hold the same and do not"
     )
     if known is not None:
-        told = f"{whose} {known[1]}"
+        detail = f"{whose} {known[1]}"
     if kind is Kind.PLACEMENT:
-        told = f"called Replicate(), but {told}"
-    bare = _without_gradient(moment, held, members)
+        detail = f"called Replicate(), but {detail}"
+    bare = _without_gradient(step_view, values, members)
     if len(bare):
-        blamed, is_told = bare, True
-        told = f"{ranks_named(bare.tolist())} had no gradient of it, the other replicas had one"
+        blamed, is_resolved = bare, True
+        detail = f"{ranks_named(bare.tolist())} had no gradient of it, the other replicas had one"
     is_held_back = False
     if kind is Kind.GRADIENT:
-        told = f"{ranks_named(members.tolist())} each step with a gradient of their own data"
-        flags = held.flags[held.at(members)]
+        detail = f"{ranks_named(members.tolist())} each step with a gradient of their own data"
+        flags = values.flags[values.at(members)]
         is_held_back = bool((flags & int(ValueFlag.NO_SYNC)).all())
     random = next(filter(None, map(batches.drawn_apart, groups)), "")
 
     def evidence() -> dict[str, Any]:
         found: dict[str, Any] = {
             "layout": same.source,
-            "values": differing_sides(held, groups),
-            "relative_distance": _finite(max(distance(held, held.at(g)) for g in groups)),
+            "values": differing_sides(values, groups),
+            "relative_distance": _finite(max(distance(values, values.at(g)) for g in groups)),
         }
-        if not is_told:
+        if not is_resolved:
             found["rank_resolution"] = "none"
-        if kind is not Kind.GRADIENT and all(is_multiple(held, held.at(g)) for g in groups):
+        if kind is not Kind.GRADIENT and all(is_multiple(values, values.at(g)) for g in groups):
             found["scaled"] = True
         if random:
             found["random_numbers"] = random
@@ -251,15 +251,15 @@ def _suspect(
         advice = drawn_apart_advice(random)
     elif kind is Kind.GRADIENT and all(batches.is_shared(group) for group in groups):
         advice = _SAME_BATCH
-    return suspect_at(
-        moment,
-        held.call,
+    return candidate_at(
+        step_view,
+        values.call,
         kind,
-        held.slot,
+        values.slot,
         blamed,
         members,
-        scene.times(held, members),
-        f"{told} ({sides_text(held, groups[0])})",
+        context.times(values, members),
+        f"{detail} ({sides_text(values, groups[0])})",
         advice=advice,
         severity=Severity.WARNING if is_held_back else Severity.FAULT,
         evidence=evidence,
@@ -275,35 +275,35 @@ def drawn_apart_advice(path: str) -> str:
 
 
 def _departed(
-    moment: StepView, scene: CheckContext, held: SlotValues, groups: list[Array]
+    step_view: StepView, context: CheckContext, values: SlotValues, groups: list[Array]
 ) -> tuple[Array, str] | None:
     """Return the ranks that left what all of them held before, and how; None where no record tells
     them from the others."""
     if len(groups) != 1:
         return None
     (group,) = groups
-    if held.call.phase is Phase.GRADS:
+    if values.call.phase is Phase.GRADS:
         how = "changed the gradient that the reduction gave"
-        odd = _unlike_reduced(moment, held, group)
+        odd = _unlike_reduced(step_view, values, group)
         return None if odd is None else (odd, how)
-    if held.call.phase is Phase.PARAMS and held.slot.startswith("param:"):
-        return _moved_oddly(moment, scene, held, group)
+    if values.call.phase is Phase.PARAMS and values.slot.startswith("param:"):
+        return _moved_oddly(step_view, context, values, group)
     return None
 
 
-def _unlike_reduced(moment: StepView, held: SlotValues, group: Array) -> Array | None:
+def _unlike_reduced(step_view: StepView, values: SlotValues, group: Array) -> Array | None:
     """Return the ranks on which a gradient is not what an all-reduce gave to all of them."""
-    places = held.at(group)
-    for call in moment.of(Phase.COLLECTIVE):
+    places = values.at(group)
+    for call in step_view.of(Phase.COLLECTIVE):
         for issue in issues_in(call):
-            made = call.held.get("output.0") if issue.op == "all_reduce" else None
+            made = call.slots.get("output.0") if issue.op == "all_reduce" else None
             if made is None or made.agree(group) is not True:
                 continue
-            is_same = held.hashes[places] == made.hashes[made.at(group)]
+            is_same = values.hashes[places] == made.hashes[made.at(group)]
             if (
                 is_same.any()
                 and not is_same.all()
-                and (made.counts[0] == held.counts[places]).all()
+                and (made.counts[0] == values.counts[places]).all()
             ):
                 odd: Array = group[~is_same]
                 return odd
@@ -311,25 +311,27 @@ def _unlike_reduced(moment: StepView, held: SlotValues, group: Array) -> Array |
 
 
 def _moved_oddly(
-    moment: StepView, scene: CheckContext, held: SlotValues, group: Array
+    step_view: StepView, context: CheckContext, values: SlotValues, group: Array
 ) -> tuple[Array, str] | None:
     """Return the ranks whose parameter stayed, or moved elsewhere than its gradient says, where all
     of them held the same before and stepped with one gradient."""
-    before = scene.life(moment.incarnation).parameters.get((held.call.path, held.slot))
-    slot = f"grad:{held.slot[6:]}"
-    own = [call.held[slot] for call in moment.named(held.call.path) if slot in call.held]
+    before = context.incarnation(step_view.incarnation).parameters.get(
+        (values.call.path, values.slot)
+    )
+    slot = f"grad:{values.slot[6:]}"
+    own = [call.slots[slot] for call in step_view.named(values.call.path) if slot in call.slots]
     if before is None or len(own) != 1 or own[0].agree(group) is not True:
         return None
     at = np.searchsorted(before.ranks, group)
     if not np.isin(group, before.ranks).all() or len(set(before.hashes[at].tolist())) > 1:
         return None
-    places, gradient = held.at(group), own[0].column("sketch")[own[0].at(group)[0]]
-    is_odd = held.hashes[places] == before.hashes[at[0]]
+    places, gradient = values.at(group), own[0].column("sketch")[own[0].at(group)[0]]
+    is_odd = values.hashes[places] == before.hashes[at[0]]
     if is_odd.any() and gradient.any():
         return group[is_odd], "did not move, though it stepped with the same gradient"
-    moves = held.column("sketch")[places] - before.sketches[at[0]]
+    moves = values.column("sketch")[places] - before.sketches[at[0]]
     sizes = np.sqrt(np.mean(moves**2, axis=1))
-    if (rounding_of(held.dtype) * held.column("l2")[places] > _STRAIGHT * sizes).any():
+    if (rounding_of(values.dtype) * values.column("l2")[places] > _STRAIGHT * sizes).any():
         return None
     is_odd = np.array([not _is_along(move, gradient) for move in moves])
     if is_odd.any() and not is_odd.all():
@@ -346,16 +348,16 @@ def _is_along(move: Array, gradient: Array) -> bool:
     return rest <= 2 * _STRAIGHT * float(np.sqrt(np.mean(move**2)))
 
 
-def _without_gradient(moment: StepView, held: SlotValues, members: Array) -> Array:
+def _without_gradient(step_view: StepView, values: SlotValues, members: Array) -> Array:
     """Return the ranks that stepped with no gradient of a parameter while other replicas had one;
     none for anything but a parameter after its step."""
     nobody = members[:0]
-    if held.call.phase is not Phase.PARAMS or not held.slot.startswith("param:"):
+    if values.call.phase is not Phase.PARAMS or not values.slot.startswith("param:"):
         return nobody
-    events = [call for call in moment.of(Phase.GRADS) if call.parent is None]
+    events = [call for call in step_view.of(Phase.GRADS) if call.parent is None]
     stepped = np.concatenate([call.ranks for call in events]) if events else nobody
-    slot = f"grad:{held.slot[6:]}"
-    own = [call.held[slot] for call in moment.named(held.call.path) if slot in call.held]
+    slot = f"grad:{values.slot[6:]}"
+    own = [call.slots[slot] for call in step_view.named(values.call.path) if slot in call.slots]
     had = np.concatenate([each.ranks for each in own]) if own else nobody
     bare: Array = members[np.isin(members, stepped) & ~np.isin(members, had)]
     return bare if len(bare) < len(members) else nobody
@@ -365,21 +367,21 @@ def _finite(value: float) -> float | None:
     return value if np.isfinite(value) else None
 
 
-def _kind(moment: StepView, held: SlotValues, same: Same, groups: list[Array]) -> Kind:
-    phase = held.call.phase
+def _kind(step_view: StepView, values: SlotValues, same: Same, groups: list[Array]) -> Kind:
+    phase = values.call.phase
     if phase is Phase.GRADS:
-        return _gradient_kind(moment, held, groups)
+        return _gradient_kind(step_view, values, groups)
     if phase in (Phase.SETUP, Phase.PARAMS, Phase.BACKWARD) or same.source != "dtensor":
         return Kind.REPLICA
-    if is_input(held.slot, phase):
+    if is_input(values.slot, phase):
         return Kind.PLACEMENT
-    return Kind.PLACEMENT if _plain_entered(held, groups) else Kind.REPLICA
+    return Kind.PLACEMENT if _plain_entered(values, groups) else Kind.REPLICA
 
 
-def _plain_entered(held: SlotValues, groups: list[Array]) -> bool:
+def _plain_entered(values: SlotValues, groups: list[Array]) -> bool:
     """True where a plain tensor that differs on these ranks went into the call, or was made in
     it: `from_local` called it replicated."""
-    call = held.call
+    call = values.call
     sources = [*call.inputs, *(out for child in call.children for out in child.outputs)]
     return any(
         source.source == "unknown" and source.agree(group) is False
@@ -388,17 +390,17 @@ def _plain_entered(held: SlotValues, groups: list[Array]) -> bool:
     )
 
 
-def _gradient_kind(moment: StepView, held: SlotValues, groups: list[Array]) -> Kind:
+def _gradient_kind(step_view: StepView, values: SlotValues, groups: list[Array]) -> Kind:
     """Tell gradients of each rank's own data from reduced ones that were changed afterwards.
 
     They are local where the module was handed different values on these ranks, and are no multiples
     of each other (a gradient clipped on one rank alone is one).
     """
-    if all(is_multiple(held, held.at(group)) for group in groups):
+    if all(is_multiple(values, values.at(group)) for group in groups):
         return Kind.REPLICA
     handed = [
         value.agree(group)
-        for call in moment.named(held.call.path)
+        for call in step_view.named(values.call.path)
         if call.phase in (Phase.FORWARD, Phase.BACKWARD)
         for value in call.inputs
         for group in groups
@@ -406,7 +408,7 @@ def _gradient_kind(moment: StepView, held: SlotValues, groups: list[Array]) -> K
     if all(each is None for each in handed):  # called on one of these ranks alone
         handed = [
             value.agree(group)
-            for call in moment.named("")
+            for call in step_view.named("")
             if call.phase is Phase.FORWARD
             for value in call.inputs
             for group in groups

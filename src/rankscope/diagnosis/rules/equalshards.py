@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.diagnosis.candidates import Candidate, suspect_at
+from rankscope.diagnosis.candidates import Candidate, candidate_at
 from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.distances import sides, sides_text
 from rankscope.diagnosis.layouts import sorted_lines
@@ -42,36 +42,36 @@ _ADVICE: Final = (
 )
 
 
-def equal_shards(moment: StepView, scene: CheckContext) -> Iterator[Candidate]:
-    """Yield a suspect for every sharded parameter whose shards are bitwise equal at setup."""
-    if not moment.is_setup:
+def equal_shards(step_view: StepView, context: CheckContext) -> Iterator[Candidate]:
+    """Yield a candidate for every sharded parameter whose shards are bitwise equal at setup."""
+    if not step_view.is_setup:
         return
     cut: dict[tuple[str, str], list[tuple[SlotValues, list[Array]]]] = {}
-    for held in moment.values(Phase.SETUP):
-        if not held.slot.startswith("param:") or held.source != "dtensor" or held.is_constant:
+    for values in step_view.values(Phase.SETUP):
+        if not values.slot.startswith("param:") or values.source != "dtensor" or values.is_constant:
             continue
-        for axis, lines in _shard_lines(held).items():
-            judged = [(line, held.agree(line)) for line in lines]
+        for axis, lines in _shard_lines(values).items():
+            judged = [(line, values.agree(line)) for line in lines]
             if any(answer is not None for _, answer in judged):
-                scene.ledger.applied(held)
+                context.coverage.applied(values)
                 equal = [line for line, answer in judged if answer]
-                cut.setdefault((held.views[0].mesh_name, axis), []).append((held, equal))
-    told: set[int] = set()
+                cut.setdefault((values.views[0].mesh_name, axis), []).append((values, equal))
+    seen: set[int] = set()
     for (_, axis), along in cut.items():
-        equal_ones = [(held, lines) for held, lines in along if lines]
+        equal_ones = [(values, lines) for values, lines in along if lines]
         is_usual = len(equal_ones) > 1 and 2 * len(equal_ones) >= len(along)
-        is_plain = any(len(held.views[0].folds[0].shape) < _STACKED for held, _ in equal_ones)
-        for held, lines in equal_ones:
-            if id(held) in told or not (is_usual or _is_drawn(held)):
+        is_plain = any(len(values.views[0].folds[0].shape) < _STACKED for values, _ in equal_ones)
+        for values, lines in equal_ones:
+            if id(values) in seen or not (is_usual or _is_drawn(values)):
                 continue
-            told.add(id(held))
-            is_stacked = len(held.views[0].folds[0].shape) >= _STACKED and not is_plain
-            yield _suspect(moment, scene, held, axis, lines, is_stacked=is_stacked)
+            seen.add(id(values))
+            is_stacked = len(values.views[0].folds[0].shape) >= _STACKED and not is_plain
+            yield _candidate(step_view, context, values, axis, lines, is_stacked=is_stacked)
 
 
-def _shard_lines(held: SlotValues) -> dict[str, list[Array]]:
+def _shard_lines(values: SlotValues) -> dict[str, list[Array]]:
     """Return {axis: its lines of ranks} of the mesh axes that cut a parameter."""
-    view = held.views[0]
+    view = values.views[0]
     return {
         axis: [line for mesh in view.meshes for line in sorted_lines(mesh, [axis]) if len(line) > 1]
         for axis, placement in view.placements.items()
@@ -79,37 +79,37 @@ def _shard_lines(held: SlotValues) -> dict[str, list[Array]]:
     }
 
 
-def _is_drawn(held: SlotValues) -> bool:
+def _is_drawn(values: SlotValues) -> bool:
     """True where the elements look like random numbers around zero."""
-    count, mean, std = (held.column(name)[0] for name in ("count", "mean", "std"))
+    count, mean, std = (values.column(name)[0] for name in ("count", "mean", "std"))
     return bool(count >= _FEWEST_ELEMENTS and abs(mean) * np.sqrt(count) <= _ERRORS * std)
 
 
-def _suspect(
-    moment: StepView,
-    scene: CheckContext,
-    held: SlotValues,
+def _candidate(
+    step_view: StepView,
+    context: CheckContext,
+    values: SlotValues,
     axis: str,
     lines: list[Array],
     *,
     is_stacked: bool,
 ) -> Candidate:
     ranks = np.unique(np.concatenate(lines))
-    return suspect_at(
-        moment,
-        held.call,
+    return candidate_at(
+        step_view,
+        values.call,
         Kind.DUPLICATE,
-        held.slot,
+        values.slot,
         ranks,
         ranks,
-        scene.times(held, ranks),
+        context.times(values, ranks),
         f"{ranks_named(ranks.tolist())} hold different parts of it (along axis {axis!r}), and yet "
-        f"the same values ({sides_text(held, ranks)})",
+        f"the same values ({sides_text(values, ranks)})",
         advice=_ADVICE,
         severity=Severity.WARNING if is_stacked else Severity.FAULT,
         evidence=lambda: {
             "axis": axis,
             "same_on": [ranks_text(line.tolist()) for line in lines[:8]],
-            "values": sides(held, ranks),
+            "values": sides(values, ranks),
         },
     )

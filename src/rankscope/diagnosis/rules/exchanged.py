@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.diagnosis.candidates import Candidate, suspect_at
+from rankscope.diagnosis.candidates import Candidate, candidate_at
 from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.distances import ROUNDING, minority, rounding_of, sides
 from rankscope.diagnosis.issuedcollectives import MESSAGES, IssuedCollective, issues_of
@@ -37,28 +37,30 @@ _SLACK: Final = 8
 """Times the rounding of the dtype that a sum may be off, relative to the norms of its summands."""
 
 
-def wrong_exchanges(moment: StepView, scene: CheckContext) -> Iterator[Candidate]:
-    """Yield a suspect for every collective whose output is not what went in."""
-    for issue in issues_of(moment):
+def wrong_exchanges(step_view: StepView, context: CheckContext) -> Iterator[Candidate]:
+    """Yield a candidate for every collective whose output is not what went in."""
+    for issue in issues_of(step_view):
         if issue.op not in MESSAGES and len(issue.ranks) == len(issue.members) > 1:
-            yield from _judged(moment, scene, issue)
+            yield from _judged(step_view, context, issue)
 
 
-def _judged(moment: StepView, scene: CheckContext, issue: IssuedCollective) -> Iterator[Candidate]:
-    outputs = [h for s, h in issue.call.held.items() if s.split(".")[0] == "output"]
+def _judged(
+    step_view: StepView, context: CheckContext, issue: IssuedCollective
+) -> Iterator[Candidate]:
+    outputs = [h for s, h in issue.call.slots.items() if s.split(".")[0] == "output"]
     for number, output in enumerate(outputs):
         if output.dtype == "python" or not _is_there(output, issue.ranks):
             continue
         problem = _unequal(issue, output) or _unlike_inputs(issue, output, number, len(outputs))
-        scene.ledger.applied(output)
+        context.coverage.applied(output)
         if problem is not None:
             text, blamed = problem
-            yield _suspect(moment, scene, issue, output, text, blamed)
+            yield _candidate(step_view, context, issue, output, text, blamed)
 
 
-def _is_there(held: SlotValues, ranks: Array) -> bool:
-    places = held.at(ranks)
-    return bool((places >= 0).all() and held.is_known[places].all())
+def _is_there(values: SlotValues, ranks: Array) -> bool:
+    places = values.at(ranks)
+    return bool((places >= 0).all() and values.is_known[places].all())
 
 
 def _unequal(issue: IssuedCollective, output: SlotValues) -> tuple[str, Array] | None:
@@ -71,8 +73,8 @@ def _unequal(issue: IssuedCollective, output: SlotValues) -> tuple[str, Array] |
 def _unlike_inputs(
     issue: IssuedCollective, output: SlotValues, number: int, outputs: int
 ) -> tuple[str, Array] | None:
-    given = issue.call.held.get(f"input.{number}" if issue.op != "all_gather" else "input.0")
-    given = given or issue.call.held.get("input")
+    given = issue.call.slots.get(f"input.{number}" if issue.op != "all_gather" else "input.0")
+    given = given or issue.call.slots.get("input")
     if given is None or given.dtype == "python" or issue.facts.get("object"):
         return None
     if not _is_there(given, issue.ranks) or _is_late(given, issue.ranks):
@@ -94,13 +96,13 @@ def _unlike_inputs(
     return "its output is not what its inputs give", issue.ranks
 
 
-def _is_late(held: SlotValues, ranks: Array) -> bool:
-    return bool((held.flags[held.at(ranks)] & int(ValueFlag.AFTER_CALL)).any())
+def _is_late(values: SlotValues, ranks: Array) -> bool:
+    return bool((values.flags[values.at(ranks)] & int(ValueFlag.AFTER_CALL)).any())
 
 
-def _is_finite(held: SlotValues, ranks: Array) -> bool:
-    places = held.at(ranks)
-    return not any(held.column(n)[places].any() for n in NONFINITE)
+def _is_finite(values: SlotValues, ranks: Array) -> bool:
+    places = values.at(ranks)
+    return not any(values.column(n)[places].any() for n in NONFINITE)
 
 
 # ---- arithmetic ----------------------------------------------------------------------------------
@@ -164,23 +166,23 @@ _TESTS: Final[dict[tuple[str, str], Callable[[IssuedCollective, SlotValues, Slot
 
 
 def wrong_messages(
-    moment: StepView, scene: CheckContext, wrong: list[Message]
+    step_view: StepView, context: CheckContext, wrong: list[Message]
 ) -> Iterator[Candidate]:
-    """Yield a suspect for each of these messages, all of them received in this step."""
+    """Yield a candidate for each of these messages, all of them received in this step."""
     by_call = {(message.received.call_id, message.receiver): message for message in wrong}
-    for issue in issues_of(moment):
+    for issue in issues_of(step_view):
         for rank in issue.ranks.tolist() if issue.op == "recv" else ():
             message = by_call.get((issue.call.node.id, rank))
             received = message_value(issue)
             if message is not None and received is not None:
                 text = f"rank {rank} received something else than rank {message.sender} sent"
                 own = np.array([rank])
-                yield _suspect(moment, scene, issue, received, text, own, members=own)
+                yield _candidate(step_view, context, issue, received, text, own, members=own)
 
 
-def _suspect(
-    moment: StepView,
-    scene: CheckContext,
+def _candidate(
+    step_view: StepView,
+    context: CheckContext,
     issue: IssuedCollective,
     output: SlotValues,
     text: str,
@@ -188,7 +190,7 @@ def _suspect(
     members: Array | None = None,
 ) -> Candidate:
     ranks = issue.ranks if members is None else members
-    given = [h for s, h in issue.call.held.items() if s.split(".")[0] == "input"]
+    given = [h for s, h in issue.call.slots.items() if s.split(".")[0] == "input"]
 
     def evidence() -> dict[str, Any]:
         return {
@@ -196,18 +198,18 @@ def _suspect(
             "reduce": issue.facts.get("reduce"),
             "group": issue.group,
             "members": [*issue.members],
-            "inputs": [side for held in given[:2] for side in sides(held, issue.ranks)],
+            "inputs": [side for values in given[:2] for side in sides(values, issue.ranks)],
             "outputs": sides(output, issue.ranks),
         }
 
-    return suspect_at(
-        moment,
+    return candidate_at(
+        step_view,
         issue.call,
         Kind.COLLECTIVE,
         issue.slot,
         blamed,
         ranks,
-        scene.clock.of_call(issue.call, ranks, is_end=True),
+        context.clock.of_call(issue.call, ranks, is_end=True),
         f"{issue.op} of {ranks_named(issue.ranks.tolist())}: {text}",
         evidence=evidence,
         priority=-1,

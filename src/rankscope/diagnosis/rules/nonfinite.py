@@ -18,7 +18,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.diagnosis.candidates import Candidate, suspect_at
+from rankscope.diagnosis.candidates import Candidate, candidate_at
 from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.distances import sides
 from rankscope.diagnosis.issuedcollectives import issues_in
@@ -49,7 +49,7 @@ _GRADIENTS: Final = (Phase.BACKWARD, Phase.GRADS)
 class _First:
     """The first value on a rank that is not finite."""
 
-    held: SlotValues
+    values: SlotValues
     time_ns: int
     level: int
     """How surely it began here: _MADE, _HOOKED or _CAUGHT."""
@@ -60,91 +60,91 @@ class _First:
         return self.level == _MADE
 
 
-def nonfinite_origins(moment: StepView, scene: CheckContext) -> Iterator[Candidate]:
-    """Yield the origins of this step; none where an earlier step of the life had one."""
-    life = scene.life(moment.incarnation)
-    for held in moment.values(*Phase):
-        if held.is_known.any():
-            scene.ledger.screened(held)
-    if life.is_spoiled:
+def nonfinite_origins(step_view: StepView, context: CheckContext) -> Iterator[Candidate]:
+    """Yield the origins of this step; none where an earlier step of the incarnation had one."""
+    incarnation = context.incarnation(step_view.incarnation)
+    for values in step_view.values(*Phase):
+        if values.is_known.any():
+            context.coverage.screened(values)
+    if incarnation.is_spoiled:
         return
-    spoiled = list(_spoiled(moment))
+    spoiled = list(_spoiled(step_view))
     if not spoiled:
         return
-    life.is_spoiled = True
-    first = _first_by_rank(spoiled, scene)
+    incarnation.is_spoiled = True
+    first = _first_by_rank(spoiled, context)
     surest = min(each.level for each in first.values())
-    told = {rank: each for rank, each in first.items() if each.level == surest}
+    origins = {rank: each for rank, each in first.items() if each.level == surest}
     by_place: dict[int, list[int]] = {}
-    for rank, each in told.items():
-        by_place.setdefault(id(each.held), []).append(rank)
-    caught = _caught(spoiled, first, told)
+    for rank, each in origins.items():
+        by_place.setdefault(id(each.values), []).append(rank)
+    caught = _caught(spoiled, first, origins)
     for ranks in by_place.values():
-        yield _suspect(moment, scene, told[ranks[0]], sorted(ranks), spoiled, caught)
+        yield _candidate(step_view, context, origins[ranks[0]], sorted(ranks), spoiled, caught)
 
 
-def _spoiled(moment: StepView) -> Iterator[tuple[SlotValues, Array]]:
+def _spoiled(step_view: StepView) -> Iterator[tuple[SlotValues, Array]]:
     """Yield every value with the positions of the ranks on which it is not finite."""
     is_skipped = any(
-        (held.flags & int(ValueFlag.SKIPPED)).any() for held in moment.values(Phase.GRADS)
+        (values.flags & int(ValueFlag.SKIPPED)).any() for values in step_view.values(Phase.GRADS)
     )
     masks: list[tuple[SlotValues, Array]] = []
     finite: set[tuple[str, str]] = set()
-    for held in moment.values(*Phase):
-        if is_skipped and (held.call.phase in _GRADIENTS or _is_of_gradients(held)):
+    for values in step_view.values(*Phase):
+        if is_skipped and (values.call.phase in _GRADIENTS or _is_of_gradients(values)):
             continue
-        if held.slot.startswith("scaler:"):
+        if values.slot.startswith("scaler:"):
             continue
-        bad = held.nonfinite > 0
-        low = held.is_known & (held.column("neginf") > 0)
+        bad = values.nonfinite > 0
+        low = values.is_known & (values.column("neginf") > 0)
         if bad.any():
-            yield held, np.flatnonzero(bad | low)
+            yield values, np.flatnonzero(bad | low)
         elif low.any():
-            masks.append((held, np.flatnonzero(low)))
-        if (held.is_known & ~low).any():
-            finite.add((held.call.path, held.slot))
-    for held, places in masks:
-        if (held.call.path, held.slot) in finite:
-            yield held, places
+            masks.append((values, np.flatnonzero(low)))
+        if (values.is_known & ~low).any():
+            finite.add((values.call.path, values.slot))
+    for values, places in masks:
+        if (values.call.path, values.slot) in finite:
+            yield values, places
 
 
-def _is_of_gradients(held: SlotValues) -> bool:
+def _is_of_gradients(values: SlotValues) -> bool:
     """True for what a collective carried that was issued in backward, or by the optimizer."""
-    issuers = (issue.facts.get("issuer") for issue in issues_in(held.call))
+    issuers = (issue.facts.get("issuer") for issue in issues_in(values.call))
     return any(issuer in ("backward", "optimizer") for issuer in issuers)
 
 
 def _first_by_rank(
-    spoiled: list[tuple[SlotValues, Array]], scene: CheckContext
+    spoiled: list[tuple[SlotValues, Array]], context: CheckContext
 ) -> dict[int, _First]:
     first: dict[int, _First] = {}
-    for held, places in spoiled:
-        ranks = held.ranks[places]
-        for rank, time_ns in zip(ranks.tolist(), scene.times(held, ranks).tolist()):
+    for values, places in spoiled:
+        ranks = values.ranks[places]
+        for rank, time_ns in zip(ranks.tolist(), context.times(values, ranks).tolist()):
             if rank not in first or time_ns < first[rank].time_ns:
-                first[rank] = _First(held=held, time_ns=time_ns, level=_level(held))
+                first[rank] = _First(values=values, time_ns=time_ns, level=_level(values))
     return first
 
 
-def _level(held: SlotValues) -> int:
-    phase = held.call.phase
+def _level(values: SlotValues) -> int:
+    phase = values.call.phase
     if phase is Phase.SETUP:
         return _MADE
-    if phase is Phase.COLLECTIVE or not is_output(held.slot, phase):
+    if phase is Phase.COLLECTIVE or not is_output(values.slot, phase):
         return _CAUGHT
-    return _HOOKED if held.slot.startswith("returned") else _MADE
+    return _HOOKED if values.slot.startswith("returned") else _MADE
 
 
 def _caught(
-    spoiled: list[tuple[SlotValues, Array]], first: dict[int, _First], told: dict[int, _First]
+    spoiled: list[tuple[SlotValues, Array]], first: dict[int, _First], origins: dict[int, _First]
 ) -> list[str]:
     """Return through what other ranks caught it: the collective, else the value they first have."""
-    others = [(each.time_ns, rank, each) for rank, each in first.items() if rank not in told]
+    others = [(each.time_ns, rank, each) for rank, each in first.items() if rank not in origins]
     found: dict[str, None] = {}
-    for held, places in spoiled:
-        call = held.call
-        if call.phase is Phase.COLLECTIVE and held.slot.startswith("output"):
-            received = held.ranks[places]
+    for values, places in spoiled:
+        call = values.call
+        if call.phase is Phase.COLLECTIVE and values.slot.startswith("output"):
+            received = values.ranks[places]
             entered = [
                 rank
                 for value, at in spoiled
@@ -158,50 +158,50 @@ def _caught(
                 ] = None
     for _, rank, each in sorted(others, key=lambda other: other[:2]):
         if not found:
-            place = f"{each.held.call.path or '(root)'}:{each.held.slot}"
-            found[f"{place} ({ranks_named([rank])}, {each.held.call.phase.word})"] = None
+            place = f"{each.values.call.path or '(root)'}:{each.values.slot}"
+            found[f"{place} ({ranks_named([rank])}, {each.values.call.phase.word})"] = None
     return list(found)[:4]
 
 
-def _suspect(
-    moment: StepView,
-    scene: CheckContext,
+def _candidate(
+    step_view: StepView,
+    context: CheckContext,
     first: _First,
     ranks: list[int],
     spoiled: list[tuple[SlotValues, Array]],
     caught: list[str],
 ) -> Candidate:
-    held = first.held
+    values = first.values
     own = np.array(ranks, np.int64)
-    counts = {name: int(held.column(name)[held.at(own)].sum()) for name in NONFINITE}
+    counts = {name: int(values.column(name)[values.at(own)].sum()) for name in NONFINITE}
     listed = ", ".join(f"{n} {name}" for name, n in counts.items() if n)
     how = "its inputs were finite" if first.is_made else "it came in so"
-    if held.call.phase is Phase.SETUP:
+    if values.call.phase is Phase.SETUP:
         how = "it was so when it was loaded"
 
     def evidence() -> dict[str, Any]:
         return {
-            "values": sides(held, held.ranks),
+            "values": sides(values, values.ranks),
             "inputs_are_finite": first.is_made,
             "caught_through": caught,
             "spoiled_values": [_name(value) for value, _ in spoiled[:8]],
         }
 
-    return suspect_at(
-        moment,
-        held.call,
+    return candidate_at(
+        step_view,
+        values.call,
         Kind.NONFINITE,
-        held.slot,
+        values.slot,
         ranks,
         own,
-        scene.times(held, own),
+        context.times(values, own),
         f"{listed} on {ranks_named(ranks)}; {how}",
-        advice="" if first.is_made and held.call.phase is not Phase.SETUP else _NOT_MADE_HERE,
+        advice="" if first.is_made and values.call.phase is not Phase.SETUP else _NOT_MADE_HERE,
         evidence=evidence,
         weight=len(spoiled),
         priority=-1,
     )
 
 
-def _name(held: SlotValues) -> str:
-    return f"{held.call.path or '(root)'}:{held.slot}"
+def _name(values: SlotValues) -> str:
+    return f"{values.call.path or '(root)'}:{values.slot}"

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.diagnosis.candidates import Candidate, suspect_at
+from rankscope.diagnosis.candidates import Candidate, candidate_at
 from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.datapeers import root_calls
 from rankscope.diagnosis.distances import sides, sides_text
@@ -32,66 +32,68 @@ _ADVICE = (
 )
 
 
-def other_rows(moment: StepView, scene: CheckContext) -> Iterator[Candidate]:
-    """Yield a suspect for the first root input that differs on ranks that sum parts of a layer."""
-    if moment.is_setup:
+def other_rows(step_view: StepView, context: CheckContext) -> Iterator[Candidate]:
+    """Yield a candidate for the first root input that differs on ranks which sum parts of a
+    layer.
+    """
+    if step_view.is_setup:
         return
-    told: set[tuple[int, ...]] = set()
-    for issue in issues_of(moment):
+    seen: set[tuple[int, ...]] = set()
+    for issue in issues_of(step_view):
         ranks = tuple(issue.ranks.tolist())
-        if ranks in told or not _sums_a_layer(issue, moment, scene):
+        if ranks in seen or not _sums_a_layer(issue, step_view, context):
             continue
-        told.add(ranks)
-        given = _differing_input(moment, issue)
+        seen.add(ranks)
+        given = _differing_input(step_view, issue)
         if given is not None:
-            scene.ledger.applied(given)
-            yield _suspect(moment, scene, given, issue)
+            context.coverage.applied(given)
+            yield _candidate(step_view, context, given, issue)
 
 
-def _sums_a_layer(issue: IssuedCollective, moment: StepView, scene: CheckContext) -> bool:
+def _sums_a_layer(issue: IssuedCollective, step_view: StepView, context: CheckContext) -> bool:
     """True for a sum in forward of what ranks made with weights of their own: it is what the module
     hands out."""
     is_sum = issue.op == "all_reduce" and issue.facts.get("reduce") == "sum"
     if not is_sum or issue.facts.get("issuer") != "forward" or len(issue.ranks) < 2:
         return False
-    replicas = scene.life(moment.incarnation).replicas
+    replicas = context.incarnation(step_view.incarnation).replicas
     if not issue.call.path or not replicas.is_cut_between(issue.call.path, issue.ranks):
         return False
-    made = issue.call.held.get("output.0")
+    made = issue.call.slots.get("output.0")
     if made is None or made.agree(issue.ranks) is not True or made.is_constant:
         return False
     return any(
         each.hashes[0] == made.hashes[0] and each.counts[0] == made.counts[0]
-        for call in moment.named(issue.call.path)
+        for call in step_view.named(issue.call.path)
         if call.phase is Phase.FORWARD and call.micro_batch == issue.call.micro_batch
         for each in call.outputs
         if np.isin(issue.ranks, each.ranks).all()
     )
 
 
-def _differing_input(moment: StepView, issue: IssuedCollective) -> SlotValues | None:
+def _differing_input(step_view: StepView, issue: IssuedCollective) -> SlotValues | None:
     """Return the first tensor that a root was handed and that differs on these ranks."""
-    for call in root_calls(moment):
+    for call in root_calls(step_view):
         if call.micro_batch != issue.call.micro_batch:
             continue
-        for held in call.inputs:
-            if held.agree(issue.ranks) is False:
-                return held
+        for values in call.inputs:
+            if values.agree(issue.ranks) is False:
+                return values
     return None
 
 
-def _suspect(
-    moment: StepView, scene: CheckContext, given: SlotValues, issue: IssuedCollective
+def _candidate(
+    step_view: StepView, context: CheckContext, given: SlotValues, issue: IssuedCollective
 ) -> Candidate:
     ranks = issue.ranks
-    return suspect_at(
-        moment,
+    return candidate_at(
+        step_view,
         given.call,
         Kind.REPLICA,
         given.slot,
         ranks,
         ranks,
-        scene.times(given, ranks),
+        context.times(given, ranks),
         f"{ranks_named(ranks.tolist())} were handed different batches, and add up their parts of "
         f"one layer in {issue.call.path} ({sides_text(given, ranks)})",
         advice=_ADVICE,

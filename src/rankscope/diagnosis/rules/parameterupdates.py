@@ -24,7 +24,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.diagnosis.candidates import Candidate, suspect_at
+from rankscope.diagnosis.candidates import Candidate, candidate_at
 from rankscope.diagnosis.context import CheckContext, Latest
 from rankscope.diagnosis.stepview import SlotValues, StepView, sibling_path
 from rankscope.record.call import Phase
@@ -49,7 +49,7 @@ _LEAST: Final = 1e-30
 class _JudgedUpdate:
     """One parameter in one optimizer step."""
 
-    held: SlotValues
+    values: SlotValues
     """After the step."""
     stayed: Array
     """Ranks with a gradient whose part is what it was."""
@@ -66,47 +66,49 @@ class _JudgedUpdate:
     """The same, the smallest over those on which it moved; inf where there are none."""
 
 
-def parameters_left(moment: StepView, scene: CheckContext) -> Iterator[Candidate]:
-    """Yield a suspect for every parameter that an optimizer step left as it was."""
-    updates = list(_updates(moment, scene))
+def parameters_left(step_view: StepView, context: CheckContext) -> Iterator[Candidate]:
+    """Yield a candidate for every parameter that an optimizer step left as it was."""
+    updates = list(_updates(step_view, context))
     typical = _typical([u.moved_size for u in updates if len(u.moved)])
     siblings: dict[tuple[str, str], float] = {}
     for update in updates:
-        kin = _kin(update.held)
-        siblings[kin] = min(siblings.get(kin, math.inf), update.moved_pressure)
-    is_stale = bool(_on_foreign_parameters(moment))
-    warned = scene.life(moment.incarnation).warned
+        sibling_key = _sibling_key(update.values)
+        siblings[sibling_key] = min(siblings.get(sibling_key, math.inf), update.moved_pressure)
+    is_stale = bool(_on_foreign_parameters(step_view))
+    warned = context.incarnation(step_view.incarnation).warned
     for update in updates:
-        scene.ledger.applied(update.held)
+        context.coverage.applied(update.values)
         if len(update.unheld):
-            place = (update.held.call.path, update.held.slot)
+            place = (update.values.call.path, update.values.slot)
             if not is_stale and place in warned:
                 continue
             warned.add(place)
-            yield _unheld(moment, scene, update, is_stale=is_stale)
+            yield _unheld(step_view, context, update, is_stale=is_stale)
         elif len(update.stayed) and _should_move(update, typical, siblings):
-            yield _left(moment, scene, update)
+            yield _left(step_view, context, update)
 
 
-def remember_parameters(moment: StepView, scene: CheckContext) -> None:
+def remember_parameters(step_view: StepView, context: CheckContext) -> None:
     """Keep the parameters of this step for the next."""
-    life = scene.life(moment.incarnation)
-    for held in moment.values(Phase.SETUP, Phase.PARAMS):
-        if held.slot.startswith("param:") and held.is_known.any():
-            key = (held.call.path, held.slot)
-            known = held.is_known
-            life.parameters[key] = Latest(
-                held.ranks[known].copy(), held.hashes[known].copy(), held.column("sketch")[known]
+    incarnation = context.incarnation(step_view.incarnation)
+    for values in step_view.values(Phase.SETUP, Phase.PARAMS):
+        if values.slot.startswith("param:") and values.is_known.any():
+            key = (values.call.path, values.slot)
+            known = values.is_known
+            incarnation.parameters[key] = Latest(
+                values.ranks[known].copy(),
+                values.hashes[known].copy(),
+                values.column("sketch")[known],
             )
 
 
-def _on_foreign_parameters(moment: StepView) -> list[RanksNote]:
+def _on_foreign_parameters(step_view: StepView) -> list[RanksNote]:
     """Return the notes on optimizers that hold parameters of no module."""
-    return [each for each in moment.notes if each.note.kind is NoteKind.FOREIGN_PARAMETERS]
+    return [each for each in step_view.notes if each.note.kind is NoteKind.FOREIGN_PARAMETERS]
 
 
-def _kin(held: SlotValues) -> tuple[str, str]:
-    return sibling_path(held.call.path), held.slot
+def _sibling_key(values: SlotValues) -> tuple[str, str]:
+    return sibling_path(values.call.path), values.slot
 
 
 def _typical(sizes: list[float]) -> float | None:
@@ -118,62 +120,62 @@ def _should_move(
 ) -> bool:
     if typical is None or update.size < _SMALL * typical:
         return False
-    if update.held.dtype not in _NARROW:
+    if update.values.dtype not in _NARROW:
         return True
-    return update.pressure >= _SURE * siblings[_kin(update.held)]
+    return update.pressure >= _SURE * siblings[_sibling_key(update.values)]
 
 
-def _updates(moment: StepView, scene: CheckContext) -> Iterator[_JudgedUpdate]:
+def _updates(step_view: StepView, context: CheckContext) -> Iterator[_JudgedUpdate]:
     """Yield what became of every parameter that had a gradient."""
-    life = scene.life(moment.incarnation)
+    incarnation = context.incarnation(step_view.incarnation)
     gradients = {
-        (held.call.path, held.call.ordinal, held.slot[5:]): held
-        for held in moment.values(Phase.GRADS)
-        if held.slot.startswith("grad:")
+        (values.call.path, values.call.ordinal, values.slot[5:]): values
+        for values in step_view.values(Phase.GRADS)
+        if values.slot.startswith("grad:")
     }
     if not gradients:
         return
     # what no optimizer holds is read when the step closes: its gradient came with an earlier event
     last = {(key[0], key[2]): gradients[key] for key in sorted(gradients)}
-    latest = dict(life.parameters)
-    for held in moment.values(Phase.PARAMS):
-        if not held.slot.startswith("param:"):
+    latest = dict(incarnation.parameters)
+    for values in step_view.values(Phase.PARAMS):
+        if not values.slot.startswith("param:"):
             continue
-        key = (held.call.path, held.slot)
+        key = (values.call.path, values.slot)
         before = latest.get(key)
-        latest[key] = Latest(held.ranks, held.hashes, held.column("sketch"))
-        name = held.slot[6:]
-        gradient = gradients.get((held.call.path, held.call.ordinal, name))
+        latest[key] = Latest(values.ranks, values.hashes, values.column("sketch"))
+        name = values.slot[6:]
+        gradient = gradients.get((values.call.path, values.call.ordinal, name))
         if gradient is None:
-            gradient = last.get((held.call.path, name))
+            gradient = last.get((values.call.path, name))
         if before is None or gradient is None:
             continue
-        update = _update(held, before, gradient)
+        update = _update(values, before, gradient)
         if update is not None:
             yield update
 
 
-def _update(held: SlotValues, before: Latest, gradient: SlotValues) -> _JudgedUpdate | None:
+def _update(values: SlotValues, before: Latest, gradient: SlotValues) -> _JudgedUpdate | None:
     flags = gradient.flags
     is_skipped = (flags & int(ValueFlag.SKIPPED)) != 0
     is_pushed = gradient.is_known & ~is_skipped & (gradient.column("l2") > 0)
     is_finite = sum(gradient.column(name) for name in NONFINITE) == 0
     ranks = gradient.ranks[is_pushed & is_finite]
-    places, old = held.at(ranks), _places(before.ranks, ranks)
+    places, old = values.at(ranks), _places(before.ranks, ranks)
     both = (places >= 0) & (old >= 0)
     ranks, places, old = ranks[both], places[both], old[both]
-    both = held.is_known[places]
+    both = values.is_known[places]
     ranks, places, old = ranks[both], places[both], old[both]
     if not len(ranks):
         return None
-    is_same = held.hashes[places] == before.hashes[old]
+    is_same = values.hashes[places] == before.hashes[old]
     at = gradient.at(ranks)
     unheld = (flags[at] & int(ValueFlag.UNHELD)) != 0
     stays = is_same & ~unheld
     scale = gradient.column("l2")[at] / np.sqrt(np.maximum(gradient.counts[at], 1))
-    pressure = _largest(gradient, at) / np.maximum(_largest(held, places), _LEAST)
+    pressure = _largest(gradient, at) / np.maximum(_largest(values, places), _LEAST)
     return _JudgedUpdate(
-        held=held,
+        values=values,
         stayed=ranks[stays],
         moved=ranks[~is_same],
         unheld=ranks[unheld & is_same],
@@ -184,9 +186,9 @@ def _update(held: SlotValues, before: Latest, gradient: SlotValues) -> _JudgedUp
     )
 
 
-def _largest(held: SlotValues, places: Array) -> Array:
+def _largest(values: SlotValues, places: Array) -> Array:
     """Return the largest absolute element on each rank."""
-    found: Array = np.maximum(abs(held.column("min")[places]), abs(held.column("max")[places]))
+    found: Array = np.maximum(abs(values.column("min")[places]), abs(values.column("max")[places]))
     return found
 
 
@@ -195,10 +197,10 @@ def _places(known: Array, ranks: Array) -> Array:
     return np.where(known[found] == ranks, found, -1)
 
 
-def _left(moment: StepView, scene: CheckContext, update: _JudgedUpdate) -> Candidate:
-    return _suspect(
-        moment,
-        scene,
+def _left(step_view: StepView, context: CheckContext, update: _JudgedUpdate) -> Candidate:
+    return _candidate(
+        step_view,
+        context,
         update,
         update.stayed,
         "has a gradient and was not moved by the optimizer step",
@@ -207,43 +209,43 @@ def _left(moment: StepView, scene: CheckContext, update: _JudgedUpdate) -> Candi
 
 
 def _unheld(
-    moment: StepView, scene: CheckContext, update: _JudgedUpdate, *, is_stale: bool
+    step_view: StepView, context: CheckContext, update: _JudgedUpdate, *, is_stale: bool
 ) -> Candidate:
     if not is_stale:
         text = "has a gradient, but no optimizer holds it"
-        return _suspect(moment, scene, update, update.unheld, text, Severity.WARNING)
+        return _candidate(step_view, context, update, update.unheld, text, Severity.WARNING)
     text = (
         "has a gradient and did not move: no optimizer holds it, but one holds parameters that "
         "no module owns any more"
     )
-    return _suspect(moment, scene, update, update.unheld, text, Severity.FAULT)
+    return _candidate(step_view, context, update, update.unheld, text, Severity.FAULT)
 
 
-def _suspect(
-    moment: StepView,
-    scene: CheckContext,
+def _candidate(
+    step_view: StepView,
+    context: CheckContext,
     update: _JudgedUpdate,
     ranks: Array,
     text: str,
     severity: Severity,
 ) -> Candidate:
-    held = update.held
+    values = update.values
 
     def evidence() -> dict[str, Any]:
         return {
             "gradient_rms": update.size,
             "moved": ranks_text(update.moved.tolist()),
-            "notes": [str(each) for each in _on_foreign_parameters(moment)],
+            "notes": [str(each) for each in _on_foreign_parameters(step_view)],
         }
 
-    return suspect_at(
-        moment,
-        held.call,
+    return candidate_at(
+        step_view,
+        values.call,
         Kind.PARAMETER,
-        held.slot,
+        values.slot,
         ranks,
         ranks,
-        scene.times(held, ranks),
+        context.times(values, ranks),
         f"{text} ({ranks_named(ranks.tolist())})",
         severity=severity,
         evidence=evidence,

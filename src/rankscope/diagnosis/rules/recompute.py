@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.diagnosis.candidates import Candidate, suspect_at
+from rankscope.diagnosis.candidates import Candidate, candidate_at
 from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.distances import rounding_of
 from rankscope.diagnosis.stepview import CallView, SlotValues, StepView, is_output
@@ -28,48 +28,48 @@ Array = NDArray[Any]
 _FEW: Final = 4
 
 
-def changed_recomputations(moment: StepView, scene: CheckContext) -> Iterator[Candidate]:
-    """Yield a suspect for every output that came out otherwise when it was recomputed."""
-    for again in moment.of(Phase.RECOMPUTE):
+def changed_recomputations(step_view: StepView, context: CheckContext) -> Iterator[Candidate]:
+    """Yield a candidate for every output that came out otherwise when it was recomputed."""
+    for again in step_view.of(Phase.RECOMPUTE):
         firsts = [
             call
-            for call in moment.named(again.path)
+            for call in step_view.named(again.path)
             if call.phase is Phase.FORWARD and call.micro_batch == again.micro_batch
         ]
         if not firsts:
             continue
-        for slot, held in again.held.items():
-            if not is_output(slot, Phase.RECOMPUTE) or held.dtype == "python":
+        for slot, values in again.slots.items():
+            if not is_output(slot, Phase.RECOMPUTE) or values.dtype == "python":
                 continue
-            compared, wrong, first = _compare(again, held, firsts)
+            compared, wrong, first = _compare(again, values, firsts)
             if compared:
-                scene.ledger.applied(held)
+                context.coverage.applied(values)
             if len(wrong) and first is not None:
-                yield _suspect(moment, scene, held, first, wrong)
+                yield _candidate(step_view, context, values, first, wrong)
 
 
 def _compare(
-    again: CallView, held: SlotValues, firsts: list[CallView]
+    again: CallView, values: SlotValues, firsts: list[CallView]
 ) -> tuple[bool, Array, SlotValues | None]:
     """Return whether any rank could be compared, the ranks that differ, and from what."""
     wrong: list[int] = []
     compared, against = False, None
-    for rank, place in zip(held.ranks.tolist(), range(len(held.ranks))):
-        if not held.is_known[place]:
+    for rank, place in zip(values.ranks.tolist(), range(len(values.ranks))):
+        if not values.is_known[place]:
             continue
         like = [call for call in firsts if _has_inputs_of(call, again, rank)]
-        olds = [old for call in like if (old := _at(call, held.slot, rank)) is not None]
+        olds = [old for call in like if (old := _at(call, values.slot, rank)) is not None]
         if not olds:
             continue
         compared = True
-        if not any(_is_same(held, place, old, where) for old, where in olds):
+        if not any(_is_same(values, place, old, where) for old, where in olds):
             wrong.append(rank)
             against = olds[0][0]
     return compared, np.array(wrong, np.int64), against
 
 
 def _at(call: CallView, slot: str, rank: int) -> tuple[SlotValues, int] | None:
-    old = call.held.get(slot)
+    old = call.slots.get(slot)
     if old is None:
         return None
     place = int(old.at(np.array([rank]))[0])
@@ -78,29 +78,29 @@ def _at(call: CallView, slot: str, rank: int) -> tuple[SlotValues, int] | None:
 
 def _has_inputs_of(call: CallView, again: CallView, rank: int) -> bool:
     """True where both calls got the same on this rank, as far as it is known."""
-    for held in again.inputs:
-        place = int(held.at(np.array([rank]))[0])
-        old = _at(call, held.slot, rank)
-        if place < 0 or not held.is_known[place] or old is None:
+    for values in again.inputs:
+        place = int(values.at(np.array([rank]))[0])
+        old = _at(call, values.slot, rank)
+        if place < 0 or not values.is_known[place] or old is None:
             continue
-        if not _is_same(held, place, *old):
+        if not _is_same(values, place, *old):
             return False
     return True
 
 
-def _is_same(held: SlotValues, place: int, old: SlotValues, where: int) -> bool:
-    if held.counts[place] != old.counts[where]:
+def _is_same(values: SlotValues, place: int, old: SlotValues, where: int) -> bool:
+    if values.counts[place] != old.counts[where]:
         return False
-    if held.hashes[place] == old.hashes[where]:
+    if values.hashes[place] == old.hashes[where]:
         return True
-    mine, other = held.column("sketch")[place], old.column("sketch")[where]
-    norm = max(held.column("l2")[place], old.column("l2")[where])
+    mine, other = values.column("sketch")[place], old.column("sketch")[where]
+    norm = max(values.column("l2")[place], old.column("l2")[where])
     apart = np.sqrt(np.mean((mine - other) ** 2))
-    return bool(np.isfinite(apart) and apart <= rounding_of(held.dtype) * norm)
+    return bool(np.isfinite(apart) and apart <= rounding_of(values.dtype) * norm)
 
 
-def _suspect(
-    moment: StepView, scene: CheckContext, held: SlotValues, first: SlotValues, wrong: Array
+def _candidate(
+    step_view: StepView, context: CheckContext, values: SlotValues, first: SlotValues, wrong: Array
 ) -> Candidate:
     def numbers(value: SlotValues, rank: int) -> dict[str, Any]:
         place = int(value.at(np.array([rank]))[0])
@@ -113,16 +113,16 @@ def _suspect(
 
     def evidence() -> dict[str, Any]:
         few = wrong.tolist()[:_FEW]
-        return {"values": [numbers(value, rank) for rank in few for value in (first, held)]}
+        return {"values": [numbers(value, rank) for rank in few for value in (first, values)]}
 
-    return suspect_at(
-        moment,
-        held.call,
+    return candidate_at(
+        step_view,
+        values.call,
         Kind.RECOMPUTE,
-        held.slot,
+        values.slot,
         wrong,
         wrong,
-        scene.times(held, wrong),
+        context.times(values, wrong),
         f"{ranks_named(wrong.tolist())} recomputed another value than forward had, from the same "
         f"inputs",
         evidence=evidence,

@@ -19,7 +19,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.diagnosis.candidates import Candidate, suspect_at
+from rankscope.diagnosis.candidates import Candidate, candidate_at
 from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.datapeers import same_inputs
 from rankscope.diagnosis.distances import sides, sides_text
@@ -50,11 +50,11 @@ class _Family:
     """Per member [g]: nothing that goes in differs, it would agree without a reduction."""
 
 
-def lost_reductions(moment: StepView, scene: CheckContext) -> Iterator[Candidate]:
-    """Yield a suspect for every output that is not replicated where its siblings' are."""
-    for groups in _by_size(same_inputs(moment)):
-        for family in _families(moment, scene, groups):
-            yield from _judged(moment, scene, family)
+def lost_reductions(step_view: StepView, context: CheckContext) -> Iterator[Candidate]:
+    """Yield a candidate for every output that is not replicated where its siblings' are."""
+    for groups in _by_size(same_inputs(step_view)):
+        for family in _families(step_view, context, groups):
+            yield from _judged(step_view, context, family)
 
 
 def _by_size(groups: tuple[Array, ...]) -> list[Array]:
@@ -62,35 +62,35 @@ def _by_size(groups: tuple[Array, ...]) -> list[Array]:
     return [np.stack([g for g in groups if len(g) == size]) for size in sizes]
 
 
-def _families(moment: StepView, scene: CheckContext, groups: Array) -> Iterable[_Family]:
-    sharded = scene.life(moment.incarnation).replicas.sharded_paths
+def _families(step_view: StepView, context: CheckContext, groups: Array) -> Iterable[_Family]:
+    sharded = context.incarnation(step_view.incarnation).replicas.sharded_paths
     found: dict[tuple[Any, ...], _Family] = {}
-    for call in moment.of(Phase.FORWARD, Phase.BACKWARD):
-        outputs = [h for h in call.outputs if not _is_described(scene, h) and not h.is_constant]
+    for call in step_view.of(Phase.FORWARD, Phase.BACKWARD):
+        outputs = [h for h in call.outputs if not _is_described(context, h) and not h.is_constant]
         if not outputs:
             continue
         inputs = _inputs_agree(call, groups)
         own = f"{call.path}." if call.path else ""
         is_cut = any(p == call.path or p.startswith(own) for p in sharded) or _holds_dtensors(call)
-        for held in outputs:
+        for values in outputs:
             key = (
-                sibling_path(call.path), call.node.class_name, held.slot, call.phase,
+                sibling_path(call.path), call.node.class_name, values.slot, call.phase,
                 call.micro_batch, call.ordinal,
             )  # fmt: skip
             family = found.setdefault(key, _Family(groups=groups))
-            family.members.append(held)
-            family.agrees.append(held.agreements(groups))
+            family.members.append(values)
+            family.agrees.append(values.agreements(groups))
             family.inputs_agree.append(inputs)
             family.is_by_itself.append((inputs != 0) & (not is_cut))
     return found.values()
 
 
-def _is_described(scene: CheckContext, held: SlotValues) -> bool:
-    return held.source != "unknown" or scene.layouts.same(held) is not None
+def _is_described(context: CheckContext, values: SlotValues) -> bool:
+    return values.source != "unknown" or context.layouts.same(values) is not None
 
 
 def _inputs_agree(call: CallView, groups: Array) -> Array:
-    every = [held.agreements(groups) for held in call.inputs]
+    every = [values.agreements(groups) for values in call.inputs]
     return np.stack(every).min(0) if every else np.full(len(groups), -1, np.int8)
 
 
@@ -99,17 +99,17 @@ def _holds_dtensors(call: CallView) -> bool:
     while waiting:
         each = waiting.pop()
         waiting.extend(each.children)
-        if any(held.source == "dtensor" for held in each.held.values()):
+        if any(values.source == "dtensor" for values in each.slots.values()):
             return True
     return False
 
 
-def _judged(moment: StepView, scene: CheckContext, family: _Family) -> Iterator[Candidate]:
+def _judged(step_view: StepView, context: CheckContext, family: _Family) -> Iterator[Candidate]:
     agrees, inputs = np.stack(family.agrees), np.stack(family.inputs_agree)
     if not (agrees == 1).any():
         return
-    for held in family.members:
-        scene.ledger.applied(held)
+    for values in family.members:
+        context.coverage.applied(values)
     by_itself = np.stack(family.is_by_itself)
     found: dict[int, list[tuple[Array, list[str]]]] = {}
     for column in np.flatnonzero((agrees == 1).any(0) & (agrees == 0).any(0)).tolist():
@@ -126,7 +126,7 @@ def _judged(moment: StepView, scene: CheckContext, family: _Family) -> Iterator[
                     found.setdefault(row, []).append((group, paths))
     for row, lost_on in found.items():
         groups = [group for group, _ in lost_on]
-        yield _suspect(moment, scene, family.members[row], groups, lost_on[0][1])
+        yield _candidate(step_view, context, family.members[row], groups, lost_on[0][1])
 
 
 def _is_telling(agreeing: Array, lost: Array, is_by_itself: bool) -> bool:
@@ -138,10 +138,10 @@ def _is_telling(agreeing: Array, lost: Array, is_by_itself: bool) -> bool:
     return len(lost) <= len(agreeing)
 
 
-def _suspect(
-    moment: StepView,
-    scene: CheckContext,
-    held: SlotValues,
+def _candidate(
+    step_view: StepView,
+    context: CheckContext,
+    values: SlotValues,
     groups: list[Array],
     paths: list[str],
 ) -> Candidate:
@@ -150,7 +150,7 @@ def _suspect(
     def evidence() -> dict[str, Any]:
         found: dict[str, Any] = {
             "layout": "inferred",
-            "values": sides(held, ranks),
+            "values": sides(values, ranks),
             "siblings_that_agree": paths[:4],
             "rank_resolution": "none",
         }
@@ -158,17 +158,17 @@ def _suspect(
             found["groups"] = [ranks_text(group.tolist()) for group in groups]
         return found
 
-    return suspect_at(
-        moment,
-        held.call,
+    return candidate_at(
+        step_view,
+        values.call,
         Kind.REPLICA,
-        held.slot,
+        values.slot,
         ranks,
         ranks,
-        scene.times(held, ranks),
+        context.times(values, ranks),
         f"{ranks_named(ranks.tolist())} hold different values"
         f"{' within their groups' if len(groups) > 1 else ''}, though in {paths[0]} they hold "
-        f"the same ({sides_text(held, groups[0])})",
+        f"the same ({sides_text(values, groups[0])})",
         evidence=evidence,
         priority=1,
     )

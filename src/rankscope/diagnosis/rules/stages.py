@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.diagnosis.candidates import Candidate, suspect_at
+from rankscope.diagnosis.candidates import Candidate, candidate_at
 from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.distances import rounding_of
 from rankscope.diagnosis.replicas import RootPlace
@@ -45,42 +45,42 @@ class StageLink:
     """The same on the receiver."""
 
 
-def stage_edges(moment: StepView) -> list[StageLink]:
+def stage_edges(step_view: StepView) -> list[StageLink]:
     """Return which stage feeds which in one step, each input with the output that fits it most."""
     edges = []
-    for place, values, votes, outputs in _fits(moment, Phase.FORWARD):
+    for place, values, votes, outputs in _fits(step_view, Phase.FORWARD):
         best = min(votes, key=lambda p: (-votes[p], p))
         edges.append(StageLink(sender=best[2], receiver=place[2], sent=outputs[best], taken=values))
     return edges
 
 
-def note_stages(moment: StepView, scene: CheckContext) -> None:
+def note_stages(step_view: StepView, context: CheckContext) -> None:
     """Keep which root feeds which in one step, so that these are not taken for replicas.
 
     Several ranks may have made the same output (tensor-parallel ones): all of them feed. Of
     integers nothing is kept: token ids that one rank made may be another's batch by chance.
     """
-    replicas = scene.life(moment.incarnation).replicas
+    replicas = context.incarnation(step_view.incarnation).replicas
     if not replicas.is_any:
         return
     feeds: set[tuple[RootPlace, RootPlace]] = set()
     for phase in (Phase.FORWARD, Phase.BACKWARD):
-        for (path, _, rank), values, votes, _ in _fits(moment, phase):
-            if not any(rounding_of(held.dtype) for held, _ in values.values()):
+        for (path, _, rank), values, votes, _ in _fits(step_view, phase):
+            if not any(rounding_of(each.dtype) for each, _ in values.values()):
                 continue
-            most, taker = max(votes.values()), (path, rank)
+            most, receiver = max(votes.values()), (path, rank)
             for maker in (place for place, count in votes.items() if count == most):
-                giver = (maker[0], maker[2])
-                feeds.add((giver, taker) if phase is Phase.FORWARD else (taker, giver))
+                sender = (maker[0], maker[2])
+                feeds.add((sender, receiver) if phase is Phase.FORWARD else (receiver, sender))
     replicas.note_stages(feeds)
 
 
 def _fits(
-    moment: StepView, phase: Phase
+    step_view: StepView, phase: Phase
 ) -> Iterator[tuple[_Place, _Values, Counter[_Place], dict[_Place, _Values]]]:
     """Yield every input of a root that other ranks made, in how many micro-batches which output of
     theirs is it, and all outputs."""
-    outputs = _by_place(moment, phase, is_output)
+    outputs = _by_place(step_view, phase, is_output)
     makers: dict[int, set[_Place]] = {}
     for place, values in outputs.items():
         for _, number in values.values():
@@ -88,7 +88,7 @@ def _fits(
     own = {
         (rank, number) for (_, _, rank), values in outputs.items() for _, number in values.values()
     }
-    for place, values in _by_place(moment, phase, is_input).items():
+    for place, values in _by_place(step_view, phase, is_input).items():
         votes: Counter[_Place] = Counter()
         for _, number in values.values():
             if (place[2], number) not in own:
@@ -98,62 +98,66 @@ def _fits(
 
 
 def _by_place(
-    moment: StepView, phase: Phase, is_asked: Callable[[str, Phase], bool]
+    step_view: StepView, phase: Phase, is_asked: Callable[[str, Phase], bool]
 ) -> dict[_Place, _Values]:
     found: dict[_Place, _Values] = {}
-    roots = (call for call in moment.of(phase) if call.parent is None)
+    roots = (call for call in step_view.of(phase) if call.parent is None)
     for call in roots:
         if call.micro_batch is None:
             continue
-        for slot, held in call.held.items():
-            if not is_asked(slot, phase) or held.dtype == "python" or held.is_constant:
+        for slot, values in call.slots.items():
+            if not is_asked(slot, phase) or values.dtype == "python" or values.is_constant:
                 continue
             for rank, number, known in zip(
-                held.ranks.tolist(), held.hashes.tolist(), held.is_known.tolist()
+                values.ranks.tolist(), values.hashes.tolist(), values.is_known.tolist()
             ):
                 if known:
-                    place = (call.path, held.slot, rank)
-                    found.setdefault(place, {})[call.micro_batch] = (held, number)
+                    place = (call.path, values.slot, rank)
+                    found.setdefault(place, {})[call.micro_batch] = (values, number)
     return found
 
 
-def mixed_up_micro_batches(moment: StepView, scene: CheckContext) -> Iterator[Candidate]:
-    """Yield a suspect for every stage input that is not what was sent for its micro-batch."""
-    for edge in stage_edges(moment):
+def mixed_up_micro_batches(step_view: StepView, context: CheckContext) -> Iterator[Candidate]:
+    """Yield a candidate for every stage input that is not what was sent for its micro-batch."""
+    for edge in stage_edges(step_view):
         at = {number: micro for micro, (_, number) in edge.sent.items()}
         shifts = Counter(
             at[number] - micro for micro, (_, number) in edge.taken.items() if number in at
         )
         usual = min(shifts, key=lambda shift: (-shifts[shift], abs(shift)))
-        for micro, (held, number) in sorted(edge.taken.items()):
-            scene.ledger.applied(held)
+        for micro, (values, number) in sorted(edge.taken.items()):
+            context.coverage.applied(values)
             sent = edge.sent.get(micro + usual)
             if sent is None or sent[1] == number:
                 continue
             is_known = number in at
             if is_known or 2 * shifts[usual] >= len(edge.taken):
-                yield _suspect(moment, scene, edge, held, at.get(number))
+                yield _candidate(step_view, context, edge, values, at.get(number))
 
 
-def _suspect(
-    moment: StepView, scene: CheckContext, edge: StageLink, held: SlotValues, other: int | None
+def _candidate(
+    step_view: StepView,
+    context: CheckContext,
+    edge: StageLink,
+    values: SlotValues,
+    other: int | None,
 ) -> Candidate:
-    micro = held.call.micro_batch
-    told = (
+    micro = values.call.micro_batch
+    detail = (
         f"what rank {edge.sender} made for micro-batch {other}"
         if other is not None
         else f"nothing that rank {edge.sender} made in this step"
     )
     ranks = np.array([edge.receiver], np.int64)
-    return suspect_at(
-        moment,
-        held.call,
+    return candidate_at(
+        step_view,
+        values.call,
         Kind.COLLECTIVE,
-        held.slot,
+        values.slot,
         ranks,
         ranks,
-        scene.times(held, ranks),
-        f"in micro-batch {micro} rank {edge.receiver} works on {told}",
+        context.times(values, ranks),
+        f"in micro-batch {micro} rank {edge.receiver} works on {detail}",
         evidence=lambda: {
             "sender": edge.sender,
             "receiver": edge.receiver,

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.diagnosis.candidates import Candidate, suspect_at
+from rankscope.diagnosis.candidates import Candidate, candidate_at
 from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.datapeers import same_inputs
 from rankscope.diagnosis.distances import minority
@@ -45,31 +45,31 @@ Array = NDArray[Any]
 # ---- dtype, shape, placement ---------------------------------------------------------------------
 
 
-def different_kinds(moment: StepView, scene: CheckContext) -> Iterator[Candidate]:
-    """Yield a suspect for every value that ranks hold as different things."""
-    for held in moment.values(*Phase):
-        if len(held.views) < 2 or held.call.phase is Phase.COLLECTIVE:
+def different_kinds(step_view: StepView, context: CheckContext) -> Iterator[Candidate]:
+    """Yield a candidate for every value that ranks hold as different things."""
+    for values in step_view.values(*Phase):
+        if len(values.views) < 2 or values.call.phase is Phase.COLLECTIVE:
             continue
-        views = _of_one_part(held, scene.life(moment.incarnation).replicas)
+        views = _of_one_part(values, context.incarnation(step_view.incarnation).replicas)
         what = {word for view in views for word in view.disagreement}
-        if len(views) < 2 or not what or _is_stage(held):
+        if len(views) < 2 or not what or _is_stage(values):
             continue
         if len({view.dtype for view in views}) > 1:
             texts = [view.dtype for view in views]
-            yield _suspect(moment, scene, held, views, texts, Kind.DTYPE)
+            yield _candidate(step_view, context, values, views, texts, Kind.DTYPE)
         elif what & {"source", "mesh", "placements"} and _is_one_mesh(views):
             texts = [_layout_text(view) for view in views]
-            yield _suspect(moment, scene, held, views, texts, Kind.PLACEMENT)
+            yield _candidate(step_view, context, values, views, texts, Kind.PLACEMENT)
         elif "global_shape" in what and _is_one_mesh(views):
             texts = [str(view.global_shape) for view in views]
-            yield _suspect(moment, scene, held, views, texts, Kind.SHAPE)
+            yield _candidate(step_view, context, values, views, texts, Kind.SHAPE)
 
 
-def _of_one_part(held: SlotValues, replicas: InferredReplicas) -> list[SlotView]:
+def _of_one_part(values: SlotValues, replicas: InferredReplicas) -> list[SlotView]:
     """Return what ranks hold that compute the same part of a model: stages of a pipeline may hold
     different things."""
-    views = [view for view in held.views if view.dtype != "python"]
-    for part in replicas.by_part(held.ranks):
+    views = [view for view in values.views if view.dtype != "python"]
+    for part in replicas.by_part(values.ranks):
         own = [view for view in views if np.isin(part, view.ranks).any()]
         if len(own) > 1:
             return own
@@ -85,10 +85,10 @@ def _layout_text(view: SlotView) -> str:
     return f"{placed} on mesh {view.mesh_name}{source}"
 
 
-def _is_stage(held: SlotValues) -> bool:
+def _is_stage(values: SlotValues) -> bool:
     """True for inputs and outputs of a call whose children are other modules on other ranks."""
-    call = held.call
-    if not (is_input(held.slot, call.phase) or is_output(held.slot, call.phase)):
+    call = values.call
+    if not (is_input(values.slot, call.phase) or is_output(values.slot, call.phase)):
         return False
     if call.parent is None and not call.children:
         return True
@@ -104,10 +104,10 @@ def _is_one_mesh(views: list[SlotView]) -> bool:
     )
 
 
-def _suspect(
-    moment: StepView,
-    scene: CheckContext,
-    held: SlotValues,
+def _candidate(
+    step_view: StepView,
+    context: CheckContext,
+    values: SlotValues,
     views: list[SlotView],
     texts: list[str],
     kind: Kind,
@@ -116,18 +116,18 @@ def _suspect(
     keys = np.array([text for view, text in zip(views, texts) for _ in view.ranks])
     blamed = minority(ranks, keys)
     if len(blamed) == len(ranks):
-        blamed = _outvoted(moment, held, ranks, keys, kind)
+        blamed = _outvoted(step_view, values, ranks, keys, kind)
     members = np.sort(ranks)
     listed = "; ".join(f"{ranks_named(view.ranks)}: {text}" for view, text in zip(views, texts))
-    scene.ledger.applied(held)
-    return suspect_at(
-        moment,
-        held.call,
+    context.coverage.applied(values)
+    return candidate_at(
+        step_view,
+        values.call,
         kind,
-        held.slot,
+        values.slot,
         blamed,
         members,
-        scene.times(held, members),
+        context.times(values, members),
         listed,
         evidence=lambda: {
             "values": [
@@ -139,17 +139,19 @@ def _suspect(
     )
 
 
-def _outvoted(moment: StepView, held: SlotValues, ranks: Array, keys: Array, kind: Kind) -> Array:
+def _outvoted(
+    step_view: StepView, values: SlotValues, ranks: Array, keys: Array, kind: Kind
+) -> Array:
     """Return the ranks that hold what the sibling modules do not; all of them where siblings do not
     tell."""
     if kind is not Kind.DTYPE:
         return ranks
-    call, family = held.call, sibling_path(held.call.path)
+    call, family = values.call, sibling_path(values.call.path)
     votes = [
         view.dtype
-        for other in moment.of(call.phase)
-        if other is not call and _is_like(other, call, family) and held.slot in other.held
-        for view in other.held[held.slot].views
+        for other in step_view.of(call.phase)
+        if other is not call and _is_like(other, call, family) and values.slot in other.slots
+        for view in other.slots[values.slot].views
     ]
     if not votes:
         return ranks
@@ -166,12 +168,12 @@ def _is_like(other: CallView, call: CallView, family: str) -> bool:
 # ---- calls ---------------------------------------------------------------------------------------
 
 
-def different_calls(moment: StepView, scene: CheckContext) -> Iterator[Candidate]:
-    """Yield a suspect for every module that some of the ranks with the same data did not call."""
-    groups = same_inputs(moment)
-    owners = scene.life(moment.incarnation).owners
+def different_calls(step_view: StepView, context: CheckContext) -> Iterator[Candidate]:
+    """Yield a candidate for every module that some of the ranks with the same data did not call."""
+    groups = same_inputs(step_view)
+    owners = context.incarnation(step_view.incarnation).owners
     families: dict[tuple[int, str, Phase], list[CallView]] = {}
-    for call in moment.of(Phase.FORWARD):
+    for call in step_view.of(Phase.FORWARD):
         if call.parent is not None:
             key = (id(call.parent), sibling_path(call.path), call.phase)
             families.setdefault(key, []).append(call)
@@ -183,7 +185,7 @@ def different_calls(moment: StepView, scene: CheckContext) -> Iterator[Candidate
             for call in partial:
                 absent = _missing(call, group, owners)
                 assert absent is not None  # filtered above
-                yield _uncalled(moment, scene, call, group, absent)
+                yield _uncalled(step_view, context, call, group, absent)
 
 
 def _missing(call: CallView, group: Array, owners: Any) -> Array | None:
@@ -205,17 +207,17 @@ def _missing(call: CallView, group: Array, owners: Any) -> Array | None:
 
 
 def _uncalled(
-    moment: StepView, scene: CheckContext, call: CallView, group: Array, absent: Array
+    step_view: StepView, context: CheckContext, call: CallView, group: Array, absent: Array
 ) -> Candidate:
     present = group[np.isin(group, call.ranks)]
-    return suspect_at(
-        moment,
+    return candidate_at(
+        step_view,
         call,
         Kind.STRUCTURE,
         "",
         absent if len(present) >= len(absent) else present,
         present,
-        scene.clock.of_call(call, present),
+        context.clock.of_call(call, present),
         f"{ranks_named(absent.tolist())} did not call it, {ranks_named(present.tolist())} with the "
         f"same data did",
         evidence=lambda: {
@@ -241,29 +243,31 @@ class _NumberedLayer(NamedTuple):
         return f"{self.family}.{self.number}" if self.family else f"{self.number}"
 
 
-def layers_of_two_stages(moment: StepView, scene: CheckContext) -> Iterator[Candidate]:
-    """Yield a suspect for every layer that a pipeline's stage and the one it feeds both run."""
-    edges = {(edge.sender, edge.receiver) for edge in stage_edges(moment)}
+def layers_of_two_stages(step_view: StepView, context: CheckContext) -> Iterator[Candidate]:
+    """Yield a candidate for every layer that a pipeline's stage and the one it feeds both run."""
+    edges = {(edge.sender, edge.receiver) for edge in stage_edges(step_view)}
     if not edges:
         return
-    run = _layers_by_rank(moment, scene)
+    run = _layers_by_rank(step_view, context)
     twice: dict[_NumberedLayer, set[int]] = {}
     for sender, receiver in edges:
         for layer in _run_by_both(run.get(sender, {}), run.get(receiver, {})):
-            if not _is_shared(moment, layer, np.array(sorted((sender, receiver)), np.int64)):
+            if not _is_shared(step_view, layer, np.array(sorted((sender, receiver)), np.int64)):
                 twice.setdefault(layer, set()).update((sender, receiver))
     for layer, ranks in sorted(twice.items()):
-        yield _run_twice(moment, scene, run[min(ranks)][layer], layer, sorted(ranks))
+        yield _run_twice(step_view, context, run[min(ranks)][layer], layer, sorted(ranks))
 
 
 def _layers_by_rank(
-    moment: StepView, scene: CheckContext
+    step_view: StepView, context: CheckContext
 ) -> dict[int, dict[_NumberedLayer, CallView]]:
     """Return {rank: {layer: its first call}} of the layers with parameters, but for those that
     run more than once in a micro-batch: weights that are shared on purpose."""
-    owners = scene.life(moment.incarnation).owners
+    owners = context.incarnation(step_view.incarnation).owners
     owned = {_layer_of(path) for path in owners}
-    calls = [(call, layer) for call in moment.of(Phase.FORWARD) if (layer := _layer_of(call.path))]
+    calls = [
+        (call, layer) for call in step_view.of(Phase.FORWARD) if (layer := _layer_of(call.path))
+    ]
     repeated = {layer for call, layer in calls if call.ordinal and call.path == layer.path}
     found: dict[int, dict[_NumberedLayer, CallView]] = {}
     for call, layer in calls:
@@ -293,16 +297,16 @@ def _run_by_both(
             yield from (_NumberedLayer(family, number) for number in {*own} & {*others})
 
 
-def _is_shared(moment: StepView, layer: _NumberedLayer, ranks: Array) -> bool:
+def _is_shared(step_view: StepView, layer: _NumberedLayer, ranks: Array) -> bool:
     """True where both ranks step with one gradient of it, or its parameters stay the same."""
     inside = f"{layer.path}."
     for phase in (Phase.GRADS, Phase.PARAMS):
         agrees = [
-            held.agree(ranks)
-            for held in moment.values(phase)
-            if f"{held.call.path}.".startswith(inside)
-            and held.slot.startswith(("grad:", "param:"))
-            and not held.is_constant
+            values.agree(ranks)
+            for values in step_view.values(phase)
+            if f"{values.call.path}.".startswith(inside)
+            and values.slot.startswith(("grad:", "param:"))
+            and not values.is_constant
         ]
         if agrees and all(agrees):
             return True
@@ -310,17 +314,21 @@ def _is_shared(moment: StepView, layer: _NumberedLayer, ranks: Array) -> bool:
 
 
 def _run_twice(
-    moment: StepView, scene: CheckContext, call: CallView, layer: _NumberedLayer, ranks: list[int]
+    step_view: StepView,
+    context: CheckContext,
+    call: CallView,
+    layer: _NumberedLayer,
+    ranks: list[int],
 ) -> Candidate:
     members = call.ranks[np.isin(call.ranks, ranks)]
-    return suspect_at(
-        moment,
+    return candidate_at(
+        step_view,
         call,
         Kind.STRUCTURE,
         "",
         ranks,
         members,
-        scene.clock.of_call(call, members),
+        context.clock.of_call(call, members),
         f"{layer.path} runs on {ranks_named(ranks)}, of which one stage feeds the other: the model "
         f"runs it twice",
         advice="Look at how the layers are split into stages: the end of one range is the begin of "

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from rankscope.diagnosis.candidates import Candidate, suspect_at
+from rankscope.diagnosis.candidates import Candidate, candidate_at
 from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.distances import sides
 from rankscope.diagnosis.stepview import SlotValues, StepView
@@ -28,38 +28,38 @@ _ADVICE = (
 )
 
 
-def lost_ties(moment: StepView, scene: CheckContext) -> Iterator[Candidate]:
-    """Yield a suspect for every weight that began equal to an embedding's and trains apart. Asked
-    once in a life, of its first optimizer step."""
-    setup = scene.life(moment.incarnation).setup
+def lost_ties(step_view: StepView, context: CheckContext) -> Iterator[Candidate]:
+    """Yield a candidate for every weight that began equal to an embedding's and trains apart. Asked
+    once in an incarnation, of its first optimizer step."""
+    setup = context.incarnation(step_view.incarnation).setup
     if setup is None:
         return
-    gradients = {_key(held): held for held in moment.values(Phase.GRADS)}
+    gradients = {_key(values): values for values in step_view.values(Phase.GRADS)}
     for embedding, other in _equal_pairs(setup):
         own, its = gradients.get(_key(embedding)), gradients.get(_key(other))
         if own is None or its is None:
             continue
-        scene.ledger.applied(own)
-        scene.ledger.applied(its)
+        context.coverage.applied(own)
+        context.coverage.applied(its)
         if own.ranks.tolist() == its.ranks.tolist() and (own.hashes != its.hashes).all():
-            yield _suspect(setup, scene, embedding, other)
+            yield _candidate(setup, context, embedding, other)
 
 
-def _key(held: SlotValues) -> tuple[str, str]:
-    return held.call.path, held.slot.partition(":")[2]
+def _key(values: SlotValues) -> tuple[str, str]:
+    return values.call.path, values.slot.partition(":")[2]
 
 
 def _equal_pairs(setup: StepView) -> Iterator[tuple[SlotValues, SlotValues]]:
     """Yield the weights of embeddings with those of other modules that hold the same."""
     embeddings: list[SlotValues] = []
     others: dict[int, list[SlotValues]] = {}
-    for held in setup.values(Phase.SETUP):
-        if not held.slot.startswith("param:") or held.is_constant or not held.is_known.all():
+    for values in setup.values(Phase.SETUP):
+        if not values.slot.startswith("param:") or values.is_constant or not values.is_known.all():
             continue
-        if "embedding" in held.call.node.class_name.lower():
-            embeddings.append(held)
+        if "embedding" in values.call.node.class_name.lower():
+            embeddings.append(values)
         else:
-            others.setdefault(int(held.hashes[0]), []).append(held)
+            others.setdefault(int(values.hashes[0]), []).append(values)
     for embedding in embeddings:
         for other in others.get(int(embedding.hashes[0]), ()):
             same = (embedding.ranks, embedding.hashes, embedding.counts)
@@ -67,18 +67,18 @@ def _equal_pairs(setup: StepView) -> Iterator[tuple[SlotValues, SlotValues]]:
                 yield embedding, other
 
 
-def _suspect(
-    setup: StepView, scene: CheckContext, embedding: SlotValues, other: SlotValues
+def _candidate(
+    setup: StepView, context: CheckContext, embedding: SlotValues, other: SlotValues
 ) -> Candidate:
     first = f"{embedding.call.path}.{embedding.slot[6:]}"
-    return suspect_at(
+    return candidate_at(
         setup,
         other.call,
         Kind.STRUCTURE,
         other.slot,
         other.ranks,
         other.ranks,
-        scene.times(other, other.ranks),
+        context.times(other, other.ranks),
         f"begins with the values of {first}, but is a parameter of its own: each steps with its "
         f"own gradient, as if they had never been tied",
         advice=_ADVICE,

@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.diagnosis.candidates import Candidate, suspect_at
+from rankscope.diagnosis.candidates import Candidate, candidate_at
 from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.distances import sides, sides_text
 from rankscope.diagnosis.stepview import SlotValues, StepView, sibling_path
@@ -38,49 +38,53 @@ _ADVICE: Final = (
 )
 
 
-def uninitialised_parameters(moment: StepView, scene: CheckContext) -> Iterator[Candidate]:
-    """Yield a suspect for every parameter at setup that is empty or garbage beside its siblings."""
-    if not moment.is_setup:
+def uninitialised_parameters(step_view: StepView, context: CheckContext) -> Iterator[Candidate]:
+    """Yield a candidate for every parameter at setup that is empty, or garbage beside its
+    siblings.
+    """
+    if not step_view.is_setup:
         return
     families: dict[tuple[str, str, str], list[SlotValues]] = {}
     instances: dict[str, list[SlotValues]] = {}
-    for held in moment.values(Phase.SETUP):
-        path = held.call.path
-        if held.slot.startswith("param:") and _present(held).any():
-            key = (sibling_path(path), held.call.node.class_name, held.slot)
-            families.setdefault(key, []).append(held)
-            instances.setdefault(_instance(path), []).append(held)
+    for values in step_view.values(Phase.SETUP):
+        path = values.call.path
+        if values.slot.startswith("param:") and _present(values).any():
+            key = (sibling_path(path), values.call.node.class_name, values.slot)
+            families.setdefault(key, []).append(values)
+            instances.setdefault(_instance(path), []).append(values)
     for family in families.values():
         if len(family) > _FEWEST:
-            yield from _judged(moment, scene, family, instances)
+            yield from _judged(step_view, context, family, instances)
 
 
 def _judged(
-    moment: StepView,
-    scene: CheckContext,
+    step_view: StepView,
+    context: CheckContext,
     family: list[SlotValues],
     instances: dict[str, list[SlotValues]],
 ) -> Iterator[Candidate]:
-    sizes = [_size(held) for held in family]
-    zeros = [held for held, size in zip(family, sizes) if not size]
-    filled = [size for held, size in zip(family, sizes) if size and not held.is_constant]
+    sizes = [_size(values) for values in family]
+    zeros = [values for values, size in zip(family, sizes) if not size]
+    filled = [size for values, size in zip(family, sizes) if size and not values.is_constant]
     usual = float(np.median(filled)) if filled else 0.0
     alike = sum(1 / _ALIKE <= size / usual <= _ALIKE for size in filled) if usual else 0
     if alike < _FEWEST or 2 * alike <= len(family):
         return
-    for held in family:
-        scene.ledger.applied(held)
-        own = _sizes(held)
-        far = _present(held) & (own > 0) & ((own > _FAR * usual) | (own * _FAR < usual))
+    for values in family:
+        context.coverage.applied(values)
+        own = _sizes(values)
+        far = _present(values) & (own > 0) & ((own > _FAR * usual) | (own * _FAR < usual))
         if far.any():
-            yield _suspect(moment, scene, held, held.ranks[far], usual, Severity.FAULT)
-    for held in zeros:
-        is_whole = all(not _size(each) for each in instances[_instance(held.call.path)])
-        is_alone = len(zeros) == 1 and held is not family[-1]
-        if held is family[-1] or not (is_whole or is_alone):
+            yield _candidate(step_view, context, values, values.ranks[far], usual, Severity.FAULT)
+    for values in zeros:
+        is_whole = all(not _size(each) for each in instances[_instance(values.call.path)])
+        is_alone = len(zeros) == 1 and values is not family[-1]
+        if values is family[-1] or not (is_whole or is_alone):
             continue
         severity = Severity.FAULT if is_whole else Severity.WARNING
-        yield _suspect(moment, scene, held, held.ranks[_present(held)], usual, severity)
+        yield _candidate(
+            step_view, context, values, values.ranks[_present(values)], usual, severity
+        )
 
 
 def _instance(path: str) -> str:
@@ -90,44 +94,44 @@ def _instance(path: str) -> str:
     return ".".join(parts[: at + 1])
 
 
-def _present(held: SlotValues) -> Array:
-    found: Array = held.is_known & (held.counts > 0)
+def _present(values: SlotValues) -> Array:
+    found: Array = values.is_known & (values.counts > 0)
     return found
 
 
-def _sizes(held: SlotValues) -> Array:
+def _sizes(values: SlotValues) -> Array:
     """Return the root mean square of the elements on every rank."""
-    found: Array = held.column("l2") / np.sqrt(np.maximum(held.counts, 1))
+    found: Array = values.column("l2") / np.sqrt(np.maximum(values.counts, 1))
     return found
 
 
-def _size(held: SlotValues) -> float:
+def _size(values: SlotValues) -> float:
     """Return the largest of them; not 0 where a rank holds what is not finite."""
-    is_finite = not any(held.column(name).any() for name in NONFINITE)
-    return float("inf") if not is_finite else float(_sizes(held)[_present(held)].max())
+    is_finite = not any(values.column(name).any() for name in NONFINITE)
+    return float("inf") if not is_finite else float(_sizes(values)[_present(values)].max())
 
 
-def _suspect(
-    moment: StepView,
-    scene: CheckContext,
-    held: SlotValues,
+def _candidate(
+    step_view: StepView,
+    context: CheckContext,
+    values: SlotValues,
     ranks: Array,
     usual: float,
     severity: Severity,
 ) -> Candidate:
-    what = "is zero" if not _size(held) else "is of another order of magnitude"
-    return suspect_at(
-        moment,
-        held.call,
+    what = "is zero" if not _size(values) else "is of another order of magnitude"
+    return candidate_at(
+        step_view,
+        values.call,
         Kind.SCALE,
-        held.slot,
+        values.slot,
         ranks,
         ranks,
-        scene.times(held, ranks),
+        context.times(values, ranks),
         f"{what} on {ranks_named(ranks.tolist())}, while the same parameter of its siblings has a "
-        f"root mean square of {usual:.3g} ({sides_text(held, ranks)})",
+        f"root mean square of {usual:.3g} ({sides_text(values, ranks)})",
         advice=_ADVICE,
         severity=severity,
-        evidence=lambda: {"values": sides(held, ranks), "siblings_rms": usual},
+        evidence=lambda: {"values": sides(values, ranks), "siblings_rms": usual},
         priority=1,
     )

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.diagnosis.candidates import Candidate, suspect_at
+from rankscope.diagnosis.candidates import Candidate, candidate_at
 from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.distances import differing_sides, minority, sides_text
 from rankscope.diagnosis.replicas import clusters
@@ -28,76 +28,78 @@ __all__ = ["other_weights"]
 Array = NDArray[Any]
 
 
-def other_weights(moment: StepView, scene: CheckContext) -> Iterator[Candidate]:
-    """Yield a suspect for every parameter that differed at setup on ranks that share its
-    gradient. Asked once in a life, of its first optimizer step."""
-    life = scene.life(moment.incarnation)
-    gradients = {_key(held): held for held in moment.values(Phase.GRADS)}
-    if life.setup is None or not gradients:
+def other_weights(step_view: StepView, context: CheckContext) -> Iterator[Candidate]:
+    """Yield a candidate for every parameter that differed at setup on ranks that share its
+    gradient. Asked once in an incarnation, of its first optimizer step."""
+    incarnation = context.incarnation(step_view.incarnation)
+    gradients = {_key(values): values for values in step_view.values(Phase.GRADS)}
+    if incarnation.setup is None or not gradients:
         return
-    setup, life.setup = life.setup, None
-    after = {_key(held): held for held in moment.values(Phase.PARAMS)}
-    for held in setup.values(Phase.SETUP):
-        gradient, latest = gradients.get(_key(held)), after.get(_key(held))
-        if not held.slot.startswith("param:") or gradient is None or latest is None:
+    setup, incarnation.setup = incarnation.setup, None
+    after = {_key(values): values for values in step_view.values(Phase.PARAMS)}
+    for values in setup.values(Phase.SETUP):
+        gradient, latest = gradients.get(_key(values)), after.get(_key(values))
+        if not values.slot.startswith("param:") or gradient is None or latest is None:
             continue
-        if not _is_open(held, scene) or gradient.source != "unknown" or gradient.is_constant:
+        if not _is_open(values, context) or gradient.source != "unknown" or gradient.is_constant:
             continue
-        groups = [g for g in clusters(gradient) if _is_unlike(g, held, gradient, latest, moment)]
+        groups = [
+            g for g in clusters(gradient) if _is_unlike(g, values, gradient, latest, step_view)
+        ]
         if groups:
-            yield _suspect(setup, scene, held, groups)
+            yield _candidate(setup, context, values, groups)
 
 
-def _key(held: SlotValues) -> tuple[str, int, str]:
-    return held.call.path, held.call.ordinal, held.slot.partition(":")[2]
+def _key(values: SlotValues) -> tuple[str, int, str]:
+    return values.call.path, values.call.ordinal, values.slot.partition(":")[2]
 
 
-def _is_open(held: SlotValues, scene: CheckContext) -> bool:
+def _is_open(values: SlotValues, context: CheckContext) -> bool:
     """True for a plain parameter that differs between ranks and of which no layout speaks."""
-    if held.source != "unknown" or held.is_constant or held.agree(held.ranks) is not False:
+    if values.source != "unknown" or values.is_constant or values.agree(values.ranks) is not False:
         return False
-    return scene.layouts.same(held) is None
+    return context.layouts.same(values) is None
 
 
 def _is_unlike(
-    group: Array, held: SlotValues, gradient: SlotValues, latest: SlotValues, moment: StepView
+    group: Array, values: SlotValues, gradient: SlotValues, latest: SlotValues, step_view: StepView
 ) -> bool:
     """True where the ranks of one gradient hold other weights, before and after the step, and
     were not handed the same."""
-    if held.agree(group) is not False or latest.agree(group) is not False:
+    if values.agree(group) is not False or latest.agree(group) is not False:
         return False
-    if (held.counts[held.at(group)] != gradient.counts[gradient.at(group)]).any():
+    if (values.counts[values.at(group)] != gradient.counts[gradient.at(group)]).any():
         return False
     return any(
         value.agree(group) is False
-        for call in moment.named(held.call.path)
+        for call in step_view.named(values.call.path)
         if call.phase in (Phase.FORWARD, Phase.BACKWARD)
         for value in call.inputs
     )
 
 
-def _suspect(
-    setup: StepView, scene: CheckContext, held: SlotValues, groups: list[Array]
+def _candidate(
+    setup: StepView, context: CheckContext, values: SlotValues, groups: list[Array]
 ) -> Candidate:
-    blamed = np.concatenate([minority(g, held.hashes[held.at(g)]) for g in groups])
+    blamed = np.concatenate([minority(g, values.hashes[values.at(g)]) for g in groups])
     members = np.unique(np.concatenate(groups))
-    is_told = len(blamed) < len(members)
+    is_resolved = len(blamed) < len(members)
 
     def evidence() -> dict[str, Any]:
-        found: dict[str, Any] = {"layout": "inferred", "values": differing_sides(held, groups)}
-        return found if is_told else found | {"rank_resolution": "none"}
+        found: dict[str, Any] = {"layout": "inferred", "values": differing_sides(values, groups)}
+        return found if is_resolved else found | {"rank_resolution": "none"}
 
-    return suspect_at(
+    return candidate_at(
         setup,
-        held.call,
+        values.call,
         Kind.REPLICA,
-        held.slot,
+        values.slot,
         blamed,
         members,
-        scene.times(held, members),
+        context.times(values, members),
         f"{ranks_named(blamed.tolist())} begin{'s' if len(blamed) == 1 else ''} with other "
-        f"weights{' than the other replicas' if is_told else ''}, though the gradient is reduced "
-        f"over {ranks_named(members.tolist())} ({sides_text(held, groups[0])})",
+        f"weights{' than the other replicas' if is_resolved else ''}, though the gradient is "
+        f"reduced over {ranks_named(members.tolist())} ({sides_text(values, groups[0])})",
         evidence=evidence,
         priority=1,
     )
