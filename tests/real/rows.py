@@ -13,6 +13,7 @@ from tests.real.programs import (
     byhand,
     dtensors,
     experts,
+    frameworks,
     huggingface,
     loops,
     shards,
@@ -335,6 +336,28 @@ def clipped_apart(setup: Setup) -> Expected:
     return replace(
         some_unreduced(*(f"{n}.weight" for n in (*names, "layers.*.feed_forward_norm")))(setup),
         kinds=("replica-mismatch", "scale-error"),
+    )
+
+
+def unsummed_gather(setup: Setup) -> Expected:
+    """What was gathered is the same on all ranks, its gradient is not, and nobody sums it."""
+    return Expected(
+        kinds=("replica-mismatch", "gradient-not-reduced", "collective-mismatch"),
+        phases=("backward",),
+        places=(("gather", "grad_output*"), ("gather", "grad_input*"), ("contrast", "grad_input*")),
+        ranks=all_ranks(setup),
+        step=0,
+    )
+
+
+def seeded_adapter(setup: Setup) -> Expected:
+    """Its weights differ from the begin; what it gives differs as soon as it gives something."""
+    return Expected(
+        kinds=("replica-mismatch",),
+        phases=("setup", "forward"),
+        places=(("head.adapter.down", "param:weight"), ("head.adapter.down", "output")),
+        ranks=all_ranks(setup),
+        step=0,
     )
 
 
@@ -690,6 +713,45 @@ ROWS: tuple[Bug, ...] = (
         oracle=stages.copies_agree,
         expected=two_copies,
         missed="nobody asks whether parameters of two stages that began equal stay one",
+    ),
+    Bug(
+        name="gathered-full-tensor",
+        about="rows gathered by `full_tensor`: their gradients are cut up, not summed",
+        source="Automodel #1260",
+        url="https://github.com/NVIDIA-NeMo/Automodel/pull/1260",
+        program=dtensors.gathered_whole,
+        oracle=dtensors.contrast_right,
+        expected=unsummed_gather,
+        missed="a gather's output is a plain tensor, whose gradient is not compared",
+    ),
+    Bug(
+        name="sequence-left-out",
+        about="DDP over a group that leaves out the ranks that share a sequence",
+        source="VeOmni #1059",
+        url="https://github.com/ByteDance-Seed/VeOmni/issues/1059",
+        program=loops.sequence_left_out,
+        oracle=loops.right,
+        expected=all_unreduced_in(""),
+    ),
+    Bug(
+        name="adapters-by-rank",
+        about="adapters that tensor-parallel ranks hold whole, made from a seed of each rank",
+        source="Automodel #3822",
+        url="https://github.com/NVIDIA-NeMo/Automodel/pull/3822",
+        program=byhand.adapters_by_rank,
+        oracle=byhand.adapters_alike,
+        expected=seeded_adapter,
+        missed="what differs at the begin may be shards; gradients of the next step are named",
+    ),
+    Bug(
+        name="lightning-backward",
+        about="`loss.backward()` in Lightning's manual optimization: DDP reduces nothing",
+        source="Lightning #9237",
+        url="https://github.com/Lightning-AI/pytorch-lightning/issues/9237",
+        program=frameworks.lightning_backward,
+        oracle=frameworks.stepped_right,
+        expected=all_unreduced_in("gpt."),
+        package="lightning",
     ),
 )
 BY_NAME = {row.name: row for row in ROWS}

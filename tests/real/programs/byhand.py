@@ -26,6 +26,7 @@ from tests.faults.programs.data import sgd
 from tests.faults.programs.mesh import mesh_2x2
 from tests.faults.programs.tensor import cut_by_hand, one_step, replicas_and_slices_right
 from tests.faults.setup import Setup, Shape, Trained, train
+from tests.real.programs.loops import Adapter
 
 right = replicas_and_slices_right
 
@@ -584,4 +585,34 @@ def clipped_alike(setup: Setup, trained: Trained) -> str:
     kept = {n: g for n, g in trained.gradients.items() if n not in trained.cuts}
     return truth.said("replicated gradients differ", truth.differing(kept)) or truth.said(
         "norm, not 0.1", wrong
+    )
+
+
+class AdaptedHead(nn.Module):
+    """The head with a low-rank adapter beside it; both are whole on every rank."""
+
+    def __init__(self, head: nn.Linear) -> None:
+        super().__init__()
+        self.inner = head
+        self.adapter = Adapter(head)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) + self.adapter(x)
+
+
+def adapters_by_rank(setup: Setup) -> Trained:
+    """Tensor parallel by hand with an adapter at the head. Bug: adapters are made after every rank
+    got a seed of its own, and nobody broadcasts them."""
+    trained = cut_by_hand(setup, dist.group.WORLD)
+    torch.manual_seed(300 + setup.seed + (dist.get_rank() if setup.is_faulty else 0))
+    trained.model.head = AdaptedHead(trained.model.head)
+    return trained_by_hand(setup, trained)
+
+
+def adapters_alike(setup: Setup, trained: Trained) -> str:
+    """Adapters must begin, and what is not cut must stay, the same on all ranks."""
+    begun = {n: p for n, p in trained.before.items() if "adapter" in n}
+    kept = {n: p for n, p in trained.model.named_parameters() if n not in trained.cuts}
+    return truth.said("adapters begin differently", truth.differing(begun)) or truth.said(
+        "replicated parameters differ", truth.differing(kept)
     )

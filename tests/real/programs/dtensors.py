@@ -73,9 +73,14 @@ class Encoder(nn.Module):
 
 def gathered(setup: Setup) -> Trained:
     """A contrastive loss over the rows of all ranks, gathered by `redistribute`."""
-    mesh = tensor_mesh(setup)
+    contrast = Contrast(is_saying_partial=not setup.is_faulty)
+    return contrasted(setup, GatherRows(tensor_mesh(setup)), contrast)
+
+
+def contrasted(setup: Setup, gather: nn.Module, contrast: nn.Module) -> Trained:
+    """Train an encoder whose rows are held against those of all ranks."""
     torch.manual_seed(60 + setup.seed)
-    model = Encoder(GatherRows(mesh), Contrast(is_saying_partial=not setup.is_faulty))
+    model = Encoder(gather, contrast)
 
     def one(step: int) -> Tensor:
         rank = dist.get_rank()
@@ -256,3 +261,22 @@ def still_tied(setup: Setup, trained: Trained) -> str:
         "gradients unlike one process",
         truth.wrong_gradients(setup, truth.whole_gradients(trained), theirs),
     )
+
+
+class GatherWhole(nn.Module):
+    """This rank's rows to the rows of all ranks, as a plain tensor. Bug: `full_tensor` takes it for
+    granted that the gradients of what it gave are the same on all ranks."""
+
+    def __init__(self, mesh: DeviceMesh, is_saying_partial: bool) -> None:
+        super().__init__()
+        self._mesh = mesh
+        self._placements = [Partial()] if is_saying_partial else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        held = DTensor.from_local(x, self._mesh, [Shard(0)], run_check=False)
+        return held.full_tensor(grad_placements=self._placements)
+
+
+def gathered_whole(setup: Setup) -> Trained:
+    """A contrastive loss over the rows of all ranks, gathered by `full_tensor`."""
+    return contrasted(setup, GatherWhole(tensor_mesh(setup), not setup.is_faulty), AloneContrast())

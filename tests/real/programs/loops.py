@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from tests.faults import truth
 from tests.faults.model import batch, loss_of, whole
-from tests.faults.parallel import average_gradients
+from tests.faults.parallel import SequenceParts, average_gradients
 from tests.faults.programs.data import replicas_agree, sgd, step_of
 from tests.faults.setup import Setup, Trained, train
 from tests.real.programs.shards import accumulated, as_one_process, classifier, rows_of
@@ -276,3 +276,23 @@ def weighed_right(setup: Setup, trained: Trained) -> str:
     theirs = {n: p.grad for n, p in alone.named_parameters()}
     names = truth.wrong_gradients(setup, trained.gradients, theirs)
     return truth.said("gradients unlike one process", names)
+
+
+def sequence_left_out(setup: Setup) -> Trained:
+    """DDP beside a split sequence. Bug: DDP reduces over the ranks that have other rows, of which
+    there is one, and not over those that share the sequence."""
+    rank, group = dist.get_rank(), dist.group.WORLD
+    model = whole(setup, SequenceParts(group))
+    alone = [dist.new_group([n]) for n in range(setup.ranks)]
+    wrapped = DDP(model, process_group=alone[rank] if setup.is_faulty else group)
+    width = setup.shape.context // setup.ranks
+
+    def one(step: int) -> Tensor:
+        tokens, targets = (
+            half[:, rank * width : (rank + 1) * width] for half in batch(setup, step)
+        )
+        loss = loss_of(wrapped(tokens, rank * width), targets)
+        loss.backward()
+        return loss
+
+    return train(Trained(model), sgd(model), one)
