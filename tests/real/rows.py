@@ -712,7 +712,6 @@ ROWS: tuple[Bug, ...] = (
         program=stages.tied_over_stages,
         oracle=stages.copies_agree,
         expected=two_copies,
-        missed="nobody asks whether parameters of two stages that began equal stay one",
     ),
     Bug(
         name="gathered-full-tensor",

@@ -3,8 +3,9 @@
 A parameter that two modules share is one parameter, and the trace has it once. Where the weight of
 an embedding and that of another module begin bitwise equal, and both step with gradients of their
 own, they are a tie that was lost: `parallelize_module` and a copy per module make two parameters of
-one. Copies of whole models (a teacher, a critic) hold two embeddings; those are left alone. Plain
-weights may be copied on purpose, to train a head of its own: a warning.
+one. So are copies on two stages of a pipeline whose gradients nobody sums. Copies of whole models
+(a teacher, a critic) hold two embeddings; those are left alone. Plain weights of one rank may be
+copied on purpose, to train a head of its own: a warning.
 """
 
 from __future__ import annotations
@@ -26,6 +27,10 @@ _ADVICE = (
     "Tie them again behind parallelize_module or fully_shard (head.weight = embedding.weight), "
     "before the optimizer is made. Weights copied to train a head of its own are no fault."
 )
+_STAGES_ADVICE = (
+    "Sum the gradients of the two over the ranks that hold them, before the optimizer steps. "
+    "Weights copied to train a head of its own are no fault."
+)
 
 
 def lost_ties(step_view: StepView, context: CheckContext) -> Iterator[Candidate]:
@@ -41,7 +46,7 @@ def lost_ties(step_view: StepView, context: CheckContext) -> Iterator[Candidate]
             continue
         context.coverage.applied(own)
         context.coverage.applied(its)
-        if own.ranks.tolist() == its.ranks.tolist() and (own.hashes != its.hashes).all():
+        if not np.isin(own.hashes, its.hashes).any():
             yield _candidate(setup, context, embedding, other)
 
 
@@ -63,26 +68,38 @@ def _equal_pairs(setup: StepView) -> Iterator[tuple[SlotValues, SlotValues]]:
     for embedding in embeddings:
         for other in others.get(int(embedding.hashes[0]), ()):
             same = (embedding.ranks, embedding.hashes, embedding.counts)
-            if all(map(np.array_equal, same, (other.ranks, other.hashes, other.counts))):
+            is_beside = all(map(np.array_equal, same, (other.ranks, other.hashes, other.counts)))
+            if is_beside or _is_on_other_ranks(embedding, other):
                 yield embedding, other
+
+
+def _is_on_other_ranks(embedding: SlotValues, other: SlotValues) -> bool:
+    """True where ranks without the embedding hold all of it in the other module."""
+    is_apart = not np.isin(embedding.ranks, other.ranks).any()
+    hashes = np.unique(np.concatenate([embedding.hashes, other.hashes]))
+    counts = np.unique(np.concatenate([embedding.counts, other.counts]))
+    return is_apart and len(hashes) == len(counts) == 1
 
 
 def _candidate(
     setup: StepView, context: CheckContext, embedding: SlotValues, other: SlotValues
 ) -> Candidate:
     first = f"{embedding.call.path}.{embedding.slot[6:]}"
+    ranks = np.union1d(embedding.ranks, other.ranks)
+    is_beside = np.array_equal(embedding.ranks, other.ranks)
+    is_fault = other.source == "dtensor" or not is_beside
     return candidate_at(
         setup,
         other.call,
         Kind.STRUCTURE,
         other.slot,
-        other.ranks,
+        ranks,
         other.ranks,
         context.times(other, other.ranks),
         f"begins with the values of {first}, but is a parameter of its own: each steps with its "
         f"own gradient, as if they had never been tied",
-        advice=_ADVICE,
-        severity=Severity.FAULT if other.source == "dtensor" else Severity.WARNING,
+        advice=_ADVICE if is_beside else _STAGES_ADVICE,
+        severity=Severity.FAULT if is_fault else Severity.WARNING,
         evidence=lambda: {"tied_to": first, "values": sides(other, other.ranks)},
         priority=1,
     )
