@@ -53,7 +53,11 @@ def test_a_forked_script_prints_and_ends_as_one_that_was_executed(what: str, tmp
     script.write_text(PROGRAMS[what])
     executed, fork = both(
         [sys.executable, script, "--lr", "1"], cwd=tmp_path, input="given\n",
-        env={**os.environ, "GIVEN": "a variable"}, start_new_session=True,
+        env={
+            **os.environ, "GIVEN": "a variable",
+            "PYTHONPATH": os.pathsep.join([os.environ["PYTHONPATH"], "", "relative"] * 2),
+        },
+        start_new_session=True,
     )  # fmt: skip
     assert fork == executed
 

@@ -184,14 +184,15 @@ def _show_as(words: Sequence[str], environ: dict[str, str]) -> None:
 
 def _module_path(words: Sequence[str], environ: dict[str, str]) -> list[str]:
     """Return `sys.path` as Python makes it for a command."""
-    given = [os.path.abspath(p) for p in environ.get("PYTHONPATH", "").split(os.pathsep) if p]
+    variable = environ.get("PYTHONPATH")
+    given = map(os.path.abspath, variable.split(os.pathsep) if variable else ())
     if environ.get("PYTHONSAFEPATH") and sys.version_info >= (3, 11):
         first = []
     elif words[0] in {"-c", "-m"}:
         first = ["" if words[0] == "-c" else os.getcwd()]
     else:
         first = [os.path.dirname(os.path.realpath(words[0]))]
-    return [*first, *given, *(path for path in _installed if path not in given)]
+    return [*first, *dict.fromkeys([*given, *_installed])]  # site drops what is there twice
 
 
 def _become(command: dict[str, Any]) -> None:
