@@ -90,6 +90,11 @@ def lost(setup: Setup) -> Expected:
     )
 
 
+def lost_inside(setup: Setup) -> Expected:
+    """The same in an engine that keeps gradients to itself: the step shows in parameters alone."""
+    return replace(lost(setup), places=(("*", "grad:*"), ("*", "param:*")), all_of=())
+
+
 def activation_scalars(setup: Setup) -> Expected:
     names = tuple(
         (f"model.layers.{n}.mlp.act_fn", f"grad:alpha_{sign}") for n in range(2) for sign in "pn"
@@ -751,6 +756,17 @@ ROWS: tuple[Bug, ...] = (
         oracle=frameworks.stepped_right,
         expected=all_unreduced_in("gpt."),
         package="lightning",
+    ),
+    Bug(
+        name="deepspeed-accumulation",
+        about="DeepSpeed ZeRO-2 with accumulation by the user: the last backward alone counts",
+        source="open-instruct #1498",
+        url="https://github.com/allenai/open-instruct/pull/1498",
+        program=frameworks.deepspeed_accumulation,
+        oracle=frameworks.stepped_right,
+        expected=lost_inside,
+        package="deepspeed",
+        missed="the engine takes gradients away before the step, which are then not known",
     ),
 )
 BY_NAME = {row.name: row for row in ROWS}
