@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -37,6 +38,11 @@ class Bug(Row):
     """What `check` says of the right twin; "" where that is clean."""
     package: str = ""
     """What has to be installed."""
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether the library is there that the program drives."""
+        return not self.package or importlib.util.find_spec(self.package) is not None
 
     @property
     def in_words(self) -> str:

@@ -6,7 +6,6 @@ the test says so, and its reason goes from the table.
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,7 @@ TABLE = "tests.real.rows"
 
 
 def run_of(row: Bug, *, is_faulty: bool) -> Run:
-    if row.package and importlib.util.find_spec(row.package) is None:
+    if not row.is_installed:
         pytest.skip(f"needs {row.package}")
     setup = Setup(shape=Shape(layers=3, hidden=24), ranks=row.ranks[0], is_faulty=is_faulty)
     return Run(name=row.name, setup=setup, table=TABLE)
