@@ -64,31 +64,64 @@ def origins_of_gradients(
 
 
 def _first(step_view: StepView, context: CheckContext, group: Array) -> Iterator[Candidate]:
+    """Yield the first place at which ranks with one batch went apart."""
+    made = [values.agree(group) for call in root_calls(step_view) for values in call.outputs]
+    if False in made:
+        incarnation = context.incarnation(step_view.incarnation)
+        drawn = _drawn_apart(step_view, incarnation.replicas, group)
+        values = next(drawn, None) if _DATA_PARALLEL.isdisjoint(incarnation.wrappers) else None
+        if values is not None:
+            advice = drawn_apart_advice(values.call.path)
+            what = "were handed the same, and hold different values"
+            random = {"random_numbers": values.call.path}
+            yield _candidate(step_view, context, values, group, what, advice, **random)
+    elif True in made:
+        places = _apart_in_backward(step_view, context, group)
+        if places:
+            _, _, values = min(places, key=lambda place: place[:2])
+            is_loss = values.slot.startswith("grad_output")
+            values = values if is_loss else _taker(step_view, values, group)
+            advice = _OTHER_LOSS if is_loss else _NOT_SUMMED
+            what = "compute the same, and get different gradients of it"
+            yield _candidate(step_view, context, values, group, what, advice)
+
+
+def _apart_in_backward(
+    step_view: StepView, context: CheckContext, group: Array
+) -> list[tuple[int, int, SlotValues]]:
+    """Return when, how deep (negative) and which gradients differ although what they are of, and
+    what came in, is the same."""
     forward = {_key(call): call for call in step_view.of(Phase.FORWARD)}
-    made = [h for call in root_calls(step_view) for h in call.outputs]
-    if not made or not all(values.agree(group) for values in made):
-        yield from _first_drawn(step_view, context, group)
-        return
     places: list[tuple[int, int, SlotValues]] = []
     for call in step_view.of(Phase.BACKWARD):
         own = forward.get(_key(call))
         if own is None or not np.isin(group, call.ranks).all():
             continue
-        came, went = list(call.inputs), list(call.outputs)
-        other = [h for h in came if _differs(h, group)]
+        came = list(call.inputs)
+        differing = [values for values in came if _differs(values, group)]
         if call.parent is None and own.parent is None:
-            places += [(0, 0, h) for h in other if _agrees(own, h, "grad_output", group)]
-        if came and not other and all(h.agree(group) is not None for h in came):
-            wrong = [h for h in went if _differs(h, group) and _agrees(own, h, "grad_input", group)]
+            wrong = [h for h in differing if _agrees(own, h, "grad_output", group)]
+            places += [(0, 0, values) for values in wrong]
+        if came and not differing and all(values.agree(group) is not None for values in came):
             depth = call.path.count(".") + bool(call.path)
-            places += [(int(context.times(h, group).min()), -depth, h) for h in wrong]
-    if not places:
-        return
-    _, _, values = min(places, key=lambda place: place[:2])
-    is_loss = values.slot.startswith("grad_output")
-    if not is_loss:
-        values = _taker(step_view, values, group)
-    yield candidate_at(
+            places += [
+                (int(context.times(values, group).min()), -depth, values)
+                for values in call.outputs
+                if _differs(values, group) and _agrees(own, values, "grad_input", group)
+            ]
+    return places
+
+
+def _candidate(
+    step_view: StepView,
+    context: CheckContext,
+    values: SlotValues,
+    group: Array,
+    what: str,
+    advice: str,
+    **evidence: Any,
+) -> Candidate:
+    return candidate_at(
         step_view,
         values.call,
         Kind.REPLICA,
@@ -96,41 +129,15 @@ def _first(step_view: StepView, context: CheckContext, group: Array) -> Iterator
         group,
         group,
         context.times(values, group),
-        f"{ranks_named(group.tolist())} compute the same, and get different gradients of it "
-        f"({sides_text(values, group)})",
-        advice=_OTHER_LOSS if is_loss else _NOT_SUMMED,
+        f"{ranks_named(group.tolist())} {what} ({sides_text(values, group)})",
+        advice=advice,
         evidence=lambda: {
             "layout": "inferred",
             "values": sides(values, group),
             "rank_resolution": "none",
+            **evidence,
         },
     )
-
-
-def _first_drawn(step_view: StepView, context: CheckContext, group: Array) -> Iterator[Candidate]:
-    """Yield the first module of the forward pass that gave different values for no other reason."""
-    incarnation = context.incarnation(step_view.incarnation)
-    if _DATA_PARALLEL.isdisjoint(incarnation.wrappers):
-        values = next(_drawn_apart(step_view, incarnation.replicas, group), None)
-        if values is not None:
-            yield candidate_at(
-                step_view,
-                values.call,
-                Kind.REPLICA,
-                values.slot,
-                group,
-                group,
-                context.times(values, group),
-                f"{ranks_named(group.tolist())} were handed the same, and hold different values "
-                f"({sides_text(values, group)})",
-                advice=drawn_apart_advice(values.call.path),
-                evidence=lambda: {
-                    "layout": "inferred",
-                    "values": sides(values, group),
-                    "random_numbers": values.call.path,
-                    "rank_resolution": "none",
-                },
-            )
 
 
 def _drawn_apart(
