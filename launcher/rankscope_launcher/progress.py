@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 
 from rankscope.run.out import typed
-from rankscope.run.stalls import stalls_in
+from rankscope.run.stallrecords import stalls_in
 
 __all__ = ["Progress", "StallNotices", "say"]
 

@@ -278,7 +278,7 @@ def test_switching_off_in_an_optimizers_hook_leaves_the_step_to_the_program(
 ) -> None:
     from torch.optim import optimizer as optimizers
 
-    fail_often(monkeypatch, "rankscope.agent.steps.machine.StepMachine.optimizer_begins")
+    fail_often(monkeypatch, "rankscope.agent.steps.stepmachine.StepMachine.optimizer_begins")
     model, seen = small(), 0
 
     def count(*arguments: object) -> None:

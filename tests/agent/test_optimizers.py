@@ -16,7 +16,11 @@ from torch import nn
 
 import rankscope
 from rankscope.agent.guard import Guard
-from rankscope.agent.steps.optimizers import OptimizerSearch, _has_been_made, _optimizer_classes
+from rankscope.agent.steps.optimizersearch import (
+    OptimizerSearch,
+    _has_been_made,
+    _optimizer_classes,
+)
 from rankscope.record.call import Mode
 from tests.agent.models import Net, trace
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rankscope.agent.steps.chosen import ChosenSteps
-from rankscope.agent.steps.machine import RunningStep, StepMachine, Tick
+from rankscope.agent.steps.stepmachine import RunningStep, StepMachine, Tick
 from rankscope.record.call import Mode
 from rankscope.record.stepselection import StepSelection
 

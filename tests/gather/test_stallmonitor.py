@@ -17,7 +17,7 @@ from rankscope.gather.stallmonitor import StallMonitor, activity_of
 from rankscope.record.call import Mode, Phase
 from rankscope.record.streams import StreamId
 from rankscope.run.folders import SHARED, RunHeader, mark_job_over, stream_folder
-from rankscope.run.stalls import Stall, carry_stalls, stalls_in
+from rankscope.run.stallrecords import Stall, carry_stalls, stalls_in
 from rankscope.spool.cells import ENTER, ENTER_COLLECTIVE, EXIT, STEP, RecordKind, StepEvent
 from rankscope.spool.streamreader import StreamReader
 from rankscope.spool.writer import SpoolWriter

@@ -18,7 +18,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 WRAPPER = [
     sys.executable,
     "-c",
-    "import sys; from rankscope_launcher.wrapper import main; main(sys.argv[1:])",
+    "import sys; from rankscope_launcher.runcommand import main; main(sys.argv[1:])",
 ]
 
 ENDS = "print('rank', os.environ['RANK'], sys.argv[1:])"

@@ -12,10 +12,10 @@ import pytest
 
 from rankscope.errors import SettingError
 from rankscope.settings import SETTINGS
-from rankscope_launcher import wrapper
+from rankscope_launcher import runcommand
 from tests import forked
 
-WRAPPER = "import sys; from rankscope_launcher.wrapper import main; main(sys.argv[1:])"
+WRAPPER = "import sys; from rankscope_launcher.runcommand import main; main(sys.argv[1:])"
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +39,7 @@ def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess
 def refusal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     """Return the one line that `rankscope run` with these arguments says."""
     with pytest.raises(SystemExit) as left:
-        wrapper.main(arguments)
+        runcommand.main(arguments)
     assert left.value.code == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -125,7 +125,7 @@ def test_a_layout_file_that_cannot_be_used_is_refused(
 
 
 def test_options_are_taken_from_anywhere_before_the_script_in_both_spellings():
-    line = wrapper._split(
+    line = runcommand._split(
         ["--rs-steps=all", "--nnodes", "1", "--rs-keep-spool", "--rs-out", "x", "a.py", "--lr", "1"]
     )
     assert line.settings == {"steps": "all", "keep_spool": "1", "out": "x"}
@@ -133,20 +133,22 @@ def test_options_are_taken_from_anywhere_before_the_script_in_both_spellings():
 
 
 def test_arguments_of_the_script_that_look_like_ours_are_left_alone():
-    line = wrapper._split(["a.py", "--rs", "--", "-rs-out"])
+    line = runcommand._split(["a.py", "--rs", "--", "-rs-out"])
     assert line.torchrun == ["a.py", "--rs", "--", "-rs-out"]
 
 
 def test_torchruns_abbreviations_and_variables_still_work(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PET_MAX_RESTARTS", "3")
-    parsed = wrapper._parse(wrapper._split(["--nproc-per", "4", "-m", "package.module", "--x"]))
+    parsed = runcommand._parse(
+        runcommand._split(["--nproc-per", "4", "-m", "package.module", "--x"])
+    )
     assert (parsed.nproc_per_node, parsed.max_restarts, parsed.module) == ("4", 3, True)
     assert parsed.training_script_args == ["--x"]
 
 
 def test_an_unknown_option_raises_what_the_command_line_catches():
     with pytest.raises(SettingError, match="unrecognized"):
-        wrapper._parse(wrapper._split(["--nonsense", "a.py"]))
+        runcommand._parse(runcommand._split(["--nonsense", "a.py"]))
 
 
 def test_help_lists_every_setting_and_then_torchruns_options():

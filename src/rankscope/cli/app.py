@@ -148,7 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words[:1] == ["run"]:  # its frames alone stand in the traceback of a job that failed
-        from rankscope_launcher.wrapper import main as run
+        from rankscope_launcher.runcommand import main as run
 
         run(words[1:])
         raise SystemExit(0)

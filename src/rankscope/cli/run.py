@@ -17,6 +17,6 @@ CONTEXT: dict[str, object] = {
 
 def command(context: typer.Context) -> None:
     """Run a job exactly as torchrun would, and trace every rank into one tree."""
-    from rankscope_launcher.wrapper import main
+    from rankscope_launcher.runcommand import main
 
     main(context.args)

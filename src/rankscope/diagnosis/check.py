@@ -28,7 +28,7 @@ from rankscope.diagnosis.rules.equality import unequal_replicas
 from rankscope.diagnosis.rules.equalshards import equal_shards
 from rankscope.diagnosis.rules.exchanged import wrong_exchanges, wrong_messages
 from rankscope.diagnosis.rules.nonfinite import nonfinite_origins
-from rankscope.diagnosis.rules.otherrows import other_rows
+from rankscope.diagnosis.rules.otherbatches import other_batches
 from rankscope.diagnosis.rules.parameterupdates import parameters_left, remember_parameters
 from rankscope.diagnosis.rules.recompute import changed_recomputations
 from rankscope.diagnosis.rules.siblings import lost_reductions
@@ -70,7 +70,7 @@ STEP_RULES: Final[tuple[Rule, ...]] = (
     changed_recomputations,
     parameters_left,
     duplicate_batches,
-    other_rows,
+    other_batches,
 )
 """Applied to every step and setup, in this order."""
 

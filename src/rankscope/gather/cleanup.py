@@ -24,7 +24,7 @@ from rankscope.run.names import (
     STEP_TRIGGER_FOLDER,
     TENSOR_FOLDER,
 )
-from rankscope.run.stalls import remove_stalls
+from rankscope.run.stallrecords import remove_stalls
 from rankscope.spool.origin import origin_text
 from rankscope.spool.streamreader import StreamReader
 

@@ -51,7 +51,7 @@ from rankscope.gather.roster import JobState, PeerState, StreamProgress
 from rankscope.record.streams import EndReason, StreamId
 from rankscope.run.names import COLLECTOR_NAME
 from rankscope.run.replacing import write_by_rename
-from rankscope.run.stalls import Stall, keep_stall
+from rankscope.run.stallrecords import Stall, keep_stall
 from rankscope.spool.replication import StreamEnd, read_end, replica_path, replicated, write_end
 
 __all__ = ["Intake"]

@@ -49,7 +49,7 @@ from rankscope.gather.shipping import Shipment
 from rankscope.record.streams import StreamId
 from rankscope.run.folders import RunHeader
 from rankscope.run.names import REPLICA_FOLDER, TRACE_NAME
-from rankscope.run.stalls import Stall, keep_stall
+from rankscope.run.stallrecords import Stall, keep_stall
 from rankscope.spool.replication import StreamEnd, replica_path, write_end
 
 __all__ = ["Link", "SharedLink", "SocketLink"]

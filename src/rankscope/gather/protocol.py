@@ -41,7 +41,7 @@ from rankscope.gather.chunkmessages import (
 )
 from rankscope.gather.roster import JobState
 from rankscope.record.streams import MAX_INCARNATIONS, MAX_RANKS, EndReason, StreamId
-from rankscope.run.stalls import Stall
+from rankscope.run.stallrecords import Stall
 from rankscope.spool.cells import CELL_BYTES, MAX_RECORD_CELLS
 
 __all__ = [

@@ -7,8 +7,8 @@ collective that the program waits for and that has not ended, and a train step w
 not stepped. The last stands in for what no record shows, such as DDP's own reduction in backward.
 
 Where no rank has moved for the time that was set, and one at least is inside such a thing
-(`activity_of`), that is a stall: it is written down (`rankscope.run.stalls`), and so is its end.
-Nothing is done to any process.
+(`activity_of`), that is a stall: it is written down (`rankscope.run.stallrecords`), and so is its
+end. Nothing is done to any process.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from rankscope.record.ranklists import ranks_named
 from rankscope.record.streams import StreamId
 from rankscope.run.folders import RunHeader
 from rankscope.run.locks import is_alive
-from rankscope.run.stalls import Stall, keep_stall, stalls_in
+from rankscope.run.stallrecords import Stall, keep_stall, stalls_in
 from rankscope.spool.cells import ENTER_DTYPE, EXIT_DTYPE, STEP_DTYPE, RecordKind, StepEvent
 from rankscope.spool.records import Records, records
 from rankscope.spool.streamreader import StreamReader

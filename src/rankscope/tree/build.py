@@ -23,7 +23,7 @@ from rankscope.chunks.tensorfiles import TensorRecords
 from rankscope.errors import FolderError, TraceError
 from rankscope.record.streams import StreamId
 from rankscope.run.names import REPLICA_FOLDER
-from rankscope.run.stalls import carry_stalls
+from rankscope.run.stallrecords import carry_stalls
 from rankscope.tree.document import Document
 from rankscope.tree.header import completeness, run_header, step_notes
 from rankscope.tree.treewriter import INLINE_LIMIT_BYTES, TRACE_NAME, Progress, write_trace

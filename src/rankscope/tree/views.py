@@ -18,7 +18,7 @@ from rankscope.record.ranklists import parse_ranks, ranks_named
 from rankscope.record.statistics import STATISTICS
 from rankscope.record.value import Digest, Samples
 from rankscope.run.out import typed
-from rankscope.run.stalls import Stall, stalls_in
+from rankscope.run.stallrecords import Stall, stalls_in
 from rankscope.tree.damage import damaged_is_trace_error
 from rankscope.tree.digests import Columns
 from rankscope.tree.selection import default_phase, named, nothing_matched

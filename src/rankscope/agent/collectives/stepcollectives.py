@@ -16,7 +16,7 @@ from rankscope.agent.hooks.members import own_parameters
 from rankscope.agent.hooks.modules import ModuleInfo, ModuleTable
 from rankscope.agent.hooks.tracer import Tracer
 from rankscope.agent.recorder import Recorder
-from rankscope.agent.steps.machine import RunningStep
+from rankscope.agent.steps.stepmachine import RunningStep
 from rankscope.agent.values.valuereader import ValueReader
 from rankscope.capture.torch_internals.autograd import current_graph_task, current_node
 from rankscope.capture.torch_internals.parallel import sharded_module_in_hand

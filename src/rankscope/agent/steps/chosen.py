@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rankscope.agent.guard import say
 from rankscope.agent.recorder import Recorder
-from rankscope.agent.steps.trigger import Trigger
+from rankscope.agent.steps.touchedfile import TouchedFile
 from rankscope.record.call import Mode
 from rankscope.record.notes import Note, NoteKind
 from rankscope.record.stepselection import StepSelection
@@ -20,7 +20,7 @@ class ChosenSteps:
 
     def __init__(self, selection: StepSelection) -> None:
         self._selection = selection
-        self._trigger: Trigger | None = None
+        self._trigger: TouchedFile | None = None
         self._has_begun = False
         """A step that is traced has begun."""
 
@@ -44,7 +44,7 @@ class ChosenSteps:
             recorder.error(None, why)
             say(f"rank {rank}: {why}")
 
-        self._trigger = Trigger(
+        self._trigger = TouchedFile(
             self._selection.file, step_trigger_folder, missed=missed, failed=failed
         )
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from rankscope.agent.guard import say
 from rankscope.agent.hooks.members import parameters_of_module
-from rankscope.agent.steps.optimizers import OptimizerSet, held_parameters, parameters_of
+from rankscope.agent.steps.optimizersearch import OptimizerSet, held_parameters, parameters_of
 from rankscope.capture.invisible import invisible
 from rankscope.capture.torch_internals.compiling import dynamo_has_compiled, run_compiled_eagerly
 from rankscope.record.notes import Note, NoteKind

@@ -25,10 +25,10 @@ from rankscope.agent.hooks.tracer import Tracer
 from rankscope.agent.recorder import Recorder
 from rankscope.agent.steps.chosen import ChosenSteps
 from rankscope.agent.steps.compiled import HIDDEN, EagerStance, HiddenSteps, outermost_modules_of
-from rankscope.agent.steps.machine import RunningStep, StepMachine, Tick
-from rankscope.agent.steps.optimizers import OptimizerSearch, runs_closure, steps_running
+from rankscope.agent.steps.optimizersearch import OptimizerSearch, runs_closure, steps_running
 from rankscope.agent.steps.scalers import ScalerWatch
 from rankscope.agent.steps.schedules import ScheduleWatch
+from rankscope.agent.steps.stepmachine import RunningStep, StepMachine, Tick
 from rankscope.agent.steps.updates import Updates
 from rankscope.agent.values.parameters import ParameterEvents
 from rankscope.agent.values.valuereader import ValueReader

@@ -15,7 +15,7 @@ import torch
 
 from rankscope.agent.hooks.modules import ModuleTable
 from rankscope.agent.recorder import Recorder
-from rankscope.agent.steps.optimizers import (
+from rankscope.agent.steps.optimizersearch import (
     Holdings,
     OptimizerSearch,
     describe_strangers,

@@ -23,7 +23,7 @@ from pathlib import Path
 from rankscope.record.call import Mode
 from rankscope.run.mounts import mount_of
 
-__all__ = ["LEAD", "Trigger"]
+__all__ = ["LEAD", "TouchedFile"]
 
 LEAD = 2
 """Steps between the first rank that sees a touch and the step that all of them trace: ranks that
@@ -33,7 +33,7 @@ _STANDS = "stands"
 _ABSENT = -1
 
 
-class Trigger:
+class TouchedFile:
     """One rank's eye on the file. Nothing here raises: a rank that cannot agree says so, once."""
 
     def __init__(

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import rankscope
-from rankscope.agent.steps.trigger import LEAD, Trigger
+from rankscope.agent.steps.touchedfile import LEAD, TouchedFile
 from rankscope.errors import SettingError
 from rankscope.record.call import Mode
 from rankscope.record.stepselection import StepSelection
@@ -43,12 +43,12 @@ class Job:
         self.failures: list[str] = []
         self.ranks = [self.rank(number) for number in range(world)]
 
-    def rank(self, number: int) -> Trigger:
+    def rank(self, number: int) -> TouchedFile:
         def missed(mode: Mode, step: int, why: str) -> None:
             assert mode is Mode.TRAIN and "touch" in why
             self.missed[number].append(step)
 
-        return Trigger(self.file, self.meeting, missed=missed, failed=self.failures.append)
+        return TouchedFile(self.file, self.meeting, missed=missed, failed=self.failures.append)
 
     def touch(self) -> None:
         self.file.touch()
@@ -200,7 +200,7 @@ def test_a_rank_that_begins_later_counts_from_where_the_first_began(tmp_path: Pa
 def test_eval_steps_answer_a_touch_only_where_nothing_was_trained_yet(tmp_path: Path) -> None:
     file = tmp_path / "now"
     said: list[object] = []
-    trigger = Trigger(file, None, missed=lambda *words: said.append(words), failed=said.append)
+    trigger = TouchedFile(file, None, missed=lambda *words: said.append(words), failed=said.append)
     file.touch()
     assert trigger.begins(Mode.EVAL, 0), "a rank that is alone traces the very step"
     assert not trigger.begins(Mode.TRAIN, 0)
@@ -213,7 +213,7 @@ def test_eval_steps_answer_a_touch_only_where_nothing_was_trained_yet(tmp_path: 
 def test_ranks_that_cannot_agree_say_it_once_and_go_on(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     said: list[str] = []
-    trigger = Trigger(
+    trigger = TouchedFile(
         tmp_path / "now", tmp_path / "file", missed=lambda *_: None, failed=said.append
     )
     for step in range(30):
@@ -224,7 +224,7 @@ def test_ranks_that_cannot_agree_say_it_once_and_go_on(tmp_path: Path) -> None:
 
 
 def test_a_step_without_a_touch_costs_one_look_at_the_file(tmp_path: Path) -> None:
-    trigger = Trigger(
+    trigger = TouchedFile(
         tmp_path / "now", tmp_path / "meeting", missed=lambda *_: None, failed=lambda _: None
     )
     called: list[str] = []

@@ -23,7 +23,7 @@ from rankscope.record.call import Phase
 from rankscope.record.finding import Kind
 from rankscope.record.ranklists import ranks_named
 
-__all__ = ["other_rows"]
+__all__ = ["other_batches"]
 
 Array = NDArray[np.int64]
 _ADVICE = (
@@ -32,7 +32,7 @@ _ADVICE = (
 )
 
 
-def other_rows(step_view: StepView, context: CheckContext) -> Iterator[Candidate]:
+def other_batches(step_view: StepView, context: CheckContext) -> Iterator[Candidate]:
     """Yield a candidate for the first root input that differs on ranks which sum parts of a
     layer.
     """
