@@ -38,6 +38,8 @@ _Part = frozenset[tuple[str, int]]
 """{(path of a root, how many roots the data went through before it)}."""
 _OF_ONE_RANK: Final = re.compile("expert|head|task|adapter")
 """What stands in the path of modules that may be another one on each rank."""
+_FLAT: Final = "_flat_param"
+"""FSDP1's parameter, of which every rank holds a part because its ranks are data-parallel."""
 _STEP: Final = np.uint64(0x9E3779B97F4A7C15)
 _MIX: Final = np.uint64(0xD6E8FEB86659FD93)
 
@@ -67,6 +69,11 @@ class _Prints:
             mixed = (values.hashes ^ self._number) * _MIX
             self._prints[values.ranks] += mixed ^ (mixed >> np.uint64(29))
         self._proofs[values.ranks] += 1
+
+    def leave_out(self, ranks: Array) -> None:
+        """Take a value as proof of its ranks without what it holds: it is cut by what these ranks
+        are data-parallel in."""
+        self._proofs[ranks] += 1
 
     def lines(self) -> tuple[Array, ...]:
         """Return the groups of two ranks or more that hold the same of everything."""
@@ -130,6 +137,10 @@ class InferredReplicas:
                 continue
             if values.is_constant:
                 self._constant.add(key)
+                continue
+            if key[1] == _FLAT:
+                plain.leave_out(values.ranks)
+                local.leave_out(values.ranks)
                 continue
             local.take(values)
             shape = values.views[0].folds[0].shape

@@ -71,11 +71,12 @@ def _families(step_view: StepView, context: CheckContext, groups: Array) -> Iter
             continue
         inputs = _inputs_agree(call, groups)
         own = f"{call.path}." if call.path else ""
-        is_cut = any(p == call.path or p.startswith(own) for p in sharded) or _holds_dtensors(call)
+        meshes = _meshes_inside(call)
+        is_cut = any(p == call.path or p.startswith(own) for p in sharded) or bool(meshes)
         for values in outputs:
             key = (
                 sibling_path(call.path), call.node.class_name, values.slot, call.phase,
-                call.micro_batch, call.ordinal,
+                call.micro_batch, call.ordinal, meshes,
             )  # fmt: skip
             family = found.setdefault(key, _Family(groups=groups))
             family.members.append(values)
@@ -94,14 +95,16 @@ def _inputs_agree(call: CallView, groups: Array) -> Array:
     return np.stack(every).min(0) if every else np.full(len(groups), -1, np.int8)
 
 
-def _holds_dtensors(call: CallView) -> bool:
+def _meshes_inside(call: CallView) -> frozenset[str]:
+    """Return the meshes of DTensors inside a call: siblings on other meshes do otherwise."""
+    found: set[str] = set()
     waiting = [call]
     while waiting:
         each = waiting.pop()
         waiting.extend(each.children)
-        if any(values.source == "dtensor" for values in each.slots.values()):
-            return True
-    return False
+        dtensors = (values for values in each.slots.values() if values.source == "dtensor")
+        found.update(view.mesh_name for values in dtensors for view in values.views)
+    return frozenset(found)
 
 
 def _judged(step_view: StepView, context: CheckContext, family: _Family) -> Iterator[Candidate]:
