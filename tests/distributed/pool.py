@@ -246,6 +246,7 @@ def _group(rank: int, world_size: int, store: str, timeout_s: float) -> Iterator
         if dist.is_initialized():
             dist.destroy_process_group()
         _forget_meshes()
+        gc.collect()  # a group in a cycle keeps a thread that wakes a hundred times a second
 
 
 def _forget_meshes() -> None:
@@ -255,9 +256,10 @@ def _forget_meshes() -> None:
     """
     if "torch.distributed.tensor" not in sys.modules:
         return
-    from torch.distributed.tensor import debug
+    from torch.distributed.tensor import _redistribute, debug
 
     getattr(debug, "_clear_sharding_prop_cache", lambda: None)()
+    getattr(_redistribute, "clear_redistribute_planner_cache", lambda: None)()
     for each in gc.get_objects():
         if issubclass(type(each), functools._lru_cache_wrapper) and str(
             getattr(each, "__module__", "")

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.distributed.pool import RankFailure, RankPool
@@ -87,3 +90,25 @@ def test_a_mesh_has_the_groups_of_its_own_call_not_those_of_an_equal_mesh_before
     for groups_before in (3, 0, 5):
         found = ranks.run(gathers_shards, groups_before, world_size=2)
         assert found == [[0.0, 2.0, 4.0, 6.0]] * 2
+
+
+def shards_a_model() -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    model = nn.Linear(4, 4)
+    fully_shard(model, mesh=mesh)
+    model(torch.ones(1, 4)).sum().backward()
+    distribute_tensor(torch.ones(4), mesh, [Shard(0)]).full_tensor()
+
+
+def loops() -> int:
+    """Count the threads of gloo's groups: each wakes a hundred times a second."""
+    tasks = Path("/proc/self/task").iterdir()
+    return sum((task / "comm").read_text().strip() == "gloo_tcp_loop" for task in tasks)
+
+
+def test_groups_of_earlier_calls_leave_no_thread_behind(ranks: RankPool):
+    ranks.run(shards_a_model, world_size=2)
+    first = ranks.run(loops, world_size=2)
+    for _ in range(2):
+        ranks.run(shards_a_model, world_size=2)
+    assert ranks.run(loops, world_size=2) == first
