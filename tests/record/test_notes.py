@@ -37,6 +37,10 @@ NOTES = {
         {"optimizer": "Fails"},
         "the step of Fails did not return: it raised",
     ),
+    NoteKind.RATE_OF_ZERO: (
+        {"optimizer": "AdamW", "parameters": 15},
+        "AdamW steps 15 parameters with a learning rate of 0",
+    ),
     NoteKind.MISSED_STEP: (
         {"why": "it had begun\nbefore"},
         "not traced on this rank: it had begun\nbefore",

@@ -280,6 +280,9 @@ class InferredReplicas:
         is_norm = "norm" in values.call.node.class_name.lower()
         if not is_norm or _OF_ONE_RANK.search(values.call.path.lower()):
             return False
+        beside = values.call.path.rpartition(".")[0]
+        if any(owner.rpartition(".")[0] == beside for owner, _ in self._shared):
+            return False  # what stands beside it is another one on each rank, so it may be as well
         counts = set(values.counts[values.at(ranks)].tolist())
         return any(
             counts == {width} and np.isin(ranks, holders).all() for width, holders in self._streams

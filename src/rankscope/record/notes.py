@@ -45,6 +45,7 @@ class NoteKind(enum.Enum):
     SCALER_SKIPPED = "GradScaler skipped the step of {optimizer}: inf or NaN in its gradients"
     OPTIMIZER_SKIPPED = "{optimizer} skipped its own step: GradScaler found inf or NaN"
     OPTIMIZER_RAISED = "the step of {optimizer} did not return: it raised"
+    RATE_OF_ZERO = "{optimizer} steps {parameters:d} parameters with a learning rate of 0"
     MISSED_STEP = "not traced on this rank: {why}"
     RUN_EAGERLY = "compiled regions run as written (compile=eager)"
 

@@ -32,6 +32,8 @@ _FORMAT = re.compile(r"rankscope\.(trace|nodes)/(\d+)")
 _NEWEST_FORMAT = 1
 _NODES_FILE = re.compile(r"steps/\d{6}\.json")
 _POLL_S = 0.1
+_FIRST_S = 10.0
+"""How long the first records may take to come."""
 
 
 class TraceSource(Protocol):
@@ -123,22 +125,41 @@ def _load(path: Path, kind: str) -> dict[str, Any]:
 
 
 def wait_for_collector(folder: Path, wait_s: float, progress: Progress | None) -> None:
-    """Return once trace.json is there, or nobody is about to write it."""
-    deadline = time.monotonic() + wait_s
-    while not (folder / TRACE_NAME).exists() and _is_finishing(folder):
-        left = deadline - time.monotonic()
-        if left <= 0:
+    """Return once trace.json is there, or nobody is about to write it.
+
+    Where a collector is at work and nothing has come yet, records may be on their way from a job
+    that was over quickly: that is waited for as well, but not long.
+    """
+    started = time.monotonic()
+    while not (folder / TRACE_NAME).exists():
+        waited = time.monotonic() - started
+        is_expected = _is_finishing(folder) or (waited < _FIRST_S and _is_without_records(folder))
+        if not is_expected or waited >= wait_s:
             return
         if progress is not None:
-            progress("waiting for the collector", 1 - left / wait_s)
-        time.sleep(min(_POLL_S, left))
+            progress("waiting for the collector", waited / wait_s)
+        time.sleep(min(_POLL_S, wait_s - waited))
+
+
+def _is_without_records(folder: Path) -> bool:
+    """True where a collector holds the folder, and no stream has come."""
+    return _has_collector(folder) and not _replicas(folder)
+
+
+def _replicas(folder: Path) -> list[Path]:
+    return [*(folder / REPLICA_FOLDER).glob(f"*{CELLS_SUFFIX}")]
 
 
 def _is_finishing(folder: Path) -> bool:
     """True where every stream has ended and a collector still holds the folder."""
-    replicas = [*(folder / REPLICA_FOLDER).glob(f"*{CELLS_SUFFIX}")]
+    replicas = _replicas(folder)
     if not replicas or not all(replica.with_suffix(".json").exists() for replica in replicas):
         return False
+    return _has_collector(folder)
+
+
+def _has_collector(folder: Path) -> bool:
+    """True while a collector holds the folder; asked without a right to write there."""
     try:
         descriptor = os.open(
             folder / COLLECTOR_LOCK_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC

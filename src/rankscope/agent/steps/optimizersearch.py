@@ -21,6 +21,7 @@ __all__ = [
     "Holdings",
     "OptimizerSearch",
     "OptimizerSet",
+    "describe_rates",
     "describe_strangers",
     "held_parameters",
     "parameters_of",
@@ -229,6 +230,22 @@ def describe_strangers(optimizer: torch.optim.Optimizer, holdings: Holdings) -> 
         idle=without,
         shapes=named,
     )
+
+
+def describe_rates(optimizer: torch.optim.Optimizer) -> Note | None:
+    """Say how many parameters with a gradient a step will leave where they are, because the
+    learning rate of their group is 0; None where there is none. A rate that is a tensor is not
+    read: it may lie on an accelerator.
+    """
+    with invisible():
+        still = sum(
+            parameter.grad is not None
+            for group in getattr(optimizer, "param_groups", ())
+            if isinstance(group.get("lr"), int | float) and not group["lr"]
+            for parameter in group["params"]
+        )
+    name = type(optimizer).__name__
+    return Note.of(NoteKind.RATE_OF_ZERO, optimizer=name, parameters=still) if still else None
 
 
 def runs_closure(arguments: tuple[object, ...], keywords: dict[str, object]) -> bool:

@@ -18,6 +18,7 @@ from rankscope.agent.recorder import Recorder
 from rankscope.agent.steps.optimizersearch import (
     Holdings,
     OptimizerSearch,
+    describe_rates,
     describe_strangers,
 )
 from rankscope.agent.steps.scalers import is_skipped_inside, scaling_of
@@ -135,6 +136,7 @@ class Updates:
         self._flags = flags
         holdings = self._holdings(optimizer)
         self._note(step, describe_strangers(optimizer, holdings))
+        self._note(step, describe_rates(optimizer))
         again = holdings.unheld & self._unheld_read
         concerned = holdings.own | (holdings.unheld - again) | self._events.having_gradient(again)
         self._unheld_read |= holdings.unheld

@@ -5,7 +5,8 @@ finite, its output is not) that call is the origin; a rank that received it (in 
 collective, in a reduced gradient) is a victim. Where nobody made one, it came in from outside: the
 first to hold it is told.
 
--inf alone is how masks are written: it counts only in a slot that holds none elsewhere. Gradients
+-inf alone is how masks are written: it counts only in a slot that holds none elsewhere, and is a
+warning where no NaN and no +inf comes of it in that step. Gradients
 of a step that a GradScaler skipped are not looked at: overflow is how it finds its scale.
 """
 
@@ -24,7 +25,7 @@ from rankscope.diagnosis.distances import sides
 from rankscope.diagnosis.issuedcollectives import issues_in
 from rankscope.diagnosis.stepview import SlotValues, StepView, is_input, is_output
 from rankscope.record.call import Phase
-from rankscope.record.finding import Kind
+from rankscope.record.finding import Kind, Severity
 from rankscope.record.ranklists import ranks_named
 from rankscope.record.statistics import NONFINITE
 from rankscope.record.value import ValueFlag
@@ -43,6 +44,10 @@ _NOT_MADE_HERE: Final = (
     "modules hands to this one."
 )
 _GRADIENTS: Final = (Phase.BACKWARD, Phase.GRADS)
+
+
+_MASKS: Final = ("", "-inf")
+"""The place under which a warning of these is kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +76,11 @@ def nonfinite_origins(step_view: StepView, context: CheckContext) -> Iterator[Ca
     spoiled = list(_spoiled(step_view))
     if not spoiled:
         return
-    incarnation.is_spoiled = True
+    incarnation.is_spoiled = any((values.nonfinite > 0).any() for values, _ in spoiled)
+    if not incarnation.is_spoiled:  # masks that some steps have and others have not: told once
+        if _MASKS in incarnation.warned:
+            return
+        incarnation.warned.add(_MASKS)
     first = _first_by_rank(spoiled, context)
     surest = min(each.level for each in first.values())
     origins = {rank: each for rank, each in first.items() if each.level == surest}
@@ -175,6 +184,7 @@ def _candidate(
     own = np.array(ranks, np.int64)
     counts = {name: int(values.column(name)[values.at(own)].sum()) for name in NONFINITE}
     listed = ", ".join(f"{n} {name}" for name, n in counts.items() if n)
+    is_spoiling = context.incarnation(step_view.incarnation).is_spoiled
     how = "its inputs were finite" if first.is_made else "it came in so"
     if values.call.phase is Phase.SETUP:
         how = "it was so when it was loaded"
@@ -199,6 +209,7 @@ def _candidate(
         advice="" if first.is_made and values.call.phase is not Phase.SETUP else _NOT_MADE_HERE,
         evidence=evidence,
         weight=len(spoiled),
+        severity=Severity.FAULT if is_spoiling else Severity.WARNING,
         priority=-1,
     )
 

@@ -4,6 +4,7 @@ A parameter should move where its gradient is not zero, the step was not skipped
 holds it. It did not where its bytes are those it had before. Not told, because it is how training
 may be:
 
+* as many parameters as an optimizer says to step with a learning rate of 0;
 * a step in which nothing moved at all, while every parameter is held: a warm-up begins with a
   learning rate of 0;
 * a gradient that is small beside those that moved something, by more than a factor of 1,000;
@@ -76,6 +77,12 @@ def parameters_left(step_view: StepView, context: CheckContext) -> Iterator[Cand
         siblings[sibling_key] = min(siblings.get(sibling_key, math.inf), update.moved_pressure)
     is_stale = bool(_on_foreign_parameters(step_view))
     warned = context.incarnation(step_view.incarnation).warned
+    at_rest = sum(
+        len(update.stayed) > 0 and not len(update.unheld)
+        for update in updates
+        if _should_move(update, typical, siblings)
+    )
+    is_meant = at_rest <= _with_rate_of_zero(step_view)
     for update in updates:
         context.coverage.applied(update.values)
         if len(update.unheld):
@@ -84,7 +91,7 @@ def parameters_left(step_view: StepView, context: CheckContext) -> Iterator[Cand
                 continue
             warned.add(place)
             yield _unheld(step_view, context, update, is_stale=is_stale)
-        elif len(update.stayed) and _should_move(update, typical, siblings):
+        elif len(update.stayed) and not is_meant and _should_move(update, typical, siblings):
             yield _left(step_view, context, update)
 
 
@@ -100,6 +107,17 @@ def remember_parameters(step_view: StepView, context: CheckContext) -> None:
                 values.hashes[known].copy(),
                 values.column("sketch")[known],
             )
+
+
+def _with_rate_of_zero(step_view: StepView) -> int:
+    """Return how many parameters the ranks step with a learning rate of 0."""
+    notes = [each.note for each in step_view.notes if each.note.kind is NoteKind.RATE_OF_ZERO]
+    by_optimizer: dict[str, int] = {}
+    for note in notes:
+        name = str(note.fields["optimizer"])
+        count = int(note.fields["parameters"])
+        by_optimizer[name] = max(by_optimizer.get(name, 0), count)
+    return sum(by_optimizer.values())
 
 
 def _on_foreign_parameters(step_view: StepView) -> list[RanksNote]:
