@@ -16,6 +16,8 @@ from rankscope.errors import TraceError, TraceVersionError
 from rankscope.run.names import (
     CELLS_SUFFIX,
     COLLECTOR_LOCK_NAME,
+    COLLECTOR_LOG_NAME,
+    COLLECTOR_NAME,
     REPLICA_FOLDER,
     TRACE_NAME,
     Progress,
@@ -32,6 +34,7 @@ _FORMAT = re.compile(r"rankscope\.(trace|nodes)/(\d+)")
 _NEWEST_FORMAT = 1
 _NODES_FILE = re.compile(r"steps/\d{6}\.json")
 _POLL_S = 0.1
+_OF_A_COLLECTOR = (COLLECTOR_NAME, COLLECTOR_LOG_NAME, COLLECTOR_LOCK_NAME, REPLICA_FOLDER)
 _FIRST_S = 10.0
 """How long the first records may take to come."""
 
@@ -142,8 +145,14 @@ def wait_for_collector(folder: Path, wait_s: float, progress: Progress | None) -
 
 
 def _is_without_records(folder: Path) -> bool:
-    """True where a collector holds the folder, and no stream has come."""
-    return _has_collector(folder) and not _replicas(folder)
+    """True where no stream has come, and a collector holds the folder or is about to: the folder
+    was made for one just now.
+    """
+    if _replicas(folder):
+        return False
+    is_prepared = any((folder / name).exists() for name in _OF_A_COLLECTOR)
+    is_fresh = is_prepared and time.time() - folder.stat().st_mtime < _FIRST_S
+    return is_fresh or _has_collector(folder)
 
 
 def _replicas(folder: Path) -> list[Path]:
