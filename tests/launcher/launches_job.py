@@ -34,6 +34,7 @@ def train(rank: int, world_size: int) -> None:
         optimizer.step()
         if rank == 0:
             print(f"step {step} loss {loss.item():.6f}", flush=True)
+    del model, optimizer  # a group that goes with its model can hang: see docs/questions.md
     dist.destroy_process_group()
 
 

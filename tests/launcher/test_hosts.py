@@ -39,6 +39,7 @@ def work(rank, port):
     dist.init_process_group("gloo", rank=rank, world_size=2)
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
     model(torch.ones(1, 2)).sum().backward()
+    del model  # a group that goes with its model can hang: see docs/questions.md
     dist.destroy_process_group()
 
 if __name__ == "__main__":
