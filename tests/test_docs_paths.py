@@ -31,7 +31,7 @@ NAMED_IN_A_FILE = re.compile(r"^\| `(\S+\.py)` \| `([\w.]+)` \|", re.MULTILINE)
 BARE = re.compile(r"(?<![\w/.<-])\w+\.py\b")
 USERS = {"train.py", "loop.py"}
 """Scripts of the user's in examples."""
-OF_A_TRACE = ("steps/", "tensors/rank", "standstills/", "trace/", "spool/rank", "files/")
+OF_A_TRACE = ("steps/", "tensors/rank", "stalls/", "trace/", "spool/rank", "files/")
 """Begins of paths that lie in a folder of the user's, not in this repository."""
 ids = [page.relative_to(HOME).as_posix() for page in PAGES]
 

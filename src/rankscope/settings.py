@@ -289,7 +289,7 @@ SETTINGS: tuple[Setting, ...] = (
         "before the tree is built without them",
     ),
     Setting(
-        name="hang-seconds",
+        name="stall-seconds",
         parse=_parse_seconds,
         default="300",
         metavar="SECONDS",
@@ -340,7 +340,7 @@ class Settings:
     collector: str
     finish_seconds: float
     drain_seconds: float
-    hang_seconds: float
+    stall_seconds: float
     tensors: tuple[str, ...] | None
     """None where no full tensor is kept."""
     tensor_budget: int | None

@@ -106,13 +106,11 @@ def noted(host: Host) -> list[Stall]:
 
 
 Hosts = Callable[..., Host]
-SOON = {"hang-seconds": "1"}
+SOON = {"stall-seconds": "1"}
 
 
 @pytest.mark.parametrize("address", ["", SHARED], ids=["socket", "shared"])
-def test_a_standstill_is_noted_once_and_outlives_the_relay_that_noticed_it(
-    address: str, hosts: Hosts
-):
+def test_a_stall_is_noted_once_and_outlives_the_relay_that_noticed_it(address: str, hosts: Hosts):
     host = hosts(address=address, settings=SOON)
     before_ns = time.time_ns()
     ranks = [stuck(host, rank) for rank in range(2)]
@@ -156,8 +154,8 @@ def test_ranks_that_are_killed_while_they_stand_are_said_to_have_ended(hosts: Ho
 
 
 def test_nothing_is_noted_where_it_is_switched_off_or_while_one_rank_moves(hosts: Hosts):
-    off = hosts("off", settings={"hang-seconds": "0"}, address=SHARED)
-    host = hosts("on", settings={"hang-seconds": "3"}, address=SHARED)
+    off = hosts("off", settings={"stall-seconds": "0"}, address=SHARED)
+    host = hosts("on", settings={"stall-seconds": "3"}, address=SHARED)
     moving = host.rank(1, batches=2000, pause_ms=100)
     assert wait_until(lambda: host.confirmed(1))
     for each in (off, host):
@@ -279,7 +277,7 @@ def test_a_step_without_a_word_of_its_optimizer_is_noted_where_such_a_word_was_t
     world_size: int, phases: str, is_noted: bool, tmp_path: Path, writer: SpoolWriter
 ):
     standing, shipments = watched(
-        tmp_path, writer, world_size=world_size, phases=phases, hang_seconds="4"
+        tmp_path, writer, world_size=world_size, phases=phases, stall_seconds="4"
     )
     begin = time.monotonic()
     for second in range(6):
@@ -292,7 +290,7 @@ def test_a_step_without_a_word_of_its_optimizer_is_noted_where_such_a_word_was_t
 def test_a_rank_of_which_records_wait_does_not_count_for_its_spool_may_be_full(
     tmp_path: Path, writer: SpoolWriter
 ):
-    standing, shipments = watched(tmp_path, writer, is_sent=False, hang_seconds="4")
+    standing, shipments = watched(tmp_path, writer, is_sent=False, stall_seconds="4")
     begin = time.monotonic()
     for second in range(6):
         standing.look(shipments, begin + second)
@@ -301,7 +299,7 @@ def test_a_rank_of_which_records_wait_does_not_count_for_its_spool_may_be_full(
 
 
 def test_a_relay_that_was_away_has_seen_nobody_stand(tmp_path: Path, writer: SpoolWriter):
-    standing, shipments = watched(tmp_path, writer, hang_seconds="20")
+    standing, shipments = watched(tmp_path, writer, stall_seconds="20")
     begin = time.monotonic()
     standing.look(shipments, begin)
     standing.look(shipments, begin + 30)

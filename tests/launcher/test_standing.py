@@ -100,7 +100,7 @@ def states(pids: list[int]) -> list[str]:
 def test_a_rank_that_skips_a_collective_is_noticed_while_the_job_stands_and_when_it_goes_on(
     launch: Start,
 ):
-    job = launch(["rests", "skips"], "--rs-hang-seconds", 2)
+    job = launch(["rests", "skips"], "--rs-stall-seconds", 2)
     assert wait_until(lambda: (job.meeting / "waiting.1").exists()), job.err
     stood_at = time.time()
     ranks = job.ranks()
@@ -117,15 +117,15 @@ def test_a_rank_that_skips_a_collective_is_noticed_while_the_job_stands_and_when
     assert wait_until(lambda: hangs(checked(job)))
     (hang,) = hangs(checked(job))
     assert hang["ranks"] == [1]
-    (standstill,) = hang["evidence"]["standstill"]
-    assert standstill["host"] == host
-    assert standstill["until"] is None
-    assert 2 <= standstill["seconds"] < 60
+    (stall,) = hang["evidence"]["stalls"]
+    assert stall["host"] == host
+    assert stall["until"] is None
+    assert 2 <= stall["seconds"] < 60
     text = rankscope("check", job.out).stdout
     assert f"no rank of {host} has moved since " in text
 
     time.sleep(1.5)
-    assert said(job) == [line], "once for each standstill"
+    assert said(job) == [line], "once for each stall"
     assert job.ranks() == ranks
     assert len(ranks) == 2
     assert not {"T", "Z", "X"} & set(states(ranks))
@@ -148,7 +148,7 @@ def test_a_rank_that_skips_a_collective_is_noticed_while_the_job_stands_and_when
 
 
 def test_a_step_slower_than_others_but_below_the_limit_is_not_said_to_stand(launch: Start):
-    job = launch(["goes", "slow"], "--rs-hang-seconds", 30)
+    job = launch(["goes", "slow"], "--rs-stall-seconds", 30)
     assert job.wait() == 0, job.err
     assert said(job) == []
-    assert not (job.out / "standstills").exists()
+    assert not (job.out / "stalls").exists()

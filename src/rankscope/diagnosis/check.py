@@ -162,7 +162,7 @@ def _note_stalls(trace: Trace, context: CheckContext, candidates: Iterable[Candi
 def _with_stalls(
     evidence: Callable[[], Mapping[str, Any]], stalls: list[dict[str, Any]]
 ) -> Mapping[str, Any]:
-    return {**evidence(), "standstill": stalls}
+    return {**evidence(), "stalls": stalls}
 
 
 def _wrongly_received(

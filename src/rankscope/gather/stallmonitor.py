@@ -106,7 +106,7 @@ class StallMonitor:
 
         Args:
             run_folder: keeps what was noticed for the launcher, and for the next relay.
-            header: the run's, for the setting `hang-seconds`.
+            header: the run's, for the setting `stall-seconds`.
             relay: name of the relay.
         """
         self._run_folder = run_folder
@@ -224,7 +224,7 @@ def _counts_steps(header: RunHeader) -> bool:
 
 def _limit_s(header: RunHeader) -> float:
     try:
-        return float(header.settings.get("hang-seconds", DEFAULT_LIMIT_S))
+        return float(header.settings.get("stall-seconds", DEFAULT_LIMIT_S))
     except ValueError:
         return DEFAULT_LIMIT_S
 

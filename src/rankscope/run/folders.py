@@ -296,7 +296,7 @@ class FolderLock:
         deadline = time.monotonic() + _ASKED_S
         while self._descriptor < 0:
             try:
-                descriptor = _locked(path, os.O_CREAT)
+                descriptor = _locked(path, os.O_RDWR | os.O_CREAT, fcntl.LOCK_EX)
             except BlockingIOError as error:
                 if time.monotonic() < deadline:
                     time.sleep(0.01)
@@ -327,22 +327,24 @@ class FolderLock:
 
 
 def is_held(path: Path) -> bool:
-    """True while some process holds the FolderLock at `path`; makes no lock file."""
+    """True while some process holds the FolderLock at `path`.
+
+    Makes no lock file, and needs no right to write. A lock that this process may not look at is
+    held by nobody it could know of.
+    """
     try:
-        os.close(_locked(path, 0))
+        os.close(_locked(path, os.O_RDONLY, fcntl.LOCK_SH))
     except BlockingIOError:
         return True
-    except FileNotFoundError:
+    except OSError:
         return False
-    except OSError as error:
-        raise SpoolError(f"{path}: cannot be opened: {error.strerror}") from error
     return False
 
 
-def _locked(path: Path, how: int) -> int:
-    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | how, 0o600)
+def _locked(path: Path, how: int, lock: int) -> int:
+    descriptor = os.open(path, os.O_NOFOLLOW | os.O_CLOEXEC | how, 0o600)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, lock | fcntl.LOCK_NB)
     except OSError:
         os.close(descriptor)
         raise

@@ -1,6 +1,6 @@
 """What is written down of a stall, a time in which no rank of a host moved: `Stall`, and its files.
 
-The files are `standstills/<relay>.json`, one for each relay. They lie in the trace folder, for
+The files are `stalls/<relay>.json`, one for each relay. They lie in the trace folder, for
 `check`, and in the host's run folder, for the launcher and for a relay that is started again.
 """
 
@@ -125,7 +125,7 @@ def _clock(wall_ns: int) -> str:
     return time.strftime("%H:%M:%S" if is_today else "%Y-%m-%d %H:%M:%S", then)
 
 
-_FORMAT = "rankscope.standstills/1"
+_FORMAT = "rankscope.stalls/1"
 _MOST = 50
 """The latest of one relay that are kept."""
 _SAME_NS = 1_000_000_000
@@ -150,7 +150,7 @@ def keep_stall(folder: Path, relay: str, stall: Stall) -> None:
         path.parent.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
         raise SpoolError(f"{path.parent}: cannot be made: {error.strerror}") from error
-    text = json.dumps({"format": _FORMAT, "standstills": [s.as_fields() for s in kept]}, indent=1)
+    text = json.dumps({"format": _FORMAT, "stalls": [s.as_fields() for s in kept]}, indent=1)
     write_by_rename(path, text + "\n")
 
 
@@ -183,6 +183,6 @@ def _read(path: Path) -> list[Stall]:
         fields = read_json_map(path)
         if fields.get("format") != _FORMAT:
             return []
-        return [Stall.from_fields(each) for each in fields["standstills"]][-_MOST:]
+        return [Stall.from_fields(each) for each in fields["stalls"]][-_MOST:]
     except (SpoolError, KeyError, TypeError, ValueError, AttributeError):
         return []

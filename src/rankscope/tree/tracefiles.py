@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import re
 import time
 from collections.abc import Mapping
@@ -13,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import rankscope
 from rankscope.errors import TraceError, TraceVersionError
+from rankscope.run.folders import is_held
 from rankscope.run.names import (
     CELLS_SUFFIX,
     COLLECTOR_LOCK_NAME,
@@ -152,7 +151,7 @@ def _is_without_records(folder: Path) -> bool:
         return False
     is_prepared = any((folder / name).exists() for name in _OF_A_COLLECTOR)
     is_fresh = is_prepared and time.time() - folder.stat().st_mtime < _FIRST_S
-    return is_fresh or _has_collector(folder)
+    return is_fresh or is_held(folder / COLLECTOR_LOCK_NAME)
 
 
 def _replicas(folder: Path) -> list[Path]:
@@ -164,21 +163,4 @@ def _is_finishing(folder: Path) -> bool:
     replicas = _replicas(folder)
     if not replicas or not all(replica.with_suffix(".json").exists() for replica in replicas):
         return False
-    return _has_collector(folder)
-
-
-def _has_collector(folder: Path) -> bool:
-    """True while a collector holds the folder; asked without a right to write there."""
-    try:
-        descriptor = os.open(
-            folder / COLLECTOR_LOCK_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
-        )
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False
+    return is_held(folder / COLLECTOR_LOCK_NAME)
