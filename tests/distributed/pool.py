@@ -260,11 +260,28 @@ def _forget_meshes() -> None:
 
     getattr(debug, "_clear_sharding_prop_cache", lambda: None)()
     getattr(_redistribute, "clear_redistribute_planner_cache", lambda: None)()
-    for each in gc.get_objects():
-        if issubclass(type(each), functools._lru_cache_wrapper) and str(
-            getattr(each, "__module__", "")
-        ).startswith("torch.distributed.tensor"):
-            each.cache_clear()
+    for cache in [*_frozen_caches(), *_caches()]:
+        cache.cache_clear()
+
+
+def _caches() -> list[Any]:
+    return [
+        each
+        for each in gc.get_objects()
+        if issubclass(type(each), functools._lru_cache_wrapper)
+        and str(getattr(each, "__module__", "")).startswith("torch.distributed")
+    ]
+
+
+@functools.cache
+def _frozen_caches() -> list[Any]:
+    """Return the caches that the fork server made: what it froze `gc.get_objects` leaves out. First
+    called before the first group is made, for what it freezes itself is never collected.
+    """
+    gc.unfreeze()
+    found = _caches()
+    gc.freeze()
+    return found
 
 
 def _serve(channel: Connection) -> None:
@@ -272,6 +289,7 @@ def _serve(channel: Connection) -> None:
 
     faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
+    _frozen_caches()
     channel.send_bytes(b"ready")
     while True:
         try:

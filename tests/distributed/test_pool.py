@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.distributed.pool import RankFailure, RankPool
 
@@ -92,12 +92,14 @@ def test_a_mesh_has_the_groups_of_its_own_call_not_those_of_an_equal_mesh_before
         assert found == [[0.0, 2.0, 4.0, 6.0]] * 2
 
 
-def shards_a_model() -> None:
+def shards_a_model(width: int) -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-    model = nn.Linear(4, 4)
+    model = nn.Linear(width, width)
     fully_shard(model, mesh=mesh)
-    model(torch.ones(1, 4)).sum().backward()
-    distribute_tensor(torch.ones(4), mesh, [Shard(0)]).full_tensor()
+    model(torch.ones(1, width)).sum().backward()
+    weight = distribute_tensor(torch.ones(width, width), mesh, [Shard(0)]).requires_grad_()
+    one = distribute_tensor(torch.ones(width, width), mesh, [Replicate()])
+    (one @ weight.t()).sum().backward()
 
 
 def loops() -> int:
@@ -107,8 +109,7 @@ def loops() -> int:
 
 
 def test_groups_of_earlier_calls_leave_no_thread_behind(ranks: RankPool):
-    ranks.run(shards_a_model, world_size=2)
-    first = ranks.run(loops, world_size=2)
-    for _ in range(2):
-        ranks.run(shards_a_model, world_size=2)
-    assert ranks.run(loops, world_size=2) == first
+    """Each call has a shape of its own: torch keeps what it has learnt of a shape, mesh and all."""
+    for width in (4, 6, 8):
+        ranks.run(shards_a_model, width, world_size=2)
+    assert ranks.run(loops, world_size=2) == [1, 1], "more than the group of this call"
