@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from tests.faults.expected import Expected
 from tests.faults.model import whole
@@ -143,6 +144,11 @@ def double_counted(setup: Setup) -> Expected:
     )
 
 
+def norm_apart(setup: Setup) -> Expected:
+    """Of two ranks that share a layer one counts twice: nobody can say which is right."""
+    return replace(double_counted(setup), ranks=all_ranks(setup))
+
+
 def shard_order(setup: Setup) -> Expected:
     return Expected(
         kinds=("replica-mismatch",),
@@ -202,6 +208,16 @@ def partial_norm(setup: Setup) -> Expected:
         places=((f"layers.{setup.layer}.feed_forward_norm", "grad:weight"),),
         ranks=all_ranks(setup),
         step=0,
+    )
+
+
+def partial_norms(setup: Setup) -> Expected:
+    """No norm's gradient is summed."""
+    norms = [path for path, _ in parameter_names(setup) if path.endswith("norm")]
+    return replace(
+        partial_norm(setup),
+        places=(("*norm", "grad:weight"),),
+        all_of=tuple((path, "grad:weight") for path in norms),
     )
 
 

@@ -22,7 +22,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.layout.placement import LayoutSource, PieceKind
+from rankscope.layout.placement import PieceKind
 from rankscope.layout.plan import Piece, pieces_of, tiling_problem
 from rankscope.record.combined import Combined
 from rankscope.record.notes import Note, NoteKind
@@ -126,7 +126,7 @@ def _coverage(whole: tuple[int, ...], pieces: Sequence[Piece]) -> str | None:
 def _was_sketched_in_place(piece: Piece) -> bool:
     """True where the rank knew its offsets when it sketched the piece; those of pieces that were
     cut by hand are derived later, from all ranks' shapes."""
-    return piece.ranges is not None and piece.layout.source is not LayoutSource.DECLARED
+    return piece.ranges is not None and not piece.layout.source.is_from_all_ranks
 
 
 def _sketch(plan: CombinationPlan, rows: NDArray[Any]) -> tuple[float, ...] | None:

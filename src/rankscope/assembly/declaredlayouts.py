@@ -8,9 +8,9 @@ contradicts the file stays as it was recorded, and the run header says so.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,8 +25,9 @@ from rankscope.layout.placement import LayoutSource, Mesh, Placement
 from rankscope.record.ranklists import ranks_text
 from rankscope.record.value import ValueFlag
 
-__all__ = ["declare_layouts", "layout_header"]
+__all__ = ["declare_layouts", "described_slots", "layout_header", "meshes_as_listed"]
 
+T = TypeVar("T")
 _CALL: Final = ("incarnation", "mode", "step", "micro_batch", "phase", "path", "ordinal")
 _MOST_NOTES: Final = 20
 _ABSENT: Final = np.uint32(ValueFlag.ABSENT)
@@ -72,7 +73,16 @@ def declare_layouts(
         notes[given] = None
     else:
         declaring = _Declaring(vocabulary, *given, notes)
-        for rows, placements, name in _described(tables, vocabulary, given[0], notes):
+        layouts = given[0]
+
+        def placed(path: str, slot: str) -> Mapping[str, Placement] | None:
+            try:
+                return layouts.placements(path, slot) or None
+            except LayoutError as error:
+                notes[str(error)] = None
+                return None
+
+        for rows, placements, name in described_slots(tables, vocabulary, placed):
             own = ranks[tables.calls["stream"][tables.call[rows]]]
             tables.description[rows] = declaring.of(placements, name, tables.description[rows], own)
         run["meshes"] += declaring.meshes()
@@ -82,25 +92,27 @@ def declare_layouts(
         run["layout"]["notes"] = listed
 
 
-def _described(
-    tables: Tables, vocabulary: Vocabulary, layouts: LayoutFile, notes: dict[str, None]
-) -> Iterator[tuple[NDArray[np.int64], Mapping[str, Placement], str]]:
-    """Yield the rows of each slot of each call that the file describes, its placements, and what
-    it is called."""
+def described_slots(
+    tables: Tables, vocabulary: Vocabulary, describe: Callable[[str, str], T | None]
+) -> Iterator[tuple[NDArray[np.int64], T, str]]:
+    """Yield the rows of each slot of each call that something is known of, what is known, and what
+    the slot is called.
+
+    Args:
+        tables: calls and values of all ranks.
+        vocabulary: what the numbers in them mean.
+        describe: says what is known of (path, slot), None for nothing; asked once for each.
+    """
     path, slot = tables.calls["path"][tables.call], tables.slot
     pair, count = factorize(path, slot)
     first = np.full(count, len(pair), np.int64)
     np.minimum.at(first, pair, np.arange(len(pair)))
-    found: dict[int, tuple[Mapping[str, Placement], str]] = {}
+    found: dict[int, tuple[T, str]] = {}
     for number, row in enumerate(first.tolist()):
         names = tables.paths[int(path[row])], vocabulary.slots.items[int(slot[row])]
-        try:
-            placements = layouts.placements(*names)
-        except LayoutError as error:
-            notes[str(error)] = None
-            continue
-        if placements:
-            found[number] = placements, f"{names[0] or '(root)'}:{names[1]}"
+        known = describe(*names)
+        if known is not None:
+            found[number] = known, f"{names[0] or '(root)'}:{names[1]}"
     is_tensor = np.array([d.dtype != "python" for d in vocabulary.descriptions.items], np.bool_)
     wanted = np.isin(pair, [*found]) & (tables.values["flags"] & _ABSENT == 0)
     rows = np.flatnonzero(wanted & is_tensor[tables.description] if len(wanted) else wanted)
@@ -113,6 +125,20 @@ def _described(
     for begin, end in zip(bounds[:-1].tolist(), bounds[1:].tolist()):
         own = rows[order[begin:end]]
         yield own, *found[int(pair[own[0]])]
+
+
+def meshes_as_listed(families: Mapping[MeshFamily, Iterable[Mesh]]) -> list[dict[str, Any]]:
+    """Return meshes that no rank made as the run header lists them."""
+    return [
+        {
+            "name": family.name,
+            "axes": list(family.axes),
+            "shape": list(family.shape),
+            "device": "",
+            "over": sorted(list(mesh.ranks) for mesh in meshes),
+        }
+        for family, meshes in families.items()
+    ]
 
 
 class _Declaring:
@@ -141,16 +167,7 @@ class _Declaring:
 
     def meshes(self) -> list[dict[str, Any]]:
         """Return the meshes that layouts now name, as the run header lists them."""
-        return [
-            {
-                "name": family.name,
-                "axes": list(family.axes),
-                "shape": list(family.shape),
-                "device": "",
-                "over": sorted(list(mesh.ranks) for mesh in meshes),
-            }
-            for family, meshes in self._meshes.items()
-        ]
+        return meshes_as_listed(self._meshes)
 
     def _made(
         self,

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from rankscope.assembly.rankstreams import RankStream
 from rankscope.assembly.rootnames import RootDefinition, StreamRoots, join_path, name_roots
 from rankscope.errors import LayoutError
-from rankscope.layout.placement import Layout, LayoutSource, Mesh, parse_placement
+from rankscope.layout.marks import ParameterMark
+from rankscope.layout.placement import Layout, LayoutSource, Mesh, PieceKind, parse_placement
 from rankscope.layout.plan import Piece
 from rankscope.record.collective import Collective
 
@@ -28,6 +29,7 @@ __all__ = [
     "ModuleName",
     "Vocabulary",
     "build_vocabulary",
+    "mark_of",
     "mesh_of",
     "roots_of",
 ]
@@ -69,14 +71,15 @@ class MeshFamily:
 
     axes: tuple[str, ...]
     shape: tuple[int, ...]
-    is_declared: bool = False
-    """True for axes of a layout file; DeviceMeshes of the same axes may be over other ranks."""
+    source: LayoutSource = LayoutSource.DTENSOR
+    """Where its axes stand: DeviceMeshes of the same axes may be over other ranks than those of a
+    layout file or of marks."""
 
     @property
     def name(self) -> str:
-        """How layouts refer to it: "dp=2,tp=2", "declared:tp=2"."""
+        """How layouts refer to it: "dp=2,tp=2", "declared:tp=2", "marked:tp=2"."""
         listed = ",".join(f"{axis}={size}" for axis, size in zip(self.axes, self.shape))
-        return f"declared:{listed}" if self.is_declared else listed
+        return f"{self.source.value}:{listed}" if self.source.is_from_all_ranks else listed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,8 +100,7 @@ class Description:
         layout = self.piece.layout
         if layout.mesh is None:
             return None
-        is_declared = layout.source is LayoutSource.DECLARED
-        return MeshFamily(axes=layout.mesh.axes, shape=layout.mesh.shape, is_declared=is_declared)
+        return MeshFamily(axes=layout.mesh.axes, shape=layout.mesh.shape, source=layout.source)
 
     @property
     def shared(self) -> tuple[object, ...]:
@@ -208,6 +210,24 @@ def mesh_of(definition: Mapping[str, Any]) -> Mesh:
         axes=tuple(map(str, definition["axes"])),
         shape=tuple(map(int, definition["shape"])),
         ranks=tuple(map(int, definition["ranks"])),
+    )
+
+
+def mark_of(definition: Mapping[str, Any]) -> ParameterMark:
+    """Return the mark a definition describes.
+
+    Raises:
+        KeyError, TypeError, ValueError: the fields are not those of one.
+        LayoutError: its placement is not one that rankscope knows.
+    """
+    placement = parse_placement(str(definition["placement"]))
+    if placement.pieces is PieceKind.UNKNOWN:
+        raise LayoutError(f"a mark says {placement}, which is no placement")
+    members = definition.get("members")
+    return ParameterMark(
+        axis=str(definition["axis"]),
+        placement=placement,
+        members=None if members is None else tuple(map(int, members)),
     )
 
 

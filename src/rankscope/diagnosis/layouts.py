@@ -1,6 +1,6 @@
 """Which ranks should hold the same of a value, and how that is known.
 
-In falling order of trust: read off DTensors (or declared when the trace was taken), declared in a
+In falling order of trust: read off DTensors, marked by a framework on its parameters, declared in a
 layout file, inferred from what ranks held at setup (`replicas.py`). Nothing else is compared.
 """
 
@@ -21,7 +21,8 @@ from rankscope.layout.placement import Mesh, Placement, PlacementKind
 __all__ = ["Layouts", "Same", "sorted_lines"]
 
 Array = NDArray[Any]
-_PLACED: Final = ("dtensor", "declared")
+_PLACED: Final = ("dtensor", "marked", "declared")
+"""Sources that stand in the trace itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +32,12 @@ class Same:
     groups: tuple[Array, ...]
     """Each sorted, of two ranks or more."""
     source: str
-    """"dtensor", "declared" or "inferred"."""
+    """"dtensor", "marked", "declared" or "inferred"."""
+
+    @property
+    def is_of_its_mesh(self) -> bool:
+        """True where nothing is said of ranks outside the value's mesh, or of other axes."""
+        return self.source in ("dtensor", "marked")
 
 
 def sorted_lines(mesh: Mesh, axes: Collection[str]) -> tuple[Array, ...]:

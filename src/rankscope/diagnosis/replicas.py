@@ -40,6 +40,8 @@ _OF_ONE_RANK: Final = re.compile("expert|head|task|adapter")
 """What stands in the path of modules that may be another one on each rank."""
 _FLAT: Final = "_flat_param"
 """FSDP1's parameter, of which every rank holds a part because its ranks are data-parallel."""
+_FLAT_AXIS: Final = "fsdp"
+"""The axis along which a mark says that an original parameter is kept in runs by FSDP1."""
 _STEP: Final = np.uint64(0x9E3779B97F4A7C15)
 _MIX: Final = np.uint64(0xD6E8FEB86659FD93)
 
@@ -127,18 +129,22 @@ class InferredReplicas:
             if not values.slot.startswith("param:"):
                 continue
             key = (values.call.path, values.slot[6:])
+            is_plain = values.source in ("unknown", "marked")
             if values.source == "dtensor":
                 meshes = values.views[0].meshes
                 self._placed[key[0]] = tuple(np.array(sorted(m.ranks), np.int64) for m in meshes)
                 self._equal[key] = _equal_across(values, meshes)
-            elif values.source == "unknown":
+            elif values.source == "marked":
+                self._equal[key] = _equal_across(values, values.views[0].meshes)
+            elif is_plain:
                 self._equal[key] = clusters(values)
             else:
                 continue
             if values.is_constant:
                 self._constant.add(key)
                 continue
-            if key[1] == _FLAT:
+            is_run = values.source == "marked" and _FLAT_AXIS in values.views[0].placements
+            if key[1] == _FLAT or is_run:
                 plain.leave_out(values.ranks)
                 local.leave_out(values.ranks)
                 continue
@@ -146,7 +152,7 @@ class InferredReplicas:
             shape = values.views[0].folds[0].shape
             if "embedding" in values.call.node.class_name.lower() and len(shape) == 2:
                 self._streams += [(shape[1], group) for group in self._equal[key]]
-            if values.source == "unknown":
+            if is_plain:
                 plain.take(values)
                 if values.agree(values.ranks) is False:
                     self._shared[key] = values
@@ -200,7 +206,7 @@ class InferredReplicas:
         where nothing is known of it."""
         key = (values.call.path, values.slot.partition(":")[2])
         groups = self._equal.get(key)
-        if values.source not in ("unknown", "dtensor") or not groups:
+        if values.source not in ("unknown", "dtensor", "marked") or not groups:
             return None
         if self._parts and values.call.phase is Phase.GRADS and not values.is_constant:
             self._note_tied(key, values)

@@ -1,4 +1,5 @@
-"""Places of plain tensors whose layout a user declared: offsets from rank order and local sizes.
+"""Places of plain tensors whose layout a user declared, or a framework marked: offsets from rank
+order and local sizes.
 
 A declared layout says along which axes a value is cut, not where: ranks of a "tp" axis that hold 3,
 3 and 2 columns of a value declared ``tp = "Shard(1)"`` hold columns 0-2, 3-5 and 6-7. Axes that the
@@ -31,7 +32,10 @@ _Shape = tuple[int, ...]
 
 
 def declared_pieces(
-    mesh: Mesh, placements: Mapping[str, Placement], shapes: Mapping[int, Sequence[int]]
+    mesh: Mesh,
+    placements: Mapping[str, Placement],
+    shapes: Mapping[int, Sequence[int]],
+    source: LayoutSource = LayoutSource.DECLARED,
 ) -> dict[int, Piece]:
     """Return each rank's piece of the value declared to lie so, for `plan_assemblies`.
 
@@ -41,6 +45,7 @@ def declared_pieces(
         mesh: the declared axes over all ranks.
         placements: {axis: placement} of the axes that are described.
         shapes: {rank: local shape} of every rank that recorded the value.
+        source: who says so.
 
     Raises:
         LayoutError: an axis or a rank that the mesh does not have.
@@ -58,7 +63,7 @@ def declared_pieces(
     pieces: dict[int, Piece] = {}
     for row in _rows(mesh, [axis for axis in mesh.axes if axis in placements]):
         layout = Layout(
-            source=LayoutSource.DECLARED,
+            source=source,
             mesh=row,
             placements=tuple(placements[axis] for axis in row.axes),
         )

@@ -209,9 +209,17 @@ class LayoutSource(str, enum.Enum):
     """Where a layout comes from, in falling order of trust."""
 
     DTENSOR = "dtensor"
+    MARKED = "marked"
+    """By what a framework wrote on a parameter; the tensor itself is plain."""
     DECLARED = "declared"
     INFERRED = "inferred"
     UNKNOWN = "unknown"
+
+    @property
+    def is_from_all_ranks(self) -> bool:
+        """True where ranks recorded plain tensors, whose places followed later from the shapes of
+        all of them."""
+        return self in (LayoutSource.MARKED, LayoutSource.DECLARED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -177,7 +177,7 @@ def is_constant(columns: Columns, views: Iterable[SlotView]) -> bool:
 
 def _held(columns: Columns, views: list[SlotView]) -> HeldParameter:
     """Return one parameter over all its ranks."""
-    is_placed = views[0].source is LayoutSource.DTENSOR
+    is_placed = views[0].source in (LayoutSource.DTENSOR, LayoutSource.MARKED)
     return HeldParameter(
         placements=views[0].placements if is_placed else {},
         meshes=views[0].meshes if is_placed else (),

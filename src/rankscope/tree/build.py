@@ -15,6 +15,7 @@ import numpy as np
 from rankscope.assembly.declaredlayouts import declare_layouts
 from rankscope.assembly.interning import build_vocabulary
 from rankscope.assembly.keptchunks import carry_chunks, finish_kept
+from rankscope.assembly.markedlayouts import mark_layouts
 from rankscope.assembly.nodes import merge
 from rankscope.assembly.rankstreams import RankStream, StreamBytes, read_stream
 from rankscope.assembly.sources import find_streams
@@ -64,6 +65,7 @@ def assemble(
     tables = build_tables(streams, vocabulary)
     run, notes = run_header(streams), step_notes(streams)
     ranks = np.array([stream.stream.rank for stream in streams], np.int64)
+    mark_layouts(tables, vocabulary, run, streams)
     declare_layouts(tables, vocabulary, run, ranks)
     whole = completeness(streams, tables.orphans)
     offsets = np.array([stream.clock_offset_ns for stream in streams], np.int64)

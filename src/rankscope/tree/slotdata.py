@@ -17,7 +17,7 @@ from rankscope.assembly.interning import Description, Interned, Vocabulary
 from rankscope.assembly.nodes import UNFOLDED_FLAGS, Merged
 from rankscope.assembly.tables import Tables
 from rankscope.assembly.whole import WholeTensors
-from rankscope.layout.placement import LayoutSource, Ranges
+from rankscope.layout.placement import Ranges
 from rankscope.layout.plan import Piece
 from rankscope.record.combined import Combined
 from rankscope.record.ranklists import RankTexts, ranks_text
@@ -298,7 +298,7 @@ def _summaries(
 
 def _own_ranges(piece: Piece) -> tuple[Ranges, ...] | None:
     """Return the ranges that do not follow from the placements: of what was cut by hand."""
-    return piece.ranges if piece.layout.source is LayoutSource.DECLARED else None
+    return piece.ranges if piece.layout.source.is_from_all_ranks else None
 
 
 def _layout(described: Description) -> Data:

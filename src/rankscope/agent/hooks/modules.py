@@ -258,11 +258,16 @@ class ModuleTable:
             for parameter in parameters_of_module(module)
         )
 
-    def with_hooks(self, root: Root) -> list[nn.Module]:
-        """Return the known modules of a root that have forward hooks of their own."""
+    def with_wrappers(self, root: Root) -> list[nn.Module]:
+        """Return the known modules of a root, wrappers among them."""
         known = [*self._infos.values()]  # another thread may add to them
         modules = (module() for module, info in known if info.root is root)
-        return [m for m in modules if m is not None and (m._forward_pre_hooks or m._forward_hooks)]
+        return [module for module in modules if module is not None]
+
+    def with_hooks(self, root: Root) -> list[nn.Module]:
+        """Return the known modules of a root that have forward hooks of their own."""
+        known = self.with_wrappers(root)
+        return [m for m in known if m._forward_pre_hooks or m._forward_hooks]
 
     def _learn_root(self, module: nn.Module) -> ModuleInfo:
         core = module

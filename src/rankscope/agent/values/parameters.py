@@ -16,6 +16,7 @@ from rankscope.agent.hooks.modules import ModuleInfo, ModuleTable, Root
 from rankscope.agent.recorder import Recorder
 from rankscope.agent.values.valuereader import ValueReader
 from rankscope.capture.invisible import invisible
+from rankscope.capture.marks import ParameterMarks
 from rankscope.capture.torch_internals.dtensor import is_dtensor
 from rankscope.record.call import Mode, Phase
 from rankscope.record.value import ValueFlag
@@ -56,9 +57,25 @@ class ParameterEvents:
         else of it is asked for: a local tensor of a sharded model may say nothing of that itself.
         """
         self._definitions.write_root(root)
+        self._write_marks(root)
         self._expect_to_keep(root)
         if self.wants(Phase.SETUP) or (self._values.keeps and _is_placed(root)):
             self._record(_Event(root, Phase.SETUP, 0, 0, 0, None))
+
+    def _write_marks(self, root: Root) -> None:
+        """Write down what a framework says on parameters of how they lie."""
+        with invisible():
+            marks = ParameterMarks(self._table.with_wrappers(root))
+            found = [
+                (info, name, mark)
+                for info in self._table.of_root(root)
+                if (module := info.module()) is not None
+                for name, parameter in own_parameters(module).items()
+                if parameter is not None and (mark := marks.of(module, parameter)) is not None
+            ]
+        for info, name, mark in found:
+            number = self._definitions.of(info)
+            self._recorder.define("mark", module=number, name=name, **mark.as_fields())
 
     def _expect_to_keep(self, root: Root) -> None:
         """Tell what keeping the parameters of a root is going to take."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable, Iterator
 from types import CodeType, FrameType
 
 import torch
@@ -14,6 +15,7 @@ __all__ = [
     "pipeline_schedules",
     "shape_inference",
     "sharded_module_in_hand",
+    "sharded_originals",
     "stage_modules",
 ]
 
@@ -86,3 +88,23 @@ def sharded_module_in_hand() -> torch.nn.Module | None:
                 return modules[0] if isinstance(modules[0], torch.nn.Module) else None
         frame = frame.f_back
     return None
+
+
+def sharded_originals(
+    modules: Iterable[torch.nn.Module],
+) -> Iterator[tuple[torch.nn.Parameter, object]]:
+    """Yield the original parameters that FSDP1 keeps as runs of a flat one
+    (`use_orig_params=True`), each with the process group between whose ranks it is cut.
+
+    Without torch's names there are none.
+    """
+    kind = loaded_class("torch.distributed.fsdp._flat_param", "FlatParamHandle")
+    if kind is None:
+        return
+    for module in modules:
+        handle = module.__dict__.get("_handle")
+        if not isinstance(handle, kind) or not getattr(handle, "uses_sharded_strategy", False):
+            continue
+        flat = getattr(handle, "flat_param", None)
+        for parameter in getattr(flat, "_params", None) or ():
+            yield parameter, getattr(handle, "process_group", None)

@@ -107,7 +107,7 @@ def _known_of(
     laid = context.layouts.same(values)
     if laid is not None and laid.groups:
         yield laid
-    is_inferable = laid is None or laid.source == "dtensor"
+    is_inferable = laid is None or laid.is_of_its_mesh
     if is_inferable and values.slot.startswith(("param:", "grad:")):
         inferred = incarnation.replicas.same(values, step_view)
         if inferred is not None:
