@@ -4,11 +4,12 @@ back.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import rankscope
 from rankscope.record.call import Mode, Phase
@@ -84,6 +85,48 @@ def test_inference_without_an_optimizer_counts_every_root_forward(tmp_path: Path
     assert [(s.mode, s.step) for s in trace(tmp_path, body).steps] == [
         (Mode.EVAL, i) for i in range(3)
     ]
+
+
+class Adapters(nn.Module):
+    """A network beside a frozen model: the layers it adapts call it, and it is never called."""
+
+    def __init__(self, host: nn.Sequential) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(8, 8) for _ in host)
+        for layer, part in zip(host, self.parts):
+            layer.forward = self.beside(layer.forward, part)  # type: ignore[method-assign]
+
+    @staticmethod
+    def beside(original: Callable[[Tensor], Tensor], part: nn.Module) -> Callable[[Tensor], Tensor]:
+        return lambda x: original(x) + part(x)
+
+
+@pytest.mark.parametrize("traced", ["0-3", "2"])
+def test_a_network_that_a_frozen_model_calls_is_a_root_of_its_own(
+    tmp_path: Path, traced: str
+) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).requires_grad_(False)
+    network = Adapters(model)
+
+    def body() -> None:
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(torch.ones(4, 8)).sum().backward()
+            optimizer.step()
+
+    found = trace(tmp_path, body, steps=traced)
+    steps = [step.step for step in found.steps if step.mode is Mode.TRAIN]
+    assert steps == ([0, 1, 2, 3] if traced == "0-3" else [2])
+    assert found.find("1", phase="forward", step=2, mode="train")
+    for path in ("@Adapters.parts.0", "@Adapters.parts.1"):
+        (gradients,) = found.find(path, phase="grads", step=2)
+        assert [value.slot for value in gradients.slots] == ["grad:weight", "grad:bias"]
+        assert found.find(path, phase="forward", step=2, mode="train")
+        assert found.find(path, phase="params", step=2)
+        assert found.find(path, phase="setup")
+        if traced != "2":
+            assert found.find(path, phase="grads", step=0), "though its forward was taken for eval"
 
 
 def test_several_optimizers_make_one_step_with_an_event_each(tmp_path: Path) -> None:

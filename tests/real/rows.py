@@ -644,7 +644,6 @@ ROWS: tuple[Bug, ...] = (
         program=loops.low_rank_side,
         oracle=loops.adapters_right,
         expected=unreduced_adapters,
-        missed="parameters outside of the model that is called are not recorded",
     ),
     Bug(
         name="never-finished",

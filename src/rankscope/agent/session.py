@@ -132,8 +132,9 @@ class Session:
         definitions = self._definitions = DefinitionWriter(recorder, table)
         call_values = CallValues(self.guard, recorder, values, settings, self._options)
         tracer = self._tracer = Tracer(
-            recorder, definitions, call_values, self._hooks, settings, self._begin_scope
-        )
+            recorder, definitions, call_values, self._hooks, settings, self._begin_scope,
+            steps.calls_side,
+        )  # fmt: skip
         parameters = ParameterEvents(table, recorder, values, definitions, settings.phases)
         updates = Updates(table, recorder, parameters, steps.optimizers, call_values.gradients)
         steps.open(

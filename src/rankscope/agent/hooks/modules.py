@@ -8,7 +8,7 @@ checkpoint wrapper, `torch.compile`) is no node of its own: it shares the path o
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -62,8 +62,20 @@ class Root:
     """Owner and name of a parameter found to need a gradient: asked first the next time. A weak
     reference to the parameter itself would keep torch from swapping it.
     """
+    sides: list[Root] = field(default_factory=list)
+    """Roots with parameters to train that its modules call and do not hold: a network of adapters
+    that takes the place of the layers' own `forward`.
+    """
     walked_in: object = None
     """The forward in which an unknown module had it walked: no second one does in the same."""
+
+    def builds_graph(self, module: nn.Module) -> bool:
+        """True where a forward of `module`, which belongs to this root, reaches a parameter that
+        needs a gradient.
+        """
+        return self.needs_gradient(module) or any(
+            (top := side.module()) is not None and side.needs_gradient(top) for side in self.sides
+        )
 
     def needs_gradient(self, module: nn.Module) -> bool:
         """True where a parameter of `module`, which belongs to this root, needs a gradient."""
@@ -105,15 +117,24 @@ class ModuleInfo:
 class ModuleTable:
     """Every module seen so far, by identity; never keeps one alive."""
 
-    def __init__(self, *, enters_compiled: bool = False, paths: tuple[str, ...] = ("*",)) -> None:
+    def __init__(
+        self,
+        *,
+        enters_compiled: bool = False,
+        paths: tuple[str, ...] = ("*",),
+        find_network: Callable[[nn.Module], nn.Module | None] | None = None,
+    ) -> None:
         """Make an empty table.
 
         Args:
             enters_compiled: compiled modules run as written while they are traced, so that a
                 compile wrapper is folded into what it wraps like any other.
             paths: globs of the canonical paths to record.
+            find_network: returns the network that is trained of which a module is part, though no
+                root holds it; None where there is none.
         """
         self._enters_compiled = enters_compiled
+        self._find_network = find_network
         self._paths = paths
         self._infos: dict[int, tuple[weakref.ReferenceType[nn.Module], ModuleInfo]] = {}
         self._loose: dict[tuple[Root | None, str, type], ModuleInfo] = {}
@@ -155,6 +176,11 @@ class ModuleTable:
             if found:
                 return found
         own, _ = own_class(type(module))
+        is_first = (inside, f"@{own.__name__}", type(module)) not in self._loose
+        if is_first and self._find_network is not None and _owns_parameters(module):
+            network = self._find_network(module)
+            if network is not None:
+                self._learn_root(network)
         for below, child in modules_of(module):
             if self.get(child) is None:
                 self._add_loose(child, f"@{own.__name__}{below and '.'}{below}", inside)
@@ -390,6 +416,8 @@ class ModuleTable:
         """Forget modules that are gone: a program may make new ones in every step."""
         self.roots = [root for root in self.roots if root.module() is not None]
         alive = {None, *self.roots}
+        for root in self.roots:
+            root.sides = [side for side in root.sides if side in alive]
         self._loose = {key: info for key, info in self._loose.items() if key[0] in alive}
         dead = [key for key, (module, _) in [*self._infos.items()] if module() is None]
         for key in dead:

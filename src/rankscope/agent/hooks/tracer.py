@@ -41,6 +41,7 @@ class Tracer:
         hooks: HookSet,
         settings: Settings,
         open_scope: Callable[[ModuleInfo, nn.Module], Scope | None],
+        calls_side: Callable[[Root | None, Root], None],
     ) -> None:
         """Have the hooks of traced steps call this tracer.
 
@@ -51,6 +52,7 @@ class Tracer:
             hooks: the hooks of this session.
             settings: which phases to take.
             open_scope: told of an outermost call, and its module; None where that is not traced.
+            calls_side: told where modules of one root call one of another.
         """
         self._recorder = recorder
         self._define = definitions.of
@@ -60,6 +62,7 @@ class Tracer:
         self._wants_forward = Phase.FORWARD.word in settings.phases
         self._wants_recompute = Phase.RECOMPUTE.word in settings.phases
         self._open_scope = open_scope
+        self._calls_side = calls_side
         self._stacks = CallStacks()
         self._scopes: list[Scope] = []
         """Root forwards of this step, for the modules that checkpointing runs again."""
@@ -100,6 +103,8 @@ class Tracer:
         in_backward = current_graph_task() != -1
         if top is not None:
             scope: Scope | None = top.scope
+            if info.root is not None and info.root is not top.info.root:
+                self._calls_side(top.scope.root, info.root)
         elif in_backward:  # checkpointing re-runs a module: never a root
             scope = self._scope_that_called(info)
         else:
@@ -250,6 +255,11 @@ class Tracer:
             if top is None:
                 return self._table.learn(module, None)
             return self._table.learn(module, top.info.root, top.module, top.scope)
+
+    def learn_inside(self, module: nn.Module, root: Root) -> ModuleInfo:
+        """Make a module known that a root calls while no call is traced."""
+        with invisible():
+            return self._table.learn(module, root)
 
     def _without_abandoned(self) -> OpenCall | None:
         """Close the calls that ended without a hook (KeyboardInterrupt), and return the innermost

@@ -6,7 +6,7 @@ import functools
 import gc
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -150,6 +150,15 @@ class OptimizerSearch:
         """Yield the parameters of every optimizer found so far."""
         for optimizer in self._found:
             yield from parameters_of(optimizer)
+
+    def holder_of(self, parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer | None:
+        """Return an optimizer that holds one of these parameters; None where none does."""
+        wanted = frozenset(map(id, parameters))
+        if self.exists():
+            for optimizer in self._found:
+                if not wanted.isdisjoint(held_parameters(optimizer)):
+                    return optimizer
+        return None
 
     def holdings(self, optimizer: torch.optim.Optimizer, known: frozenset[int]) -> Holdings:
         """Say which of the known parameters an optimizer holds, and which nobody does."""

@@ -18,14 +18,24 @@ from rankscope.agent.collectives.stepcollectives import CollectiveTracing
 from rankscope.agent.guard import Guard, say
 from rankscope.agent.hooks.callstack import Scope
 from rankscope.agent.hooks.install import HookSet
-from rankscope.agent.hooks.members import parameters_of_module
+from rankscope.agent.hooks.members import modules_of, parameters_of_module
 from rankscope.agent.hooks.modules import ModuleInfo, ModuleTable, Root
-from rankscope.agent.hooks.pythonstack import explain_no_room, has_room_for, is_inferring_shapes
+from rankscope.agent.hooks.pythonstack import (
+    explain_no_room,
+    has_room_for,
+    is_inferring_shapes,
+    module_calls_running,
+)
 from rankscope.agent.hooks.tracer import Tracer
 from rankscope.agent.recorder import Recorder
 from rankscope.agent.steps.chosen import ChosenSteps
 from rankscope.agent.steps.compiled import HIDDEN, EagerStance, HiddenSteps, outermost_modules_of
-from rankscope.agent.steps.optimizersearch import OptimizerSearch, runs_closure, steps_running
+from rankscope.agent.steps.optimizersearch import (
+    OptimizerSearch,
+    held_parameters,
+    runs_closure,
+    steps_running,
+)
 from rankscope.agent.steps.scalers import ScalerWatch
 from rankscope.agent.steps.schedules import ScheduleWatch
 from rankscope.agent.steps.stepmachine import RunningStep, StepMachine, Tick
@@ -70,7 +80,11 @@ class Stepping:
         self.optimizers.put_on()
         self._chosen = ChosenSteps(settings.steps)
         self.machine = StepMachine(self._chosen, self.optimizers.exists)
-        self.table = ModuleTable(enters_compiled=settings.compile == "eager", paths=settings.paths)
+        self.table = ModuleTable(
+            enters_compiled=settings.compile == "eager",
+            paths=settings.paths,
+            find_network=self._trained_network,
+        )
         """Empty until the spool is open."""
         self.preferred: list[nn.Module] = []
         """Modules to be roots, until the session is open."""
@@ -80,6 +94,8 @@ class Stepping:
         self._eval_scope: Scope | None = None
         self._eval_calls: Counter[Root] = Counter()
         """Forwards of each root in the eval step that runs."""
+        self._frozen: Root | None = None
+        """Root whose last forward could have built a graph, and reached nothing that is trained."""
         self._hidden = HiddenSteps()
         self._stance = EagerStance(is_wanted=settings.compile == "eager")
         self._stance.choose(is_eager=0 in settings.steps)
@@ -126,6 +142,12 @@ class Stepping:
             return
         if not self._open_session():
             return
+        if info is None and self._frozen is not None and module_calls_running() > 1:
+            side = self._tracer.learn_inside(module, self._frozen).root
+            if side is not self._frozen and side is not None:
+                self.calls_side(self._frozen, side)
+                return
+            info = self.table.get(module)
         if info is not None and (info.root is None or (info.path and not machine.is_ended)):
             return
         if machine.is_train_over and info is not None and _is_train_forward(info, module):
@@ -162,7 +184,9 @@ class Stepping:
             machine.set_optimizer_depth(steps_running())
         tick = machine.root_forward(has_gradients=_is_train_forward(info, module), run=run)
         if tick.mode is Mode.EVAL:
+            self._frozen = root if torch.is_grad_enabled() else None
             return self._eval_forward(tick, root)
+        self._frozen = None
         self._hidden.root_was_seen()
         if tick.opened:
             self._begin_train(tick.step)
@@ -171,6 +195,25 @@ class Stepping:
         self._train_scope = Scope(root, Mode.TRAIN, tick.step, root.calls_in_step, is_muted=False)
         root.calls_in_step += 1
         return self._train_scope
+
+    def calls_side(self, root: Root | None, side: Root) -> None:
+        """Take note of a network that modules of a root call and do not hold: a forward of the root
+        builds a graph, from the next one on, where the network's would.
+        """
+        if root is None or side is root or side in root.sides:
+            return
+        root.sides.append(side)
+        self._record_setup(side)
+
+    def _trained_network(self, module: nn.Module) -> nn.Module | None:
+        """Return the outermost module that holds `module`, where an optimizer trains it."""
+        optimizer = self.optimizers.holder_of(parameters_of_module(module))
+        if optimizer is None:
+            return None
+        for network in outermost_modules_of(optimizer):
+            if any(each is module for _, each in modules_of(network)):
+                return network
+        return None
 
     def _loose_scope(self) -> Scope:
         """Return the scope of a module called outside every root: the step that is running."""
@@ -257,14 +300,17 @@ class Stepping:
             self._updates.skipped(optimizer, self.machine.traced_train)
 
     def _begin_hidden_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Begin the train step that an optimizer ends although no hook saw its forward."""
+        """Begin the train step that an optimizer ends although no hook saw its forward, or the
+        forward was taken for one that trains nothing.
+        """
         machine = self.machine
         is_first = machine.train < 0
-        if not self._hidden.begins(optimizer, is_first=is_first):
+        is_hidden = self._hidden.begins(optimizer, is_first=is_first)
+        frozen, self._frozen = self._frozen, None
+        is_side = frozen is not None and self._trains_side_of(frozen, optimizer)
+        if not (is_hidden or is_side) or not (is_first or machine.is_ended):
             return
-        if not (is_first or machine.is_ended):
-            return
-        if is_first and not self._learn_hidden_roots(optimizer):
+        if is_first and not is_side and not self._learn_hidden_roots(optimizer):
             return
         step = machine.root_forward(has_gradients=True).step
         self._end_eval()
@@ -274,6 +320,17 @@ class Stepping:
             self._recorder.step(StepEvent.BEGIN, Mode.TRAIN, step)
             for info in self.table.hidden_roots():
                 self._tracer.note_hidden_root(info, step)
+
+    @staticmethod
+    def _trains_side_of(root: Root, optimizer: torch.optim.Optimizer) -> bool:
+        """True where an optimizer holds what a root calls and does not hold itself."""
+        held = held_parameters(optimizer)
+        return any(
+            id(parameter) in held
+            for side in root.sides
+            if (top := side.module()) is not None
+            for parameter in parameters_of_module(top)
+        )
 
     def _learn_hidden_roots(self, optimizer: torch.optim.Optimizer) -> bool:
         """Make the models known that an optimizer moves; False where there are none to trace."""
@@ -405,4 +462,4 @@ def _is_train_forward(info: ModuleInfo, module: nn.Module) -> bool:
     if info.root is None or not torch.is_grad_enabled():
         return False
     with invisible():
-        return info.root.needs_gradient(module)
+        return info.root.builds_graph(module)
