@@ -4,30 +4,22 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch.multiprocessing as mp
 
 from tests.capture import composition_job
-
-pytestmark = pytest.mark.xdist_group("composition")
+from tests.distributed.pool import RankPool
 
 Rank = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Rank]:
-    folder = tmp_path_factory.mktemp("composition")
-    mp.start_processes(
-        composition_job.run, (str(folder),), nprocs=composition_job.WORLD, start_method="spawn"
-    )
-    return [
-        json.loads(Path(folder, f"{rank}.json").read_text())
-        for rank in range(composition_job.WORLD)
-    ]
+def ranks(ranks: RankPool) -> list[Rank]:
+    """What each of the four ranks read, with lists for tuples."""
+    found = ranks.run(composition_job.run, world_size=composition_job.WORLD)
+    return [json.loads(json.dumps(each)) for each in found]
 
 
 def cases(ranks: list[Rank], *, partial: bool, composable: bool = True) -> list[list[Rank]]:
