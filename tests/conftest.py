@@ -26,9 +26,22 @@ from tests.distributed.pool import RankPool  # noqa: E402  # the environment abo
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Keep every test that uses ranks in one worker, so that only one pool of them is alive."""
+    """Say which tests of a run with several workers stay together in one of them.
+
+    Tests that use ranks: only one pool of them is alive. Tests of `compat`: one worker imports
+    transformers, which takes seconds. Any other file: what its tests share is made once. Groups
+    begin in the order of their size, so tests that start jobs, and take longest, stay single where
+    they may: they are left for the end, when both workers should have something to do.
+    """
     if "ranks" in getattr(item, "fixturenames", ()):
-        item.add_marker(pytest.mark.xdist_group("ranks"))
+        group = "ranks"
+    elif item.path.parent.name == "compat":
+        group = "compat"
+    elif item.get_closest_marker("xdist_group") or item.get_closest_marker("launch"):
+        return
+    else:
+        group = item.path.stem
+    item.add_marker(pytest.mark.xdist_group(group))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
