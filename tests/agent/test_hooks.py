@@ -9,7 +9,6 @@ import functools
 import io
 import pickle
 import signal
-import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -26,6 +25,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 import rankscope
 from rankscope.agent.guard import MAX_FAILURES, Guard
 from rankscope.capture.torch_internals.hooks import global_hook_tables
+from tests import forked
 from tests.agent.models import Net, trace
 from tests.unharmed import traced_unharmed
 
@@ -349,7 +349,7 @@ def test_a_saved_module_is_read_where_rankscope_is_not_installed(tmp_path: Path)
         "import pickle, sys; hook = pickle.load(open(sys.argv[1], 'rb'));"
         "assert hook(1, 2, 3) is None; assert 'rankscope' not in sys.modules"
     )
-    subprocess.run(
+    forked.run(
         [sys.executable, "-c", script, str(tmp_path / "hook.pickle")], check=True, timeout=300
     )
 

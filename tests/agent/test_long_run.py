@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 
 from rankscope.tree.reader import open_trace
+from tests import forked
 
 JOB = Path(__file__).with_name("long_run.py")
 SPOOL_KIB = 4 << 10
@@ -29,7 +29,7 @@ table, and a forward hook that is always called and takes keywords in three.
 def long_run(tmp_path: Path, steps: int, every: str, is_traced: bool) -> list[dict[str, Any]]:
     place = {"RANKSCOPE_OUT": str(tmp_path / "trace"), "RANKSCOPE_SPOOL": str(tmp_path / "spools")}
     settings = {"RANKSCOPE_STEPS": every, "RANKSCOPE_SPOOL_BYTES": f"{SPOOL_KIB}k"}
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, str(JOB), str(steps), "6"],
         env={**os.environ, **place, **settings, "RANKSCOPE": str(int(is_traced))},
         capture_output=True, text=True, timeout=1800, check=False,

@@ -6,12 +6,13 @@ Each case runs in a fork made before rankscope is imported, with the name taken 
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests import forked
 
 NAMES = [
     "torch._C._current_graph_task_id",
@@ -109,7 +110,7 @@ print(json.dumps(results))
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str]]:
     folder: Path = tmp_path_factory.mktemp("traces")
-    ran = subprocess.run(
+    ran = forked.run(
         [sys.executable, "-c", _PROGRAM, str(folder), json.dumps(NAMES)],
         capture_output=True, text=True, timeout=300,
     )  # fmt: skip

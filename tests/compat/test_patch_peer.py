@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests import forked
 from tests.compat.peer import (
     Calls,
     inputs,
@@ -215,7 +215,7 @@ assert not any(name.startswith("rankscope") for name in added), added
 def test_a_mapping_registered_before_transformers_is_imported_holds_for_what_is_loaded_later() -> (
     None
 ):
-    subprocess.run([sys.executable, "-c", LATE], check=True, timeout=300)
+    forked.run([sys.executable, "-c", LATE], check=True, timeout=300)
 
 
 @pytest.mark.usefixtures("classes_put_back")

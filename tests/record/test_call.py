@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from importlib import resources
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 import rankscope
 from rankscope.record.call import Phase
 from rankscope.tree.selection import default_phase
+from tests import forked
 
 PACKAGE = Path(rankscope.__file__).parent
 DOCS = PACKAGE.parent.parent / "docs"
@@ -130,7 +130,7 @@ def test_a_phase_more_in_the_list_is_recorded_found_shown_exported_and_judged(
     file.write_text(text.replace("    COLLECTIVE = 6\n", NUMBER).replace(end, FACTS))
     (tmp_path / "job.py").write_text(JOB)
     paths = [str(tmp_path / "src"), str(DOCS.parent)]
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, str(tmp_path / "job.py"), str(tmp_path)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True,

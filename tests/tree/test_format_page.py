@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import subprocess
 import sys
 
 import pytest
@@ -14,6 +13,7 @@ from safetensors.numpy import load_file
 from rankscope.record.notes import NoteKind
 from rankscope.tree.build import build
 from rankscope.tree.columns import map_columns
+from tests import forked
 from tests.conftest import REPOSITORY
 from tests.record.test_notes import NOTES
 from tests.tree.jobs import grid_job, read_valid, validator
@@ -45,7 +45,7 @@ def test_every_json_of_the_page_is_valid(name, text):
 
 def test_the_pages_program_reads_a_trace_without_rankscope(folder):
     program, _ = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    run = subprocess.run(
+    run = forked.run(
         [sys.executable, "-c", program],
         cwd=folder,
         capture_output=True,
@@ -67,7 +67,7 @@ def test_the_pages_second_program_opens_a_full_tensor_without_rankscope(tmp_path
     with rankscope.trace(model, out=tmp_path / "trace", tensors="layers.0:output"):
         output = model(x)
     _, program = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    run = subprocess.run(
+    run = forked.run(
         [sys.executable, "-c", program],
         cwd=tmp_path,
         capture_output=True,

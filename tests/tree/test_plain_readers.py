@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests import forked
 from tests.launcher.launches import BIN
 from tests.waiting import wait_until
 
@@ -190,7 +191,7 @@ def test_a_chunk_that_a_kill_left_unfinished_is_read_with_safetensors_alone(tmp_
         BIN / "rankscope", "run", "--rs-out", tmp_path / "trace", "--rs-tensors", "**:output",
         "--rs-spool", tmp_path / "spool", "--nproc-per-node", 2, tmp_path / "script.py", tmp_path,
     ]  # fmt: skip
-    job = subprocess.Popen([*map(str, words)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    job = forked.Popen([*map(str, words)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
         assert wait_until(lambda: all((tmp_path / f"pid.{rank}").exists() for rank in (0, 1)))
         assert wait_until(lambda: (tmp_path / f"pid.{victim}").read_text())
