@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import rankscope
-from rankscope.record.finding import Severity, Verdict
+from rankscope.record.finding import Kind, Severity, Verdict
 from tests.diagnosis.traced import report_of
 from tests.distributed.pool import RankPool
 
@@ -106,3 +106,46 @@ def test_a_norm_beside_weights_that_each_rank_has_for_itself_is_one_of_them(
     ranks: RankPool, tmp_path: Path
 ):
     assert not report_of(ranks, has_its_own, folder=tmp_path).findings
+
+
+class Probed(nn.Module):
+    """A head that nothing trains, whose scores are gathered to be looked at; with `is_handed` they
+    also weigh the output, without their gradient.
+    """
+
+    def __init__(self, is_handed: bool) -> None:
+        super().__init__()
+        self.body, self.probe, self.out = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 1)
+        self.is_handed = is_handed
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.body(x)
+        scores = self.probe(x)
+        pieces = [torch.empty_like(scores) for _ in range(dist.get_world_size())]
+        dist.all_gather(pieces, scores)
+        return self.out(torch.cat(pieces) if self.is_handed else x)
+
+
+def probes(is_handed: bool, out: str) -> None:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Probed(is_handed), find_unused_parameters=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    torch.manual_seed(1 + dist.get_rank())
+    with rankscope.trace(model, out=out, steps="all"):
+        for _ in range(2):
+            model(torch.randn(4, 6)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_a_head_that_the_loss_does_not_use_may_be_gathered(ranks: RankPool, tmp_path: Path):
+    assert not report_of(ranks, probes, False, folder=tmp_path).findings
+
+
+def test_a_head_whose_gathered_output_the_loss_uses_without_its_graph_is_named(
+    ranks: RankPool, tmp_path: Path
+):
+    report = report_of(ranks, probes, True, folder=tmp_path)
+    places = {(found.kind, found.path, found.slot) for found in report.findings}
+    for name in ("weight", "bias"):
+        assert (Kind.PARAMETER, "probe", f"param:{name}") in places

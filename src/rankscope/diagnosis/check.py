@@ -23,6 +23,7 @@ from rankscope.diagnosis.replicas import InferredReplicas
 from rankscope.diagnosis.report import made_report
 from rankscope.diagnosis.rules.carried import carried_gradients
 from rankscope.diagnosis.rules.collectiveorder import mismatched_collectives
+from rankscope.diagnosis.rules.detached import detached_by_collectives
 from rankscope.diagnosis.rules.duplicatedata import duplicate_batches
 from rankscope.diagnosis.rules.equality import unequal_replicas
 from rankscope.diagnosis.rules.equalshards import equal_shards
@@ -69,6 +70,7 @@ STEP_RULES: Final[tuple[Rule, ...]] = (
     mixed_up_micro_batches,
     changed_recomputations,
     parameters_left,
+    detached_by_collectives,
     duplicate_batches,
     other_batches,
 )
