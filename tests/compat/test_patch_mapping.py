@@ -128,5 +128,5 @@ def test_registering_from_many_threads_loses_no_entry() -> None:
     for one in workers:
         one.start()
     for one in workers:
-        one.join(30)
+        one.join(120)
     assert len(get_patch_mapping()) == 160

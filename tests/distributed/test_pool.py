@@ -69,7 +69,7 @@ def test_the_environment_lasts_for_one_call(ranks: RankPool):
 
 def test_a_failing_rank_shows_its_traceback_and_what_it_printed(ranks: RankPool):
     with pytest.raises(RankFailure, match=r"(?s)rank 1:.*ValueError: as asked.*about to fail"):
-        ranks.run(fails_on, 1, world_size=2, group_timeout_s=10)
+        ranks.run(fails_on, 1, world_size=2)
 
 
 def test_a_rank_that_dies_is_named_and_replaced(ranks: RankPool):

@@ -57,6 +57,12 @@ def assert_replica_is_whole(out, rank, batches, incarnation=0):
     assert (end.committed, end.end) == (size, EndReason.EXIT)
 
 
+def has_arrived(host, rank):
+    """Wait for the first records of a rank: its replica is made before, empty."""
+    path = replica_path(host.out, stream(rank))
+    return wait_until(lambda: path.exists() and path.stat().st_size)
+
+
 def test_a_job_ends_with_its_tree_in_place_and_an_empty_spool(hosts):
     host = hosts()
     collector, relay = host.collector(), host.relay()
@@ -102,7 +108,7 @@ def test_rank_relay_and_collector_killed_at_random_lose_and_double_nothing(hosts
     }
     well = host.rank(0, batches=30, pause_ms=40)
     killed = host.rank(1, batches=900, pause_ms=3, hangs=True)  # it lives until it is killed
-    wait_until(lambda: replica_path(host.out, stream(1)).exists())
+    assert has_arrived(host, 1)
     deaths = ["rank", *chosen.choices(["collector", "relay"], k=5)]
     chosen.shuffle(deaths)
     for name in deaths:
@@ -277,8 +283,7 @@ def test_when_relays_vanish_for_good_the_tree_is_built_from_what_arrived(hosts):
     collector, relay = host.collector(drain_seconds=1.0), host.relay()
     rank = host.rank(0, hangs=True)
     assert rank.stdout.readline() == "written\n"
-    wait_until(lambda: replica_path(host.out, stream(0)).exists())
-    time.sleep(0.5)
+    assert has_arrived(host, 0)
     relay.kill()
     assert collector.wait(120) == 0
     assert (host.out / "trace.json").exists()
@@ -289,7 +294,7 @@ def test_a_collector_asked_to_stop_finishes_with_what_is_there(hosts):
     collector, relay = host.collector(), host.relay()
     rank = host.rank(0, hangs=True)
     assert rank.stdout.readline() == "written\n"
-    assert wait_until(lambda: replica_path(host.out, stream(0)).exists())
+    assert has_arrived(host, 0)
     collector.send_signal(signal.SIGINT)  # the terminal's Ctrl-C is for the ranks
     time.sleep(0.2)
     assert collector.poll() is None
@@ -304,7 +309,8 @@ def test_a_collector_that_was_suspended_does_not_blame_the_relays_for_its_own_si
     host = hosts()
     collector, relay = host.collector(drain_seconds=1.0), host.relay()
     ranks = [host.rank(rank, batches=30, pause_ms=100) for rank in range(2)]
-    assert wait_until(lambda: replica_path(host.out, stream(1)).exists())
+    assert has_arrived(host, 0)
+    assert has_arrived(host, 1)
     collector.send_signal(signal.SIGSTOP)
     time.sleep(2.0)
     collector.send_signal(signal.SIGCONT)
@@ -344,7 +350,7 @@ def test_in_a_shared_folder_each_relay_writes_and_the_collector_only_finishes(ho
     collector = head.collector()
     relays = [head.relay(), other.relay()]
     ranks = [head.rank(0, batches=20, pause_ms=20), other.rank(1, batches=20, pause_ms=20)]
-    time.sleep(0.4)
+    assert has_arrived(other, 1)
     relays[1].kill()
     relays[1].wait()
     relays[1] = other.relay()
