@@ -73,7 +73,7 @@ def test_sizes_are_powers_of_1024(text: str, size: int) -> None:
 
 def test_phases_may_be_all_and_are_written_in_order() -> None:
     every = settings_from({"phases": "all"}, {}).phases
-    assert every == settings_from({}, {}).phases and every[0] == "setup" and len(every) == 7
+    assert every == settings_from({}, {}).phases and every[0] == "setup" and len(every) == 8
     with pytest.raises(SettingError, match="choose from setup, forward"):
         settings_from({"phases": "sideways"}, {})
 

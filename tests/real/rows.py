@@ -409,7 +409,6 @@ ROWS: tuple[Bug, ...] = (
         program=shards.clipped_shards,
         oracle=shards.norm_as_asked,
         expected=scaled_between,
-        missed="a gradient is read once, so what happens between backward and step is not seen",
     ),
     Bug(
         name="lost-accumulation",
@@ -419,7 +418,6 @@ ROWS: tuple[Bug, ...] = (
         program=shards.partitioned_accumulation,
         oracle=shards.accumulated_right,
         expected=lost,
-        missed="a gradient is read once, so what an earlier micro-batch gave is not known",
     ),
     Bug(
         name="gathered-to-local",
@@ -616,7 +614,6 @@ ROWS: tuple[Bug, ...] = (
         program=loops.static_graph,
         oracle=loops.right,
         expected=all_unreduced_in("gpt."),
-        missed="it looks like a step inside of `no_sync`, which may be meant: a warning",
     ),
     Bug(
         name="replaced-parameter",
@@ -662,7 +659,6 @@ ROWS: tuple[Bug, ...] = (
         program=loops.wiped_between,
         oracle=loops.right,
         expected=lost,
-        missed="a gradient is read once, so what an earlier micro-batch gave is not known",
     ),
     Bug(
         name="own-count",
@@ -682,7 +678,6 @@ ROWS: tuple[Bug, ...] = (
         program=shards.reduced_too_early,
         oracle=shards.partly_right,
         expected=all_unreduced_in(""),
-        missed="parameters agree after the step, so the reduction is taken to be inside of it",
     ),
     Bug(
         name="lone-shards",

@@ -160,9 +160,12 @@ class Recorder:
         micro_batch: int | None,
         phase: Phase,
         ordinal: int,
+        time_ns: int = 0,
     ) -> int:
         """Record that a call began; return its sequence number. (By position: this is the hot
         path.)
+
+        `time_ns`: when it began on the monotonic clock, 0 for now.
         """
         sequence = next(self._sequence)
         ident = threading.get_ident()
@@ -171,7 +174,7 @@ class Recorder:
             ENTER.pack(
                 sequence,
                 NO_SEQUENCE if parent is None else parent,
-                time.monotonic_ns(),
+                time_ns or time.monotonic_ns(),
                 module,
                 step,
                 NO_MICRO_BATCH if micro_batch is None else micro_batch,
@@ -226,10 +229,16 @@ class Recorder:
     def _thread(self, ident: int) -> int:
         return self._threads.setdefault(ident, min(len(self._threads) + 1, 0xFFFF))
 
-    def exit(self, sequence: int, status: CallStatus = CallStatus.RETURNED, text: str = "") -> None:
-        """Record that a call ended."""
+    def exit(
+        self,
+        sequence: int,
+        status: CallStatus = CallStatus.RETURNED,
+        text: str = "",
+        time_ns: int = 0,
+    ) -> None:
+        """Record that a call ended; `time_ns` as for `enter`."""
         number = self.text(text) if text else 0
-        self._write(_EXIT, EXIT.pack(sequence, time.monotonic_ns(), number, status))
+        self._write(_EXIT, EXIT.pack(sequence, time_ns or time.monotonic_ns(), number, status))
 
     def value(
         self,

@@ -26,6 +26,7 @@ from rankscope.agent.recorder import Recorder
 from rankscope.agent.steps.compiled import EAGER_IS_ANOTHER_RUN, HIDDEN
 from rankscope.agent.steps.stepping import Stepping
 from rankscope.agent.steps.updates import Updates
+from rankscope.agent.values.accumulated import AccumulatedGradients
 from rankscope.agent.values.parameters import ParameterEvents
 from rankscope.agent.values.tensorstore import TensorStore
 from rankscope.agent.values.valuereader import ValueReader
@@ -136,7 +137,10 @@ class Session:
             steps.calls_side,
         )  # fmt: skip
         parameters = ParameterEvents(table, recorder, values, definitions, settings.phases)
-        updates = Updates(table, recorder, parameters, steps.optimizers, call_values.gradients)
+        accumulated = AccumulatedGradients(table, recorder, values, definitions, settings.phases)
+        updates = Updates(
+            table, recorder, parameters, steps.optimizers, call_values.gradients, accumulated
+        )
         steps.open(
             self._rank, recorder, values, tracer, parameters, updates, opened.step_trigger_folder
         )

@@ -25,7 +25,11 @@ __all__ = ["MAX_DEPTH", "UNFOLDED_FLAGS", "Merged", "merge"]
 MAX_DEPTH = 50
 """Deeper nodes are hung onto their ancestor at this depth: readers of JSON recurse."""
 UNFOLDED_FLAGS = np.uint32(
-    ValueFlag.REUSED | ValueFlag.HAS_SAMPLES | ValueFlag.SUPERSEDES | ValueFlag.NOT_KEPT
+    ValueFlag.REUSED
+    | ValueFlag.HAS_SAMPLES
+    | ValueFlag.SUPERSEDES
+    | ValueFlag.NOT_KEPT
+    | ValueFlag.AS_LEFT
 )
 """How a value was obtained, not what it is: no reason to tell ranks apart."""
 KEY_COLUMNS = ("incarnation", "mode", "step", "micro_batch", "phase", "path", "ordinal")

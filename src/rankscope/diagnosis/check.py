@@ -28,10 +28,12 @@ from rankscope.diagnosis.rules.duplicatedata import duplicate_batches
 from rankscope.diagnosis.rules.equality import unequal_replicas
 from rankscope.diagnosis.rules.equalshards import equal_shards
 from rankscope.diagnosis.rules.exchanged import wrong_exchanges, wrong_messages
+from rankscope.diagnosis.rules.lostaccumulation import lost_micro_batches, note_early_reductions
 from rankscope.diagnosis.rules.nonfinite import nonfinite_origins
 from rankscope.diagnosis.rules.otherbatches import other_batches
 from rankscope.diagnosis.rules.parameterupdates import parameters_left, remember_parameters
 from rankscope.diagnosis.rules.recompute import changed_recomputations
+from rankscope.diagnosis.rules.rescaled import rescaled_shards
 from rankscope.diagnosis.rules.siblings import lost_reductions
 from rankscope.diagnosis.rules.stages import mixed_up_micro_batches, note_stages
 from rankscope.diagnosis.rules.structure import (
@@ -71,6 +73,8 @@ STEP_RULES: Final[tuple[Rule, ...]] = (
     changed_recomputations,
     parameters_left,
     detached_by_collectives,
+    rescaled_shards,
+    lost_micro_batches,
     duplicate_batches,
     other_batches,
 )
@@ -192,6 +196,7 @@ def _judged(step_view: StepView, context: CheckContext) -> list[Candidate]:
     found = [candidate for rule in STEP_RULES for candidate in rule(step_view, context)]
     innermost_takers(step_view, found)
     found += origins_of_gradients(step_view, context, found)
+    note_early_reductions(step_view, context)
     note_unreduced(step_view, context)
     remember_parameters(step_view, context)
     _count_skipped(step_view, context)

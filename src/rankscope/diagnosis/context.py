@@ -79,6 +79,8 @@ class IncarnationState:
     """Parameters that the latest step left different."""
     apart: set[int] = field(default_factory=set)
     """Steps in which an optimizer stepped with no gradient that was the same on all ranks."""
+    reduced_early: set[int] = field(default_factory=set)
+    """Steps in which gradients were averaged before those of the last backward pass were added."""
     averages: list[int] = field(default_factory=list)
     """Steps in which such parameters were averaged."""
     updates: dict[tuple[str, str], dict[int, ParameterUpdate]] = field(default_factory=dict)

@@ -202,6 +202,10 @@ class StepView:
     incarnation: int
     notes: tuple[RanksNote, ...]
     calls: list[CallView]
+    """But for those of phase `accumulated`."""
+    left_by_passes: tuple[CallView, ...] = ()
+    """Gradients as backward passes left them: what differs there is not yet reduced, so only rules
+    that ask for them see them."""
     _by_path: dict[str, list[CallView]] = field(default_factory=dict)
 
     def named(self, path: str) -> list[CallView]:
@@ -249,7 +253,8 @@ def step_view_of(step: Step, columns: Mapping[str, Array]) -> StepView:
         step=0 if step.is_setup else step.step,
         incarnation=step.incarnation,
         notes=step.notes,
-        calls=calls,
+        calls=[call for call in calls if call.phase is not Phase.ACCUMULATED],
+        left_by_passes=tuple(call for call in calls if call.phase is Phase.ACCUMULATED),
     )
 
 

@@ -12,7 +12,8 @@ activations behind them. Three kinds of right programs do that, and something te
 * An optimizer that reduces gradients inside its own step. What tells is the parameter: after the
   step, or the one that follows, it is the same on all these ranks, and not what it was before.
   Asked only of steps in which no gradient agreed: one that lacks among reduced ones is forgotten,
-  whatever became of its parameter.
+  whatever became of its parameter. And not of steps in which passes show that a reduction came
+  before the last of them.
 * Optimizer steps inside `no_sync()`. Whether these ranks ever average is not known where no traced
   step holds an average, so there is one warning. From then on parameters, gradients and activations
   of these ranks differ because of that. A program that forgot to end `no_sync()` before its
@@ -48,6 +49,10 @@ _ADVICE: Final = (
     "If these ranks are meant to train apart (local SGD), trace a step that holds their average "
     "(--rs-steps): only then it is known that they do. Else end no_sync() before the last backward "
     "pass of a step, or set_requires_gradient_sync(True)."
+)
+_TOO_EARLY: Final = (
+    "These gradients were reduced before the last backward pass of the step, whose own were added "
+    "on each rank afterwards: reduce once the last micro-batch is in."
 )
 _FOLLOWS: Final = frozenset(Phase) - {Phase.SETUP, Phase.COLLECTIVE}
 
@@ -188,7 +193,9 @@ def _without_late_reductions(
     for candidate in candidates:
         incarnation = context.incarnation(candidate.incarnation)
         updates = incarnation.updates.get((candidate.path, candidate.slot.partition(":")[2]), {})
-        if candidate.step in incarnation.apart and (
+        if candidate.kind is Kind.GRADIENT and candidate.step in incarnation.reduced_early:
+            yield dataclasses.replace(candidate, advice=_TOO_EARLY)
+        elif candidate.step in incarnation.apart and (
             (candidate.kind is Kind.GRADIENT and _moved_alike(candidate, updates))
             or (candidate.kind is Kind.PARAMETER and _moved_late(candidate, updates))
         ):

@@ -41,7 +41,7 @@ from rankscope.spool.streamreader import StreamReader
 __all__ = ["StallMonitor", "activity_of"]
 
 Rows = NDArray[Any]
-_OPTIMIZER = sorted(Phase.having(lambda facts: facts.is_event) - {Phase.SETUP})
+_OPTIMIZER = (int(Phase.GRADS), int(Phase.PARAMS))
 DEFAULT_LIMIT_S = 300.0
 _LOOK_S = 1.0
 _AWAY_S = 5.0

@@ -33,7 +33,7 @@ class PhaseFacts:
 class Phase(enum.IntEnum):
     """Part of a step a call belongs to. The numbers are written in spools: never renumber.
 
-    This is the only list of them, in the order of a step; collectives are issued in any. `facts`
+    This is the only list of them; collectives are issued in any. `facts`
     tells what places that treat phases alike or apart have to know.
     """
 
@@ -44,10 +44,12 @@ class Phase(enum.IntEnum):
     """Activation checkpointing re-running forward inside backward."""
     BACKWARD = 3
     GRADS = 4
-    """Final gradients, just before the optimizer step."""
+    """Final gradients, just before the optimizer step: as the optimizer takes them."""
     PARAMS = 5
     """Parameters and buffers, just after the optimizer step."""
     COLLECTIVE = 6
+    ACCUMULATED = 7
+    """Gradients as a backward pass left them, where the optimizer did not take them so."""
 
     @property
     def word(self) -> str:
@@ -102,6 +104,10 @@ _FACTS: Final = {
         unequal="The gradients agree: look at optimizer state and options that differ by rank.",
         is_event=True,
         slots=("param", "buffer"),
+    ),
+    Phase.ACCUMULATED: PhaseFacts(
+        unequal="Nothing says that gradients are reduced when a backward pass ends.",
+        is_event=True,
     ),
     Phase.COLLECTIVE: PhaseFacts(
         unequal="Look at the arguments of this collective on these ranks.",

@@ -64,7 +64,14 @@ class ValueFlag(enum.IntFlag):
     CARRIED = 16384
     """Gradient of a parameter that had one already, not zero, when backward of the step began."""
     NO_SYNC = 32768
-    """Gradient that its data-parallel wrapper was told not to reduce when the optimizer stepped."""
+    """Gradient that its data-parallel wrapper was told not to reduce, both when the last backward
+    pass ended and when the optimizer stepped; of phase `accumulated` when that pass ended."""
+    RESTARTED = 65536
+    """Of phase `accumulated`: when that backward pass began there was no gradient, or zeros, though
+    an earlier pass of the step had left one, which no optimizer has taken."""
+    AS_LEFT = 131072
+    """Of phase `grads`: what the last backward pass left, bit by bit; of an accelerator's, nothing
+    was seen to write to it since."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,6 +34,7 @@ _HIDDEN_FLAGS = (
     | ValueFlag.SUPERSEDES
     | ValueFlag.PYTHON
     | ValueFlag.NOT_KEPT
+    | ValueFlag.AS_LEFT
 )
 """They say how a value was obtained; what was not kept stands in the entry, by rank."""
 Data = dict[str, Any]

@@ -121,6 +121,7 @@ class Stepping:
         """Take what an open spool gives: no step begins before."""
         self._rank, self._recorder, self._values, self._tracer = rank, recorder, values, tracer
         self._parameters, self._updates = parameters, updates
+        updates.accumulated.running_step = self._accumulating_step
         self.collectives.open(recorder, values, tracer, self.table)
         self._chosen.watch_file(recorder, rank, step_trigger_folder)
 
@@ -293,6 +294,11 @@ class Stepping:
             self.collectives.expect_step(is_first=False)
         if not was_ended and current_graph_task() == -1:  # in backward each rank is elsewhere
             self.collectives.count_messages_from(f"train {machine.train + 1}")
+
+    def _accumulating_step(self) -> int | None:
+        """Return the traced train step that gathers gradients for its optimizer; None inside of an
+        optimizer's step, whose closure makes its own."""
+        return None if self.machine.is_inside_optimizer else self.machine.traced_train
 
     def _optimizer_skipped(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that a GradScaler skipped an optimizer step."""

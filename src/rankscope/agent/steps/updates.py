@@ -22,6 +22,7 @@ from rankscope.agent.steps.optimizersearch import (
     describe_strangers,
 )
 from rankscope.agent.steps.scalers import is_skipped_inside, scaling_of
+from rankscope.agent.values.accumulated import AccumulatedGradients
 from rankscope.agent.values.gradients import GradientHooks
 from rankscope.agent.values.parameters import ParameterEvents
 from rankscope.capture.torch_internals.autograd import current_graph_task
@@ -46,6 +47,7 @@ class Updates:
         events: ParameterEvents,
         optimizers: OptimizerSearch,
         gradients: GradientHooks,
+        accumulated: AccumulatedGradients,
     ) -> None:
         self._table = table
         self._recorder = recorder
@@ -53,6 +55,9 @@ class Updates:
         self._optimizers = optimizers
         self._activation_gradients = gradients
         gradients.begins = self._backward_begins
+        gradients.passes.begins = accumulated.pass_begins
+        gradients.passes.ends = accumulated.pass_ends
+        self.accumulated = accumulated
         self._count = 0
         """Optimizer steps of this step so far, those included that were skipped or raised."""
         self._running = ""
@@ -78,7 +83,9 @@ class Updates:
     def begins(self, optimizer: torch.optim.Optimizer, step: int, *, has_closure: bool) -> None:
         """Record gradients before an outermost optimizer step; with a closure they come later."""
         self._note_raised(step)
-        if not has_closure:
+        if has_closure:
+            self.accumulated.forget()
+        else:
             self._running = type(optimizer).__name__
             self._count += 1
             self._gradients(optimizer, step)
@@ -117,6 +124,7 @@ class Updates:
                 self._events.parameters(step, 0, None, flags=_AFTER_CALL)
         if left := frozenset(self._unheld - self._read):
             self._events.parameters(step, self._shown, left, flags=_AFTER_CALL)
+        self.accumulated.forget()
         self._count = self._shown = 0
         self._carried = frozenset()
         self._read.clear()
@@ -140,10 +148,13 @@ class Updates:
         again = holdings.unheld & self._unheld_read
         concerned = holdings.own | (holdings.unheld - again) | self._events.having_gradient(again)
         self._unheld_read |= holdings.unheld
-        self._events.gradients(
+        taken = self._events.gradients(
             step, self._count - 1, concerned, flags=flags, unheld=holdings.unheld,
-            carried=self._carried, extras=scaling_of(optimizer),
+            carried=self._carried, unsynced=self.accumulated.unsynced,
+            left=self.accumulated.left(),
+            extras=scaling_of(optimizer),
         )  # fmt: skip
+        self.accumulated.taken(step, taken)
 
     def _holdings(self, optimizer: torch.optim.Optimizer) -> Holdings:
         """Return whose the parameters are that concern an optimizer's step."""

@@ -1,5 +1,6 @@
 """Gradients of activations: one tensor hook per tensor, however many slots that tensor
-stands in.
+stands in. The same hooks tell where a backward pass begins, and torch's own queue of functions for
+the end of a pass where it ends.
 """
 
 from __future__ import annotations
@@ -11,7 +12,11 @@ from dataclasses import dataclass
 import torch
 
 from rankscope.agent.guard import Guard
-from rankscope.capture.torch_internals.autograd import has_hook
+from rankscope.capture.torch_internals.autograd import (
+    call_at_end_of_backward,
+    current_graph_task,
+    has_hook,
+)
 
 __all__ = ["MOST_FIRINGS", "GradientHooks", "GradientTarget"]
 
@@ -50,6 +55,54 @@ class _Watched:
         return self.handle is not None and has_hook(tensor, self.handle)
 
 
+_TIMES_BEHIND = 3
+"""DDP and FSDP end their reductions in functions of the same queue, and some of those queue another
+one: so often we go to the end of the queue again."""
+
+
+class BackwardPasses:
+    """Notices the outermost passes: a pass inside of another (reentrant checkpointing) leaves no
+    gradient that is final.
+    """
+
+    def __init__(self, guard: Guard) -> None:
+        self._guard = guard
+        self._running: set[int] = set()
+        self.begins: Callable[[bool], None] = lambda is_before_all: None
+        """Called when a pass reaches the first tensor with a hook: with True where a root handed
+        that out, so that no gradient of the root's parameters has been added yet."""
+        self.ends: Callable[[], None] = lambda: None
+        """Called when a pass has added its last gradient and what data-parallel wrappers do then is
+        done."""
+
+    def reached(self, is_of_root: bool) -> None:
+        """Take note that backward reached a tensor."""
+        task = current_graph_task()
+        if task == -1 or task in self._running:
+            return
+        is_outermost = not self._running
+        self._running.add(task)
+        self._ask_for_end(task, _TIMES_BEHIND)
+        if is_outermost:
+            self.begins(is_of_root)
+
+    def root_was_called(self) -> None:
+        """Forget passes that an exception ended: nobody is told of their end."""
+        if self._running and current_graph_task() == -1:
+            self._running.clear()
+
+    def _ask_for_end(self, task: int, times_behind: int) -> None:
+        def at_end() -> None:
+            if times_behind:
+                self._ask_for_end(task, times_behind - 1)
+                return
+            self._running.discard(task)
+            if not self._running:
+                self.ends()
+
+        call_at_end_of_backward(self._guard.hook(at_end))
+
+
 class GradientHooks:
     """Registers tensor hooks for one traced step; every hook returns None, so no gradient
     changes.
@@ -62,6 +115,7 @@ class GradientHooks:
         say_too_many: Callable[[GradientTarget], None],
     ) -> None:
         self._guard = guard
+        self.passes = BackwardPasses(guard)
         self._say_too_many = say_too_many
         self._record = record
         self.begins: Callable[[], None] = lambda: None
@@ -81,6 +135,8 @@ class GradientHooks:
 
         `is_of_root`: a root hands it out.
         """
+        if is_of_root:
+            self.passes.root_was_called()
         watched = self._watched.get(id(tensor))
         target = GradientTarget(sequence, slot)
         if watched is not None and watched.is_of(tensor):
@@ -101,6 +157,7 @@ class GradientHooks:
             ordinal = watched.firings  # double backward and retain_graph fire again
             watched.firings += 1
             self.has_fired = True
+            self.passes.reached(watched.is_of_root)
             if watched.is_of_root and not self._has_begun:
                 self._has_begun = True
                 self.begins()

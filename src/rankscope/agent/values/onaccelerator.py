@@ -12,7 +12,7 @@ from rankscope.capture.device import DeviceDigester
 from rankscope.capture.reading import ValueNumbers
 from rankscope.record.call import Phase
 
-__all__ = ["DeviceValues", "ValuePlace"]
+__all__ = ["DeviceValues", "HeldValue", "ValuePlace"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,19 @@ class ValuePlace:
     """Of its kept bytes, 0 where they are not."""
 
 
+@dataclass(slots=True)
+class HeldValue:
+    """A value that was read, and of which it is not known yet whether it is to be recorded."""
+
+    described: Described
+    numbers: ValueNumbers | None
+    """None while an accelerator computes them."""
+    state: tuple[int, int]
+    """Address and version of the memory when it was read."""
+    place: ValuePlace | None = None
+    """Where it belongs; None until somebody wants it recorded."""
+
+
 class DeviceValues:
     """Digests in flight, over all accelerators of this process; autograd's threads read
     here too.
@@ -38,9 +51,9 @@ class DeviceValues:
         self._batch_dim = batch_dim
         self._lock = threading.RLock()
         self._digesters: dict[torch.device, DeviceDigester] = {}
-        self._places: dict[tuple[torch.device, int], ValuePlace] = {}
+        self._places: dict[tuple[torch.device, int], ValuePlace | HeldValue] = {}
 
-    def read(self, local: torch.Tensor, place: ValuePlace, *, samples: bool) -> bool:
+    def read(self, local: torch.Tensor, place: ValuePlace | HeldValue, *, samples: bool) -> bool:
         """Enqueue a digest on the tensor's device; False where that cannot be (a graph is
         captured).
         """
@@ -61,7 +74,7 @@ class DeviceValues:
             for digester in self._digesters.values():
                 digester.flush()
 
-    def collect(self, *, wait: bool) -> list[tuple[ValuePlace, ValueNumbers]]:
+    def collect(self, *, wait: bool) -> list[tuple[ValuePlace | HeldValue, ValueNumbers]]:
         """Return the readings that have arrived, with the places they belong to.
 
         Args:

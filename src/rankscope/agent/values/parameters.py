@@ -4,8 +4,8 @@ an optimizer step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from rankscope.agent.hooks.definitions import DefinitionWriter
 from rankscope.agent.hooks.members import own_buffers, own_parameters, parameters_of_module
 from rankscope.agent.hooks.modules import ModuleInfo, ModuleTable, Root
 from rankscope.agent.recorder import Recorder
+from rankscope.agent.values.onaccelerator import HeldValue
 from rankscope.agent.values.valuereader import ValueReader
 from rankscope.capture.invisible import invisible
 from rankscope.capture.marks import ParameterMarks
@@ -99,8 +100,10 @@ class ParameterEvents:
         flags: int = 0,
         unheld: frozenset[int] = frozenset(),
         carried: frozenset[int] = frozenset(),
+        unsynced: frozenset[int] | None = None,
+        left: Mapping[int, HeldValue] | None = None,
         extras: Sequence[tuple[str, torch.Tensor]] = (),
-    ) -> None:
+    ) -> dict[int, bool]:
         """Record final gradients.
 
         Args:
@@ -110,18 +113,26 @@ class ParameterEvents:
             flags: what to know about all of them.
             unheld: parameters that no optimizer holds.
             carried: parameters that had a gradient before backward began.
+            unsynced: parameters whose gradients were not to be reduced when the last backward pass
+                ended; None where that is not known.
+            left: what the last backward pass left, by identity of the parameter.
             extras: (slot, tensor) of what belongs to the event itself.
+
+        Returns:
+            by identity of the parameter, whether its gradient is what was left.
         """
+        taken: dict[int, bool] = {}
         if not self.wants(Phase.GRADS):
-            return
+            return taken
         with invisible():
-            unsynced = self._table.unsynced_parameters()
+            now = self._table.unsynced_parameters()
         for root in self._table.roots:
             event = _Event(
-                root, Phase.GRADS, step, ordinal, flags, chosen, unheld, carried, unsynced,
-                tuple(extras),
+                root, Phase.GRADS, step, ordinal, flags, chosen, unheld, carried,
+                now if unsynced is None else now & unsynced, left or {}, tuple(extras),
             )  # fmt: skip
-            self._record(event)
+            self._record(event, taken)
+        return taken
 
     def parameters(
         self, step: int, ordinal: int, chosen: frozenset[int] | None, *, flags: int = 0
@@ -173,9 +184,10 @@ class ParameterEvents:
         """Forget whose buffers were recorded: they go with the first event of a step."""
         self._with_buffers.clear()
 
-    def _record(self, event: _Event) -> None:
+    def _record(self, event: _Event, taken: dict[int, bool] | None = None) -> None:
         """Record one event of a root: a call for it, and one below it for every module that owns
-        something; nothing where it concerns none of the root's parameters.
+        something; nothing where it concerns none of the root's parameters. Gradients go into
+        `taken`.
         """
         if not self._concerns(event):
             return
@@ -187,13 +199,15 @@ class ParameterEvents:
             with invisible():
                 items = list(self._items(info, module, event))
             if parent is None:
-                items += [_Item(slot, tensor, 0) for slot, tensor in event.extras]
+                items += [_Item(slot, tensor) for slot, tensor in event.extras]
             elif not items:
                 continue
             sequence = self._enter(info, event, parent)
             with invisible():
                 for item in items:
-                    self._read(item, sequence, event.phase)
+                    is_as_left = self._read(item, sequence, event)
+                    if taken is not None and item.owner:
+                        taken[item.owner] = is_as_left
             if parent is None:
                 parent = sequence
             else:
@@ -215,15 +229,17 @@ class ParameterEvents:
             event.phase, event.ordinal,
         )  # fmt: skip
 
-    def _read(self, item: _Item, sequence: int, phase: Phase) -> None:
+    def _read(self, item: _Item, sequence: int, event: _Event) -> bool:
+        phase, held = event.phase, event.left.get(item.owner) if item.owner else None
         if item.tensor is None:
             self._values.absent(sequence, item.slot, phase, item.flags)
-        elif item.is_described:
+            return False
+        if item.is_described:
             self._values.describe(item.tensor, sequence, item.slot, phase, item.flags)
-        else:
-            self._values.read(
-                item.tensor, sequence, item.slot, phase, flags=item.flags, samples=False
-            )
+            return False
+        return self._values.read(
+            item.tensor, sequence, item.slot, phase, flags=item.flags, samples=False, held=held
+        )
 
     def _items(self, info: ModuleInfo, module: torch.nn.Module, event: _Event) -> Iterable[_Item]:
         is_grads, chosen = event.phase is Phase.GRADS, event.chosen
@@ -250,12 +266,12 @@ class ParameterEvents:
                     flags |= _CARRIED
                 if gradient is not None and id(parameter) in event.unsynced:
                     flags |= _NO_SYNC
-                yield _Item(slot, gradient, flags)
+                yield _Item(slot, gradient, flags, owner=id(parameter))
         if is_grads or event.root in self._with_buffers or not self.wants(event.phase):
             return
         for name, buffer in own_buffers(module).items():
             if buffer is not None and self._values.wants(f"buffer:{name}"):
-                yield _Item(f"buffer:{name}", buffer, 0)
+                yield _Item(f"buffer:{name}", buffer)
 
 
 def _is_placed(root: Root) -> bool:
@@ -278,6 +294,7 @@ class _Event:
     carried: frozenset[int] = frozenset()
     unsynced: frozenset[int] = frozenset()
     """Parameters whose gradients are not to be reduced, by identity."""
+    left: Mapping[int, HeldValue] = field(default_factory=dict)
     extras: tuple[tuple[str, torch.Tensor], ...] = ()
 
 
@@ -286,6 +303,8 @@ class _Item(NamedTuple):
 
     slot: str
     tensor: torch.Tensor | None
-    flags: int
+    flags: int = 0
     is_described: bool = False
     """Its numbers are not asked for."""
+    owner: int = 0
+    """Of a gradient: identity of its parameter."""

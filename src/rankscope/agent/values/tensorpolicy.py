@@ -62,9 +62,12 @@ class PathRecorder(Recorder):
         micro_batch: int | None,
         phase: Phase,
         ordinal: int,
+        time_ns: int = 0,
     ) -> int:
         """Record that a call began; return its sequence number."""
-        sequence = super().enter(module, root, parent, mode, step, micro_batch, phase, ordinal)
+        sequence = super().enter(
+            module, root, parent, mode, step, micro_batch, phase, ordinal, time_ns
+        )
         self._modules[sequence] = module
         return sequence
 

@@ -11,7 +11,7 @@ import torch
 
 from rankscope.agent.collectives.inflight import InFlight, memory_of
 from rankscope.agent.recorder import Recorder
-from rankscope.agent.values.onaccelerator import DeviceValues, ValuePlace
+from rankscope.agent.values.onaccelerator import DeviceValues, HeldValue, ValuePlace
 from rankscope.agent.values.tensorstore import TensorStore, size_of
 from rankscope.capture.describe import Described, Describer
 from rankscope.capture.digest import Digester
@@ -21,6 +21,7 @@ from rankscope.capture.invisible import invisible
 from rankscope.capture.pytree import is_tensor, walk
 from rankscope.capture.reading import ValueNumbers
 from rankscope.capture.torch_internals.distributed import is_collective_outstanding
+from rankscope.capture.torch_internals.dtensor import dtensor_parts, is_dtensor
 from rankscope.globs import slot_matches
 from rankscope.record.call import Phase
 from rankscope.record.value import ValueFlag
@@ -33,6 +34,7 @@ _ACTIVATIONS = Phase.having(lambda facts: facts.is_activation)
 # plain ints: an IntFlag's own `|` costs a microsecond, and these are used for every value
 _PENDING, _PYTHON, _ABSENT = int(ValueFlag.PENDING), int(ValueFlag.PYTHON), int(ValueFlag.ABSENT)
 _UNSEEN, _NOT_KEPT = int(ValueFlag.UNSEEN), int(ValueFlag.NOT_KEPT)
+_AS_LEFT = int(ValueFlag.AS_LEFT)
 _MOST_PENDING = 256
 """Values in flight held at a time; further ones stay pending."""
 
@@ -94,15 +96,20 @@ class ValueReader:
         ordinal: int = 0,
         flags: int = 0,
         samples: bool = True,
-    ) -> None:
-        """Digest one tensor as it is now and record it; the caller holds `invisible()`."""
+        held: HeldValue | None = None,
+    ) -> bool:
+        """Digest one tensor as it is now and record it; the caller holds `invisible()`.
+
+        Returns:
+            True where it is still what `held` was read from, which its record says then.
+        """
         described, local = self._describer.describe(tensor)
         is_pending = described.is_pending or self.in_flight.has(local)
         reference = 0
         if self._tensor_store is not None:
             is_wanted = self._is_kept(sequence, slot)
             if not (self._digests or is_wanted):
-                return
+                return False
             if is_wanted and not is_pending:
                 reference = self._tensor_store.keep(local, described)
             if is_wanted and not reference:
@@ -111,19 +118,55 @@ class ValueReader:
             place = ValuePlace(sequence, slot, described, phase, ordinal, flags | _PENDING)
             self._remember_pending(tensor, local, place, flags)
             self._record(place, None)
-            return
+            return False
+        is_as_held = False
         if described.can_digest or not self._digests:
             reading = (
                 self._digest_on_host(local, described, samples=samples) if self._digests else None
             )
+            if held is not None and held.numbers is not None and reading is not None:
+                is_as_held = held.numbers.hash == reading.hash
             self._recorder.value(
-                sequence, slot, described, reading, phase, ordinal, flags, self._batch_dim,
-                reference,
+                sequence, slot, described, reading, phase, ordinal,
+                flags | _AS_LEFT if is_as_held else flags, self._batch_dim, reference,
             )  # fmt: skip
-            return
+            return is_as_held
+        if held is not None and held.state == self.state_of(tensor):
+            is_as_held, flags = True, flags | _AS_LEFT
         place = ValuePlace(sequence, slot, described, phase, ordinal, flags, reference)
         if not self._is_read_on_device(local, place, samples=samples):
             self._record(place, None)
+        return is_as_held
+
+    def hold(self, tensor: torch.Tensor) -> HeldValue | None:
+        """Digest one tensor as it is now, for `record_held`; None where it cannot be read now. The
+        caller holds `invisible()`."""
+        described, local = self._describer.describe(tensor)
+        if not self._digests or described.is_pending or self.in_flight.has(local):
+            return None
+        held = HeldValue(described, None, self.state_of(tensor))
+        if described.can_digest:
+            held.numbers = self._digest_on_host(local, described, samples=False)
+        elif not self._is_read_on_device(local, held, samples=False):
+            return None
+        return held
+
+    def state_of(self, tensor: torch.Tensor) -> tuple[int, int]:
+        """Return address and version of a tensor's own memory: what wrote to it since has most
+        likely changed one of them. The caller holds `invisible()`."""
+        local = dtensor_parts(tensor)[0] if is_dtensor(type(tensor)) else tensor
+        try:
+            return local.data_ptr(), local._version
+        except RuntimeError:  # subclasses may have no memory, inference tensors no version
+            return 0, -1
+
+    def record_held(
+        self, held: HeldValue, sequence: int, slot: str, phase: Phase, flags: int
+    ) -> None:
+        """Record what `hold` has read, now or when the accelerator has it."""
+        held.place = ValuePlace(sequence, slot, held.described, phase, 0, flags)
+        if held.numbers is not None:
+            self._record(held.place, held.numbers)
 
     def takes(self, path: str, slot: str) -> bool:
         """True where more is recorded of this slot of this path than what it is."""
@@ -154,7 +197,9 @@ class ValueReader:
         digester = self._local.digester or self._new_digester()
         return digester.read(local, described.ranges, samples=samples and described.allows_samples)
 
-    def _is_read_on_device(self, local: torch.Tensor, place: ValuePlace, *, samples: bool) -> bool:
+    def _is_read_on_device(
+        self, local: torch.Tensor, place: ValuePlace | HeldValue, *, samples: bool
+    ) -> bool:
         """Have an accelerator digest what lies there: it comes back later. False for
         anything else.
         """
@@ -342,5 +387,7 @@ class ValueReader:
         if self._tensor_store is not None:
             with invisible():
                 self._tensor_store.collect(wait=wait)
-        for place, reading in self._on_devices.collect(wait=wait):
-            self._record(place, reading, int(ValueFlag.MIX64))
+        for found, reading in self._on_devices.collect(wait=wait):
+            place = found.place if isinstance(found, HeldValue) else found
+            if place is not None:
+                self._record(place, reading, int(ValueFlag.MIX64))

@@ -11,7 +11,14 @@ import torch
 
 from rankscope.capture.torch_internals.loaded import loaded_class
 
-__all__ = ["current_graph_task", "current_node", "has_hook", "next_node", "stops_recomputation"]
+__all__ = [
+    "call_at_end_of_backward",
+    "current_graph_task",
+    "current_node",
+    "has_hook",
+    "next_node",
+    "stops_recomputation",
+]
 
 _C: Any = torch._C
 
@@ -34,6 +41,18 @@ def current_node() -> tuple[int, torch.Tensor | None] | None:
     node = _current_node()
     number = getattr(node, "_sequence_nr", None)
     return None if number is None else (int(number()), getattr(node, "variable", None))
+
+
+def call_at_end_of_backward(function: Callable[[], None]) -> bool:
+    """Have a function called when the backward pass that runs on this thread has added its last
+    gradient, behind what was asked for so before; False, and nothing, without torch's name.
+    """
+    engine = getattr(torch.autograd.Variable, "_execution_engine", None)
+    queue = getattr(engine, "queue_callback", None)
+    if queue is None:
+        return False
+    queue(function)
+    return True
 
 
 def has_hook(tensor: torch.Tensor, handle: torch.utils.hooks.RemovableHandle) -> bool:

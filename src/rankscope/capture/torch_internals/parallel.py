@@ -11,6 +11,7 @@ import torch
 from rankscope.capture.torch_internals.loaded import loaded_class
 
 __all__ = [
+    "is_flattened",
     "is_sync_off",
     "pipeline_schedules",
     "shape_inference",
@@ -67,6 +68,13 @@ def is_sync_off(module: torch.nn.Module) -> bool:
     groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", 0)]
     names = ("reduce_grads", "all_reduce_grads")
     return any(getattr(group, name, True) is False for group in groups for name in names)
+
+
+def is_flattened(parameter: torch.Tensor) -> bool:
+    """True for a parameter of FSDP1, its flat one or a view into that: while backward runs FSDP1
+    keeps the gradient of earlier passes elsewhere. Without torch's mark, False.
+    """
+    return bool(getattr(parameter, "_fsdp_flattened", False))
 
 
 _MOST_FRAMES = 20

@@ -86,10 +86,13 @@ class LayerRecorder(PathRecorder):
         micro_batch: int | None,
         phase: Phase,
         ordinal: int,
+        time_ns: int = 0,
     ) -> int:
         """As `Recorder.enter`."""
         with self._drops:
-            sequence = super().enter(module, root, parent, mode, step, micro_batch, phase, ordinal)
+            sequence = super().enter(
+                module, root, parent, mode, step, micro_batch, phase, ordinal, time_ns
+            )
             if self._release is not None and phase is Phase.FORWARD:
                 self._place(sequence, parent, root, f".{self._path_of_module.get(module, '')}")
         return sequence

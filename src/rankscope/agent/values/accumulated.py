@@ -1,0 +1,222 @@
+"""Gradients as each backward pass of a step left them.
+
+They are read when a pass ends and held, and written only where they tell something that the
+optimizer's own gradients do not: another value (clipping, averaging, unscaling by hand), or an
+earlier pass whose gradients were gone when a later pass began. So a program that steps with what
+backward left has no record more.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from rankscope.agent.hooks.definitions import DefinitionWriter
+from rankscope.agent.hooks.members import own_parameters
+from rankscope.agent.hooks.modules import ModuleInfo, ModuleTable, Root
+from rankscope.agent.recorder import Recorder
+from rankscope.agent.values.onaccelerator import HeldValue
+from rankscope.agent.values.valuereader import ValueReader
+from rankscope.capture.invisible import invisible
+from rankscope.capture.torch_internals.parallel import is_flattened
+from rankscope.record.call import Mode, Phase
+from rankscope.record.value import ValueFlag
+
+__all__ = ["AccumulatedGradients"]
+
+_RESTARTED, _NO_SYNC = int(ValueFlag.RESTARTED), int(ValueFlag.NO_SYNC)
+
+
+@dataclass(slots=True)
+class _LeftGradient:
+    """The gradient of one parameter as a pass left it."""
+
+    info: ModuleInfo
+    slot: str
+    held: HeldValue
+    parameter_state: tuple[int, int]
+    flags: int
+    is_written: bool = False
+
+
+@dataclass(slots=True)
+class _PassEnd:
+    """What one pass left, by identity of the parameter."""
+
+    ordinal: int
+    time_ns: int
+    gradients: dict[int, _LeftGradient] = field(default_factory=dict)
+
+
+class AccumulatedGradients:
+    """Holds what the latest pass of a step left, and writes it where that is asked for."""
+
+    def __init__(
+        self,
+        table: ModuleTable,
+        recorder: Recorder,
+        values: ValueReader,
+        definitions: DefinitionWriter,
+        phases: tuple[str, ...],
+    ) -> None:
+        self._table = table
+        self._recorder = recorder
+        self._values = values
+        self._definitions = definitions
+        self.is_on = values.is_on and {Phase.GRADS.word, Phase.ACCUMULATED.word} <= set(phases)
+        self.running_step: Callable[[], int | None] = lambda: None
+        """Number of the train step that is traced, None where nothing is to be read."""
+        self._latest: _PassEnd | None = None
+        self._count = 0
+        """Passes of this step that left gradients."""
+        self._gone: set[int] = set()
+        """Parameters whose gradient of an earlier pass was gone when a later pass began."""
+        self._kept: set[int] = set()
+        """Parameters whose gradient was untouched when the running pass began."""
+        self.unsynced: frozenset[int] | None = None
+        """Parameters whose gradients were not to be reduced when the last pass ended; None before
+        any ended."""
+
+    def pass_begins(self, is_before_all: bool) -> None:
+        """Look what became of the gradients of the pass before."""
+        step, latest = self.running_step(), self._latest
+        self._kept.clear()
+        if step is None or latest is None or not is_before_all:
+            return
+        gone = set()
+        with invisible():
+            for parameter in self._table.parameters():
+                left = latest.gradients.get(id(parameter))
+                if left is None:
+                    continue
+                gradient = parameter.grad
+                if gradient is not None and self._values.state_of(gradient) == left.held.state:
+                    self._kept.add(id(parameter))
+                elif self._is_wiped(parameter, gradient, left):
+                    gone.add(id(parameter))
+        if gone:
+            self._write(latest, step)
+            self._gone |= gone
+
+    def _is_wiped(
+        self, parameter: torch.Tensor, gradient: torch.Tensor | None, left: _LeftGradient
+    ) -> bool:
+        """True where the gradient is gone, and nothing stepped with it: the parameter is as it was.
+
+        FSDP1 itself takes gradients of earlier passes away while backward runs, and adds them.
+        """
+        if is_flattened(parameter) or self._values.state_of(parameter) != left.parameter_state:
+            return False
+        return gradient is None or self._values.is_zero(gradient)
+
+    def pass_ends(self) -> None:
+        """Read what the pass left, where it left anything."""
+        if self.running_step() is None:
+            return
+        latest, own = self._latest, _PassEnd(self._count, time.monotonic_ns())
+        is_any_new = False
+        with invisible():
+            self.unsynced = self._table.unsynced_parameters()
+            for root in self._table.roots if self.is_on else ():
+                for info in self._table.of_root(root):
+                    module = info.module()
+                    if module is None or (info.path and not info.is_selected):
+                        continue
+                    parameters = own_parameters(module)
+                    for name in info.own_parameters:
+                        parameter = parameters.get(name)
+                        if parameter is None or parameter.grad is None:
+                            continue
+                        before = latest.gradients.get(id(parameter)) if latest else None
+                        left = self._left(info, name, parameter, parameter.grad, before)
+                        if left is not None:
+                            own.gradients[id(parameter)] = left
+                            is_any_new |= left is not before
+        if is_any_new:
+            self._latest, self._count = own, self._count + 1
+            self._gone -= own.gradients.keys()
+
+    def _left(
+        self,
+        info: ModuleInfo,
+        name: str,
+        parameter: torch.Tensor,
+        gradient: torch.Tensor,
+        before: _LeftGradient | None,
+    ) -> _LeftGradient | None:
+        """Return the gradient as it is now: `before` itself where the pass did not touch it."""
+        slot = f"grad:{name}"
+        if not self._values.wants(slot):
+            return None
+        is_kept = before is not None and id(parameter) in self._kept
+        if is_kept and before is not None and self._values.state_of(gradient) == before.held.state:
+            return before
+        held = self._values.hold(gradient)
+        if held is None:
+            return None
+        flags = _RESTARTED if id(parameter) in self._gone else 0
+        if before is not None and not before.is_written:  # the pass before has no record of its own
+            flags |= before.flags & _RESTARTED
+        if self.unsynced and id(parameter) in self.unsynced:
+            flags |= _NO_SYNC
+        return _LeftGradient(info, slot, held, self._values.state_of(parameter), flags)
+
+    def left(self) -> Mapping[int, HeldValue]:
+        """Return what the last pass left and no optimizer has taken, by identity of the
+        parameter."""
+        gradients = self._latest.gradients if self._latest is not None else {}
+        return {key: left.held for key, left in gradients.items()}
+
+    def taken(self, step: int, gradients: Mapping[int, bool]) -> None:
+        """Write what the last pass left where an optimizer takes something else.
+
+        Args:
+            step: the train step.
+            gradients: by identity of the parameter, whether the optimizer takes what was left.
+        """
+        latest = self._latest
+        if latest is None:
+            return
+        own = {key: left for key, left in latest.gradients.items() if key in gradients}
+        if any(left.flags & _RESTARTED or not gradients[key] for key, left in own.items()):
+            self._write(latest, step)
+        for key in own:
+            del latest.gradients[key]
+        self._gone -= gradients.keys()
+
+    def forget(self) -> None:
+        """Forget the passes so far: the step is over, or gradients are not accumulated in it."""
+        self._latest, self._count = None, 0
+        self._gone.clear()
+        self._kept.clear()
+        self.unsynced = None
+
+    def _write(self, end: _PassEnd, step: int) -> None:
+        """Record what a pass left as one event of each root, at the time when the pass ended."""
+        by_root: dict[Root, dict[ModuleInfo, list[_LeftGradient]]] = {}
+        for left in end.gradients.values():
+            root = left.info.root
+            if root is not None and not left.is_written:
+                left.is_written = True
+                by_root.setdefault(root, {}).setdefault(left.info, []).append(left)
+        for root, modules in by_root.items():
+            top = next(iter(self._table.of_root(root)))
+            parent = self._enter(top, root, None, end, step)
+            for info, gradients in modules.items():
+                own = self._enter(info, root, parent, end, step)
+                for left in gradients:
+                    phase = Phase.ACCUMULATED
+                    self._values.record_held(left.held, own, left.slot, phase, left.flags)
+                self._recorder.exit(own, time_ns=end.time_ns)
+            self._recorder.exit(parent, time_ns=end.time_ns)
+
+    def _enter(
+        self, info: ModuleInfo, root: Root, parent: int | None, end: _PassEnd, step: int
+    ) -> int:
+        return self._recorder.enter(
+            self._definitions.of(info), root.definition, parent, Mode.TRAIN, step, None,
+            Phase.ACCUMULATED, end.ordinal, end.time_ns,
+        )  # fmt: skip

@@ -1,0 +1,227 @@
+"""Gradients as optimizers took them, beside what the backward passes before had left.
+
+A record of a pass is there only where it tells something (docs/how-it-works/values.md), so what has
+no record on a rank is either what the optimizer took, which its record says (AS_LEFT), or unknown.
+
+How what was taken is made of what was left shows in sketches, because they are linear: a gradient
+that was accumulated is the sum of what passes left, one that was averaged the mean over ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.diagnosis.context import CheckContext
+from rankscope.diagnosis.distances import rounding_of
+from rankscope.diagnosis.stepview import CallView, SlotValues, StepView
+from rankscope.record.call import Phase
+from rankscope.record.statistics import NONFINITE
+from rankscope.record.value import ValueFlag
+
+__all__ = ["Mixture", "TakenGradient", "gathered_apart", "mixture_of", "taken_gradients"]
+
+Array = NDArray[Any]
+_FOREIGN: Final = int(ValueFlag.UNHELD | ValueFlag.SKIPPED)
+"""Nobody stepped with such a gradient, or nobody knows who did."""
+_RESTARTED: Final = int(ValueFlag.RESTARTED)
+_NOTHING: Final = 1e-5
+"""Of the longest: what is shorter says nothing."""
+_FEWEST_EQUATIONS: Final = 4
+"""For each unknown."""
+_WORST: Final = 1e-3
+"""Smallest singular value by the largest: what is more alike cannot be told apart."""
+_NONE: Final = 0.02
+"""A factor that is smaller beside the largest is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class TakenGradient:
+    """One gradient in one optimizer step."""
+
+    values: SlotValues
+    passes: tuple[SlotValues, ...]
+    """What passes left since an optimizer took the one before, in order of time."""
+
+    @property
+    def name(self) -> str:
+        """Of its parameter: path and name."""
+        return ".".join(filter(None, (self.values.call.path, self.values.slot[5:])))
+
+    @property
+    def worths(self) -> tuple[SlotValues, ...]:
+        """What had been gathered each time it was wiped, and in the end."""
+        pairs = zip(self.passes, self.passes[1:])
+        return (*(one for one, then in pairs if (then.flags & _RESTARTED).any()), self.passes[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """What a gradient is made of: of every worth so much of the mean over ranks, and so much of
+    what the rank itself has more than that."""
+
+    shared: tuple[float, ...]
+    own: tuple[float | None, ...]
+    """None where all ranks had the same."""
+
+    @property
+    def lost(self) -> tuple[int, ...]:
+        """Worths that nothing is left of, where something is of others."""
+        return tuple(
+            number
+            for number, (one, other) in enumerate(zip(self.shared, self.own))
+            if self._is_none(one) and (other is None or self._is_none(other))
+        )
+
+    @property
+    def is_reduced_early(self) -> bool:
+        """True where one worth was averaged over the ranks and a later one added afterwards."""
+        reduced = [
+            number
+            for number, (one, other) in enumerate(zip(self.shared, self.own))
+            if other is not None and self._is_none(other) and not self._is_none(one)
+        ]
+        return any(
+            other is not None and not self._is_none(other) and number > min(reduced, default=number)
+            for number, other in enumerate(self.own)
+        )
+
+    def _is_none(self, factor: float) -> bool:
+        largest = max(abs(each) for each in (*self.shared, *filter(None, self.own)))
+        return abs(factor) <= _NONE * largest
+
+
+def taken_gradients(step_view: StepView, context: CheckContext) -> Iterator[list[TakenGradient]]:
+    """Yield the gradients of each optimizer step of which a pass is recorded."""
+    if not step_view.left_by_passes:
+        return
+    left: dict[tuple[str, str], list[SlotValues]] = {}
+    for call in step_view.left_by_passes:
+        for values in call.slots.values():
+            left.setdefault((call.path, values.slot), []).append(values)
+    before: dict[tuple[str, str], SlotValues] = {}
+    by_top: dict[int, tuple[CallView, list[SlotValues]]] = {}
+    for values in step_view.values(Phase.GRADS):
+        by_top.setdefault(id(values.call.top), (values.call.top, []))[1].append(values)
+    for _, taken in sorted(by_top.values(), key=lambda each: each[0].ordinal):
+        found = []
+        for values in taken:
+            place = (values.call.path, values.slot)
+            earlier, before[place] = before.get(place), values
+            own = left.get(place)
+            if not own or (values.flags & _FOREIGN).any():
+                continue
+            passes = [each for each in own if _is_between(each, earlier, values, context)]
+            if passes:
+                passes.sort(key=lambda each: each.call.ordinal)
+                found.append(TakenGradient(values, tuple(passes)))
+        if found:
+            yield found
+
+
+def _is_between(
+    left: SlotValues, earlier: SlotValues | None, taken: SlotValues, context: CheckContext
+) -> bool:
+    """True where a pass came behind the optimizer step before, and before this one."""
+    rank = left.ranks[:1]
+    now = context.clock.of_call(left.call, rank)[0]
+    if rank[0] not in taken.ranks or now > context.clock.of_call(taken.call, rank)[0]:
+        return False
+    return (
+        earlier is None
+        or rank[0] not in earlier.ranks
+        or bool(now > context.clock.of_call(earlier.call, rank)[0])
+    )
+
+
+def gathered_apart(event: Sequence[TakenGradient]) -> list[TakenGradient]:
+    """Return those gradients of one optimizer step that were wiped between passes on all of their
+    ranks, equally often."""
+    groups: dict[tuple[int, bytes], list[TakenGradient]] = {}
+    for each in event:
+        worths = each.worths
+        if len(worths) < 2 or not _are_known(each.values, each.values.ranks):
+            continue
+        ranks = each.values.ranks
+        if all(np.array_equal(own.ranks, ranks) and _are_known(own, ranks) for own in worths):
+            groups.setdefault((len(worths), ranks.tobytes()), []).append(each)
+    return max(groups.values(), key=len, default=[])
+
+
+def _are_known(values: SlotValues, ranks: Array) -> bool:
+    is_finite = not any(values.column(name).any() for name in NONFINITE)
+    return bool(values.is_known[values.at(ranks)].all()) and is_finite
+
+
+def mixture_of(
+    gradients: Sequence[TakenGradient], lines: Sequence[Array]
+) -> tuple[Mixture, Array] | None:
+    """Return what the gradients that an optimizer took are made of; None where it is nothing that
+    is known here.
+
+    Args:
+        gradients: of one step, as `gathered_apart` returns them.
+        lines: groups of ranks that may have averaged.
+
+    Returns:
+        what they are made of, and the ranks.
+    """
+    values = gradients[0].values
+    ranks = values.ranks
+    taken = _stacked([each.values for each in gradients])
+    count = len(gradients[0].worths)
+    worths = [_stacked([each.worths[number] for each in gradients]) for number in range(count)]
+    allowed = 4 * rounding_of(values.dtype)
+    found = _solved(worths, taken, allowed)
+    if found is not None:
+        return Mixture(tuple(found), tuple(found)), ranks
+    if len(ranks) < 2 or any(each.values.source == "dtensor" for each in gradients):
+        return None
+    for groups in ([ranks], [line for line in lines if np.isin(line, ranks).all()]):
+        if sorted(rank for group in groups for rank in group.tolist()) != ranks.tolist():
+            continue
+        means = [_means(worth, ranks, groups) for worth in worths]
+        rests = [worth - mean for worth, mean in zip(worths, means)]
+        found = _solved([*means, *rests], taken, allowed)
+        if found is not None:
+            longest = max(float(np.linalg.norm(each)) for each in worths)
+            is_there = [float(np.linalg.norm(rest)) > _NOTHING * longest for rest in rests]
+            own = tuple(each if there else None for each, there in zip(found[count:], is_there))
+            return Mixture(tuple(found[:count]), own), ranks
+    return None
+
+
+def _stacked(values: Sequence[SlotValues]) -> Array:
+    """Return [ranks, numbers]: the sketches of these values behind each other."""
+    return np.concatenate([each.column("sketch") for each in values], axis=1)
+
+
+def _means(worth: Array, ranks: Array, groups: Sequence[Array]) -> Array:
+    made = np.empty_like(worth)
+    for group in groups:
+        rows = np.searchsorted(ranks, group)
+        made[rows] = worth[rows].mean(axis=0)
+    return made
+
+
+def _solved(columns: Sequence[Array], taken: Array, allowed: float) -> list[float] | None:
+    """Return the factors with which these add up to what was taken, 0 for what is nothing; None
+    where they do not, or where they cannot be told apart."""
+    sizes = np.array([np.linalg.norm(each) for each in columns])
+    used = np.flatnonzero(sizes > _NOTHING * sizes.max(initial=0.0))
+    size = float(np.linalg.norm(taken))
+    if not len(used) or not size or taken.size < _FEWEST_EQUATIONS * len(used):
+        return None
+    matrix = np.stack([columns[n].reshape(-1) / sizes[n] for n in used.tolist()], axis=1)
+    factors, _, _, singular = np.linalg.lstsq(matrix, taken.reshape(-1), rcond=None)
+    if singular[-1] < _WORST * singular[0]:
+        return None
+    if np.linalg.norm(matrix @ factors - taken.reshape(-1)) > allowed * size:
+        return None
+    found = np.zeros(len(columns))
+    found[used] = factors / sizes[used]
+    return [float(each) for each in found]

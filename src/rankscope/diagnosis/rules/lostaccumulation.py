@@ -1,0 +1,208 @@
+"""A step that takes the gradients of some micro-batches alone, though others left some as well.
+
+Those of an earlier micro-batch were gone when a later backward pass began, and nothing is left of
+them in what the optimizer takes. Right programs do that too: they measure gradients first (of a
+probe, for a constraint, for a Fisher matrix), wipe them and then train. So it is a fault where
+something shows that the micro-batches were meant to be one batch:
+
+* the gradients that were lost were not to be reduced (`no_sync`), and those of the last pass were;
+* every loss was divided by the number of micro-batches: the gradient of each loss is that fraction,
+  or the gradients of the logits are too small by that factor for a mean of cross entropies.
+
+Else it is a warning, once in a job. Nothing is said where micro-batches were handed the same inputs
+(the second one of sharpness-aware minimization), where inputs need gradients themselves (attacks),
+or where several passes went through one forward (gradient surgery).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.diagnosis.candidates import Candidate, candidate_at
+from rankscope.diagnosis.context import CheckContext
+from rankscope.diagnosis.distances import rounding_of
+from rankscope.diagnosis.gradientpasses import (
+    Mixture,
+    TakenGradient,
+    gathered_apart,
+    mixture_of,
+    taken_gradients,
+)
+from rankscope.diagnosis.stepview import CallView, SlotValues, StepView
+from rankscope.record.call import Phase
+from rankscope.record.finding import Kind, Severity
+from rankscope.record.ranklists import ranks_named
+from rankscope.record.value import ValueFlag
+
+__all__ = ["lost_micro_batches", "note_early_reductions"]
+
+Array = NDArray[Any]
+_NO_SYNC: Final = int(ValueFlag.NO_SYNC)
+_MOST_NAMED: Final = 256
+_UNSURE: Final = 0.8
+"""Of the largest gradient that a logit can have in a mean of cross entropies: some sample of a
+batch is guessed worse than that."""
+_EVEN: Final = 1e-3
+"""Relative: the gradients of a sample's logits add up to 0."""
+_ADVICE: Final = (
+    "Look for what wipes or replaces gradients between the micro-batches of a step: zero_grad in "
+    "the inner loop, buffers that each backward overwrites, an engine that takes every backward "
+    "for the last of a step (its gradient accumulation boundary)."
+)
+_WARNING: Final = (
+    "Where the first passes only measure something, this is as it should be. Else look for what "
+    "wipes gradients between the micro-batches of a step: zero_grad in the inner loop, or buffers "
+    "that each backward overwrites."
+)
+
+
+def note_early_reductions(step_view: StepView, context: CheckContext) -> None:
+    """Keep the steps in which gradients were averaged over ranks before the last of them were
+    added. Call it before candidates of gradients are looked at again."""
+    incarnation = context.incarnation(step_view.incarnation)
+    for _, mixture, _ in _mixtures(step_view, context):
+        if mixture.is_reduced_early:
+            incarnation.reduced_early.add(step_view.step)
+
+
+def lost_micro_batches(step_view: StepView, context: CheckContext) -> Iterator[Candidate]:
+    """Yield one candidate for an optimizer step that lacks what earlier micro-batches left."""
+    for gradients, mixture, ranks in _mixtures(step_view, context):
+        root = gradients[0].values.call.top.path
+        forwards = [
+            call
+            for call in step_view.of(Phase.FORWARD)
+            if call.parent is None and call.path == root and np.isin(ranks, call.ranks).all()
+        ]
+        if not mixture.lost or len(forwards) < len(gradients[0].worths):
+            continue
+        if not _are_batches_of_their_own(forwards, ranks):
+            continue
+        is_meant = _is_held_back(gradients, mixture) or _are_shares(step_view, root, len(forwards))
+        yield from _candidate(step_view, context, gradients, mixture, ranks, is_meant=is_meant)
+
+
+def _mixtures(
+    step_view: StepView, context: CheckContext
+) -> Iterator[tuple[list[TakenGradient], Mixture, Array]]:
+    """Yield, for every optimizer step whose gradients were gathered in parts, what became of the
+    parts, and the ranks."""
+    lines = context.incarnation(step_view.incarnation).replicas.lines
+    for event in taken_gradients(step_view, context):
+        gradients = gathered_apart(event)
+        found = mixture_of(gradients, lines) if gradients else None
+        if found is not None:
+            yield gradients, *found
+
+
+def _are_batches_of_their_own(forwards: Sequence[CallView], ranks: Array) -> bool:
+    """True where no two of these calls were handed the same, and nothing that needs a gradient."""
+    seen: list[list[tuple[int, ...]]] = []
+    for call in forwards:
+        given = list(call.inputs)
+        folds = [fold for values in given for view in values.views for fold in view.folds]
+        if not given or any(fold.requires_grad for fold in folds):
+            return False
+        own = [values for values in given if np.isin(ranks, values.ranks).all()]
+        seen.append([tuple(values.hashes[values.at(ranks)].tolist()) for values in own])
+    return not any(one == other for number, one in enumerate(seen) for other in seen[number + 1 :])
+
+
+def _is_held_back(gradients: Sequence[TakenGradient], mixture: Mixture) -> bool:
+    """True where what was lost was not to be reduced, and what came last was."""
+    worths = gradients[0].worths
+    lost = [bool((worths[number].flags & _NO_SYNC).all()) for number in mixture.lost]
+    return all(lost) and not (worths[-1].flags & _NO_SYNC).any()
+
+
+def _are_shares(step_view: StepView, root: str, count: int) -> bool:
+    """True where every loss of the step was divided by the number of micro-batches."""
+    came: dict[tuple[str, str], list[SlotValues]] = {}
+    for call in step_view.of(Phase.BACKWARD):
+        if call.parent is None:
+            for values in call.inputs:
+                came.setdefault((call.path, values.slot), []).append(values)
+    for (path, _), gradients in came.items():
+        if len(gradients) != count or not all(each.is_known.all() for each in gradients):
+            continue
+        if all((each.counts == 1).all() for each in gradients):
+            if all(_is_near(each.column("mean"), 1 / count, each.dtype) for each in gradients):
+                return True
+        elif path == root and _are_small_logits(gradients, count):
+            return True
+    return False
+
+
+def _is_near(numbers: Array, wanted: float, dtype: str) -> bool:
+    return bool((abs(numbers - wanted) <= max(1e-6, rounding_of(dtype)) * wanted).all())
+
+
+def _are_small_logits(gradients: Sequence[SlotValues], count: int) -> bool:
+    """True where gradients of logits are those of mean cross entropies divided by `count`.
+
+    The gradient of a logit is its probability, less 1 for the right one, over the number of
+    samples: the gradients of a sample add up to 0, and none is below minus one over the number of
+    samples.
+    """
+    largest = []
+    for values in gradients:
+        shapes = {fold.shape for view in values.views for fold in view.folds}
+        if len(shapes) != 1 or len(shape := shapes.pop()) < 2 or shape[-1] < 2:
+            return False
+        samples = np.prod(shape[:-1])
+        least = -values.column("min")
+        if (least <= 0).any() or (abs(values.column("mean")) * shape[-1] > _EVEN * least).any():
+            return False
+        largest.append(float((samples * count * least).max()))
+    slack = 1 + max(1e-3, rounding_of(gradients[0].dtype))
+    return max(largest) <= slack and max(largest) >= _UNSURE
+
+
+def _candidate(
+    step_view: StepView,
+    context: CheckContext,
+    gradients: Sequence[TakenGradient],
+    mixture: Mixture,
+    ranks: Array,
+    *,
+    is_meant: bool,
+) -> Iterator[Candidate]:
+    for gradient in gradients:
+        context.coverage.applied(gradient.values)
+    warned = context.incarnation(step_view.incarnation).warned
+    if not is_meant and ("", "lost") in warned:
+        return
+    warned.add(("", "lost"))
+    first, count = gradients[0].values, len(gradients[0].worths)
+    lost = ", ".join(str(number) for number in mixture.lost)
+    yield candidate_at(
+        step_view,
+        first.call,
+        Kind.SCALE,
+        first.slot,
+        ranks,
+        ranks,
+        context.times(first, ranks),
+        f"the optimizer's step on {ranks_named(ranks.tolist())} lacks what {len(mixture.lost)} of "
+        f"{count} backward passes left in this and {len(gradients) - 1} other gradients (passes "
+        f"{lost} of 0 to {count - 1}): it was gone when the next pass began",
+        advice=_ADVICE if is_meant else _WARNING,
+        severity=Severity.FAULT if is_meant else Severity.WARNING,
+        evidence=lambda: {
+            "parameters": [gradient.name for gradient in gradients[:_MOST_NAMED]],
+            "passes": count,
+            "lost": list(mixture.lost),
+            "norms": [_norm([g.worths[number] for g in gradients]) for number in range(count)],
+            "taken": _norm([gradient.values for gradient in gradients]),
+        },
+        weight=len(gradients),
+    )
+
+
+def _norm(values: Sequence[SlotValues]) -> float:
+    """Return the norm of all these on their lowest rank."""
+    return float(np.sqrt(sum(float(each.column("l2")[0]) ** 2 for each in values)))

@@ -1,0 +1,169 @@
+"""Shards of one tensor that each rank scaled by a factor of its own before the optimizer's step.
+
+Clipping by the norm of what one rank holds does that: `torch.nn.utils.clip_grad_norm_` on FSDP1, or
+on local tensors of DTensors. What backward left and what the optimizer takes are multiples of each
+other on every rank, with one factor for all gradients of the rank, and with another on the next.
+
+Left alone: one factor on all ranks (the norm of all shards, a GradScaler), factors that differ
+between the gradients of a rank (clipping by layers), anything that is no multiple (noise, masks,
+clipping of single elements), and gradients that are whole on each rank: those are replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.diagnosis.candidates import Candidate, candidate_at
+from rankscope.diagnosis.context import CheckContext
+from rankscope.diagnosis.distances import rounding_of
+from rankscope.diagnosis.gradientpasses import TakenGradient, taken_gradients
+from rankscope.diagnosis.stepview import SlotValues, StepView
+from rankscope.layout.placement import PieceKind
+from rankscope.record.finding import Kind
+from rankscope.record.ranklists import ranks_named
+from rankscope.record.statistics import NONFINITE
+from rankscope.record.value import ValueFlag
+
+__all__ = ["rescaled_shards"]
+
+Array = NDArray[Any]
+_AS_LEFT: Final = int(ValueFlag.AS_LEFT)
+_APART: Final = 1e-3
+"""Relative: factors that lie nearer are one, or rounded."""
+_FLAT: Final = "_flat_param"
+_FLAT_AXIS: Final = "fsdp"
+"""The axis along which a mark says that an original parameter is kept in runs by FSDP1."""
+_ADVICE: Final = (
+    "Clip by the norm of all shards: with FSDP1 call clip_grad_norm_ of the wrapped model itself; "
+    "with FSDP2 hand torch.nn.utils.clip_grad_norm_ the DTensors, not their local tensors; by "
+    "hand, sum the squares over the ranks before the root."
+)
+
+
+def rescaled_shards(step_view: StepView, context: CheckContext) -> Iterator[Candidate]:
+    """Yield one candidate for every set of ranks that scaled their shards apart in a step."""
+    for event in taken_gradients(step_view, context):
+        families: dict[bytes, tuple[Array, list[TakenGradient]]] = {}
+        for gradient in event:
+            for ranks in _sharing(gradient, context, step_view):
+                families.setdefault(ranks.tobytes(), (ranks, []))[1].append(gradient)
+        for ranks, gradients in families.values():
+            factors = _factors(gradients, ranks)
+            if factors is not None and np.ptp(factors) > _allowed(gradients) * factors.max():
+                yield _candidate(step_view, context, gradients, ranks, factors)
+
+
+def _sharing(
+    gradient: TakenGradient, context: CheckContext, step_view: StepView
+) -> Iterator[Array]:
+    """Yield the ranks that hold shards of one tensor."""
+    values = gradient.values
+    if values.source in ("dtensor", "marked"):
+        for view in values.views:
+            facts = [placement.kind.facts for placement in view.placements.values()]
+            is_cut = any(each is not None and each.pieces is PieceKind.SLICES for each in facts)
+            is_run = values.source == "marked" and _FLAT_AXIS in view.placements
+            if is_cut or is_run:
+                for mesh in view.meshes:
+                    ranks = np.array(sorted(mesh.ranks), np.int64)
+                    if np.isin(ranks, values.ranks).all():
+                        yield ranks
+        return
+    wrappers = context.incarnation(step_view.incarnation).wrappers
+    is_flat = values.slot == f"grad:{_FLAT}" or "FSDP1" in wrappers
+    if is_flat and values.source == "unknown" and len(values.ranks) > 1:
+        latest = gradient.passes[-1]
+        if not (np.array_equal(latest.ranks, values.ranks) and latest.agree(latest.ranks)):
+            yield values.ranks
+
+
+def _allowed(gradients: Sequence[TakenGradient]) -> float:
+    return max(_APART, *(4 * rounding_of(each.values.dtype) for each in gradients))
+
+
+def _factors(gradients: Sequence[TakenGradient], ranks: Array) -> Array | None:
+    """Return by what each rank scaled all that it holds; None where there is no such factor, or it
+    is not known."""
+    if len(gradients) == 1 and gradients[0].values.slot != f"grad:{_FLAT}":
+        return None
+    found = [_factor(gradients, int(rank)) for rank in ranks]
+    known = [each for each in found if each is not None]
+    return np.array(known) if len(known) == len(ranks) else None
+
+
+def _factor(gradients: Sequence[TakenGradient], rank: int) -> float | None:
+    factors = []
+    for gradient in gradients:
+        taken, left = gradient.values, gradient.passes[-1]
+        place, before = (int(v.at(np.array([rank]))[0]) for v in (taken, left))
+        if place < 0 or not taken.is_known[place]:
+            return None
+        if not taken.counts[place] or not taken.column("l2")[place]:
+            continue
+        if before < 0:
+            if not taken.flags[place] & _AS_LEFT:
+                return None
+            factors.append(1.0)
+            continue
+        factor = _ratio(taken, place, left, before)
+        if factor is None:
+            return None
+        factors.append(factor)
+    if not factors or np.ptp(factors) > _allowed(gradients) * max(factors):
+        return None
+    return float(np.median(factors))
+
+
+def _ratio(taken: SlotValues, place: int, left: SlotValues, before: int) -> float | None:
+    """Return by what one value was multiplied to give another; None where it is no multiple, or
+    not a positive one."""
+    is_whole = left.is_known[before] and taken.counts[place] == left.counts[before]
+    special = [
+        v.column(name)[at] for v, at in ((taken, place), (left, before)) for name in NONFINITE
+    ]
+    size = float(left.column("l2")[before])
+    if not is_whole or any(special) or not size:
+        return None
+    factor = float(taken.column("l2")[place]) / size
+    rest = taken.column("sketch")[place] - factor * left.column("sketch")[before]
+    allowed = 4 * rounding_of(taken.dtype) * float(taken.column("l2")[place])
+    return factor if float(np.sqrt(np.mean(rest**2))) <= allowed else None
+
+
+def _candidate(
+    step_view: StepView,
+    context: CheckContext,
+    gradients: Sequence[TakenGradient],
+    ranks: Array,
+    factors: Array,
+) -> Candidate:
+    first = gradients[0].values
+    for gradient in gradients:
+        context.coverage.applied(gradient.values)
+    norms = np.sqrt(sum(each.values.column("l2")[each.values.at(ranks)] ** 2 for each in gradients))
+    by_rank = {int(rank): float(factor) for rank, factor in zip(ranks, factors)}
+    listed = ", ".join(f"rank {rank}: {factor:.6g}" for rank, factor in list(by_rank.items())[:4])
+    more = ", ..." if len(by_rank) > 4 else ""
+    return candidate_at(
+        step_view,
+        first.call,
+        Kind.SCALE,
+        first.slot,
+        ranks,
+        ranks,
+        context.times(first, ranks),
+        f"between backward and the optimizer's step {ranks_named(ranks.tolist())} scaled their "
+        f"shards of this and {len(gradients) - 1} other gradients by factors of their own "
+        f"({listed}{more}), as clipping by the norm of one rank's shards does",
+        advice=_ADVICE,
+        evidence=lambda: {
+            "factors": {str(rank): factor for rank, factor in by_rank.items()},
+            "norms": {str(rank): float(norm) for rank, norm in zip(ranks.tolist(), norms)},
+            "gradients": len(gradients),
+        },
+        weight=len(gradients),
+    )
