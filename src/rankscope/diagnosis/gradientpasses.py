@@ -105,8 +105,9 @@ def taken_gradients(step_view: StepView, context: CheckContext) -> Iterator[list
             left.setdefault((call.path, values.slot), []).append(values)
     before: dict[tuple[str, str], SlotValues] = {}
     by_top: dict[int, tuple[CallView, list[SlotValues]]] = {}
-    for values in step_view.values(Phase.GRADS):
-        by_top.setdefault(id(values.call.top), (values.call.top, []))[1].append(values)
+    for call in step_view.of(Phase.GRADS):
+        own_slots = [each for slot, each in call.slots.items() if slot.startswith("grad:")]
+        by_top.setdefault(id(call.top), (call.top, []))[1].extend(own_slots)
     for _, taken in sorted(by_top.values(), key=lambda each: each[0].ordinal):
         found = []
         for values in taken:

@@ -32,6 +32,7 @@ __all__ = ["rescaled_shards"]
 
 Array = NDArray[Any]
 _AS_LEFT: Final = int(ValueFlag.AS_LEFT)
+_ABSENT: Final = int(ValueFlag.ABSENT)
 _APART: Final = 1e-3
 """Relative: factors that lie nearer are one, or rounded."""
 _FLAT: Final = "_flat_param"
@@ -48,8 +49,10 @@ def rescaled_shards(step_view: StepView, context: CheckContext) -> Iterator[Cand
     """Yield one candidate for every set of ranks that scaled their shards apart in a step."""
     for event in taken_gradients(step_view, context):
         families: dict[bytes, tuple[Array, list[TakenGradient]]] = {}
+        runs = _runs(event)
+        is_fsdp1 = "FSDP1" in context.incarnation(step_view.incarnation).wrappers
         for gradient in event:
-            for ranks in _sharing(gradient, context, step_view):
+            for ranks in _sharing(gradient, runs, is_fsdp1=is_fsdp1):
                 families.setdefault(ranks.tobytes(), (ranks, []))[1].append(gradient)
         for ranks, gradients in families.values():
             factors = _factors(gradients, ranks)
@@ -57,32 +60,38 @@ def rescaled_shards(step_view: StepView, context: CheckContext) -> Iterator[Cand
                 yield _candidate(step_view, context, gradients, ranks, factors)
 
 
-def _sharing(
-    gradient: TakenGradient, context: CheckContext, step_view: StepView
-) -> Iterator[Array]:
-    """Yield the ranks that hold shards of one tensor."""
+def _runs(event: Sequence[TakenGradient]) -> list[Array]:
+    """Return the ranks over which FSDP1 keeps parameters in runs, as marks say: a rank may hold
+    nothing of a parameter, and then no mark is read off its gradient."""
+    found: dict[tuple[int, ...], None] = {}
+    for gradient in event:
+        for view in gradient.values.views:
+            if gradient.values.source != "dtensor" and _FLAT_AXIS in view.placements:
+                found.update(dict.fromkeys(tuple(sorted(mesh.ranks)) for mesh in view.meshes))
+    return [np.array(ranks, np.int64) for ranks in found]
+
+
+def _sharing(gradient: TakenGradient, runs: Sequence[Array], *, is_fsdp1: bool) -> Iterator[Array]:
+    """Yield the ranks that hold shards of one tensor, or of what FSDP1 keeps as one."""
     values = gradient.values
-    if values.source in ("dtensor", "marked"):
+    if is_fsdp1 and values.source != "dtensor" and runs:
+        yield from (ranks for ranks in runs if np.isin(values.ranks, ranks).all())
+    elif values.source in ("dtensor", "marked"):
         for view in values.views:
             facts = [placement.kind.facts for placement in view.placements.values()]
-            is_cut = any(each is not None and each.pieces is PieceKind.SLICES for each in facts)
-            is_run = values.source == "marked" and _FLAT_AXIS in view.placements
-            if is_cut or is_run:
+            if any(each is not None and each.pieces is PieceKind.SLICES for each in facts):
                 for mesh in view.meshes:
                     ranks = np.array(sorted(mesh.ranks), np.int64)
                     if np.isin(ranks, values.ranks).all():
                         yield ranks
-        return
-    wrappers = context.incarnation(step_view.incarnation).wrappers
-    is_flat = values.slot == f"grad:{_FLAT}" or "FSDP1" in wrappers
-    if is_flat and values.source == "unknown" and len(values.ranks) > 1:
+    elif values.source == "unknown" and values.slot == f"grad:{_FLAT}" and len(values.ranks) > 1:
         latest = gradient.passes[-1]
         if not (np.array_equal(latest.ranks, values.ranks) and latest.agree(latest.ranks)):
             yield values.ranks
 
 
 def _allowed(gradients: Sequence[TakenGradient]) -> float:
-    return max(_APART, *(4 * rounding_of(each.values.dtype) for each in gradients))
+    return max(_APART, *(4 * rounding_of(_dtype(each.values)) for each in gradients))
 
 
 def _factors(gradients: Sequence[TakenGradient], ranks: Array) -> Array | None:
@@ -100,7 +109,9 @@ def _factor(gradients: Sequence[TakenGradient], rank: int) -> float | None:
     for gradient in gradients:
         taken, left = gradient.values, gradient.passes[-1]
         place, before = (int(v.at(np.array([rank]))[0]) for v in (taken, left))
-        if place < 0 or not taken.is_known[place]:
+        if place < 0 or taken.flags[place] & _ABSENT:
+            continue
+        if not taken.is_known[place]:
             return None
         if not taken.counts[place] or not taken.column("l2")[place]:
             continue
@@ -130,8 +141,13 @@ def _ratio(taken: SlotValues, place: int, left: SlotValues, before: int) -> floa
         return None
     factor = float(taken.column("l2")[place]) / size
     rest = taken.column("sketch")[place] - factor * left.column("sketch")[before]
-    allowed = 4 * rounding_of(taken.dtype) * float(taken.column("l2")[place])
+    allowed = 4 * rounding_of(_dtype(taken)) * float(taken.column("l2")[place])
     return factor if float(np.sqrt(np.mean(rest**2))) <= allowed else None
+
+
+def _dtype(values: SlotValues) -> str:
+    """Return the dtype of those ranks that have a gradient."""
+    return next((view.dtype for view in values.views if view.dtype != "python"), "")
 
 
 def _candidate(
@@ -141,7 +157,8 @@ def _candidate(
     ranks: Array,
     factors: Array,
 ) -> Candidate:
-    first = gradients[0].values
+    first = next((g.values for g in gradients if (g.values.at(ranks) >= 0).all()), None)
+    first = first or gradients[0].values
     for gradient in gradients:
         context.coverage.applied(gradient.values)
     norms = np.sqrt(sum(each.values.column("l2")[each.values.at(ranks)] ** 2 for each in gradients))
