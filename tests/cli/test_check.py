@@ -70,7 +70,7 @@ def test_json_is_one_object_of_the_documented_fields(tmp_path: Path):
     code, out, _ = rankscope("check", trace, "--json")
     report = json.loads(out)
     assert code == 1
-    assert list(report)[:5] == ["format", "command", "verdict", "compared", "skipped"]
+    assert list(report)[:5] == ["format", "command", "verdict", "judged", "compared"]
     assert (report["format"], report["verdict"]) == ("rankscope.report/1", "fault")
     assert [f["origin"] for f in report["findings"]] == [True, False, False, False]
     first = report["findings"][0]
@@ -166,7 +166,8 @@ def test_warnings_stand_in_the_first_line(tmp_path: Path):
     assert out.splitlines()[0] == "clean (3 of 3 values judged; 1 warning: duplicate-data)"
 
 
-def test_values_that_were_held_to_nothing_are_counted_apart_in_the_first_line(tmp_path: Path):
+def undeclared(tmp_path: Path) -> Path:
+    """Two ranks with one parameter in common, and a root input and an output that are not."""
     for number in range(2):
         rank = PaperRank(tmp_path, number, 2)
         setup(rank, {"fc.weight": numbers(1)})
@@ -174,10 +175,47 @@ def test_values_that_were_held_to_nothing_are_counted_apart_in_the_first_line(tm
         rank.end()
         rank.ship(tmp_path / "trace")
     build(tmp_path / "trace")
-    _, out, _ = rankscope("check", tmp_path / "trace")
+    return tmp_path / "trace"
+
+
+def test_values_that_were_held_to_nothing_are_counted_apart_in_the_first_line(tmp_path: Path):
+    _, out, _ = rankscope("check", undeclared(tmp_path))
     assert out.splitlines()[0] == (
-        "clean (3 of 3 values judged, 2 of them for NaN and infinity alone)"
+        "clean (1 of 3 values judged; 2 lie in a layout nobody declared: rankscope layout)"
     )
+
+
+def test_a_declared_shard_that_nothing_can_be_held_to_counts_as_judged(tmp_path: Path):
+    trace, file = undeclared(tmp_path), tmp_path / "layout.toml"
+    file.write_text(
+        'axes = "dp=2"\n'
+        '[[layout]]\npath = "(root)"\nslot = "*put*"\nplacements = { dp = "Shard(0)" }\n'
+    )
+    _, out, _ = rankscope("check", trace, "--layout", file)
+    assert out.splitlines()[0] == (  # batches of data-parallel ranks are held to each other
+        "clean (3 of 3 values judged, 1 of them for NaN and infinity alone)"
+    )
+
+
+@pytest.mark.parametrize(("part", "expected"), [("0.3", 0), ("0.4", 3), ("1", 3)])
+def test_too_little_coverage_has_an_exit_code_of_its_own(tmp_path: Path, part: str, expected: int):
+    code, out, err = rankscope("check", undeclared(tmp_path), "--require-coverage", part)
+    assert code == expected
+    assert out.startswith("clean (1 of 3 values judged; 2 lie in")
+    if expected:
+        assert "1 of 3 values were judged (33.3%), --require-coverage asks for" in err
+        assert "`rankscope layout TRACE --out layout.toml`" in err
+
+
+def test_a_fault_keeps_its_exit_code_whatever_coverage_is_required(tmp_path: Path):
+    trace = traced(tmp_path, is_faulty=True)
+    assert rankscope("check", trace, "--require-coverage", "1")[0] == 1
+
+
+def test_no_more_than_all_values_can_be_required(tmp_path: Path):
+    code, _, err = rankscope("check", traced(tmp_path, is_faulty=False), "--require-coverage", "9")
+    assert code == 2
+    assert "require-coverage" in err
 
 
 @pytest.mark.parametrize("how", ["option", "variable"])

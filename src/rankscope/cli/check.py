@@ -10,6 +10,7 @@ import typer
 __all__ = ["command"]
 
 EXIT_FINDING = 1
+EXIT_COVERAGE = 3
 
 
 def command(
@@ -25,6 +26,15 @@ def command(
             help="Declared layouts, for tensors that no DTensor describes.",
         ),
     ] = None,
+    require_coverage: Annotated[
+        float,
+        typer.Option(
+            metavar="PART",
+            min=0.0,
+            max=1.0,
+            help="Exit 3 where less than this part of the values was judged (0.9).",
+        ),
+    ] = 0.0,
     is_all: Annotated[bool, typer.Option("--all", help="List every finding, victims too.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
@@ -32,7 +42,7 @@ def command(
     import json
     import sys
 
-    from rankscope.cli.checktext import report_lines
+    from rankscope.cli.checktext import coverage_line, report_lines
     from rankscope.cli.terminal import Paint, fitted, opened, progress, width
     from rankscope.diagnosis.check import check
     from rankscope.diagnosis.report import report_json
@@ -50,4 +60,8 @@ def command(
         for line in report_lines(found, report, Paint(sys.stdout), is_all=is_all):
             for row in fitted(line, columns):
                 typer.echo(row)
-    raise typer.Exit(0 if report.verdict is Verdict.CLEAN else EXIT_FINDING)
+    if report.verdict is not Verdict.CLEAN:
+        raise typer.Exit(EXIT_FINDING)
+    if report.coverage < require_coverage:
+        typer.echo(f"rankscope: {coverage_line(report, require_coverage)}", err=True)
+        raise typer.Exit(EXIT_COVERAGE)

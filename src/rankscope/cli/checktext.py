@@ -11,7 +11,7 @@ from rankscope.record.ranklists import ranks_named
 from rankscope.tree.summary import counted, extent
 from rankscope.tree.views import Trace
 
-__all__ = ["report_lines"]
+__all__ = ["coverage_line", "report_lines"]
 
 _MOST = 5
 """Findings of one kind and event that are listed one by one."""
@@ -40,6 +40,20 @@ def report_lines(
     yield from _coverage(report)
 
 
+def coverage_line(report: Report, required: float) -> str:
+    """Return why a clean verdict is not enough for `--require-coverage`, and what to do."""
+    line = (
+        f"{report.judged:,} of {report.recorded:,} values were judged ({report.coverage:.1%}), "
+        f"--require-coverage asks for {required:.1%}"
+    )
+    if report.undeclared:
+        return (
+            f"{line}: {report.undeclared:,} lie in a layout nobody declared: write a proposal with "
+            f"`rankscope layout TRACE --out layout.toml`, look it over, and give it with --layout"
+        )
+    return f"{line}: trace with --rs-digest full, --rs-phases all and without --rs-paths"
+
+
 def _verdict(report: Report, paint: Paint) -> str:
     """Return the first line: the word, what is wrong or lacks, how much was judged, warnings."""
     word = paint(_STYLES[report.verdict], report.verdict.value)
@@ -53,9 +67,13 @@ def _verdict(report: Report, paint: Paint) -> str:
     elif report.verdict is Verdict.INCOMPLETE:
         detail = ": no fault in what is here, but records are missing (rankscope verify)"
     noun = "value" if report.recorded == 1 else "values"
-    judged = f"{report.compared:,} of {report.recorded:,} {noun} judged"
-    if report.alone:
-        judged += f", {report.alone:,} of them for NaN and infinity alone"
+    judged = f"{report.judged:,} of {report.recorded:,} {noun} judged"
+    alone = report.alone - report.undeclared
+    if alone:
+        judged += f", {alone:,} of them for NaN and infinity alone"
+    if report.undeclared:
+        lie = "lies" if report.undeclared == 1 else "lie"
+        judged += f"; {report.undeclared:,} {lie} in a layout nobody declared: rankscope layout"
     warnings = [f.kind.value for f in report.findings if f.severity is Severity.WARNING]
     if warnings:
         kinds = ", ".join(dict.fromkeys(warnings))

@@ -90,6 +90,9 @@ class Coverage:
     with_others: int = 0
     """Those of `compared` that were compared with other values, of other ranks or calls."""
     recorded: int = 0
+    undeclared: int = 0
+    """Those of `compared` that several ranks hold, in a layout that nothing describes, and that
+    were held to no others."""
     is_any_inside: bool = False
     """True once a value of a module below a root was seen."""
     skipped: dict[str, int] = field(default_factory=dict)
@@ -109,6 +112,10 @@ class Coverage:
         if id(values) not in self._looked_at:
             self._looked_at.add(id(values))
             self.compared += 1
+
+    def is_screened(self, values: object) -> bool:
+        """True where a rule looked at the value."""
+        return id(values) in self._looked_at
 
     def is_counted(self, values: object) -> bool:
         """True where the value was held to others."""

@@ -213,5 +213,8 @@ def _count_skipped(step_view: StepView, context: CheckContext) -> None:
             context.coverage.is_any_inside |= bool(call.path)
             if len(values.ranks) < 2 or context.coverage.is_counted(values):
                 continue
-            reason = "layout unknown" if values.source == "unknown" else "held once"
+            is_placed = bool(context.layouts.placements(call.path, values.slot))
+            is_undeclared = values.source == "unknown" and not is_placed
+            reason = "layout unknown" if is_undeclared else "held once"
             context.coverage.skip(reason if values.is_known.any() else "not digested")
+            context.coverage.undeclared += is_undeclared and context.coverage.is_screened(values)

@@ -156,10 +156,23 @@ class Report:
     """Of those compared the ones that were held to nothing else: looked at for NaN and infinity."""
     findings: tuple[Finding, ...]
     """Origins first, in order of cause."""
+    undeclared: int = 0
+    """Of those held to nothing else the ones that several ranks hold and no layout describes."""
     notes: tuple[str, ...] = ()
     """What else must be known to read it: what is missing, what was inferred."""
     lacks: str = ""
     """Why nothing could be judged, and what to do about it; "" where something was."""
+
+    @property
+    def judged(self) -> int:
+        """Values that some rule could judge: what lies in an unknown layout was only searched for
+        NaN and infinity, and does not count."""
+        return self.compared - self.undeclared
+
+    @property
+    def coverage(self) -> float:
+        """Part of the recorded values that was judged, 0.0 to 1.0; 0.0 where none was recorded."""
+        return self.judged / self.recorded if self.recorded else 0.0
 
     @property
     def origins(self) -> tuple[Finding, ...]:
