@@ -22,7 +22,18 @@ from rankscope.errors import RankscopeError, SettingError
 
 __all__ = ["COMMANDS", "main"]
 
-COMMANDS = ("run", "doctor", "collect", "check", "show", "tensor", "export", "verify", "recover")
+COMMANDS = (
+    "run",
+    "doctor",
+    "collect",
+    "check",
+    "layout",
+    "show",
+    "tensor",
+    "export",
+    "verify",
+    "recover",
+)
 """In the order the help lists them."""
 EXIT_TROUBLE = 2
 
@@ -32,6 +43,7 @@ _HELP = """One trace for the whole distributed job: every module call on every r
   rankscope run --nproc-per-node 4 train.py   trace a job: as torchrun, one word changed
   rankscope doctor                            would a job be traced here? what to do if not
   rankscope check                             what went wrong first: module, rank, kind
+  rankscope layout                            a layout file, proposed from what the run shows
   rankscope show                              the tree of the newest trace here
   rankscope show --path 'layers.0*' --rank 1  one module, one rank
   rankscope tensor TRACE 'layers.0:output' --global --print    numbers, where they were kept

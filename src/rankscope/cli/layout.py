@@ -1,0 +1,65 @@
+"""`rankscope layout`: a layout file, proposed from what a run shows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Optional
+
+import typer
+
+if TYPE_CHECKING:
+    from rankscope.diagnosis.layoutproposal import LayoutProposal
+
+__all__ = ["command", "proposal_lines"]
+
+
+def command(
+    trace: Annotated[
+        Optional[Path],  # noqa: UP045  # typer reads it on 3.10
+        typer.Argument(help="Trace folder; default this one, or the newest rankscope-* here."),
+    ] = None,
+    out: Annotated[
+        Optional[Path],  # noqa: UP045  # typer reads it on 3.10
+        typer.Option(metavar="FILE", help="Write it to this new file; default stdout."),
+    ] = None,
+) -> None:
+    """Propose a layout file from what a run shows, with a reason for each line, to be edited."""
+    from rankscope.cli.terminal import opened
+    from rankscope.diagnosis.layoutproposal import propose_layout
+    from rankscope.errors import LayoutError
+
+    found = opened(trace)
+    if int(found.run["world_size"]) < 2:
+        raise LayoutError(f"{found.path}: the run had one rank, which holds everything whole")
+    text = "\n".join(proposal_lines(propose_layout(found), str(found.path))) + "\n"
+    if out is None:
+        typer.echo(text, nl=False)
+        return
+    try:
+        with out.open("x") as file:
+            file.write(text)
+    except FileExistsError:
+        raise LayoutError(f"{out}: exists; give a new file with --out") from None
+    typer.echo(f"{out}: look it over, then: rankscope check {found.path} --layout {out}")
+
+
+def proposal_lines(proposal: LayoutProposal, source: str) -> Iterator[str]:
+    """Yield the lines of a proposed layout file."""
+    yield f"# Proposed by `rankscope layout` from {json.dumps(source)}."
+    yield "# It rests on what this run did: look it over before you use it."
+    yield f"# {proposal.undecided} slots are left out: nothing shows how they lie."
+    for reason in proposal.axis_reasons:
+        yield f"# {reason}"
+    listed = ",".join(f"{axis}={size}" for axis, size in proposal.axes.items())
+    yield f"axes = {json.dumps(listed)}"
+    for entry in proposal.entries:
+        yield ""
+        yield "[[layout]]"
+        for reason in entry.reasons:
+            yield f"# {reason}"
+        yield f"path = {json.dumps(entry.path)}"
+        yield f"slot = {json.dumps(entry.slot)}"
+        placed = ", ".join(f'{axis} = "{each}"' for axis, each in entry.placements.items())
+        yield f"placements = {{ {placed} }}"
