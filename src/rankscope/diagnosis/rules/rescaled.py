@@ -23,6 +23,7 @@ from rankscope.diagnosis.distances import rounding_of
 from rankscope.diagnosis.gradientpasses import TakenGradient, taken_gradients
 from rankscope.diagnosis.stepview import SlotValues, StepView
 from rankscope.layout.placement import PieceKind
+from rankscope.record.call import Phase
 from rankscope.record.finding import Kind
 from rankscope.record.ranklists import ranks_named
 from rankscope.record.statistics import NONFINITE
@@ -56,8 +57,21 @@ def rescaled_shards(step_view: StepView, context: CheckContext) -> Iterator[Cand
                 families.setdefault(ranks.tobytes(), (ranks, []))[1].append(gradient)
         for ranks, gradients in families.values():
             factors = _factors(gradients, ranks)
+            if factors is not None and _do_replicas_tell(step_view, context, ranks):
+                continue
             if factors is not None and np.ptp(factors) > _allowed(gradients) * factors.max():
                 yield _candidate(step_view, context, gradients, ranks, factors)
+
+
+def _do_replicas_tell(step_view: StepView, context: CheckContext, ranks: Array) -> bool:
+    """True where gradients that these ranks hold whole differ: that is named by itself, and may
+    tell which of the ranks it is."""
+    for values in step_view.values(Phase.GRADS):
+        same = context.layouts.same(values)
+        for group in same.groups if same is not None else ():
+            if np.isin(group, ranks).all() and values.agree(group) is False:
+                return True
+    return False
 
 
 def _runs(event: Sequence[TakenGradient]) -> list[Array]:
