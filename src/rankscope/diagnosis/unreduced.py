@@ -97,7 +97,8 @@ def _note_averaging(step_view: StepView, context: CheckContext) -> None:
 
 def _is_shared(values: SlotValues) -> bool:
     """True for a plain parameter or gradient that several ranks hold."""
-    if not values.slot.startswith(("param:", "grad:")) or values.source != "unknown":
+    is_plain = values.source in ("unknown", "marked")
+    if not values.slot.startswith(("param:", "grad:")) or not is_plain:
         return False
     return len(values.ranks) > 1 and not values.is_constant
 
