@@ -1,4 +1,8 @@
-"""Tiny random models of transformers, each with a call of it, for comparison with its debugger."""
+"""Tiny random models of transformers, each with a call of it, for comparison with its debugger.
+
+Their debugger prints every element: the sizes are what the tests cost. Logits have more than the
+1000 elements from which torch prints an extract.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from torch import nn
 Call = Callable[[nn.Module], object]
 
 
-def tokens(vocabulary: int = 90, length: int = 12) -> torch.Tensor:
+def tokens(vocabulary: int = 90, length: int = 8) -> torch.Tensor:
     return torch.randint(3, vocabulary, (2, length), generator=torch.Generator().manual_seed(1))
 
 
@@ -21,27 +25,27 @@ def noise(*shape: int) -> torch.Tensor:
 def llama() -> tuple[nn.Module, Call]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=4,
+    config = LlamaConfig(hidden_size=16, intermediate_size=24, num_hidden_layers=4,
                          num_attention_heads=4, num_key_value_heads=2, vocab_size=99)  # fmt: skip
     return LlamaForCausalLM(config), lambda model: model(
-        input_ids=tokens(), attention_mask=torch.ones(2, 12, dtype=torch.int64)
+        input_ids=tokens(), attention_mask=torch.ones(2, 8, dtype=torch.int64)
     )
 
 
 def bert() -> tuple[nn.Module, Call]:
     from transformers import BertConfig, BertModel
 
-    config = BertConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=3,
+    config = BertConfig(hidden_size=16, intermediate_size=24, num_hidden_layers=3,
                         num_attention_heads=4, vocab_size=99)  # fmt: skip
-    mask = torch.ones(2, 12, dtype=torch.int64)
-    mask[1, 7:] = 0
+    mask = torch.ones(2, 8, dtype=torch.int64)
+    mask[1, 5:] = 0
     return BertModel(config), lambda model: model.forward(tokens(), attention_mask=mask)
 
 
 def mixtral() -> tuple[nn.Module, Call]:
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    config = MixtralConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=4,
+    config = MixtralConfig(hidden_size=16, intermediate_size=24, num_hidden_layers=4,
                            num_attention_heads=4, num_key_value_heads=2, vocab_size=99,
                            num_local_experts=4)  # fmt: skip
     return MixtralForCausalLM(config), lambda model: model(
@@ -52,7 +56,7 @@ def mixtral() -> tuple[nn.Module, Call]:
 def t5() -> tuple[nn.Module, Call]:
     from transformers import T5Config, T5ForConditionalGeneration
 
-    config = T5Config(d_model=32, d_kv=8, d_ff=48, num_layers=3, num_heads=4, vocab_size=99)
+    config = T5Config(d_model=16, d_kv=4, d_ff=24, num_layers=3, num_heads=4, vocab_size=99)
     return T5ForConditionalGeneration(config), lambda model: model(
         input_ids=tokens(), decoder_input_ids=tokens(length=5)
     )
@@ -61,7 +65,7 @@ def t5() -> tuple[nn.Module, Call]:
 def vit() -> tuple[nn.Module, Call]:
     from transformers import ViTConfig, ViTForImageClassification
 
-    config = ViTConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=3,
+    config = ViTConfig(hidden_size=16, intermediate_size=24, num_hidden_layers=3,
                        num_attention_heads=4, image_size=16, patch_size=4)  # fmt: skip
     return ViTForImageClassification(config), lambda model: model(pixel_values=noise(2, 3, 16, 16))
 
@@ -69,9 +73,9 @@ def vit() -> tuple[nn.Module, Call]:
 def whisper() -> tuple[nn.Module, Call]:
     from transformers import WhisperConfig, WhisperForConditionalGeneration
 
-    config = WhisperConfig(d_model=32, encoder_layers=3, decoder_layers=3,
+    config = WhisperConfig(d_model=16, encoder_layers=3, decoder_layers=3,
                            encoder_attention_heads=4, decoder_attention_heads=4,
-                           encoder_ffn_dim=48, decoder_ffn_dim=48, vocab_size=99,
+                           encoder_ffn_dim=24, decoder_ffn_dim=24, vocab_size=99,
                            num_mel_bins=8, max_source_positions=20, max_target_positions=16,
                            pad_token_id=0, bos_token_id=1, eos_token_id=2,
                            decoder_start_token_id=1, suppress_tokens=None)  # fmt: skip
@@ -88,9 +92,9 @@ def llava() -> tuple[nn.Module, Call]:
         LlavaForConditionalGeneration,
     )
 
-    seeing = CLIPVisionConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=3,
+    seeing = CLIPVisionConfig(hidden_size=16, intermediate_size=24, num_hidden_layers=3,
                               num_attention_heads=4, image_size=16, patch_size=8)  # fmt: skip
-    saying = LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=3,
+    saying = LlamaConfig(hidden_size=16, intermediate_size=24, num_hidden_layers=3,
                          num_attention_heads=4, vocab_size=99)  # fmt: skip
     config = LlavaConfig(vision_config=seeing, text_config=saying, image_token_id=98)
     told = torch.cat([torch.full((2, 4), 98), tokens()], 1)
