@@ -21,7 +21,7 @@ from rankscope.tree.build import recover
 from rankscope.tree.reader import open_trace
 from tests.distributed.pool import RankPool
 
-__all__ = ["report_of", "traced"]
+__all__ = ["report_of", "traced", "traced_with_answers"]
 
 
 def traced(
@@ -32,7 +32,19 @@ def traced(
     world: int,
     timeout_s: float = 60.0,
 ) -> Path:
-    """Run `job(*args, out)` on ranks and return the trace that it left at `out`.
+    """Run `job(*args, out)` on ranks and return the trace that it left at `out`."""
+    return traced_with_answers(pool, job, *args, folder=folder, world=world, timeout_s=timeout_s)[0]
+
+
+def traced_with_answers(
+    pool: RankPool,
+    job: Callable[..., Any],
+    *args: Any,
+    folder: Path,
+    world: int,
+    timeout_s: float = 60.0,
+) -> tuple[Path, list[Any]]:
+    """Do the same, and return what `job` returned as well, by rank.
 
     The tree is built from the ranks' own spools, as `rankscope recover` does: to start a relay and
     a collector for every job takes longer than the job.
@@ -44,10 +56,10 @@ def traced(
     header = RunHeader(run_id=label, out=out, collector=nobody, world_size=world)
     write_run_header(run_folder, header)
     env = {RUN_FOLDER_VARIABLE: str(run_folder)}
-    pool.run(job, *args, str(out), world_size=world, timeout_s=timeout_s, env=env)
+    answers = pool.run(job, *args, str(out), world_size=world, timeout_s=timeout_s, env=env)
     recover([run_folder], out)
     shutil.rmtree(folder / "spool")
-    return out
+    return out, answers
 
 
 def report_of(

@@ -23,8 +23,10 @@ def prove(table: str, name: str, setup: Setup) -> str:
     return row.oracle(setup, row.program(setup))
 
 
-def traced(table: str, name: str, setup: Setup, out: str) -> None:
-    """Train, traced."""
+def traced(table: str, name: str, setup: Setup, proves: bool, out: str) -> str:
+    """Train, traced; return what this rank's oracle says is wrong, if it is to be asked."""
     warnings.simplefilter("ignore")
+    row = row_of(table, name)
     with rankscope.trace(out=out, steps="all"):
-        row_of(table, name).program(setup)
+        trained = row.program(setup)
+    return row.oracle(setup, trained) if proves else ""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rankscope.errors import RankscopeError
-from tests.diagnosis.traced import traced
+from tests.diagnosis.traced import traced_with_answers
 from tests.distributed.pool import RankFailure, RankPool
 from tests.faults import hang, ranks
 from tests.faults.checking import report_on
@@ -64,6 +64,9 @@ class Outcome:
     run: Run
     score: Score
     seconds: float
+    proof: str | None = None
+    """What the oracle said of the traced run, "" where all is right; None if it was not asked, or
+    the run failed."""
 
 
 def every_run(
@@ -116,41 +119,58 @@ def proved(pool: RankPool, run: Run, folder: Path) -> str:
             return hang.is_stuck(run.setup, folder)
     asked = (run.table, run.name, run.setup)
     said = pool.run(ranks.prove, *asked, world_size=run.setup.ranks, timeout_s=TIMEOUT_S)
+    return _joined(said)
+
+
+def _joined(said: Sequence[str]) -> str:
+    """Return what the oracle says on all ranks together."""
     return "; ".join(sorted(set(filter(None, said))))
 
 
 def report_of(pool: RankPool, run: Run, folder: Path) -> Mapping[str, Any]:
     """Trace a run and return the report on it; the hang's job is started as a user would."""
+    return _report_and_proof(pool, run, folder, proves=False)[0]
+
+
+def _report_and_proof(
+    pool: RankPool, run: Run, folder: Path, *, proves: bool
+) -> tuple[Mapping[str, Any], str | None]:
     if run.row is None:
         with hang.running(run.setup, folder) as job:
             if not hang.is_stuck(run.setup, folder):
                 job.process.wait(TIMEOUT_S)  # for the tree
-            return hang.asked_until_told(job.trace)
-    row, out = run.row, folder / "trace"
+            return hang.asked_until_told(job.trace), None
+    row = run.row
     folder.mkdir(parents=True)
     layout = row.layout_of(run.setup)
     layout_file = folder / "layout.toml" if layout else None
     if layout_file is not None:
         layout_file.write_text(layout)
-    traced(
+    out, said = traced_with_answers(
         pool,
         ranks.traced,
         run.table,
         run.name,
         run.setup,
+        proves,
         folder=folder,
         world=run.setup.ranks,
         timeout_s=TIMEOUT_S,
     )
-    return report_on(out, layout_file)
+    return report_on(out, layout_file), _joined(said) if proves else None
 
 
-def scored(pool: RankPool, run: Run, folder: Path, *, is_kept: bool = False) -> Outcome:
-    """Trace, check and score one run; what fails on the way scores nothing and says why."""
-    begun = time.monotonic()
+def scored(
+    pool: RankPool, run: Run, folder: Path, *, is_kept: bool = False, proves: bool = False
+) -> Outcome:
+    """Trace, check and score one run; what fails on the way scores nothing and says why.
+
+    `proves`: ask the oracle too, once the trace has ended.
+    """
+    begun, proof = time.monotonic(), None
     expected = (run.row.expected if run.row else hang.expected)(run.setup)
     try:
-        report = report_of(pool, run, folder)
+        report, proof = _report_and_proof(pool, run, folder, proves=proves)
         found = score(report, expected if run.setup.is_faulty else None)
     except (RankFailure, RuntimeError, TimeoutError, RankscopeError) as error:
         last = (str(error).strip().splitlines() or [""])[-1]
@@ -159,4 +179,4 @@ def scored(pool: RankPool, run: Run, folder: Path, *, is_kept: bool = False) -> 
         )
     if not is_kept:
         shutil.rmtree(folder, ignore_errors=True)
-    return Outcome(run=run, score=found, seconds=time.monotonic() - begun)
+    return Outcome(run=run, score=found, seconds=time.monotonic() - begun, proof=proof)
