@@ -54,32 +54,39 @@ def migrated(model: str) -> ModuleType:
     return module
 
 
-def arranged(
-    model: str,
-    class_name: str,
-    config: Any,
-    parts: tuple[str, ...],
-    ours: set[str],
-    weights: nn.Module | None = None,
-) -> nn.Module:
-    """Return a model of which the `parts` at the paths in `ours` are migrated and the others
-    untouched, with the weights of another one.
+class Arrangements:
+    """A model and the parts of it at the given paths, each made once untouched and once migrated,
+    with the same random weights: what all arrangements of them are copied from.
     """
-    torch.manual_seed(7)
-    config = copy.deepcopy(config)
-    for part in (config, *vars(config).values()):
-        if hasattr(part, "_attn_implementation"):
-            part._attn_implementation = "eager"
-    home = f"transformers.models.{model}.modeling_{model}"
-    made = _class(home, class_name, "" in ours)(config)
-    for path in parts:
-        if path:
-            part = made.get_submodule(path)
-            home = type(part).__module__.removesuffix("_migrated")
-            made.set_submodule(path, _class(home, type(part).__name__, path in ours)(part.config))
-    if weights is not None:
-        made.load_state_dict(weights.state_dict())
-    return made.eval()
+
+    def __init__(self, model: str, class_name: str, config: Any, parts: tuple[str, ...]) -> None:
+        torch.manual_seed(7)
+        config = copy.deepcopy(config)
+        for part in (config, *vars(config).values()):
+            if hasattr(part, "_attn_implementation"):
+                part._attn_implementation = "eager"
+        home = f"transformers.models.{model}.modeling_{model}"
+        whole = _class(home, class_name, is_ours=False)(config)
+        self._made = {("", False): whole, ("", True): _class(home, class_name, True)(config)}
+        self._paths = [path for path in parts if path]
+        for path in self._paths:
+            part = whole.get_submodule(path)
+            home, name = type(part).__module__, type(part).__name__
+            for is_ours in (False, True):
+                self._made[path, is_ours] = _class(home, name, is_ours)(part.config)
+            whole.set_submodule(path, self._made[path, False])
+        self._weights = copy.deepcopy(whole.state_dict())
+
+    def of(self, ours: set[str]) -> nn.Module:
+        """Return a model of its own whose parts at the paths in `ours` are migrated, the others
+        untouched; "" is the model around them.
+        """
+        whole = self._made["", "" in ours]
+        for path in self._paths:  # a part in a part comes after it
+            whole.set_submodule(path, self._made[path, path in ours])
+        made = copy.deepcopy(whole).eval()
+        made.load_state_dict(self._weights)
+        return made
 
 
 def _class(home: str, name: str, is_ours: bool) -> Any:

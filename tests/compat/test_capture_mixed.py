@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from tests.compat.capturing import Layer, Output, hidden, make, ours, theirs, through_layers
-from tests.compat.migrated import arranged
+from tests.compat.migrated import Arrangements
 from tests.compat.peer import needs_transformers
 from tests.compat.test_capture_differential import TEXT, assert_same
 
@@ -131,15 +131,11 @@ FAMILIES = [m2m_100, plbart, llama4, llava, git, sam]
 def models(family: Any) -> tuple[nn.Module, Iterator[tuple[set[str], nn.Module]], dict[str, Any]]:
     """Return the untouched model, every mixture of untouched and migrated parts, and inputs."""
     name, class_name, config, parts, inputs = family()
-    untouched = arranged(name, class_name, config, parts, set())
+    made = Arrangements(name, class_name, config, parts)
     choices = itertools.product([False, True], repeat=len(parts))
     arrangements = ({p for p, is_ours in zip(parts, choice) if is_ours} for choice in choices)
-    mixtures = (
-        (chosen, arranged(name, class_name, config, parts, chosen, untouched))
-        for chosen in arrangements
-        if chosen
-    )
-    return untouched, mixtures, inputs
+    mixtures = ((chosen, made.of(chosen)) for chosen in arrangements if chosen)
+    return made.of(set()), mixtures, inputs
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.__name__)
@@ -202,7 +198,7 @@ def nested(
         "num_local_experts": 2, "vocab_size": 8, "pad_token_id": 0,
     }  # fmt: skip
     chosen = {""} if levels[2] == "ours" else set()
-    model = arranged("llama4", "Llama4TextModel", Llama4TextConfig(**sizes), ("",), chosen)
+    model = Arrangements("llama4", "Llama4TextModel", Llama4TextConfig(**sizes), ("",)).of(chosen)
     middle = make(SIDES[levels[1]](), forwards[1], layers=lambda: [Layer(), model, Layer()])
     outer = make(SIDES[levels[0]](), forwards[0], layers=lambda: [Layer(), middle, Layer()])
     generator = torch.Generator().manual_seed(9)
