@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rankscope.diagnosis.candidates import Candidate, Coverage
 from rankscope.diagnosis.causes import Join
 from rankscope.diagnosis.context import CheckContext, IncarnationState
-from rankscope.diagnosis.datapeers import fsdp_axes
+from rankscope.diagnosis.datapeers import data_lines, fsdp_axes
 from rankscope.diagnosis.endings import ended_badly, is_in_order
 from rankscope.diagnosis.gradientorigins import innermost_takers, origins_of_gradients
 from rankscope.diagnosis.joins import joins_of
@@ -44,10 +45,11 @@ from rankscope.diagnosis.rules.structure import (
 from rankscope.diagnosis.rules.ties import lost_ties
 from rankscope.diagnosis.rules.uninitialised import uninitialised_parameters
 from rankscope.diagnosis.rules.weights import other_weights
-from rankscope.diagnosis.stepview import StepView, step_view_of
+from rankscope.diagnosis.stepview import SlotValues, StepView, step_view_of
 from rankscope.diagnosis.unreduced import note_unreduced, without_unreduced
 from rankscope.errors import TraceError
 from rankscope.layout.layoutfile import LayoutFile
+from rankscope.record.call import Phase
 from rankscope.record.finding import Kind, Report
 from rankscope.run.names import Progress
 from rankscope.tree.views import Step, Trace
@@ -205,6 +207,7 @@ def _judged(step_view: StepView, context: CheckContext) -> list[Candidate]:
 
 def _count_skipped(step_view: StepView, context: CheckContext) -> None:
     """Count the values, and those of several ranks that nothing was compared of."""
+    lines = [line for found in data_lines(step_view, context).values() for line in found]
     for call in step_view.calls:
         for values in call.slots.values():
             if values.dtype == "python":
@@ -216,5 +219,14 @@ def _count_skipped(step_view: StepView, context: CheckContext) -> None:
             is_placed = bool(context.layouts.placements(call.path, values.slot))
             is_undeclared = values.source == "unknown" and not is_placed
             reason = "layout unknown" if is_undeclared else "held once"
+            if is_undeclared and _is_of_other_data(values, lines):
+                is_undeclared, reason = False, "other data on each rank"
             context.coverage.skip(reason if values.is_known.any() else "not digested")
             context.coverage.undeclared += is_undeclared and context.coverage.is_screened(values)
+
+
+def _is_of_other_data(values: SlotValues, lines: Sequence[NDArray[np.int64]]) -> bool:
+    """True for activations of ranks that are data-parallel to each other: no layout could make one
+    tensor of them that another rank holds too."""
+    is_activation = values.call.phase in (Phase.FORWARD, Phase.BACKWARD, Phase.RECOMPUTE)
+    return is_activation and any(np.isin(values.ranks, line).all() for line in lines)
