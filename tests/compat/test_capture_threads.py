@@ -91,3 +91,30 @@ def test_compiled_captures_on_two_threads_get_their_own_values(fullgraph: bool) 
     for found, wanted in zip(_together([lambda x=x: many(x) for x in inputs]), expected):
         for states in found:
             assert len(states) == 4 and all(torch.equal(a, b) for a, b in zip(states, wanted))
+
+
+class Leaving(Layer):
+    """A layer that another thread calls once, at the moment when torch has listed the hooks to run
+    and the capture takes its own off.
+    """
+
+    found: list[torch.Tensor]
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if threading.current_thread() is threading.main_thread():
+            known = dict(self._forward_hooks_with_kwargs)
+            thread = threading.Thread(target=lambda: self.found.append(self(hidden)))
+            thread.start()
+            thread.join(120)
+            self._forward_hooks_with_kwargs.update(known)
+        else:
+            self._forward_hooks_with_kwargs.clear()
+        return super().forward(hidden)
+
+
+def test_a_hook_that_goes_while_another_thread_is_about_to_run_it_does_no_harm() -> None:
+    model = make(ours(), layers=lambda: [Leaving()])
+    model.layers[0].found = []
+    recorded = model(torch.ones(1, 4), **ASK)["hidden_states"]
+    assert len(model.layers[0].found) == 1, "the other thread's call returned"
+    assert len(recorded) == 2

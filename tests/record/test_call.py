@@ -69,8 +69,8 @@ def test_a_slot_is_meant_in_the_phase_that_records_it() -> None:
     assert default_phase("output.0") is Phase.FORWARD
 
 
-NUMBER = """    COLLECTIVE = 6
-    FROZEN = 7
+NUMBER = """    ACCUMULATED = 7
+    FROZEN = 8
 """
 FACTS = """    Phase.FROZEN: PhaseFacts(
         is_event=True, slots=("state",), unequal="Look at what froze this state."
@@ -126,8 +126,8 @@ def test_a_phase_more_in_the_list_is_recorded_found_shown_exported_and_judged(
     file = tmp_path / "src/rankscope/record/call.py"
     text = file.read_text()
     end = "}\n\n\nclass Mode("
-    assert text.count("    COLLECTIVE = 6\n") == text.count(end) == 1
-    file.write_text(text.replace("    COLLECTIVE = 6\n", NUMBER).replace(end, FACTS))
+    assert text.count("    ACCUMULATED = 7\n") == text.count(end) == 1
+    file.write_text(text.replace("    ACCUMULATED = 7\n", NUMBER).replace(end, FACTS))
     (tmp_path / "job.py").write_text(JOB)
     paths = [str(tmp_path / "src"), str(DOCS.parent)]
     done = forked.run(

@@ -53,7 +53,8 @@ def data_lines(step_view: StepView, context: CheckContext) -> dict[str, tuple[Ar
     """Return {what says so: lines of ranks} of the axes along which batches should differ.
 
     Such an axis is one that a layout file or a mesh of FSDP's parameters names so (dp, data, fsdp
-    ...), one along which FSDP cut every parameter, or all replicas of a DDP model.
+    ...), one along which FSDP cut every parameter, or all replicas of a DDP model or of one whose
+    parameters are marked as cut along other axes.
     """
     incarnation = context.incarnation(step_view.incarnation)
     found: dict[str, tuple[Array, ...]] = {}
@@ -65,8 +66,11 @@ def data_lines(step_view: StepView, context: CheckContext) -> dict[str, tuple[Ar
     if "FSDP2" in incarnation.wrappers:
         for name, lines in incarnation.data_axes.items():
             found.setdefault(f"FSDP's axis {name}", lines)
-    if "DDP" in incarnation.wrappers and incarnation.replicas.lines:
-        found.setdefault("DDP", incarnation.replicas.lines)
+    replicas = incarnation.replicas
+    if "DDP" in incarnation.wrappers and replicas.lines:
+        found.setdefault("DDP", replicas.lines)
+    elif replicas.is_marked and replicas.lines:
+        found.setdefault("replicas of marked parameters", replicas.lines)
     return found
 
 

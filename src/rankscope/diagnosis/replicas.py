@@ -104,6 +104,8 @@ class InferredReplicas:
         self._constant: set[tuple[str, str]] = set()
         self._shared: dict[tuple[str, str], SlotValues] = {}
         """Parameters that differ between some ranks that hold them."""
+        self.is_marked = False
+        """True where a framework marked parameters as cut."""
         self._lines: tuple[Array, ...] = ()
         self._local_lines: tuple[Array, ...] = ()
         """As `_lines`, of the ranks' own pieces of DTensors too."""
@@ -135,6 +137,7 @@ class InferredReplicas:
                 self._placed[key[0]] = tuple(np.array(sorted(m.ranks), np.int64) for m in meshes)
                 self._equal[key] = _equal_across(values, meshes)
             elif values.source == "marked":
+                self.is_marked = True
                 self._equal[key] = _equal_across(values, values.views[0].meshes)
             elif is_plain:
                 self._equal[key] = clusters(values)

@@ -168,15 +168,18 @@ def record_eagerly(
     taps: tuple[Tap, ...],
     module: nn.Module,
     args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    output: Any,
+    *kwargs_and_output: Any,
 ) -> None:
     """Forward hook: record, unless the call belongs to another thread, to another capture, or to a
     backward that runs checkpointed modules again.
+
+    torch leaves the keyword arguments out where the thread of the capture takes the hook off while
+    this one is about to run it.
     """
     if INNERMOST.get() is not capture or current_graph_task() != capture.graph_task:
         return
     if TRACED.theirs is None or TRACED.theirs.get() is None:
+        kwargs, output = kwargs_and_output
         for tap in taps:
             capture.take(tap, args, kwargs, output)
 
