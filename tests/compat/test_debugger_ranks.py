@@ -81,14 +81,14 @@ def test_what_transformers_shards_by_its_own_plan_is_labelled(
         root = tree(folder, mark=f"_rank{rank}")
         query, down = call(root, ".q_proj"), call(root, ".down_proj")
         shown = query["outputs"]
-        assert shapes[rank]["model.layers.0.self_attn.q_proj"] == [1, 8, 16]
+        assert shapes[rank]["model.layers.0.self_attn.q_proj"] == [1, 8, 8]
         assert (shown["shape"], shown["global_shape"]) == (
-            "torch.Size([1, 8, 16])", "torch.Size([1, 8, 32])",
+            "torch.Size([1, 8, 8])", "torch.Size([1, 8, 16])",
         )  # fmt: skip
         assert [*shown["placements"].values()] == ["Shard(2)"]
         (given,) = down["inputs"]["args"]
         assert (given["global_shape"], [*given["placements"].values()]) == (
-            "torch.Size([1, 8, 48])", ["Shard(2)"],
+            "torch.Size([1, 8, 24])", ["Shard(2)"],
         )  # fmt: skip
         assert down["outputs"]["layout"] == "unknown"
         assert call(root, ".act_fn")["outputs"]["layout"] == "unknown"

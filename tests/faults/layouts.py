@@ -166,7 +166,7 @@ def proposal_of(pool: RankPool, true: TrueLayout, folder: Path) -> tuple[Trace, 
     for size in true.axes.values():
         world *= size
     setup = Setup(ranks=world)
-    out = traced(pool, ranks.traced, FAULTS, true.program, setup, folder=folder, world=world)
+    out = traced(pool, ranks.traced, FAULTS, true.program, setup, False, folder=folder, world=world)
     trace = open_trace(out)
     return trace, "\n".join(proposal_lines(propose_layout(trace), "trace"))
 
