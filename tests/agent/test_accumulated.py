@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -218,3 +219,27 @@ def test_training_is_the_same_with_and_without(tmp_path: Path):
     model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
     loop(model, torch.optim.SGD(model.parameters(), lr=0.1))
     assert all(torch.equal(one, other) for one, other in zip(*ends))
+
+
+def test_gradients_are_not_read_ahead_where_two_threads_train(tmp_path: Path):
+    """The other thread may free or write its own at that moment."""
+
+    def clip(model: nn.Module, seeds: range) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for seed in seeds:
+            optimizer.zero_grad()
+            loss(model, seed).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            optimizer.step()
+
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        clip(model, range(2))
+        other = nn.Sequential(nn.Linear(4, 2))
+        thread = threading.Thread(target=clip, args=(other, range(1)))
+        thread.start()
+        thread.join(120)
+        clip(model, range(2, 5))
+
+    found = traced(tmp_path, loop)
+    steps = {s.step for s in found.steps for top in s.nodes if top.phase is Phase.ACCUMULATED}
+    assert steps == {0, 1}

@@ -396,6 +396,31 @@ def remembers(out: str) -> None:
     steps(out, model, step)
 
 
+def reserves_memory_first(out: str) -> None:
+    """The first step alone runs a batch that it throws away."""
+    model = DistributedDataParallel(Net())
+
+    def step(number: int) -> None:
+        if not number:
+            (loss_of(model, 60) / 2).backward()
+            model.zero_grad()
+        (loss_of(model, number) / 2).backward()
+
+    steps(out, model, step)
+
+
+def probes_with_grad(out: str) -> None:
+    """`torch.autograd.grad` before each step leaves nothing; the step before has."""
+    model = DistributedDataParallel(Net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with rankscope.trace(model, out=out, steps="all"):
+        for number in range(3):
+            torch.autograd.grad(loss_of(model.module, 90 + number) / 2, [*model.parameters()])
+            optimizer.zero_grad()
+            (loss_of(model, number) / 2).backward()
+            optimizer.step()
+
+
 FAULTS = {
     "clips_locals_of_fsdp2": "factors",
     "clips_one_rank_alone": "factors",
@@ -418,8 +443,9 @@ RIGHT = (
     "attacks_first",
     "projects_conflicts",
     "plays_two_against_each_other",
+    "probes_with_grad",
 )
-SUSPECT = ("warms_up", "remembers")
+SUSPECT = ("warms_up", "remembers", "reserves_memory_first")
 
 
 @pytest.mark.parametrize("program", FAULTS)

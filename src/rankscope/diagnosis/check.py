@@ -29,7 +29,11 @@ from rankscope.diagnosis.rules.duplicatedata import duplicate_batches
 from rankscope.diagnosis.rules.equality import unequal_replicas
 from rankscope.diagnosis.rules.equalshards import equal_shards
 from rankscope.diagnosis.rules.exchanged import wrong_exchanges, wrong_messages
-from rankscope.diagnosis.rules.lostaccumulation import lost_micro_batches, note_early_reductions
+from rankscope.diagnosis.rules.lostaccumulation import (
+    lost_micro_batches,
+    note_early_reductions,
+    without_lost_at_times,
+)
 from rankscope.diagnosis.rules.nonfinite import nonfinite_origins
 from rankscope.diagnosis.rules.otherbatches import other_batches
 from rankscope.diagnosis.rules.parameterupdates import parameters_left, remember_parameters
@@ -115,7 +119,7 @@ def check(
         messages.note(step_view, number, context)
         context.coverage.next_step()
     candidates += _wrongly_received(messages, steps, context)
-    candidates = without_unreduced(candidates, context)
+    candidates = without_unreduced(without_lost_at_times(candidates, context), context)
     candidates += _of_the_end(trace, steps, context)
     _note_stalls(trace, context, candidates)
     joins: list[Join] = []

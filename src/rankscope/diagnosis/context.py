@@ -81,6 +81,10 @@ class IncarnationState:
     """Steps in which an optimizer stepped with no gradient that was the same on all ranks."""
     reduced_early: set[int] = field(default_factory=set)
     """Steps in which gradients were averaged before those of the last backward pass were added."""
+    stepped: set[int] = field(default_factory=set)
+    """Train steps in which an optimizer took gradients."""
+    lost: set[int] = field(default_factory=set)
+    """Those that lack what micro-batches left, though these were meant to be one batch."""
     averages: list[int] = field(default_factory=list)
     """Steps in which such parameters were averaged."""
     updates: dict[tuple[str, str], dict[int, ParameterUpdate]] = field(default_factory=dict)

@@ -7,6 +7,7 @@ In every step, traced or not, two hooks on optimizers stand. An optimizer step p
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -189,6 +190,7 @@ class Stepping:
             return self._eval_forward(tick, root)
         self._frozen = None
         self._hidden.root_was_seen()
+        self._updates.trains_in(threading.get_ident())
         if tick.opened:
             self._begin_train(tick.step)
         if machine.traced_train is None:
@@ -297,8 +299,11 @@ class Stepping:
 
     def _accumulating_step(self) -> int | None:
         """Return the traced train step that gathers gradients for its optimizer; None inside of an
-        optimizer's step, whose closure makes its own."""
-        return None if self.machine.is_inside_optimizer else self.machine.traced_train
+        optimizer's step, whose closure makes its own, and where several threads train: gradients
+        that another thread may write now cannot be read."""
+        if self.machine.is_inside_optimizer or self._updates.are_threads_training:
+            return None
+        return self.machine.traced_train
 
     def _optimizer_skipped(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that a GradScaler skipped an optimizer step."""

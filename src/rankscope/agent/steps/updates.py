@@ -58,6 +58,7 @@ class Updates:
         gradients.passes.begins = accumulated.pass_begins
         gradients.passes.ends = accumulated.pass_ends
         self.accumulated = accumulated
+        self._threads: set[int] = set()
         self._count = 0
         """Optimizer steps of this step so far, those included that were skipped or raised."""
         self._running = ""
@@ -78,7 +79,18 @@ class Updates:
 
     def _backward_begins(self) -> None:
         """Look which gradients the step before has left: called once in a step."""
-        self._carried = self._events.with_gradient(self._optimizers.parameters())
+        if not self.are_threads_training:
+            self._carried = self._events.with_gradient(self._optimizers.parameters())
+
+    def trains_in(self, thread: int) -> None:
+        """Take note that a root forward that trains runs in a thread."""
+        self._threads.add(thread)
+
+    @property
+    def are_threads_training(self) -> bool:
+        """True where several threads have trained: only an optimizer's own gradients, when it
+        steps, are known to be written by nobody."""
+        return len(self._threads) > 1
 
     def begins(self, optimizer: torch.optim.Optimizer, step: int, *, has_closure: bool) -> None:
         """Record gradients before an outermost optimizer step; with a closure they come later."""

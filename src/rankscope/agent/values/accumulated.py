@@ -74,6 +74,8 @@ class AccumulatedGradients:
         """Passes of this step that left gradients."""
         self._gone: set[int] = set()
         """Parameters whose gradient of an earlier pass was gone when a later pass began."""
+        self._found: dict[int, tuple[int, int]] = {}
+        """Identity of a parameter -> state of its gradient when the running pass began."""
         self._kept: set[int] = set()
         """Parameters whose gradient was untouched when the running pass began."""
         self.unsynced: frozenset[int] | None = None
@@ -84,20 +86,23 @@ class AccumulatedGradients:
         """Look what became of the gradients of the pass before."""
         step, latest = self.running_step(), self._latest
         self._kept.clear()
-        if step is None or latest is None or not is_before_all:
+        self._found.clear()
+        if step is None or not is_before_all:
             return
         gone = set()
         with invisible():
             for parameter in self._table.parameters():
-                left = latest.gradients.get(id(parameter))
+                gradient = parameter.grad
+                if gradient is not None:
+                    self._found[id(parameter)] = self._values.state_of(gradient)
+                left = latest.gradients.get(id(parameter)) if latest is not None else None
                 if left is None:
                     continue
-                gradient = parameter.grad
                 if gradient is not None and self._values.state_of(gradient) == left.held.state:
                     self._kept.add(id(parameter))
                 elif self._is_wiped(parameter, gradient, left):
                     gone.add(id(parameter))
-        if gone:
+        if gone and latest is not None:
             self._write(latest, step)
             self._gone |= gone
 
@@ -151,6 +156,10 @@ class AccumulatedGradients:
         slot = f"grad:{name}"
         if not self._values.wants(slot):
             return None
+        if before is None and self._found.get(id(parameter)) == self._values.state_of(gradient):
+            return (
+                None  # it is of an earlier step, and this pass (`torch.autograd.grad`) left it so
+            )
         is_kept = before is not None and id(parameter) in self._kept
         if is_kept and before is not None and self._values.state_of(gradient) == before.held.state:
             return before
@@ -192,6 +201,7 @@ class AccumulatedGradients:
         self._latest, self._count = None, 0
         self._gone.clear()
         self._kept.clear()
+        self._found.clear()
         self.unsynced = None
 
     def _write(self, end: _PassEnd, step: int) -> None:

@@ -9,6 +9,10 @@ something shows that the micro-batches were meant to be one batch:
 * every loss was divided by the number of micro-batches: the gradient of each loss is that fraction,
   or the gradients of the logits are too small by that factor for a mean of cross entropies.
 
+And only where every traced train step is like that, of two at least: a first step may run a batch
+of zeros to reserve memory, and one may leave out a bad micro-batch. Where several optimizers step,
+the gradients that one pass left for the other are wiped on purpose (a GAN).
+
 Else it is a warning, once in a job. Nothing is said where micro-batches were handed the same inputs
 (the second one of sharpness-aware minimization), where inputs need gradients themselves (attacks),
 or where several passes went through one forward (gradient surgery).
@@ -16,7 +20,8 @@ or where several passes went through one forward (gradient surgery).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
@@ -38,7 +43,7 @@ from rankscope.record.finding import Kind, Severity
 from rankscope.record.ranklists import ranks_named
 from rankscope.record.value import ValueFlag
 
-__all__ = ["lost_micro_batches", "note_early_reductions"]
+__all__ = ["lost_micro_batches", "note_early_reductions", "without_lost_at_times"]
 
 Array = NDArray[Any]
 _NO_SYNC: Final = int(ValueFlag.NO_SYNC)
@@ -71,6 +76,10 @@ def note_early_reductions(step_view: StepView, context: CheckContext) -> None:
 
 def lost_micro_batches(step_view: StepView, context: CheckContext) -> Iterator[Candidate]:
     """Yield one candidate for an optimizer step that lacks what earlier micro-batches left."""
+    incarnation = context.incarnation(step_view.incarnation)
+    events = {id(call.top) for call in step_view.of(Phase.GRADS)}
+    if events:
+        incarnation.stepped.add(step_view.step)
     for gradients, mixture, ranks in _mixtures(step_view, context):
         root = gradients[0].values.call.top.path
         forwards = [
@@ -82,8 +91,28 @@ def lost_micro_batches(step_view: StepView, context: CheckContext) -> Iterator[C
             continue
         if not _are_batches_of_their_own(forwards, ranks):
             continue
-        is_meant = _is_held_back(gradients, mixture) or _are_shares(step_view, root, len(forwards))
+        is_meant = len(events) == 1 and (
+            _is_held_back(gradients, mixture) or _are_shares(step_view, root, len(forwards))
+        )
+        if is_meant:
+            incarnation.lost.add(step_view.step)
         yield from _candidate(step_view, context, gradients, mixture, ranks, is_meant=is_meant)
+
+
+def without_lost_at_times(
+    candidates: Iterable[Candidate], context: CheckContext
+) -> Iterator[Candidate]:
+    """Yield the candidates; those of micro-batches that some steps alone have lost as one warning
+    for each incarnation."""
+    warned: set[int] = set()
+    for candidate in candidates:
+        incarnation = context.incarnation(candidate.incarnation)
+        is_always = incarnation.lost == incarnation.stepped and len(incarnation.lost) > 1
+        if candidate.advice != _ADVICE or is_always:
+            yield candidate
+        elif candidate.incarnation not in warned:
+            warned.add(candidate.incarnation)
+            yield replace(candidate, severity=Severity.WARNING, advice=_WARNING)
 
 
 def _mixtures(
