@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from rankscope.layout.layoutfile import LayoutFile
@@ -12,11 +13,15 @@ from tests.diagnosis.paper import event, module, numbers, setup
 from tests.tree.ranks_on_paper import PaperRank
 
 
-def traced(folder: Path, world: int = 2, other: str = "") -> Path:
+def traced(
+    folder: Path,
+    world: int = 2,
+    other: str = "",
+    names: Sequence[str] = ("layers.0.fc", "layers.1.fc"),
+) -> Path:
     """Ranks with replicas of two layers; one named `other` differs."""
     for number in range(world):
         rank = PaperRank(folder, number, world)
-        names = ["layers.0.fc", "layers.1.fc"]
         seeds = {name: n + 100 * number * (name == other) for n, name in enumerate(names)}
         setup(rank, {f"{name}.weight": numbers(seeds[name]) for name in names})
         for name in names:
@@ -72,3 +77,13 @@ def test_a_pattern_matches_siblings_and_nothing_below_them(tmp_path: Path):
     assert layouts.placements("layers.7.fc", "param:weight")
     assert not layouts.placements("layers.0.x.fc", "param:weight")
     assert not layouts.placements("layers.0.fc.lora", "param:weight")
+
+
+def test_a_name_with_signs_of_globs_or_beyond_ascii_stands_for_itself(tmp_path: Path):
+    odd = ("br[x].s*r.fc", "\N{GRINNING FACE}?.fc")
+    code, out, _ = rankscope("layout", traced(tmp_path, names=odd))
+    layouts = LayoutFile.parse(out)
+    assert code == 0
+    for name in odd:
+        assert layouts.placements(name, "param:weight")
+    assert not layouts.placements("brx.star.fc", "param:weight")

@@ -47,7 +47,7 @@ def command(
 
 def proposal_lines(proposal: LayoutProposal, source: str) -> Iterator[str]:
     """Yield the lines of a proposed layout file."""
-    yield f"# Proposed by `rankscope layout` from {json.dumps(source)}."
+    yield f"# Proposed by `rankscope layout` from {json.dumps(source, ensure_ascii=False)}."
     yield "# It rests on what this run did: look it over before you use it."
     yield f"# {proposal.undecided} slots are left out: nothing shows how they lie."
     for reason in proposal.axis_reasons:
@@ -59,7 +59,7 @@ def proposal_lines(proposal: LayoutProposal, source: str) -> Iterator[str]:
         yield "[[layout]]"
         for reason in entry.reasons:
             yield f"# {reason}"
-        yield f"path = {json.dumps(entry.path)}"
-        yield f"slot = {json.dumps(entry.slot)}"
+        yield f"path = {json.dumps(entry.path, ensure_ascii=False)}"
+        yield f"slot = {json.dumps(entry.slot, ensure_ascii=False)}"
         placed = ", ".join(f'{axis} = "{each}"' for axis, each in entry.placements.items())
         yield f"placements = {{ {placed} }}"

@@ -12,6 +12,7 @@ no answer.
 
 from __future__ import annotations
 
+import glob
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -347,7 +348,7 @@ def _entries(placed: _Placing, names: Mapping[str, tuple[str, str]]) -> Iterator
     families: dict[tuple[str, str, str], dict[Placement, str]] = {}
     refused: set[tuple[str, str, str]] = set()
     for (key, axis), facts in placed.records.facts.items():
-        family = (_DIGITS.sub(_digits, key[0]), key[1], axis)
+        family = (_pattern(key[0]), key[1], axis)
         said = placed.known.get((key, axis))
         if said is not None:
             families.setdefault(family, {}).setdefault(said[0], said[1])
@@ -360,7 +361,7 @@ def _entries(placed: _Placing, names: Mapping[str, tuple[str, str]]) -> Iterator
             merged.setdefault((path, slot), {})[axis] = placement, reason
     every: dict[tuple[str, str], set[str]] = {}
     for path, slot in {key for key, _ in placed.records.facts}:
-        head = (_DIGITS.sub(_digits, path), slot.split(".")[0])
+        head = (_pattern(path), slot.split(".")[0])
         every.setdefault(head, set()).add(slot)
     for (path, slot), by_axis in sorted(merged.items()):
         kind = slot.split(".")[0]
@@ -371,6 +372,11 @@ def _entries(placed: _Placing, names: Mapping[str, tuple[str, str]]) -> Iterator
             placements={names[axis][0]: placement for axis, (placement, _) in by_axis.items()},
             reasons=tuple(f"{names[axis][0]}: {why}" for axis, (_, why) in by_axis.items()),
         )
+
+
+def _pattern(path: str) -> str:
+    """Return the glob of a module and its siblings, in which all signs but digits are literal."""
+    return _DIGITS.sub(_digits, glob.escape(path))
 
 
 def _digits(number: re.Match[str]) -> str:
