@@ -24,6 +24,7 @@ from rankscope.tree.views import Trace
 from tests.diagnosis.traced import traced
 from tests.distributed.pool import RankPool
 from tests.faults import ranks
+from tests.faults.layouttext import layout_text
 from tests.faults.runs import FAULTS
 from tests.faults.setup import Setup
 
@@ -115,12 +116,13 @@ class TrueLayout:
     @property
     def file(self) -> LayoutFile:
         """The layout file that says all of it."""
-        lines = ["axes = " + repr(",".join(f"{a}={n}" for a, n in self.axes.items()))]
-        for axis, entries in self.said.items():
-            for path, slot, placement in entries:
-                lines += ["[[layout]]", f"path = {path!r}", f"slot = {slot!r}"]
-                lines.append(f'placements = {{ {axis} = "{placement}" }}')
-        return LayoutFile.parse("\n".join(lines), self.program)
+        axes = ",".join(f"{axis}={size}" for axis, size in self.axes.items())
+        entries = [
+            (path, slot, {axis: placement})
+            for axis, said in self.said.items()
+            for path, slot, placement in said
+        ]
+        return LayoutFile.parse(layout_text(axes, entries), self.program)
 
 
 def _data() -> Said:

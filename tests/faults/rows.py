@@ -49,7 +49,8 @@ class Row:
 
     def layout_of(self, setup: Setup) -> str:
         """Return the text of the layout file, "" for none."""
-        return self.layout.format(ranks=setup.ranks, rows=setup.ranks // 2)
+        filled = self.layout.replace("{ranks}", str(setup.ranks))
+        return filled.replace("{rows}", str(setup.ranks // 2))
 
 
 ROWS: tuple[Row, ...] = (

@@ -39,7 +39,7 @@ def test_loaders_pools_forks_subprocesses_and_jobs_of_a_rank_are_not_traced(
     trace = open_trace(out)
     assert [step.step for step in trace.steps] == [0, 1]
     assert {node.path for step in trace.steps for node in step.nodes} == {""}
-    said = [line for line in done.stderr.splitlines() if "rankscope" in line]
+    said = [line for line in done.stderr.splitlines() if "rankscope:" in line]
     assert len(said) == 2, said  # where it goes, and where it went
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("trace")] == ["trace"]
 
@@ -51,7 +51,7 @@ def test_children_of_one_traced_process_are_not_traced_and_a_job_below_it_says_s
     assert done.stdout == "trained 0\n"
     assert [rank["rank"] for rank in document_of(out)["completeness"]["ranks"]] == [0]
     assert [step.step for step in open_trace(out).steps] == [0, 1]
-    said = [line for line in done.stderr.splitlines() if "rankscope" in line]
+    said = [line for line in done.stderr.splitlines() if "rankscope:" in line]
     assert len(said) == 3, said
     assert f"not tracing: {out} is not empty: give a new folder with RANKSCOPE_OUT" in said[1]
 

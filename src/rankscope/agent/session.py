@@ -28,6 +28,7 @@ from rankscope.agent.steps.stepping import Stepping
 from rankscope.agent.steps.updates import Updates
 from rankscope.agent.values.accumulated import AccumulatedGradients
 from rankscope.agent.values.parameters import ParameterEvents
+from rankscope.agent.values.rootevents import RootEvents
 from rankscope.agent.values.tensorstore import TensorStore
 from rankscope.agent.values.valuereader import ValueReader
 from rankscope.capture.describe import Describer
@@ -134,10 +135,10 @@ class Session:
         call_values = CallValues(self.guard, recorder, values, settings, self._options)
         tracer = self._tracer = Tracer(
             recorder, definitions, call_values, self._hooks, settings, self._begin_scope,
-            steps.calls_side,
+            steps.sides.called,
         )  # fmt: skip
-        parameters = ParameterEvents(table, recorder, values, definitions, settings.phases)
-        accumulated = AccumulatedGradients(table, recorder, values, definitions, settings.phases)
+        events = RootEvents(table, recorder, values, definitions, settings.phases)
+        parameters, accumulated = ParameterEvents(events), AccumulatedGradients(events)
         updates = Updates(
             table, recorder, parameters, steps.optimizers, call_values.gradients, accumulated
         )

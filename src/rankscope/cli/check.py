@@ -7,6 +7,8 @@ from typing import Annotated, Optional
 
 import typer
 
+from rankscope.cli.arguments import TraceArgument
+
 __all__ = ["command"]
 
 EXIT_FINDING = 1
@@ -14,10 +16,7 @@ EXIT_COVERAGE = 3
 
 
 def command(
-    trace: Annotated[
-        Optional[Path],  # noqa: UP045  # typer reads it on 3.10
-        typer.Argument(help="Trace folder; default this one, or the newest rankscope-* here."),
-    ] = None,
+    trace: TraceArgument = None,
     layout: Annotated[
         Optional[Path],  # noqa: UP045  # typer reads it on 3.10
         typer.Option(

@@ -7,6 +7,7 @@ from typing import Annotated, Optional
 
 import typer
 
+from rankscope.cli.arguments import TraceArgument
 from rankscope.errors import SettingError
 
 __all__ = ["command"]
@@ -22,10 +23,7 @@ def command(
             metavar="PATH", help="New file, for parquet and hf new folder; never overwritten."
         ),
     ],
-    trace: Annotated[
-        Optional[Path],  # noqa: UP045  # typer reads it on 3.10
-        typer.Argument(help="Trace folder; default this one, or the newest rankscope-* here."),
-    ] = None,
+    trace: TraceArgument = None,
     path: Annotated[
         str, typer.Option(metavar="GLOB", help="Modules: fnmatch on the whole path.")
     ] = "*",

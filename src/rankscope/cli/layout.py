@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
+from rankscope.cli.arguments import TraceArgument
+
 if TYPE_CHECKING:
     from rankscope.diagnosis.layoutproposal import LayoutProposal
 
@@ -16,10 +18,7 @@ __all__ = ["command", "proposal_lines"]
 
 
 def command(
-    trace: Annotated[
-        Optional[Path],  # noqa: UP045  # typer reads it on 3.10
-        typer.Argument(help="Trace folder; default this one, or the newest rankscope-* here."),
-    ] = None,
+    trace: TraceArgument = None,
     out: Annotated[
         Optional[Path],  # noqa: UP045  # typer reads it on 3.10
         typer.Option(metavar="FILE", help="Write it to this new file; default stdout."),

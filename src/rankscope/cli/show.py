@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Optional
 
 import typer
 
+from rankscope.cli.arguments import TraceArgument
 from rankscope.record.statistics import COUNTS, NUMBERS
 
 __all__ = ["command"]
 
 
 def command(
-    trace: Annotated[
-        Optional[Path],  # noqa: UP045  # typer reads it on 3.10
-        typer.Argument(help="Trace folder; default this one, or the newest rankscope-* here."),
-    ] = None,
+    trace: TraceArgument = None,
     depth: Annotated[
         Optional[int], typer.Option(min=0, help="Levels of modules below the root.")  # noqa: UP045  # typer reads it on 3.10
     ] = None,

@@ -7,14 +7,13 @@ from typing import Annotated, Optional
 
 import typer
 
+from rankscope.cli.arguments import TraceArgument
+
 __all__ = ["command"]
 
 
 def command(
-    trace: Annotated[
-        Optional[Path],  # noqa: UP045  # typer reads it on 3.10
-        typer.Argument(help="Trace folder; default this one, or the newest rankscope-* here."),
-    ] = None,
+    trace: TraceArgument = None,
     names: Annotated[
         Optional[list[str]],  # noqa: UP045  # typer reads it on 3.10
         typer.Argument(

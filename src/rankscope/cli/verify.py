@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Optional
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from rankscope.cli.arguments import TraceArgument
 
 if TYPE_CHECKING:
     from rankscope.cli.terminal import Paint
@@ -23,10 +24,7 @@ _ENDS = {
 
 
 def command(
-    trace: Annotated[
-        Optional[Path],  # noqa: UP045  # typer reads it on 3.10
-        typer.Argument(help="Trace folder; default this one, or the newest rankscope-* here."),
-    ] = None,
+    trace: TraceArgument = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Say per rank what was committed, received and dropped, and read every kept tensor's checksum;

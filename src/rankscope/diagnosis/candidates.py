@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.diagnosis.stepview import CallView, StepView
 from rankscope.record.call import Mode, Phase
 from rankscope.record.finding import Kind, Severity
 
-__all__ = ["Candidate", "Coverage", "candidate_at"]
+__all__ = ["Candidate", "candidate_at"]
 
 Array = NDArray[Any]
 
@@ -80,60 +79,3 @@ def candidate_at(
         message=message,
         **more,
     )
-
-
-@dataclass(slots=True)
-class Coverage:
-    """How many values rules were applied to, and why they were not to others."""
-
-    compared: int = 0
-    with_others: int = 0
-    """Those of `compared` that were compared with other values, of other ranks or calls."""
-    recorded: int = 0
-    undeclared: int = 0
-    """Those of `compared` that several ranks hold, in a layout that nothing describes, and that
-    were held to no others."""
-    is_any_inside: bool = False
-    """True once a value of a module below a root was seen."""
-    skipped: dict[str, int] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    _seen: set[int] = field(default_factory=set)
-    _looked_at: set[int] = field(default_factory=set)
-
-    def applied(self, values: object) -> None:
-        """Count a value that was held to others, once however many rules look at it."""
-        self.screened(values)
-        if id(values) not in self._seen:
-            self._seen.add(id(values))
-            self.with_others += 1
-
-    def screened(self, values: object) -> None:
-        """Count a value that a rule looked at by itself."""
-        if id(values) not in self._looked_at:
-            self._looked_at.add(id(values))
-            self.compared += 1
-
-    def is_screened(self, values: object) -> bool:
-        """True where a rule looked at the value."""
-        return id(values) in self._looked_at
-
-    def is_counted(self, values: object) -> bool:
-        """True where the value was held to others."""
-        return id(values) in self._seen
-
-    def skip(self, reason: str, count: int = 1) -> None:
-        """Count values that nothing could be said of."""
-        self.skipped[reason] = self.skipped.get(reason, 0) + count
-
-    def next_step(self) -> None:
-        """Forget which values were counted: those of a step are gone with it."""
-        self._seen.clear()
-        self._looked_at.clear()
-
-    def note(self, text: str) -> None:
-        """Keep a remark, once."""
-        if text not in self.notes:
-            self.notes.append(text)
-
-
-NO_TIMES: Array = np.zeros(0, np.int64)

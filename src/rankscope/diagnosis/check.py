@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
-from rankscope.diagnosis.candidates import Candidate, Coverage
+from rankscope.diagnosis.candidates import Candidate
 from rankscope.diagnosis.causes import Join
 from rankscope.diagnosis.context import CheckContext, IncarnationState
+from rankscope.diagnosis.coverage import Coverage
 from rankscope.diagnosis.datapeers import data_lines, fsdp_axes
 from rankscope.diagnosis.endings import ended_badly, is_in_order
 from rankscope.diagnosis.gradientorigins import innermost_takers, origins_of_gradients
@@ -30,9 +30,8 @@ from rankscope.diagnosis.rules.equality import unequal_replicas
 from rankscope.diagnosis.rules.equalshards import equal_shards
 from rankscope.diagnosis.rules.exchanged import wrong_exchanges, wrong_messages
 from rankscope.diagnosis.rules.lostaccumulation import (
+    always_lost_micro_batches,
     lost_micro_batches,
-    note_early_reductions,
-    without_lost_at_times,
 )
 from rankscope.diagnosis.rules.nonfinite import nonfinite_origins
 from rankscope.diagnosis.rules.otherbatches import other_batches
@@ -49,11 +48,10 @@ from rankscope.diagnosis.rules.structure import (
 from rankscope.diagnosis.rules.ties import lost_ties
 from rankscope.diagnosis.rules.uninitialised import uninitialised_parameters
 from rankscope.diagnosis.rules.weights import other_weights
-from rankscope.diagnosis.stepview import SlotValues, StepView, step_view_of
+from rankscope.diagnosis.stepview import StepView, step_view_of
 from rankscope.diagnosis.unreduced import note_unreduced, without_unreduced
 from rankscope.errors import TraceError
 from rankscope.layout.layoutfile import LayoutFile
-from rankscope.record.call import Phase
 from rankscope.record.finding import Kind, Report
 from rankscope.run.names import Progress
 from rankscope.tree.views import Step, Trace
@@ -119,7 +117,8 @@ def check(
         messages.note(step_view, number, context)
         context.coverage.next_step()
     candidates += _wrongly_received(messages, steps, context)
-    candidates = without_unreduced(without_lost_at_times(candidates, context), context)
+    candidates += always_lost_micro_batches(context)
+    candidates = without_unreduced(candidates, context)
     candidates += _of_the_end(trace, steps, context)
     _note_stalls(trace, context, candidates)
     joins: list[Join] = []
@@ -202,35 +201,8 @@ def _judged(step_view: StepView, context: CheckContext) -> list[Candidate]:
     found = [candidate for rule in STEP_RULES for candidate in rule(step_view, context)]
     innermost_takers(step_view, found)
     found += origins_of_gradients(step_view, context, found)
-    note_early_reductions(step_view, context)
     note_unreduced(step_view, context)
     remember_parameters(step_view, context)
-    _count_skipped(step_view, context)
+    apart = [line for lines in data_lines(step_view, context).values() for line in lines]
+    context.coverage.count(step_view, context.layouts, apart)
     return found
-
-
-def _count_skipped(step_view: StepView, context: CheckContext) -> None:
-    """Count the values, and those of several ranks that nothing was compared of."""
-    lines = [line for found in data_lines(step_view, context).values() for line in found]
-    for call in step_view.calls:
-        for values in call.slots.values():
-            if values.dtype == "python":
-                continue
-            context.coverage.recorded += 1
-            context.coverage.is_any_inside |= bool(call.path)
-            if len(values.ranks) < 2 or context.coverage.is_counted(values):
-                continue
-            is_placed = bool(context.layouts.placements(call.path, values.slot))
-            is_undeclared = values.source == "unknown" and not is_placed
-            reason = "layout unknown" if is_undeclared else "held once"
-            if is_undeclared and _is_of_other_data(values, lines):
-                is_undeclared, reason = False, "other data on each rank"
-            context.coverage.skip(reason if values.is_known.any() else "not digested")
-            context.coverage.undeclared += is_undeclared and context.coverage.is_screened(values)
-
-
-def _is_of_other_data(values: SlotValues, lines: Sequence[NDArray[np.int64]]) -> bool:
-    """True for activations of ranks that are data-parallel to each other: no layout could make one
-    tensor of them that another rank holds too."""
-    is_activation = values.call.phase in (Phase.FORWARD, Phase.BACKWARD, Phase.RECOMPUTE)
-    return is_activation and any(np.isin(values.ranks, line).all() for line in lines)

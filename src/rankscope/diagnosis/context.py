@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
 
-from rankscope.diagnosis.candidates import Coverage
+from rankscope.diagnosis.candidates import Candidate
+from rankscope.diagnosis.coverage import Coverage
 from rankscope.diagnosis.layouts import Layouts
 from rankscope.diagnosis.rankclock import RankClock
 from rankscope.diagnosis.replicas import InferredReplicas
@@ -69,6 +70,8 @@ class IncarnationState:
     """Words for what was put around modules: DDP, FSDP2 ..."""
     data_axes: Mapping[str, tuple[Array, ...]] = field(default_factory=dict)
     """{axis: lines of ranks} of the axes along which FSDP cut the parameters."""
+    data_lines: dict[str, tuple[Array, ...]] | None = None
+    """As `datapeers.data_lines` says; None until it was asked."""
     owners: Mapping[str, Array] = field(default_factory=dict)
     """{path: ranks} of the modules that own parameters or buffers."""
     rounded: set[tuple[str, str]] = field(default_factory=set)
@@ -83,8 +86,9 @@ class IncarnationState:
     """Steps in which gradients were averaged before those of the last backward pass were added."""
     stepped: set[int] = field(default_factory=set)
     """Train steps in which an optimizer took gradients."""
-    lost: set[int] = field(default_factory=set)
-    """Those that lack what micro-batches left, though these were meant to be one batch."""
+    lost: dict[int, list[Candidate]] = field(default_factory=dict)
+    """{step: what to say of it}, of those that lack what micro-batches left, though these were
+    meant to be one batch."""
     averages: list[int] = field(default_factory=list)
     """Steps in which such parameters were averaged."""
     updates: dict[tuple[str, str], dict[int, ParameterUpdate]] = field(default_factory=dict)

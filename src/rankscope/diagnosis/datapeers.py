@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.diagnosis.context import CheckContext
-from rankscope.diagnosis.layouts import sorted_lines
+from rankscope.diagnosis.context import CheckContext, IncarnationState
+from rankscope.diagnosis.layouts import Layouts, sorted_lines
 from rankscope.diagnosis.stepview import CallView, StepView
 from rankscope.layout.infer import AxisName, is_fsdp_axis, named_as
 from rankscope.layout.placement import Mesh, Placement
@@ -57,8 +57,14 @@ def data_lines(step_view: StepView, context: CheckContext) -> dict[str, tuple[Ar
     parameters are marked as cut along other axes.
     """
     incarnation = context.incarnation(step_view.incarnation)
+    if incarnation.data_lines is None:
+        incarnation.data_lines = _data_lines(incarnation, context.layouts)
+    return incarnation.data_lines
+
+
+def _data_lines(incarnation: IncarnationState, layouts: Layouts) -> dict[str, tuple[Array, ...]]:
     found: dict[str, tuple[Array, ...]] = {}
-    declared = context.layouts.mesh
+    declared = layouts.mesh
     if declared is not None:
         for name, extent in zip(declared.axes, declared.shape):
             if named_as(name) is AxisName.DATA and extent > 1:

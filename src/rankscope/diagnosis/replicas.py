@@ -26,10 +26,11 @@ from numpy.typing import NDArray
 
 from rankscope.diagnosis.layouts import Same
 from rankscope.diagnosis.stepview import SlotValues, StepView, is_input, sibling_path
+from rankscope.layout.marks import FSDP1_AXIS
 from rankscope.layout.placement import Mesh
 from rankscope.record.call import Phase
 
-__all__ = ["InferredReplicas", "RootPlace", "clusters"]
+__all__ = ["FSDP1_FLAT", "InferredReplicas", "RootPlace", "clusters"]
 
 Array = NDArray[Any]
 RootPlace = tuple[str, int]
@@ -38,10 +39,8 @@ _Part = frozenset[tuple[str, int]]
 """{(path of a root, how many roots the data went through before it)}."""
 _OF_ONE_RANK: Final = re.compile("expert|head|task|adapter")
 """What stands in the path of modules that may be another one on each rank."""
-_FLAT: Final = "_flat_param"
+FSDP1_FLAT: Final = "_flat_param"
 """FSDP1's parameter, of which every rank holds a part because its ranks are data-parallel."""
-_FLAT_AXIS: Final = "fsdp"
-"""The axis along which a mark says that an original parameter is kept in runs by FSDP1."""
 _STEP: Final = np.uint64(0x9E3779B97F4A7C15)
 _MIX: Final = np.uint64(0xD6E8FEB86659FD93)
 
@@ -146,8 +145,8 @@ class InferredReplicas:
             if values.is_constant:
                 self._constant.add(key)
                 continue
-            is_run = values.source == "marked" and _FLAT_AXIS in values.views[0].placements
-            if key[1] == _FLAT or is_run:
+            is_run = values.source == "marked" and FSDP1_AXIS in values.views[0].placements
+            if key[1] == FSDP1_FLAT or is_run:
                 plain.leave_out(values.ranks)
                 local.leave_out(values.ranks)
                 continue

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rankscope.diagnosis.candidates import Candidate, Coverage
+from rankscope.diagnosis.candidates import Candidate
 from rankscope.diagnosis.causes import CauseOrder, FaultPlace, Join, sort_causes
 from rankscope.diagnosis.context import CheckContext
+from rankscope.diagnosis.coverage import Coverage
 from rankscope.record.finding import Finding, Kind, Report, Severity, Skipped, Verdict
 from rankscope.record.notes import NoteKind
 from rankscope.record.ranklists import ranks_named

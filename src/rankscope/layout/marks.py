@@ -7,7 +7,7 @@ the collectives that modules with cut parameters issue. One of the last is belie
 held different values of most cut parameters when training began (ranks that are data-parallel hold
 the same). Where nothing or more than one answer is left, the axis is not known.
 
-Plain data goes in and comes out; the marks are read in `capture/marks.py`.
+Plain data goes in and comes out; the marks are read in `capture/parametermarks.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from rankscope.layout.placement import PieceKind, Placement
 
-__all__ = ["AXIS_GROUPS", "ParameterMark", "believed_groups"]
+__all__ = ["AXIS_GROUPS", "FSDP1_AXIS", "ParameterMark", "believed_groups"]
 
 Members = tuple[int, ...]
 """Global ranks in the order of their group."""
@@ -28,6 +28,8 @@ AXIS_GROUPS: Final[Mapping[str, str]] = {
     "etp": "EXPERT_TENSOR_PARALLEL_GROUP",
 }
 """How Megatron describes the process group of an axis."""
+FSDP1_AXIS: Final = "fsdp"
+"""The axis along which FSDP1 keeps runs of an original parameter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,18 +8,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.faults import truth
+from tests.faults.layouttext import layout_text
 from tests.faults.model import FeedForward, Parts, batch, cut_from, loss_of, whole
 from tests.faults.parallel import Cut, Exchange, Group, average_gradients
 from tests.faults.programs.data import sgd
 from tests.faults.programs.tensor import replicate, tensor_mesh
 from tests.faults.setup import Setup, Shape, Trained, train
 
-ROUTER_LAYOUT = """axes = "tp={ranks}"
-[[layout]]
-path = "layers.*.router"
-slot = "*"
-placements = {{ tp = "Replicate()" }}
-"""
+ROUTER_LAYOUT = layout_text("tp={ranks}", [("layers.*.router", "*", {"tp": "Replicate()"})])
 
 
 class Mixture(nn.Module):
@@ -226,12 +222,9 @@ def seeded_dtensor_routers(setup: Setup) -> Trained:
     return train(Trained(model), sgd(model), lambda step: whole_step(setup, model, step))
 
 
-REPLICA_LAYOUT = """axes = "dp={ranks}"
-[[layout]]
-path = "layers.*.experts.*"
-slot = "param:*"
-placements = {{ dp = "Replicate()" }}
-"""
+REPLICA_LAYOUT = layout_text(
+    "dp={ranks}", [("layers.*.experts.*", "param:*", {"dp": "Replicate()"})]
+)
 
 
 def loaded_experts(setup: Setup) -> Trained:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.faults import truth
+from tests.faults.layouttext import layout_text, weights
 from tests.faults.model import Parts, batch, cut_from, loss_of, whole
 from tests.faults.parallel import (
     Column,
@@ -26,50 +27,16 @@ from tests.faults.setup import Setup, Trained, train
 WIDTH = 2
 """Ranks that share a layer; further ranks hold other rows of the batch."""
 
-LAYOUT = """axes = "dp={rows},tp=2"
-[[layout]]
-path = "layers.*.[qkv]_proj"
-slot = "param:weight"
-placements = {{ tp = "Shard(0)" }}
-[[layout]]
-path = "layers.*.up_proj"
-slot = "param:weight"
-placements = {{ tp = "Shard(0)" }}
-[[layout]]
-path = "layers.*.o_proj"
-slot = "param:weight"
-placements = {{ tp = "Shard(1)" }}
-[[layout]]
-path = "layers.*.down_proj"
-slot = "param:weight"
-placements = {{ tp = "Shard(1)" }}
-[[layout]]
-path = "*norm"
-slot = "param:weight"
-placements = {{ dp = "Replicate()", tp = "Replicate()" }}
-[[layout]]
-path = "embed"
-slot = "param:weight"
-placements = {{ dp = "Replicate()", tp = "Replicate()" }}
-[[layout]]
-path = "positions"
-slot = "param:weight"
-placements = {{ dp = "Replicate()", tp = "Replicate()" }}
-[[layout]]
-path = "head"
-slot = "param:weight"
-placements = {{ dp = "Replicate()", tp = "Replicate()" }}
-"""
+_EVERYWHERE = {"dp": "Replicate()", "tp": "Replicate()"}
+LAYOUT = layout_text(
+    "dp={rows},tp=2",
+    [
+        *weights({"tp": "Shard(0)"}, "layers.*.[qkv]_proj", "layers.*.up_proj"),
+        *weights({"tp": "Shard(1)"}, "layers.*.o_proj", "layers.*.down_proj"),
+        *weights(_EVERYWHERE, "*norm", "embed", "positions", "head"),
+    ],
+)
 """The same as the marks say, for the twin that is judged with a layout file."""
-ACTIVATIONS = """[[layout]]
-path = "layers.*.o_proj"
-slot = "output"
-placements = {{ tp = "Replicate()" }}
-[[layout]]
-path = "layers.*.down_proj"
-slot = "output"
-placements = {{ tp = "Replicate()" }}
-"""
 
 
 def marked(model: nn.Module) -> nn.Module:

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from tests.faults import truth
+from tests.faults.layouttext import layout_text, weights
 from tests.faults.model import cut_from, whole
 from tests.faults.parallel import Cut, average_gradients
 from tests.faults.programs.data import sgd
@@ -70,16 +71,10 @@ def finite(setup: Setup, trained: Trained) -> str:
     return truth.said("not finite", truth.united(spoiled)) or truth.like_one_process(setup, trained)
 
 
-MIXED_LAYOUT = """axes = "dp={rows},tp=2"
-[[layout]]
-path = "layers.*.[qkv]_proj"
-slot = "param:weight"
-placements = {{ dp = "Replicate()", tp = "Shard(0)" }}
-[[layout]]
-path = "layers.*.up_proj"
-slot = "param:weight"
-placements = {{ dp = "Replicate()", tp = "Shard(0)" }}
-"""
+MIXED_LAYOUT = layout_text(
+    "dp={rows},tp=2",
+    weights({"dp": "Replicate()", "tp": "Shard(0)"}, "layers.*.[qkv]_proj", "layers.*.up_proj"),
+)
 
 
 def loading(setup: Setup) -> Trained:

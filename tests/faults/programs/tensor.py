@@ -14,21 +14,16 @@ from torch.distributed.tensor.parallel import (
 )
 
 from tests.faults import truth
+from tests.faults.layouttext import layout_text
 from tests.faults.model import batch, cut_from, loss_of, whole
 from tests.faults.parallel import Cut
 from tests.faults.programs.data import sgd
 from tests.faults.setup import Setup, Trained, train
 
-LAYOUT = """axes = "tp={ranks}"
-[[layout]]
-path = "layers.*.o_proj"
-slot = "output"
-placements = {{ tp = "Replicate()" }}
-[[layout]]
-path = "layers.*.down_proj"
-slot = "output"
-placements = {{ tp = "Replicate()" }}
-"""
+LAYOUT = layout_text(
+    "tp={ranks}",
+    [(f"layers.*.{name}", "output", {"tp": "Replicate()"}) for name in ("o_proj", "down_proj")],
+)
 
 
 def one_step(setup: Setup, model: nn.Module, step: int, part: int = 0, parts: int = 1) -> Tensor:

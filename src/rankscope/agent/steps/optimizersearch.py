@@ -6,7 +6,7 @@ import functools
 import gc
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -151,9 +151,9 @@ class OptimizerSearch:
         for optimizer in self._found:
             yield from parameters_of(optimizer)
 
-    def holder_of(self, parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer | None:
-        """Return an optimizer that holds one of these parameters; None where none does."""
-        wanted = frozenset(map(id, parameters))
+    def holder_of(self, wanted: frozenset[int]) -> torch.optim.Optimizer | None:
+        """Return an optimizer that holds one of these parameters, given by their identities; None
+        where none does."""
         if self.exists():
             for optimizer in self._found:
                 if not wanted.isdisjoint(held_parameters(optimizer)):

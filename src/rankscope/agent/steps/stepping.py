@@ -19,7 +19,7 @@ from rankscope.agent.collectives.stepcollectives import CollectiveTracing
 from rankscope.agent.guard import Guard, say
 from rankscope.agent.hooks.callstack import Scope
 from rankscope.agent.hooks.install import HookSet
-from rankscope.agent.hooks.members import modules_of, parameters_of_module
+from rankscope.agent.hooks.members import parameters_of_module
 from rankscope.agent.hooks.modules import ModuleInfo, ModuleTable, Root
 from rankscope.agent.hooks.pythonstack import (
     explain_no_room,
@@ -31,14 +31,10 @@ from rankscope.agent.hooks.tracer import Tracer
 from rankscope.agent.recorder import Recorder
 from rankscope.agent.steps.chosen import ChosenSteps
 from rankscope.agent.steps.compiled import HIDDEN, EagerStance, HiddenSteps, outermost_modules_of
-from rankscope.agent.steps.optimizersearch import (
-    OptimizerSearch,
-    held_parameters,
-    runs_closure,
-    steps_running,
-)
+from rankscope.agent.steps.optimizersearch import OptimizerSearch, runs_closure, steps_running
 from rankscope.agent.steps.scalers import ScalerWatch
 from rankscope.agent.steps.schedules import ScheduleWatch
+from rankscope.agent.steps.sidenetworks import SideNetworks
 from rankscope.agent.steps.stepmachine import RunningStep, StepMachine, Tick
 from rankscope.agent.steps.updates import Updates
 from rankscope.agent.values.parameters import ParameterEvents
@@ -81,10 +77,11 @@ class Stepping:
         self.optimizers.put_on()
         self._chosen = ChosenSteps(settings.steps)
         self.machine = StepMachine(self._chosen, self.optimizers.exists)
+        self.sides = SideNetworks(self.optimizers, self._record_setup)
         self.table = ModuleTable(
             enters_compiled=settings.compile == "eager",
             paths=settings.paths,
-            find_network=self._trained_network,
+            find_network=self.sides.trained_network_of,
         )
         """Empty until the spool is open."""
         self.preferred: list[nn.Module] = []
@@ -95,8 +92,6 @@ class Stepping:
         self._eval_scope: Scope | None = None
         self._eval_calls: Counter[Root] = Counter()
         """Forwards of each root in the eval step that runs."""
-        self._frozen: Root | None = None
-        """Root whose last forward could have built a graph, and reached nothing that is trained."""
         self._hidden = HiddenSteps()
         self._stance = EagerStance(is_wanted=settings.compile == "eager")
         self._stance.choose(is_eager=0 in settings.steps)
@@ -144,10 +139,9 @@ class Stepping:
             return
         if not self._open_session():
             return
-        if info is None and self._frozen is not None and module_calls_running() > 1:
-            side = self._tracer.learn_inside(module, self._frozen).root
-            if side is not self._frozen and side is not None:
-                self.calls_side(self._frozen, side)
+        frozen = self.sides.frozen
+        if info is None and frozen is not None and module_calls_running() > 1:
+            if self.sides.is_called_by_frozen(self._tracer.learn_inside(module, frozen).root):
                 return
             info = self.table.get(module)
         if info is not None and (info.root is None or (info.path and not machine.is_ended)):
@@ -186,9 +180,9 @@ class Stepping:
             machine.set_optimizer_depth(steps_running())
         tick = machine.root_forward(has_gradients=_is_train_forward(info, module), run=run)
         if tick.mode is Mode.EVAL:
-            self._frozen = root if torch.is_grad_enabled() else None
+            self.sides.frozen = root if torch.is_grad_enabled() else None
             return self._eval_forward(tick, root)
-        self._frozen = None
+        self.sides.frozen = None
         self._hidden.root_was_seen()
         self._updates.trains_in(threading.get_ident())
         if tick.opened:
@@ -198,25 +192,6 @@ class Stepping:
         self._train_scope = Scope(root, Mode.TRAIN, tick.step, root.calls_in_step, is_muted=False)
         root.calls_in_step += 1
         return self._train_scope
-
-    def calls_side(self, root: Root | None, side: Root) -> None:
-        """Take note of a network that modules of a root call and do not hold: a forward of the root
-        builds a graph, from the next one on, where the network's would.
-        """
-        if root is None or side is root or side in root.sides:
-            return
-        root.sides.append(side)
-        self._record_setup(side)
-
-    def _trained_network(self, module: nn.Module) -> nn.Module | None:
-        """Return the outermost module that holds `module`, where an optimizer trains it."""
-        optimizer = self.optimizers.holder_of(parameters_of_module(module))
-        if optimizer is None:
-            return None
-        for network in outermost_modules_of(optimizer):
-            if any(each is module for _, each in modules_of(network)):
-                return network
-        return None
 
     def _loose_scope(self) -> Scope:
         """Return the scope of a module called outside every root: the step that is running."""
@@ -317,8 +292,7 @@ class Stepping:
         machine = self.machine
         is_first = machine.train < 0
         is_hidden = self._hidden.begins(optimizer, is_first=is_first)
-        frozen, self._frozen = self._frozen, None
-        is_side = frozen is not None and self._trains_side_of(frozen, optimizer)
+        is_side = self.sides.trains_side_of_frozen(optimizer)
         if not (is_hidden or is_side) or not (is_first or machine.is_ended):
             return
         if is_first and not is_side and not self._learn_hidden_roots(optimizer):
@@ -331,17 +305,6 @@ class Stepping:
             self._recorder.step(StepEvent.BEGIN, Mode.TRAIN, step)
             for info in self.table.hidden_roots():
                 self._tracer.note_hidden_root(info, step)
-
-    @staticmethod
-    def _trains_side_of(root: Root, optimizer: torch.optim.Optimizer) -> bool:
-        """True where an optimizer holds what a root calls and does not hold itself."""
-        held = held_parameters(optimizer)
-        return any(
-            id(parameter) in held
-            for side in root.sides
-            if (top := side.module()) is not None
-            for parameter in parameters_of_module(top)
-        )
 
     def _learn_hidden_roots(self, optimizer: torch.optim.Optimizer) -> bool:
         """Make the models known that an optimizer moves; False where there are none to trace."""

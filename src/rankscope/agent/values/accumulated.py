@@ -9,20 +9,18 @@ backward left has no record more.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
 
-from rankscope.agent.hooks.definitions import DefinitionWriter
 from rankscope.agent.hooks.members import own_parameters
-from rankscope.agent.hooks.modules import ModuleInfo, ModuleTable, Root
-from rankscope.agent.recorder import Recorder
+from rankscope.agent.hooks.modules import ModuleInfo, Root
 from rankscope.agent.values.onaccelerator import HeldValue
-from rankscope.agent.values.valuereader import ValueReader
+from rankscope.agent.values.rootevents import RootEvents
 from rankscope.capture.invisible import invisible
 from rankscope.capture.torch_internals.parallel import is_flattened
-from rankscope.record.call import Mode, Phase
+from rankscope.record.call import Phase
 from rankscope.record.value import ValueFlag
 
 __all__ = ["AccumulatedGradients"]
@@ -54,19 +52,10 @@ class _PassEnd:
 class AccumulatedGradients:
     """Holds what the latest pass of a step left, and writes it where that is asked for."""
 
-    def __init__(
-        self,
-        table: ModuleTable,
-        recorder: Recorder,
-        values: ValueReader,
-        definitions: DefinitionWriter,
-        phases: tuple[str, ...],
-    ) -> None:
-        self._table = table
-        self._recorder = recorder
-        self._values = values
-        self._definitions = definitions
-        self.is_on = values.is_on and {Phase.GRADS.word, Phase.ACCUMULATED.word} <= set(phases)
+    def __init__(self, events: RootEvents) -> None:
+        self._events = events
+        self._table, self._values = events.table, events.values
+        self.is_on = events.wants(Phase.GRADS) and events.wants(Phase.ACCUMULATED)
         self.running_step: Callable[[], int | None] = lambda: None
         """Number of the train step that is traced, None where nothing is to be read."""
         self._latest: _PassEnd | None = None
@@ -87,7 +76,7 @@ class AccumulatedGradients:
         step, latest = self.running_step(), self._latest
         self._kept.clear()
         self._found.clear()
-        if step is None or not is_before_all:
+        if step is None or not is_before_all or not self.is_on:
             return
         gone = set()
         with invisible():
@@ -125,43 +114,38 @@ class AccumulatedGradients:
         is_any_new = False
         with invisible():
             self.unsynced = self._table.unsynced_parameters()
-            for root in self._table.roots if self.is_on else ():
-                for info in self._table.of_root(root):
-                    module = info.module()
-                    if module is None or (info.path and not info.is_selected):
-                        continue
-                    parameters = own_parameters(module)
-                    for name in info.own_parameters:
-                        parameter = parameters.get(name)
-                        if parameter is None or parameter.grad is None:
-                            continue
-                        before = latest.gradients.get(id(parameter)) if latest else None
-                        left = self._left(info, name, parameter, parameter.grad, before)
-                        if left is not None:
-                            own.gradients[id(parameter)] = left
-                            is_any_new |= left is not before
+            for info, name, parameter in self._parameters():
+                before = latest.gradients.get(id(parameter)) if latest else None
+                left = self._left(info, name, parameter, before)
+                if left is not None:
+                    own.gradients[id(parameter)] = left
+                    is_any_new |= left is not before
         if is_any_new:
             self._latest, self._count = own, self._count + 1
             self._gone -= own.gradients.keys()
 
+    def _parameters(self) -> Iterator[tuple[ModuleInfo, str, torch.Tensor]]:
+        """Yield the parameters whose gradients are to be read, with their modules and names."""
+        for root in self._table.roots if self.is_on else ():
+            for info, module in self._events.modules(root):
+                parameters = own_parameters(module)
+                for name in info.own_parameters:
+                    parameter = parameters.get(name)
+                    if parameter is not None and self._values.wants(f"grad:{name}"):
+                        yield info, name, parameter
+
     def _left(
-        self,
-        info: ModuleInfo,
-        name: str,
-        parameter: torch.Tensor,
-        gradient: torch.Tensor,
-        before: _LeftGradient | None,
+        self, info: ModuleInfo, name: str, parameter: torch.Tensor, before: _LeftGradient | None
     ) -> _LeftGradient | None:
-        """Return the gradient as it is now: `before` itself where the pass did not touch it."""
-        slot = f"grad:{name}"
-        if not self._values.wants(slot):
+        """Return the gradient as it is now, `before` itself where the pass did not touch it; None
+        where it cannot be read, or is of an earlier step."""
+        gradient = parameter.grad
+        if gradient is None:
             return None
-        if before is None and self._found.get(id(parameter)) == self._values.state_of(gradient):
-            return (
-                None  # it is of an earlier step, and this pass (`torch.autograd.grad`) left it so
-            )
-        is_kept = before is not None and id(parameter) in self._kept
-        if is_kept and before is not None and self._values.state_of(gradient) == before.held.state:
+        state = self._values.state_of(gradient)
+        if before is None and self._found.get(id(parameter)) == state:
+            return None  # a pass that touches no gradient: `torch.autograd.grad`
+        if before is not None and id(parameter) in self._kept and before.held.state == state:
             return before
         held = self._values.hold(gradient)
         if held is None:
@@ -171,7 +155,7 @@ class AccumulatedGradients:
             flags |= before.flags & _RESTARTED
         if self.unsynced and id(parameter) in self.unsynced:
             flags |= _NO_SYNC
-        return _LeftGradient(info, slot, held, self._values.state_of(parameter), flags)
+        return _LeftGradient(info, f"grad:{name}", held, self._values.state_of(parameter), flags)
 
     def left(self) -> Mapping[int, HeldValue]:
         """Return what the last pass left and no optimizer has taken, by identity of the
@@ -212,21 +196,16 @@ class AccumulatedGradients:
             if root is not None and not left.is_written:
                 left.is_written = True
                 by_root.setdefault(root, {}).setdefault(left.info, []).append(left)
+        enter, leave = self._events.enter, self._events.recorder.exit
+        phase, ordinal, time_ns = Phase.ACCUMULATED, end.ordinal, end.time_ns
         for root, modules in by_root.items():
-            top = next(iter(self._table.of_root(root)))
-            parent = self._enter(top, root, None, end, step)
+            top = next(self._table.of_root(root), None)
+            if top is None:
+                continue
+            parent = enter(top, root, None, phase, step, ordinal, time_ns)
             for info, gradients in modules.items():
-                own = self._enter(info, root, parent, end, step)
+                own = enter(info, root, parent, phase, step, ordinal, time_ns)
                 for left in gradients:
-                    phase = Phase.ACCUMULATED
                     self._values.record_held(left.held, own, left.slot, phase, left.flags)
-                self._recorder.exit(own, time_ns=end.time_ns)
-            self._recorder.exit(parent, time_ns=end.time_ns)
-
-    def _enter(
-        self, info: ModuleInfo, root: Root, parent: int | None, end: _PassEnd, step: int
-    ) -> int:
-        return self._recorder.enter(
-            self._definitions.of(info), root.definition, parent, Mode.TRAIN, step, None,
-            Phase.ACCUMULATED, end.ordinal, end.time_ns,
-        )  # fmt: skip
+                leave(own, time_ns=time_ns)
+            leave(parent, time_ns=time_ns)

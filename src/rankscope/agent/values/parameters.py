@@ -10,16 +10,14 @@ from typing import NamedTuple
 
 import torch
 
-from rankscope.agent.hooks.definitions import DefinitionWriter
 from rankscope.agent.hooks.members import own_buffers, own_parameters, parameters_of_module
-from rankscope.agent.hooks.modules import ModuleInfo, ModuleTable, Root
-from rankscope.agent.recorder import Recorder
+from rankscope.agent.hooks.modules import ModuleInfo, Root
 from rankscope.agent.values.onaccelerator import HeldValue
-from rankscope.agent.values.valuereader import ValueReader
+from rankscope.agent.values.rootevents import RootEvents
 from rankscope.capture.invisible import invisible
-from rankscope.capture.marks import ParameterMarks
+from rankscope.capture.parametermarks import ParameterMarks
 from rankscope.capture.torch_internals.dtensor import is_dtensor
-from rankscope.record.call import Mode, Phase
+from rankscope.record.call import Phase
 from rankscope.record.value import ValueFlag
 
 __all__ = ["ParameterEvents"]
@@ -31,25 +29,11 @@ _NO_SYNC = int(ValueFlag.NO_SYNC)
 class ParameterEvents:
     """Records whole roots at once; parameters and gradients are those of `named_parameters()`."""
 
-    def __init__(
-        self,
-        table: ModuleTable,
-        recorder: Recorder,
-        values: ValueReader,
-        definitions: DefinitionWriter,
-        phases: tuple[str, ...],
-    ) -> None:
-        self._table = table
-        self._recorder = recorder
-        self._values = values
-        self._definitions = definitions
-        self._phases = frozenset(phases)
+    def __init__(self, events: RootEvents) -> None:
+        self._events = events
+        self._table, self._values, self._wants = events.table, events.values, events.wants
         self._with_buffers: set[Root] = set()
         """Roots whose buffers this step has recorded."""
-
-    def wants(self, phase: Phase) -> bool:
-        """True where the setting `phases` takes this event and values are taken at all."""
-        return phase.word in self._phases and self._values.is_on
 
     def setup(self, root: Root) -> None:
         """Record modules, parameters and buffers before the first forward of a root.
@@ -57,10 +41,10 @@ class ParameterEvents:
         Where full tensors are kept, a parameter that lies on a mesh is described even if nothing
         else of it is asked for: a local tensor of a sharded model may say nothing of that itself.
         """
-        self._definitions.write_root(root)
+        self._events.definitions.write_root(root)
         self._write_marks(root)
         self._expect_to_keep(root)
-        if self.wants(Phase.SETUP) or (self._values.keeps and _is_placed(root)):
+        if self._wants(Phase.SETUP) or (self._values.keeps and _is_placed(root)):
             self._record(_Event(root, Phase.SETUP, 0, 0, 0, None))
 
     def _write_marks(self, root: Root) -> None:
@@ -69,26 +53,21 @@ class ParameterEvents:
             marks = ParameterMarks(self._table.with_wrappers(root))
             found = [
                 (info, name, mark)
-                for info in self._table.of_root(root)
-                if (module := info.module()) is not None
-                for name, parameter in own_parameters(module).items()
-                if parameter is not None and (mark := marks.of(module, parameter)) is not None
+                for info, module, name, parameter in self._events.parameters(root)
+                if (mark := marks.of(module, parameter)) is not None
             ]
         for info, name, mark in found:
-            number = self._definitions.of(info)
-            self._recorder.define("mark", module=number, name=name, **mark.as_fields())
+            number = self._events.definitions.of(info)
+            self._events.recorder.define("mark", module=number, name=name, **mark.as_fields())
 
     def _expect_to_keep(self, root: Root) -> None:
         """Tell what keeping the parameters of a root is going to take."""
-        if not (self._values.keeps and (self.wants(Phase.SETUP) or self.wants(Phase.PARAMS))):
+        if not (self._values.keeps and (self._wants(Phase.SETUP) or self._wants(Phase.PARAMS))):
             return
         with invisible():
             self._values.expect_to_keep(
                 (info.path, f"param:{name}", parameter)
-                for info in self._table.of_root(root)
-                if (module := info.module()) is not None
-                for name, parameter in own_parameters(module).items()
-                if parameter is not None
+                for info, _, name, parameter in self._events.parameters(root)
             )
 
     def gradients(
@@ -122,7 +101,7 @@ class ParameterEvents:
             by identity of the parameter, whether its gradient is what was left.
         """
         taken: dict[int, bool] = {}
-        if not self.wants(Phase.GRADS):
+        if not self._wants(Phase.GRADS):
             return taken
         with invisible():
             now = self._table.unsynced_parameters()
@@ -140,7 +119,7 @@ class ParameterEvents:
         """Record parameters just after an optimizer step, with the first in a step all buffers of
         their roots; arguments as for `gradients`.
         """
-        if not self.wants(Phase.PARAMS):
+        if not self._wants(Phase.PARAMS):
             return
         for root in self._table.roots:
             self._record(_Event(root, Phase.PARAMS, step, ordinal, flags, chosen))
@@ -171,7 +150,7 @@ class ParameterEvents:
     def with_gradient(self, parameters: Iterable[torch.Tensor]) -> frozenset[int]:
         """Return the identities of the parameters that have a gradient now which is not known to be
         zero."""
-        if not self.wants(Phase.GRADS):
+        if not self._wants(Phase.GRADS):
             return frozenset()
         with invisible():
             return frozenset(
@@ -192,17 +171,16 @@ class ParameterEvents:
         if not self._concerns(event):
             return
         parent: int | None = None
-        for info in self._table.of_root(event.root):
-            module = info.module()
-            if module is None or (info.path and not info.is_selected):
-                continue
+        for info, module in self._events.modules(event.root):
             with invisible():
                 items = list(self._items(info, module, event))
             if parent is None:
                 items += [_Item(slot, tensor) for slot, tensor in event.extras]
             elif not items:
                 continue
-            sequence = self._enter(info, event, parent)
+            sequence = self._events.enter(
+                info, event.root, parent, event.phase, event.step, event.ordinal
+            )
             with invisible():
                 for item in items:
                     is_as_left = self._read(item, sequence, event)
@@ -211,9 +189,9 @@ class ParameterEvents:
             if parent is None:
                 parent = sequence
             else:
-                self._recorder.exit(sequence)
+                self._events.recorder.exit(sequence)
         if parent is not None:
-            self._recorder.exit(parent)
+            self._events.recorder.exit(parent)
         if event.phase is Phase.PARAMS:
             self._with_buffers.add(event.root)
 
@@ -222,12 +200,6 @@ class ParameterEvents:
             return True
         top = event.root.module()
         return top is not None and any(id(p) in event.chosen for p in parameters_of_module(top))
-
-    def _enter(self, info: ModuleInfo, event: _Event, parent: int | None) -> int:
-        return self._recorder.enter(
-            self._definitions.of(info), event.root.definition, parent, Mode.TRAIN, event.step, None,
-            event.phase, event.ordinal,
-        )  # fmt: skip
 
     def _read(self, item: _Item, sequence: int, event: _Event) -> bool:
         phase, held = event.phase, event.left.get(item.owner) if item.owner else None
@@ -249,7 +221,7 @@ class ParameterEvents:
             if parameter is None or (chosen is not None and id(parameter) not in chosen):
                 continue
             slot = f"{'grad' if is_grads else 'param'}:{name}"
-            is_asked = self.wants(event.phase) and self._values.wants(slot)
+            is_asked = self._wants(event.phase) and self._values.wants(slot)
             if event.phase is Phase.SETUP and is_dtensor(type(parameter)):
                 is_read = is_asked and self._values.takes(info.path, slot)
                 yield _Item(slot, parameter, event.flags, is_described=not is_read)
@@ -267,7 +239,7 @@ class ParameterEvents:
                 if gradient is not None and id(parameter) in event.unsynced:
                     flags |= _NO_SYNC
                 yield _Item(slot, gradient, flags, owner=id(parameter))
-        if is_grads or event.root in self._with_buffers or not self.wants(event.phase):
+        if is_grads or event.root in self._with_buffers or not self._wants(event.phase):
             return
         for name, buffer in own_buffers(module).items():
             if buffer is not None and self._values.wants(f"buffer:{name}"):

@@ -81,7 +81,13 @@ def _taken(call: CallView) -> IssuedCollective | None:
     return None
 
 
+def _has_graph(values: SlotValues) -> bool:
+    """True where a value needs a gradient on some rank."""
+    return any(fold.requires_grad for view in values.views for fold in view.folds)
+
+
 def _needs_gradient(values: SlotValues) -> bool:
+    """True where a value needs a gradient on every rank."""
     return all(fold.requires_grad for view in values.views for fold in view.folds)
 
 
@@ -103,21 +109,17 @@ def _takes(issue: IssuedCollective, given: list[SlotValues]) -> bool:
 
 def _is_handed(issue: IssuedCollective, call: CallView) -> bool:
     """True where a call that took part in the loss was handed what came out, with no graph."""
-    if call.phase is not Phase.FORWARD or not _is_trained_through(call):
+    if call.phase is not Phase.FORWARD or not any(map(_needs_gradient, call.outputs)):
         return False
     outputs = [v for s, v in issue.call.slots.items() if s.split(".")[0] == "output"]
     return any(
-        not any(fold.requires_grad for view in values.views for fold in view.folds)
+        not _has_graph(values)
         and (
             any(_are_same(values, output, issue.ranks) for output in outputs)
             or _are_joined(values, outputs, issue.ranks)
         )
         for values in call.inputs
     )
-
-
-def _is_trained_through(call: CallView) -> bool:
-    return any(_needs_gradient(values) for values in call.outputs)
 
 
 def _are_same(values: SlotValues, output: SlotValues, ranks: Array) -> bool:

@@ -20,7 +20,7 @@ or where several passes went through one forward (gradient surgery).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -43,7 +43,7 @@ from rankscope.record.finding import Kind, Severity
 from rankscope.record.ranklists import ranks_named
 from rankscope.record.value import ValueFlag
 
-__all__ = ["lost_micro_batches", "note_early_reductions", "without_lost_at_times"]
+__all__ = ["always_lost_micro_batches", "lost_micro_batches"]
 
 Array = NDArray[Any]
 _NO_SYNC: Final = int(ValueFlag.NO_SYNC)
@@ -65,22 +65,19 @@ _WARNING: Final = (
 )
 
 
-def note_early_reductions(step_view: StepView, context: CheckContext) -> None:
-    """Keep the steps in which gradients were averaged over ranks before the last of them were
-    added. Call it before candidates of gradients are looked at again."""
-    incarnation = context.incarnation(step_view.incarnation)
-    for _, mixture, _ in _mixtures(step_view, context):
-        if mixture.is_reduced_early:
-            incarnation.reduced_early.add(step_view.step)
-
-
 def lost_micro_batches(step_view: StepView, context: CheckContext) -> Iterator[Candidate]:
-    """Yield one candidate for an optimizer step that lacks what earlier micro-batches left."""
+    """Yield a warning for optimizer steps that lack what earlier micro-batches left, where nothing
+    shows that these were meant to be one batch; keep the candidate where something does, for
+    `always_lost_micro_batches`. Keeps the steps too in which gradients were averaged over ranks
+    before the last of them were added.
+    """
     incarnation = context.incarnation(step_view.incarnation)
     events = {id(call.top) for call in step_view.of(Phase.GRADS)}
     if events:
         incarnation.stepped.add(step_view.step)
     for gradients, mixture, ranks in _mixtures(step_view, context):
+        if mixture.is_reduced_early:
+            incarnation.reduced_early.add(step_view.step)
         root = gradients[0].values.call.top.path
         forwards = [
             call
@@ -91,28 +88,34 @@ def lost_micro_batches(step_view: StepView, context: CheckContext) -> Iterator[C
             continue
         if not _are_batches_of_their_own(forwards, ranks):
             continue
+        for gradient in gradients:
+            context.coverage.applied(gradient.values)
         is_meant = len(events) == 1 and (
             _is_held_back(gradients, mixture) or _are_shares(step_view, root, len(forwards))
         )
+        is_warned = ("", "lost") in incarnation.warned
+        incarnation.warned.add(("", "lost"))
+        candidate = _candidate(step_view, context, gradients, mixture, ranks)
         if is_meant:
-            incarnation.lost.add(step_view.step)
-        yield from _candidate(step_view, context, gradients, mixture, ranks, is_meant=is_meant)
+            incarnation.lost.setdefault(step_view.step, []).append(candidate)
+        elif not is_warned:
+            yield _as_warning(candidate)
 
 
-def without_lost_at_times(
-    candidates: Iterable[Candidate], context: CheckContext
-) -> Iterator[Candidate]:
-    """Yield the candidates; those of micro-batches that some steps alone have lost as one warning
-    for each incarnation."""
-    warned: set[int] = set()
-    for candidate in candidates:
-        incarnation = context.incarnation(candidate.incarnation)
-        is_always = incarnation.lost == incarnation.stepped and len(incarnation.lost) > 1
-        if candidate.advice != _ADVICE or is_always:
-            yield candidate
-        elif candidate.incarnation not in warned:
-            warned.add(candidate.incarnation)
-            yield replace(candidate, severity=Severity.WARNING, advice=_WARNING)
+def always_lost_micro_batches(context: CheckContext) -> Iterator[Candidate]:
+    """Yield the candidates that were kept, of incarnations in which every step lost micro-batches;
+    of others one warning. Call it after the last step.
+    """
+    for incarnation in context.incarnations.values():
+        kept = [candidate for each in incarnation.lost.values() for candidate in each]
+        if incarnation.lost.keys() == incarnation.stepped and len(incarnation.lost) > 1:
+            yield from kept
+        elif kept:
+            yield _as_warning(kept[0])
+
+
+def _as_warning(candidate: Candidate) -> Candidate:
+    return replace(candidate, severity=Severity.WARNING, advice=_WARNING)
 
 
 def _mixtures(
@@ -197,18 +200,10 @@ def _candidate(
     gradients: Sequence[TakenGradient],
     mixture: Mixture,
     ranks: Array,
-    *,
-    is_meant: bool,
-) -> Iterator[Candidate]:
-    for gradient in gradients:
-        context.coverage.applied(gradient.values)
-    warned = context.incarnation(step_view.incarnation).warned
-    if not is_meant and ("", "lost") in warned:
-        return
-    warned.add(("", "lost"))
+) -> Candidate:
     first, count = gradients[0].values, len(gradients[0].worths)
     lost = ", ".join(str(number) for number in mixture.lost)
-    yield candidate_at(
+    return candidate_at(
         step_view,
         first.call,
         Kind.SCALE,
@@ -219,8 +214,7 @@ def _candidate(
         f"the optimizer's step on {ranks_named(ranks.tolist())} lacks what {len(mixture.lost)} of "
         f"{count} backward passes left in this and {len(gradients) - 1} other gradients (passes "
         f"{lost} of 0 to {count - 1}): it was gone when the next pass began",
-        advice=_ADVICE if is_meant else _WARNING,
-        severity=Severity.FAULT if is_meant else Severity.WARNING,
+        advice=_ADVICE,
         evidence=lambda: {
             "parameters": [gradient.name for gradient in gradients[:_MOST_NAMED]],
             "passes": count,

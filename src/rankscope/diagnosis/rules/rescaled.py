@@ -21,7 +21,9 @@ from rankscope.diagnosis.candidates import Candidate, candidate_at
 from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.distances import rounding_of
 from rankscope.diagnosis.gradientpasses import TakenGradient, taken_gradients
+from rankscope.diagnosis.replicas import FSDP1_FLAT
 from rankscope.diagnosis.stepview import SlotValues, StepView
+from rankscope.layout.marks import FSDP1_AXIS
 from rankscope.layout.placement import PieceKind
 from rankscope.record.call import Phase
 from rankscope.record.finding import Kind
@@ -36,9 +38,7 @@ _AS_LEFT: Final = int(ValueFlag.AS_LEFT)
 _ABSENT: Final = int(ValueFlag.ABSENT)
 _APART: Final = 1e-3
 """Relative: factors that lie nearer are one, or rounded."""
-_FLAT: Final = "_flat_param"
-_FLAT_AXIS: Final = "fsdp"
-"""The axis along which a mark says that an original parameter is kept in runs by FSDP1."""
+_FLAT_SLOT: Final = f"grad:{FSDP1_FLAT}"
 _ADVICE: Final = (
     "Clip by the norm of all shards: with FSDP1 call clip_grad_norm_ of the wrapped model itself; "
     "with FSDP2 hand torch.nn.utils.clip_grad_norm_ the DTensors, not their local tensors; by "
@@ -80,7 +80,7 @@ def _runs(event: Sequence[TakenGradient]) -> list[Array]:
     found: dict[tuple[int, ...], None] = {}
     for gradient in event:
         for view in gradient.values.views:
-            if gradient.values.source != "dtensor" and _FLAT_AXIS in view.placements:
+            if gradient.values.source != "dtensor" and FSDP1_AXIS in view.placements:
                 found.update(dict.fromkeys(tuple(sorted(mesh.ranks)) for mesh in view.meshes))
     return [np.array(ranks, np.int64) for ranks in found]
 
@@ -98,7 +98,7 @@ def _sharing(gradient: TakenGradient, runs: Sequence[Array], *, is_fsdp1: bool) 
                     ranks = np.array(sorted(mesh.ranks), np.int64)
                     if np.isin(ranks, values.ranks).all():
                         yield ranks
-    elif values.source == "unknown" and values.slot == f"grad:{_FLAT}" and len(values.ranks) > 1:
+    elif values.source == "unknown" and values.slot == _FLAT_SLOT and len(values.ranks) > 1:
         latest = gradient.passes[-1]
         if not (np.array_equal(latest.ranks, values.ranks) and latest.agree(latest.ranks)):
             yield values.ranks
@@ -111,7 +111,7 @@ def _allowed(gradients: Sequence[TakenGradient]) -> float:
 def _factors(gradients: Sequence[TakenGradient], ranks: Array) -> Array | None:
     """Return by what each rank scaled all that it holds; None where there is no such factor, or it
     is not known."""
-    if len(gradients) == 1 and gradients[0].values.slot != f"grad:{_FLAT}":
+    if len(gradients) == 1 and gradients[0].values.slot != _FLAT_SLOT:
         return None
     found = [_factor(gradients, int(rank)) for rank in ranks]
     known = [each for each in found if each is not None]

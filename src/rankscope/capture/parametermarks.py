@@ -16,7 +16,7 @@ import torch
 
 from rankscope.capture.torch_internals.distributed import group_ranks
 from rankscope.capture.torch_internals.parallel import sharded_originals
-from rankscope.layout.marks import ParameterMark
+from rankscope.layout.marks import FSDP1_AXIS, ParameterMark
 from rankscope.layout.placement import Placement, PlacementKind
 
 __all__ = ["ParameterMarks"]
@@ -34,7 +34,7 @@ class ParameterMarks:
         for parameter, group in sharded_originals(modules):
             members = group_ranks(group)
             if members is not None:
-                mark = ParameterMark(axis="fsdp", placement=_RUN, members=members)
+                mark = ParameterMark(axis=FSDP1_AXIS, placement=_RUN, members=members)
                 self._flat[id(parameter)] = mark
 
     def of(self, module: torch.nn.Module, parameter: torch.Tensor) -> ParameterMark | None:

@@ -1,0 +1,83 @@
+"""What all events of a root share: which modules and parameters they go over, and the calls that
+stand for them in the records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from rankscope.agent.hooks.definitions import DefinitionWriter
+from rankscope.agent.hooks.members import own_parameters
+from rankscope.agent.hooks.modules import ModuleInfo, ModuleTable, Root
+from rankscope.agent.recorder import Recorder
+from rankscope.agent.values.valuereader import ValueReader
+from rankscope.record.call import Mode, Phase
+
+__all__ = ["RootEvents"]
+
+
+class RootEvents:
+    """Walks over roots, and writes the calls of their events: one for the root, and one below it
+    for each of its modules.
+    """
+
+    def __init__(
+        self,
+        table: ModuleTable,
+        recorder: Recorder,
+        values: ValueReader,
+        definitions: DefinitionWriter,
+        phases: tuple[str, ...],
+    ) -> None:
+        self.table = table
+        self.recorder = recorder
+        self.values = values
+        self.definitions = definitions
+        self._phases = frozenset(phases)
+
+    def wants(self, phase: Phase) -> bool:
+        """True where the setting `phases` takes this event and values are taken at all."""
+        return phase.word in self._phases and self.values.is_on
+
+    def modules(self, root: Root) -> Iterator[tuple[ModuleInfo, torch.nn.Module]]:
+        """Yield the modules of a root that events go over: itself, and what the setting `paths`
+        takes of those inside.
+        """
+        for info in self.table.of_root(root):
+            module = info.module()
+            if module is not None and (info.is_selected or not info.path):
+                yield info, module
+
+    def parameters(
+        self, root: Root
+    ) -> Iterator[tuple[ModuleInfo, torch.nn.Module, str, torch.Tensor]]:
+        """Yield every parameter of a root with its module and its name there, whatever the setting
+        `paths` takes. The caller holds `invisible()`.
+        """
+        for info in self.table.of_root(root):
+            module = info.module()
+            if module is not None:
+                for name, parameter in own_parameters(module).items():
+                    if parameter is not None:
+                        yield info, module, name, parameter
+
+    def enter(
+        self,
+        info: ModuleInfo,
+        root: Root,
+        parent: int | None,
+        phase: Phase,
+        step: int,
+        ordinal: int,
+        time_ns: int = 0,
+    ) -> int:
+        """Record that an event reached a module; return the call's sequence number.
+
+        `time_ns`: when that was, as for `Recorder.enter`.
+        """
+        return self.recorder.enter(
+            self.definitions.of(info), root.definition, parent, Mode.TRAIN, step, None, phase,
+            ordinal, time_ns,
+        )  # fmt: skip

@@ -1,0 +1,15 @@
+"""Arguments that several commands take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+__all__ = ["TraceArgument"]
+
+TraceArgument = Annotated[
+    Optional[Path],  # noqa: UP045  # typer reads it on 3.10
+    typer.Argument(help="Trace folder; default this one, or the newest rankscope-* here."),
+]

@@ -1,0 +1,99 @@
+"""How much of a trace the rules could judge."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.diagnosis.layouts import Layouts
+from rankscope.diagnosis.stepview import SlotValues, StepView
+from rankscope.record.call import Phase
+
+__all__ = ["Coverage"]
+
+Array = NDArray[Any]
+_ACTIVATIONS: Final = Phase.having(lambda facts: facts.is_activation)
+
+
+@dataclass(slots=True)
+class Coverage:
+    """How many values rules were applied to, and why they were not to others."""
+
+    compared: int = 0
+    with_others: int = 0
+    """Those of `compared` that were compared with other values, of other ranks or calls."""
+    recorded: int = 0
+    undeclared: int = 0
+    """Those of `compared` that several ranks hold, in a layout that nothing describes, and that
+    were held to no others."""
+    is_any_inside: bool = False
+    """True once a value of a module below a root was seen."""
+    skipped: dict[str, int] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    _seen: set[int] = field(default_factory=set)
+    _looked_at: set[int] = field(default_factory=set)
+
+    def applied(self, values: object) -> None:
+        """Count a value that was held to others, once however many rules look at it."""
+        self.screened(values)
+        if id(values) not in self._seen:
+            self._seen.add(id(values))
+            self.with_others += 1
+
+    def screened(self, values: object) -> None:
+        """Count a value that a rule looked at by itself."""
+        if id(values) not in self._looked_at:
+            self._looked_at.add(id(values))
+            self.compared += 1
+
+    def skip(self, reason: str) -> None:
+        """Count a value that nothing could be said of."""
+        self.skipped[reason] = self.skipped.get(reason, 0) + 1
+
+    def next_step(self) -> None:
+        """Forget which values were counted: those of a step are gone with it."""
+        self._seen.clear()
+        self._looked_at.clear()
+
+    def count(self, step_view: StepView, layouts: Layouts, apart: Sequence[Array]) -> None:
+        """Count the values of a step that the rules have been through, and those of several ranks
+        that nothing was compared of.
+
+        Args:
+            step_view: the step.
+            layouts: which values have a layout.
+            apart: lines of ranks that work on other data.
+        """
+        for call in step_view.calls:
+            for values in call.slots.values():
+                if values.dtype == "python":
+                    continue
+                self.recorded += 1
+                self.is_any_inside |= bool(call.path)
+                if len(values.ranks) > 1 and id(values) not in self._seen:
+                    self._count_skipped(values, layouts, apart)
+
+    def _count_skipped(self, values: SlotValues, layouts: Layouts, apart: Sequence[Array]) -> None:
+        is_placed = bool(layouts.placements(values.call.path, values.slot))
+        is_undeclared = values.source == "unknown" and not is_placed
+        reason = "layout unknown" if is_undeclared else "held once"
+        if is_undeclared and _is_of_other_data(values, apart):
+            is_undeclared, reason = False, "other data on each rank"
+        self.skip(reason if values.is_known.any() else "not digested")
+        self.undeclared += is_undeclared and id(values) in self._looked_at
+
+    def note(self, text: str) -> None:
+        """Keep a remark, once."""
+        if text not in self.notes:
+            self.notes.append(text)
+
+
+def _is_of_other_data(values: SlotValues, apart: Sequence[Array]) -> bool:
+    """True for activations of ranks that are data-parallel to each other: no layout could make one
+    tensor of them that another rank holds too."""
+    is_activation = values.call.phase in _ACTIVATIONS
+    return is_activation and any(np.isin(values.ranks, line).all() for line in apart)

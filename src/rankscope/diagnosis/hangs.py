@@ -1,0 +1,257 @@
+"""Ranks that stand in a collective for others: which members of its group did not issue it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.diagnosis.candidates import Candidate, candidate_at
+from rankscope.diagnosis.context import CheckContext
+from rankscope.diagnosis.issuedcollectives import MESSAGES, IssuedCollective, issues_of
+from rankscope.diagnosis.lastcalls import MOST_LISTED, ORDERLY, LastCall, last_words
+from rankscope.diagnosis.stepview import CallView, StepView
+from rankscope.record.finding import Kind
+from rankscope.record.ranklists import ranks_named, ranks_text
+
+__all__ = ["hangs_of", "without_recent"]
+
+Array = NDArray[Any]
+_FEWEST_S: Final = 3.0
+_TIMES_LONGEST: Final = 3.0
+_MOST_TOLD: Final = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Hang:
+    """Ranks that stand in a collective, and the members that did not come."""
+
+    step_view: StepView
+    issue: IssuedCollective
+    """The first collective of the group to which the missing did not come."""
+    waiting: tuple[int, ...]
+    missing: tuple[int, ...]
+
+
+def hangs_of(
+    step_views: Sequence[StepView],
+    context: CheckContext,
+    last: dict[int, LastCall],
+    ends: dict[int, str],
+) -> Iterator[Candidate]:
+    """Yield a candidate for every hang.
+
+    Args:
+        step_views: the last steps of the last incarnation.
+        context: what is known beyond one step.
+        last: {rank: what it did last}
+        ends: {rank: how its stream ends}
+    """
+    found: list[_Hang] = []
+    for step_view in step_views:
+        issues = [i for i in issues_of(step_view) if i.op not in MESSAGES]
+        seen: set[tuple[str, int]] = set()
+        for rank, each in sorted(last.items()):
+            stands = each.waiting
+            if each.step_view is not step_view or stands is None or stands.op in MESSAGES:
+                continue
+            key = (stands.group, stands.sequence)
+            if ends.get(rank) in ORDERLY or key in seen:
+                continue
+            seen.add(key)
+            hang = _hang(step_view, issues, stands, last)
+            if hang is not None:
+                found.append(hang)
+    for hang in found:
+        after = [h for h in found if h is not hang and _is_because_of(h, hang, step_views, context)]
+        yield _hang_candidate(context, hang, after, last)
+
+
+def _is_because_of(
+    later: _Hang, hang: _Hang, step_views: Sequence[StepView], context: CheckContext
+) -> bool:
+    """True where those who are missing in `later` wait in `hang`, and would come to it first."""
+    if not set(later.missing) <= set(hang.waiting):
+        return False
+    one, other = hang.issue.call, later.issue.call
+    for step_view in reversed(step_views):
+        a, b = _same_call(step_view, one), _same_call(step_view, other)
+        common = np.intersect1d(a.ranks, b.ranks)[:1] if a and b else None
+        if a is not None and b is not None and common is not None and len(common):
+            return bool(context.clock.of_call(a, common) < context.clock.of_call(b, common))
+    calls = hang.step_view.calls
+    return calls.index(one) < calls.index(other) if one in calls and other in calls else False
+
+
+def _same_call(step_view: StepView, call: CallView) -> CallView | None:
+    alike = (
+        each
+        for each in step_view.named(call.path)
+        if (each.phase, each.ordinal, each.micro_batch)
+        == (call.phase, call.ordinal, call.micro_batch)
+    )
+    return next(alike, None)
+
+
+def _hang(
+    step_view: StepView,
+    issues: list[IssuedCollective],
+    stands: IssuedCollective,
+    last: dict[int, LastCall],
+) -> _Hang | None:
+    """Return who did not come to the collective in which ranks stand."""
+    group = [issue for issue in issues if issue.group == stands.group]
+    came = {r for i in group if i.sequence == stands.sequence for r in i.ranks.tolist()}
+    waiting = sorted(r for r in came if r in last and last[r].waiting is not None)
+    missed, missing = _first_missed(group, stands, waiting)
+    if missed is None:
+        return None
+    left = [rank for rank in waiting if rank not in missing] or waiting
+    return _Hang(step_view=step_view, issue=missed, waiting=tuple(left), missing=tuple(missing))
+
+
+def _hang_candidate(
+    context: CheckContext, hang: _Hang, after: list[_Hang], last: dict[int, LastCall]
+) -> Candidate:
+    def evidence() -> dict[str, Any]:
+        return {
+            "waiting": [
+                {
+                    "rank": rank,
+                    "path": each.waiting.call.path,
+                    "collective": each.waiting.slot,
+                    "op": each.waiting.op,
+                    "group": each.waiting.group,
+                }
+                for rank, each in sorted(last.items())
+                if each.waiting is not None
+            ][:MOST_LISTED],
+            "missing": ranks_text(hang.missing),
+            "last": [last_words(r, each) for r, each in sorted(last.items())][:MOST_LISTED],
+        }
+
+    issue = hang.issue
+    members, times = _when(context, hang, after, last)
+    heard = [
+        f"rank {r} was last in {last[r].call.path or '(root)'}" for r in hang.missing if r in last
+    ]
+    return candidate_at(
+        hang.step_view,
+        issue.call,
+        Kind.HANG,
+        issue.slot,
+        hang.missing,
+        members,
+        times,
+        f"{ranks_named(hang.waiting)} wait{'s' if len(hang.waiting) == 1 else ''} for "
+        f"{ranks_named(hang.missing)}, who never came to this {issue.op} of "
+        f"{ranks_named(sorted(issue.members))}{'; ' if heard else ''}{', '.join(heard[:4])}",
+        evidence=evidence,
+        priority=-4,
+    )
+
+
+def _when(
+    context: CheckContext, hang: _Hang, after: list[_Hang], last: dict[int, LastCall]
+) -> tuple[Array, Array]:
+    """Return who is part of a hang, and since when.
+
+    Who waits does since it came. Who is missing is after all it did, so what went wrong there
+    before is the cause; but before what it waits in itself where that is because of this hang.
+    """
+    issue = hang.issue
+    there = np.array([r for r in hang.waiting if r in issue.ranks] or hang.waiting, np.int64)
+    away = [rank for rank in hang.missing if rank in last]
+    late = {rank: h.issue.call for h in after for rank in h.waiting}
+    left = [
+        int(context.clock.of_call(late[rank], np.array([rank]))[0]) - 1
+        if rank in late
+        else last[rank].time_ns + 2
+        for rank in away
+    ]
+    times = np.concatenate([context.clock.of_call(issue.call, there), np.array(left, np.int64)])
+    return np.concatenate([there, np.array(away, np.int64)]), times
+
+
+def _first_missed(
+    group: list[IssuedCollective], stands: IssuedCollective, waiting: list[int]
+) -> tuple[IssuedCollective | None, list[int]]:
+    """Return the first collective that members did not come to, and those members. A rank that
+    skipped one may stand in the next as if it were this one: sites tell."""
+    lines: dict[int, list[IssuedCollective]] = {rank: [] for rank in stands.members}
+    for issue in sorted(group, key=lambda i: i.sequence):
+        for rank in issue.ranks.tolist():
+            lines.setdefault(rank, []).append(issue)
+    own = lines[waiting[0]] if waiting else lines[int(stands.ranks[0])]
+    for place, issue in enumerate(own):
+        absent = [
+            rank
+            for rank in stands.members
+            if len(lines[rank]) <= place or not _is_same_site(lines[rank][place], issue)
+        ]
+        if absent and len(absent) < len(stands.members):
+            return issue, sorted(absent)
+    return None, []
+
+
+def _is_same_site(one: IssuedCollective, other: IssuedCollective) -> bool:
+    return one.call is other.call or one.site == other.site
+
+
+# ---- in a job that still runs --------------------------------------------------------------------
+
+
+def without_recent(
+    last: dict[int, LastCall], step_views: Sequence[StepView], context: CheckContext
+) -> dict[int, LastCall]:
+    """Leave out, and tell of, ranks that came to their collective just now."""
+    patience = _Patience(step_views, context)
+    recent = {
+        rank: (each.waiting, each.time_ns)
+        for rank, each in last.items()
+        if each.waiting is not None and not patience.is_over(each.time_ns)
+    }
+    context.coverage.notes.extend(patience.notes(recent))
+    return {rank: each for rank, each in last.items() if rank not in recent}
+
+
+class _Patience:
+    """Three times as long as any rank stood in one in the last steps, and 3 s at least."""
+
+    def __init__(self, step_views: Sequence[StepView], context: CheckContext) -> None:
+        """Look at the last steps. `step_views`: these."""
+        longest_ns = 0
+        for step_view in step_views:
+            for issue in issues_of(step_view):
+                begins, ends = context.clock.span(issue.call, issue.ranks)
+                longest_ns = max(longest_ns, int((ends - begins).max()))
+        self.seconds = max(_FEWEST_S, _TIMES_LONGEST * longest_ns / 1e9)
+        self._now_s = time.time()
+
+    def is_over(self, since_ns: int) -> bool:
+        """True for a rank that has stood there for longer."""
+        return self._now_s - since_ns / 1e9 >= self.seconds
+
+    def notes(self, waiting: Mapping[int, tuple[IssuedCollective, int]]) -> Iterator[str]:
+        """Yield a line for each collective in which ranks stand for longer than any did before, but
+        not for long enough.
+
+        Args:
+            waiting: rank -> the collective, and since when.
+        """
+        alike: dict[tuple[str, str], list[int]] = {}
+        for rank, (issue, _) in sorted(waiting.items()):
+            alike.setdefault((issue.op, issue.call.path or "(root)"), []).append(rank)
+        for (op, path), ranks in [*alike.items()][:_MOST_TOLD]:
+            waited_s = self._now_s - min(waiting[rank][1] for rank in ranks) / 1e9
+            if waited_s < self.seconds / _TIMES_LONGEST:
+                continue
+            yield (
+                f"{ranks_named(ranks)} {'has' if len(ranks) == 1 else 'have'} been in {op} of "
+                f"{path} for {waited_s:.1f} s; in this job that is a "
+                f"hang after {self.seconds:.1f} s: ask again"
+            )

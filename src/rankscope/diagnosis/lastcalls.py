@@ -1,0 +1,101 @@
+"""What each rank did last: which calls it did not leave, and in which collective it stands."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from rankscope.diagnosis.context import CheckContext
+from rankscope.diagnosis.issuedcollectives import IssuedCollective, issues_of
+from rankscope.diagnosis.stepview import CallView, StepView
+from rankscope.record.call import CallStatus
+from rankscope.record.streams import EndReason
+
+__all__ = ["MOST_LISTED", "ORDERLY", "PEER_LOST", "LastCall", "last_calls", "last_words"]
+
+ORDERLY: Final = frozenset({EndReason.EXIT.value, EndReason.CLOSED.value})
+"""How a stream ends whose rank ended by itself."""
+PEER_LOST: Final = re.compile(
+    r"timed? ?out|connection (closed|reset|refused)|broken pipe|closed by peer|Dist\w+Error|"
+    r"gloo|NCCL|Watchdog",
+    re.IGNORECASE,
+)
+"""What the exception of a rank says whose peer is gone or did not come: a consequence. These are
+words of torch and its backends, which raise the same few classes for everything."""
+MOST_LISTED: Final = 16
+"""Ranks that the evidence of one finding lists."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LastCall:
+    """What a rank did last."""
+
+    step_view: StepView
+    call: CallView
+    """The call it entered last."""
+    time_ns: int
+    stack: tuple[str, ...]
+    """Paths of the calls it did not leave, outermost first."""
+    waiting: IssuedCollective | None
+    """The collective it stands in."""
+    error: str
+
+
+def last_calls(step_views: Sequence[StepView], context: CheckContext) -> dict[int, LastCall]:
+    """Return {rank: what it did last} in these steps."""
+    found: dict[int, LastCall] = {}
+    for step_view in step_views:
+        issues = list(issues_of(step_view))
+        latest: dict[int, tuple[int, CallView]] = {}
+        opened: dict[int, list[tuple[int, str]]] = {}
+        errors: dict[int, str] = {}
+        for call in step_view.calls:
+            times = context.clock.of_call(call, call.ranks).tolist()
+            at = dict(zip(call.ranks.tolist(), times))
+            for rank, time_ns in at.items():
+                if rank not in latest or time_ns >= latest[rank][0]:
+                    latest[rank] = (time_ns, call)
+            for outcome in () if call.node.has_returned else call.node.outcomes:
+                for rank in outcome.ranks:
+                    if outcome.status == CallStatus.UNFINISHED.word:
+                        opened.setdefault(rank, []).append((at[rank], call.path))
+                    elif outcome.status == CallStatus.RAISED.word:
+                        errors[rank] = outcome.error
+        for rank, (time_ns, call) in latest.items():
+            if rank in found and found[rank].time_ns > time_ns:
+                continue
+            found[rank] = LastCall(
+                step_view=step_view,
+                call=call,
+                time_ns=time_ns,
+                stack=tuple(dict.fromkeys(path for _, path in sorted(opened.get(rank, ())))),
+                waiting=next((i for i in issues if _stands_in(i, rank)), None),
+                error=errors.get(rank, ""),
+            )
+    return found
+
+
+def _stands_in(issue: IssuedCollective, rank: int) -> bool:
+    """True where a rank did not come back from a collective, or came back without its peers."""
+    if rank not in issue.ranks:
+        return False
+    return any(
+        rank in outcome.ranks
+        and (
+            outcome.status == CallStatus.UNFINISHED.word
+            or (outcome.status == CallStatus.RAISED.word and bool(PEER_LOST.search(outcome.error)))
+        )
+        for outcome in issue.call.node.outcomes
+    )
+
+
+def last_words(rank: int, each: LastCall) -> dict[str, Any]:
+    """Return what the evidence of a finding says of one rank."""
+    return {
+        "rank": rank,
+        "path": each.call.path,
+        "phase": each.call.phase.word,
+        "open": list(each.stack),
+    }
