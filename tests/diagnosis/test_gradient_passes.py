@@ -409,6 +409,34 @@ def reserves_memory_first(out: str) -> None:
     steps(out, model, step)
 
 
+def probes_without_sync(out: str) -> None:
+    """The norm of another batch's gradients, measured in every step and thrown away."""
+    model = DistributedDataParallel(Net())
+
+    def step(number: int) -> None:
+        with model.no_sync():
+            loss_of(model, 40 + number).backward()
+        float(torch.stack([g.norm() for g in gradients(model)]).norm())
+        model.zero_grad()
+        loss_of(model, number).backward()
+
+    steps(out, model, step)
+
+
+def probes_twice_without_sync(out: str) -> None:
+    """The same of two batches, each by itself."""
+    model = DistributedDataParallel(Net())
+
+    def step(number: int) -> None:
+        for probe in range(2):
+            with model.no_sync():
+                loss_of(model, 40 + 2 * number + probe).backward()
+            model.zero_grad()
+        loss_of(model, number).backward()
+
+    steps(out, model, step)
+
+
 def probes_with_grad(out: str) -> None:
     """`torch.autograd.grad` before each step leaves nothing; the step before has."""
     model = DistributedDataParallel(Net())
@@ -445,7 +473,13 @@ RIGHT = (
     "plays_two_against_each_other",
     "probes_with_grad",
 )
-SUSPECT = ("warms_up", "remembers", "reserves_memory_first")
+SUSPECT = (
+    "warms_up",
+    "remembers",
+    "reserves_memory_first",
+    "probes_without_sync",
+    "probes_twice_without_sync",
+)
 
 
 @pytest.mark.parametrize("program", FAULTS)
@@ -457,6 +491,16 @@ def test_a_fault_between_backward_and_step_is_named(
     (origin,) = [f for f in report.findings if f.is_origin]
     assert origin.kind is Kind.SCALE and origin.ranks == (0, 1) and origin.step == 0
     assert origin.slot.startswith("grad:") and FAULTS[program] in origin.evidence
+
+
+def test_lost_micro_batches_are_told_in_words(ranks: RankPool, tmp_path: Path) -> None:
+    report = report_of(ranks, run, "wipes_what_was_not_reduced", folder=tmp_path)
+    (origin,) = [f for f in report.findings if f.is_origin]
+    assert origin.message == (
+        "first:grad:weight: ranks 0-1 stepped without the gradients of earlier micro-batches: they "
+        "were gone when backward pass 2 and pass 3 of 3 of this step began (this gradient and 5 "
+        "others)"
+    )
 
 
 @pytest.mark.parametrize("program", RIGHT)

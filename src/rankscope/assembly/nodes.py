@@ -30,6 +30,7 @@ UNFOLDED_FLAGS = np.uint32(
     | ValueFlag.SUPERSEDES
     | ValueFlag.NOT_KEPT
     | ValueFlag.AS_LEFT
+    | ValueFlag.SAME_LINES
 )
 """How a value was obtained, not what it is: no reason to tell ranks apart."""
 KEY_COLUMNS = ("incarnation", "mode", "step", "micro_batch", "phase", "path", "ordinal")

@@ -72,6 +72,9 @@ class ValueFlag(enum.IntFlag):
     AS_LEFT = 131072
     """Of phase `grads`: what the last backward pass left, bit by bit; of an accelerator's, nothing
     was seen to write to it since."""
+    SAME_LINES = 262144
+    """Of phase `accumulated`, beside RESTARTED: the forward of this pass was called from the same
+    lines of the program as that of the pass before, whose gradient was gone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,6 +35,7 @@ _HIDDEN_FLAGS = (
     | ValueFlag.PYTHON
     | ValueFlag.NOT_KEPT
     | ValueFlag.AS_LEFT
+    | ValueFlag.SAME_LINES
 )
 """They say how a value was obtained; what was not kept stands in the entry, by rank."""
 Data = dict[str, Any]

@@ -23,10 +23,11 @@ __all__ = [
     "is_inferring_shapes",
     "keyword_arguments",
     "module_calls_running",
+    "program_lines",
     "raise_site",
 ]
 _INSIDE = tuple(os.path.dirname(module.__file__ or "") + os.sep for module in (torch, rankscope))
-_is_inside: dict[str, bool] = {}
+_known_files: dict[str, bool] = {}
 """By file name: a program has few of them."""
 _MOST_FRAMES = 64
 
@@ -40,13 +41,31 @@ def call_site() -> str:
             return ""
         code = frame.f_code
         name = code.co_filename
-        inside = _is_inside.get(name)
-        if inside is None:
-            inside = _is_inside[name] = name.startswith(_INSIDE) or name.startswith("<")
-        if not inside:
+        if not _is_inside(name):
             return f"{os.path.basename(name)}:{frame.f_lineno} {code.co_name}"
         frame = frame.f_back
     return ""
+
+
+def program_lines() -> int:
+    """Return a number for the lines of the program that are running, those of its libraries among
+    them: calls made from the same place of the program, a loop, have the same."""
+    frame: FrameType | None = sys._getframe(1)
+    lines: list[tuple[str, int]] = []
+    while frame is not None and len(lines) < _MOST_FRAMES:
+        name = frame.f_code.co_filename
+        if not _is_inside(name):
+            lines.append((name, frame.f_lineno))
+        frame = frame.f_back
+    return hash(tuple(lines))
+
+
+def _is_inside(name: str) -> bool:
+    """True for a file of torch or rankscope, and for code without a file."""
+    found = _known_files.get(name)
+    if found is None:
+        found = _known_files[name] = name.startswith((*_INSIDE, "<"))
+    return found
 
 
 def raise_site(trace: TracebackType | None) -> str:

@@ -191,6 +191,7 @@ class Stepping:
             return None
         self._train_scope = Scope(root, Mode.TRAIN, tick.step, root.calls_in_step, is_muted=False)
         root.calls_in_step += 1
+        self._updates.accumulated.forward_begins()
         return self._train_scope
 
     def _loose_scope(self) -> Scope:

@@ -16,6 +16,7 @@ import torch
 
 from rankscope.agent.hooks.members import own_parameters
 from rankscope.agent.hooks.modules import ModuleInfo, Root
+from rankscope.agent.hooks.pythonstack import program_lines
 from rankscope.agent.values.onaccelerator import HeldValue
 from rankscope.agent.values.rootevents import RootEvents
 from rankscope.capture.invisible import invisible
@@ -26,6 +27,9 @@ from rankscope.record.value import ValueFlag
 __all__ = ["AccumulatedGradients"]
 
 _RESTARTED, _NO_SYNC = int(ValueFlag.RESTARTED), int(ValueFlag.NO_SYNC)
+_SAME_LINES = int(ValueFlag.SAME_LINES)
+_MOST_FORWARDS = 64
+"""Of one pass: of more it is not said from which lines they were called."""
 
 
 @dataclass(slots=True)
@@ -46,6 +50,9 @@ class _PassEnd:
 
     ordinal: int
     time_ns: int
+    lines: tuple[int, ...]
+    """From where in the program its forwards were called: more than one where several roots make
+    one loss, none where the pass before shared its forward."""
     gradients: dict[int, _LeftGradient] = field(default_factory=dict)
 
 
@@ -63,6 +70,8 @@ class AccumulatedGradients:
         """Passes of this step that left gradients."""
         self._gone: set[int] = set()
         """Parameters whose gradient of an earlier pass was gone when a later pass began."""
+        self._lines: list[int] = []
+        """From where the forwards were called that no pass has ended yet."""
         self._found: dict[int, tuple[int, int]] = {}
         """Identity of a parameter -> state of its gradient when the running pass began."""
         self._kept: set[int] = set()
@@ -70,6 +79,11 @@ class AccumulatedGradients:
         self.unsynced: frozenset[int] | None = None
         """Parameters whose gradients were not to be reduced when the last pass ended; None before
         any ended."""
+
+    def forward_begins(self) -> None:
+        """Note from which lines of the program the forward of a root is called."""
+        if self.is_on and len(self._lines) <= _MOST_FORWARDS:
+            self._lines.append(program_lines())
 
     def pass_begins(self, is_before_all: bool) -> None:
         """Look what became of the gradients of the pass before."""
@@ -108,15 +122,20 @@ class AccumulatedGradients:
 
     def pass_ends(self) -> None:
         """Read what the pass left, where it left anything."""
+        lines = tuple(self._lines)
+        self._lines.clear()
         if self.running_step() is None:
             return
-        latest, own = self._latest, _PassEnd(self._count, time.monotonic_ns())
+        latest, own = self._latest, _PassEnd(self._count, time.monotonic_ns(), lines)
         is_any_new = False
+        restarted = _RESTARTED
+        if latest is not None and lines == latest.lines and 0 < len(lines) <= _MOST_FORWARDS:
+            restarted |= _SAME_LINES
         with invisible():
             self.unsynced = self._table.unsynced_parameters()
             for info, name, parameter in self._parameters():
                 before = latest.gradients.get(id(parameter)) if latest else None
-                left = self._left(info, name, parameter, before)
+                left = self._left(info, name, parameter, before, restarted)
                 if left is not None:
                     own.gradients[id(parameter)] = left
                     is_any_new |= left is not before
@@ -135,10 +154,16 @@ class AccumulatedGradients:
                         yield info, name, parameter
 
     def _left(
-        self, info: ModuleInfo, name: str, parameter: torch.Tensor, before: _LeftGradient | None
+        self,
+        info: ModuleInfo,
+        name: str,
+        parameter: torch.Tensor,
+        before: _LeftGradient | None,
+        restarted: int,
     ) -> _LeftGradient | None:
         """Return the gradient as it is now, `before` itself where the pass did not touch it; None
-        where it cannot be read, or is of an earlier step."""
+        where it cannot be read, or is of an earlier step. `restarted`: its flags where the one of
+        the pass before was gone."""
         gradient = parameter.grad
         if gradient is None:
             return None
@@ -150,9 +175,9 @@ class AccumulatedGradients:
         held = self._values.hold(gradient)
         if held is None:
             return None
-        flags = _RESTARTED if id(parameter) in self._gone else 0
+        flags = restarted if id(parameter) in self._gone else 0
         if before is not None and not before.is_written:  # the pass before has no record of its own
-            flags |= before.flags & _RESTARTED
+            flags |= before.flags & (_RESTARTED | _SAME_LINES)
         if self.unsynced and id(parameter) in self.unsynced:
             flags |= _NO_SYNC
         return _LeftGradient(info, f"grad:{name}", held, self._values.state_of(parameter), flags)
@@ -184,6 +209,7 @@ class AccumulatedGradients:
         """Forget the passes so far: the step is over, or gradients are not accumulated in it."""
         self._latest, self._count = None, 0
         self._gone.clear()
+        self._lines.clear()
         self._kept.clear()
         self._found.clear()
         self.unsynced = None

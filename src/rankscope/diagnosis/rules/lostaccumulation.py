@@ -5,7 +5,9 @@ them in what the optimizer takes. Right programs do that too: they measure gradi
 probe, for a constraint, for a Fisher matrix), wipe them and then train. So it is a fault where
 something shows that the micro-batches were meant to be one batch:
 
-* the gradients that were lost were not to be reduced (`no_sync`), and those of the last pass were;
+* the gradients that were lost were not to be reduced (`no_sync`), those of the last pass were, and
+  the same lines of the program called all their forwards: a loop over micro-batches. A pass that
+  measures something has lines of its own. Older traces do not tell lines;
 * every loss was divided by the number of micro-batches: the gradient of each loss is that fraction,
   or the gradients of the logits are too small by that factor for a mean of cross entropies.
 
@@ -47,6 +49,7 @@ __all__ = ["always_lost_micro_batches", "lost_micro_batches"]
 
 Array = NDArray[Any]
 _NO_SYNC: Final = int(ValueFlag.NO_SYNC)
+_RESTARTED, _SAME_LINES = int(ValueFlag.RESTARTED), int(ValueFlag.SAME_LINES)
 _MOST_NAMED: Final = 256
 _UNSURE: Final = 0.8
 """Of the largest gradient that a logit can have in a mean of cross entropies: some sample of a
@@ -145,10 +148,13 @@ def _are_batches_of_their_own(forwards: Sequence[CallView], ranks: Array) -> boo
 
 
 def _is_held_back(gradients: Sequence[TakenGradient], mixture: Mixture) -> bool:
-    """True where what was lost was not to be reduced, and what came last was."""
+    """True where what was lost was not to be reduced, what came last was, and one place of the
+    program ran all these passes."""
     worths = gradients[0].worths
     lost = [bool((worths[number].flags & _NO_SYNC).all()) for number in mixture.lost]
-    return all(lost) and not (worths[-1].flags & _NO_SYNC).any()
+    again = [each.flags for each in gradients[0].passes if (each.flags & _RESTARTED).any()]
+    is_loop = all(bool((flags & _SAME_LINES).all()) for flags in again)
+    return is_loop and all(lost) and not (worths[-1].flags & _NO_SYNC).any()
 
 
 def _are_shares(step_view: StepView, root: str, count: int) -> bool:
@@ -201,8 +207,10 @@ def _candidate(
     mixture: Mixture,
     ranks: Array,
 ) -> Candidate:
-    first, count = gradients[0].values, len(gradients[0].worths)
-    lost = ", ".join(str(number) for number in mixture.lost)
+    first, worths = gradients[0].values, gradients[0].worths
+    ends = [1 + worth.call.ordinal for worth in worths]  # passes are counted from 1 for people
+    began = [str(ends[number] + 1) for number in mixture.lost if number + 1 < len(ends)]
+    others = len(gradients) - 1
     return candidate_at(
         step_view,
         first.call,
@@ -211,15 +219,15 @@ def _candidate(
         ranks,
         ranks,
         context.times(first, ranks),
-        f"the optimizer's step on {ranks_named(ranks.tolist())} lacks what {len(mixture.lost)} of "
-        f"{count} backward passes left in this and {len(gradients) - 1} other gradients (passes "
-        f"{lost} of 0 to {count - 1}): it was gone when the next pass began",
+        f"{ranks_named(ranks.tolist())} stepped without the gradients of earlier micro-batches: "
+        f"they were gone when backward pass {' and pass '.join(began)} of {ends[-1]} of this step "
+        "began" + (f" (this gradient and {others} others)" if others else ""),
         advice=_ADVICE,
         evidence=lambda: {
             "parameters": [gradient.name for gradient in gradients[:_MOST_NAMED]],
-            "passes": count,
+            "passes": len(worths),
             "lost": list(mixture.lost),
-            "norms": [_norm([g.worths[number] for g in gradients]) for number in range(count)],
+            "norms": [_norm([g.worths[n] for g in gradients]) for n in range(len(worths))],
             "taken": _norm([gradient.values for gradient in gradients]),
         },
         weight=len(gradients),
