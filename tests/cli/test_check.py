@@ -197,7 +197,7 @@ def test_a_declared_shard_that_nothing_can_be_held_to_counts_as_judged(tmp_path:
     )
 
 
-@pytest.mark.parametrize(("part", "expected"), [("0.3", 0), ("0.4", 3), ("1", 3)])
+@pytest.mark.parametrize(("part", "expected"), [("0.3", 0), ("33%", 0), ("0.4", 3), ("1", 3)])
 def test_too_little_coverage_has_an_exit_code_of_its_own(tmp_path: Path, part: str, expected: int):
     code, out, err = rankscope("check", undeclared(tmp_path), "--require-coverage", part)
     assert code == expected
@@ -212,10 +212,36 @@ def test_a_fault_keeps_its_exit_code_whatever_coverage_is_required(tmp_path: Pat
     assert rankscope("check", trace, "--require-coverage", "1")[0] == 1
 
 
-def test_no_more_than_all_values_can_be_required(tmp_path: Path):
-    code, _, err = rankscope("check", traced(tmp_path, is_faulty=False), "--require-coverage", "9")
+@pytest.mark.parametrize(
+    ("part", "remedy"),
+    [
+        ("90", "for 90 in a hundred, write 90% or 0.9"),
+        ("nan", "as in 0.9 or 90%"),
+        ("-0.1", "as in 0.9 or 90%"),
+        ("101%", "as in 0.9 or 90%"),
+        ("nine tenths", "as in 0.9 or 90%"),
+    ],
+)
+def test_what_is_no_part_of_all_values_cannot_be_required(tmp_path: Path, part: str, remedy: str):
+    code, out, err = rankscope(
+        "check", traced(tmp_path, is_faulty=False), f"--require-coverage={part}", "--json"
+    )
     assert code == 2
-    assert "require-coverage" in err
+    assert err.startswith(f"rankscope: --require-coverage {part}: expected a part from 0 to 1; ")
+    assert remedy in err and remedy in json.loads(out)["error"]
+
+
+def test_where_a_layout_file_was_given_its_gaps_are_named(tmp_path: Path):
+    trace, file = undeclared(tmp_path), tmp_path / "layout.toml"
+    entry = '[[layout]]\npath = "(root)"\nslot = "input"\nplacements = { tp = "Shard(0)" }\n'
+    file.write_text(f'axes = "tp=2"\n{entry}')
+    code, out, err = rankscope("check", trace, "--layout", file, "--require-coverage", "90%")
+    assert code == 3
+    first = out.splitlines()[0]
+    assert first.endswith(f"; 1 lies in a layout that {file} does not describe)")
+    assert f"1 lies in a layout that {file} does not describe ((root):output)" in err
+    assert "add [[layout]] entries for them to that file" in err
+    assert "rankscope layout" not in out + err
 
 
 @pytest.mark.parametrize("how", ["option", "variable"])

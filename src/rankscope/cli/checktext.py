@@ -19,12 +19,12 @@ _STYLES = {Verdict.CLEAN: "green", Verdict.FAULT: "red", Verdict.INCOMPLETE: "ye
 
 
 def report_lines(
-    trace: Trace, report: Report, paint: Paint, *, is_all: bool = False
+    trace: Trace, report: Report, paint: Paint, *, is_all: bool = False, layout: str = ""
 ) -> Iterator[str]:
-    """Yield the lines of a report."""
+    """Yield the lines of a report; `layout` is the layout file that it rests on, "" for none."""
     origins = report.origins
     warnings = [f for f in report.findings if f.severity is Severity.WARNING]
-    yield _verdict(report, paint)
+    yield _verdict(report, paint, layout)
     if origins:
         first = origins[0]
         yield f"  first: {paint('bold', first.message)}"
@@ -40,21 +40,33 @@ def report_lines(
     yield from _coverage(report)
 
 
-def coverage_line(report: Report, required: float) -> str:
-    """Return why a clean verdict is not enough for `--require-coverage`, and what to do."""
+def coverage_line(report: Report, required: float, layout: str = "") -> str:
+    """Return why a clean verdict is not enough for `--require-coverage`, and what to do; `layout`
+    is the layout file that was given, "" for none."""
     line = (
         f"{report.judged:,} of {report.recorded:,} values were judged ({report.coverage:.1%}), "
         f"--require-coverage asks for {required:.1%}"
     )
+    if report.undeclared and layout:
+        more = ", ..." if report.undeclared > len(report.undeclared_names) else ""
+        names = f"{', '.join(report.undeclared_names)}{more}"
+        return (
+            f"{line}: {_lying(report)} that {layout} does not describe ({names}): add [[layout]] "
+            f"entries for them to that file (docs/commands/tensor.md), and give it with --layout"
+        )
     if report.undeclared:
         return (
-            f"{line}: {report.undeclared:,} lie in a layout nobody declared: write a proposal with "
+            f"{line}: {_lying(report)} nobody declared: write a proposal with "
             f"`rankscope layout TRACE --out layout.toml`, look it over, and give it with --layout"
         )
     return f"{line}: trace with --rs-digest full, --rs-phases all and without --rs-paths"
 
 
-def _verdict(report: Report, paint: Paint) -> str:
+def _lying(report: Report) -> str:
+    return f"{report.undeclared:,} {'lies' if report.undeclared == 1 else 'lie'} in a layout"
+
+
+def _verdict(report: Report, paint: Paint, layout: str) -> str:
     """Return the first line: the word, what is wrong or lacks, how much was judged, warnings."""
     word = paint(_STYLES[report.verdict], report.verdict.value)
     origins = report.origins
@@ -72,8 +84,9 @@ def _verdict(report: Report, paint: Paint) -> str:
     if alone:
         judged += f", {alone:,} of them for NaN and infinity alone"
     if report.undeclared:
-        lie = "lies" if report.undeclared == 1 else "lie"
-        judged += f"; {report.undeclared:,} {lie} in a layout nobody declared: rankscope layout"
+        lacking = f"that {layout} does not describe" if layout else "nobody declared"
+        judged += f"; {_lying(report)} {lacking}"
+        judged += "" if layout else ": rankscope layout"
     warnings = [f.kind.value for f in report.findings if f.severity is Severity.WARNING]
     if warnings:
         kinds = ", ".join(dict.fromkeys(warnings))

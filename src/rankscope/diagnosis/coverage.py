@@ -10,12 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.diagnosis.layouts import Layouts
-from rankscope.diagnosis.stepview import SlotValues, StepView
+from rankscope.diagnosis.stepview import SlotValues, StepView, sibling_path
 from rankscope.record.call import Phase
 
 __all__ = ["Coverage"]
 
 Array = NDArray[Any]
+_MOST_NAMED: Final = 3
 _ACTIVATIONS: Final = Phase.having(lambda facts: facts.is_activation)
 
 
@@ -30,6 +31,8 @@ class Coverage:
     undeclared: int = 0
     """Those of `compared` that several ranks hold, in a layout that nothing describes, and that
     were held to no others."""
+    undeclared_names: dict[str, None] = field(default_factory=dict)
+    """The first few of those, siblings (`layers.*`) under one name."""
     is_any_inside: bool = False
     """True once a value of a module below a root was seen."""
     skipped: dict[str, int] = field(default_factory=dict)
@@ -84,7 +87,11 @@ class Coverage:
         if is_undeclared and _is_of_other_data(values, apart):
             is_undeclared, reason = False, "other data on each rank"
         self.skip(reason if values.is_known.any() else "not digested")
-        self.undeclared += is_undeclared and id(values) in self._looked_at
+        if is_undeclared and id(values) in self._looked_at:
+            self.undeclared += 1
+            if len(self.undeclared_names) < _MOST_NAMED:
+                path = sibling_path(values.call.path) or "(root)"
+                self.undeclared_names[f"{path}:{values.slot}"] = None
 
     def note(self, text: str) -> None:
         """Keep a remark, once."""

@@ -158,6 +158,8 @@ class Report:
     """Origins first, in order of cause."""
     undeclared: int = 0
     """Of those held to nothing else the ones that several ranks hold and no layout describes."""
+    undeclared_names: tuple[str, ...] = ()
+    """A few of them as `layers.*.fc:output`."""
     notes: tuple[str, ...] = ()
     """What else must be known to read it: what is missing, what was inferred."""
     lacks: str = ""
