@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.call import Phase
+from rankscope.record.streams import EndReason
 from rankscope.tree.build import build
 from tests.cli.test_commands import rankscope
 from tests.diagnosis.paper import event, module, numbers, setup
@@ -18,6 +19,7 @@ def traced(
     world: int = 2,
     other: str = "",
     names: Sequence[str] = ("layers.0.fc", "layers.1.fc"),
+    raised: bool = False,
 ) -> Path:
     """Ranks with replicas of two layers; one named `other` differs."""
     for number in range(world):
@@ -28,7 +30,7 @@ def traced(
             module(rank, name, numbers(7), numbers(8 + seeds[name]))
         grads = {f"{name}.weight": numbers(20 + seeds[name]) for name in names}
         event(rank, Phase.GRADS, "grad", grads)
-        rank.end()
+        rank.end(EndReason.RAISED if raised and number else EndReason.EXIT)
         rank.ship(folder / "trace")
     build(folder / "trace")
     return folder / "trace"
@@ -57,6 +59,28 @@ def test_a_file_that_exists_is_not_replaced(tmp_path: Path):
     file.write_text("mine")
     code, _, err = rankscope("layout", traced(tmp_path), "--out", file)
     assert code == 2 and "exists" in err and file.read_text() == "mine"
+
+
+def test_a_file_in_a_folder_that_is_not_there_is_refused_in_words(tmp_path: Path):
+    file = tmp_path / "none" / "layout.toml"
+    code, _, err = rankscope("layout", traced(tmp_path), "--out", file)
+    assert code == 2 and "Errno" not in err
+    assert f"{file}: there is no folder {file.parent}; make it, or give another file" in err
+
+
+def test_a_file_that_cannot_be_written_is_refused_in_words(tmp_path: Path):
+    file = tmp_path / ("x" * 300)
+    code, _, err = rankscope("layout", traced(tmp_path), "--out", file)
+    assert code == 2 and "Errno" not in err
+    assert "cannot be written: File name too long; give another file with --out" in err
+
+
+def test_a_proposal_from_a_job_that_crashed_says_so(tmp_path: Path):
+    _, out, _ = rankscope("layout", traced(tmp_path / "fine"))
+    assert "whole run" not in out
+    _, out, _ = rankscope("layout", traced(tmp_path / "crashed", raised=True))
+    assert "# The trace does not show a whole run (complete; rank 1 raised)" in out
+    assert LayoutFile.parse(out).entries
 
 
 def test_one_rank_has_no_layout(tmp_path: Path):

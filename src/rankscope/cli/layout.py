@@ -29,6 +29,8 @@ def command(
     from rankscope.diagnosis.layoutproposal import propose_layout
     from rankscope.errors import LayoutError
 
+    if out is not None and not out.parent.is_dir():
+        raise LayoutError(f"{out}: there is no folder {out.parent}; make it, or give another file")
     found = opened(trace)
     if int(found.run["world_size"]) < 2:
         raise LayoutError(f"{found.path}: the run had one rank, which holds everything whole")
@@ -41,6 +43,10 @@ def command(
             file.write(text)
     except FileExistsError:
         raise LayoutError(f"{out}: exists; give a new file with --out") from None
+    except OSError as error:
+        raise LayoutError(
+            f"{out}: cannot be written: {error.strerror}; give another file with --out"
+        ) from None
     typer.echo(f"{out}: look it over, then: rankscope check {found.path} --layout {out}")
 
 
@@ -48,6 +54,9 @@ def proposal_lines(proposal: LayoutProposal, source: str) -> Iterator[str]:
     """Yield the lines of a proposed layout file."""
     yield f"# Proposed by `rankscope layout` from {json.dumps(source, ensure_ascii=False)}."
     yield "# It rests on what this run did: look it over before you use it."
+    if proposal.lacks:
+        yield f"# The trace does not show a whole run ({proposal.lacks}): what it lacks may speak"
+        yield "# against lines of this file. Better propose one from a run that went well."
     yield f"# {proposal.undecided} slots are left out: nothing shows how they lie."
     for reason in proposal.axis_reasons:
         yield f"# {reason}"

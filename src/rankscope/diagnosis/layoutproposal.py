@@ -26,6 +26,7 @@ from rankscope.diagnosis.issuedcollectives import MESSAGES
 from rankscope.diagnosis.layoutrecords import GRADIENT_SLOTS, LayoutRecords, SlotKey
 from rankscope.diagnosis.layouts import sorted_lines
 from rankscope.diagnosis.stepview import step_view_of
+from rankscope.layout.infer import is_fsdp_axis
 from rankscope.layout.placement import Mesh, Placement, PlacementKind
 from rankscope.tree.views import Trace
 
@@ -33,6 +34,12 @@ __all__ = ["LayoutProposal", "ProposedEntry", "propose_layout"]
 
 Array = NDArray[Any]
 _DIGITS: Final = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
+_WHOLE_RUN: Final = "complete"
+"""The state of a trace that lacks nothing and whose ranks ended in order."""
+_UNNAMED: Final = re.compile(r"axis\d+")
+"""What the axes of a mesh without names are called."""
+_BARE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
+"""Names that need no quotes in a layout file."""
 _WHOLE: Final = Placement(kind=PlacementKind.REPLICATE)
 _SUMS: Final = ("all_reduce", "reduce_scatter")
 _GATHERS: Final = ("all_gather",)
@@ -61,6 +68,8 @@ class LayoutProposal:
     entries: tuple[ProposedEntry, ...]
     undecided: int
     """Slots of several ranks of which nothing could be proposed."""
+    lacks: str
+    """Why the trace does not show a whole run, "" where it does."""
 
 
 def propose_layout(trace: Trace) -> LayoutProposal:
@@ -84,6 +93,7 @@ def propose_layout(trace: Trace) -> LayoutProposal:
         axis_reasons=tuple(f"{names[axis][0]}: {names[axis][1]}" for axis in mesh.axes),
         entries=entries,
         undecided=undecided,
+        lacks="" if trace.state == _WHOLE_RUN else trace.state,
     )
 
 
@@ -123,7 +133,10 @@ def _names(placed: _Placing) -> dict[str, tuple[str, str]]:
             for (key, own), (placement, _) in placed.known.items()
             if own == axis
         )
-        if is_cut:
+        mesh = _of_mesh(placed.records, axis)
+        if mesh is not None:
+            name, why = mesh
+        elif is_cut:
             name, why = "tp", "modules hold parts of their weights and sum over these ranks"
         elif any(op.startswith("all_to_all") for op in forward):
             name, why = "ep", "modules send rows to each other (all_to_all)"
@@ -138,6 +151,23 @@ def _names(placed: _Placing) -> dict[str, tuple[str, str]]:
         taken = {known for known, _ in found.values()}
         found[axis] = (name if name not in taken else f"{name}{len(taken)}", why)
     return found
+
+
+def _of_mesh(records: LayoutRecords, axis: str) -> tuple[str, str] | None:
+    """Return what the mesh that tensors lie on says of an axis: its name there, else what DTensor
+    parameters that are cut along it are for; None where there is no such mesh."""
+    known = records.mesh_axis(axis)
+    if known is None:
+        return None
+    kind, name = known
+    if _BARE.fullmatch(name) and not _UNNAMED.fullmatch(name):
+        return name, f"the name of the axis over these ranks in the mesh {kind}"
+    placements = records.parameters.get(known, [])
+    if not any(placement.dim is not None for placement in placements):
+        return None
+    if records.is_fsdp and is_fsdp_axis("", placements, len(records.meshes[kind][0].axes)):
+        return "dp", "FSDP cuts parameters over these ranks"
+    return "tp", "parameters are DTensors that are cut over these ranks"
 
 
 # ---- placements ----------------------------------------------------------------------------------

@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 from rankscope.diagnosis.issuedcollectives import issues_of
 from rankscope.diagnosis.rules.equality import is_within_rounding
 from rankscope.diagnosis.stepview import CallView, SlotValues, StepView
+from rankscope.layout.infer import lines_along
+from rankscope.layout.placement import LayoutSource, Mesh, Placement
 from rankscope.record.call import Phase
 
 __all__ = ["GRADIENT_SLOTS", "LayoutRecords", "SlotKey"]
@@ -49,6 +51,10 @@ class LayoutRecords:
     runs: dict[tuple[SlotKey, str], int] = field(default_factory=dict)
     """Positions that are whole numbers, consecutive over the ranks along an axis: how many one rank
     has. They are the only integers of one dim that follow each other like that."""
+    meshes: dict[str, tuple[Mesh, ...]] = field(default_factory=dict)
+    """{kind of mesh: the meshes of it that tensors lie on}"""
+    parameters: dict[tuple[str, str], list[Placement]] = field(default_factory=dict)
+    """{(kind of mesh, axis): how DTensor parameters lie along it at setup}"""
     is_fsdp: bool = False
     """True once a module wrapped in FSDP was seen."""
     leaves: set[str] = field(default_factory=set)
@@ -76,12 +82,32 @@ class LayoutRecords:
                     own = self.inner.setdefault(call.path, set())
                     own.update(child.path for child in modules)
             for slot, values in call.slots.items():
+                self._note_mesh(call, values)
                 if (
                     values.dtype != "python"
                     and values.source == "unknown"
                     and len(values.ranks) > 1
                 ):
                     self._note(call, _described_as(slot, call.phase), values)
+
+    def mesh_axis(self, axis: str) -> tuple[str, str] | None:
+        """Return the kind of mesh and the name of its axis that runs over the same ranks as one of
+        `lines`; None where tensors lie on no such mesh."""
+        wanted = {tuple(line) for line in self.lines[axis].tolist()}
+        for kind, meshes in self.meshes.items():
+            for name in meshes[0].axes:
+                along = {tuple(sorted(line)) for m in meshes for line in lines_along(m, [name])}
+                if along == wanted:
+                    return kind, name
+        return None
+
+    def _note_mesh(self, call: CallView, values: SlotValues) -> None:
+        for view in values.views:
+            if view.mesh_name not in self.meshes and view.meshes:
+                self.meshes[view.mesh_name] = view.meshes
+            if call.phase is Phase.SETUP and view.source is LayoutSource.DTENSOR:
+                for axis, placement in view.placements.items():
+                    self.parameters.setdefault((view.mesh_name, axis), []).append(placement)
 
     def _note(self, call: CallView, slot: str, values: SlotValues) -> None:
         key = (call.path, slot)
