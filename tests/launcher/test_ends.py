@@ -21,6 +21,7 @@ import pytest
 
 from rankscope.record.call import Mode
 from rankscope.tree.reader import open_trace
+from tests import forked
 from tests.launcher.launches import Launch, kill, rankscope, run_named_command
 from tests.ports import free_port
 from tests.waiting import wait_until
@@ -343,14 +344,23 @@ def fill(path: Path) -> None:
             pass
 
 
-def test_a_full_disk_under_the_trace_harms_no_training_and_is_said(launch: Start, small_disk: Path):
+@pytest.mark.parametrize("is_full_first", [True, False], ids=["before-the-job", "during-it"])
+def test_a_full_disk_under_the_trace_harms_no_training_and_is_said(
+    is_full_first: bool, launch: Start, small_disk: Path
+):
+    """Also where not even the name of the run can be written when the relay first calls."""
+    if is_full_first:
+        fill(small_disk / "ballast")
     job = launch("job", ["wait"], "--rs-steps", "all", out=str(small_disk / "trace"))
     job.trained()
-    fill(small_disk / "ballast")
-    size = sum(path.stat().st_size for path in (small_disk / "trace/spool").iterdir())
+    if not is_full_first:
+        replicas = small_disk / "trace/spool"
+        assert wait_until(lambda: any(path.stat().st_size for path in replicas.glob("*.cells")))
+        fill(small_disk / "ballast")
+    size = sum(path.stat().st_size for path in (small_disk / "trace").glob("spool/*"))
     job.go()
     assert job.wait() == 0
-    plain = subprocess.run(
+    plain = forked.run(
         [sys.executable, job.folder / "script.py", job.meeting, "exit"],
         env={**os.environ, "RANK": "0", "TORCHELASTIC_RESTART_COUNT": "0"},
         capture_output=True,
@@ -359,7 +369,7 @@ def test_a_full_disk_under_the_trace_harms_no_training_and_is_said(launch: Start
     )
     assert job.stdout.split()[2:] == plain.stdout.split()[2:]  # every bit of every loss
     assert "its disk is full" in job.last_line
-    assert sum(path.stat().st_size for path in (small_disk / "trace/spool").iterdir()) >= size
+    assert sum(path.stat().st_size for path in (small_disk / "trace").glob("spool/*")) >= size
     line = job.last_line.replace(f"--out {small_disk}/trace-recovered", "--out made")
     made = run_named_command(line, job.folder)
     assert verified(made)["verdict"] == "clean"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import resource
 import signal
 import sys
@@ -44,6 +45,10 @@ def main(arguments: list[str] | None = None) -> int:
         )
     except RankscopeError as error:
         log(str(error))
+        cause = error.__cause__
+        is_full = isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
+        if is_full and options.companion == "collector":
+            return ExitOutcome.NO_ROOM
         return ExitOutcome.REFUSED
 
 

@@ -75,6 +75,9 @@ class _Peer:
     heard_at: float = field(default_factory=time.monotonic)
     beat: Beat = field(default_factory=lambda: Beat(0, 0, JobState.UNKNOWN, 0))
     stall: Stall | None = None
+    is_admitted: bool = False
+    """Its run is the one gathered here. Until the disk takes the name of that run nobody knows:
+    then a relay is heard, and nothing it brings is taken."""
     has_left: bool = False
 
 
@@ -112,6 +115,7 @@ class Intake:
         self._socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
         self._socket.setsockopt(zmq.LINGER, 500)
         self.addresses = [self._bind(address) for address in bind]
+        self._is_published = False
         self._publish()
 
     def work(self, timeout_s: float) -> None:
@@ -186,13 +190,18 @@ class Intake:
         return str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
 
     def _publish(self) -> None:
+        """Write where this collector listens; on a full disk later, once that takes anything."""
         fields = {
             "address": self.addresses[0],
             "addresses": self.addresses,
             "pid": os.getpid(),
             "host": socket.gethostname(),
         }
-        write_by_rename(self._out / COLLECTOR_NAME, json.dumps(fields) + "\n")
+        try:
+            write_by_rename(self._out / COLLECTOR_NAME, json.dumps(fields) + "\n")
+            self._is_published = True
+        except SpoolError as error:
+            self._note_trouble(str(error))
 
     def _take(self, identity: bytes, parts: list[bytes]) -> None:
         """Handle one message; one that breaks the protocol is counted and changes nothing."""
@@ -212,8 +221,11 @@ class Intake:
     def _answer(self, identity: bytes, message: Message) -> Message | None:
         if isinstance(message, Hello):
             return self._greet(identity, message)
-        if identity not in self._peers:
+        peer = self._peers.get(identity)
+        if peer is None:
             return None  # of another run, or this collector has just been started: it says Hello
+        if not peer.is_admitted and not isinstance(message, (Beat, Bye)):
+            return None  # it asks again
         match message:
             case RecordFrame():
                 return self._append(message)
@@ -231,22 +243,24 @@ class Intake:
                     self.progress_at = time.monotonic()
                 return answer
             case Beat():
-                self._peers[identity].beat = message
+                peer.beat = message
                 return BeatSeen()
             case Stall():
                 self._note_stall(identity, message)
                 return None
             case Bye():
-                self._peers[identity].has_left = True
+                peer.has_left = True
                 return None
         raise WireError(f"{type(message).__name__} is nothing a relay says")
 
     def _greet(self, identity: bytes, hello: Hello) -> Message | None:
         """Take a relay in, unless it brings records of another run than the one gathered here.
 
-        The log here says which run that is; the answer does not.
+        The log here says which run that is; the answer does not. A relay that comes while the disk
+        is full is heard all the same: who else would say that its job is over?
         """
-        if identity in self._peers:
+        peer = self._peers.get(identity)
+        if peer is not None and peer.is_admitted:
             return None
         name = f"relay {identity.decode(errors='replace')} on {hello.host or 'unknown host'}"
         if hello.version != PROTOCOL_VERSION:
@@ -258,13 +272,19 @@ class Intake:
         try:
             self._replicas.claim(hello.run_id)
         except FolderError as error:
+            self._peers.pop(identity, None)
             return self._reject(identity, name, str(error), _ANOTHER_RUN)
         except SpoolError as error:
             self._note_trouble(str(error))
+            if peer is None:
+                self._peers[identity] = _Peer(host=hello.host)
             return None
         log(f"{name} brings run {hello.run_id}")
+        self._trouble = ""
+        if not self._is_published:
+            self._publish()
         self.progress_at = time.monotonic()
-        self._peers[identity] = _Peer(host=hello.host)
+        self._peers[identity] = _Peer(host=hello.host, is_admitted=True)
         return None
 
     def _reject(self, identity: bytes, name: str, noted: str, told: str) -> Rejected:

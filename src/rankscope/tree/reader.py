@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -99,8 +100,8 @@ def open_trace(
     """Open a trace folder.
 
     A folder without trace.json is assembled in memory from what the ranks have sent so far, and
-    says so (`is_written`, `is_live`); where every rank has ended and a collector is writing the
-    tree, it is waited for.
+    says so (`is_written`, `is_live`); where every rank has ended and a collector is about to write
+    the tree, it is waited for.
 
     Args:
         path: the folder, or the trace.json in it; default the one this is inside of, or the newest
@@ -122,17 +123,43 @@ def open_trace(
         raise FolderError(
             f"{folder}: no such folder; give the trace folder that rankscope run named"
         )
+    deadline = time.monotonic() + wait_s
     wait_for_collector(folder, wait_s, progress)
-    if (folder / TRACE_NAME).exists():
-        return _understood(folder, lambda: Trace(TraceFiles(folder), folder))
+    trace = _finished(folder) or _unfinished(folder, progress)
+    if trace.is_written or not trace.is_live:
+        return trace
+    from rankscope.tree.unfinished import is_about_to_end
+
+    run, left_s = trace.run, deadline - time.monotonic()
+    if left_s <= 0 or not is_about_to_end(folder, run):
+        return trace
+    wait_for_collector(folder, left_s, progress, lambda: is_about_to_end(folder, run))
+    return _finished(folder) or _unfinished(folder, progress)
+
+
+def _finished(folder: Path) -> Trace | None:
+    """Return the trace of a folder in which the tree is written, None where it is not."""
+    if not (folder / TRACE_NAME).exists():
+        return None
+    return _understood(folder, lambda: Trace(TraceFiles(folder), folder))
+
+
+def _unfinished(folder: Path, progress: Progress | None) -> Trace:
+    """Return the trace that the records make which have come so far.
+
+    Raises:
+        FolderError: the folder is empty.
+        TraceError: there are none.
+    """
     from rankscope.assembly.sources import find_streams
     from rankscope.tree.build import assemble  # slow to import; a finished tree needs neither
     from rankscope.tree.unfinished import is_at_work
 
     sources = find_streams([folder])
     if not sources:
-        if (folder / TRACE_NAME).exists():  # finished between the two looks
-            return _understood(folder, lambda: Trace(TraceFiles(folder), folder))
+        finished = _finished(folder)  # between the two looks
+        if finished is not None:
+            return finished
         if not any(folder.iterdir()):
             raise FolderError(f"{folder}: is empty; nothing has been traced into it yet")
         raise TraceError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -126,17 +126,28 @@ def _load(path: Path, kind: str) -> dict[str, Any]:
     return checked
 
 
-def wait_for_collector(folder: Path, wait_s: float, progress: Progress | None) -> None:
+def wait_for_collector(
+    folder: Path,
+    wait_s: float,
+    progress: Progress | None,
+    is_about_to_end: Callable[[], bool] = lambda: False,
+) -> None:
     """Return once trace.json is there, or nobody is about to write it.
 
     Where a collector is at work and nothing has come yet, records may be on their way from a job
     that was over quickly: that is waited for as well, but not long.
+
+    Args:
+        folder: the trace folder.
+        wait_s: how long to wait at most.
+        progress: told of the waiting.
+        is_about_to_end: says what this folder alone does not, that a tree will come.
     """
     started = time.monotonic()
     while not (folder / TRACE_NAME).exists():
         waited = time.monotonic() - started
         is_expected = _is_finishing(folder) or (waited < _FIRST_S and _is_without_records(folder))
-        if not is_expected or waited >= wait_s:
+        if waited >= wait_s or not (is_expected or is_about_to_end()):
             return
         if progress is not None:
             progress("waiting for the collector", waited / wait_s)
@@ -144,10 +155,10 @@ def wait_for_collector(folder: Path, wait_s: float, progress: Progress | None) -
 
 
 def _is_without_records(folder: Path) -> bool:
-    """True where no stream has come, and a collector holds the folder or is about to: the folder
+    """True where no record has come, and a collector holds the folder or is about to: the folder
     was made for one just now.
     """
-    if _replicas(folder):
+    if any(replica.stat().st_size for replica in _replicas(folder)):
         return False
     is_prepared = any((folder / name).exists() for name in _OF_A_COLLECTOR)
     is_fresh = is_prepared and time.time() - folder.stat().st_mtime < _FIRST_S

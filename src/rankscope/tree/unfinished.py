@@ -7,11 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rankscope.run.folders import find_runs, is_held, spool_base
+from rankscope.run.folders import find_runs, is_held, spool_base, stream_folder, streams
 from rankscope.run.liveness import is_abandoned
+from rankscope.run.locks import is_alive
 from rankscope.run.names import COLLECTOR_LOCK_NAME, HOST_STATE_PREFIX, REPLICA_FOLDER
+from rankscope.spool.replication import read_end, replica_path, replicated
 
-__all__ = ["is_at_work", "spool_bases"]
+__all__ = ["is_about_to_end", "is_at_work", "spool_bases"]
 
 _SILENT_S = 30.0
 """Relays of other hosts leave a word in a shared folder every second."""
@@ -28,6 +30,25 @@ def is_at_work(folder: Path, run: Mapping[str, Any]) -> bool:
     states = (folder / REPLICA_FOLDER).glob(f"{HOST_STATE_PREFIX}*.json")
     written = [path.stat().st_mtime for path in states]
     return time.time() - max(written, default=0.0) < _SILENT_S
+
+
+def is_about_to_end(folder: Path, run: Mapping[str, Any]) -> bool:
+    """True while a collector is at work on a run whose ranks have all ended: what this host's ranks
+    wrote last, or the word that they ended, is still on its way to it.
+
+    Never true while a rank of this host lives, or one of another host has not been said to have
+    ended: that job may train on.
+    """
+    if not is_held(folder / COLLECTOR_LOCK_NAME):
+        return False
+    are_open = {one for one in replicated(folder) if read_end(replica_path(folder, one)) is None}
+    of_host = set()
+    for run_folder in find_runs(spool_bases(run), str(run["id"])):
+        found = streams(run_folder)
+        if any(is_alive(stream_folder(run_folder, stream)) for stream in found):
+            return False
+        of_host.update(found)
+    return are_open <= of_host
 
 
 def spool_bases(run: Mapping[str, Any]) -> list[Path]:
