@@ -68,6 +68,19 @@ def test_overflow_in_a_step_that_a_scaler_skipped_is_left_alone(tmp_path: Path):
     assert judged(tmp_path, 1, write).verdict is Verdict.CLEAN
 
 
+def test_values_without_a_finite_element_were_held_to_nothing(tmp_path: Path):
+    def write(rank: PaperRank) -> None:
+        setup(rank, {"fc.weight": numbers(0), "fc.bias": numbers(1, 6)})
+        nothing = np.full((4, 6), np.nan, np.float32)
+        gradients = {"fc.weight": nothing, "fc.bias": spoiled(numbers(2, 6))}
+        event(rank, Phase.GRADS, "grad", gradients, flags=int(ValueFlag.SKIPPED))
+
+    report = judged(tmp_path, 2, write)
+    assert report.verdict is Verdict.CLEAN and (report.judged, report.alone) == (4, 1)
+    (skipped,) = report.skipped
+    assert (skipped.reason, skipped.count) == ("no finite element on any rank", 1)
+
+
 def test_a_rank_that_only_took_part_in_the_reduction_is_a_victim(tmp_path: Path):
     def write(rank: PaperRank) -> None:
         setup(rank, {"fc.weight": numbers(0)})

@@ -40,14 +40,15 @@ class Coverage:
     _seen: set[int] = field(default_factory=set)
     _looked_at: set[int] = field(default_factory=set)
 
-    def applied(self, values: object) -> None:
-        """Count a value that was held to others, once however many rules look at it."""
+    def applied(self, values: SlotValues) -> None:
+        """Count a value that was held to others, once however many rules look at it. One without a
+        finite element was looked at, but nothing can be held to it."""
         self.screened(values)
-        if id(values) not in self._seen:
+        if id(values) not in self._seen and not values.is_all_nonfinite:
             self._seen.add(id(values))
             self.with_others += 1
 
-    def screened(self, values: object) -> None:
+    def screened(self, values: SlotValues) -> None:
         """Count a value that a rule looked at by itself."""
         if id(values) not in self._looked_at:
             self._looked_at.add(id(values))
@@ -81,6 +82,9 @@ class Coverage:
                     self._count_skipped(values, layouts, apart)
 
     def _count_skipped(self, values: SlotValues, layouts: Layouts, apart: Sequence[Array]) -> None:
+        if values.is_all_nonfinite:
+            self.skip("no finite element on any rank")
+            return
         is_placed = bool(layouts.placements(values.call.path, values.slot))
         is_undeclared = values.source == "unknown" and not is_placed
         reason = "layout unknown" if is_undeclared else "held once"

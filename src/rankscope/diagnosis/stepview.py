@@ -108,6 +108,13 @@ class SlotValues:
         return found
 
     @cached_property
+    def is_all_nonfinite(self) -> bool:
+        """True where it has elements and all of them, on every rank, are NaN or infinite: such
+        values are equal whatever should have stood there."""
+        has_elements = self.is_known & (self.counts > 0)
+        return bool(has_elements.any() and np.isnan(self.column("min")[has_elements]).all())
+
+    @cached_property
     def is_constant(self) -> bool:
         """True where no rank holds two different elements: as equal on shards as on replicas."""
         return not bool((self.is_known & (self.column("min") < self.column("max"))).any())
