@@ -162,6 +162,43 @@ def test_what_ends_a_program_outside_of_its_modules_is_told_with_its_line(launch
     assert "outside of any module's call, at script.py:8 use" in said_of[0, 5]
 
 
+ENDS_IN_HOOKS = """
+import os, pathlib, signal, sys, time, torch
+signal.signal(signal.SIGTERM, signal.SIG_IGN)  # that an agent sends once a first rank has failed
+there = pathlib.Path(sys.argv[1])
+(there / ("deaf." + os.environ["RANK"])).touch()
+while len([*there.glob("deaf.*")]) < int(os.environ["WORLD_SIZE"]): time.sleep(0.01)
+def refuse(module, args, output): raise ValueError("no such output")
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc, self.last = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    def forward(self, x):
+        try: x = self.fc(x)
+        except ValueError:
+            if way != "forgiven": raise
+        if way == "forgiven": raise KeyError("later")
+        return self.last(x)
+way = sys.argv[2 + int(os.environ["RANK"])]
+model = torch.nn.Sequential(Block())
+hooked = {"root": model, "block": model[0]}.get(way, model[0].fc)
+hooked.register_forward_hook(refuse)
+model(torch.ones(2, 2))
+"""
+
+
+def test_an_exception_of_a_forward_hook_is_told_of_the_module_that_has_the_hook(launch: Start):
+    job = launch("job", ["child", "block", "root", "forgiven"], script=ENDS_IN_HOOKS)
+    assert job.wait() == 1
+    report = verified(job.out)
+    told = {each["rank"]: (each["path"], each["error"]) for each in report["raised"]}
+    no = "ValueError: no such output"
+    assert told == {0: ("0.fc", no), 1: ("0", no), 2: ("", no), 3: ("0", "KeyError: 'later'")}
+    checked = json.loads(rankscope("check", job.out, "--json").stdout)
+    crashed = [(f["path"], *f["ranks"]) for f in checked["findings"] if f["kind"] == "crash"]
+    assert sorted(crashed) == [("", 2), ("0", 1), ("0", 3), ("0.fc", 0)]
+
+
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
 def test_a_signal_to_the_launcher_ends_the_ranks_and_leaves_the_tree(
     number: signal.Signals, launch: Start

@@ -11,7 +11,7 @@ from typing import NoReturn
 from rankscope.agent.guard import describe_error
 from rankscope.agent.hooks.pythonstack import call_site, raise_site
 
-__all__ = ["Raised", "forget_exits", "note_exits", "what_ends_the_program"]
+__all__ = ["Raised", "forget_exits", "note_exits", "uncaught", "what_ends_the_program"]
 
 _MOST_CAUSES = 8
 _UNREMARKABLE = (None, 0)
@@ -36,15 +36,21 @@ def what_ends_the_program() -> Raised | None:
     The interpreter notes an exception before it runs `atexit`, but not a SystemExit; the end of a
     process of `multiprocessing` comes while either is being handled.
     """
-    running = sys.exc_info()[1]
-    if running is None:
-        is_interactive = hasattr(sys, "ps1") or sys.flags.interactive
-        running = None if is_interactive else getattr(sys, "last_value", None)
+    running = uncaught()
     if running is None:
         return _exiting
     if isinstance(running, SystemExit) and running.code in _UNREMARKABLE:
         return None
     return _raised_of(running)
+
+
+def uncaught() -> BaseException | None:
+    """Return the exception that ends this process, None where it ends by none that is known."""
+    running = sys.exc_info()[1]
+    if running is not None:
+        return running
+    is_interactive = hasattr(sys, "ps1") or sys.flags.interactive
+    return None if is_interactive else getattr(sys, "last_value", None)
 
 
 def _raised_of(error: BaseException, at: str = "") -> Raised:

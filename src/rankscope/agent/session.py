@@ -15,7 +15,7 @@ from pathlib import Path
 
 from torch import nn
 
-from rankscope.agent.ending import Raised
+from rankscope.agent.ending import Raised, uncaught
 from rankscope.agent.guard import MAX_FAILURES, Guard, say, text_of
 from rankscope.agent.hooks.callstack import Scope
 from rankscope.agent.hooks.callvalues import CallOptions, CallValues
@@ -170,6 +170,8 @@ class Session:
             if dynamo_has_compiled():
                 say(f"nothing was traced: {HIDDEN}")
             return
+        if raised is not None:
+            self._tracer.raised(uncaught())
         self._steps.end_steps()
         self._values.collect(wait=True)
         self._steps.define_groups()

@@ -19,6 +19,7 @@ from rankscope.capture.torch_internals.parallel import shape_inference
 __all__ = [
     "call_site",
     "explain_no_room",
+    "has_left",
     "has_room_for",
     "is_inferring_shapes",
     "keyword_arguments",
@@ -66,6 +67,20 @@ def _is_inside(name: str) -> bool:
     if found is None:
         found = _known_files[name] = name.startswith((*_INSIDE, "<"))
     return found
+
+
+def has_left(error: BaseException, module: torch.nn.Module) -> bool:
+    """True where an exception came out of a call of this module, hooks and all."""
+    trace = error.__traceback__
+    while trace is not None:
+        frame = trace.tb_frame
+        is_call = frame.f_code.co_filename.endswith("module.py") and (
+            frame.f_code.co_name == "_call_impl"
+        )
+        if is_call and frame.f_locals.get("self") is module:
+            return True
+        trace = trace.tb_next
+    return False
 
 
 def raise_site(trace: TracebackType | None) -> str:

@@ -17,7 +17,7 @@ from rankscope.agent.hooks.callvalues import CallValues
 from rankscope.agent.hooks.definitions import DefinitionWriter
 from rankscope.agent.hooks.install import HookSet
 from rankscope.agent.hooks.modules import ModuleInfo, Root
-from rankscope.agent.hooks.pythonstack import keyword_arguments, module_calls_running
+from rankscope.agent.hooks.pythonstack import has_left, keyword_arguments, module_calls_running
 from rankscope.agent.recorder import Recorder
 from rankscope.capture.invisible import invisible
 from rankscope.capture.torch_internals.autograd import current_graph_task, stops_recomputation
@@ -173,13 +173,16 @@ class Tracer:
             frame: OpenCall | None = frames.pop()
         else:
             frame = self._repair(module)
+        is_hooked = module._forward_hooks and self._hooks.stands_behind_outputs_of(module)
         if not frames:
             self._hooks.leave_modules()
         if frame is None:
             return
         if self.nodes is not None:
             self.nodes.end(frame)
-        stacks.ended = frame if module._forward_hooks and len(rest) == 2 else None
+        if len(rest) == 1:
+            self.raised(sys.exc_info()[1])
+        stacks.ended = frame if is_hooked and len(rest) == 2 else None
         if not frame.is_recorded or frame.sequence is None:
             return
         if len(rest) == 1:
@@ -195,6 +198,18 @@ class Tracer:
         if frame.phase is Phase.FORWARD and not frame.info.path and frame.info.root is not None:
             self._note_compiled_in_place(frame, frame.info.root)
         self._recorder.exit(frame.sequence)
+
+    def raised(self, error: BaseException | None) -> None:
+        """Say of the call that ended last that it raised, where one of its own forward hooks did.
+
+        Our hook behind those never ran then, and the call has been written as one that returned.
+        The error's traceback tells it from a hook whose exception the program has caught.
+        """
+        frame, self._stacks.ended = self._stacks.ended, None
+        if error is None or frame is None or not frame.is_recorded or frame.sequence is None:
+            return
+        if has_left(error, frame.module):
+            self._recorder.exit(frame.sequence, CallStatus.RAISED, describe_error(error))
 
     def _note_compiled_in_place(self, frame: OpenCall, root: Root) -> None:
         """Leave a call without values for the modules of a root that no hook could see."""
