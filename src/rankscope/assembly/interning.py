@@ -269,12 +269,15 @@ def _description(
     mesh = (
         mesh_of(definitions[definition["mesh"]]) if definition.get("mesh") in definitions else None
     )
+    source = definition.get("source", "unknown")
+    is_known = source in LayoutSource._value2member_map_  # a newer rankscope may have another
+    mesh = mesh if is_known else None
     whole, ranges = definition.get("global_shape"), definition.get("ranges")
     placements = definition.get("placements") or () if mesh else ()
     piece = Piece(
         shape=tuple(map(int, definition["shape"])),
         layout=Layout(
-            source=LayoutSource(definition.get("source", "unknown")),
+            source=LayoutSource(source if is_known else "unknown"),
             mesh=mesh,
             placements=tuple(parse_placement(str(text)) for text in placements),
         ),

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.errors import SpoolError, TraceVersionError
+from rankscope.record.call import Mode, Phase
 from rankscope.record.streams import EndReason, StreamId
 from rankscope.record.value import SKETCH_SIZE
 from rankscope.spool import cells
@@ -121,6 +122,16 @@ def read_stream(
     _, values, has_digest = found.values()
     ended = ending(found)
     gaps = found.columns(RecordKind.GAP)[1]
+    enters, left_out = _known_calls(found.columns(RecordKind.ENTER)[1])
+    if len(left_out) or not _IS_PHASE[values["phase"]].all():
+        of_known = _IS_PHASE[values["phase"]] & ~np.isin(values["sequence"], left_out)
+        maker = dict(identity.get("versions") or {}).get("rankscope")
+        rejected.append(
+            f"{len(left_out)} calls and {int((~of_known).sum())} values are left out, which are of "
+            f"phases or modes that this rankscope does not know: read them with "
+            + (f"rankscope {maker}" if maker else "the rankscope that recorded them")
+        )
+        values, has_digest = values[of_known], has_digest[of_known]
     committed = source.committed
     if committed is None and ended.reason is not None:
         committed = found.committed_bytes
@@ -128,13 +139,13 @@ def read_stream(
         stream=source.stream,
         identity=identity,
         definitions=definitions,
-        enters=found.columns(RecordKind.ENTER)[1],
+        enters=enters,
         exits=found.columns(RecordKind.EXIT)[1],
         values=values,
         has_digest=has_digest,
         samples=_samples(found),
-        steps=found.columns(RecordKind.STEP)[1],
-        gaps=gaps,
+        steps=_of_known_modes(found.columns(RecordKind.STEP)[1]),
+        gaps=_of_known_modes(gaps),
         errors=found.columns(RecordKind.ERROR)[1],
         tensors=found.columns(RecordKind.TENSOR)[1],
         committed=committed,
@@ -146,6 +157,31 @@ def read_stream(
         notes=(*source.notes, *rejected),
         kept_notes=_not_kept(definitions),
     )
+
+
+_NUMBERS = np.arange(256)
+_IS_PHASE = np.isin(_NUMBERS, [int(phase) for phase in Phase])
+_IS_MODE = np.isin(_NUMBERS, [int(mode) for mode in Mode])
+"""By number: a newer rankscope may have added more."""
+
+
+def _known_calls(enters: Array) -> tuple[Array, NDArray[np.uint64]]:
+    """Return the calls of known phases and modes, and the sequence numbers of all others, of those
+    inside them too."""
+    is_known = _IS_PHASE[enters["phase"]] & _IS_MODE[enters["mode"]]
+    left_out = enters["sequence"][~is_known]
+    while len(left_out):
+        inside = is_known & np.isin(enters["parent"], left_out)
+        if not inside.any():
+            return enters[is_known], left_out
+        is_known &= ~inside
+        left_out = enters["sequence"][~is_known]
+    return enters, left_out
+
+
+def _of_known_modes(rows: Array) -> Array:
+    is_known = _IS_MODE[rows["mode"]]
+    return rows if is_known.all() else rows[is_known]
 
 
 def _raised(definitions: dict[int, dict[str, Any]]) -> dict[str, Any] | None:

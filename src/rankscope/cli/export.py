@@ -55,7 +55,7 @@ def command(
     ] = False,
 ) -> None:
     """Write a trace in the format of another tool; PATH appears when it is whole."""
-    from rankscope.cli.terminal import opened, progress
+    from rankscope.cli.terminal import opened, progress, say_unread
     from rankscope.export.formats import export, format_named
     from rankscope.export.subset import Selection
 
@@ -82,3 +82,4 @@ def command(
     typer.echo(f"{out}: {first}")
     for line in more:
         typer.echo(f"rankscope: {line}", err=True)
+    say_unread(found)

@@ -25,7 +25,7 @@ def command(
     ] = None,
 ) -> None:
     """Propose a layout file from what a run shows, with a reason for each line, to be edited."""
-    from rankscope.cli.terminal import opened
+    from rankscope.cli.terminal import opened, say_unread
     from rankscope.diagnosis.layoutproposal import propose_layout
     from rankscope.errors import LayoutError
 
@@ -35,6 +35,7 @@ def command(
     if int(found.run["world_size"]) < 2:
         raise LayoutError(f"{found.path}: the run had one rank, which holds everything whole")
     text = "\n".join(proposal_lines(propose_layout(found), str(found.path))) + "\n"
+    say_unread(found)
     if out is None:
         typer.echo(text, nl=False)
         return

@@ -51,7 +51,7 @@ def command(
     """Show the tree of a trace: calls, placements, numbers, and where ranks differ."""
     import sys
 
-    from rankscope.cli.terminal import Paint, fitted, opened, width
+    from rankscope.cli.terminal import Paint, fitted, opened, say_unread, width
     from rankscope.cli.treetext import View, tree_lines
 
     view = View.parse(
@@ -65,6 +65,8 @@ def command(
         slots=slots,
     )
     columns = width()
-    for line in tree_lines(opened(trace), view, Paint(sys.stdout)):
+    found = opened(trace)
+    for line in tree_lines(found, view, Paint(sys.stdout)):
         for row in fitted(line, columns):
             typer.echo(row)
+    say_unread(found)

@@ -17,7 +17,7 @@ from rankscope.tree.reader import open_trace
 from rankscope.tree.treewriter import Progress
 from rankscope.tree.views import Trace
 
-__all__ = ["Paint", "fitted", "opened", "progress", "visible", "width"]
+__all__ = ["Paint", "fitted", "opened", "progress", "say_unread", "visible", "width"]
 
 _CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
 _COLOR = re.compile(r"\x1b\[\d+m")
@@ -112,3 +112,10 @@ def opened(path: Path | None) -> Trace:
             "this is what its ranks have sent so far\n"
         )
     return trace
+
+
+def say_unread(trace: Trace) -> None:
+    """Say on stderr what of a trace was passed over because only a newer rankscope knows it; once
+    all that a command needs has been read."""
+    if trace.unread:
+        sys.stderr.write(f"rankscope: {trace.path}: {trace.unread}\n")

@@ -121,6 +121,8 @@ def check(
     candidates = without_unreduced(candidates, context)
     candidates += _of_the_end(trace, steps, context)
     _note_stalls(trace, context, candidates)
+    if trace.unread:
+        context.coverage.note(trace.unread)
     joins: list[Join] = []
     if len(candidates) > 1:
         joins += messages.joins()

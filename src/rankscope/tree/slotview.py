@@ -35,6 +35,10 @@ class Whereabouts:
     """What their own data was read from."""
 
 
+_SOURCES = frozenset(source.value for source in LayoutSource)
+_UNKNOWN: Mapping[str, Any] = {"source": LayoutSource.UNKNOWN.value}
+
+
 @damaged_is_trace_error
 @dataclass(frozen=True, slots=True)
 class SlotView:
@@ -79,13 +83,19 @@ class SlotView:
     @property
     def placements(self) -> dict[str, Placement]:
         """{axis: placement}; {} where the layout is unknown."""
-        texts = self.data["layout"].get("placements", {})
+        texts = self._layout.get("placements", {})
         return {axis: parse_placement(text) for axis, text in texts.items()}
 
     @property
     def source(self) -> LayoutSource:
         """Where the layout comes from."""
-        return LayoutSource(self.data["layout"]["source"])
+        return LayoutSource(self._layout["source"])
+
+    @property
+    def _layout(self) -> Mapping[str, Any]:
+        """The layout as it is written, unknown where a newer rankscope has a source of its own."""
+        found: Mapping[str, Any] = self.data["layout"]
+        return found if found["source"] in _SOURCES else _UNKNOWN
 
     def layout(self, rank: int | None = None) -> Layout:
         """Return the layout, with the mesh `rank` (default: the lowest) is in."""
@@ -102,7 +112,7 @@ class SlotView:
     @property
     def mesh_name(self) -> str:
         """The kind of mesh that the layout names, such as `dp=2,tp=2`; "" where it is unknown."""
-        return str(self.data["layout"].get("mesh", ""))
+        return str(self._layout.get("mesh", ""))
 
     @property
     def meshes(self) -> tuple[Mesh, ...]:

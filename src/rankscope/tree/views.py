@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -330,9 +330,8 @@ class Node:
     @property
     def children(self) -> tuple[Node, ...]:
         """Calls made inside this one."""
-        return tuple(
-            Node(each, self.head, self.trace, self._where) for each in self.data["children"]
-        )
+        known = self.trace.known_nodes(self.data["children"])
+        return tuple(Node(each, self.head, self.trace, self._where) for each in known)
 
     def value(self, slot: str) -> Value | None:
         """Return the value of one slot over all ranks, None where the node has no such slot."""
@@ -372,7 +371,7 @@ class Step:
     def fresh(self) -> Iterator[Node]:
         """Yield the outermost calls, read anew: nothing here keeps them."""
         head = GroupHead(mode=self.mode, step=self.step, incarnation=self.incarnation)
-        nodes = self._source.nodes(self._group)
+        nodes = self._trace.known_nodes(self._source.nodes(self._group))
         return (Node(data, head, self._trace, self._where) for data in nodes)
 
     def walk(self) -> Iterator[Node]:
@@ -412,11 +411,40 @@ class Trace:
         self._columns: Columns | None = None
         self._source = source
         where = Whereabouts(self.columns, meshes, path)
-        every = [Step(source, group, self, where) for group in range(len(source.groups))]
+        self._passed_over: set[str] = set()
+        every = [
+            Step(source, group, self, where)
+            for group, (_, head) in enumerate(source.groups)
+            if self._is_known(Mode, "mode", head.get("mode", "train"))
+        ]
         self.setup: tuple[Step, ...] = tuple(step for step in every if step.is_setup)
         """Setup of every incarnation that recorded one."""
         self.steps: tuple[Step, ...] = tuple(step for step in every if not step.is_setup)
         """Steps of all modes and incarnations, in order."""
+
+    def known_nodes(self, nodes: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+        """Yield the nodes of phases that this version knows; a later one may add phases."""
+        for data in nodes:  # which may be damaged: that shows where the node is read
+            word = data.get("phase") if isinstance(data, dict) else None
+            if not isinstance(word, str) or self._is_known(Phase, "phase", word):
+                yield data
+
+    def _is_known(self, kind: type[Phase] | type[Mode], what: str, word: object) -> bool:
+        if str(word).upper() in kind.__members__:
+            return True
+        self._passed_over.add(f"{what} {word!r}")
+        return False
+
+    @property
+    def unread(self) -> str:
+        """What was passed over of all that has been read so far, because only a newer rankscope
+        knows it; "" for nothing."""
+        if not self._passed_over:
+            return ""
+        maker = self.run.get("versions", {}).get("rankscope")
+        needed = f"rankscope {maker}" if maker else "the rankscope that made the trace"
+        listed = ", ".join(sorted(self._passed_over))
+        return f"passed over what this rankscope does not know ({listed}): read it with {needed}"
 
     @property
     def is_complete(self) -> bool:
