@@ -31,7 +31,7 @@ from rankscope.assembly.rankstreams import StreamBytes
 from rankscope.capture.kernel import build as build_kernel
 from rankscope.chunks.scratch import HeldBytes, Scratch
 from rankscope.chunks.writing import ByteArray
-from rankscope.errors import RankscopeError, SpoolError
+from rankscope.errors import RankscopeError, SettingError, SpoolError
 from rankscope.record.streams import EndReason
 from rankscope.run.folders import run_key, stream_folder
 from rankscope.run.out import typed
@@ -81,6 +81,11 @@ def trace_block(model: nn.Module | None, given: Mapping[str, object]) -> Iterato
 
 def _begin(model: nn.Module | None, given: Mapping[str, object]) -> tuple[Begun, _End]:
     """Begin; return how that went, and what ends the block without ever raising."""
+    if model is not None and not isinstance(model, nn.Module):
+        raise SettingError(
+            f"the first argument of trace() is a model, and this is a {type(model).__name__}; "
+            "name the folder with trace(out=...)"
+        )
     if current_session() is not None:
         say(_TRACED_ALREADY)
         return Begun(None, _TRACED_ALREADY), _nothing

@@ -43,6 +43,7 @@ BROKEN: dict[str, Break] = {
     "a lone surrogate": lambda f, m: {"out": f"{f}/\ud800"},
     "nobody's home": lambda f, m: {"out": "~nobody-of-that-name/t"},
     "an argument without a text": lambda f, m: {"out": Unprintable()},
+    "a folder in the place of the model": lambda f, m: {"model": str(f / "t")},
 }
 
 
