@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import cProfile
+import functools
 import io
 import os
 import pstats
@@ -28,8 +29,11 @@ import torch
 from torch import nn
 
 import rankscope
+from rankscope.record.call import Phase
 
 Step = Callable[[], None]
+MICRO_BATCHES = 4
+PHASES = frozenset(phase.word for phase in Phase)
 HEADER = "\n| {} | ratio to plain | quartiles | plain ms | watched ms |\n|---|---|---|---|---|"
 
 
@@ -57,15 +61,16 @@ def inference(model: nn.Module) -> Step:
     return forward
 
 
-def training(model: nn.Module) -> Step:
+def training(model: nn.Module, micro_batches: int = 1) -> Step:
     """Return one whole training step."""
     model.train()
     tokens = torch.randint(0, 4096, (2, 128), generator=torch.Generator().manual_seed(1))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
     def train() -> None:
-        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
-        loss.backward()
+        for _ in range(micro_batches):
+            loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+            (loss / micro_batches).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -264,12 +269,21 @@ def main() -> None:
             except ImportError as error:
                 print(f"| {name} | not installed: {error} | | | |")
     if options.training:
-        step = training(llama())
+        step = training(model)
         step()
         print(HEADER.format("training step"))
         compare("whole digest", step, lambda: traced(model), options.rounds)
         compare("structure only", step, lambda: traced(model, digest="none"), options.rounds)
         compare_untraced(step, model, options.rounds)
+        step = training(model, MICRO_BATCHES)
+        print(HEADER.format(f"training step of {MICRO_BATCHES} micro-batches"))
+        for name, phases in (
+            ("whole digest", PHASES),
+            ("gradients read at the optimizer's step alone", PHASES - {"accumulated"}),
+        ):
+            taken = ",".join(sorted(phases))
+            watched = functools.partial(traced, model, phases=taken)
+            compare(name, step, watched, max(options.rounds // 2, 2))
     if options.calls:
         cost_per_call(options.rounds)
 
