@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,19 @@ for _variable in [name for name in os.environ if name.startswith(("RANKSCOPE", "
         del os.environ[_variable]
 
 from tests.distributed.pool import RankPool  # noqa: E402  # the environment above is for its processes too
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Have what tests start obey signals that this run was started to ignore (`nohup`, `&`).
+
+    Programs inherit that a signal is ignored, but no handler: torchrun would wait half a minute for
+    ranks that no Ctrl-C ends. pytest itself goes on ignoring them.
+    """
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        return  # it only starts the workers
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, lambda _number, _frame: None)
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
