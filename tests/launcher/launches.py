@@ -14,6 +14,8 @@ from tests import forked
 from tests.waiting import wait_until
 
 BIN = Path(sys.executable).parent
+_LOOKS = 6
+"""A launcher waits less often than this between starting its last rank and looking after it."""
 SCRIPT = """
 import ctypes, os, pathlib, signal, sys, time
 rank, life = int(os.environ["RANK"]), os.environ["TORCHELASTIC_RESTART_COUNT"]
@@ -169,6 +171,21 @@ def kill(pid: int, number: int = signal.SIGKILL) -> None:
     if pid:  # 0 would be this very process group
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
+
+
+def wait_until_it_watches(pid: int) -> None:
+    """Wait until a launcher whose ranks run looks after them, again and again.
+
+    A rank may run before its launcher has noted it: a launcher that a signal ends then leaves that
+    rank behind.
+    """
+    status = Path(f"/proc/{pid}/status")
+
+    def times_waited() -> int:
+        return int(status.read_text().partition("\nvoluntary_ctxt_switches:")[2].split()[0])
+
+    before = times_waited()
+    assert wait_until(lambda: times_waited() >= before + _LOOKS)
 
 
 def rankscope(*words: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:

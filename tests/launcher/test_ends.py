@@ -22,7 +22,13 @@ import pytest
 from rankscope.record.call import Mode
 from rankscope.tree.reader import open_trace
 from tests import forked
-from tests.launcher.launches import Launch, kill, rankscope, run_named_command
+from tests.launcher.launches import (
+    Launch,
+    kill,
+    rankscope,
+    run_named_command,
+    wait_until_it_watches,
+)
 from tests.ports import free_port
 from tests.waiting import wait_until
 
@@ -205,6 +211,7 @@ def test_a_signal_to_the_launcher_ends_the_ranks_and_leaves_the_tree(
 ):
     job = launch("job", ["wait"])
     job.trained()
+    wait_until_it_watches(job.process.pid)
     job.process.send_signal(number)
     assert job.wait() == 1
     assert "incomplete: rankscope verify trace" in job.last_line, job.logs
@@ -236,6 +243,7 @@ def test_a_relay_that_was_held_up_before_any_rank_traced_is_waited_for(launch: S
 def test_ctrl_c_ends_the_job_and_a_second_one_the_waiting_for_its_tree(launch: Start):
     job = launch("job", ["wait"])
     job.trained()
+    wait_until_it_watches(job.process.pid)
     collector = job.companion("collector")
     kill(collector, signal.SIGSTOP)  # a tree that takes long
     os.killpg(job.process.pid, signal.SIGINT)

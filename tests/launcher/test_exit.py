@@ -12,6 +12,7 @@ import pytest
 
 from rankscope.tree.reader import open_trace
 from tests import forked
+from tests.launcher.launches import wait_until_it_watches
 
 pytestmark = pytest.mark.launch
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
@@ -277,6 +278,7 @@ def test_a_signal_ends_the_job_as_it_ends_torchruns(number: signal.Signals, tmp_
     for job in jobs:
         assert job.stdout is not None
         assert job.stdout.readline() == b"up\n"
+        wait_until_it_watches(job.pid)
         job.send_signal(number)
     for job in jobs:
         job.communicate(timeout=300)
