@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -242,20 +243,21 @@ class Swapped(nn.Module):
         super().__init__()
         self.layer = nn.Linear(4, 4)
 
-    def forward(self, x: Value) -> None:
+    def forward(self, x: Value, group: dist.ProcessGroup) -> None:
         if dist.get_rank() == 0:
-            dist.all_reduce(torch.ones(8))
-            dist.broadcast(torch.ones(2), src=0)
+            dist.all_reduce(torch.ones(8), group=group)
+            dist.broadcast(torch.ones(2), src=0, group=group)
         else:
-            dist.broadcast(torch.ones(2), src=0)
-            dist.all_reduce(torch.ones(8))
+            dist.broadcast(torch.ones(2), src=0, group=group)
+            dist.all_reduce(torch.ones(8), group=group)
 
 
 def run_swapped(folder: str) -> str:
     """Return how it ended for the program."""
+    group = dist.new_group(timeout=timedelta(seconds=2))  # what one rank waits for never comes
     try:
         with rankscope.trace(out=Path(folder) / "trace", steps="all"), torch.no_grad():
-            Swapped()(torch.ones(2, 4))
+            Swapped()(torch.ones(2, 4), group)
     except RuntimeError as error:
         return str(error)
     return ""

@@ -170,7 +170,7 @@ def live(folder: Path) -> list[list[Any]]:
 def test_a_mismatch_that_gloo_refuses_ends_as_it_does_without_tracing_and_is_written_down(
     ranks: RankPool, tmp_path: Path
 ) -> None:
-    said = ranks.run(job.run_swapped, str(tmp_path), world_size=2, group_timeout_s=10)
+    said = ranks.run(job.run_swapped, str(tmp_path), world_size=2)
     assert any(said), said
     found = json.loads((tmp_path / "trace" / "trace.json").read_text())
     first = [collectives(found, rank)[0] for rank in (0, 1)]

@@ -304,11 +304,11 @@ def test_a_killed_launcher_leaves_a_tree_or_what_recover_makes_one_of(launch: St
     kill(alone.companion("collector"))
     kill(cut.companion("relay"))
     assert len(job.ranks()) == len(alone.ranks()) == len(cut.ranks()) == 1
-    job.go()
+    for each in (job, alone):
+        each.go()
     assert wait_until(lambda: (job.out / "trace.json").exists())
     assert verified(job.out)["verdict"] == "clean"
     assert wait_until(lambda: is_empty(job.spool))
-    alone.go()
     assert wait_until(lambda: not alone.companion("relay"))
     assert not (alone.out / "trace.json").exists()
     (run_folder,) = alone.spool.glob("*/*")
