@@ -26,6 +26,7 @@ from rankscope.record.streams import EndReason
 from rankscope.run.out import typed
 from rankscope.settings import SETTINGS
 from rankscope.tree.build import build
+from tests import forked
 from tests.tree.jobs import grid_job
 from tests.tree.ranks_on_paper import PaperRank
 
@@ -468,7 +469,7 @@ def test_a_trace_of_a_newer_build_of_the_same_version_says_so(out, tmp_path):
 
 
 def test_help_of_run_breaks_no_word():
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, "-m", "rankscope", "run", "--help"],
         env={**os.environ, "COLUMNS": "80"}, capture_output=True, text=True, check=True,
     )  # fmt: skip
@@ -490,7 +491,7 @@ def test_help_of_run_breaks_no_word():
     ids=lambda words: " ".join(words)[:40],
 )
 def test_whatever_cannot_be_answered_is_one_json_object_and_exit_code_2(words, tmp_path):
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, "-m", "rankscope", *words],
         cwd=tmp_path, capture_output=True, text=True, timeout=300,
     )  # fmt: skip

@@ -22,6 +22,7 @@ from rankscope.doctor.interpreter import interpreter_conditions
 from rankscope.doctor.job import Question, job_conditions
 from rankscope.run.mounts import mount_of
 from rankscope.tree.reader import open_trace
+from tests import forked
 
 PLAIN = {name: text for name, text in os.environ.items() if not name.startswith("RANKSCOPE")}
 SOURCES = [str(Path(rankscope.__file__).parents[1]), str(Path(__file__).parents[2] / "launcher")]
@@ -218,13 +219,13 @@ with rankscope.trace(out=sys.argv[1], spool=sys.argv[2]):
 def test_records_of_a_dead_run_are_noted_with_the_command_that_saves_them(tmp_path: Path) -> None:
     spools, out = tmp_path / "spools", tmp_path / "trace"
     command = [sys.executable, "-c", DIES, str(out), str(spools)]
-    assert subprocess.run(command, check=False).returncode == 9
+    assert forked.run(command, check=False).returncode == 9
     settings = {"spool": str(spools), "out": str(tmp_path / "new"), "spool_bytes": "1M"}
     found = {c.name: c for c in job_conditions(Question(settings=settings), PLAIN)}["leftovers"]
     assert found.status is Status.NOTE and str(spools) in found.found
     saved = found.remedy.partition(",")[0].replace("NEW", str(tmp_path / "saved"))
     if str(spools) in saved:  # else this machine holds another dead run, named first
-        subprocess.run([sys.executable, "-m", *saved.split()], check=True, stdout=-3)
+        forked.run([sys.executable, "-m", *saved.split()], check=True, stdout=-3)
         assert open_trace(tmp_path / "saved").steps
         assert not any(path.is_dir() for path in spools.rglob("rank0*")), "all of it is saved"
 
