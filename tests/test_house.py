@@ -34,7 +34,7 @@ ROOMS = {
     "assembly": {"errors", "layout", "record", "run", "spool", "chunks"},
     "tree": {"errors", "globs", "layout", "record", "run", "spool", "chunks", "assembly"},
     "tensors": {"errors", "globs", "layout", "record", "run", "chunks", "tree"},
-    "diagnosis": {"errors", "globs", "layout", "record", "run", "tree"},
+    "diagnosis": {"errors", "globs", "layout", "record", "run", "assembly", "tree"},
     "export": {"errors", "globs", "layout", "record", "run", "tree"},
     "gather": {"errors", "record", "run", "spool", "chunks", "tree"},
     "doctor": {"errors", "record", "settings", "run", "gather", "agent", "capture"},
@@ -50,6 +50,7 @@ ROOMS = {
         *("errors", "globs", "layout", "record", "settings", "run", "gather", "assembly"),
         *("tree", "tensors", "diagnosis", "export", "doctor"),
     },
+    "testing": {"errors", "record", "tree", "diagnosis"},
     "tracing": {"errors", "settings", "agent", "block", "tree", "tensors"},
     "__init__": {"tracing", "tree", "diagnosis"},
     "__main__": {"cli"},
@@ -98,6 +99,8 @@ WITHOUT_TORCH = [
     "rankscope.tensors.globalvalues",
     "rankscope.diagnosis.check",
     "rankscope.cli.check",
+    "rankscope.diagnosis.comparison.diff",
+    "rankscope.testing",
 ]
 
 
@@ -230,7 +233,9 @@ def test_importing_anything_outside_the_ranks_loads_neither_torch_nor_more_than_
 
 
 def test_the_public_names_are_these() -> None:
-    assert rankscope.__all__ == ["Trace", "attach", "check", "open_trace", "step", "trace"]
+    assert rankscope.__all__ == [
+        *("Trace", "attach", "check", "diff", "open_trace", "step", "trace"),
+    ]
     assert rankscope.__all__ == sorted(rankscope.__all__)
     assert all(callable(getattr(rankscope, name)) for name in rankscope.__all__)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):

@@ -27,6 +27,7 @@ COMMANDS = (
     "doctor",
     "collect",
     "check",
+    "diff",
     "layout",
     "show",
     "tensor",

@@ -11,7 +11,13 @@ from rankscope.record.ranklists import ranks_named
 from rankscope.tree.summary import counted, extent
 from rankscope.tree.views import Trace
 
-__all__ = ["coverage_line", "report_lines"]
+__all__ = [
+    "coverage_line",
+    "infected_line",
+    "listed_findings",
+    "report_lines",
+    "where_line",
+]
 
 _MOST = 5
 """Findings of one kind and event that are listed one by one."""
@@ -28,15 +34,15 @@ def report_lines(
     if origins:
         first = origins[0]
         yield f"  first: {paint('bold', first.message)}"
-        yield f"  where: {_where(first)}"
-        yield f"  infected: {_infected(first)}"
+        yield f"  where: {where_line(first)}"
+        yield f"  infected: {infected_line(first)}"
         yield f"  look at: {first.advice}"
     yield paint("dim", f"{trace.path}  {extent(trace.run)}, {trace.state}")
-    yield from _section("origins", origins, is_all=is_all, paint=paint)
-    yield from _section("warnings", warnings, is_all=is_all, paint=paint)
+    yield from listed_findings("origins", origins, is_all=is_all, paint=paint)
+    yield from listed_findings("warnings", warnings, is_all=is_all, paint=paint)
     if is_all:
         victims = [f for f in report.findings if not f.is_origin and f not in warnings]
-        yield from _section("victims", victims, is_all=True, paint=paint)
+        yield from listed_findings("victims", victims, is_all=True, paint=paint)
     yield from _coverage(report)
 
 
@@ -94,7 +100,8 @@ def _verdict(report: Report, paint: Paint, layout: str) -> str:
     return f"{word}{detail} ({judged})"
 
 
-def _where(finding: Finding) -> str:
+def where_line(finding: Finding) -> str:
+    """Return path, slot, ranks and step of a finding."""
     micro = "" if finding.micro_batch is None else f", micro-batch {finding.micro_batch}"
     return (
         f"{finding.path or '(root)'}  {finding.slot or ''}  {ranks_named(finding.ranks)}, "
@@ -102,7 +109,8 @@ def _where(finding: Finding) -> str:
     )
 
 
-def _infected(finding: Finding) -> str:
+def infected_line(finding: Finding) -> str:
+    """Return how many values are wrong because of a finding, and the first of them."""
     if not finding.victims:
         return "nothing else that was recorded"
     names = ", ".join(finding.victim_names)
@@ -110,9 +118,10 @@ def _infected(finding: Finding) -> str:
     return f"{counted(finding.victims, 'value')}{f': {names}{more}' if names else ''}"
 
 
-def _section(
+def listed_findings(
     title: str, findings: Sequence[Finding], *, is_all: bool, paint: Paint
 ) -> Iterator[str]:
+    """Yield findings under a title, those of one kind and step together; () without any."""
     if not findings:
         return
     yield ""
@@ -124,7 +133,7 @@ def _section(
     for group in groups.values():
         shown = group if is_all else group[:_MOST]
         for finding in shown:
-            yield f"  {finding.kind.value}  {_where(finding)}"
+            yield f"  {finding.kind.value}  {where_line(finding)}"
             yield f"    {finding.message}"
             if finding.is_origin and finding is group[0]:
                 yield from _evidence(finding)
@@ -142,7 +151,7 @@ def _evidence(finding: Finding) -> Iterator[str]:
             text = value if isinstance(value, str) else json.dumps(value)
             yield f"    {name}: {text}"
     if finding.victims:
-        yield f"    infected: {_infected(finding)}"
+        yield f"    infected: {infected_line(finding)}"
 
 
 def _coverage(report: Report) -> Iterator[str]:

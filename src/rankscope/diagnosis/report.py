@@ -180,6 +180,7 @@ def report_json(report: Report) -> dict[str, Any]:
         "format": FORMAT,
         "command": report.command,
         "verdict": report.verdict.value,
+        **_preflight(report),
         "judged": report.judged,
         "compared": report.compared,
         "skipped": [{"reason": s.reason, "count": s.count} for s in report.skipped],
@@ -205,3 +206,10 @@ def report_json(report: Report) -> dict[str, Any]:
             for f in report.findings
         ],
     }
+
+
+def _preflight(report: Report) -> dict[str, Any]:
+    if not report.preflight:
+        return {}
+    lines = [{"what": w, "same": same, "text": text} for w, same, text in report.preflight]
+    return {"preflight": lines}

@@ -38,8 +38,11 @@ class Kind(str, enum.Enum):
     PARAMETER = "parameter-not-updated"
     """A parameter with a gradient that an optimizer step left as it was."""
     DIVERGENCE = "divergence"
+    """A value that is not the reference's, though what it was made of is."""
     SCALE = "scale-error"
+    """A value that is the reference's times a factor."""
     PERMUTATION = "permutation"
+    """The reference's numbers in other places."""
     DUPLICATE = "duplicate-data"
     """Data-parallel ranks that were handed the same batch, or shards that hold the same numbers."""
     CRASH = "crash"
@@ -162,6 +165,9 @@ class Report:
     """A few of them as `layers.*.fc:output`."""
     notes: tuple[str, ...] = ()
     """What else must be known to read it: what is missing, what was inferred."""
+    preflight: tuple[tuple[str, bool, str], ...] = ()
+    """Of `diff`: what was looked at before any number, whether both runs have the same, in words;
+    what differs first."""
     lacks: str = ""
     """Why nothing could be judged, and what to do about it; "" where something was."""
 

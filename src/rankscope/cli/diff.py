@@ -1,0 +1,66 @@
+"""`rankscope diff`: where a run first differs from a reference, whatever the topologies of both."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+__all__ = ["command"]
+
+EXIT_FINDING = 1
+
+
+def command(
+    ref: Annotated[Path, typer.Argument(metavar="REF", help="Trace of the run that is right.")],
+    test: Annotated[Path, typer.Argument(metavar="TEST", help="Trace of the run in question.")],
+    rules: Annotated[
+        Optional[list[str]],  # noqa: UP045  # typer reads it on 3.10
+        typer.Option(
+            "--map",
+            metavar="REGEX=TEXT",
+            help="Rewrite paths of TEST into those of REF; may be given several times.",
+        ),
+    ] = None,
+    map_file: Annotated[
+        Optional[Path],  # noqa: UP045  # as above
+        typer.Option(metavar="FILE", help="Rules as for --map, one in a line."),
+    ] = None,
+    layout: Annotated[
+        Optional[Path],  # noqa: UP045  # as above
+        typer.Option(
+            metavar="FILE",
+            envvar="RANKSCOPE_LAYOUT",
+            help="Declared layouts, for tensors that no DTensor describes.",
+        ),
+    ] = None,
+    is_all: Annotated[bool, typer.Option("--all", help="List every origin and note.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """Say where TEST first differs from REF: module, ranks, how much; exit 1 where it does."""
+    import json
+    import sys
+
+    from rankscope.cli.difftext import difference_lines
+    from rankscope.cli.terminal import Paint, fitted, opened, progress, width
+    from rankscope.diagnosis.comparison.alignment import PathMap
+    from rankscope.diagnosis.comparison.diff import diff
+    from rankscope.diagnosis.report import report_json
+    from rankscope.layout.layoutfile import LayoutFile
+    from rankscope.record.finding import Verdict
+
+    paths = PathMap(rules or ()) if map_file is None else PathMap.load(map_file, rules or ())
+    layouts = None if layout is None else LayoutFile.load(layout)
+    traces = opened(ref), opened(test)
+    with progress() as say:
+        report = diff(*traces, paths=paths, layouts=layouts, progress=say)
+    if as_json:
+        typer.echo(json.dumps(report_json(report)))
+    else:
+        columns = width()
+        for line in difference_lines(*traces, report, Paint(sys.stdout), is_all=is_all):
+            for row in fitted(line, columns):
+                typer.echo(row)
+    if report.verdict is not Verdict.CLEAN:
+        raise typer.Exit(EXIT_FINDING)

@@ -1,0 +1,75 @@
+"""What `diff` found as text.
+
+The first five lines are the answer: the verdict, what differed before any number was computed, and
+the first wrong place. Then which traces these were, all origins, and what could not be compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rankscope.cli.checktext import infected_line, listed_findings, where_line
+from rankscope.cli.terminal import Paint
+from rankscope.record.finding import Report, Severity, Verdict
+from rankscope.tree.summary import counted, extent
+from rankscope.tree.views import Trace
+
+__all__ = ["difference_lines"]
+
+_STYLES = {Verdict.CLEAN: "green", Verdict.FAULT: "red", Verdict.INCOMPLETE: "yellow"}
+
+
+def difference_lines(
+    ref: Trace, test: Trace, report: Report, paint: Paint, *, is_all: bool = False
+) -> Iterator[str]:
+    """Yield the lines of a report of `diff`."""
+    origins = report.origins
+    warnings = [f for f in report.findings if f.severity is Severity.WARNING]
+    yield _verdict(report, paint)
+    other = [text for _, is_same, text in report.preflight if not is_same]
+    same = [text for _, is_same, text in report.preflight if is_same]
+    if other:
+        yield f"  before any number: {paint('bold', '; '.join(other))}"
+    elif same:
+        yield f"  before any number: {'; '.join(same)}"
+    if origins:
+        first = origins[0]
+        yield f"  first: {paint('bold', first.message)}"
+        yield f"  where: {where_line(first)}"
+        yield f"  look at: {first.advice}"
+        yield f"  infected: {infected_line(first)}"
+    yield paint("dim", f"REF   {ref.path}  {extent(ref.run)}, {ref.state}")
+    yield paint("dim", f"TEST  {test.path}  {extent(test.run)}, {test.state}")
+    yield from listed_findings("origins", origins, is_all=is_all, paint=paint)
+    yield from listed_findings("warnings", warnings, is_all=is_all, paint=paint)
+    yield from _rest(report, same if other else ())
+
+
+def _rest(report: Report, same: Sequence[str]) -> Iterator[str]:
+    """Yield what was the same before any number, and what was not compared and why."""
+    yield ""
+    for text in same:
+        yield f"the same: {text}"
+    for skipped in report.skipped:
+        yield f"not compared: {counted(skipped.count, 'value')}: {skipped.reason}"
+    for note in report.notes:
+        yield f"note: {note}"
+
+
+def _verdict(report: Report, paint: Paint) -> str:
+    word = paint(_STYLES[report.verdict], report.verdict.value)
+    origins = report.origins
+    detail = ""
+    if origins:
+        kinds = ", ".join(dict.fromkeys(f.kind.value for f in origins))
+        detail = f": {kinds}, {counted(len(origins), 'origin')}"
+    elif report.lacks:
+        detail = f": {report.lacks}"
+    elif report.verdict is Verdict.INCOMPLETE:
+        detail = ": no difference in what is here, but records are missing (rankscope verify)"
+    noun = "value" if report.recorded == 1 else "values"
+    compared = f"{report.compared:,} of {report.recorded:,} {noun} compared"
+    warnings = [f.kind.value for f in report.findings if f.severity is Severity.WARNING]
+    if warnings:
+        compared += f"; {counted(len(warnings), 'warning')}: {', '.join(dict.fromkeys(warnings))}"
+    return f"{word}{detail} ({compared})"

@@ -1,0 +1,1 @@
+"""`diff`: two traces of one model, compared value by value, whatever their topologies."""

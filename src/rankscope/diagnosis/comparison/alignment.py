@@ -1,0 +1,198 @@
+"""Which value of the test is which of the reference: by canonical path, phase, call and slot.
+
+Micro-batches are not told apart here: a batch may be cut into other ones. What has no partner is
+listed, never guessed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from rankscope.diagnosis.stepview import CallView, SlotValues, StepView, is_input
+from rankscope.errors import SettingError
+from rankscope.record.call import Phase
+
+__all__ = ["AlignedStep", "AlignedValue", "PathMap", "SlotKey", "align"]
+
+_COMPARED: Final = frozenset(
+    {Phase.SETUP, Phase.FORWARD, Phase.BACKWARD, Phase.GRADS, Phase.PARAMS}
+)
+"""What checkpointing runs again and the collectives belong to one topology alone."""
+
+
+class SlotKey(NamedTuple):
+    """What makes a value of one trace that of another: the reference's words."""
+
+    phase: Phase
+    path: str
+    ordinal: int
+    slot: str
+
+
+class PathMap:
+    """Rewrites the paths of the test into those of the reference."""
+
+    def __init__(self, rules: Sequence[str] = ()) -> None:
+        """Read rules.
+
+        Args:
+            rules: texts `regex=replacement`; every rule is applied once to every path, in order.
+
+        Raises:
+            SettingError: no regular expression, or no `=`.
+        """
+        self._rules = [self._read(rule) for rule in rules]
+        self._known: dict[str, str] = {}
+
+    @classmethod
+    def load(cls, file: Path, rules: Sequence[str] = ()) -> PathMap:
+        """Return the rules of a file, one in a line, and further ones. Empty lines and those that
+        begin with `#` say nothing.
+
+        Raises:
+            SettingError: the file cannot be read, or a line is no rule.
+        """
+        try:
+            lines = [line.strip() for line in file.read_text().splitlines()]
+        except (OSError, UnicodeDecodeError) as error:
+            raise SettingError(f"{file}: the path rules cannot be read: {error}") from None
+        return cls([*(line for line in lines if line and not line.startswith("#")), *rules])
+
+    @staticmethod
+    def _read(rule: str) -> tuple[re.Pattern[str], str]:
+        pattern, sign, replacement = rule.rpartition("=")
+        if not sign or not pattern:
+            raise SettingError(
+                f"{rule!r} is no rule for paths: write 'regex=replacement', such as "
+                r"'^transformer\.h\.=model.layers.'"
+            )
+        try:
+            made = re.compile(pattern.strip())
+            made.sub(replacement.strip(), "")
+        except re.error as error:
+            raise SettingError(f"{rule!r}: {error}; write 'regex=replacement'") from None
+        return made, replacement.strip()
+
+    def __call__(self, path: str) -> str:
+        """Return what the reference calls a path of the test."""
+        if not self._rules:
+            return path
+        if path not in self._known:
+            found = path
+            for pattern, replacement in self._rules:
+                found = pattern.sub(replacement, found)
+            self._known[path] = found
+        return self._known[path]
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class AlignedValue:
+    """One value of both traces, by micro-batch on either side."""
+
+    key: SlotKey
+    call: CallView
+    """The reference's first call that has it."""
+    is_input: bool
+    ref: dict[int, SlotValues]
+    test: dict[int, SlotValues]
+
+    @property
+    def test_path(self) -> str:
+        """The path as the test has it."""
+        return next(iter(self.test.values())).call.path
+
+    @property
+    def test_slot(self) -> str:
+        """The slot as the test has it."""
+        return next(iter(self.test.values())).slot
+
+
+@dataclass(slots=True, kw_only=True)
+class AlignedStep:
+    """The values of one step of both traces."""
+
+    values: list[AlignedValue] = field(default_factory=list)
+    """In the order in which one process computes them: what goes into a call, what is inside, what
+    comes out."""
+    only_ref: list[SlotKey] = field(default_factory=list)
+    only_test: list[SlotKey] = field(default_factory=list)
+    """With the path that the test has."""
+
+
+def align(ref: StepView, test: StepView, paths: PathMap) -> AlignedStep:
+    """Return which values of two steps belong together."""
+    theirs: dict[SlotKey, dict[int, SlotValues]] = {}
+    original: dict[SlotKey, str] = {}
+    for key, call, values in _slots(test):
+        renamed = key._replace(path=paths(key.path))
+        theirs.setdefault(renamed, {})[call.micro_batch or 0] = values
+        original[renamed] = key.path
+    ours: dict[SlotKey, dict[int, SlotValues]] = {}
+    for key, call, values in _slots(ref):
+        ours.setdefault(key, {})[call.micro_batch or 0] = values
+    found = AlignedStep()
+    used: set[SlotKey] = set()
+    seen: set[SlotKey] = set()
+    for key, call in _in_order(ref):
+        if key in seen:
+            continue
+        seen.add(key)
+        partners = [other for other in _same(key, ours) if other in theirs]
+        for other in partners:
+            used.add(other)
+            found.values.append(
+                AlignedValue(
+                    key=key,
+                    call=call,
+                    is_input=is_input(key.slot, key.phase),
+                    ref=ours[key],
+                    test=theirs[other],
+                )
+            )
+        if not partners:
+            found.only_ref.append(key)
+    found.only_test = [k._replace(path=original[k]) for k in theirs if k not in used]
+    return found
+
+
+def _same(key: SlotKey, ours: Mapping[SlotKey, object]) -> Iterator[SlotKey]:
+    """Yield the slots of the test that hold what the reference has in this one: where only one side
+    has module hooks of its own, what they made (`returned`) stands for the output."""
+    yield key
+    head, dot, rest = key.slot.partition(".")
+    swapped = {"output": "returned", "returned": "output"}.get(head)
+    if swapped:
+        other = key._replace(slot=f"{swapped}{dot}{rest}")
+        if other not in ours:
+            yield other
+
+
+def _slots(step_view: StepView) -> Iterator[tuple[SlotKey, CallView, SlotValues]]:
+    for call in step_view.calls:
+        if call.phase in _COMPARED:
+            for slot, values in call.slots.items():
+                if values.dtype != "python":
+                    yield SlotKey(call.phase, call.path, call.ordinal, slot), call, values
+
+
+def _in_order(step_view: StepView) -> Iterator[tuple[SlotKey, CallView]]:
+    """Yield every value of a step: of a call what goes in, then its children, then what comes
+    out."""
+    for top in step_view.calls:
+        if top.parent is not None or top.phase not in _COMPARED:
+            continue
+        waiting: list[tuple[CallView, bool]] = [(top, True)]
+        while waiting:
+            call, is_entered = waiting.pop()
+            if call.phase not in _COMPARED:
+                continue
+            for slot, values in call.slots.items():
+                if values.dtype != "python" and is_input(slot, call.phase) is is_entered:
+                    yield SlotKey(call.phase, call.path, call.ordinal, slot), call
+            if is_entered:
+                waiting.append((call, False))
+                waiting.extend((child, True) for child in reversed(call.children))

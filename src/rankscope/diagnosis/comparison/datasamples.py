@@ -1,0 +1,296 @@
+"""Which samples the ranks of a step worked on, and which of the reference's these are.
+
+A *unit* is one micro-batch of one data-parallel place: what one call of the root works on. The
+samples of all units of a step are its batch. They are known by the sketches of the root's inputs,
+so it does not matter how the batch was split, and in which order its samples came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.diagnosis.comparison.wholevalues import WholeValues
+from rankscope.diagnosis.datapeers import root_calls
+from rankscope.diagnosis.layouts import Layouts
+from rankscope.diagnosis.replicas import InferredReplicas
+from rankscope.diagnosis.stepview import SlotValues, StepView
+from rankscope.layout.infer import HeldParameter, axes_of, largest_mesh
+from rankscope.layout.placement import Mesh
+from rankscope.record.call import Phase
+
+__all__ = [
+    "SampleMatch",
+    "StepSamples",
+    "data_places",
+    "match_samples",
+    "places_by_inputs",
+    "samples_of_step",
+]
+
+Array = NDArray[Any]
+Unit = tuple[int, int]
+"""(micro-batch, data-parallel place)."""
+_WHOLE_NUMBERS: Final = ("int", "uint", "bool")
+_SAME_TOKENS: Final = 1e-5
+"""Relative distance of two sketches of the same integers: they are kept as float32."""
+_SAME_FLOATS: Final = 2e-2
+
+
+@dataclass(slots=True, kw_only=True)
+class StepSamples:
+    """The samples of one step of one trace."""
+
+    places: Array
+    """[world] data-parallel place of every rank."""
+    place_count: int
+    micro_batches: int
+    sizes: dict[Unit, int] = field(default_factory=dict)
+    """Samples of each unit, in order of micro-batch and place; {} where none were recorded."""
+    slot: str = ""
+    """The root's input that tells the samples apart."""
+    keys: Array | None = None
+    """[samples, K] sketches that tell the samples apart, in the order of `sizes`."""
+    is_of_integers: bool = True
+
+    @property
+    def total(self) -> int:
+        """Samples of the step."""
+        return sum(self.sizes.values())
+
+    def starts(self) -> dict[Unit, int]:
+        """Return the position of each unit's first sample."""
+        found, at = {}, 0
+        for unit, size in self.sizes.items():
+            found[unit] = at
+            at += size
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleMatch:
+    """Which sample of the reference each sample of the test is."""
+
+    partner: Array
+    """[samples of the test] positions among the reference's, -1 for those it has not."""
+    is_by_order: bool
+    """True where nothing tells samples apart, and their order was believed."""
+    lost: int = 0
+    """Samples of the reference that the test has not."""
+    unknown: int = 0
+    """Samples of the test that the reference has not."""
+
+    @property
+    def is_in_order(self) -> bool:
+        """True where the samples come in the reference's order."""
+        return bool((self.partner == np.arange(len(self.partner))).all())
+
+
+# ---- who has which batch -------------------------------------------------------------------------
+
+
+def data_places(setup: StepView | None, step_view: StepView, world: int, layouts: Layouts) -> Array:
+    """Return [world] each rank's place along the data-parallel axes of its stage.
+
+    Which axes these are is what `layout/infer.py` says of parameters at setup and of the root's
+    inputs in this step. Ranks that share no parameter are stages of a pipeline: each stage has
+    places of its own.
+    """
+    places = np.zeros(world, np.int64)
+    if world == 1 or setup is None:
+        return places
+    parameters = [v for v in setup.values(Phase.SETUP) if v.slot.startswith("param:")]
+    wrappers = {w for call in setup.calls for w in call.node.wrappers}
+    inputs = [
+        values
+        for call in root_calls(step_view)
+        if call.path == "" and not call.micro_batch
+        for values in call.inputs
+        if values.source != "dtensor"
+    ]
+    for stage in _stages(parameters, world):
+        if len(stage) < 2:
+            continue
+        held = [_held(v) for v in parameters if np.isin(stage, v.ranks).all()]
+        prints = [p for v in inputs if len(p := _prints(v, stage)) == len(stage)]
+        for mesh in _meshes(held, stage, layouts.mesh, InferredReplicas(setup).lines):
+            facts = axes_of(mesh, held, prints, wrappers)
+            axes = [mesh.axes.index(each.axis) for each in facts if each.is_data]
+            if axes:
+                _number(places, mesh, axes)
+                break
+    return places
+
+
+def _meshes(
+    held: list[HeldParameter], stage: Array, declared: Mesh | None, lines: Sequence[Array]
+) -> Iterator[Mesh]:
+    """Yield the meshes along whose axes the ranks of a stage may be data-parallel: the declared
+    one, the largest of its parameters, and that of the ranks which began with the same."""
+    ranks = frozenset(stage.tolist())
+    if declared is not None and set(declared.ranks) == ranks:
+        yield declared
+    yield largest_mesh(held, ranks)
+    own = [line for line in lines if np.isin(line, stage).all()]
+    if own and sum(map(len, own)) == len(stage) and len({len(line) for line in own}) == 1:
+        table = np.stack(own).T
+        yield Mesh(
+            axes=("data", "beside"),
+            shape=(table.shape[0], table.shape[1]),
+            ranks=tuple(table.ravel().tolist()),
+        )
+
+
+def places_by_inputs(step_view: StepView, world: int) -> Array:
+    """Return [world] a place for each different input that ranks were handed, for ranks that
+    nothing shows to be data-parallel. It is believed where the reference has these samples."""
+    places = np.zeros(world, np.int64)
+    for call in root_calls(step_view):
+        if call.path == "" and not call.micro_batch:
+            for values in call.inputs:
+                if _is_whole_number(values.dtype) and values.is_known.all():
+                    _, index = np.unique(values.hashes, return_inverse=True)
+                    places[values.ranks] = index.reshape(-1)
+                    return places
+    return places
+
+
+def _stages(parameters: list[SlotValues], world: int) -> list[Array]:
+    """Return the sets of ranks that parameters connect."""
+    stage = np.arange(world)
+    seen: set[bytes] = set()
+    for values in parameters:
+        key = values.ranks.tobytes()
+        if key in seen:
+            continue
+        seen.add(key)
+        joined = np.isin(stage, stage[values.ranks])
+        stage[joined] = stage[joined].min()
+    return [np.flatnonzero(stage == each) for each in np.unique(stage)]
+
+
+def _held(values: SlotValues) -> HeldParameter:
+    view = values.views[0]
+    is_placed = view.source.value in ("dtensor", "marked")
+    return HeldParameter(
+        placements=view.placements if is_placed else {},
+        meshes=view.meshes if is_placed else (),
+        prints={} if is_placed else _prints(values, values.ranks),
+        is_constant=values.is_constant,
+    )
+
+
+def _prints(values: SlotValues, ranks: Array) -> dict[int, Any]:
+    at = values.at(ranks)
+    at = at[at >= 0]
+    at = at[values.is_known[at]]
+    return dict(zip(values.ranks[at].tolist(), values.hashes[at].tolist()))
+
+
+def _number(places: Array, mesh: Mesh, axes: list[int]) -> None:
+    grid = np.array(mesh.ranks).reshape(mesh.shape)
+    index = np.zeros(mesh.shape, np.int64)
+    for axis in axes:
+        size = mesh.shape[axis]
+        along = np.arange(size).reshape([size if a == axis else 1 for a in range(grid.ndim)])
+        index = index * size + along
+    places[grid] = index
+
+
+# ---- samples -------------------------------------------------------------------------------------
+
+
+def samples_of_step(step_view: StepView, places: Array, wholes: WholeValues) -> StepSamples:
+    """Return the samples that the units of a step worked on."""
+    roots = [call for call in root_calls(step_view) if call.path == ""]
+    micro_batches = sorted({call.micro_batch or 0 for call in roots})
+    found = StepSamples(
+        places=places,
+        place_count=int(places.max()) + 1,
+        micro_batches=max(len(micro_batches), 1),
+    )
+    chosen = _telling_slot(roots)
+    if chosen is None:
+        return found
+    slot, found.is_of_integers = chosen
+    found.slot = slot
+    kept: dict[Unit, Array] = {}
+    for call in roots:
+        values = call.slots.get(slot)
+        made = None if values is None else wholes.of(values, places)
+        if made is None or isinstance(made, str):
+            continue
+        assert values is not None
+        integers = [np.array(v.ranks) for v in values.views if _is_whole_number(v.dtype)]
+        for index in range(len(made)):
+            own = made.samples[index]
+            unit = (call.micro_batch or 0, max(int(made.places[index]), 0))
+            if found.is_of_integers and not any(
+                np.isin(made.members[index], ranks).all() for ranks in integers
+            ):
+                continue  # what a later stage of a pipeline received
+            if own is not None and unit not in kept:
+                kept[unit] = own
+    if not kept:
+        return found
+    found.sizes = {unit: len(kept[unit]) for unit in sorted(kept)}
+    found.keys = np.concatenate([kept[unit] for unit in found.sizes])
+    return found
+
+
+def _is_whole_number(dtype: str) -> bool:
+    return dtype.startswith(_WHOLE_NUMBERS)
+
+
+def _telling_slot(roots: list[Any]) -> tuple[str, bool] | None:
+    """Return which input of the root tells samples apart, and whether it is of integers."""
+    slots: dict[str, bool] = {}
+    for call in roots:
+        for values in call.inputs:
+            is_whole = any(_is_whole_number(view.dtype) for view in values.views)
+            if (values.column("sample_row") >= 0).any():
+                slots[values.slot] = slots.get(values.slot, False) or is_whole
+    of_integers = [slot for slot, is_whole in slots.items() if is_whole]
+    if of_integers:
+        return of_integers[0], True
+    return (next(iter(slots)), False) if slots else None
+
+
+def match_samples(ref: StepSamples, test: StepSamples) -> SampleMatch:
+    """Return which sample of the reference each one of the test is.
+
+    Where either trace kept no samples the order of micro-batches and ranks is believed.
+    """
+    if ref.keys is None or test.keys is None:
+        count = max(test.total, ref.total)
+        return SampleMatch(partner=np.arange(count), is_by_order=True)
+    allowed = _SAME_TOKENS if ref.is_of_integers and test.is_of_integers else _SAME_FLOATS
+    norms = np.sqrt(np.mean(ref.keys**2, axis=1))
+    scale = allowed * max(float(norms.max(initial=0.0)), 1e-30)
+    order = np.argsort(ref.keys[:, 0], kind="stable")
+    first = ref.keys[order, 0]
+    low = np.searchsorted(first, test.keys[:, 0] - 4 * scale, "left")
+    high = np.searchsorted(first, test.keys[:, 0] + 4 * scale, "right")
+    partner = np.full(len(test.keys), -1, np.int64)
+    used = np.zeros(len(ref.keys), bool)
+    for index, (start, stop) in enumerate(zip(low.tolist(), high.tolist())):
+        near = order[start:stop]
+        near = near[~used[near]]
+        if not len(near):
+            continue
+        apart = np.sqrt(np.mean((ref.keys[near] - test.keys[index]) ** 2, axis=1))
+        if index in near and apart[near == index][0] <= scale:
+            best = index  # equal samples keep their order
+        elif apart.min() <= scale:
+            best = int(near[int(apart.argmin())])
+        else:
+            continue
+        partner[index], used[best] = best, True
+    lost, unknown = int((~used).sum()), int((partner < 0).sum())
+    if unknown == len(partner):  # other data: what follows is compared in its order all the same
+        partner = np.arange(len(partner)) % max(len(ref.keys), 1)
+    return SampleMatch(partner=partner, is_by_order=False, lost=lost, unknown=unknown)

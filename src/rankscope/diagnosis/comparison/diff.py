@@ -1,0 +1,288 @@
+"""`diff`: two traces of one model, of any two topologies, and where the second went wrong first."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.diagnosis.comparison.alignment import PathMap, SlotKey, align
+from rankscope.diagnosis.comparison.datasamples import (
+    data_places,
+    match_samples,
+    places_by_inputs,
+    samples_of_step,
+)
+from rankscope.diagnosis.comparison.difference import Batches
+from rankscope.diagnosis.comparison.findings import Degrees, finding_of
+from rankscope.diagnosis.comparison.origins import OriginSearch
+from rankscope.diagnosis.comparison.preflight import (
+    PreflightLine,
+    batch_line,
+    dtype_line,
+    run_lines,
+    start_line,
+    step_line,
+)
+from rankscope.diagnosis.comparison.stepdifferences import StepDifferences, Tolerances
+from rankscope.diagnosis.comparison.wholevalues import WholeValues
+from rankscope.diagnosis.layouts import Layouts
+from rankscope.diagnosis.stepview import StepView, step_view_of
+from rankscope.errors import TraceError
+from rankscope.layout.layoutfile import LayoutFile
+from rankscope.record.call import Mode
+from rankscope.record.finding import Finding, Report, Severity, Skipped, Verdict
+from rankscope.run.names import Progress
+from rankscope.tree.summary import counted
+from rankscope.tree.views import Step, Trace
+
+__all__ = ["diff"]
+
+Array = NDArray[Any]
+_NAMED_UNMATCHED: Final = 3
+
+
+class _Side:
+    """One of the two traces."""
+
+    def __init__(self, trace: Trace, layouts: LayoutFile | None) -> None:
+        self.trace = trace
+        self.world = int(trace.run["world_size"])
+        self.columns = {name: np.asarray(column) for name, column in trace.columns().items()}
+        fits = layouts is not None and (self.world == 1 or _is_for(layouts, self.world))
+        self.layouts = Layouts(layouts if fits else None, self.world)
+        try:
+            self.wholes = WholeValues(self.columns, self.layouts)
+        except KeyError as error:
+            raise TraceError(f"{trace.path}: the values have no column {error}") from error
+        every = [*trace.setup, *trace.steps]
+        self.incarnation = max((step.incarnation for step in every), default=0)
+        own = [step for step in trace.setup if step.incarnation == self.incarnation]
+        self.setup: StepView | None = step_view_of(own[0], self.columns) if own else None
+        self.steps: dict[tuple[Mode, int], Step] = {
+            (step.mode, step.step): step
+            for step in trace.steps
+            if step.incarnation == self.incarnation
+        }
+
+    def view(self, key: tuple[Mode, int]) -> StepView:
+        """Read one step."""
+        return step_view_of(self.steps[key], self.columns)
+
+    def places(self, step_view: StepView) -> Array:
+        """Return the data-parallel place of every rank."""
+        return data_places(self.setup, step_view, self.world, self.layouts)
+
+
+def _is_for(layouts: LayoutFile, world: int) -> bool:
+    try:
+        layouts.mesh(world)
+    except ValueError:
+        return False
+    return True
+
+
+@dataclass(slots=True, kw_only=True)
+class _Tally:
+    """What is counted over the steps."""
+
+    compared: int = 0
+    exact: int = 0
+    below_resolution: int = 0
+    recorded: int = 0
+    skipped: Counter[str] = field(default_factory=Counter)
+    only_ref: dict[SlotKey, None] = field(default_factory=dict)
+    only_test: dict[SlotKey, None] = field(default_factory=dict)
+
+
+def diff(
+    ref: Trace,
+    test: Trace,
+    *,
+    paths: PathMap | Sequence[str] = (),
+    layouts: LayoutFile | None = None,
+    progress: Progress | None = None,
+) -> Report:
+    """Say where a run first differs from a reference, whatever the topologies of both.
+
+    Args:
+        ref: the trace that is right.
+        test: the trace in question; findings carry its paths and ranks.
+        paths: how its paths become those of the reference: rules `regex=replacement`.
+        layouts: declared layouts, for values that no DTensor describes; used for each trace that
+            has the file's number of ranks.
+        progress: told how far it is.
+
+    Raises:
+        SettingError: a rule for paths is none.
+        LayoutError: the layout file contradicts itself.
+        TraceError: a trace is damaged.
+    """
+    rules = paths if isinstance(paths, PathMap) else PathMap(paths)
+    ours, theirs = _Side(ref, layouts), _Side(test, layouts)
+    return _Comparison(ours, theirs, rules).report(progress)
+
+
+class _Comparison:
+    """Two traces held to each other, step by step."""
+
+    def __init__(self, ref: _Side, test: _Side, paths: PathMap) -> None:
+        self._ref, self._test, self._paths = ref, test, paths
+        self._search = OriginSearch()
+        self._tally = _Tally()
+        self._before: dict[tuple[str, str], tuple[Array, Array]] = {}
+        self._lines: list[PreflightLine] = []
+        self._notes: list[str] = []
+        self._last_step = -1
+
+    def report(self, progress: Progress | None) -> Report:
+        """Compare setup and every step that both have."""
+        common = [key for key in self._ref.steps if key in self._test.steps]
+        setup = self._setup()
+        found = [setup] if setup else []
+        degrees = Degrees.of(self._ref.trace, self._test.trace)
+        is_first = True
+        for number, key in enumerate(common):
+            if progress is not None:
+                progress("comparing", number / len(common))
+            compared, batches = self._step(key)
+            line = batch_line(batches, *key)
+            if is_first or not line.is_same:
+                self._lines.append(line)
+            is_first = False
+            found = found[:1]
+            found.append(compared)
+            degrees.take(batches)
+        head = [step_line(self._ref.trace, self._test.trace, common), start_line(setup)]
+        headers = run_lines(self._ref.trace.run, self._test.trace.run)
+        self._lines += [*head, dtype_line(found), *headers]
+        return self._made(degrees, common)
+
+    def _setup(self) -> StepDifferences | None:
+        """Compare what the runs began with, where both traces have it."""
+        ref, test = self._ref.setup, self._test.setup
+        if ref is None or test is None:
+            return None
+        found = self._compared(ref, test, None)
+        self._search.setup(found)
+        return found
+
+    def _step(self, key: tuple[Mode, int]) -> tuple[StepDifferences, Batches]:
+        mode, step = key
+        if mode is Mode.TRAIN:
+            if step != self._last_step + 1:
+                self._before.clear()
+            self._last_step = step
+        ref, test = self._ref.view(key), self._test.view(key)
+        sides = [
+            samples_of_step(view, side.places(view), side.wholes)
+            for view, side in ((ref, self._ref), (test, self._test))
+        ]
+        batches = Batches(ref=sides[0], test=sides[1], match=match_samples(*sides))
+        batches = self._with_places_by_inputs(batches, test)
+        found = self._compared(ref, test, batches)
+        self._search.step(found, mode, step)
+        return found, batches
+
+    def _with_places_by_inputs(self, batches: Batches, test: StepView) -> Batches:
+        """Return the batches as ranks were handed them, where that explains missing samples."""
+        if not batches.match.lost or batches.test.place_count > 1:
+            return batches
+        places = places_by_inputs(test, self._test.world)
+        samples = samples_of_step(test, places, self._test.wholes)
+        match = match_samples(batches.ref, samples)
+        is_better = match.lost < batches.match.lost and not match.unknown
+        return Batches(ref=batches.ref, test=samples, match=match) if is_better else batches
+
+    def _compared(self, ref: StepView, test: StepView, batches: Batches | None) -> StepDifferences:
+        aligned = align(ref, test, self._paths)
+        found = StepDifferences(
+            aligned,
+            (self._ref.wholes, self._test.wholes),
+            batches,
+            self._before,
+        )
+        tally = self._tally
+        known = [c for c in found.compared if c.difference is not None]
+        tally.compared += len(known)
+        tally.exact += found.exact
+        tally.below_resolution += sum(1 for c in known if c.error <= Tolerances.resolution)
+        tally.recorded += len(found.compared) + len(aligned.only_test)
+        tally.skipped.update(found.skipped)
+        tally.only_ref.update(dict.fromkeys(aligned.only_ref))
+        tally.only_test.update(dict.fromkeys(aligned.only_test))
+        return found
+
+    def _made(self, degrees: Degrees, common: Sequence[Any]) -> Report:
+        origins = [origin for origin in self._search.origins if not origin.is_random]
+        findings = [finding_of(origin, degrees) for origin in origins]
+        findings += self._of_random_numbers(degrees)
+        tally = self._tally
+        is_fault = any(f.severity is Severity.FAULT for f in findings)
+        lacks = self._lacks(common)
+        is_complete = self._ref.trace.is_complete and self._test.trace.is_complete
+        verdict = Verdict.FAULT if is_fault else Verdict.CLEAN
+        if not is_fault and (lacks or not is_complete):
+            verdict = Verdict.INCOMPLETE
+        return Report(
+            command="diff",
+            verdict=verdict,
+            compared=tally.compared,
+            skipped=tuple(Skipped(reason=r, count=n) for r, n in sorted(tally.skipped.items())),
+            recorded=tally.recorded,
+            alone=0,
+            findings=tuple(findings),
+            notes=(*self._unmatched(), self._exactness(), *self._notes),
+            lacks=lacks,
+            preflight=tuple(
+                (line.what, line.is_same, line.text)
+                for line in sorted(self._lines, key=lambda line: line.is_same)
+            ),
+        )
+
+    def _of_random_numbers(self, degrees: Degrees) -> list[Finding]:
+        drawn = [origin for origin in self._search.origins if origin.is_random]
+        return [finding_of(drawn[0], degrees)] if drawn else []
+
+    def _exactness(self) -> str:
+        tally = self._tally
+        return (
+            f"{tally.exact:,} of {counted(tally.compared, 'value')} are bitwise the reference's, "
+            f"{tally.below_resolution - tally.exact:,} more agree as far as sketches tell"
+        )
+
+    def _lacks(self, common: Sequence[Any]) -> str:
+        if self._tally.compared and (common or not self._ref.steps):
+            return ""
+        if not common:
+            return (
+                f"the traces have no step in common ({_listed(self._ref)} and "
+                f"{_listed(self._test)}): trace the same steps (--rs-steps)"
+            )
+        return (
+            "no path of the two traces is the same: say how the second one's become the "
+            "first one's with --map 'regex=replacement'"
+        )
+
+    def _unmatched(self) -> list[str]:
+        found = []
+        for keys, whose in (
+            (self._tally.only_ref, "the reference alone"),
+            (self._tally.only_test, "the second trace alone"),
+        ):
+            if keys:
+                names = list(dict.fromkeys(f"{k.path or '(root)'}:{k.slot}" for k in keys))
+                more = ", ..." if len(names) > _NAMED_UNMATCHED else ""
+                found.append(
+                    f"{counted(len(keys), 'value')} in {whose}: "
+                    f"{', '.join(names[:_NAMED_UNMATCHED])}{more}"
+                )
+        return found
+
+
+def _listed(side: _Side) -> str:
+    return ", ".join(f"{mode.word} {step}" for mode, step in list(side.steps)[:4]) or "none"

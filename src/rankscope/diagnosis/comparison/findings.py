@@ -1,0 +1,238 @@
+"""From origins to findings: what kind it is, how much, on which ranks, in words."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.diagnosis.comparison.difference import (
+    CHI_SQUARE_RANGE,
+    Batches,
+    Difference,
+    Measured,
+)
+from rankscope.diagnosis.comparison.origins import Origin
+from rankscope.record.call import Phase
+from rankscope.record.finding import Finding, Kind, Severity
+from rankscope.record.ranklists import ranks_named
+from rankscope.tree.jsontext import statistic
+from rankscope.tree.views import Trace
+
+__all__ = ["Degrees", "finding_of"]
+
+Array = NDArray[Any]
+_NAMED_VICTIMS: Final = 5
+_CLEARLY_SCALED: Final = 0.2
+"""A factor explains a difference where it leaves no more than this part of it."""
+_ADVICE: Final = {
+    Kind.DIVERGENCE: "What this module was given agrees with the reference: compare its code, its "
+    "constants and its options with the reference's.",
+    Kind.SCALE: "Look for a sum where an average belongs, or an average where a sum does, and for "
+    "a division by a number of ranks, micro-batches or tokens.",
+    Kind.PERMUTATION: "The same numbers stand in other places: look at transposed weights, at the "
+    "order of shards, experts, heads or positions.",
+}
+
+
+@dataclass(slots=True, kw_only=True)
+class Degrees:
+    """Numbers of the two jobs that a factor may equal, by name."""
+
+    by_name: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, ref: Trace, test: Trace) -> Degrees:
+        """Return the degrees that the run headers tell."""
+        found = cls()
+        for trace in (test, ref):
+            for mesh in trace.run["meshes"]:
+                for axis, size in zip(mesh["axes"], mesh["shape"]):
+                    if size > 1:
+                        found.by_name.setdefault(f"{axis}={size}", float(size))
+        for trace, whose in ((test, ""), (ref, "the reference's ")):
+            world = int(trace.run["world_size"])
+            if world > 1:
+                found.by_name.setdefault(f"{whose}number of ranks, {world}", float(world))
+        return found
+
+    def take(self, batches: Batches) -> None:
+        """Add what a step shows: data-parallel ranks and micro-batches."""
+        for samples, whose in ((batches.test, ""), (batches.ref, "the reference's ")):
+            if samples.place_count > 1:
+                name = f"{whose}data-parallel ranks, {samples.place_count}"
+                self.by_name.setdefault(name, float(samples.place_count))
+            if samples.micro_batches > 1:
+                name = f"{whose}micro-batches, {samples.micro_batches}"
+                self.by_name.setdefault(name, float(samples.micro_batches))
+
+    def named(self, factor: float) -> list[str]:
+        """Return the degrees that a factor, or one over it, equals."""
+        if not math.isfinite(factor) or factor == 0:
+            return []
+        size = max(abs(factor), 1 / abs(factor))
+        return [name for name, degree in self.by_name.items() if abs(size / degree - 1) < 0.02]
+
+
+def finding_of(origin: Origin, degrees: Degrees) -> Finding:
+    """Return what is to be said of an origin."""
+    compared = origin.compared
+    key, difference = compared.key, compared.difference
+    value = compared.value
+    kind, text, evidence = _described(origin, degrees)
+    path = value.test_path
+    if path != key.path:
+        evidence["ref_path"] = key.path
+    if origin.is_of_all:
+        path, slot = "", ""
+        ranks = _all_ranks(origin)
+    else:
+        slot = value.test_slot
+        ranks = _all_ranks(origin) if difference is None else difference.ranks(origin.bad_parts)
+    if difference is not None and len(ranks) > 1 and len(difference.members) == 1:
+        evidence["rank_resolution"] = "none"
+    names = dict.fromkeys(
+        f"{v.value.test_path or '(root)'}:{v.value.test_slot}" for v in origin.victims
+    )
+    has_micro_batch = key.phase.facts.has_micro_batches
+    severity = Severity.WARNING if origin.is_random else Severity.FAULT
+    place = f"{path or '(root)'}{f':{slot}' if slot else ''}"
+    return Finding(
+        kind=kind,
+        severity=severity,
+        phase=key.phase,
+        mode=origin.mode,
+        step=origin.step,
+        micro_batch=_micro_batch(origin) if has_micro_batch else None,
+        path=path,
+        slot=slot,
+        ranks=tuple(sorted(int(rank) for rank in ranks)),
+        is_origin=severity is Severity.FAULT,
+        victims=len(origin.victims),
+        victim_names=tuple(names)[:_NAMED_VICTIMS],
+        evidence=evidence,
+        message=f"{place}: {text}",
+        advice=_advice(origin, kind),
+    )
+
+
+def _all_ranks(origin: Origin) -> Array:
+    every = [np.asarray(v.ranks) for v in origin.compared.value.test.values()]
+    return np.unique(np.concatenate(every))
+
+
+def _micro_batch(origin: Origin) -> int:
+    difference = origin.compared.difference
+    if difference is None:
+        return 0
+    units = [unit for unit, bad in zip(difference.units, origin.bad_parts.tolist()) if bad]
+    return min((unit[0] for unit in units), default=0)
+
+
+def _advice(origin: Origin, kind: Kind) -> str:
+    if origin.is_random:
+        return (
+            "Runs that draw other random numbers cannot be compared behind them: switch dropout "
+            "off, or give both runs the same generator state."
+        )
+    phase = origin.compared.key.phase
+    if phase is Phase.SETUP and kind is not Kind.PERMUTATION:
+        return "The runs begin with other weights: load the same checkpoint, or give both the seed."
+    if origin.compared.is_update:
+        return "The gradient agrees and its update does not: compare the optimizers' options."
+    return kind.advice or _ADVICE.get(kind, "") or phase.facts.unequal
+
+
+def _described(origin: Origin, degrees: Degrees) -> tuple[Kind, str, dict[str, Any]]:
+    compared = origin.compared
+    difference = compared.difference
+    if difference is None:
+        return Kind.DIVERGENCE, "has no gradient here, and has one in the reference", {}
+    bad = origin.bad_parts
+    evidence = _evidence(origin, difference)
+    what = "its update" if compared.is_update else "the value"
+    if origin.is_random:
+        return Kind.DIVERGENCE, "drew other random numbers than the reference", evidence
+    if any(compared.other_samples):
+        lost, unknown = compared.other_samples
+        evidence |= {"missing_samples": lost, "unknown_samples": unknown}
+        if not unknown:
+            text = f"{lost} of the reference's samples are missing: other ranks have the same ones"
+            return Kind.DUPLICATE, text, evidence
+        return Kind.DIVERGENCE, f"{unknown} samples are none of the reference's", evidence
+    if difference.partial:
+        word = "sum" if difference.partial == "sum" else "average"
+        text = (
+            f"every rank holds a value of its own, whose {word} is the reference's, and which is "
+            f"used as it is, unreduced"
+        )
+        kind = Kind.GRADIENT if compared.key.phase is Phase.GRADS else Kind.REPLICA
+        return kind, text, evidence
+    if difference.has_other_nonfinite:
+        nan = sum(difference.test.nonfinite)
+        return (
+            Kind.NONFINITE if nan else Kind.DIVERGENCE,
+            f"{nan} elements are NaN or infinite, {sum(difference.ref.nonfinite)} in the reference",
+            evidence,
+        )
+    if difference.at_least is not None:
+        text = f"{what} is off by at least {compared.error:.3g} of its norm, by its statistics"
+        return Kind.DIVERGENCE, text, evidence
+    factor, rest = _factor(compared.scales, difference, bad)
+    is_scaled = rest <= max(3 * compared.allowed, _CLEARLY_SCALED * abs(factor - 1))
+    if math.isfinite(factor) and is_scaled and abs(factor - 1) > compared.allowed:
+        evidence["factor"] = statistic(factor)
+        names = degrees.named(factor)
+        if names:
+            evidence["equals"] = names
+        like = f", as large as {names[0]}" if names and factor > 1 else ""
+        like = f", one over {names[0]}" if names and factor < 1 else like
+        if origin.is_of_all:
+            text = (
+                f"all final gradients are {factor:.4g} times the reference's{like}; those of "
+                f"activations have no such factor"
+            )
+        else:
+            text = f"{what} is {factor:.4g} times the reference's{like}"
+        return Kind.SCALE, text, evidence
+    low, high = (compared.error * times for times in CHI_SQUARE_RANGE)
+    off = f"{what} is off by {compared.error:.3g} of its norm ({low:.2g} to {high:.2g})"
+    if not compared.is_update and difference.is_permuted(bad):
+        text = f"the same numbers in another order: norm, mean, least and greatest agree, and {off}"
+        return Kind.PERMUTATION, text, evidence
+    if not bad.all() and len({difference.units[i] for i in range(len(bad))}) < len(bad):
+        others = ranks_named(difference.ranks(~bad).tolist())
+        return Kind.REPLICA, f"{off}; that of {others} agrees", evidence
+    return Kind.DIVERGENCE, off, evidence
+
+
+def _factor(scales: Array | float, difference: Difference, bad: Array) -> tuple[float, float]:
+    """Return the factor beyond the legal one that the wrong parts have in common, and what it
+    leaves."""
+    fits = difference.fits()[bad]
+    legal = np.broadcast_to(np.asarray(scales, np.float64), (len(bad),))[bad]
+    factors = fits[:, 0] / legal
+    middle = float(np.median(factors))
+    if not np.isfinite(factors).all() or (abs(factors - middle) > 0.05 * abs(middle)).any():
+        return math.nan, math.inf
+    return middle, float(fits[:, 1].max())
+
+
+def _evidence(origin: Origin, difference: Difference) -> dict[str, Any]:
+    compared = origin.compared
+    found: dict[str, Any] = {
+        "relative_error": statistic(compared.error),
+        "tolerance": statistic(float(compared.allowed)),
+        "inherited_error": statistic(origin.inherited),
+        "measured": difference.measured,
+    }
+    if difference.measured in (Measured.SKETCHES, Measured.SAMPLES):
+        found["range"] = [statistic(compared.error * times) for times in CHI_SQUARE_RANGE]
+    for name in ("l2", "mean", "least", "greatest"):
+        ours, theirs = getattr(difference.ref, name), getattr(difference.test, name)
+        if math.isfinite(ours) and math.isfinite(theirs):
+            found[name] = {"ref": statistic(ours), "test": statistic(theirs)}
+    return found

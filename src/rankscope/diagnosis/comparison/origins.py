@@ -1,0 +1,298 @@
+"""Which differences began something, and which only follow from others.
+
+A module is judged by the error that it adds to what it was given. A value whose givers agree with
+the reference and which does not is an origin; a value with a giver that an origin reached is a
+victim, if it differs at all. Givers are
+
+    what goes into a call          everything that was computed before it in the phase
+    what comes out of it           what went in, what its children did, its own parameters
+    the gradient of a parameter    what went into its module, in both directions
+    the update of a parameter      its gradient
+
+Where nothing of the givers is known, everything that was computed before stands for them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.diagnosis.comparison.stepdifferences import ComparedValue, StepDifferences
+from rankscope.diagnosis.stepview import CallView
+from rankscope.record.call import Mode, Phase
+
+__all__ = ["Origin", "OriginSearch"]
+
+Array = NDArray[Any]
+_AMPLIFICATION: Final = 10.0
+"""A call may make an error that it was given so many times larger."""
+_RANDOM_CLASSES: Final = ("dropout", "droppath", "stochasticdepth")
+"""In the class names of modules that draw random numbers while a model trains."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Origin:
+    """A value that differs though what it was made of agrees."""
+
+    compared: ComparedValue
+    mode: Mode
+    step: int
+    inherited: float
+    """Largest error of what it was made of."""
+    is_random: bool = False
+    """True where a module drew other random numbers than the reference's, as it may."""
+    is_of_all: bool = False
+    """True where it stands for all values of its phase, which share one factor."""
+    victims: list[ComparedValue] = field(default_factory=list)
+
+    @property
+    def bad_parts(self) -> Array:
+        """[p] which parts of the value are wrong."""
+        if self.compared.difference is not None and self.compared.difference.partial:
+            return np.ones(len(self.compared.errors), bool)
+        parts: Array = self.compared.errors > self.compared.allowed
+        return parts if parts.any() else np.ones(len(parts), bool)
+
+
+@dataclass(slots=True, eq=False)
+class _State:
+    """What is known of some values together."""
+
+    error: float = 0.0
+    origin: Origin | None = None
+    is_known: bool = False
+
+    def take(self, other: _State) -> None:
+        """Add what is known of others."""
+        if other.is_known:
+            self.error = max(self.error, other.error)
+            self.origin = self.origin or other.origin
+            self.is_known = True
+
+    def or_else(self, other: _State) -> _State:
+        """Return this, or the other where nothing is known."""
+        return self if self.is_known else other
+
+
+class OriginSearch:
+    """Goes through setups and steps in their order."""
+
+    def __init__(self) -> None:
+        self.origins: list[Origin] = []
+        self.judged = 0
+        self.behind_random = 0
+        """Values that differ because other random numbers were drawn."""
+        self._owned: defaultdict[str, _State] = defaultdict(_State)
+        """By path of the module: its parameters as they were last seen."""
+        self._mode, self._step = Mode.TRAIN, 0
+
+    def setup(self, found: StepDifferences) -> None:
+        """Judge the values that a run began with."""
+        for each in found.compared:
+            if each.difference is not None:
+                self._owned[each.key.path].take(self._judge(each, _State()))
+
+    def step(self, found: StepDifferences, mode: Mode, step: int) -> None:
+        """Judge the values of one step, in the order in which they were computed."""
+        self._mode, self._step = mode, step
+        flow = _Flow(self._owned)
+        pending = _Pending(found.compared)
+        all_gradients: Origin | None = None
+        for index, each in enumerate(found.compared):
+            if each.is_missing:
+                self._missing(each, flow)
+            if each.difference is None:
+                continue
+            if each.difference.partial:
+                pending.summands(each)
+                continue
+            if pending.is_counted_elsewhere(index):
+                self.judged += 1
+                continue
+            is_all = each.key.phase is Phase.GRADS and found.is_scaled_at_the_end
+            if is_all and all_gradients is not None and each.error > each.allowed:
+                self.judged += 1
+                all_gradients.victims.append(each)
+                flow.add(each, _State(each.error, all_gradients, True))
+                continue
+            before = len(self.origins)
+            state = self._judge(each, flow.givers(each))
+            flow.add(each, state)
+            if len(self.origins) > before:
+                origin = self.origins[-1]
+                if is_all:
+                    all_gradients, origin.is_of_all = origin, True
+                origin.is_random = _is_random(each, mode)
+                earlier = pending.earlier_than(each)
+                if earlier is not None:
+                    self._charge(origin, earlier)
+            pending.passed(each)
+        for path, state in flow.stepped.items():
+            self._owned[path] = state
+
+    def _charge(self, origin: Origin, earlier: ComparedValue) -> None:
+        """Make an earlier value the origin of what was first found behind it."""
+        origin.victims.append(origin.compared)
+        origin.compared = earlier
+
+    def _missing(self, each: ComparedValue, flow: _Flow) -> None:
+        giver = flow.givers(each)
+        if giver.origin is None:
+            self._new(each, giver.error)
+
+    def _new(self, each: ComparedValue, inherited: float) -> Origin:
+        origin = Origin(compared=each, mode=self._mode, step=self._step, inherited=inherited)
+        self.origins.append(origin)
+        return origin
+
+    def _judge(self, each: ComparedValue, givers: _State) -> _State:
+        """Return what is known of a value, given what is known of its givers."""
+        self.judged += 1
+        error = each.error
+        if givers.origin is not None:
+            if error <= each.allowed:
+                return _State(error, None, True)
+            if givers.origin.is_random:
+                self.behind_random += 1
+            givers.origin.victims.append(each)
+            return _State(error, givers.origin, True)
+        if error > each.allowed + _AMPLIFICATION * givers.error:
+            return _State(error, self._new(each, givers.error), True)
+        return _State(error, None, True)
+
+
+def _is_random(each: ComparedValue, mode: Mode) -> bool:
+    name = each.value.call.node.class_name.lower()
+    is_output = not each.value.is_input and each.key.phase.facts.is_activation
+    return mode is Mode.TRAIN and is_output and any(word in name for word in _RANDOM_CLASSES)
+
+
+class _Pending:
+    """Values that are no fault by themselves, but would explain one behind them.
+
+    * Summands: what each rank holds differs and makes the reference's value together. A right
+      program reduces it before it is used.
+    * Gradients that one side counts at another tensor: `grad_input` is the total of one tensor. A
+      module that was handed a copy (a DTensor made of a plain tensor) has its own share alone. What
+      is computed from the total next is right then.
+    """
+
+    def __init__(self, compared: Sequence[ComparedValue]) -> None:
+        self._next: dict[int, ComparedValue] = {}
+        """Of gradients of inputs: the next gradient of an output that is known."""
+        following: ComparedValue | None = None
+        for index in range(len(compared) - 1, -1, -1):
+            each = compared[index]
+            if each.key.phase is not Phase.BACKWARD or each.difference is None:
+                continue
+            if each.value.is_input:
+                following = each
+            elif following is not None:
+                self._next[index] = following
+        self._compared = compared
+        self._summands: ComparedValue | None = None
+        self._gradients: dict[tuple[str, str], ComparedValue] = {}
+        self._elsewhere: list[ComparedValue] = []
+
+    def summands(self, each: ComparedValue) -> None:
+        """Take a value that ranks hold as summands."""
+        if each.key.phase is Phase.GRADS:
+            self._gradients[each.key.path, each.key.slot.partition(":")[2]] = each
+        else:
+            self._summands = self._summands or each
+
+    def is_counted_elsewhere(self, index: int) -> bool:
+        """True for a wrong gradient of an input where what is computed next is right."""
+        each, following = self._compared[index], self._next.get(index)
+        if following is None or each.error <= each.allowed or following.error > following.allowed:
+            return False
+        self._elsewhere.append(each)
+        return True
+
+    def earlier_than(self, each: ComparedValue) -> ComparedValue | None:
+        """Return the value that explains a new origin, None where there is none."""
+        if each.key.phase is Phase.PARAMS:
+            return self._gradients.get((each.key.path, each.key.slot.partition(":")[2]))
+        if not each.value.is_input:
+            return None
+        if each.key.phase is Phase.BACKWARD:
+            alike = (e for e in self._elsewhere if abs(e.error - each.error) <= 1e-3 * each.error)
+            return next(alike, None) or self._summands
+        return self._summands
+
+    def passed(self, each: ComparedValue) -> None:
+        """Forget summands once something behind them is right."""
+        if each.error <= each.allowed and not each.value.is_input:
+            self._summands = None
+
+
+class _Flow:
+    """What is known of the values of a step so far, by call and by module."""
+
+    def __init__(self, owned: defaultdict[str, _State]) -> None:
+        self._owned = owned
+        self._so_far: defaultdict[Phase, _State] = defaultdict(_State)
+        self._inputs: defaultdict[CallView, _State] = defaultdict(_State)
+        self._inside: defaultdict[CallView, _State] = defaultdict(_State)
+        """Of the calls that a call makes."""
+        self._at: defaultdict[tuple[Phase, str], _State] = defaultdict(_State)
+        """By phase and path of the module."""
+        self._gradients: dict[tuple[str, str], _State] = {}
+        self.stepped: defaultdict[str, _State] = defaultdict(_State)
+        """By path of the module: its parameters after the step."""
+
+    def givers(self, each: ComparedValue) -> _State:
+        """Return what is known of what a value was made of."""
+        key, call = each.key, each.value.call
+        found = _State()
+        if key.phase is Phase.PARAMS:
+            own = self._gradients.get((key.path, key.slot.partition(":")[2]))
+            found.take(own or self._so_far[Phase.GRADS])
+            found.take(self._owned[key.path])
+            return found
+        if key.phase is Phase.GRADS:
+            found.take(self._at[Phase.FORWARD, key.path])
+            found.take(self._at[Phase.BACKWARD, key.path])
+            if not found.is_known:
+                found.take(self._so_far[Phase.FORWARD])
+                found.take(self._so_far[Phase.BACKWARD])
+            found.take(self._owned[key.path])
+            return found
+        if key.phase is Phase.BACKWARD:
+            found.take(self._at[Phase.FORWARD, key.path])
+        if each.value.is_input:
+            found.take(self._so_far[key.phase])
+            if key.phase is Phase.BACKWARD:
+                found.take(self._so_far[Phase.FORWARD])
+            return found
+        inputs, inside = self._inputs[call], self._inside[call]
+        found.take(inputs)
+        found.take(inside)
+        found.take(self._owned[key.path])
+        if not inputs.is_known and not inside.is_known:
+            found.take(self._so_far[key.phase])
+        return found
+
+    def add(self, each: ComparedValue, state: _State) -> None:
+        """Take what was found of a value."""
+        key, call = each.key, each.value.call
+        self._so_far[key.phase].take(state)
+        if key.phase is Phase.PARAMS:
+            self.stepped[key.path].take(state)
+            return
+        if key.phase is Phase.GRADS:
+            self._gradients[key.path, key.slot.partition(":")[2]] = state
+            return
+        if key.phase is not Phase.BACKWARD or each.value.is_input:
+            self._at[key.phase, key.path].take(state)
+        if each.value.is_input:
+            self._inputs[call].take(state)
+        around = call.parent
+        while around is not None:
+            self._inside[around].take(state)
+            around = around.parent

@@ -1,0 +1,130 @@
+"""What two runs had in common before any number was computed: said first, whatever follows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from rankscope.diagnosis.comparison.difference import Batches
+from rankscope.diagnosis.comparison.stepdifferences import StepDifferences
+from rankscope.record.call import Mode
+from rankscope.tree.summary import counted
+from rankscope.tree.views import Trace
+
+__all__ = ["PreflightLine", "batch_line", "dtype_line", "run_lines", "start_line", "step_line"]
+
+_TELLING: Final = ("torch", "cuda", "nccl", "transformers", "numpy")
+_MOST: Final = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreflightLine:
+    """One thing that was looked at before any number."""
+
+    what: str
+    """"samples", "start", "dtypes", "steps", "versions"."""
+    is_same: bool
+    text: str
+
+
+def run_lines(ref: Mapping[str, Any], test: Mapping[str, Any]) -> list[PreflightLine]:
+    """Return what the run headers say of versions."""
+    ours, theirs = ref["versions"], test["versions"]
+    differ = [
+        f"{name} {ours.get(name, 'absent')} and {theirs.get(name, 'absent')}"
+        for name in sorted({*ours, *theirs}, key=lambda n: (n not in _TELLING, n))
+        if ours.get(name) != theirs.get(name)
+    ]
+    text = "; ".join(differ[:_MOST]) + ("; ..." if len(differ) > _MOST else "")
+    same = f"the same versions (torch {ours.get('torch', 'unknown')})"
+    return [PreflightLine(what="versions", is_same=not differ, text=text or same)]
+
+
+def step_line(ref: Trace, test: Trace, common: Iterable[tuple[Mode, int]]) -> PreflightLine:
+    """Return which steps both traces have."""
+    shared = Counter(mode for mode, _ in common)
+    sides = [
+        Counter(step.mode for step in trace.steps if step.incarnation == _last(trace))
+        for trace in (ref, test)
+    ]
+    parts = []
+    is_same = True
+    for mode in Mode:
+        own = [side[mode] for side in sides]
+        if not any(own):
+            continue
+        is_same &= own[0] == own[1] == shared[mode]
+        parts.append(
+            f"{counted(shared[mode], f'{mode.word} step')}"
+            if own[0] == own[1] == shared[mode]
+            else f"{own[0]} and {own[1]} {mode.word} steps, {shared[mode]} in common"
+        )
+    return PreflightLine(what="steps", is_same=is_same, text=", ".join(parts) or "no step")
+
+
+def _last(trace: Trace) -> int:
+    return max((step.incarnation for step in (*trace.setup, *trace.steps)), default=0)
+
+
+def start_line(setup: StepDifferences | None) -> PreflightLine:
+    """Return how many parameters and buffers began alike."""
+    if setup is None:
+        text = "what the runs began with is not in both traces"
+        return PreflightLine(what="start", is_same=True, text=text)
+    known = [c for c in setup.compared if c.difference is not None]
+    other = [c for c in known if c.error > c.allowed]
+    if other:
+        text = f"{len(other)} of {counted(len(known), 'start value')} differ"
+        return PreflightLine(what="start", is_same=False, text=text)
+    text = f"{counted(len(known), 'start value')} agree"
+    return PreflightLine(what="start", is_same=True, text=text)
+
+
+def dtype_line(found: Iterable[StepDifferences]) -> PreflightLine:
+    """Return which dtypes stand beside which other ones."""
+    pairs: Counter[tuple[str, str]] = Counter()
+    for each in found:
+        for compared in each.compared:
+            value = compared.value
+            ours = next(iter(value.ref.values())).dtype
+            theirs = next(iter(value.test.values())).dtype
+            pairs[ours, theirs] += 1
+    other = {pair: count for pair, count in pairs.items() if pair[0] != pair[1]}
+    if not other:
+        return PreflightLine(what="dtypes", is_same=True, text="the same dtypes")
+    listed = [f"{theirs} for {ours} in {counted(n, 'value')}" for (ours, theirs), n in
+              sorted(other.items(), key=lambda item: -item[1])]  # fmt: skip
+    return PreflightLine(what="dtypes", is_same=False, text="; ".join(listed[:_MOST]))
+
+
+def batch_line(batches: Batches, mode: Mode, step: int) -> PreflightLine:
+    """Return whether a step worked on the same samples, and how they were split."""
+    ref, test, match = batches.ref, batches.test, batches.match
+    split = f"{_split(test)}, the reference {_split(ref)}"
+    if match.is_by_order:
+        text = f"samples cannot be told apart, their order is believed ({split})"
+        return PreflightLine(what="samples", is_same=True, text=text)
+    where = f"{mode.word} step {step}"
+    if match.lost or match.unknown:
+        text = (
+            f"{where}: {match.unknown} of {test.total} samples are none of the reference's, "
+            f"{match.lost} of its {ref.total} are missing ({split})"
+        )
+        return PreflightLine(what="samples", is_same=False, text=text)
+    is_one = len(ref.sizes) == len(test.sizes) == 1
+    if is_one and not match.is_in_order:
+        text = f"{where}: the same {ref.total} samples in another order"
+        return PreflightLine(what="samples", is_same=False, text=text)
+    text = f"the same {ref.total} samples ({split})"
+    return PreflightLine(what="samples", is_same=True, text=text)
+
+
+def _split(samples: Any) -> str:
+    if len(samples.sizes) <= 1:
+        return "in one batch"
+    return (
+        f"in {counted(samples.micro_batches, 'micro-batch', 'micro-batches')} on "
+        f"{counted(samples.place_count, 'data-parallel rank')}"
+    )

@@ -1,0 +1,339 @@
+"""The differences of all values of one step, and the factors that are no fault.
+
+Ranks that average their gradients over data-parallel ranks or micro-batches hold gradients of
+activations that are so many times larger. A factor that all of backward has in common is taken out
+before anything is judged, as far as the final gradients do not have it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.diagnosis.comparison.alignment import AlignedStep, AlignedValue, SlotKey
+from rankscope.diagnosis.comparison.difference import (
+    Batches,
+    Difference,
+    Measured,
+    compare_batched,
+    compare_common,
+)
+from rankscope.diagnosis.comparison.wholevalues import Wholes, WholeValues
+from rankscope.diagnosis.distances import rounding_of
+from rankscope.record.call import Phase
+
+__all__ = ["ComparedValue", "StepDifferences", "Tolerances"]
+
+Array = NDArray[Any]
+_FORWARD_ROUNDINGS: Final = 3.0
+"""Roundings of its dtype by which a value of forward may be off."""
+_GRADIENT_ROUNDINGS: Final = 10.0
+_RESOLUTION: Final = 5e-7
+"""Relative distance below which sketches tell nothing: their factors and samples are float32."""
+_SHARE: Final = 0.8
+"""A factor is that of a phase where so many of its values have it."""
+_SMALL_GRADIENT: Final = 1e-2
+"""A gradient whose elements are so many times smaller than others' is measured as if they were of
+that size: those that are zero by arithmetic (the bias of keys) consist of rounding alone."""
+_UPDATE_SPREAD: Final = 3.0
+_NO_FACTOR: Final = 1e-3
+"""A factor that is so near 1 is none, however exact the dtype."""
+
+
+class Tolerances:
+    """How far the values of a step may be off by rounding alone."""
+
+    resolution: Final = _RESOLUTION
+
+    def __init__(self, values: Iterable[AlignedValue]) -> None:
+        """Find the coarsest dtype that activations have: under autocast it rounds what stays in
+        another one too."""
+        self._coarsest = max(
+            (
+                rounding_of(held.dtype)
+                for value in values
+                if value.key.phase.facts.is_activation
+                for side in (value.ref, value.test)
+                for held in side.values()
+            ),
+            default=0.0,
+        )
+
+    def of(self, value: AlignedValue) -> float:
+        """Return the relative L2 distance that the coarser of both dtypes explains."""
+        dtypes = {v.dtype for side in (value.ref, value.test) for v in side.values()}
+        rounding = max(map(rounding_of, dtypes))
+        if value.key.phase is Phase.SETUP:
+            return max(rounding if len(dtypes) > 1 else 0.0, _RESOLUTION)
+        if rounding:
+            rounding = max(rounding, self._coarsest)
+        is_gradient = value.key.phase in (Phase.BACKWARD, Phase.GRADS)
+        times = _GRADIENT_ROUNDINGS if is_gradient else _FORWARD_ROUNDINGS
+        return max(times * rounding, _RESOLUTION)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class ComparedValue:
+    """One value of both traces with what is known of their distance."""
+
+    value: AlignedValue
+    difference: Difference | None
+    reason: str
+    """Why nothing can be said; "" where something can."""
+    allowed: float
+    """Relative distance that rounding explains, before anything is inherited."""
+    errors: Array = field(default_factory=lambda: np.zeros(0))
+    """[p] relative L2 distance of every part, legal factors taken out."""
+    scales: Array | float = 1.0
+    """The legal factors, by part."""
+    other_samples: tuple[int, int] = (0, 0)
+    """Of the root's input: samples that are missing, and samples that the reference has not."""
+    is_missing: bool = False
+    """True where the reference has a gradient and the test has none."""
+    is_update: bool = False
+    """True where the difference is that of what the optimizer added."""
+
+    @property
+    def key(self) -> SlotKey:
+        """The reference's words for it."""
+        return self.value.key
+
+    @property
+    def error(self) -> float:
+        """The largest relative L2 distance of its parts."""
+        return float(self.errors.max(initial=0.0))
+
+
+class StepDifferences:
+    """Compares the values of one step."""
+
+    def __init__(
+        self,
+        aligned: AlignedStep,
+        wholes: tuple[WholeValues, WholeValues],
+        batches: Batches | None,
+        before: dict[tuple[str, str], tuple[Array, Array]],
+    ) -> None:
+        """Compare everything.
+
+        Args:
+            aligned: the values of the step, or of setup.
+            wholes: what composes those of the reference and of the test.
+            batches: who worked on which samples; None for setup.
+            before: sketches of every parameter on both sides as they were before; changed to what
+                they are after the step.
+        """
+        self._wholes, self._batches, self._before = wholes, batches, before
+        self._tolerances = Tolerances(aligned.values)
+        self.exact = 0
+        """Values that are bitwise the same."""
+        self.compared = [self._compare(value) for value in aligned.values]
+        phases = (Phase.BACKWARD, Phase.GRADS)
+        self._no_factor = max(
+            (c.allowed for c in self.compared if c.key.phase in phases), default=_NO_FACTOR
+        )
+        """A factor that is so near 1 is none."""
+        self.gradient_scale = self._scale_of_gradients()
+        """Factor that all final gradients have in common, 1.0 for none."""
+        self.unit_scales = self._scales_of_backward()
+        """{(micro-batch, place): factor of all gradients of activations}."""
+        self._measure()
+
+    @property
+    def skipped(self) -> Counter[str]:
+        """Return why values could not be compared, and how many."""
+        return Counter(c.reason for c in self.compared if c.reason)
+
+    # ---- one value -------------------------------------------------------------------------------
+
+    def _compare(self, value: AlignedValue) -> ComparedValue:
+        allowed = self._tolerances.of(value)
+        is_batched = value.key.phase.facts.is_activation
+        sides: list[dict[int, Wholes]] = []
+        for composing, own, samples in zip(
+            self._wholes, (value.ref, value.test), self._both_samples(is_batched)
+        ):
+            found: dict[int, Wholes] = {}
+            for micro_batch, values in own.items():
+                made = composing.of(values, samples)
+                if isinstance(made, str):
+                    return self._unknown(value, made, allowed, is_ref=not sides)
+                found[micro_batch] = made
+            sides.append(found)
+        difference: Difference | str
+        if is_batched and self._batches is not None:
+            difference = compare_batched(
+                sides[0], sides[1], self._batches, allowed,
+                is_gradient=value.key.phase is Phase.BACKWARD,
+            )  # fmt: skip
+        else:
+            ref, test = sides[0][min(sides[0])], sides[1][min(sides[1])]
+            is_gradient = value.key.phase is Phase.GRADS
+            difference = compare_common(ref, test, allowed, is_summed_later=is_gradient)
+        if isinstance(difference, str):
+            reason = next((w.reason for w in sides[1].values() if w.reason), difference)
+            return ComparedValue(value=value, difference=None, reason=reason, allowed=allowed)
+        made_of = ComparedValue(value=value, difference=difference, reason="", allowed=allowed)
+        if value.key.slot.startswith("param:"):
+            self._take_update(made_of, sides)
+        self.exact += bool(difference.is_exact.all())
+        return made_of
+
+    def _both_samples(self, is_batched: bool) -> tuple[Array | None, Array | None]:
+        if not is_batched or self._batches is None:
+            return None, None
+        return self._batches.ref.places, self._batches.test.places
+
+    def _unknown(
+        self, value: AlignedValue, reason: str, allowed: float, *, is_ref: bool
+    ) -> ComparedValue:
+        is_missing = not is_ref and reason == "no tensor was there"
+        return ComparedValue(
+            value=value,
+            difference=None,
+            reason=reason,
+            allowed=allowed,
+            is_missing=is_missing,
+        )
+
+    def _take_update(self, compared: ComparedValue, sides: list[dict[int, Wholes]]) -> None:
+        """Compare what a step added to a parameter, where both traces know it before."""
+        key = (compared.key.path, compared.key.slot)
+        ref, test = (side[min(side)] for side in sides)
+        difference = compared.difference
+        assert difference is not None
+        now = ref.sketches[0], test.sketches[0]
+        before = self._before.get(key)
+        if len(test) > 1 or difference.at_least is not None:
+            self._before.pop(key, None)
+            return
+        self._before[key] = now
+        if compared.key.phase is not Phase.PARAMS or before is None:
+            return
+        mine, theirs = now[0] - before[0], now[1] - before[1]
+        size = len(mine)
+        dots = np.array([[mine @ theirs, mine @ mine, theirs @ theirs]]) / size
+        dtypes = {v.dtype for side in (compared.value.ref, compared.value.test)
+                  for v in side.values()}  # fmt: skip
+        rounding = max(rounding_of(dtype) for dtype in dtypes)
+        norm = float(np.sqrt(dots[0, 1]))
+        # what the parameter's own rounding and that of its sketch leave of a small update
+        unsure = (rounding + _RESOLUTION) * difference.ref.l2
+        difference.dots, difference.norms = dots, np.array([norm])
+        difference.is_exact = np.zeros(1, bool)
+        difference.measured = Measured.SKETCHES
+        compared.is_update = True
+        compared.allowed = (
+            _UPDATE_SPREAD * np.sqrt(_GRADIENT_ROUNDINGS * rounding) + unsure / norm
+            if norm > 0
+            else np.inf
+        )
+
+    # ---- factors that a phase has in common ------------------------------------------------------
+
+    def _of(self, phase: Phase) -> list[tuple[ComparedValue, Difference]]:
+        return [
+            (c, c.difference)
+            for c in self.compared
+            if c.key.phase is phase and c.difference is not None and not c.difference.partial
+        ]
+
+    def _scale_of_gradients(self) -> float:
+        found, total = [], 0
+        for compared, difference in self._of(Phase.GRADS):
+            if difference.at_least is not None or difference.ref.l2 == 0:
+                continue
+            total += 1
+            factor, rest = difference.fit()
+            if rest <= 3 * compared.allowed:
+                found.append(factor)
+        return self._plain(_common(found, total) or 1.0)
+
+    def _scales_of_backward(self) -> dict[tuple[int, int], float]:
+        found: dict[tuple[int, int], list[float]] = {}
+        totals: Counter[tuple[int, int]] = Counter()
+        for compared, difference in self._of(Phase.BACKWARD):
+            if difference.at_least is not None or difference.ref.l2 == 0:
+                continue
+            for unit, (factor, rest) in zip(difference.units, difference.fits().tolist()):
+                totals[unit] += 1
+                if rest <= 3 * compared.allowed:
+                    found.setdefault(unit, []).append(factor)
+        scales = {unit: _common(own, totals[unit]) for unit, own in found.items()}
+        return {unit: scale for unit, scale in scales.items() if scale}
+
+    @property
+    def is_scaled_at_the_end(self) -> bool:
+        """True where all final gradients have a factor that backward has not: averages over ranks
+        or micro-batches are forgotten, or made twice, behind it."""
+        if self._batches is None or self.gradient_scale == 1.0:
+            return False
+        places = self._batches.test.place_count / self._batches.ref.place_count
+        steps = self._batches.test.micro_batches / self._batches.ref.micro_batches
+        legal = {1.0, places, steps, places * steps}
+        return all(
+            any(abs(scale / each - 1) < 0.02 for each in legal)
+            for scale in self.unit_scales.values()
+        )
+
+    def _measure(self) -> None:
+        legal = 1.0 if self.is_scaled_at_the_end else self.gradient_scale
+        scales = {unit: scale / legal for unit, scale in self.unit_scales.items()}
+        mean = float(np.median(list(scales.values()))) if scales else 1.0
+        floor = self._least_gradient()
+        for compared in self.compared:
+            difference = compared.difference
+            if difference is None:
+                continue
+            least = 0.0
+            if compared.key.phase is Phase.BACKWARD:
+                factors = [scales.get(unit, mean) for unit in difference.units]
+                compared.scales = np.array([self._plain(factor) for factor in factors])
+            elif compared.key.phase is Phase.GRADS:
+                least = floor * float(np.sqrt(difference.ref.count))
+            compared.errors = difference.errors(compared.scales, least)
+            if self._tells_samples(compared):
+                compared.errors = np.maximum(compared.errors, self._other_samples)
+                assert self._batches is not None
+                match = self._batches.match
+                compared.other_samples = (match.lost, match.unknown)
+
+    def _plain(self, factor: float) -> float:
+        """Return 1.0 for a factor that rounding explains."""
+        return 1.0 if abs(factor - 1.0) <= max(self._no_factor, _NO_FACTOR) else factor
+
+    @property
+    def _other_samples(self) -> float:
+        """Part of the samples that only one of both runs has."""
+        if self._batches is None:
+            return 0.0
+        match, total = self._batches.match, self._batches.ref.total
+        return max(match.lost, match.unknown) / total if total else 0.0
+
+    def _tells_samples(self, compared: ComparedValue) -> bool:
+        key = compared.key
+        is_input = key.phase is Phase.FORWARD and not key.path and compared.value.is_input
+        return is_input and self._batches is not None and key.slot == self._batches.ref.slot
+
+    def _least_gradient(self) -> float:
+        """Return the size of elements below which a gradient is as good as zero."""
+        sizes = [
+            d.ref.l2 / np.sqrt(d.ref.count)
+            for _, d in self._of(Phase.GRADS)
+            if d.ref.count and np.isfinite(d.ref.l2)
+        ]
+        return _SMALL_GRADIENT * float(np.median(sizes)) if sizes else 0.0
+
+
+def _common(factors: list[float], total: int) -> float | None:
+    """Return the factor that most of some values have; None where there is none."""
+    if not factors:
+        return None
+    middle = float(np.median(factors))
+    near = sum(1 for f in factors if abs(f - middle) <= 0.05 * abs(middle))
+    return middle if middle and near >= _SHARE * total else None

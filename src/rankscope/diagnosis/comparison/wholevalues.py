@@ -1,0 +1,318 @@
+"""What the ranks of one trace hold of a value, as whole tensors: composed from digests alone.
+
+How pieces make a whole is `assembly/combine.py`'s answer, by the plan of `layout/plan.py`. Ranks
+whose plain values are bitwise the same hold one whole. What several ranks hold differently stays
+several wholes: whether these are faulty replicas, batches of data-parallel ranks or shards that
+nothing describes is decided where they are held to the reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.assembly.combine import CombinationPlan, apply_plan, plan_rows
+from rankscope.diagnosis.layouts import Layouts
+from rankscope.diagnosis.stepview import SlotValues
+from rankscope.layout.declared import declared_pieces
+from rankscope.layout.placement import Mesh, Ranges
+from rankscope.layout.plan import Piece
+from rankscope.record.combined import Combined
+from rankscope.record.notes import NoteKind
+from rankscope.record.statistics import STATISTICS
+from rankscope.record.value import ValueFlag
+from rankscope.tree.slotview import SlotView
+
+__all__ = ["EVERY_PLACE", "WholeValues", "Wholes"]
+
+Array = NDArray[Any]
+EVERY_PLACE: Final = -1
+"""The place of a whole that holds the batches of all data-parallel ranks."""
+_NUMBERS: Final = tuple((s.name, "u8" if s.is_count else "f8") for s in STATISTICS)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Wholes:
+    """The different whole tensors that ranks hold in one slot of one call."""
+
+    rows: Array
+    """[w] structured: hash and the statistics; NaN where a number is not known."""
+    sketches: Array
+    """[w, K] float64; NaN where pieces do not know their place."""
+    is_hashed: Array
+    """[w] True where the hash is that of the whole."""
+    places: Array
+    """[w] data-parallel place; EVERY_PLACE for all of them."""
+    members: list[Array]
+    """Per whole the ranks that hold it or a piece of it."""
+    samples: list[Array | None]
+    """Per whole [n, K], or None where single samples were not sketched."""
+    is_described: bool
+    """True where a layout says that these are whole; False for plain values."""
+    reason: str = ""
+    """Why some of the ranks' pieces could not be composed; "" where all were."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _MeshPlan:
+    """How the pieces of one mesh are composed."""
+
+    at: Array
+    """Positions of its ranks among those of the view."""
+    ranks: Array
+    plan: CombinationPlan | str
+    piece_ranges: tuple[tuple[Ranges, ...] | None, ...]
+    """Per row of the plan's index."""
+    global_shape: tuple[int, ...]
+
+
+class WholeValues:
+    """Composes the values of one trace; plans are made once per layout and set of ranks."""
+
+    def __init__(self, columns: Mapping[str, Array], layouts: Layouts) -> None:
+        self._columns, self._layouts = columns, layouts
+        sketch_size = columns["values.sketch"].shape[1]
+        self._dtype = np.dtype(
+            [("hash", "u8"), *_NUMBERS, ("sketch", "f8", (sketch_size,))],
+        )
+        self._plans: dict[Any, list[_MeshPlan]] = {}
+
+    def of(self, values: SlotValues, places: Array | None) -> Wholes | str:
+        """Return the wholes that ranks hold, or why there are none.
+
+        Args:
+            values: one slot of one call over all its ranks.
+            places: [world] data-parallel place of every rank, for activations; None for what all
+                data-parallel ranks have in common.
+        """
+        if not values.is_known.any():
+            absent = (values.flags & int(ValueFlag.ABSENT)).astype(bool).all()
+            return "no tensor was there" if absent else "not digested"
+        made = _Making(values, places, self._digests(values), self._columns["samples.sketch"])
+        reasons = []
+        for view in values.views:
+            meshes = self._meshes(view, values)
+            if meshes is None:
+                made.add_plain(view)
+                continue
+            for each in meshes:
+                problem = made.add_placed(each)
+                if problem:
+                    reasons.append(problem)
+        if not made.members:
+            return reasons[0] if reasons else "not digested"
+        return made.finished(reasons)
+
+    def _digests(self, values: SlotValues) -> Array:
+        rows = np.empty(len(values.ranks), self._dtype)
+        for name in self._dtype.names or ():
+            rows[name] = values.column(name)
+        return rows
+
+    def _meshes(self, view: SlotView, values: SlotValues) -> list[_MeshPlan] | None:
+        """Return how the pieces of each mesh are composed; None of a value nothing describes."""
+        own = np.array(view.ranks, np.int64)
+        counts = values.counts[values.at(own)]
+        placements = tuple(sorted((axis, str(p)) for axis, p in view.placements.items()))
+        path, slot = values.call.path, values.slot
+        declared = {} if placements else self._layouts.placements(path, slot)
+        if not placements and not declared:
+            return None
+        names = placements or tuple(sorted((axis, str(p)) for axis, p in declared.items()))
+        key = (
+            view.mesh_name, view.source, names, view.global_shape,
+            own.tobytes(), counts.tobytes(), bool(declared),
+        )  # fmt: skip
+        if key not in self._plans:
+            shapes = view.shapes()
+            if declared:
+                assert self._layouts.mesh is not None
+                pieces = declared_pieces(self._layouts.mesh, declared, shapes)
+            else:
+                pieces = {
+                    rank: Piece(
+                        shape=shapes[rank],
+                        layout=view.layout(rank),
+                        global_shape=view.global_shape,
+                        ranges=view.ranges(rank),
+                    )
+                    for rank in view.ranks
+                    if rank in shapes
+                }
+            self._plans[key] = _plans_by_mesh(pieces, values.at(own), own)
+        return self._plans[key]
+
+
+def _plans_by_mesh(pieces: Mapping[int, Piece], at: Array, ranks: Array) -> list[_MeshPlan]:
+    by_mesh: dict[Mesh | None, list[int]] = {}
+    for index, rank in enumerate(ranks.tolist()):
+        if rank in pieces:
+            by_mesh.setdefault(pieces[rank].layout.mesh, []).append(index)
+    found = []
+    for mesh, members in by_mesh.items():
+        held = [(int(ranks[index]), pieces[int(ranks[index])]) for index in members]
+        refusal = next((piece.refusal for _, piece in held if piece.refusal), None)
+        whole = held[0][1].global_shape
+        plan: CombinationPlan | str
+        if refusal is not None:
+            plan = str(refusal)
+        elif mesh is None or whole is None:
+            plan = "layout unknown"
+        else:
+            plan = plan_rows(held)
+        ranges: tuple[tuple[Ranges, ...] | None, ...] = ()
+        if not isinstance(plan, str):
+            ranges = tuple(held[row][1].ranges for row in plan.index[:, 0].tolist())
+        found.append(
+            _MeshPlan(
+                at=at[members],
+                ranks=ranks[members],
+                plan=plan,
+                piece_ranges=ranges,
+                global_shape=whole or (),
+            )
+        )
+    return found
+
+
+class _Making:
+    """Collects the wholes of one slot."""
+
+    def __init__(
+        self, values: SlotValues, places: Array | None, digests: Array, samples: Array
+    ) -> None:
+        self._values, self._places = values, places
+        self._digests, self._samples = digests, samples
+        self._first = values.column("sample_row")
+        self._count = values.column("sample_count")
+        self._dim = values.column("sample_dim")
+        self._rows: list[Array] = []
+        self._hashed: list[bool] = []
+        self._of: list[int] = []
+        self._kept: list[Array | None] = []
+        self._is_described = True
+        self.members: list[Array] = []
+
+    def _place_of(self, ranks: Array) -> int:
+        if self._places is None:
+            return 0
+        own = self._places[ranks]
+        return int(own[0]) if (own == own[0]).all() else EVERY_PLACE
+
+    def _sampled(self, at: Array) -> Array | None:
+        """Return the samples of one value that ranks at these positions hold alike."""
+        if self._places is None:
+            return None
+        found = at[self._first[at] >= 0]
+        if not len(found):
+            return None
+        first, count = int(self._first[found[0]]), int(self._count[found[0]])
+        return self._samples[first : first + count].astype(np.float64)
+
+    def add_plain(self, view: SlotView) -> None:
+        """Take values that nothing describes: those that are bitwise the same are one."""
+        self._is_described = False
+        at = self._values.at(np.array(view.ranks, np.int64))
+        self.add_alike(at[self._values.is_known[at]])
+
+    def add_alike(self, at: Array) -> None:
+        """Take values of which each is a whole: those that are bitwise the same are one."""
+        if not len(at):
+            return
+        ranks = self._values.ranks[at].astype(np.int64)
+        places = np.zeros(len(at), np.int64) if self._places is None else self._places[ranks]
+        hashes, counts = self._values.hashes[at], self._values.counts[at]
+        order = np.lexsort((ranks, counts, hashes, places))
+        keys = np.stack([places[order].astype(np.uint64), hashes[order], counts[order]])
+        starts = np.flatnonzero(np.r_[True, (keys[:, 1:] != keys[:, :-1]).any(0)])
+        groups = [order[a:b] for a, b in zip(starts, [*starts[1:], len(order)])]
+        for group in sorted(groups, key=lambda own: int(ranks[own[0]])):
+            self._rows.append(self._digests[at[group[0]]])
+            self._hashed.append(True)
+            self._of.append(int(places[group[0]]))
+            self.members.append(np.sort(ranks[group]))
+            self._kept.append(self._sampled(at[group]))
+
+    def add_placed(self, mesh: _MeshPlan) -> str:
+        """Take the pieces of one mesh; return why they make no whole, "" where they do."""
+        plan = mesh.plan
+        if isinstance(plan, str):
+            return plan
+        if not self._values.is_known[mesh.at].all():
+            return "not digested on some ranks"
+        if len(plan.index) == 1 and not plan.is_partial:  # every rank holds the whole
+            self.add_alike(mesh.at)
+            return ""
+        found = apply_plan(plan, self._digests[mesh.at])
+        if found.note is not None and found.note.kind is NoteKind.REPLICAS_DIFFER:
+            for column in range(plan.index.shape[1]):
+                own = replace(plan, index=plan.index[:, column : column + 1])
+                self._add_combined(mesh, own, apply_plan(own, self._digests[mesh.at]))
+            return ""
+        if not found.is_known:
+            return str(found.note)
+        self._add_combined(mesh, plan, found)
+        return ""
+
+    def _add_combined(self, mesh: _MeshPlan, plan: CombinationPlan, found: Combined) -> None:
+        row = np.zeros((), self._digests.dtype)
+        for name, kind in _NUMBERS:
+            number = found.number(name)
+            if number is None:
+                row[name] = 0 if kind == "u8" else np.nan
+            else:
+                row[name] = number
+        row["sketch"] = np.nan if found.sketch is None else found.sketch
+        self._rows.append(row)
+        self._hashed.append(False)
+        ranks = mesh.ranks[np.unique(plan.index)]
+        self.members.append(np.sort(ranks))
+        self._of.append(self._place_of(ranks))
+        self._kept.append(self._composed_samples(mesh, plan) if plan.has_offsets else None)
+
+    def _composed_samples(self, mesh: _MeshPlan, plan: CombinationPlan) -> Array | None:
+        """Return the samples of a whole from those of its pieces; None where a piece has none."""
+        if self._places is None:
+            return None
+        whole: Array | None = None
+        for row, ranges in zip(plan.index, mesh.piece_ranges):
+            at = mesh.at[row]
+            at = at[self._first[at] >= 0]
+            if ranges is None:
+                return None
+            if not len(at):
+                if any(not dim for dim in ranges):  # an empty piece
+                    continue
+                return None
+            dim = int(self._dim[at[0]])
+            if dim >= len(mesh.global_shape):
+                return None
+            if whole is None:
+                whole = np.zeros((mesh.global_shape[dim], self._samples.shape[1]))
+            own = np.concatenate([np.arange(a, b) for a, b in ranges[dim]])
+            first, count = int(self._first[at[0]]), int(self._count[at[0]])
+            if count != len(own):
+                return None
+            whole[own] += self._samples[first : first + count] / plan.divisor
+        return whole
+
+    def finished(self, reasons: Sequence[str]) -> Wholes:
+        """Return what was collected."""
+        rows = np.stack(self._rows)
+        return Wholes(
+            rows=rows,
+            sketches=rows["sketch"],
+            is_hashed=np.array(self._hashed),
+            places=np.array(self._of, np.int64),
+            members=self.members,
+            samples=self._kept,
+            is_described=self._is_described,
+            reason=reasons[0] if reasons else "",
+        )
