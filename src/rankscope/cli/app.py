@@ -44,6 +44,7 @@ _HELP = """One trace for the whole distributed job: every module call on every r
   rankscope run --nproc-per-node 4 train.py   trace a job: as torchrun, one word changed
   rankscope doctor                            would a job be traced here? what to do if not
   rankscope check                             what went wrong first: module, rank, kind
+  rankscope diff REF TEST                     where a run leaves another one, of any topology
   rankscope layout                            a layout file, proposed from what the run shows
   rankscope show                              the tree of the newest trace here
   rankscope show --path 'layers.0*' --rank 1  one module, one rank

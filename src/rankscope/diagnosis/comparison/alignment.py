@@ -101,6 +101,11 @@ class AlignedValue:
     test: dict[int, SlotValues]
 
     @property
+    def dtypes(self) -> set[str]:
+        """The dtypes of both sides."""
+        return {v.dtype for side in (self.ref, self.test) for v in side.values()}
+
+    @property
     def test_path(self) -> str:
         """The path as the test has it."""
         return next(iter(self.test.values())).call.path

@@ -53,6 +53,8 @@ class StepSamples:
     """Samples of each unit, in order of micro-batch and place; {} where none were recorded."""
     slot: str = ""
     """The root's input that tells the samples apart."""
+    elements: float = 0.0
+    """Of that input in one sample."""
     keys: Array | None = None
     """[samples, K] sketches that tell the samples apart, in the order of `sizes`."""
     is_of_integers: bool = True
@@ -235,6 +237,7 @@ def samples_of_step(step_view: StepView, places: Array, wholes: WholeValues) -> 
                 continue  # what a later stage of a pipeline received
             if own is not None and unit not in kept:
                 kept[unit] = own
+                found.elements = int(made.rows["count"][index]) / max(len(own), 1)
     if not kept:
         return found
     found.sizes = {unit: len(kept[unit]) for unit in sorted(kept)}
@@ -263,9 +266,10 @@ def _telling_slot(roots: list[Any]) -> tuple[str, bool] | None:
 def match_samples(ref: StepSamples, test: StepSamples) -> SampleMatch:
     """Return which sample of the reference each one of the test is.
 
-    Where either trace kept no samples the order of micro-batches and ranks is believed.
+    Where either trace kept no samples, or ranks hold a part of each sample (of its sequence), the
+    order of micro-batches and ranks is believed.
     """
-    if ref.keys is None or test.keys is None:
+    if ref.keys is None or test.keys is None or ref.elements != test.elements:
         count = max(test.total, ref.total)
         return SampleMatch(partner=np.arange(count), is_by_order=True)
     allowed = _SAME_TOKENS if ref.is_of_integers and test.is_of_integers else _SAME_FLOATS

@@ -449,17 +449,17 @@ def compare_batched(
         left = theirs.only(counts)
         if left.by_unit:
             return _unit_by_unit(ours, left, theirs, allowed)
+    common = _if_without_samples(ours, theirs, allowed, is_gradient=is_gradient)
+    if common is not None and (common.errors() <= allowed).all():
+        return common  # a table of positions may have as many rows as there are samples
     spans = _Spans(batches.ref), _Spans(batches.test)
     per_sample = spans[0].per_sample(counts)
     if per_sample is not None:
         left = theirs.only(spans[1].counts(theirs.by_unit, per_sample))
         if left.by_unit and spans[1].covers(left.by_unit):
             return _sample_by_sample(ours, left, batches, spans, allowed)
-    one = set(counts.values())
-    if len(one) == 1:
-        left = theirs.only(dict.fromkeys(theirs.by_unit, one.pop()))
-        if left.by_unit and len(left.by_unit) == len(theirs.by_unit):
-            return _without_samples(ours, left, allowed, is_gradient=is_gradient)
+    if common is not None:
+        return common
     first = next(iter(theirs.by_unit.values()))[0]
     return _other_size(next(iter(ours.by_unit.values()))[0], first)
 
@@ -601,6 +601,19 @@ def _by_statistics(ours: _Units, left: _Units, batches: Batches) -> Difference |
         test=totals[1],
         at_least=np.array([_least(*totals)]),
     )
+
+
+def _if_without_samples(
+    ours: _Units, theirs: _Units, allowed: float, *, is_gradient: bool
+) -> Difference | None:
+    """Compare every unit with the reference's where all have as many elements; else None."""
+    one = set(ours.counts().values())
+    if len(one) != 1:
+        return None
+    left = theirs.only(dict.fromkeys(theirs.by_unit, one.pop()))
+    if len(left.by_unit) != len(theirs.by_unit):
+        return None
+    return _without_samples(ours, left, allowed, is_gradient=is_gradient)
 
 
 def _without_samples(

@@ -26,6 +26,9 @@ __all__ = ["Degrees", "finding_of"]
 
 Array = NDArray[Any]
 _NAMED_VICTIMS: Final = 5
+_LEAST_FACTOR: Final = 0.02
+"""A value that is so near the reference's is not called scaled: constants inside a module leave
+differences that look alike."""
 _CLEARLY_SCALED: Final = 0.2
 """A factor explains a difference where it leaves no more than this part of it."""
 _ADVICE: Final = {
@@ -183,7 +186,11 @@ def _described(origin: Origin, degrees: Degrees) -> tuple[Kind, str, dict[str, A
         return Kind.DIVERGENCE, text, evidence
     factor, rest = _factor(compared.scales, difference, bad)
     is_scaled = rest <= max(3 * compared.allowed, _CLEARLY_SCALED * abs(factor - 1))
-    if math.isfinite(factor) and is_scaled and abs(factor - 1) > compared.allowed:
+    if (
+        math.isfinite(factor)
+        and is_scaled
+        and abs(factor - 1) > max(compared.allowed, _LEAST_FACTOR)
+    ):
         evidence["factor"] = statistic(factor)
         names = degrees.named(factor)
         if names:

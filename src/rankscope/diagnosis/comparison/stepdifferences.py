@@ -7,6 +7,7 @@ before anything is judged, as far as the final gradients do not have it.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -30,10 +31,17 @@ from rankscope.record.call import Phase
 __all__ = ["ComparedValue", "StepDifferences", "Tolerances"]
 
 Array = NDArray[Any]
-_FORWARD_ROUNDINGS: Final = 3.0
-"""Roundings of its dtype by which a value of forward may be off."""
-_GRADIENT_ROUNDINGS: Final = 10.0
-_RESOLUTION: Final = 5e-7
+DEFAULTS: Final = {
+    "float64": (1e-10, 1e-9),
+    "float32": (5e-6, 5e-5),
+    "float16": (4e-3, 2e-2),
+    "bfloat16": (2.4e-2, 8e-2),
+    "complex64": (5e-6, 5e-5),
+    "complex128": (1e-10, 1e-9),
+}
+"""Relative L2 distance by which a value of forward and a gradient may be off, by dtype: what
+kernels that add in another order leave over some layers. Integers have none."""
+_RESOLUTION: Final = 1e-6
 """Relative distance below which sketches tell nothing: their factors and samples are float32."""
 _SHARE: Final = 0.8
 """A factor is that of a phase where so many of its values have it."""
@@ -53,28 +61,28 @@ class Tolerances:
     def __init__(self, values: Iterable[AlignedValue]) -> None:
         """Find the coarsest dtype that activations have: under autocast it rounds what stays in
         another one too."""
-        self._coarsest = max(
-            (
-                rounding_of(held.dtype)
-                for value in values
-                if value.key.phase.facts.is_activation
-                for side in (value.ref, value.test)
-                for held in side.values()
-            ),
-            default=0.0,
-        )
+        activations = [v for v in values if v.key.phase.facts.is_activation]
+        known = [DEFAULTS[d] for v in activations for d in v.dtypes if d in DEFAULTS]
+        self._coarsest = max(known, default=(0.0, 0.0))
 
     def of(self, value: AlignedValue) -> float:
         """Return the relative L2 distance that the coarser of both dtypes explains."""
-        dtypes = {v.dtype for side in (value.ref, value.test) for v in side.values()}
-        rounding = max(map(rounding_of, dtypes))
-        if value.key.phase is Phase.SETUP:
-            return max(rounding if len(dtypes) > 1 else 0.0, _RESOLUTION)
-        if rounding:
-            rounding = max(rounding, self._coarsest)
+        dtypes = value.dtypes
         is_gradient = value.key.phase in (Phase.BACKWARD, Phase.GRADS)
-        times = _GRADIENT_ROUNDINGS if is_gradient else _FORWARD_ROUNDINGS
-        return max(times * rounding, _RESOLUTION)
+        if value.key.phase is Phase.SETUP:
+            cast = max(map(rounding_of, dtypes)) if len(dtypes) > 1 else 0.0
+            return max(cast, _RESOLUTION)
+        if dtypes.isdisjoint(DEFAULTS):
+            return _RESOLUTION
+        return max(self._by_rounding(value)[is_gradient], _RESOLUTION)
+
+    def of_update(self, value: AlignedValue) -> float:
+        """Return the same for what an optimizer adds: where it takes the sign of a gradient, the
+        square root of the gradient's error is that of the update."""
+        return _UPDATE_SPREAD * math.sqrt(self._by_rounding(value)[1])
+
+    def _by_rounding(self, value: AlignedValue) -> tuple[float, float]:
+        return max((*(DEFAULTS[d] for d in value.dtypes if d in DEFAULTS), self._coarsest))
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -218,9 +226,7 @@ class StepDifferences:
         mine, theirs = now[0] - before[0], now[1] - before[1]
         size = len(mine)
         dots = np.array([[mine @ theirs, mine @ mine, theirs @ theirs]]) / size
-        dtypes = {v.dtype for side in (compared.value.ref, compared.value.test)
-                  for v in side.values()}  # fmt: skip
-        rounding = max(rounding_of(dtype) for dtype in dtypes)
+        rounding = max(map(rounding_of, compared.value.dtypes))
         norm = float(np.sqrt(dots[0, 1]))
         # what the parameter's own rounding and that of its sketch leave of a small update
         unsure = (rounding + _RESOLUTION) * difference.ref.l2
@@ -229,9 +235,7 @@ class StepDifferences:
         difference.measured = Measured.SKETCHES
         compared.is_update = True
         compared.allowed = (
-            _UPDATE_SPREAD * np.sqrt(_GRADIENT_ROUNDINGS * rounding) + unsure / norm
-            if norm > 0
-            else np.inf
+            self._tolerances.of_update(compared.value) + unsure / norm if norm > 0 else np.inf
         )
 
     # ---- factors that a phase has in common ------------------------------------------------------
