@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 import rankscope
 from rankscope.diagnosis.check import check
 from rankscope.layout.placement import LayoutSource
+from rankscope.record.call import Phase
 from rankscope.record.finding import Verdict
 from rankscope.tree.reader import open_trace
 from rankscope.tree.slotview import SlotView
@@ -77,6 +78,12 @@ def test_runs_at_one_place_of_both_rows_are_replicas(
 ) -> None:
     out = traced(ranks, job, "HYBRID_SHARD", is_faulty, folder=tmp_path, world=4)
     report = check(open_trace(out))
-    named = {f"{f.path}:{f.slot}" for f in report.findings if f.is_origin}
-    assert ("0:grad:weight" in named) is is_faulty
-    assert is_faulty or not named
+    named = {f"{f.path}:{f.slot}": f.ranks for f in report.findings if f.is_origin}
+    if not is_faulty:
+        assert not report.findings
+        return
+    # the first rank of a row has all of 0.weight but two elements, the other one all the rest
+    beside = dict.fromkeys(("0:grad:bias", "2:grad:weight", "2:grad:bias"), (1, 3))
+    assert named == {"0:grad:weight": (0, 1, 2, 3), **beside}
+    later = {f.phase for f in report.findings if not f.is_origin}
+    assert later == {Phase.GRADS, Phase.PARAMS}

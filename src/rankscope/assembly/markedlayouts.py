@@ -9,7 +9,7 @@ is unknown.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -59,11 +59,21 @@ def mark_layouts(
     def marked(path: str, slot: str) -> Mapping[int, ParameterMark] | None:
         return marks.get((path, slot.partition(":")[2])) if slot.startswith(_SLOTS) else None
 
-    for rows, own, _ in described_slots(tables, vocabulary, marked):
-        numbers = tables.calls["stream"][tables.call[rows]].tolist()
-        held = {stream: row for stream, row in zip(numbers, rows.tolist()) if stream in own}
+    found = [
+        (name, own, dict(zip(tables.calls["stream"][tables.call[rows]].tolist(), rows.tolist())))
+        for rows, own, name in described_slots(tables, vocabulary, marked)
+    ]
+    empty = {
+        (name.replace(":param:", ":grad:"), stream)
+        for name, _, held in found
+        for stream, row in held.items()
+        if 0 in vocabulary.descriptions.items[tables.description[row]].piece.shape
+    }
+    for name, own, all_held in found:
+        held = {stream: row for stream, row in all_held.items() if stream in own}
+        without = [number for number in own if (name, number) in empty and number not in held]
         for mark, members in _lines(own, held, groups, streams):
-            _place(tables, vocabulary, mark, members, held, streams, families)
+            _place(tables, vocabulary, mark, members, held, without, streams, families)
     run["meshes"] += meshes_as_listed(families)
 
 
@@ -115,11 +125,12 @@ def _place(
     mark: ParameterMark,
     members: Members,
     held: Mapping[int, int],
+    without: Iterable[int],
     streams: Sequence[RankStream],
     families: dict[MeshFamily, dict[Mesh, None]],
 ) -> None:
     """Give the values that some ranks hold of one parameter their layout, where their shapes do
-    not contradict it."""
+    not contradict it. `without`: streams that hold nothing of the parameter, and so no gradient."""
     rows = {streams[number].stream.rank: row for number, row in held.items()}
     rows = {rank: row for rank, row in rows.items() if rank in members}
     descriptions = vocabulary.descriptions
@@ -127,7 +138,14 @@ def _place(
     if any(each.piece.layout.source is not LayoutSource.UNKNOWN for each in before.values()):
         return
     mesh = Mesh(axes=(mark.axis,), shape=(len(members),), ranks=members)
-    shapes = {rank: each.piece.shape for rank, each in before.items()}
+    incarnations = {streams[number].stream.incarnation for number in held}
+    ranks_without = {
+        streams[number].stream.rank
+        for number in without
+        if streams[number].stream.incarnation in incarnations
+    }
+    shapes: dict[int, tuple[int, ...]] = dict.fromkeys(ranks_without.intersection(members), (0,))
+    shapes |= {rank: each.piece.shape for rank, each in before.items()}
     pieces = declared_pieces(mesh, {mark.axis: mark.placement}, shapes, LayoutSource.MARKED)
     if any(piece.refusal for piece in pieces.values()):
         return

@@ -35,6 +35,7 @@ _NO_VALUE: Final = (
     | ValueFlag.UNSEEN
     | ValueFlag.PYTHON
 )
+_ABSENT: Final = "absent"
 _NUMBER: Final = re.compile(r"(^|\.)\d+(?=\.|$)")
 
 
@@ -119,15 +120,23 @@ class SlotValues:
         """True where no rank holds two different elements: as equal on shards as on replicas."""
         return not bool((self.is_known & (self.column("min") < self.column("max"))).any())
 
-    @property
+    @cached_property
     def dtype(self) -> str:
-        """torch's name without the prefix, of the lowest rank."""
+        """torch's name without the prefix, of the lowest rank that has the value: where a rank has
+        no gradient, its entry has no dtype."""
+        if len(self.views) > 1:
+            held = (view.dtype for view in self.views if not _is_absent(view))
+            return next(held, self.views[0].dtype)
         return self.views[0].dtype
 
     @cached_property
     def source(self) -> str:
-        """Where the layout comes from, "mixed" where ranks differ in that."""
+        """Where the layout comes from, "mixed" where ranks differ in that. Ranks without a gradient
+        have no layout, and no part in it."""
         sources = {view.source.value for view in self.views}
+        if len(sources) > 1:
+            held = (view for view in self.views if not _is_absent(view))
+            sources = {view.source.value for view in held} or sources
         return sources.pop() if len(sources) == 1 else "mixed"
 
     def at(self, ranks: Array) -> Array:
@@ -165,6 +174,10 @@ class SlotValues:
         if (kinds != kinds[0]).any():
             return None
         return bool((hashes == hashes[0]).all() and (counts == counts[0]).all())
+
+
+def _is_absent(view: SlotView) -> bool:
+    return all(_ABSENT in fold.flags for fold in view.folds)
 
 
 @dataclass(slots=True, eq=False)
