@@ -126,6 +126,7 @@ class TracedJob:
             collection=collection,
             world_size=shape.world_size,
             local_ranks=shape.local_ranks,
+            traced_ranks=settings.traced_of(shape.world_size),
             out=settings.out,
             spool=settings.spool,
             spool_bytes=settings.spool_bytes,

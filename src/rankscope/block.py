@@ -221,6 +221,7 @@ class _TracedBlock:
                 collection=Collection(""),
                 world_size=1,
                 local_ranks=1,
+                traced_ranks=1,
                 out=settings.out,
                 spool=settings.spool,
                 spool_bytes=settings.spool_bytes,

@@ -155,6 +155,17 @@ def test_a_stop_before_any_rank_came_is_code_1_without_a_tree(collect: Start, tm
     assert not (tmp_path / "trace/trace.json").exists()
 
 
+def test_a_stop_before_any_record_came_says_so(collect: Start, tmp_path: Path):
+    """The stream of a rank is known before its first records have come."""
+    collector = collect("--shared")
+    (tmp_path / "trace/spool/rank00000.0.cells").touch()
+    collector.send_signal(signal.SIGTERM)
+    code, _, err = ended(collector)
+    assert code == 1
+    assert "nothing was traced: no rank sent a record to" in err
+    assert "no tree" not in err and "recover" not in err
+
+
 def test_a_second_collector_on_one_folder_is_refused(collect: Start, address: str, tmp_path: Path):
     collect("--bind", address)
     code, out, err = rankscope(

@@ -26,6 +26,7 @@ def request_here(tmp_path: Path) -> RunRequest:
         collection=Collection(""),
         world_size=8,
         local_ranks=2,
+        traced_ranks=8,
         out=tmp_path / "deep" / "trace",
         spool=tmp_path / "spool",
         spool_bytes=1 << 20,
@@ -56,12 +57,25 @@ def test_a_folder_that_all_hosts_share_must_have_room_for_the_tensors_of_all_ran
 ):
     """Every host writes there: room for its own ranks alone would run out in the job."""
     enough_for_100 = shutil.disk_usage(tmp_path).free // 100
-    request = replace(request_here, world_size=1000, tensor_budget=enough_for_100)
+    request = replace(
+        request_here, world_size=2000, traced_ranks=1000, tensor_budget=enough_for_100
+    )
     with pytest.raises(SpoolError, match="1000 ranks may keep"):
         prepare_run(replace(request, collection=Collection(SHARED)))
     prepare_run(replace(request, collection=Collection(SHARED), keeps_apart=True)).remove()
     prepare_run(replace(request, collection=Collection(ELSEWHERE))).remove()
     assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.parametrize("what", ["spool_bytes", "tensor_budget"])
+def test_ranks_that_are_not_traced_need_no_room(
+    tmp_path: Path, request_here: RunRequest, what: str
+):
+    """Two ranks are here, and room for one: it is enough where one rank of the job is traced."""
+    enough_for_one = shutil.disk_usage(tmp_path).free * 2 // 3
+    with pytest.raises(SpoolError):
+        prepare_run(replace(request_here, **{what: enough_for_one}))
+    prepare_run(replace(request_here, traced_ranks=1, **{what: enough_for_one})).remove()
 
 
 def test_a_full_trace_folder_is_refused_and_stays_as_it_was(

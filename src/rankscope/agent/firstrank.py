@@ -186,6 +186,7 @@ def _prepare(
         collection=collection,
         world_size=identity.world_size,
         local_ranks=identity.local_world_size,
+        traced_ranks=settings.traced_of(identity.world_size),
         out=settings.out,
         spool=settings.spool,
         spool_bytes=settings.spool_bytes,

@@ -132,7 +132,7 @@ def _verdict(out: Path, outcome: int) -> int:
         )
         return EXIT_INCOMPLETE
     if not (out / TRACE_NAME).exists():
-        _say(f"nothing was traced: no rank sent anything to {out}")
+        _say(f"nothing was traced: no rank sent a record to {out}")
         return EXIT_INCOMPLETE
     is_complete = open_trace(out).is_complete
     _say(announced(out, is_complete=is_complete))

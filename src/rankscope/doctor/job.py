@@ -65,7 +65,8 @@ def job_conditions(
     if settings is None:
         yield from (Condition.skipped(name, "settings") for name in _ON_SETTINGS)
     else:
-        yield from spool_conditions(settings, local_ranks)
+        traced_ranks = settings.traced_of(world_size)
+        yield from spool_conditions(settings, min(local_ranks, traced_ranks))
         yield _trace_folder(settings, question.hosts)
         yield _collector(settings)
         yield leftovers(settings)

@@ -149,6 +149,9 @@ def _gather_and_build(
 ) -> ExitOutcome:
     decision = _gather(options, source, is_stopped, observer)
     log(f"{len(source.streams())} streams, {decision.value}")
+    if decision is Decision.INCOMPLETE and not any(replicated(options.out).values()):
+        log("no rank sent a record: there is nothing to build a tree from")
+        decision = Decision.NOTHING
     if decision is Decision.NOTHING:  # or nothing could be taken
         return ExitOutcome.NO_ROOM if source.trouble else ExitOutcome.DONE
     outcome = _build(options.out, keep_spool=options.keep_spool, observer=observer)

@@ -94,6 +94,9 @@ class RunRequest:
     collection: Collection
     world_size: int
     local_ranks: int
+    traced_ranks: int
+    """Ranks of the job that are traced: the others need no room. Which of them this host has is not
+    known, so it may be all of its ranks."""
     out: Path | None
     """The trace folder; None for one of a new name."""
     spool: Path | None
@@ -148,13 +151,14 @@ def prepare_run(
     with ExitStack() as undo:
         collection = request.collection
         base = spool_base(request.spool)
-        check_free_space(base, request.spool_bytes * request.local_ranks)
+        local_ranks = min(request.local_ranks, request.traced_ranks)
+        check_free_space(base, request.spool_bytes * local_ranks)
         out = request.out or default_out()
         is_of_all = collection.is_shared and not request.keeps_apart
         check_budget(
             base if collection.is_elsewhere else out,
             request.tensor_budget,
-            ranks=request.world_size if is_of_all else request.local_ranks,
+            ranks=request.traced_ranks if is_of_all else local_ranks,
         )
         made_for_spools = missing_folders(base / request.key)
         undo.callback(remove_empty, made_for_spools)
