@@ -15,6 +15,7 @@ from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FullyShardedDataParallel,
     MixedPrecisionPolicy,
+    ShardingStrategy,
     fully_shard,
 )
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -170,13 +171,26 @@ def _put_back(group: list[nn.Parameter], flat: torch.Tensor) -> None:
         parameter.data.copy_(piece.view_as(parameter))
 
 
-def fsdp1(use_orig_params: bool) -> Callable[[], Any]:
+def fsdp1(
+    use_orig_params: bool, strategy: str = "FULL_SHARD", accumulate: bool = False
+) -> Callable[[], Any]:
     def program() -> Any:
         model = FullyShardedDataParallel(
-            Net(), device_id=torch.device("cpu"), use_orig_params=use_orig_params
+            Net(),
+            device_id=torch.device("cpu"),
+            use_orig_params=use_orig_params,
+            sharding_strategy=ShardingStrategy[strategy],
         )
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        return train(model, optimizer, is_spared=True), [p.detach() for p in model.parameters()]
+        if not accumulate:
+            return train(model, optimizer, is_spared=True), [p.detach() for p in model.parameters()]
+        for _ in range(STEPS):
+            with model.no_sync():
+                loss_of(model, is_spared=True).backward()
+            loss_of(model, is_spared=True).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.detach() for p in model.parameters()]
 
     return program
 
@@ -197,16 +211,19 @@ PROGRAMS: dict[str, Callable[[], Any]] = {
     "flat copies": flat_copies,
     "fsdp1": fsdp1(True),
     "fsdp1 flat": fsdp1(False),
+    # its parameters are no leaves of the graph between a forward and the next backward
+    "fsdp1 accumulation": fsdp1(True, "SHARD_GRAD_OP", accumulate=True),
 }
 
 
-ACCUMULATING = {"no_sync", "fsdp2 accumulation"}
+ACCUMULATING = {"no_sync", "fsdp2 accumulation", "fsdp1 accumulation"}
 GRADIENT_FLAGS = {
     "ddp apart": {"no_sync"},
     # a branch no rank took, and parameters of which the flat shard of a rank holds nothing
     "bucket views": {"absent", "structure_only"},
     "static graph": {"absent", "structure_only"},
     "fsdp1": {"absent", "structure_only"},
+    "fsdp1 accumulation": {"absent", "structure_only"},
 }
 
 
@@ -218,6 +235,7 @@ def run(folder: str, name: str) -> list[tuple[list[float], list[float]]]:
         after it.
     """
     warnings.simplefilter("ignore")
+    warnings.filterwarnings("error", "The .grad attribute of a Tensor that is not a leaf")
     plain = numbers_of(seeded, PROGRAMS[name])
     seen: list[tuple[list[float], list[float]]] = []
     depth = [0]

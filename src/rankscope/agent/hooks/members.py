@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-__all__ = ["modules_of", "own_buffers", "own_parameters", "parameters_of_module"]
+__all__ = ["gradient_of", "modules_of", "own_buffers", "own_parameters", "parameters_of_module"]
 
 
 def modules_of(top: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -50,3 +50,13 @@ def own_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
     """Return a module's own buffers by name; scripted modules keep theirs in C++."""
     found = module._buffers
     return found if isinstance(found, dict) else dict(found.items())
+
+
+def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
+    """Return what backward left in a parameter; None where it left nothing.
+
+    What stands in a parameter's place may be no leaf of the graph: FSDP1 puts views of its flat
+    parameter there between forward and backward. They hold no gradient, and torch warns of the
+    question.
+    """
+    return parameter.grad if parameter.is_leaf or parameter.retains_grad else None

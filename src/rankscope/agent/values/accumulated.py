@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from rankscope.agent.hooks.members import own_parameters
+from rankscope.agent.hooks.members import gradient_of, own_parameters
 from rankscope.agent.hooks.modules import ModuleInfo, Root
 from rankscope.agent.hooks.pythonstack import program_lines
 from rankscope.agent.values.onaccelerator import HeldValue
@@ -95,7 +95,7 @@ class AccumulatedGradients:
         gone = set()
         with invisible():
             for parameter in self._table.parameters():
-                gradient = parameter.grad
+                gradient = gradient_of(parameter)
                 if gradient is not None:
                     self._found[id(parameter)] = self._values.state_of(gradient)
                 left = latest.gradients.get(id(parameter)) if latest is not None else None
@@ -164,7 +164,7 @@ class AccumulatedGradients:
         """Return the gradient as it is now, `before` itself where the pass did not touch it; None
         where it cannot be read, or is of an earlier step. `restarted`: its flags where the one of
         the pass before was gone."""
-        gradient = parameter.grad
+        gradient = gradient_of(parameter)
         if gradient is None:
             return None
         state = self._values.state_of(gradient)

@@ -10,7 +10,12 @@ from typing import NamedTuple
 
 import torch
 
-from rankscope.agent.hooks.members import own_buffers, own_parameters, parameters_of_module
+from rankscope.agent.hooks.members import (
+    gradient_of,
+    own_buffers,
+    own_parameters,
+    parameters_of_module,
+)
 from rankscope.agent.hooks.modules import ModuleInfo, Root
 from rankscope.agent.values.onaccelerator import HeldValue
 from rankscope.agent.values.rootevents import RootEvents
@@ -127,11 +132,11 @@ class ParameterEvents:
     def has_gradients(self) -> bool:
         """True where a parameter of a root has a gradient now."""
         with invisible():
-            return any(parameter.grad is not None for parameter in self._table.parameters())
+            return any(gradient_of(parameter) is not None for parameter in self._table.parameters())
 
     def having_gradient(self, chosen: Set[int]) -> frozenset[int]:
         """Return those of the parameters, told by their identities, that have a gradient now."""
-        return self._that(chosen, lambda parameter: parameter.grad is not None)
+        return self._that(chosen, lambda parameter: gradient_of(parameter) is not None)
 
     def needing_gradient(self, chosen: Set[int]) -> frozenset[int]:
         """Return those of the parameters, told by their identities, that need a gradient."""
@@ -156,7 +161,8 @@ class ParameterEvents:
             return frozenset(
                 id(parameter)
                 for parameter in parameters
-                if (gradient := parameter.grad) is not None and not self._values.is_zero(gradient)
+                if (gradient := gradient_of(parameter)) is not None
+                and not self._values.is_zero(gradient)
             )
 
     def end_step(self) -> None:
@@ -231,7 +237,7 @@ class ParameterEvents:
             if not is_grads:
                 yield _Item(slot, parameter, event.flags)
             elif parameter.requires_grad:
-                gradient, flags = parameter.grad, event.flags
+                gradient, flags = gradient_of(parameter), event.flags
                 if gradient is not None and id(parameter) in event.unheld:
                     flags |= _UNHELD
                 if gradient is not None and id(parameter) in event.carried:
