@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import rankscope
@@ -149,3 +152,133 @@ def test_a_head_whose_gathered_output_the_loss_uses_without_its_graph_is_named(
     places = {(found.kind, found.path, found.slot) for found in report.findings}
     for name in ("weight", "bias"):
         assert (Kind.PARAMETER, "probe", f"param:{name}") in places
+
+
+def train_apart(way: str, out: str) -> None:
+    """Steps with gradients of each rank; in between the ranks bring their parameters together, by
+    shares that are not the same, out of what all gathered, or with the neighbour alone."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(1 + rank)
+    with rankscope.trace(model, out=out, steps="all"):
+        for _ in range(3):
+            model(torch.randn(4, 6)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            flat = nn.utils.parameters_to_vector(model.parameters()).detach()
+            if way == "shares":
+                flat *= 2 * (1 + rank) / (world * (world + 1))
+                dist.all_reduce(flat)
+            elif way == "gathered":
+                parts = [torch.empty_like(flat) for _ in range(world)]
+                dist.all_gather(parts, flat)
+                flat = torch.stack(parts).mean(0)
+            elif way == "neighbour":
+                other = torch.empty_like(flat)
+                sides = [
+                    dist.P2POp(dist.isend, flat, rank ^ 1),
+                    dist.P2POp(dist.irecv, other, rank ^ 1),
+                ]
+                for work in dist.batch_isend_irecv(sides):
+                    work.wait()
+                flat = (flat + other) / 2
+            nn.utils.vector_to_parameters(flat, model.parameters())
+
+
+@pytest.mark.parametrize("way", ["shares", "gathered", "neighbour"])
+def test_ranks_that_train_apart_may_bring_their_parameters_together_in_any_way(
+    ranks: RankPool, tmp_path: Path, way: str
+):
+    report = report_of(ranks, train_apart, way, folder=tmp_path, world=4)
+    assert report.verdict is Verdict.CLEAN
+    assert not report.findings
+    assert any("train apart" in note for note in report.notes)
+
+
+def test_ranks_that_train_apart_and_bring_nothing_together_are_named(
+    ranks: RankPool, tmp_path: Path
+):
+    report = report_of(ranks, train_apart, "none", folder=tmp_path)
+    assert report.verdict is Verdict.FAULT
+    assert report.origins[0].kind is Kind.GRADIENT
+
+
+def test_what_messages_brought_is_not_counted_as_undeclared_too(ranks: RankPool, tmp_path: Path):
+    report = report_of(ranks, train_apart, "neighbour", folder=tmp_path)
+    assert report.alone >= report.undeclared
+
+
+def pads_collectives(is_used: bool, out: str) -> None:
+    """Parts that ranks gather, of which the last is memory that nobody has written."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(6, 6))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(1 + rank)
+    with rankscope.trace(model, out=out, steps="all"):
+        for _ in range(2):
+            model(torch.randn(4, 6)).square().mean().backward()
+            own = torch.full((3, 6), float("nan")) if rank == world - 1 else torch.ones(3, 6)
+            parts = [torch.empty(3, 6) for _ in range(world)]
+            dist.all_gather(parts, own)
+            if is_used:
+                model.module.weight.grad[:3] *= parts[-1]
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_what_only_pads_a_collective_may_be_no_number(ranks: RankPool, tmp_path: Path):
+    report = report_of(ranks, pads_collectives, False, folder=tmp_path)
+    assert report.verdict is Verdict.CLEAN
+    assert {(found.severity, found.step) for found in report.findings} == {(Severity.WARNING, 0)}
+
+
+def test_what_pads_a_collective_and_is_used_is_named(ranks: RankPool, tmp_path: Path):
+    report = report_of(ranks, pads_collectives, True, folder=tmp_path)
+    assert report.origins[0].kind is Kind.NONFINITE
+    assert report.origins[0].ranks == (1,)
+
+
+def replaces_its_model(out: str) -> None:
+    """A model that is made anew, while the old one lives and has the gradients of its last step."""
+    kept = []
+    with rankscope.trace(out=out, steps="all"):
+        for _ in range(2):
+            torch.manual_seed(0)
+            model = DistributedDataParallel(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+            torch.manual_seed(1 + dist.get_rank())
+            for _ in range(2):
+                optimizer.zero_grad()
+                model(torch.randn(4, 6)).square().mean().backward()
+                optimizer.step()
+            kept.append(model)
+            del optimizer
+
+
+def test_gradients_of_a_model_that_was_replaced_need_no_optimizer(ranks: RankPool, tmp_path: Path):
+    assert not report_of(ranks, replaces_its_model, folder=tmp_path).findings
+
+
+def gathers_before_it_begins(out: str) -> None:
+    """FSDP2's parameters are whole when they are first seen, and shards from the first step on."""
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    torch.manual_seed(1 + dist.get_rank())
+    with rankscope.trace(model, out=out, steps="all"):
+        model.unshard()
+        for _ in range(2):
+            model(torch.randn(4, 6)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_shards_that_were_whole_when_they_were_first_seen_are_no_replicas(
+    ranks: RankPool, tmp_path: Path
+):
+    assert not report_of(ranks, gathers_before_it_begins, folder=tmp_path).findings

@@ -115,6 +115,8 @@ def check(
         step_view = step_view_of(step, context.columns)
         candidates += _judged(step_view, context)
         messages.note(step_view, number, context)
+        apart = [line for lines in data_lines(step_view, context).values() for line in lines]
+        context.coverage.count(step_view, context.layouts, apart)
         context.coverage.next_step()
     candidates += _wrongly_received(messages, steps, context)
     candidates += always_lost_micro_batches(context)
@@ -205,6 +207,4 @@ def _judged(step_view: StepView, context: CheckContext) -> list[Candidate]:
     found += origins_of_gradients(step_view, context, found)
     note_unreduced(step_view, context)
     remember_parameters(step_view, context)
-    apart = [line for lines in data_lines(step_view, context).values() for line in lines]
-    context.coverage.count(step_view, context.layouts, apart)
     return found

@@ -80,6 +80,8 @@ class IncarnationState:
     """(path, slot) of warnings that one step of the incarnation has given."""
     unlike: list[Left] = field(default_factory=list)
     """Parameters that the latest step left different."""
+    flat: list[Left] = field(default_factory=list)
+    """Parameters of a root in one flat tensor, as the latest step left them."""
     apart: set[int] = field(default_factory=set)
     """Steps in which an optimizer stepped with no gradient that was the same on all ranks."""
     reduced_early: set[int] = field(default_factory=set)

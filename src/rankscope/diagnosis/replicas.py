@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -84,12 +84,11 @@ class _Prints:
         return tuple(line for line in lines if len(line) > 1)
 
 
-def _equal_across(values: SlotValues, meshes: Sequence[Mesh]) -> tuple[Array, ...]:
-    """Return the groups of ranks that stand at one place of several meshes and hold the same."""
+def _across(equal: Iterable[Array], meshes: Sequence[Mesh]) -> tuple[Array, ...]:
+    """Return those of each group that stand at one place of several meshes."""
     if len({mesh.shape for mesh in meshes}) != 1 or len(meshes) < 2:
         return ()
-    equal = clusters(values)
-    columns = zip(*(mesh.ranks for mesh in meshes))
+    columns = list(zip(*(mesh.ranks for mesh in meshes)))
     found = (group[np.isin(group, column)] for column in columns for group in equal)
     return tuple(group for group in found if len(group) > 1)
 
@@ -134,10 +133,10 @@ class InferredReplicas:
             if values.source == "dtensor":
                 meshes = values.views[0].meshes
                 self._placed[key[0]] = tuple(np.array(sorted(m.ranks), np.int64) for m in meshes)
-                self._equal[key] = _equal_across(values, meshes)
+                self._equal[key] = _across(clusters(values), meshes)
             elif values.source == "marked":
                 self.is_marked = True
-                self._equal[key] = _equal_across(values, values.views[0].meshes)
+                self._equal[key] = _across(clusters(values), values.views[0].meshes)
             elif is_plain:
                 self._equal[key] = clusters(values)
             else:
@@ -210,6 +209,8 @@ class InferredReplicas:
         groups = self._equal.get(key)
         if values.source not in ("unknown", "dtensor", "marked") or not groups:
             return None
+        if values.source == "dtensor" and key[0] not in self._placed:  # it was whole at setup
+            groups = _across(groups, values.views[0].meshes)
         if self._parts and values.call.phase is Phase.GRADS and not values.is_constant:
             self._note_tied(key, values)
         found = [part for group in groups for part in self._by_part(group, key)]

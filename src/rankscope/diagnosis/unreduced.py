@@ -5,10 +5,10 @@ activations behind them. Three kinds of right programs do that, and something te
 
 * Ranks that train apart and average their parameters now and then (local SGD). What tells is the
   average: an all-reduce of the very parameters that the step before left different. It may be of
-  each parameter or of all of them in one flat tensor, whole or divided by the number of ranks:
+  each parameter or of all of them in one flat tensor, whole or with weights that add up to one:
   inputs are told by their number of elements and their norm. Or it is of how far each rank went
   from a common point (DiLoCo): then inputs differ between ranks by what the parameters differ, as
-  sketches tell.
+  sketches tell. Ranks may also gather their parameters, or send them to neighbours (gossip).
 * An optimizer that reduces gradients inside its own step. What tells is the parameter: after the
   step, or the one that follows, it is the same on all these ranks, and not what it was before.
   Asked only of steps in which no gradient agreed: one that lacks among reduced ones is forgotten,
@@ -43,6 +43,10 @@ __all__ = ["note_unreduced", "without_unreduced"]
 Array = NDArray[Any]
 _CLOSE: Final = 1e-5
 """Relative, of norms: those of the parts of a flat tensor are added."""
+_EXCHANGED: Final = frozenset(
+    {"all_reduce", "reduce", "all_gather", "all_gather_into_tensor", "send"}
+)
+"""What carries parameters of ranks that train apart to where they are averaged."""
 _CLOSE_APART: Final = 1e-3
 """Relative, of differences between ranks: they are rounded as the parameters are."""
 _ADVICE: Final = (
@@ -83,60 +87,77 @@ def _note_averaging(step_view: StepView, context: CheckContext) -> None:
         events[key] = events.get(key, True) and values.agree(values.ranks) is False
     if any(events.values()):
         incarnation.apart.add(step_view.step)
-    latest = [h for h in step_view.values(Phase.PARAMS) if _is_shared(h)]
-    before = incarnation.unlike
+    latest = [h for h in step_view.values(Phase.PARAMS) if _is_plain(h)]
+    before = incarnation.unlike, incarnation.flat
     if latest:
-        unlike = (h for h in latest if h.agree(h.ranks) is False)
         incarnation.unlike = [
             Left(h.ranks.copy(), h.counts.copy(), h.column("l2") ** 2, h.column("sketch").copy())
-            for h in unlike
+            for h in latest
+            if h.agree(h.ranks) is False
         ]
-    if any(left and _is_average(step_view, left) for left in (before, incarnation.unlike)):
+        roots: dict[int, list[SlotValues]] = {}
+        for values in latest:
+            roots.setdefault(id(values.call.top), []).append(values)
+        incarnation.flat = [flat for held in roots.values() for flat in _flat(held)]
+    ways = (before, (incarnation.unlike, incarnation.flat))
+    if any(unlike and _is_average(step_view, unlike, flat) for unlike, flat in ways):
         incarnation.averages.append(step_view.step)
 
 
+def _flat(held: list[SlotValues]) -> Iterator[Left]:
+    """Yield all parameters of a root in one flat tensor, and those alone that differ."""
+    unlike = [values for values in held if values.agree(values.ranks) is False]
+    for own in (held, unlike):
+        if own and all(np.array_equal(each.ranks, own[0].ranks) for each in own):
+            counts = np.sum([each.counts for each in own], axis=0)
+            squares = np.sum([each.column("l2") ** 2 for each in own], axis=0)
+            yield Left(own[0].ranks.copy(), counts, squares, None)
+
+
 def _is_shared(values: SlotValues) -> bool:
-    """True for a plain parameter or gradient that several ranks hold."""
-    is_plain = values.source in ("unknown", "marked")
-    if not values.slot.startswith(("param:", "grad:")) or not is_plain:
-        return False
-    return len(values.ranks) > 1 and not values.is_constant
+    """True for a plain parameter or gradient that several ranks hold, and that is no constant."""
+    return _is_plain(values) and not values.is_constant
 
 
-def _is_average(step_view: StepView, left: list[Left]) -> bool:
-    """True where most of what was left different goes into all-reduces."""
-    parts = list(left)
-    every = sum(int(part.counts[0]) for part in parts)
-    if all(np.array_equal(part.ranks, parts[0].ranks) for part in parts):
-        counts = np.sum([part.counts for part in parts], axis=0)
-        parts.append(Left(parts[0].ranks, counts, np.sum([p.squares for p in parts], axis=0), None))
-    summed = 0
+def _is_plain(values: SlotValues) -> bool:
+    is_owned = values.slot.startswith(("param:", "grad:"))
+    return is_owned and values.source in ("unknown", "marked") and len(values.ranks) > 1
+
+
+def _is_average(step_view: StepView, unlike: list[Left], flat: list[Left]) -> bool:
+    """True where every rank hands most of what was left different to others."""
+    parts = [*unlike, *flat]
+    every = sum(int(part.counts[0]) for part in unlike)
+    handed = dict.fromkeys(np.concatenate([part.ranks for part in unlike]).tolist(), 0)
     for issue in issues_of(step_view):
-        values = issue.call.slots.get("input.0") if issue.op == "all_reduce" else None
-        if values is None or values.agree(values.ranks) is not False:
+        values = issue.call.slots.get("input.0") if issue.op in _EXCHANGED else None
+        if values is None or (issue.op != "send" and values.agree(values.ranks) is not False):
             continue
         if any(_is_of(values, part) for part in parts):
-            summed += int(values.counts[0])
-    return 2 * summed >= every
+            for rank in issue.ranks.tolist():
+                handed[rank] = handed.get(rank, 0) + int(values.counts[0])
+    return all(2 * count >= every for count in handed.values())
 
 
 def _is_of(values: SlotValues, part: Left) -> bool:
     """True where the input of a collective is, on each of its ranks, a parameter of this size and
-    norm, or lies as far from those of other ranks as the parameter does."""
+    norm, or its share of a weighted mean, or lies as far from those of other ranks as the parameter
+    does."""
     places = np.minimum(np.searchsorted(part.ranks, values.ranks), len(part.ranks) - 1)
     if (part.ranks[places] != values.ranks).any() or (part.counts[places] != values.counts).any():
         return False
     norms = np.sqrt(part.squares[places])
-    scales = (1, len(values.ranks))
     given = values.column("l2")
-    if any(bool((abs(given * scale - norms) <= _CLOSE * norms).all()) for scale in scales):
+    if bool((abs(given - norms) <= _CLOSE * norms).all()):
+        return True
+    if (norms > 0).all() and abs((given / norms).sum() - 1) <= _CLOSE:
         return True
     if part.sketches is None:
         return False
     apart = _between(part.sketches[places])
     given = _between(values.column("sketch"))
     allowed = _CLOSE_APART * abs(apart).max()
-    ways = [sign * scale * given for sign in (1, -1) for scale in scales]
+    ways = [sign * scale * given for sign in (1, -1) for scale in (1, len(values.ranks))]
     return bool(allowed) and any(bool((abs(way - apart) <= allowed).all()) for way in ways)
 
 

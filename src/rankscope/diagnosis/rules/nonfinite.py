@@ -6,7 +6,10 @@ collective, in a reduced gradient) is a victim. Where nobody made one, it came i
 first to hold it is told.
 
 -inf alone is how masks are written: it counts only in a slot that holds none elsewhere, and is a
-warning where no NaN and no +inf comes of it in that step. Gradients
+warning where no NaN and no +inf comes of it in that step. What collectives alone carry is a warning
+too, as long as no module, gradient or parameter has it: they pad with memory that nobody has
+written (the parts of ranks without a parameter in Muon), and carry infinity as the best loss so
+far. Gradients
 of a step that a GradScaler skipped are not looked at: overflow is how it finds its scale.
 """
 
@@ -43,11 +46,16 @@ _NOT_MADE_HERE: Final = (
     "No module made it: look at the loss, at what was loaded, or at whatever else code outside of "
     "modules hands to this one."
 )
+_NOT_USED: Final = (
+    "No module, gradient or parameter of this step has it. Where it pads a collective, or stands "
+    "for the worst score so far, this is as it should be."
+)
 _GRADIENTS: Final = (Phase.BACKWARD, Phase.GRADS)
 
 
 _MASKS: Final = ("", "-inf")
-"""The place under which a warning of these is kept."""
+_CARRIED: Final = ("", "carried")
+"""Places under which warnings of these are kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,11 +84,12 @@ def nonfinite_origins(step_view: StepView, context: CheckContext) -> Iterator[Ca
     spoiled = list(_spoiled(step_view))
     if not spoiled:
         return
-    incarnation.is_spoiled = any((values.nonfinite > 0).any() for values, _ in spoiled)
-    if not incarnation.is_spoiled:  # masks that some steps have and others have not: told once
-        if _MASKS in incarnation.warned:
+    mild = _mild(spoiled)
+    incarnation.is_spoiled = mild is None
+    if mild is not None:
+        if mild in incarnation.warned:
             return
-        incarnation.warned.add(_MASKS)
+        incarnation.warned.add(mild)
     first = _first_by_rank(spoiled, context)
     surest = min(each.level for each in first.values())
     origins = {rank: each for rank, each in first.items() if each.level == surest}
@@ -90,6 +99,16 @@ def nonfinite_origins(step_view: StepView, context: CheckContext) -> Iterator[Ca
     caught = _caught(spoiled, first, origins)
     for ranks in by_place.values():
         yield _candidate(step_view, context, origins[ranks[0]], sorted(ranks), spoiled, caught)
+
+
+def _mild(spoiled: list[tuple[SlotValues, Array]]) -> tuple[str, str] | None:
+    """Return the place of a warning that is told once, None where something is spoiled: masks that
+    some steps have and others have not, or what collectives alone carry."""
+    if not any((values.nonfinite > 0).any() for values, _ in spoiled):
+        return _MASKS
+    if all(values.call.phase is Phase.COLLECTIVE for values, _ in spoiled):
+        return _CARRIED
+    return None
 
 
 def _spoiled(step_view: StepView) -> Iterator[tuple[SlotValues, Array]]:
@@ -206,12 +225,18 @@ def _candidate(
         own,
         context.times(values, own),
         f"{listed} on {ranks_named(ranks)}; {how}",
-        advice="" if first.is_made and values.call.phase is not Phase.SETUP else _NOT_MADE_HERE,
+        advice=_advice(first, is_spoiling),
         evidence=evidence,
         weight=len(spoiled),
         severity=Severity.FAULT if is_spoiling else Severity.WARNING,
         priority=-1,
     )
+
+
+def _advice(first: _First, is_spoiling: bool) -> str:
+    if not is_spoiling and first.values.call.phase is Phase.COLLECTIVE:
+        return _NOT_USED
+    return "" if first.is_made and first.values.call.phase is not Phase.SETUP else _NOT_MADE_HERE
 
 
 def _name(values: SlotValues) -> str:
