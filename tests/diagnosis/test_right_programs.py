@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -282,3 +283,35 @@ def test_shards_that_were_whole_when_they_were_first_seen_are_no_replicas(
     ranks: RankPool, tmp_path: Path
 ):
     assert not report_of(ranks, gathers_before_it_begins, folder=tmp_path).findings
+
+
+def measures_the_whole_batch(is_wrapped: bool, out: str) -> None:
+    """A model is trained on parts of a batch, and its copy is handed all parts on all ranks."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    copied, wrapped = copy.deepcopy(model), DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    torch.manual_seed(1 + dist.get_rank())
+    with rankscope.trace(out=out, steps="all"):
+        for _ in range(2):
+            parts = [torch.empty(4, 6) for _ in range(dist.get_world_size())]
+            own = torch.randn(4, 6)
+            dist.all_gather(parts, own)
+            wrapped(torch.cat(parts) if is_wrapped else own).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                copied(torch.cat(parts))
+
+
+def test_a_model_beside_the_wrapped_one_may_be_handed_the_same_on_all_ranks(
+    ranks: RankPool, tmp_path: Path
+):
+    assert not report_of(ranks, measures_the_whole_batch, False, folder=tmp_path).findings
+
+
+def test_a_wrapped_model_that_is_handed_the_same_on_all_ranks_is_warned_of(
+    ranks: RankPool, tmp_path: Path
+):
+    (found,) = report_of(ranks, measures_the_whole_batch, True, folder=tmp_path).findings
+    assert (found.kind, found.severity) == (Kind.DUPLICATE, Severity.WARNING)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,9 +15,11 @@ from rankscope.layout.infer import AxisName, is_fsdp_axis, named_as
 from rankscope.layout.placement import Mesh, Placement
 from rankscope.record.call import Phase
 
-__all__ = ["data_lines", "fsdp_axes", "root_calls", "same_inputs"]
+__all__ = ["DDP", "data_lines", "fsdp_axes", "root_calls", "same_inputs"]
 
 Array = NDArray[Any]
+DDP: Final = "DDP"
+"""The word for `DistributedDataParallel` among the wrappers of a module."""
 
 
 def root_calls(step_view: StepView) -> Iterator[CallView]:
@@ -73,8 +75,8 @@ def _data_lines(incarnation: IncarnationState, layouts: Layouts) -> dict[str, tu
         for name, lines in incarnation.data_axes.items():
             found.setdefault(f"FSDP's axis {name}", lines)
     replicas = incarnation.replicas
-    if "DDP" in incarnation.wrappers and replicas.lines:
-        found.setdefault("DDP", replicas.lines)
+    if DDP in incarnation.wrappers and replicas.lines:
+        found.setdefault(DDP, replicas.lines)
     elif replicas.is_marked and replicas.lines:
         found.setdefault("replicas of marked parameters", replicas.lines)
     return found

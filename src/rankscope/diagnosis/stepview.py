@@ -23,6 +23,7 @@ __all__ = [
     "StepView",
     "is_input",
     "is_output",
+    "root_of",
     "sibling_path",
     "step_view_of",
 ]
@@ -42,6 +43,11 @@ _NUMBER: Final = re.compile(r"(^|\.)\d+(?=\.|$)")
 def sibling_path(path: str) -> str:
     """Return what a path has in common with its siblings: layers.0.mlp -> layers.*.mlp."""
     return _NUMBER.sub(r"\1*", path)
+
+
+def root_of(path: str) -> str:
+    """Return what tells the roots of a job apart: the first has no name of its own."""
+    return path.partition(".")[0] if path.startswith("@") else ""
 
 
 def is_input(slot: str, phase: Phase) -> bool:

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from rankscope.diagnosis.candidates import Candidate, candidate_at
 from rankscope.diagnosis.context import CheckContext
-from rankscope.diagnosis.datapeers import data_lines, root_calls
-from rankscope.diagnosis.stepview import SlotValues, StepView
+from rankscope.diagnosis.datapeers import DDP, data_lines, root_calls
+from rankscope.diagnosis.stepview import SlotValues, StepView, root_of
 from rankscope.record.finding import Kind, Severity
 from rankscope.record.ranklists import ranks_named, ranks_text
 
@@ -29,9 +29,10 @@ def duplicate_batches(step_view: StepView, context: CheckContext) -> Iterator[Ca
     """Yield one warning for the first step in which data-parallel ranks had the same inputs."""
     if step_view.is_setup or step_view.mode.word != "train":
         return
-    inputs = [h for call in root_calls(step_view) for h in call.inputs if not h.is_constant]
-    lines = data_lines(step_view, context) if inputs else {}
+    every = [h for call in root_calls(step_view) for h in call.inputs if not h.is_constant]
+    lines = data_lines(step_view, context) if every else {}
     for source, groups in lines.items():
+        inputs = _of_wrapped(step_view, every) if source == DDP else every
         same = [line for line in groups if _is_shared(inputs, line)]
         for values in inputs:
             context.coverage.applied(values)
@@ -40,6 +41,13 @@ def duplicate_batches(step_view: StepView, context: CheckContext) -> Iterator[Ca
             context.incarnation(step_view.incarnation).warned.add(place)
             yield _candidate(step_view, context, inputs[0], source, same)
             return
+
+
+def _of_wrapped(step_view: StepView, inputs: list[SlotValues]) -> list[SlotValues]:
+    """Return what roots were handed that are wrapped, or hold what is: a model beside them may be
+    handed the same on all ranks (a reference, what measures the whole batch)."""
+    wrapped = {root_of(call.path) for call in step_view.calls if DDP in call.node.wrappers}
+    return [values for values in inputs if root_of(values.call.path) in wrapped]
 
 
 def _is_shared(inputs: list[SlotValues], line: Array) -> bool:

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from rankscope.diagnosis.candidates import Candidate, candidate_at
 from rankscope.diagnosis.context import CheckContext, Latest
-from rankscope.diagnosis.stepview import SlotValues, StepView, sibling_path
+from rankscope.diagnosis.stepview import SlotValues, StepView, root_of, sibling_path
 from rankscope.record.call import Phase
 from rankscope.record.finding import Kind, Severity
 from rankscope.record.notes import NoteKind, RanksNote
@@ -83,11 +83,11 @@ def parameters_left(step_view: StepView, context: CheckContext) -> Iterator[Cand
         if _should_move(update, typical, siblings)
     )
     is_meant = at_rest <= _with_rate_of_zero(step_view)
-    called = {_root_of(call.path) for call in step_view.of(Phase.FORWARD, Phase.BACKWARD)}
+    called = {root_of(call.path) for call in step_view.of(Phase.FORWARD, Phase.BACKWARD)}
     for update in updates:
         context.coverage.applied(update.values)
         if len(update.unheld):
-            if called and _root_of(update.values.call.path) not in called:
+            if called and root_of(update.values.call.path) not in called:
                 continue  # what is left of a model that the program has replaced
             place = (update.values.call.path, update.values.slot)
             if not is_stale and place in warned:
@@ -126,11 +126,6 @@ def _with_rate_of_zero(step_view: StepView) -> int:
 def _on_foreign_parameters(step_view: StepView) -> list[RanksNote]:
     """Return the notes on optimizers that hold parameters of no module."""
     return [each for each in step_view.notes if each.note.kind is NoteKind.FOREIGN_PARAMETERS]
-
-
-def _root_of(path: str) -> str:
-    """Return what tells the roots of a job apart: the first has no name of its own."""
-    return path.partition(".")[0] if path.startswith("@") else ""
 
 
 def _sibling_key(values: SlotValues) -> tuple[str, str]:
