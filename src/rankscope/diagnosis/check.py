@@ -13,7 +13,7 @@ from rankscope.diagnosis.candidates import Candidate
 from rankscope.diagnosis.causes import Join
 from rankscope.diagnosis.context import CheckContext, IncarnationState
 from rankscope.diagnosis.coverage import Coverage
-from rankscope.diagnosis.datapeers import data_lines, fsdp_axes
+from rankscope.diagnosis.datapeers import data_lines, fsdp_axes, wrapped_roots
 from rankscope.diagnosis.endings import ended_badly, is_in_order
 from rankscope.diagnosis.gradientorigins import innermost_takers, origins_of_gradients
 from rankscope.diagnosis.joins import joins_of
@@ -198,6 +198,7 @@ def _judged(step_view: StepView, context: CheckContext) -> list[Candidate]:
             replicas=InferredReplicas(step_view),
             setup=step_view,
             wrappers=frozenset(w for call in step_view.calls for w in call.node.wrappers),
+            wrapped=wrapped_roots(step_view),
             data_axes=fsdp_axes(step_view),
             owners={call.path: call.ranks for call in step_view.calls if call.slots},
         )

@@ -68,6 +68,8 @@ class IncarnationState:
     """Until the first optimizer step was looked at."""
     wrappers: frozenset[str] = frozenset()
     """Words for what was put around modules: DDP, FSDP2 ..."""
+    wrapped: frozenset[str] = frozenset()
+    """Roots that DDP wraps, or of which it wraps a part."""
     data_axes: Mapping[str, tuple[Array, ...]] = field(default_factory=dict)
     """{axis: lines of ranks} of the axes along which FSDP cut the parameters."""
     data_lines: dict[str, tuple[Array, ...]] | None = None

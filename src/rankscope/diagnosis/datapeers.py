@@ -10,12 +10,12 @@ from numpy.typing import NDArray
 
 from rankscope.diagnosis.context import CheckContext, IncarnationState
 from rankscope.diagnosis.layouts import Layouts, sorted_lines
-from rankscope.diagnosis.stepview import CallView, StepView
+from rankscope.diagnosis.stepview import CallView, StepView, root_of
 from rankscope.layout.infer import AxisName, is_fsdp_axis, named_as
 from rankscope.layout.placement import Mesh, Placement
 from rankscope.record.call import Phase
 
-__all__ = ["DDP", "data_lines", "fsdp_axes", "root_calls", "same_inputs"]
+__all__ = ["DDP", "data_lines", "fsdp_axes", "root_calls", "same_inputs", "wrapped_roots"]
 
 Array = NDArray[Any]
 DDP: Final = "DDP"
@@ -80,6 +80,11 @@ def _data_lines(incarnation: IncarnationState, layouts: Layouts) -> dict[str, tu
     elif replicas.is_marked and replicas.lines:
         found.setdefault("replicas of marked parameters", replicas.lines)
     return found
+
+
+def wrapped_roots(step_view: StepView) -> frozenset[str]:
+    """Return what tells the roots that DDP wraps, or of which it wraps a part."""
+    return frozenset(root_of(call.path) for call in step_view.calls if DDP in call.node.wrappers)
 
 
 def fsdp_axes(setup: StepView) -> dict[str, tuple[Array, ...]]:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from rankscope.diagnosis.candidates import Candidate, candidate_at
 from rankscope.diagnosis.context import CheckContext
-from rankscope.diagnosis.datapeers import DDP, data_lines, root_calls
+from rankscope.diagnosis.datapeers import DDP, data_lines, root_calls, wrapped_roots
 from rankscope.diagnosis.stepview import SlotValues, StepView, root_of
 from rankscope.record.finding import Kind, Severity
 from rankscope.record.ranklists import ranks_named, ranks_text
@@ -32,7 +32,7 @@ def duplicate_batches(step_view: StepView, context: CheckContext) -> Iterator[Ca
     every = [h for call in root_calls(step_view) for h in call.inputs if not h.is_constant]
     lines = data_lines(step_view, context) if every else {}
     for source, groups in lines.items():
-        inputs = _of_wrapped(step_view, every) if source == DDP else every
+        inputs = _of_wrapped(step_view, context, every) if source == DDP else every
         same = [line for line in groups if _is_shared(inputs, line)]
         for values in inputs:
             context.coverage.applied(values)
@@ -43,10 +43,13 @@ def duplicate_batches(step_view: StepView, context: CheckContext) -> Iterator[Ca
             return
 
 
-def _of_wrapped(step_view: StepView, inputs: list[SlotValues]) -> list[SlotValues]:
+def _of_wrapped(
+    step_view: StepView, context: CheckContext, inputs: list[SlotValues]
+) -> list[SlotValues]:
     """Return what roots were handed that are wrapped, or hold what is: a model beside them may be
     handed the same on all ranks (a reference, what measures the whole batch)."""
-    wrapped = {root_of(call.path) for call in step_view.calls if DDP in call.node.wrappers}
+    incarnation = context.incarnation(step_view.incarnation)
+    wrapped = incarnation.wrapped | wrapped_roots(step_view)
     return [values for values in inputs if root_of(values.call.path) in wrapped]
 
 
