@@ -24,6 +24,7 @@ COMMANDS = {
     "verify": ["verify"],
     "jsonl": ["export", "--format", "jsonl"],
     "perfetto": ["export", "--format", "perfetto"],
+    "hf": ["export", "--format", "hf"],
 }
 
 
