@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,27 +43,35 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, str]:
 
 @pytest.mark.xdist_group("ways")
 @pytest.mark.parametrize(
-    ("command", "variables"),
+    ("begin", "command", "variables"),
     [
-        ([TORCHRUN, "--nproc-per-node", "2", "ddp.py"], {"RANKSCOPE": "1"}),
-        ([TORCHRUN, "--nproc-per-node", "2", "-m", "ddp"], {"RANKSCOPE": "1"}),
-        ([TORCHRUN, "--logs-specs", "rankscope", "--nproc-per-node", "2", "ddp.py"], {}),
-        ([RANKSCOPE, "run", "--nproc-per-node", "2", "-m", "ddp"], {}),
+        (start, [TORCHRUN, "--nproc-per-node", "2", "ddp.py"], {"RANKSCOPE": "1"}),
+        (start_forked, [TORCHRUN, "--nproc-per-node", "2", "-m", "ddp"], {"RANKSCOPE": "1"}),
         (
+            start_forked,
+            [TORCHRUN, "--logs-specs", "rankscope", "--nproc-per-node", "2", "ddp.py"],
+            {},
+        ),
+        (start, [RANKSCOPE, "run", "--nproc-per-node", "2", "-m", "ddp"], {}),
+        (
+            start,
             [RANKSCOPE, "run", "--nproc-per-node=2", "--run-path", "ddp.py"],
             {"PYTHONPATH": f"{os.environ['PYTHONPATH']}:{EXAMPLES}"},  # runpy adds no folder
         ),
         (
+            start_forked,
             [RANKSCOPE, "run", "--standalone", "--nnodes", "1:1", "--nproc-per-node", "2"]
             + ["--local-ranks-filter", "0", "--redirects", "2", "ddp.py"],
             {},
         ),
         (
+            start,
             [TORCHRUN, "--nproc-per-node", "2", "--redirects", "2"]
             + ["--no-python", sys.executable, "ddp.py"],
             {"RANKSCOPE": "1"},
         ),
         (
+            start,
             [TORCHRUN, "--logs-specs", "rankscope", "--standalone", "--nproc-per-node", "2"]
             + ["--no-python", sys.executable, "-I", "-c", ISOLATED],
             {},
@@ -80,9 +89,14 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, str]:
     ],
 )
 def test_every_way_of_starting_gives_the_same_tree_and_the_same_stdout(
-    command: list[str], variables: dict[str, str], tmp_path: Path, expected: tuple[Any, str]
+    begin: Callable[..., subprocess.CompletedProcess[str]],
+    command: list[str],
+    variables: dict[str, str],
+    tmp_path: Path,
+    expected: tuple[Any, str],
 ):
-    done = start(command, tmp_path / "trace", **variables)
+    """A module, a path, a command: each is really started in one of the ways."""
+    done = begin(command, tmp_path / "trace", **variables)
     assert done.stdout == expected[1]
     assert steps_of(tmp_path / "trace") == expected[0]
 
