@@ -35,6 +35,13 @@ def command(
             help="Declared layouts, for tensors that no DTensor describes.",
         ),
     ] = None,
+    noise: Annotated[
+        Optional[Path],  # noqa: UP045  # as above
+        typer.Option(
+            metavar="TRACE",
+            help="REF once more, its inputs off by one rounding: the unit to judge TEST in.",
+        ),
+    ] = None,
     is_all: Annotated[bool, typer.Option("--all", help="List every origin and note.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
@@ -54,7 +61,8 @@ def command(
     layouts = None if layout is None else LayoutFile.load(layout)
     traces = opened(ref), opened(test)
     with progress() as say:
-        report = diff(*traces, paths=paths, layouts=layouts, progress=say)
+        again = None if noise is None else opened(noise)
+        report = diff(*traces, paths=paths, layouts=layouts, noise=again, progress=say)
     if as_json:
         typer.echo(json.dumps(report_json(report)))
     else:

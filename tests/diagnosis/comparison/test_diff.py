@@ -198,3 +198,16 @@ def test_paths_that_have_other_names_are_mapped_and_told_in_the_names_of_the_tes
     assert first.path == "layers.1.attention_norm"
     with pytest.raises(SettingError, match="write 'regex=replacement'"):
         compared(alone["float32"], found, paths=["layers"])
+
+
+def test_measured_noise_shows_what_the_tolerance_of_the_dtype_hides(
+    ranks: RankPool, alone: dict[str, Path], tmp_path: Path
+) -> None:
+    found = jobs.traced_alone(ranks, Setup(), tmp_path / "found", "small_epsilon")
+    noise = jobs.traced_alone(ranks, Setup(), tmp_path / "noise", "rounded_once")
+    right = of_row(ranks, "tp-dtensor", "float32", tmp_path / "right")
+    assert compared(alone["float32"], found).verdict.value == "clean"
+    measured = rankscope.open_trace(noise)
+    first = compared(alone["float32"], found, noise=measured).origins[0]
+    assert (first.path, first.slot) == ("layers.1.attention_norm", "output")
+    assert compared(alone["float32"], right, noise=measured).findings == ()

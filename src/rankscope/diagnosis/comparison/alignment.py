@@ -106,6 +106,13 @@ class AlignedValue:
         return {v.dtype for side in (self.ref, self.test) for v in side.values()}
 
     @property
+    def is_vector(self) -> bool:
+        """True where the reference's value has one dim."""
+        view = next(iter(self.ref.values())).views[0]
+        shape = view.global_shape or next(iter(view.shapes().values()), ())
+        return len(shape) == 1
+
+    @property
     def test_path(self) -> str:
         """The path as the test has it."""
         return next(iter(self.test.values())).call.path

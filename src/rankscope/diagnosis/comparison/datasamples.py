@@ -237,11 +237,11 @@ def samples_of_step(step_view: StepView, places: Array, wholes: WholeValues) -> 
                 continue  # what a later stage of a pipeline received
             if own is not None and unit not in kept:
                 kept[unit] = own
-                found.elements = int(made.rows["count"][index]) / max(len(own), 1)
+                found.elements = made.counts[index] / max(len(own), 1)
     if not kept:
         return found
     found.sizes = {unit: len(kept[unit]) for unit in sorted(kept)}
-    found.keys = np.concatenate([kept[unit] for unit in found.sizes])
+    found.keys = np.concatenate([kept[unit] for unit in found.sizes]).astype(np.float64)
     return found
 
 

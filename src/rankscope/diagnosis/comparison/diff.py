@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -44,6 +44,8 @@ __all__ = ["diff"]
 
 Array = NDArray[Any]
 _NAMED_UNMATCHED: Final = 3
+_Noise = dict[tuple[Mode, int], Mapping[SlotKey, float]]
+"""{(mode, step): {value: relative distance}}."""
 
 
 class _Side:
@@ -105,6 +107,7 @@ def diff(
     *,
     paths: PathMap | Sequence[str] = (),
     layouts: LayoutFile | None = None,
+    noise: Trace | None = None,
     progress: Progress | None = None,
 ) -> Report:
     """Say where a run first differs from a reference, whatever the topologies of both.
@@ -115,6 +118,8 @@ def diff(
         paths: how its paths become those of the reference: rules `regex=replacement`.
         layouts: declared layouts, for values that no DTensor describes; used for each trace that
             has the file's number of ranks.
+        noise: the reference once more, with inputs that are off by one rounding: how far its values
+            are from the reference's is the unit in which the test is judged.
         progress: told how far it is.
 
     Raises:
@@ -124,23 +129,34 @@ def diff(
     """
     rules = paths if isinstance(paths, PathMap) else PathMap(paths)
     ours, theirs = _Side(ref, layouts), _Side(test, layouts)
-    return _Comparison(ours, theirs, rules).report(progress)
+    measured: _Noise = {}
+    if noise is not None:
+        again = _Comparison(ours, _Side(noise, layouts), PathMap())
+        again.report(progress, measured)
+    return _Comparison(ours, theirs, rules, measured).report(progress)
 
 
 class _Comparison:
     """Two traces held to each other, step by step."""
 
-    def __init__(self, ref: _Side, test: _Side, paths: PathMap) -> None:
+    def __init__(
+        self, ref: _Side, test: _Side, paths: PathMap, noise: _Noise | None = None
+    ) -> None:
         self._ref, self._test, self._paths = ref, test, paths
+        self._noise = noise or {}
         self._search = OriginSearch()
         self._tally = _Tally()
         self._before: dict[tuple[str, str], tuple[Array, Array]] = {}
         self._lines: list[PreflightLine] = []
-        self._notes: list[str] = []
         self._last_step = -1
 
-    def report(self, progress: Progress | None) -> Report:
-        """Compare setup and every step that both have."""
+    def report(self, progress: Progress | None, measured: _Noise | None = None) -> Report:
+        """Compare setup and every step that both have.
+
+        Args:
+            progress: told how far it is.
+            measured: takes the distance of every value.
+        """
         common = [key for key in self._ref.steps if key in self._test.steps]
         setup = self._setup()
         found = [setup] if setup else []
@@ -150,6 +166,8 @@ class _Comparison:
             if progress is not None:
                 progress("comparing", number / len(common))
             compared, batches = self._step(key)
+            if measured is not None:
+                measured[key] = compared.errors
             line = batch_line(batches, *key)
             if is_first or not line.is_same:
                 self._lines.append(line)
@@ -184,7 +202,7 @@ class _Comparison:
         ]
         batches = Batches(ref=sides[0], test=sides[1], match=match_samples(*sides))
         batches = self._with_places_by_inputs(batches, test)
-        found = self._compared(ref, test, batches)
+        found = self._compared(ref, test, batches, self._noise.get(key))
         self._search.step(found, mode, step)
         return found, batches
 
@@ -198,13 +216,20 @@ class _Comparison:
         is_better = match.lost < batches.match.lost and not match.unknown
         return Batches(ref=batches.ref, test=samples, match=match) if is_better else batches
 
-    def _compared(self, ref: StepView, test: StepView, batches: Batches | None) -> StepDifferences:
+    def _compared(
+        self,
+        ref: StepView,
+        test: StepView,
+        batches: Batches | None,
+        noise: Mapping[SlotKey, float] | None = None,
+    ) -> StepDifferences:
         aligned = align(ref, test, self._paths)
         found = StepDifferences(
             aligned,
             (self._ref.wholes, self._test.wholes),
             batches,
             self._before,
+            noise,
         )
         tally = self._tally
         known = [c for c in found.compared if c.difference is not None]
@@ -236,7 +261,7 @@ class _Comparison:
             recorded=tally.recorded,
             alone=0,
             findings=tuple(findings),
-            notes=(*self._unmatched(), self._exactness(), *self._notes),
+            notes=(*self._unmatched(), *self._exactness()),
             lacks=lacks,
             preflight=tuple(
                 (line.what, line.is_same, line.text)
@@ -248,9 +273,11 @@ class _Comparison:
         drawn = [origin for origin in self._search.origins if origin.is_random]
         return [finding_of(drawn[0], degrees)] if drawn else []
 
-    def _exactness(self) -> str:
+    def _exactness(self) -> Iterator[str]:
         tally = self._tally
-        return (
+        if self._noise:
+            yield "tolerances are measured: four times the distance of two runs of the reference"
+        yield (
             f"{tally.exact:,} of {counted(tally.compared, 'value')} are bitwise the reference's, "
             f"{tally.below_resolution - tally.exact:,} more agree as far as sketches tell"
         )

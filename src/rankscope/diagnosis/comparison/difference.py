@@ -8,7 +8,7 @@ any factor s, the factor that fits best, and what it leaves (the residual).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -224,7 +224,7 @@ def compare_common(
     own = _agreed(ref, range(len(ref)), allowed)
     if own is None:
         return "the reference's ranks hold different values"
-    alike = [i for i in range(len(test)) if test.rows["count"][i] == ref.rows["count"][own]]
+    alike = [i for i in range(len(test)) if test.counts[i] == ref.counts[own]]
     if not alike:
         return _other_size(ref, test)
     parts = _Parts(Measured.SKETCHES)
@@ -401,21 +401,27 @@ class _Units:
         """Return the wholes that have as many elements as is said of their unit."""
         found = _Units({})
         for unit, (wholes, among) in self.by_unit.items():
-            left = [i for i in among if wholes.rows["count"][i] == count_of.get(unit)]
+            left = [i for i in among if wholes.counts[i] == count_of.get(unit)]
             if left:
                 found.by_unit[unit] = (wholes, left)
         return found
 
     def first_rows(self) -> Array:
         """Return the row of one whole of each unit."""
-        return np.stack([wholes.rows[among[0]] for wholes, among in self.by_unit.values()])
+        chosen: dict[int, tuple[Wholes, list[int]]] = {}
+        for wholes, among in self.by_unit.values():
+            chosen.setdefault(id(wholes), (wholes, []))[1].append(among[0])
+        return np.concatenate([wholes.rows[own] for wholes, own in chosen.values()])
+
+    def within(self, units: Iterable[Unit]) -> _Units:
+        """Return some of the units."""
+        found = _Units({})
+        found.by_unit = {unit: self.by_unit[unit] for unit in units}
+        return found
 
     def counts(self) -> dict[Unit, int]:
         """Return the elements of one whole of each unit."""
-        return {
-            unit: int(wholes.rows["count"][among[0]])
-            for unit, (wholes, among) in self.by_unit.items()
-        }
+        return {unit: wholes.counts[among[0]] for unit, (wholes, among) in self.by_unit.items()}
 
 
 def compare_batched(
@@ -478,8 +484,7 @@ def _unit_by_unit(ours: _Units, left: _Units, every: _Units, allowed: float) -> 
         for i in among
         if unit not in left.by_unit or i not in left.by_unit[unit][1]
     ]
-    rows = np.stack([ours.by_unit[u][0].rows[ours.by_unit[u][1][0]] for u in left.by_unit])
-    return parts.finished(rows, left.first_rows(), others)
+    return parts.finished(ours.within(left.by_unit).first_rows(), left.first_rows(), others)
 
 
 class _Spans:
@@ -531,6 +536,9 @@ def _sample_by_sample(
     ):
         return _by_statistics(ours, left, batches)
     rows_of_each = mine.shape[1]
+    at_once = _all_samples_at_once(ours, left, batches, spans[1], mine)
+    if at_once is not None:
+        return at_once
     parts = _Parts(Measured.SAMPLES)
     for unit, (wholes, among) in left.by_unit.items():
         span = spans[1].of(unit)
@@ -547,7 +555,7 @@ def _sample_by_sample(
             assert own is not None
             if len(own) != rows_of_each * span[1]:
                 return _by_statistics(ours, left, batches)
-            b = own.reshape(span[1], rows_of_each, -1)[known]
+            b = own.astype(np.float64).reshape(span[1], rows_of_each, -1)[known]
             summed += b * len(wholes.members[index])
             dots = _dots(a, b)
             parts.put(dots, _norm(dots, wholes.rows[index]), wholes.members[index], unit)
@@ -555,6 +563,44 @@ def _sample_by_sample(
             whole = _dots(a, summed)
             parts.replace_by_sum(len(among), whole, math.sqrt(max(float(whole[1]), 0.0)), allowed)
     return parts.finished(ours.first_rows(), left.first_rows())
+
+
+def _all_samples_at_once(
+    ours: _Units, left: _Units, batches: Batches, spans: _Spans, mine: Array
+) -> Difference | None:
+    """Do what `_sample_by_sample` does, for all units together: where each has one value, and the
+    reference knows every sample. None for other values."""
+    partner = batches.match.partner
+    units = list(left.by_unit)
+    if (partner < 0).any() or any(len(among) > 1 for _, among in left.by_unit.values()):
+        return None
+    kept = [wholes.samples[among[0]] for wholes, among in left.by_unit.values()]
+    sizes = [span[1] if (span := spans.of(unit)) else 0 for unit in units]
+    starts = [span[0] if (span := spans.of(unit)) else 0 for unit in units]
+    is_whole = starts == [0, *np.cumsum(sizes)[:-1].tolist()] and sum(sizes) == len(partner)
+    if not is_whole or any(
+        one is None or len(one) != size * mine.shape[1] for one, size in zip(kept, sizes)
+    ):
+        return None
+    b = np.concatenate([each for each in kept if each is not None]).astype(np.float64)
+    a: Array = mine[partner].reshape(len(b), -1)
+    each = np.stack([(a * b).sum(1), (a * a).sum(1), (b * b).sum(1)], axis=1) / mine.shape[2]
+    dots = np.add.reduceat(each, np.array(starts) * mine.shape[1], axis=0)
+    rows = left.first_rows()
+    lengths, own, theirs = rows["l2"], dots[:, 1], dots[:, 2]
+    known = np.isfinite(lengths) & (lengths > 0) & (own > 0) & (theirs > 0)
+    ratio = np.divide(own, theirs, out=own.copy(), where=known)
+    norms = np.sqrt(np.maximum(ratio, 0.0)) * np.where(known, lengths, 1.0)
+    return Difference(
+        dots=dots,
+        norms=norms,
+        members=[wholes.members[among[0]] for wholes, among in left.by_unit.values()],
+        units=units,
+        is_exact=np.zeros(len(units), bool),
+        measured=Measured.SAMPLES,
+        ref=Totals.of(ours.first_rows()),
+        test=Totals.of(rows),
+    )
 
 
 def _norm(dots: Array, row: Array) -> float:

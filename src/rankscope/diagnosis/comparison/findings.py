@@ -29,6 +29,8 @@ _NAMED_VICTIMS: Final = 5
 _LEAST_FACTOR: Final = 0.02
 """A value that is so near the reference's is not called scaled: constants inside a module leave
 differences that look alike."""
+_LEAST_PERMUTED: Final = 0.01
+"""Relative distance from which equal norm, mean and extrema are no consequence of being near."""
 _CLEARLY_SCALED: Final = 0.2
 """A factor explains a difference where it leaves no more than this part of it."""
 _ADVICE: Final = {
@@ -207,7 +209,8 @@ def _described(origin: Origin, degrees: Degrees) -> tuple[Kind, str, dict[str, A
         return Kind.SCALE, text, evidence
     low, high = (compared.error * times for times in CHI_SQUARE_RANGE)
     off = f"{what} is off by {compared.error:.3g} of its norm ({low:.2g} to {high:.2g})"
-    if not compared.is_update and difference.is_permuted(bad):
+    is_far = compared.error > _LEAST_PERMUTED and not compared.is_update
+    if is_far and difference.is_permuted(bad):
         text = f"the same numbers in another order: norm, mean, least and greatest agree, and {off}"
         return Kind.PERMUTATION, text, evidence
     if not bad.all() and len({difference.units[i] for i in range(len(bad))}) < len(bad):
@@ -231,15 +234,22 @@ def _factor(scales: Array | float, difference: Difference, bad: Array) -> tuple[
 def _evidence(origin: Origin, difference: Difference) -> dict[str, Any]:
     compared = origin.compared
     found: dict[str, Any] = {
-        "relative_error": statistic(compared.error),
-        "tolerance": statistic(float(compared.allowed)),
-        "inherited_error": statistic(origin.inherited),
+        "relative_error": _short(compared.error),
+        "tolerance": _short(float(compared.allowed)),
+        "inherited_error": _short(origin.inherited),
         "measured": difference.measured,
     }
     if difference.measured in (Measured.SKETCHES, Measured.SAMPLES):
-        found["range"] = [statistic(compared.error * times) for times in CHI_SQUARE_RANGE]
+        found["range"] = [_short(compared.error * times) for times in CHI_SQUARE_RANGE]
+    if difference.partial:
+        found[f"error_of_their_{difference.partial}"] = found.pop("relative_error")
     for name in ("l2", "mean", "least", "greatest"):
         ours, theirs = getattr(difference.ref, name), getattr(difference.test, name)
         if math.isfinite(ours) and math.isfinite(theirs):
             found[name] = {"ref": statistic(ours), "test": statistic(theirs)}
     return found
+
+
+def _short(number: float) -> Any:
+    """Return an estimate with the digits that it has."""
+    return statistic(float(f"{number:.3g}"))

@@ -8,8 +8,8 @@ before anything is judged, as far as the final gradients do not have it.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -48,7 +48,15 @@ _SHARE: Final = 0.8
 _SMALL_GRADIENT: Final = 1e-2
 """A gradient whose elements are so many times smaller than others' is measured as if they were of
 that size: those that are zero by arithmetic (the bias of keys) consist of rounding alone."""
+_OF_OUTPUT: Final = 0.5
+"""So many times the norm of the gradient of its module's outputs is the least norm that the
+gradient of a vector (a bias, the weights of a norm) is measured by: it is a sum of those over all
+samples, and their rounding is what is left of it where they cancel."""
 _UPDATE_SPREAD: Final = 3.0
+_COARSE: Final = 1e-4
+"""Roundings above it are those of half precision, which no run repeats exactly."""
+_NOISES: Final = 4.0
+"""A value may be off by so many times its measured noise."""
 _NO_FACTOR: Final = 1e-3
 """A factor that is so near 1 is none, however exact the dtype."""
 
@@ -58,9 +66,17 @@ class Tolerances:
 
     resolution: Final = _RESOLUTION
 
-    def __init__(self, values: Iterable[AlignedValue]) -> None:
+    def __init__(
+        self, values: Iterable[AlignedValue], noise: Mapping[SlotKey, float] | None = None
+    ) -> None:
         """Find the coarsest dtype that activations have: under autocast it rounds what stays in
-        another one too."""
+        another one too.
+
+        Args:
+            values: of the step.
+            noise: relative distance of each value between two runs of the reference.
+        """
+        self._noise = noise or {}
         activations = [v for v in values if v.key.phase.facts.is_activation]
         known = [DEFAULTS[d] for v in activations for d in v.dtypes if d in DEFAULTS]
         self._coarsest = max(known, default=(0.0, 0.0))
@@ -68,6 +84,9 @@ class Tolerances:
     def of(self, value: AlignedValue) -> float:
         """Return the relative L2 distance that the coarser of both dtypes explains."""
         dtypes = value.dtypes
+        measured = self.noise_of(value)
+        if measured is not None:
+            return measured
         is_gradient = value.key.phase in (Phase.BACKWARD, Phase.GRADS)
         if value.key.phase is Phase.SETUP:
             cast = max(map(rounding_of, dtypes)) if len(dtypes) > 1 else 0.0
@@ -76,10 +95,20 @@ class Tolerances:
             return _RESOLUTION
         return max(self._by_rounding(value)[is_gradient], _RESOLUTION)
 
-    def of_update(self, value: AlignedValue) -> float:
+    def noise_of(self, value: AlignedValue) -> float | None:
+        """Return the distance that measured noise explains, None where none was measured: at
+        least half a rounding of its dtype."""
+        found = self._noise.get(value.key)
+        if found is None or not math.isfinite(found) or value.key.phase is Phase.SETUP:
+            return None
+        rounding = max(map(rounding_of, value.dtypes)) / 2 if len(value.dtypes) == 1 else 0.0
+        coarse = rounding if rounding > _COARSE else 0.0
+        return max(_NOISES * found, coarse, _RESOLUTION)
+
+    def of_update(self, value: AlignedValue, gradient_error: float) -> float:
         """Return the same for what an optimizer adds: where it takes the sign of a gradient, the
         square root of the gradient's error is that of the update."""
-        return _UPDATE_SPREAD * math.sqrt(self._by_rounding(value)[1])
+        return _UPDATE_SPREAD * math.sqrt(max(self._by_rounding(value)[1], gradient_error))
 
     def _by_rounding(self, value: AlignedValue) -> tuple[float, float]:
         return max((*(DEFAULTS[d] for d in value.dtypes if d in DEFAULTS), self._coarsest))
@@ -103,6 +132,12 @@ class ComparedValue:
     """Of the root's input: samples that are missing, and samples that the reference has not."""
     is_missing: bool = False
     """True where the reference has a gradient and the test has none."""
+    ref_norm: float = 0.0
+    """L2 norm of the reference's value; NaN where it is not known."""
+    raw_error: float = 0.0
+    """As `error`, relative to the reference's own norm, however small."""
+    unsure: float = 0.0
+    """Of an update: what roundings of the parameter before and after it leave, relative."""
     is_update: bool = False
     """True where the difference is that of what the optimizer added."""
 
@@ -126,6 +161,7 @@ class StepDifferences:
         wholes: tuple[WholeValues, WholeValues],
         batches: Batches | None,
         before: dict[tuple[str, str], tuple[Array, Array]],
+        noise: Mapping[SlotKey, float] | None = None,
     ) -> None:
         """Compare everything.
 
@@ -135,9 +171,10 @@ class StepDifferences:
             batches: who worked on which samples; None for setup.
             before: sketches of every parameter on both sides as they were before; changed to what
                 they are after the step.
+            noise: relative distance of each value between two runs of the reference.
         """
         self._wholes, self._batches, self._before = wholes, batches, before
-        self._tolerances = Tolerances(aligned.values)
+        self._tolerances = Tolerances(aligned.values, noise)
         self.exact = 0
         """Values that are bitwise the same."""
         self.compared = [self._compare(value) for value in aligned.values]
@@ -151,6 +188,11 @@ class StepDifferences:
         self.unit_scales = self._scales_of_backward()
         """{(micro-batch, place): factor of all gradients of activations}."""
         self._measure()
+
+    @property
+    def errors(self) -> dict[SlotKey, float]:
+        """Return the relative distance of every value that was compared."""
+        return {c.key: c.error for c in self.compared if c.difference is not None}
 
     @property
     def skipped(self) -> Counter[str]:
@@ -186,7 +228,13 @@ class StepDifferences:
         if isinstance(difference, str):
             reason = next((w.reason for w in sides[1].values() if w.reason), difference)
             return ComparedValue(value=value, difference=None, reason=reason, allowed=allowed)
-        made_of = ComparedValue(value=value, difference=difference, reason="", allowed=allowed)
+        made_of = ComparedValue(
+            value=value,
+            difference=difference,
+            reason="",
+            allowed=allowed,
+            ref_norm=_norm_of(sides[0].values()),
+        )
         if value.key.slot.startswith("param:"):
             self._take_update(made_of, sides)
         self.exact += bool(difference.is_exact.all())
@@ -234,9 +282,7 @@ class StepDifferences:
         difference.is_exact = np.zeros(1, bool)
         difference.measured = Measured.SKETCHES
         compared.is_update = True
-        compared.allowed = (
-            self._tolerances.of_update(compared.value) + unsure / norm if norm > 0 else np.inf
-        )
+        compared.unsure = unsure / norm if norm > 0 else math.inf
 
     # ---- factors that a phase has in common ------------------------------------------------------
 
@@ -290,22 +336,43 @@ class StepDifferences:
         scales = {unit: scale / legal for unit, scale in self.unit_scales.items()}
         mean = float(np.median(list(scales.values()))) if scales else 1.0
         floor = self._least_gradient()
+        outputs = self._norms_of_outputs()
+        of_gradient: dict[tuple[str, str], float] = {}
         for compared in self.compared:
-            difference = compared.difference
+            difference, key = compared.difference, compared.key
             if difference is None:
                 continue
             least = 0.0
-            if compared.key.phase is Phase.BACKWARD:
+            if key.phase is Phase.BACKWARD:
                 factors = [scales.get(unit, mean) for unit in difference.units]
                 compared.scales = np.array([self._plain(factor) for factor in factors])
-            elif compared.key.phase is Phase.GRADS:
+            elif key.phase is Phase.GRADS:
                 least = floor * float(np.sqrt(difference.ref.count))
+                if compared.value.is_vector:
+                    least = max(least, _OF_OUTPUT * outputs.get(key.path, 0.0))
             compared.errors = difference.errors(compared.scales, least)
+            compared.raw_error = float(difference.errors(compared.scales).max(initial=0.0))
+            name = (key.path, key.slot.partition(":")[2])
+            if key.phase is Phase.GRADS:
+                of_gradient[name] = compared.raw_error
+            elif compared.is_update:
+                measured = self._tolerances.noise_of(compared.value)
+                own = self._tolerances.of_update(compared.value, of_gradient.get(name, 0.0))
+                compared.allowed = (own if measured is None else measured) + compared.unsure
             if self._tells_samples(compared):
                 compared.errors = np.maximum(compared.errors, self._other_samples)
                 assert self._batches is not None
                 match = self._batches.match
                 compared.other_samples = (match.lost, match.unknown)
+
+    def _norms_of_outputs(self) -> dict[str, float]:
+        """Return {path: norm of the gradients of the module's outputs} in the reference."""
+        squares: defaultdict[str, float] = defaultdict(float)
+        for compared in self.compared:
+            is_output = compared.key.phase is Phase.BACKWARD and compared.value.is_input
+            if is_output and math.isfinite(compared.ref_norm):
+                squares[compared.key.path] += compared.ref_norm**2
+        return {path: math.sqrt(square) for path, square in squares.items()}
 
     def _plain(self, factor: float) -> float:
         """Return 1.0 for a factor that rounding explains."""
@@ -332,6 +399,10 @@ class StepDifferences:
             if d.ref.count and np.isfinite(d.ref.l2)
         ]
         return _SMALL_GRADIENT * float(np.median(sizes)) if sizes else 0.0
+
+
+def _norm_of(wholes: Iterable[Wholes]) -> float:
+    return float(np.sqrt(sum(float((each.rows["l2"] ** 2).sum()) for each in wholes)))
 
 
 def _common(factors: list[float], total: int) -> float | None:

@@ -41,6 +41,8 @@ class Wholes:
 
     rows: Array
     """[w] structured: hash and the statistics; NaN where a number is not known."""
+    counts: list[int]
+    """Elements of each."""
     sketches: Array
     """[w, K] float64; NaN where pieces do not know their place."""
     is_hashed: Array
@@ -50,7 +52,7 @@ class Wholes:
     members: list[Array]
     """Per whole the ranks that hold it or a piece of it."""
     samples: list[Array | None]
-    """Per whole [n, K], or None where single samples were not sketched."""
+    """Per whole [n, K] float32 or float64, or None where single samples were not sketched."""
     is_described: bool
     """True where a layout says that these are whole; False for plain values."""
     reason: str = ""
@@ -194,8 +196,8 @@ class _Making:
         self._count = values.column("sample_count")
         self._dim = values.column("sample_dim")
         self._rows: list[Array] = []
-        self._hashed: list[bool] = []
-        self._of: list[int] = []
+        self._hashed: list[Array] = []
+        self._of: list[Array] = []
         self._kept: list[Array | None] = []
         self._is_described = True
         self.members: list[Array] = []
@@ -205,16 +207,6 @@ class _Making:
             return 0
         own = self._places[ranks]
         return int(own[0]) if (own == own[0]).all() else EVERY_PLACE
-
-    def _sampled(self, at: Array) -> Array | None:
-        """Return the samples of one value that ranks at these positions hold alike."""
-        if self._places is None:
-            return None
-        found = at[self._first[at] >= 0]
-        if not len(found):
-            return None
-        first, count = int(self._first[found[0]]), int(self._count[found[0]])
-        return self._samples[first : first + count].astype(np.float64)
 
     def add_plain(self, view: SlotView) -> None:
         """Take values that nothing describes: those that are bitwise the same are one."""
@@ -232,13 +224,19 @@ class _Making:
         order = np.lexsort((ranks, counts, hashes, places))
         keys = np.stack([places[order].astype(np.uint64), hashes[order], counts[order]])
         starts = np.flatnonzero(np.r_[True, (keys[:, 1:] != keys[:, :-1]).any(0)])
-        groups = [order[a:b] for a, b in zip(starts, [*starts[1:], len(order)])]
-        for group in sorted(groups, key=lambda own: int(ranks[own[0]])):
-            self._rows.append(self._digests[at[group[0]]])
-            self._hashed.append(True)
-            self._of.append(int(places[group[0]]))
-            self.members.append(np.sort(ranks[group]))
-            self._kept.append(self._sampled(at[group]))
+        first = order[starts]
+        by_rank = np.argsort(ranks[first])
+        self._rows.append(self._digests[at[first[by_rank]]])
+        self._hashed.append(np.ones(len(first), bool))
+        self._of.append(places[first[by_rank]])
+        sorted_ranks, edges = ranks[order], [*starts.tolist(), len(order)]
+        # of ranks that hold the same, one may have kept its samples
+        rows = np.maximum.reduceat(self._first[at][order], starts)[by_rank].tolist()
+        sizes = np.maximum.reduceat(self._count[at][order], starts)[by_rank].tolist()
+        for group, row, size in zip(by_rank.tolist(), rows, sizes):
+            self.members.append(sorted_ranks[edges[group] : edges[group + 1]])
+            is_kept = row >= 0 and self._places is not None
+            self._kept.append(self._samples[row : row + size] if is_kept else None)
 
     def add_placed(self, mesh: _MeshPlan) -> str:
         """Take the pieces of one mesh; return why they make no whole, "" where they do."""
@@ -270,11 +268,11 @@ class _Making:
             else:
                 row[name] = number
         row["sketch"] = np.nan if found.sketch is None else found.sketch
-        self._rows.append(row)
-        self._hashed.append(False)
+        self._rows.append(row[None])
+        self._hashed.append(np.zeros(1, bool))
         ranks = mesh.ranks[np.unique(plan.index)]
         self.members.append(np.sort(ranks))
-        self._of.append(self._place_of(ranks))
+        self._of.append(np.array([self._place_of(ranks)]))
         self._kept.append(self._composed_samples(mesh, plan) if plan.has_offsets else None)
 
     def _composed_samples(self, mesh: _MeshPlan, plan: CombinationPlan) -> Array | None:
@@ -305,12 +303,13 @@ class _Making:
 
     def finished(self, reasons: Sequence[str]) -> Wholes:
         """Return what was collected."""
-        rows = np.stack(self._rows)
+        rows = self._rows[0] if len(self._rows) == 1 else np.concatenate(self._rows)
         return Wholes(
             rows=rows,
+            counts=rows["count"].tolist(),
             sketches=rows["sketch"],
-            is_hashed=np.array(self._hashed),
-            places=np.array(self._of, np.int64),
+            is_hashed=np.concatenate(self._hashed),
+            places=np.concatenate(self._of),
             members=self.members,
             samples=self._kept,
             is_described=self._is_described,
