@@ -211,3 +211,32 @@ def test_measured_noise_shows_what_the_tolerance_of_the_dtype_hides(
     first = compared(alone["float32"], found, noise=measured).origins[0]
     assert (first.path, first.slot) == ("layers.1.attention_norm", "output")
     assert compared(alone["float32"], right, noise=measured).findings == ()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_experts_that_every_rank_numbers_from_zero_raise_no_alarm(
+    ranks: RankPool, dtype: str, tmp_path: Path
+) -> None:
+    setup = Setup(ranks=1, dtype=dtype)
+    out = tmp_path / "alone" / "trace"
+    job = (rank_jobs.traced, "tests.faults.rows", "expert-parallel", setup, False)
+    ranks.run(*job, str(out), world_size=1)
+    report = compared(out, of_row(ranks, "expert-parallel", dtype, tmp_path / "split"))
+    assert report.verdict.value == "clean"
+    assert ("other modules of that name on other ranks", 168) in [
+        (skipped.reason, skipped.count) for skipped in report.skipped
+    ]
+
+
+def test_a_router_whose_gradient_one_rank_keeps_is_named_with_that_rank(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    out = tmp_path / "alone" / "trace"
+    job = (rank_jobs.traced, "tests.faults.rows", "router-gradient-kept", Setup(ranks=1), False)
+    ranks.run(*job, str(out), world_size=1)
+    name = "router-gradient-kept"
+    found = of_row(ranks, name, "float32", tmp_path / "split", size=4, is_faulty=True)
+    first = compared(out, found).origins[0]
+    assert (first.kind.value, first.path, first.slot, first.ranks) == (
+        ("replica-mismatch", "layers.1.feed_forward.router", "grad:weight", (1,))
+    )

@@ -31,10 +31,10 @@ from rankscope.diagnosis.comparison.preflight import (
 from rankscope.diagnosis.comparison.stepdifferences import StepDifferences, Tolerances
 from rankscope.diagnosis.comparison.wholevalues import WholeValues
 from rankscope.diagnosis.layouts import Layouts
-from rankscope.diagnosis.stepview import StepView, step_view_of
+from rankscope.diagnosis.stepview import StepView, sibling_path, step_view_of
 from rankscope.errors import TraceError
 from rankscope.layout.layoutfile import LayoutFile
-from rankscope.record.call import Mode
+from rankscope.record.call import Mode, Phase
 from rankscope.record.finding import Finding, Report, Severity, Skipped, Verdict
 from rankscope.run.names import Progress
 from rankscope.tree.summary import counted
@@ -149,6 +149,7 @@ class _Comparison:
         self._before: dict[tuple[str, str], tuple[Array, Array]] = {}
         self._lines: list[PreflightLine] = []
         self._last_step = -1
+        self._left_out: frozenset[str] = frozenset()
 
     def report(self, progress: Progress | None, measured: _Noise | None = None) -> Report:
         """Compare setup and every step that both have.
@@ -186,8 +187,49 @@ class _Comparison:
         if ref is None or test is None:
             return None
         found = self._compared(ref, test, None)
+        self._left_out = self._renumbered(found, ref)
+        if self._left_out:
+            self._before.clear()
+            self._tally = _Tally()
+            found = self._compared(ref, test, None)
         self._search.setup(found)
         return found
+
+    def _renumbered(self, found: StepDifferences, ref: StepView) -> frozenset[str]:
+        """Return paths under which ranks hold different modules of the reference: rank 1 of an
+        expert-parallel job may call `experts.0` what the reference calls `experts.2`.
+
+        These are known by what they began with: a value of the reference's module of this name on
+        some ranks, of its siblings on others.
+        """
+        suspects = [
+            (compared, difference)
+            for compared in found.compared
+            if (difference := compared.difference) is not None
+            and len(difference.members) > 1
+            and compared.error > compared.allowed
+            and compared.key.path.rpartition(".")[0]
+        ]
+        if not suspects:
+            return frozenset()
+        families = {(sibling_path(c.key.path), c.key.slot) for c, _ in suspects}
+        known: dict[tuple[str, str], list[Array]] = {}
+        for values in ref.values(Phase.SETUP):
+            family = (sibling_path(values.call.path), values.slot)
+            made = self._ref.wholes.of(values, None) if family in families else ""
+            if not isinstance(made, str):
+                known.setdefault(family, []).append(made.sketches[0])
+        left_out = set()
+        for compared, difference in suspects:
+            siblings = np.array(known[sibling_path(compared.key.path), compared.key.slot])
+            bad = np.flatnonzero(compared.errors > compared.allowed)
+            rows = [difference.test_rows[index] for index in bad.tolist()]
+            if all(row is not None and _is_among(row, siblings) for row in rows):
+                parts = compared.key.path.split(".")
+                number = max((i for i, part in enumerate(parts) if part.isdecimal()), default=-1)
+                if number >= 0:
+                    left_out.add(".".join(parts[: number + 1]))
+        return frozenset(left_out)
 
     def _step(self, key: tuple[Mode, int]) -> tuple[StepDifferences, Batches]:
         mode, step = key
@@ -230,6 +272,7 @@ class _Comparison:
             batches,
             self._before,
             noise,
+            self._left_out,
         )
         tally = self._tally
         known = [c for c in found.compared if c.difference is not None]
@@ -243,9 +286,9 @@ class _Comparison:
         return found
 
     def _made(self, degrees: Degrees, common: Sequence[Any]) -> Report:
-        origins = [origin for origin in self._search.origins if not origin.is_random]
+        origins = [origin for origin in self._search.origins if not origin.is_legal]
         findings = [finding_of(origin, degrees) for origin in origins]
-        findings += self._of_random_numbers(degrees)
+        findings += self._of_legal_differences(degrees)
         tally = self._tally
         is_fault = any(f.severity is Severity.FAULT for f in findings)
         lacks = self._lacks(common)
@@ -269,8 +312,8 @@ class _Comparison:
             ),
         )
 
-    def _of_random_numbers(self, degrees: Degrees) -> list[Finding]:
-        drawn = [origin for origin in self._search.origins if origin.is_random]
+    def _of_legal_differences(self, degrees: Degrees) -> list[Finding]:
+        drawn = [origin for origin in self._search.origins if origin.is_legal]
         return [finding_of(drawn[0], degrees)] if drawn else []
 
     def _exactness(self) -> Iterator[str]:
@@ -309,6 +352,12 @@ class _Comparison:
                     f"{', '.join(names[:_NAMED_UNMATCHED])}{more}"
                 )
         return found
+
+
+def _is_among(row: Array, sketches: Array) -> bool:
+    """True where one of several sketches is that of this digest."""
+    apart = np.sqrt(np.mean((sketches - row["sketch"]) ** 2, axis=1))
+    return bool((apart <= Tolerances.resolution * max(float(row["l2"]), 1e-30)).any())
 
 
 def _listed(side: _Side) -> str:

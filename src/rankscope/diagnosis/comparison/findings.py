@@ -103,7 +103,7 @@ def finding_of(origin: Origin, degrees: Degrees) -> Finding:
         f"{v.value.test_path or '(root)'}:{v.value.test_slot}" for v in origin.victims
     )
     has_micro_batch = key.phase.facts.has_micro_batches
-    severity = Severity.WARNING if origin.is_random else Severity.FAULT
+    severity = Severity.WARNING if origin.is_legal else Severity.FAULT
     place = f"{path or '(root)'}{f':{slot}' if slot else ''}"
     return Finding(
         kind=kind,
@@ -143,6 +143,8 @@ def _advice(origin: Origin, kind: Kind) -> str:
             "Runs that draw other random numbers cannot be compared behind them: switch dropout "
             "off, or give both runs the same generator state."
         )
+    if origin.is_choice:
+        return "Compare in float32: then routers choose alike, and what lies behind is judged."
     phase = origin.compared.key.phase
     if phase is Phase.SETUP and kind is not Kind.PERMUTATION:
         return "The runs begin with other weights: load the same checkpoint, or give both the seed."
@@ -168,6 +170,9 @@ def _described(origin: Origin, degrees: Degrees) -> tuple[Kind, str, dict[str, A
             text = f"{lost} of the reference's samples are missing: other ranks have the same ones"
             return Kind.DUPLICATE, text, evidence
         return Kind.DIVERGENCE, f"{unknown} samples are none of the reference's", evidence
+    if origin.is_choice:
+        text = "may have sent some tokens to other experts than the reference, as rounding can"
+        return Kind.DIVERGENCE, text, evidence
     if difference.partial:
         word = "sum" if difference.partial == "sum" else "average"
         text = (

@@ -22,7 +22,11 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.diagnosis.comparison.stepdifferences import ComparedValue, StepDifferences
+from rankscope.diagnosis.comparison.stepdifferences import (
+    ComparedValue,
+    StepDifferences,
+    Tolerances,
+)
 from rankscope.diagnosis.stepview import CallView
 from rankscope.record.call import Mode, Phase
 
@@ -31,6 +35,10 @@ __all__ = ["Origin", "OriginSearch"]
 Array = NDArray[Any]
 _AMPLIFICATION: Final = 10.0
 """A call may make an error that it was given so many times larger."""
+_ROUTERS: Final = frozenset({"router", "gate", "gating"})
+"""Names of modules that choose experts."""
+_FEW_TOKENS: Final = 0.7
+"""Relative distance up to which some tokens that went elsewhere explain a difference."""
 _RANDOM_CLASSES: Final = ("dropout", "droppath", "stochasticdepth")
 """In the class names of modules that draw random numbers while a model trains."""
 
@@ -46,9 +54,16 @@ class Origin:
     """Largest error of what it was made of."""
     is_random: bool = False
     """True where a module drew other random numbers than the reference's, as it may."""
+    is_choice: bool = False
+    """True where rounding may have sent some tokens to other experts than the reference's."""
     is_of_all: bool = False
     """True where it stands for all values of its phase, which share one factor."""
     victims: list[ComparedValue] = field(default_factory=list)
+
+    @property
+    def is_legal(self) -> bool:
+        """True where a right program may differ so: nothing behind it can be judged."""
+        return self.is_random or self.is_choice
 
     @property
     def bad_parts(self) -> Array:
@@ -128,6 +143,7 @@ class OriginSearch:
                 if is_all:
                     all_gradients, origin.is_of_all = origin, True
                 origin.is_random = _is_random(each, mode)
+                origin.is_choice = _is_choice(each, origin.inherited)
                 earlier = pending.earlier_than(each)
                 if earlier is not None:
                     self._charge(origin, earlier)
@@ -157,7 +173,7 @@ class OriginSearch:
         if givers.origin is not None:
             if error <= each.allowed:
                 return _State(error, None, True)
-            if givers.origin.is_random:
+            if givers.origin.is_legal:
                 self.behind_random += 1
             givers.origin.victims.append(each)
             return _State(error, givers.origin, True)
@@ -170,6 +186,16 @@ def _is_random(each: ComparedValue, mode: Mode) -> bool:
     name = each.value.call.node.class_name.lower()
     is_output = not each.value.is_input and each.key.phase.facts.is_activation
     return mode is Mode.TRAIN and is_output and any(word in name for word in _RANDOM_CLASSES)
+
+
+def _is_choice(each: ComparedValue, inherited: float) -> bool:
+    """True for a part of what a call with experts computes: what its router was given is not
+    exactly the reference's, so a token between two experts may take the other one."""
+    if each.value.is_input or not each.key.phase.facts.is_activation:
+        return False
+    names = {child.path.rpartition(".")[2].lower() for child in each.value.call.children}
+    is_routed = not names.isdisjoint(_ROUTERS)
+    return is_routed and inherited > Tolerances.resolution and each.error < _FEW_TOKENS
 
 
 class _Pending:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -162,6 +162,7 @@ class StepDifferences:
         batches: Batches | None,
         before: dict[tuple[str, str], tuple[Array, Array]],
         noise: Mapping[SlotKey, float] | None = None,
+        left_out: Collection[str] = (),
     ) -> None:
         """Compare everything.
 
@@ -172,7 +173,9 @@ class StepDifferences:
             before: sketches of every parameter on both sides as they were before; changed to what
                 they are after the step.
             noise: relative distance of each value between two runs of the reference.
+            left_out: paths under which ranks of the test hold different modules.
         """
+        self._left_out = left_out
         self._wholes, self._batches, self._before = wholes, batches, before
         self._tolerances = Tolerances(aligned.values, noise)
         self.exact = 0
@@ -203,6 +206,10 @@ class StepDifferences:
 
     def _compare(self, value: AlignedValue) -> ComparedValue:
         allowed = self._tolerances.of(value)
+        path = value.key.path
+        if any(path == each or path.startswith(f"{each}.") for each in self._left_out):
+            reason = "other modules of that name on other ranks"
+            return ComparedValue(value=value, difference=None, reason=reason, allowed=allowed)
         is_batched = value.key.phase.facts.is_activation
         sides: list[dict[int, Wholes]] = []
         for composing, own, samples in zip(
