@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from math import nan
-from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
-from rankscope.cli.arguments import TraceArgument
+from rankscope.cli.arguments import LayoutOption, TraceArgument
 
 __all__ = ["command"]
 
@@ -18,14 +17,7 @@ EXIT_COVERAGE = 3
 
 def command(
     trace: TraceArgument = None,
-    layout: Annotated[
-        Optional[Path],  # noqa: UP045  # typer reads it on 3.10
-        typer.Option(
-            metavar="FILE",
-            envvar="RANKSCOPE_LAYOUT",
-            help="Declared layouts, for tensors that no DTensor describes.",
-        ),
-    ] = None,
+    layout: LayoutOption = None,
     require_coverage: Annotated[
         str,
         typer.Option(

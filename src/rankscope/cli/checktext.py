@@ -16,6 +16,8 @@ __all__ = [
     "infected_line",
     "listed_findings",
     "report_lines",
+    "verdict_start",
+    "warnings_told",
     "where_line",
 ]
 
@@ -74,16 +76,12 @@ def _lying(report: Report) -> str:
 
 def _verdict(report: Report, paint: Paint, layout: str) -> str:
     """Return the first line: the word, what is wrong or lacks, how much was judged, warnings."""
-    word = paint(_STYLES[report.verdict], report.verdict.value)
-    origins = report.origins
-    detail = ""
-    if origins:
-        kinds = ", ".join(dict.fromkeys(f.kind.value for f in origins))
-        detail = f": {kinds}, {counted(len(origins), 'origin')}"
-    elif report.lacks:
-        detail = f": nothing was judged: {report.lacks}"
-    elif report.verdict is Verdict.INCOMPLETE:
-        detail = ": no fault in what is here, but records are missing (rankscope verify)"
+    start = verdict_start(
+        report,
+        paint,
+        lacks=f"nothing was judged: {report.lacks}",
+        incomplete="no fault in what is here, but records are missing (rankscope verify)",
+    )
     noun = "value" if report.recorded == 1 else "values"
     judged = f"{report.judged:,} of {report.recorded:,} {noun} judged"
     alone = report.alone - report.undeclared
@@ -93,11 +91,35 @@ def _verdict(report: Report, paint: Paint, layout: str) -> str:
         lacking = f"that {layout} does not describe" if layout else "nobody declared"
         judged += f"; {_lying(report)} {lacking}"
         judged += "" if layout else ": rankscope layout"
-    warnings = [f.kind.value for f in report.findings if f.severity is Severity.WARNING]
-    if warnings:
-        kinds = ", ".join(dict.fromkeys(warnings))
-        judged += f"; {counted(len(warnings), 'warning')}: {kinds}"
-    return f"{word}{detail} ({judged})"
+    return f"{start} ({judged}{warnings_told(report)})"
+
+
+def verdict_start(report: Report, paint: Paint, *, lacks: str, incomplete: str) -> str:
+    """Return how the first line begins: the word, and what is wrong.
+
+    Args:
+        report: what was found.
+        paint: for the word.
+        lacks: what to say where nothing could be judged.
+        incomplete: what to say where nothing is wrong and records are missing.
+    """
+    detail = ""
+    if report.origins:
+        kinds = ", ".join(dict.fromkeys(f.kind.value for f in report.origins))
+        detail = f": {kinds}, {counted(len(report.origins), 'origin')}"
+    elif report.lacks:
+        detail = f": {lacks}"
+    elif report.verdict is Verdict.INCOMPLETE:
+        detail = f": {incomplete}"
+    return f"{paint(_STYLES[report.verdict], report.verdict.value)}{detail}"
+
+
+def warnings_told(report: Report) -> str:
+    """Return how the first line ends: how many warnings there are, and of which kinds."""
+    kinds = [f.kind.value for f in report.findings if f.severity is Severity.WARNING]
+    if not kinds:
+        return ""
+    return f"; {counted(len(kinds), 'warning')}: {', '.join(dict.fromkeys(kinds))}"
 
 
 def where_line(finding: Finding) -> str:

@@ -7,6 +7,8 @@ from typing import Annotated, Optional
 
 import typer
 
+from rankscope.cli.arguments import LayoutOption
+
 __all__ = ["command"]
 
 EXIT_FINDING = 1
@@ -27,14 +29,7 @@ def command(
         Optional[Path],  # noqa: UP045  # as above
         typer.Option(metavar="FILE", help="Rules as for --map, one in a line."),
     ] = None,
-    layout: Annotated[
-        Optional[Path],  # noqa: UP045  # as above
-        typer.Option(
-            metavar="FILE",
-            envvar="RANKSCOPE_LAYOUT",
-            help="Declared layouts, for tensors that no DTensor describes.",
-        ),
-    ] = None,
+    layout: LayoutOption = None,
     noise: Annotated[
         Optional[Path],  # noqa: UP045  # as above
         typer.Option(

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from rankscope.cli.checktext import infected_line, listed_findings, where_line
+from rankscope.cli.checktext import (
+    infected_line,
+    listed_findings,
+    verdict_start,
+    warnings_told,
+    where_line,
+)
 from rankscope.cli.terminal import Paint
-from rankscope.record.finding import Report, Severity, Verdict
+from rankscope.record.finding import Report, Severity
 from rankscope.tree.summary import counted, extent
 from rankscope.tree.views import Trace
 
 __all__ = ["difference_lines"]
-
-_STYLES = {Verdict.CLEAN: "green", Verdict.FAULT: "red", Verdict.INCOMPLETE: "yellow"}
 
 
 def difference_lines(
@@ -57,19 +61,12 @@ def _rest(report: Report, same: Sequence[str]) -> Iterator[str]:
 
 
 def _verdict(report: Report, paint: Paint) -> str:
-    word = paint(_STYLES[report.verdict], report.verdict.value)
-    origins = report.origins
-    detail = ""
-    if origins:
-        kinds = ", ".join(dict.fromkeys(f.kind.value for f in origins))
-        detail = f": {kinds}, {counted(len(origins), 'origin')}"
-    elif report.lacks:
-        detail = f": {report.lacks}"
-    elif report.verdict is Verdict.INCOMPLETE:
-        detail = ": no difference in what is here, but records are missing (rankscope verify)"
+    start = verdict_start(
+        report,
+        paint,
+        lacks=report.lacks,
+        incomplete="no difference in what is here, but records are missing (rankscope verify)",
+    )
     noun = "value" if report.recorded == 1 else "values"
     compared = f"{report.compared:,} of {report.recorded:,} {noun} compared"
-    warnings = [f.kind.value for f in report.findings if f.severity is Severity.WARNING]
-    if warnings:
-        compared += f"; {counted(len(warnings), 'warning')}: {', '.join(dict.fromkeys(warnings))}"
-    return f"{word}{detail} ({compared})"
+    return f"{start} ({compared}{warnings_told(report)})"

@@ -17,13 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.diagnosis.comparison.alignment import AlignedStep, AlignedValue, SlotKey
-from rankscope.diagnosis.comparison.difference import (
-    Batches,
-    Difference,
-    Measured,
-    compare_batched,
-    compare_common,
-)
+from rankscope.diagnosis.comparison.batchedvalues import compare_batched
+from rankscope.diagnosis.comparison.commonvalues import compare_common
+from rankscope.diagnosis.comparison.difference import Batches, Difference, Measured
 from rankscope.diagnosis.comparison.wholevalues import Wholes, WholeValues
 from rankscope.diagnosis.distances import rounding_of
 from rankscope.record.call import Phase
