@@ -24,6 +24,7 @@ __all__ = ["NOTHING", "Ending", "failure_line", "shown"]
 _NO_STEP = (NoteKind.NO_STEP_REACHED, NoteKind.NO_STEP_BEGUN)
 _LONGEST_ERROR = 300
 """Characters of an exception's text that the line repeats."""
+_NO_ROOM = "its disk is full, or cannot be written; make room first"
 
 NOTHING = (
     "nothing was traced: no rank called a torch module, or rankscope is not installed in the "
@@ -46,6 +47,10 @@ class Ending:
         """True once the tree is in this host's trace folder."""
         return not self.collection.is_elsewhere and (self.out / TRACE_NAME).exists()
 
+    def has_no_room(self) -> bool:
+        """True where the relay writes the trace folder, and gave up because that takes nothing."""
+        return self.relay is not None and self.relay.outcome() == ExitOutcome.NO_ROOM
+
     def has_records(self) -> bool:
         """True where any rank opened a spool, as far as this host sees."""
         folders = [f for f in (self.run_folder, self.out / REPLICA_FOLDER) if f.is_dir()]
@@ -58,6 +63,10 @@ class Ending:
         folder = shown(self.out)
         if self.has_tree():
             return self._of_tree(folder)
+        if self.has_no_room():
+            return (
+                f"no tree in {self.out}: {_NO_ROOM}; build it from the records: {self._recover()}"
+            )
         if self.collector is None:
             return f"the records of this host are in {self.out}; its collector builds the tree"
         code = self.collector.outcome()
@@ -70,7 +79,7 @@ class Ending:
             return NOTHING
         why = f"the collector ended with code {code}, see {self.out / COLLECTOR_LOG_NAME}"
         if code == ExitOutcome.NO_ROOM:
-            why = "its disk is full, or cannot be written; make room first"
+            why = _NO_ROOM
         return f"no tree in {self.out}: {why}; build it from the records: {self._recover()}"
 
     def _of_tree(self, folder: str) -> str:

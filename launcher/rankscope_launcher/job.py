@@ -192,8 +192,12 @@ class TracedJob:
                 self._collector = None  # two hosts of the run on one machine: the other one's does
             self._wait(is_hurried)
             ending = self._ending()
+            has_no_room = ending.has_no_room()
+            if has_no_room and self._collector is not None and self._shape.hosts == 1:
+                self._collector.stop()  # it watches the folder for this relay's word, for an hour
+                wait_for_end([self._collector], _COMPANION_END_S)
             line = ending.line()
-            if ending.has_tree() or not self._relay.is_at_work():
+            if ending.has_tree() or not (self._relay.is_at_work() or has_no_room):
                 self._tidy()
             return line
 
@@ -229,6 +233,8 @@ class TracedJob:
                 if time.monotonic() >= deadline or is_hurried():
                     return
                 if self._collector is not None and self._ending().has_tree():
+                    return
+                if self._ending().has_no_room():
                     return
                 for companion in self._companions:
                     companion.tend()

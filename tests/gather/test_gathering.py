@@ -4,6 +4,7 @@ import json
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -373,6 +374,54 @@ def test_a_second_collector_on_a_folder_and_a_second_relay_are_refused(hosts):
     assert wait_until(lambda: "relaying run" in host.log("relay"))
     assert host.relay().wait(120) == 2
     assert "another relay is at work there" in host.log("relay")
+
+
+@pytest.fixture
+def room_for(tmp_path):
+    """Mount a disk at a folder, or change one: `room_for(folder, files)`, the folder included."""
+    mounted = []
+
+    def change(folder, files):
+        options = f"nr_inodes={files},mode=700{',remount' if folder in mounted else ''}"
+        mount = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
+        if not shutil.which("mount") or subprocess.run(mount, capture_output=True).returncode:
+            pytest.skip("only root may mount a small disk")
+        mounted.append(folder)
+
+    yield change
+    for folder in set(mounted):
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("files", [1, 2], ids=["its-lock", "its-folder"])
+def test_a_collector_that_cannot_start_because_the_disk_is_full_says_so_by_its_exit_code(
+    files, hosts, room_for
+):
+    host = hosts()
+    host.out.mkdir()
+    room_for(host.out, files)
+    assert host.collector().wait(120) == ExitOutcome.NO_ROOM
+    assert "cannot be made: No space left on device" in host.log("collector")
+    room_for(host.out, 100)
+    (host.out / "spool").mkdir(exist_ok=True)
+    (host.out / "spool").rmdir()
+    (host.out / "spool").touch()  # whatever else keeps it from starting has another code
+    assert host.collector().wait(120) == ExitOutcome.REFUSED
+
+
+def test_in_a_shared_folder_an_end_that_the_disk_does_not_take_is_told_once_there_is_room(
+    hosts, room_for
+):
+    host = hosts(address=SHARED, world_size=1)
+    host.out.mkdir()
+    room_for(host.out, 6)  # itself, spool/, the run, the host's state, a replica and whose it is
+    relay = host.relay()
+    assert host.rank(0).wait(120) == 0
+    assert wait_until(lambda: "rank00000.0.json: cannot be written" in host.log("relay"))
+    room_for(host.out, 100)
+    assert (host.collector().wait(120), relay.wait(120)) == (0, 0)
+    assert_replica_is_whole(host.out, 0, 3)
+    assert not host.folder.exists()
 
 
 def test_an_address_others_can_reach_is_refused_with_the_two_ways_out(hosts):

@@ -389,14 +389,16 @@ def fill(path: Path) -> None:
             pass
 
 
+@pytest.mark.parametrize("options", [[], ["--rs-collector", "shared"]], ids=["socket", "shared"])
 @pytest.mark.parametrize("is_full_first", [True, False], ids=["before-the-job", "during-it"])
 def test_a_full_disk_under_the_trace_harms_no_training_and_is_said(
-    is_full_first: bool, launch: Start, small_disk: Path
+    is_full_first: bool, options: list[str], launch: Start, small_disk: Path
 ):
     """Also where not even the name of the run can be written when the relay first calls."""
     if is_full_first:
         fill(small_disk / "ballast")
-    job = launch("job", ["wait"], "--rs-steps", "all", out=str(small_disk / "trace"))
+    options = ["--rs-steps", "all", "--rs-finish-seconds", "600", *options]
+    job = launch("job", ["wait"], *options, out=str(small_disk / "trace"))
     job.trained()
     if not is_full_first:
         replicas = small_disk / "trace/spool"
@@ -419,6 +421,33 @@ def test_a_full_disk_under_the_trace_harms_no_training_and_is_said(
     made = run_named_command(line, job.folder)
     assert verified(made)["verdict"] == "clean"
     assert is_empty(job.spool)
+
+
+ONE_STEP = """
+import torch
+torch.nn.Linear(2, 2)(torch.ones(1, 2)).sum().backward()
+"""
+
+
+def test_every_host_of_a_job_says_that_the_disk_under_their_shared_folder_is_full(
+    launch: Start, small_disk: Path
+):
+    fill(small_disk / "ballast")
+    common = ["--nnodes", 2, "--master-addr", "127.0.0.1", "--master-port", free_port()]
+    common += ["--rs-finish-seconds", 600]
+    how = {"out": str(small_disk / "trace"), "script": ONE_STEP}
+    hosts = [launch(f"host{n}", ["trains"], *common, "--node-rank", n, **how) for n in range(2)]
+    assert [host.wait() for host in hosts] == [0, 0]
+    run_folders = []
+    for host in hosts:
+        (folder,) = host.spool.glob("*/*")
+        assert f"no tree in {host.out}: its disk is full" in host.last_line
+        named = f"rankscope recover {folder.relative_to(host.folder)} {host.out} "
+        assert named in host.last_line
+        run_folders.append(folder)
+    made = rankscope("recover", *run_folders, "--out", hosts[0].folder / "made")
+    assert made.stdout.splitlines()[0].endswith("2 of 2 ranks, complete"), made.stderr
+    assert all(is_empty(host.spool) for host in hosts)
 
 
 def test_a_spool_disk_without_room_is_refused_before_the_job_starts(

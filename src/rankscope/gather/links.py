@@ -68,6 +68,9 @@ class Link(Protocol):
     """Why nothing of this run is taken; empty as long as it is."""
     stall: Stall | None
     """The last one noticed on this host, to be told."""
+    trouble_at: float | None
+    """Monotonic time since when this side can write nothing of what is to be written; None where it
+    can, or where the other side does the writing."""
 
     @property
     def is_done(self) -> bool:
@@ -98,6 +101,7 @@ class SocketLink:
         self.rejection = ""
         self.stall: Stall | None = None
         self._sent: Stall | None = None
+        self.trouble_at: float | None = None
         self.heard_at = float("-inf")
         self._beat_at = float("-inf")
         self._first = 0
@@ -230,7 +234,10 @@ class SharedLink:
         self.rejection = ""
         self.stall: Stall | None = None
         self._sent: Stall | None = None
+        self.trouble_at: float | None = None
+        self._trouble = ""
         self._run_id = header.run_id
+        self._is_claimed = False
         self._replicas = ReplicaFiles(self._out)
         log(f"writing run {header.run_id} into the shared folder {self._out}")
 
@@ -241,13 +248,8 @@ class SharedLink:
 
     def exchange(self, shipments: dict[StreamId, Shipment], now: float, job: JobState) -> bool:
         """Append what is committed; True where anything was."""
-        try:
-            self._replicas.claim(self._run_id)
-        except FolderError as error:
-            self.rejection = str(error)
+        if not self._is_claimed and not self._claim(now):
             return False
-        except SpoolError:
-            return False  # the disk is full
         is_due = now - self._beat_at > _SHARED_BEAT_S or job is not self._job
         if is_due and (self._out / REPLICA_FOLDER).exists():
             self._job = job
@@ -284,21 +286,50 @@ class SharedLink:
             keep_stall(self._out, self._name, self.stall)
             self._sent = self.stall
 
+    def _claim(self, now: float) -> bool:
+        """Say whose records these are; False where they may not or cannot be written."""
+        try:
+            self._replicas.claim(self._run_id)
+        except FolderError as error:
+            self.rejection = str(error)
+            return False
+        except SpoolError as error:
+            self._note_trouble(str(error), now)
+            return False
+        self._is_claimed, self.trouble_at = True, None
+        return True
+
+    def _note_trouble(self, text: str, now: float) -> None:
+        """Log it once: it is tried again and again."""
+        if text and text != self._trouble:
+            log(text)
+        self._trouble = text
+        if self.trouble_at is None:
+            self.trouble_at = now
+
     def _ship(self, shipment: Shipment, now: float) -> bool:
+        """Write what a shipment has to send; True where it was written."""
         message = shipment.next_message(now, WINDOW_BYTES)
         if message is None:
             return False
         try:
             place = self._replicas.place(shipment.stream, shipment.origin)
-        except SpoolError:
-            return False  # the disk is full: asked again
+            if isinstance(message, Ended):
+                end = StreamEnd(committed=message.committed, end=message.reason)
+                write_end(replica_path(self._out, place), end)
+        except SpoolError as error:  # the disk is full: asked again
+            self._note_trouble(str(error), now)
+            return False
         match message:
             case OpenStream():
                 shipment.take_offset(self._replicas.length(place), now)
+                return True
             case RecordFrame(_, _, offset, _, body):
                 shipment.take_offset(self._replicas.append(place, offset, body), now)
-            case Ended(_, _, committed, reason):
-                replica = replica_path(self._out, place)
-                write_end(replica, StreamEnd(committed=committed, end=reason))
+                if self._replicas.trouble:
+                    self._note_trouble("", now)  # which it reports itself
+                    return False
+            case Ended():
                 shipment.take_end_seen()
+        self._trouble, self.trouble_at = "", None
         return True

@@ -6,6 +6,7 @@ it writes replicas and end markers itself, with the collector's own code (`links
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import socket
 import time
@@ -41,6 +42,8 @@ _PATIENCE_S = 300.0
 _ABANDONED_S = 10.0
 """The same where nobody is left who would start that collector again."""
 _SILENT_S = 2.0
+_DRAIN_S = 10.0
+"""How long what cannot be written is tried after the job, where the run says nothing of it."""
 _FIRST_STREAM_S = 3600.0
 
 
@@ -80,6 +83,7 @@ class _Relay:
         self._has_own_chunks = False
         """Full tensors of this host lie in the run folder, because it sees no trace folder."""
         self._stalls: StallMonitor | None = None
+        self._drain_s = _DRAIN_S
         self._own_socket: Path | None = None
         """Of a collector that was started for this host's run alone."""
 
@@ -92,6 +96,8 @@ class _Relay:
         collection = Collection.of_run(self._run_folder, header)
         self._has_own_chunks = collection.is_elsewhere
         self._agent, self._max_restarts = header.agent, header.max_restarts
+        with contextlib.suppress(ValueError):
+            self._drain_s = float(header.settings.get("drain-seconds", _DRAIN_S))
         if collection.is_here:
             self._own_socket = Path(header.collector.removeprefix("ipc://"))
         name = relay_name(self._run_folder)
@@ -130,6 +136,9 @@ class _Relay:
             if was_busy:
                 continue
             link.wait(_IDLE_S)
+            if self._has_no_room(link, now):
+                log(f"the job is over, and {self._tree.parent} cannot be written")
+                return ExitOutcome.NO_ROOM
             if self._sees_tree(now - link.heard_at):
                 break
             silent_s = now - max(link.heard_at, started)
@@ -140,6 +149,12 @@ class _Relay:
                 log("no rank ever traced")
                 return ExitOutcome.UNFINISHED
         return ExitOutcome.DONE
+
+    def _has_no_room(self, link: Link, now: float) -> bool:
+        """True where a trace folder that this relay writes takes nothing of a job that is over."""
+        if link.trouble_at is None or self._job is not JobState.OVER or link.is_done:
+            return False
+        return now - link.trouble_at >= self._drain_s and not self._has_alive()
 
     def _sees_tree(self, silent_s: float) -> bool:
         """The collector may have gone before its Done arrived: on its own host the tree tells."""
