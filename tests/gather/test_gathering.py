@@ -7,11 +7,13 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from rankscope.assembly.sources import find_streams
+from rankscope.gather.finish import CollectorOptions, collect
 from rankscope.gather.log import ExitOutcome
 from rankscope.gather.protocol import Ended, OpenStream
 from rankscope.gather.shipping import Shipment
@@ -281,12 +283,23 @@ def test_ranks_that_never_came_are_waited_for_no_longer_than_the_drain_time(host
 
 def test_when_relays_vanish_for_good_the_tree_is_built_from_what_arrived(hosts):
     host = hosts()
-    collector, relay = host.collector(drain_seconds=1.0), host.relay()
-    rank = host.rank(0, hangs=True)
-    assert rank.stdout.readline() == "written\n"
-    assert has_arrived(host, 0)
-    relay.kill()
-    assert collector.wait(120) == 0
+    options = CollectorOptions(
+        out=host.out,
+        bind=[host.address],
+        world_size=2,
+        traced_ranks=2,
+        keep_spool=True,
+        drain_s=1.0,
+        finish_s=60.0,
+        least_silence_s=1.0,
+    )
+    with ThreadPoolExecutor(1) as pool:
+        collector, relay = pool.submit(collect, options, lambda: False), host.relay()
+        rank = host.rank(0, hangs=True)
+        assert rank.stdout.readline() == "written\n"
+        assert has_arrived(host, 0)
+        relay.kill()
+        assert collector.result(120) is ExitOutcome.DONE
     assert (host.out / "trace.json").exists()
 
 

@@ -3,6 +3,8 @@ them is killed meanwhile."""
 
 from __future__ import annotations
 
+import dataclasses
+import signal
 import subprocess
 import sys
 import time
@@ -12,11 +14,19 @@ from pathlib import Path
 import msgpack
 import pytest
 
+from rankscope.gather.links import SharedLink
+from rankscope.gather.roster import JobState
 from rankscope.gather.shipping import Shipment
 from rankscope.gather.stallmonitor import StallMonitor, activity_of
 from rankscope.record.call import Mode, Phase
 from rankscope.record.streams import StreamId
-from rankscope.run.folders import SHARED, RunHeader, mark_job_over, stream_folder
+from rankscope.run.folders import (
+    SHARED,
+    RunHeader,
+    mark_job_over,
+    read_run_header,
+    stream_folder,
+)
 from rankscope.run.stallrecords import Stall, carry_stalls, stalls_in
 from rankscope.spool.cells import ENTER, ENTER_COLLECTIVE, EXIT, STEP, RecordKind, StepEvent
 from rankscope.spool.streamreader import StreamReader
@@ -101,6 +111,10 @@ def told(process: subprocess.Popen[str]) -> None:
     process.stdin.flush()
 
 
+def is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
 def noted(host: Host) -> list[Stall]:
     return stalls_in(host.out)
 
@@ -153,19 +167,55 @@ def test_ranks_that_are_killed_while_they_stand_are_said_to_have_ended(hosts: Ho
     assert not host.folder.exists()
 
 
-def test_nothing_is_noted_where_it_is_switched_off_or_while_one_rank_moves(hosts: Hosts):
-    off = hosts("off", settings={"stall-seconds": "0"}, address=SHARED)
-    host = hosts("on", settings={"stall-seconds": "3"}, address=SHARED)
-    moving = host.rank(1, batches=2000, pause_ms=100)
+def test_nothing_is_noted_where_it_is_switched_off_or_while_one_rank_moves(
+    tmp_path: Path, hosts: Hosts
+):
+    """By a clock that is handed in: twice the limit goes by, then the other rank stands too."""
+    host = hosts(address=SHARED, settings={"stall-seconds": "3"})
+    header = read_run_header(host.folder)
+    switched_off = dataclasses.replace(header, settings={"stall-seconds": "0"})
+    watching, off = tmp_path / "watching", tmp_path / "off"
+    for folder in (watching, off):
+        folder.mkdir()
+    monitors = [StallMonitor(watching, header, "0a"), StallMonitor(off, switched_off, "0a")]
+    moving = host.rank(1, batches=20_000, pause_ms=20)
+    stuck(host, 0)
     assert wait_until(lambda: host.confirmed(1))
-    for each in (off, host):
-        stuck(each, 0)
-        each.relay()
-    assert wait_until(lambda: [*host.out.glob("spool/rank00000.0.cells")]), host.log("relay")
-    time.sleep(6.0)
+    shipments = {
+        stream: Shipment(host.folder, stream)
+        for stream in (StreamId(rank=0, incarnation=0), StreamId(rank=1, incarnation=0))
+    }
+    link = SharedLink(header, "0a")
+    now = time.monotonic()
+
+    def has_all_sent() -> bool:
+        link.exchange(shipments, now, JobState.LAUNCHED)
+        return all(one.acked == one.reader.committed() > 0 for one in shipments.values())
+
+    def look() -> None:
+        nonlocal now
+        assert wait_until(has_all_sent)
+        now += 1.0
+        for monitor in monitors:
+            monitor.look(shipments, now)
+
+    for _ in range(7):
+        before = host.confirmed(1)
+        assert wait_until(lambda before=before: host.confirmed(1) > before)
+        look()
     assert moving.poll() is None
-    assert noted(host) == []
-    assert "moved" not in host.log("relay") + off.log("relay")
+    assert stalls_in(watching) == stalls_in(off) == noted(host) == []
+
+    moving.send_signal(signal.SIGSTOP)
+    assert wait_until(lambda: is_stopped(moving.pid))
+    for _ in range(4):
+        look()
+    (stall,) = stalls_in(watching)
+    assert "in a call of train step 0" in stall.where
+    assert stalls_in(off) == []
+    link.close()
+    for shipment in shipments.values():
+        shipment.reader.close()
 
 
 def test_what_is_noted_is_carried_along_by_recover(tmp_path: Path, hosts: Hosts):

@@ -13,7 +13,7 @@ from typing import Protocol
 from rankscope.errors import FolderError
 from rankscope.gather.collector import Intake
 from rankscope.gather.log import ExitOutcome, log
-from rankscope.gather.roster import Decision, PeerState, StreamProgress, decide
+from rankscope.gather.roster import LEAST_SILENCE_S, Decision, PeerState, StreamProgress, decide
 from rankscope.gather.sharedwatch import SharedWatch
 from rankscope.run.folders import FolderLock
 from rankscope.run.names import (
@@ -77,6 +77,7 @@ class CollectorOptions:
     finish_s: float
     first_relay_s: float = _FIRST_RELAY_S
     """How long to wait for the first relay: importing torch on a large cluster takes its time."""
+    least_silence_s: float = LEAST_SILENCE_S
 
 
 class Observer:
@@ -184,6 +185,7 @@ def _gather(
             idle_s=now - source.progress_at,
             drain_s=options.drain_s,
             finish_s=0.0 if source.trouble else options.finish_s,  # nothing more can be taken
+            least_silence_s=options.least_silence_s,
         )
         if decision is not Decision.WAIT:
             return decision

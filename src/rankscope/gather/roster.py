@@ -69,6 +69,7 @@ def decide(
     idle_s: float,
     drain_s: float,
     finish_s: float,
+    least_silence_s: float = LEAST_SILENCE_S,
 ) -> Decision:
     """Return what to do.
 
@@ -79,8 +80,9 @@ def decide(
         idle_s: seconds since anything new arrived (a stream, a byte, an end, a relay).
         drain_s: grace for ranks and relays that vanished.
         finish_s: grace for streams that stop before their end although the job is over.
+        least_silence_s: a relay that is silent for less has not vanished, however short the grace.
     """
-    silence_s = max(drain_s, LEAST_SILENCE_S)
+    silence_s = max(drain_s, least_silence_s)
     if any(peer.job is JobState.LAUNCHED and peer.silent_s < silence_s for peer in peers):
         return Decision.WAIT
     has_ended = bool(streams) and all(progress.end is not None for progress in streams)
