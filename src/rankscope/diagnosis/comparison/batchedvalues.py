@@ -111,7 +111,8 @@ def compare_batched(
         if left.by_unit and spans[1].covers(left.by_unit):
             return _sample_by_sample(ours, left, batches, spans, allowed)
     if common is not None:
-        return common
+        is_cut = _is_cut_in_an_unknown_way(theirs, common, allowed)
+        return "layout unknown" if is_cut else common
     first = next(iter(theirs.by_unit.values()))[0]
     return other_size(next(iter(ours.by_unit.values()))[0], first)
 
@@ -306,6 +307,23 @@ def _if_without_samples(
     if len(left.by_unit) != len(theirs.by_unit):
         return None
     return _without_samples(ours, left, allowed, is_gradient=is_gradient)
+
+
+def _is_cut_in_an_unknown_way(theirs: _Units, common: Difference, allowed: float) -> bool:
+    """True where ranks of one place hold plain values that differ, none of them the reference's:
+    shards of a whole batch may have as many elements as a part of the batch has."""
+    if common.partial:
+        return False
+    right = {
+        unit for unit, error in zip(common.units, common.errors().tolist()) if error <= allowed
+    }
+    return any(
+        unit not in right
+        and len(among) > 1
+        and not wholes.is_described
+        and agreed_holder(wholes, among, allowed) is None
+        for unit, (wholes, among) in theirs.by_unit.items()
+    )
 
 
 def _without_samples(
