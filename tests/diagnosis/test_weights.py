@@ -5,10 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
 
+import rankscope
 from rankscope.record.call import Phase
 from rankscope.record.finding import Report, Verdict
 from tests.diagnosis.paper import event, judged, module, numbers, origins, setup
+from tests.diagnosis.traced import report_of
+from tests.distributed.pool import RankPool
 from tests.tree.ranks_on_paper import PaperRank
 
 
@@ -58,3 +65,44 @@ def test_weights_that_were_made_equal_after_setup_are_no_fault(tmp_path: Path):
 
 def test_gradients_that_agree_by_arithmetic_show_nothing(tmp_path: Path):
     assert job(tmp_path, same_data=True).verdict is Verdict.CLEAN
+
+
+class Adapted(nn.Module):
+    """A frozen layer with an adapter of which one half begins as zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.down, self.up = nn.Linear(6, 6), nn.Linear(6, 2), nn.Linear(2, 6)
+        self.base.requires_grad_(False)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+def adapts(is_seed_of_rank: bool, out: str) -> None:
+    """Adapters whose gradients are averaged by hand, made from one seed or from each rank's own."""
+    torch.manual_seed(0)
+    model = Adapted()
+    torch.manual_seed(5 + dist.get_rank() * is_seed_of_rank)
+    nn.init.normal_(model.down.weight)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=0.01)
+    torch.manual_seed(9 + dist.get_rank())
+    with rankscope.trace(model, out=out, steps="all"):
+        for _ in range(3):
+            model(torch.randn(4, 6)).square().mean().backward()
+            for parameter in trained:
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= dist.get_world_size()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("is_seed_of_rank", [True, False])
+def test_adapters_whose_first_gradient_is_zero_are_judged_by_the_next(
+    ranks: RankPool, tmp_path: Path, is_seed_of_rank: bool
+):
+    report = report_of(ranks, adapts, is_seed_of_rank, folder=tmp_path)
+    place = ("replica-mismatch", "setup", "down", "param:weight", (0, 1))
+    assert origins(report) == ([place] if is_seed_of_rank else [])

@@ -65,7 +65,9 @@ class IncarnationState:
 
     replicas: InferredReplicas
     setup: StepView | None = None
-    """Until the first optimizer step was looked at."""
+    undecided: dict[tuple[str, int, str], SlotValues] | None = None
+    """Parameters that differed at setup, until a gradient says whether they are replicas; None
+    before the first optimizer step."""
     wrappers: frozenset[str] = frozenset()
     """Words for what was put around modules: DDP, FSDP2 ..."""
     wrapped: frozenset[str] = frozenset()

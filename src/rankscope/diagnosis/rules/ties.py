@@ -36,8 +36,9 @@ _STAGES_ADVICE = (
 def lost_ties(step_view: StepView, context: CheckContext) -> Iterator[Candidate]:
     """Yield a candidate for every weight that began equal to an embedding's and trains apart. Asked
     once in an incarnation, of its first optimizer step."""
-    setup = context.incarnation(step_view.incarnation).setup
-    if setup is None:
+    incarnation = context.incarnation(step_view.incarnation)
+    setup = incarnation.setup
+    if setup is None or incarnation.undecided is not None:
         return
     gradients = {_key(values): values for values in step_view.values(Phase.GRADS)}
     for embedding, other in _equal_pairs(setup):

@@ -1,9 +1,10 @@
 """Ranks whose gradients are reduced train one model: they began with the same weights.
 
 Plain parameters that differ at setup may be shards. They are none where the first gradient of one
-is the same on these ranks though its module was handed different values there: only a reduction
-makes that so, and what was reduced belongs to replicas. Weights that were made equal between setup
-and the optimizer step (a broadcast after a first forward) are no fault.
+that is no constant is the same on these ranks though its module was handed different values there:
+only a reduction makes that so, and what was reduced belongs to replicas. (The first gradient of an
+adapter is zero where its other half begins as zero.) Weights that were made equal between setup and
+the optimizer step (a broadcast after a first forward) are no fault.
 """
 
 from __future__ import annotations
@@ -30,24 +31,34 @@ Array = NDArray[Any]
 
 def other_weights(step_view: StepView, context: CheckContext) -> Iterator[Candidate]:
     """Yield a candidate for every parameter that differed at setup on ranks that share its
-    gradient. Asked once in an incarnation, of its first optimizer step."""
+    gradient. Asked of each parameter once in an incarnation, in the first optimizer step in which
+    its gradient is no constant."""
     incarnation = context.incarnation(step_view.incarnation)
     gradients = {_key(values): values for values in step_view.values(Phase.GRADS)}
-    if incarnation.setup is None or not gradients:
+    setup = incarnation.setup
+    if setup is None or not gradients:
         return
-    setup, incarnation.setup = incarnation.setup, None
+    if incarnation.undecided is None:
+        incarnation.undecided = {
+            _key(values): values
+            for values in setup.values(Phase.SETUP)
+            if values.slot.startswith("param:") and _is_open(values, context)
+        }
     after = {_key(values): values for values in step_view.values(Phase.PARAMS)}
-    for values in setup.values(Phase.SETUP):
-        gradient, latest = gradients.get(_key(values)), after.get(_key(values))
-        if not values.slot.startswith("param:") or gradient is None or latest is None:
+    for key, values in [*incarnation.undecided.items()]:
+        gradient, latest = gradients.get(key), after.get(key)
+        if gradient is None or latest is None or gradient.source != "unknown":
             continue
-        if not _is_open(values, context) or gradient.source != "unknown" or gradient.is_constant:
+        if gradient.is_constant:
             continue
+        del incarnation.undecided[key]
         groups = [
             g for g in clusters(gradient) if _is_unlike(g, values, gradient, latest, step_view)
         ]
         if groups:
             yield _candidate(setup, context, values, groups)
+    if not incarnation.undecided:
+        incarnation.setup = None
 
 
 def _key(values: SlotValues) -> tuple[str, int, str]:
