@@ -13,12 +13,26 @@ import rankscope
 from rankscope.cli.app import main
 
 
-def run(folder: Path, *, epsilon: float = 1e-5) -> str:
+class Outer(nn.Module):
+    """A model in another one."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+def run(
+    folder: Path, *, epsilon: float = 1e-5, is_wrapped: bool = False, **settings: object
+) -> str:
     """Trace two training steps of a small model."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8, eps=epsilon), nn.Linear(8, 4))
+    model: nn.Module = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8, eps=epsilon), nn.Linear(8, 4))
+    model = Outer(model) if is_wrapped else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with rankscope.trace(model, out=folder, steps="all"):
+    with rankscope.trace(model, out=folder, steps="all", **settings):
         for step in range(2):
             torch.manual_seed(step)
             model(torch.randn(4, 8)).square().mean().backward()
@@ -30,7 +44,8 @@ def run(folder: Path, *, epsilon: float = 1e-5) -> str:
 def asked(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
     with pytest.raises(SystemExit) as left:
         main(["diff", *words])
-    return int(left.value.code or 0), capsys.readouterr().out
+    told = capsys.readouterr()
+    return int(left.value.code or 0), told.out or told.err
 
 
 def test_the_same_run_twice_is_clean_and_exits_with_0(
@@ -65,3 +80,52 @@ def test_a_rule_that_is_none_exits_with_2(
     code, text = asked(capsys, trace, trace, "--map", "nothing", "--json")
     assert code == 2
     assert "write 'regex=replacement'" in json.loads(text)["error"]
+
+
+def test_a_model_inside_another_one_is_no_clean_verdict_but_a_rule_for_its_paths(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain, wrapped = run(tmp_path / "a"), run(tmp_path / "b", is_wrapped=True)
+    code, text = asked(capsys, plain, wrapped)
+    assert code == 1
+    assert text.startswith(
+        r"incomplete: 6 of 6 parameters of REF have no partner in TEST: give --map '^inner\.=', "
+        "with which 3 paths would meet ("
+    )
+    code, text = asked(capsys, plain, wrapped, "--map", r"^inner\.=")
+    assert (code, text.split(" ")[0]) == (0, "clean")
+    code, text = asked(capsys, wrapped, plain)
+    assert r"give --map '^(.)=inner.\1', with which 3 paths would meet (" in text.splitlines()[0]
+    code, text = asked(capsys, wrapped, plain, "--map", r"^(.)=inner.\1")
+    assert (code, text.split(" ")[0]) == (0, "clean")
+
+
+def test_a_rule_that_matches_nothing_is_named_and_one_that_merges_paths_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain, wrapped = run(tmp_path / "a"), run(tmp_path / "b", is_wrapped=True)
+    code, text = asked(capsys, plain, wrapped, "--map", r"^iner\.=")
+    assert code == 1
+    assert r"note: --map '^iner\.=' matches no path of the second trace" in text.splitlines()
+    code, text = asked(capsys, plain, wrapped, "--map", "^.+=a")
+    assert code == 2
+    assert "the rules for paths make a of both inner.0 and inner.1" in text
+
+
+def test_what_one_run_did_not_record_is_said_with_the_option_that_left_it_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, part = run(tmp_path / "a"), run(tmp_path / "b", phases="setup,forward")
+    code, text = asked(capsys, whole, part)
+    assert code == 0
+    assert "are in one trace alone)" in text.splitlines()[0]
+    assert "because the second trace was taken with --rs-phases setup,forward" in text
+    code, text = asked(capsys, whole, part, "--require-coverage", "0.9")
+    assert code == 3
+    code, text = asked(capsys, whole, part, "--require-coverage", "some")
+    assert code == 2
+    nothing = run(tmp_path / "c", digest="none")
+    code, text = asked(capsys, whole, nothing)
+    assert code == 1
+    assert text.startswith("incomplete: the traces have no value in common: TEST was taken with ")
+    assert "--rs-digest none" in text.splitlines()[0]

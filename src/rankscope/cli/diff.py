@@ -7,7 +7,7 @@ from typing import Annotated, Optional
 
 import typer
 
-from rankscope.cli.arguments import LayoutOption
+from rankscope.cli.arguments import EXIT_COVERAGE, CoverageOption, LayoutOption, part_of
 
 __all__ = ["command"]
 
@@ -37,6 +37,7 @@ def command(
             help="REF once more, its inputs off by one rounding: the unit to judge TEST in.",
         ),
     ] = None,
+    require_coverage: CoverageOption = "0",
     is_all: Annotated[bool, typer.Option("--all", help="List every origin and note.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
@@ -52,6 +53,7 @@ def command(
     from rankscope.layout.layoutfile import LayoutFile
     from rankscope.record.finding import Verdict
 
+    required = part_of(require_coverage)
     paths = PathMap(rules or ()) if map_file is None else PathMap.load(map_file, rules or ())
     layouts = None if layout is None else LayoutFile.load(layout)
     traces = opened(ref), opened(test)
@@ -67,3 +69,11 @@ def command(
                 typer.echo(row)
     if report.verdict is not Verdict.CLEAN:
         raise typer.Exit(EXIT_FINDING)
+    if report.coverage < required:
+        told = (
+            f"{report.compared:,} of {report.recorded:,} values were compared "
+            f"({report.coverage:.1%}), --require-coverage asks for {required:.1%}: trace both runs "
+            f"with the same options, and say with --map and --layout what their names do not"
+        )
+        typer.echo(f"rankscope: {told}", err=True)
+        raise typer.Exit(EXIT_COVERAGE)

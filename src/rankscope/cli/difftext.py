@@ -69,4 +69,7 @@ def _verdict(report: Report, paint: Paint) -> str:
     )
     noun = "value" if report.recorded == 1 else "values"
     compared = f"{report.compared:,} of {report.recorded:,} {noun} compared"
+    if report.unpaired:
+        verb = "is" if report.unpaired == 1 else "are"
+        compared += f"; {report.unpaired:,} {verb} in one trace alone"
     return f"{start} ({compared}{warnings_told(report)})"

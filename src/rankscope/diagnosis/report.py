@@ -212,4 +212,4 @@ def _preflight(report: Report) -> dict[str, Any]:
     if not report.preflight:
         return {}
     lines = [{"what": w, "same": same, "text": text} for w, same, text in report.preflight]
-    return {"preflight": lines}
+    return {"preflight": lines, "unpaired": report.unpaired}

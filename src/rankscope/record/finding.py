@@ -159,6 +159,8 @@ class Report:
     """Of those compared the ones that were held to nothing else: looked at for NaN and infinity."""
     findings: tuple[Finding, ...]
     """Origins first, in order of cause."""
+    unpaired: int = 0
+    """Of `diff`: of those recorded the values that one of both traces alone holds."""
     undeclared: int = 0
     """Of those held to nothing else the ones that several ranks hold and no layout describes."""
     undeclared_names: tuple[str, ...] = ()

@@ -46,7 +46,10 @@ class PathMap:
             SettingError: no regular expression, or no `=`.
         """
         self._rules = [self._read(rule) for rule in rules]
+        self._texts = list(rules)
+        self._is_used = [False] * len(self._texts)
         self._known: dict[str, str] = {}
+        self._origins: dict[str, str] = {}
 
     @classmethod
     def load(cls, file: Path, rules: Sequence[str] = ()) -> PathMap:
@@ -78,15 +81,32 @@ class PathMap:
         return made, replacement.strip()
 
     def __call__(self, path: str) -> str:
-        """Return what the reference calls a path of the test."""
+        """Return what the reference calls a path of the test.
+
+        Raises:
+            SettingError: another path of the test becomes the same one.
+        """
         if not self._rules:
             return path
         if path not in self._known:
             found = path
-            for pattern, replacement in self._rules:
-                found = pattern.sub(replacement, found)
+            for number, (pattern, replacement) in enumerate(self._rules):
+                found, count = pattern.subn(replacement, found)
+                self._is_used[number] |= count > 0
+            other = self._origins.setdefault(found, path)
+            if other != path:
+                raise SettingError(
+                    f"the rules for paths make {found or '(root)'} of both {other or '(root)'} and "
+                    f"{path or '(root)'}",
+                    "write rules that leave every path of the second trace one of its own",
+                )
             self._known[path] = found
         return self._known[path]
+
+    @property
+    def unused(self) -> list[str]:
+        """The rules that matched no path so far."""
+        return [text for text, is_used in zip(self._texts, self._is_used) if not is_used]
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

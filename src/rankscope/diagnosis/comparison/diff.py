@@ -20,6 +20,7 @@ from rankscope.diagnosis.comparison.datasamples import (
 from rankscope.diagnosis.comparison.difference import Batches
 from rankscope.diagnosis.comparison.findings import Degrees, finding_of
 from rankscope.diagnosis.comparison.origins import OriginSearch
+from rankscope.diagnosis.comparison.partners import Partners
 from rankscope.diagnosis.comparison.preflight import (
     PreflightLine,
     batch_line,
@@ -43,7 +44,8 @@ from rankscope.tree.views import Step, Trace
 __all__ = ["diff"]
 
 Array = NDArray[Any]
-_NAMED_UNMATCHED: Final = 3
+_FEWEST: Final = 0.1
+"""A verdict rests on at least this part of the values that both traces hold."""
 _Noise = dict[tuple[Mode, int], Mapping[SlotKey, float]]
 """{(mode, step): {value: relative distance}}."""
 
@@ -96,9 +98,8 @@ class _Tally:
     exact: int = 0
     below_resolution: int = 0
     recorded: int = 0
+    unpaired: int = 0
     skipped: Counter[str] = field(default_factory=Counter)
-    only_ref: dict[SlotKey, None] = field(default_factory=dict)
-    only_test: dict[SlotKey, None] = field(default_factory=dict)
 
 
 def diff(
@@ -146,6 +147,7 @@ class _Comparison:
         self._noise = noise or {}
         self._search = OriginSearch()
         self._tally = _Tally()
+        self._partners = Partners(ref.trace, test.trace, paths)
         self._before: dict[tuple[str, str], tuple[Array, Array]] = {}
         self._lines: list[PreflightLine] = []
         self._last_step = -1
@@ -279,10 +281,10 @@ class _Comparison:
         tally.compared += len(known)
         tally.exact += found.exact
         tally.below_resolution += sum(1 for c in known if c.error <= Tolerances.resolution)
-        tally.recorded += len(found.compared) + len(aligned.only_test)
+        tally.recorded += len(found.compared) + len(aligned.only_ref) + len(aligned.only_test)
+        tally.unpaired += len(aligned.only_ref) + len(aligned.only_test)
         tally.skipped.update(found.skipped)
-        tally.only_ref.update(dict.fromkeys(aligned.only_ref))
-        tally.only_test.update(dict.fromkeys(aligned.only_test))
+        self._partners.take(aligned)
         return found
 
     def _made(self, degrees: Degrees, common: Sequence[Any]) -> Report:
@@ -302,9 +304,10 @@ class _Comparison:
             compared=tally.compared,
             skipped=tuple(Skipped(reason=r, count=n) for r, n in sorted(tally.skipped.items())),
             recorded=tally.recorded,
+            unpaired=tally.unpaired,
             alone=0,
             findings=tuple(findings),
-            notes=(*self._unmatched(), *self._exactness()),
+            notes=(*self._partners.notes(), *self._exactness()),
             lacks=lacks,
             preflight=tuple(
                 (line.what, line.is_same, line.text)
@@ -326,32 +329,29 @@ class _Comparison:
         )
 
     def _lacks(self, common: Sequence[Any]) -> str:
-        if self._tally.compared and (common or not self._ref.steps):
-            return ""
-        if not common:
+        if not common and self._ref.steps:
             return (
                 f"the traces have no step in common ({_listed(self._ref)} and "
                 f"{_listed(self._test)}): trace the same steps (--rs-steps)"
             )
-        return (
-            "no path of the two traces is the same: say how the second one's become the "
-            "first one's with --map 'regex=replacement'"
-        )
+        return self._partners.lacks or self._too_few()
 
-    def _unmatched(self) -> list[str]:
-        found = []
-        for keys, whose in (
-            (self._tally.only_ref, "the reference alone"),
-            (self._tally.only_test, "the second trace alone"),
-        ):
-            if keys:
-                names = list(dict.fromkeys(f"{k.path or '(root)'}:{k.slot}" for k in keys))
-                more = ", ..." if len(names) > _NAMED_UNMATCHED else ""
-                found.append(
-                    f"{counted(len(keys), 'value')} in {whose}: "
-                    f"{', '.join(names[:_NAMED_UNMATCHED])}{more}"
-                )
-        return found
+    def _too_few(self) -> str:
+        """Return why values that both traces hold were not compared, where these are most; ""
+        where enough were."""
+        tally = self._tally
+        both = tally.recorded - tally.unpaired
+        if tally.compared and tally.compared >= _FEWEST * both:
+            return ""
+        if both:
+            reason, count = tally.skipped.most_common(1)[0]
+            return (
+                f"{tally.compared:,} of the {counted(both, 'value')} that both traces hold could "
+                f"be compared; {count:,}: {reason}"
+            )
+        return "the traces have no value in common: " + (
+            self._partners.left_out() or "no value was recorded in one of them"
+        )
 
 
 def _is_among(row: Array, sketches: Array) -> bool:

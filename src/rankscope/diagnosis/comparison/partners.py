@@ -1,0 +1,187 @@
+"""Which values of two traces have a partner in the other one, why others have none, and which rule
+for paths would make most of them meet.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Final
+
+from rankscope.diagnosis.comparison.alignment import AlignedStep, PathMap, SlotKey
+from rankscope.globs import glob_matches, slot_matches
+from rankscope.tree.summary import counted
+from rankscope.tree.views import Trace
+
+__all__ = ["Partners"]
+
+_NAMED: Final = 3
+_FEWEST: Final = 0.5
+"""Part of the parameters of a side that must have a partner."""
+_FEWEST_VALUES: Final = 0.25
+"""The same of all values: those of modules that compiling hides have none."""
+_MOST_PREFIXES: Final = 8
+"""What many paths end with tells nothing about how they begin."""
+_TRIED: Final = 12
+
+
+class _Side:
+    """What one trace was told to record."""
+
+    def __init__(self, trace: Trace) -> None:
+        settings = trace.run.get("settings", {})
+        self._has_digests = settings.get("digest") != "none"
+        self._options = {
+            name: [word.strip() for word in str(settings.get(name, "")).split(",") if word.strip()]
+            for name in ("phases", "paths", "slots")
+        }
+
+    def refuses(self, key: SlotKey) -> str:
+        """Return the option that kept a value out of this trace; "" for none."""
+        if not self._has_digests:
+            return "--rs-digest none"
+        takes = {
+            "phases": lambda word: word in (key.phase.word, "all"),
+            "paths": lambda word: glob_matches(word, key.path),
+            "slots": lambda word: slot_matches(word, key.slot),
+        }
+        for name, words in self._options.items():
+            if words and not any(map(takes[name], words)):
+                return f"--rs-{name} {','.join(words)}"
+        return ""
+
+
+@dataclass(slots=True)
+class _Alone:
+    """Values of one side without a partner."""
+
+    keys: dict[SlotKey, str] = field(default_factory=dict)
+    """With the option of the other trace that left it out, "" for none."""
+
+    def without_reason(self) -> list[SlotKey]:
+        return [key for key, option in self.keys.items() if not option]
+
+
+class Partners:
+    """Collects over the steps of a comparison what has a partner and what has none."""
+
+    def __init__(self, ref: Trace, test: Trace, paths: PathMap) -> None:
+        self._ref, self._test, self._paths = _Side(ref), _Side(test), paths
+        self._only_ref, self._only_test = _Alone(), _Alone()
+        self._both: dict[SlotKey, None] = {}
+
+    def take(self, aligned: AlignedStep) -> None:
+        """Count one step."""
+        self._both.update(dict.fromkeys(value.key for value in aligned.values))
+        for key in aligned.only_ref:
+            if key not in self._only_ref.keys:
+                self._only_ref.keys[key] = self._test.refuses(key)
+        for key in aligned.only_test:
+            if key not in self._only_test.keys:
+                mapped = key._replace(path=self._paths(key.path))
+                self._only_test.keys[key] = self._ref.refuses(mapped)
+
+    def left_out(self) -> str:
+        """Return with which options both traces were taken that left values of the other one out;
+        "" for none."""
+        told = []
+        for alone, other in ((self._only_test, "REF"), (self._only_ref, "TEST")):
+            options = dict.fromkeys(filter(None, alone.keys.values()))
+            if options:
+                told.append(f"{other} was taken with {' and '.join(options)}")
+        return f"{', '.join(told)}: trace both with the same options" if told else ""
+
+    @property
+    def lacks(self) -> str:
+        """Why so few values have a partner that the rest says nothing about the runs, and what to
+        do; "" where enough have one."""
+        for alone, whose in ((self._only_ref, "REF"), (self._only_test, "TEST")):
+            for noun, fewest, is_meant in (
+                ("parameter", _FEWEST, _is_parameter),
+                ("value", _FEWEST_VALUES, bool),
+            ):
+                found = {(k.path, k.slot) for k in self._both if is_meant(k)}
+                met = len(found)
+                lost = {(k.path, k.slot) for k in alone.without_reason() if is_meant(k)}
+                missing = len(lost - found)
+                if missing and met < fewest * (met + missing):
+                    other = "TEST" if whose == "REF" else "REF"
+                    have = "has" if missing == 1 else "have"
+                    return (
+                        f"{missing:,} of {counted(met + missing, noun)} of {whose} {have} no "
+                        f"partner in {other}: {self._remedy()}"
+                    )
+        return ""
+
+    def _remedy(self) -> str:
+        rule, met = self._rule()
+        if rule:
+            return f"give --map '{rule}', with which {counted(met, 'path')} would meet"
+        return (
+            "say how paths of TEST become those of REF with --map 'regex=replacement', if these "
+            "are traces of one model"
+        )
+
+    def _rule(self) -> tuple[str, int]:
+        """Return the rule that changes how paths of the test begin and makes most of them meet, and
+        how many then do; ("", 0) where none makes half of those meet that could."""
+        theirs = {self._paths(key.path) for key in self._only_test.without_reason()} - {""}
+        ours = {key.path for key in self._only_ref.without_reason()} - {""}
+        known = {key.path for key in self._both}
+        theirs, ours = theirs - known, ours - known
+        candidates: Counter[tuple[str, str]] = Counter()
+        heads: defaultdict[str, list[str]] = defaultdict(list)
+        for path in ours:
+            for head, tail in _cuts(path):
+                heads[tail].append(head)
+        for path in theirs:
+            for head, tail in _cuts(path):
+                if 0 < len(heads.get(tail, ())) <= _MOST_PREFIXES:
+                    candidates.update((head, other) for other in heads[tail])
+        best, most = "", 0
+        for (head, other), _ in candidates.most_common(_TRIED):
+            rule = _rule_of(head, other)
+            changed = PathMap([rule])
+            met = len({changed(path) for path in theirs} & ours)
+            if met > most:
+                best, most = rule, met
+        return (best, most) if 2 * most >= min(len(theirs), len(ours)) else ("", 0)
+
+    def notes(self) -> Iterator[str]:
+        """Yield what has no partner, and which rules changed no path."""
+        for alone, whose, other in (
+            (self._only_ref, "the reference alone", "the second trace"),
+            (self._only_test, "the second trace alone", "the reference"),
+        ):
+            by_option: defaultdict[str, list[SlotKey]] = defaultdict(list)
+            for key, option in alone.keys.items():
+                by_option[option].append(key)
+            for option, keys in by_option.items():
+                why = f", because {other} was taken with {option}" if option else ""
+                yield f"{counted(len(keys), 'value')} in {whose}{why}: {_listed(keys)}"
+        for rule in self._paths.unused:
+            yield f"--map '{rule}' matches no path of the second trace"
+
+
+def _is_parameter(key: SlotKey) -> bool:
+    return key.slot.startswith("param:")
+
+
+def _listed(keys: Collection[SlotKey]) -> str:
+    names = list(dict.fromkeys(f"{key.path or '(root)'}:{key.slot}" for key in keys))
+    return f"{', '.join(names[:_NAMED])}{', ...' if len(names) > _NAMED else ''}"
+
+
+def _cuts(path: str) -> Iterable[tuple[str, str]]:
+    """Yield how a path can be cut in two, from the whole path on."""
+    parts = path.split(".")
+    return ((".".join(parts[:at]), ".".join(parts[at:])) for at in range(len(parts)))
+
+
+def _rule_of(head: str, other: str) -> str:
+    """Return the rule that makes paths which begin with one head begin with another one."""
+    if not head:
+        return rf"^(.)={other}.\1"
+    return rf"^{re.escape(head)}\.={other}{'.' if other else ''}"
