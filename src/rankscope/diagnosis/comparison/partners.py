@@ -27,7 +27,7 @@ _MOST_PREFIXES: Final = 8
 _TRIED: Final = 12
 
 
-class _Side:
+class _Recorder:
     """What one trace was told to record."""
 
     def __init__(self, trace: Trace) -> None:
@@ -54,7 +54,7 @@ class _Side:
 
 
 @dataclass(slots=True)
-class _Alone:
+class _Unpaired:
     """Values of one side without a partner."""
 
     keys: dict[SlotKey, str] = field(default_factory=dict)
@@ -68,8 +68,8 @@ class Partners:
     """Collects over the steps of a comparison what has a partner and what has none."""
 
     def __init__(self, ref: Trace, test: Trace, paths: PathMap) -> None:
-        self._ref, self._test, self._paths = _Side(ref), _Side(test), paths
-        self._only_ref, self._only_test = _Alone(), _Alone()
+        self._ref, self._test, self._paths = _Recorder(ref), _Recorder(test), paths
+        self._only_ref, self._only_test = _Unpaired(), _Unpaired()
         self._both: dict[SlotKey, None] = {}
 
     def take(self, aligned: AlignedStep) -> None:
