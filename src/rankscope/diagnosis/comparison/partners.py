@@ -27,7 +27,7 @@ _MOST_PREFIXES: Final = 8
 _TRIED: Final = 12
 
 
-class _Recorder:
+class _RecordedPart:
     """What one trace was told to record."""
 
     def __init__(self, trace: Trace) -> None:
@@ -68,7 +68,7 @@ class Partners:
     """Collects over the steps of a comparison what has a partner and what has none."""
 
     def __init__(self, ref: Trace, test: Trace, paths: PathMap) -> None:
-        self._ref, self._test, self._paths = _Recorder(ref), _Recorder(test), paths
+        self._ref, self._test, self._paths = _RecordedPart(ref), _RecordedPart(test), paths
         self._only_ref, self._only_test = _Unpaired(), _Unpaired()
         self._both: dict[SlotKey, None] = {}
 
