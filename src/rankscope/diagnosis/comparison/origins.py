@@ -171,7 +171,7 @@ class OriginSearch:
         self.judged += 1
         error = each.error
         if givers.origin is not None:
-            if error <= each.allowed:
+            if error <= min(each.allowed, each.by_rounding):
                 return _State(error, None, True)
             if givers.origin.is_legal:
                 self.behind_random += 1

@@ -41,6 +41,9 @@ _RESOLUTION: Final = 1e-6
 """Relative distance below which sketches tell nothing: their factors and samples are float32."""
 _SHARE: Final = 0.8
 """A factor is that of a phase where so many of its values have it."""
+_NEAR_SCALED: Final = 0.5
+"""Gradients of the loss whose factor leaves no more than this still tell it, though the values that
+they follow from are off."""
 _SMALL_GRADIENT: Final = 1e-2
 """A gradient whose elements are so many times smaller than others' is measured as if they were of
 that size: those that are zero by arithmetic (the bias of keys) consist of rounding alone."""
@@ -134,6 +137,8 @@ class ComparedValue:
     """As `error`, relative to the reference's own norm, however small."""
     unsure: float = 0.0
     """Of an update: what roundings of the parameter before and after it leave, relative."""
+    by_rounding: float = math.inf
+    """Of an update: as `allowed`, without what the error of its gradient explains."""
     is_update: bool = False
     """True where the difference is that of what the optimizer added."""
 
@@ -318,7 +323,32 @@ class StepDifferences:
                 if rest <= 3 * compared.allowed:
                     found.setdefault(unit, []).append(factor)
         scales = {unit: _common(own, totals[unit]) for unit, own in found.items()}
-        return {unit: scale for unit, scale in scales.items() if scale}
+        known = {unit: scale for unit, scale in scales.items() if scale}
+        return {**self._plainly_scaled(), **known}
+
+    def _plainly_scaled(self) -> dict[tuple[int, int], float]:
+        """Return the factors that ranks and micro-batches explain, of units whose first gradient
+        (that of the loss) has one: they hold wherever else something is wrong."""
+        first: dict[tuple[int, int], float] = {}
+        for _, difference in self._of(Phase.BACKWARD):
+            if difference.at_least is not None or difference.ref.l2 == 0:
+                continue
+            for unit, (factor, rest) in zip(difference.units, difference.fits().tolist()):
+                first.setdefault(unit, factor if rest <= _NEAR_SCALED else math.nan)
+        found = {}
+        for unit, factor in first.items():
+            near = [each for each in self._plain_factors() if abs(factor / each - 1) <= 0.05]
+            if near:
+                found[unit] = near[0]
+        return found
+
+    def _plain_factors(self) -> list[float]:
+        """Return the factors that averaging over ranks or micro-batches may leave in backward."""
+        if self._batches is None:
+            return [1.0]
+        places = self._batches.test.place_count / self._batches.ref.place_count
+        steps = self._batches.test.micro_batches / self._batches.ref.micro_batches
+        return sorted({1.0, places, steps, places * steps})
 
     @property
     def is_scaled_at_the_end(self) -> bool:
@@ -326,11 +356,8 @@ class StepDifferences:
         or micro-batches are forgotten, or made twice, behind it."""
         if self._batches is None or self.gradient_scale == 1.0:
             return False
-        places = self._batches.test.place_count / self._batches.ref.place_count
-        steps = self._batches.test.micro_batches / self._batches.ref.micro_batches
-        legal = {1.0, places, steps, places * steps}
         return all(
-            any(abs(scale / each - 1) < 0.02 for each in legal)
+            any(abs(scale / each - 1) < 0.02 for each in self._plain_factors())
             for scale in self.unit_scales.values()
         )
 
@@ -362,6 +389,8 @@ class StepDifferences:
                 measured = self._tolerances.noise_of(compared.value)
                 own = self._tolerances.of_update(compared.value, of_gradient.get(name, 0.0))
                 compared.allowed = (own if measured is None else measured) + compared.unsure
+                least = self._tolerances.of_update(compared.value, 0.0)
+                compared.by_rounding = least + compared.unsure
             if self._tells_samples(compared):
                 compared.errors = np.maximum(compared.errors, self._other_samples)
                 assert self._batches is not None
