@@ -19,6 +19,7 @@ from rankscope.diagnosis.comparison.datasamples import (
 )
 from rankscope.diagnosis.comparison.difference import Batches
 from rankscope.diagnosis.comparison.findings import Degrees, finding_of
+from rankscope.diagnosis.comparison.lostranks import LostRanks
 from rankscope.diagnosis.comparison.origins import OriginSearch
 from rankscope.diagnosis.comparison.partners import Partners
 from rankscope.diagnosis.comparison.preflight import (
@@ -33,7 +34,7 @@ from rankscope.diagnosis.comparison.stepdifferences import StepDifferences, Tole
 from rankscope.diagnosis.comparison.wholevalues import WholeValues
 from rankscope.diagnosis.layouts import Layouts
 from rankscope.diagnosis.stepview import StepView, sibling_path, step_view_of
-from rankscope.errors import TraceError
+from rankscope.errors import LayoutError, TraceError
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.call import Mode, Phase
 from rankscope.record.finding import Finding, Report, Severity, Skipped, Verdict
@@ -59,12 +60,13 @@ class _Side:
         self.columns = {name: np.asarray(column) for name, column in trace.columns().items()}
         fits = layouts is not None and (self.world == 1 or _is_for(layouts, self.world))
         self.layouts = Layouts(layouts if fits else None, self.world)
-        try:
-            self.wholes = WholeValues(self.columns, self.layouts)
-        except KeyError as error:
-            raise TraceError(f"{trace.path}: the values have no column {error}") from error
         every = [*trace.setup, *trace.steps]
         self.incarnation = max((step.incarnation for step in every), default=0)
+        self.lost = LostRanks(trace, self.incarnation)
+        try:
+            self.wholes = WholeValues(self.columns, self.layouts, self.lost)
+        except KeyError as error:
+            raise TraceError(f"{trace.path}: the values have no column {error}") from error
         own = [step for step in trace.setup if step.incarnation == self.incarnation]
         self.setup: StepView | None = step_view_of(own[0], self.columns) if own else None
         self.steps: dict[tuple[Mode, int], Step] = {
@@ -85,7 +87,7 @@ class _Side:
 def _is_for(layouts: LayoutFile, world: int) -> bool:
     try:
         layouts.mesh(world)
-    except ValueError:
+    except (LayoutError, ValueError):
         return False
     return True
 
@@ -145,11 +147,15 @@ class _Comparison:
     ) -> None:
         self._ref, self._test, self._paths = ref, test, paths
         self._noise = noise or {}
+        is_alike = (ref.lost.world, ref.lost.untraced) == (test.lost.world, test.lost.untraced)
+        for lost in (ref.lost, test.lost):
+            lost.is_partial = bool(lost.untraced) and not is_alike
         self._search = OriginSearch()
         self._tally = _Tally()
         self._partners = Partners(ref.trace, test.trace, paths)
         self._before: dict[tuple[str, str], tuple[Array, Array]] = {}
         self._lines: list[PreflightLine] = []
+        self._cut: list[str] = []
         self._last_step = -1
         self._left_out: frozenset[str] = frozenset()
 
@@ -168,7 +174,11 @@ class _Comparison:
         for number, key in enumerate(common):
             if progress is not None:
                 progress("comparing", number / len(common))
-            compared, batches = self._step(key)
+            made = self._step(key)
+            if made is None:
+                self._cut.append(f"{key[0].word} step {key[1]}")
+                continue
+            compared, batches = made
             if measured is not None:
                 measured[key] = compared.errors
             line = batch_line(batches, *key)
@@ -233,7 +243,8 @@ class _Comparison:
                     left_out.add(".".join(parts[: number + 1]))
         return frozenset(left_out)
 
-    def _step(self, key: tuple[Mode, int]) -> tuple[StepDifferences, Batches]:
+    def _step(self, key: tuple[Mode, int]) -> tuple[StepDifferences, Batches] | None:
+        """Compare one step; None where a run broke off in it before it had all samples."""
         mode, step = key
         if mode is Mode.TRAIN:
             if step != self._last_step + 1:
@@ -246,6 +257,9 @@ class _Comparison:
         ]
         batches = Batches(ref=sides[0], test=sides[1], match=match_samples(*sides))
         batches = self._with_places_by_inputs(batches, test)
+        is_cut = self._ref.lost.is_cut(*key) or self._test.lost.is_cut(*key)
+        if is_cut and (batches.match.lost or batches.match.unknown):
+            return None
         found = self._compared(ref, test, batches, self._noise.get(key))
         self._search.step(found, mode, step)
         return found, batches
@@ -307,7 +321,7 @@ class _Comparison:
             unpaired=tally.unpaired,
             alone=0,
             findings=tuple(findings),
-            notes=(*self._partners.notes(), *self._exactness()),
+            notes=(*self._breaks(), *self._partners.notes(), *self._exactness()),
             lacks=lacks,
             preflight=tuple(
                 (line.what, line.is_same, line.text)
@@ -334,7 +348,23 @@ class _Comparison:
                 f"the traces have no step in common ({_listed(self._ref)} and "
                 f"{_listed(self._test)}): trace the same steps (--rs-steps)"
             )
-        return self._partners.lacks or self._too_few()
+        told = [side.lost.lacks(name) for side, name in self._named]
+        lost = "; ".join(filter(None, told))
+        is_partial = any(side.lost.is_partial for side, _ in self._named)
+        if is_partial:
+            return lost
+        return self._partners.lacks or self._too_few() or lost
+
+    @property
+    def _named(self) -> tuple[tuple[_Side, str], ...]:
+        return (self._ref, "REF"), (self._test, "TEST")
+
+    def _breaks(self) -> Iterator[str]:
+        """Yield how ranks ended that did not end in order, and what was left out for it."""
+        for side, name in self._named:
+            yield from side.lost.notes(name)
+        if self._cut:
+            yield f"left out: {', '.join(self._cut)}, before whose end a run broke off"
 
     def _too_few(self) -> str:
         """Return why values that both traces hold were not compared, where these are most; ""

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.assembly.combine import CombinationPlan, apply_plan, plan_rows
+from rankscope.diagnosis.comparison.lostranks import LostRanks
 from rankscope.diagnosis.layouts import Layouts
 from rankscope.diagnosis.stepview import SlotValues
 from rankscope.layout.declared import declared_pieces
@@ -78,8 +79,8 @@ class _MeshPlan:
 class WholeValues:
     """Composes the values of one trace; plans are made once per layout and set of ranks."""
 
-    def __init__(self, columns: Mapping[str, Array], layouts: Layouts) -> None:
-        self._columns, self._layouts = columns, layouts
+    def __init__(self, columns: Mapping[str, Array], layouts: Layouts, lost: LostRanks) -> None:
+        self._columns, self._layouts, self._lost = columns, layouts, lost
         sketch_size = columns["values.sketch"].shape[1]
         self._dtype = np.dtype(
             [("hash", "u8"), *_NUMBERS, ("sketch", "f8", (sketch_size,))],
@@ -97,6 +98,9 @@ class WholeValues:
         if not values.is_known.any():
             absent = (values.flags & int(ValueFlag.ABSENT)).astype(bool).all()
             return "no tensor was there" if absent else "not digested"
+        unknown = self._lost.of(values)
+        if unknown:
+            return unknown
         made = _Making(values, places, self._digests(values), self._columns["samples.sketch"])
         reasons = []
         for view in values.views:
