@@ -8,26 +8,22 @@ tests.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from typing import Union
 
 from rankscope.diagnosis.comparison.diff import diff
 from rankscope.record.finding import Report, Verdict
-from rankscope.tree.reader import open_trace
-from rankscope.tree.views import Trace
+from rankscope.tree.reader import TraceLike
 
 __all__ = ["assert_same"]
 
 _MOST = 5
-TraceLike = Union[Trace, str, "os.PathLike[str]"]
 
 
 def assert_same(ref: TraceLike, test: TraceLike, *, paths: Sequence[str] = ()) -> None:
     """Fail where a run differs from a reference, as `rankscope diff` says it.
 
     Args:
-        ref: the golden trace, open or its folder.
+        ref: the golden trace: open, its folder, or what `with rankscope.trace(...)` gave.
         test: the trace of the run in question.
         paths: rules `regex=replacement` that make its paths those of the reference.
 
@@ -36,13 +32,9 @@ def assert_same(ref: TraceLike, test: TraceLike, *, paths: Sequence[str] = ()) -
         FolderError, TraceError: a folder that holds no trace, or a damaged one.
         SettingError: a rule for paths is none.
     """
-    report = diff(_opened(ref), _opened(test), paths=paths)
+    report = diff(ref, test, paths=paths)
     if report.verdict is not Verdict.CLEAN:
         raise AssertionError("\n".join(_lines(report)))
-
-
-def _opened(trace: TraceLike) -> Trace:
-    return trace if isinstance(trace, Trace) else open_trace(trace)
 
 
 def _lines(report: Report) -> list[str]:

@@ -11,6 +11,7 @@ from torch import nn
 
 import rankscope
 from rankscope.cli.app import main
+from rankscope.testing import assert_same
 
 
 class Outer(nn.Module):
@@ -25,10 +26,15 @@ class Outer(nn.Module):
 
 
 def run(
-    folder: Path, *, epsilon: float = 1e-5, is_wrapped: bool = False, **settings: object
+    folder: Path,
+    *,
+    epsilon: float = 1e-5,
+    is_wrapped: bool = False,
+    seed: int = 0,
+    **settings: object,
 ) -> str:
     """Trace two training steps of a small model."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model: nn.Module = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8, eps=epsilon), nn.Linear(8, 4))
     model = Outer(model) if is_wrapped else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -129,3 +135,35 @@ def test_what_one_run_did_not_record_is_said_with_the_option_that_left_it_out(
     assert code == 1
     assert text.startswith("incomplete: the traces have no value in common: TEST was taken with ")
     assert "--rs-digest none" in text.splitlines()[0]
+
+
+def test_a_noise_trace_that_is_no_second_run_of_the_reference_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, other = run(tmp_path / "a"), run(tmp_path / "b", epsilon=1e-2)
+    code, text = asked(capsys, whole, other, "--noise", whole)
+    assert code == 2
+    assert "nothing in it is off from the reference" in text
+    code, text = asked(capsys, whole, other, "--noise", run(tmp_path / "c", seed=1))
+    assert code == 2
+    assert "it is not the reference's: " in text
+    code, text = asked(capsys, whole, other, "--noise", run(tmp_path / "d", is_wrapped=True))
+    assert code == 2
+    assert "it cannot be measured: 6 of 6 parameters" in text
+    code, text = asked(capsys, whole, whole, "--noise", other)
+    assert code == 0
+    assert f"the distance of the reference and {other} (median " in text
+    assert "by the table it would be a fault itself: 1:output: " in text
+
+
+def test_folders_paths_and_handles_are_traces_and_anything_else_is_said_to_be_none(
+    tmp_path: Path,
+) -> None:
+    folder = run(tmp_path / "a")
+    with rankscope.trace(nn.Linear(2, 2), out=tmp_path / "b") as handle:
+        pass
+    assert rankscope.diff(folder, Path(folder)).verdict.value == "clean"
+    assert rankscope.diff(handle, handle).command == "diff"
+    assert_same(folder, rankscope.open_trace(folder))
+    with pytest.raises(TypeError, match="int is no trace: give an open trace, its folder, or"):
+        rankscope.diff(folder, 3)  # type: ignore[arg-type]

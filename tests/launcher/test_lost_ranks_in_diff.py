@@ -1,4 +1,4 @@
-"""`diff` of runs of which some ranks are unknown: not traced, or broken off in the middle of a step."""
+"""`diff` of runs of which some ranks are unknown: not traced, or broken off."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, Union
 
 from rankscope.errors import FolderError, TraceError
 from rankscope.run.names import CELLS_SUFFIX, REPLICA_FOLDER, TRACE_FORMAT, TRACE_NAME, Progress
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rankscope.record.streams import StreamId
     from rankscope.tree.document import Document
 
-__all__ = ["RecordSource", "newest_trace", "open_trace"]
+__all__ = ["Openable", "RecordSource", "TraceLike", "newest_trace", "open_trace", "opened_trace"]
 
 _HEAD_BYTES = 4096
 _OURS = TRACE_FORMAT.partition("/")[0].encode()
@@ -179,3 +179,33 @@ def _understood(folder: Path, read: Any) -> Trace:
             f"{folder / TRACE_NAME}: {type(error).__name__} {error}: the trace is damaged"
         ) from error
     return trace
+
+
+class Openable(Protocol):
+    """What `with rankscope.trace(...)` hands out."""
+
+    def open(self) -> Trace:
+        """Return the finished trace."""
+
+
+TraceLike = Union[Trace, str, "os.PathLike[str]", Openable]
+
+
+def opened_trace(given: TraceLike) -> Trace:
+    """Return a trace: as it is where it is open, else opened.
+
+    Raises:
+        TypeError: it is none.
+        FolderError, TraceError: as `open_trace`.
+    """
+    if isinstance(given, Trace):
+        return given
+    if isinstance(given, (str, os.PathLike)):
+        return open_trace(given)
+    found = given.open() if hasattr(given, "open") else None
+    if not isinstance(found, Trace):
+        raise TypeError(
+            f"{type(given).__name__} is no trace: give an open trace, its folder, or what "
+            "`with rankscope.trace(...) as` gave"
+        )
+    return found

@@ -34,11 +34,12 @@ from rankscope.diagnosis.comparison.stepdifferences import StepDifferences, Tole
 from rankscope.diagnosis.comparison.wholevalues import WholeValues
 from rankscope.diagnosis.layouts import Layouts
 from rankscope.diagnosis.stepview import StepView, sibling_path, step_view_of
-from rankscope.errors import LayoutError, TraceError
+from rankscope.errors import LayoutError, SettingError, TraceError
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.call import Mode, Phase
 from rankscope.record.finding import Finding, Report, Severity, Skipped, Verdict
 from rankscope.run.names import Progress
+from rankscope.tree.reader import TraceLike, opened_trace
 from rankscope.tree.summary import counted
 from rankscope.tree.views import Step, Trace
 
@@ -105,18 +106,18 @@ class _Tally:
 
 
 def diff(
-    ref: Trace,
-    test: Trace,
+    ref: TraceLike,
+    test: TraceLike,
     *,
     paths: PathMap | Sequence[str] = (),
     layouts: LayoutFile | None = None,
-    noise: Trace | None = None,
+    noise: TraceLike | None = None,
     progress: Progress | None = None,
 ) -> Report:
     """Say where a run first differs from a reference, whatever the topologies of both.
 
     Args:
-        ref: the trace that is right.
+        ref: the trace that is right: open, its folder, or what `with rankscope.trace(...)` gave.
         test: the trace in question; findings carry its paths and ranks.
         paths: how its paths become those of the reference: rules `regex=replacement`.
         layouts: declared layouts, for values that no DTensor describes; used for each trace that
@@ -126,27 +127,60 @@ def diff(
         progress: told how far it is.
 
     Raises:
-        SettingError: a rule for paths is none.
+        SettingError: a rule for paths is none, or `noise` is no second run of the reference.
+        TypeError: what was given is no trace.
         LayoutError: the layout file contradicts itself.
         TraceError: a trace is damaged.
     """
     rules = paths if isinstance(paths, PathMap) else PathMap(paths)
-    ours, theirs = _Side(ref, layouts), _Side(test, layouts)
+    ours, theirs = _Side(opened_trace(ref), layouts), _Side(opened_trace(test), layouts)
     measured: _Noise = {}
+    origin = ""
     if noise is not None:
-        again = _Comparison(ours, _Side(noise, layouts), PathMap())
-        again.report(progress, measured)
-    return _Comparison(ours, theirs, rules, measured).report(progress)
+        second = opened_trace(noise)
+        again = _Comparison(ours, _Side(second, layouts), PathMap())
+        origin = _measured_by(second, again.report(progress, measured), measured)
+    return _Comparison(ours, theirs, rules, measured, origin).report(progress)
+
+
+def _measured_by(noise: Trace, report: Report, measured: _Noise) -> str:
+    """Return where measured tolerances come from.
+
+    Raises:
+        SettingError: that trace is no second run of the reference, or nothing in it is off.
+    """
+    remedy = "give a run of the reference whose inputs are off by one rounding, and nothing else"
+    for what, is_same, text in report.preflight:
+        if what in ("samples", "start") and not is_same:
+            raise SettingError(f"noise {noise.path}: it is not the reference's: {text}", remedy)
+    if report.lacks:
+        raise SettingError(f"noise {noise.path}: it cannot be measured: {report.lacks}", remedy)
+    errors = [e for of_step in measured.values() for e in of_step.values() if np.isfinite(e)]
+    if not any(errors):
+        raise SettingError(f"noise {noise.path}: nothing in it is off from the reference", remedy)
+    told = (
+        f"tolerances are measured: four times the distance of the reference and {noise.path} "
+        f"(median {np.median(errors):.1e}, largest {max(errors):.1e} of the norm)"
+    )
+    if report.origins:
+        told += f"; by the table it would be a fault itself: {report.origins[0].message}"
+    return told
 
 
 class _Comparison:
     """Two traces held to each other, step by step."""
 
     def __init__(
-        self, ref: _Side, test: _Side, paths: PathMap, noise: _Noise | None = None
+        self,
+        ref: _Side,
+        test: _Side,
+        paths: PathMap,
+        noise: _Noise | None = None,
+        measured_by: str = "",
     ) -> None:
         self._ref, self._test, self._paths = ref, test, paths
         self._noise = noise or {}
+        self._measured_by = measured_by
         is_alike = (ref.lost.world, ref.lost.untraced) == (test.lost.world, test.lost.untraced)
         for lost in (ref.lost, test.lost):
             lost.is_partial = bool(lost.untraced) and not is_alike
@@ -335,8 +369,8 @@ class _Comparison:
 
     def _exactness(self) -> Iterator[str]:
         tally = self._tally
-        if self._noise:
-            yield "tolerances are measured: four times the distance of two runs of the reference"
+        if self._measured_by:
+            yield self._measured_by
         yield (
             f"{tally.exact:,} of {counted(tally.compared, 'value')} are bitwise the reference's, "
             f"{tally.below_resolution - tally.exact:,} more agree as far as sketches tell"
