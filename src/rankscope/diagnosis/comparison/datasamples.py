@@ -85,6 +85,8 @@ class SampleMatch:
     """Samples of the reference that the test has not."""
     unknown: int = 0
     """Samples of the test that the reference has not."""
+    repeated: int = 0
+    """Samples of the test that it has once more than the reference."""
 
     @property
     def is_in_order(self) -> bool:
@@ -281,10 +283,15 @@ def match_samples(ref: StepSamples, test: StepSamples) -> SampleMatch:
     high = np.searchsorted(first, test.keys[:, 0] + 4 * scale, "right")
     partner = np.full(len(test.keys), -1, np.int64)
     used = np.zeros(len(ref.keys), bool)
+    repeated = 0
     for index, (start, stop) in enumerate(zip(low.tolist(), high.tolist())):
-        near = order[start:stop]
-        near = near[~used[near]]
+        every = order[start:stop]
+        near = every[~used[every]]
         if not len(near):
+            apart = np.sqrt(np.mean((ref.keys[every] - test.keys[index]) ** 2, axis=1))
+            if len(every) and apart.min() <= scale:
+                partner[index] = int(every[int(apart.argmin())])
+                repeated += 1
             continue
         apart = np.sqrt(np.mean((ref.keys[near] - test.keys[index]) ** 2, axis=1))
         if index in near and apart[near == index][0] <= scale:
@@ -297,4 +304,6 @@ def match_samples(ref: StepSamples, test: StepSamples) -> SampleMatch:
     lost, unknown = int((~used).sum()), int((partner < 0).sum())
     if unknown == len(partner):  # other data: what follows is compared in its order all the same
         partner = np.arange(len(partner)) % max(len(ref.keys), 1)
-    return SampleMatch(partner=partner, is_by_order=False, lost=lost, unknown=unknown)
+    return SampleMatch(
+        partner=partner, is_by_order=False, lost=lost, unknown=unknown, repeated=repeated
+    )

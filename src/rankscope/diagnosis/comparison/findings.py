@@ -20,6 +20,7 @@ from rankscope.record.call import Phase
 from rankscope.record.finding import Finding, Kind, Severity
 from rankscope.record.ranklists import ranks_named
 from rankscope.tree.jsontext import statistic
+from rankscope.tree.summary import counted
 from rankscope.tree.views import Trace
 
 __all__ = ["Degrees", "finding_of"]
@@ -145,12 +146,41 @@ def _advice(origin: Origin, kind: Kind) -> str:
         )
     if origin.is_choice:
         return "Compare in float32: then routers choose alike, and what lies behind is judged."
+    if origin.is_of_batch:
+        return (
+            "Split the batch alike, or normalize over all ranks: what lies behind statistics of "
+            "another batch cannot be compared."
+        )
     phase = origin.compared.key.phase
     if phase is Phase.SETUP and kind is not Kind.PERMUTATION:
         return "The runs begin with other weights: load the same checkpoint, or give both the seed."
     if origin.compared.is_update:
-        return "The gradient agrees and its update does not: compare the optimizers' options."
+        return (
+            "The gradient agrees and its update does not: compare the optimizers' options, such as "
+            "learning rate and weight decay."
+        )
+    if phase.facts.is_activation and origin.compared.value.is_input and kind is Kind.DIVERGENCE:
+        return _advice_of_input(origin)
+    if kind is Kind.SCALE and phase is Phase.FORWARD:
+        return f"{_ADVICE[kind]} A factor near 1 may come of a constant, such as a norm's eps."
+    if origin.is_of_all:
+        return f"{_ADVICE[kind]} Compare the clipping of gradients too."
     return kind.advice or _ADVICE.get(kind, "") or phase.facts.unequal
+
+
+def _advice_of_input(origin: Origin) -> str:
+    compared = origin.compared
+    if compared.key.phase is Phase.BACKWARD:
+        return (
+            "What backward computed before it agrees: look at what uses this module's output, such "
+            "as the loss, a sum of branches or a detach."
+        )
+    if not compared.key.path:
+        return "The runs were handed other data: compare sampler, seed, order and preparation."
+    return (
+        "What was computed before it agrees: look at the code that makes this input, between the "
+        "modules before it and this one."
+    )
 
 
 def _described(origin: Origin, degrees: Degrees) -> tuple[Kind, str, dict[str, Any]]:
@@ -166,10 +196,15 @@ def _described(origin: Origin, degrees: Degrees) -> tuple[Kind, str, dict[str, A
     if any(compared.other_samples):
         lost, unknown = compared.other_samples
         evidence |= {"missing_samples": lost, "unknown_samples": unknown}
+        missing = f"{lost} of the reference's samples are missing"
+        if not unknown and compared.is_repeated:
+            return Kind.DUPLICATE, f"{missing}, and others were handed out twice", evidence
         if not unknown:
-            text = f"{lost} of the reference's samples are missing: other ranks have the same ones"
-            return Kind.DUPLICATE, text, evidence
-        return Kind.DIVERGENCE, f"{unknown} samples are none of the reference's", evidence
+            return Kind.DIVERGENCE, missing, evidence
+        return Kind.DIVERGENCE, f"{unknown} samples are not in the reference", evidence
+    if origin.is_of_batch:
+        text = "has statistics of its local batch, which the reference splits in another way"
+        return Kind.DIVERGENCE, text, evidence
     if origin.is_choice:
         text = "may have sent some tokens to other experts than the reference, as rounding can"
         return Kind.DIVERGENCE, text, evidence
@@ -179,6 +214,8 @@ def _described(origin: Origin, degrees: Degrees) -> tuple[Kind, str, dict[str, A
             f"every rank holds a value of its own, whose {word} is the reference's, and which is "
             f"used as it is, unreduced"
         )
+        if origin.alike:
+            text += f"; the same holds for {counted(origin.alike, 'other gradient')}"
         kind = Kind.GRADIENT if compared.key.phase is Phase.GRADS else Kind.REPLICA
         return kind, text, evidence
     if difference.has_other_nonfinite:
@@ -202,9 +239,12 @@ def _described(origin: Origin, degrees: Degrees) -> tuple[Kind, str, dict[str, A
         names = degrees.named(factor)
         if names:
             evidence["equals"] = names
-        like = f", as large as {names[0]}" if names and factor > 1 else ""
-        like = f", one over {names[0]}" if names and factor < 1 else like
-        if origin.is_of_all:
+        listed = "; or ".join(names)
+        like = f", as large as {listed}" if names and factor > 1 else ""
+        like = f", one over {listed}" if names and factor < 1 else like
+        if origin.is_of_all and compared.is_update:
+            text = f"all updates are {factor:.4g} times the reference's{like}"
+        elif origin.is_of_all:
             text = (
                 f"all final gradients are {factor:.4g} times the reference's{like}; those of "
                 f"activations have no such factor"

@@ -56,6 +56,10 @@ class Origin:
     """True where a module drew other random numbers than the reference's, as it may."""
     is_choice: bool = False
     """True where rounding may have sent some tokens to other experts than the reference's."""
+    is_of_batch: bool = False
+    """True where a module normalized over a batch that the reference splits in another way."""
+    alike: int = 0
+    """Further gradients of which the same is to be said."""
     is_of_all: bool = False
     """True where it stands for all values of its phase, which share one factor."""
     victims: list[ComparedValue] = field(default_factory=list)
@@ -63,7 +67,7 @@ class Origin:
     @property
     def is_legal(self) -> bool:
         """True where a right program may differ so: nothing behind it can be judged."""
-        return self.is_random or self.is_choice
+        return self.is_random or self.is_choice or self.is_of_batch
 
     @property
     def bad_parts(self) -> Array:
@@ -117,7 +121,7 @@ class OriginSearch:
         self._mode, self._step = mode, step
         flow = _Flow(self._owned)
         pending = _Pending(found.compared)
-        all_gradients: Origin | None = None
+        of_all: dict[Phase, Origin] = {}
         for index, each in enumerate(found.compared):
             if each.is_missing:
                 self._missing(each, flow)
@@ -130,23 +134,29 @@ class OriginSearch:
                 self.judged += 1
                 continue
             is_all = each.key.phase is Phase.GRADS and found.is_scaled_at_the_end
-            if is_all and all_gradients is not None and each.error > each.allowed:
+            is_all |= each.key.phase is Phase.PARAMS and found.update_scale != 1.0
+            first = of_all.get(each.key.phase)
+            if is_all and first is not None and each.error > each.allowed:
                 self.judged += 1
-                all_gradients.victims.append(each)
-                flow.add(each, _State(each.error, all_gradients, True))
+                first.victims.append(each)
+                flow.add(each, _State(each.error, first, True))
                 continue
             before = len(self.origins)
             state = self._judge(each, flow.givers(each))
-            flow.add(each, state)
             if len(self.origins) > before:
                 origin = self.origins[-1]
-                if is_all:
-                    all_gradients, origin.is_of_all = origin, True
+                earlier = pending.earlier_than(each)
+                if is_all and earlier is None:
+                    of_all[each.key.phase], origin.is_of_all = origin, True
                 origin.is_random = _is_random(each, mode)
                 origin.is_choice = _is_choice(each, origin.inherited)
-                earlier = pending.earlier_than(each)
+                origin.is_of_batch = _is_of_batch(each, mode, found)
                 if earlier is not None:
                     self._charge(origin, earlier)
+                state.origin = self._folded(before)
+            flow.add(each, state)
+            if any(each.other_samples):
+                flow.data.take(state)
             pending.passed(each)
         for path, state in flow.stepped.items():
             self._owned[path] = state
@@ -155,6 +165,20 @@ class OriginSearch:
         """Make an earlier value the origin of what was first found behind it."""
         origin.victims.append(origin.compared)
         origin.compared = earlier
+
+    def _folded(self, before: int) -> Origin:
+        """Return the last origin, or the one that says the same of an earlier step, or of another
+        gradient of this step that ranks did not reduce."""
+        new = self.origins[before]
+        for old in self.origins[:before]:
+            is_again = old.step != new.step and old.compared.key == new.compared.key
+            is_alike = old.step == new.step and _is_unreduced(old) and _is_unreduced(new)
+            if is_again or is_alike:
+                old.alike += is_alike
+                old.victims += [new.compared, *new.victims]
+                del self.origins[before]
+                return old
+        return new
 
     def _missing(self, each: ComparedValue, flow: _Flow) -> None:
         giver = flow.givers(each)
@@ -186,6 +210,27 @@ def _is_random(each: ComparedValue, mode: Mode) -> bool:
     name = each.value.call.node.class_name.lower()
     is_output = not each.value.is_input and each.key.phase.facts.is_activation
     return mode is Mode.TRAIN and is_output and any(word in name for word in _RANDOM_CLASSES)
+
+
+def _is_of_batch(each: ComparedValue, mode: Mode, found: StepDifferences) -> bool:
+    """True for what a module makes that normalizes over its batch, where runs split it unlike."""
+    if mode is not Mode.TRAIN or each.value.is_input or each.key.phase is not Phase.FORWARD:
+        return False
+    names = {
+        side.call.node.class_name.lower()
+        for side in (*each.value.ref.values(), *each.value.test.values())
+    }
+    if not all("batchnorm" in name for name in names):
+        return False
+    if any("sync" in name for name in names):
+        return not found.is_normalized_alike_over_ranks
+    return not found.is_normalized_alike
+
+
+def _is_unreduced(origin: Origin) -> bool:
+    difference = origin.compared.difference
+    is_gradient = origin.compared.key.phase is Phase.GRADS
+    return is_gradient and difference is not None and bool(difference.partial)
 
 
 def _is_choice(each: ComparedValue, inherited: float) -> bool:
@@ -269,6 +314,8 @@ class _Flow:
         self._at: defaultdict[tuple[Phase, str], _State] = defaultdict(_State)
         """By phase and path of the module."""
         self._gradients: dict[tuple[str, str], _State] = {}
+        self.data = _State()
+        """Of the samples of the step, where they are not the reference's."""
         self.stepped: defaultdict[str, _State] = defaultdict(_State)
         """By path of the module: its parameters after the step."""
 
@@ -284,6 +331,7 @@ class _Flow:
         if key.phase is Phase.GRADS:
             found.take(self._at[Phase.FORWARD, key.path])
             found.take(self._at[Phase.BACKWARD, key.path])
+            found.take(self.data)
             if not found.is_known:
                 found.take(self._so_far[Phase.FORWARD])
                 found.take(self._so_far[Phase.BACKWARD])

@@ -108,23 +108,27 @@ def batch_line(batches: Batches, mode: Mode, step: int) -> PreflightLine:
         return PreflightLine(what="samples", is_same=True, text=text)
     where = f"{mode.word} step {step}"
     if match.lost or match.unknown:
-        text = (
-            f"{where}: {match.unknown} of {test.total} samples are none of the reference's, "
-            f"{match.lost} of its {ref.total} are missing ({split})"
-        )
+        parts = [
+            f"{match.unknown} of {test.total} samples are not in the reference",
+            f"{match.lost} of the reference's {ref.total} samples are missing",
+            f"{match.repeated} of {test.total} samples come once more",
+        ]
+        counts = (match.unknown, match.lost, match.repeated)
+        said = ", ".join(part for part, count in zip(parts, counts) if count)
+        text = f"{where}: {said} ({split})"
         return PreflightLine(what="samples", is_same=False, text=text)
     is_one = len(ref.sizes) == len(test.sizes) == 1
     if is_one and not match.is_in_order:
-        text = f"{where}: the same {ref.total} samples in another order"
+        text = f"{where}: the same {counted(ref.total, 'sample')} in another order"
         return PreflightLine(what="samples", is_same=False, text=text)
-    text = f"the same {ref.total} samples ({split})"
+    text = f"the same {counted(ref.total, 'sample')} ({split})"
     return PreflightLine(what="samples", is_same=True, text=text)
 
 
 def _split(samples: Any) -> str:
     if len(samples.sizes) <= 1:
         return "in one batch"
-    return (
-        f"in {counted(samples.micro_batches, 'micro-batch', 'micro-batches')} on "
-        f"{counted(samples.place_count, 'data-parallel rank')}"
-    )
+    cut = f"in {counted(samples.micro_batches, 'micro-batch', 'micro-batches')}"
+    if samples.place_count == 1:
+        return cut
+    return f"{cut} on {counted(samples.place_count, 'data-parallel rank')}"

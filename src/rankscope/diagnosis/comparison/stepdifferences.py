@@ -44,6 +44,8 @@ _SHARE: Final = 0.8
 _NEAR_SCALED: Final = 0.5
 """Gradients of the loss whose factor leaves no more than this still tell it, though the values that
 they follow from are off."""
+_NEAR_SCALED_UPDATE: Final = 0.05
+"""A factor of updates leaves no more than this: weight decay and rounding are added to it."""
 _SMALL_GRADIENT: Final = 1e-2
 """A gradient whose elements are so many times smaller than others' is measured as if they were of
 that size: those that are zero by arithmetic (the bias of keys) consist of rounding alone."""
@@ -129,6 +131,8 @@ class ComparedValue:
     """The legal factors, by part."""
     other_samples: tuple[int, int] = (0, 0)
     """Of the root's input: samples that are missing, and samples that the reference has not."""
+    is_repeated: bool = False
+    """Of the root's input: True where samples are missing because others came twice."""
     is_missing: bool = False
     """True where the reference has a gradient and the test has none."""
     ref_norm: float = 0.0
@@ -192,6 +196,9 @@ class StepDifferences:
         self.unit_scales = self._scales_of_backward()
         """{(micro-batch, place): factor of all gradients of activations}."""
         self._measure()
+        factor = self._scale_of_updates()
+        self.update_scale = 1.0 if abs(factor - 1) < _NEAR_SCALED_UPDATE else factor
+        """Factor that all updates have in common, 1.0 for none."""
 
     @property
     def errors(self) -> dict[SlotKey, float]:
@@ -396,6 +403,7 @@ class StepDifferences:
                 assert self._batches is not None
                 match = self._batches.match
                 compared.other_samples = (match.lost, match.unknown)
+                compared.is_repeated = match.repeated > 0 or self._is_handed_to_all(compared)
 
     def _norms_of_outputs(self) -> dict[str, float]:
         """Return {path: norm of the gradients of the module's outputs} in the reference."""
@@ -422,6 +430,40 @@ class StepDifferences:
         key = compared.key
         is_input = key.phase is Phase.FORWARD and not key.path and compared.value.is_input
         return is_input and self._batches is not None and key.slot == self._batches.ref.slot
+
+    def _is_handed_to_all(self, compared: ComparedValue) -> bool:
+        """True where ranks were handed the same samples, and would have all of the reference's if
+        each had samples of its own."""
+        assert self._batches is not None
+        ranks = {rank for v in compared.value.test.values() for rank in v.ranks.tolist()}
+        test = self._batches.test
+        copies = len(ranks) // test.place_count
+        return copies > 1 and test.total * copies == self._batches.ref.total
+
+    @property
+    def is_normalized_alike(self) -> bool:
+        """True where modules that normalize over a local batch have the same samples together."""
+        return self._batches is None or self._batches.are_the_same
+
+    @property
+    def is_normalized_alike_over_ranks(self) -> bool:
+        """True where the same holds if they normalize over the batches of all ranks."""
+        if self._batches is None:
+            return True
+        return self._batches.ref.micro_batches == self._batches.test.micro_batches
+
+    def _scale_of_updates(self) -> float:
+        found, total = [], 0
+        for compared, difference in self._of(Phase.PARAMS):
+            if not compared.is_update or difference.ref.l2 == 0:
+                continue
+            factor, rest = difference.fit()
+            if not math.isfinite(factor):  # nothing was added to it
+                continue
+            total += 1
+            if rest <= max(compared.allowed, _NEAR_SCALED_UPDATE):
+                found.append(factor)
+        return (_common(found, total) or 1.0) if total > 1 else 1.0
 
     def _least_gradient(self) -> float:
         """Return the size of elements below which a gradient is as good as zero."""
