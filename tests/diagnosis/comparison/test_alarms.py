@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import rankscope
+from rankscope.record.finding import Kind, Severity, Verdict
 from tests.diagnosis.comparison import jobs
 from tests.diagnosis.comparison.test_diff import compared, of_row
 from tests.diagnosis.traced import traced
@@ -78,3 +79,64 @@ def test_shards_that_no_layout_describes_are_skipped_beside_half_batches_of_thei
     assert [f.message for f in report.findings] == []
     assert "layout unknown" in [skipped.reason for skipped in report.skipped]
     assert report.compared >= 200
+
+
+class Normed(nn.Module):
+    """Two layers with a batch norm between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.norm(self.first(x)).relu())
+
+
+def small(kind: str, rows: int, rate: float, out: str) -> None:
+    """Train two steps on the first `rows` of eight samples, shared out over the ranks."""
+    torch.manual_seed(0)
+    model = Normed() if kind == "normed" else nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2))
+    wrapped = DDP(model) if dist.is_initialized() and dist.get_world_size() > 1 else model
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    with rankscope.trace(model, out=out, steps="all"):
+        for step in range(2):
+            torch.manual_seed(step)
+            samples = torch.randn(8, 6)[:rows].chunk(world)[rank]
+            wrapped(samples).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def ran(ranks: RankPool, folder: Path, kind: str, rows: int, rate: float, world: int = 1) -> Path:
+    """Run `small` and return its trace."""
+    if world > 1:
+        return traced(ranks, small, kind, rows, rate, folder=folder, world=world)
+    ranks.run(small, kind, rows, rate, str(folder), world_size=1)
+    return folder
+
+
+def test_statistics_of_a_rank_own_batch_are_one_warning(ranks: RankPool, tmp_path: Path) -> None:
+    one = ran(ranks, tmp_path / "one", "normed", 8, 0.01)
+    report = compared(one, ran(ranks, tmp_path / "two", "normed", 8, 0.01, world=2))
+    assert report.verdict is Verdict.CLEAN
+    (warning,) = report.findings
+    assert warning.severity is Severity.WARNING and warning.path == "norm"
+
+
+def test_another_learning_rate_is_one_finding(ranks: RankPool, tmp_path: Path) -> None:
+    one = ran(ranks, tmp_path / "one", "plain", 8, 0.02)
+    report = compared(one, ran(ranks, tmp_path / "other", "plain", 8, 0.01))
+    (origin,) = report.origins
+    assert (origin.kind, origin.phase.word, origin.step) == (Kind.SCALE, "params", 0)
+    assert "0.5" in origin.message
+
+
+def test_samples_that_are_missing_are_not_said_to_be_doubled(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    one = ran(ranks, tmp_path / "one", "plain", 8, 0.01)
+    report = compared(one, ran(ranks, tmp_path / "fewer", "plain", 4, 0.01))
+    assert report.verdict is Verdict.FAULT
+    assert all(finding.kind is not Kind.DUPLICATE for finding in report.findings)
+    assert any("missing" in finding.message for finding in report.findings)
