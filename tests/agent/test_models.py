@@ -353,7 +353,7 @@ def test_an_exception_in_a_hook_of_the_user_ends_the_call_it_belongs_to(tmp_path
     assert [n.status for n in (first, second, third, whole)] == ["raised", "raised", "returned",
                                                                 "returned"]  # fmt: skip
     assert [c.status for c in first.children] == ["raised"]
-    assert [c.status for c in second.children] == ["returned", "returned"]
+    assert [c.status for c in second.children] == ["returned", "raised"]
     assert steps(found) == ["train 0", "train 1"]
 
 

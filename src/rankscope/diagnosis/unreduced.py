@@ -33,6 +33,7 @@ from numpy.typing import NDArray
 from rankscope.diagnosis.candidates import Candidate
 from rankscope.diagnosis.context import CheckContext, IncarnationState, Left, ParameterUpdate
 from rankscope.diagnosis.issuedcollectives import issues_of
+from rankscope.diagnosis.replicas import FSDP1_FLAT
 from rankscope.diagnosis.stepview import SlotValues, StepView
 from rankscope.record.call import Phase
 from rankscope.record.finding import Kind, Severity
@@ -43,6 +44,8 @@ __all__ = ["note_unreduced", "without_unreduced"]
 Array = NDArray[Any]
 _CLOSE: Final = 1e-5
 """Relative, of norms: those of the parts of a flat tensor are added."""
+_FLAT_SLOT: Final = f"param:{FSDP1_FLAT}"
+"""Each rank has its own part of it, and FSDP1 gathers the parts to use them, not to average."""
 _EXCHANGED: Final = frozenset(
     {"all_reduce", "reduce", "all_gather", "all_gather_into_tensor", "send"}
 )
@@ -87,7 +90,7 @@ def _note_averaging(step_view: StepView, context: CheckContext) -> None:
         events[key] = events.get(key, True) and values.agree(values.ranks) is False
     if any(events.values()):
         incarnation.apart.add(step_view.step)
-    latest = [h for h in step_view.values(Phase.PARAMS) if _is_plain(h)]
+    latest = [h for h in step_view.values(Phase.PARAMS) if _is_plain(h) and h.slot != _FLAT_SLOT]
     before = incarnation.unlike, incarnation.flat
     if latest:
         incarnation.unlike = [
