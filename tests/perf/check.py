@@ -17,12 +17,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
 from rankscope.assembly.rankstreams import StreamBytes
 from rankscope.diagnosis.check import check
+from rankscope.record.finding import Report
 from rankscope.record.streams import StreamId
 from rankscope.tree.build import assemble
 from rankscope.tree.columns import map_columns
@@ -62,15 +64,15 @@ def spoil(trace: Path, rank: int) -> None:
     data.flush()
 
 
-def judge(trace: Path) -> None:
+def print_cost(judge: Callable[[], Report]) -> None:
     """Print what one verdict costs, in this process."""
     begin, wall = time.process_time(), time.monotonic()
-    report = check(open_trace(trace))
+    report = judge()
     used, waited = time.process_time() - begin, time.monotonic() - wall
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20)
     print(
         f"{report.verdict.value:10s} {used:6.2f} s of one core, {waited:6.2f} s, peak {peak:.2f} "
-        f"GiB, {report.compared} values, {len(report.origins)} origins, "
+        f"GiB, {report.compared} of {report.recorded} values, {len(report.origins)} origins, "
         f"{sum(f.victims for f in report.origins)} victims"
     )
 
@@ -83,7 +85,7 @@ def main() -> None:
     parser.add_argument("--judge", type=Path, help="judge this trace alone")
     chosen = parser.parse_args()
     if chosen.judge:
-        judge(chosen.judge)
+        print_cost(lambda: check(open_trace(chosen.judge)))
         return
     folder = Path(tempfile.mkdtemp(prefix="rankscope-perf-"))
     try:

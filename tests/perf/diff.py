@@ -9,30 +9,15 @@ the middle of the model on. They are compared in a process of their own.
 from __future__ import annotations
 
 import argparse
-import resource
 import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 from rankscope.diagnosis.comparison.diff import diff
 from rankscope.tree.reader import open_trace
-from tests.perf.check import made_trace, spoil
-
-
-def judge(ref: Path, test: Path) -> None:
-    """Print what one comparison costs, in this process."""
-    begin, wall = time.process_time(), time.monotonic()
-    report = diff(open_trace(ref), open_trace(test))
-    used, waited = time.process_time() - begin, time.monotonic() - wall
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20)
-    print(
-        f"{report.verdict.value:10s} {used:6.2f} s of one core, {waited:6.2f} s, peak {peak:.2f} "
-        f"GiB, {report.compared} of {report.recorded} values, {len(report.origins)} origins, "
-        f"{sum(f.victims for f in report.origins)} victims"
-    )
+from tests.perf.check import made_trace, print_cost, spoil
 
 
 def main() -> None:
@@ -43,7 +28,8 @@ def main() -> None:
     parser.add_argument("--judge", type=Path, nargs=2, help="compare these traces alone")
     chosen = parser.parse_args()
     if chosen.judge:
-        judge(*chosen.judge)
+        ref, test = chosen.judge
+        print_cost(lambda: diff(open_trace(ref), open_trace(test)))
         return
     folder = Path(tempfile.mkdtemp(prefix="rankscope-perf-"))
     try:

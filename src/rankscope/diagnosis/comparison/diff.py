@@ -222,7 +222,7 @@ class _Comparison:
             found = found[:1]
             found.append(compared)
             degrees.take(batches)
-        head = [step_line(self._ref.trace, self._test.trace, common), start_line(setup)]
+        head = [step_line(self._ref.steps, self._test.steps), start_line(setup)]
         headers = run_lines(self._ref.trace.run, self._test.trace.run)
         self._lines += [*head, dtype_line(found), *headers]
         return self._made(degrees, common)

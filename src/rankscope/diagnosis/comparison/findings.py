@@ -183,14 +183,26 @@ def _advice_of_input(origin: Origin) -> str:
     )
 
 
-def _described(origin: Origin, degrees: Degrees) -> tuple[Kind, str, dict[str, Any]]:
-    compared = origin.compared
-    difference = compared.difference
+_Described = tuple[Kind, str, dict[str, Any]]
+"""Kind, text and evidence."""
+
+
+def _described(origin: Origin, degrees: Degrees) -> _Described:
+    difference = origin.compared.difference
     if difference is None:
         return Kind.DIVERGENCE, "has no gradient here, and has one in the reference", {}
-    bad = origin.bad_parts
     evidence = _evidence(origin, difference)
-    what = "its update" if compared.is_update else "the value"
+    return (
+        _from_outside(origin, evidence)
+        or _of_summands(origin, difference, evidence)
+        or _scaled(origin, difference, degrees, evidence)
+        or _off(origin, difference, evidence)
+    )
+
+
+def _from_outside(origin: Origin, evidence: dict[str, Any]) -> _Described | None:
+    """Describe what comes of other samples, random numbers, batches or choices; else None."""
+    compared = origin.compared
     if origin.is_random:
         return Kind.DIVERGENCE, "drew other random numbers than the reference", evidence
     if any(compared.other_samples):
@@ -208,16 +220,60 @@ def _described(origin: Origin, degrees: Degrees) -> tuple[Kind, str, dict[str, A
     if origin.is_choice:
         text = "may have sent some tokens to other experts than the reference, as rounding can"
         return Kind.DIVERGENCE, text, evidence
-    if difference.partial:
-        word = "sum" if difference.partial == "sum" else "average"
+    return None
+
+
+def _of_summands(
+    origin: Origin, difference: Difference, evidence: dict[str, Any]
+) -> _Described | None:
+    """Describe summands that ranks use as they are; None for other values."""
+    if not difference.partial:
+        return None
+    word = "sum" if difference.partial == "sum" else "average"
+    text = (
+        f"every rank holds a value of its own, whose {word} is the reference's, and which is "
+        f"used as it is, unreduced"
+    )
+    if origin.alike:
+        text += f"; the same holds for {counted(origin.alike, 'other gradient')}"
+    kind = Kind.GRADIENT if origin.compared.key.phase is Phase.GRADS else Kind.REPLICA
+    return kind, text, evidence
+
+
+def _scaled(
+    origin: Origin, difference: Difference, degrees: Degrees, evidence: dict[str, Any]
+) -> _Described | None:
+    """Describe a value that is the reference's times a factor; None for other values."""
+    compared = origin.compared
+    if difference.has_other_nonfinite or difference.at_least is not None:
+        return None
+    factor, rest = _factor(compared.scales, difference, origin.bad_parts)
+    is_scaled = rest <= max(3 * compared.allowed, _CLEARLY_SCALED * abs(factor - 1))
+    is_factor = abs(factor - 1) > max(compared.allowed, _LEAST_FACTOR)
+    if not (math.isfinite(factor) and is_scaled and is_factor):
+        return None
+    evidence["factor"] = statistic(factor)
+    names = degrees.named(factor)
+    if names:
+        evidence["equals"] = names
+    listed = "; or ".join(names)
+    like = f", as large as {listed}" if names and factor > 1 else ""
+    like = f", one over {listed}" if names and factor < 1 else like
+    if origin.is_of_all and compared.is_update:
+        text = f"all updates are {factor:.4g} times the reference's{like}"
+    elif origin.is_of_all:
         text = (
-            f"every rank holds a value of its own, whose {word} is the reference's, and which is "
-            f"used as it is, unreduced"
+            f"all final gradients are {factor:.4g} times the reference's{like}; those of "
+            f"activations have no such factor"
         )
-        if origin.alike:
-            text += f"; the same holds for {counted(origin.alike, 'other gradient')}"
-        kind = Kind.GRADIENT if compared.key.phase is Phase.GRADS else Kind.REPLICA
-        return kind, text, evidence
+    else:
+        text = f"{_noun(origin)} is {factor:.4g} times the reference's{like}"
+    return Kind.SCALE, text, evidence
+
+
+def _off(origin: Origin, difference: Difference, evidence: dict[str, Any]) -> _Described:
+    """Describe a value that is another one."""
+    compared, bad = origin.compared, origin.bad_parts
     if difference.has_other_nonfinite:
         nan = sum(difference.test.nonfinite)
         return (
@@ -225,33 +281,10 @@ def _described(origin: Origin, degrees: Degrees) -> tuple[Kind, str, dict[str, A
             f"{nan} elements are NaN or infinite, {sum(difference.ref.nonfinite)} in the reference",
             evidence,
         )
+    what = _noun(origin)
     if difference.at_least is not None:
         text = f"{what} is off by at least {compared.error:.3g} of its norm, by its statistics"
         return Kind.DIVERGENCE, text, evidence
-    factor, rest = _factor(compared.scales, difference, bad)
-    is_scaled = rest <= max(3 * compared.allowed, _CLEARLY_SCALED * abs(factor - 1))
-    if (
-        math.isfinite(factor)
-        and is_scaled
-        and abs(factor - 1) > max(compared.allowed, _LEAST_FACTOR)
-    ):
-        evidence["factor"] = statistic(factor)
-        names = degrees.named(factor)
-        if names:
-            evidence["equals"] = names
-        listed = "; or ".join(names)
-        like = f", as large as {listed}" if names and factor > 1 else ""
-        like = f", one over {listed}" if names and factor < 1 else like
-        if origin.is_of_all and compared.is_update:
-            text = f"all updates are {factor:.4g} times the reference's{like}"
-        elif origin.is_of_all:
-            text = (
-                f"all final gradients are {factor:.4g} times the reference's{like}; those of "
-                f"activations have no such factor"
-            )
-        else:
-            text = f"{what} is {factor:.4g} times the reference's{like}"
-        return Kind.SCALE, text, evidence
     low, high = (compared.error * times for times in CHI_SQUARE_RANGE)
     off = f"{what} is off by {compared.error:.3g} of its norm ({low:.2g} to {high:.2g})"
     is_far = compared.error > _LEAST_PERMUTED and not compared.is_update
@@ -262,6 +295,10 @@ def _described(origin: Origin, degrees: Degrees) -> tuple[Kind, str, dict[str, A
         others = ranks_named(difference.ranks(~bad).tolist())
         return Kind.REPLICA, f"{off}; that of {others} agrees", evidence
     return Kind.DIVERGENCE, off, evidence
+
+
+def _noun(origin: Origin) -> str:
+    return "its update" if origin.compared.is_update else "the value"
 
 
 def _factor(scales: Array | float, difference: Difference, bad: Array) -> tuple[float, float]:

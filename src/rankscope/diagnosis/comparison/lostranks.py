@@ -7,16 +7,15 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Final
 
+from rankscope.diagnosis.lastcalls import ORDERLY
 from rankscope.diagnosis.stepview import SlotValues
 from rankscope.record.call import Mode, Phase
 from rankscope.record.ranklists import ranks_named
-from rankscope.record.streams import EndReason
 from rankscope.tree.summary import endings
 from rankscope.tree.views import Node, Trace
 
 __all__ = ["LostRanks"]
 
-_IN_ORDER: Final = frozenset({EndReason.EXIT.value, EndReason.CLOSED.value})
 _BROKEN_OFF: Final = "not all of its ranks came here before the run broke off"
 
 
@@ -34,7 +33,7 @@ class LostRanks:
         self.broken = sorted(
             each["rank"]
             for each in completeness["ranks"]
-            if each["incarnation"] == incarnation and each["end"] not in _IN_ORDER
+            if each["incarnation"] == incarnation and each["end"] not in ORDERLY
         )
         """Ranks that did not end in order."""
         self._expected: defaultdict[str, set[int]] = defaultdict(set)

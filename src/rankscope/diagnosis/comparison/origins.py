@@ -103,9 +103,6 @@ class OriginSearch:
 
     def __init__(self) -> None:
         self.origins: list[Origin] = []
-        self.judged = 0
-        self.behind_random = 0
-        """Values that differ because other random numbers were drawn."""
         self._owned: defaultdict[str, _State] = defaultdict(_State)
         """By path of the module: its parameters as they were last seen."""
         self._mode, self._step = Mode.TRAIN, 0
@@ -131,13 +128,11 @@ class OriginSearch:
                 pending.summands(each)
                 continue
             if pending.is_counted_elsewhere(index):
-                self.judged += 1
                 continue
             is_all = each.key.phase is Phase.GRADS and found.is_scaled_at_the_end
             is_all |= each.key.phase is Phase.PARAMS and found.update_scale != 1.0
             first = of_all.get(each.key.phase)
             if is_all and first is not None and each.error > each.allowed:
-                self.judged += 1
                 first.victims.append(each)
                 flow.add(each, _State(each.error, first, True))
                 continue
@@ -192,13 +187,10 @@ class OriginSearch:
 
     def _judge(self, each: ComparedValue, givers: _State) -> _State:
         """Return what is known of a value, given what is known of its givers."""
-        self.judged += 1
         error = each.error
         if givers.origin is not None:
             if error <= min(each.allowed, each.by_rounding):
                 return _State(error, None, True)
-            if givers.origin.is_legal:
-                self.behind_random += 1
             givers.origin.victims.append(each)
             return _State(error, givers.origin, True)
         if error > each.allowed + _AMPLIFICATION * givers.error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -11,12 +11,12 @@ from rankscope.diagnosis.comparison.difference import Batches
 from rankscope.diagnosis.comparison.stepdifferences import StepDifferences
 from rankscope.record.call import Mode
 from rankscope.tree.summary import counted
-from rankscope.tree.views import Trace
 
 __all__ = ["PreflightLine", "batch_line", "dtype_line", "run_lines", "start_line", "step_line"]
 
 _TELLING: Final = ("torch", "cuda", "nccl", "transformers", "numpy")
 _MOST: Final = 4
+StepKey = tuple[Mode, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,13 +42,10 @@ def run_lines(ref: Mapping[str, Any], test: Mapping[str, Any]) -> list[Preflight
     return [PreflightLine(what="versions", is_same=not differ, text=text or same)]
 
 
-def step_line(ref: Trace, test: Trace, common: Iterable[tuple[Mode, int]]) -> PreflightLine:
+def step_line(ref: Collection[StepKey], test: Collection[StepKey]) -> PreflightLine:
     """Return which steps both traces have."""
-    shared = Counter(mode for mode, _ in common)
-    sides = [
-        Counter(step.mode for step in trace.steps if step.incarnation == _last(trace))
-        for trace in (ref, test)
-    ]
+    shared = Counter(mode for mode, step in ref if (mode, step) in test)
+    sides = [Counter(mode for mode, _ in steps) for steps in (ref, test)]
     parts = []
     is_same = True
     for mode in Mode:
@@ -62,10 +59,6 @@ def step_line(ref: Trace, test: Trace, common: Iterable[tuple[Mode, int]]) -> Pr
             else f"{own[0]} and {own[1]} {mode.word} steps, {shared[mode]} in common"
         )
     return PreflightLine(what="steps", is_same=is_same, text=", ".join(parts) or "no step")
-
-
-def _last(trace: Trace) -> int:
-    return max((step.incarnation for step in (*trace.setup, *trace.steps)), default=0)
 
 
 def start_line(setup: StepDifferences | None) -> PreflightLine:
