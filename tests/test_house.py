@@ -51,14 +51,17 @@ ROOMS = {
         *("tree", "tensors", "diagnosis", "export", "doctor"),
     },
     "testing": {"errors", "record", "tree", "diagnosis"},
+    "replaying": {
+        *("errors", "layout", "record", "capture", "agent", "tree", "tensors", "diagnosis"),
+    },
     "tracing": {"errors", "settings", "agent", "block", "tree", "tensors"},
-    "__init__": {"tracing", "tree", "diagnosis"},
+    "__init__": {"tracing", "tree", "diagnosis", "replaying"},
     "__main__": {"cli"},
 }
 """Room -> the rooms it may import from: data flows one way. Every room stands below those that it
 imports from, so no circle can close."""
 FOREIGN = {
-    "torch": {"capture", "agent", "block", "compat", "tracing"},
+    "torch": {"capture", "agent", "block", "compat", "tracing", "replaying"},
     "zmq": {"gather"},
     "typer": {"cli"},
     "transformers": set(),
@@ -66,7 +69,7 @@ FOREIGN = {
 """Package -> the only rooms that may know it."""
 ONE_FILE = {"pyarrow": "export/parquet.py"}
 """Optional package -> the only file that may import it."""
-ALONE = {("tensors/rebuild.py", "torch")}
+ALONE = {("tensors/rebuild.py", "torch"), ("tensors/exactdistance.py", "torch")}
 """Single files of other rooms that may know a package: nothing imports them before a tensor is
 asked for (the list below is without torch)."""
 LAZY_DOORS = {"rankscope", "rankscope.compat"}
@@ -234,7 +237,7 @@ def test_importing_anything_outside_the_ranks_loads_neither_torch_nor_more_than_
 
 def test_the_public_names_are_these() -> None:
     assert rankscope.__all__ == [
-        *("Trace", "attach", "check", "diff", "open_trace", "step", "trace"),
+        *("Trace", "attach", "check", "diff", "open_trace", "replay", "step", "trace"),
     ]
     assert rankscope.__all__ == sorted(rankscope.__all__)
     assert all(callable(getattr(rankscope, name)) for name in rankscope.__all__)

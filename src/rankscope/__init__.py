@@ -16,15 +16,17 @@ from rankscope.tracing import attach, open_trace, step, trace
 if TYPE_CHECKING:
     from rankscope.diagnosis.check import check
     from rankscope.diagnosis.comparison.diff import diff
+    from rankscope.replaying import replay
     from rankscope.tree.views import Trace
 
-__all__ = ["Trace", "attach", "check", "diff", "open_trace", "step", "trace"]
+__all__ = ["Trace", "attach", "check", "diff", "open_trace", "replay", "step", "trace"]
 __version__ = "0.1.0"
 
 _HOMES = {
     "Trace": "rankscope.tree.views",
     "check": "rankscope.diagnosis.check",
     "diff": "rankscope.diagnosis.comparison.diff",
+    "replay": "rankscope.replaying",
 }
 
 

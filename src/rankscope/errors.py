@@ -12,6 +12,7 @@
     ├── BindError             an address rankscope will not listen on
     ├── TraceError            a trace that cannot be read
     │   └── TraceVersionError a trace written in a format newer than this reader
+    ├── ReplayError           a recorded call that a module cannot be handed
     ├── SelectionError        a path, step or rank asked for that the trace does not hold
     └── LayoutError           placements, shapes or offsets that contradict each other
 
@@ -32,6 +33,7 @@ __all__ = [
     "FolderError",
     "LayoutError",
     "RankscopeError",
+    "ReplayError",
     "SelectionError",
     "SettingError",
     "SpoolError",
@@ -96,6 +98,10 @@ class TraceError(RankscopeError):
 
 class TraceVersionError(TraceError):
     """A trace written in a format newer than this reader knows."""
+
+
+class ReplayError(RankscopeError):
+    """A recorded call that a module cannot be handed: it raised, or an argument has to be given."""
 
 
 class SelectionError(RankscopeError):

@@ -24,7 +24,7 @@ from rankscope.diagnosis.comparison.wholevalues import Wholes, WholeValues
 from rankscope.diagnosis.distances import rounding_of
 from rankscope.record.call import Phase
 
-__all__ = ["ComparedValue", "StepDifferences", "Tolerances"]
+__all__ = ["DEFAULTS", "ComparedValue", "StepDifferences", "Tolerances"]
 
 Array = NDArray[Any]
 DEFAULTS: Final = {

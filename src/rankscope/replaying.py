@@ -1,0 +1,515 @@
+"""One module alone: it is handed what a recorded call was handed, and what it gives is held to what
+the call gave.
+
+    report = rankscope.replay(model.layers[1].attention, "trace", "layers.1.attention", step=0)
+    assert report.agrees, report.text
+
+Given the reference's inputs, a module that is right gives the reference's outputs, whatever the
+modules before it do. The trace has to hold the full tensors of the call (`--rs-tensors PATH`).
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import json
+import math
+import random
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import nn
+
+from rankscope.agent.guard import attempt, text_of
+from rankscope.capture.pytree import is_tensor, walk
+from rankscope.diagnosis.comparison.stepdifferences import DEFAULTS
+from rankscope.errors import LayoutError, ReplayError, SelectionError
+from rankscope.layout.layoutfile import LayoutFile
+from rankscope.record.call import Mode, Phase
+from rankscope.record.ranklists import ranks_named
+from rankscope.record.value import is_form
+from rankscope.tensors.exactdistance import exact_distance
+from rankscope.tensors.globalvalues import local_tensor, whole_value
+from rankscope.tree.reader import TraceLike, opened_trace
+from rankscope.tree.selection import named
+from rankscope.tree.views import Trace, Value
+
+__all__ = ["Replay", "ReplayedOutput", "replay"]
+
+_OF_TORCH: Final = re.compile(r"torch\.(\w+)")
+_NUMBERS: Final = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayedOutput:
+    """One output of the module beside the recorded one."""
+
+    slot: str
+    dtype: str
+    """As it was recorded: torch's name."""
+    shape: tuple[int, ...]
+    """As it was recorded."""
+    error: float
+    """L2 norm of the difference over that of the recorded tensor, exact; NaN where the two could
+    not be compared."""
+    tolerance: float
+    """Distance that rounding explains."""
+    unequal: int
+    """Elements that are not the recorded ones."""
+    text: str
+    """What is to be said of it."""
+
+    @property
+    def agrees(self) -> bool:
+        """True where rounding explains the distance."""
+        return self.error <= self.tolerance
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """What a module gave for the inputs of a recorded call."""
+
+    path: str
+    call: str
+    """Which call, in words."""
+    ranks: tuple[int, ...]
+    """Whose tensors it was handed: one rank's, or those that global tensors were made of."""
+    outputs: tuple[ReplayedOutput, ...]
+    notes: tuple[str, ...]
+    """What must be known to read it: what was inferred, what was not compared."""
+
+    @property
+    def agrees(self) -> bool:
+        """True where every output that was recorded agrees."""
+        return all(output.agrees for output in self.outputs)
+
+    @property
+    def text(self) -> str:
+        """A line for the whole, one for each output, one for each note."""
+        word = "agrees" if self.agrees else "differs"
+        given = f"given the inputs of {ranks_named(self.ranks)}"
+        lines = [f"{word}: {self.path or '(root)'}, {self.call}, {given}"]
+        lines += [
+            f"  {each.slot}  {each.dtype}{list(each.shape)}  {each.text}" for each in self.outputs
+        ]
+        lines += [f"note: {note}" for note in self.notes]
+        return "\n".join(lines)
+
+
+def replay(
+    module: nn.Module,
+    trace: TraceLike,
+    path: str,
+    step: int = 0,
+    rank: int | None = None,
+    *,
+    mode: Mode | str | None = None,
+    micro_batch: int = 0,
+    ordinal: int = 0,
+    arguments: Mapping[int | str, object] | None = None,
+    dtype: torch.dtype | None = None,
+    tolerance: float | None = None,
+    with_grad: bool = False,
+    layouts: LayoutFile | None = None,
+) -> Replay:
+    """Hand a module the inputs of a recorded call, and hold what it gives to what was recorded.
+
+    The module runs in the mode of the recorded step (train or eval), on its own device. Afterwards
+    it is as it was: modes, buffers, attributes, gradients; so is the state of random numbers.
+
+    Args:
+        module: yours, with the weights that it should have.
+        trace: open, its folder, or what `with rankscope.trace(...)` gave; it has to hold the full
+            tensors of the call (`--rs-tensors PATH`).
+        path: which module of the trace, "" for the root.
+        step: number of the step.
+        rank: whose tensors; None for the global ones, put together from those of all ranks.
+        mode: of the step, train or eval; default train, or eval where there is no train step.
+        micro_batch: n-th call of the root in the step.
+        ordinal: which call of the path in the micro-batch.
+        arguments: stands for recorded arguments, by position or name: needed for those that are
+            neither tensors nor numbers nor text.
+        dtype: that floating inputs are cast to; default as recorded.
+        tolerance: relative L2 distance that counts as none; default that of `rankscope diff` for
+            the coarsest dtype among inputs and outputs, 0 where none is floating.
+        with_grad: let the module record what backward would need; some kernels compute otherwise
+            then.
+        layouts: declared layouts, for global tensors that no DTensor describes.
+
+    Raises:
+        SelectionError: the trace has no such call or rank, or did not keep its tensors; says how to
+            keep them.
+        LayoutError: nothing says how the ranks' tensors make global ones: name a rank.
+        ReplayError: the module raised, an argument is no tensor and was not given, or the module
+            gives nothing that was recorded.
+        TraceError, FolderError: a damaged trace, or none.
+    """
+    call = _RecordedCall(opened_trace(trace), path, step, rank, mode, micro_batch, ordinal, layouts)
+    args, kwargs = _Inputs(call, arguments or {}, _device_of(module), dtype).made()
+    handed = [leaf for _, leaf in walk("input", (args, kwargs)) if is_tensor(leaf)]
+    given: list[object] = []
+    is_training = call.node.head.mode is Mode.TRAIN
+
+    def run() -> None:
+        given.append(module(*args, **kwargs))
+
+    with _unchanged(module, is_training), torch.set_grad_enabled(with_grad):
+        error = attempt(run)
+        found = dict(walk("output", given[0])) if given else {}
+        made = {slot: each.detach() for slot, each in found.items() if is_tensor(each)}
+    if error is not None:
+        listed = ", ".join(f"{_name(t.dtype)}{list(t.shape)}" for t in handed)
+        raise ReplayError(
+            f"{type(module).__name__} raised {text_of(error)} when it was handed the inputs of "
+            f"{path or '(root)'} ({listed or 'no tensors'})",
+            "cast them with dtype=, take one rank's with rank=, or replace some with arguments=",
+        ) from error
+    dtypes = {_name(tensor.dtype) for tensor in handed}
+    outputs = tuple(_compared(call, made, dtypes, tolerance, has_hooks=bool(module._forward_hooks)))
+    return Replay(
+        path=path,
+        call=call.words,
+        ranks=tuple(sorted(call.used)),
+        outputs=outputs,
+        notes=tuple(call.notes),
+    )
+
+
+class _RecordedCall:
+    """One call of the trace, whose tensors are read."""
+
+    def __init__(
+        self,
+        trace: Trace,
+        path: str,
+        step: int,
+        rank: int | None,
+        mode: Mode | str | None,
+        micro_batch: int,
+        ordinal: int,
+        layouts: LayoutFile | None,
+    ) -> None:
+        """Find it.
+
+        Raises:
+            SelectionError: there is none; says what there is.
+        """
+        wanted = trace.default_mode if mode is None else named(Mode, "mode", mode)
+        nodes = (
+            node
+            for group in reversed(trace.steps)
+            if group.step == step and group.mode is wanted
+            for node in group.walk()
+            if node.phase is Phase.FORWARD
+            and (node.path, node.micro_batch, node.ordinal) == (path, micro_batch, ordinal)
+        )
+        node = next(nodes, None)
+        if node is None:  # the trace has no such value either, and says what it has
+            which = {"step": step, "micro_batch": micro_batch, "ordinal": ordinal}
+            node = trace.value(path, "output", phase=Phase.FORWARD, mode=wanted, **which).node
+        self.node = node
+        self.rank, self._layouts = rank, layouts
+        if rank is not None and rank not in self.node.ranks:
+            raise SelectionError(
+                f"rank {rank} did not call {path or '(root)'} in {self.words}; "
+                f"{ranks_named(self.node.ranks)} did"
+            )
+        self.used: set[int] = set() if rank is None else {rank}
+        self.notes: list[str] = []
+
+    @property
+    def words(self) -> str:
+        """Which call this is."""
+        node = self.node
+        again = f", call {node.ordinal}" if node.ordinal else ""
+        step = f"{node.head.mode.word} step {node.head.step}"
+        return f"forward of {step}, micro-batch {node.micro_batch}{again}"
+
+    def slots(self, kind: str) -> list[str]:
+        """Return the names of the slots of one kind that hold tensors."""
+        return [
+            slot
+            for slot in dict.fromkeys(view.slot for view in self.node.slots)
+            if slot.partition(".")[0] == kind and self.value(slot).dtype != "python"
+        ]
+
+    def value(self, slot: str) -> Value:
+        """Return the value of a slot that the call has."""
+        found = self.node.value(slot)
+        assert found is not None
+        return found
+
+    def tensor(self, slot: str) -> torch.Tensor:
+        """Return the full tensor of one slot: the rank's, or the global one.
+
+        Raises:
+            SelectionError: it was not kept.
+            LayoutError: nothing says how the ranks' pieces belong together.
+            TraceError: its bytes are damaged.
+        """
+        value = self.value(slot)
+        try:
+            if self.rank is not None:
+                return local_tensor(value, self.rank, is_checked=True)
+            whole = whole_value(value, self._layouts)
+        except SelectionError as error:
+            keep = f"a replay needs all of the call: --rs-tensors '{self.node.path}:*'"
+            raise SelectionError(str(error), keep) from None
+        except LayoutError as error:
+            text = str(error).replace("--rank ", "rank=").replace("--layout FILE", "layouts=")
+            raise LayoutError(text) from None
+        self.used.update(whole.ranks)
+        self.notes += [f"{slot}: {text}" for text in (*map(str, whole.mismatches), *whole.notes)]
+        return whole.tensor
+
+    def note(self, slot: str) -> str | None:
+        """Return the text of a slot that holds no tensor; None where there is no such slot."""
+        found = self.node.value(slot)
+        folds = [fold for view in found.views for fold in view.folds] if found else []
+        own = (fold for fold in folds if self.rank is None or self.rank in fold.ranks)
+        return next((fold.note for fold in own), None)
+
+
+# ---- what goes in --------------------------------------------------------------------------------
+
+
+class _Inputs:
+    """Makes the arguments of a call of what was recorded."""
+
+    def __init__(
+        self,
+        call: _RecordedCall,
+        given: Mapping[int | str, object],
+        device: torch.device,
+        dtype: torch.dtype | None,
+    ) -> None:
+        self._call, self._given = call, given
+        self._device, self._dtype = device, dtype
+
+    def made(self) -> tuple[tuple[object, ...], dict[str, object]]:
+        """Return positional and keyword arguments.
+
+        Raises:
+            SelectionError: a tensor was not kept, or no inputs were recorded.
+            ReplayError: an argument that is no tensor has to be given.
+        """
+        form = self._form()
+        by_place = dict(enumerate(form["args"]))
+        made: dict[int | str, object] = {
+            key: self._given[key] if key in self._given else self._of(each, key)
+            for key, each in (*by_place.items(), *form["kwargs"].items())
+        }
+        made |= self._given
+        places = sorted(key for key in made if isinstance(key, int))
+        if places != [*range(len(places))]:
+            raise ReplayError(
+                f"arguments= names position {places[-1]}, and there is none before it"
+            )
+        named_ones = {key: each for key, each in made.items() if isinstance(key, str)}
+        return tuple(made[place] for place in places), named_ones
+
+    def _form(self) -> dict[str, Any]:
+        """Return how the arguments were nested: as the call's form says, else by its slots."""
+        text = self._call.note("form:input")
+        if text is not None:
+            found: dict[str, Any] = json.loads(text)
+            return found
+        slots = dict.fromkeys(view.slot for view in self._call.node.slots)
+        names = [slot.partition(".")[2] for slot in slots if slot.startswith("input.")]
+        path = self._call.node.path
+        if not names and not any(is_form(slot) for slot in slots) and not self._given:
+            raise SelectionError(
+                f"no inputs of {path or '(root)'} were recorded; trace again with --rs-slots '*' "
+                f"and --rs-tensors '{path}'"
+            )
+        nested = sorted({name.partition(".")[0] for name in names if "." in name})
+        lacking = [n for n in nested if (int(n) if n.isdecimal() else n) not in self._given]
+        if lacking:
+            raise ReplayError(
+                f"arguments {', '.join(lacking)} of {path or '(root)'} hold several tensors, and "
+                f"the trace does not say how",
+                f"give them with arguments=, or trace again with --rs-tensors '{path}', which "
+                f"takes the slot form:input too",
+            )
+        tops = dict.fromkeys(name.partition(".")[0] for name in names)
+        forms = {top: self._flat_form(f"input.{top}") for top in tops}
+        return {
+            "args": [form for top, form in forms.items() if top.isdecimal()],
+            "kwargs": {top: form for top, form in forms.items() if not top.isdecimal()},
+        }
+
+    def _flat_form(self, slot: str) -> object:
+        value = self._call.node.value(slot)
+        is_text = value is None or value.dtype == "python"
+        return self._call.note(slot) or "None" if is_text else {"slot": slot}
+
+    def _of(self, form: object, name: int | str) -> object:
+        """Return what a form describes.
+
+        Args:
+            form: as in docs/trace-format.md.
+            name: of the argument that it is in.
+        """
+        if isinstance(form, list):
+            return tuple(self._of(each, name) for each in form)
+        if isinstance(form, dict):
+            if "items" in form:
+                return {key: self._of(each, name) for key, each in form["items"].items()}
+            return self._tensor(form)
+        return self._read(str(form), name)
+
+    def _tensor(self, form: Mapping[str, Any]) -> torch.Tensor:
+        tensor = self._call.tensor(form["slot"])
+        is_cast = self._dtype is not None and tensor.is_floating_point()
+        made = tensor.to(self._device, self._dtype if is_cast else None, copy=True)
+        stride = form.get("stride")
+        if stride and self._call.rank is not None and len(stride) == made.ndim and min(stride) > 0:
+            # kernels may add in another order where a tensor is not in row-major order
+            laid = torch.empty_strided(made.shape, stride, dtype=made.dtype, device=made.device)
+            return laid.copy_(made)
+        return made
+
+    def _read(self, text: str, name: int | str) -> object:
+        """Return the number, text, dtype or device that a repr means."""
+        if text in _NUMBERS:
+            return _NUMBERS[text]
+        of_torch = _OF_TORCH.fullmatch(text)
+        if of_torch and isinstance(getattr(torch, of_torch[1], None), (torch.dtype, torch.layout)):
+            return getattr(torch, of_torch[1])
+        if text.startswith("device("):
+            return self._device
+        try:
+            return ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            raise ReplayError(
+                f"argument {name} of {self._call.node.path or '(root)'} is no tensor, and the "
+                f"trace holds its text alone: {text}",
+                f"give it with arguments={{{name!r}: ...}}",
+            ) from None
+
+
+# ---- what comes out ------------------------------------------------------------------------------
+
+
+def _compared(
+    call: _RecordedCall,
+    made: Mapping[str, torch.Tensor],
+    dtypes: set[str],
+    tolerance: float | None,
+    *,
+    has_hooks: bool,
+) -> Iterator[ReplayedOutput]:
+    """Yield every recorded output beside what the module made.
+
+    Args:
+        call: the recorded one.
+        made: what the module made, by slot.
+        dtypes: of its inputs.
+        tolerance: as `replay` was given it.
+        has_hooks: the module has hooks of its own, which may replace what it makes.
+    """
+    returned = call.slots("returned") if has_hooks else []
+    slots = returned or call.slots("output")
+    if not slots:
+        raise SelectionError(
+            f"no outputs of {call.node.path or '(root)'} were recorded in {call.words}"
+        )
+    for slot in slots:
+        recorded = call.tensor(slot)
+        _, dot, rest = slot.partition(".")
+        given = made.get(f"output{dot}{rest}")
+        own = {_name(recorded.dtype), *dtypes, *(() if given is None else [_name(given.dtype)])}
+        known = [DEFAULTS[each][0] for each in own if each in DEFAULTS]
+        allowed = max(known, default=0.0) if tolerance is None else tolerance
+        yield _beside(slot, recorded, given, allowed, sorted(made))
+    extra = sorted(made.keys() - {f"output{slot[len(slot.partition('.')[0]) :]}" for slot in slots})
+    if extra:
+        call.notes.append(f"not in the trace: {', '.join(extra)}")
+
+
+def _beside(
+    slot: str,
+    recorded: torch.Tensor,
+    given: torch.Tensor | None,
+    allowed: float,
+    others: list[str],
+) -> ReplayedOutput:
+    error, unequal = math.nan, recorded.numel()
+    if given is None:
+        text = f"the module gave no such output; it gave {', '.join(others) or 'no tensor'}"
+    elif given.shape != recorded.shape:
+        text = f"the module gave {_name(given.dtype)}{list(given.shape)}"
+    else:
+        apart = exact_distance(recorded, given)
+        error, unequal = apart.relative, apart.unequal
+        cast = "" if given.dtype == recorded.dtype else f", though {_name(given.dtype)}"
+        some = f"{unequal:,} of {recorded.numel():,} elements"
+        worst = f"[{', '.join(map(str, apart.at))}]"
+        pair = f"{given[apart.at].item():.6g} instead of {recorded[apart.at].item():.6g}"
+        if not unequal:
+            text = f"every element is the recorded one{cast}"
+        elif apart.other_nonfinite:
+            text = f"other elements are NaN or infinite, first at {worst}: {pair}{cast}"
+        else:
+            than = "within" if error <= allowed else "more than"
+            text = (
+                f"off by {error:.3g} of its norm, {than} the tolerance {allowed:.3g}: {some} "
+                f"differ, most at {worst}: {pair}{cast}"
+            )
+    return ReplayedOutput(
+        slot=slot,
+        dtype=_name(recorded.dtype),
+        shape=tuple(recorded.shape),
+        error=error,
+        tolerance=allowed,
+        unequal=unequal,
+        text=text,
+    )
+
+
+# ---- the module ----------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _unchanged(module: nn.Module, is_training: bool) -> Iterator[None]:
+    """Put a module into a mode, and leave it and all random numbers as they were before.
+
+    Buffers are exchanged for copies while it runs, so that not even a version number of them
+    changes; attributes that it binds anew are put back.
+    """
+    parts = [*module.modules()]
+    tables = [table for part in parts for table in (vars(part), part._buffers, part._parameters)]
+    before = [dict(table) for table in tables]
+    copies: dict[int, torch.Tensor] = {}
+    device = _device_of(module)
+    states = random.getstate(), np.random.get_state()  # those of the program
+    kind = {} if device.type == "cpu" else {"device_type": device.type}
+    with torch.random.fork_rng([device] if kind else [], **kind):
+        try:
+            for part in parts:
+                for name, buffer in part._buffers.items():
+                    if buffer is not None:  # modules that share one share its copy
+                        part._buffers[name] = copies.setdefault(id(buffer), buffer.detach().clone())
+            if module.training is not is_training:
+                module.train(is_training)
+            yield
+        finally:
+            for table, own in zip(tables, before):
+                table.clear()
+                table.update(own)
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    for tensor in (*module.parameters(), *module.buffers()):
+        return tensor.device
+    return torch.device("cpu")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,122 @@
+"""How far two full tensors of one shape are apart: exact sums over all elements, in float64.
+
+Needs torch, as `tensors/rebuild.py` does; import it where tensors are compared, not before.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+__all__ = ["ExactDistance", "exact_distance"]
+
+_CHUNK: Final = 1 << 22
+"""Elements that are held as float64 at a time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExactDistance:
+    """What two tensors have in common and what not."""
+
+    cross: float
+    """Sum of the products of both, element by element. Here and below elements that are not finite
+    in one of them are left out."""
+    own: float
+    """Sum of squares of the first."""
+    theirs: float
+    """Sum of squares of the second."""
+    square: float
+    """Sum of the squared differences."""
+    greatest: float
+    """The largest difference of one element."""
+    at: tuple[int, ...]
+    """Where it is; where the tensors differ in what is not finite, the first such place."""
+    unequal: int
+    """Elements that are not the same; -0 is 0, and NaN is NaN."""
+    other_nonfinite: int
+    """Elements of which one is NaN or infinite and the other is not the same."""
+
+    @property
+    def relative(self) -> float:
+        """The L2 norm of the difference over that of the first tensor; inf where they differ in
+        what is not finite."""
+        if self.other_nonfinite:
+            return math.inf
+        if not self.unequal:
+            return 0.0
+        return math.sqrt(self.square / self.own) if self.own > 0 else math.inf
+
+
+def exact_distance(first: torch.Tensor, second: torch.Tensor) -> ExactDistance:
+    """Hold one tensor to another.
+
+    Args:
+        first: any shape and dtype; the one that distances are relative to.
+        second: of the same shape, of any dtype and device.
+
+    Raises:
+        ValueError: they differ in shape.
+    """
+    if first.shape != second.shape:
+        raise ValueError(f"shapes {list(first.shape)} and {list(second.shape)} differ")
+    cross = own = theirs = square = 0.0
+    greatest, where, other, unequal = -1.0, 0, 0, 0
+    first_other = -1
+    flat = _flat(first), _flat(second)
+    is_complex = first.is_complex() or second.is_complex()
+    for start in range(0, len(flat[0]), _CHUNK):
+        a, b = (_numbers(each[start : start + _CHUNK], is_complex) for each in flat)
+        is_finite = a.isfinite() & b.isfinite()
+        is_other = ~(is_finite | (a == b) | (a.isnan() & b.isnan()))
+        count = int(is_other.any(-1).sum())
+        if count and first_other < 0:
+            first_other = start + int(is_other.any(-1).to(torch.uint8).argmax())
+        other += count
+        unequal += count + int((is_finite & (a != b)).any(-1).sum())
+        a, b = a.where(is_finite, 0.0), b.where(is_finite, 0.0)
+        apart = (a - b).square()
+        cross += float((a * b).sum())
+        own += float(a.square().sum())
+        theirs += float(b.square().sum())
+        square += float(apart.sum())
+        by_element = apart.sum(-1)
+        most = int(by_element.argmax())
+        if float(by_element[most]) > greatest:
+            greatest, where = float(by_element[most]), start + most
+    place = where if first_other < 0 else first_other
+    return ExactDistance(
+        cross=cross,
+        own=own,
+        theirs=theirs,
+        square=square,
+        greatest=math.sqrt(max(greatest, 0.0)),
+        at=_index(place, tuple(first.shape)),
+        unequal=unequal,
+        other_nonfinite=other,
+    )
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+
+
+def _numbers(flat: torch.Tensor, is_complex: bool) -> torch.Tensor:
+    """Return [n, 1] float64 on the host, [n, 2] of complex numbers."""
+    own = flat.cpu()
+    if is_complex:
+        return torch.view_as_real(own.to(torch.complex128))
+    if own.dtype.is_floating_point and own.dtype.itemsize == 1:  # torch converts it in one step
+        own = own.float()
+    return own.to(torch.float64).unsqueeze(-1)
+
+
+def _index(flat: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the index, by dim, of an element in row-major order."""
+    found: list[int] = []
+    for size in reversed(shape):
+        flat, at = divmod(flat, size) if size else (0, 0)
+        found.append(at)
+    return tuple(reversed(found))
