@@ -40,7 +40,8 @@ def assert_same(ref: TraceLike, test: TraceLike, *, paths: Sequence[str] = ()) -
 def _lines(report: Report) -> list[str]:
     judged = f"{report.compared} of {report.recorded} values compared"
     lines = [f"{report.verdict.value}: {report.lacks or judged}"]
-    lines += [f"before any number: {text}" for _, is_same, text in report.preflight if not is_same]
+    other = (text for _, is_same, text in report.preflight if is_same is False)
+    lines += [f"before any number: {text}" for text in other]
     for finding in report.origins[:_MOST]:
         lines.append(f"{finding.kind.value}: {finding.message} ({finding.victims} values follow)")
     return lines

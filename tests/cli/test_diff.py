@@ -31,6 +31,7 @@ def run(
     epsilon: float = 1e-5,
     is_wrapped: bool = False,
     seed: int = 0,
+    samples: int = 4,
     **settings: object,
 ) -> str:
     """Trace two training steps of a small model."""
@@ -41,7 +42,7 @@ def run(
     with rankscope.trace(model, out=folder, steps="all", **settings):
         for step in range(2):
             torch.manual_seed(step)
-            model(torch.randn(4, 8)).square().mean().backward()
+            model(torch.randn(samples, 8)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
     return str(folder)
@@ -167,3 +168,15 @@ def test_folders_paths_and_handles_are_traces_and_anything_else_is_said_to_be_no
     assert_same(folder, rankscope.open_trace(folder))
     with pytest.raises(TypeError, match="int is no trace: give an open trace, its folder, or"):
         rankscope.diff(folder, 3)  # type: ignore[arg-type]
+
+
+def test_what_the_traces_do_not_tell_is_not_called_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    traces = [run(tmp_path / name, samples=70) for name in "ab"]
+    _, text = asked(capsys, *traces)
+    assert "not told: samples cannot be told apart" in text
+    assert "the same: samples" not in text
+    _, text = asked(capsys, *traces, "--json")
+    told = {line["what"]: line["same"] for line in json.loads(text)["preflight"]}
+    assert told["samples"] is None and told["start"] is True

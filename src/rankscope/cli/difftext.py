@@ -30,8 +30,10 @@ def difference_lines(
     origins = report.origins
     warnings = [f for f in report.findings if f.severity is Severity.WARNING]
     yield _verdict(report, paint)
-    other = [text for _, is_same, text in report.preflight if not is_same]
-    same = [text for _, is_same, text in report.preflight if is_same]
+    by_answer: dict[bool | None, list[str]] = {False: [], None: [], True: []}
+    for _, is_same, text in report.preflight:
+        by_answer[is_same].append(text)
+    other, same = by_answer[False], by_answer[True]
     if other:
         yield f"  before any number: {paint('bold', '; '.join(other))}"
     elif same:
@@ -46,14 +48,16 @@ def difference_lines(
     yield paint("dim", f"TEST  {test.path}  {extent(test.run)}, {test.state}")
     yield from listed_findings("origins", origins, is_all=is_all, paint=paint)
     yield from listed_findings("warnings", warnings, is_all=is_all, paint=paint)
-    yield from _rest(report, same if other else ())
+    yield from _rest(report, same if other else (), by_answer[None])
 
 
-def _rest(report: Report, same: Sequence[str]) -> Iterator[str]:
+def _rest(report: Report, same: Sequence[str], untold: Sequence[str]) -> Iterator[str]:
     """Yield what was the same before any number, and what was not compared and why."""
     yield ""
     for text in same:
         yield f"the same: {text}"
+    for text in untold:
+        yield f"not told: {text}"
     for skipped in report.skipped:
         yield f"not compared: {counted(skipped.count, 'value')}: {skipped.reason}"
     for note in report.notes:

@@ -167,9 +167,9 @@ class Report:
     """A few of them as `layers.*.fc:output`."""
     notes: tuple[str, ...] = ()
     """What else must be known to read it: what is missing, what was inferred."""
-    preflight: tuple[tuple[str, bool, str], ...] = ()
-    """Of `diff`: what was looked at before any number, whether both runs have the same, in words;
-    what differs first."""
+    preflight: tuple[tuple[str, bool | None, str], ...] = ()
+    """Of `diff`: what was looked at before any number, whether both runs have the same (None where
+    the traces do not tell), in words; what differs first."""
     lacks: str = ""
     """Why nothing could be judged, and what to do about it; "" where something was."""
 

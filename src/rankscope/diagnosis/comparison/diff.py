@@ -151,7 +151,7 @@ def _measured_by(noise: Trace, report: Report, measured: _Noise) -> str:
     """
     remedy = "give a run of the reference whose inputs are off by one rounding, and nothing else"
     for what, is_same, text in report.preflight:
-        if what in ("samples", "start") and not is_same:
+        if what in ("samples", "start") and is_same is False:
             raise SettingError(f"noise {noise.path}: it is not the reference's: {text}", remedy)
     if report.lacks:
         raise SettingError(f"noise {noise.path}: it cannot be measured: {report.lacks}", remedy)
@@ -359,7 +359,9 @@ class _Comparison:
             lacks=lacks,
             preflight=tuple(
                 (line.what, line.is_same, line.text)
-                for line in sorted(self._lines, key=lambda line: line.is_same)
+                for line in sorted(
+                    self._lines, key=lambda line: (False, None, True).index(line.is_same)
+                )
             ),
         )
 
@@ -426,3 +428,7 @@ def _is_among(row: Array, sketches: Array) -> bool:
 
 def _listed(side: _Side) -> str:
     return ", ".join(f"{mode.word} {step}" for mode, step in list(side.steps)[:4]) or "none"
+
+
+def _differing_first(line: PreflightLine) -> int:
+    return (False, None, True).index(line.is_same)

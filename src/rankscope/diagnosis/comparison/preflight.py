@@ -25,7 +25,8 @@ class PreflightLine:
 
     what: str
     """"samples", "start", "dtypes", "steps", "versions"."""
-    is_same: bool
+    is_same: bool | None
+    """None where the traces do not tell."""
     text: str
 
 
@@ -65,7 +66,7 @@ def start_line(setup: StepDifferences | None) -> PreflightLine:
     """Return how many parameters and buffers began alike."""
     if setup is None:
         text = "what the runs began with is not in both traces"
-        return PreflightLine(what="start", is_same=True, text=text)
+        return PreflightLine(what="start", is_same=None, text=text)
     known = [c for c in setup.compared if c.difference is not None]
     other = [c for c in known if c.error > c.allowed]
     if other:
@@ -98,7 +99,7 @@ def batch_line(batches: Batches, mode: Mode, step: int) -> PreflightLine:
     split = f"{_split(test)}, the reference {_split(ref)}"
     if match.is_by_order:
         text = f"samples cannot be told apart, their order is believed ({split})"
-        return PreflightLine(what="samples", is_same=True, text=text)
+        return PreflightLine(what="samples", is_same=None, text=text)
     where = f"{mode.word} step {step}"
     if match.lost or match.unknown:
         parts = [
