@@ -24,6 +24,7 @@ from rankscope.record.call import Mode, Phase
 from rankscope.record.notes import NoteKind
 from rankscope.tree.views import Trace
 from tests.agent.programs import Two
+from tests.noted import remarks
 from tests.unharmed import traced_unharmed
 
 Compiled = Callable[[torch.Tensor], torch.Tensor]
@@ -175,7 +176,7 @@ def test_asked_for_traced_steps_run_as_written_and_the_others_compiled(
         assert len(found.find("head", phase="params", step=step)) == 1, "each step by itself"
         assert not any(n.is_opaque for n in found.find("*", phase="forward", step=step))
     assert found.run["settings"]["compile"] == "eager"
-    kinds = [[each.note.kind for each in step.notes] for step in found.steps]
+    kinds = [[each.note.kind for each in remarks(step)] for step in found.steps]
     assert kinds == [[NoteKind.RUN_EAGERLY]] * len(found.steps)
     assert torch._dynamo.eval_frame._stance.stance == "default"
 

@@ -25,6 +25,7 @@ from rankscope.settings import settings_from
 from rankscope.tree.reader import open_trace
 from rankscope.tree.views import Trace
 from tests import forked
+from tests.noted import remarks
 from tests.unharmed import traced_unharmed
 from tests.waiting import wait_until
 
@@ -349,7 +350,7 @@ def test_every_rank_of_a_real_job_traces_the_same_steps(ranks, tmp_path: Path) -
     assert len(asked) == 3 and all(steps == found[0] for steps in found.values()), found
     for touched, traced in zip((5, 11, 23), sorted(asked), strict=True):
         assert touched < traced <= touched + 1 + LEAD, "soon after"
-    assert not any(step.notes for step in trace.steps)
+    assert not any(remarks(step) for step in trace.steps)
 
 
 def test_real_ranks_that_never_wait_trace_the_same_steps_or_say_which_they_missed(
@@ -362,7 +363,7 @@ def test_real_ranks_that_never_wait_trace_the_same_steps_or_say_which_they_misse
     assert found
     for step in trace.steps:
         lacking = {0, 1, 2} - {rank for rank in found if step.step in found[rank]}
-        noted = "".join(str(note) for note in step.notes)
+        noted = "".join(str(note) for note in remarks(step))
         assert not lacking or "not traced on this rank" in noted, (step.step, lacking, noted)
 
 

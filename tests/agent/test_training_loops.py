@@ -24,6 +24,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from rankscope.agent.steps import compiled
 from rankscope.record.call import Mode, Phase
 from rankscope.tree.views import Step, Trace
+from tests.noted import remarks
 from tests.unharmed import traced_unharmed
 
 
@@ -446,7 +447,7 @@ def test_a_loop_is_unharmed_its_steps_counted_and_its_updates_recorded(
     agree(events(found, Phase.GRADS), witness.gradients[traced:])
     agree(events(found, Phase.PARAMS), witness.parameters[len(witness.parameters) // 2 :])
     assert not any("unheld" in f for step in steps for f in chain(*flags(step, Phase.GRADS)))
-    assert not any(step.notes for step in steps)
+    assert not any(remarks(step) for step in steps)
 
 
 def test_an_optimizer_that_raises_is_noted_and_its_step_goes_on(tmp_path: Path) -> None:
@@ -455,7 +456,7 @@ def test_an_optimizer_that_raises_is_noted_and_its_step_goes_on(tmp_path: Path) 
     assert [sum(n.phase is Phase.FORWARD for n in step.nodes) for step in steps] == [1, 2, 1]
     assert [n.ordinal for n in steps[1].nodes if n.phase is Phase.GRADS] == [0, 1]
     assert [n.ordinal for n in steps[1].nodes if n.phase is Phase.PARAMS] == [1]
-    assert [tuple(map(str, step.notes)) for step in steps] == [
+    assert [tuple(map(str, remarks(step))) for step in steps] == [
         (), ("rank 0: the step of Fails did not return: it raised",), (),
     ]  # fmt: skip
 
@@ -509,7 +510,7 @@ def test_a_step_the_scaler_skipped_goes_on_and_shows_the_gradients_it_was_skippe
     steps = train_steps(found)
     forwards = [sum(n.phase is Phase.FORWARD for n in step.nodes) for step in steps]
     assert forwards == [1, 2, 1]
-    assert [tuple(map(str, step.notes)) for step in steps] == [
+    assert [tuple(map(str, remarks(step))) for step in steps] == [
         (), ("rank 0: GradScaler skipped the step of SGD: inf or NaN in its gradients",), (),
     ]  # fmt: skip
     assert [n.ordinal for n in steps[1].nodes if n.phase is Phase.GRADS] == [0, 1]
@@ -732,7 +733,7 @@ def test_an_optimizer_that_holds_what_the_model_no_longer_has_is_noted(tmp_path:
         return model
 
     found = traced_unharmed(program, tmp_path / "trace", steps="all")
-    assert tuple(map(str, train_steps(found)[0].notes)) == (
+    assert tuple(map(str, remarks(train_steps(found)[0]))) == (
         "rank 0: SGD holds 4 parameters of the modules seen, and 2 that none of them owns "
         "(2 without a gradient; shapes [2, 6], [2])",
     )

@@ -32,13 +32,14 @@ def run(
     is_wrapped: bool = False,
     seed: int = 0,
     samples: int = 4,
+    rate: float = 0.1,
     **settings: object,
 ) -> str:
     """Trace two training steps of a small model."""
     torch.manual_seed(seed)
     model: nn.Module = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8, eps=epsilon), nn.Linear(8, 4))
     model = Outer(model) if is_wrapped else model
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
     with rankscope.trace(model, out=folder, steps="all", **settings):
         for step in range(2):
             torch.manual_seed(step)
@@ -180,3 +181,13 @@ def test_what_the_traces_do_not_tell_is_not_called_the_same(
     _, text = asked(capsys, *traces, "--json")
     told = {line["what"]: line["same"] for line in json.loads(text)["preflight"]}
     assert told["samples"] is None and told["start"] is True
+
+
+def test_other_options_of_the_optimizer_stand_before_any_number(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, text = asked(capsys, run(tmp_path / "a"), run(tmp_path / "b", rate=0.3))
+    lines = text.splitlines()
+    assert code == 1
+    assert "train step 0: the optimizer steps with lr 0.3 for 0.1" in lines[1]
+    assert "all updates are 3 times the reference's" in lines[2]

@@ -13,6 +13,7 @@ from rankscope.tree.reader import open_trace
 from rankscope.tree.views import Step, Trace
 from tests.distributed import data_parallel_job as job
 from tests.distributed.pool import RankPool
+from tests.noted import remarks
 
 WORLD = 2
 
@@ -53,7 +54,7 @@ def test_a_loop_is_unharmed_and_every_rank_shows_its_gradients_and_parameters(
     for step in found.steps:
         roots = [n for n in step.nodes if n.path == "" and n.phase is Phase.FORWARD]
         assert [n.micro_batch for n in roots] == list(range(2 if name in job.ACCUMULATING else 1))
-        assert not step.notes
+        assert not remarks(step)
         for rank in range(WORLD):
             for phase, seen in zip((Phase.GRADS, Phase.PARAMS), truth[rank][step.step]):
                 ours = sorted(n for n in recorded(step, phase, rank) if n)
@@ -68,7 +69,7 @@ def test_parameters_that_fully_shard_replaced_behind_the_optimizer_are_told(
     found = open_trace(tmp_path / "trace")
     assert flags(found, Phase.GRADS) == {"unheld"}
     for step in found.steps:
-        (note,) = step.notes
+        (note,) = remarks(step)
         assert str(note).startswith(
             "ranks 0-1: SGD holds 0 parameters of the modules seen, and 8 that none of them owns "
             "(8 without a gradient"

@@ -17,6 +17,7 @@ from rankscope.tree.reader import open_trace
 from rankscope.tree.views import Trace
 from tests.distributed import pipeline_job as job
 from tests.distributed.pool import RankPool
+from tests.noted import remarks
 
 WORLD = 2
 
@@ -40,7 +41,7 @@ def test_every_step_has_its_micro_batches_and_not_the_run_that_learns_shapes(
     trained = [step for step in found.steps if step.mode is Mode.TRAIN]
     assert [step.step for step in trained] == expected
     for step in trained:
-        assert not step.notes
+        assert not remarks(step)
         roots = [n for n in step.nodes if n.path == "" and n.phase is Phase.FORWARD]
         assert [n.micro_batch for n in roots] == list(range(job.MICRO_BATCHES))
         for root in roots:

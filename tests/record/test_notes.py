@@ -37,6 +37,10 @@ NOTES = {
         {"optimizer": "Fails"},
         "the step of Fails did not return: it raised",
     ),
+    NoteKind.OPTIMIZER_OPTIONS: (
+        {"optimizer": "AdamW", "options": "lr=0.001; betas=(0.9, 0.95)"},
+        "AdamW steps with lr=0.001; betas=(0.9, 0.95)",
+    ),
     NoteKind.RATE_OF_ZERO: (
         {"optimizer": "AdamW", "parameters": 15},
         "AdamW steps 15 parameters with a learning rate of 0",

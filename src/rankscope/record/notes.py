@@ -45,6 +45,8 @@ class NoteKind(enum.Enum):
     SCALER_SKIPPED = "GradScaler skipped the step of {optimizer}: inf or NaN in its gradients"
     OPTIMIZER_SKIPPED = "{optimizer} skipped its own step: GradScaler found inf or NaN"
     OPTIMIZER_RAISED = "the step of {optimizer} did not return: it raised"
+    OPTIMIZER_OPTIONS = "{optimizer} steps with {options}"
+    """Of every optimizer that steps: `options` as `lr=0.001; betas=(0.9, 0.95)`."""
     RATE_OF_ZERO = "{optimizer} steps {parameters:d} parameters with a learning rate of 0"
     MISSED_STEP = "not traced on this rank: {why}"
     RUN_EAGERLY = "compiled regions run as written (compile=eager)"

@@ -21,6 +21,7 @@ __all__ = [
     "Holdings",
     "OptimizerSearch",
     "OptimizerSet",
+    "describe_options",
     "describe_rates",
     "describe_strangers",
     "held_parameters",
@@ -31,6 +32,11 @@ __all__ = [
 
 _OPTIMIZER_FILE = "torch/optim/optimizer.py"
 _SHAPES_NAMED = 3
+_VALUES_NAMED = 8
+_LONGEST_VALUE = 40
+_NO_OPTIONS = frozenset(
+    {"params", "param_names", "foreach", "fused", "capturable", "differentiable", "initial_lr"}
+)
 _MAKING = ("__init__", "__setstate__")
 _Member = Callable[..., None]
 
@@ -255,6 +261,40 @@ def describe_rates(optimizer: torch.optim.Optimizer) -> Note | None:
         )
     name = type(optimizer).__name__
     return Note.of(NoteKind.RATE_OF_ZERO, optimizer=name, parameters=still) if still else None
+
+
+def describe_options(optimizer: torch.optim.Optimizer) -> Note | None:
+    """Say with which options an optimizer steps; None for one that has none.
+
+    Values that groups of parameters do not share stand in the order of the groups, `0.1 | 0.0`.
+    Those that choose an implementation (`foreach`, `fused`) change no result and are left out.
+    """
+    found: dict[str, list[str]] = {}
+    for group in getattr(optimizer, "param_groups", ()):
+        for name, value in group.items():
+            values = found.setdefault(str(name), [])
+            text = _option(value)
+            if name not in _NO_OPTIONS and text not in values:
+                values.append(text)
+    options = "; ".join(
+        f"{name}={' | '.join(values[:_VALUES_NAMED])}{' | ...' if values[_VALUES_NAMED:] else ''}"
+        for name, values in found.items()
+        if values and values != [""]
+    )
+    name = type(optimizer).__name__
+    return Note.of(NoteKind.OPTIMIZER_OPTIONS, optimizer=name, options=options) if options else None
+
+
+def _option(value: object) -> str:
+    """Return a plain value as text, "" for others. A tensor is not read: it may lie on an
+    accelerator."""
+    if isinstance(value, torch.Tensor):
+        return "(a tensor)"
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(map(_option, value))})"
+    if value is None or isinstance(value, (bool, int, str)):
+        return str(value)[:_LONGEST_VALUE]
+    return f"{value:.9g}" if isinstance(value, float) else ""
 
 
 def runs_closure(arguments: tuple[object, ...], keywords: dict[str, object]) -> bool:

@@ -18,6 +18,7 @@ from rankscope.agent.recorder import Recorder
 from rankscope.agent.steps.optimizersearch import (
     Holdings,
     OptimizerSearch,
+    describe_options,
     describe_rates,
     describe_strangers,
 )
@@ -34,6 +35,7 @@ from rankscope.spool.cells import StepEvent
 __all__ = ["Updates"]
 
 _SKIPPED, _SCALED = int(ValueFlag.SKIPPED), int(ValueFlag.SCALED)
+_MOST_OPTIONS = 2_000
 _AFTER_CALL = int(ValueFlag.AFTER_CALL)
 
 
@@ -64,6 +66,8 @@ class Updates:
         self._running = ""
         """Class of the optimizer whose step began, without a closure, and has not ended."""
         self._noted: set[Note] = set()
+        self._options: set[Note] = set()
+        """Options of optimizers that were noted: a schedule makes new ones in every step."""
         self._flags = 0
         self._carried: frozenset[int] = frozenset()
         """Parameters that had a gradient before the first backward of the step."""
@@ -156,6 +160,7 @@ class Updates:
         self._flags = flags
         holdings = self._holdings(optimizer)
         self._note(step, describe_strangers(optimizer, holdings))
+        self._note_options(optimizer, step)
         self._note(step, describe_rates(optimizer))
         again = holdings.unheld & self._unheld_read
         concerned = holdings.own | (holdings.unheld - again) | self._events.having_gradient(again)
@@ -179,6 +184,12 @@ class Updates:
         if self._running:
             self._note(step, Note.of(NoteKind.OPTIMIZER_RAISED, optimizer=self._running))
             self._running = ""
+
+    def _note_options(self, optimizer: torch.optim.Optimizer, step: int) -> None:
+        note = describe_options(optimizer)
+        if note is not None and (note in self._options or len(self._options) < _MOST_OPTIONS):
+            self._options.add(note)
+            self._note(step, note)
 
     def _note(self, step: int, note: Note | None) -> None:
         if note is not None and note not in self._noted:

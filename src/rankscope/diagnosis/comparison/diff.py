@@ -26,6 +26,7 @@ from rankscope.diagnosis.comparison.preflight import (
     PreflightLine,
     batch_line,
     dtype_line,
+    optimizer_line,
     run_lines,
     start_line,
     step_line,
@@ -224,7 +225,8 @@ class _Comparison:
             degrees.take(batches)
         head = [step_line(self._ref.steps, self._test.steps), start_line(setup)]
         headers = run_lines(self._ref.trace.run, self._test.trace.run)
-        self._lines += [*head, dtype_line(found), *headers]
+        options = optimizer_line(self._ref.steps, self._test.steps)
+        self._lines += [*head, dtype_line(found), *([options] if options else []), *headers]
         return self._made(degrees, common)
 
     def _setup(self) -> StepDifferences | None:

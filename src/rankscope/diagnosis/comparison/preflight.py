@@ -10,9 +10,19 @@ from typing import Any, Final
 from rankscope.diagnosis.comparison.difference import Batches
 from rankscope.diagnosis.comparison.stepdifferences import StepDifferences
 from rankscope.record.call import Mode
+from rankscope.record.notes import NoteKind
 from rankscope.tree.summary import counted
+from rankscope.tree.views import Step
 
-__all__ = ["PreflightLine", "batch_line", "dtype_line", "run_lines", "start_line", "step_line"]
+__all__ = [
+    "PreflightLine",
+    "batch_line",
+    "dtype_line",
+    "optimizer_line",
+    "run_lines",
+    "start_line",
+    "step_line",
+]
 
 _TELLING: Final = ("torch", "cuda", "nccl", "transformers", "numpy")
 _MOST: Final = 4
@@ -24,7 +34,7 @@ class PreflightLine:
     """One thing that was looked at before any number."""
 
     what: str
-    """"samples", "start", "dtypes", "steps", "versions"."""
+    """"samples", "start", "dtypes", "steps", "optimizer", "versions"."""
     is_same: bool | None
     """None where the traces do not tell."""
     text: str
@@ -60,6 +70,47 @@ def step_line(ref: Collection[StepKey], test: Collection[StepKey]) -> PreflightL
             else f"{own[0]} and {own[1]} {mode.word} steps, {shared[mode]} in common"
         )
     return PreflightLine(what="steps", is_same=is_same, text=", ".join(parts) or "no step")
+
+
+def optimizer_line(
+    ref: Mapping[StepKey, Step], test: Mapping[StepKey, Step]
+) -> PreflightLine | None:
+    """Return whether optimizers stepped with the same options; None where no trace tells."""
+    sides = [
+        {key: found for key, step in steps.items() if (found := _options_of(step))}
+        for steps in (ref, test)
+    ]
+    common = sides[0].keys() & sides[1].keys()
+    for key in sorted(common, key=lambda key: key[1]):
+        ours, theirs = (side[key] for side in sides)
+        differ = [
+            f"{name} {theirs.get(name, 'absent')} for {ours.get(name, 'absent')}"
+            for name in dict.fromkeys((*ours, *theirs))
+            if ours.get(name) != theirs.get(name)
+        ]
+        if differ:
+            listed = ", ".join(differ[:_MOST]) + (", ..." if len(differ) > _MOST else "")
+            text = f"{key[0].word} step {key[1]}: the optimizer steps with {listed}"
+            return PreflightLine(what="optimizer", is_same=False, text=text)
+    same = PreflightLine(what="optimizer", is_same=True, text="the same optimizer options")
+    return same if common else None
+
+
+def _options_of(step: Step) -> dict[str, str]:
+    """Return the options of a step's optimizers by name, `class` among them.
+
+    Several optimizers of one class, each for a part of the parameters, are told as one: a pipeline
+    or a group of parameters may have one of its own.
+    """
+    found: dict[str, set[str]] = {}
+    for each in step.notes:
+        if each.note.kind is NoteKind.OPTIMIZER_OPTIONS:
+            fields = each.note.fields
+            found.setdefault("class", set()).add(str(fields["optimizer"]))
+            for option in str(fields["options"]).split("; "):
+                name, _, value = option.partition("=")
+                found.setdefault(name, set()).update(value.split(" | "))
+    return {name: " | ".join(sorted(values)) for name, values in found.items()}
 
 
 def start_line(setup: StepDifferences | None) -> PreflightLine:
