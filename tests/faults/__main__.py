@@ -1,6 +1,7 @@
 """`python -m tests.faults`: run the benchmark and print its scoreboard.
 
 python -m tests.faults --only ddp-bypassed --seeds 1     # one row
+python -m tests.faults --reference                       # `diff` beside a run of one process
 python -m tests.faults --oracles                         # the proofs alone, without rankscope
 """
 
@@ -16,6 +17,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+FAULTS, REFERENCE = "tests.faults.rows", "tests.faults.referencerows"
+"""The modules with the rows that `check` is held to, and with those that `diff` is."""
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 
 
@@ -37,13 +40,14 @@ def parser(prog: str = "python -m tests.faults", seeds: int = 5) -> argparse.Arg
     parser.add_argument("--ranks", action="append", default=[], type=int, help="2 or 4")
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--hidden", type=int, default=24)
+    parser.add_argument("--reference", action="store_true", help="what `diff` is held to")
     parser.add_argument("--oracles", action="store_true", help="the proofs alone")
     parser.add_argument("--json", action="store_true", help="print JSON, not the table")
     parser.add_argument("--keep", type=Path, help="keep every trace in this folder")
     return parser
 
 
-def main(options: argparse.Namespace, table: str = "tests.faults.rows") -> int:
+def main(options: argparse.Namespace, table: str) -> int:
     """Run what was asked for of a table, the module with its rows. Return 0 where every fault is
     named, nothing else is, and every proof holds."""
     for_children()
@@ -129,4 +133,5 @@ def score(pool: object, runs: Sequence[object], place: Path, options: argparse.N
 
 
 if __name__ == "__main__":
-    sys.exit(main(parser().parse_args()))
+    asked = parser().parse_args()
+    sys.exit(main(asked, REFERENCE if asked.reference else FAULTS))

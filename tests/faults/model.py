@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from tests.faults.setup import Setup, Shape
 
 Exchange = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+Model = TypeVar("Model", bound=nn.Module)
 
 
 class Parts:
@@ -57,6 +59,8 @@ class Attention(nn.Module):
         super().__init__()
         self._width = shape.hidden // shape.heads
         self._exchange: Exchange = parts.exchange
+        self.places: Tensor | None = None
+        """Positions of the tokens, where they are no neighbours."""
         self.q_proj = parts.column(shape.hidden, shape.hidden)
         self.k_proj = parts.column(shape.hidden, shape.hidden)
         self.v_proj = parts.column(shape.hidden, shape.hidden)
@@ -68,7 +72,7 @@ class Attention(nn.Module):
         q, k, v = (p.view(batch, time, -1, self._width).transpose(1, 2) for p in projected)
         k, v = self._exchange(k, v)
         first = 0 if k.shape[2] == time else first
-        here = torch.arange(first, first + time)
+        here = torch.arange(first, first + time) if self.places is None else self.places
         allowed = torch.arange(k.shape[2]) <= here[:, None]
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed)
         return self.o_proj(mixed.transpose(1, 2).reshape(batch, time, -1))
@@ -122,9 +126,14 @@ class GPT(nn.Module):
 
 def whole(setup: Setup, parts: Parts | None = None, dropout: float = 0.0) -> GPT:
     """Make the model on this rank with weights that follow from the seed alone."""
+    return filled(setup, lambda: GPT(setup.shape, parts, dropout))
+
+
+def filled(setup: Setup, make: Callable[[], Model]) -> Model:
+    """Make a model whose weights, but those of norms, follow from the seed alone."""
     state = torch.get_rng_state()
     torch.manual_seed(100 + setup.seed)
-    model = GPT(setup.shape, parts, dropout)
+    model = make()
     for name, parameter in model.named_parameters():
         if "norm" not in name:
             nn.init.normal_(parameter, std=0.2)

@@ -30,3 +30,11 @@ def traced(table: str, name: str, setup: Setup, proves: bool, out: str) -> str:
     with rankscope.trace(out=out, steps="all"):
         trained = row.program(setup)
     return row.oracle(setup, trained) if proves else ""
+
+
+def traced_alone(table: str, name: str, setup: Setup, out: str) -> None:
+    """Train what a program is held to, traced; on one process."""
+    warnings.simplefilter("ignore")
+    program = row_of(table, name).reference
+    with rankscope.trace(out=out, steps="all"):
+        program(setup)

@@ -41,6 +41,11 @@ class Row:
     layout: str = ""
     """A layout file, with `{ranks}` and `{rows}` to fill in; none by default."""
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
+    reference: Program | None = None
+    """Run without its fault by one process, it is what `diff` holds the program to; without one,
+    `check` is asked."""
+    paths: tuple[str, ...] = ()
+    """Rules that give the program's modules the names they have in the reference."""
 
     @property
     def has_fault(self) -> bool:

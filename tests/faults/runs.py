@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import shutil
 import time
@@ -157,7 +158,26 @@ def _report_and_proof(
         world=run.setup.ranks,
         timeout_s=TIMEOUT_S,
     )
-    return report_on(out, layout_file), _joined(said) if proves else None
+    reference = _reference_of(pool, run, folder.parent / "references")
+    report = report_on(out, layout_file, reference, row.paths)
+    return report, _joined(said) if proves else None
+
+
+def _reference_of(pool: RankPool, run: Run, folder: Path) -> Path | None:
+    """Return the trace of one process that a run is held to, made where no run before has made it;
+    None for what `check` judges."""
+    program = run.row.reference if run.row else None
+    if program is None:
+        return None
+    setup = replace(run.setup, ranks=1, is_faulty=False)
+    key = f"{program.__module__}.{program.__qualname__} {setup}"
+    out = folder / hashlib.sha256(key.encode()).hexdigest()[:16]
+    if not (out / "trace" / "trace.json").exists():
+        asked = (run.table, run.name, setup)
+        traced_with_answers(
+            pool, ranks.traced_alone, *asked, folder=out, world=1, timeout_s=TIMEOUT_S
+        )
+    return out / "trace"
 
 
 def scored(

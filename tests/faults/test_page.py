@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.faults.__main__ import parser
+import pytest
+
+from tests.faults.__main__ import FAULTS, REFERENCE, parser
 from tests.faults.runs import about
 
 
@@ -18,7 +20,8 @@ def test_every_option_is_on_the_page(repository: Path) -> None:
     assert not missing
 
 
-def test_every_row_is_in_the_published_tables(repository: Path) -> None:
+@pytest.mark.parametrize("table", [FAULTS, REFERENCE])
+def test_every_row_is_in_the_published_tables(repository: Path, table: str) -> None:
     text = page(repository)
-    missing = [name for name, what in about().items() if f"| {name} | {what} |" not in text]
+    missing = [name for name, what in about(table).items() if f"| {name} | {what} |" not in text]
     assert not missing

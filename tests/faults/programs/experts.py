@@ -41,7 +41,7 @@ class Mixture(nn.Module):
         """Send [tokens, hidden] through the expert that was chosen for each."""
         order = chosen.argsort(stable=True)
         counts = chosen.bincount(minlength=len(self.experts)).tolist()
-        made = [e(part) for e, part in zip(self.experts, rows[order].split(counts))]
+        made = [e(part) for e, part in zip(self.experts.children(), rows[order].split(counts))]
         return torch.cat(made)[order.argsort()]
 
 

@@ -385,6 +385,18 @@ def smoothed(setup: Setup) -> Trained:
     return with_loss(setup, head, VocabularyLoss(dist.group.WORLD, 0.2, setup.is_faulty))
 
 
+def alone_with_loss(setup: Setup) -> Trained:
+    """The model and its loss in one process, nothing smoothed."""
+    model = WithLoss(whole(even(setup)), VocabularyLoss(None, 0))
+
+    def one(step: int) -> Tensor:
+        loss = model(*batch(even(setup), step))
+        loss.backward()
+        return loss
+
+    return train(Trained(model), sgd(model), one)
+
+
 class GatheredHead(nn.Module):
     """A head split over the vocabulary whose logits are gathered."""
 
