@@ -15,6 +15,7 @@ from typing import Final, NamedTuple
 from rankscope.diagnosis.stepview import CallView, SlotValues, StepView, is_input
 from rankscope.errors import SettingError
 from rankscope.record.call import Phase
+from rankscope.record.dtypes import is_whole_number
 
 __all__ = ["AlignedStep", "AlignedValue", "PathMap", "SlotKey", "align"]
 
@@ -133,6 +134,16 @@ class AlignedValue:
         return len(shape) == 1
 
     @property
+    def is_discrete(self) -> bool:
+        """True where both sides hold indices, counts or a mask."""
+        return all(map(is_whole_number, self.dtypes))
+
+    @property
+    def is_mask(self) -> bool:
+        """True where both sides hold a mask."""
+        return self.dtypes == {"bool"}
+
+    @property
     def test_path(self) -> str:
         """The path as the test has it."""
         return next(iter(self.test.values())).call.path
@@ -213,7 +224,7 @@ def _slots(step_view: StepView) -> Iterator[tuple[SlotKey, CallView, SlotValues]
 
 def _in_order(step_view: StepView) -> Iterator[tuple[SlotKey, CallView]]:
     """Yield every value of a step: of a call what goes in, then its children, then what comes
-    out."""
+    out; choices (indices, masks) before the numbers that follow from them."""
     for top in step_view.calls:
         if top.parent is not None or top.phase not in _COMPARED:
             continue
@@ -222,9 +233,13 @@ def _in_order(step_view: StepView) -> Iterator[tuple[SlotKey, CallView]]:
             call, is_entered = waiting.pop()
             if call.phase not in _COMPARED:
                 continue
-            for slot, values in call.slots.items():
-                if values.dtype != "python" and is_input(slot, call.phase) is is_entered:
-                    yield SlotKey(call.phase, call.path, call.ordinal, slot), call
+            found = [
+                (slot, values)
+                for slot, values in call.slots.items()
+                if values.dtype != "python" and is_input(slot, call.phase) is is_entered
+            ]
+            for slot, _ in sorted(found, key=lambda each: not is_whole_number(each[1].dtype)):
+                yield SlotKey(call.phase, call.path, call.ordinal, slot), call
             if is_entered:
                 waiting.append((call, False))
                 waiting.extend((child, True) for child in reversed(call.children))

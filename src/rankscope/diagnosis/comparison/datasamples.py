@@ -22,6 +22,7 @@ from rankscope.diagnosis.stepview import SlotValues, StepView
 from rankscope.layout.infer import HeldParameter, axes_of, largest_mesh
 from rankscope.layout.placement import Mesh
 from rankscope.record.call import Phase
+from rankscope.record.dtypes import is_whole_number
 
 __all__ = [
     "SampleMatch",
@@ -35,7 +36,6 @@ __all__ = [
 Array = NDArray[Any]
 Unit = tuple[int, int]
 """(micro-batch, data-parallel place)."""
-_WHOLE_NUMBERS: Final = ("int", "uint", "bool")
 _SAME_TOKENS: Final = 1e-5
 """Relative distance of two sketches of the same integers: they are kept as float32."""
 _SAME_FLOATS: Final = 2e-2
@@ -156,7 +156,7 @@ def places_by_inputs(step_view: StepView, world: int) -> Array:
     for call in root_calls(step_view):
         if call.path == "" and not call.micro_batch:
             for values in call.inputs:
-                if _is_whole_number(values.dtype) and values.is_known.all():
+                if is_whole_number(values.dtype) and values.is_known.all():
                     _, index = np.unique(values.hashes, return_inverse=True)
                     places[values.ranks] = index.reshape(-1)
                     return places
@@ -229,7 +229,7 @@ def samples_of_step(step_view: StepView, places: Array, wholes: WholeValues) -> 
         if made is None or isinstance(made, str):
             continue
         assert values is not None
-        integers = [np.array(v.ranks) for v in values.views if _is_whole_number(v.dtype)]
+        integers = [np.array(v.ranks) for v in values.views if is_whole_number(v.dtype)]
         for index in range(len(made)):
             own = made.samples[index]
             unit = (call.micro_batch or 0, max(int(made.places[index]), 0))
@@ -247,16 +247,12 @@ def samples_of_step(step_view: StepView, places: Array, wholes: WholeValues) -> 
     return found
 
 
-def _is_whole_number(dtype: str) -> bool:
-    return dtype.startswith(_WHOLE_NUMBERS)
-
-
 def _telling_slot(roots: list[Any]) -> tuple[str, bool] | None:
     """Return which input of the root tells samples apart, and whether it is of integers."""
     slots: dict[str, bool] = {}
     for call in roots:
         for values in call.inputs:
-            is_whole = any(_is_whole_number(view.dtype) for view in values.views)
+            is_whole = any(is_whole_number(view.dtype) for view in values.views)
             if (values.column("sample_row") >= 0).any():
                 slots[values.slot] = slots.get(values.slot, False) or is_whole
     of_integers = [slot for slot, is_whole in slots.items() if is_whole]

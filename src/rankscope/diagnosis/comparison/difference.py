@@ -65,6 +65,11 @@ class Totals:
             greatest=float(rows["max"].max()),
         )
 
+    @property
+    def variance(self) -> float:
+        """Mean squared distance of the elements from their mean."""
+        return max(self.l2**2 / self.count - self.mean**2, 0.0) if self.count else math.nan
+
     def has_numbers_of(self, other: Totals) -> bool:
         """True where norm, mean and extrema are those of the same elements in some order."""
         size = max(abs(other.least), abs(other.greatest), TINY)
@@ -117,6 +122,17 @@ class Difference:
                 if a is not None and b is not None
             )
         return bool(chosen.all()) and self.test.has_numbers_of(self.ref)
+
+    def flips(self, *, is_mask: bool) -> float:
+        """Return about how many elements of indices or a mask are other ones.
+
+        The squared distance of two masks is their number. That of indices is twice their variance
+        for every index that is another one, if it may be any of them.
+        """
+        cross, own, theirs = self.dots.sum(0).tolist()
+        apart = max(own + theirs - 2 * cross, 0.0)
+        each = 1.0 if is_mask else 2 * max(self.ref.variance, self.test.variance)
+        return min(apart / each, float(self.ref.count)) if each > 0 else float(self.ref.count)
 
     @property
     def has_other_nonfinite(self) -> bool:

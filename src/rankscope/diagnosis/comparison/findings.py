@@ -217,6 +217,8 @@ def _from_outside(origin: Origin, evidence: dict[str, Any]) -> _Described | None
     if origin.is_of_batch:
         text = "has statistics of its local batch, which the reference splits in another way"
         return Kind.DIVERGENCE, text, evidence
+    if origin.is_choice and compared.value.is_discrete:
+        return Kind.DIVERGENCE, f"{_flips(origin, evidence)}, as rounding can flip them", evidence
     if origin.is_choice:
         text = "may have sent some tokens to other experts than the reference, as rounding can"
         return Kind.DIVERGENCE, text, evidence
@@ -291,10 +293,22 @@ def _off(origin: Origin, difference: Difference, evidence: dict[str, Any]) -> _D
     if is_far and difference.is_permuted(bad):
         text = f"the same numbers in another order: norm, mean, least and greatest agree, and {off}"
         return Kind.PERMUTATION, text, evidence
+    if compared.value.is_discrete:
+        off = _flips(origin, evidence)
     if not bad.all() and len({difference.units[i] for i in range(len(bad))}) < len(bad):
         others = ranks_named(difference.ranks(~bad).tolist())
         return Kind.REPLICA, f"{off}; that of {others} agrees", evidence
     return Kind.DIVERGENCE, off, evidence
+
+
+def _flips(origin: Origin, evidence: dict[str, Any]) -> str:
+    """Say how many choices are other ones."""
+    difference, value = origin.compared.difference, origin.compared.value
+    assert difference is not None
+    flips = max(round(difference.flips(is_mask=value.is_mask)), 1)
+    evidence |= {"flips": flips, "choices": difference.ref.count}
+    noun = "elements of the mask" if value.is_mask else "choices"
+    return f"about {flips:,} of {difference.ref.count:,} {noun} are other ones"
 
 
 def _noun(origin: Origin) -> str:

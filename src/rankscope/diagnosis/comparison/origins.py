@@ -22,6 +22,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from rankscope.diagnosis.comparison.difference import CHI_SQUARE_RANGE
 from rankscope.diagnosis.comparison.stepdifferences import (
     ComparedValue,
     StepDifferences,
@@ -39,6 +40,11 @@ _ROUTERS: Final = frozenset({"router", "gate", "gating"})
 """Names of modules that choose experts."""
 _FEW_TOKENS: Final = 0.7
 """Relative distance up to which some tokens that went elsewhere explain a difference."""
+_FLIPPED: Final = 20.0
+"""A relative error of what choices are made by flips so many times that part of them: those where
+two of them are nearly equal."""
+_FEW_FLIPS: Final = 2.0
+"""Choices that may flip however small the error is."""
 _RANDOM_CLASSES: Final = ("dropout", "droppath", "stochasticdepth")
 """In the class names of modules that draw random numbers while a model trains."""
 
@@ -144,7 +150,7 @@ class OriginSearch:
                 if is_all and earlier is None:
                     of_all[each.key.phase], origin.is_of_all = origin, True
                 origin.is_random = _is_random(each, mode)
-                origin.is_choice = _is_choice(each, origin.inherited)
+                origin.is_choice = _is_choice(each, origin.inherited) or _is_flipped(origin)
                 origin.is_of_batch = _is_of_batch(each, mode, found)
                 if earlier is not None:
                     self._charge(origin, earlier)
@@ -193,7 +199,8 @@ class OriginSearch:
                 return _State(error, None, True)
             givers.origin.victims.append(each)
             return _State(error, givers.origin, True)
-        if error > each.allowed + _AMPLIFICATION * givers.error:
+        given = 0.0 if each.value.is_discrete else _AMPLIFICATION * givers.error
+        if error > each.allowed + given:
             return _State(error, self._new(each, givers.error), True)
         return _State(error, None, True)
 
@@ -233,6 +240,17 @@ def _is_choice(each: ComparedValue, inherited: float) -> bool:
     names = {child.path.rpartition(".")[2].lower() for child in each.value.call.children}
     is_routed = not names.isdisjoint(_ROUTERS)
     return is_routed and inherited > Tolerances.resolution and each.error < _FEW_TOKENS
+
+
+def _is_flipped(origin: Origin) -> bool:
+    """True for indices or a mask of which no more are other ones than rounding can flip: what they
+    were made of is not exactly the reference's."""
+    each, difference = origin.compared, origin.compared.difference
+    is_choice = each.value.is_discrete and each.key.phase is Phase.FORWARD
+    if not is_choice or difference is None or origin.inherited == 0:
+        return False
+    fewest = difference.flips(is_mask=each.value.is_mask) * CHI_SQUARE_RANGE[0] ** 2
+    return fewest <= _FEW_FLIPS + _FLIPPED * origin.inherited * difference.ref.count
 
 
 class _Pending:

@@ -75,7 +75,10 @@ def step_line(ref: Collection[StepKey], test: Collection[StepKey]) -> PreflightL
 def optimizer_line(
     ref: Mapping[StepKey, Step], test: Mapping[StepKey, Step]
 ) -> PreflightLine | None:
-    """Return whether optimizers stepped with the same options; None where no trace tells."""
+    """Return whether optimizers stepped with the same options; None where no trace tells.
+
+    Optimizers of another class with the same options, such as one that wraps another, are alike.
+    """
     sides = [
         {key: found for key, step in steps.items() if (found := _options_of(step))}
         for steps in (ref, test)
@@ -88,7 +91,7 @@ def optimizer_line(
             for name in dict.fromkeys((*ours, *theirs))
             if ours.get(name) != theirs.get(name)
         ]
-        if differ:
+        if any(ours.get(name) != theirs.get(name) for name in {*ours, *theirs} - {"class"}):
             listed = ", ".join(differ[:_MOST]) + (", ..." if len(differ) > _MOST else "")
             text = f"{key[0].word} step {key[1]}: the optimizer steps with {listed}"
             return PreflightLine(what="optimizer", is_same=False, text=text)
