@@ -83,7 +83,9 @@ class Keep(nn.Module):
         return x < 0 if self._is_turned else x > 0
 
 
-def run(folder: Path, made: type[nn.Module], dtype: torch.dtype = torch.float32, **how: bool) -> str:
+def run(
+    folder: Path, made: type[nn.Module], dtype: torch.dtype = torch.float32, **how: bool
+) -> str:
     """Trace one training step."""
     torch.manual_seed(0)
     model = made(**how).to(dtype)
