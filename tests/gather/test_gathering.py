@@ -1,11 +1,13 @@
 """Whole jobs of real processes, killed at random: replicas are the streams, byte for byte."""
 
 import json
+import os
 import random
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -89,6 +91,16 @@ def test_a_collector_that_comes_when_the_tree_is_there_leaves_no_trace_of_itself
     assert late.wait(120) == 0
     assert {path.name for path in host.out.iterdir()} == {"trace.json"}
     relay.kill()
+
+
+def test_a_collector_that_comes_when_even_the_run_folder_is_gone_does_not_make_it_anew(hosts):
+    host = hosts(world_size=1)
+    host.out.mkdir()
+    (host.out / "trace.json").write_text("{}")
+    with tempfile.TemporaryDirectory() as base:  # a short path, as a socket has to have
+        assert host.collector(bind=[f"ipc://{base}/run/collector.sock"]).wait(120) == 0
+        assert not os.listdir(base)
+    assert {path.name for path in host.out.iterdir()} == {"trace.json"}
 
 
 def test_companions_started_after_the_ranks_ended_find_everything(hosts):

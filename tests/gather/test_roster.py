@@ -12,6 +12,8 @@ GONE = PeerState(silent_s=60.0, job=JobState.UNKNOWN)
 LAUNCHED = PeerState(silent_s=0.1, job=JobState.LAUNCHED)
 LAUNCHER_GONE = PeerState(silent_s=60.0, job=JobState.LAUNCHED)
 UNTOLD = PeerState(silent_s=0.1, job=JobState.OVER, held=2)
+EARLIER = PeerState(silent_s=0.1, job=JobState.UNKNOWN, held=4)
+EARLIER_OVER = PeerState(silent_s=0.1, job=JobState.OVER, held=4)
 ELASTIC = PeerState(silent_s=0.1, job=JobState.UNKNOWN, max_restarts=1)
 
 
@@ -70,6 +72,9 @@ def decided(known, peers, *, idle_s=0.0, expected_ranks=2):
         ("over, what traced is not told yet", [], [UNTOLD], 30, Decision.WAIT),
         ("over, what traced is never told", [], [UNTOLD], 60, Decision.NOTHING),
         ("over, one more is not told yet", streams(EXIT), [UNTOLD], 30, Decision.WAIT),
+        ("earlier lives not told yet", streams(EXIT, EXIT), [EARLIER], 30, Decision.WAIT),
+        ("earlier lives never told", streams(EXIT, EXIT), [EARLIER], 60, Decision.INCOMPLETE),
+        ("over, they are not told yet", streams(EXIT, LOST), [EARLIER_OVER], 30, Decision.WAIT),
         ("nobody traced yet", [], [ALIVE], 1000, Decision.WAIT),
         ("nobody traced yet, relays silent", [], [GONE], 10, Decision.WAIT),
         ("nobody traced, relays gone", [], [GONE], 60, Decision.NOTHING),

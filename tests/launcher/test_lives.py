@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests import forked
+from tests.launcher.launches import command_line, pids
 from tests.waiting import wait_until
 
 pytestmark = [
@@ -42,6 +43,24 @@ if len(sys.argv) > 2 and life < sys.argv[2]:
 """
 
 
+def left_in(spool: Path) -> str:
+    """Name what lies in a spool, and what the relays said: why a test failed."""
+    found = sorted(path for path in spool.rglob("*") if path.is_file())
+    said = [log.read_text() for log in found if log.suffix == ".log"]
+    return "\n".join([*map(str, found), *said])
+
+
+def companions(*folders: Path) -> list[int]:
+    """Return the process numbers of the relays and collectors that work in these folders."""
+    marks = [os.fsencode(folder) for folder in folders]
+    return [
+        pid
+        for pid in pids()
+        if b"rankscope.gather" in (words := command_line(pid))
+        and any(word.startswith(mark) for word in words for mark in marks)
+    ]
+
+
 def start(command: list[str], folder: Path, *arguments: str, **variables: str) -> Any:
     """Run the script; return the completeness of its trace, after looking into every folder."""
     script = folder / "script.py"
@@ -63,7 +82,7 @@ def start(command: list[str], folder: Path, *arguments: str, **variables: str) -
     assert f"trace in {folder / 'trace'}" in done.stderr
     tree = {"trace.json", "values.safetensors"}  # it is whole before the collector has left
     assert wait_until(lambda: {path.name for path in (folder / "trace").iterdir()} == tree)
-    assert wait_until(lambda: not any(spool.iterdir())), [*spool.iterdir()]
+    assert wait_until(lambda: not any(spool.iterdir())), left_in(spool)
     return json.loads((folder / "trace/trace.json").read_text())["completeness"]
 
 
@@ -156,6 +175,33 @@ def test_ranks_that_are_not_traced_are_not_waited_for_and_not_missing(
     )
     assert verified.returncode == 0
     assert "complete" in verified.stdout
+
+
+def test_ranks_that_start_together_start_one_relay_and_one_collector(tmp_path: Path):
+    """Each asks before the companions of the first have loaded what they need."""
+    trace, spool, go = tmp_path / "trace", tmp_path / "spool", tmp_path / "go"
+    code = f"while not os.path.exists({str(go)!r}): time.sleep(0.01)\n"
+    (tmp_path / "script.py").write_text(LIFE + code)
+    job = forked.Popen(
+        [*TORCHRUN, str(tmp_path / "script.py"), str(tmp_path / "life")],
+        env={
+            **os.environ,
+            "RANKSCOPE": "1",
+            "RANKSCOPE_OUT": str(trace),
+            "RANKSCOPE_SPOOL": str(spool),
+        },
+    )
+    try:
+        assert wait_until(lambda: [*trace.glob("spool/*.cells")])
+        assert wait_until(lambda: len(companions(trace, spool)) <= 2)  # any other has said why not
+        logs = [*spool.glob("*/*/relay.log"), trace / "collector.log"]
+        said = "".join(log.read_text() for log in logs)
+        assert "brings run" in said
+        assert "is at work there" not in said
+    finally:
+        go.touch()
+        assert job.wait(120) == 0
+    assert wait_until(lambda: not any(spool.iterdir())), left_in(spool)
 
 
 def test_a_plain_script_that_raises_has_its_tree_when_it_returns(tmp_path: Path):

@@ -16,6 +16,7 @@ from rankscope.run.companions import (
     relay_command,
     start_daemon,
 )
+from rankscope.run.processes import is_process_alive
 from tests.waiting import wait_until
 
 
@@ -74,7 +75,7 @@ spare, inherited = os.pipe()
 os.set_inheritable(inherited, True)
 folder = Path({str(tmp_path)!r})
 sleeper = "print('started', flush=True); open('end').read(); print('ended', flush=True)"
-start_daemon([sys.executable, "-c", sleeper], folder / "log", folder)
+print(start_daemon([sys.executable, "-c", sleeper], folder / "log", folder))
 try:
     os.waitpid(-1, os.WNOHANG)
     print("has a child")
@@ -87,11 +88,14 @@ except ChildProcessError:
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )  # fmt: skip
     # its pipes were closed, and the daemon lives on
-    assert done.stdout == "has no child\n"
+    name, said = done.stdout.splitlines()
+    assert said == "has no child"
+    assert is_process_alive(name)
     log = tmp_path / "log"
     assert wait_until(lambda: log.read_text() == "started\n"), log.read_text()
     (tmp_path / "end").write_text("")
     assert wait_until(lambda: log.read_text() == "started\nended\n"), log.read_text()
+    assert wait_until(lambda: not is_process_alive(name))
     assert (tmp_path / "log").stat().st_mode & 0o777 == 0o600
 
 

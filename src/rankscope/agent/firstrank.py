@@ -5,11 +5,12 @@ and the collector. The ranks after it find the run folder.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 import uuid
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -48,14 +49,17 @@ from rankscope.run.folders import (
 from rankscope.run.names import (
     COLLECTOR_LOCK_NAME,
     COLLECTOR_LOG_NAME,
+    COLLECTOR_STARTED_NAME,
     RELAY_LOCK_NAME,
     RELAY_LOG_NAME,
+    RELAY_STARTED_NAME,
     RUN_NAME,
     START_LOCK_NAME,
 )
 from rankscope.run.out import missing_folders, remove_empty, typed
 from rankscope.run.prepare import Collection, RunRequest, prepare_run
-from rankscope.run.processes import launcher_of, process_name
+from rankscope.run.processes import is_process_alive, launcher_of, process_name
+from rankscope.run.replacing import write_by_rename
 from rankscope.settings import Settings
 
 __all__ = ["ELASTIC_RUN", "find_or_prepare_run"]
@@ -254,9 +258,11 @@ def _prepare_beside_head(
 
 def _ensure_companions(settings: Settings, run_folder: Path, header: RunHeader) -> None:
     """Start the relay of this host, and the collector if it is this host's, where none is there."""
-    if not is_held(run_folder / RELAY_LOCK_NAME):
-        start_daemon(relay_command(run_folder), run_folder / RELAY_LOG_NAME, run_folder)
-    if not header.collects or is_held(header.out / COLLECTOR_LOCK_NAME):
+    note = run_folder / RELAY_STARTED_NAME
+    if not _is_there(note, run_folder / RELAY_LOCK_NAME):
+        _start(relay_command(run_folder), run_folder / RELAY_LOG_NAME, note)
+    note = run_folder / COLLECTOR_STARTED_NAME
+    if not header.collects or _is_there(note, header.out / COLLECTOR_LOCK_NAME):
         return
     command = collector_command(
         header.out,
@@ -267,4 +273,22 @@ def _ensure_companions(settings: Settings, run_folder: Path, header: RunHeader) 
         drain_seconds=settings.drain_seconds,
         finish_seconds=settings.finish_seconds,
     )
-    start_daemon(command, header.out / COLLECTOR_LOG_NAME, run_folder)
+    _start(command, header.out / COLLECTOR_LOG_NAME, note)
+
+
+def _is_there(note: Path, lock: Path) -> bool:
+    """True while the companion lives that a rank started last, or another one holds its lock.
+
+    It takes the lock only once Python and its modules are loaded. A second one, started meanwhile,
+    may find that lock free again, after the whole run.
+    """
+    with contextlib.suppress(OSError):
+        if is_process_alive(note.read_text()):
+            return True
+    return is_held(lock)
+
+
+def _start(command: Sequence[str], log: Path, note: Path) -> None:
+    name = start_daemon(command, log, note.parent)
+    with contextlib.suppress(SpoolError):  # a full disk: the lock alone tells
+        write_by_rename(note, name)

@@ -15,10 +15,12 @@ from rankscope.run.folders import remove_run_folder, stream_folder, streams
 from rankscope.run.locks import is_alive
 from rankscope.run.names import (
     COLLECTOR_SOCKET_NAME,
+    COLLECTOR_STARTED_NAME,
     JOB_OVER_NAME,
     LAUNCHER_LOCK_NAME,
     RELAY_LOCK_NAME,
     RELAY_LOG_NAME,
+    RELAY_STARTED_NAME,
     RUN_NAME,
     START_LOCK_NAME,
     STEP_TRIGGER_FOLDER,
@@ -37,6 +39,8 @@ _OURS = (
     START_LOCK_NAME,
     RELAY_LOG_NAME,
     RELAY_LOCK_NAME,
+    RELAY_STARTED_NAME,
+    COLLECTOR_STARTED_NAME,
     COLLECTOR_SOCKET_NAME,
 )
 """Files of a run folder that go with it."""

@@ -117,6 +117,8 @@ def collect(
     is_late = (options.out / TRACE_NAME).exists()
     source: StreamSource | None = None
     try:
+        if is_late and not _may_be_called(options.bind):
+            return ExitOutcome.DONE
         watching = observer or Observer()
         if options.bind:
             source = intake = Intake(options.out, options.bind, world_size=options.world_size)
@@ -192,6 +194,14 @@ def _gather(
         if not peers and not streams and now - started > options.first_relay_s:
             log("no relay ever came")
             return Decision.NOTHING
+
+
+def _may_be_called(bind: Sequence[str]) -> bool:
+    """False where every address lies in a folder that went with its run, whose relay has left."""
+    return not bind or any(
+        not address.startswith("ipc://") or Path(address.removeprefix("ipc://")).parent.is_dir()
+        for address in bind
+    )
 
 
 def _listen(source: StreamSource) -> None:

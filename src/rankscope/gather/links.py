@@ -97,6 +97,7 @@ class SocketLink:
         """
         self._header = header
         self._job = JobState.UNKNOWN
+        self._held = 0
         self._is_done = False
         self.rejection = ""
         self.stall: Stall | None = None
@@ -125,18 +126,15 @@ class SocketLink:
 
     def exchange(self, shipments: dict[StreamId, Shipment], now: float, job: JobState) -> bool:
         """Send and receive what can be; True where anything was."""
-        has_news = job is not self._job or self.stall != self._sent
-        if now - self._beat_at > _BEAT_S or has_news:
-            self._job = job
-            self._send(Hello(PROTOCOL_VERSION, socket.gethostname(), self._header.run_id))
-            alive = sum(shipment.is_alive for shipment in shipments.values())
-            held = sum(not shipment.is_refused for shipment in shipments.values())
-            self._send(Beat(alive, held, job, self._header.max_restarts))
-            if self.stall is not None:  # again and again: any of them may be lost
-                self._send(self.stall)
-                self._sent = self.stall
-            self._beat_at = now
         was_busy = self._receive(shipments, now)
+        held = sum(not shipment.is_refused for shipment in shipments.values())
+        has_news = job is not self._job or self.stall != self._sent or held != self._held
+        if now - self._beat_at > _BEAT_S or has_news:
+            alive = sum(shipment.is_alive for shipment in shipments.values())
+            if not self._greet(Beat(alive, held, job, self._header.max_restarts)):
+                return was_busy
+            self._job, self._held, self._sent = job, held, self.stall
+            self._beat_at = now
         return self._pump(list(shipments.values()), now) or was_busy
 
     def wait(self, timeout_s: float) -> None:
@@ -149,6 +147,17 @@ class SocketLink:
             self._send(Bye())
         self._socket.close()
         self._context.term()
+
+    def _greet(self, beat: Beat) -> bool:
+        """Say who this is and what it holds; False where that cannot be sent now.
+
+        Before any word about a stream: the collector takes none from a relay it does not know, and
+        may be through with the streams it knows before it hears of another.
+        """
+        hello = Hello(PROTOCOL_VERSION, socket.gethostname(), self._header.run_id)
+        if not (self._send(hello) and self._send(beat)):
+            return False
+        return self.stall is None or self._send(self.stall)  # ever again: any of them may be lost
 
     def _pump(self, waiting: list[Shipment], now: float) -> bool:
         """Send one message of each stream in turn, as long as the window allows."""
@@ -211,6 +220,7 @@ class SocketLink:
         try:
             self._socket.send_multipart(encode(message), zmq.DONTWAIT)
         except zmq.ZMQError:
+            self._beat_at = float("-inf")  # who listens next may be another collector
             return False
         return True
 

@@ -92,14 +92,16 @@ def decide(
     }
     is_whole = len(newest) >= expected_ranks
     restarts = max((peer.max_restarts for peer in peers), default=0)
-    if has_ended and is_whole and all(_is_final(one, restarts) for one in newest.values()):
+    held = sum(peer.held for peer in peers if peer.silent_s < silence_s)
+    is_told = len(streams) >= held  # else earlier lives of these ranks are on their way
+    is_known = has_ended and is_whole and is_told
+    if is_known and all(_is_final(one, restarts) for one in newest.values()):
         return Decision.COMPLETE
     is_job_over = bool(peers) and all(peer.job is JobState.OVER for peer in peers)
     is_deserted = bool(peers) and all(peer.silent_s >= silence_s for peer in peers)
-    if has_ended and is_whole and is_job_over:
+    if is_known and is_job_over:
         return Decision.INCOMPLETE
-    held = sum(peer.held for peer in peers if peer.silent_s < silence_s)
-    if idle_s < drain_s or (len(streams) < held and idle_s < finish_s):
+    if idle_s < drain_s or (not is_told and idle_s < finish_s):
         return Decision.WAIT
     if has_ended or (streams and is_deserted):
         return Decision.INCOMPLETE

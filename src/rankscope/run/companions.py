@@ -17,6 +17,7 @@ from pathlib import Path
 from rankscope.errors import SpoolError
 from rankscope.run.folders import spool_base
 from rankscope.run.names import COLLECTOR_SOCKET_NAME
+from rankscope.run.processes import process_name
 
 __all__ = [
     "LONGEST_IPC_PATH",
@@ -109,8 +110,9 @@ def companion_environment(environ: Mapping[str, str] = os.environ) -> dict[str, 
 
 def start_daemon(
     command: Sequence[str], log: Path, folder: Path, environ: Mapping[str, str] = os.environ
-) -> None:
+) -> str:
     """Start `command` as nobody's child: own session, stdio to `log`, no inherited descriptor.
+    Return its name (`run.processes`).
 
     It works in `folder`, which `-m` puts on the module path of Python 3.10: give one that only this
     user writes. An open descriptor of the job's would keep its readers waiting (`torchrun | cat`).
@@ -120,7 +122,8 @@ def start_daemon(
     Raises:
         SpoolError: it could not be started.
     """
-    line = f"exec </dev/null >>{shlex.quote(str(log.absolute()))} 2>&1; {shlex.join(command)} &"
+    streams = f"exec 3>&1 </dev/null >>{shlex.quote(str(log.absolute()))} 2>&1"
+    line = f"{streams}; {shlex.join(command)} 3>&- & echo $! >&3"
     try:
         log.touch(mode=0o600)
         done = subprocess.run(
@@ -128,7 +131,7 @@ def start_daemon(
             env=companion_environment(environ),
             cwd=folder,
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             close_fds=True,
             start_new_session=True,
@@ -141,6 +144,7 @@ def start_daemon(
         raise SpoolError(
             f"{shlex.join(command)}: the shell ended with {done.returncode}; see {log}"
         )
+    return process_name(int(done.stdout))
 
 
 def _module() -> list[str]:

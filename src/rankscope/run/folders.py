@@ -6,6 +6,7 @@
     relay.lock, relay.log, job-over
     launcher.lock   held by the launcher that prepared the run, for as long as it lives
     start.lock      held by one starting rank after the other where no launcher prepared it
+    relay.started, collector.started   the processes that such a rank started last
     step-trigger.0/ where ranks agree on the step that `at:FILE` asks for
 """
 

@@ -12,12 +12,14 @@ __all__ = [
     "COLLECTOR_LOG_NAME",
     "COLLECTOR_NAME",
     "COLLECTOR_SOCKET_NAME",
+    "COLLECTOR_STARTED_NAME",
     "HOST_STATE_PREFIX",
     "JOB_OVER_NAME",
     "LAUNCHER_LOCK_NAME",
     "NODES_FORMAT",
     "RELAY_LOCK_NAME",
     "RELAY_LOG_NAME",
+    "RELAY_STARTED_NAME",
     "REPLICA_FOLDER",
     "RUN_ID_NAME",
     "RUN_MARK_PREFIX",
@@ -71,6 +73,9 @@ RELAY_LOG_NAME = "relay.log"
 JOB_OVER_NAME = "job-over"
 LAUNCHER_LOCK_NAME = "launcher.lock"
 START_LOCK_NAME = "start.lock"
+RELAY_STARTED_NAME = "relay.started"
+COLLECTOR_STARTED_NAME = "collector.started"
+"""Name the process that a rank started last as relay or collector: it takes its lock later."""
 COLLECTOR_SOCKET_NAME = "collector.sock"
 STEP_TRIGGER_FOLDER = "step-trigger"
 """Folder `step-trigger.<life>` in which ranks agree on a step (`agent.steps.trigger`); in the
