@@ -34,7 +34,7 @@ ROOMS = {
     "assembly": {"errors", "layout", "record", "run", "spool", "chunks"},
     "tree": {"errors", "globs", "layout", "record", "run", "spool", "chunks", "assembly"},
     "tensors": {"errors", "globs", "layout", "record", "run", "chunks", "tree"},
-    "diagnosis": {"errors", "globs", "layout", "record", "run", "assembly", "tree"},
+    "diagnosis": {"errors", "globs", "layout", "record", "run", "assembly", "tree", "tensors"},
     "export": {"errors", "globs", "layout", "record", "run", "tree"},
     "gather": {"errors", "record", "run", "spool", "chunks", "tree"},
     "doctor": {"errors", "record", "settings", "run", "gather", "agent", "capture"},

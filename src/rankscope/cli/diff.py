@@ -37,6 +37,12 @@ def command(
             help="REF once more, its inputs off by one rounding: the unit to judge TEST in.",
         ),
     ] = None,
+    tensors: Annotated[
+        bool,
+        typer.Option(
+            "--tensors/--no-tensors", help="Read full tensors that both kept: exact distances."
+        ),
+    ] = True,
     require_coverage: CoverageOption = "0",
     is_all: Annotated[bool, typer.Option("--all", help="List every origin and note.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
@@ -59,7 +65,9 @@ def command(
     traces = opened(ref), opened(test)
     with progress() as say:
         again = None if noise is None else opened(noise)
-        report = diff(*traces, paths=paths, layouts=layouts, noise=again, progress=say)
+        report = diff(
+            *traces, paths=paths, layouts=layouts, noise=again, tensors=tensors, progress=say
+        )
     if as_json:
         typer.echo(json.dumps(report_json(report)))
     else:

@@ -1,4 +1,5 @@
-"""How far two full tensors of one shape are apart: exact sums over all elements, in float64.
+"""How far two full tensors of one shape are apart: exact sums over all elements, in float64; and
+which rows of one are those of the other.
 
 Needs torch, as `tensors/rebuild.py` does; import it where tensors are compared, not before.
 """
@@ -6,12 +7,17 @@ Needs torch, as `tensors/rebuild.py` does; import it where tensors are compared,
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-__all__ = ["ExactDistance", "exact_distance"]
+from rankscope.tensors.rebuild import bytes_of
+
+__all__ = ["ExactDistance", "exact_distance", "joined", "same_rows"]
 
 _CHUNK: Final = 1 << 22
 """Elements that are held as float64 at a time."""
@@ -97,6 +103,21 @@ def exact_distance(first: torch.Tensor, second: torch.Tensor) -> ExactDistance:
         unequal=unequal,
         other_nonfinite=other,
     )
+
+
+def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return tensors one behind the other along their first dim."""
+    return torch.cat([*tensors])
+
+
+def same_rows(first: torch.Tensor, second: torch.Tensor) -> NDArray[np.int64] | None:
+    """Return [n] which row of the first tensor has the bytes of each row of the second; None where
+    they are not the same rows in some order. Equal rows keep their order."""
+    known: dict[bytes, list[int]] = {}
+    for index in range(len(first) - 1, -1, -1):
+        known.setdefault(bytes_of(first[index]).tobytes(), []).append(index)
+    found = [rows.pop() for row in second if (rows := known.get(bytes_of(row).tobytes()))]
+    return np.array(found, np.int64) if len(found) == len(first) == len(second) else None
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

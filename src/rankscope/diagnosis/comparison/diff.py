@@ -19,6 +19,7 @@ from rankscope.diagnosis.comparison.datasamples import (
 )
 from rankscope.diagnosis.comparison.difference import Batches
 from rankscope.diagnosis.comparison.findings import Degrees, finding_of
+from rankscope.diagnosis.comparison.fulltensors import FullTensors
 from rankscope.diagnosis.comparison.lostranks import LostRanks
 from rankscope.diagnosis.comparison.origins import OriginSearch
 from rankscope.diagnosis.comparison.partners import Partners
@@ -113,6 +114,7 @@ def diff(
     paths: PathMap | Sequence[str] = (),
     layouts: LayoutFile | None = None,
     noise: TraceLike | None = None,
+    tensors: bool = True,
     progress: Progress | None = None,
 ) -> Report:
     """Say where a run first differs from a reference, whatever the topologies of both.
@@ -125,6 +127,7 @@ def diff(
             has the file's number of ranks.
         noise: the reference once more, with inputs that are off by one rounding: how far its values
             are from the reference's is the unit in which the test is judged.
+        tensors: read the full tensors that both traces kept, for exact distances.
         progress: told how far it is.
 
     Raises:
@@ -141,7 +144,8 @@ def diff(
         second = opened_trace(noise)
         again = _Comparison(ours, _Side(second, layouts), PathMap())
         origin = _measured_by(second, again.report(progress, measured), measured)
-    return _Comparison(ours, theirs, rules, measured, origin).report(progress)
+    made = _Comparison(ours, theirs, rules, measured, origin, reads_tensors=tensors)
+    return made.report(progress)
 
 
 def _measured_by(noise: Trace, report: Report, measured: _Noise) -> str:
@@ -178,6 +182,8 @@ class _Comparison:
         paths: PathMap,
         noise: _Noise | None = None,
         measured_by: str = "",
+        *,
+        reads_tensors: bool = True,
     ) -> None:
         self._ref, self._test, self._paths = ref, test, paths
         self._noise = noise or {}
@@ -186,6 +192,8 @@ class _Comparison:
         for lost in (ref.lost, test.lost):
             lost.is_partial = bool(lost.untraced) and not is_alike
         self._search = OriginSearch()
+        self._tensors = FullTensors((ref.trace, test.trace), (ref.wholes, test.wholes))
+        self._reads_tensors = reads_tensors
         self._tally = _Tally()
         self._partners = Partners(ref.trace, test.trace, paths)
         self._before: dict[tuple[str, str], tuple[Array, Array]] = {}
@@ -325,6 +333,7 @@ class _Comparison:
             self._before,
             noise,
             self._left_out,
+            self._tensors if self._reads_tensors else None,
         )
         tally = self._tally
         known = [c for c in found.compared if c.difference is not None]
@@ -379,6 +388,7 @@ class _Comparison:
             f"{tally.exact:,} of {counted(tally.compared, 'value')} are bitwise the reference's, "
             f"{tally.below_resolution - tally.exact:,} more agree as far as sketches tell"
         )
+        yield from self._tensors.notes()
 
     def _lacks(self, common: Sequence[Any]) -> str:
         if not common and self._ref.steps:

@@ -35,6 +35,8 @@ class Measured:
     BYTES: Final = "bytes"
     SKETCHES: Final = "sketches"
     SAMPLES: Final = "sketches of samples"
+    TENSORS: Final = "full tensors"
+    """The distance is exact."""
     STATISTICS: Final = "statistics"
     """Norms, means and extrema alone: the distance is at least so large."""
 
@@ -101,6 +103,8 @@ class Difference:
     test: Totals
     at_least: Array | None = None
     """[p] relative distances that follow from statistics, where there are no sketches."""
+    squares: Array | None = None
+    """[p] sums of the squared differences, where full tensors tell them."""
     partial: str = ""
     """"sum" or "avg" where that of what ranks hold is the reference's value, though nothing says
     so; "" where not."""
@@ -152,6 +156,8 @@ class Difference:
             return np.full(len(self.norms), np.inf)
         cross, own, theirs = self.dots.T
         apart = np.sqrt(np.maximum(theirs / np.square(scales) - 2 * cross / scales + own, 0.0))
+        if self.squares is not None:
+            apart = np.where(np.asarray(scales) == 1.0, np.sqrt(self.squares), apart)
         norms = np.maximum(self.norms, floor)
         zero = np.where(apart > 0, np.inf, 0.0)
         found = np.divide(apart, norms, out=zero, where=norms > 0)

@@ -44,6 +44,11 @@ _ADVICE: Final = {
 }
 
 
+_GUILTY: Final = (
+    "This module is at fault, and nothing before it: its inputs are the reference's to the bit."
+)
+
+
 @dataclass(slots=True, kw_only=True)
 class Degrees:
     """Numbers of the two jobs that a factor may equal, by name."""
@@ -161,6 +166,8 @@ def _advice(origin: Origin, kind: Kind) -> str:
         )
     if phase.facts.is_activation and origin.compared.value.is_input and kind is Kind.DIVERGENCE:
         return _advice_of_input(origin)
+    if origin.is_isolated and kind in (Kind.DIVERGENCE, Kind.PERMUTATION):
+        return f"{_GUILTY} {_ADVICE[Kind.DIVERGENCE].partition(': ')[2].capitalize()}"
     if kind is Kind.SCALE and phase is Phase.FORWARD:
         return f"{_ADVICE[kind]} A factor near 1 may come of a constant, such as a norm's eps."
     if origin.is_of_all:
@@ -288,7 +295,9 @@ def _off(origin: Origin, difference: Difference, evidence: dict[str, Any]) -> _D
         text = f"{what} is off by at least {compared.error:.3g} of its norm, by its statistics"
         return Kind.DIVERGENCE, text, evidence
     low, high = (compared.error * times for times in CHI_SQUARE_RANGE)
-    off = f"{what} is off by {compared.error:.3g} of its norm ({low:.2g} to {high:.2g})"
+    is_exact = difference.measured == Measured.TENSORS
+    sure = "exactly, by full tensors" if is_exact else f"{low:.2g} to {high:.2g}"
+    off = f"{what} is off by {compared.error:.3g} of its norm ({sure})"
     is_far = compared.error > _LEAST_PERMUTED and not compared.is_update
     if is_far and difference.is_permuted(bad):
         text = f"the same numbers in another order: norm, mean, least and greatest agree, and {off}"
@@ -337,6 +346,8 @@ def _evidence(origin: Origin, difference: Difference) -> dict[str, Any]:
     }
     if difference.measured in (Measured.SKETCHES, Measured.SAMPLES):
         found["range"] = [_short(compared.error * times) for times in CHI_SQUARE_RANGE]
+    if origin.is_isolated:
+        found["inputs"] = "equal"
     if difference.partial:
         found[f"error_of_their_{difference.partial}"] = found.pop("relative_error")
     for name in ("l2", "mean", "least", "greatest"):

@@ -64,6 +64,8 @@ class Origin:
     """True where rounding may have sent some tokens to other experts than the reference's."""
     is_of_batch: bool = False
     """True where a module normalized over a batch that the reference splits in another way."""
+    is_isolated: bool = False
+    """True where its call was given what the reference's was, to the bit."""
     alike: int = 0
     """Further gradients of which the same is to be said."""
     is_of_all: bool = False
@@ -154,6 +156,7 @@ class OriginSearch:
                 origin.is_of_batch = _is_of_batch(each, mode, found)
                 if earlier is not None:
                     self._charge(origin, earlier)
+                origin.is_isolated = _is_isolated(origin.compared, found)
                 state.origin = self._folded(before)
             flow.add(each, state)
             if any(each.other_samples):
@@ -203,6 +206,26 @@ class OriginSearch:
         if error > each.allowed + given:
             return _State(error, self._new(each, givers.error), True)
         return _State(error, None, True)
+
+
+def _is_isolated(each: ComparedValue, found: StepDifferences) -> bool:
+    """True where all inputs of the calls of a module are the reference's to the bit, by hashes or
+    by full tensors; of backward, those of forward too."""
+    key = each.key
+    if each.value.is_input or not key.phase.facts.is_activation:
+        return False
+    given = [
+        other
+        for other in found.compared
+        if other.value.is_input
+        and other.key.path == key.path
+        and other.key.phase in (Phase.FORWARD, key.phase)
+    ]
+    slots = {other.key.slot for other in given if other.key.phase is key.phase}
+    is_all = bool(given) and slots >= {values.slot for values in each.value.call.inputs}
+    return is_all and all(
+        other.difference is not None and bool(other.difference.is_exact.all()) for other in given
+    )
 
 
 def _is_random(each: ComparedValue, mode: Mode) -> bool:

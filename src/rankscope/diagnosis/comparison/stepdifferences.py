@@ -20,6 +20,7 @@ from rankscope.diagnosis.comparison.alignment import AlignedStep, AlignedValue, 
 from rankscope.diagnosis.comparison.batchedvalues import compare_batched
 from rankscope.diagnosis.comparison.commonvalues import compare_common
 from rankscope.diagnosis.comparison.difference import Batches, Difference, Measured
+from rankscope.diagnosis.comparison.fulltensors import FullTensors
 from rankscope.diagnosis.comparison.wholevalues import Wholes, WholeValues
 from rankscope.diagnosis.distances import rounding_of
 from rankscope.record.call import Phase
@@ -168,6 +169,7 @@ class StepDifferences:
         before: dict[tuple[str, str], tuple[Array, Array]],
         noise: Mapping[SlotKey, float] | None = None,
         left_out: Collection[str] = (),
+        tensors: FullTensors | None = None,
     ) -> None:
         """Compare everything.
 
@@ -179,8 +181,9 @@ class StepDifferences:
                 they are after the step.
             noise: relative distance of each value between two runs of the reference.
             left_out: paths under which ranks of the test hold different modules.
+            tensors: what both traces kept; None where that is not to be read.
         """
-        self._left_out = left_out
+        self._left_out, self._tensors = left_out, tensors
         self._wholes, self._batches, self._before = wholes, batches, before
         self._tolerances = Tolerances(aligned.values, noise)
         self.exact = 0
@@ -240,6 +243,10 @@ class StepDifferences:
             ref, test = sides[0][min(sides[0])], sides[1][min(sides[1])]
             is_gradient = value.key.phase is Phase.GRADS
             difference = compare_common(ref, test, allowed, is_summed_later=is_gradient)
+        if self._tensors is not None:
+            both = sides[0], sides[1]
+            read = self._tensors.exactly
+            difference = read(value, both, difference, self._batches, allowed)
         if isinstance(difference, str):
             reason = next((w.reason for w in sides[1].values() if w.reason), difference)
             return ComparedValue(value=value, difference=None, reason=reason, allowed=allowed)
@@ -280,7 +287,7 @@ class StepDifferences:
         assert difference is not None
         now = ref.sketches[0], test.sketches[0]
         before = self._before.get(key)
-        if len(test) > 1 or difference.at_least is not None:
+        if len(test) > 1 or not np.isfinite(now).all():
             self._before.pop(key, None)
             return
         self._before[key] = now
@@ -293,7 +300,7 @@ class StepDifferences:
         norm = float(np.sqrt(dots[0, 1]))
         # what the parameter's own rounding and that of its sketch leave of a small update
         unsure = (rounding + _RESOLUTION) * difference.ref.l2
-        difference.dots, difference.norms = dots, np.array([norm])
+        difference.dots, difference.norms, difference.squares = dots, np.array([norm]), None
         difference.is_exact = np.zeros(1, bool)
         difference.measured = Measured.SKETCHES
         compared.is_update = True

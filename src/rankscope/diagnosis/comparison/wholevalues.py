@@ -20,7 +20,7 @@ from rankscope.diagnosis.comparison.lostranks import LostRanks
 from rankscope.diagnosis.layouts import Layouts
 from rankscope.diagnosis.stepview import SlotValues
 from rankscope.layout.declared import declared_pieces
-from rankscope.layout.placement import Mesh, Ranges
+from rankscope.layout.placement import Mesh, Placement, Ranges
 from rankscope.layout.plan import Piece
 from rankscope.record.combined import Combined
 from rankscope.record.notes import NoteKind
@@ -127,8 +127,7 @@ class WholeValues:
         own = np.array(view.ranks, np.int64)
         counts = values.counts[values.at(own)]
         placements = tuple(sorted((axis, str(p)) for axis, p in view.placements.items()))
-        path, slot = values.call.path, values.slot
-        declared = {} if placements else self._layouts.placements(path, slot)
+        declared = self._declared(view, values)
         if not placements and not declared:
             return None
         names = placements or tuple(sorted((axis, str(p)) for axis, p in declared.items()))
@@ -137,23 +136,35 @@ class WholeValues:
             own.tobytes(), counts.tobytes(), bool(declared),
         )  # fmt: skip
         if key not in self._plans:
-            shapes = view.shapes()
-            if declared:
-                assert self._layouts.mesh is not None
-                pieces = declared_pieces(self._layouts.mesh, declared, shapes)
-            else:
-                pieces = {
-                    rank: Piece(
-                        shape=shapes[rank],
-                        layout=view.layout(rank),
-                        global_shape=view.global_shape,
-                        ranges=view.ranges(rank),
-                    )
-                    for rank in view.ranks
-                    if rank in shapes
-                }
+            pieces = self.pieces(view, values)
+            assert pieces is not None
             self._plans[key] = _plans_by_mesh(pieces, values.at(own), own)
         return self._plans[key]
+
+    def pieces(self, view: SlotView, values: SlotValues) -> dict[int, Piece] | None:
+        """Return what each rank holds of a whole; None of a value nothing describes."""
+        declared = self._declared(view, values)
+        shapes = view.shapes()
+        if declared:
+            assert self._layouts.mesh is not None
+            return declared_pieces(self._layouts.mesh, declared, shapes)
+        if not view.placements:
+            return None
+        return {
+            rank: Piece(
+                shape=shapes[rank],
+                layout=view.layout(rank),
+                global_shape=view.global_shape,
+                ranges=view.ranges(rank),
+            )
+            for rank in view.ranks
+            if rank in shapes
+        }
+
+    def _declared(self, view: SlotView, values: SlotValues) -> Mapping[str, Placement]:
+        if view.placements:
+            return {}
+        return self._layouts.placements(values.call.path, values.slot)
 
 
 def _plans_by_mesh(pieces: Mapping[int, Piece], at: Array, ranks: Array) -> list[_MeshPlan]:

@@ -1,0 +1,300 @@
+"""Exact differences of values whose full tensors both traces kept, in place of estimates.
+
+What `wholevalues.py` composes of digests is composed here of bytes, by the same pieces: so values
+are told apart by the same ranks, and pieces whose sketches do not add up (cut by hand, their layout
+declared afterwards) and batches without sketches of their samples can be compared as well. Torch is
+loaded when the first tensor is read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.diagnosis.comparison.alignment import AlignedValue
+from rankscope.diagnosis.comparison.commonvalues import agreed_holder
+from rankscope.diagnosis.comparison.difference import Batches, Difference, Measured, Totals
+from rankscope.diagnosis.comparison.wholevalues import Wholes, WholeValues
+from rankscope.diagnosis.stepview import SlotValues
+from rankscope.errors import LayoutError, SelectionError, TraceError
+from rankscope.layout.plan import Refusal, plan_assemblies
+from rankscope.record.call import Phase
+from rankscope.tensors.globalvalues import WholePlan, assembled, local_tensor
+from rankscope.tree.summary import counted
+from rankscope.tree.views import Trace, Value
+
+if TYPE_CHECKING:
+    import torch
+
+    from rankscope.tensors.exactdistance import ExactDistance
+
+__all__ = ["FullTensors"]
+
+Array = NDArray[Any]
+Unit = tuple[int, int]
+_WITHOUT_SAMPLES: Final = frozenset(
+    {
+        "neither sketches of samples nor statistics",
+        "of another size than the reference's",
+        "layout unknown",
+    }
+)
+"""Reasons against a comparison that full tensors do away with, where they tell which sample of one
+batch is which of the other."""
+
+
+class _HeldWhole:
+    """One whole tensor that ranks of one unit hold; read when it is asked for."""
+
+    def __init__(
+        self, composing: WholeValues, values: SlotValues, wholes: Wholes, index: int, unit: Unit
+    ) -> None:
+        self._composing, self._values = composing, values
+        self.members, self.row, self.unit = wholes.members[index], wholes.rows[index], unit
+
+    def tensor(self) -> torch.Tensor:
+        """Return it.
+
+        Raises:
+            SelectionError: its bytes, or those of a piece, were not kept.
+            LayoutError: its pieces make no whole.
+            TraceError: its bytes are damaged.
+        """
+        first, *_ = ranks = self.members.tolist()
+        view = next(view for view in self._values.views if first in view.ranks)
+        value = Value((view,), self._values.call.node)
+        pieces = self._composing.pieces(view, self._values)
+        if pieces is None:
+            return local_tensor(value, first, is_checked=True)
+        plans = plan_assemblies({rank: pieces[rank] for rank in ranks})
+        if len(plans) != 1 or isinstance(plans[0], Refusal):
+            raise LayoutError(str(plans[0]))
+        return assembled(value, WholePlan(plan=plans[0], dtype=view.dtype, notes=())).tensor
+
+
+_Pair = tuple["torch.Tensor", "torch.Tensor", Array | None, _HeldWhole]
+"""The reference's tensor, the test's, the digest of the reference's where it is a value of its own,
+and whose the test's is."""
+
+
+class FullTensors:
+    """Reads what both traces kept."""
+
+    def __init__(
+        self, traces: tuple[Trace, Trace], composing: tuple[WholeValues, WholeValues]
+    ) -> None:
+        self._composing = composing
+        self._is_matched = False
+        """True where samples of a step were told apart by their bytes."""
+        self._batches: Batches | None = None
+        self._partner: Array | None = None
+        """[samples of the test] which sample of the reference each is, by the bytes of the root's
+        inputs, where no sketches tell it."""
+        self._batch_dims = [int(t.run["settings"].get("batch-dim", 0)) for t in traces]
+        self._compared = 0
+        self._unread: Counter[str] = Counter()
+        """Why values of which something was kept could not be read."""
+
+    def notes(self) -> Iterator[str]:
+        """Yield how many distances are exact by tensors, and why others are not."""
+        if self._compared:
+            yield f"the distances of {counted(self._compared, 'value')} are exact, by full tensors"
+        if self._is_matched:
+            yield "samples were told apart by the bytes of the root's inputs, which were kept"
+        if self._unread:
+            (reason, _), *_ = self._unread.most_common(1)
+            told = counted(sum(self._unread.values()), "value")
+            yield f"the kept tensors of {told} could not be compared: {reason}"
+
+    def exactly(
+        self,
+        value: AlignedValue,
+        sides: tuple[Mapping[int, Wholes], Mapping[int, Wholes]],
+        estimated: Difference | str,
+        batches: Batches | None,
+        allowed: float,
+    ) -> Difference | str:
+        """Return the difference of a value by its full tensors; what was estimated of it where
+        these were not kept, or where it is known to the bit.
+
+        Args:
+            value: the value on both sides.
+            sides: what digests compose of it, by micro-batch.
+            estimated: its difference by digests, or why there is none.
+            batches: who worked on which samples; None where no batch goes through it.
+            allowed: relative distance that counts as none.
+        """
+        if isinstance(estimated, str):
+            if estimated not in _WITHOUT_SAMPLES or batches is None:
+                return estimated
+        elif estimated.measured == Measured.BYTES or estimated.partial:
+            return estimated
+        if not (_is_kept(value.ref) and _is_kept(value.test)):
+            return estimated
+        try:
+            found = self._difference(value, sides, estimated, batches, allowed)
+        except (SelectionError, LayoutError, TraceError) as error:
+            self._unread[str(error)] += 1
+            return estimated
+        if found is None:
+            return estimated
+        self._compared += 1
+        if isinstance(estimated, Difference):
+            found.others = estimated.others
+        return found
+
+    def _difference(
+        self,
+        value: AlignedValue,
+        sides: tuple[Mapping[int, Wholes], Mapping[int, Wholes]],
+        estimated: Difference | str,
+        batches: Batches | None,
+        allowed: float,
+    ) -> Difference | None:
+        ref, test = (
+            [*_parts(composing, own, by_micro_batch)]
+            for composing, own, by_micro_batch in zip(
+                self._composing, (value.ref, value.test), sides
+            )
+        )
+        if batches is None or not value.key.phase.facts.is_activation:
+            return self._of_common(sides, ref, test, allowed)
+        if batches is not self._batches:
+            self._batches, self._partner = batches, None
+        if isinstance(estimated, str):
+            return self._by_sample(value, ref, test, batches)
+        measured = estimated.measured
+        if measured != Measured.SAMPLES:
+            units = [{part.unit for part in side} for side in (ref, test)]
+            if batches.are_the_same and units[0] == units[1]:
+                return _by_unit(ref, test)
+            is_gradient = value.key.phase is Phase.BACKWARD
+            common = None if is_gradient else _held_to_first(ref, test)
+            is_near = common is not None and bool((common.errors() <= allowed).all())
+            if is_near or measured == Measured.SKETCHES:
+                return common
+        return self._by_sample(value, ref, test, batches)
+
+    def _of_common(
+        self,
+        sides: tuple[Mapping[int, Wholes], Mapping[int, Wholes]],
+        ref: list[_HeldWhole],
+        test: list[_HeldWhole],
+        allowed: float,
+    ) -> Difference | None:
+        """Compare what all data-parallel ranks have in common, of the first micro-batch."""
+        wholes = sides[0][min(sides[0])]
+        own = agreed_holder(wholes, range(len(wholes)), allowed) if len(wholes) > 1 else 0
+        if own is None:
+            return None
+        first = min(sides[1])
+        alike = [part for part in test if part.unit[0] == first]
+        return _held_to_first([ref[own]], alike)
+
+    def _by_sample(
+        self, value: AlignedValue, ref: list[_HeldWhole], test: list[_HeldWhole], batches: Batches
+    ) -> Difference | None:
+        """Compare the samples of the test with the same ones of the reference."""
+        from rankscope.tensors.exactdistance import joined, same_rows
+
+        mine = {part.unit: part for part in reversed(ref)}
+        if len({part.unit for part in test}) < len(test) and batches.match.is_by_order:
+            return None  # pieces of a batch, in a layout that nobody declared
+        tensors = [mine[unit].tensor().movedim(self._batch_dims[0], 0) for unit in sorted(mine)]
+        made = [(part, part.tensor().movedim(self._batch_dims[1], 0)) for part in test]
+        rows = {part.unit: len(tensor) for part, tensor in made}
+        shapes = {tensor.shape[1:] for tensor in (*tensors, *(tensor for _, tensor in made))}
+        if len(shapes) > 1 or sum(rows.values()) != sum(map(len, tensors)):
+            return None
+        whole = joined(tensors)
+        if batches.match.is_by_order:
+            if _is_of_root(value) and self._partner is None:
+                by_unit = dict(reversed([(part.unit, tensor) for part, tensor in made]))
+                self._partner = same_rows(whole, joined([by_unit[u] for u in sorted(by_unit)]))
+            partner = self._partner
+            self._is_matched |= partner is not None
+        else:
+            is_known = not (batches.match.lost or batches.match.unknown)
+            partner = batches.match.partner if is_known else None
+        if partner is None or not len(partner) or len(whole) % len(partner):
+            return None
+        each = len(whole) // len(partner)
+        order = (partner[:, None] * each + np.arange(each)).reshape(-1)
+        starts, at = {}, 0
+        for unit in sorted(rows):
+            starts[unit], at = at, at + rows[unit]
+        pairs: list[_Pair] = []
+        for part, tensor in made:
+            start = starts[part.unit]
+            pairs.append((whole[order[start : start + len(tensor)]], tensor, None, part))
+        return _measured(pairs, [mine[unit].row for unit in sorted(mine)])
+
+
+def _is_of_root(value: AlignedValue) -> bool:
+    return value.key.phase is Phase.FORWARD and not value.key.path and value.is_input
+
+
+def _is_kept(side: Mapping[int, SlotValues]) -> bool:
+    return all("kept" in view.data for values in side.values() for view in values.views)
+
+
+def _parts(
+    composing: WholeValues, values: Mapping[int, SlotValues], sides: Mapping[int, Wholes]
+) -> Iterator[_HeldWhole]:
+    for micro_batch, wholes in sorted(sides.items()):
+        for index, place in enumerate(wholes.places.tolist()):
+            yield _HeldWhole(composing, values[micro_batch], wholes, index, (micro_batch, place))
+
+
+def _by_unit(ref: list[_HeldWhole], test: list[_HeldWhole]) -> Difference | None:
+    first: dict[Unit, _HeldWhole] = {}
+    for part in ref:
+        first.setdefault(part.unit, part)
+    pairs: list[_Pair] = []
+    for part in test:
+        own, theirs = first[part.unit].tensor(), part.tensor()
+        if own.shape != theirs.shape:
+            return None
+        pairs.append((own, theirs, first[part.unit].row, part))
+    return _measured(pairs, [part.row for part in first.values()])
+
+
+def _held_to_first(ref: list[_HeldWhole], test: list[_HeldWhole]) -> Difference | None:
+    own = ref[0].tensor()
+    pairs: list[_Pair] = [(own, part.tensor(), ref[0].row, part) for part in test]
+    if any(tensor.shape != own.shape for _, tensor, _, _ in pairs):
+        return None
+    return _measured(pairs, [ref[0].row])
+
+
+def _measured(pairs: list[_Pair], ref_rows: list[Array]) -> Difference:
+    """Return the difference of pairs of tensors.
+
+    Args:
+        pairs: one for each part.
+        ref_rows: digests of all values of the reference.
+    """
+    from rankscope.tensors.exactdistance import exact_distance
+
+    apart: list[ExactDistance] = [exact_distance(own, theirs) for own, theirs, _, _ in pairs]
+    parts = [part for *_, part in pairs]
+    is_known = all(row is not None for _, _, row, _ in pairs)
+    first = {part.unit: part.row for part in reversed(parts)}
+    return Difference(
+        dots=np.array([[each.cross, each.own, each.theirs] for each in apart]),
+        squares=np.array([math.inf if e.other_nonfinite else e.square for e in apart]),
+        norms=np.sqrt([each.own for each in apart]),
+        members=[part.members for part in parts],
+        units=[part.unit for part in parts],
+        is_exact=np.array([not each.unequal for each in apart]),
+        measured=Measured.TENSORS,
+        ref=Totals.of(np.stack(ref_rows)),
+        test=Totals.of(np.stack([first[unit] for unit in sorted(first)])),
+        ref_rows=[row for _, _, row, _ in pairs],
+        test_rows=[part.row if is_known else None for part in parts],
+    )
