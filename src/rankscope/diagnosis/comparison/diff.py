@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from rankscope.diagnosis.comparison.alignment import PathMap, SlotKey, align
 from rankscope.diagnosis.comparison.datasamples import (
-    data_places,
     match_samples,
     places_by_inputs,
     samples_of_step,
@@ -20,7 +19,6 @@ from rankscope.diagnosis.comparison.datasamples import (
 from rankscope.diagnosis.comparison.difference import Batches
 from rankscope.diagnosis.comparison.findings import Degrees, finding_of
 from rankscope.diagnosis.comparison.fulltensors import FullTensors
-from rankscope.diagnosis.comparison.lostranks import LostRanks
 from rankscope.diagnosis.comparison.origins import OriginSearch
 from rankscope.diagnosis.comparison.partners import Partners
 from rankscope.diagnosis.comparison.preflight import (
@@ -33,17 +31,16 @@ from rankscope.diagnosis.comparison.preflight import (
     step_line,
 )
 from rankscope.diagnosis.comparison.stepdifferences import StepDifferences, Tolerances
-from rankscope.diagnosis.comparison.wholevalues import WholeValues
-from rankscope.diagnosis.layouts import Layouts
-from rankscope.diagnosis.stepview import StepView, sibling_path, step_view_of
-from rankscope.errors import LayoutError, SettingError, TraceError
+from rankscope.diagnosis.comparison.tracesides import TraceSide
+from rankscope.diagnosis.stepview import StepView, sibling_path
+from rankscope.errors import SettingError
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.call import Mode, Phase
 from rankscope.record.finding import Finding, Report, Severity, Skipped, Verdict
 from rankscope.run.names import Progress
 from rankscope.tree.reader import TraceLike, opened_trace
 from rankscope.tree.summary import counted
-from rankscope.tree.views import Step, Trace
+from rankscope.tree.views import Trace
 
 __all__ = ["diff"]
 
@@ -52,47 +49,6 @@ _FEWEST: Final = 0.1
 """A verdict rests on at least this part of the values that both traces hold."""
 _Noise = dict[tuple[Mode, int], Mapping[SlotKey, float]]
 """{(mode, step): {value: relative distance}}."""
-
-
-class _Side:
-    """One of the two traces."""
-
-    def __init__(self, trace: Trace, layouts: LayoutFile | None) -> None:
-        self.trace = trace
-        self.world = int(trace.run["world_size"])
-        self.columns = {name: np.asarray(column) for name, column in trace.columns().items()}
-        fits = layouts is not None and (self.world == 1 or _is_for(layouts, self.world))
-        self.layouts = Layouts(layouts if fits else None, self.world)
-        every = [*trace.setup, *trace.steps]
-        self.incarnation = max((step.incarnation for step in every), default=0)
-        self.lost = LostRanks(trace, self.incarnation)
-        try:
-            self.wholes = WholeValues(self.columns, self.layouts, self.lost)
-        except KeyError as error:
-            raise TraceError(f"{trace.path}: the values have no column {error}") from error
-        own = [step for step in trace.setup if step.incarnation == self.incarnation]
-        self.setup: StepView | None = step_view_of(own[0], self.columns) if own else None
-        self.steps: dict[tuple[Mode, int], Step] = {
-            (step.mode, step.step): step
-            for step in trace.steps
-            if step.incarnation == self.incarnation
-        }
-
-    def view(self, key: tuple[Mode, int]) -> StepView:
-        """Read one step."""
-        return step_view_of(self.steps[key], self.columns)
-
-    def places(self, step_view: StepView) -> Array:
-        """Return the data-parallel place of every rank."""
-        return data_places(self.setup, step_view, self.world, self.layouts)
-
-
-def _is_for(layouts: LayoutFile, world: int) -> bool:
-    try:
-        layouts.mesh(world)
-    except (LayoutError, ValueError):
-        return False
-    return True
 
 
 @dataclass(slots=True, kw_only=True)
@@ -137,12 +93,12 @@ def diff(
         TraceError: a trace is damaged.
     """
     rules = paths if isinstance(paths, PathMap) else PathMap(paths)
-    ours, theirs = _Side(opened_trace(ref), layouts), _Side(opened_trace(test), layouts)
+    ours, theirs = TraceSide(opened_trace(ref), layouts), TraceSide(opened_trace(test), layouts)
     measured: _Noise = {}
     origin = ""
     if noise is not None:
         second = opened_trace(noise)
-        again = _Comparison(ours, _Side(second, layouts), PathMap())
+        again = _Comparison(ours, TraceSide(second, layouts), PathMap())
         origin = _measured_by(second, again.report(progress, measured), measured)
     made = _Comparison(ours, theirs, rules, measured, origin, reads_tensors=tensors)
     return made.report(progress)
@@ -177,8 +133,8 @@ class _Comparison:
 
     def __init__(
         self,
-        ref: _Side,
-        test: _Side,
+        ref: TraceSide,
+        test: TraceSide,
         paths: PathMap,
         noise: _Noise | None = None,
         measured_by: str = "",
@@ -295,10 +251,7 @@ class _Comparison:
                 self._before.clear()
             self._last_step = step
         ref, test = self._ref.view(key), self._test.view(key)
-        sides = [
-            samples_of_step(view, side.places(view), side.wholes)
-            for view, side in ((ref, self._ref), (test, self._test))
-        ]
+        sides = [side.samples(view) for view, side in ((ref, self._ref), (test, self._test))]
         batches = Batches(ref=sides[0], test=sides[1], match=match_samples(*sides))
         batches = self._with_places_by_inputs(batches, test)
         is_cut = self._ref.lost.is_cut(*key) or self._test.lost.is_cut(*key)
@@ -404,7 +357,7 @@ class _Comparison:
         return self._partners.lacks or self._too_few() or lost
 
     @property
-    def _named(self) -> tuple[tuple[_Side, str], ...]:
+    def _named(self) -> tuple[tuple[TraceSide, str], ...]:
         return (self._ref, "REF"), (self._test, "TEST")
 
     def _breaks(self) -> Iterator[str]:
@@ -438,7 +391,7 @@ def _is_among(row: Array, sketches: Array) -> bool:
     return bool((apart <= Tolerances.resolution * max(float(row["l2"]), 1e-30)).any())
 
 
-def _listed(side: _Side) -> str:
+def _listed(side: TraceSide) -> str:
     return ", ".join(f"{mode.word} {step}" for mode, step in list(side.steps)[:4]) or "none"
 
 

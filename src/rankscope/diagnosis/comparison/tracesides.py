@@ -1,0 +1,76 @@
+"""One of the two traces that are held to each other: its last life, step by step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.diagnosis.comparison.datasamples import StepSamples, data_places, samples_of_step
+from rankscope.diagnosis.comparison.lostranks import LostRanks
+from rankscope.diagnosis.comparison.wholevalues import WholeValues
+from rankscope.diagnosis.layouts import Layouts
+from rankscope.diagnosis.stepview import StepView, step_view_of
+from rankscope.errors import LayoutError, TraceError
+from rankscope.layout.layoutfile import LayoutFile
+from rankscope.record.call import Mode
+from rankscope.tree.views import Step, Trace
+
+__all__ = ["TraceSide"]
+
+Array = NDArray[Any]
+
+
+class TraceSide:
+    """One of the two traces."""
+
+    def __init__(self, trace: Trace, layouts: LayoutFile | None) -> None:
+        """Read its setup.
+
+        Args:
+            trace: an open trace.
+            layouts: declared layouts, used where they are for as many ranks.
+
+        Raises:
+            TraceError: a column of its values is missing.
+        """
+        self.trace = trace
+        self.world = int(trace.run["world_size"])
+        self.columns = {name: np.asarray(column) for name, column in trace.columns().items()}
+        fits = layouts is not None and (self.world == 1 or _is_for(layouts, self.world))
+        self.layouts = Layouts(layouts if fits else None, self.world)
+        every = [*trace.setup, *trace.steps]
+        self.incarnation = max((step.incarnation for step in every), default=0)
+        self.lost = LostRanks(trace, self.incarnation)
+        try:
+            self.wholes = WholeValues(self.columns, self.layouts, self.lost)
+        except KeyError as error:
+            raise TraceError(f"{trace.path}: the values have no column {error}") from error
+        own = [step for step in trace.setup if step.incarnation == self.incarnation]
+        self.setup: StepView | None = step_view_of(own[0], self.columns) if own else None
+        self.steps: dict[tuple[Mode, int], Step] = {
+            (step.mode, step.step): step
+            for step in trace.steps
+            if step.incarnation == self.incarnation
+        }
+
+    def view(self, key: tuple[Mode, int]) -> StepView:
+        """Read one step."""
+        return step_view_of(self.steps[key], self.columns)
+
+    def places(self, step_view: StepView) -> Array:
+        """Return the data-parallel place of every rank."""
+        return data_places(self.setup, step_view, self.world, self.layouts)
+
+    def samples(self, step_view: StepView) -> StepSamples:
+        """Return the samples that the ranks worked on."""
+        return samples_of_step(step_view, self.places(step_view), self.wholes)
+
+
+def _is_for(layouts: LayoutFile, world: int) -> bool:
+    try:
+        layouts.mesh(world)
+    except (LayoutError, ValueError):
+        return False
+    return True
