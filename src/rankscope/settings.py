@@ -33,6 +33,7 @@ __all__ = [
 ]
 _SIZE = re.compile(r"^(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b)?$", re.IGNORECASE)
 _MOST_RANKS = 1 << 20
+_MOST_ROUNDINGS = 16
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
@@ -111,6 +112,13 @@ def _parse_whole(text: str) -> int:
     if not text.lstrip("-").isdecimal():
         raise SettingError(f"{text!r} is not a whole number")
     return int(text)
+
+
+def _parse_roundings(text: str) -> int:
+    roundings = _parse_whole(text)
+    if not 0 <= roundings <= _MOST_ROUNDINGS:
+        raise SettingError(f"{text!r} is out of range: write 0 to {_MOST_ROUNDINGS} roundings")
+    return roundings
 
 
 def _parse_digest(text: str) -> str:
@@ -317,6 +325,13 @@ SETTINGS: tuple[Setting, ...] = (
         metavar="SIZE",
         help="pinned memory for full tensors on their way from an accelerator",
     ),
+    Setting(
+        name="perturb",
+        parse=_parse_roundings,
+        default="0",
+        metavar="ROUNDINGS",
+        help="changes the run: floating inputs are off by so many roundings, for diff --noise",
+    ),
 )
 
 
@@ -346,6 +361,7 @@ class Settings:
     tensor_budget: int | None
     """None for a share of the free disk."""
     tensor_memory: int
+    perturb: int
 
     def traced_of(self, world_size: int) -> int:
         """Return how many ranks of a world are selected."""

@@ -22,6 +22,7 @@ from rankscope.agent.hooks.callvalues import CallOptions, CallValues
 from rankscope.agent.hooks.definitions import DefinitionWriter
 from rankscope.agent.hooks.modules import ModuleInfo
 from rankscope.agent.hooks.tracer import Tracer
+from rankscope.agent.perturbation import Perturbation
 from rankscope.agent.recorder import Recorder
 from rankscope.agent.steps.compiled import EAGER_IS_ANOTHER_RUN, HIDDEN
 from rankscope.agent.steps.stepping import Stepping
@@ -90,6 +91,7 @@ class Session:
         """Set when all that an open spool gives is there."""
         self._is_closed = False
         self.guard = Guard(self._failed)
+        self._perturbation = Perturbation(settings.perturb) if settings.perturb else None
         self._steps = steps = Stepping(settings, self.guard, self._open, self.close)
         self._machine, self._hooks, self._table = steps.machine, steps.hooks, steps.table
         if preferred_root is not None:
@@ -121,6 +123,11 @@ class Session:
         speaks = self._rank == min(self._settings.ranks or (0,))
         if speaks and self._settings.compile == "eager":
             say(EAGER_IS_ANOTHER_RUN)
+        if speaks and self._settings.perturb:
+            say(
+                f"--rs-perturb {self._settings.perturb}: what the model is given is off by "
+                "roundings; take this run for `rankscope diff --noise` alone"
+            )
         return True
 
     def _record_into(self, opened: Opened) -> None:
@@ -164,6 +171,7 @@ class Session:
             self._hooks.remove_all()  # which a hook could only ask for
             return
         self._is_closed = True
+        self._remove_perturbation()
         self._steps.remove_hooks()
         opened = self._opened
         if opened is None or not self._is_open:
@@ -220,7 +228,12 @@ class Session:
         traced.
         """
         self._is_closed = True
+        self._remove_perturbation()
         self._steps.remove_hooks(is_inside_hook=is_inside_hook)
+
+    def _remove_perturbation(self) -> None:
+        if self._perturbation is not None:
+            self._perturbation.remove()
 
     def step(self) -> None:
         """Close the current train step by hand."""

@@ -204,7 +204,7 @@ def test_measured_noise_shows_what_the_tolerance_of_the_dtype_hides(
     ranks: RankPool, alone: dict[str, Path], tmp_path: Path
 ) -> None:
     found = jobs.traced_alone(ranks, Setup(), tmp_path / "found", "small_epsilon")
-    noise = jobs.traced_alone(ranks, Setup(), tmp_path / "noise", "rounded_once")
+    noise = jobs.traced_alone(ranks, Setup(), tmp_path / "noise", "perturbed")
     right = of_row(ranks, "tp-dtensor", "float32", tmp_path / "right")
     assert compared(alone["float32"], found).verdict.value == "clean"
     measured = rankscope.open_trace(noise)
