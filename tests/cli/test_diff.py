@@ -158,6 +158,30 @@ def test_a_noise_trace_that_is_no_second_run_of_the_reference_is_refused(
     assert "by the table it would be a fault itself: 1:output: " in text
 
 
+def test_exact_mode_says_in_five_lines_how_much_is_bitwise_equal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, other = run(tmp_path / "a"), run(tmp_path / "b", epsilon=1.1e-5)
+    code, text = asked(capsys, whole, run(tmp_path / "c"), "--exact")
+    assert code == 0
+    assert text.startswith("clean: ")
+    code, text = asked(capsys, whole, other, "--exact")
+    lines = text.splitlines()
+    assert (code, len(lines)) == (1, 5)
+    assert lines[0].startswith("fault: ") and lines[0].endswith(" values are bitwise equal")
+    assert lines[1].startswith("  first: 1:output: not bitwise the reference's (")
+    assert lines[2] == "  where: 1  output  rank 0, forward of train step 0, micro-batch 0"
+    assert "setup 6 of 6, forward 6 of " in lines[3]
+    assert lines[4] == "  not comparable: none"
+    code, text = asked(capsys, whole, other, "--exact", "--json")
+    found = json.loads(text)
+    assert (code, found["verdict"], found["findings"][0]["path"]) == (1, "fault", "1")
+    assert found["exact"]["equal"] < found["compared"] == found["recorded"]
+    assert found["exact"]["by_phase"]["setup"] == {"equal": 6, "compared": 6}
+    code, text = asked(capsys, whole, other, "--exact", "--noise", whole)
+    assert code == 2
+
+
 def test_folders_paths_and_handles_are_traces_and_anything_else_is_said_to_be_none(
     tmp_path: Path,
 ) -> None:

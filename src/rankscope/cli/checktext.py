@@ -12,6 +12,7 @@ from rankscope.tree.summary import counted, extent
 from rankscope.tree.views import Trace
 
 __all__ = [
+    "STYLES",
     "coverage_line",
     "infected_line",
     "listed_findings",
@@ -23,7 +24,7 @@ __all__ = [
 
 _MOST = 5
 """Findings of one kind and event that are listed one by one."""
-_STYLES = {Verdict.CLEAN: "green", Verdict.FAULT: "red", Verdict.INCOMPLETE: "yellow"}
+STYLES = {Verdict.CLEAN: "green", Verdict.FAULT: "red", Verdict.INCOMPLETE: "yellow"}
 
 
 def report_lines(
@@ -111,7 +112,7 @@ def verdict_start(report: Report, paint: Paint, *, lacks: str, incomplete: str) 
         detail = f": {lacks}"
     elif report.verdict is Verdict.INCOMPLETE:
         detail = f": {incomplete}"
-    return f"{paint(_STYLES[report.verdict], report.verdict.value)}{detail}"
+    return f"{paint(STYLES[report.verdict], report.verdict.value)}{detail}"
 
 
 def warnings_told(report: Report) -> str:

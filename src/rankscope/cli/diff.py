@@ -43,6 +43,9 @@ def command(
             "--tensors/--no-tensors", help="Read full tensors that both kept: exact distances."
         ),
     ] = True,
+    is_exact: Annotated[
+        bool, typer.Option("--exact", help="Bitwise, by hashes: how much is equal, and what not.")
+    ] = False,
     require_coverage: CoverageOption = "0",
     is_all: Annotated[bool, typer.Option("--all", help="List every origin and note.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
@@ -51,28 +54,38 @@ def command(
     import json
     import sys
 
-    from rankscope.cli.difftext import difference_lines
+    from rankscope.cli.difftext import bitwise_json, bitwise_lines, difference_lines
     from rankscope.cli.terminal import Paint, fitted, opened, progress, width
     from rankscope.diagnosis.comparison.alignment import PathMap
+    from rankscope.diagnosis.comparison.bitwise import diff_bitwise
     from rankscope.diagnosis.comparison.diff import diff
     from rankscope.diagnosis.report import report_json
+    from rankscope.errors import SettingError
     from rankscope.layout.layoutfile import LayoutFile
     from rankscope.record.finding import Verdict
 
     required = part_of(require_coverage)
     paths = PathMap(rules or ()) if map_file is None else PathMap.load(map_file, rules or ())
     layouts = None if layout is None else LayoutFile.load(layout)
+    if is_exact and noise is not None:
+        raise SettingError("--exact compares hashes, --noise is about distances: give one of both")
     traces = opened(ref), opened(test)
+    paint = Paint(sys.stdout)
     with progress() as say:
-        again = None if noise is None else opened(noise)
-        report = diff(
-            *traces, paths=paths, layouts=layouts, noise=again, tensors=tensors, progress=say
-        )
+        if is_exact:
+            exact = diff_bitwise(*traces, paths=paths, layouts=layouts, progress=say)
+            report, lines = exact.report, bitwise_lines(exact, paint)
+        else:
+            again = None if noise is None else opened(noise)
+            report = diff(
+                *traces, paths=paths, layouts=layouts, noise=again, tensors=tensors, progress=say
+            )
+            lines = difference_lines(*traces, report, paint, is_all=is_all)
     if as_json:
-        typer.echo(json.dumps(report_json(report)))
+        typer.echo(json.dumps(bitwise_json(exact) if is_exact else report_json(report)))
     else:
         columns = width()
-        for line in difference_lines(*traces, report, Paint(sys.stdout), is_all=is_all):
+        for line in lines:
             for row in fitted(line, columns):
                 typer.echo(row)
     if report.verdict is not Verdict.CLEAN:

@@ -7,8 +7,10 @@ the first wrong place. Then which traces these were, all origins, and what could
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from rankscope.cli.checktext import (
+    STYLES,
     infected_line,
     listed_findings,
     verdict_start,
@@ -16,11 +18,15 @@ from rankscope.cli.checktext import (
     where_line,
 )
 from rankscope.cli.terminal import Paint
+from rankscope.diagnosis.comparison.bitwise import BitwiseReport
+from rankscope.diagnosis.report import report_json
 from rankscope.record.finding import Report, Severity
 from rankscope.tree.summary import counted, extent
 from rankscope.tree.views import Trace
 
-__all__ = ["difference_lines"]
+__all__ = ["bitwise_json", "bitwise_lines", "difference_lines"]
+
+_MOST_REASONS = 3
 
 
 def difference_lines(
@@ -77,3 +83,36 @@ def _verdict(report: Report, paint: Paint) -> str:
         verb = "is" if report.unpaired == 1 else "are"
         compared += f"; {report.unpaired:,} {verb} in one trace alone"
     return f"{start} ({compared}{warnings_told(report)})"
+
+
+def bitwise_lines(found: BitwiseReport, paint: Paint) -> Iterator[str]:
+    """Yield the five lines of `diff --exact`."""
+    report, first = found.report, found.first
+    start = paint(STYLES[report.verdict], report.verdict.value)
+    equal = f"{found.equal:,} of {counted(report.compared, 'value')} are bitwise equal"
+    yield f"{start}: {f'{report.lacks}; ' if report.lacks else ''}{equal}"
+    if first is None:
+        yield "  first: none differs"
+        yield "  where: nowhere"
+    else:
+        before = counted(found.equal_before, "value")
+        yield f"  first: {paint('bold', first.message)} ({before} before it equal)"
+        yield f"  where: {where_line(first)}"
+    phases = [f"{p.word} {equal:,} of {total:,}" for p, (equal, total) in found.by_phase.items()]
+    yield f"  equal by phase: {', '.join(phases) or 'none was compared'}"
+    reasons = [f"{each.count:,}: {each.reason}" for each in report.skipped[:_MOST_REASONS]]
+    if len(report.skipped) > _MOST_REASONS:
+        reasons.append("...")
+    if report.unpaired:
+        reasons.append(f"{report.unpaired:,}: in one trace alone")
+    yield f"  not comparable: {'; '.join(reasons) or 'none'}"
+
+
+def bitwise_json(found: BitwiseReport) -> dict[str, Any]:
+    """Return the report of `diff --exact` as JSON data: that of `diff`, and what is equal."""
+    phases = {
+        phase.word: {"equal": equal, "compared": total}
+        for phase, (equal, total) in found.by_phase.items()
+    }
+    counts = {"equal": found.equal, "equal_before": found.equal_before, "by_phase": phases}
+    return {**report_json(found.report), "exact": counts}

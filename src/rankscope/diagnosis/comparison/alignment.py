@@ -17,7 +17,7 @@ from rankscope.errors import SettingError
 from rankscope.record.call import Phase
 from rankscope.record.dtypes import is_whole_number
 
-__all__ = ["AlignedStep", "AlignedValue", "PathMap", "SlotKey", "align"]
+__all__ = ["AlignedStep", "AlignedValue", "PathMap", "SlotKey", "align", "in_order"]
 
 _COMPARED: Final = frozenset(
     {Phase.SETUP, Phase.FORWARD, Phase.BACKWARD, Phase.GRADS, Phase.PARAMS}
@@ -180,7 +180,7 @@ def align(ref: StepView, test: StepView, paths: PathMap) -> AlignedStep:
     found = AlignedStep()
     used: set[SlotKey] = set()
     seen: set[SlotKey] = set()
-    for key, call in _in_order(ref):
+    for key, call in in_order(ref):
         if key in seen:
             continue
         seen.add(key)
@@ -222,7 +222,7 @@ def _slots(step_view: StepView) -> Iterator[tuple[SlotKey, CallView, SlotValues]
                     yield SlotKey(call.phase, call.path, call.ordinal, slot), call, values
 
 
-def _in_order(step_view: StepView) -> Iterator[tuple[SlotKey, CallView]]:
+def in_order(step_view: StepView) -> Iterator[tuple[SlotKey, CallView]]:
     """Yield every value of a step: of a call what goes in, then its children, then what comes
     out; choices (indices, masks) before the numbers that follow from them."""
     for top in step_view.calls:

@@ -1,0 +1,333 @@
+"""Which values of two runs are bitwise equal, and which is the first that is not: by hashes alone.
+
+For yesterday's commit beside today's. Where ranks hold a value in the same way in both traces, each
+rank's is compared with its own. Where they do not, a hash tells something only of values that ranks
+hold whole; the others are counted with the reason, and nothing is said of them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.diagnosis.comparison.alignment import AlignedValue, PathMap, align, in_order
+from rankscope.diagnosis.comparison.datasamples import match_samples
+from rankscope.diagnosis.comparison.difference import Batches
+from rankscope.diagnosis.comparison.partners import Partners
+from rankscope.diagnosis.comparison.preflight import run_lines, step_line
+from rankscope.diagnosis.comparison.tracesides import TraceSide
+from rankscope.diagnosis.stepview import SlotValues, StepView
+from rankscope.layout.layoutfile import LayoutFile
+from rankscope.record.call import Mode, Phase
+from rankscope.record.finding import Finding, Kind, Report, Severity, Skipped, Verdict
+from rankscope.record.ranklists import ranks_named
+from rankscope.record.value import ValueFlag
+from rankscope.run.names import Progress
+from rankscope.tree.reader import TraceLike, opened_trace
+from rankscope.tree.summary import counted
+
+__all__ = ["BitwiseReport", "diff_bitwise"]
+
+Array = NDArray[Any]
+_FEWEST: Final = 0.1
+"""A verdict rests on at least this part of the values that both traces hold."""
+_NAMED_VICTIMS: Final = 5
+_ADVICE: Final = (
+    "What was computed before it is bitwise equal. If only rounding should differ from here on, "
+    "ask rankscope diff without --exact."
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BitwiseReport:
+    """How far two runs are bitwise equal."""
+
+    report: Report
+    """In the form of `diff`'s own: its one finding is the first value that is not equal."""
+    equal: int
+    """Of the values compared."""
+    by_phase: Mapping[Phase, tuple[int, int]]
+    """{phase: (equal, compared)}, in order of execution."""
+    equal_before: int
+    """Values compared before the first that is not equal; all of them where there is none."""
+
+    @property
+    def first(self) -> Finding | None:
+        """The first value in order of execution that is not equal; None where all are."""
+        return self.report.findings[0] if self.report.findings else None
+
+
+def diff_bitwise(
+    ref: TraceLike,
+    test: TraceLike,
+    *,
+    paths: PathMap | Iterable[str] = (),
+    layouts: LayoutFile | None = None,
+    progress: Progress | None = None,
+) -> BitwiseReport:
+    """Say which values of two runs are bitwise equal, by their hashes, and which is the first that
+    is not.
+
+    Args:
+        ref: the trace that is right: open, its folder, or what `with rankscope.trace(...)` gave.
+        test: the trace in question; the finding carries its path and ranks.
+        paths: how its paths become those of the reference: rules `regex=replacement`.
+        layouts: declared layouts, for values that no DTensor describes.
+        progress: told how far it is.
+
+    Raises:
+        SettingError: a rule for paths is none.
+        TypeError: what was given is no trace.
+        TraceError: a trace is damaged.
+    """
+    rules = paths if isinstance(paths, PathMap) else PathMap([*paths])
+    sides = TraceSide(opened_trace(ref), layouts), TraceSide(opened_trace(test), layouts)
+    search = _Search(*sides, rules)
+    if sides[0].setup is not None and sides[1].setup is not None:
+        search.take(sides[0].setup, sides[1].setup)
+    common = [key for key in sides[0].steps if key in sides[1].steps]
+    for number, key in enumerate(common):
+        if progress is not None:
+            progress("comparing", number / len(common))
+        search.take(sides[0].view(key), sides[1].view(key))
+    return search.report()
+
+
+class _Search:
+    """Goes through the values of both traces in the reference's order of execution."""
+
+    def __init__(self, ref: TraceSide, test: TraceSide, paths: PathMap) -> None:
+        self._ref, self._test, self._paths = ref, test, paths
+        self._partners = Partners(ref.trace, test.trace, paths)
+        self._skipped: Counter[str] = Counter()
+        self._equal: Counter[Phase] = Counter()
+        self._compared: Counter[Phase] = Counter()
+        self._unpaired = 0
+        self._before = 0
+        self._first: tuple[AlignedValue, SlotValues, StepView, Array] | None = None
+        self._victims = 0
+        self._names: dict[str, None] = {}
+
+    def take(self, ref: StepView, test: StepView) -> None:
+        """Compare two steps, or setups."""
+        aligned = align(ref, test, self._paths)
+        self._partners.take(aligned)
+        self._unpaired += len(aligned.only_ref) + len(aligned.only_test)
+        by_key: dict[Any, list[AlignedValue]] = {}
+        for value in aligned.values:
+            by_key.setdefault(value.key, []).append(value)
+        batches = _LazyBatches(self._ref, self._test, ref, test)
+        for key, call in in_order(ref):
+            micro_batch = call.micro_batch or 0
+            for value in by_key.get(key, ()):
+                theirs = value.test.get(micro_batch)
+                if theirs is None:
+                    self._unpaired += 1
+                    continue
+                self._judge(value, value.ref[micro_batch], theirs, test, batches)
+        for value in aligned.values:
+            self._unpaired += len(value.test.keys() - value.ref.keys())
+
+    def _judge(
+        self,
+        value: AlignedValue,
+        ref: SlotValues,
+        test: SlotValues,
+        step: StepView,
+        batches: _LazyBatches,
+    ) -> None:
+        unequal = self._unequal(ref, test, batches)
+        if isinstance(unequal, str):
+            self._skipped[unequal] += 1
+            return
+        phase = value.key.phase
+        self._compared[phase] += 1
+        if not len(unequal):
+            self._equal[phase] += 1
+            self._before += self._first is None
+        elif self._first is None:
+            self._first = value, test, step, unequal
+        else:
+            self._victims += 1
+            if len(self._names) < _NAMED_VICTIMS:
+                self._names[f"{value.test_path or '(root)'}:{value.test_slot}"] = None
+
+    def _unequal(self, ref: SlotValues, test: SlotValues, batches: _LazyBatches) -> Array | str:
+        """Return the ranks of the test whose value is not bitwise the reference's, or why hashes
+        do not tell."""
+        if _form_of(ref) == _form_of(test):
+            return _rank_by_rank(ref, test)
+        if ref.dtype != test.dtype:
+            return f"of another dtype ({ref.dtype} and {test.dtype})"
+        if ref.call.phase.facts.is_activation and not batches.are_the_same:
+            return "of other batches: the runs split them in another way"
+        places = batches.places if ref.call.phase.facts.is_activation else (None, None)
+        made = self._ref.wholes.of(ref, places[0]), self._test.wholes.of(test, places[1])
+        for whole in made:
+            if isinstance(whole, str):
+                return whole
+            if not whole.is_hashed.all():
+                return "spread over ranks in another way: a hash is that of one piece"
+        ours, theirs = made
+        assert not isinstance(ours, str) and not isinstance(theirs, str)
+        if _is_mixed(ref, test):
+            return "hashed on an accelerator in one trace, and on the host in the other"
+        known: dict[int, set[tuple[int, int]]] = {}
+        for place, row in zip(ours.places.tolist(), ours.rows):
+            known.setdefault(place, set()).add((int(row["hash"]), int(row["count"])))
+        wrong = [np.zeros(0, np.int64)]
+        for place, row, members in zip(theirs.places.tolist(), theirs.rows, theirs.members):
+            there = known.get(place, set())
+            if len(there) != 1:
+                return "the reference's ranks hold different values"
+            ((number, count),) = there
+            if int(row["count"]) != count:
+                return "of another size than the reference's"
+            if int(row["hash"]) != number:
+                wrong.append(members)
+        return np.unique(np.concatenate(wrong))
+
+    def report(self) -> BitwiseReport:
+        """Return what was found."""
+        compared, skipped = self._compared.total(), self._skipped.total()
+        recorded = compared + skipped + self._unpaired
+        lacks = self._partners.lacks or self._too_few(compared, skipped)
+        is_complete = self._ref.trace.is_complete and self._test.trace.is_complete
+        finding = self._finding()
+        verdict = Verdict.CLEAN
+        if finding is not None:
+            verdict = Verdict.FAULT
+        elif lacks or not is_complete:
+            verdict = Verdict.INCOMPLETE
+        lines = [
+            step_line(self._ref.steps, self._test.steps),
+            *run_lines(self._ref.trace.run, self._test.trace.run),
+        ]
+        report = Report(
+            command="diff",
+            verdict=verdict,
+            compared=compared,
+            skipped=tuple(Skipped(reason=r, count=n) for r, n in self._skipped.most_common()),
+            recorded=recorded,
+            unpaired=self._unpaired,
+            alone=0,
+            findings=() if finding is None else (finding,),
+            notes=tuple(self._partners.notes()),
+            lacks=lacks,
+            preflight=tuple((line.what, line.is_same, line.text) for line in lines),
+        )
+        phases = [phase for phase in Phase if self._compared[phase]]
+        return BitwiseReport(
+            report=report,
+            equal=self._equal.total(),
+            by_phase={phase: (self._equal[phase], self._compared[phase]) for phase in phases},
+            equal_before=self._before,
+        )
+
+    def _too_few(self, compared: int, skipped: int) -> str:
+        if compared and compared >= _FEWEST * (compared + skipped):
+            return ""
+        told = f"{compared:,} of {counted(compared + skipped, 'value')} could be compared by hashes"
+        if not self._skipped:
+            return f"{told}: the traces have no value in common"
+        (reason, count), *_ = self._skipped.most_common(1)
+        return f"{told}; {count:,}: {reason}: ask rankscope diff without --exact"
+
+    def _finding(self) -> Finding | None:
+        if self._first is None:
+            return None
+        value, theirs, step, ranks = self._first
+        key, path, slot = value.key, value.test_path, value.test_slot
+        who = tuple(sorted(int(rank) for rank in ranks))
+        others = sorted({int(rank) for rank in theirs.ranks} - set(who))
+        beside = f"; equal on {ranks_named(others)}" if others else ""
+        evidence: dict[str, Any] = {"equal_before": self._before}
+        if path != key.path:
+            evidence["ref_path"] = key.path
+        if key.ordinal:
+            evidence["ordinal"] = key.ordinal
+        return Finding(
+            kind=Kind.DIVERGENCE,
+            severity=Severity.FAULT,
+            phase=key.phase,
+            mode=Mode.TRAIN if step.is_setup else step.mode,
+            step=step.step,
+            micro_batch=theirs.call.micro_batch,
+            path=path,
+            slot=slot,
+            ranks=who,
+            is_origin=True,
+            victims=self._victims,
+            victim_names=tuple(self._names),
+            evidence=evidence,
+            message=f"{path or '(root)'}:{slot}: not bitwise the reference's{beside}",
+            advice=_ADVICE,
+        )
+
+
+class _LazyBatches:
+    """Who worked on which samples: asked for only where topologies differ."""
+
+    def __init__(
+        self, ref: TraceSide, test: TraceSide, ref_step: StepView, test_step: StepView
+    ) -> None:
+        self._sides = (ref, ref_step), (test, test_step)
+        self._known: Batches | None = None
+
+    def _made(self) -> Batches:
+        if self._known is None:
+            ours, theirs = (side.samples(step) for side, step in self._sides)
+            match = match_samples(ours, theirs)
+            self._known = Batches(ref=ours, test=theirs, match=match)
+        return self._known
+
+    @property
+    def are_the_same(self) -> bool:
+        """True where both runs split the batch alike, and in the same order."""
+        return self._made().are_the_same
+
+    @property
+    def places(self) -> tuple[Array, Array]:
+        """[world] data-parallel place of every rank, of both."""
+        return self._made().ref.places, self._made().test.places
+
+
+def _form_of(values: SlotValues) -> tuple[Any, ...]:
+    """Return what has to be equal for two traces to hold a value in the same way on each rank."""
+    return tuple(
+        (
+            view.data["ranks"],
+            view.dtype,
+            view.global_shape,
+            view.mesh_name,
+            tuple(sorted((axis, str(place)) for axis, place in view.placements.items())),
+            tuple(sorted(view.shapes().items())),
+        )
+        for view in values.views
+    )
+
+
+def _rank_by_rank(ref: SlotValues, test: SlotValues) -> Array | str:
+    absent = int(ValueFlag.ABSENT)
+    gone = [(each.flags & absent) != 0 for each in (ref, test)]
+    is_told = (ref.is_known | gone[0]) & (test.is_known | gone[1])
+    if not is_told.all():
+        return "not digested"
+    if (gone[0] & gone[1]).all():
+        return "no tensor was there"
+    if _is_mixed(ref, test):
+        return "hashed on an accelerator in one trace, and on the host in the other"
+    same = (ref.hashes == test.hashes) & (ref.counts == test.counts)
+    found: Array = test.ranks[(gone[0] != gone[1]) | ~(gone[0] | same)]
+    return found
+
+
+def _is_mixed(ref: SlotValues, test: SlotValues) -> bool:
+    mixed = int(ValueFlag.MIX64)
+    kinds = {bool(flag) for each in (ref, test) for flag in (each.flags & mixed).tolist()}
+    return len(kinds) > 1

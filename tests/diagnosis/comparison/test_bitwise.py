@@ -1,0 +1,111 @@
+"""Exact mode: which values of two runs are bitwise equal, and which is the first that is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import rankscope
+from rankscope.diagnosis.comparison.bitwise import diff_bitwise
+from rankscope.record.call import Phase
+from tests.distributed import global_tensors_job as job
+from tests.distributed.pool import RankPool
+
+SIZES = {"ddp": 2, "ddp drifting": 2, "fsdp x tp": 4}
+
+
+@pytest.fixture(scope="module")
+def traced(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """The trace of a kind of parallelism, of today's or of yesterday's run."""
+    found: dict[tuple[str, str], Path] = {}
+
+    def of(kind: str, day: str = "today") -> Path:
+        if (kind, day) not in found:
+            found[kind, day] = tmp_path_factory.mktemp("jobs") / "trace"
+            ranks.run(job.run, kind, str(found[kind, day]), "", world_size=SIZES[kind])
+        return found[kind, day]
+
+    return of
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp x tp"])
+def test_the_same_job_twice_is_equal_rank_by_rank_shards_too(
+    traced: Callable[..., Path], kind: str
+) -> None:
+    found = diff_bitwise(traced(kind), traced(kind, "yesterday"))
+    report = found.report
+    assert (report.verdict.value, found.first, report.skipped) == ("clean", None, ())
+    assert found.equal == report.compared == report.recorded == found.equal_before > 30
+    assert [*found.by_phase] == [p for p in Phase if p in found.by_phase]
+    assert sum(total for _, total in found.by_phase.values()) == report.compared
+
+
+def test_the_first_value_that_differs_is_named_with_ranks_phase_and_step(
+    traced: Callable[..., Path],
+) -> None:
+    found = diff_bitwise(traced("ddp"), traced("ddp drifting"))
+    first = found.first
+    assert first is not None
+    assert found.report.verdict.value == "fault"
+    assert (first.phase, first.step, first.ranks, first.slot[:6]) == (
+        Phase.PARAMS,
+        0,
+        (1,),
+        "param:",
+    )
+    assert first.message.endswith("not bitwise the reference's; equal on rank 0")
+    assert found.by_phase[Phase.FORWARD][0] == found.by_phase[Phase.FORWARD][1] > 0
+    assert found.equal + 1 + first.victims == found.report.compared
+    assert found.equal_before == first.evidence["equal_before"]
+
+
+def one_process(out: Path, change: Callable[[nn.Module], None] = lambda model: None) -> Path:
+    model = job.net()
+    change(model)
+    with rankscope.trace(out=out):
+        job.train(model, job.batch())
+    return out
+
+
+def test_of_other_topologies_only_values_that_ranks_hold_whole_are_compared(
+    traced: Callable[..., Path], tmp_path: Path
+) -> None:
+    alone = one_process(tmp_path / "alone")
+    found = diff_bitwise(alone, traced("ddp"))
+    assert found.by_phase[Phase.SETUP] == (7, 7)
+    assert Phase.FORWARD not in found.by_phase
+    assert {s.reason for s in found.report.skipped} == {
+        "of other batches: the runs split them in another way"
+    }
+    split = diff_bitwise(alone, traced("fsdp x tp"))
+    assert "spread over ranks in another way: a hash is that of one piece" in {
+        s.reason for s in split.report.skipped
+    }
+
+
+def test_a_last_bit_is_found_where_it_begins_though_diff_calls_it_rounding(tmp_path: Path) -> None:
+    alone = one_process(tmp_path / "alone")
+
+    def touched(model: nn.Module) -> None:
+        model.down.register_forward_hook(
+            lambda module, given, made: torch.nextafter(made, made + 1)
+        )
+
+    found = diff_bitwise(alone, one_process(tmp_path / "touched", touched))
+    assert found.first is not None
+    assert (found.first.path, found.first.slot) == ("down", "returned")
+    assert rankscope.diff(alone, tmp_path / "touched").verdict.value == "clean"
+
+
+def test_another_dtype_is_not_compared_and_no_clean_verdict(tmp_path: Path) -> None:
+    alone = one_process(tmp_path / "alone")
+    model = job.net().double()
+    with rankscope.trace(out=tmp_path / "double"):
+        job.train(model, job.batch().double())
+    found = diff_bitwise(alone, tmp_path / "double")
+    assert found.report.verdict.value == "incomplete"
+    assert "of another dtype (float32 and float64)" in found.report.lacks
