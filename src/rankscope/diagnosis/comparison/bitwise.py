@@ -301,7 +301,7 @@ def _form_of(values: SlotValues) -> tuple[Any, ...]:
     """Return what has to be equal for two traces to hold a value in the same way on each rank."""
     return tuple(
         (
-            view.data["ranks"],
+            view.ranks,
             view.dtype,
             view.global_shape,
             view.mesh_name,
