@@ -182,6 +182,37 @@ def test_exact_mode_says_in_five_lines_how_much_is_bitwise_equal(
     assert code == 2
 
 
+def test_a_matrix_holds_several_runs_to_one_reference_a_row_each(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "500")
+    ref, same = run(tmp_path / "ref"), run(tmp_path / "same")
+    wrong, wrapped = run(tmp_path / "wrong", epsilon=1e-2), run(tmp_path / "w", is_wrapped=True)
+    code, text = asked(capsys, "--matrix", ref, same)
+    assert (code, text.splitlines()[0]) == (0, f"1 run held to {ref}: 1 clean")
+    code, text = asked(capsys, "--matrix", ref, same, wrong, wrapped)
+    first, head, *rows = text.splitlines()
+    assert code == 1
+    assert first == f"3 runs held to {ref}: 1 clean, 1 fault, 1 incomplete"
+    assert head.split() == ["run", "verdict", "compared", "kind", "ranks", "first"]
+    cells = [[cell.strip() for cell in row.split("  ") if cell] for row in rows]
+    assert [row[:2] for row in cells] == [
+        [same, "clean"], [wrong, "fault"], [wrapped, "incomplete"],
+    ]  # fmt: skip
+    assert cells[1][4:] == ["0", "1:output, forward of train step 0"]
+    assert "6 of 6 parameters of REF have no partner" in rows[2]
+    code, text = asked(capsys, "--matrix", ref, same, wrong, "--json")
+    found = json.loads(text)
+    assert code == 1
+    assert [(each["run"], each["verdict"]) for each in found] == [(same, "clean"), (wrong, "fault")]
+    assert found[1]["findings"][0]["path"] == "1"
+    code, text = asked(capsys, "--matrix", "--exact", ref, same, "--json")
+    assert (code, json.loads(text)[0]["exact"]["equal"]) == (0, found[0]["compared"])
+    code, text = asked(capsys, ref, same, wrong)
+    assert code == 2
+    assert "2 runs are to be held to" in text and "--matrix" in text
+
+
 def test_folders_paths_and_handles_are_traces_and_anything_else_is_said_to_be_none(
     tmp_path: Path,
 ) -> None:

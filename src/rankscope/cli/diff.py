@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated, Any, Optional
 
 import typer
 
@@ -16,7 +17,10 @@ EXIT_FINDING = 1
 
 def command(
     ref: Annotated[Path, typer.Argument(metavar="REF", help="Trace of the run that is right.")],
-    test: Annotated[Path, typer.Argument(metavar="TEST", help="Trace of the run in question.")],
+    tests: Annotated[
+        list[Path],
+        typer.Argument(metavar="TEST...", help="Trace of the run in question; several: --matrix."),
+    ],
     rules: Annotated[
         Optional[list[str]],  # noqa: UP045  # typer reads it on 3.10
         typer.Option(
@@ -46,15 +50,18 @@ def command(
     is_exact: Annotated[
         bool, typer.Option("--exact", help="Bitwise, by hashes: how much is equal, and what not.")
     ] = False,
+    is_matrix: Annotated[
+        bool, typer.Option("--matrix", help="Several runs in one table, a row each.")
+    ] = False,
     require_coverage: CoverageOption = "0",
     is_all: Annotated[bool, typer.Option("--all", help="List every origin and note.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON on stdout, no text.")] = False,
 ) -> None:
     """Say where TEST first differs from REF: module, ranks, how much; exit 1 where it does."""
     import json
     import sys
 
-    from rankscope.cli.difftext import bitwise_json, bitwise_lines, difference_lines
+    from rankscope.cli.difftext import bitwise_json, bitwise_lines, difference_lines, matrix_lines
     from rankscope.cli.terminal import Paint, fitted, opened, progress, width
     from rankscope.diagnosis.comparison.alignment import PathMap
     from rankscope.diagnosis.comparison.bitwise import diff_bitwise
@@ -62,34 +69,50 @@ def command(
     from rankscope.diagnosis.report import report_json
     from rankscope.errors import SettingError
     from rankscope.layout.layoutfile import LayoutFile
-    from rankscope.record.finding import Verdict
+    from rankscope.record.finding import Report, Verdict
+    from rankscope.tree.views import Trace
 
     required = part_of(require_coverage)
-    paths = PathMap(rules or ()) if map_file is None else PathMap.load(map_file, rules or ())
     layouts = None if layout is None else LayoutFile.load(layout)
     if is_exact and noise is not None:
         raise SettingError("--exact compares hashes, --noise is about distances: give one of both")
-    traces = opened(ref), opened(test)
+    if len(tests) > 1 and not is_matrix:
+        raise SettingError(
+            f"{len(tests)} runs are to be held to {ref}", "give --matrix for a table"
+        )
+    reference, runs = opened(ref), [opened(test) for test in tests]
+    again = None if noise is None else opened(noise)
     paint = Paint(sys.stdout)
-    with progress() as say:
-        if is_exact:
-            exact = diff_bitwise(*traces, paths=paths, layouts=layouts, progress=say)
-            report, lines = exact.report, bitwise_lines(exact, paint)
-        else:
-            again = None if noise is None else opened(noise)
+
+    def compared(test: Trace) -> tuple[Report, Iterator[str], dict[str, Any]]:
+        paths = PathMap(rules or ()) if map_file is None else PathMap.load(map_file, rules or ())
+        with progress() as say:
+            if is_exact:
+                exact = diff_bitwise(reference, test, paths=paths, layouts=layouts, progress=say)
+                return exact.report, bitwise_lines(exact, paint), bitwise_json(exact)
             report = diff(
-                *traces, paths=paths, layouts=layouts, noise=again, tensors=tensors, progress=say
-            )
-            lines = difference_lines(*traces, report, paint, is_all=is_all)
+                reference, test, paths=paths, layouts=layouts, noise=again, tensors=tensors,
+                progress=say,
+            )  # fmt: skip
+        lines = difference_lines(reference, test, report, paint, is_all=is_all)
+        return report, lines, report_json(report)
+
+    found = [compared(test) for test in runs]
+    reports = [report for report, _, _ in found]
+    lines = found[0][1]
+    if is_matrix:
+        lines = matrix_lines(ref, [*zip(tests, reports)], paint)
     if as_json:
-        typer.echo(json.dumps(bitwise_json(exact) if is_exact else report_json(report)))
+        named = [{"run": str(test), **data} for test, (_, _, data) in zip(tests, found)]
+        typer.echo(json.dumps(named if is_matrix else found[0][2]))
     else:
         columns = width()
         for line in lines:
             for row in fitted(line, columns):
                 typer.echo(row)
-    if report.verdict is not Verdict.CLEAN:
+    if any(report.verdict is not Verdict.CLEAN for report in reports):
         raise typer.Exit(EXIT_FINDING)
+    report = min(reports, key=lambda each: each.coverage)
     if report.coverage < required:
         told = (
             f"{report.compared:,} of {report.recorded:,} values were compared "

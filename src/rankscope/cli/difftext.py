@@ -7,6 +7,7 @@ the first wrong place. Then which traces these were, all origins, and what could
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from rankscope.cli.checktext import (
@@ -20,11 +21,12 @@ from rankscope.cli.checktext import (
 from rankscope.cli.terminal import Paint
 from rankscope.diagnosis.comparison.bitwise import BitwiseReport
 from rankscope.diagnosis.report import report_json
-from rankscope.record.finding import Report, Severity
+from rankscope.record.finding import Report, Severity, Verdict
+from rankscope.record.ranklists import ranks_text
 from rankscope.tree.summary import counted, extent
 from rankscope.tree.views import Trace
 
-__all__ = ["bitwise_json", "bitwise_lines", "difference_lines"]
+__all__ = ["bitwise_json", "bitwise_lines", "difference_lines", "matrix_lines"]
 
 _MOST_REASONS = 3
 
@@ -116,3 +118,45 @@ def bitwise_json(found: BitwiseReport) -> dict[str, Any]:
     }
     counts = {"equal": found.equal, "equal_before": found.equal_before, "by_phase": phases}
     return {**report_json(found.report), "exact": counts}
+
+
+def matrix_lines(ref: Path, found: Sequence[tuple[Path, Report]], paint: Paint) -> Iterator[str]:
+    """Yield the table of `diff --matrix`: a row for each run."""
+    head = ("run", "verdict", "compared", "kind", "ranks", "first")
+    rows = [_matrix_row(path, report) for path, report in found]
+    widths = [max(map(len, column)) for column in zip(head, *rows)]
+    words = dict.fromkeys(report.verdict for _, report in found)
+    told = ", ".join(
+        f"{sum(report.verdict is word for _, report in found)} {word.value}" for word in words
+    )
+    yield f"{counted(len(found), 'run')} held to {ref}: {told}"
+    yield paint("dim", _padded(head, widths))
+    for row, (_, report) in zip(rows, found):
+        start, verdict = row[0].ljust(widths[0]), row[1].ljust(widths[1])
+        rest = _padded(row[2:], widths[2:])
+        yield f"{start}  {paint(STYLES[report.verdict], verdict)}  {rest}"
+
+
+def _padded(row: Sequence[str], widths: Sequence[int]) -> str:
+    return "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip()
+
+
+def _matrix_row(path: Path, report: Report) -> tuple[str, str, str, str, str, str]:
+    compared = f"{report.compared:,} of {report.recorded:,}"
+    if not report.origins:
+        why = report.lacks or ("-" if report.verdict is Verdict.CLEAN else "records are missing")
+        return str(path), report.verdict.value, compared, "-", "-", why
+    first = report.origins[0]
+    place = f"{first.path or '(root)'}{f':{first.slot}' if first.slot else ''}"
+    when = f"{first.phase.word} of {first.mode.word} step {first.step}"
+    more = len(report.origins) - 1
+    others = f" and {counted(more, 'more origin')}" if more else ""
+    ranks = ranks_text(first.ranks)
+    return (
+        str(path),
+        report.verdict.value,
+        compared,
+        first.kind.value,
+        ranks,
+        f"{place}, {when}{others}",
+    )
