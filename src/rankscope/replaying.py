@@ -26,7 +26,7 @@ from torch import nn
 
 from rankscope.agent.guard import attempt, text_of
 from rankscope.capture.pytree import is_tensor, walk
-from rankscope.diagnosis.comparison.stepdifferences import DEFAULTS
+from rankscope.diagnosis.comparison.tolerances import DEFAULTS
 from rankscope.errors import LayoutError, ReplayError, SelectionError
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.call import Mode, Phase

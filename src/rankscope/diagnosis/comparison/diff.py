@@ -30,7 +30,8 @@ from rankscope.diagnosis.comparison.preflight import (
     start_line,
     step_line,
 )
-from rankscope.diagnosis.comparison.stepdifferences import StepDifferences, Tolerances
+from rankscope.diagnosis.comparison.stepdifferences import StepDifferences
+from rankscope.diagnosis.comparison.tolerances import Tolerances
 from rankscope.diagnosis.comparison.tracesides import TraceSide
 from rankscope.diagnosis.stepview import StepView, sibling_path
 from rankscope.errors import SettingError

@@ -8,6 +8,7 @@ any factor s, the factor that fits best, and what it leaves (the residual).
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -17,7 +18,10 @@ from numpy.typing import NDArray
 from rankscope.diagnosis.comparison.datasamples import SampleMatch, StepSamples
 from rankscope.record.statistics import NONFINITE
 
-__all__ = ["CHI_SQUARE_RANGE", "TINY", "Batches", "Difference", "Measured", "Totals", "dots_of"]
+__all__ = [
+    "CHI_SQUARE_RANGE", "TINY", "Batches", "Difference", "Measured", "Totals", "are_alike",
+    "common_factor", "dots_of", "nearest_factor",
+]  # fmt: skip
 
 Array = NDArray[Any]
 Unit = tuple[int, int]
@@ -25,6 +29,9 @@ CHI_SQUARE_RANGE: Final = (0.68, 1.92)
 """A distance estimated from 8 projections times these is its 95 % range: the square of the estimate
 is distributed as chi-square with 8 degrees of freedom over 8."""
 TINY: Final = 1e-300
+_SHARE: Final = 0.8
+"""A factor is that of a phase where so many of its values have it."""
+_SAME_FACTOR: Final = 0.05
 _SAME_NUMBERS: Final = 1e-5
 """Relative difference of statistics that are those of the same elements in another order."""
 
@@ -212,3 +219,25 @@ def dots_of(a: Array, b: Array) -> Array:
     """Return <a, b>, |a|^2, |b|^2 over [n, K] sketches, mean over K."""
     found: Array = np.array([(a * b).sum(), (a * a).sum(), (b * b).sum()]) / a.shape[-1]
     return found
+
+
+def common_factor(factors: list[float], total: int) -> float | None:
+    """Return the factor that most of some values have; None where there is none."""
+    if not factors:
+        return None
+    middle = float(np.median(factors))
+    near = sum(1 for f in factors if abs(f - middle) <= _SAME_FACTOR * abs(middle))
+    return middle if middle and near >= _SHARE * total else None
+
+
+def are_alike(factors: Iterable[float]) -> bool:
+    """True where factors are about the same, or one of them is not above zero."""
+    found = list(factors)
+    return not found or min(found) <= 0 or max(found) <= (1 + _SAME_FACTOR) * min(found)
+
+
+def nearest_factor(factors: Iterable[float], among: Iterable[float]) -> float:
+    """Return which of some factors is the nearest to the middle of others, by ratio."""
+    logs = [math.log(factor) for factor in factors]
+    middle = (min(logs) + max(logs)) / 2
+    return min(among, key=lambda each: abs(math.log(each) - middle))

@@ -16,6 +16,7 @@ from rankscope.diagnosis.comparison.difference import (
     Measured,
 )
 from rankscope.diagnosis.comparison.origins import Origin
+from rankscope.diagnosis.comparison.stepdifferences import ComparedValue
 from rankscope.record.call import Phase
 from rankscope.record.finding import Finding, Kind, Severity
 from rankscope.record.ranklists import ranks_named
@@ -97,12 +98,12 @@ def finding_of(origin: Origin, degrees: Degrees) -> Finding:
     path = value.test_path
     if path != key.path:
         evidence["ref_path"] = key.path
+    slot = value.test_slot
+    ranks = origin.holder_ranks
     if origin.is_of_all:
         path, slot = "", ""
-        ranks = _all_ranks(origin)
-    else:
-        slot = value.test_slot
-        ranks = _all_ranks(origin) if difference is None else difference.ranks(origin.bad_parts)
+        alike = [v for v in origin.victims if v.key.phase is key.phase]
+        ranks = np.unique(np.concatenate([_holders(v) for v in (compared, *alike)]))
     if difference is not None and len(ranks) > 1 and len(difference.members) == 1:
         evidence["rank_resolution"] = "none"
     names = dict.fromkeys(
@@ -130,9 +131,8 @@ def finding_of(origin: Origin, degrees: Degrees) -> Finding:
     )
 
 
-def _all_ranks(origin: Origin) -> Array:
-    every = [np.asarray(v.ranks) for v in origin.compared.value.test.values()]
-    return np.unique(np.concatenate(every))
+def _holders(compared: ComparedValue) -> Array:
+    return np.unique(np.concatenate([np.asarray(v.ranks) for v in compared.value.test.values()]))
 
 
 def _micro_batch(origin: Origin) -> int:
@@ -170,6 +170,11 @@ def _advice(origin: Origin, kind: Kind) -> str:
         return f"{_GUILTY} {_ADVICE[Kind.DIVERGENCE].partition(': ')[2].capitalize()}"
     if kind is Kind.SCALE and phase is Phase.FORWARD:
         return f"{_ADVICE[kind]} A factor near 1 may come of a constant, such as a norm's eps."
+    if origin.is_blind:
+        return (
+            "Activations lie on ranks in a way that nothing describes: give --layout a file that "
+            "does when the run is traced, and what came before gradients is compared."
+        )
     if origin.is_of_all:
         return f"{_ADVICE[kind]} Compare the clipping of gradients too."
     return kind.advice or _ADVICE.get(kind, "") or phase.facts.unequal
@@ -201,6 +206,7 @@ def _described(origin: Origin, degrees: Degrees) -> _Described:
     evidence = _evidence(origin, difference)
     return (
         _from_outside(origin, evidence)
+        or _unexplained(origin, evidence)
         or _of_summands(origin, difference, evidence)
         or _scaled(origin, difference, degrees, evidence)
         or _off(origin, difference, evidence)
@@ -232,6 +238,15 @@ def _from_outside(origin: Origin, evidence: dict[str, Any]) -> _Described | None
     return None
 
 
+def _unexplained(origin: Origin, evidence: dict[str, Any]) -> _Described | None:
+    """Describe final gradients before which nothing could be compared; None for other values."""
+    if not origin.is_blind:
+        return None
+    many = counted(origin.alike + 1, "final gradient")
+    text = f"{many} differ, and nothing that they follow from could be compared"
+    return Kind.DIVERGENCE, text, evidence
+
+
 def _of_summands(
     origin: Origin, difference: Difference, evidence: dict[str, Any]
 ) -> _Described | None:
@@ -243,10 +258,15 @@ def _of_summands(
         f"every rank holds a value of its own, whose {word} is the reference's, and which is "
         f"used as it is, unreduced"
     )
-    if origin.alike:
-        text += f"; the same holds for {counted(origin.alike, 'other gradient')}"
+    text += _alike(origin)
     kind = Kind.GRADIENT if origin.compared.key.phase is Phase.GRADS else Kind.REPLICA
     return kind, text, evidence
+
+
+def _alike(origin: Origin) -> str:
+    if not origin.alike:
+        return ""
+    return f"; the same holds for {counted(origin.alike, 'other gradient')}"
 
 
 def _scaled(
@@ -256,10 +276,22 @@ def _scaled(
     compared = origin.compared
     if difference.has_other_nonfinite or difference.at_least is not None:
         return None
-    factor, rest = _factor(compared.scales, difference, origin.bad_parts)
+    factors, rest = _factors(compared.scales, difference, origin.bad_parts)
+    factor = float(np.median(factors))
+    if not np.isfinite(factors).all():
+        return None
+    if (abs(factors - factor) > 0.05 * abs(factor)).any():
+        if rest > 3 * compared.allowed or compared.key.phase is not Phase.BACKWARD:
+            return None
+        evidence["factors"] = [statistic(f) for f in (factors.min(), factors.max())]
+        text = (
+            f"{_noun(origin)} is {factors.min():.4g} to {factors.max():.4g} times the reference's, "
+            f"by another factor in each micro-batch or on each rank"
+        )
+        return Kind.SCALE, text, evidence
     is_scaled = rest <= max(3 * compared.allowed, _CLEARLY_SCALED * abs(factor - 1))
     is_factor = abs(factor - 1) > max(compared.allowed, _LEAST_FACTOR)
-    if not (math.isfinite(factor) and is_scaled and is_factor):
+    if not (is_scaled and is_factor):
         return None
     evidence["factor"] = statistic(factor)
     names = degrees.named(factor)
@@ -276,7 +308,7 @@ def _scaled(
             f"activations have no such factor"
         )
     else:
-        text = f"{_noun(origin)} is {factor:.4g} times the reference's{like}"
+        text = f"{_noun(origin)} is {factor:.4g} times the reference's{like}{_alike(origin)}"
     return Kind.SCALE, text, evidence
 
 
@@ -324,16 +356,12 @@ def _noun(origin: Origin) -> str:
     return "its update" if origin.compared.is_update else "the value"
 
 
-def _factor(scales: Array | float, difference: Difference, bad: Array) -> tuple[float, float]:
-    """Return the factor beyond the legal one that the wrong parts have in common, and what it
-    leaves."""
+def _factors(scales: Array | float, difference: Difference, bad: Array) -> tuple[Array, float]:
+    """Return the factors beyond the legal ones that the wrong parts have, and the most that one of
+    them leaves."""
     fits = difference.fits()[bad]
     legal = np.broadcast_to(np.asarray(scales, np.float64), (len(bad),))[bad]
-    factors = fits[:, 0] / legal
-    middle = float(np.median(factors))
-    if not np.isfinite(factors).all() or (abs(factors - middle) > 0.05 * abs(middle)).any():
-        return math.nan, math.inf
-    return middle, float(fits[:, 1].max())
+    return fits[:, 0] / legal, float(fits[:, 1].max())
 
 
 def _evidence(origin: Origin, difference: Difference) -> dict[str, Any]:

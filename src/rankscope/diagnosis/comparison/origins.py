@@ -15,7 +15,6 @@ Where nothing of the givers is known, everything that was computed before stands
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -23,11 +22,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.diagnosis.comparison.difference import CHI_SQUARE_RANGE
+from rankscope.diagnosis.comparison.pendingvalues import PendingValues
 from rankscope.diagnosis.comparison.stepdifferences import (
     ComparedValue,
     StepDifferences,
-    Tolerances,
 )
+from rankscope.diagnosis.comparison.tolerances import Tolerances
 from rankscope.diagnosis.stepview import CallView
 from rankscope.record.call import Mode, Phase
 
@@ -45,6 +45,8 @@ _FLIPPED: Final = 20.0
 two of them are nearly equal."""
 _FEW_FLIPS: Final = 2.0
 """Choices that may flip however small the error is."""
+_SAME_FACTOR: Final = 0.02
+"""Factors that are no further apart are one."""
 _RANDOM_CLASSES: Final = ("dropout", "droppath", "stochasticdepth")
 """In the class names of modules that draw random numbers while a model trains."""
 
@@ -68,8 +70,12 @@ class Origin:
     """True where its call was given what the reference's was, to the bit."""
     alike: int = 0
     """Further gradients of which the same is to be said."""
+    holders: list[Array] = field(default_factory=list)
+    """Ranks that hold their wrong parts, one array for each."""
     is_of_all: bool = False
     """True where it stands for all values of its phase, which share one factor."""
+    is_blind: bool = False
+    """True where it stands for final gradients before which nothing could be compared."""
     victims: list[ComparedValue] = field(default_factory=list)
 
     @property
@@ -84,6 +90,15 @@ class Origin:
             return np.ones(len(self.compared.errors), bool)
         parts: Array = self.compared.errors > self.compared.allowed
         return parts if parts.any() else np.ones(len(parts), bool)
+
+    @property
+    def holder_ranks(self) -> Array:
+        """Ranks that hold the wrong parts, sorted."""
+        difference = self.compared.difference
+        if difference is None:
+            every = [np.asarray(v.ranks) for v in self.compared.value.test.values()]
+            return np.unique(np.concatenate(every))
+        return np.unique(np.concatenate([difference.ranks(self.bad_parts), *self.holders]))
 
 
 @dataclass(slots=True, eq=False)
@@ -125,19 +140,25 @@ class OriginSearch:
         """Judge the values of one step, in the order in which they were computed."""
         self._mode, self._step = mode, step
         flow = _Flow(self._owned)
-        pending = _Pending(found.compared)
+        pending = PendingValues(found.compared)
         of_all: dict[Phase, Origin] = {}
+        blind = _blind_gradients(found)
         for index, each in enumerate(found.compared):
             if each.is_missing:
                 self._missing(each, flow)
             if each.difference is None:
                 continue
             if each.difference.partial:
-                pending.summands(each)
+                behind = flow.givers(each).origin
+                if behind is None or each.error <= each.allowed:
+                    pending.summands(each)
+                else:  # their sum is no more than near the reference's, behind what is wrong
+                    flow.add(each, self._judge(each, flow.givers(each)))
                 continue
-            if pending.is_counted_elsewhere(index):
+            if pending.is_counted_elsewhere(index) or pending.is_due_to_another(index):
                 continue
             is_all = each.key.phase is Phase.GRADS and found.is_scaled_at_the_end
+            is_all |= each.key.phase is Phase.GRADS and blind > 0
             is_all |= each.key.phase is Phase.PARAMS and found.update_scale != 1.0
             first = of_all.get(each.key.phase)
             if is_all and first is not None and each.error > each.allowed:
@@ -145,13 +166,21 @@ class OriginSearch:
                 flow.add(each, _State(each.error, first, True))
                 continue
             before = len(self.origins)
-            state = self._judge(each, flow.givers(each))
+            earlier = pending.earlier_than(each)
+            givers = flow.givers(each)
+            if earlier is not None:  # what is wrong there is what follows from its own givers
+                givers.take(_State(0.0, flow.givers(earlier).origin, True))
+            if pending.is_left_unreduced(each) and givers.origin is None:
+                state = _State(each.error, self._new(each, givers.error), True)
+            else:
+                state = self._judge(each, givers)
             if len(self.origins) > before:
                 origin = self.origins[-1]
-                earlier = pending.earlier_than(each)
                 if is_all and earlier is None:
                     of_all[each.key.phase], origin.is_of_all = origin, True
-                origin.is_random = _is_random(each, mode)
+                    origin.is_blind = blind > 0 and each.key.phase is Phase.GRADS
+                    origin.alike = blind - 1 if origin.is_blind else 0
+                origin.is_random = _is_random(each, mode) and not flow.passes_on(each)
                 origin.is_choice = _is_choice(each, origin.inherited) or _is_flipped(origin)
                 origin.is_of_batch = _is_of_batch(each, mode, found)
                 if earlier is not None:
@@ -176,9 +205,13 @@ class OriginSearch:
         new = self.origins[before]
         for old in self.origins[:before]:
             is_again = old.step != new.step and old.compared.key == new.compared.key
-            is_alike = old.step == new.step and _is_unreduced(old) and _is_unreduced(new)
+            is_alike = old.step == new.step and (
+                (_is_unreduced(old) and _is_unreduced(new)) or _has_factor_of(new, old)
+            )
             if is_again or is_alike:
                 old.alike += is_alike
+                if is_alike:
+                    old.holders.append(new.holder_ranks)
                 old.victims += [new.compared, *new.victims]
                 del self.origins[before]
                 return old
@@ -228,6 +261,18 @@ def _is_isolated(each: ComparedValue, found: StepDifferences) -> bool:
     )
 
 
+def _blind_gradients(found: StepDifferences) -> int:
+    """Return how many final gradients are wrong on all ranks, by no factor that they share, where
+    these are most and nothing is known of their modules: no one of them tells where that began.
+    Else 0."""
+    compared = [c for c in found.compared if c.difference is not None]
+    seen = {c.key.path for c in compared if c.key.phase.facts.is_activation}
+    gradients = [c for c in compared if c.key.phase is Phase.GRADS]
+    wrong = [c for c in gradients if c.key.path not in seen and (c.errors > c.allowed).all()]
+    is_most = len(wrong) > 1 and len(gradients) < 2 * len(wrong)
+    return len(wrong) if is_most and not found.is_scaled_at_the_end else 0
+
+
 def _is_random(each: ComparedValue, mode: Mode) -> bool:
     name = each.value.call.node.class_name.lower()
     is_output = not each.value.is_input and each.key.phase.facts.is_activation
@@ -255,6 +300,22 @@ def _is_unreduced(origin: Origin) -> bool:
     return is_gradient and difference is not None and bool(difference.partial)
 
 
+def _has_factor_of(new: Origin, old: Origin) -> bool:
+    """True where both are gradients that lack nothing but the same factor."""
+    factors = []
+    for origin in (new, old):
+        compared, difference = origin.compared, origin.compared.difference
+        if compared.key.phase is not Phase.GRADS or difference is None or difference.partial:
+            return False
+        if difference.at_least is not None or not origin.bad_parts.all():
+            return False
+        factor, rest = difference.fit()
+        if not rest <= 3 * compared.allowed:
+            return False
+        factors.append(factor)
+    return abs(factors[0] / factors[1] - 1) <= _SAME_FACTOR
+
+
 def _is_choice(each: ComparedValue, inherited: float) -> bool:
     """True for a part of what a call with experts computes: what its router was given is not
     exactly the reference's, so a token between two experts may take the other one."""
@@ -276,65 +337,6 @@ def _is_flipped(origin: Origin) -> bool:
     return fewest <= _FEW_FLIPS + _FLIPPED * origin.inherited * difference.ref.count
 
 
-class _Pending:
-    """Values that are no fault by themselves, but would explain one behind them.
-
-    * Summands: what each rank holds differs and makes the reference's value together. A right
-      program reduces it before it is used.
-    * Gradients that one side counts at another tensor: `grad_input` is the total of one tensor. A
-      module that was handed a copy (a DTensor made of a plain tensor) has its own share alone. What
-      is computed from the total next is right then.
-    """
-
-    def __init__(self, compared: Sequence[ComparedValue]) -> None:
-        self._next: dict[int, ComparedValue] = {}
-        """Of gradients of inputs: the next gradient of an output that is known."""
-        following: ComparedValue | None = None
-        for index in range(len(compared) - 1, -1, -1):
-            each = compared[index]
-            if each.key.phase is not Phase.BACKWARD or each.difference is None:
-                continue
-            if each.value.is_input:
-                following = each
-            elif following is not None:
-                self._next[index] = following
-        self._compared = compared
-        self._summands: ComparedValue | None = None
-        self._gradients: dict[tuple[str, str], ComparedValue] = {}
-        self._elsewhere: list[ComparedValue] = []
-
-    def summands(self, each: ComparedValue) -> None:
-        """Take a value that ranks hold as summands."""
-        if each.key.phase is Phase.GRADS:
-            self._gradients[each.key.path, each.key.slot.partition(":")[2]] = each
-        else:
-            self._summands = self._summands or each
-
-    def is_counted_elsewhere(self, index: int) -> bool:
-        """True for a wrong gradient of an input where what is computed next is right."""
-        each, following = self._compared[index], self._next.get(index)
-        if following is None or each.error <= each.allowed or following.error > following.allowed:
-            return False
-        self._elsewhere.append(each)
-        return True
-
-    def earlier_than(self, each: ComparedValue) -> ComparedValue | None:
-        """Return the value that explains a new origin, None where there is none."""
-        if each.key.phase is Phase.PARAMS:
-            return self._gradients.get((each.key.path, each.key.slot.partition(":")[2]))
-        if not each.value.is_input:
-            return None
-        if each.key.phase is Phase.BACKWARD:
-            alike = (e for e in self._elsewhere if abs(e.error - each.error) <= 1e-3 * each.error)
-            return next(alike, None) or self._summands
-        return self._summands
-
-    def passed(self, each: ComparedValue) -> None:
-        """Forget summands once something behind them is right."""
-        if each.error <= each.allowed and not each.value.is_input:
-            self._summands = None
-
-
 class _Flow:
     """What is known of the values of a step so far, by call and by module."""
 
@@ -342,6 +344,8 @@ class _Flow:
         self._owned = owned
         self._so_far: defaultdict[Phase, _State] = defaultdict(_State)
         self._inputs: defaultdict[CallView, _State] = defaultdict(_State)
+        self._handed: dict[CallView, ComparedValue] = {}
+        """The first input of each call."""
         self._inside: defaultdict[CallView, _State] = defaultdict(_State)
         """Of the calls that a call makes."""
         self._at: defaultdict[tuple[Phase, str], _State] = defaultdict(_State)
@@ -349,6 +353,10 @@ class _Flow:
         self._gradients: dict[tuple[str, str], _State] = {}
         self.data = _State()
         """Of the samples of the step, where they are not the reference's."""
+        spoiled = (state for state in owned.values() if state.origin is not None)
+        self._spoiled = next(spoiled, _State())
+        """Of parameters that were wrong when the step began: they may reach any value that stands
+        behind unknown ones."""
         self.stepped: defaultdict[str, _State] = defaultdict(_State)
         """By path of the module: its parameters after the step."""
 
@@ -368,6 +376,7 @@ class _Flow:
             if not found.is_known:
                 found.take(self._so_far[Phase.FORWARD])
                 found.take(self._so_far[Phase.BACKWARD])
+                found.origin = found.origin or self._spoiled.origin
             found.take(self._owned[key.path])
             return found
         if key.phase is Phase.BACKWARD:
@@ -376,6 +385,8 @@ class _Flow:
             found.take(self._so_far[key.phase])
             if key.phase is Phase.BACKWARD:
                 found.take(self._so_far[Phase.FORWARD])
+            if key.path:
+                found.origin = found.origin or self._spoiled.origin
             return found
         inputs, inside = self._inputs[call], self._inside[call]
         found.take(inputs)
@@ -383,7 +394,17 @@ class _Flow:
         found.take(self._owned[key.path])
         if not inputs.is_known and not inside.is_known:
             found.take(self._so_far[key.phase])
+            found.origin = found.origin or self._spoiled.origin
         return found
+
+    def passes_on(self, each: ComparedValue) -> bool:
+        """True where a call hands out what it was given, in one of both runs and not in the other:
+        random numbers are drawn in that one alone."""
+        given = self._handed.get(each.value.call)
+        if given is None or given.difference is None or each.difference is None:
+            return False
+        made, handed = each.difference, given.difference
+        return (made.ref == handed.ref) != (made.test == handed.test)
 
     def add(self, each: ComparedValue, state: _State) -> None:
         """Take what was found of a value."""
@@ -399,6 +420,7 @@ class _Flow:
             self._at[key.phase, key.path].take(state)
         if each.value.is_input:
             self._inputs[call].take(state)
+            self._handed.setdefault(call, each)
         around = call.parent
         while around is not None:
             self._inside[around].take(state)

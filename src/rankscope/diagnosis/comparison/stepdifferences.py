@@ -19,29 +19,23 @@ from numpy.typing import NDArray
 from rankscope.diagnosis.comparison.alignment import AlignedStep, AlignedValue, SlotKey
 from rankscope.diagnosis.comparison.batchedvalues import compare_batched
 from rankscope.diagnosis.comparison.commonvalues import compare_common
-from rankscope.diagnosis.comparison.difference import Batches, Difference, Measured
+from rankscope.diagnosis.comparison.difference import (
+    Batches,
+    Difference,
+    Measured,
+    are_alike,
+    common_factor,
+    nearest_factor,
+)
 from rankscope.diagnosis.comparison.fulltensors import FullTensors
+from rankscope.diagnosis.comparison.tolerances import Tolerances
 from rankscope.diagnosis.comparison.wholevalues import Wholes, WholeValues
 from rankscope.diagnosis.distances import rounding_of
 from rankscope.record.call import Phase
 
-__all__ = ["DEFAULTS", "ComparedValue", "StepDifferences", "Tolerances"]
+__all__ = ["ComparedValue", "StepDifferences"]
 
 Array = NDArray[Any]
-DEFAULTS: Final = {
-    "float64": (1e-10, 1e-9),
-    "float32": (5e-6, 5e-5),
-    "float16": (4e-3, 2e-2),
-    "bfloat16": (2.4e-2, 8e-2),
-    "complex64": (5e-6, 5e-5),
-    "complex128": (1e-10, 1e-9),
-}
-"""Relative L2 distance by which a value of forward and a gradient may be off, by dtype: what
-kernels that add in another order leave over some layers. Integers have none."""
-_RESOLUTION: Final = 1e-6
-"""Relative distance below which sketches tell nothing: their factors and samples are float32."""
-_SHARE: Final = 0.8
-"""A factor is that of a phase where so many of its values have it."""
 _NEAR_SCALED: Final = 0.5
 """Gradients of the loss whose factor leaves no more than this still tell it, though the values that
 they follow from are off."""
@@ -54,66 +48,8 @@ _OF_OUTPUT: Final = 0.5
 """So many times the norm of the gradient of its module's outputs is the least norm that the
 gradient of a vector (a bias, the weights of a norm) is measured by: it is a sum of those over all
 samples, and their rounding is what is left of it where they cancel."""
-_UPDATE_SPREAD: Final = 3.0
-_COARSE: Final = 1e-4
-"""Roundings above it are those of half precision, which no run repeats exactly."""
-_NOISES: Final = 4.0
-"""A value may be off by so many times its measured noise."""
 _NO_FACTOR: Final = 1e-3
 """A factor that is so near 1 is none, however exact the dtype."""
-
-
-class Tolerances:
-    """How far the values of a step may be off by rounding alone."""
-
-    resolution: Final = _RESOLUTION
-
-    def __init__(
-        self, values: Iterable[AlignedValue], noise: Mapping[SlotKey, float] | None = None
-    ) -> None:
-        """Find the coarsest dtype that activations have: under autocast it rounds what stays in
-        another one too.
-
-        Args:
-            values: of the step.
-            noise: relative distance of each value between two runs of the reference.
-        """
-        self._noise = noise or {}
-        activations = [v for v in values if v.key.phase.facts.is_activation]
-        known = [DEFAULTS[d] for v in activations for d in v.dtypes if d in DEFAULTS]
-        self._coarsest = max(known, default=(0.0, 0.0))
-
-    def of(self, value: AlignedValue) -> float:
-        """Return the relative L2 distance that the coarser of both dtypes explains."""
-        dtypes = value.dtypes
-        measured = self.noise_of(value)
-        if measured is not None:
-            return measured
-        is_gradient = value.key.phase in (Phase.BACKWARD, Phase.GRADS)
-        if value.key.phase is Phase.SETUP:
-            cast = max(map(rounding_of, dtypes)) if len(dtypes) > 1 else 0.0
-            return max(cast, _RESOLUTION)
-        if dtypes.isdisjoint(DEFAULTS):
-            return _RESOLUTION
-        return max(self._by_rounding(value)[is_gradient], _RESOLUTION)
-
-    def noise_of(self, value: AlignedValue) -> float | None:
-        """Return the distance that measured noise explains, None where none was measured: at
-        least half a rounding of its dtype."""
-        found = self._noise.get(value.key)
-        if found is None or not math.isfinite(found) or value.key.phase is Phase.SETUP:
-            return None
-        rounding = max(map(rounding_of, value.dtypes)) / 2 if len(value.dtypes) == 1 else 0.0
-        coarse = rounding if rounding > _COARSE else 0.0
-        return max(_NOISES * found, coarse, _RESOLUTION)
-
-    def of_update(self, value: AlignedValue, gradient_error: float) -> float:
-        """Return the same for what an optimizer adds: where it takes the sign of a gradient, the
-        square root of the gradient's error is that of the update."""
-        return _UPDATE_SPREAD * math.sqrt(max(self._by_rounding(value)[1], gradient_error))
-
-    def _by_rounding(self, value: AlignedValue) -> tuple[float, float]:
-        return max((*(DEFAULTS[d] for d in value.dtypes if d in DEFAULTS), self._coarsest))
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -196,7 +132,7 @@ class StepDifferences:
         """A factor that is so near 1 is none."""
         self.gradient_scale = self._scale_of_gradients()
         """Factor that all final gradients have in common, 1.0 for none."""
-        self.unit_scales = self._scales_of_backward()
+        self.unit_scales = self._held_alike(self._scales_of_backward())
         """{(micro-batch, place): factor of all gradients of activations}."""
         self._measure()
         factor = self._scale_of_updates()
@@ -299,7 +235,7 @@ class StepDifferences:
         rounding = max(map(rounding_of, compared.value.dtypes))
         norm = float(np.sqrt(dots[0, 1]))
         # what the parameter's own rounding and that of its sketch leave of a small update
-        unsure = (rounding + _RESOLUTION) * difference.ref.l2
+        unsure = (rounding + Tolerances.resolution) * difference.ref.l2
         difference.dots, difference.norms, difference.squares = dots, np.array([norm]), None
         difference.is_exact = np.zeros(1, bool)
         difference.measured = Measured.SKETCHES
@@ -324,7 +260,7 @@ class StepDifferences:
             factor, rest = difference.fit()
             if rest <= 3 * compared.allowed:
                 found.append(factor)
-        return self._plain(_common(found, total) or 1.0)
+        return self._plain(common_factor(found, total) or 1.0)
 
     def _scales_of_backward(self) -> dict[tuple[int, int], float]:
         found: dict[tuple[int, int], list[float]] = {}
@@ -336,9 +272,18 @@ class StepDifferences:
                 totals[unit] += 1
                 if rest <= 3 * compared.allowed:
                     found.setdefault(unit, []).append(factor)
-        scales = {unit: _common(own, totals[unit]) for unit, own in found.items()}
+        scales = {unit: common_factor(own, totals[unit]) for unit, own in found.items()}
         known = {unit: scale for unit, scale in scales.items() if scale}
         return {**self._plainly_scaled(), **known}
+
+    def _held_alike(self, scales: dict[tuple[int, int], float]) -> dict[tuple[int, int], float]:
+        """Return the factors of units, or one for all of them where they differ and most final
+        gradients are wrong: then units weigh otherwise than in the reference."""
+        own = self._of(Phase.GRADS)
+        off = [1 for c, d in own if d.errors(self.gradient_scale).max(initial=0.0) > 3 * c.allowed]
+        if 2 * len(off) <= len(own) or are_alike(scales.values()):
+            return scales
+        return dict.fromkeys(scales, nearest_factor(scales.values(), self._plain_factors()))
 
     def _plainly_scaled(self) -> dict[tuple[int, int], float]:
         """Return the factors that ranks and micro-batches explain, of units whose first gradient
@@ -470,7 +415,7 @@ class StepDifferences:
             total += 1
             if rest <= max(compared.allowed, _NEAR_SCALED_UPDATE):
                 found.append(factor)
-        return (_common(found, total) or 1.0) if total > 1 else 1.0
+        return (common_factor(found, total) or 1.0) if total > 1 else 1.0
 
     def _least_gradient(self) -> float:
         """Return the size of elements below which a gradient is as good as zero."""
@@ -484,12 +429,3 @@ class StepDifferences:
 
 def _norm_of(wholes: Iterable[Wholes]) -> float:
     return float(np.sqrt(sum(float((each.rows["l2"] ** 2).sum()) for each in wholes)))
-
-
-def _common(factors: list[float], total: int) -> float | None:
-    """Return the factor that most of some values have; None where there is none."""
-    if not factors:
-        return None
-    middle = float(np.median(factors))
-    near = sum(1 for f in factors if abs(f - middle) <= 0.05 * abs(middle))
-    return middle if middle and near >= _SHARE * total else None
