@@ -54,8 +54,9 @@ SHARED = "shared"
 """Stands for an address where the relay writes into the trace folder itself."""
 _STREAM_NAME = re.compile(r"rank(\d{5,8})\.(\d{1,5})")
 _TRIES = 5
-_ASKED_S = 0.2
-"""Whoever asks whether a lock is held takes it for an instant: that is no holder."""
+_ASKED_S = 2.0
+"""Whoever asks whether a lock is held takes it for an instant, longer on a host that is short of
+processors: that is no holder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
