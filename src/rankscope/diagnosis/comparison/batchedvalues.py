@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,7 @@ from rankscope.diagnosis.comparison.commonvalues import (
 )
 from rankscope.diagnosis.comparison.datasamples import StepSamples
 from rankscope.diagnosis.comparison.difference import (
+    TINY,
     Batches,
     Difference,
     Measured,
@@ -31,6 +32,8 @@ __all__ = ["compare_batched"]
 
 Array = NDArray[Any]
 Unit = tuple[int, int]
+_REDUCED_SLACK: Final = 3.0
+"""An average over units may be so many times further off than one value."""
 
 
 class _Units:
@@ -105,6 +108,10 @@ def compare_batched(
     if common is not None and (common.errors() <= allowed).all():
         return common  # a table of positions may have as many rows as there are samples
     spans = _Spans(batches.ref), _Spans(batches.test)
+    if common is not None and not is_gradient:
+        reduced = _reduced_over_units(ours, theirs, spans, common, allowed)
+        if reduced is not None:
+            return reduced
     per_sample = spans[0].per_sample(counts)
     if per_sample is not None:
         left = theirs.only(spans[1].counts(theirs.by_unit, per_sample))
@@ -178,9 +185,10 @@ def _sample_by_sample(
     allowed: float,
 ) -> Difference | str:
     mine = _sample_matrix(ours, spans[0], batches.ref.total)
+    kept = [wholes.samples[i] for wholes, among in left.by_unit.values() for i in among]
     if mine is None or not all(
-        wholes.samples[i] is not None for wholes, among in left.by_unit.values() for i in among
-    ):
+        own is not None and np.isfinite(own).all() for own in (mine, *kept)
+    ):  # a mask of the least number that a dtype has is too large to sketch
         return _by_statistics(ours, left, batches)
     rows_of_each = mine.shape[1]
     at_once = _all_samples_at_once(ours, left, batches, spans[1], mine)
@@ -307,6 +315,56 @@ def _if_without_samples(
     if len(left.by_unit) != len(theirs.by_unit):
         return None
     return _without_samples(ours, left, allowed, is_gradient=is_gradient)
+
+
+def _reduced_over_units(
+    ours: _Units,
+    theirs: _Units,
+    spans: tuple[_Spans, _Spans],
+    common: Difference,
+    allowed: float,
+) -> Difference | None:
+    """Compare what is made of all samples of a batch, such as a loss, where runs split that batch
+    unlike: the average over samples, or the sum over units, may be the reference's.
+
+    Returns:
+        The difference of the average or the sum; `common` with `is_of_local_batch` where neither is
+        the reference's; None where every unit holds the same, or units lack samples.
+    """
+    ref, test = _weighted(ours, spans[0]), _weighted(theirs, spans[1])
+    if ref is None or test is None:
+        return None
+    (mine, ref_weights), (held, test_weights) = ref, test
+    if len(mine) == len(held) == 1 or (_are_equal(mine, allowed) and _are_equal(held, allowed)):
+        return None
+    for weights in ((ref_weights, test_weights), (np.ones(len(mine)), np.ones(len(held)))):
+        a, b = (np.tensordot(w, rows, 1) for w, rows in zip(weights, (mine, held)))
+        parts = Parts(Measured.SKETCHES)
+        members = [w.members[i] for w, among in theirs.by_unit.values() for i in among]
+        parts.put(dots_of(a, b), math.nan, np.unique(np.concatenate(members)), (0, EVERY_PLACE))
+        found = parts.finished(ours.first_rows()[:1], theirs.first_rows()[:1])
+        if (found.errors() <= _REDUCED_SLACK * allowed).all():
+            return found
+    common.is_of_local_batch = True
+    return common
+
+
+def _weighted(units: _Units, spans: _Spans) -> tuple[Array, Array] | None:
+    """Return [u, K] sketches of what units hold and the part of the samples that each has; None
+    where a unit's value is not one, or its samples are not known."""
+    rows, sizes = [], []
+    for unit, (wholes, among) in units.by_unit.items():
+        span = spans.of(unit)
+        if len(among) != 1 or span is None or not np.isfinite(wholes.sketches[among[0]]).all():
+            return None
+        rows.append(wholes.sketches[among[0]])
+        sizes.append(span[1])
+    return (np.array(rows), np.array(sizes) / sum(sizes)) if sum(sizes) else None
+
+
+def _are_equal(rows: Array, allowed: float) -> bool:
+    apart = np.sqrt(np.mean((rows - rows[0]) ** 2, axis=1)).max()
+    return bool(apart <= allowed * max(float(np.sqrt(np.mean(rows[0] ** 2))), TINY))
 
 
 def _is_cut_in_an_unknown_way(theirs: _Units, common: Difference, allowed: float) -> bool:

@@ -118,6 +118,9 @@ class Difference:
     ref_rows: list[Array | None] = field(default_factory=list)
     """[p] digests of the reference's parts, None where only all parts together are known."""
     test_rows: list[Array | None] = field(default_factory=list)
+    is_of_local_batch: bool = False
+    """True where units hold a value made of all their samples (a loss, a balance of experts), which
+    neither its average nor its sum makes the reference's: those split the batch in another way."""
     others: Array = field(default_factory=lambda: np.zeros(0, np.int64))
     """Ranks whose values could not be held to the reference."""
 

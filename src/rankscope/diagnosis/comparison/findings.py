@@ -228,7 +228,11 @@ def _from_outside(origin: Origin, evidence: dict[str, Any]) -> _Described | None
             return Kind.DIVERGENCE, missing, evidence
         return Kind.DIVERGENCE, f"{unknown} samples are not in the reference", evidence
     if origin.is_of_batch:
-        text = "has statistics of its local batch, which the reference splits in another way"
+        difference = compared.difference
+        what = "has statistics"
+        if difference is not None and difference.is_of_local_batch:
+            what = "is made of all samples"
+        text = f"{what} of its local batch, which the reference splits in another way"
         return Kind.DIVERGENCE, text, evidence
     if origin.is_choice and compared.value.is_discrete:
         return Kind.DIVERGENCE, f"{_flips(origin, evidence)}, as rounding can flip them", evidence

@@ -148,6 +148,8 @@ class OriginSearch:
                 self._missing(each, flow)
             if each.difference is None:
                 continue
+            if each.difference.is_of_local_batch and not found.weighs_alike:
+                continue  # gradients tell it better: the batches weigh unlike
             if each.difference.partial:
                 behind = flow.givers(each).origin
                 if behind is None or each.error <= each.allowed:
@@ -190,6 +192,8 @@ class OriginSearch:
             flow.add(each, state)
             if any(each.other_samples):
                 flow.data.take(state)
+            if each.difference.is_of_local_batch:
+                flow.of_batch.take(state)
             pending.passed(each)
         for path, state in flow.stepped.items():
             self._owned[path] = state
@@ -280,7 +284,10 @@ def _is_random(each: ComparedValue, mode: Mode) -> bool:
 
 
 def _is_of_batch(each: ComparedValue, mode: Mode, found: StepDifferences) -> bool:
-    """True for what a module makes that normalizes over its batch, where runs split it unlike."""
+    """True for what a module makes that normalizes over its batch, and for a value made of a whole
+    batch, where runs split that unlike."""
+    if each.difference is not None and each.difference.is_of_local_batch:
+        return True
     if mode is not Mode.TRAIN or each.value.is_input or each.key.phase is not Phase.FORWARD:
         return False
     names = {
@@ -351,6 +358,8 @@ class _Flow:
         self._at: defaultdict[tuple[Phase, str], _State] = defaultdict(_State)
         """By phase and path of the module."""
         self._gradients: dict[tuple[str, str], _State] = {}
+        self.of_batch = _State()
+        """Of values made of a whole batch: gradients of any tensor may come from them."""
         self.data = _State()
         """Of the samples of the step, where they are not the reference's."""
         spoiled = (state for state in owned.values() if state.origin is not None)
@@ -380,6 +389,7 @@ class _Flow:
             found.take(self._owned[key.path])
             return found
         if key.phase is Phase.BACKWARD:
+            found.take(self.of_batch)
             found.take(self._at[Phase.FORWARD, key.path])
         if each.value.is_input:
             found.take(self._so_far[key.phase])

@@ -132,7 +132,10 @@ class StepDifferences:
         """A factor that is so near 1 is none."""
         self.gradient_scale = self._scale_of_gradients()
         """Factor that all final gradients have in common, 1.0 for none."""
-        self.unit_scales = self._held_alike(self._scales_of_backward())
+        scales = self._scales_of_backward()
+        self.weighs_alike = are_alike(scales.values())
+        """True where micro-batches and data-parallel ranks weigh as they do in the reference."""
+        self.unit_scales = self._held_alike(scales)
         """{(micro-batch, place): factor of all gradients of activations}."""
         self._measure()
         factor = self._scale_of_updates()

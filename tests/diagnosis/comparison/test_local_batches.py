@@ -1,0 +1,125 @@
+"""Values that are made of all samples of a batch, in runs that split that batch in another way."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import rankscope
+from rankscope.diagnosis.comparison.diff import diff
+from tests.diagnosis.traced import traced
+from tests.distributed.pool import RankPool
+
+SAMPLES, WIDTH, CLASSES = 8, 16, 10
+
+
+class Model(nn.Module):
+    """Computes its own loss, as models of transformers do; `balance` adds one that is no mean."""
+
+    def __init__(self, *, reduction: str, has_balance: bool, has_mask: bool) -> None:
+        super().__init__()
+        self.fc, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+        self.attend = Attend()
+        self.loss = nn.CrossEntropyLoss(reduction=reduction)
+        self._has_balance, self._has_mask = has_balance, has_mask
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        x = self.fc(x)
+        if self._has_mask:
+            mask = torch.zeros(len(x), 4, 4).masked_fill(
+                torch.ones(4, 4).triu(1).bool(), torch.finfo(x.dtype).min
+            )
+            x = self.attend(x, mask)
+        logits = self.head(x)
+        made = {"loss": self.loss(logits, labels), "logits": logits}
+        if self._has_balance:
+            used = logits.softmax(-1).mean(0)
+            made["balance"] = CLASSES * (used * used.detach()).sum()
+            made["loss"] = made["loss"] + made["balance"]
+        return made
+
+
+class Attend(nn.Module):
+    """Adds a mask of the least number that the dtype has."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        scores = x.reshape(len(x), 4, -1) @ x.reshape(len(x), 4, -1).transpose(1, 2) + mask
+        return (scores.softmax(-1) @ x.reshape(len(x), 4, -1)).reshape(x.shape)
+
+
+def job(ranks: int, how: dict[str, object], is_uneven: bool, out: str) -> None:
+    """Train two steps on a part of the batch, or in one process on all of it."""
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    model = Model(
+        reduction=str(how.get("reduction", "mean")),
+        has_balance=bool(how.get("balance")),
+        has_mask=bool(how.get("mask")),
+    )
+    own = slice(0, SAMPLES)
+    if ranks > 1:
+        rank, size = dist.get_rank(), SAMPLES // ranks
+        own = slice(rank * size, (rank + 1) * size)
+    trained: nn.Module = DDP(model) if ranks > 1 else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with rankscope.trace(out=out, steps="all"):
+        for step in range(2):
+            source = torch.Generator().manual_seed(step)
+            x = torch.randn(SAMPLES, WIDTH, generator=source)
+            labels = torch.randint(CLASSES, (SAMPLES,), generator=source)
+            if is_uneven:  # the second half has few samples that count
+                labels[SAMPLES // 2 + 1 :] = -100
+            trained(x[own], labels[own])["loss"].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def runs(
+    pool: RankPool, folder: Path, *, is_uneven: bool = False, **how: object
+) -> tuple[Path, Path]:
+    """Return the trace of one process and that of two ranks."""
+    alone = folder / "alone" / "trace"
+    pool.run(job, 1, how, is_uneven, str(alone), world_size=1)
+    return alone, traced(pool, job, 2, how, is_uneven, folder=folder / "two", world=2)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_loss_over_a_part_of_the_batch_is_none_where_all_parts_make_the_references(
+    ranks: RankPool, tmp_path: Path, reduction: str
+) -> None:
+    report = diff(*runs(ranks, tmp_path, reduction=reduction))
+    assert [f.message for f in report.findings if f.phase.word == "forward"] == []
+    if reduction == "mean":
+        assert report.verdict.value == "clean" and report.compared == report.recorded
+
+
+def test_a_mask_of_the_least_number_is_compared_by_its_statistics(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        report = diff(*runs(ranks, tmp_path, mask=True))
+    assert report.verdict.value == "clean" and report.compared == report.recorded
+
+
+def test_a_loss_that_is_no_mean_over_samples_is_a_warning(ranks: RankPool, tmp_path: Path) -> None:
+    report = diff(*runs(ranks, tmp_path, balance=True))
+    assert report.origins == ()
+    (warning,) = report.findings
+    assert (warning.path, warning.slot.partition(".")[0]) == ("", "output")
+    assert "is made of all samples of its local batch" in warning.message
+
+
+def test_means_over_unlike_numbers_of_samples_weigh_ranks_unlike(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    report = diff(*runs(ranks, tmp_path, is_uneven=True))
+    first = report.origins[0]
+    assert (first.kind.value, first.phase.word, first.ranks) == ("scale-error", "backward", (0, 1))
+    assert first.path in ("", "loss")
