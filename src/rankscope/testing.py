@@ -3,18 +3,23 @@ tests.
 
     with rankscope.trace(out=tmp_path / "now", steps="all"):
         train()
-    rankscope.testing.assert_same("tests/golden", tmp_path / "now")
+    rankscope.testing.assert_same("tests/train.golden", tmp_path / "now")
+
+The golden file is written once, by `save_golden(trace, "tests/train.golden")`, and has a few KB.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from pathlib import Path
 
 from rankscope.diagnosis.comparison.diff import diff
+from rankscope.errors import FolderError, TraceError
 from rankscope.record.finding import Report, Verdict
-from rankscope.tree.reader import TraceLike
+from rankscope.tree.reader import TraceLike, opened_trace
 
-__all__ = ["assert_same"]
+__all__ = ["assert_same", "save_golden"]
 
 _MOST = 5
 
@@ -23,7 +28,8 @@ def assert_same(ref: TraceLike, test: TraceLike, *, paths: Sequence[str] = ()) -
     """Fail where a run differs from a reference, as `rankscope diff` says it.
 
     Args:
-        ref: the golden trace: open, its folder, or what `with rankscope.trace(...)` gave.
+        ref: the golden trace: its file, or any trace: open, its folder, or what
+            `with rankscope.trace(...)` gave.
         test: the trace of the run in question.
         paths: rules `regex=replacement` that make its paths those of the reference.
 
@@ -35,6 +41,34 @@ def assert_same(ref: TraceLike, test: TraceLike, *, paths: Sequence[str] = ()) -
     report = diff(ref, test, paths=paths)
     if report.verdict is not Verdict.CLEAN:
         raise AssertionError("\n".join(_lines(report)))
+
+
+def save_golden(
+    trace: TraceLike, file: str | os.PathLike[str], *, has_samples: bool = False
+) -> int:
+    """Write what `assert_same` and `rankscope diff` need of a trace into one small file, without
+    times, hosts, arguments and tensors. Return its size in bytes.
+
+    Args:
+        trace: open, its folder, or what `with rankscope.trace(...)` gave; it has to be finished.
+        file: where; one that is there is replaced.
+        has_samples: keep the sketches of single samples of every value, for runs that split the
+            batch over ranks or micro-batches in another way.
+
+    Raises:
+        TraceError: the trace is not complete, or damaged.
+        FolderError: the file cannot be written.
+    """
+    from rankscope.tree.goldenfile import write_golden
+    from rankscope.tree.tracefiles import TraceFiles
+
+    found = opened_trace(trace)
+    if not found.is_complete:
+        raise TraceError(f"{found.path}: a golden trace has to be complete; it is {found.state}")
+    try:
+        return write_golden(TraceFiles(found.path), Path(file), has_samples=has_samples)
+    except OSError as error:
+        raise FolderError(f"{file}: cannot be written: {error.strerror}") from error
 
 
 def _lines(report: Report) -> list[str]:

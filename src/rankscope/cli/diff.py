@@ -70,6 +70,7 @@ def command(
     from rankscope.errors import SettingError
     from rankscope.layout.layoutfile import LayoutFile
     from rankscope.record.finding import Report, Verdict
+    from rankscope.tree.reader import opened_trace
     from rankscope.tree.views import Trace
 
     required = part_of(require_coverage)
@@ -80,8 +81,12 @@ def command(
         raise SettingError(
             f"{len(tests)} runs are to be held to {ref}", "give --matrix for a table"
         )
-    reference, runs = opened(ref), [opened(test) for test in tests]
-    again = None if noise is None else opened(noise)
+
+    def read(path: Path) -> Trace:
+        return opened_trace(path) if path.is_file() else opened(path)
+
+    reference, runs = read(ref), [read(test) for test in tests]
+    again = None if noise is None else read(noise)
     paint = Paint(sys.stdout)
 
     def compared(test: Trace) -> tuple[Report, Iterator[str], dict[str, Any]]:

@@ -192,7 +192,7 @@ TraceLike = Union[Trace, str, "os.PathLike[str]", Openable]
 
 
 def opened_trace(given: TraceLike) -> Trace:
-    """Return a trace: as it is where it is open, else opened.
+    """Return a trace: as it is where it is open, else opened. A golden file is one too.
 
     Raises:
         TypeError: it is none.
@@ -201,6 +201,12 @@ def opened_trace(given: TraceLike) -> Trace:
     if isinstance(given, Trace):
         return given
     if isinstance(given, (str, os.PathLike)):
+        file = Path(given)
+        if file.is_file():
+            from rankscope.tree.goldenfile import GoldenFile, is_golden  # numpy: as above
+
+            if is_golden(file):
+                return _understood(file, GoldenFile(file).trace)
         return open_trace(given)
     found = given.open() if hasattr(given, "open") else None
     if not isinstance(found, Trace):

@@ -116,7 +116,11 @@ def compare_batched(
     if per_sample is not None:
         left = theirs.only(spans[1].counts(theirs.by_unit, per_sample))
         if left.by_unit and spans[1].covers(left.by_unit):
-            return _sample_by_sample(ours, left, batches, spans, allowed)
+            found = _sample_by_sample(ours, left, batches, spans, allowed)
+            if isinstance(found, str) or not (is_gradient and found.at_least is not None):
+                return found
+            # averages over ranks or micro-batches scale it, and statistics do not tell by how much
+            return "gradients of other batches, and no sketches of single samples"
     if common is not None:
         is_cut = _is_cut_in_an_unknown_way(theirs, common, allowed)
         return "layout unknown" if is_cut else common

@@ -39,6 +39,7 @@ Array = NDArray[Any]
 Unit = tuple[int, int]
 _WITHOUT_SAMPLES: Final = frozenset(
     {
+        "gradients of other batches, and no sketches of single samples",
         "neither sketches of samples nor statistics",
         "of another size than the reference's",
         "layout unknown",

@@ -1,0 +1,256 @@
+"""A golden trace: one small file with what `diff` needs of a trace, and nothing of the machine that
+it was taken on.
+
+    one line of JSON    {"format": "rankscope.golden/1", "trace": {...}, "columns": [[name, dtype,
+                        shape], ...]}: the tree without times, hosts, arguments, and the digests
+                        that stand in the columns
+    bytes               the columns of values.safetensors that are kept, one behind the other
+
+all of it compressed (xz). Statistics and sketches are kept as float32, and of single samples the
+sketches of the root's inputs alone, unless all are asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import lzma
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.errors import TraceError, TraceVersionError
+from rankscope.record.call import Phase
+from rankscope.record.statistics import COUNTS, NUMBERS
+from rankscope.run.replacing import replacing
+from rankscope.tree.digests import Columns
+from rankscope.tree.tracefiles import TraceSource
+from rankscope.tree.views import Trace
+
+if TYPE_CHECKING:
+    from rankscope.chunks.tensorfiles import TensorRecords
+    from rankscope.record.streams import StreamId
+
+__all__ = ["GoldenFile", "is_golden", "write_golden"]
+
+GOLDEN_FORMAT: Final = "rankscope.golden/1"
+_MAGIC: Final = b"\xfd7zXZ\x00"
+_LEFT_OUT: Final = frozenset(
+    phase.word for phase in (Phase.RECOMPUTE, Phase.ACCUMULATED, Phase.COLLECTIVE)
+)
+_SETTINGS: Final = frozenset({"steps", "ranks", "paths", "phases", "slots", "digest", "batch-dim"})
+_OF_NODE: Final = ("id", "path", "class", "wrappers", "phase", "micro_batch", "ordinal", "ranks",
+                   "status", "outcomes", "of_ordinal", "graph_task")  # fmt: skip
+_OF_SLOT: Final = ("slot", "ranks", "dtype", "device", "shape", "layout", "disagree", "rows")
+_OF_VALUE: Final = ("ranks", "shape", "ranges", "flags")
+_NO_TIME: Final = {"start_us": 0.0, "min_us": None, "max_us": None, "slowest": None}
+_PLAIN: Final = (*COUNTS, *NUMBERS, "sketch", "hash", "rank", "flags", "digested")
+_OF_SAMPLES: Final = ("sample_row", "sample_count", "sample_dim")
+Column = NDArray[Any]
+
+
+def write_golden(source: TraceSource, file: Path, *, has_samples: bool) -> int:
+    """Write a golden file; one that is there is replaced. Return its size in bytes.
+
+    Args:
+        source: a finished trace.
+        file: where; its folder is made.
+        has_samples: keep the sketches of single samples of every value.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    kept = _Rows(source.columns(), has_samples=has_samples)
+    body: dict[str, list[Any]] = {"setup": [], "steps": []}
+    for group, (is_setup, head) in enumerate(source.groups):
+        own = {key: head[key] for key in ("incarnation", "mode", "step", "notes") if key in head}
+        nodes = [*_nodes(source.nodes(group), kept)]
+        body["setup" if is_setup else "steps"].append({**own, "nodes": nodes})
+    columns = kept.columns()
+    head = {
+        "format": GOLDEN_FORMAT,
+        "trace": {**_head(source.head), **body},
+        "columns": [[name, each.dtype.str, list(each.shape)] for name, each in columns.items()],
+    }
+    raw = json.dumps(head, separators=(",", ":")).encode() + b"\n"
+    raw += b"".join(np.ascontiguousarray(each).tobytes() for each in columns.values())
+    packed = lzma.compress(raw, preset=9 | lzma.PRESET_EXTREME)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(file) as out:
+        out.write(packed)
+    return len(packed)
+
+
+def is_golden(path: Path) -> bool:
+    """True for a file that begins as a golden one does."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(_MAGIC)) == _MAGIC
+    except OSError:
+        return False
+
+
+class GoldenFile:
+    """A golden file as the source of a trace."""
+
+    def __init__(self, file: Path) -> None:
+        """Read it.
+
+        Raises:
+            TraceError: it is damaged, or another compressed file.
+            TraceVersionError: of a newer format.
+        """
+        self._file = file
+        try:
+            raw = lzma.decompress(file.read_bytes())
+            line, _, rest = raw.partition(b"\n")
+            head = json.loads(line)
+            known, _, number = str(head["format"]).partition("/")
+            if known != GOLDEN_FORMAT.partition("/")[0]:
+                raise ValueError(f"its format is {head['format']!r}")
+            if number != GOLDEN_FORMAT.partition("/")[2]:
+                raise TraceVersionError(f"{file}: format {head['format']}: use a newer rankscope")
+            self._columns = dict(_unpacked(head["columns"], rest))
+            self.head: Mapping[str, Any] = head["trace"]
+        except (OSError, lzma.LZMAError, ValueError, KeyError, TypeError, EOFError) as error:
+            raise TraceError(f"{file}: no golden trace, or a damaged one: {error}") from error
+        self.groups: list[tuple[bool, dict[str, Any]]] = [
+            (kind == "setup", group) for kind in ("setup", "steps") for group in self.head[kind]
+        ]
+
+    def file(self, group: int) -> Path:
+        """Return the file itself."""
+        return self._file
+
+    def nodes(self, group: int) -> list[dict[str, Any]]:
+        """Return the nodes of a group."""
+        found: list[dict[str, Any]] = self.groups[group][1]["nodes"]
+        return found
+
+    def columns(self) -> Columns:
+        """Return the columns that were kept."""
+        return self._columns
+
+    def tensors(self) -> Mapping[StreamId, TensorRecords]:
+        """Return {}: no tensor is kept."""
+        return {}
+
+    def trace(self) -> Trace:
+        """Return the trace."""
+        return Trace(self, self._file)
+
+
+def _unpacked(listed: Any, data: bytes) -> Iterator[tuple[str, Column]]:
+    at = 0
+    for name, dtype, shape in listed:
+        kind, count = np.dtype(dtype), math.prod(shape)
+        column = np.frombuffer(data, kind, count, at).reshape(shape)
+        at += count * kind.itemsize
+        is_number = kind == np.float32 and name != "samples.sketch"
+        yield name, column.astype(np.float64) if is_number else column
+
+
+# ---- what is kept --------------------------------------------------------------------------------
+
+
+class _Rows:
+    """Collects the rows of the values that are kept."""
+
+    def __init__(self, columns: Columns, *, has_samples: bool) -> None:
+        self._columns, self._has_samples = columns, has_samples
+        self._values: list[int] = []
+        self._samples: list[int] = []
+        self._starts: list[int] = []
+        """Per kept value its first row among the kept samples; -1 for none."""
+
+    def take(self, first: int, last: int, *, is_of_root: bool) -> list[int]:
+        """Take the rows of one slot; return where they stand in the golden file."""
+        begin = len(self._values)
+        for row in range(first, last):
+            start, count = (
+                int(self._columns[f"values.{name}"][row]) for name in ("sample_row", "sample_count")
+            )
+            is_kept = start >= 0 and (is_of_root or self._has_samples)
+            self._starts.append(len(self._samples) if is_kept else -1)
+            if is_kept:
+                self._samples.extend(range(start, start + count))
+            self._values.append(row)
+        return [begin, len(self._values)]
+
+    def columns(self) -> dict[str, Column]:
+        """Return the columns of the kept rows."""
+        rows = np.array(self._values, np.int64)
+        found = {f"values.{name}": self._columns[f"values.{name}"][rows] for name in _PLAIN}
+        found |= {f"values.{name}": self._columns[f"values.{name}"][rows] for name in _OF_SAMPLES}
+        starts = np.array(self._starts, found["values.sample_row"].dtype)
+        found["values.sample_row"] = starts
+        found["values.sample_count"] = np.where(
+            starts >= 0, found["values.sample_count"], 0
+        ).astype(found["values.sample_count"].dtype)
+        found = {name: _narrowed(column) for name, column in found.items()}
+        found["samples.sketch"] = self._columns["samples.sketch"][np.array(self._samples, np.int64)]
+        return found
+
+
+def _narrowed(column: Column) -> Column:
+    """Return float64 as float32 where every number stays finite that is."""
+    if column.dtype != np.float64:
+        return column
+    with np.errstate(over="ignore"):
+        narrow = column.astype(np.float32)
+    return narrow if (np.isfinite(narrow) == np.isfinite(column)).all() else column
+
+
+def _nodes(nodes: list[dict[str, Any]], kept: _Rows) -> Iterator[dict[str, Any]]:
+    for node in nodes:
+        if node["phase"] in _LEFT_OUT:
+            continue
+        own: dict[str, Any] = {key: node[key] for key in _OF_NODE if key in node}
+        is_root = not node["path"] and node["phase"] == Phase.FORWARD.word
+        slots = [
+            _slot(slot, kept, is_of_root=is_root and slot["slot"].startswith("input"))
+            for slot in node["slots"]
+            if slot["dtype"] != "python"
+        ]
+        children = [*_nodes(node["children"], kept)]
+        yield {**own, "time": _NO_TIME, "slots": slots, "children": children}
+
+
+def _slot(slot: Mapping[str, Any], kept: _Rows, *, is_of_root: bool) -> dict[str, Any]:
+    own = {key: slot[key] for key in _OF_SLOT if key in slot}
+    own["rows"] = kept.take(*slot["rows"], is_of_root=is_of_root)
+    own["values"] = [
+        {key: each[key] for key in _OF_VALUE if key in each} for each in slot["values"]
+    ]
+    return own
+
+
+def _head(head: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the header without what tells of the machine."""
+    run, completeness = head["run"], head["completeness"]
+    settings = {key: each for key, each in run["settings"].items() if key in _SETTINGS}
+    ranks = [{"rank": r["rank"], "incarnation": r["incarnation"]} for r in run["ranks"]]
+    here = {"host": "", "pid": 0, "local_rank": 0}
+    ends = [
+        {**{key: each[key] for key in ("rank", "incarnation", "end", "complete")}, "errors": []}
+        for each in completeness["ranks"]
+    ]
+    return {
+        "run": {
+            "id": "golden",
+            "world_size": run["world_size"],
+            "ranks": [{**rank, **here} for rank in ranks],
+            "hosts": [],
+            "meshes": run["meshes"],
+            "versions": run["versions"],
+            "settings": settings,
+        },
+        "completeness": {
+            "complete": completeness["complete"],
+            "missing": completeness["missing"],
+            "ranks": ends,
+        },
+    }
