@@ -16,7 +16,7 @@ from rankscope.tracing import attach, open_trace, step, trace
 if TYPE_CHECKING:
     from rankscope.diagnosis.check import check
     from rankscope.diagnosis.comparison.diff import diff
-    from rankscope.replaying import replay
+    from rankscope.replaying.replay import replay
     from rankscope.tree.views import Trace
 
 __all__ = ["Trace", "attach", "check", "diff", "open_trace", "replay", "step", "trace"]
@@ -26,7 +26,7 @@ _HOMES = {
     "Trace": "rankscope.tree.views",
     "check": "rankscope.diagnosis.check",
     "diff": "rankscope.diagnosis.comparison.diff",
-    "replay": "rankscope.replaying",
+    "replay": "rankscope.replaying.replay",
 }
 
 

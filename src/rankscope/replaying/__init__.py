@@ -1,0 +1,1 @@
+"""`replay`: one module alone, handed the inputs of a recorded call."""
