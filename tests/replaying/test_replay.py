@@ -129,6 +129,21 @@ def test_a_module_with_another_constant_is_off_by_so_much_and_there(trace: Path)
     assert rankscope.replay(wrong, trace, "mixer", tolerance=10.0).outputs[0].agrees
 
 
+def test_other_weights_are_told_apart_from_other_code(trace: Path) -> None:
+    model = net()
+    assert rankscope.replay(model.plain, trace, "plain").notes == ()
+    with torch.no_grad():
+        model.plain.weight.mul_(1.01)
+    report = rankscope.replay(model.plain, trace, "plain")
+    assert not report.agrees
+    assert report.notes == (
+        "1 of 2 parameters are not those that were recorded before the step (weight): "
+        "the module has other weights",
+    )
+    torch.manual_seed(0)
+    assert rankscope.replay(Mixer(epsilon=1e-1), trace, "mixer").text.count("note: ") == 0
+
+
 def test_nothing_of_the_module_or_of_random_numbers_is_changed(trace: Path) -> None:
     model = net().eval()
     model.drop.train()
@@ -201,8 +216,10 @@ def test_global_tensors_of_tensor_parallel_ranks_are_handed_to_a_whole_module(
     assert report.ranks == (0, 1)
     assert report.outputs[0].error < 1e-6
     with torch.no_grad():
-        model.down.bias.add_(1.0)
-    assert not rankscope.replay(model.down, out, "down").agrees
+        model.down.weight.mul_(2.0)
+    wrong = rankscope.replay(model.down, out, "down")
+    assert not wrong.agrees
+    assert wrong.notes[0].startswith("1 of 2 parameters are not those that were recorded")
 
 
 def test_each_data_parallel_rank_is_replayed_alone_or_all_batches_joined(

@@ -28,6 +28,7 @@ from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.call import Mode
 from rankscope.record.ranklists import ranks_named
 from rankscope.replaying.recordedcall import RecordedCall, ReplayInputs
+from rankscope.replaying.weights import weights_note
 from rankscope.tensors.exactdistance import exact_distance
 from rankscope.tree.reader import TraceLike, opened_trace
 
@@ -159,13 +160,14 @@ def replay(
             "cast them with dtype=, take one rank's with rank=, or replace some with arguments=",
         ) from error
     dtypes = {_name(tensor.dtype) for tensor in handed}
+    told = weights_note(module, call)
     outputs = tuple(_compared(call, made, dtypes, tolerance, has_hooks=bool(module._forward_hooks)))
     return Replay(
         path=path,
         call=call.words,
         ranks=tuple(sorted(call.used)),
         outputs=outputs,
-        notes=tuple(call.notes),
+        notes=(*([told] if told else ()), *call.notes),
     )
 
 
