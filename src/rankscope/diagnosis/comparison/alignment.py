@@ -17,12 +17,20 @@ from rankscope.errors import SettingError
 from rankscope.record.call import Phase
 from rankscope.record.dtypes import is_whole_number
 
-__all__ = ["AlignedStep", "AlignedValue", "PathMap", "SlotKey", "align", "in_order"]
+__all__ = [
+    "COMPARED",
+    "FORWARDS",
+    "AlignedStep",
+    "AlignedValue",
+    "PathMap",
+    "SlotKey",
+    "align",
+    "in_order",
+]
 
-_COMPARED: Final = frozenset(
-    {Phase.SETUP, Phase.FORWARD, Phase.BACKWARD, Phase.GRADS, Phase.PARAMS}
-)
+COMPARED: Final = frozenset({Phase.SETUP, Phase.FORWARD, Phase.BACKWARD, Phase.GRADS, Phase.PARAMS})
 """What checkpointing runs again and the collectives belong to one topology alone."""
+FORWARDS: Final = frozenset({Phase.FORWARD})
 
 
 class SlotKey(NamedTuple):
@@ -166,22 +174,31 @@ class AlignedStep:
     """With the path that the test has."""
 
 
-def align(ref: StepView, test: StepView, paths: PathMap) -> AlignedStep:
-    """Return which values of two steps belong together."""
+def align(
+    ref: StepView, test: StepView, paths: PathMap, phases: frozenset[Phase] = COMPARED
+) -> AlignedStep:
+    """Return which values of two steps belong together.
+
+    Args:
+        ref: the reference's step.
+        test: the test's.
+        paths: how its paths become those of the reference.
+        phases: what is compared.
+    """
     theirs: dict[SlotKey, dict[int, SlotValues]] = {}
     original: dict[SlotKey, str] = {}
-    for key, call, values in _slots(test):
+    for key, call, values in _slots(test, phases):
         renamed = key._replace(path=paths(key.path))
         theirs.setdefault(renamed, {})[call.micro_batch or 0] = values
         original[renamed] = key.path
     ours: dict[SlotKey, dict[int, SlotValues]] = {}
-    for key, call, values in _slots(ref):
+    for key, call, values in _slots(ref, phases):
         ours.setdefault(key, {})[call.micro_batch or 0] = values
     found = AlignedStep()
     used: set[SlotKey] = set()
     seen: set[SlotKey] = set()
     for key, call in in_order(ref):
-        if key in seen:
+        if key in seen or key not in ours:
             continue
         seen.add(key)
         partners = [other for other in _same(key, ours) if other in theirs]
@@ -214,9 +231,11 @@ def _same(key: SlotKey, ours: Mapping[SlotKey, object]) -> Iterator[SlotKey]:
             yield other
 
 
-def _slots(step_view: StepView) -> Iterator[tuple[SlotKey, CallView, SlotValues]]:
+def _slots(
+    step_view: StepView, phases: frozenset[Phase]
+) -> Iterator[tuple[SlotKey, CallView, SlotValues]]:
     for call in step_view.calls:
-        if call.phase in _COMPARED:
+        if call.phase in phases:
             for slot, values in call.slots.items():
                 if values.dtype != "python":
                     yield SlotKey(call.phase, call.path, call.ordinal, slot), call, values
@@ -226,12 +245,12 @@ def in_order(step_view: StepView) -> Iterator[tuple[SlotKey, CallView]]:
     """Yield every value of a step: of a call what goes in, then its children, then what comes
     out; choices (indices, masks) before the numbers that follow from them."""
     for top in step_view.calls:
-        if top.parent is not None or top.phase not in _COMPARED:
+        if top.parent is not None or top.phase not in COMPARED:
             continue
         waiting: list[tuple[CallView, bool]] = [(top, True)]
         while waiting:
             call, is_entered = waiting.pop()
-            if call.phase not in _COMPARED:
+            if call.phase not in COMPARED:
                 continue
             found = [
                 (slot, values)

@@ -94,7 +94,7 @@ def diff_bitwise(
     for number, key in enumerate(common):
         if progress is not None:
             progress("comparing", number / len(common))
-        search.take(sides[0].view(key), sides[1].view(key))
+        search.take(sides[0].view((key,)), sides[1].view((key,)))
     return search.report()
 
 

@@ -223,16 +223,17 @@ def samples_of_step(step_view: StepView, places: Array, wholes: WholeValues) -> 
     slot, found.is_of_integers = chosen
     found.slot = slot
     kept: dict[Unit, Array] = {}
-    for call in roots:
-        values = call.slots.get(slot)
-        made = None if values is None else wholes.of(values, places)
-        if made is None or isinstance(made, str):
+    by_call = {call.micro_batch or 0: call.slots[slot] for call in roots if slot in call.slots}
+    made_of = wholes.of_all(by_call, places)
+    found.micro_batches = min(found.micro_batches, max(len(made_of), 1))
+    for micro_batch, made in made_of.items():
+        if isinstance(made, str):
             continue
-        assert values is not None
+        values = by_call[micro_batch]
         integers = [np.array(v.ranks) for v in values.views if is_whole_number(v.dtype)]
         for index in range(len(made)):
             own = made.samples[index]
-            unit = (call.micro_batch or 0, max(int(made.places[index]), 0))
+            unit = (micro_batch, max(int(made.places[index]), 0))
             if found.is_of_integers and not any(
                 np.isin(made.members[index], ranks).all() for ranks in integers
             ):

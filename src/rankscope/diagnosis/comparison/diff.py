@@ -10,7 +10,13 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.diagnosis.comparison.alignment import PathMap, SlotKey, align
+from rankscope.diagnosis.comparison.alignment import (
+    COMPARED,
+    FORWARDS,
+    PathMap,
+    SlotKey,
+    align,
+)
 from rankscope.diagnosis.comparison.datasamples import (
     match_samples,
     places_by_inputs,
@@ -25,14 +31,17 @@ from rankscope.diagnosis.comparison.preflight import (
     PreflightLine,
     batch_line,
     dtype_line,
+    forward_line,
     optimizer_line,
     run_lines,
     start_line,
     step_line,
 )
+from rankscope.diagnosis.comparison.rollouts import StepPair, paired_steps, wholes_of
 from rankscope.diagnosis.comparison.stepdifferences import StepDifferences
 from rankscope.diagnosis.comparison.tolerances import Tolerances
 from rankscope.diagnosis.comparison.tracesides import TraceSide
+from rankscope.diagnosis.comparison.wholevalues import WholeValues
 from rankscope.diagnosis.stepview import StepView, sibling_path
 from rankscope.errors import SettingError
 from rankscope.layout.layoutfile import LayoutFile
@@ -166,21 +175,22 @@ class _Comparison:
             progress: told how far it is.
             measured: takes the distance of every value.
         """
-        common = [key for key in self._ref.steps if key in self._test.steps]
+        common = paired_steps(self._ref, self._test)
         setup = self._setup()
         found = [setup] if setup else []
         degrees = Degrees.of(self._ref.trace, self._test.trace)
         is_first = True
-        for number, key in enumerate(common):
+        for number, pair in enumerate(common):
             if progress is not None:
                 progress("comparing", number / len(common))
-            made = self._step(key)
+            key = pair.test[0]
+            made = self._step(pair)
             if made is None:
                 self._cut.append(f"{key[0].word} step {key[1]}")
                 continue
             compared, batches = made
             if measured is not None:
-                measured[key] = compared.errors
+                measured[pair.ref[0]] = compared.errors
             line = batch_line(batches, *key)
             if is_first or not line.is_same:
                 self._lines.append(line)
@@ -188,7 +198,8 @@ class _Comparison:
             found = found[:1]
             found.append(compared)
             degrees.take(batches)
-        head = [step_line(self._ref.steps, self._test.steps), start_line(setup)]
+        steps = forward_line(common) or step_line(self._ref.steps, self._test.steps)
+        head = [steps, start_line(setup)]
         headers = run_lines(self._ref.trace.run, self._test.trace.run)
         options = optimizer_line(self._ref.steps, self._test.steps)
         self._lines += [*head, dtype_line(found), *([options] if options else []), *headers]
@@ -244,21 +255,28 @@ class _Comparison:
                     left_out.add(".".join(parts[: number + 1]))
         return frozenset(left_out)
 
-    def _step(self, key: tuple[Mode, int]) -> tuple[StepDifferences, Batches] | None:
+    def _step(self, pair: StepPair) -> tuple[StepDifferences, Batches] | None:
         """Compare one step; None where a run broke off in it before it had all samples."""
-        mode, step = key
+        mode, step = pair.test[0]
         if mode is Mode.TRAIN:
             if step != self._last_step + 1:
                 self._before.clear()
             self._last_step = step
-        ref, test = self._ref.view(key), self._test.view(key)
-        sides = [side.samples(view) for view, side in ((ref, self._ref), (test, self._test))]
+        ref, test = self._ref.view(pair.ref), self._test.view(pair.test)
+        wholes = (
+            wholes_of(self._ref, pair.ref, ref),
+            wholes_of(self._test, pair.test, test),
+        )
+        sides = [self._ref.samples(ref, wholes[0]), self._test.samples(test, wholes[1])]
         batches = Batches(ref=sides[0], test=sides[1], match=match_samples(*sides))
         batches = self._with_places_by_inputs(batches, test)
-        is_cut = self._ref.lost.is_cut(*key) or self._test.lost.is_cut(*key)
+        is_cut = any(self._ref.lost.is_cut(*key) for key in pair.ref)
+        is_cut |= any(self._test.lost.is_cut(*key) for key in pair.test)
         if is_cut and (batches.match.lost or batches.match.unknown):
             return None
-        found = self._compared(ref, test, batches, self._noise.get(key))
+        phases = FORWARDS if pair.is_of_forwards else COMPARED
+        noise = self._noise.get(pair.ref[0])
+        found = self._compared(ref, test, batches, noise, wholes=wholes, phases=phases)
         self._search.step(found, mode, step)
         return found, batches
 
@@ -278,16 +296,21 @@ class _Comparison:
         test: StepView,
         batches: Batches | None,
         noise: Mapping[SlotKey, float] | None = None,
+        *,
+        wholes: tuple[WholeValues, WholeValues] | None = None,
+        phases: frozenset[Phase] = COMPARED,
     ) -> StepDifferences:
-        aligned = align(ref, test, self._paths)
+        own = (self._ref.wholes, self._test.wholes)
+        is_by_call = wholes is None or wholes == own
+        aligned = align(ref, test, self._paths, phases)
         found = StepDifferences(
             aligned,
-            (self._ref.wholes, self._test.wholes),
+            wholes or own,
             batches,
             self._before,
             noise,
             self._left_out,
-            self._tensors if self._reads_tensors else None,
+            self._tensors if self._reads_tensors and is_by_call else None,
         )
         tally = self._tally
         known = [c for c in found.compared if c.difference is not None]

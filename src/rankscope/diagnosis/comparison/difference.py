@@ -137,6 +137,13 @@ class Difference:
             )
         return bool(chosen.all()) and self.test.has_numbers_of(self.ref)
 
+    @property
+    def is_shifted(self) -> bool:
+        """True where elements differ in one direction, as positions that begin elsewhere do."""
+        moved = abs(self.test.mean - self.ref.mean) * self.ref.count
+        cross, own, theirs = self.dots.sum(0).tolist()
+        return moved > 2 * math.sqrt(max(own + theirs - 2 * cross, 0.0)) + 1
+
     def flips(self, *, is_mask: bool) -> float:
         """Return about how many elements of indices or a mask are other ones.
 

@@ -234,7 +234,7 @@ def _from_outside(origin: Origin, evidence: dict[str, Any]) -> _Described | None
             what = "is made of all samples"
         text = f"{what} of its local batch, which the reference splits in another way"
         return Kind.DIVERGENCE, text, evidence
-    if origin.is_choice and compared.value.is_discrete:
+    if origin.is_choice and compared.is_of_choices:
         return Kind.DIVERGENCE, f"{_flips(origin, evidence)}, as rounding can flip them", evidence
     if origin.is_choice:
         text = "may have sent some tokens to other experts than the reference, as rounding can"
@@ -338,7 +338,7 @@ def _off(origin: Origin, difference: Difference, evidence: dict[str, Any]) -> _D
     if is_far and difference.is_permuted(bad):
         text = f"the same numbers in another order: norm, mean, least and greatest agree, and {off}"
         return Kind.PERMUTATION, text, evidence
-    if compared.value.is_discrete:
+    if compared.is_of_choices:
         off = _flips(origin, evidence)
     if not bad.all() and len({difference.units[i] for i in range(len(bad))}) < len(bad):
         others = ranks_named(difference.ranks(~bad).tolist())

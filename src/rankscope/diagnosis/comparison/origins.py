@@ -340,6 +340,8 @@ def _is_flipped(origin: Origin) -> bool:
     is_choice = each.value.is_discrete and each.key.phase is Phase.FORWARD
     if not is_choice or difference is None or origin.inherited == 0:
         return False
+    if not each.is_of_choices or difference.is_shifted:
+        return False
     fewest = difference.flips(is_mask=each.value.is_mask) * CHI_SQUARE_RANGE[0] ** 2
     return fewest <= _FEW_FLIPS + _FLIPPED * origin.inherited * difference.ref.count
 

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from rankscope.diagnosis.comparison.difference import Batches
+from rankscope.diagnosis.comparison.rollouts import StepPair
 from rankscope.diagnosis.comparison.stepdifferences import StepDifferences
+from rankscope.diagnosis.comparison.tracesides import StepKey
 from rankscope.record.call import Mode
 from rankscope.record.notes import NoteKind
 from rankscope.tree.summary import counted
@@ -18,6 +20,7 @@ __all__ = [
     "PreflightLine",
     "batch_line",
     "dtype_line",
+    "forward_line",
     "optimizer_line",
     "run_lines",
     "start_line",
@@ -26,7 +29,6 @@ __all__ = [
 
 _TELLING: Final = ("torch", "cuda", "nccl", "transformers", "numpy")
 _MOST: Final = 4
-StepKey = tuple[Mode, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +116,23 @@ def _options_of(step: Step) -> dict[str, str]:
                 name, _, value = option.partition("=")
                 found.setdefault(name, set()).update(value.split(" | "))
     return {name: " | ".join(sorted(values)) for name, values in found.items()}
+
+
+def forward_line(pairs: Iterable[StepPair]) -> PreflightLine | None:
+    """Return which steps were held to other ones, of which forwards alone compare; None where all
+    are of the same mode and number."""
+    others = [pair for pair in pairs if pair.is_of_forwards]
+    if not others:
+        return None
+    first = others[0]
+    sides = [
+        counted(len(own), f"{own[0][0].word} step") + (" together" if len(own) > 1 else "")
+        for own in (first.test, first.ref)
+    ]
+    text = f"forwards alone: {sides[0]} beside {sides[1]} of the reference"
+    times = len(others) - 1
+    more = f", {'once' if times == 1 else f'{times} times'} more" if times else ""
+    return PreflightLine(what="steps", is_same=False, text=text + more)
 
 
 def start_line(setup: StepDifferences | None) -> PreflightLine:

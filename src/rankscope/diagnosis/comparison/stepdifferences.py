@@ -93,6 +93,15 @@ class ComparedValue:
         """The largest relative L2 distance of its parts."""
         return float(self.errors.max(initial=0.0))
 
+    @property
+    def is_of_choices(self) -> bool:
+        """True for a mask, and for indices of which each comes many times, as those of experts do:
+        positions come once."""
+        if self.difference is None or not self.value.is_discrete:
+            return False
+        ref = self.difference.ref
+        return self.value.is_mask or ref.count >= 2 * (ref.greatest - ref.least + 1)
+
 
 class StepDifferences:
     """Compares the values of one step."""
@@ -166,8 +175,7 @@ class StepDifferences:
             self._wholes, (value.ref, value.test), self._both_samples(is_batched)
         ):
             found: dict[int, Wholes] = {}
-            for micro_batch, values in own.items():
-                made = composing.of(values, samples)
+            for micro_batch, made in composing.of_all(own, samples).items():
                 if isinstance(made, str):
                     return self._unknown(value, made, allowed, is_ref=not sides)
                 found[micro_batch] = made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,10 @@ from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.call import Mode
 from rankscope.tree.views import Step, Trace
 
-__all__ = ["TraceSide"]
+__all__ = ["StepKey", "TraceSide"]
 
 Array = NDArray[Any]
+StepKey = tuple[Mode, int]
 
 
 class TraceSide:
@@ -49,23 +51,34 @@ class TraceSide:
             raise TraceError(f"{trace.path}: the values have no column {error}") from error
         own = [step for step in trace.setup if step.incarnation == self.incarnation]
         self.setup: StepView | None = step_view_of(own[0], self.columns) if own else None
-        self.steps: dict[tuple[Mode, int], Step] = {
+        self.steps: dict[StepKey, Step] = {
             (step.mode, step.step): step
             for step in trace.steps
             if step.incarnation == self.incarnation
         }
 
-    def view(self, key: tuple[Mode, int]) -> StepView:
-        """Read one step."""
-        return step_view_of(self.steps[key], self.columns)
+    def view(self, keys: Sequence[StepKey]) -> StepView:
+        """Read one step, or several as one in which each is a micro-batch."""
+        found = step_view_of(self.steps[keys[0]], self.columns)
+        for index, key in enumerate(keys[1:], 1):
+            more = step_view_of(self.steps[key], self.columns)
+            for call in more.calls:
+                call.micro_batch = index
+            found.calls += more.calls
+        return found
 
     def places(self, step_view: StepView) -> Array:
         """Return the data-parallel place of every rank."""
         return data_places(self.setup, step_view, self.world, self.layouts)
 
-    def samples(self, step_view: StepView) -> StepSamples:
-        """Return the samples that the ranks worked on."""
-        return samples_of_step(step_view, self.places(step_view), self.wholes)
+    def samples(self, step_view: StepView, wholes: WholeValues | None = None) -> StepSamples:
+        """Return the samples that the ranks worked on.
+
+        Args:
+            step_view: the step.
+            wholes: composes its values, by default as any step's.
+        """
+        return samples_of_step(step_view, self.places(step_view), wholes or self.wholes)
 
 
 def _is_for(layouts: LayoutFile, world: int) -> bool:

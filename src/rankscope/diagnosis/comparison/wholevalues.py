@@ -28,7 +28,7 @@ from rankscope.record.statistics import STATISTICS
 from rankscope.record.value import ValueFlag
 from rankscope.tree.slotview import SlotView
 
-__all__ = ["EVERY_PLACE", "WholeValues", "Wholes"]
+__all__ = ["EVERY_PLACE", "WholeValues", "Wholes", "combined_row"]
 
 Array = NDArray[Any]
 EVERY_PLACE: Final = -1
@@ -115,6 +115,12 @@ class WholeValues:
         if not made.members:
             return reasons[0] if reasons else "not digested"
         return made.finished(reasons)
+
+    def of_all(
+        self, by_call: Mapping[int, SlotValues], places: Array | None
+    ) -> dict[int, Wholes | str]:
+        """Return the same of every micro-batch that has the slot."""
+        return {call: self.of(values, places) for call, values in by_call.items()}
 
     def _digests(self, values: SlotValues) -> Array:
         rows = np.empty(len(values.ranks), self._dtype)
@@ -275,15 +281,7 @@ class _Making:
         return ""
 
     def _add_combined(self, mesh: _MeshPlan, plan: CombinationPlan, found: Combined) -> None:
-        row = np.zeros((), self._digests.dtype)
-        for name, kind in _NUMBERS:
-            number = found.number(name)
-            if number is None:
-                row[name] = 0 if kind == "u8" else np.nan
-            else:
-                row[name] = number
-        row["sketch"] = np.nan if found.sketch is None else found.sketch
-        self._rows.append(row[None])
+        self._rows.append(combined_row(found, self._digests.dtype)[None])
         self._hashed.append(np.zeros(1, bool))
         ranks = mesh.ranks[np.unique(plan.index)]
         self.members.append(np.sort(ranks))
@@ -330,3 +328,13 @@ class _Making:
             is_described=self._is_described,
             reason=reasons[0] if reasons else "",
         )
+
+
+def combined_row(found: Combined, dtype: np.dtype[Any]) -> Array:
+    """Return what was combined as a structured digest without a hash."""
+    row = np.zeros((), dtype)
+    for name, kind in _NUMBERS:
+        number = found.number(name)
+        row[name] = number if number is not None else 0 if kind == "u8" else np.nan
+    row["sketch"] = np.nan if found.sketch is None else found.sketch
+    return row
