@@ -193,7 +193,7 @@ ROWS: tuple[Row, ...] = (
     ),
     port(
         "norm-of-other",
-        "a norm is given the sum with a part of the branch too much",
+        "a norm is given the sum with the branch counted twice",
         ports.attribute("", "is_norm_skipped", True),
         first("divergence", "forward", "layers.{layer}.feed_forward_norm:input.0"),
     ),

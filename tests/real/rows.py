@@ -8,9 +8,11 @@ from dataclasses import dataclass, replace
 
 from tests.faults.answers import all_ranks, parameter_names, unreduced
 from tests.faults.expected import Expected
+from tests.faults.programs.compared import alone
 from tests.faults.rows import Row
 from tests.faults.setup import Setup
 from tests.real.programs import (
+    beside,
     byhand,
     dtensors,
     experts,
@@ -24,7 +26,7 @@ from tests.real.programs import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bug(Row):
-    """One public bug."""
+    """One public bug; where it has a reference, `diff` is asked and not `check`."""
 
     source: str
     """Tracker and number."""
@@ -367,6 +369,49 @@ def seeded_adapter(setup: Setup) -> Expected:
         kinds=("replica-mismatch",),
         phases=("setup", "forward"),
         places=(("head.adapter.down", "param:weight"), ("head.adapter.down", "output")),
+        ranks=all_ranks(setup),
+        step=0,
+    )
+
+
+def weighed_unlike(setup: Setup) -> Expected:
+    """Each rank's part of the loss has a factor of its own: that is where backward begins."""
+    return Expected(
+        kinds=("scale-error",),
+        phases=("backward",),
+        places=(("", "grad_output.logits"), ("lm_head", "grad_output")),
+        ranks=all_ranks(setup),
+        step=0,
+    )
+
+
+def rescaled(setup: Setup) -> Expected:
+    """Activations and their gradients agree; what was added up of them does not."""
+    return Expected(
+        kinds=("divergence",),
+        phases=("grads",),
+        places=(("*", "grad:*"), ("", "")),
+        ranks=all_ranks(setup),
+        step=0,
+    )
+
+
+def times_tokens(setup: Setup) -> Expected:
+    """The loss is as many times too large as there are tokens: on the last stage, or everywhere."""
+    return Expected(
+        kinds=("scale-error",),
+        phases=("backward", "grads"),
+        places=(("", "grad_output"), ("", "")),
+        ranks=(setup.ranks - 1,),
+        step=0,
+    )
+
+
+def experts_doubled(setup: Setup) -> Expected:
+    return Expected(
+        kinds=("scale-error",),
+        phases=("grads",),
+        places=(("*.experts", "grad:w*"),),
         ranks=all_ranks(setup),
         step=0,
     )
@@ -764,6 +809,47 @@ ROWS: tuple[Bug, ...] = (
         expected=lost_inside,
         package="deepspeed",
         missed="the engine takes gradients away before the step, which are then not known",
+    ),
+    Bug(
+        name="own-token-count",
+        about="`average_tokens_across_devices=False`: the loss is divided by a rank's own tokens",
+        source="transformers #34373",
+        url="https://github.com/huggingface/transformers/pull/34373",
+        program=beside.tokens_averaged,
+        oracle=beside.tokens_right,
+        expected=weighed_unlike,
+        reference=beside.tokens_counted,
+        package="transformers",
+    ),
+    Bug(
+        name="rescaled-twice",
+        about="a pipeline that accumulates divides gradients of earlier calls once more",
+        source="torchtitan #1733",
+        url="https://github.com/pytorch/torchtitan/issues/1733",
+        program=beside.rescaled_twice,
+        oracle=beside.pipeline_right,
+        expected=rescaled,
+        reference=alone,
+    ),
+    Bug(
+        name="never-divided",
+        about="a pipeline's loss is divided by all tokens only after backward",
+        source="torchtitan #2972",
+        url="https://github.com/pytorch/torchtitan/issues/2972",
+        program=beside.never_divided,
+        oracle=beside.pipeline_right,
+        expected=times_tokens,
+        reference=alone,
+    ),
+    Bug(
+        name="expert-gradients-doubled",
+        about="gradients of experts that ranks share are as many times too large",
+        source="pytorch #160285",
+        url="https://github.com/pytorch/pytorch/issues/160285",
+        program=beside.grouped_experts,
+        oracle=beside.grouped_right,
+        expected=experts_doubled,
+        reference=beside.grouped_alone,
     ),
 )
 BY_NAME = {row.name: row for row in ROWS}

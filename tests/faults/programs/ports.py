@@ -108,7 +108,7 @@ class Layer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         branch = self.dropout(self.attention(self.attention_norm(x)))
         x = (x.detach() if self.is_detached else x) + branch
-        given = x + 0.1 * branch if self.is_norm_skipped else x
+        given = x + branch if self.is_norm_skipped else x
         return x + self.feed_forward(self.feed_forward_norm(given))
 
 

@@ -15,6 +15,7 @@ from tests.faults import truth
 from tests.faults.model import batch, loss_of, whole
 from tests.faults.parallel import SequenceParts, average_gradients
 from tests.faults.programs.data import replicas_agree, sgd, step_of
+from tests.faults.programs.ports import PADDED, padded
 from tests.faults.setup import Setup, Trained, train
 from tests.real.programs.shards import accumulated, as_one_process, classifier, rows_of
 
@@ -234,18 +235,6 @@ def wiped_between(setup: Setup) -> Trained:
             model.parameters(), dist.group.WORLD, setup.ranks
         ),
     )
-
-
-PADDED = -100
-"""A target that counts for nothing."""
-
-
-def padded(setup: Setup, step: int, part: int, parts: int) -> tuple[Tensor, Tensor]:
-    """A batch whose second half of rows is mostly padding."""
-    tokens, targets = batch(setup, step)
-    targets = targets.clone()
-    targets[len(targets) // 2 :, 2:] = PADDED
-    return tokens.chunk(parts)[part], targets.chunk(parts)[part]
 
 
 def own_count(setup: Setup) -> Trained:

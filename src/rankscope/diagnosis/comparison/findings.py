@@ -175,6 +175,8 @@ def _advice(origin: Origin, kind: Kind) -> str:
             "Activations lie on ranks in a way that nothing describes: give --layout a file that "
             "does when the run is traced, and what came before gradients is compared."
         )
+    if origin.is_of_most:
+        return "Look between backward and the step: at accumulation, scaling and reduction."
     if origin.is_of_all:
         return f"{_ADVICE[kind]} Compare the clipping of gradients too."
     return kind.advice or _ADVICE.get(kind, "") or phase.facts.unequal
@@ -206,7 +208,7 @@ def _described(origin: Origin, degrees: Degrees) -> _Described:
     evidence = _evidence(origin, difference)
     return (
         _from_outside(origin, evidence)
-        or _unexplained(origin, evidence)
+        or _of_most(origin, evidence)
         or _of_summands(origin, difference, evidence)
         or _scaled(origin, difference, degrees, evidence)
         or _off(origin, difference, evidence)
@@ -242,12 +244,15 @@ def _from_outside(origin: Origin, evidence: dict[str, Any]) -> _Described | None
     return None
 
 
-def _unexplained(origin: Origin, evidence: dict[str, Any]) -> _Described | None:
-    """Describe final gradients before which nothing could be compared; None for other values."""
-    if not origin.is_blind:
+def _of_most(origin: Origin, evidence: dict[str, Any]) -> _Described | None:
+    """Describe most final gradients together, which share no factor; None for other values."""
+    if not origin.is_of_most:
         return None
-    many = counted(origin.alike + 1, "final gradient")
-    text = f"{many} differ, and nothing that they follow from could be compared"
+    text = f"{counted(origin.alike + 1, 'final gradient')} differ, by no factor that they share, "
+    if origin.is_blind:
+        text += "and nothing that they follow from could be compared"
+    else:
+        text += "and the gradients of activations that they are made of agree"
     return Kind.DIVERGENCE, text, evidence
 
 
@@ -293,7 +298,7 @@ def _scaled(
             f"by another factor in each micro-batch or on each rank"
         )
         return Kind.SCALE, text, evidence
-    is_scaled = rest <= max(3 * compared.allowed, _CLEARLY_SCALED * abs(factor - 1))
+    is_scaled = rest <= _CLEARLY_SCALED * abs(factor - 1)
     is_factor = abs(factor - 1) > max(compared.allowed, _LEAST_FACTOR)
     if not (is_scaled and is_factor):
         return None

@@ -74,8 +74,10 @@ class Origin:
     """Ranks that hold their wrong parts, one array for each."""
     is_of_all: bool = False
     """True where it stands for all values of its phase, which share one factor."""
+    is_of_most: bool = False
+    """True where it stands for most final gradients, which share no factor."""
     is_blind: bool = False
-    """True where it stands for final gradients before which nothing could be compared."""
+    """True where nothing that these follow from could be compared."""
     victims: list[ComparedValue] = field(default_factory=list)
 
     @property
@@ -142,7 +144,10 @@ class OriginSearch:
         flow = _Flow(self._owned)
         pending = PendingValues(found.compared)
         of_all: dict[Phase, Origin] = {}
-        blind = _blind_gradients(found)
+        most = _most_gradients(found)
+        seen = {
+            c.key.path for c in found.compared if c.key.phase.facts.is_activation and c.difference
+        }
         for index, each in enumerate(found.compared):
             if each.is_missing:
                 self._missing(each, flow)
@@ -152,15 +157,19 @@ class OriginSearch:
                 continue  # gradients tell it better: the batches weigh unlike
             if each.difference.partial:
                 behind = flow.givers(each).origin
-                if behind is None or each.error <= each.allowed:
-                    pending.summands(each)
-                else:  # their sum is no more than near the reference's, behind what is wrong
+                is_near = (
+                    each.error > each.allowed
+                )  # their sum is no more than near the reference's
+                if is_near and behind is not None:
                     flow.add(each, self._judge(each, flow.givers(each)))
-                continue
+                    continue
+                if not is_near or pending.earlier_than(each) is None:
+                    pending.summands(each)
+                    continue
             if pending.is_counted_elsewhere(index) or pending.is_due_to_another(index):
                 continue
             is_all = each.key.phase is Phase.GRADS and found.is_scaled_at_the_end
-            is_all |= each.key.phase is Phase.GRADS and blind > 0
+            is_all |= each.key.phase is Phase.GRADS and bool(most)
             is_all |= each.key.phase is Phase.PARAMS and found.update_scale != 1.0
             first = of_all.get(each.key.phase)
             if is_all and first is not None and each.error > each.allowed:
@@ -180,8 +189,9 @@ class OriginSearch:
                 origin = self.origins[-1]
                 if is_all and earlier is None:
                     of_all[each.key.phase], origin.is_of_all = origin, True
-                    origin.is_blind = blind > 0 and each.key.phase is Phase.GRADS
-                    origin.alike = blind - 1 if origin.is_blind else 0
+                    if most and each.key.phase is Phase.GRADS:
+                        origin.is_of_most, origin.alike = True, len(most) - 1
+                        origin.is_blind = all(c.key.path not in seen for c in most)
                 origin.is_random = _is_random(each, mode) and not flow.passes_on(each)
                 origin.is_choice = _is_choice(each, origin.inherited) or _is_flipped(origin)
                 origin.is_of_batch = _is_of_batch(each, mode, found)
@@ -209,11 +219,11 @@ class OriginSearch:
         new = self.origins[before]
         for old in self.origins[:before]:
             is_again = old.step != new.step and old.compared.key == new.compared.key
-            is_alike = old.step == new.step and (
-                (_is_unreduced(old) and _is_unreduced(new)) or _has_factor_of(new, old)
+            is_alike = _has_factor_of(new, old) or (
+                old.step == new.step and _is_unreduced(old) and _is_unreduced(new)
             )
             if is_again or is_alike:
-                old.alike += is_alike
+                old.alike += is_alike and not is_again
                 if is_alike:
                     old.holders.append(new.holder_ranks)
                 old.victims += [new.compared, *new.victims]
@@ -265,16 +275,17 @@ def _is_isolated(each: ComparedValue, found: StepDifferences) -> bool:
     )
 
 
-def _blind_gradients(found: StepDifferences) -> int:
-    """Return how many final gradients are wrong on all ranks, by no factor that they share, where
-    these are most and nothing is known of their modules: no one of them tells where that began.
-    Else 0."""
-    compared = [c for c in found.compared if c.difference is not None]
-    seen = {c.key.path for c in compared if c.key.phase.facts.is_activation}
-    gradients = [c for c in compared if c.key.phase is Phase.GRADS]
-    wrong = [c for c in gradients if c.key.path not in seen and (c.errors > c.allowed).all()]
-    is_most = len(wrong) > 1 and len(gradients) < 2 * len(wrong)
-    return len(wrong) if is_most and not found.is_scaled_at_the_end else 0
+def _most_gradients(found: StepDifferences) -> list[ComparedValue]:
+    """Return the final gradients that are wrong on all their ranks, by no factor that many of them
+    share, where these are most: no one of them tells where that began. Else none."""
+    compared = [(c, c.difference) for c in found.compared if c.key.phase is Phase.GRADS]
+    known = [(c, d) for c, d in compared if d is not None]
+    wrong = [(c, d) for c, d in known if (c.errors > c.allowed).all() and not d.partial]
+    fits = [(d.fit(), c.allowed) for c, d in wrong]
+    factors = [factor for (factor, rest), allowed in fits if rest <= 3 * allowed]
+    is_most = len(wrong) > 1 and len(known) < 2 * len(wrong)
+    is_scaled = found.is_scaled_at_the_end or 2 * len(factors) > len(wrong)
+    return [c for c, _ in wrong] if is_most and not is_scaled else []
 
 
 def _is_random(each: ComparedValue, mode: Mode) -> bool:
@@ -320,7 +331,8 @@ def _has_factor_of(new: Origin, old: Origin) -> bool:
         if not rest <= 3 * compared.allowed:
             return False
         factors.append(factor)
-    return abs(factors[0] / factors[1] - 1) <= _SAME_FACTOR
+    slack = max(_SAME_FACTOR, new.compared.allowed)
+    return abs(factors[0] / factors[1] - 1) <= slack
 
 
 def _is_choice(each: ComparedValue, inherited: float) -> bool:
@@ -364,8 +376,8 @@ class _Flow:
         """Of values made of a whole batch: gradients of any tensor may come from them."""
         self.data = _State()
         """Of the samples of the step, where they are not the reference's."""
-        spoiled = (state for state in owned.values() if state.origin is not None)
-        self._spoiled = next(spoiled, _State())
+        self._spoiled_at = {path: s.origin for path, s in owned.items() if s.origin is not None}
+        self._spoiled = next(iter(self._spoiled_at.values()), None)
         """Of parameters that were wrong when the step began: they may reach any value that stands
         behind unknown ones."""
         self.stepped: defaultdict[str, _State] = defaultdict(_State)
@@ -387,7 +399,7 @@ class _Flow:
             if not found.is_known:
                 found.take(self._so_far[Phase.FORWARD])
                 found.take(self._so_far[Phase.BACKWARD])
-                found.origin = found.origin or self._spoiled.origin
+                found.origin = found.origin or self._spoiled
             found.take(self._owned[key.path])
             return found
         if key.phase is Phase.BACKWARD:
@@ -398,16 +410,23 @@ class _Flow:
             if key.phase is Phase.BACKWARD:
                 found.take(self._so_far[Phase.FORWARD])
             if key.path:
-                found.origin = found.origin or self._spoiled.origin
+                found.origin = found.origin or self._spoiled
             return found
         inputs, inside = self._inputs[call], self._inside[call]
         found.take(inputs)
         found.take(inside)
         found.take(self._owned[key.path])
+        if found.origin is None:
+            found.origin = self._spoiled_inside(key.path)
         if not inputs.is_known and not inside.is_known:
             found.take(self._so_far[key.phase])
-            found.origin = found.origin or self._spoiled.origin
+            found.origin = found.origin or self._spoiled
         return found
+
+    def _spoiled_inside(self, path: str) -> Origin | None:
+        """Return what made a parameter wrong before the step, of a module inside another one."""
+        inside = (o for at, o in self._spoiled_at.items() if not path or at.startswith(f"{path}."))
+        return next(inside, None)
 
     def passes_on(self, each: ComparedValue) -> bool:
         """True where a call hands out what it was given, in one of both runs and not in the other:

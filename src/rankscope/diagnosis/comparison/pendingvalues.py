@@ -37,6 +37,8 @@ class PendingValues:
         self._summands: ComparedValue | None = None
         self._given: set[CallView] = set()
         """Calls that were given summands."""
+        self._given_to: dict[str, ComparedValue] = {}
+        """Where the summands began that backward of a module was given, by its path."""
         self._explained = self._explained_by_others()
         self._gradients: dict[tuple[str, str], ComparedValue] = {}
         self._elsewhere: list[ComparedValue] = []
@@ -44,11 +46,14 @@ class PendingValues:
     def summands(self, each: ComparedValue) -> None:
         """Take a value that ranks hold as summands."""
         if each.key.phase is Phase.GRADS:
-            self._gradients[each.key.path, each.key.slot.partition(":")[2]] = each
+            name = (each.key.path, each.key.slot.partition(":")[2])
+            self._gradients[name] = self._given_to.get(each.key.path, each)
         else:
             self._summands = self._summands or each
             if each.value.is_input:
                 self._given.add(each.value.call)
+                if each.key.phase is Phase.BACKWARD:
+                    self._given_to.setdefault(each.key.path, self._summands)
 
     def _explained_by_others(self) -> set[int]:
         """Return the indices of totals of one tensor that are wrong because another module, which
