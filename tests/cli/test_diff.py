@@ -33,12 +33,15 @@ def run(
     seed: int = 0,
     samples: int = 4,
     rate: float = 0.1,
+    frozen: tuple[int, ...] = (),
     **settings: object,
 ) -> str:
     """Trace two training steps of a small model."""
     torch.manual_seed(seed)
     model: nn.Module = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8, eps=epsilon), nn.Linear(8, 4))
     model = Outer(model) if is_wrapped else model
+    for index in frozen:
+        model[index].requires_grad_(False)
     optimizer = torch.optim.SGD(model.parameters(), lr=rate)
     with rankscope.trace(model, out=folder, steps="all", **settings):
         for step in range(2):
@@ -246,3 +249,12 @@ def test_other_options_of_the_optimizer_stand_before_any_number(
     assert code == 1
     assert "train step 0: the optimizer steps with lr 0.3 for 0.1" in lines[1]
     assert "all updates are 3 times the reference's" in lines[2]
+
+
+def test_parameters_that_are_left_behind_are_one_finding(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, text = asked(capsys, run(tmp_path / "a"), run(tmp_path / "b", frozen=(0, 1)))
+    assert code == 1
+    assert text.startswith("fault: parameter-not-updated, 1 origin ")
+    assert "stays as it was, and the reference's is updated; the same holds for 3 other" in text

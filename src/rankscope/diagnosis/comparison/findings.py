@@ -159,6 +159,11 @@ def _advice(origin: Origin, kind: Kind) -> str:
     phase = origin.compared.key.phase
     if phase is Phase.SETUP and kind is not Kind.PERMUTATION:
         return "The runs begin with other weights: load the same checkpoint, or give both the seed."
+    if origin.compared.is_left_behind:
+        return (
+            "Look whether it is frozen, detached from the loss, or missing in the optimizer: its "
+            "gradient tells."
+        )
     if origin.compared.is_update:
         return (
             "The gradient agrees and its update does not: compare the optimizers' options, such as "
@@ -209,6 +214,7 @@ def _described(origin: Origin, degrees: Degrees) -> _Described:
     return (
         _from_outside(origin, evidence)
         or _of_most(origin, evidence)
+        or _left_behind(origin, evidence)
         or _of_summands(origin, difference, evidence)
         or _scaled(origin, difference, degrees, evidence)
         or _off(origin, difference, evidence)
@@ -254,6 +260,16 @@ def _of_most(origin: Origin, evidence: dict[str, Any]) -> _Described | None:
     else:
         text += "and the gradients of activations that they are made of agree"
     return Kind.DIVERGENCE, text, evidence
+
+
+def _left_behind(origin: Origin, evidence: dict[str, Any]) -> _Described | None:
+    """Describe parameters that the step moved in the reference alone; None for other values."""
+    if not origin.compared.is_left_behind:
+        return None
+    text = "stays as it was, and the reference's is updated"
+    if origin.alike:
+        text += f"; the same holds for {counted(origin.alike, 'other parameter')}"
+    return Kind.PARAMETER, text, evidence
 
 
 def _of_summands(

@@ -220,7 +220,11 @@ class OriginSearch:
         for old in self.origins[:before]:
             is_again = old.step != new.step and old.compared.key == new.compared.key
             is_alike = _has_factor_of(new, old) or (
-                old.step == new.step and _is_unreduced(old) and _is_unreduced(new)
+                old.step == new.step
+                and (
+                    (_is_unreduced(old) and _is_unreduced(new))
+                    or (old.compared.is_left_behind and new.compared.is_left_behind)
+                )
             )
             if is_again or is_alike:
                 old.alike += is_alike and not is_again

@@ -94,6 +94,14 @@ class ComparedValue:
         return float(self.errors.max(initial=0.0))
 
     @property
+    def is_left_behind(self) -> bool:
+        """True for a parameter that the step moved in the reference and did not here."""
+        if self.difference is None or not self.is_update:
+            return False
+        _, own, theirs = self.difference.dots.sum(0).tolist()
+        return bool(own > 0 and theirs == 0)
+
+    @property
     def is_of_choices(self) -> bool:
         """True for a mask, and for indices of which each comes many times, as those of experts do:
         positions come once."""
