@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, overload
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from rankscope.diagnosis.causes import Join
 from rankscope.diagnosis.context import CheckContext, IncarnationState
 from rankscope.diagnosis.coverage import Coverage
 from rankscope.diagnosis.datapeers import data_lines, fsdp_axes, wrapped_roots
-from rankscope.diagnosis.endings import ended_badly, is_in_order
+from rankscope.diagnosis.endings import ended_badly, ends_of, is_in_order
 from rankscope.diagnosis.gradientorigins import innermost_takers, origins_of_gradients
 from rankscope.diagnosis.joins import joins_of
 from rankscope.diagnosis.layouts import Layouts
@@ -48,6 +48,7 @@ from rankscope.diagnosis.rules.structure import (
 from rankscope.diagnosis.rules.ties import lost_ties
 from rankscope.diagnosis.rules.uninitialised import uninitialised_parameters
 from rankscope.diagnosis.rules.weights import other_weights
+from rankscope.diagnosis.runorder import RunOrder
 from rankscope.diagnosis.stepview import StepView, step_view_of
 from rankscope.diagnosis.unreduced import note_unreduced, without_unreduced
 from rankscope.errors import TraceError
@@ -108,19 +109,22 @@ def check(
     context = _context(trace, layouts)
     steps = [*trace.setup, *trace.steps]
     candidates: list[Candidate] = []
-    messages = Messages()
+    messages, order = Messages(), RunOrder()
     for number, step in enumerate(steps):
         if progress is not None:
             progress("checking", number / len(steps))
         step_view = step_view_of(step, context.columns)
         candidates += _judged(step_view, context)
         messages.note(step_view, number, context)
+        order.note(step_view, number, context)
         apart = [line for lines in data_lines(step_view, context).values() for line in lines]
         context.coverage.count(step_view, context.layouts, apart)
         context.coverage.next_step()
     candidates += _wrongly_received(messages, steps, context)
     candidates += always_lost_micro_batches(context)
     candidates = without_unreduced(candidates, context)
+    again = _StepViews(steps, context)
+    candidates = order.judged(candidates, again, context, ends_of(trace))
     candidates += _of_the_end(trace, steps, context)
     _note_stalls(trace, context, candidates)
     if trace.unread:
@@ -128,9 +132,30 @@ def check(
     joins: list[Join] = []
     if len(candidates) > 1:
         joins += messages.joins()
-        for step in steps:
-            joins += joins_of(step_view_of(step, context.columns), context)
+        for number, step_view in enumerate(again):
+            joins += joins_of(step_view, context, functools.partial(order.is_one, number))
     return made_report(trace, context, candidates, joins)
+
+
+class _StepViews(Sequence[StepView]):
+    """The steps of a trace, each read when it is asked for and not kept."""
+
+    def __init__(self, steps: Sequence[Step], context: CheckContext) -> None:
+        self._steps, self._columns = steps, context.columns
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    @overload
+    def __getitem__(self, number: int) -> StepView: ...
+
+    @overload
+    def __getitem__(self, number: slice) -> Sequence[StepView]: ...
+
+    def __getitem__(self, number: int | slice) -> StepView | Sequence[StepView]:
+        if isinstance(number, slice):
+            return [step_view_of(step, self._columns) for step in self._steps[number]]
+        return step_view_of(self._steps[number], self._columns)
 
 
 def _context(trace: Trace, layouts: LayoutFile | None) -> CheckContext:
@@ -142,6 +167,7 @@ def _context(trace: Trace, layouts: LayoutFile | None) -> CheckContext:
             layouts=Layouts(layouts, int(trace.run["world_size"])),
             clock=RankClock(columns),
             coverage=Coverage(),
+            hosts={rank["rank"]: str(rank["host"]) for rank in trace.completeness["ranks"]},
         )
     except KeyError as error:
         raise TraceError(f"{trace.path}: the values have no column {error}") from error

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from numpy.typing import NDArray
 
@@ -18,6 +19,7 @@ from rankscope.diagnosis.stepview import SlotValues, StepView
 __all__ = ["CheckContext", "IncarnationState", "Latest", "Left"]
 
 Array = NDArray[Any]
+_STEPS_LEFT: Final = 8
 
 
 class Left(NamedTuple):
@@ -28,6 +30,8 @@ class Left(NamedTuple):
     squares: Array
     """Sums of squares."""
     sketches: Array | None
+    begun: Array | None = None
+    """Sketches of what it was at setup."""
 
 
 class Latest(NamedTuple):
@@ -86,6 +90,12 @@ class IncarnationState:
     """Parameters that the latest step left different."""
     flat: list[Left] = field(default_factory=list)
     """Parameters of a root in one flat tensor, as the latest step left them."""
+    left: deque[tuple[list[Left], list[Left]]] = field(
+        default_factory=lambda: deque(maxlen=_STEPS_LEFT)
+    )
+    """`unlike` and `flat` of the last steps: ranks may be steps apart."""
+    handed: set[int] = field(default_factory=set)
+    """Ranks that handed their parameters to others, each in a step of its own."""
     apart: set[int] = field(default_factory=set)
     """Steps in which an optimizer stepped with no gradient that was the same on all ranks."""
     reduced_early: set[int] = field(default_factory=set)
@@ -103,6 +113,8 @@ class IncarnationState:
     """True once a value that is not finite was told of."""
     parameters: dict[tuple[str, str], Latest] = field(default_factory=dict)
     """{(path, slot): the latest parameter seen}."""
+    begun: dict[tuple[str, str], Latest] = field(default_factory=dict)
+    """The same before the first optimizer step."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -115,6 +127,8 @@ class CheckContext:
     layouts: Layouts
     clock: RankClock
     coverage: Coverage
+    hosts: Mapping[int, str] = field(default_factory=dict)
+    """{rank: its host}"""
     incarnations: dict[int, IncarnationState] = field(default_factory=dict)
 
     def incarnation(self, incarnation: int) -> IncarnationState:

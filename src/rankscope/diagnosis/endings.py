@@ -31,17 +31,18 @@ from rankscope.record.streams import EndReason
 from rankscope.tree.crashes import Crash, crashes
 from rankscope.tree.views import Trace
 
-__all__ = ["ended_badly", "is_in_order"]
+__all__ = ["ended_badly", "ends_of", "is_in_order"]
 
 _NAMELESS: Final = "an exception outside of any module's call"
 
 
 def is_in_order(trace: Trace) -> bool:
     """True where every rank's last incarnation ended by itself."""
-    return all(how in ORDERLY for how in _ends(trace).values())
+    return all(how in ORDERLY for how in ends_of(trace).values())
 
 
-def _ends(trace: Trace) -> dict[int, str]:
+def ends_of(trace: Trace) -> dict[int, str]:
+    """Return {rank: how its last stream ends}."""
     return {rank["rank"]: str(rank["end"]) for rank in trace.completeness["ranks"]}
 
 
@@ -55,7 +56,7 @@ def ended_badly(
         context: what is known beyond one step.
         step_views: the last steps of the last incarnation.
     """
-    ends = _ends(trace)
+    ends = ends_of(trace)
     last = last_calls(step_views, context)
     if trace.is_live:
         last = without_recent(last, step_views, context)

@@ -107,7 +107,14 @@ def _hang(
     group = [issue for issue in issues if issue.group == stands.group]
     came = {r for i in group if i.sequence == stands.sequence for r in i.ranks.tolist()}
     waiting = sorted(r for r in came if r in last and last[r].waiting is not None)
-    missed, missing = _first_missed(group, stands, waiting)
+    elsewhere = {
+        rank
+        for rank, each in last.items()
+        if each.waiting is not None
+        and each.step_view is not step_view
+        and each.waiting.group == stands.group
+    }
+    missed, missing = _first_missed(group, stands, waiting, elsewhere)
     if missed is None:
         return None
     left = [rank for rank in waiting if rank not in missing] or waiting
@@ -178,10 +185,14 @@ def _when(
 
 
 def _first_missed(
-    group: list[IssuedCollective], stands: IssuedCollective, waiting: list[int]
+    group: list[IssuedCollective],
+    stands: IssuedCollective,
+    waiting: list[int],
+    elsewhere: set[int],
 ) -> tuple[IssuedCollective | None, list[int]]:
     """Return the first collective that members did not come to, and those members. A rank that
-    skipped one may stand in the next as if it were this one: sites tell."""
+    skipped one may stand in the next as if it were this one: sites tell. Ranks that stand in one of
+    this group in a step of another number (`elsewhere`) wait for the same members."""
     lines: dict[int, list[IssuedCollective]] = {rank: [] for rank in stands.members}
     for issue in sorted(group, key=lambda i: i.sequence):
         for rank in issue.ranks.tolist():
@@ -191,7 +202,8 @@ def _first_missed(
         absent = [
             rank
             for rank in stands.members
-            if len(lines[rank]) <= place or not _is_same_site(lines[rank][place], issue)
+            if rank not in elsewhere
+            and (len(lines[rank]) <= place or not _is_same_site(lines[rank][place], issue))
         ]
         if absent and len(absent) < len(stands.members):
             return issue, sorted(absent)

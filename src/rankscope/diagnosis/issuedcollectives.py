@@ -13,10 +13,21 @@ from rankscope.diagnosis.stepview import CallView, StepView
 from rankscope.record.call import Phase
 from rankscope.record.ranklists import parse_ranks
 
-__all__ = ["MESSAGES", "IssuedCollective", "issues_in", "issues_of"]
+__all__ = [
+    "EQUAL_OUTPUTS",
+    "MESSAGES",
+    "IssuedCollective",
+    "fits_shifted",
+    "issues_in",
+    "issues_of",
+]
 
 Array = NDArray[Any]
 MESSAGES: Final = frozenset({"send", "recv"})
+EQUAL_OUTPUTS: Final = frozenset(
+    {"all_reduce", "all_reduce_coalesced", "all_gather", "all_gather_into_tensor", "broadcast"}
+)
+"""What gives the same to all of its ranks."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,3 +86,23 @@ def issues_in(call: CallView) -> Iterator[IssuedCollective]:
     for text, facts in issued:
         ranks = call.ranks if len(issued) == 1 else np.array(parse_ranks(text), np.int64)
         yield IssuedCollective(call, ranks, facts)
+
+
+def fits_shifted(
+    one: Mapping[int, tuple[int, bool] | None], other: Mapping[int, tuple[int, bool] | None]
+) -> bool:
+    """True where more values are equal at some offset of their numbers than without one: then the
+    numbers are wrong, not the values.
+
+    Args:
+        one: {number: a value; None where it is not known}
+        other: the same of another rank.
+    """
+    there: dict[tuple[int, bool] | None, list[int]] = {}
+    for number, value in one.items():
+        there.setdefault(value, []).append(number)
+    fits: dict[int, int] = {}
+    for number, value in other.items():
+        for found in there.get(value, ()) if value is not None else ():
+            fits[found - number] = fits.get(found - number, 0) + 1
+    return any(count > fits.get(0, 0) for count in fits.values())

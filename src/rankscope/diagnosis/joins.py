@@ -7,7 +7,7 @@ step join the ranks that hold parts of one parameter, or replicas of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import numpy as np
@@ -27,10 +27,20 @@ _ONE_WAY: Final = {"broadcast", "scatter"}
 _TO_ONE: Final = {"reduce", "gather"}
 
 
-def joins_of(step_view: StepView, context: CheckContext) -> Iterator[Join]:
-    """Yield the joints of one step, but for its messages."""
+def joins_of(
+    step_view: StepView,
+    context: CheckContext,
+    is_one: Callable[[StepView, IssuedCollective], bool],
+) -> Iterator[Join]:
+    """Yield the joints of one step, but for its messages.
+
+    Args:
+        step_view: the step.
+        context: what is known beyond it.
+        is_one: says of what ranks issued in the step whether it is one collective.
+    """
     for issue in issues_of(step_view):
-        if len(issue.ranks) > 1 and issue.op not in MESSAGES:
+        if len(issue.ranks) > 1 and issue.op not in MESSAGES and is_one(step_view, issue):
             yield _collective(issue, context)
     for edge in stage_edges(step_view):
         yield from _stage(edge, context)

@@ -17,7 +17,12 @@ import numpy as np
 
 from rankscope.diagnosis.causes import Join
 from rankscope.diagnosis.context import CheckContext
-from rankscope.diagnosis.issuedcollectives import MESSAGES, IssuedCollective, issues_of
+from rankscope.diagnosis.issuedcollectives import (
+    MESSAGES,
+    IssuedCollective,
+    fits_shifted,
+    issues_of,
+)
 from rankscope.diagnosis.stepview import SlotValues, StepView
 from rankscope.record.value import ValueFlag
 
@@ -93,7 +98,8 @@ class Messages:
         for channel, receives in self._receives.items():
             incarnation, since, group, sender, receiver, _ = channel
             sends = self._sends.get(channel, {})
-            if (incarnation, since, group, receiver) in self._open or _fit_shifted(sends, receives):
+            is_open = (incarnation, since, group, receiver) in self._open
+            if is_open or _are_shifted(sends, receives):
                 continue
             for number, received in receives.items():
                 sent = sends.get(number)
@@ -132,13 +138,8 @@ def _message_end(
     return _MessageEnd(step, issue.call.node.id, int(time[0]), value)
 
 
-def _fit_shifted(sends: dict[int, _MessageEnd], receives: dict[int, _MessageEnd]) -> bool:
-    """True where more receives equal a send at some offset than equal the send of their number."""
-    there: dict[tuple[int, bool] | None, list[int]] = {}
-    for number, sent in sends.items():
-        there.setdefault(sent.value, []).append(number)
-    fits: dict[int, int] = {}
-    for number, received in receives.items():
-        for other in there.get(received.value, ()) if received.value is not None else ():
-            fits[other - number] = fits.get(other - number, 0) + 1
-    return any(count > fits.get(0, 0) for count in fits.values())
+def _are_shifted(sends: dict[int, _MessageEnd], receives: dict[int, _MessageEnd]) -> bool:
+    return fits_shifted(
+        {number: end.value for number, end in sends.items()},
+        {number: end.value for number, end in receives.items()},
+    )

@@ -93,10 +93,9 @@ def _note_averaging(step_view: StepView, context: CheckContext) -> None:
     latest = [h for h in step_view.values(Phase.PARAMS) if _is_plain(h) and h.slot != _FLAT_SLOT]
     before = incarnation.unlike, incarnation.flat
     if latest:
+        incarnation.begun = incarnation.begun or dict(incarnation.parameters)
         incarnation.unlike = [
-            Left(h.ranks.copy(), h.counts.copy(), h.column("l2") ** 2, h.column("sketch").copy())
-            for h in latest
-            if h.agree(h.ranks) is False
+            _left(values, incarnation) for values in latest if values.agree(values.ranks) is False
         ]
         roots: dict[int, list[SlotValues]] = {}
         for values in latest:
@@ -105,6 +104,17 @@ def _note_averaging(step_view: StepView, context: CheckContext) -> None:
     ways = (before, (incarnation.unlike, incarnation.flat))
     if any(unlike and _is_average(step_view, unlike, flat) for unlike, flat in ways):
         incarnation.averages.append(step_view.step)
+    elif not incarnation.averages:
+        _note_alone(step_view, incarnation)
+
+
+def _left(values: SlotValues, incarnation: IncarnationState) -> Left:
+    """Return a parameter as a step left it, and as all of its ranks had it when they began."""
+    first, begun = incarnation.begun.get((values.call.path, values.slot)), None
+    if first is not None and np.isin(values.ranks, first.ranks).all():
+        begun = first.sketches[np.searchsorted(first.ranks, values.ranks)]
+    squares, sketches = values.column("l2") ** 2, values.column("sketch").copy()
+    return Left(values.ranks.copy(), values.counts.copy(), squares, sketches, begun)
 
 
 def _flat(held: list[SlotValues]) -> Iterator[Left]:
@@ -155,13 +165,68 @@ def _is_of(values: SlotValues, part: Left) -> bool:
         return True
     if (norms > 0).all() and abs((given / norms).sum() - 1) <= _CLOSE:
         return True
-    if part.sketches is None:
+    if part.sketches is None or len(values.ranks) < 2:
         return False
     apart = _between(part.sketches[places])
     given = _between(values.column("sketch"))
     allowed = _CLOSE_APART * abs(apart).max()
     ways = [sign * scale * given for sign in (1, -1) for scale in (1, len(values.ranks))]
     return bool(allowed) and any(bool((abs(way - apart) <= allowed).all()) for way in ways)
+
+
+def _note_alone(step_view: StepView, incarnation: IncarnationState) -> None:
+    """Keep which ranks handed most of what was left different to others in a step in which not all
+    of them did. Once all have, each in a step of its own, they averaged their parameters."""
+    if incarnation.unlike:
+        incarnation.left.append((incarnation.unlike, incarnation.flat))
+    if not incarnation.left:
+        return
+    handed: dict[int, int] = {}
+    for issue in issues_of(step_view):
+        values = issue.call.slots.get("input.0") if issue.op in _EXCHANGED else None
+        peers = {issue.facts.get("peer"), *(issue.members if issue.op == "send" else ())}
+        if values is None or len(issue.ranks) == len(issue.members) > len(peers):
+            continue
+        for rank in issue.ranks.tolist():
+            if _is_own(values, rank, incarnation):
+                count = int(values.counts[values.at(np.array([rank]))[0]])
+                for each in {rank, issue.facts.get("peer", rank)}:
+                    handed[each] = handed.get(each, 0) + count
+    every = sum(int(part.counts[0]) for part in incarnation.left[-1][0])
+    incarnation.handed |= {rank for rank, count in handed.items() if 2 * count >= every}
+    ranks = np.concatenate([part.ranks for part in incarnation.left[-1][0]])
+    if set(ranks.tolist()) <= incarnation.handed:
+        incarnation.averages.append(step_view.step)
+
+
+def _is_own(values: SlotValues, rank: int, incarnation: IncarnationState) -> bool:
+    """True where what a rank hands over is a parameter as one of its last steps left it, its share
+    of a weighted mean, or how far it is from where all ranks began."""
+    place = values.at(np.array([rank]))[0]
+    count, norm = int(values.counts[place]), float(values.column("l2")[place])
+    given = values.column("sketch")[place]
+    for unlike, flat in incarnation.left:
+        for part in (*unlike, *flat):
+            at = int(np.searchsorted(part.ranks, rank))
+            if at == len(part.ranks) or part.ranks[at] != rank or part.counts[at] != count:
+                continue
+            own = float(np.sqrt(part.squares[at]))
+            if abs(norm - own) <= _CLOSE * own:
+                return True
+            if part.sketches is None or not own:
+                continue
+            sketch, share = part.sketches[at], norm / own
+            if share < 1 and _is_close(given, share * sketch):
+                return True
+            begun = [s[at] - sketch for s in (part.begun,) if s is not None]
+            scales = (1, 1 / len(part.ranks))
+            if any(_is_close(given, w * f * b) for b in begun for f in scales for w in (1, -1)):
+                return True
+    return False
+
+
+def _is_close(one: Array, other: Array) -> bool:
+    return bool(abs(one - other).max() <= _CLOSE_APART * abs(other).max())
 
 
 def _between(sketches: Array) -> Array:

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -23,7 +23,7 @@ from rankscope.diagnosis.stepview import StepView
 from rankscope.record.finding import Kind
 from rankscope.record.ranklists import ranks_named, ranks_text
 
-__all__ = ["mismatched_collectives"]
+__all__ = ["facts_text", "mismatched_collectives"]
 
 Array = NDArray[Any]
 _SAME_SHAPE: Final = frozenset({"all_reduce", "broadcast", "reduce"})
@@ -107,21 +107,26 @@ def _other_facts(
     step_view: StepView, context: CheckContext, group: list[IssuedCollective]
 ) -> Iterator[Candidate]:
     for issues in _by_sequence(group).values():
-        facts = [_facts_text(issue) for issue in issues]
+        facts = [facts_text(issue, issue.ranks.tolist()) for issue in issues]
         if len(issues) > 1 and len(set(facts)) > 1:
             yield _facts_candidate(step_view, context, issues, facts)
 
 
-def _facts_text(issue: IssuedCollective) -> str:
-    """Return what must be the same on all ranks, as text."""
+def facts_text(issue: IssuedCollective, ranks: Sequence[int], *, is_typed: bool = False) -> str:
+    """Return what must be the same on all ranks, as text.
+
+    Args:
+        issue: what they issued.
+        ranks: those of its ranks that are asked.
+        is_typed: say the dtype even where ranks agree in it.
+    """
     facts = [f"{name}={issue.facts[name]}" for name in _FACTS if name in issue.facts]
     values = issue.call.slots.get("input.0")
-    if issue.op in _SAME_SHAPE and values is not None and len(values.views) > 1:
-        own = [view for view in values.views if issue.ranks[0] in view.ranks]
+    if issue.op in _SAME_SHAPE and values is not None and (is_typed or len(values.views) > 1):
+        own = [view for view in values.views if ranks[0] in view.ranks]
         facts += [f"dtype={view.dtype}" for view in own]
     if issue.op in _SAME_SHAPE and values is not None:
-        shape = next((v.shapes()[r] for r in issue.ranks.tolist() for v in values.views
-                      if r in v.ranks), None)  # fmt: skip
+        shape = next((v.shapes()[r] for r in ranks for v in values.views if r in v.ranks), None)
         facts += [f"shape={list(shape)}"] if shape is not None else []
     return " ".join(facts)
 

@@ -17,7 +17,12 @@ from numpy.typing import NDArray
 from rankscope.diagnosis.candidates import Candidate, candidate_at
 from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.distances import ROUNDING, minority, rounding_of, sides
-from rankscope.diagnosis.issuedcollectives import MESSAGES, IssuedCollective, issues_of
+from rankscope.diagnosis.issuedcollectives import (
+    EQUAL_OUTPUTS,
+    MESSAGES,
+    IssuedCollective,
+    issues_of,
+)
 from rankscope.diagnosis.messages import Message, message_value
 from rankscope.diagnosis.stepview import SlotValues, StepView
 from rankscope.record.finding import Kind
@@ -28,9 +33,6 @@ from rankscope.record.value import ValueFlag
 __all__ = ["wrong_exchanges", "wrong_messages"]
 
 Array = NDArray[Any]
-_EQUAL_OUTPUTS: Final = frozenset(
-    {"all_reduce", "all_reduce_coalesced", "all_gather", "all_gather_into_tensor", "broadcast"}
-)
 _ADDED: Final = frozenset({*ROUNDING, "int32", "int64"})
 """dtypes whose sums do not wrap around, or not in practice."""
 _SLACK: Final = 8
@@ -64,7 +66,7 @@ def _is_there(values: SlotValues, ranks: Array) -> bool:
 
 
 def _unequal(issue: IssuedCollective, output: SlotValues) -> tuple[str, Array] | None:
-    if issue.op not in _EQUAL_OUTPUTS or output.agree(issue.ranks) is not False:
+    if issue.op not in EQUAL_OUTPUTS or output.agree(issue.ranks) is not False:
         return None
     blamed = minority(issue.ranks, output.hashes[output.at(issue.ranks)])
     return "its output differs between ranks", blamed

@@ -1,0 +1,378 @@
+"""Which collectives of a group are one: the n-th of each of its ranks, counted over the whole run.
+
+As long as all ranks take the same steps, the n-th of a step says the same, and every rule looks at
+one step. Ranks that train apart may take two steps or three between two averages, or evaluate more
+batches than others. What tells is a step in which a rank of the group ran and issued none of what
+others issued. Only such groups are followed over the run, in a second pass.
+
+A number holds only as long as every collective was recorded, so ranks whose steps have gaps are
+not numbered, and neither is a group whose outputs are equal at an offset more often than without
+one: then nothing is said of what its ranks issued in one step. Nor is a group numbered where a rank
+ended by itself and others still wait for it: there the steps say who left one out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations, islice
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.diagnosis.candidates import Candidate, candidate_at
+from rankscope.diagnosis.context import CheckContext
+from rankscope.diagnosis.distances import minority
+from rankscope.diagnosis.issuedcollectives import (
+    EQUAL_OUTPUTS,
+    MESSAGES,
+    IssuedCollective,
+    fits_shifted,
+    issues_of,
+)
+from rankscope.diagnosis.lastcalls import ORDERLY
+from rankscope.diagnosis.rules.collectiveorder import facts_text
+from rankscope.diagnosis.stepview import StepView
+from rankscope.record.call import Phase
+from rankscope.record.finding import Kind
+from rankscope.record.ranklists import ranks_named, ranks_text
+from rankscope.record.value import ValueFlag
+
+__all__ = ["RunOrder"]
+
+Array = NDArray[Any]
+_Group = tuple[int, str, tuple[int, ...]]
+"""Incarnation, name, members."""
+_Owners = dict[tuple[Any, ...], dict[_Group, int]]
+"""{place of a call: {group of which ranks issued something there: which of the steps it was in}}"""
+_WAITS_FOR_ALL: Final = frozenset({"all_reduce", "all_gather", "all_gather_into_tensor"})
+_MOST_ENDS: Final = 1_000_000
+"""Collectives of one rank that are numbered; a longer line is not known."""
+_PAIRS: Final = 16
+"""Pairs of neighbouring ranks whose outputs are held to each other."""
+
+
+class _OwnCall(NamedTuple):
+    """A collective as one rank issued it."""
+
+    time_ns: int
+    sequence: int
+    number: int
+    """Which of the steps of the trace it was recorded in."""
+    call_id: str
+    facts: str
+    value: tuple[int, bool] | None
+    """What it gave, where that is the same on all ranks: hash, and whether it was computed on an
+    accelerator."""
+
+
+@dataclass(slots=True)
+class _Met:
+    """What steps show of one group."""
+
+    came: set[int] = field(default_factory=set)
+    passed: dict[int, int] = field(default_factory=dict)
+    """{rank: the first step in which it ran and issued none of what others issued}"""
+    torn: int | None = None
+    """The first step in which a rank had left what others had not yet come to: it is not one."""
+
+
+@dataclass(slots=True)
+class RunOrder:
+    """Filled step by step; what is kept does not grow with the number of steps."""
+
+    _groups: dict[_Group, _Met] = field(default_factory=dict)
+    _last: dict[tuple[int, int], int] = field(default_factory=dict)
+    """{(incarnation, rank): the last step it ran in}"""
+    _steps: dict[tuple[int, int, int], tuple[int, int]] = field(default_factory=dict)
+    """{(incarnation, rank, mode): (how many steps, the highest number of one)}"""
+    _apart: dict[_Group, dict[tuple[int, int], int] | None] = field(default_factory=dict)
+    """{group: {(step, rank): number of its first in that step}}; None where that is not known."""
+    _level: dict[_Group, int] = field(default_factory=dict)
+    """{group: the first step in which its ranks may stand apart}"""
+
+    def note(self, step_view: StepView, number: int, context: CheckContext) -> None:
+        """Keep who came to what in one step."""
+        if step_view.is_setup:
+            return
+        texts = {id(c.ranks): c.ranks for c in step_view.calls if c.phase is not Phase.COLLECTIVE}
+        ran = {rank for ranks in texts.values() for rank in ranks.tolist()}
+        for rank in ran:
+            self._last[step_view.incarnation, rank] = number
+            key = step_view.incarnation, rank, int(step_view.mode)
+            count, highest = self._steps.get(key, (0, -1))
+            self._steps[key] = count + 1, max(highest, step_view.step)
+        came: dict[_Group, set[int]] = {}
+        for issue in _collectives(step_view):
+            group = _group_of(step_view, issue)
+            came.setdefault(group, set()).update(issue.ranks.tolist())
+            if _is_torn(issue, context):
+                met = self._groups.setdefault(group, _Met())
+                met.torn = number if met.torn is None else met.torn
+        for group, ranks in came.items():
+            met = self._groups.setdefault(group, _Met())
+            met.came |= ranks
+            for rank in (ran & set(group[2])) - ranks:
+                met.passed.setdefault(rank, number)
+
+    def judged(
+        self,
+        candidates: list[Candidate],
+        steps: Sequence[StepView],
+        context: CheckContext,
+        ends: Mapping[int, str],
+    ) -> list[Candidate]:
+        """Return the candidates but for those that hold collectives to each other that are not one,
+        with one for the first that is not one over the run.
+
+        Args:
+            candidates: of single steps.
+            steps: all of the trace; each is read again when it is asked for.
+            context: what is known beyond one step.
+            ends: {rank: how its last stream ends}
+        """
+        final = max((incarnation for incarnation, _ in self._last), default=0)
+        unlike = [group for group in self._groups if self._is_unlike(group, ends, final)]
+        if not unlike:
+            return candidates
+        lines, owners = _lines(steps, set(unlike), context)
+        found: list[Candidate] = []
+        for group in unlike:
+            found += self._judged_group(group, lines[group], steps, context, ends, final)
+        return [c for c in candidates if self._is_left(c, owners)] + found
+
+    def is_one(self, number: int, step_view: StepView, issue: IssuedCollective) -> bool:
+        """True where what ranks issued in one step is one collective, as far as that is known. Ask
+        once `judged` was asked.
+
+        Args:
+            number: which of the steps of the trace it is.
+            step_view: the step.
+            issue: what they issued.
+        """
+        group = _group_of(step_view, issue)
+        return self._are_level(group, number, issue.ranks.tolist())
+
+    def _is_unlike(self, group: _Group, ends: Mapping[int, str], final: int) -> bool:
+        """True where a rank passed by a step of others, and not because it ended there. Where steps
+        are missing, calls of one step that nobody can have waited for in common say the same, if
+        all ranks ended by themselves: none of them waits for a collective that one left out."""
+        incarnation, met = group[0], self._groups[group]
+        if any(
+            rank in met.came
+            and (
+                number < self._last[incarnation, rank]
+                or (incarnation == final and ends.get(rank) in ORDERLY)
+            )
+            for rank, number in met.passed.items()
+        ):
+            return True
+        is_over = incarnation == final and all(ends.get(rank) in ORDERLY for rank in met.came)
+        if met.torn is None or not is_over or self._are_whole(incarnation, met.came):
+            return False
+        self._level[group] = met.torn
+        return True
+
+    def _are_whole(self, incarnation: int, ranks: Container[int]) -> bool:
+        """True where every step of these ranks was traced, from the first on."""
+        return all(
+            count == highest + 1
+            for (own, rank, _), (count, highest) in self._steps.items()
+            if own == incarnation and rank in ranks
+        )
+
+    def _judged_group(
+        self,
+        group: _Group,
+        lines: dict[int, list[_OwnCall]],
+        steps: Sequence[StepView],
+        context: CheckContext,
+        ends: Mapping[int, str],
+        final: int,
+    ) -> Iterator[Candidate]:
+        """Number one group, and yield a candidate for the first number that is not one."""
+        incarnation = group[0]
+        is_whole = self._are_whole(incarnation, lines)
+        if not is_whole or any(len(line) >= _MOST_ENDS for line in lines.values()):
+            self._apart[group] = None
+            return
+        longest = max(map(len, lines.values()))
+        is_over = all(ends.get(rank) in ORDERLY for rank in lines)
+        if (
+            incarnation == final
+            and not is_over
+            and any(
+                ends.get(rank) in ORDERLY and len(line) < longest for rank, line in lines.items()
+            )
+        ):
+            return
+        if _are_shifted(lines):
+            self._apart[group] = None
+            return
+        first: dict[tuple[int, int], int] = {}
+        for rank, line in lines.items():
+            for place, end in enumerate(line):
+                first.setdefault((end.number, rank), place)
+        wrong = _first_mismatch(lines)
+        if wrong is not None:
+            sides = {rank: line[wrong] for rank, line in lines.items() if wrong < len(line)}
+            if len({end.number for end in sides.values()}) == 1:
+                return  # found in its step
+            yield _candidate(group, wrong, sides, steps, context)
+        self._apart[group] = first
+
+    def _is_left(self, candidate: Candidate, owners: _Owners) -> bool:
+        if candidate.kind is not Kind.COLLECTIVE:
+            return True
+        ranks = candidate.members.tolist()
+        return all(
+            self._are_level(group, number, ranks)
+            for group, number in owners.get(_key_of(candidate), {}).items()
+            if set(ranks) <= set(group[2])
+        )
+
+    def _are_level(self, group: _Group, number: int, ranks: Iterable[int]) -> bool:
+        """True where these ranks had issued equally many before a step."""
+        if group not in self._apart or number < self._level.get(group, 0):
+            return True
+        first = self._apart[group]
+        if first is None:
+            return False
+        return len({first[number, rank] for rank in ranks if (number, rank) in first}) <= 1
+
+
+def _collectives(step_view: StepView) -> Iterator[IssuedCollective]:
+    return (issue for issue in issues_of(step_view) if issue.op not in MESSAGES)
+
+
+def _group_of(step_view: StepView, issue: IssuedCollective) -> _Group:
+    return step_view.incarnation, issue.group, tuple(sorted(issue.members))
+
+
+def _is_torn(issue: IssuedCollective, context: CheckContext) -> bool:
+    """True where ranks of one host issued a collective that gives each what all gave, and one had
+    left it before another came. Asked of values on the CPU alone: elsewhere a call may return
+    before the others have come."""
+    if issue.op not in _WAITS_FOR_ALL or issue.facts.get("async") or issue.facts.get("object"):
+        return False
+    given = issue.call.slots.get("input.0")
+    if given is None:
+        return False
+    ranks = issue.ranks[np.isin(issue.ranks, given.ranks)]
+    if len(ranks) < 2:
+        return False
+    places = given.at(ranks)
+    if not given.is_known[places].all() or (given.flags[places] & int(ValueFlag.MIX64)).any():
+        return False
+    begins, ends = context.clock.span(issue.call, ranks)
+    by_host: dict[str, list[int]] = {}
+    for place, rank in enumerate(ranks.tolist()):
+        by_host.setdefault(context.hosts.get(rank, str(rank)), []).append(place)
+    return any(
+        bool((ends[own] > begins[own]).all() and begins[own].max() > ends[own].min())
+        for own in by_host.values()
+    )
+
+
+def _key_of(candidate: Candidate) -> tuple[Any, ...]:
+    return (
+        candidate.incarnation,
+        candidate.mode,
+        candidate.step,
+        candidate.path,
+        candidate.micro_batch,
+        candidate.slot,
+    )
+
+
+# ---- numbers -------------------------------------------------------------------------------------
+
+
+def _lines(
+    steps: Sequence[StepView], wanted: set[_Group], context: CheckContext
+) -> tuple[dict[_Group, dict[int, list[_OwnCall]]], _Owners]:
+    """Return what each rank issued in its own order, and whose each call is."""
+    lines: dict[_Group, dict[int, list[_OwnCall]]] = {group: {} for group in wanted}
+    owners: _Owners = {}
+    for number, step_view in enumerate(steps):
+        for issue in _collectives(step_view):
+            group = _group_of(step_view, issue)
+            if group not in wanted:
+                continue
+            place = (step_view.incarnation, step_view.mode, step_view.step, issue.call.path,
+                     issue.call.micro_batch, issue.slot)  # fmt: skip
+            owners.setdefault(place, {})[group] = number
+            times = context.clock.of_call(issue.call, issue.ranks).tolist()
+            for rank, time_ns in zip(issue.ranks.tolist(), times):
+                line = lines[group].setdefault(rank, [])
+                if len(line) < _MOST_ENDS:
+                    text = facts_text(issue, [rank], is_typed=True)
+                    value = _given(issue, rank)
+                    line.append(
+                        _OwnCall(time_ns, issue.sequence, number, issue.call.node.id, text, value)
+                    )
+    for group in wanted:
+        for line in lines[group].values():
+            line.sort(key=lambda end: (end.time_ns, end.number, end.sequence))
+    return lines, owners
+
+
+def _given(issue: IssuedCollective, rank: int) -> tuple[int, bool] | None:
+    values = issue.call.slots.get("output.0") if issue.op in EQUAL_OUTPUTS else None
+    place = -1 if values is None else int(values.at(np.array([rank]))[0])
+    if values is None or place < 0 or not values.is_known[place]:
+        return None
+    return int(values.hashes[place]), bool(values.flags[place] & ValueFlag.MIX64)
+
+
+def _are_shifted(lines: Mapping[int, list[_OwnCall]]) -> bool:
+    ordered = sorted(lines)
+    for one, other in islice(combinations(ordered, 2), _PAIRS):
+        left, right = (
+            {place: end.value for place, end in enumerate(lines[rank])} for rank in (one, other)
+        )
+        if fits_shifted(left, right):
+            return True
+    return False
+
+
+def _first_mismatch(lines: Mapping[int, list[_OwnCall]]) -> int | None:
+    longest = max(map(len, lines.values()))
+    for place in range(longest):
+        if len({line[place].facts for line in lines.values() if place < len(line)}) > 1:
+            return place
+    return None
+
+
+def _candidate(
+    group: _Group,
+    wrong: int,
+    sides: Mapping[int, _OwnCall],
+    steps: Sequence[StepView],
+    context: CheckContext,
+) -> Candidate:
+    """Return the candidate of a collective that is not one, in the last step that holds a side."""
+    ranks = np.array(sorted(sides), np.int64)
+    keys = np.array([sides[rank].facts for rank in ranks.tolist()])
+    blamed = minority(ranks, keys)
+    at = max(sides[rank].number for rank in blamed.tolist())
+    own = next(rank for rank in blamed.tolist() if sides[rank].number == at)
+    step_view = steps[at]
+    issue = next(i for i in _collectives(step_view) if i.call.node.id == sides[own].call_id)
+    alike = [(text, ranks[keys == text].tolist()) for text in dict.fromkeys(keys.tolist())]
+    listed = "; ".join(f"{ranks_named(some)}: {text}" for text, some in alike)
+    return candidate_at(
+        step_view,
+        issue.call,
+        Kind.COLLECTIVE,
+        issue.slot,
+        blamed,
+        ranks,
+        np.array([sides[rank].time_ns for rank in ranks.tolist()], np.int64),
+        f"number {wrong} of group {group[1]} over the run is not one collective: {listed}",
+        evidence=lambda: {
+            "sides": [{"ranks": ranks_text(some), "call": text} for text, some in alike]
+        },
+        priority=-2,
+    )
