@@ -17,7 +17,7 @@ from rankscope.errors import LayoutError, SettingError
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.call import Phase
 from rankscope.record.stepselection import StepSelection, number_ranges
-from rankscope.record.streams import MINIMUM_LIMIT_BYTES
+from rankscope.record.streams import DRAIN_SECONDS, FINISH_SECONDS, MINIMUM_LIMIT_BYTES
 
 __all__ = [
     "SETTINGS",
@@ -284,14 +284,14 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         name="finish-seconds",
         parse=_parse_seconds,
-        default="60",
+        default=f"{FINISH_SECONDS:g}",
         metavar="SECONDS",
         help="how long the finished job waits for its tree",
     ),
     Setting(
         name="drain-seconds",
         parse=_parse_seconds,
-        default="10",
+        default=f"{DRAIN_SECONDS:g}",
         metavar="SECONDS",
         help="grace for ranks that vanished without an end record, "
         "before the tree is built without them",

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from rankscope.record.factors import factors
+from rankscope.record.sketchfactors import factors
 from rankscope.tree.views import Trace
 from tests.unharmed import traced_unharmed
 

@@ -15,7 +15,7 @@ import xxhash
 from rankscope.capture.digest import Digester
 from rankscope.capture.reading import ValueNumbers
 from rankscope.layout.placement import Ranges
-from rankscope.record.factors import factors
+from rankscope.record.sketchfactors import factors
 
 pytestmark = pytest.mark.usefixtures("way")
 

@@ -15,9 +15,9 @@ import msgpack
 import pytest
 
 from rankscope.gather.links import SharedLink
-from rankscope.gather.roster import JobState
 from rankscope.gather.shipping import Shipment
 from rankscope.gather.stallmonitor import StallMonitor, activity_of
+from rankscope.gather.waiting import JobState
 from rankscope.record.call import Mode, Phase
 from rankscope.record.streams import StreamId
 from rankscope.run.folders import (

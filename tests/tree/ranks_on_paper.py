@@ -17,8 +17,8 @@ import xxhash
 
 from rankscope.layout.placement import Mesh, global_ranges, parse_placement
 from rankscope.record.call import CallStatus, Mode, Phase
-from rankscope.record.factors import factors
 from rankscope.record.notes import Note
+from rankscope.record.sketchfactors import factors
 from rankscope.record.streams import EndReason, StreamId
 from rankscope.spool import cells
 from rankscope.spool.cells import RecordKind, StepEvent

@@ -6,9 +6,9 @@ dims the rows (float64 weights)::
     values [rows, inner] @ matrix [inner, 8]  ->  [rows, 8],  then weighted and summed over rows
 
 A dim too long for that is cut at multiples of 512 global indices, where its factor is the product
-of a low and a high part (see `rankscope.record.factors`): a vector of millions of elements needs
-the 512 columns of the low part alone, whatever index its shard begins at. The unaligned ends of a
-shard then are segments of their own.
+of a low and a high part (see `rankscope.record.sketchfactors`): a vector of millions of elements
+needs the 512 columns of the low part alone, whatever index its shard begins at. The unaligned ends
+of a shard then are segments of their own.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rankscope.layout.placement import Ranges
-from rankscope.record.factors import RADIX, block_factors, factors, product_factors
+from rankscope.record.sketchfactors import RADIX, block_factors, factors, product_factors
 from rankscope.record.value import MAX_SAMPLES, SKETCH_SIZE
 
 __all__ = [

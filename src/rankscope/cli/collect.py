@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
+from rankscope.record.streams import DRAIN_SECONDS, FINISH_SECONDS
+
 if TYPE_CHECKING:
     from rankscope.gather.finish import CollectorOptions
 
@@ -45,10 +47,10 @@ def command(
     ] = False,
     drain_seconds: Annotated[
         float, typer.Option(min=0, help="Grace for ranks that vanished without an end record.")
-    ] = 10.0,
+    ] = DRAIN_SECONDS,
     finish_seconds: Annotated[
         float, typer.Option(min=0, help="Grace for ranks that go silent although the job is over.")
-    ] = 60.0,
+    ] = FINISH_SECONDS,
 ) -> None:
     """Gather the records of a job whose ranks are started elsewhere, and build its tree.
 
@@ -93,7 +95,7 @@ def _collect(options: CollectorOptions) -> int:
     from rankscope.cli.terminal import progress
     from rankscope.gather.finish import Observer, collect
     from rankscope.gather.log import log_into
-    from rankscope.gather.roster import StreamProgress
+    from rankscope.gather.waiting import StreamProgress
     from rankscope.run.names import COLLECTOR_LOG_NAME
 
     with progress() as show:

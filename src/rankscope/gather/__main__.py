@@ -13,6 +13,7 @@ from types import FrameType
 
 from rankscope.errors import RankscopeError
 from rankscope.gather.log import ExitOutcome, log
+from rankscope.record.streams import DRAIN_SECONDS, FINISH_SECONDS
 
 __all__ = ["main"]
 
@@ -63,8 +64,12 @@ def _parser() -> argparse.ArgumentParser:
     collector.add_argument("--world-size", type=int, required=True, help="ranks of the job")
     collector.add_argument("--traced-ranks", type=int, default=0, help="how many are traced")
     collector.add_argument("--keep-spool", action="store_true", help="keep the replicas")
-    collector.add_argument("--drain-seconds", type=float, default=10.0, help="grace for the lost")
-    collector.add_argument("--finish-seconds", type=float, default=60.0, help="grace at the end")
+    collector.add_argument(
+        "--drain-seconds", type=float, default=DRAIN_SECONDS, help="grace for the lost"
+    )
+    collector.add_argument(
+        "--finish-seconds", type=float, default=FINISH_SECONDS, help="grace at the end"
+    )
     return parser
 
 

@@ -47,7 +47,7 @@ from rankscope.gather.protocol import (
     encode,
 )
 from rankscope.gather.replica import ReplicaFiles
-from rankscope.gather.roster import JobState, PeerState, StreamProgress
+from rankscope.gather.waiting import JobState, PeerState, StreamProgress
 from rankscope.record.streams import EndReason, StreamId
 from rankscope.run.names import COLLECTOR_NAME
 from rankscope.run.replacing import write_by_rename

@@ -13,8 +13,8 @@ from typing import Protocol
 from rankscope.errors import FolderError
 from rankscope.gather.collector import Intake
 from rankscope.gather.log import ExitOutcome, log
-from rankscope.gather.roster import LEAST_SILENCE_S, Decision, PeerState, StreamProgress, decide
 from rankscope.gather.sharedwatch import SharedWatch
+from rankscope.gather.waiting import LEAST_SILENCE_S, Decision, PeerState, StreamProgress, decide
 from rankscope.run.folders import FolderLock
 from rankscope.run.names import (
     COLLECTOR_LOCK_NAME,

@@ -43,9 +43,9 @@ from rankscope.gather.protocol import (
     encode,
 )
 from rankscope.gather.replica import ReplicaFiles
-from rankscope.gather.roster import JobState
 from rankscope.gather.sharedwatch import SharedHostState, write_host_state
 from rankscope.gather.shipping import Shipment
+from rankscope.gather.waiting import JobState
 from rankscope.record.streams import StreamId
 from rankscope.run.folders import RunHeader
 from rankscope.run.names import REPLICA_FOLDER, TRACE_NAME

@@ -17,10 +17,10 @@ from rankscope.errors import SpoolError
 from rankscope.gather.cleanup import is_in_tree, remove_run
 from rankscope.gather.links import Link, SharedLink, SocketLink
 from rankscope.gather.log import ExitOutcome, log
-from rankscope.gather.roster import JobState
 from rankscope.gather.shipping import Shipment
 from rankscope.gather.stallmonitor import StallMonitor
-from rankscope.record.streams import StreamId
+from rankscope.gather.waiting import JobState
+from rankscope.record.streams import DRAIN_SECONDS, StreamId
 from rankscope.run.folders import FolderLock, RunHeader, is_held, read_run_header, streams
 from rankscope.run.locks import is_alive
 from rankscope.run.names import (
@@ -42,8 +42,6 @@ _PATIENCE_S = 300.0
 _ABANDONED_S = 10.0
 """The same where nobody is left who would start that collector again."""
 _SILENT_S = 2.0
-_DRAIN_S = 10.0
-"""How long what cannot be written is tried after the job, where the run says nothing of it."""
 _FIRST_STREAM_S = 3600.0
 
 
@@ -83,7 +81,7 @@ class _Relay:
         self._has_own_chunks = False
         """Full tensors of this host lie in the run folder, because it sees no trace folder."""
         self._stalls: StallMonitor | None = None
-        self._drain_s = _DRAIN_S
+        self._drain_s = DRAIN_SECONDS
         self._own_socket: Path | None = None
         """Of a collector that was started for this host's run alone."""
 
@@ -97,7 +95,7 @@ class _Relay:
         self._has_own_chunks = collection.is_elsewhere
         self._agent, self._max_restarts = header.agent, header.max_restarts
         with contextlib.suppress(ValueError):
-            self._drain_s = float(header.settings.get("drain-seconds", _DRAIN_S))
+            self._drain_s = float(header.settings.get("drain-seconds", DRAIN_SECONDS))
         if collection.is_here:
             self._own_socket = Path(header.collector.removeprefix("ipc://"))
         name = relay_name(self._run_folder)

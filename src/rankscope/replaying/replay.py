@@ -27,8 +27,8 @@ from rankscope.errors import ReplayError, SelectionError
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.call import Mode
 from rankscope.record.ranklists import ranks_named
+from rankscope.replaying.otherweights import weights_note
 from rankscope.replaying.recordedcall import RecordedCall, ReplayInputs
-from rankscope.replaying.weights import weights_note
 from rankscope.tensors.exactdistance import exact_distance
 from rankscope.tree.reader import TraceLike, opened_trace
 

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rankscope.errors import SpoolError
+from rankscope.record.streams import DRAIN_SECONDS, FINISH_SECONDS
 from rankscope.run.folders import spool_base
 from rankscope.run.names import COLLECTOR_SOCKET_NAME
 from rankscope.run.processes import process_name
@@ -45,8 +46,8 @@ def collector_command(
     world_size: int,
     traced_ranks: int | None = None,
     keep_spool: bool = False,
-    drain_seconds: float = 10.0,
-    finish_seconds: float = 60.0,
+    drain_seconds: float = DRAIN_SECONDS,
+    finish_seconds: float = FINISH_SECONDS,
 ) -> list[str]:
     """The command that collects a run into `out`.
 

@@ -22,8 +22,9 @@ from rankscope.diagnosis.comparison.datasamples import (
     places_by_inputs,
     samples_of_step,
 )
+from rankscope.diagnosis.comparison.degrees import Degrees
 from rankscope.diagnosis.comparison.difference import Batches
-from rankscope.diagnosis.comparison.findings import Degrees, finding_of
+from rankscope.diagnosis.comparison.findings import finding_of
 from rankscope.diagnosis.comparison.fulltensors import FullTensors
 from rankscope.diagnosis.comparison.origins import OriginSearch
 from rankscope.diagnosis.comparison.partners import Partners

@@ -22,7 +22,7 @@ from rankscope.diagnosis.comparison.wholevalues import Wholes, WholeValues, comb
 from rankscope.diagnosis.datapeers import root_calls
 from rankscope.diagnosis.stepview import SlotValues, StepView
 from rankscope.record.call import Mode
-from rankscope.record.factors import factors
+from rankscope.record.sketchfactors import factors
 
 __all__ = ["StepPair", "TokenWholes", "paired_steps", "token_counts", "wholes_of"]
 

@@ -7,7 +7,13 @@ import itertools
 import numpy as np
 import pytest
 
-from rankscope.record.factors import RADIX, ArrayCache, block_factors, factors, product_factors
+from rankscope.record.sketchfactors import (
+    RADIX,
+    ArrayCache,
+    block_factors,
+    factors,
+    product_factors,
+)
 
 MANY = ((0, 100_000),)
 PINNED = [
