@@ -53,7 +53,7 @@ from rankscope.tree.reader import TraceLike, opened_trace
 from rankscope.tree.summary import counted
 from rankscope.tree.views import Trace
 
-__all__ = ["diff"]
+__all__ = ["diff", "distances"]
 
 Array = NDArray[Any]
 _FEWEST: Final = 0.1
@@ -113,6 +113,29 @@ def diff(
         origin = _measured_by(second, again.report(progress, measured), measured)
     made = _Comparison(ours, theirs, rules, measured, origin, reads_tensors=tensors)
     return made.report(progress)
+
+
+def distances(
+    ref: TraceLike,
+    test: TraceLike,
+    *,
+    paths: PathMap | Sequence[str] = (),
+    layouts: LayoutFile | None = None,
+    tensors: bool = True,
+) -> dict[tuple[Mode, int], Mapping[SlotKey, float]]:
+    """Return how far all values of a run are from a reference's.
+
+    Args:
+        ref, test, paths, layouts, tensors: as of `diff`, which also says what is raised.
+
+    Returns:
+        {(mode, step) of the reference: {value: relative L2 distance}}.
+    """
+    found: _Noise = {}
+    rules = paths if isinstance(paths, PathMap) else PathMap(paths)
+    ours, theirs = TraceSide(opened_trace(ref), layouts), TraceSide(opened_trace(test), layouts)
+    _Comparison(ours, theirs, rules, reads_tensors=tensors).report(None, found)
+    return found
 
 
 def _measured_by(noise: Trace, report: Report, measured: _Noise) -> str:
