@@ -159,3 +159,27 @@ def test_a_model_of_transformers_is_itself_however_it_is_parallelized(
     assert [(f.path, f.slot) for f in report.findings] == [("", "output.aux_loss")] * is_balanced
     assert report.verdict.value == "clean"
     assert report.compared >= 0.8 * report.recorded > 300
+
+
+def rollout(weights: str, lengths: list[int], out: str) -> None:
+    """Run the tokens of the first training step through a cache, in calls of these lengths."""
+    model = made("llama", Path(weights), attn_implementation="eager").eval()
+    tokens = batch("llama", 0)["input_ids"]
+    cache, start = None, 0
+    with rankscope.trace(out=out, steps="all"), torch.no_grad():
+        for length in lengths:
+            own = tokens[:, start : start + length]
+            cache = model(input_ids=own, past_key_values=cache, use_cache=True).past_key_values
+            start += length
+
+
+@pytest.mark.parametrize("lengths", [[16], [1] * 16, [6, *[1] * 10]])
+def test_a_rollout_of_llama_is_the_forward_of_its_training_step(
+    ranks: RankPool, alone: dict[str, tuple[Path, Path]], tmp_path: Path, lengths: list[int]
+) -> None:
+    weights, ref = alone["llama"]
+    out = tmp_path / "t" / "trace"
+    ranks.run(rollout, str(weights), lengths, str(out), world_size=1)
+    report = diff(ref, out)
+    assert report.verdict.value == "clean" and report.findings == ()
+    assert report.compared >= 0.8 * report.recorded > 80
