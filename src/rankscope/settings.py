@@ -16,8 +16,9 @@ from pathlib import Path
 from rankscope.errors import LayoutError, SettingError
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.call import Phase
+from rankscope.record.grace import DRAIN_SECONDS, FINISH_SECONDS
 from rankscope.record.stepselection import StepSelection, number_ranges
-from rankscope.record.streams import DRAIN_SECONDS, FINISH_SECONDS, MINIMUM_LIMIT_BYTES
+from rankscope.record.streams import MINIMUM_LIMIT_BYTES
 
 __all__ = [
     "SETTINGS",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
-from rankscope.record.streams import DRAIN_SECONDS, FINISH_SECONDS
+from rankscope.record.grace import DRAIN_SECONDS, FINISH_SECONDS
 
 if TYPE_CHECKING:
     from rankscope.gather.finish import CollectorOptions

@@ -20,7 +20,8 @@ from rankscope.gather.log import ExitOutcome, log
 from rankscope.gather.shipping import Shipment
 from rankscope.gather.stallmonitor import StallMonitor
 from rankscope.gather.waiting import JobState
-from rankscope.record.streams import DRAIN_SECONDS, StreamId
+from rankscope.record.grace import DRAIN_SECONDS
+from rankscope.record.streams import StreamId
 from rankscope.run.folders import FolderLock, RunHeader, is_held, read_run_header, streams
 from rankscope.run.locks import is_alive
 from rankscope.run.names import (

@@ -1,4 +1,6 @@
-"""When a run is over: a pure decision from what is known of streams and relays."""
+"""How long a collector waits, and when a run is over: a pure decision from what is known of streams
+and relays. Its seconds are the settings `drain-seconds` and `finish-seconds` (`record/grace.py`).
+"""
 
 from __future__ import annotations
 

@@ -6,8 +6,6 @@ import enum
 from dataclasses import dataclass
 
 __all__ = [
-    "DRAIN_SECONDS",
-    "FINISH_SECONDS",
     "MAX_INCARNATIONS",
     "MAX_RANKS",
     "MINIMUM_LIMIT_BYTES",
@@ -41,10 +39,6 @@ MAX_RANKS = 1 << 24
 MAX_INCARNATIONS = 1 << 16
 MINIMUM_LIMIT_BYTES = 64 << 10
 """Of a rank's spool."""
-DRAIN_SECONDS = 10.0
-"""Grace for ranks that vanished without an end record, where nobody says how long."""
-FINISH_SECONDS = 60.0
-"""How long a job that is over waits for its tree, where nobody says how long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)

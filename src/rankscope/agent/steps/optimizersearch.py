@@ -14,16 +14,11 @@ from typing import Any
 import torch
 
 from rankscope.agent.guard import Guard
-from rankscope.capture.invisible import invisible
-from rankscope.record.notes import Note, NoteKind
 
 __all__ = [
     "Holdings",
     "OptimizerSearch",
     "OptimizerSet",
-    "describe_options",
-    "describe_rates",
-    "describe_strangers",
     "held_parameters",
     "parameters_of",
     "runs_closure",
@@ -31,12 +26,6 @@ __all__ = [
 ]
 
 _OPTIMIZER_FILE = "torch/optim/optimizer.py"
-_SHAPES_NAMED = 3
-_VALUES_NAMED = 8
-_LONGEST_VALUE = 40
-_NO_OPTIONS = frozenset(
-    {"params", "param_names", "foreach", "fused", "capturable", "differentiable", "initial_lr"}
-)
 _MAKING = ("__init__", "__setstate__")
 _Member = Callable[..., None]
 
@@ -222,79 +211,6 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 def held_parameters(optimizer: torch.optim.Optimizer) -> frozenset[int]:
     """Return the identities of all parameters in an optimizer's groups."""
     return frozenset(id(parameter) for parameter in parameters_of(optimizer))
-
-
-def describe_strangers(optimizer: torch.optim.Optimizer, holdings: Holdings) -> Note | None:
-    """Say what an optimizer holds that no module seen owns; None where there is nothing.
-
-    An optimizer made before `fully_shard` or `parallelize_module` replaced the parameters holds the
-    old ones, which get no gradient; one that keeps master copies gives them theirs.
-    """
-    strangers = holdings.strangers
-    if not strangers:
-        return None
-    with invisible():
-        without = sum(tensor.grad is None for tensor in strangers)
-        shapes = sorted({str(list(tensor.shape)) for tensor in strangers})
-    named = ", ".join(shapes[:_SHAPES_NAMED]) + (", ..." if len(shapes) > _SHAPES_NAMED else "")
-    return Note.of(
-        NoteKind.FOREIGN_PARAMETERS,
-        optimizer=type(optimizer).__name__,
-        own=len(holdings.own),
-        foreign=len(strangers),
-        idle=without,
-        shapes=named,
-    )
-
-
-def describe_rates(optimizer: torch.optim.Optimizer) -> Note | None:
-    """Say how many parameters with a gradient a step will leave where they are, because the
-    learning rate of their group is 0; None where there is none. A rate that is a tensor is not
-    read: it may lie on an accelerator.
-    """
-    with invisible():
-        still = sum(
-            parameter.grad is not None
-            for group in getattr(optimizer, "param_groups", ())
-            if isinstance(group.get("lr"), int | float) and not group["lr"]
-            for parameter in group["params"]
-        )
-    name = type(optimizer).__name__
-    return Note.of(NoteKind.RATE_OF_ZERO, optimizer=name, parameters=still) if still else None
-
-
-def describe_options(optimizer: torch.optim.Optimizer) -> Note | None:
-    """Say with which options an optimizer steps; None for one that has none.
-
-    Values that groups of parameters do not share stand in the order of the groups, `0.1 | 0.0`.
-    Those that choose an implementation (`foreach`, `fused`) change no result and are left out.
-    """
-    found: dict[str, list[str]] = {}
-    for group in getattr(optimizer, "param_groups", ()):
-        for name, value in group.items():
-            values = found.setdefault(str(name), [])
-            text = _option(value)
-            if name not in _NO_OPTIONS and text not in values:
-                values.append(text)
-    options = "; ".join(
-        f"{name}={' | '.join(values[:_VALUES_NAMED])}{' | ...' if values[_VALUES_NAMED:] else ''}"
-        for name, values in found.items()
-        if values and values != [""]
-    )
-    name = type(optimizer).__name__
-    return Note.of(NoteKind.OPTIMIZER_OPTIONS, optimizer=name, options=options) if options else None
-
-
-def _option(value: object) -> str:
-    """Return a plain value as text, "" for others. A tensor is not read: it may lie on an
-    accelerator."""
-    if isinstance(value, torch.Tensor):
-        return "(a tensor)"
-    if isinstance(value, (tuple, list)):
-        return f"({', '.join(map(_option, value))})"
-    if value is None or isinstance(value, (bool, int, str)):
-        return str(value)[:_LONGEST_VALUE]
-    return f"{value:.9g}" if isinstance(value, float) else ""
 
 
 def runs_closure(arguments: tuple[object, ...], keywords: dict[str, object]) -> bool:

@@ -15,13 +15,12 @@ import torch
 
 from rankscope.agent.hooks.modules import ModuleTable
 from rankscope.agent.recorder import Recorder
-from rankscope.agent.steps.optimizersearch import (
-    Holdings,
-    OptimizerSearch,
+from rankscope.agent.steps.optimizernotes import (
     describe_options,
     describe_rates,
     describe_strangers,
 )
+from rankscope.agent.steps.optimizersearch import Holdings, OptimizerSearch
 from rankscope.agent.steps.scalers import is_skipped_inside, scaling_of
 from rankscope.agent.values.accumulated import AccumulatedGradients
 from rankscope.agent.values.gradients import GradientHooks

@@ -1,4 +1,7 @@
-"""How far two values may be apart by rounding alone: by dtype, or as far as noise was measured."""
+"""How far two values may be apart by rounding alone: by dtype, or as far as noise was measured.
+
+`diagnosis/distances.py` knows one rounding of a dtype; here is what roundings add up to in a model.
+"""
 
 from __future__ import annotations
 
