@@ -48,6 +48,12 @@ _OF_OUTPUT: Final = 0.5
 """So many times the norm of the gradient of its module's outputs is the least norm that the
 gradient of a vector (a bias, the weights of a norm) is measured by: it is a sum of those over all
 samples, and their rounding is what is left of it where they cancel."""
+_PLAIN_UPDATE: Final = 0.2
+"""What another learning rate or weight decay leaves of the difference of an update is less."""
+_OTHER_SIGNS: Final = 2.0
+"""The update of a vector may be off by so much where its gradient agrees: single elements of that
+may be zero but for rounding, as those of keys in the bias of queries, keys and values together, and
+an optimizer that takes the sign of a gradient moves them by a whole step in any direction."""
 _NO_FACTOR: Final = 1e-3
 """A factor that is so near 1 is none, however exact the dtype."""
 
@@ -82,6 +88,9 @@ class ComparedValue:
     """Of an update: as `allowed`, without what the error of its gradient explains."""
     is_update: bool = False
     """True where the difference is that of what the optimizer added."""
+    is_plain_update: bool = False
+    """True where that difference is a part of the update and of the parameter, as another learning
+    rate and weight decay leave it."""
 
     @property
     def key(self) -> SlotKey:
@@ -259,6 +268,7 @@ class StepDifferences:
         difference.is_exact = np.zeros(1, bool)
         difference.measured = Measured.SKETCHES
         compared.is_update = True
+        compared.is_plain_update = _is_made_of(theirs - mine, np.stack([mine, before[0]]))
         compared.unsure = unsure / norm if norm > 0 else math.inf
 
     # ---- factors that a phase has in common ------------------------------------------------------
@@ -369,6 +379,9 @@ class StepDifferences:
                 compared.allowed = (own if measured is None else measured) + compared.unsure
                 least = self._tolerances.of_update(compared.value, 0.0)
                 compared.by_rounding = least + compared.unsure
+                is_any_sign = compared.value.is_vector and not compared.is_plain_update
+                if is_any_sign and name in of_gradient and measured is None:
+                    compared.allowed = max(compared.allowed, _OTHER_SIGNS)
             if self._tells_samples(compared):
                 compared.errors = np.maximum(compared.errors, self._other_samples)
                 assert self._batches is not None
@@ -444,6 +457,13 @@ class StepDifferences:
             if d.ref.count and np.isfinite(d.ref.l2)
         ]
         return _SMALL_GRADIENT * float(np.median(sizes)) if sizes else 0.0
+
+
+def _is_made_of(vector: Array, parts: Array) -> bool:
+    """True where a combination of `parts` [n, K] leaves little of `vector` [K]."""
+    weights = np.linalg.lstsq(parts.T, vector, rcond=None)[0]
+    rest = np.linalg.norm(vector - weights @ parts)
+    return bool(rest <= _PLAIN_UPDATE * np.linalg.norm(vector))
 
 
 def _norm_of(wholes: Iterable[Wholes]) -> float:
