@@ -205,7 +205,7 @@ def _sample_by_sample(
         partner = batches.match.partner[span[0] : span[0] + span[1]]
         known = partner >= 0
         if not known.any():
-            return "samples that the reference has not"
+            continue
         a = mine[partner[known]]
         summed = np.zeros_like(a)
         dots = np.zeros(3)
@@ -221,6 +221,8 @@ def _sample_by_sample(
         if len(among) > 1 and not wholes.is_described:
             whole = dots_of(a, summed)
             parts.replace_by_sum(len(among), whole, math.sqrt(max(float(whole[1]), 0.0)), allowed)
+    if parts.is_empty:
+        return "samples that the reference has not"
     return parts.finished(ours.first_rows(), left.first_rows())
 
 

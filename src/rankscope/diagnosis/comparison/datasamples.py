@@ -31,6 +31,7 @@ __all__ = [
     "match_samples",
     "places_by_inputs",
     "samples_of_step",
+    "stages_of",
 ]
 
 Array = NDArray[Any]
@@ -149,6 +150,18 @@ def _meshes(
         )
 
 
+def stages_of(setup: StepView | None, world: int) -> Array:
+    """Return [world] the number of each rank's stage, -1 for ranks without a parameter: modules of
+    one name that stages of a pipeline call are different ones."""
+    found = np.full(world, -1, np.int64)
+    calls = setup.values(Phase.SETUP) if setup is not None else ()
+    parameters = [values for values in calls if values.slot.startswith("param:")]
+    for number, stage in enumerate(_stages(parameters, world)):
+        found[stage] = number
+    held = np.isin(np.arange(world), [rank for v in parameters for rank in v.ranks.tolist()])
+    return np.where(held, found, -1)
+
+
 def places_by_inputs(step_view: StepView, world: int) -> Array:
     """Return [world] a place for each different input that ranks were handed, for ranks that
     nothing shows to be data-parallel. It is believed where the reference has these samples."""
@@ -231,7 +244,8 @@ def samples_of_step(step_view: StepView, places: Array, wholes: WholeValues) -> 
             continue
         values = by_call[micro_batch]
         integers = [np.array(v.ranks) for v in values.views if is_whole_number(v.dtype)]
-        for index in range(len(made)):
+        # later stages of a pipeline received something else: the first stage is that of rank 0
+        for index in sorted(range(len(made)), key=lambda each: int(made.members[each].min())):
             own = made.samples[index]
             unit = (micro_batch, max(int(made.places[index]), 0))
             if found.is_of_integers and not any(

@@ -335,6 +335,7 @@ class _Comparison:
             noise,
             self._left_out,
             self._tensors if self._reads_tensors and is_by_call else None,
+            self._test.stages,
         )
         tally = self._tally
         known = [c for c in found.compared if c.difference is not None]

@@ -189,6 +189,19 @@ class Difference:
         """Return [p, 2] factor and residual of every part."""
         return np.array([_fit(d, n) for d, n in zip(self.dots, self.norms.tolist())])
 
+    def keep(self, chosen: Array) -> None:
+        """Forget all parts but the chosen ones ([p] booleans, at least one True)."""
+        at = np.flatnonzero(chosen).tolist()
+        self.dots, self.norms, self.is_exact = self.dots[at], self.norms[at], self.is_exact[at]
+        self.members, self.units = [self.members[i] for i in at], [self.units[i] for i in at]
+        if self.at_least is not None:
+            self.at_least = self.at_least[at]
+        if self.squares is not None:
+            self.squares = self.squares[at]
+        if self.ref_rows:
+            self.ref_rows = [self.ref_rows[i] for i in at]
+            self.test_rows = [self.test_rows[i] for i in at]
+
     def ranks(self, chosen: Array) -> Array:
         """Return the ranks that hold the chosen parts, sorted."""
         listed = [m for m, is_in in zip(self.members, chosen.tolist()) if is_in]

@@ -47,6 +47,9 @@ _FEW_FLIPS: Final = 2.0
 """Choices that may flip however small the error is."""
 _SAME_FACTOR: Final = 0.02
 """Factors that are no further apart are one."""
+_UNSEEN_STEP: Final = 1e-3
+"""How far parameters that a trace does not show (FSDP1 keeps them flat) may be off after a step: an
+optimizer that takes the sign of a gradient turns its rounding into whole steps."""
 _RANDOM_CLASSES: Final = ("dropout", "droppath", "stochasticdepth")
 """In the class names of modules that draw random numbers while a model trains."""
 
@@ -131,6 +134,7 @@ class OriginSearch:
         self._owned: defaultdict[str, _State] = defaultdict(_State)
         """By path of the module: its parameters as they were last seen."""
         self._mode, self._step = Mode.TRAIN, 0
+        self._has_stepped = False
 
     def setup(self, found: StepDifferences) -> None:
         """Judge the values that a run began with."""
@@ -141,7 +145,7 @@ class OriginSearch:
     def step(self, found: StepDifferences, mode: Mode, step: int) -> None:
         """Judge the values of one step, in the order in which they were computed."""
         self._mode, self._step = mode, step
-        flow = _Flow(self._owned)
+        flow = _Flow(self._owned, has_stepped=self._has_stepped)
         pending = PendingValues(found.compared)
         of_all: dict[Phase, Origin] = {}
         most = _most_gradients(found)
@@ -207,6 +211,7 @@ class OriginSearch:
             pending.passed(each)
         for path, state in flow.stepped.items():
             self._owned[path] = state
+        self._has_stepped |= mode is Mode.TRAIN
 
     def _charge(self, origin: Origin, earlier: ComparedValue) -> None:
         """Make an earlier value the origin of what was first found behind it."""
@@ -365,8 +370,15 @@ def _is_flipped(origin: Origin) -> bool:
 class _Flow:
     """What is known of the values of a step so far, by call and by module."""
 
-    def __init__(self, owned: defaultdict[str, _State]) -> None:
-        self._owned = owned
+    def __init__(self, owned: defaultdict[str, _State], *, has_stepped: bool) -> None:
+        self._owned, self._has_stepped = owned, has_stepped
+        self._shown = {
+            path[:end]
+            for path, state in owned.items()
+            if state.is_known
+            for end in (0, *(at for at, char in enumerate(path) if char == "."), len(path))
+        }
+        """Paths of modules whose parameters are known, and what is around them."""
         self._so_far: defaultdict[Phase, _State] = defaultdict(_State)
         self._inputs: defaultdict[CallView, _State] = defaultdict(_State)
         self._handed: dict[CallView, ComparedValue] = {}
@@ -420,6 +432,8 @@ class _Flow:
         found.take(inputs)
         found.take(inside)
         found.take(self._owned[key.path])
+        if self._has_stepped and key.path not in self._shown:
+            found.error = max(found.error, _UNSEEN_STEP)
         if found.origin is None:
             found.origin = self._spoiled_inside(key.path)
         if not inputs.is_known and not inside.is_known:

@@ -25,6 +25,8 @@ _FEWEST_VALUES: Final = 0.25
 _MOST_PREFIXES: Final = 8
 """What many paths end with tells nothing about how they begin."""
 _TRIED: Final = 12
+_FLAT: Final = ":_flat_param"
+"""What FSDP1 makes of the parameters that it wraps together, unless told to keep theirs."""
 
 
 class _RecordedPart:
@@ -116,6 +118,9 @@ class Partners:
         return ""
 
     def _remedy(self) -> str:
+        alone = (*self._only_ref.keys, *self._only_test.keys)
+        if any(key.slot.endswith(_FLAT) for key in alone):
+            return "FSDP1 keeps them flat: give it use_orig_params=True, or compare with FSDP2"
         rule, met = self._rule()
         if rule:
             return f"give --map '{rule}', with which {counted(met, 'path')} would meet"

@@ -132,6 +132,7 @@ class StepDifferences:
         noise: Mapping[SlotKey, float] | None = None,
         left_out: Collection[str] = (),
         tensors: FullTensors | None = None,
+        stages: Array | None = None,
     ) -> None:
         """Compare everything.
 
@@ -144,7 +145,10 @@ class StepDifferences:
             noise: relative distance of each value between two runs of the reference.
             left_out: paths under which ranks of the test hold different modules.
             tensors: what both traces kept; None where that is not to be read.
+            stages: [world of the test] which stage of a pipeline each rank is, -1 where that is not
+                known; None for one stage.
         """
+        self._stages = stages
         self._left_out, self._tensors = left_out, tensors
         self._wholes, self._batches, self._before = wholes, batches, before
         self._tolerances = Tolerances(aligned.values, noise)
@@ -214,6 +218,8 @@ class StepDifferences:
         if isinstance(difference, str):
             reason = next((w.reason for w in sides[1].values() if w.reason), difference)
             return ComparedValue(value=value, difference=None, reason=reason, allowed=allowed)
+        if is_batched and not difference.partial:
+            self._keep_one_stage(difference)
         made_of = ComparedValue(
             value=value,
             difference=difference,
@@ -225,6 +231,21 @@ class StepDifferences:
             self._take_update(made_of, sides)
         self.exact += bool(difference.is_exact.all())
         return made_of
+
+    def _keep_one_stage(self, difference: Difference) -> None:
+        """Forget what other stages of a pipeline hold under one name: the module that the reference
+        calls so is the one whose value is nearest to the reference's."""
+        if self._stages is None:
+            return
+        stages = np.array([self._stages[ranks].max() for ranks in difference.members])
+        if len(np.unique(stages)) < 2 or (stages < 0).any():
+            return
+        if difference.at_least is None:  # whatever factor gradients of parts of a batch have
+            apart = np.minimum(difference.errors(), difference.fits()[:, 1])
+        else:
+            apart = difference.at_least
+        nearest = stages[int(np.argmin(apart))]
+        difference.keep(stages == nearest)
 
     def _both_samples(self, is_batched: bool) -> tuple[Array | None, Array | None]:
         if not is_batched or self._batches is None:

@@ -8,7 +8,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.diagnosis.comparison.datasamples import StepSamples, data_places, samples_of_step
+from rankscope.diagnosis.comparison.datasamples import (
+    StepSamples,
+    data_places,
+    samples_of_step,
+    stages_of,
+)
 from rankscope.diagnosis.comparison.lostranks import LostRanks
 from rankscope.diagnosis.comparison.wholevalues import WholeValues
 from rankscope.diagnosis.layouts import Layouts
@@ -51,6 +56,7 @@ class TraceSide:
             raise TraceError(f"{trace.path}: the values have no column {error}") from error
         own = [step for step in trace.setup if step.incarnation == self.incarnation]
         self.setup: StepView | None = step_view_of(own[0], self.columns) if own else None
+        self.stages = stages_of(self.setup, self.world)
         self.steps: dict[StepKey, Step] = {
             (step.mode, step.step): step
             for step in trace.steps
