@@ -52,7 +52,8 @@ def rank_and_world() -> tuple[int, int]:
 
 def tokens_of(kind: str, out: str) -> None:
     """Train two steps with AdamW. `kind`: "" for DDP; "flat" and "kept" for FSDP1, which makes one
-    flat parameter of many or keeps them; "fast" for biases with a learning rate of their own."""
+    flat parameter of many or keeps them; "fast" for biases with a learning rate of their own;
+    "frozen" for a norm that is not trained."""
     warnings.simplefilter("ignore")
     rank, world = rank_and_world()
     model = wrapped = language_model()
@@ -65,6 +66,8 @@ def tokens_of(kind: str, out: str) -> None:
         )
     elif world > 1:
         wrapped = DDP(model)
+    if kind == "frozen":
+        model[2].norm.requires_grad_(False)
     biases = [p for p in wrapped.parameters() if p.ndim == 1]
     others = [p for p in wrapped.parameters() if p.ndim != 1]
     groups = [{"params": others}, {"params": biases, "lr": 2e-3 if kind == "fast" else 1e-3}]
@@ -149,6 +152,17 @@ def test_a_learning_rate_of_biases_alone_is_found(
     first = report.origins[0]
     assert (first.phase.word, first.step) == ("params", 0)
     assert first.slot.startswith("param:") and "update" in first.message
+
+
+def test_parameters_that_the_reference_does_not_train_are_found(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    frozen = ran(ranks, tokens_of, "frozen", tmp_path / "frozen", 1)
+    report = compared(frozen, ran(ranks, tokens_of, "", tmp_path, 2))
+    first = report.origins[0]
+    assert (first.path, first.phase.word, first.step) == ("2.norm", "params", 0)
+    assert "trained here" in first.message
+    assert compared(frozen, frozen).verdict is Verdict.CLEAN
 
 
 def test_parameters_that_fsdp1_does_not_show_are_no_fault_of_what_they_are_used_in(

@@ -123,6 +123,8 @@ def _advice(origin: Origin, kind: Kind) -> str:
             "Look whether it is frozen, detached from the loss, or missing in the optimizer: its "
             "gradient tells."
         )
+    if origin.compared.is_moved_alone:
+        return "Look at requires_grad, and at which parameters the optimizer was given."
     if origin.compared.is_update:
         return (
             "The gradient agrees and its update does not: compare the optimizers' options, such as "
@@ -306,6 +308,9 @@ def _off(origin: Origin, difference: Difference, evidence: dict[str, Any]) -> _D
             f"{nan} elements are NaN or infinite, {sum(difference.ref.nonfinite)} in the reference",
             evidence,
         )
+    if compared.is_moved_alone:
+        text = "is trained here, and stays as it was in the reference, where it has no gradient"
+        return Kind.DIVERGENCE, text, evidence
     what = _noun(origin)
     if difference.at_least is not None:
         text = f"{what} is off by at least {compared.error:.3g} of its norm, by its statistics"

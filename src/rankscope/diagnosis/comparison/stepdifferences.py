@@ -29,7 +29,7 @@ from rankscope.diagnosis.comparison.difference import (
 )
 from rankscope.diagnosis.comparison.fulltensors import FullTensors
 from rankscope.diagnosis.comparison.tolerances import Tolerances
-from rankscope.diagnosis.comparison.wholevalues import Wholes, WholeValues
+from rankscope.diagnosis.comparison.wholevalues import NO_TENSOR, Wholes, WholeValues
 from rankscope.diagnosis.distances import rounding_of
 from rankscope.record.call import Phase
 
@@ -88,6 +88,8 @@ class ComparedValue:
     """Of an update: as `allowed`, without what the error of its gradient explains."""
     is_update: bool = False
     """True where the difference is that of what the optimizer added."""
+    is_moved_alone: bool = False
+    """Of an update: True where the reference's parameter stayed as it was."""
     is_plain_update: bool = False
     """True where that difference is a part of the update and of the parameter, as another learning
     rate and weight decay leave it."""
@@ -255,13 +257,9 @@ class StepDifferences:
     def _unknown(
         self, value: AlignedValue, reason: str, allowed: float, *, is_ref: bool
     ) -> ComparedValue:
-        is_missing = not is_ref and reason == "no tensor was there"
+        missing = not is_ref and reason == NO_TENSOR
         return ComparedValue(
-            value=value,
-            difference=None,
-            reason=reason,
-            allowed=allowed,
-            is_missing=is_missing,
+            value=value, difference=None, reason=reason, allowed=allowed, is_missing=missing
         )
 
     def _take_update(self, compared: ComparedValue, sides: list[dict[int, Wholes]]) -> None:
@@ -291,6 +289,7 @@ class StepDifferences:
         compared.is_update = True
         compared.is_plain_update = _is_made_of(theirs - mine, np.stack([mine, before[0]]))
         compared.unsure = unsure / norm if norm > 0 else math.inf
+        compared.is_moved_alone = norm == 0 and float(np.sqrt(dots[0, 2])) > unsure
 
     # ---- factors that a phase has in common ------------------------------------------------------
 
@@ -377,6 +376,11 @@ class StepDifferences:
         floor = self._least_gradient()
         outputs = self._norms_of_outputs()
         of_gradient: dict[tuple[str, str], float] = {}
+        trained = {
+            (c.key.path, c.key.slot.partition(":")[2])
+            for c in self.compared
+            if c.key.phase is Phase.GRADS and c.reason != NO_TENSOR
+        }
         for compared in self.compared:
             difference, key = compared.difference, compared.key
             if difference is None:
@@ -395,6 +399,9 @@ class StepDifferences:
             if key.phase is Phase.GRADS:
                 of_gradient[name] = compared.raw_error
             elif compared.is_update:
+                compared.is_moved_alone &= bool(trained) and name not in trained
+                if compared.is_moved_alone:
+                    compared.unsure = 0.0
                 measured = self._tolerances.noise_of(compared.value)
                 own = self._tolerances.of_update(compared.value, of_gradient.get(name, 0.0))
                 compared.allowed = (own if measured is None else measured) + compared.unsure

@@ -28,9 +28,11 @@ from rankscope.record.statistics import STATISTICS
 from rankscope.record.value import ValueFlag
 from rankscope.tree.slotview import SlotView
 
-__all__ = ["EVERY_PLACE", "WholeValues", "Wholes", "combined_row"]
+__all__ = ["EVERY_PLACE", "NO_TENSOR", "WholeValues", "Wholes", "combined_row"]
 
 Array = NDArray[Any]
+NO_TENSOR: Final = "no tensor was there"
+"""Why nothing is known of what is None on all ranks, as untrained gradients are."""
 EVERY_PLACE: Final = -1
 """The place of a whole that holds the batches of all data-parallel ranks."""
 _NUMBERS: Final = tuple((s.name, "u8" if s.is_count else "f8") for s in STATISTICS)
@@ -97,7 +99,7 @@ class WholeValues:
         """
         if not values.is_known.any():
             absent = (values.flags & int(ValueFlag.ABSENT)).astype(bool).all()
-            return "no tensor was there" if absent else "not digested"
+            return NO_TENSOR if absent else "not digested"
         unknown = self._lost.of(values)
         if unknown:
             return unknown
