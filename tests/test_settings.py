@@ -76,6 +76,10 @@ def test_phases_may_be_all_and_are_written_in_order() -> None:
     assert every == settings_from({}, {}).phases and every[0] == "setup" and len(every) == 8
     with pytest.raises(SettingError, match="choose from setup, forward"):
         settings_from({"phases": "sideways"}, {})
+    for phase in ("backward", "recompute"):
+        with pytest.raises(SettingError, match=f"write forward,{phase}$"):
+            settings_from({"phases": phase}, {})
+        settings_from({"phases": f"forward,{phase}"}, {})
 
 
 def test_paths_select_modules_also_of_a_model_that_was_named(tmp_path: Path) -> None:

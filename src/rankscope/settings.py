@@ -88,6 +88,12 @@ def _parse_phases(text: str) -> tuple[str, ...]:
     wrong = sorted(set(chosen) - set(known))
     if wrong:
         raise SettingError(f"unknown phase {wrong[0]!r}: choose from {', '.join(known)}")
+    for phase in (Phase.BACKWARD.word, Phase.RECOMPUTE.word):
+        if phase in chosen and Phase.FORWARD.word not in chosen:
+            raise SettingError(
+                f"{phase!r} records nothing by itself, its calls are seen from those of forward: "
+                f"write {','.join((Phase.FORWARD.word, *chosen))}"
+            )
     return chosen
 
 
