@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -42,13 +43,12 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Say which tests of a run with several workers stay together in one of them.
 
-    Tests that use ranks: only one pool of them is alive. Tests of `compat`: one worker imports
-    transformers, which takes seconds. Any other file: what its tests share is made once. Groups
-    begin in the order of their size, so tests that start jobs, and take longest, stay single where
-    they may: they are left for the end, when both workers should have something to do.
+    Tests that use ranks: a worker has one pool of them. They are most of the work, so those of the
+    two tables of whole programs are a group of their own. Tests of `compat`: one worker imports
+    transformers, which takes seconds. Any other file: what its tests share is made once.
     """
     if "ranks" in getattr(item, "fixturenames", ()):
-        group = "ranks"
+        group = "programs" if item.path.parent.name in {"real", "faults"} else "ranks"
     elif item.path.parent.name == "compat":
         group = "compat"
     elif item.get_closest_marker("xdist_group") or item.get_closest_marker("launch"):
@@ -56,6 +56,33 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     else:
         group = item.path.stem
     item.add_marker(pytest.mark.xdist_group(group))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Have the groups that take longest begin first in a run with several workers.
+
+    Tests that start jobs stay single where they may: they are left for the end, when both workers
+    should have something to do.
+    """
+    if not hasattr(config, "workerinput"):
+        return
+    work: Counter[str] = Counter()
+    for item in items:
+        work[_group_of(item)] += _work_of(item)
+    items.sort(key=lambda item: -work[_group_of(item)])
+
+
+def _group_of(item: pytest.Item) -> str:
+    """Return what the tests that stay together have in common."""
+    mark = item.get_closest_marker("xdist_group")
+    return item.nodeid if mark is None else str(mark.args[0])
+
+
+def _work_of(item: pytest.Item) -> int:
+    """Return about how many times as long a test takes as one that starts no process."""
+    if item.get_closest_marker("launch") or item.get_closest_marker("slow"):
+        return 30
+    return 5 if "ranks" in getattr(item, "fixturenames", ()) else 1
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 
-def wait_until(is_true: Callable[[], object], seconds: float = 120.0) -> bool:
+def wait_until(is_true: Callable[[], object], seconds: float = 300.0) -> bool:
     """Poll until something holds; False where it never did."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:

@@ -228,7 +228,7 @@ def test_blocks_of_two_threads_that_overlap_leave_the_original(calls: Calls, par
             done = pool.submit(second)
             assert second_is_in.wait(120)
         first_is_out.set()
-        done.result(30)
+        done.result(120)
     assert parts.RedBlock is original
 
 

@@ -48,7 +48,7 @@ def in_thread(work: Callable[[], None]) -> Callable[[], None]:
     pool.shutdown(wait=False)
 
     def wait() -> None:
-        done.result(30)
+        done.result(120)
 
     return wait
 

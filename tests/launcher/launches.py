@@ -104,7 +104,12 @@ class Launch:
         (self.meeting / "go").touch()
 
     def wait(self) -> int:
-        return self.process.wait(120)
+        """Wait for the end of the launcher; return its exit code."""
+        try:
+            return self.process.wait(300)
+        except subprocess.TimeoutExpired:
+            lives = {name: self.companion(name) for name in ("relay", "collector")}
+            raise AssertionError(f"ranks {self.ranks()}, {lives} live\n{self.logs}") from None
 
     @property
     def stdout(self) -> str:
