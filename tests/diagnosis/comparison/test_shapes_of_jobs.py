@@ -151,7 +151,8 @@ def test_a_learning_rate_of_biases_alone_is_found(
     report = compared(alone, ran(ranks, tokens_of, "fast", tmp_path, 2))
     first = report.origins[0]
     assert (first.phase.word, first.step) == ("params", 0)
-    assert first.slot.startswith("param:") and "update" in first.message
+    assert first.slot.startswith("param:")
+    assert "its update is 2 times" in first.message and "other updates" in first.message
 
 
 def test_parameters_that_the_reference_does_not_train_are_found(
@@ -197,3 +198,4 @@ def test_a_rank_with_none_of_the_samples_is_named_in_its_first_step(
     first = report.origins[0]
     assert (first.path, first.slot, first.step) == ("", "input.0", 0)
     assert "samples" in first.message
+    assert tuple(first.ranks) == (1,)

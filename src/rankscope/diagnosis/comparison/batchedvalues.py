@@ -198,14 +198,19 @@ def _sample_by_sample(
     at_once = _all_samples_at_once(ours, left, batches, spans[1], mine)
     if at_once is not None:
         return at_once
-    parts = Parts(Measured.SAMPLES)
+    parts, has_known = Parts(Measured.SAMPLES), False
     for unit, (wholes, among) in left.by_unit.items():
         span = spans[1].of(unit)
         assert span is not None
         partner = batches.match.partner[span[0] : span[0] + span[1]]
         known = partner >= 0
-        if not known.any():
+        if not known.any():  # nothing of the reference belongs to it
+            for index in among:
+                square = float(np.square(wholes.sketches[index]).mean())
+                dots = np.array([0.0, square, square])
+                parts.put(dots, math.sqrt(square), wholes.members[index], unit)
             continue
+        has_known = True
         a = mine[partner[known]]
         summed = np.zeros_like(a)
         dots = np.zeros(3)
@@ -221,7 +226,7 @@ def _sample_by_sample(
         if len(among) > 1 and not wholes.is_described:
             whole = dots_of(a, summed)
             parts.replace_by_sum(len(among), whole, math.sqrt(max(float(whole[1]), 0.0)), allowed)
-    if parts.is_empty:
+    if not has_known:
         return "samples that the reference has not"
     return parts.finished(ours.first_rows(), left.first_rows())
 

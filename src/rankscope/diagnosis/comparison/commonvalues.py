@@ -89,11 +89,6 @@ class Parts:
         self._rows: list[tuple[Array | None, Array | None]] = []
         self._partial = ""
 
-    @property
-    def is_empty(self) -> bool:
-        """True where nothing was held to the reference."""
-        return not self._dots
-
     def add(self, ref: Wholes, own: int, test: Wholes, index: int, unit: Unit) -> None:
         """Hold one whole of the test to one of the reference."""
         row, other = ref.rows[own], test.rows[index]

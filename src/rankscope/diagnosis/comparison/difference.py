@@ -228,6 +228,15 @@ class Batches:
             )
         return same and self.match.is_in_order
 
+    def units_with_others(self) -> set[Unit]:
+        """Return the units of the test that have samples which the reference has not."""
+        found, at = set(), 0
+        for unit, size in self.test.sizes.items():
+            if (self.match.partner[at : at + size] < 0).any():
+                found.add(unit)
+            at += size
+        return found
+
 
 def _fit(dots: Array, norm: float) -> tuple[float, float]:
     cross, own, theirs = dots.tolist()

@@ -145,6 +145,11 @@ def _advice(origin: Origin, kind: Kind) -> str:
         return "Look between backward and the step: at accumulation, scaling and reduction."
     if origin.is_of_all:
         return f"{_ADVICE[kind]} Compare the clipping of gradients too."
+    if phase is Phase.GRADS and kind is Kind.DIVERGENCE:
+        return (
+            "What this gradient is made of agrees: look at what changes it behind backward ("
+            "clipping, scaling, a hook, a reduction), and at the backward of its module."
+        )
     return kind.advice or _ADVICE.get(kind, "") or phase.facts.unequal
 
 
@@ -252,7 +257,8 @@ def _of_summands(
 def _alike(origin: Origin) -> str:
     if not origin.alike:
         return ""
-    return f"; the same holds for {counted(origin.alike, 'other gradient')}"
+    noun = "update" if origin.compared.is_update else "gradient"
+    return f"; the same holds for {counted(origin.alike, f'other {noun}')}"
 
 
 def _scaled(

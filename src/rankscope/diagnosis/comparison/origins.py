@@ -328,19 +328,21 @@ def _is_unreduced(origin: Origin) -> bool:
 
 
 def _has_factor_of(new: Origin, old: Origin) -> bool:
-    """True where both are gradients that lack nothing but the same factor."""
-    factors = []
+    """True where both are gradients, or both updates, that lack nothing but the same factor."""
+    factors, is_update = [], new.compared.is_update
+    slack = _SAME_FACTOR if is_update else max(_SAME_FACTOR, new.compared.allowed)
     for origin in (new, old):
         compared, difference = origin.compared, origin.compared.difference
-        if compared.key.phase is not Phase.GRADS or difference is None or difference.partial:
+        if not (is_update or compared.key.phase is Phase.GRADS):
+            return False
+        if compared.is_update is not is_update or difference is None or difference.partial:
             return False
         if difference.at_least is not None or not origin.bad_parts.all():
             return False
         factor, rest = difference.fit()
-        if not rest <= 3 * compared.allowed:
+        if not rest <= (slack if is_update else 3 * compared.allowed):
             return False
         factors.append(factor)
-    slack = max(_SAME_FACTOR, new.compared.allowed)
     return abs(factors[0] / factors[1] - 1) <= slack
 
 

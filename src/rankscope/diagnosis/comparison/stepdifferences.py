@@ -222,12 +222,9 @@ class StepDifferences:
             return ComparedValue(value=value, difference=None, reason=reason, allowed=allowed)
         if is_batched and not difference.partial:
             self._keep_one_stage(difference)
+        norm = _norm_of(sides[0].values())
         made_of = ComparedValue(
-            value=value,
-            difference=difference,
-            reason="",
-            allowed=allowed,
-            ref_norm=_norm_of(sides[0].values()),
+            value=value, difference=difference, reason="", allowed=allowed, ref_norm=norm
         )
         if value.key.slot.startswith("param:"):
             self._take_update(made_of, sides)
@@ -242,10 +239,9 @@ class StepDifferences:
         stages = np.array([self._stages[ranks].max() for ranks in difference.members])
         if len(np.unique(stages)) < 2 or (stages < 0).any():
             return
+        apart = difference.errors()
         if difference.at_least is None:  # whatever factor gradients of parts of a batch have
-            apart = np.minimum(difference.errors(), difference.fits()[:, 1])
-        else:
-            apart = difference.at_least
+            apart = np.minimum(apart, difference.fits()[:, 1])
         nearest = stages[int(np.argmin(apart))]
         difference.keep(stages == nearest)
 
@@ -411,8 +407,11 @@ class StepDifferences:
                 if is_any_sign and name in of_gradient and measured is None:
                     compared.allowed = max(compared.allowed, _OTHER_SIGNS)
             if self._tells_samples(compared):
-                compared.errors = np.maximum(compared.errors, self._other_samples)
                 assert self._batches is not None
+                others = self._batches.units_with_others()
+                is_bad = np.array([unit in others for unit in difference.units])
+                missing = np.where(is_bad if is_bad.any() else True, self._other_samples, 0.0)
+                compared.errors = np.maximum(compared.errors, missing)
                 match = self._batches.match
                 compared.other_samples = (match.lost, match.unknown)
                 compared.is_repeated = match.repeated > 0 or self._is_handed_to_all(compared)
