@@ -123,6 +123,39 @@ def other_rows(begins: int, out: str) -> None:
         wrapped(rows.chunk(world)[rank]).square().mean().backward()
 
 
+class Averaged(nn.Module):
+    """The moving average of a model's weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = language_model()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.model(tokens)
+
+
+def averaged(fault: str, out: str) -> None:
+    """Train two steps and evaluate the moving average of weights behind each. `fault`: it is
+    another average."""
+    warnings.simplefilter("ignore")
+    rank, world = rank_and_world()
+    model, average = language_model(), Averaged()
+    wrapped = DDP(model) if world > 1 else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with rankscope.trace(out=out, steps="all"):
+        for step in range(2):
+            torch.manual_seed(step)
+            rows = torch.randint(24, (ROWS, 9)).chunk(world)[rank]
+            made = wrapped(rows[:, :-1])
+            F.cross_entropy(made.flatten(0, 1), rows[:, 1:].flatten()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                for own, new in zip(average.parameters(), model.parameters()):
+                    own.lerp_(new, 0.9 if fault else 0.1)
+                average(rows[:, :-1])
+
+
 def ran(ranks: RankPool, job: Callable[..., None], kind: object, folder: Path, world: int) -> Path:
     """Run a job and return its trace."""
     if world > 1:
@@ -174,6 +207,17 @@ def test_parameters_that_fsdp1_does_not_show_are_no_fault_of_what_they_are_used_
     flat = compared(alone, ran(ranks, tokens_of, "flat", tmp_path / "flat", 2))
     assert flat.verdict is Verdict.INCOMPLETE and not flat.origins
     assert "use_orig_params" in flat.lacks
+
+
+def test_a_moving_average_that_is_first_called_behind_a_step_is_no_other_start(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    one = ran(ranks, averaged, "", tmp_path / "one", 1)
+    report = compared(one, ran(ranks, averaged, "", tmp_path / "right", 2))
+    assert [f.message for f in report.findings] == []
+    other = compared(one, ran(ranks, averaged, "faster", tmp_path / "wrong", 2))
+    assert other.verdict is Verdict.FAULT
+    assert "model" in other.origins[0].path
 
 
 @pytest.mark.parametrize("world", [2, 4])

@@ -56,6 +56,10 @@ from rankscope.tree.views import Trace
 __all__ = ["diff", "distances"]
 
 Array = NDArray[Any]
+_LATE: Final = 1e-3
+"""How far parameters may be off that are first seen behind a step, which made them."""
+_LATE_VECTOR: Final = 2.0
+"""The same of vectors, which steps may have made from zero with other signs."""
 _FEWEST: Final = 0.1
 """A verdict rests on at least this part of the values that both traces hold."""
 _Noise = dict[tuple[Mode, int], Mapping[SlotKey, float]]
@@ -240,6 +244,9 @@ class _Comparison:
             self._before.clear()
             self._tally = _Tally()
             found = self._compared(ref, test, None)
+        for each in found.compared:
+            if each.error > each.allowed and self._ref.is_late(each.value.call):
+                each.allowed = _LATE_VECTOR if each.value.is_vector else _LATE
         self._search.setup(found)
         return found
 

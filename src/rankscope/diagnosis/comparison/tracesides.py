@@ -17,7 +17,7 @@ from rankscope.diagnosis.comparison.datasamples import (
 from rankscope.diagnosis.comparison.lostranks import LostRanks
 from rankscope.diagnosis.comparison.wholevalues import WholeValues
 from rankscope.diagnosis.layouts import Layouts
-from rankscope.diagnosis.stepview import StepView, step_view_of
+from rankscope.diagnosis.stepview import CallView, StepView, step_view_of
 from rankscope.errors import LayoutError, TraceError
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.call import Mode
@@ -62,6 +62,13 @@ class TraceSide:
             for step in trace.steps
             if step.incarnation == self.incarnation
         }
+
+    def is_late(self, call: CallView) -> bool:
+        """True for a call of setup behind the first training step: what it has was made by steps,
+        as a moving average of weights is that is first called then."""
+        first = next((step for (mode, _), step in self.steps.items() if mode is Mode.TRAIN), None)
+        ended = max((n.time.start_us for n in first.fresh()), default=0.0) if first else 0.0
+        return 0.0 < ended < call.node.time.start_us
 
     def view(self, keys: Sequence[StepKey]) -> StepView:
         """Read one step, or several as one in which each is a micro-batch."""
