@@ -93,9 +93,16 @@ class Normed(nn.Module):
 
 
 def small(kind: str, rows: int, rate: float, out: str) -> None:
-    """Train two steps on the first `rows` of eight samples, shared out over the ranks."""
+    """Train two steps on the first `rows` of eight samples, shared out over the ranks. `kind`:
+    "normed" for a model with a batch norm, "learned" for one that uses what it has learned."""
     torch.manual_seed(0)
-    model = Normed() if kind == "normed" else nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2))
+    model = (
+        Normed()
+        if kind in ("normed", "learned")
+        else nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2))
+    )
+    if kind == "learned":
+        model.norm.eval()
     wrapped = DDP(model) if dist.is_initialized() and dist.get_world_size() > 1 else model
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=rate)
@@ -122,6 +129,15 @@ def test_statistics_of_a_rank_own_batch_are_one_warning(ranks: RankPool, tmp_pat
     assert report.verdict is Verdict.CLEAN
     (warning,) = report.findings
     assert warning.severity is Severity.WARNING and warning.path == "norm"
+
+
+def test_statistics_of_a_batch_where_the_reference_uses_learned_ones_are_a_fault(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    one = ran(ranks, tmp_path / "one", "learned", 8, 0.01)
+    report = compared(one, ran(ranks, tmp_path / "two", "normed", 8, 0.01, world=2))
+    first = report.origins[0]
+    assert (first.path, first.phase.word, first.step) == ("norm", "forward", 0)
 
 
 def test_another_learning_rate_is_one_finding(ranks: RankPool, tmp_path: Path) -> None:

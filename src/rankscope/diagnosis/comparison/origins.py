@@ -135,9 +135,12 @@ class OriginSearch:
         """By path of the module: its parameters as they were last seen."""
         self._mode, self._step = Mode.TRAIN, 0
         self._has_stepped = False
+        self._batches_seen: dict[str, tuple[float, float]] = {}
+        """By path of a batch norm: how many batches both sides took statistics of."""
 
     def setup(self, found: StepDifferences) -> None:
         """Judge the values that a run began with."""
+        self._batches_seen |= _batches_seen(found)
         for each in found.compared:
             if each.difference is not None:
                 self._owned[each.key.path].take(self._judge(each, _State()))
@@ -145,6 +148,11 @@ class OriginSearch:
     def step(self, found: StepDifferences, mode: Mode, step: int) -> None:
         """Judge the values of one step, in the order in which they were computed."""
         self._mode, self._step = mode, step
+        counts = _batches_seen(found)
+        seen_before = self._batches_seen
+        both = counts.keys() & seen_before.keys()
+        in_one = {path for path in both if _moves_alone(seen_before[path], counts[path])}
+        self._batches_seen = seen_before | counts
         flow = _Flow(self._owned, has_stepped=self._has_stepped)
         pending = PendingValues(found.compared)
         of_all: dict[Phase, Origin] = {}
@@ -198,7 +206,8 @@ class OriginSearch:
                         origin.is_blind = all(c.key.path not in seen for c in most)
                 origin.is_random = _is_random(each, mode) and not flow.passes_on(each)
                 origin.is_choice = _is_choice(each, origin.inherited) or _is_flipped(origin)
-                origin.is_of_batch = _is_of_batch(each, mode, found)
+                is_in_one = each.key.path in in_one  # the other one used what it had learned
+                origin.is_of_batch = not is_in_one and _is_of_batch(each, mode, found)
                 if earlier is not None:
                     self._charge(origin, earlier)
                 origin.is_isolated = _is_isolated(origin.compared, found)
@@ -319,6 +328,18 @@ def _is_of_batch(each: ComparedValue, mode: Mode, found: StepDifferences) -> boo
     if any("sync" in name for name in names):
         return not found.is_normalized_alike_over_ranks
     return not found.is_normalized_alike
+
+
+def _batches_seen(found: StepDifferences) -> dict[str, tuple[float, float]]:
+    return {
+        c.key.path: (c.difference.ref.mean, c.difference.test.mean)
+        for c in found.compared
+        if c.difference is not None and c.key.slot == "buffer:num_batches_tracked"
+    }
+
+
+def _moves_alone(before: tuple[float, float], now: tuple[float, float]) -> bool:
+    return (before[0] == now[0]) != (before[1] == now[1])
 
 
 def _is_unreduced(origin: Origin) -> bool:
