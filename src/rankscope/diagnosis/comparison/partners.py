@@ -120,7 +120,7 @@ class Partners:
     def _remedy(self) -> str:
         alone = (*self._only_ref.keys, *self._only_test.keys)
         if any(key.slot.endswith(_FLAT) for key in alone):
-            return "FSDP1 keeps them flat: give it use_orig_params=True, or compare with FSDP2"
+            return "FSDP1 keeps them flat: give it use_orig_params=True"
         rule, met = self._rule()
         if rule:
             return f"give --map '{rule}', with which {counted(met, 'path')} would meet"
