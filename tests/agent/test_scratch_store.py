@@ -21,8 +21,8 @@ from rankscope.chunks.scratch import Scratch
 class Rank:
     """A keeper over a scratch, and what it recorded."""
 
-    def __init__(self, folder: Path, limit_bytes: int = 1 << 30, in_memory: int = 1 << 21) -> None:
-        self.scratch = Scratch(folder, limit_bytes, in_memory=in_memory)
+    def __init__(self, folder: Path, limit_bytes: int = 1 << 30) -> None:
+        self.scratch = Scratch(folder, limit_bytes)
         self.recorded: list[tuple[int, Stored]] = []
         self.has_room = True
         self.told: list[str] = []
@@ -118,7 +118,7 @@ def small_files() -> Iterator[None]:
 def test_a_write_the_system_refuses_is_told_and_costs_no_other(
     tmp_path: Path, small_files: None
 ) -> None:
-    rank = Rank(tmp_path, limit_bytes=1 << 20, in_memory=0)
+    rank = Rank(tmp_path, limit_bytes=1 << 20)
     os.ftruncate(rank.scratch._file.number, 0)
     most = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, most))

@@ -1,4 +1,4 @@
-"""Tensors in memory and in a file without a name: what is held, found, let go, and refused."""
+"""Tensors in a file without a name: what is held, found, let go, and refused."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from rankscope.chunks.scratch import ByteArray, HeldBytes, Scratch
 from tests import forked
 
 
-@pytest.fixture(params=[1 << 26, 1 << 13, 0])
-def scratch(tmp_path: Path, request: pytest.FixtureRequest) -> Scratch:
-    return Scratch(tmp_path, 1 << 30, in_memory=request.param)
+@pytest.fixture
+def scratch(tmp_path: Path) -> Scratch:
+    return Scratch(tmp_path, 1 << 30)
 
 
 def some(seed: int, nbytes: int) -> ByteArray:
@@ -119,29 +119,11 @@ def test_a_failing_piece_gives_the_place_back(scratch: Scratch) -> None:
     assert keep(scratch, 2, some(2, 100)).begin == 0
 
 
-def test_what_memory_has_no_room_for_is_in_the_file(tmp_path: Path) -> None:
-    scratch = Scratch(tmp_path, 1 << 20, in_memory=1 << 13)
-    if not len(scratch._memory):
-        pytest.skip("this system gives no huge pages for the asking")
-    sizes = (5000, 100, 6000, 3000, 100)
-    for reference, size in enumerate(sizes):
-        keep(scratch, reference, some(reference, size))
-    expected = {n: some(n, size).tobytes() for n, size in enumerate(sizes)}
-    assert bytes_of(scratch) == expected
-    assert os.pread(scratch._file.number, 6000, 0) == expected[2]
-    for reference in (0, 2):
-        scratch.release(reference)
-        keep(scratch, reference + 10, some(reference + 10, sizes[reference]))
-        expected[reference + 10] = some(reference + 10, sizes[reference]).tobytes()
-        del expected[reference]
-    assert bytes_of(scratch) == expected
-    assert os.pread(scratch._file.number, 6000, 0) == expected[12]
-
-
-def test_memory_counts_for_the_limit(tmp_path: Path) -> None:
-    scratch = Scratch(tmp_path, 10_000, in_memory=1 << 13)
-    keep(scratch, 1, some(1, 1800))
-    assert scratch.write(2, "uint8", (9000,), (some(2, 9000),)) is None
+def test_who_writes_into_what_is_held_changes_it_for_himself(scratch: Scratch) -> None:
+    keep(scratch, 1, some(1, 9000))
+    data = scratch.held()[1][1]
+    data[:] = 0
+    assert os.pread(scratch._file.number, 9000, 0) == some(1, 9000).tobytes()
 
 
 def test_its_bytes_outlive_it_and_its_descriptor_does_not(tmp_path: Path) -> None:

@@ -245,3 +245,8 @@ def test_pieces_in_an_unknown_layout_are_refused_with_the_words_of_this_call(
         LayoutError, match=r"Take one rank's with rank=0, or declare how .*layouts="
     ):
         rankscope.replay(global_tensors_job.net().up, out, "up")
+
+
+def test_what_is_no_module_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="str is no module: give the torch module"):
+        rankscope.replay("fc", tmp_path, "fc")  # type: ignore[arg-type]

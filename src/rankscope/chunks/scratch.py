@@ -1,18 +1,14 @@
-"""Full tensors in memory and in a file without a name, for a trace that the same process reads at
-its end.
+"""Full tensors in a file without a name, for a trace that the same process reads at its end.
 
-To keep a tensor costs one copy: nothing is hashed (equal ones are told by their bytes) and nothing
-has to be finished. The first 64 MiB lie in huge pages, where the system has any; what comes then
-lies in the file, mostly in the page cache, whose pages of 4 KiB take twice the time to fill, read
-and free. They are read where they lie. The place of what is let go is used again, so that a forward
-of which the first and the last layer are wanted takes the room of a few. The file is gone with the
-process, however that ends.
+To keep a tensor costs one copy, into the page cache: nothing is hashed (equal ones are told by
+their bytes) and nothing has to be finished. They are read where they lie, through one mapping. The
+place of what is let go is used again, so that a forward of which the first and the last layer are
+wanted takes the room of a few. The file is gone with the process, however that ends.
 """
 
 from __future__ import annotations
 
 import errno
-import functools
 import mmap
 import os
 import tempfile
@@ -34,8 +30,6 @@ __all__ = ["HeldBytes", "Scratch"]
 _LINE: Final = 64
 _PAGE: Final = 4096
 """Tensors begin at multiples of it, those that are smaller at multiples of a line."""
-_MOST_IN_MEMORY: Final = 64 << 20
-_HUGE_PAGES: Final = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _AHEAD_BYTES: Final = 8 << 20
 """Reserved on disk beyond what is written."""
 _EDGE: Final = 16
@@ -67,13 +61,8 @@ class HeldBytes(NamedTuple):
 class Scratch:
     """Holds tensors of one rank. For one thread at a time; the caller sees to that."""
 
-    def __init__(self, folder: Path, limit_bytes: int, *, in_memory: int = _MOST_IN_MEMORY) -> None:
-        """Make the file and map it; memory and disk are taken as they are filled.
-
-        Args:
-            folder: takes the file.
-            limit_bytes: all that may be held.
-            in_memory: how much of it in memory at most; a multiple of the page.
+    def __init__(self, folder: Path, limit_bytes: int) -> None:
+        """Make the file and map it; disk is taken as it is filled.
 
         Raises:
             OSError: the folder takes no such file, or it cannot be mapped, or the limit is 0.
@@ -82,7 +71,7 @@ class Scratch:
             raise OSError(errno.ENOSPC, "there is no room")
         with tempfile.TemporaryFile(dir=folder, buffering=0) as made:
             self._file = OwnFile(above_standard_streams(os.dup(made.fileno())))
-        # private and writable: torch wants to be able to write into it, and nobody does
+        # private: what a reader writes into it, which torch wants to be able to, is its own
         flags, access = mmap.MAP_PRIVATE | _NO_RESERVE, mmap.PROT_READ | mmap.PROT_WRITE
         try:
             os.ftruncate(self._file.number, limit_bytes)
@@ -90,14 +79,11 @@ class Scratch:
         except OSError:
             self._file.close()
             raise
-        self._memory = _huge_pages(in_memory) if in_memory else np.empty(0, np.uint8)
-        """What lies before the file."""
-        self._disk: ByteArray = np.frombuffer(mapped, np.uint8)
+        self._memory: ByteArray = np.frombuffer(mapped, np.uint8)
         self._let_go = weakref.finalize(self, _let_go, self._file, mapped)
         self._top = 0
         """Where what was never used begins."""
         self._reserved = 0
-        """Of the file."""
         self._free: dict[int, list[int]] = {}
         """Size -> where places of it begin."""
         self._held: dict[int, HeldBytes] = {}
@@ -106,8 +92,8 @@ class Scratch:
 
     @property
     def limit_bytes(self) -> int:
-        """What it may take, in memory and on disk."""
-        return len(self._disk)
+        """What it may take on disk."""
+        return len(self._memory)
 
     def find(self, dtype: str, shape: Sequence[int], data: ByteArray) -> HeldBytes | None:
         """Return a tensor that is held and has these bytes."""
@@ -154,12 +140,8 @@ class Scratch:
 
     def _put(self, number: int, pieces: Iterable[ByteArray], begin: int) -> int:
         at = begin
-        in_memory = len(self._memory)
         for piece in pieces:
-            if begin < in_memory:
-                self._memory[at : at + len(piece)] = piece
-            else:
-                write_all(number, piece.data, at - in_memory)
+            write_all(number, piece.data, at)
             at += len(piece)
         return at - begin
 
@@ -198,7 +180,7 @@ class Scratch:
         self._held.clear()
         self._alike.clear()
         self._free.clear()
-        self._memory = self._disk = np.empty(0, np.uint8)
+        self._memory = np.empty(0, np.uint8)
         self._let_go()
 
     def _place(self, nbytes: int) -> int | None:
@@ -209,14 +191,11 @@ class Scratch:
         begin = self._top
         if size >= _PAGE:
             begin += -begin % _PAGE
-        in_memory = len(self._memory)
-        if begin < in_memory < begin + size:
-            begin = in_memory  # the file begins there
         end = begin + size
-        if end > self.limit_bytes:
+        if end > len(self._memory):
             return None
-        if end - in_memory > self._reserved:
-            ahead = min(end - in_memory + _AHEAD_BYTES, len(self._disk))
+        if end > self._reserved:
+            ahead = min(end + _AHEAD_BYTES, len(self._memory))
             reserve(self._file.number, self._reserved, ahead - self._reserved)
             self._reserved = ahead
         self._top = end
@@ -229,10 +208,7 @@ class Scratch:
             self._free.setdefault(_room(nbytes), []).append(begin)
 
     def _bytes(self, held: HeldBytes) -> ByteArray:
-        begin, in_memory = held.begin, len(self._memory)
-        if begin < in_memory:
-            return self._memory[begin : begin + held.nbytes]
-        return self._disk[begin - in_memory : begin - in_memory + held.nbytes]
+        return self._memory[held.begin : held.begin + held.nbytes]
 
     def _key_of(self, held: HeldBytes) -> _Key:
         return _key(held.dtype, held.shape, self._bytes(held))
@@ -241,29 +217,6 @@ class Scratch:
 def _let_go(file: OwnFile, mapped: mmap.mmap) -> None:
     leave_mapping(mapped, file.identity, but=file.number)
     file.close()
-
-
-def _huge_pages(nbytes: int) -> ByteArray:
-    """Return memory in huge pages, taken as it is filled; none where the system gives no such pages
-    for the asking, for small ones take longer than the file.
-    """
-    advice = getattr(mmap, "MADV_HUGEPAGE", None)
-    if advice is None or not _has_huge_pages():
-        return np.empty(0, np.uint8)
-    try:
-        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
-        memory.madvise(advice)
-    except OSError:
-        return np.empty(0, np.uint8)
-    return np.frombuffer(memory, np.uint8)
-
-
-@functools.cache
-def _has_huge_pages() -> bool:
-    try:
-        return "[never]" not in _HUGE_PAGES.read_text()
-    except OSError:
-        return False
 
 
 def _room(nbytes: int) -> int:

@@ -138,7 +138,10 @@ def replay(
         ReplayError: the module raised, an argument is no tensor and was not given, or the module
             gives nothing that was recorded.
         TraceError, FolderError: a damaged trace, or none.
+        TypeError: `module` is none.
     """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"{type(module).__name__} is no module: give the torch module to replay")
     call = RecordedCall(opened_trace(trace), path, step, rank, mode, micro_batch, ordinal, layouts)
     args, kwargs = ReplayInputs(call, arguments or {}, _device_of(module), dtype).made()
     handed = [leaf for _, leaf in walk("input", (args, kwargs)) if is_tensor(leaf)]

@@ -118,7 +118,10 @@ def open_trace(
     if folder.name == TRACE_NAME and not folder.is_dir():
         folder = folder.parent
     if folder.is_file():
-        raise FolderError(f"{folder}: is a file; give the trace folder that rankscope run named")
+        raise FolderError(
+            f"{folder}: is a file; give the trace folder that rankscope run named, or, to diff "
+            "alone, a golden trace that is not damaged"
+        )
     if not folder.is_dir():
         raise FolderError(
             f"{folder}: no such folder; give the trace folder that rankscope run named"

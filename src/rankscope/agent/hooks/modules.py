@@ -217,7 +217,11 @@ class ModuleTable:
         """Make a module a root before it is called, parameters or not, and the one whose path
         is "".
         """
-        return self._learn_root(module, is_preferred=True)
+        info = self._learn_root(module)
+        if info.root is not None:
+            info.root.is_preferred = True
+            self._walk(info.root)  # again: roots that were named before are inside it only now
+        return info
 
     def of_root(self, root: Root) -> Iterator[ModuleInfo]:
         """Yield the known modules of a root that still exist, in the model's own order."""
@@ -291,7 +295,7 @@ class ModuleTable:
         known = self.with_wrappers(root)
         return [m for m in known if m._forward_pre_hooks or m._forward_hooks]
 
-    def _learn_root(self, module: nn.Module, *, is_preferred: bool = False) -> ModuleInfo:
+    def _learn_root(self, module: nn.Module) -> ModuleInfo:
         core = module
         outer: list[nn.Module] = []
         words: list[str] = []
@@ -310,7 +314,6 @@ class ModuleTable:
         for wrapped in outer:
             info = self._add(wrapped, path, path, root, [])
             info.is_wrapper = True
-        root.is_preferred |= is_preferred  # first: roots that were named before are inside it then
         self._walk(root)
         if (
             words

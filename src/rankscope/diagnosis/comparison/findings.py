@@ -8,14 +8,14 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from rankscope.diagnosis.comparison.comparedvalue import ComparedValue
 from rankscope.diagnosis.comparison.degrees import Degrees
 from rankscope.diagnosis.comparison.difference import (
     CHI_SQUARE_RANGE,
     Difference,
     Measured,
 )
-from rankscope.diagnosis.comparison.origins import Origin
-from rankscope.diagnosis.comparison.stepdifferences import ComparedValue
+from rankscope.diagnosis.comparison.valueflow import Origin
 from rankscope.record.call import Phase
 from rankscope.record.finding import Finding, Kind, Severity
 from rankscope.record.ranklists import ranks_named

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rankscope.diagnosis.comparison.stepdifferences import ComparedValue
+from rankscope.diagnosis.comparison.comparedvalue import ComparedValue
 from rankscope.diagnosis.stepview import CallView
 from rankscope.record.call import Phase
 
