@@ -14,6 +14,7 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.pop("PYTHONUNBUFFERED", None)  # programs end otherwise where their output has no room
 os.environ["PYTHONPATH"] = os.pathsep.join(
     [
         *(str(REPOSITORY / part) for part in ("src", "launcher", ".")),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import os
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,8 +39,9 @@ def log(line: str) -> None:
             with os.fdopen(os.open(_files[-1], flags, 0o600), "w") as file:
                 file.write(text)
         else:
-            sys.stderr.write(text)
-            sys.stderr.flush()
+            # past Python's buffer: what a full disk refuses would stay in it, and the process would
+            # end with code 120 in place of its own when that is flushed once more
+            os.write(2, text.encode(errors="backslashreplace"))
     except (OSError, ValueError):
         pass  # whoever read the other end is gone; the records still have to be gathered
 

@@ -221,7 +221,7 @@ def _has_factor_of(new: Origin, old: Origin) -> bool:
         if not rest <= (slack if is_update else 3 * compared.allowed):
             return False
         factors.append(factor)
-    return abs(factors[0] / factors[1] - 1) <= slack
+    return all(factors) and abs(factors[0] / factors[1] - 1) <= slack
 
 
 def _is_isolated(each: ComparedValue, found: StepDifferences) -> bool:
