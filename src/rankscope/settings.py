@@ -16,7 +16,7 @@ from pathlib import Path
 from rankscope.errors import LayoutError, SettingError
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.call import Phase
-from rankscope.record.grace import DRAIN_SECONDS, FINISH_SECONDS
+from rankscope.record.grace import DRAIN_SECONDS, FINISH_SECONDS, STALL_SECONDS
 from rankscope.record.stepselection import StepSelection, number_ranges
 from rankscope.record.streams import MINIMUM_LIMIT_BYTES
 
@@ -306,7 +306,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         name="stall-seconds",
         parse=_parse_seconds,
-        default="300",
+        default=f"{STALL_SECONDS:g}",
         metavar="SECONDS",
         help="note it once no rank of a host has moved for that long inside a traced step; 0 never",
     ),

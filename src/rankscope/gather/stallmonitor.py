@@ -29,6 +29,7 @@ from rankscope.errors import SpoolError
 from rankscope.gather.log import log
 from rankscope.gather.shipping import Shipment
 from rankscope.record.call import Mode, Phase
+from rankscope.record.grace import STALL_SECONDS
 from rankscope.record.ranklists import ranks_named
 from rankscope.record.streams import StreamId
 from rankscope.run.folders import RunHeader
@@ -42,7 +43,6 @@ __all__ = ["StallMonitor", "activity_of"]
 
 Rows = NDArray[Any]
 _OPTIMIZER = (int(Phase.GRADS), int(Phase.PARAMS))
-DEFAULT_LIMIT_S = 300.0
 _LOOK_S = 1.0
 _AWAY_S = 5.0
 """A relay that was itself away for longer than that has seen nothing meanwhile."""
@@ -224,9 +224,9 @@ def _counts_steps(header: RunHeader) -> bool:
 
 def _limit_s(header: RunHeader) -> float:
     try:
-        return float(header.settings.get("stall-seconds", DEFAULT_LIMIT_S))
+        return float(header.settings.get("stall-seconds", STALL_SECONDS))
     except ValueError:
-        return DEFAULT_LIMIT_S
+        return STALL_SECONDS
 
 
 # ---- what a quiet rank is inside of ------------------------------------------------------------

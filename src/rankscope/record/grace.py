@@ -1,12 +1,14 @@
-"""How long a collector and a job wait for what is missing, where nobody says how long; the rule is
-that of `gather/waiting.py`.
+"""How long what is missing is waited for, and what stands still is left alone: the defaults of
+settings. The rules are those of `gather/waiting.py` and `gather/stallmonitor.py`.
 """
 
 from __future__ import annotations
 
-__all__ = ["DRAIN_SECONDS", "FINISH_SECONDS"]
+__all__ = ["DRAIN_SECONDS", "FINISH_SECONDS", "STALL_SECONDS"]
 
 DRAIN_SECONDS = 10.0
 """Grace for ranks that vanished without an end record, where nobody says how long."""
 FINISH_SECONDS = 60.0
 """How long a job that is over waits for its tree, where nobody says how long."""
+STALL_SECONDS = 300.0
+"""How long no rank of a host may move inside a traced step before that is noted."""
