@@ -44,7 +44,7 @@ from rankscope.layout.placement import (
 )
 from rankscope.record.value import ValueMeta
 
-__all__ = ["Described", "Describer", "placement_of"]
+__all__ = ["Described", "Describer", "dtype_name", "placement_of"]
 
 _MOST_TEXT: Final = 120
 _MOST_CACHED: Final = 1 << 16
@@ -186,7 +186,7 @@ class Describer:
         if known is not None:
             return known
         meta = ValueMeta(
-            dtype=_dtype_name(tensor),
+            dtype=dtype_name(tensor.dtype),
             device=device,
             shape=tuple(tensor.shape),
             global_shape=None,
@@ -214,7 +214,7 @@ class Describer:
         """Return a description without a digest, of whatever a strange tensor is ready to tell."""
         try:
             shape, requires_grad = tuple(int(n) for n in tensor.shape), bool(tensor.requires_grad)
-            dtype, device = _dtype_name(tensor), str(tensor.device)
+            dtype, device = dtype_name(tensor.dtype), str(tensor.device)
         except (RuntimeError, ValueError, TypeError, AttributeError, NotImplementedError):
             # symbolic sizes (jagged tensors) and classes that refuse
             shape, requires_grad, dtype, device = (), False, "unknown", "unknown"
@@ -382,9 +382,10 @@ def _why_not(tensor: torch.Tensor) -> str | None:
     if is_functorch_wrapper(tensor):
         return "inside a torch.func transform"
     if storage_of(tensor.dtype) is None:
-        return f"dtype {_dtype_name(tensor)} is not digested"
+        return f"dtype {dtype_name(tensor.dtype)} is not digested"
     return None
 
 
-def _dtype_name(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return torch's name of a dtype without the prefix."""
+    return str(dtype).removeprefix("torch.")

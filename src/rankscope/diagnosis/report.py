@@ -9,7 +9,15 @@ from rankscope.diagnosis.candidates import Candidate
 from rankscope.diagnosis.causes import CauseOrder, FaultPlace, Join, sort_causes
 from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.coverage import Coverage
-from rankscope.record.finding import Finding, Kind, Report, Severity, Skipped, Verdict
+from rankscope.record.finding import (
+    NAMED_VICTIMS,
+    Finding,
+    Kind,
+    Report,
+    Severity,
+    Skipped,
+    Verdict,
+)
 from rankscope.record.notes import NoteKind
 from rankscope.record.ranklists import ranks_named
 from rankscope.tree.views import Trace
@@ -18,7 +26,6 @@ __all__ = ["advice_for", "made_report", "report_json"]
 
 _MOST_EVENTS = 2_000
 """Events that are put in order; what comes later by clock than that many counts as a victim."""
-_NAMED_VICTIMS = 5
 FORMAT = "rankscope.report/1"
 
 
@@ -167,7 +174,7 @@ def _finding(
         ranks=candidate.ranks,
         is_origin=is_origin,
         victims=sum(v.weight for v in victims) + candidate.weight - 1,
-        victim_names=tuple(names)[:_NAMED_VICTIMS],
+        victim_names=tuple(names)[:NAMED_VICTIMS],
         evidence=evidence,
         message=f"{candidate.place}: {candidate.message}",
         advice=advice_for(candidate),

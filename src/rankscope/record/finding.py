@@ -9,7 +9,10 @@ from typing import Any, Final
 
 from rankscope.record.call import Mode, Phase
 
-__all__ = ["Finding", "Kind", "Report", "Severity", "Skipped", "Verdict"]
+__all__ = ["NAMED_VICTIMS", "Finding", "Kind", "Report", "Severity", "Skipped", "Verdict"]
+
+NAMED_VICTIMS: Final = 5
+"""Values that follow from a finding, of which it names so many."""
 
 
 class Kind(str, enum.Enum):

@@ -13,6 +13,7 @@ from typing import Final
 import torch
 from torch import nn
 
+from rankscope.capture.describe import dtype_name
 from rankscope.capture.torch_internals.dtensor import is_dtensor
 from rankscope.record.call import Mode, Phase
 from rankscope.replaying.recordedcall import RecordedCall
@@ -67,7 +68,7 @@ def _nodes_before(call: RecordedCall) -> Iterator[Node]:
 
 def _is_same(parameter: torch.Tensor, value: Value, rank: int | None) -> bool | None:
     """Say whether a parameter may be the recorded one; None where its statistics are not known."""
-    is_other = value.dtype != str(parameter.dtype).removeprefix("torch.")
+    is_other = value.dtype != dtype_name(parameter.dtype)
     # of a DTensor every operation may be a collective
     if is_other or not parameter.numel() or is_dtensor(type(parameter)) or parameter.is_meta:
         return None

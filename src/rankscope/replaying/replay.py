@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from rankscope.agent.guard import attempt, text_of
+from rankscope.capture.describe import dtype_name
 from rankscope.capture.pytree import is_tensor, walk
 from rankscope.diagnosis.comparison.tolerances import DEFAULTS
 from rankscope.errors import ReplayError, SelectionError
@@ -156,13 +157,13 @@ def replay(
         found = dict(walk("output", given[0])) if given else {}
         made = {slot: each.detach() for slot, each in found.items() if is_tensor(each)}
     if error is not None:
-        listed = ", ".join(f"{_name(t.dtype)}{list(t.shape)}" for t in handed)
+        listed = ", ".join(f"{dtype_name(t.dtype)}{list(t.shape)}" for t in handed)
         raise ReplayError(
             f"{type(module).__name__} raised {text_of(error)} when it was handed the inputs of "
             f"{path or '(root)'} ({listed or 'no tensors'})",
             "cast them with dtype=, take one rank's with rank=, or replace some with arguments=",
         ) from error
-    dtypes = {_name(tensor.dtype) for tensor in handed}
+    dtypes = {dtype_name(tensor.dtype) for tensor in handed}
     told = weights_note(module, call)
     outputs = tuple(_compared(call, made, dtypes, tolerance, has_hooks=bool(module._forward_hooks)))
     return Replay(
@@ -204,7 +205,8 @@ def _compared(
         recorded = call.tensor(slot)
         _, dot, rest = slot.partition(".")
         given = made.get(f"output{dot}{rest}")
-        own = {_name(recorded.dtype), *dtypes, *(() if given is None else [_name(given.dtype)])}
+        both = [recorded] if given is None else [recorded, given]
+        own = {*dtypes, *(dtype_name(tensor.dtype) for tensor in both)}
         known = [DEFAULTS[each][0] for each in own if each in DEFAULTS]
         allowed = max(known, default=0.0) if tolerance is None else tolerance
         yield _beside(slot, recorded, given, allowed, sorted(made))
@@ -224,11 +226,11 @@ def _beside(
     if given is None:
         text = f"the module gave no such output; it gave {', '.join(others) or 'no tensor'}"
     elif given.shape != recorded.shape:
-        text = f"the module gave {_name(given.dtype)}{list(given.shape)}"
+        text = f"the module gave {dtype_name(given.dtype)}{list(given.shape)}"
     else:
         apart = exact_distance(recorded, given)
         error, unequal = apart.relative, apart.unequal
-        cast = "" if given.dtype == recorded.dtype else f", though {_name(given.dtype)}"
+        cast = "" if given.dtype == recorded.dtype else f", though {dtype_name(given.dtype)}"
         some = f"{unequal:,} of {recorded.numel():,} elements"
         worst = f"[{', '.join(map(str, apart.at))}]"
         pair = f"{given[apart.at].item():.6g} instead of {recorded[apart.at].item():.6g}"
@@ -244,7 +246,7 @@ def _beside(
             )
     return ReplayedOutput(
         slot=slot,
-        dtype=_name(recorded.dtype),
+        dtype=dtype_name(recorded.dtype),
         shape=tuple(recorded.shape),
         error=error,
         tolerance=allowed,
@@ -291,7 +293,3 @@ def _device_of(module: nn.Module) -> torch.device:
     for tensor in (*module.parameters(), *module.buffers()):
         return tensor.device
     return torch.device("cpu")
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

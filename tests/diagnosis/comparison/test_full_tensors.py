@@ -20,6 +20,7 @@ from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.finding import Kind, Report
 from tests.distributed import global_tensors_job as job
 from tests.distributed.pool import RankPool
+from tests.faults.layouttext import layout_text
 
 SIZES = {"tp": 2, "ddp": 2, "fsdp x tp": 4}
 LARGE = 80
@@ -139,29 +140,16 @@ def cut(model: Scored, *, is_faulty: bool) -> Scored:
     return half
 
 
-LAYOUT = """
-axes = "tp=2"
-[[layout]]
-path = "up"
-slot = "*:*"
-placements = { tp = "Shard(0)" }
-[[layout]]
-path = "up"
-slot = "output"
-placements = { tp = "Shard(1)" }
-[[layout]]
-path = "down"
-slot = "*:weight"
-placements = { tp = "Shard(1)" }
-[[layout]]
-path = "down"
-slot = "input"
-placements = { tp = "Shard(1)" }
-[[layout]]
-path = "down"
-slot = "output"
-placements = { tp = "Replicate()" }
-"""
+LAYOUT = layout_text(
+    "tp=2",
+    [
+        ("up", "*:*", {"tp": "Shard(0)"}),
+        ("up", "output", {"tp": "Shard(1)"}),
+        ("down", "*:weight", {"tp": "Shard(1)"}),
+        ("down", "input", {"tp": "Shard(1)"}),
+        ("down", "output", {"tp": "Replicate()"}),
+    ],
+)
 
 
 def large_batch(kind: str, out: str) -> None:

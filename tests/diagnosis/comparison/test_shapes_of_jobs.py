@@ -50,12 +50,24 @@ def rank_and_world() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if together else (0, 1)
 
 
+def language_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> Tensor:
+    """Train one step on this rank's part of the rows, and return these."""
+    torch.manual_seed(step)
+    rank, world = rank_and_world()
+    rows = torch.randint(24, (ROWS, 9)).chunk(world)[rank]
+    made = model(rows[:, :-1])
+    F.cross_entropy(made.flatten(0, 1), rows[:, 1:].flatten()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return rows
+
+
 def tokens_of(kind: str, out: str) -> None:
     """Train two steps with AdamW. `kind`: "" for DDP; "flat" and "kept" for FSDP1, which makes one
     flat parameter of many or keeps them; "fast" for biases with a learning rate of their own;
     "frozen" for a norm that is not trained."""
     warnings.simplefilter("ignore")
-    rank, world = rank_and_world()
+    _, world = rank_and_world()
     model = wrapped = language_model()
     if world > 1 and kind in ("flat", "kept"):
         wrapped = FSDP(
@@ -74,12 +86,7 @@ def tokens_of(kind: str, out: str) -> None:
     optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=1e-3)
     with rankscope.trace(out=out, steps="all"):
         for step in range(2):
-            torch.manual_seed(step)
-            rows = torch.randint(24, (ROWS, 9)).chunk(world)[rank]
-            made = wrapped(rows[:, :-1])
-            F.cross_entropy(made.flatten(0, 1), rows[:, 1:].flatten()).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            language_step(wrapped, optimizer, step)
 
 
 def stages(fault: str, out: str) -> None:
@@ -138,18 +145,13 @@ def averaged(fault: str, out: str) -> None:
     """Train two steps and evaluate the moving average of weights behind each. `fault`: it is
     another average."""
     warnings.simplefilter("ignore")
-    rank, world = rank_and_world()
+    _, world = rank_and_world()
     model, average = language_model(), Averaged()
     wrapped = DDP(model) if world > 1 else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     with rankscope.trace(out=out, steps="all"):
         for step in range(2):
-            torch.manual_seed(step)
-            rows = torch.randint(24, (ROWS, 9)).chunk(world)[rank]
-            made = wrapped(rows[:, :-1])
-            F.cross_entropy(made.flatten(0, 1), rows[:, 1:].flatten()).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            rows = language_step(wrapped, optimizer, step)
             with torch.no_grad():
                 for own, new in zip(average.parameters(), model.parameters()):
                     own.lerp_(new, 0.9 if fault else 0.1)

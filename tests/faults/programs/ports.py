@@ -339,24 +339,17 @@ def clipped(setup: Setup) -> Trained:
 def accumulated(setup: Setup) -> Trained:
     """The batch in two halves, whose losses are divided by the tokens of both. Fault: each by its
     own, and by two: halves with few tokens weigh as much as those with many."""
-    model = decoder(setup)
-
-    def one(step: int) -> Tensor:
-        losses = []
-        total = (padded(setup, step)[1] != PADDED).sum()
-        for half in range(2):
-            tokens, targets = padded(setup, step, half, 2)
-            share = (targets != PADDED).sum() / total
-            loss = mean_loss(model(tokens), targets) * (0.5 if setup.is_faulty else share)
-            loss.backward()
-            losses.append(loss)
-        return torch.stack(losses).sum()
-
-    return train(Trained(model), sgd(model), one)
+    return by_halves(setup, lambda share: 0.5 if setup.is_faulty else share)
 
 
 def undivided(setup: Setup) -> Trained:
     """The same. Fault: the losses of the halves are not divided at all."""
+    return by_halves(setup, lambda share: share * (2 if setup.is_faulty else 1))
+
+
+def by_halves(setup: Setup, weight: Callable[[Tensor], Tensor | float]) -> Trained:
+    """Train on the batch in two halves, each of whose losses is multiplied by what `weight` makes
+    of its share of the tokens."""
     model = decoder(setup)
 
     def one(step: int) -> Tensor:
@@ -365,7 +358,7 @@ def undivided(setup: Setup) -> Trained:
         for half in range(2):
             tokens, targets = padded(setup, step, half, 2)
             share = (targets != PADDED).sum() / total
-            loss = mean_loss(model(tokens), targets) * share * (2 if setup.is_faulty else 1)
+            loss = mean_loss(model(tokens), targets) * weight(share)
             loss.backward()
             losses.append(loss)
         return torch.stack(losses).sum()

@@ -7,11 +7,11 @@ import torch
 from rankscope.agent.steps.optimizersearch import Holdings
 from rankscope.capture.invisible import invisible
 from rankscope.record.notes import Note, NoteKind
+from rankscope.record.optimizeroptions import options_text
 
 __all__ = ["describe_options", "describe_rates", "describe_strangers"]
 
 _SHAPES_NAMED = 3
-_VALUES_NAMED = 8
 _LONGEST_VALUE = 40
 _NO_OPTIONS = frozenset(
     {"params", "param_names", "foreach", "fused", "capturable", "differentiable", "initial_lr"}
@@ -70,11 +70,7 @@ def describe_options(optimizer: torch.optim.Optimizer) -> Note | None:
             text = _option(value)
             if name not in _NO_OPTIONS and text not in values:
                 values.append(text)
-    options = "; ".join(
-        f"{name}={' | '.join(values[:_VALUES_NAMED])}{' | ...' if values[_VALUES_NAMED:] else ''}"
-        for name, values in found.items()
-        if values and values != [""]
-    )
+    options = options_text(found)
     name = type(optimizer).__name__
     return Note.of(NoteKind.OPTIMIZER_OPTIONS, optimizer=name, options=options) if options else None
 

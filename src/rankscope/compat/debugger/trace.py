@@ -30,6 +30,7 @@ from rankscope.assembly.rankstreams import RankStream, StreamBytes, read_stream
 from rankscope.assembly.rootnames import join_path, name_roots
 from rankscope.assembly.skeleton import forward_calls, without_calls
 from rankscope.block import RankBlock, begin_rank_block
+from rankscope.capture.describe import dtype_name
 from rankscope.capture.forms import plain_text_of, without_addresses
 from rankscope.compat.debugger.calltree import pruned_calls
 from rankscope.compat.debugger.layers import LayerRecorder
@@ -244,7 +245,7 @@ class _Running:
             seen = glance.made
             assert isinstance(seen, Glimpse)  # `_look` made it
             found[reference] = UnwrittenTensor(
-                dtype=str(seen.dtype).removeprefix("torch."), shape=seen.shape, data=None,
+                dtype=dtype_name(seen.dtype), shape=seen.shape, data=None,
                 glimpse=seen, origin=(glance.checksum, seen.dtype, seen.shape),
             )  # fmt: skip
         return found

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from rankscope.capture.describe import dtype_name
 from rankscope.capture.kernel import load
 from rankscope.chunks.tensorfiles import StoredTensor
 from rankscope.compat.debugger.text import (
@@ -293,7 +294,7 @@ class GlobalValues:
         seen = glimpse_of(laid_out(tensor, stride), arena=self._arena)
         return Shown(
             shape=tuple(tensor.shape),
-            dtype=str(tensor.dtype).removeprefix("torch."),
+            dtype=dtype_name(tensor.dtype),
             lines=_headed(_lines(seen, device), form),
             data=None if self._as_text else bytes_of(tensor),
             facts=_facts_of(seen, device),

@@ -7,7 +7,7 @@ listed, never guessed.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -26,6 +26,7 @@ __all__ = [
     "SlotKey",
     "align",
     "in_order",
+    "whole_shape",
 ]
 
 COMPARED: Final = frozenset({Phase.SETUP, Phase.FORWARD, Phase.BACKWARD, Phase.GRADS, Phase.PARAMS})
@@ -41,9 +42,19 @@ class SlotKey(NamedTuple):
     ordinal: int
     slot: str
 
+    @property
+    def parameter(self) -> tuple[str, str]:
+        """Of a parameter, its gradient or its update: the module's path and the own name."""
+        return self.path, self.slot.partition(":")[2]
+
 
 class PathMap:
     """Rewrites the paths of the test into those of the reference."""
+
+    @classmethod
+    def of(cls, rules: PathMap | Iterable[str]) -> PathMap:
+        """Return rules that were read already as they are, texts as they are read."""
+        return rules if isinstance(rules, PathMap) else cls([*rules])
 
     def __init__(self, rules: Sequence[str] = ()) -> None:
         """Read rules.
@@ -137,9 +148,7 @@ class AlignedValue:
     @property
     def is_vector(self) -> bool:
         """True where the reference's value has one dim."""
-        view = next(iter(self.ref.values())).views[0]
-        shape = view.global_shape or next(iter(view.shapes().values()), ())
-        return len(shape) == 1
+        return len(whole_shape(next(iter(self.ref.values())))) == 1
 
     @property
     def is_discrete(self) -> bool:
@@ -160,6 +169,17 @@ class AlignedValue:
     def test_slot(self) -> str:
         """The slot as the test has it."""
         return next(iter(self.test.values())).slot
+
+    @property
+    def test_name(self) -> str:
+        """Path and slot as the test has them, in words."""
+        return f"{self.test_path or '(root)'}:{self.test_slot}"
+
+
+def whole_shape(values: SlotValues) -> tuple[int, ...]:
+    """Return the shape of the whole tensor; where nothing tells it, that of one rank."""
+    view = values.views[0]
+    return view.global_shape or next(iter(view.shapes().values()), ())
 
 
 @dataclass(slots=True, kw_only=True)

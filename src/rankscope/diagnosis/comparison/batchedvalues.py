@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.diagnosis.comparison.commonvalues import (
+    SUM_SLACK,
     Parts,
     agreed_holder,
     least_distance,
@@ -32,8 +33,6 @@ __all__ = ["compare_batched"]
 
 Array = NDArray[Any]
 Unit = tuple[int, int]
-_REDUCED_SLACK: Final = 3.0
-"""An average over units may be so many times further off than one value."""
 
 
 class _Units:
@@ -354,7 +353,7 @@ def _reduced_over_units(
         members = [w.members[i] for w, among in theirs.by_unit.values() for i in among]
         parts.put(dots_of(a, b), math.nan, np.unique(np.concatenate(members)), (0, EVERY_PLACE))
         found = parts.finished(ours.first_rows()[:1], theirs.first_rows()[:1])
-        if (found.errors() <= _REDUCED_SLACK * allowed).all():
+        if (found.errors() <= SUM_SLACK * allowed).all():
             return found
     common.is_of_local_batch = True
     return common

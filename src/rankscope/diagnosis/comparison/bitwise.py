@@ -18,13 +18,21 @@ from numpy.typing import NDArray
 from rankscope.diagnosis.comparison.alignment import AlignedValue, PathMap, align, in_order
 from rankscope.diagnosis.comparison.datasamples import match_samples
 from rankscope.diagnosis.comparison.difference import Batches
-from rankscope.diagnosis.comparison.partners import Partners
+from rankscope.diagnosis.comparison.partners import FEWEST_COMPARED, Partners
 from rankscope.diagnosis.comparison.preflight import run_lines, step_line
 from rankscope.diagnosis.comparison.tracesides import TraceSide
 from rankscope.diagnosis.stepview import SlotValues, StepView
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.call import Mode, Phase
-from rankscope.record.finding import Finding, Kind, Report, Severity, Skipped, Verdict
+from rankscope.record.finding import (
+    NAMED_VICTIMS,
+    Finding,
+    Kind,
+    Report,
+    Severity,
+    Skipped,
+    Verdict,
+)
 from rankscope.record.ranklists import ranks_named
 from rankscope.record.value import ValueFlag
 from rankscope.run.names import Progress
@@ -34,9 +42,6 @@ from rankscope.tree.summary import counted
 __all__ = ["BitwiseReport", "diff_bitwise"]
 
 Array = NDArray[Any]
-_FEWEST: Final = 0.1
-"""A verdict rests on at least this part of the values that both traces hold."""
-_NAMED_VICTIMS: Final = 5
 _ADVICE: Final = (
     "What was computed before it is bitwise equal. If only rounding should differ from here on, "
     "ask rankscope diff without --exact."
@@ -85,7 +90,7 @@ def diff_bitwise(
         TypeError: what was given is no trace.
         TraceError: a trace is damaged.
     """
-    rules = paths if isinstance(paths, PathMap) else PathMap([*paths])
+    rules = PathMap.of(paths)
     sides = TraceSide(opened_trace(ref), layouts), TraceSide(opened_trace(test), layouts)
     search = _Search(*sides, rules)
     if sides[0].setup is not None and sides[1].setup is not None:
@@ -154,8 +159,8 @@ class _Search:
             self._first = value, test, step, unequal
         else:
             self._victims += 1
-            if len(self._names) < _NAMED_VICTIMS:
-                self._names[f"{value.test_path or '(root)'}:{value.test_slot}"] = None
+            if len(self._names) < NAMED_VICTIMS:
+                self._names[value.test_name] = None
 
     def _unequal(self, ref: SlotValues, test: SlotValues, batches: _LazyBatches) -> Array | str:
         """Return the ranks of the test whose value is not bitwise the reference's, or why hashes
@@ -230,7 +235,7 @@ class _Search:
         )
 
     def _too_few(self, compared: int, skipped: int) -> str:
-        if compared and compared >= _FEWEST * (compared + skipped):
+        if compared and compared >= FEWEST_COMPARED * (compared + skipped):
             return ""
         told = f"{compared:,} of {counted(compared + skipped, 'value')} could be compared by hashes"
         if not self._skipped:
@@ -265,7 +270,7 @@ class _Search:
             victims=self._victims,
             victim_names=tuple(self._names),
             evidence=evidence,
-            message=f"{path or '(root)'}:{slot}: not bitwise the reference's{beside}",
+            message=f"{value.test_name}: not bitwise the reference's{beside}",
             advice=_ADVICE,
         )
 

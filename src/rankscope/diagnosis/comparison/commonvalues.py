@@ -20,12 +20,12 @@ from rankscope.diagnosis.comparison.difference import (
 )
 from rankscope.diagnosis.comparison.wholevalues import Wholes
 
-__all__ = ["Parts", "agreed_holder", "compare_common", "least_distance", "other_size"]
+__all__ = ["SUM_SLACK", "Parts", "agreed_holder", "compare_common", "least_distance", "other_size"]
 
 Array = NDArray[Any]
 Unit = tuple[int, int]
-_PARTIAL_SLACK: Final = 3.0
-"""A sum of partial values may be so many times further off than one value."""
+SUM_SLACK: Final = 3.0
+"""A sum or an average of several values may be so many times further off than one value."""
 
 
 def compare_common(
@@ -145,7 +145,7 @@ class Parts:
         for op, parts in (("sum", 1), ("avg", len(members))):
             square = theirs / parts**2 - 2 * cross / parts + own
             apart = math.sqrt(max(square, 0.0)) / max(norm, TINY)
-            if apart > _PARTIAL_SLACK * allowed:
+            if apart > SUM_SLACK * allowed:
                 continue
             unit = self._units[-1]
             for kept in (

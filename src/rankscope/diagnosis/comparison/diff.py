@@ -27,7 +27,7 @@ from rankscope.diagnosis.comparison.difference import Batches
 from rankscope.diagnosis.comparison.findings import finding_of
 from rankscope.diagnosis.comparison.fulltensors import FullTensors
 from rankscope.diagnosis.comparison.origins import OriginSearch
-from rankscope.diagnosis.comparison.partners import Partners
+from rankscope.diagnosis.comparison.partners import FEWEST_COMPARED, Partners
 from rankscope.diagnosis.comparison.preflight import (
     PreflightLine,
     batch_line,
@@ -39,11 +39,12 @@ from rankscope.diagnosis.comparison.preflight import (
     step_line,
 )
 from rankscope.diagnosis.comparison.rollouts import StepPair, paired_steps, wholes_of
+from rankscope.diagnosis.comparison.sharednames import renumbered_modules
 from rankscope.diagnosis.comparison.stepdifferences import StepDifferences
 from rankscope.diagnosis.comparison.tolerances import Tolerances
-from rankscope.diagnosis.comparison.tracesides import TraceSide
+from rankscope.diagnosis.comparison.tracesides import StepKey, TraceSide
 from rankscope.diagnosis.comparison.wholevalues import WholeValues
-from rankscope.diagnosis.stepview import StepView, sibling_path
+from rankscope.diagnosis.stepview import StepView
 from rankscope.errors import SettingError
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.call import Mode, Phase
@@ -60,9 +61,7 @@ _LATE: Final = 1e-3
 """How far parameters may be off that are first seen behind a step, which made them."""
 _LATE_VECTOR: Final = 2.0
 """The same of vectors, which steps may have made from zero with other signs."""
-_FEWEST: Final = 0.1
-"""A verdict rests on at least this part of the values that both traces hold."""
-_Noise = dict[tuple[Mode, int], Mapping[SlotKey, float]]
+_Noise = dict[StepKey, Mapping[SlotKey, float]]
 """{(mode, step): {value: relative distance}}."""
 
 
@@ -107,7 +106,7 @@ def diff(
         LayoutError: the layout file contradicts itself.
         TraceError: a trace is damaged.
     """
-    rules = paths if isinstance(paths, PathMap) else PathMap(paths)
+    rules = PathMap.of(paths)
     ours, theirs = TraceSide(opened_trace(ref), layouts), TraceSide(opened_trace(test), layouts)
     measured: _Noise = {}
     origin = ""
@@ -126,7 +125,7 @@ def distances(
     paths: PathMap | Sequence[str] = (),
     layouts: LayoutFile | None = None,
     tensors: bool = True,
-) -> dict[tuple[Mode, int], Mapping[SlotKey, float]]:
+) -> dict[StepKey, Mapping[SlotKey, float]]:
     """Return how far all values of a run are from a reference's.
 
     Args:
@@ -136,9 +135,8 @@ def distances(
         {(mode, step) of the reference: {value: relative L2 distance}}.
     """
     found: _Noise = {}
-    rules = paths if isinstance(paths, PathMap) else PathMap(paths)
     ours, theirs = TraceSide(opened_trace(ref), layouts), TraceSide(opened_trace(test), layouts)
-    _Comparison(ours, theirs, rules, reads_tensors=tensors).report(None, found)
+    _Comparison(ours, theirs, PathMap.of(paths), reads_tensors=tensors).report(None, found)
     return found
 
 
@@ -239,7 +237,7 @@ class _Comparison:
         if ref is None or test is None:
             return None
         found = self._compared(ref, test, None)
-        self._left_out = self._renumbered(found, ref)
+        self._left_out = renumbered_modules(found.compared, ref, self._ref.wholes)
         if self._left_out:
             self._before.clear()
             self._tally = _Tally()
@@ -249,42 +247,6 @@ class _Comparison:
                 each.allowed = _LATE_VECTOR if each.value.is_vector else _LATE
         self._search.setup(found)
         return found
-
-    def _renumbered(self, found: StepDifferences, ref: StepView) -> frozenset[str]:
-        """Return paths under which ranks hold different modules of the reference: rank 1 of an
-        expert-parallel job may call `experts.0` what the reference calls `experts.2`.
-
-        These are known by what they began with: a value of the reference's module of this name on
-        some ranks, of its siblings on others.
-        """
-        suspects = [
-            (compared, difference)
-            for compared in found.compared
-            if (difference := compared.difference) is not None
-            and len(difference.members) > 1
-            and compared.error > compared.allowed
-            and compared.key.path.rpartition(".")[0]
-        ]
-        if not suspects:
-            return frozenset()
-        families = {(sibling_path(c.key.path), c.key.slot) for c, _ in suspects}
-        known: dict[tuple[str, str], list[Array]] = {}
-        for values in ref.values(Phase.SETUP):
-            family = (sibling_path(values.call.path), values.slot)
-            made = self._ref.wholes.of(values, None) if family in families else ""
-            if not isinstance(made, str):
-                known.setdefault(family, []).append(made.sketches[0])
-        left_out = set()
-        for compared, difference in suspects:
-            siblings = np.array(known[sibling_path(compared.key.path), compared.key.slot])
-            bad = np.flatnonzero(compared.errors > compared.allowed)
-            rows = [difference.test_rows[index] for index in bad.tolist()]
-            if all(row is not None and _is_among(row, siblings) for row in rows):
-                parts = compared.key.path.split(".")
-                number = max((i for i, part in enumerate(parts) if part.isdecimal()), default=-1)
-                if number >= 0:
-                    left_out.add(".".join(parts[: number + 1]))
-        return frozenset(left_out)
 
     def _step(self, pair: StepPair) -> tuple[StepDifferences, Batches] | None:
         """Compare one step; None where a run broke off in it before it had all samples."""
@@ -379,9 +341,7 @@ class _Comparison:
             lacks=lacks,
             preflight=tuple(
                 (line.what, line.is_same, line.text)
-                for line in sorted(
-                    self._lines, key=lambda line: (False, None, True).index(line.is_same)
-                )
+                for line in sorted(self._lines, key=_differing_first)
             ),
         )
 
@@ -428,7 +388,7 @@ class _Comparison:
         where enough were."""
         tally = self._tally
         both = tally.recorded - tally.unpaired
-        if tally.compared and tally.compared >= _FEWEST * both:
+        if tally.compared and tally.compared >= FEWEST_COMPARED * both:
             return ""
         if both:
             reason, count = tally.skipped.most_common(1)[0]
@@ -439,12 +399,6 @@ class _Comparison:
         return "the traces have no value in common: " + (
             self._partners.left_out() or "no value was recorded in one of them"
         )
-
-
-def _is_among(row: Array, sketches: Array) -> bool:
-    """True where one of several sketches is that of this digest."""
-    apart = np.sqrt(np.mean((sketches - row["sketch"]) ** 2, axis=1))
-    return bool((apart <= Tolerances.resolution * max(float(row["l2"]), 1e-30)).any())
 
 
 def _listed(side: TraceSide) -> str:

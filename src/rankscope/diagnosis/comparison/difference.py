@@ -141,8 +141,7 @@ class Difference:
     def is_shifted(self) -> bool:
         """True where elements differ in one direction, as positions that begin elsewhere do."""
         moved = abs(self.test.mean - self.ref.mean) * self.ref.count
-        cross, own, theirs = self.dots.sum(0).tolist()
-        return moved > 2 * math.sqrt(max(own + theirs - 2 * cross, 0.0)) + 1
+        return moved > 2 * math.sqrt(self._squared_distance) + 1
 
     def flips(self, *, is_mask: bool) -> float:
         """Return about how many elements of indices or a mask are other ones.
@@ -150,10 +149,15 @@ class Difference:
         The squared distance of two masks is their number. That of indices is twice their variance
         for every index that is another one, if it may be any of them.
         """
-        cross, own, theirs = self.dots.sum(0).tolist()
-        apart = max(own + theirs - 2 * cross, 0.0)
         each = 1.0 if is_mask else 2 * max(self.ref.variance, self.test.variance)
-        return min(apart / each, float(self.ref.count)) if each > 0 else float(self.ref.count)
+        every = float(self.ref.count)
+        return min(self._squared_distance / each, every) if each > 0 else every
+
+    @property
+    def _squared_distance(self) -> float:
+        """Of all parts together, as sketches tell it."""
+        cross, own, theirs = self.dots.sum(0).tolist()
+        return max(float(own + theirs - 2 * cross), 0.0)
 
     @property
     def has_other_nonfinite(self) -> bool:

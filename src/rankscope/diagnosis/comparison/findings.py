@@ -17,7 +17,7 @@ from rankscope.diagnosis.comparison.difference import (
 )
 from rankscope.diagnosis.comparison.valueflow import Origin
 from rankscope.record.call import Phase
-from rankscope.record.finding import Finding, Kind, Severity
+from rankscope.record.finding import NAMED_VICTIMS, Finding, Kind, Severity
 from rankscope.record.ranklists import ranks_named
 from rankscope.tree.jsontext import statistic
 from rankscope.tree.summary import counted
@@ -25,7 +25,6 @@ from rankscope.tree.summary import counted
 __all__ = ["finding_of"]
 
 Array = NDArray[Any]
-_NAMED_VICTIMS: Final = 5
 _LEAST_FACTOR: Final = 0.02
 """A value that is so near the reference's is not called scaled: constants inside a module leave
 differences that look alike."""
@@ -65,9 +64,7 @@ def finding_of(origin: Origin, degrees: Degrees) -> Finding:
         ranks = np.unique(np.concatenate([_holders(v) for v in (compared, *alike)]))
     if difference is not None and len(ranks) > 1 and len(difference.members) == 1:
         evidence["rank_resolution"] = "none"
-    names = dict.fromkeys(
-        f"{v.value.test_path or '(root)'}:{v.value.test_slot}" for v in origin.victims
-    )
+    names = dict.fromkeys(v.value.test_name for v in origin.victims)
     has_micro_batch = key.phase.facts.has_micro_batches
     severity = Severity.WARNING if origin.is_legal else Severity.FAULT
     place = f"{path or '(root)'}{f':{slot}' if slot else ''}"
@@ -83,7 +80,7 @@ def finding_of(origin: Origin, degrees: Degrees) -> Finding:
         ranks=tuple(sorted(int(rank) for rank in ranks)),
         is_origin=severity is Severity.FAULT,
         victims=len(origin.victims),
-        victim_names=tuple(names)[:_NAMED_VICTIMS],
+        victim_names=tuple(names)[:NAMED_VICTIMS],
         evidence=evidence,
         message=f"{place}: {text}",
         advice=_advice(origin, kind),

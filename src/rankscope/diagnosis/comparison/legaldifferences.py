@@ -104,10 +104,8 @@ def _is_flipped(origin: Origin) -> bool:
     """True for indices or a mask of which no more are other ones than rounding can flip: what they
     were made of is not exactly the reference's."""
     each, difference = origin.compared, origin.compared.difference
-    is_choice = each.value.is_discrete and each.key.phase is Phase.FORWARD
-    if not is_choice or difference is None or origin.inherited == 0:
-        return False
-    if not each.is_of_choices or difference.is_shifted:
+    is_choice = each.key.phase is Phase.FORWARD and each.is_of_choices
+    if not is_choice or difference is None or origin.inherited == 0 or difference.is_shifted:
         return False
     fewest = difference.flips(is_mask=each.value.is_mask) * CHI_SQUARE_RANGE[0] ** 2
     return fewest <= _FEW_FLIPS + _FLIPPED * origin.inherited * difference.ref.count

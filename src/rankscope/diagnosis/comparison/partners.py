@@ -15,8 +15,10 @@ from rankscope.globs import glob_matches, slot_matches
 from rankscope.tree.summary import counted
 from rankscope.tree.views import Trace
 
-__all__ = ["Partners"]
+__all__ = ["FEWEST_COMPARED", "Partners"]
 
+FEWEST_COMPARED: Final = 0.1
+"""A verdict rests on at least this part of the values that both traces hold."""
 _NAMED: Final = 3
 _FEWEST: Final = 0.5
 """Part of the parameters of a side that must have a partner."""

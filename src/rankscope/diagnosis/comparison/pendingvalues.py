@@ -46,7 +46,7 @@ class PendingValues:
     def summands(self, each: ComparedValue) -> None:
         """Take a value that ranks hold as summands."""
         if each.key.phase is Phase.GRADS:
-            name = (each.key.path, each.key.slot.partition(":")[2])
+            name = each.key.parameter
             self._gradients[name] = self._given_to.get(each.key.path, each)
         else:
             self._summands = self._summands or each
@@ -110,7 +110,7 @@ class PendingValues:
     def earlier_than(self, each: ComparedValue) -> ComparedValue | None:
         """Return the value that explains a new origin, None where there is none."""
         if each.key.phase is Phase.PARAMS:
-            return self._gradients.get((each.key.path, each.key.slot.partition(":")[2]))
+            return self._gradients.get(each.key.parameter)
         if not each.value.is_input:
             return self._summands if each.value.call in self._given else None
         if each.key.phase is Phase.BACKWARD:

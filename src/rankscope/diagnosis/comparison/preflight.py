@@ -13,6 +13,7 @@ from rankscope.diagnosis.comparison.stepdifferences import StepDifferences
 from rankscope.diagnosis.comparison.tracesides import StepKey
 from rankscope.record.call import Mode
 from rankscope.record.notes import NoteKind
+from rankscope.record.optimizeroptions import read_options
 from rankscope.tree.summary import counted
 from rankscope.tree.views import Step
 
@@ -81,13 +82,12 @@ def optimizer_line(
 
     Optimizers of another class with the same options, such as one that wraps another, are alike.
     """
-    sides = [
-        {key: found for key, step in steps.items() if (found := _options_of(step))}
-        for steps in (ref, test)
-    ]
-    common = sides[0].keys() & sides[1].keys()
-    for key in sorted(common, key=lambda key: key[1]):
-        ours, theirs = (side[key] for side in sides)
+    is_told = False
+    for key in sorted(ref.keys() & test.keys(), key=lambda key: key[1]):
+        ours, theirs = _options_of(ref[key]), _options_of(test[key])
+        if not ours or not theirs:
+            continue
+        is_told = True
         differ = [
             f"{name} {theirs.get(name, 'absent')} for {ours.get(name, 'absent')}"
             for name in dict.fromkeys((*ours, *theirs))
@@ -98,7 +98,7 @@ def optimizer_line(
             text = f"{key[0].word} step {key[1]}: the optimizer steps with {listed}"
             return PreflightLine(what="optimizer", is_same=False, text=text)
     same = PreflightLine(what="optimizer", is_same=True, text="the same optimizer options")
-    return same if common else None
+    return same if is_told else None
 
 
 def _options_of(step: Step) -> dict[str, str]:
@@ -112,9 +112,8 @@ def _options_of(step: Step) -> dict[str, str]:
         if each.note.kind is NoteKind.OPTIMIZER_OPTIONS:
             fields = each.note.fields
             found.setdefault("class", set()).add(str(fields["optimizer"]))
-            for option in str(fields["options"]).split("; "):
-                name, _, value = option.partition("=")
-                found.setdefault(name, set()).update(value.split(" | "))
+            for name, values in read_options(str(fields["options"])).items():
+                found.setdefault(name, set()).update(values)
     return {name: " | ".join(sorted(values)) for name, values in found.items()}
 
 

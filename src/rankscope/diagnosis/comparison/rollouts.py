@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.assembly.combine import CombinationPlan, apply_plan
+from rankscope.diagnosis.comparison.alignment import whole_shape
 from rankscope.diagnosis.comparison.tracesides import StepKey, TraceSide
 from rankscope.diagnosis.comparison.wholevalues import Wholes, WholeValues, combined_row
 from rankscope.diagnosis.datapeers import root_calls
@@ -110,15 +111,10 @@ def token_counts(step_view: StepView) -> list[int]:
     found: dict[int, int] = {}
     for call in root_calls(step_view):
         for values in call.inputs:
-            shape = _shape(values)
+            shape = whole_shape(values)
             if call.path == "" and len(shape) > _TOKENS_DIM:
                 found.setdefault(call.micro_batch or 0, shape[_TOKENS_DIM])
     return [found[micro_batch] for micro_batch in sorted(found)]
-
-
-def _shape(values: SlotValues) -> tuple[int, ...]:
-    view = values.views[0]
-    return view.global_shape or next(iter(view.shapes().values()), ())
 
 
 class TokenWholes(WholeValues):
@@ -144,7 +140,7 @@ class TokenWholes(WholeValues):
         """Return the wholes of all calls together, as those of call 0."""
         if set(by_call) != set(range(len(self._tokens))):
             return {0: "not in every call of the rollout"}
-        shapes = [_shape(by_call[index]) for index in range(len(self._tokens))]
+        shapes = [whole_shape(by_call[index]) for index in range(len(self._tokens))]
         rest = {shape[:_TOKENS_DIM] + shape[_TOKENS_DIM + 1 :] for shape in shapes}
         if len(rest) != 1 or [shape[_TOKENS_DIM : _TOKENS_DIM + 1] for shape in shapes] != [
             (count,) for count in self._tokens

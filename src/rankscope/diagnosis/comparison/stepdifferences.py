@@ -28,6 +28,7 @@ from rankscope.diagnosis.comparison.difference import (
     nearest_factor,
 )
 from rankscope.diagnosis.comparison.fulltensors import FullTensors
+from rankscope.diagnosis.comparison.sharednames import keep_nearest_stage
 from rankscope.diagnosis.comparison.tolerances import Tolerances
 from rankscope.diagnosis.comparison.wholevalues import NO_TENSOR, Wholes, WholeValues
 from rankscope.diagnosis.distances import rounding_of
@@ -156,8 +157,8 @@ class StepDifferences:
         if isinstance(difference, str):
             reason = next((w.reason for w in sides[1].values() if w.reason), difference)
             return ComparedValue(value=value, difference=None, reason=reason, allowed=allowed)
-        if is_batched and not difference.partial:
-            self._keep_one_stage(difference)
+        if is_batched and not difference.partial and self._stages is not None:
+            keep_nearest_stage(difference, self._stages)
         norm = _norm_of(sides[0].values())
         made_of = ComparedValue(
             value=value, difference=difference, reason="", allowed=allowed, ref_norm=norm
@@ -166,20 +167,6 @@ class StepDifferences:
             self._take_update(made_of, sides)
         self.exact += bool(difference.is_exact.all())
         return made_of
-
-    def _keep_one_stage(self, difference: Difference) -> None:
-        """Forget what other stages of a pipeline hold under one name: the module that the reference
-        calls so is the one whose value is nearest to the reference's."""
-        if self._stages is None:
-            return
-        stages = np.array([self._stages[ranks].max() for ranks in difference.members])
-        if len(np.unique(stages)) < 2 or (stages < 0).any():
-            return
-        apart = difference.errors()
-        if difference.at_least is None:  # whatever factor gradients of parts of a batch have
-            apart = np.minimum(apart, difference.fits()[:, 1])
-        nearest = stages[int(np.argmin(apart))]
-        difference.keep(stages == nearest)
 
     def _both_samples(self, is_batched: bool) -> tuple[Array | None, Array | None]:
         if not is_batched or self._batches is None:
@@ -309,7 +296,7 @@ class StepDifferences:
         outputs = self._norms_of_outputs()
         of_gradient: dict[tuple[str, str], float] = {}
         trained = {
-            (c.key.path, c.key.slot.partition(":")[2])
+            c.key.parameter
             for c in self.compared
             if c.key.phase is Phase.GRADS and c.reason != NO_TENSOR
         }
@@ -327,7 +314,7 @@ class StepDifferences:
                     least = max(least, _OF_OUTPUT * outputs.get(key.path, 0.0))
             compared.errors = difference.errors(compared.scales, least)
             compared.raw_error = float(difference.errors(compared.scales).max(initial=0.0))
-            name = (key.path, key.slot.partition(":")[2])
+            name = key.parameter
             if key.phase is Phase.GRADS:
                 of_gradient[name] = compared.raw_error
             elif compared.is_update:

@@ -135,7 +135,7 @@ class ValueFlow:
         key, call = each.key, each.value.call
         found = GiverState()
         if key.phase is Phase.PARAMS:
-            own = self._gradients.get((key.path, key.slot.partition(":")[2]))
+            own = self._gradients.get(key.parameter)
             found.take(own or self._so_far[Phase.GRADS])
             found.take(self._owned[key.path])
             return found
@@ -194,7 +194,7 @@ class ValueFlow:
             self.stepped[key.path].take(state)
             return
         if key.phase is Phase.GRADS:
-            self._gradients[key.path, key.slot.partition(":")[2]] = state
+            self._gradients[key.parameter] = state
             return
         if key.phase is not Phase.BACKWARD or each.value.is_input:
             self._at[key.phase, key.path].take(state)
