@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import re
 import signal
 import sys
@@ -31,11 +32,21 @@ _END_CHARACTERS = 200
 
 
 def say(text: str) -> None:
-    """Write one line of rankscope's own to stderr; stdout belongs to the job."""
-    if sys.stderr is None:  # print would take it for stdout
+    """Write one line of rankscope's own to stderr; stdout belongs to the job.
+
+    Past Python's buffer where stderr is the process's own: what a full disk refuses would stay in
+    it, and the program would end with code 120 when that is flushed once more.
+    """
+    stream = sys.stderr
+    if stream is None:  # print would take it for stdout
         return
+    line, is_own = f"rankscope: {text}\n", stream is sys.__stderr__
     try:
-        print(f"rankscope: {text}", file=sys.stderr, flush=True)  # noqa: T201  # to stderr
+        if not is_own:
+            stream.write(line)
+        stream.flush()
+        if is_own:
+            os.write(stream.fileno(), line.encode(errors="backslashreplace"))
     except (OSError, ValueError, AttributeError):  # a closed stderr must not hurt the job
         return
 
