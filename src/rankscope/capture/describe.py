@@ -379,6 +379,8 @@ def _why_not(tensor: torch.Tensor) -> str | None:
         return "quantized"
     if tensor.device.type == "meta":
         return "on the meta device"
+    if tensor.device.type == "mps":
+        return "mps has no float64, in which a digest is computed"
     if is_functorch_wrapper(tensor):
         return "inside a torch.func transform"
     if storage_of(tensor.dtype) is None:

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -28,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from rankscope.capture.accelerator import Accelerator, HostCopy
 from rankscope.capture.elements import Array, storage_of
 from rankscope.capture.fold import FoldPlan, FoldSegment, make_plan
 from rankscope.capture.invisible import invisible_operations
@@ -117,8 +117,7 @@ class _RowsInTransfer:
 
     tickets: list[tuple[int, FoldPlan, int]]
     host: torch.Tensor
-    is_done: Callable[[], bool]
-    wait: Callable[[], object]
+    copy: HostCopy
     source: torch.Tensor
     """Kept until the copy is done."""
 
@@ -137,9 +136,11 @@ class DeviceDigester:
 
     def __init__(self, device: torch.device, batch_dim: int = 0) -> None:
         self._device = device
+        self._accelerator = Accelerator(device)
         self._batch_dim = batch_dim
         self._kinds: dict[object, _DeviceForm] = {}
-        self._buffers: dict[int, _Buffer] = {}
+        self._buffers: dict[Any, _Buffer] = {}
+        """By stream."""
         self._flights: deque[_RowsInTransfer] = deque()
         self._next_ticket = 0
 
@@ -152,12 +153,14 @@ class DeviceDigester:
             The ticket under which `collect` gives the reading; None while a CUDA graph is captured,
             when whatever we enqueued would become part of the graph.
         """
-        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if self._accelerator.is_capturing():
             return None
         with invisible_operations():
-            key = (local.dtype, local.shape, ranges, samples)
+            stream = self._accelerator.current_stream()
+            # a table is ready behind the work of the stream that made it, and of no other
+            key = (local.dtype, local.shape, ranges, samples, stream)
             kind = self._kinds.get(key) or self._add_kind(local, ranges, samples, key)
-            buffer = self._buffer(kind.size)
+            buffer = self._buffer(kind.size, stream)
             row = buffer.rows[buffer.used : buffer.used + kind.size]
             if kind.plan.count:
                 _fill(row, local, kind)
@@ -169,7 +172,11 @@ class DeviceDigester:
         return self._next_ticket
 
     def flush(self) -> None:
-        """Start copying everything read so far to the host; returns at once."""
+        """Start copying everything read so far to the host; returns at once. While a graph is
+        captured it does nothing: the rows wait for the next flush.
+        """
+        if self._accelerator.is_capturing():
+            return
         with invisible_operations():
             for stream, buffer in self._buffers.items():
                 if buffer.tickets:
@@ -185,10 +192,12 @@ class DeviceDigester:
         if wait:
             self.flush()
         arrived: list[tuple[int, ValueNumbers]] = []
-        while self._flights and (wait or self._flights[0].is_done()):
+        if self._accelerator.is_capturing():
+            return arrived
+        while self._flights and (wait or self._flights[0].copy.is_done()):
             flight = self._flights.popleft()
             if wait:
-                flight.wait()
+                flight.copy.wait()
             with invisible_operations():
                 numbers = np.array(flight.host.tolist(), dtype=np.float64)
                 words = np.array(flight.host.view(torch.int64).tolist(), dtype=np.int64)
@@ -237,16 +246,9 @@ class DeviceDigester:
     def _table(self, array: npt.NDArray[np.float64]) -> torch.Tensor:
         memory = bytearray(array.tobytes())
         table = torch.frombuffer(memory, dtype=torch.float64).reshape(-1, SKETCH_SIZE)
-        if self._device.type in ("cpu", "meta"):
-            return table.to(self._device)
-        return table.pin_memory(self._device).to(self._device, non_blocking=True)
+        return self._accelerator.to_device(table)
 
-    def _buffer(self, size: int) -> _Buffer:
-        stream = (
-            torch.cuda.current_stream(self._device).cuda_stream
-            if self._device.type == "cuda"
-            else 0
-        )
+    def _buffer(self, size: int, stream: Any) -> _Buffer:
         buffer = self._buffers.get(stream)
         if buffer is not None and buffer.used + size > buffer.rows.numel():
             self._send(stream, buffer)
@@ -255,31 +257,12 @@ class DeviceDigester:
             buffer = self._buffers[stream] = _Buffer(self._device, max(_CAPACITY, size))
         return buffer
 
-    def _send(self, stream: int, buffer: _Buffer) -> None:
+    def _send(self, stream: Any, buffer: _Buffer) -> None:
+        """Copy the rows of a buffer on the stream that fills them."""
         rows = buffer.rows[: buffer.used]
-        if self._device.type == "cpu":
-            self._flights.append(
-                _RowsInTransfer(buffer.tickets, rows, lambda: True, lambda: None, rows)
-            )
-            return
-        host = torch.empty(buffer.used, dtype=torch.float64, device="cpu", pin_memory=True)
-        accelerator: Any = getattr(torch, self._device.type)
-        with accelerator.stream(self._stream(stream)):
-            host.copy_(rows, non_blocking=True)
-            event = accelerator.Event()
-            event.record()
-        self._flights.append(
-            _RowsInTransfer(buffer.tickets, host, event.query, event.synchronize, rows)
-        )
-
-    def _stream(self, stream: int) -> object:
-        """Return the stream a buffer was filled on: the copy has to follow what it holds."""
-        if self._device.type != "cuda":
-            return None
-        if stream == 0:
-            return torch.cuda.default_stream(self._device)
-        stream_type: Any = torch.cuda.ExternalStream
-        return stream_type(stream, self._device)
+        host = self._accelerator.host_memory(buffer.used, torch.float64)
+        copy = self._accelerator.copy_to_host(rows, host, stream)
+        self._flights.append(_RowsInTransfer(buffer.tickets, host, copy, rows))
 
 
 def _fill(row: torch.Tensor, local: torch.Tensor, kind: _DeviceForm) -> None:

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import ctypes
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from rankscope.capture.accelerator import Accelerator, HostCopy
 from rankscope.capture.invisible import invisible_operations
 
 __all__ = ["DeviceStaging"]
@@ -38,8 +39,7 @@ class _TensorInTransfer(NamedTuple):
     nbytes: int
     source: torch.Tensor
     """Kept until the copy is done."""
-    is_done: Callable[[], bool]
-    wait: Callable[[], object]
+    copy: HostCopy
 
 
 class DeviceStaging:
@@ -53,6 +53,7 @@ class DeviceStaging:
             limit_bytes: size of the ring, and at most as much is held on the device.
         """
         self._device = device
+        self._accelerator = Accelerator(device)
         self._limit_bytes = limit_bytes - limit_bytes % _ALIGNMENT
         self._flights: deque[_TensorInTransfer] = deque()
         self._head = 0
@@ -74,7 +75,7 @@ class DeviceStaging:
             is on its way, where there is no memory for the copy, or while a CUDA graph is captured,
             of which the copy would become part.
         """
-        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if self._accelerator.is_capturing():
             return None
         nbytes = local.numel() * local.element_size()
         place = self._place_for(max(_ALIGNMENT, -(-nbytes // _ALIGNMENT) * _ALIGNMENT))
@@ -87,15 +88,13 @@ class DeviceStaging:
                 if nbytes:
                     # a copy also resolves conjugate and negative bits
                     source.view(local.dtype).view(local.shape).copy_(local.detach())
-                is_done, wait = self._send(source, ring[place[0] : place[0] + nbytes])
+                copy = self._send(source, ring[place[0] : place[0] + nbytes])
         except RuntimeError:  # out of memory there or here: the program needs it more than we do
             if self._ring is None:
                 self._limit_bytes = 0  # and none to pin: do not try again
             return None
         self._next_ticket += 1
-        self._flights.append(
-            _TensorInTransfer(self._next_ticket, *place, nbytes, source, is_done, wait)
-        )
+        self._flights.append(_TensorInTransfer(self._next_ticket, *place, nbytes, source, copy))
         self._head = place[1]
         return self._next_ticket
 
@@ -107,10 +106,12 @@ class DeviceStaging:
         Args:
             wait: wait for the device. Only at the end of a trace.
         """
-        while self._flights and (wait or self._flights[0].is_done()):
+        if self._accelerator.is_capturing():
+            return
+        while self._flights and (wait or self._flights[0].copy.is_done()):
             flight = self._flights[0]
             if wait:
-                flight.wait()
+                flight.copy.wait()
             try:
                 yield flight.ticket, self._bytes(flight)
             finally:
@@ -133,10 +134,7 @@ class DeviceStaging:
         return (self._head, self._head + size) if self._head + size <= tail else None
 
     def _make_ring(self) -> torch.Tensor:
-        is_pinned = self._device.type != "cpu"
-        self._ring = torch.empty(
-            self._limit_bytes, dtype=torch.uint8, device="cpu", pin_memory=is_pinned
-        )
+        self._ring = self._accelerator.host_memory(self._limit_bytes, torch.uint8)
         return self._ring
 
     def _bytes(self, flight: _TensorInTransfer) -> ByteArray:
@@ -148,21 +146,9 @@ class DeviceStaging:
         data: ByteArray = np.frombuffer(memory, np.uint8)
         return data
 
-    def _send(
-        self, source: torch.Tensor, target: torch.Tensor
-    ) -> tuple[Callable[[], bool], Callable[[], object]]:
-        """Copy to the host on the side stream; return whether it is done, and how to wait."""
-        if self._device.type == "cpu":
-            target.copy_(source)
-            return lambda: True, lambda: None
-        accelerator: Any = getattr(torch, self._device.type)
+    def _send(self, source: torch.Tensor, target: torch.Tensor) -> HostCopy:
+        """Copy to the host on the side stream, behind the work of the current one."""
         if self._side is None:
-            self._side = accelerator.Stream(self._device)
-        ready = accelerator.Event()
-        ready.record(accelerator.current_stream(self._device))
-        with accelerator.stream(self._side):
-            self._side.wait_event(ready)
-            target.copy_(source, non_blocking=True)
-            done = accelerator.Event()
-            done.record(self._side)
-        return done.query, done.synchronize
+            self._side = self._accelerator.new_stream()
+        self._accelerator.follow_current(self._side)
+        return self._accelerator.copy_to_host(source, target, self._side)

@@ -1,0 +1,112 @@
+"""What torch offers of one device: streams, events, and host memory that copies reach late.
+
+torch keeps these in the module of the device (`torch.cuda`, `torch.xpu`, `torch.mps`, the module
+that a backend of its own registers), and not every device has all of them:
+
+    streams and events    CUDA, ROCm, XPU, MTIA: a copy runs behind the work of its stream
+    events alone          MPS: one queue, of which nobody needs to know the stream
+    neither               a copy to the host blocks until it is done
+
+A stream and an event of these modules are used instead of `torch.Stream` and `torch.Event`, because
+torch before 2.10 does not have the generic ones on every device, and a backend that is written in
+Python does not have them at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+__all__ = ["Accelerator", "HostCopy", "is_host"]
+
+
+def is_host(device: torch.device) -> bool:
+    """True for memory that torch operations on the host read and write."""
+    return device.type in ("cpu", "meta")
+
+
+class HostCopy(NamedTuple):
+    """A copy to the host that may be on its way."""
+
+    is_done: Callable[[], bool]
+    """Asks without waiting."""
+    wait: Callable[[], object]
+    """Waits for the device."""
+
+
+_DONE = HostCopy(lambda: True, lambda: None)
+
+
+class Accelerator:
+    """Streams and copies of one device; on the host everything is done at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        module: Any = None if is_host(device) else getattr(torch, device.type, None)
+        self._event: Any = getattr(module, "Event", None)
+        self._stream: Any = getattr(module, "Stream", None)
+        self._current: Any = getattr(module, "current_stream", None)
+        self._within: Any = getattr(module, "stream", None)
+        self._capturing: Any = getattr(module, "is_current_stream_capturing", None)
+        self._has_streams = None not in (self._stream, self._current, self._within, self._event)
+
+    def is_capturing(self) -> bool:
+        """True while a graph is captured on the current stream. What is enqueued then becomes part
+        of the graph; and to ask an event or to pin memory breaks the capture.
+        """
+        return self._capturing is not None and bool(self._capturing())
+
+    def current_stream(self) -> Any:
+        """Return the stream on which operations of this thread run, hashable; None without."""
+        return self._current(self._device) if self._has_streams else None
+
+    def new_stream(self) -> Any:
+        """Return a stream beside the others; None where there is one queue for all."""
+        return self._stream(self._device) if self._has_streams else None
+
+    def host_memory(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return host memory for `copy_to_host`: pinned where the device can write to it late.
+
+        Raises:
+            RuntimeError: there is no memory to be had.
+        """
+        if is_host(self._device) or self._event is None:
+            return torch.empty(count, dtype=dtype, device="cpu")
+        try:
+            return torch.empty(count, dtype=dtype, device="cpu", pin_memory=True)
+        except NotImplementedError:  # a backend that pins nothing: its copies block
+            return torch.empty(count, dtype=dtype, device="cpu")
+
+    def to_device(self, table: torch.Tensor) -> torch.Tensor:
+        """Return a copy of a host tensor on the device, behind the work of the current stream."""
+        if is_host(self._device):
+            return table.to(self._device)
+        pinned = self.host_memory(table.numel(), table.dtype).reshape(table.shape)
+        return pinned.copy_(table).to(self._device, non_blocking=True)
+
+    def copy_to_host(self, source: torch.Tensor, target: torch.Tensor, stream: Any) -> HostCopy:
+        """Start copying to memory made by `host_memory`, behind the work of this stream.
+
+        Args:
+            source: keep it, and let nobody else write to it, until the copy is done.
+            target: as large.
+            stream: what `current_stream` or `new_stream` gave.
+        """
+        if is_host(self._device) or self._event is None:
+            target.copy_(source)
+            return _DONE
+        with self._within(stream) if self._has_streams else contextlib.nullcontext():
+            target.copy_(source, non_blocking=True)
+            done = self._event()
+            done.record()
+        return HostCopy(done.query, done.synchronize)
+
+    def follow_current(self, stream: Any) -> None:
+        """Have what is enqueued on a stream from now on run behind the work of the current one."""
+        if self._has_streams:
+            ready = self._event()
+            ready.record(self._current(self._device))
+            stream.wait_event(ready)
