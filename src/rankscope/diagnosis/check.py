@@ -10,7 +10,7 @@ from typing import Any, Final, overload
 import numpy as np
 
 from rankscope.diagnosis.candidates import Candidate
-from rankscope.diagnosis.causes import Join
+from rankscope.diagnosis.causeorder import Join
 from rankscope.diagnosis.context import CheckContext, IncarnationState
 from rankscope.diagnosis.coverage import Coverage
 from rankscope.diagnosis.datapeers import data_lines, fsdp_axes, wrapped_roots
@@ -18,6 +18,7 @@ from rankscope.diagnosis.endings import ended_badly, ends_of, is_in_order
 from rankscope.diagnosis.gradientorigins import innermost_takers, origins_of_gradients
 from rankscope.diagnosis.joins import joins_of
 from rankscope.diagnosis.layouts import Layouts
+from rankscope.diagnosis.matchedcollectives import MatchedCollectives
 from rankscope.diagnosis.messages import Message, Messages
 from rankscope.diagnosis.rankclock import RankClock
 from rankscope.diagnosis.replicas import InferredReplicas
@@ -48,7 +49,6 @@ from rankscope.diagnosis.rules.structure import (
 from rankscope.diagnosis.rules.ties import lost_ties
 from rankscope.diagnosis.rules.uninitialised import uninitialised_parameters
 from rankscope.diagnosis.rules.weights import other_weights
-from rankscope.diagnosis.runorder import RunOrder
 from rankscope.diagnosis.stepview import StepView, step_view_of
 from rankscope.diagnosis.unreduced import note_unreduced, without_unreduced
 from rankscope.errors import TraceError
@@ -109,14 +109,14 @@ def check(
     context = _context(trace, layouts)
     steps = [*trace.setup, *trace.steps]
     candidates: list[Candidate] = []
-    messages, order = Messages(), RunOrder()
+    messages, matched = Messages(), MatchedCollectives()
     for number, step in enumerate(steps):
         if progress is not None:
             progress("checking", number / len(steps))
         step_view = step_view_of(step, context.columns)
         candidates += _judged(step_view, context)
         messages.note(step_view, number, context)
-        order.note(step_view, number, context)
+        matched.note(step_view, number, context)
         apart = [line for lines in data_lines(step_view, context).values() for line in lines]
         context.coverage.count(step_view, context.layouts, apart)
         context.coverage.next_step()
@@ -124,7 +124,7 @@ def check(
     candidates += always_lost_micro_batches(context)
     candidates = without_unreduced(candidates, context)
     again = _StepViews(steps, context)
-    candidates = order.judged(candidates, again, context, ends_of(trace))
+    candidates = matched.judged(candidates, again, context, ends_of(trace))
     candidates += _of_the_end(trace, steps, context)
     _note_stalls(trace, context, candidates)
     if trace.unread:
@@ -133,7 +133,7 @@ def check(
     if len(candidates) > 1:
         joins += messages.joins()
         for number, step_view in enumerate(again):
-            joins += joins_of(step_view, context, functools.partial(order.is_one, number))
+            joins += joins_of(step_view, context, functools.partial(matched.is_one, number))
     return made_report(trace, context, candidates, joins)
 
 

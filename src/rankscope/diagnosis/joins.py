@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.diagnosis.causes import Join
+from rankscope.diagnosis.causeorder import Join
 from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.issuedcollectives import MESSAGES, IssuedCollective, issues_of
 from rankscope.diagnosis.rules.stages import StageLink, stage_edges

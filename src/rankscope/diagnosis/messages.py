@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from rankscope.diagnosis.causes import Join
+from rankscope.diagnosis.causeorder import Join
 from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.issuedcollectives import (
     MESSAGES,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rankscope.diagnosis.candidates import Candidate
-from rankscope.diagnosis.causes import CauseOrder, FaultPlace, Join, sort_causes
+from rankscope.diagnosis.causeorder import CauseOrder, FaultPlace, Join, sort_causes
 from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.coverage import Coverage
 from rankscope.record.finding import (

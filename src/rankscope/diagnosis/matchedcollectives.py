@@ -39,7 +39,7 @@ from rankscope.record.finding import Kind
 from rankscope.record.ranklists import ranks_named, ranks_text
 from rankscope.record.value import ValueFlag
 
-__all__ = ["RunOrder"]
+__all__ = ["MatchedCollectives"]
 
 Array = NDArray[Any]
 _Group = tuple[int, str, tuple[int, ...]]
@@ -79,7 +79,7 @@ class _Met:
 
 
 @dataclass(slots=True)
-class RunOrder:
+class MatchedCollectives:
     """Filled step by step; what is kept does not grow with the number of steps."""
 
     _groups: dict[_Group, _Met] = field(default_factory=dict)
