@@ -45,11 +45,14 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     """Say which tests of a run with several workers stay together in one of them.
 
     Tests that use ranks: a worker has one pool of them. They are most of the work, so those of the
-    two tables of whole programs are a group of their own. Tests of `compat`: one worker imports
+    two tables of whole programs are a group of their own, as are those on the late accelerator,
+    which have a pool of their own. Tests of `compat`: one worker imports
     transformers, which takes seconds. Any other file: what its tests share is made once.
     """
     if "ranks" in getattr(item, "fixturenames", ()):
         group = "programs" if item.path.parent.name in {"real", "faults"} else "ranks"
+    elif "late_ranks" in getattr(item, "fixturenames", ()):
+        group = "late"
     elif item.path.parent.name == "compat":
         group = "compat"
     elif item.get_closest_marker("xdist_group") or item.get_closest_marker("launch"):
@@ -83,7 +86,7 @@ def _work_of(item: pytest.Item) -> int:
     """Return about how many times as long a test takes as one that starts no process."""
     if item.get_closest_marker("launch") or item.get_closest_marker("slow"):
         return 30
-    return 5 if "ranks" in getattr(item, "fixturenames", ()) else 1
+    return 5 if {"ranks", "late_ranks"} & {*getattr(item, "fixturenames", ())} else 1
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -99,6 +102,18 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def ranks() -> Iterator[RankPool]:
     """Up to four gloo ranks: `ranks.run(fn, *args, world_size=4, env=None)`, results by rank."""
     pool = RankPool()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def late_ranks() -> Iterator[RankPool]:
+    """Up to two ranks of their own for `tests.lateaccelerator`, which a process never loses."""
+    from tests.lateaccelerator import why_not
+
+    if (reason := why_not()) is not None:
+        pytest.skip(reason)
+    pool = RankPool(2)
     yield pool
     pool.close()
 

@@ -1,0 +1,151 @@
+"""One small model, trained on two ranks of the late accelerator or of the CPU, plain and traced.
+
+rankscope run --nproc-per-node 2 tests/distributed/late_job.py ddp late
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+import rankscope
+from tests import lateaccelerator
+from tests.lateaccelerator.streams import Synchronization, work
+from tests.unharmed import differences, numbers_of
+
+STEPS = 2
+WORDS, WIDTH = 16, 8
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """What a transformer has around its attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.layers = nn.ModuleList(Block() for _ in range(1))
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        x = self.embed(words)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def batch(step: int, *, is_split: bool) -> torch.Tensor:
+    """Return the words of one step, on the host: of each rank its own, or of all the same."""
+    seed = 100 * step + (dist.get_rank() if is_split else 0)
+    return torch.randint(0, WORDS, (2, 5), generator=torch.Generator().manual_seed(seed))
+
+
+def train(kind: str, device: str, fault: str = "") -> tuple[Any, list[Synchronization]]:
+    """Train the model.
+
+    Args:
+        kind: "ddp" or "tp".
+        device: "late" or "cpu".
+        fault: "" or "weight": one rank's weight of one layer is another at the start of step 1.
+
+    Returns:
+        What counts of the training, and who waited for the device between the first forward and
+        the last optimizer step; on the CPU nobody.
+    """
+    torch.manual_seed(7)
+    net = Net().to(device)
+    is_data_parallel = kind == "ddp"
+    if is_data_parallel:
+        model: nn.Module = DistributedDataParallel(net)
+    else:
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        mesh = init_device_mesh(device, (2,), mesh_dim_names=("tp",))
+        for layer in net.layers:
+            parallelize_module(layer, mesh, plan)
+        model = net
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, foreach=is_data_parallel)
+    batches = [batch(step, is_split=is_data_parallel) for step in range(STEPS)]
+    words = [each.to(device) for each in batches]
+    begin, losses = len(work.synchronizations), []
+    for step in range(STEPS):
+        if fault and step and dist.get_rank():
+            with torch.no_grad():
+                net.head.weight.add_(0.5)
+        logits = model(words[step])
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), words[step].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    waits = work.synchronizations[begin:]
+    return ([loss.item() for loss in losses], _on_host(net), _on_host(optimizer)), waits
+
+
+def _on_host(found: nn.Module | torch.optim.Optimizer) -> Any:
+    state = found.state_dict()
+    return {
+        name: getattr(tensor, "_local_tensor", tensor).cpu() for name, tensor in _tensors("", state)
+    }
+
+
+def _tensors(name: str, value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        yield name, value.detach()
+    elif isinstance(value, dict):
+        for key, each in value.items():
+            yield from _tensors(f"{name}.{key}", each)
+
+
+def own_group(device: str) -> None:
+    """Change the pool's group of gloo for one of the device."""
+    lateaccelerator.install()  # on the CPU too: behind a first backward it is too late for it
+    if device == "late":
+        store = dist.PrefixStore("late", dist.distributed_c10d._get_default_store())
+        rank, size = dist.get_rank(), dist.get_world_size()
+        dist.destroy_process_group()
+        dist.init_process_group("late", store=store, rank=rank, world_size=size)
+
+
+def run(kind: str, device: str, out: str, fault: str = "", tensors: str = "") -> Any:
+    """Train plain, then traced into `out`.
+
+    Returns:
+        What differs between the two, who waited plain, and who waited traced.
+    """
+    own_group(device)
+    plain, waits = train(kind, device, fault)
+    options = {"tensors": tensors} if tensors else {}
+    with rankscope.trace(out=out, steps="all", **options):
+        traced, traced_waits = train(kind, device, fault)
+    found = differences(numbers_of(lambda: plain), numbers_of(lambda: traced))
+    return found, waits, traced_waits
+
+
+if __name__ == "__main__":
+    kind, device = sys.argv[1:3]
+    if device == "late":
+        lateaccelerator.install()
+    dist.init_process_group("gloo" if device == "cpu" else "late")
+    print(*[f"loss {loss!r}" for loss in train(kind, device)[0][0]], sep="\n")
+    dist.destroy_process_group()
