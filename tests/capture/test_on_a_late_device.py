@@ -186,7 +186,8 @@ def what_is_on_its_way_is_not_written_over() -> None:
     first, second = torch.full((100,), 1.0), torch.full((100,), 2.0)
     assert staging.stage(to_late(first)) and staging.stage(to_late(second))
     assert staging.stage(to_late(first)) is None, "no room, and nobody waits for it"
-    _ = [torch.zeros(100, device="late") for _ in range(4)]
+    _ = [torch.zeros(100, device="late") for _ in range(8)]
+    let_run()  # this stream is ahead of the one that copies
     arrived = [np.frombuffer(data.tobytes(), np.float32) for _, data in staging.arrived(wait=True)]
     assert [float(data.min()) for data in arrived] == [1.0, 2.0]
     assert [float(data.max()) for data in arrived] == [1.0, 2.0]
