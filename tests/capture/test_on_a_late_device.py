@@ -182,11 +182,11 @@ def a_full_tensor_comes_back_without_waiting() -> None:
 
 @in_rank
 def what_is_on_its_way_is_not_written_over() -> None:
-    staging = DeviceStaging(device(), 1000)
-    first, second = torch.full((100,), 1.0), torch.full((100,), 2.0)
+    staging = DeviceStaging(device(), 100_000)
+    first, second = torch.full((10_000,), 1.0), torch.full((10_000,), 2.0)
     assert staging.stage(to_late(first)) and staging.stage(to_late(second))
     assert staging.stage(to_late(first)) is None, "no room, and nobody waits for it"
-    _ = [torch.zeros(100, device="late") for _ in range(8)]
+    _ = [torch.zeros(10_000, device="late") for _ in range(8)]
     let_run()  # this stream is ahead of the one that copies
     arrived = [np.frombuffer(data.tobytes(), np.float32) for _, data in staging.arrived(wait=True)]
     assert [float(data.min()) for data in arrived] == [1.0, 2.0]
