@@ -6,6 +6,7 @@ rankscope run --nproc-per-node 2 tests/distributed/late_job.py ddp late
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 import rankscope
+from rankscope.capture.device import DeviceDigester
 from tests import lateaccelerator
 from tests.lateaccelerator.streams import Synchronization, work
 from tests.unharmed import differences, numbers_of
@@ -127,19 +129,39 @@ def own_group(device: str) -> None:
         dist.init_process_group("late", store=store, rank=rank, world_size=size)
 
 
-def run(kind: str, device: str, out: str, fault: str = "", tensors: str = "") -> Any:
+def run(kind: str, device: str, tensors: str, out: str) -> Any:
     """Train plain, then traced into `out`.
 
     Returns:
         What differs between the two, who waited plain, and who waited traced.
     """
     own_group(device)
-    plain, waits = train(kind, device, fault)
-    options = {"tensors": tensors} if tensors else {}
-    with rankscope.trace(out=out, steps="all", **options):
-        traced, traced_waits = train(kind, device, fault)
-    found = differences(numbers_of(lambda: plain), numbers_of(lambda: traced))
-    return found, waits, traced_waits
+    plain, waits = train(kind, device)
+    with rankscope.trace(out=out, steps="all", tensors=tensors):
+        traced, traced_waits = train(kind, device)
+    return differences(numbers_of(lambda: plain), numbers_of(lambda: traced)), waits, traced_waits
+
+
+def run_faulty(kind: str, device: str, out: str) -> None:
+    """Train traced, with a weight that leaves its replica on rank 1 in step 1."""
+    own_group(device)
+    with rankscope.trace(out=out, steps="all"):
+        train(kind, device, fault="weight")
+
+
+def run_wrong(wrong: Callable[[torch.Tensor], object], out: str) -> Any:
+    """Do as `run`, with a digest that does a thing more to each value."""
+    read = DeviceDigester.read
+
+    def wrong_read(self: DeviceDigester, local: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        wrong(local)
+        return read(self, local, *args, **kwargs)
+
+    DeviceDigester.read = wrong_read  # type: ignore[method-assign]  # the rank that is to be caught
+    try:
+        return run("ddp", "late", "", out)
+    finally:
+        DeviceDigester.read = read  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -213,10 +213,11 @@ def _has_host_indices(held: dict[str, Any]) -> bool:
     """True for an index by a mask, whose result has a shape that only the numbers tell, and for an
     index in host memory: torch copies it to the device first, and waits for it.
     """
-    return any(
+    indices = held.get("indices")
+    return isinstance(indices, list | tuple) and any(
         isinstance(index, torch.Tensor)
-        and (index.dtype in (torch.bool, torch.uint8) or (index.is_cpu and index.dim()))
-        for index in held.get("indices") or ()
+        and (index.dtype in (torch.bool, torch.uint8) or (index.is_cpu and index.dim() > 0))
+        for index in indices
     )
 
 

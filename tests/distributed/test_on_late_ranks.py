@@ -1,0 +1,180 @@
+"""From the hook to the verdict on two ranks of an accelerator whose work is late."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from rankscope import open_trace
+from rankscope.capture.digest import Digester
+from rankscope.diagnosis.check import check
+from rankscope.diagnosis.comparison.diff import diff
+from rankscope.record.call import Phase
+from rankscope.record.finding import Kind, Verdict
+from rankscope.tree.views import Node, Trace, Value
+from tests import forked
+from tests.diagnosis.traced import traced, traced_with_answers
+from tests.distributed import late_job as job
+from tests.distributed.pool import RankPool
+from tests.lateaccelerator import why_not
+from tests.lateaccelerator.streams import Synchronization
+
+KINDS = ("ddp", "tp")
+
+
+class Jobs(NamedTuple):
+    """One kind of training, on both devices."""
+
+    late: Trace
+    cpu: Trace
+    answers: list[Any]
+    """What `late_job.run` returned on the late ranks."""
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def jobs(
+    late_ranks: RankPool, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Jobs:
+    folder = tmp_path_factory.mktemp(request.param)
+    (cpu, _), (late, answers) = (
+        traced_with_answers(
+            late_ranks, job.run, request.param, device, "*", folder=folder / device, world=2
+        )
+        for device in ("cpu", "late")
+    )
+    return Jobs(open_trace(late), open_trace(cpu), answers)
+
+
+def assert_unforced(waits: list[Synchronization], traced_waits: list[Synchronization]) -> None:
+    """Fail where tracing made the host wait for the device."""
+    assert [wait for wait in traced_waits if wait.is_of_rankscope] == []
+    assert [wait.what for wait in traced_waits] == [wait.what for wait in waits]
+
+
+def values(trace: Trace) -> Iterator[tuple[tuple[object, ...], Node, Value]]:
+    for step in (*trace.setup, *trace.steps):
+        for node in step.walk():
+            for view in node.slots:
+                value = node.value(view.slot)
+                if value is not None:
+                    key = (step.step, node.phase, node.path, node.ordinal, node.micro_batch)
+                    yield (*key, view.slot), node, value
+
+
+def test_tracing_makes_nobody_wait_and_changes_no_bit(jobs: Jobs) -> None:
+    for found, waits, traced_waits in jobs.answers:
+        assert found == []
+        assert_unforced(waits, traced_waits)
+
+
+def test_the_tree_is_that_of_the_cpu_to_rounding(jobs: Jobs) -> None:
+    late = {key: value for key, _, value in values(jobs.late)}
+    cpu = {key: value for key, _, value in values(jobs.cpu)}
+    assert late.keys() == cpu.keys() and len(late) > 50
+    compared = 0
+    for key, value in late.items():
+        expected = cpu[key].per_rank
+        assert value.per_rank.keys() == expected.keys(), key
+        for rank, digest in value.per_rank.items():
+            other = expected[rank]
+            assert (digest is None) is (other is None), key
+            if digest is None or other is None:
+                continue
+            compared += 1
+            assert digest.count == other.count, key
+            near = 1e-5 * other.l2 + 1e-6
+            assert math.isclose(digest.l2, other.l2, abs_tol=near), key
+            assert all(
+                math.isclose(a, b, abs_tol=near)
+                for a, b in zip(digest.sketch, other.sketch, strict=True)
+            ), key
+    assert compared > 100
+    report = diff(jobs.cpu, jobs.late)
+    assert report.verdict is Verdict.CLEAN, report.findings
+
+
+def test_the_trace_is_complete_and_clean(jobs: Jobs) -> None:
+    assert jobs.late.is_complete
+    assert not [node.errors for node in jobs.late.walk() if node.errors]
+    report = check(jobs.late)
+    assert report.verdict is Verdict.CLEAN, report.findings
+    assert report.compared == check(jobs.cpu).compared
+    flags = [
+        fold.flags
+        for node in jobs.late.walk()
+        for view in node.slots
+        for fold in view.folds
+        if fold.digest is not None
+    ]
+    assert flags and all("mix64" in each for each in flags)
+
+
+def test_full_tensors_are_what_was_digested(jobs: Jobs) -> None:
+    cpu = {key: value for key, _, value in values(jobs.cpu)}
+    kept = 0
+    for key, _, value in values(jobs.late):
+        for rank, digest in value.per_rank.items():
+            if digest is None:
+                continue
+            tensor = value.local(rank)
+            reading = Digester().read(tensor, None, samples=False)
+            assert reading.l2 == pytest.approx(digest.l2, rel=1e-6, abs=1e-9), key
+            assert reading.mean == pytest.approx(digest.mean, rel=1e-5, abs=1e-8, nan_ok=True), key
+            assert torch.allclose(
+                tensor.double(), cpu[key].local(rank).double(), rtol=1e-4, atol=1e-6
+            ), key
+            kept += 1
+    assert kept > 100
+
+
+def test_a_fault_is_found_where_it_is(late_ranks: RankPool, tmp_path: Path) -> None:
+    out = traced(late_ranks, job.run_faulty, "ddp", "late", folder=tmp_path, world=2)
+    report = check(open_trace(out))
+    assert report.verdict is Verdict.FAULT
+    first = report.findings[0]
+    assert (first.kind, first.path, first.step) == (Kind.REPLICA, "head", 1)
+
+
+def item(local: torch.Tensor) -> object:
+    return local.sum().item()
+
+
+def blocking_copy(local: torch.Tensor) -> object:
+    return local.detach().cpu()
+
+
+def branch(local: torch.Tensor) -> object:
+    return "zero" if bool((local == 0).all()) else "not"
+
+
+@pytest.mark.parametrize("wrong", [item, blocking_copy, branch])
+def test_a_digest_that_waits_is_caught(
+    late_ranks: RankPool, tmp_path: Path, wrong: Callable[[torch.Tensor], object]
+) -> None:
+    out = str(tmp_path / "trace")
+    ((_, waits, traced_waits),) = late_ranks.run(job.run_wrong, wrong, out, world_size=1)
+    with pytest.raises(AssertionError):
+        assert_unforced(waits, traced_waits)
+    assert any(wrong.__name__ in wait.origin for wait in traced_waits)
+
+
+@pytest.mark.launch
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+def test_the_command_traces_an_accelerator_job_from_its_start(tmp_path: Path) -> None:
+    out = tmp_path / "trace"
+    command = [Path(sys.executable).with_name("rankscope")]
+    options = ["--rs-out", out, "--rs-tensors", "head", "--nproc-per-node", 2]
+    command = [*command, "run", *options, job.__file__, "tp", "late"]
+    done = forked.run([str(word) for word in command], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    trace = open_trace(out)
+    assert trace.is_complete and len(trace.steps) == job.STEPS
+    assert check(trace).verdict is Verdict.CLEAN
+    node = next(n for n in trace.find(path="head", phase=Phase.FORWARD))
+    assert node.value("output").local(1).shape == (2, 5, job.WORDS)
