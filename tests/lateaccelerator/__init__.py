@@ -23,7 +23,7 @@ What the mechanism for backends in Python (`torch.utils.backend_registration`) c
   this device: programs have to use `torch.late`, as they use `torch.cuda`. So autograd runs every
   backward node on the default stream of its thread, not on the stream of the forward.
 * One device. Nothing of it works in another process (no IPC), nothing is compiled.
-* No generator of its own in C++: random numbers come from one that `operations.py` holds, and
+* No generator of its own in C++: `operations.py` holds a state of its own, and
   `torch.Generator(device="late")` fails.
 * A future of DDP's C++ reducer cannot order streams: the stream that asks for it waits there.
 

@@ -95,12 +95,13 @@ class LateModule(types.ModuleType):
 
     @staticmethod
     def get_rng_state(device: Any = None) -> torch.Tensor:
-        with synchronizing("get_rng_state"):
-            return operations.rng_state()
+        return operations.rng_state()
 
     @staticmethod
     def set_rng_state(state: torch.Tensor, device: Any = None) -> None:
         operations.set_rng_state(state)
+
+    _initialized = True  # activation checkpointing keeps the random state of such a device
 
     @staticmethod
     def is_initialized() -> bool:

@@ -29,7 +29,6 @@ _WAITING_TAGS: Final = {torch.Tag.data_dependent_output, torch.Tag.dynamic_outpu
 _WRAPPED: Final = {torch.float64, torch.int64, torch.complex128, torch.bool}
 """Dtypes in which torch hands a Python number to an operator that takes a tensor."""
 _libraries: list[torch.library.Library] = []
-_generator = torch.Generator("cpu")
 _shapes: dict[object, Any] = {}
 
 
@@ -39,7 +38,7 @@ class _Kind:
 
     is_view: bool
     waits: bool
-    generator: bool
+    draws: bool
     """It draws random numbers."""
     returned: tuple[str | None, ...]
     """The argument that each result is, None for a new tensor."""
@@ -67,22 +66,31 @@ def register() -> None:
     _libraries.extend((everything, aten))
 
 
+class _Random:
+    """As on a GPU, the host knows the state: a seed, and how many operators have drawn from it."""
+
+    seed = 0
+    drawn = 0
+
+
 def seed(number: int) -> None:
-    """Begin the random numbers of the device anew, behind the work of the current stream."""
-    current_stream().enqueue(lambda: _generator.manual_seed(number), "seed")
+    """Begin the random numbers of the device anew."""
+    _Random.seed, _Random.drawn = number, 0
 
 
 def rng_state() -> torch.Tensor:
-    """Return the state of the random numbers once all enqueued work has run."""
-    stream = current_stream()
-    run_to(stream, stream.enqueued)
-    return _generator.get_state()
+    """Return the state of the random numbers, without waiting."""
+    return torch.tensor([_Random.seed, _Random.drawn]).view(torch.uint8)
 
 
 def set_rng_state(state: torch.Tensor) -> None:
-    """Go back to a state, behind the work of the current stream."""
-    held = state.clone()
-    current_stream().enqueue(lambda: _generator.set_state(held), "seed")
+    """Go back to a state."""
+    _Random.seed, _Random.drawn = state.view(torch.int64).tolist()
+
+
+def _next_generator() -> torch.Generator:
+    _Random.drawn += 1
+    return torch.Generator("cpu").manual_seed((_Random.seed * 1_000_003 + _Random.drawn) % 2**63)
 
 
 # ---- memory -------------------------------------------------------------------------------------
@@ -187,7 +195,7 @@ def _describe(op: Any) -> _Kind:
         is_view=any(name is not None and name not in written for name in returned),
         waits=bool(_WAITING_TAGS & set(op.tags))
         or any("Tensor" not in str(r.type) for r in schema.returns),
-        generator=any("Generator" in str(a.type) for a in schema.arguments),
+        draws=torch.Tag.nondeterministic_seeded in op.tags,
         returned=returned,
         written=written,
         names=tuple(a.name for a in schema.arguments),
@@ -260,11 +268,24 @@ def _ready(held: Any, shape: Any) -> Any:
 def _host_call(op: Any, held: dict[str, Any], kind: _Kind) -> Callable[[], Any]:
     """Return the operator on host memory; scalars of the host are read now."""
     on_cpu = {name: _host_argument(value) for name, value in held.items()}
-    if kind.generator and on_cpu.get("generator") is None:
-        on_cpu["generator"] = _generator
+    generator = _next_generator() if kind.draws and on_cpu.get("generator") is None else None
+    if generator is not None and "generator" in kind.names:
+        on_cpu["generator"] = generator
     names = [a.name for a in op._schema.arguments if not a.kwarg_only and a.name in on_cpu]
     args = [on_cpu.pop(name) for name in names]
-    return lambda: op(*args, **on_cpu)
+    if generator is None or "generator" in kind.names:
+        return lambda: op(*args, **on_cpu)
+    return lambda: _drawing_from(generator, lambda: op(*args, **on_cpu))
+
+
+def _drawing_from(generator: torch.Generator, call: Callable[[], Any]) -> Any:
+    """Run an operator that knows the CPU's own random numbers alone (a fused dropout)."""
+    before = torch.default_generator.get_state()
+    torch.default_generator.set_state(generator.get_state())
+    try:
+        return call()
+    finally:
+        torch.default_generator.set_state(before)
 
 
 def _host_argument(value: Any) -> Any:
@@ -298,8 +319,8 @@ def _fill(found: Any, new: list[list[torch.Tensor | None]], where: list[int]) ->
         for target, each in zip(
             targets, result if isinstance(result, list) else [result], strict=True
         ):
-            if target is not None:
-                target.copy_(each)
+            if target is not None and target.size() == each.size():
+                target.copy_(each)  # what the CPU leaves out (statistics in eval mode) stays poison
 
 
 # ---- shapes -------------------------------------------------------------------------------------

@@ -235,11 +235,22 @@ def a_graph_takes_what_is_enqueued_and_refuses_who_asks() -> None:
 
 
 @on_late
-def random_numbers_come_in_the_order_of_the_work() -> None:
+def random_numbers_come_in_the_order_of_the_calls() -> None:
     torch.late.manual_seed(3)
-    x = torch.zeros(5, device="late").normal_()
-    torch.randn(100)
-    assert x.tolist() == torch.zeros(5).normal_(generator=torch.Generator().manual_seed(3)).tolist()
+    first, state = torch.zeros(5, device="late").normal_(), torch.late.get_rng_state()
+    host = torch.get_rng_state()
+    second = torch.zeros(5, device="late").normal_()
+    drops = []
+    for _ in range(2):
+        torch.late.set_rng_state(state)
+        drops.append(torch.nn.functional.dropout(torch.ones(64, device="late")))
+    torch.late.manual_seed(3)
+    anew = [torch.zeros(5, device="late").normal_() for _ in range(2)]
+    assert not work.synchronizations
+    assert [first.tolist(), second.tolist()] == [each.tolist() for each in anew]
+    assert first.tolist() != second.tolist() and 0 < drops[0].count_nonzero().item() < 64
+    assert drops[0].tolist() == drops[1].tolist()
+    assert torch.equal(torch.get_rng_state(), host), "the host's are its own"
 
 
 @on_late
