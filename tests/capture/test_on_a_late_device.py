@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from rankscope.capture import accelerator
 from rankscope.capture.accelerator import Accelerator
 from rankscope.capture.device import DeviceDigester
 from rankscope.capture.digest import Digester
@@ -38,6 +39,11 @@ def to_late(host: torch.Tensor) -> torch.Tensor:
 def let_run() -> None:
     """Run what the current stream holds, as a GPU does at some time, and no other stream."""
     run_to(current_stream(), current_stream().enqueued)
+
+
+def let_fail() -> None:
+    with pytest.raises(RuntimeError, match="in error"):
+        torch.late.synchronize()
 
 
 def agree(found: ValueNumbers, expected: ValueNumbers) -> None:
@@ -133,7 +139,43 @@ def the_end_of_a_trace_waits_for_what_is_left() -> None:
     digester.read(to_late(host), None, samples=True)
     ((_, found),) = digester.collect(wait=True)
     agree(found, host_digest(host))
-    assert [wait.what for wait in work.synchronizations] == ["Event.synchronize"]
+    assert [wait.what for wait in work.synchronizations] == ["Event.query, again and again"]
+
+
+@in_rank
+def a_device_in_error_gives_back_what_came_before_and_raises_nothing() -> None:
+    host = torch.randn(3, 3)
+    digester, staging = DeviceDigester(device()), DeviceStaging(device(), 1 << 16)
+    for _ in range(2):
+        digester.read(to_late(host), None, samples=True)
+        digester.flush()
+    let_run()
+    value = to_late(host)
+    digester.read(value, None, samples=True)
+    staging.stage(value)
+    _ = value[torch.full((1,), 99, device="late")]
+    assert [ticket for ticket, _ in digester.collect()] == [1, 2]
+    let_fail()
+    assert digester.collect(wait=True) == [] and list(staging.arrived(wait=True)) == []
+    assert "index" in digester.failure and "index" in staging.failure
+    assert digester.read(value, None, samples=True) is None and staging.stage(value) is None
+    digester.flush()
+    assert digester.collect() == [] and staging.held_bytes == 0
+    staging.close()
+
+
+@in_rank
+def a_device_that_stands_still_is_given_up() -> None:
+    host, digester = torch.randn(3, 3), DeviceDigester(device())
+    digester.read(to_late(host), None, samples=True)
+    digester.flush()
+    most, accelerator._MOST_WAIT_S = accelerator._MOST_WAIT_S, 0.01
+    asked, torch.late.Event.query = torch.late.Event.query, lambda event: False
+    try:
+        assert digester.collect(wait=True) == []
+    finally:
+        accelerator._MOST_WAIT_S, torch.late.Event.query = most, asked
+    assert "stood still" in digester.failure
 
 
 @in_rank

@@ -69,7 +69,8 @@ def train(kind: str, device: str, fault: str = "") -> tuple[Any, list[Synchroniz
     Args:
         kind: "ddp" or "tp".
         device: "late" or "cpu".
-        fault: "" or "weight": one rank's weight of one layer is another at the start of step 1.
+        fault: "" or, at the start of step 1, "weight": rank 1's weight of one layer is another;
+            "index": the device fails with an index that is too large.
 
     Returns:
         What counts of the training, and who waited for the device between the first forward and
@@ -91,7 +92,9 @@ def train(kind: str, device: str, fault: str = "") -> tuple[Any, list[Synchroniz
     words = [each.to(device) for each in batches]
     begin, losses = len(work.synchronizations), []
     for step in range(STEPS):
-        if fault and step and dist.get_rank():
+        if fault == "index" and step:
+            words[step] += WORDS
+        if fault == "weight" and step and dist.get_rank():
             with torch.no_grad():
                 net.head.weight.add_(0.5)
         logits = model(words[step])
@@ -100,6 +103,8 @@ def train(kind: str, device: str, fault: str = "") -> tuple[Any, list[Synchroniz
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
+        if fault == "index":
+            loss.item()  # as most programs do: the device has come as far as the host
     waits = work.synchronizations[begin:]
     return ([loss.item() for loss in losses], _on_host(net), _on_host(optimizer)), waits
 
@@ -147,6 +152,19 @@ def run_faulty(kind: str, device: str, out: str) -> None:
     own_group(device)
     with rankscope.trace(out=out, steps="all"):
         train(kind, device, fault="weight")
+
+
+def run_broken(out: str) -> str:
+    """Train traced until the device fails; return what the program is told."""
+    own_group("late")
+    try:
+        with rankscope.trace(out=out, steps="all"):
+            train("ddp", "late", fault="index")
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        work.error = None
+    return ""
 
 
 def run_wrong(wrong: Callable[[torch.Tensor], object], out: str) -> Any:

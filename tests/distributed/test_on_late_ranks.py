@@ -141,6 +141,22 @@ def test_a_fault_is_found_where_it_is(late_ranks: RankPool, tmp_path: Path) -> N
     assert (first.kind, first.path, first.step) == (Kind.REPLICA, "head", 1)
 
 
+def test_a_device_that_fails_costs_the_values_on_their_way_alone(
+    late_ranks: RankPool, tmp_path: Path
+) -> None:
+    (told,) = late_ranks.run(job.run_broken, str(tmp_path / "trace"), world_size=1)
+    assert told.startswith("the device is in error: ")
+    trace = open_trace(tmp_path / "trace")
+    (rank,) = trace.completeness["ranks"]
+    assert rank["end"] == "closed"
+    assert [n for n in trace.error_notes[0] if "no digest came back from late:0" in str(n)]
+    digested: dict[object, set[bool]] = {0: set(), 1: set()}
+    for (step, phase, *_), _, value in values(trace):
+        if phase is not Phase.SETUP:
+            digested[step] |= {digest is not None for digest in value.per_rank.values()}
+    assert digested == {0: {True}, 1: {False}}
+
+
 def item(local: torch.Tensor) -> object:
     return local.sum().item()
 

@@ -73,6 +73,7 @@ def call_idle(claim: Callable[..., Any], *arguments: Any) -> Any:
     install()
     from tests.lateaccelerator.streams import work
 
+    work.error = None
     torch.late.synchronize()  # type: ignore[attr-defined]  # what `install` registers
     work.synchronizations.clear()
     return claim(*arguments)

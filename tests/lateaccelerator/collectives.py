@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.futures import Future
 
 from tests.lateaccelerator.memory import block_of, on_host
-from tests.lateaccelerator.streams import Event, Stream, every_stream, run_to
+from tests.lateaccelerator.streams import Event, Stream, every_stream, run_to, work
 
 __all__ = ["register"]
 
@@ -38,6 +38,8 @@ def register() -> None:
 
 
 def _run_all() -> None:
+    if work.error is not None:
+        return
     for stream in every_stream():
         run_to(stream, stream.enqueued)
 

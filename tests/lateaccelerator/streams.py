@@ -3,9 +3,12 @@
 A stream is a list of entries. `run_to(stream, n)` runs its first n entries, on a thread of its own:
 there no mode, no autocast and no grad mode of the program is on, as there is none on a GPU.
 
-`Event.query` runs nothing. If it did, a loop that asks until it hears yes would end, and it would
-be a wait that nobody counts; on a GPU, too, asking makes nothing happen. A program that asks one
-event `MOST_QUERIES` times while nothing runs is told that it waits.
+`Event.query` runs nothing: on a GPU, too, asking makes nothing happen. A loop that asks until it
+hears yes is a wait, so whoever asks one event `MOST_QUERIES` times in vain is counted as waiting,
+and the work runs.
+
+Once an entry has failed the device is in error, as a GPU is behind a failed assertion: every wait
+and every query raises the same error from then on.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ __all__ = [
     "work",
 ]
 
-MOST_QUERIES: Final = 10_000
+MOST_QUERIES: Final = 50
 _DEVICE_TYPE: Final = 20  # c10::DeviceType::PrivateUse1
 _HERE: Final = os.path.dirname(__file__)
 _TORCH: Final = os.path.dirname(torch.__file__)
@@ -71,6 +74,8 @@ class _Work:
         """Entries enqueued, by kind: an operator, a copy, a collective."""
         self.captured: list[Callable[[], object]] | None = None
         """Entries of the graph that is being captured, None while none is."""
+        self.error: Exception | None = None
+        """What the device failed with."""
 
 
 work = _Work()
@@ -144,12 +149,15 @@ class Event:
     def query(self) -> bool:
         """True once the work before it has run."""
         refuse_while_capturing("to ask an event")
+        raise_error()
         if self.stream is None or self.stream.executed >= self.position:
             return True
         self._queries += 1
-        if self._queries > MOST_QUERIES:
-            raise RuntimeError("an event is asked again and again: that is waiting for the device")
-        return False
+        if self._queries <= MOST_QUERIES:
+            return False
+        with synchronizing("Event.query, again and again"):
+            run_to(self.stream, self.position)
+        return True
 
     def synchronize(self) -> None:
         if self.stream is not None:
@@ -189,6 +197,12 @@ def refuse_while_capturing(what: str) -> None:
     """Raise as CUDA does for what breaks the capture of a graph."""
     if work.captured is not None:
         raise RuntimeError(f"a graph is being captured: {what} is not permitted")
+
+
+def raise_error() -> None:
+    """Raise what the device failed with, if it did."""
+    if work.error is not None:
+        raise RuntimeError(f"the device is in error: {work.error}") from work.error
 
 
 class synchronizing:
@@ -231,7 +245,7 @@ class _Runner:
     """Runs entries on a thread that belongs to no program."""
 
     def __init__(self) -> None:
-        self._asked: queue.SimpleQueue[tuple[Stream, int, _Answer]] = queue.SimpleQueue()
+        self._asked: queue.SimpleQueue[tuple[Stream, int, threading.Event]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._process = 0
 
@@ -244,11 +258,10 @@ class _Runner:
                 self._process = os.getpid()
                 self._thread = threading.Thread(target=self._serve, name="late", daemon=True)
                 self._thread.start()
-        answer = _Answer()
+        answer = threading.Event()
         self._asked.put((stream, position, answer))
-        answer.is_there.wait()
-        if answer.error is not None:
-            raise answer.error
+        answer.wait()
+        raise_error()
 
     def _serve(self) -> None:
         torch.set_num_threads(1)
@@ -259,23 +272,19 @@ class _Runner:
                     _advance(stream, position)
             except BaseException as error:
                 answer.error = error
-            answer.is_there.set()
+            answer.set()
             del stream, answer
-
-
-class _Answer:
-    def __init__(self) -> None:
-        self.is_there = threading.Event()
-        self.error: BaseException | None = None
 
 
 def _advance(stream: Stream, position: int) -> None:
     while stream.executed < position:
         entry = stream._entries.popleft()
         try:
-            entry()
-        finally:
-            stream.executed += 1
+            if work.error is None:
+                entry()
+        except Exception as error:
+            work.error = error
+        stream.executed += 1
 
 
 _runner = _Runner()
@@ -284,5 +293,6 @@ _default = Stream(number=0)
 
 def run_to(stream: Stream, position: int) -> None:
     """Run the first `position` entries of a stream, and all that they wait for."""
+    raise_error()
     if stream.executed < position:
         _runner.run(stream, position)

@@ -62,8 +62,9 @@ def asking_for_ever_is_waiting() -> None:
     event = torch.late.Event()
     event.record()
     assert not any(event.query() for _ in range(MOST_QUERIES))
-    with pytest.raises(RuntimeError, match="waiting for the device"):
-        event.query()
+    assert not work.synchronizations
+    assert event.query()
+    assert len(work.synchronizations) == 1
 
 
 @on_late
@@ -232,6 +233,19 @@ def a_graph_takes_what_is_enqueued_and_refuses_who_asks() -> None:
     for _ in range(3):
         graph.replay()
     assert x.tolist() == [3.0, 3.0]
+
+
+@on_late
+def a_failure_stays() -> None:
+    x = torch.ones(3, device="late")
+    far = torch.full((2,), 99, device="late")
+    _ = x[far]
+    event = torch.late.Event()
+    event.record()
+    assert not event.query()
+    for wait in (x[0].item, torch.late.synchronize, event.query, x.cpu):
+        with pytest.raises(RuntimeError, match="the device is in error"):
+            wait()
 
 
 @on_late

@@ -15,8 +15,9 @@ Python does not have them at all.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -28,16 +29,34 @@ def is_host(device: torch.device) -> bool:
     return device.type in ("cpu", "meta")
 
 
+_MOST_WAIT_S: Final = 60.0
+"""A device holds about a thousand launches, seconds of work: one that gives nothing back for so
+long stands still, most likely in a collective whose peer is gone."""
+_MOST_PAUSE_S: Final = 0.002
+
+
 class HostCopy(NamedTuple):
     """A copy to the host that may be on its way."""
 
     is_done: Callable[[], bool]
-    """Asks without waiting."""
-    wait: Callable[[], object]
-    """Waits for the device."""
+    """Asks without waiting. Raises RuntimeError once the device is in error."""
+
+    def wait(self) -> None:
+        """Wait for the device, as long as a working one needs.
+
+        Raises:
+            RuntimeError: the device is in error.
+            TimeoutError: it stands still.
+        """
+        deadline, pause = time.monotonic() + _MOST_WAIT_S, 0.0001
+        while not self.is_done():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the device stood still for {_MOST_WAIT_S:g} s")
+            time.sleep(pause)
+            pause = min(2 * pause, _MOST_PAUSE_S)
 
 
-_DONE = HostCopy(lambda: True, lambda: None)
+_DONE = HostCopy(lambda: True)
 
 
 class Accelerator:
@@ -102,7 +121,7 @@ class Accelerator:
             target.copy_(source, non_blocking=True)
             done = self._event()
             done.record()
-        return HostCopy(done.query, done.synchronize)
+        return HostCopy(done.query)
 
     def follow_current(self, stream: Any) -> None:
         """Have what is enqueued on a stream from now on run behind the work of the current one."""

@@ -18,8 +18,10 @@ numpy.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -143,6 +145,8 @@ class DeviceDigester:
         """By stream."""
         self._flights: deque[_RowsInTransfer] = deque()
         self._next_ticket = 0
+        self.failure = ""
+        """Why nothing comes back any more; "" while the device works."""
 
     def read(
         self, local: torch.Tensor, ranges: tuple[Ranges, ...] | None, *, samples: bool
@@ -151,9 +155,9 @@ class DeviceDigester:
 
         Returns:
             The ticket under which `collect` gives the reading; None while a CUDA graph is captured,
-            when whatever we enqueued would become part of the graph.
+            when whatever we enqueued would become part of the graph, and once the device failed.
         """
-        if self._accelerator.is_capturing():
+        if self.failure or self._accelerator.is_capturing():
             return None
         with invisible_operations():
             stream = self._accelerator.current_stream()
@@ -177,7 +181,7 @@ class DeviceDigester:
         """
         if self._accelerator.is_capturing():
             return
-        with invisible_operations():
+        with self._noting_failure(), invisible_operations():
             for stream, buffer in self._buffers.items():
                 if buffer.tickets:
                     self._send(stream, buffer)
@@ -194,16 +198,24 @@ class DeviceDigester:
         arrived: list[tuple[int, ValueNumbers]] = []
         if self._accelerator.is_capturing():
             return arrived
-        while self._flights and (wait or self._flights[0].copy.is_done()):
-            flight = self._flights.popleft()
-            if wait:
-                flight.copy.wait()
-            with invisible_operations():
-                numbers = np.array(flight.host.tolist(), dtype=np.float64)
-                words = np.array(flight.host.view(torch.int64).tolist(), dtype=np.int64)
-            for ticket, plan, start in flight.tickets:
-                arrived.append((ticket, _reading(plan, numbers[start:], words[start:])))
+        with self._noting_failure():
+            while self._flights:
+                if wait:
+                    self._flights[0].copy.wait()
+                elif not self._flights[0].copy.is_done():
+                    break
+                arrived += _readings(self._flights.popleft())
         return arrived
+
+    @contextlib.contextmanager
+    def _noting_failure(self) -> Iterator[None]:
+        """Give up what is on its way where the device is in error or stands still."""
+        try:
+            yield
+        except (RuntimeError, TimeoutError) as error:
+            self.failure = f"{type(error).__name__}: {error}"
+            self._flights.clear()
+            self._buffers.clear()
 
     def _add_kind(
         self, local: torch.Tensor, ranges: tuple[Ranges, ...] | None, samples: bool, key: object
@@ -263,6 +275,15 @@ class DeviceDigester:
         host = self._accelerator.host_memory(buffer.used, torch.float64)
         copy = self._accelerator.copy_to_host(rows, host, stream)
         self._flights.append(_RowsInTransfer(buffer.tickets, host, copy, rows))
+
+
+def _readings(flight: _RowsInTransfer) -> Iterator[tuple[int, ValueNumbers]]:
+    """Yield (ticket, reading) of rows that have arrived."""
+    with invisible_operations():
+        numbers = np.array(flight.host.tolist(), dtype=np.float64)
+        words = np.array(flight.host.view(torch.int64).tolist(), dtype=np.int64)
+    for ticket, plan, start in flight.tickets:
+        yield ticket, _reading(plan, numbers[start:], words[start:])
 
 
 def _fill(row: torch.Tensor, local: torch.Tensor, kind: _DeviceForm) -> None:

@@ -61,21 +61,27 @@ class DeviceStaging:
         self._next_ticket = 0
         self._ring: torch.Tensor | None = None
         self._side: Any = None
+        self.failure = ""
+        """Why nothing comes back any more; "" while the device works."""
 
     @property
     def held_bytes(self) -> int:
         """Bytes of tensors on their way."""
         return sum(flight.stop - flight.start for flight in self._flights)
 
+    def is_capturing(self) -> bool:
+        """True while a CUDA graph is captured: nothing is staged then."""
+        return self._accelerator.is_capturing()
+
     def stage(self, local: torch.Tensor) -> int | None:
         """Enqueue the copy of a tensor as it is now, on the current stream.
 
         Returns:
             The ticket under which `arrived` gives its bytes; None where it does not fit beside what
-            is on its way, where there is no memory for the copy, or while a CUDA graph is captured,
-            of which the copy would become part.
+            is on its way, where there is no memory for the copy, while a CUDA graph is captured, of
+            which the copy would become part, or once the device failed.
         """
-        if self._accelerator.is_capturing():
+        if self.failure or self.is_capturing():
             return None
         nbytes = local.numel() * local.element_size()
         place = self._place_for(max(_ALIGNMENT, -(-nbytes // _ALIGNMENT) * _ALIGNMENT))
@@ -106,16 +112,25 @@ class DeviceStaging:
         Args:
             wait: wait for the device. Only at the end of a trace.
         """
-        if self._accelerator.is_capturing():
+        if self.is_capturing():
             return
-        while self._flights and (wait or self._flights[0].copy.is_done()):
+        while self._flights and self._is_there(self._flights[0].copy, wait=wait):
             flight = self._flights[0]
-            if wait:
-                flight.copy.wait()
             try:
                 yield flight.ticket, self._bytes(flight)
             finally:
                 self._flights.popleft()
+
+    def _is_there(self, copy: HostCopy, *, wait: bool) -> bool:
+        """True where a copy has arrived; gives up what is on its way where the device failed."""
+        try:
+            if wait:
+                copy.wait()
+            return wait or copy.is_done()
+        except (RuntimeError, TimeoutError) as error:
+            self.failure = f"{type(error).__name__}: {error}"
+            self._flights.clear()
+            return False
 
     def close(self) -> None:
         """Let go of the ring: no tensor of ours is alive when the interpreter ends."""

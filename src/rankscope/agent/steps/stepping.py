@@ -263,6 +263,8 @@ class Stepping:
             return
         if machine.traced_train is not None:
             self._updates.ends(optimizer, machine.traced_train, has_closure=has_closure)
+            if current_graph_task() == -1:  # in backward there is one optimizer for each parameter
+                self._values.flush()
         else:
             self.hooks.watch_for_step()
         is_next = machine.expects_next_train()

@@ -51,6 +51,7 @@ class DeviceValues:
         self._batch_dim = batch_dim
         self._lock = threading.RLock()
         self._digesters: dict[torch.device, DeviceDigester] = {}
+        self._told: set[torch.device] = set()
         self._places: dict[tuple[torch.device, int], ValuePlace | HeldValue] = {}
 
     def read(self, local: torch.Tensor, place: ValuePlace | HeldValue, *, samples: bool) -> bool:
@@ -74,15 +75,29 @@ class DeviceValues:
             for digester in self._digesters.values():
                 digester.flush()
 
-    def collect(self, *, wait: bool) -> list[tuple[ValuePlace | HeldValue, ValueNumbers]]:
-        """Return the readings that have arrived, with the places they belong to.
+    def collect(self, *, wait: bool) -> list[tuple[ValuePlace | HeldValue, ValueNumbers | None]]:
+        """Return the readings that have arrived, with the places they belong to; None for those of
+        a device that failed.
 
         Args:
             wait: wait for the devices. Only at the end of a trace.
         """
         with self._lock:
-            return [
-                (self._places.pop((device, ticket)), reading)
-                for device, digester in self._digesters.items()
-                for ticket, reading in digester.collect(wait=wait)
-            ]
+            found: list[tuple[ValuePlace | HeldValue, ValueNumbers | None]] = []
+            for device, digester in self._digesters.items():
+                found += [
+                    (self._places.pop((device, ticket)), reading)
+                    for ticket, reading in digester.collect(wait=wait)
+                ]
+                if digester.failure:
+                    lost = [key for key in self._places if key[0] == device]
+                    found += [(self._places.pop(key), None) for key in lost]
+            return found
+
+    def failures(self) -> list[str]:
+        """Return in words which devices failed, each once."""
+        with self._lock:
+            failed = [d for d, digester in self._digesters.items() if digester.failure]
+            new = [device for device in failed if device not in self._told]
+            self._told.update(new)
+            return [f"no digest came back from {d}: {self._digesters[d].failure}" for d in new]

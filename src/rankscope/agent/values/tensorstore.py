@@ -70,7 +70,10 @@ class TensorStore:
         self._holder = self._storing.holder
         self._next_reference = 1
         self._staging: dict[torch.device, DeviceStaging] = {}
-        self._staged: dict[tuple[torch.device, int], tuple[int, Described, tuple[int, ...]]] = {}
+        self._staged: dict[
+            tuple[torch.device, int], tuple[int, Described, tuple[int, ...], int]
+        ] = {}
+        """By device and ticket: reference, description, strides, bytes."""
         self._shared: set[int] = set()
         """What was found to be equal to something stored only after it was recorded as another."""
         self._missed: dict[str, list[int]] = {}
@@ -237,13 +240,14 @@ class TensorStore:
             self._collect(wait=False)
             ticket = staging.stage(tensor)
         if ticket is None:
-            return self._miss(
-                "no room on the way from the accelerator (--rs-tensor-memory)", tensor
-            )
+            why = "no room on the way from the accelerator (--rs-tensor-memory)"
+            if staging.is_capturing():
+                why = "a CUDA graph was being captured"
+            return self._miss(staging.failure or why, tensor)
         reference = self._next_reference
         self._next_reference += 1
         stride = () if tensor.is_contiguous() else tuple(tensor.stride())
-        self._staged[device, ticket] = reference, described, stride
+        self._staged[device, ticket] = reference, described, stride, size_of(tensor)
         return reference
 
     def _collect(self, *, wait: bool) -> None:
@@ -252,13 +256,16 @@ class TensorStore:
                 found = self._staged.pop((device, ticket), None)
                 if found is None:
                     continue  # interrupted before its reference was given
-                reference, described, stride = found
+                reference, described, stride, _ = found
                 entry = self._store.store(reference, described, data, (), stride=stride)
                 if entry is None:
                     self._count(self._store.refusal, len(data))
                 elif entry.reference != reference:
                     self._shared.add(entry.reference)
                     self._record(reference, entry, described)
+            if staging.failure:
+                for key in [key for key in self._staged if key[0] == device]:
+                    self._count(staging.failure, self._staged.pop(key)[3])
 
     # ------------------------------------------------------------------ not kept
 

@@ -378,6 +378,12 @@ class ValueReader:
         self._on_devices.flush()
         self.collect()
 
+    def flush(self) -> None:
+        """Have accelerators begin to send what they have digested: it is then here when the next
+        step begins, and is not lost with a device that fails in it.
+        """
+        self._on_devices.flush()
+
     def collect(self, *, wait: bool = False) -> None:
         """Record the values that have come back from accelerators.
 
@@ -390,4 +396,6 @@ class ValueReader:
         for found, reading in self._on_devices.collect(wait=wait):
             place = found.place if isinstance(found, HeldValue) else found
             if place is not None:
-                self._record(place, reading, int(ValueFlag.MIX64))
+                self._record(place, reading, 0 if reading is None else int(ValueFlag.MIX64))
+        for failure in self._on_devices.failures():
+            self._recorder.error(None, failure[:500])
