@@ -15,6 +15,9 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.pop("PYTHONUNBUFFERED", None)  # programs end otherwise where their output has no room
+# Two hundred files of tests, and the sources in each process, would be compiled again in every run.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 os.environ["PYTHONPATH"] = os.pathsep.join(
     [
         *(str(REPOSITORY / part) for part in ("src", "launcher", ".")),
