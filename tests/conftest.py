@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -77,6 +78,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         work[_group_of(item)] += _work_of(item)
     items.sort(key=lambda item: -work[_group_of(item)])
+
+
+def pytest_collection_finish() -> None:
+    """Take what all tests have imported out of the garbage collector's way.
+
+    Many tests collect garbage to see what stays. Each of these would walk half a million objects
+    of torch, of transformers and of the tests themselves, none of which can go.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def _group_of(item: pytest.Item) -> str:
