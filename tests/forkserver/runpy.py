@@ -15,9 +15,10 @@ What a fork shares with a Python that was started by its command:
 * The start-up file `rankscope.pth` has run, where it is installed, with the command's variables.
 
 What differs: hash seed and addresses are the same in all forks; modules of other packages that
-torch needs are in `sys.modules` from the start; no destructor of a C++ library runs at the end; and
-variables that Python or torch read when they start are those of this process (`tests.forked` runs
-a command that has other ones in the ordinary way).
+torch needs are in `sys.modules` from the start; no destructor of a C++ library runs at the end, and
+torch does not take back its operators one by one; and variables that Python or torch read when they
+start are those of this process (`tests.forked` runs a command that has other ones in the ordinary
+way).
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ import socket
 import sys
 import sysconfig
 import tempfile
+import weakref
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -338,6 +340,8 @@ for _name in PRELOADED:
     importlib.import_module(_name)
 assert len(os.listdir("/proc/self/task")) == 1, "an import started a thread: no fork is safe"
 signal.pthread_sigmask(signal.SIG_BLOCK, _QUIET)
+for _each in weakref.finalize._registry.values():  # type: ignore[attr-defined]
+    _each.atexit = False  # those of torch's operators touch a third of the memory: it is copied
 gc.collect()
 gc.freeze()
 _channel.sendall(b"ready")
