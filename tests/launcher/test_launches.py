@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.launcher.ways import RANKSCOPE, STEPS, TORCHRUN, installed, start, start_forked, steps_of
+from tests import forked
+from tests.launcher.ways import RANKSCOPE, STEPS, TORCHRUN, installed, start_forked, steps_of
 from tests.ports import free_port
 
 pytestmark = [installed, pytest.mark.launch, pytest.mark.xdist_group("ways")]
@@ -24,6 +25,8 @@ SLURM = {
     "SLURM_NODEID": "0",
     "SLURM_TASKS_PER_NODE": "2",
 }
+
+BINDS = "import subprocess, sys; sys.exit(subprocess.call([sys.executable, *sys.argv[1:]]))"
 
 ONE_TASK = {**SLURM, "SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
 
@@ -44,7 +47,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_ranks_that_only_their_process_group_knows_give_the_same_tree(
     method: str, task: dict[str, str], tmp_path: Path, expected: Any
 ):
-    done = start(
+    done = start_forked(
         [sys.executable, JOB, method], tmp_path / "trace", RANKSCOPE="1",
         MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port(), **task,
     )  # fmt: skip
@@ -69,15 +72,18 @@ def test_ranks_that_only_their_process_group_knows_give_the_same_tree(
 def test_ranks_that_a_launchers_variables_number_give_the_same_tree(
     names: tuple[str, str, str], shared: dict[str, str], tmp_path: Path, expected: Any
 ):
-    """Each rank behind a shell of its own, as a binding script would start it."""
+    """Each rank behind a script of its own that binds it to its cores: under `srun` a shell."""
+    command = ["sh", "-c", f"{sys.executable} {JOB} variables {names[0]} {names[1]}; exit $?"]
+    if shared is not SLURM:
+        command = [sys.executable, "-c", BINDS, str(JOB), "variables", *names[:2]]
     out = tmp_path / "trace"
     common = {
         "RANKSCOPE": "1", "RANKSCOPE_OUT": str(out), "RANKSCOPE_STEPS": STEPS,
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), **shared,
     }  # fmt: skip
     ranks = [
-        subprocess.Popen(
-            ["sh", "-c", f"{sys.executable} {JOB} variables {names[0]} {names[1]}; exit $?"],
+        forked.Popen(
+            command,
             env={**os.environ, **common}
             | {name: value for name, value in zip(names, (str(rank), "2", str(rank))) if name},
             stderr=subprocess.PIPE,
@@ -93,7 +99,7 @@ def test_ranks_that_a_launchers_variables_number_give_the_same_tree(
 
 def test_a_script_around_every_rank_is_no_launcher_of_its_own(tmp_path: Path, expected: Any):
     """As `torchrun --no-python numactl.sh`: the shells have other numbers, the run is one."""
-    start(
+    start_forked(
         [TORCHRUN, "--nproc-per-node", "2", "--no-python", "sh", "-c"]
         + [f"{sys.executable} ddp.py; exit $?"],
         tmp_path / "trace",

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests import forked
 from tests.launcher.ways import (
     BIN,
     EXAMPLES,
@@ -54,7 +55,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, str]:
         ),
         (start, [RANKSCOPE, "run", "--nproc-per-node", "2", "-m", "ddp"], {}),
         (
-            start,
+            start_forked,
             [RANKSCOPE, "run", "--nproc-per-node=2", "--run-path", "ddp.py"],
             {"PYTHONPATH": f"{os.environ['PYTHONPATH']}:{EXAMPLES}"},  # runpy adds no folder
         ),
@@ -65,7 +66,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, str]:
             {},
         ),
         (
-            start,
+            start_forked,
             [TORCHRUN, "--nproc-per-node", "2", "--redirects", "2"]
             + ["--no-python", sys.executable, "ddp.py"],
             {"RANKSCOPE": "1"},
@@ -95,7 +96,9 @@ def test_every_way_of_starting_gives_the_same_tree_and_the_same_stdout(
     tmp_path: Path,
     expected: tuple[Any, str],
 ):
-    """A module, a path, a command: each is really started in one of the ways."""
+    """A script under torchrun, a module under `rankscope run` and a command of an isolated Python
+    are really started; the other ways differ from these in what torchrun does with its arguments.
+    """
     done = begin(command, tmp_path / "trace", **variables)
     assert done.stdout == expected[1]
     assert steps_of(tmp_path / "trace") == expected[0]
@@ -140,7 +143,7 @@ def test_a_failed_job_keeps_its_exit_code_and_has_its_tree(tmp_path: Path):
         "model(torch.ones(1, 2)).sum().backward()\n"
         "sys.exit(3)\n"
     )
-    done = subprocess.run(
+    done = forked.run(
         [RANKSCOPE, "run", "--rs-out", str(tmp_path / "trace"), str(script)],
         capture_output=True,
         text=True,
