@@ -28,6 +28,7 @@ def averages(way: str, steps: str, rounds: int, fault: str, out: str) -> None:
     model = nn.Sequential(nn.Linear(1, 6), nn.Tanh(), nn.Linear(6, 1, bias=False))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     points = [p.detach().clone() for p in model.parameters()]
+    sent: list[tuple[dist.Work, torch.Tensor]] = []
     outer = torch.optim.SGD(points, lr=0.7, momentum=0.9, nesterov=True)
     torch.manual_seed(1 + rank)
     with rankscope.trace(model, out=out, steps=steps):
@@ -43,6 +44,8 @@ def averages(way: str, steps: str, rounds: int, fault: str, out: str) -> None:
             with torch.no_grad():
                 if way == "outer":
                     step_outside(model, points, outer)
+                elif way == "overlapped":
+                    average_later(model, sent)
                 elif way == "group":
                     exchange("each", model, pairs[rank // 2], "")
                 else:
@@ -76,6 +79,15 @@ def step_outside(
     outer.step()
     for point, parameter in zip(points, model.parameters()):
         parameter.copy_(point)
+
+
+def average_later(model: nn.Module, sent: list[tuple[dist.Work, torch.Tensor]]) -> None:
+    """Take the average of the last round, and have that of this round on its way meanwhile."""
+    for (work, average), parameter in zip(sent, model.parameters()):
+        work.wait()
+        parameter.lerp_(average / dist.get_world_size(), 0.5)
+    averages = [parameter.detach().clone() for parameter in model.parameters()]
+    sent[:] = [(dist.all_reduce(each, async_op=True), each) for each in averages]
 
 
 def exchange(way: str, model: nn.Module, group: dist.ProcessGroup | None, fault: str) -> None:

@@ -235,10 +235,12 @@ class Recorder:
         status: CallStatus = CallStatus.RETURNED,
         text: str = "",
         time_ns: int = 0,
+        issued: int = 0,
     ) -> None:
-        """Record that a call ended; `time_ns` as for `enter`."""
+        """Record that a call ended; `time_ns` as for `enter`, `issued` of `EXIT`."""
         number = self.text(text) if text else 0
-        self._write(_EXIT, EXIT.pack(sequence, time_ns or time.monotonic_ns(), number, status))
+        ended_ns = time_ns or time.monotonic_ns()
+        self._write(_EXIT, EXIT.pack(sequence, ended_ns, number, status, issued))
 
     def value(
         self,

@@ -32,11 +32,12 @@ CALL_DTYPE = np.dtype(
         ("path", "<i4"), ("step", "<u4"), ("micro_batch", "<i8"),
         ("ordinal", "<i8"), ("forward_ordinal", "<i8"),
         ("pass", "<i4"), ("phase", "u1"), ("mode", "u1"), ("status", "u1"), ("text", "<i4"),
-        ("collective", "<i4"), ("number", "<u4"), ("is_backward", "?"),
+        ("collective", "<i4"), ("number", "<u4"), ("issued", "<u8"), ("is_backward", "?"),
     ]
 )  # fmt: skip
 """`parent` is a row of this table or -1; `start` and `end` are wall-clock ns; `text` and
-`collective` -1 for none; `number` counts collectives of one channel; `is_backward` for what
+`collective` -1 for none; `number` counts collectives of one channel, and `issued` those of a
+group by torch's own count; `is_backward` for what
 backward issued."""
 
 
@@ -176,7 +177,7 @@ def _calls(
     at = _find(order, enters["sequence"], exits["sequence"])
     exits, at = exits[at >= 0], at[at >= 0]
     own["end"][at] = exits["time_ns"] + offset
-    own["status"][at] = exits["status"]
+    own["status"][at], own["issued"][at] = exits["status"], exits["issued"]
     own["text"][at] = _take(vocabulary.text_lookup[number], exits["text"])
     return own, order
 

@@ -16,7 +16,11 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from rankscope.capture.torch_internals.distributed import group_named, group_ranks
+from rankscope.capture.torch_internals.distributed import (
+    collectives_issued,
+    group_named,
+    group_ranks,
+)
 from rankscope.record.collective import Collective
 
 __all__ = [
@@ -133,6 +137,8 @@ class Issued:
     inputs: tuple[torch.Tensor, ...]
     outputs: tuple[torch.Tensor, ...]
     """What it writes: for a functional collective nothing before it has returned."""
+    number: int
+    """Which of its group's it is by torch's own count, from 1; 0 where torch does not say."""
 
 
 class Groups:
@@ -192,6 +198,7 @@ def read_method(
     if is_between_two:
         fields["tag"] = int(taken[-1] if name != "send" or len(taken) > 2 else kwargs["tag"])
     is_object = not callers.isdisjoint(_OBJECTS)
+    inputs = _tensors(taken, form.inputs)
     if is_between_two:
         is_async = callers.isdisjoint({"send", "recv"})
     else:
@@ -208,8 +215,9 @@ def read_method(
             at=where.at,
             **fields,
         ),
-        _tensors(taken, form.inputs),
+        inputs,
         _tensors(taken, form.outputs),
+        0 if is_between_two else _number(group, inputs),
     )
 
 
@@ -241,6 +249,7 @@ def read_functional(
     src = None
     if op == "broadcast":
         src = _global(members, next(v for v in taken[1:] if isinstance(v, int)))
+    inputs = _tensors(taken, 0)
     return Issued(
         Collective(
             op=op,
@@ -252,8 +261,9 @@ def read_functional(
             issuer=where.issuer,
             at=where.at,
         ),
-        _tensors(taken, 0),
+        inputs,
         (),
+        _number(group, inputs),
     )
 
 
@@ -274,6 +284,11 @@ def _tensors(taken: Sequence[Any], position: int | None) -> tuple[torch.Tensor, 
     if position is None or position >= len(taken):
         return ()
     return tuple(tensors_in(taken[position]))
+
+
+def _number(group: Any, inputs: Sequence[torch.Tensor]) -> int:
+    before = collectives_issued(group, inputs[0].device if inputs else None)
+    return 0 if before is None else before + 1
 
 
 def _global(members: tuple[int, ...], rank: int | None) -> int | None:

@@ -131,11 +131,15 @@ ENTER_DTYPE = np.dtype(
     ]
 )  # fmt: skip
 
-EXIT = struct.Struct("<QqIB35x")
-"""sequence, time_ns, text definition of the error (0 for none), CallStatus."""
+EXIT = struct.Struct("<QqIBQ27x")
+"""sequence, time_ns, text definition of the error (0 for none), CallStatus, and of a collective
+which of its group's it was by torch's own count, from 1 (0 where that is not known)."""
 EXIT_DTYPE = np.dtype(
-    [("sequence", "<u8"), ("time_ns", "<i8"), ("text", "<u4"), ("status", "u1"), ("pad", "V35")]
-)
+    [
+        ("sequence", "<u8"), ("time_ns", "<i8"), ("text", "<u4"), ("status", "u1"),
+        ("issued", "<u8"), ("pad", "V27"),
+    ]
+)  # fmt: skip
 
 VALUE_HEAD = struct.Struct("<QqIIIBxHQQQ")
 """sequence of the call, time_ns, slot definition, meta definition, ValueFlag, phase, ordinal (of

@@ -48,6 +48,7 @@ def columns_of(document: Document) -> dict[str, Callable[[], Column]]:
         "values.time_ns": lambda: values["time_ns"] + document.clock_offsets[merged.value_stream],
         "values.sample_row": lambda: tables.sample_start[order],
         "calls.node": lambda: merged.identity[call_node],
+        "calls.issued": lambda: calls["issued"],
         "calls.start_ns": lambda: calls["start"],
         "calls.duration_ns": lambda: np.where(
             calls["status"] == CallStatus.UNFINISHED, -1, calls["end"] - calls["start"]

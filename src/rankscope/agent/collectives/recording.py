@@ -53,6 +53,8 @@ class _PendingCollective:
     is_object: bool
     outputs: tuple[torch.Tensor, ...]
     """Memory it writes, held until it has ended."""
+    issued: int
+    """Of `EXIT`."""
     is_functional: bool
     """What it returns is what it writes: there is no work to wait for."""
     is_ended: bool = False
@@ -224,7 +226,13 @@ class Collectives:
         sequence = self._recorder.enter_collective(place[:6], ordinal, collective, number)
         step = place.mode, place.step
         call = _PendingCollective(
-            sequence, step, place.is_selected, collective.is_object, issued.outputs, is_functional
+            sequence,
+            step,
+            place.is_selected,
+            collective.is_object,
+            issued.outputs,
+            issued.number,
+            is_functional,
         )
         self._open[sequence] = call
         if self._coalescing.calls is not None:
@@ -257,7 +265,7 @@ class Collectives:
         with invisible():
             outputs = self._release(call)
             self._read(call, "output", outputs)
-        self._recorder.exit(call.sequence)
+        self._recorder.exit(call.sequence, issued=call.issued)
         self._values.read_pending()
 
     def _break_off(self, call: _PendingCollective, status: CallStatus, text: str = "") -> None:
@@ -270,7 +278,7 @@ class Collectives:
             if status is CallStatus.NOT_WAITED and call.is_selected and self._values.is_on:
                 for number, tensor in enumerate(outputs):
                     self._describe(tensor, call, f"output.{number}", _PENDING)
-        self._recorder.exit(call.sequence, status, text)
+        self._recorder.exit(call.sequence, status, text, issued=call.issued)
 
     def _release(self, call: _PendingCollective) -> tuple[torch.Tensor, ...]:
         """Let go of what a call writes, and return it."""

@@ -14,6 +14,7 @@ from rankscope.capture.torch_internals.loaded import loaded_class
 __all__ = [
     "async_collective_result",
     "collective_classes",
+    "collectives_issued",
     "default_groups",
     "default_store",
     "functional_operators",
@@ -62,6 +63,20 @@ def group_named(name: str) -> Any:
     """
     resolve = getattr(getattr(_C, "_distributed_c10d", None), "_resolve_process_group", None)
     return resolve(name) if resolve is not None else None
+
+
+def collectives_issued(group: Any, device: torch.device | None) -> int | None:
+    """Return how many collectives this rank has issued in a group since the group was made, by the
+    count that torch keeps of them for this device; None where the backend keeps none.
+
+    gloo counts sends and receives as well, and rank 0 of a `monitored_barrier` counts more than the
+    others: the count is the same on all ranks only where these are.
+    """
+    try:
+        counted = group if device is None else group._get_backend(device)
+        return int(counted._get_sequence_number_for_group())
+    except (AttributeError, RuntimeError, NotImplementedError):  # a backend without, or of others
+        return None
 
 
 def default_store() -> Any:
