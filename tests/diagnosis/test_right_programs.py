@@ -40,6 +40,39 @@ def test_a_group_with_a_learning_rate_of_zero_may_stay_where_it_is(ranks: RankPo
     assert not report.findings
 
 
+def begins_small(rate: float, norms_rate: float, out: str) -> None:
+    """A warm-up whose first steps are smaller than the spacing of numbers beside 1."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(
+        nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6, bias=False), nn.Linear(6, 6))
+    )
+    first, norm, last = model.module
+    groups = [
+        {"params": [*first.parameters(), *last.parameters()], "lr": rate},
+        {"params": norm.parameters(), "lr": norms_rate},
+    ]
+    optimizer = torch.optim.AdamW(groups, weight_decay=0)
+    torch.manual_seed(1 + dist.get_rank())
+    with rankscope.trace(model, out=out, steps="all"):
+        for _ in range(2):
+            model(torch.randn(4, 6)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_weights_of_one_may_stay_where_a_step_is_less_than_their_spacing(
+    ranks: RankPool, tmp_path: Path
+):
+    report = report_of(ranks, begins_small, 1e-8, 1e-8, folder=tmp_path)
+    assert report.verdict is Verdict.CLEAN
+    assert not report.findings
+
+
+def test_weights_of_one_that_stay_in_a_larger_step_are_named(ranks: RankPool, tmp_path: Path):
+    report = report_of(ranks, begins_small, 1e-6, 1e-12, folder=tmp_path)
+    assert {(each.kind, each.path) for each in report.findings} == {(Kind.PARAMETER, "1")}
+
+
 class Attends(nn.Module):
     def forward(self, x: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
         return (x @ x.transpose(1, 2)).masked_fill(padding[:, None, :], float("-inf"))

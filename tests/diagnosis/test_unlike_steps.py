@@ -34,8 +34,12 @@ def averages(way: str, steps: str, rounds: int, fault: str, out: str) -> None:
     with rankscope.trace(model, out=out, steps=steps):
         if way == "warm-up" and rank == 1:
             train(model, optimizer)
+        if way == "greeted" and rank < 2:  # torch counts it in the group, and not on all ranks
+            dist.send(torch.ones(1), 1) if rank == 0 else dist.recv(torch.ones(1), 0)
         for number in range(rounds):
-            for _ in range(2 if way in ("eval", "warm-up", "like") else 2 + rank % 2):
+            if steps.startswith("at:") and rank == 0 and number == 1:
+                Path(steps[3:]).touch()
+            for _ in range(2 if way in ("eval", "warm-up", "like", "greeted") else 2 + rank % 2):
                 train(model, optimizer)
             if way == "eval":
                 evaluate(model, 1 + rank)
@@ -98,7 +102,13 @@ def exchange(way: str, model: nn.Module, group: dist.ProcessGroup | None, fault:
         dist.all_reduce(flat)
         nn.utils.vector_to_parameters(flat / size, parameters)
     elif way == "asynchronous":
-        for work in [dist.all_reduce(each, async_op=True) for each in parameters]:
+        left_out = 1 if fault == "skips" else None
+        works = [
+            dist.all_reduce(each, operation(fault, number), async_op=True)
+            for number, each in enumerate(parameters)
+            if number != left_out
+        ]
+        for work in works:
             work.wait()
     elif way == "weighted":
         for each in parameters:
@@ -110,12 +120,18 @@ def exchange(way: str, model: nn.Module, group: dist.ProcessGroup | None, fault:
             dist.broadcast(each.div_(size), 0)
         elif way == "sent":
             by_messages(each)
-        elif way in ("each", "eval", "warm-up", "like") and (fault, number) != ("skips", 1):
-            op = dist.ReduceOp.MAX if (fault, number) == ("other", 1) else dist.ReduceOp.SUM
-            dist.all_reduce(each, op, group=group)
+        elif way in ("each", "eval", "warm-up", "like", "greeted") and (fault, number) != (
+            "skips",
+            1,
+        ):
+            dist.all_reduce(each, operation(fault, number), group=group)
             each /= size
         elif way == "asynchronous":
             each /= size
+
+
+def operation(fault: str, number: int) -> dist.ReduceOp.RedOpType:
+    return dist.ReduceOp.MAX if (fault, number) == ("other", 1) else dist.ReduceOp.SUM
 
 
 def by_messages(parameter: torch.Tensor) -> None:
@@ -141,7 +157,8 @@ def judged(
 
 
 _WAYS = (
-    "each", "flat", "weighted", "asynchronous", "broadcast", "sent", "outer", "eval", "warm-up",
+    "each", "flat", "weighted", "asynchronous", "overlapped", "broadcast", "sent", "outer", "eval",
+    "warm-up",
 )  # fmt: skip
 
 
@@ -165,6 +182,44 @@ def test_steps_that_are_not_traced_do_not_make_two_averages_one(
 ):
     report = judged(ranks, tmp_path, way, steps)
     assert not [each for each in report.findings if each.kind in _OF_THE_PAIRING]
+
+
+@pytest.mark.parametrize("steps", ["2-3", "3,5,6", "4-7"])
+@pytest.mark.parametrize("way", ["asynchronous", "overlapped", "outer", "sent"])
+def test_steps_in_the_middle_of_such_a_run_are_no_fault(
+    ranks: RankPool, tmp_path: Path, way: str, steps: str
+):
+    report = judged(ranks, tmp_path, way, steps)
+    assert report.verdict is Verdict.CLEAN, report.findings
+    assert all("no traced step averages" in each.message for each in report.findings)
+    assert len(report.findings) <= 1
+
+
+def test_nor_is_the_step_that_a_touched_file_asks_for(ranks: RankPool, tmp_path: Path):
+    steps = f"at:{tmp_path / 'now'}"
+    report = judged(ranks, tmp_path / "job", "asynchronous", steps, world=4)
+    assert report.verdict is Verdict.CLEAN, report.findings
+
+
+@pytest.mark.parametrize("fault", ["other", "skips"])
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_wrong_asynchronous_average_is_named_in_the_middle_of_such_a_run(
+    ranks: RankPool, tmp_path: Path, fault: str, world: int
+):
+    report = judged(ranks, tmp_path, "asynchronous", "3-8", fault, world)
+    assert report.verdict is Verdict.FAULT
+    found = [each for each in report.findings if each.kind is Kind.COLLECTIVE]
+    assert {(each.step, each.slot) for each in found} == {(5, "collective.1")}
+    assert "over the run is not one collective" in found[0].message
+
+
+@pytest.mark.parametrize("fault", ["", "other"])
+def test_messages_that_not_all_ranks_sent_do_not_shift_collectives(
+    ranks: RankPool, tmp_path: Path, fault: str
+):
+    report = judged(ranks, tmp_path, "greeted", "2-5", fault, world=4)
+    named = [(each.kind, each.step, each.slot) for each in report.findings]
+    assert named == ([(Kind.COLLECTIVE, 3, "collective.1")] if fault else [])
 
 
 def test_nor_does_a_job_that_breaks_off(ranks: RankPool, tmp_path: Path):

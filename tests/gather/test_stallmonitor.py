@@ -87,7 +87,7 @@ class Pen:
         return self._sequence
 
     def leave(self, sequence: int) -> None:
-        self._writer.write(RecordKind.EXIT, EXIT.pack(sequence, time.monotonic_ns(), 0, 0))
+        self._writer.write(RecordKind.EXIT, EXIT.pack(sequence, time.monotonic_ns(), 0, 0, 0))
 
 
 def stuck(host: Host, rank: int) -> subprocess.Popen[str]:

@@ -50,7 +50,7 @@ def write_some(folder: Path, count: int = 40, *, limit_bytes: int = SMALL) -> by
         writer.write(RecordKind.VALUE, value(number))
         if number % 5 == 0:
             writer.write(RecordKind.SAMPLES, samples(number, number % 7 + 1))
-        writer.write(RecordKind.EXIT, EXIT.pack(number, number, 0, 0))
+        writer.write(RecordKind.EXIT, EXIT.pack(number, number, 0, 0, 0))
     writer.close(EndReason.EXIT)
     return stream_bytes(folder)
 

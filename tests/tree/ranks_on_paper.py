@@ -193,7 +193,7 @@ class PaperRank:
         self, sequence: int, status: CallStatus = CallStatus.RETURNED, error: str = ""
     ) -> None:
         text = self.known("text", text=error) if error else 0
-        self.writer.write(RecordKind.EXIT, cells.EXIT.pack(sequence, self.now(), text, status))
+        self.writer.write(RecordKind.EXIT, cells.EXIT.pack(sequence, self.now(), text, status, 0))
 
     @contextmanager
     def call(self, path: str = "", **how: Any) -> Iterator[int]:

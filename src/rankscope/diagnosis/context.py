@@ -98,6 +98,8 @@ class IncarnationState:
     """Ranks that handed their parameters to others, each in a step of its own."""
     apart: set[int] = field(default_factory=set)
     """Steps in which an optimizer stepped with no gradient that was the same on all ranks."""
+    together: set[int] = field(default_factory=set)
+    """Steps in which some gradient was."""
     reduced_early: set[int] = field(default_factory=set)
     """Steps in which gradients were averaged before those of the last backward pass were added."""
     stepped: set[int] = field(default_factory=set)

@@ -5,15 +5,17 @@ one step. Ranks that train apart may take two steps or three between two average
 batches than others. What tells is a step in which a rank of the group ran and issued none of what
 others issued. Only such groups are followed over the run, in a second pass.
 
-A number holds only as long as every collective was recorded, so ranks whose steps have gaps are
-not numbered, and neither is a group whose outputs are equal at an offset more often than without
-one: then nothing is said of what its ranks issued in one step. Nor is a group numbered where a rank
-ended by itself and others still wait for it: there the steps say who left one out.
+A number holds only as long as every collective was recorded. Where steps are missing, torch's own
+count is asked (`calls.issued`), which goes on in steps that are not traced. On some backends it
+counts what not all ranks issue, so it is believed where it makes more outputs equal than the steps
+do. Where neither is known, and where outputs are equal at an offset more often than without one,
+nothing is said of what ranks issued in one step. Nor is a group numbered where a rank ended by
+itself and others still wait for it: there the steps say who left one out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, islice
 from typing import Any, Final, NamedTuple
@@ -62,6 +64,8 @@ class _OwnCall(NamedTuple):
     """Which of the steps of the trace it was recorded in."""
     call_id: str
     facts: str
+    counted: tuple[str, int]
+    """Kind of device, and which of the group's it was there by torch's count: 0 if not known."""
     value: tuple[int, bool] | None
     """What it gave, where that is the same on all ranks: hash, and whether it was computed on an
     accelerator."""
@@ -76,6 +80,8 @@ class _Met:
     """{rank: the first step in which it ran and issued none of what others issued}"""
     torn: int | None = None
     """The first step in which a rank had left what others had not yet come to: it is not one."""
+    miscounted: int | None = None
+    """The first step in which ranks had issued unlike many before."""
 
 
 @dataclass(slots=True)
@@ -104,15 +110,21 @@ class MatchedCollectives:
             count, highest = self._steps.get(key, (0, -1))
             self._steps[key] = count + 1, max(highest, step_view.step)
         came: dict[_Group, set[int]] = {}
+        counts: dict[_Group, set[int]] = {}
         for issue in _collectives(step_view):
             group = _group_of(step_view, issue)
             came.setdefault(group, set()).update(issue.ranks.tolist())
+            if not issue.sequence:
+                issued = context.clock.issued(issue.call, issue.ranks)
+                counts.setdefault(group, set()).update(issued.tolist())
             if _is_torn(issue, context):
                 met = self._groups.setdefault(group, _Met())
                 met.torn = number if met.torn is None else met.torn
         for group, ranks in came.items():
             met = self._groups.setdefault(group, _Met())
             met.came |= ranks
+            if met.miscounted is None and len(counts.get(group, set()) - {0}) > 1:
+                met.miscounted = number
             for rank in (ran & set(group[2])) - ranks:
                 met.passed.setdefault(rank, number)
 
@@ -156,8 +168,9 @@ class MatchedCollectives:
 
     def _is_unlike(self, group: _Group, ends: Mapping[int, str], final: int) -> bool:
         """True where a rank passed by a step of others, and not because it ended there. Where steps
-        are missing, calls of one step that nobody can have waited for in common say the same, if
-        all ranks ended by themselves: none of them waits for a collective that one left out."""
+        are missing, counts that differ may say the same, and so do calls of one step that nobody
+        can have waited for in common, if all ranks ended by themselves: none of them waits for a
+        collective that one left out."""
         incarnation, met = group[0], self._groups[group]
         if any(
             rank in met.came
@@ -169,9 +182,11 @@ class MatchedCollectives:
         ):
             return True
         is_over = incarnation == final and all(ends.get(rank) in ORDERLY for rank in met.came)
-        if met.torn is None or not is_over or self._are_whole(incarnation, met.came):
+        signs = [met.miscounted, met.torn if is_over else None]
+        found = [number for number in signs if number is not None]
+        if not found or self._are_whole(incarnation, met.came):
             return False
-        self._level[group] = met.torn
+        self._level[group] = min(found)
         return True
 
     def _are_whole(self, incarnation: int, ranks: Container[int]) -> bool:
@@ -193,9 +208,11 @@ class MatchedCollectives:
     ) -> Iterator[Candidate]:
         """Number one group, and yield a candidate for the first number that is not one."""
         incarnation = group[0]
-        is_whole = self._are_whole(incarnation, lines)
-        if not is_whole or any(len(line) >= _MOST_ENDS for line in lines.values()):
+        if any(len(line) >= _MOST_ENDS for line in lines.values()):
             self._apart[group] = None
+            return
+        if not self._are_whole(incarnation, lines):
+            yield from self._counted_group(group, lines, steps, context)
             return
         longest = max(map(len, lines.values()))
         is_over = all(ends.get(rank) in ORDERLY for rank in lines)
@@ -221,6 +238,37 @@ class MatchedCollectives:
                 return  # found in its step
             yield _candidate(group, wrong, sides, steps, context)
         self._apart[group] = first
+
+    def _counted_group(
+        self,
+        group: _Group,
+        lines: dict[int, list[_OwnCall]],
+        steps: Sequence[StepView],
+        context: CheckContext,
+    ) -> Iterator[Candidate]:
+        """The same by torch's count, where that is known and fits what collectives gave."""
+        by_count = _by(lines, lambda end: end.counted)
+        in_steps = _equal_outputs(_by(lines, lambda end: (str(end.number), end.sequence)))
+        fits = _equal_outputs(by_count) - in_steps
+        if any(not end.counted[1] for line in lines.values() for end in line) or fits <= 0:
+            met = self._groups[group]
+            if fits < 0 and not met.passed and met.torn is None:
+                return  # the ranks stand level: not all of them issue what is counted
+            self._apart[group] = None
+            return
+        first: dict[tuple[int, int], int] = {}
+        for rank, line in lines.items():
+            for end in line:
+                first.setdefault((end.number, rank), end.counted[1])
+        self._apart[group] = first
+        for key in sorted({key for line in by_count.values() for key in line}):
+            sides = {rank: line[key] for rank, line in by_count.items() if key in line}
+            if len({end.facts for end in sides.values()}) < 2:
+                continue
+            at = {end.number for end in sides.values()}
+            if len(at) > 1 or not self._are_level(group, min(at), sides):
+                yield _candidate(group, key[1] - 1, sides, steps, context)
+            return  # else it was found in its step
 
     def _is_left(self, candidate: Candidate, owners: _Owners) -> bool:
         if candidate.kind is not Kind.COLLECTIVE:
@@ -304,18 +352,61 @@ def _lines(
                      issue.call.micro_batch, issue.slot)  # fmt: skip
             owners.setdefault(place, {})[group] = number
             times = context.clock.of_call(issue.call, issue.ranks).tolist()
+            counts = context.clock.issued(issue.call, issue.ranks).tolist()
+            issued = dict(zip(issue.ranks.tolist(), counts))
+            device = _device_of(issue)
             for rank, time_ns in zip(issue.ranks.tolist(), times):
                 line = lines[group].setdefault(rank, [])
                 if len(line) < _MOST_ENDS:
                     text = facts_text(issue, [rank], is_typed=True)
                     value = _given(issue, rank)
                     line.append(
-                        _OwnCall(time_ns, issue.sequence, number, issue.call.node.id, text, value)
+                        _OwnCall(
+                            time_ns,
+                            issue.sequence,
+                            number,
+                            issue.call.node.id,
+                            text,
+                            (device, issued[rank]),
+                            value,
+                        )
                     )
     for group in wanted:
         for line in lines[group].values():
             line.sort(key=lambda end: (end.time_ns, end.number, end.sequence))
     return lines, owners
+
+
+def _device_of(issue: IssuedCollective) -> str:
+    """Return the kind of device a collective is of: a group may have a backend for each, and each
+    backend counts its own."""
+    values = issue.call.slots.get("input.0") or issue.call.slots.get("output.0")
+    return values.views[0].device if values is not None and values.views else ""
+
+
+def _by(
+    lines: Mapping[int, list[_OwnCall]], key: Callable[[_OwnCall], tuple[str, int]]
+) -> dict[int, dict[tuple[str, int, int], _OwnCall]]:
+    """Return {rank: {key, and how many of this rank had the same before: call}}."""
+    found: dict[int, dict[tuple[str, int, int], _OwnCall]] = {}
+    for rank, line in lines.items():
+        own = found.setdefault(rank, {})
+        seen: dict[tuple[str, int], int] = {}
+        for end in line:
+            of = key(end)
+            seen[of] = seen.get(of, -1) + 1
+            own[of[0], of[1], seen[of]] = end
+    return found
+
+
+def _equal_outputs(by_rank: Mapping[int, Mapping[tuple[str, int, int], _OwnCall]]) -> int:
+    """Return how often two ranks were given the same by what one key says was one collective."""
+    count = 0
+    for one, other in islice(combinations(sorted(by_rank), 2), _PAIRS):
+        for key in by_rank[one].keys() & by_rank[other].keys():
+            value = by_rank[one][key].value
+            count += value is not None and value == by_rank[other][key].value
+    return count
 
 
 def _given(issue: IssuedCollective, rank: int) -> tuple[int, bool] | None:

@@ -1,4 +1,5 @@
-"""When things happened on each rank: positions for the order of causes.
+"""When things happened on each rank: positions for the order of causes; and the count of its
+collectives that each rank keeps.
 
 Inputs stand at the begin of their call, outputs at its end, and just after it what hooks made of
 them, and what came out of a collective: its end is when the others reach this rank.
@@ -23,7 +24,7 @@ Array = NDArray[Any]
 
 
 class RankClock:
-    """Begin and end of every call on every rank."""
+    """Begin and end of every call on every rank, and which collective of its group it was."""
 
     def __init__(self, columns: Mapping[str, Array]) -> None:
         self._node = columns["calls.node"]
@@ -32,21 +33,34 @@ class RankClock:
         self._rank = columns["calls.rank"]
         self._start = columns["calls.start_ns"]
         self._duration = columns["calls.duration_ns"]
+        self._issued = columns.get("calls.issued")
 
     def span(self, call: CallView, ranks: Array) -> tuple[Array, Array]:
         """Return begin and end of a call on these ranks, in ns; where an end was not recorded, its
         begin."""
+        found = self._rows(call, ranks)
+        if found is None:
+            return np.zeros(len(ranks), np.int64), np.zeros(len(ranks), np.int64)
+        start = self._start[found]
+        return start, start + np.maximum(self._duration[found], 0)
+
+    def issued(self, call: CallView, ranks: Array) -> Array:
+        """Return the column `calls.issued` of a collective on these ranks; 0 in a trace without."""
+        found = self._rows(call, ranks) if self._issued is not None else None
+        if found is None or self._issued is None:
+            return np.zeros(len(ranks), np.uint64)
+        return np.asarray(self._issued[found])
+
+    def _rows(self, call: CallView, ranks: Array) -> Array | None:
         number = np.uint64(int(call.node.id, 16))
         first, last = np.searchsorted(self._sorted, [number, number + np.uint64(1)])
         rows = self._order[first:last]
         if not len(rows):
-            return np.zeros(len(ranks), np.int64), np.zeros(len(ranks), np.int64)
+            return None
         own = self._rank[rows]
         by_rank = np.argsort(own, kind="stable")
         places = np.minimum(np.searchsorted(own[by_rank], ranks), max(len(own) - 1, 0))
-        found = rows[by_rank[places]]
-        start = self._start[found]
-        return start, start + np.maximum(self._duration[found], 0)
+        return np.asarray(rows[by_rank[places]])
 
     def of_call(self, call: CallView, ranks: Array, *, is_end: bool = False) -> Array:
         """Return when a call began (or ended) on these ranks."""

@@ -8,7 +8,9 @@ activations behind them. Three kinds of right programs do that, and something te
   each parameter or of all of them in one flat tensor, whole or with weights that add up to one:
   inputs are told by their number of elements and their norm. Or it is of how far each rank went
   from a common point (DiLoCo): then inputs differ between ranks by what the parameters differ, as
-  sketches tell. Ranks may also gather their parameters, or send them to neighbours (gossip).
+  sketches tell. Ranks may also gather their parameters, or send them to neighbours (gossip). A
+  trace that begins later than the training may lie between two averages: where no gradient of it
+  was reduced there is one warning, because it is not known what the ranks did before.
 * An optimizer that reduces gradients inside its own step. What tells is the parameter: after the
   step, or the one that follows, it is the same on all these ranks, and not what it was before.
   Asked only of steps in which no gradient agreed: one that lacks among reduced ones is forgotten,
@@ -57,6 +59,11 @@ _ADVICE: Final = (
     "(--rs-steps): only then it is known that they do. Else end no_sync() before the last backward "
     "pass of a step, or set_requires_gradient_sync(True)."
 )
+_BEGINS_LATE: Final = (
+    "If these ranks are meant to train apart (local SGD), trace from step 0 on, or a step that "
+    "holds their average (--rs-steps). Else nothing reduces these gradients: look where the model "
+    "is wrapped, or where the program reduces by itself."
+)
 _TOO_EARLY: Final = (
     "These gradients were reduced before the last backward pass of the step, whose own were added "
     "on each rank afterwards: reduce once the last micro-batch is in."
@@ -90,6 +97,8 @@ def _note_averaging(step_view: StepView, context: CheckContext) -> None:
         events[key] = events.get(key, True) and values.agree(values.ranks) is False
     if any(events.values()):
         incarnation.apart.add(step_view.step)
+    if not all(events.values()):
+        incarnation.together.add(step_view.step)
     latest = [h for h in step_view.values(Phase.PARAMS) if _is_plain(h) and h.slot != _FLAT_SLOT]
     before = incarnation.unlike, incarnation.flat
     if latest:
@@ -239,14 +248,26 @@ def _without_training_apart(
     """Yield the candidates but for what differs because ranks train apart."""
     for candidate in candidates:
         incarnation = context.incarnation(candidate.incarnation)
-        if not incarnation.averages or not _is_apart(candidate, incarnation):
+        if not _is_apart(candidate, incarnation):
             yield candidate
+            continue
+        if not incarnation.averages:
+            if candidate.kind is Kind.GRADIENT and _begins_late(incarnation):
+                yield dataclasses.replace(candidate, severity=Severity.WARNING, advice=_BEGINS_LATE)
+            else:
+                yield candidate
             continue
         context.coverage.note(
             "ranks train apart and average their parameters "
             f"(seen in step {incarnation.averages[0]}): gradients and parameters of steps without "
             "a reduction were not compared"
         )
+
+
+def _begins_late(incarnation: IncarnationState) -> bool:
+    """True where the trace begins later than the training, and no gradient of it was reduced."""
+    is_late = incarnation.setup is None or incarnation.setup.step > 0
+    return is_late and min(incarnation.apart) > 0 and not incarnation.together
 
 
 def _is_apart(candidate: Candidate, incarnation: IncarnationState) -> bool:
@@ -308,11 +329,12 @@ def _moved_alike(candidate: Candidate, updates: Mapping[int, ParameterUpdate]) -
     return any(each == "alike" for each in found) and "apart" not in found
 
 
-# ---- steps inside no_sync() ----------------------------------------------------------------------
+# ---- one warning -------------------------------------------------------------------------------
 
 
 def _with_one_warning(listed: list[Candidate]) -> Iterator[Candidate]:
-    """Yield the candidates, with one warning in place of all that comes of steps in `no_sync()`."""
+    """Yield the candidates, with one warning in place of all that comes of steps in `no_sync()`, or
+    of a trace that may lie between two averages."""
     first: dict[int, Candidate] = {}
     for candidate in listed:
         if _is_held_back(candidate):
@@ -330,12 +352,14 @@ def _with_one_warning(listed: list[Candidate]) -> Iterator[Candidate]:
         if began is None or not _is_due_to(candidate, began):
             yield candidate
         elif candidate is began:
+            is_late = began.advice == _BEGINS_LATE
+            where = "in every traced step" if is_late else "inside no_sync()"
             yield dataclasses.replace(
                 began,
-                message=f"{ranks_named(began.members.tolist())} step inside no_sync(), each with "
+                message=f"{ranks_named(began.members.tolist())} step {where}, each with "
                 "gradients of their own data, and no traced step averages their parameters; what "
                 "differs between these ranks from here on follows from that",
-                advice=_ADVICE,
+                advice=_BEGINS_LATE if is_late else _ADVICE,
                 weight=counts[candidate.incarnation],
             )
 

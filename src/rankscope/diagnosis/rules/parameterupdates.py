@@ -8,6 +8,9 @@ may be:
 * a step in which nothing moved at all, while every parameter is held: a warm-up begins with a
   learning rate of 0;
 * a gradient that is small beside those that moved something, by more than a factor of 1,000;
+* elements so large beside the step that it is less than half their spacing: norms' weights of 1 in
+  the first steps of a warm-up. How far the step goes is told by the parameters that moved, in
+  proportion to gradients (SGD) or alike (Adam), whichever is less;
 * parameters of two bytes an element, where an update of less than half their spacing is lost,
   unless a sibling's moved with a gradient of a quarter of the size, each beside its own elements.
 
@@ -39,6 +42,9 @@ __all__ = ["parameters_left", "remember_parameters"]
 
 Array = NDArray[Any]
 _NARROW: Final = ("bfloat16", "float16")
+_HALF_SPACING: Final = {"float64": 2.0**-53, "float32": 2.0**-24, "bfloat16": 2.0**-8,
+                        "float16": 2.0**-11}  # fmt: skip
+"""Of numbers of a dtype, beside the number: a smaller change may be lost."""
 _SMALL: Final = 1e-3
 _SURE: Final = 4.0
 """A narrow parameter should move where its gradient is, beside its elements, this many times as
@@ -65,12 +71,18 @@ class _JudgedUpdate:
     """Largest gradient by largest element, the largest over the ranks on which it stayed."""
     moved_pressure: float
     """The same, the smallest over those on which it moved; inf where there are none."""
+    distance: float
+    """Root mean square of how far its elements went, by sketches, on ranks on which it moved."""
+    lost: float
+    """Change of an element that may be lost on every rank on which it stayed; 0 where elements
+    are of both signs, because there are small ones among them."""
 
 
 def parameters_left(step_view: StepView, context: CheckContext) -> Iterator[Candidate]:
     """Yield a candidate for every parameter that an optimizer step left as it was."""
     updates = list(_updates(step_view, context))
     typical = _typical([u.moved_size for u in updates if len(u.moved)])
+    distance = _typical([u.distance for u in updates if len(u.moved)])
     siblings: dict[tuple[str, str], float] = {}
     for update in updates:
         sibling_key = _sibling_key(update.values)
@@ -80,7 +92,7 @@ def parameters_left(step_view: StepView, context: CheckContext) -> Iterator[Cand
     at_rest = sum(
         len(update.stayed) > 0 and not len(update.unheld)
         for update in updates
-        if _should_move(update, typical, siblings)
+        if _should_move(update, typical, distance, siblings)
     )
     is_meant = at_rest <= _with_rate_of_zero(step_view)
     called = {root_of(call.path) for call in step_view.of(Phase.FORWARD, Phase.BACKWARD)}
@@ -94,7 +106,11 @@ def parameters_left(step_view: StepView, context: CheckContext) -> Iterator[Cand
                 continue
             warned.add(place)
             yield _unheld(step_view, context, update, is_stale=is_stale)
-        elif len(update.stayed) and not is_meant and _should_move(update, typical, siblings):
+        elif (
+            len(update.stayed)
+            and not is_meant
+            and _should_move(update, typical, distance, siblings)
+        ):
             yield _left(step_view, context, update)
 
 
@@ -137,9 +153,14 @@ def _typical(sizes: list[float]) -> float | None:
 
 
 def _should_move(
-    update: _JudgedUpdate, typical: float | None, siblings: Mapping[tuple[str, str], float]
+    update: _JudgedUpdate,
+    typical: float | None,
+    distance: float | None,
+    siblings: Mapping[tuple[str, str], float],
 ) -> bool:
-    if typical is None or update.size < _SMALL * typical:
+    if typical is None or distance is None or update.size < _SMALL * typical:
+        return False
+    if distance * min(1.0, update.size / max(typical, _LEAST)) < _SURE * update.lost:
         return False
     if update.values.dtype not in _NARROW:
         return True
@@ -195,6 +216,10 @@ def _update(values: SlotValues, before: Latest, gradient: SlotValues) -> _Judged
     stays = is_same & ~unheld
     scale = gradient.column("l2")[at] / np.sqrt(np.maximum(gradient.counts[at], 1))
     pressure = _largest(gradient, at) / np.maximum(_largest(values, places), _LEAST)
+    apart = (values.column("sketch")[places] - before.sketches[old])[~is_same]
+    counts = np.maximum(values.counts[places], 1)[~is_same]
+    distances = np.sqrt((apart.astype(np.float64) ** 2).mean(axis=1) / counts)
+    spacing = _HALF_SPACING.get(values.dtype, 0.0)
     return _JudgedUpdate(
         values=values,
         stayed=ranks[stays],
@@ -204,6 +229,8 @@ def _update(values: SlotValues, before: Latest, gradient: SlotValues) -> _Judged
         moved_size=float(scale[~is_same].max(initial=0.0)),
         pressure=float(pressure[stays].max(initial=0.0)),
         moved_pressure=float(pressure[~is_same].min(initial=math.inf)),
+        distance=float(distances.max(initial=0.0)),
+        lost=float((spacing * _smallest(values, places[stays])).min(initial=math.inf)),
     )
 
 
@@ -211,6 +238,12 @@ def _largest(values: SlotValues, places: Array) -> Array:
     """Return the largest absolute element on each rank."""
     found: Array = np.maximum(abs(values.column("min")[places]), abs(values.column("max")[places]))
     return found
+
+
+def _smallest(values: SlotValues, places: Array) -> Array:
+    """Return how large every element is at least on each rank: 0 where both signs occur."""
+    low, high = values.column("min")[places], values.column("max")[places]
+    return np.asarray(np.where(low * high > 0, np.minimum(abs(low), abs(high)), 0.0))
 
 
 def _places(known: Array, ranks: Array) -> Array:
