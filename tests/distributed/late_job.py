@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import (
@@ -19,6 +20,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import rankscope
 from rankscope.capture.device import DeviceDigester
@@ -57,6 +59,76 @@ class Net(nn.Module):
         return self.head(x)
 
 
+class Exchanging(nn.Module):
+    """Collectives in flight, of both kinds."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        own = x.detach().clone()
+        pending = dist.all_reduce(own, async_op=True)
+        summed = funcol.all_reduce(x.detach(), "sum", dist.group.WORLD)
+        pending.wait()
+        parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, own)
+        return x + 0.1 * (own + summed + parts[0])
+
+
+class Beside(nn.Module):
+    """A layer whose work runs on a stream of its own, where it also is digested."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.device.type == "cpu":
+            return x + self.inner(x)
+        main, side = torch.late.current_stream(), torch.late.Stream()
+        side.wait_stream(main)
+        with torch.late.stream(side):
+            y = self.inner(x.detach())
+        main.wait_stream(side)
+        y.record_stream(main)
+        return x + y
+
+
+class Wide(nn.Module):
+    """What makes streams, random numbers and memory matter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2), nn.BatchNorm1d(WIDTH))
+        self.exchanging = Exchanging()
+        self.beside = Beside()
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = checkpoint(self.first, x, use_reentrant=False)
+        return self.head(self.beside(self.exchanging(x)))
+
+
+def train_wide() -> tuple[Any, list[Synchronization]]:
+    """Train one step with accumulation and clipping, and evaluate without gradients."""
+    torch.manual_seed(7)
+    net = Wide().to("late")
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    batches = [torch.randn(4, WIDTH).to("late") for _ in range(2)]
+    begin, losses = len(work.synchronizations), []
+    for x in batches:
+        loss = net(x).square().mean()
+        loss.backward()
+        losses.append(loss.detach())
+    nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    net.eval()
+    with torch.no_grad():
+        losses.append(net(batches[0]).sum())
+    with torch.inference_mode():
+        losses.append(net(batches[1]).sum())
+    waits = work.synchronizations[begin:]
+    return ([loss.item() for loss in losses], _on_host(net), _on_host(optimizer)), waits
+
+
 def batch(step: int, *, is_split: bool) -> torch.Tensor:
     """Return the words of one step, on the host: of each rank its own, or of all the same."""
     seed = 100 * step + (dist.get_rank() if is_split else 0)
@@ -67,7 +139,7 @@ def train(kind: str, device: str, fault: str = "") -> tuple[Any, list[Synchroniz
     """Train the model.
 
     Args:
-        kind: "ddp" or "tp".
+        kind: "ddp", "tp", or "wide" for `train_wide`.
         device: "late" or "cpu".
         fault: "" or, at the start of step 1, "weight": rank 1's weight of one layer is another;
             "index": the device fails with an index that is too large.
@@ -76,6 +148,8 @@ def train(kind: str, device: str, fault: str = "") -> tuple[Any, list[Synchroniz
         What counts of the training, and who waited for the device between the first forward and
         the last optimizer step; on the CPU nobody.
     """
+    if kind == "wide":
+        return train_wide()
     torch.manual_seed(7)
     net = Net().to(device)
     is_data_parallel = kind == "ddp"
