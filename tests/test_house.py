@@ -65,6 +65,7 @@ FOREIGN = {
     "zmq": {"gather"},
     "typer": {"cli"},
     "transformers": set(),
+    "triton": {"capture"},
 }
 """Package -> the only rooms that may know it."""
 ONE_FILE = {"pyarrow": "export/parquet.py"}

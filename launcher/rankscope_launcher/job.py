@@ -21,11 +21,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
+from rankscope.capture.device.hostgpus import compilers_of_host
 from rankscope.capture.kernel import build as build_kernel
 from rankscope.errors import RankscopeError, SettingError
 from rankscope.gather.address import check_address
 from rankscope.gather.log import ExitOutcome
-from rankscope.run.companions import collector_command, relay_command
+from rankscope.run.companions import collector_command, relay_command, start_daemon
 from rankscope.run.folders import (
     FolderLock,
     is_held,
@@ -119,6 +120,8 @@ class TracedJob:
                 f"--rs-ranks selects none of the {shape.world_size} ranks of this job"
             )
         build_kernel()  # before any rank runs: they only load it
+        for command, log in compilers_of_host():
+            start_daemon(command, log, log.parent)
         launch = f"{shape.run_id}/{os.uname().nodename}/{os.getpid()}/{time.time_ns()}"
         request = RunRequest(
             run_id=shape.run_id,

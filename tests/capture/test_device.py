@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,23 +15,24 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rankscope.capture.accelerator import Accelerator
 from rankscope.capture.describe import Describer
-from rankscope.capture.device import DeviceDigester, mix64
+from rankscope.capture.device.devicedigester import DeviceDigester
+from rankscope.capture.device.fusedcache import CompiledImage, find_image
+from rankscope.capture.device.fusedforms import FusedReader
+from rankscope.capture.device.gpudriver import architecture_of, driver_of
+from rankscope.capture.device.mix64 import mix64
 from rankscope.capture.digest import Digester
 from rankscope.capture.elements import storage_of
 from rankscope.capture.reading import ValueNumbers
 from rankscope.layout.placement import Ranges
 
 CPU = torch.device("cpu")
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 DEVICES = [
     "cpu",
-    pytest.param(
-        "cuda",
-        marks=[
-            pytest.mark.gpu,
-            pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
-        ],
-    ),
+    pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU]),
+    pytest.param("cuda fused", marks=[pytest.mark.gpu, NO_GPU]),
 ]
 DTYPES = [
     torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.bool,
@@ -66,6 +72,28 @@ def agree(device: ValueNumbers, host: ValueNumbers) -> None:
         assert np.allclose(device.samples, host.samples, rtol=0, atol=4e-6 * host.l2)
 
 
+@functools.cache
+def fused_finder(architecture: str) -> Callable[[Any], CompiledImage | None]:
+    """Compile what is missing for a GPU, and give what finds it."""
+    module = "rankscope.capture.device.fusedcompile"
+    subprocess.run([sys.executable, "-m", module, architecture], check=True, timeout=600)
+    return functools.partial(find_image, architecture)
+
+
+def digester_on(device: str, batch_dim: int = 0) -> DeviceDigester:
+    """A digester by torch operations, or by fused kernels: `cpu`, `cuda`, `cuda fused`."""
+    where = torch.device(device.split()[0])
+    if not device.endswith("fused"):
+        return DeviceDigester(where, batch_dim)
+    where = torch.device("cuda", torch.cuda.current_device())
+    driver = driver_of(where)
+    assert driver is not None
+    find = fused_finder(architecture_of(where))
+    return DeviceDigester(
+        where, batch_dim, FusedReader(Accelerator(where), where, driver, find), pytest.fail
+    )
+
+
 def read_all(
     tensors: list[torch.Tensor], device: torch.device, batch_dim: int = 0
 ) -> list[ValueNumbers]:
@@ -90,8 +118,8 @@ def test_activations_of_any_size_are_read_with_and_without_samples(
     """From 2**19 elements on the host folds sample by sample; one product serves the device."""
     x = values(shape, torch.float32)
     for batch_dim, samples in ((0, True), (1, True), (0, False)):
-        digester = DeviceDigester(torch.device(device), batch_dim)
-        digester.read(x.to(device), None, samples=samples)
+        digester = digester_on(device, batch_dim)
+        digester.read(x.to(device.split()[0]), None, samples=samples)
         ((_, reading),) = digester.collect(wait=True)
         agree(reading, Digester(batch_dim).read(x, None, samples=samples))
 
@@ -140,8 +168,8 @@ def test_any_tensor_gets_the_numbers_of_the_host_digest(
     device: str, data: st.DataObject, x: torch.Tensor, batch_dim: int, samples: bool
 ) -> None:
     ranges = data.draw(held_ranges(tuple(x.shape)))
-    digester = DeviceDigester(torch.device(device), batch_dim)
-    digester.read(x.to(device), ranges, samples=samples)
+    digester = digester_on(device, batch_dim)
+    digester.read(x.to(device.split()[0]), ranges, samples=samples)
     ((_, reading),) = digester.collect(wait=True)
     agree(reading, Digester(batch_dim).read(x, ranges, samples=samples))
 
@@ -216,12 +244,12 @@ def test_deterministic_mode_gives_the_same_sketch() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
-def test_on_a_gpu_nothing_synchronizes_and_the_numbers_agree() -> None:
-    device = torch.device("cuda", torch.cuda.current_device())
+@NO_GPU
+@pytest.mark.parametrize("route", ["cuda", "cuda fused"])
+def test_on_a_gpu_nothing_synchronizes_and_the_numbers_agree(route: str) -> None:
     tensors = [values(shape, dtype) for shape in SHAPES for dtype in DTYPES]
-    digester = DeviceDigester(device)
-    on_device = [x.to(device) for x in tensors]
+    digester = digester_on(route)
+    on_device = [x.to("cuda") for x in tensors]
     for x in on_device:  # builds the tables; pinned memory may be allocated once
         digester.read(x, None, samples=True)
     digester.collect(wait=True)
@@ -233,8 +261,9 @@ def test_on_a_gpu_nothing_synchronizes_and_the_numbers_agree() -> None:
         torch.cuda.set_sync_debug_mode("default")
     found = dict(digester.collect(wait=True))
     for x, ticket in zip(tensors, tickets, strict=True):
-        assert ticket is not None
-        agree(found[ticket], Digester().read(x, None, samples=True))
+        reading = found[ticket or 0]
+        assert reading is not None
+        agree(reading, Digester().read(x, None, samples=True))
     described, _ = Describer(0).describe(on_device[0])
     assert described.can_digest_on_device
     assert not described.can_digest

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import (
 from torch.utils.flop_counter import FlopCounterMode
 
 from rankscope.capture.describe import Describer
-from rankscope.capture.device import DeviceDigester
+from rankscope.capture.device.devicedigester import DeviceDigester
 from rankscope.capture.digest import Digester
 from rankscope.capture.invisible import invisible
 from rankscope.capture.pytree import walk

@@ -11,7 +11,7 @@ import torch
 
 from rankscope.capture import accelerator
 from rankscope.capture.accelerator import Accelerator
-from rankscope.capture.device import DeviceDigester
+from rankscope.capture.device.devicedigester import DeviceDigester
 from rankscope.capture.digest import Digester
 from rankscope.capture.reading import ValueNumbers
 from rankscope.capture.staging import DeviceStaging

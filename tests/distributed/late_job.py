@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import rankscope
-from rankscope.capture.device import DeviceDigester
+from rankscope.capture.device.devicedigester import DeviceDigester
 from tests import lateaccelerator
 from tests.lateaccelerator.streams import Synchronization, work
 from tests.unharmed import differences, numbers_of

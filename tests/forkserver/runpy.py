@@ -16,9 +16,10 @@ What a fork shares with a Python that was started by its command:
 
 What differs: hash seed and addresses are the same in all forks; modules of other packages that
 torch needs are in `sys.modules` from the start; no destructor of a C++ library runs at the end, and
-torch does not take back its operators one by one; and variables that Python or torch read when they
-start are those of this process (`tests.forked` runs a command that has other ones in the ordinary
-way).
+torch does not take back its operators one by one; Triton cannot be imported (its library complains
+on stderr about every module that is left loaded at the end); and variables that Python or torch
+read when they start are those of this process (`tests.forked` runs a command that has other ones in
+the ordinary way).
 """
 
 from __future__ import annotations
@@ -336,6 +337,7 @@ _forked = importlib.util.module_from_spec(_forked_spec)
 _forked_spec.loader.exec_module(_forked)
 _channel = socket.socket(fileno=int(sys.argv[1]))
 atexit.register(_leave_loaded)
+sys.modules["triton"] = None  # type: ignore[assignment]
 for _name in PRELOADED:
     importlib.import_module(_name)
 assert len(os.listdir("/proc/self/task")) == 1, "an import started a thread: no fork is safe"

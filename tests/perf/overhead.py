@@ -2,6 +2,7 @@
 process.
 
     python -m tests.perf.overhead [--rounds 9] [--peers] [--training] [--calls] [--profile]
+    python -m tests.perf.overhead --device cuda --training      after: rankscope doctor
 
 Every figure is the ratio of medians against plain steps timed in the same rounds, so that a slow or
 busy machine shifts both. The model is a Llama (hidden 512, intermediate 1536, 8 layers, 8 heads,
@@ -18,6 +19,7 @@ import io
 import os
 import pstats
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -32,6 +34,7 @@ import rankscope
 from rankscope.record.call import Phase
 
 Step = Callable[[], None]
+DEVICE = torch.device("cuda" if "cuda" in sys.argv else "cpu")
 MICRO_BATCHES = 4
 PHASES = frozenset(phase.word for phase in Phase)
 HEADER = "\n| {} | ratio to plain | quartiles | plain ms | watched ms |\n|---|---|---|---|---|"
@@ -46,13 +49,14 @@ def llama() -> nn.Module:
         hidden_size=512, intermediate_size=1536, num_hidden_layers=8, num_attention_heads=8,
         num_key_value_heads=8, vocab_size=4096, use_cache=False,
     )  # fmt: skip
-    return LlamaForCausalLM(config)
+    return LlamaForCausalLM(config).to(DEVICE)
 
 
 def inference(model: nn.Module) -> Step:
     """Return one forward without gradients."""
     model.eval()
     tokens = torch.randint(0, 4096, (2, 128), generator=torch.Generator().manual_seed(1))
+    tokens = tokens.to(DEVICE)
 
     def forward() -> None:
         with torch.no_grad():
@@ -65,6 +69,7 @@ def training(model: nn.Module, micro_batches: int = 1) -> Step:
     """Return one whole training step."""
     model.train()
     tokens = torch.randint(0, 4096, (2, 128), generator=torch.Generator().manual_seed(1))
+    tokens = tokens.to(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
     def train() -> None:
@@ -83,6 +88,8 @@ def seconds(step: Step, repeats: int) -> list[float]:
     for _ in range(repeats):
         start = time.perf_counter()
         step()
+        if DEVICE.type == "cuda":
+            torch.cuda.synchronize()
         taken.append(time.perf_counter() - start)
     return taken
 
@@ -247,6 +254,7 @@ def main() -> None:
     )
     parser.add_argument("--calls", action="store_true", help="cost per call over 10,000 modules")
     parser.add_argument("--profile", action="store_true", help="profile instead of timing")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     options = parser.parse_args()
     torch.set_num_threads(1)
     model = llama()

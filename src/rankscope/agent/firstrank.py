@@ -27,6 +27,7 @@ from rankscope.agent.rendezvous import (
     lookup,
     publish,
 )
+from rankscope.capture.device.hostgpus import compilers_of_host
 from rankscope.capture.kernel import build as build_kernel
 from rankscope.errors import FolderBusyError, SpoolError
 from rankscope.record.streams import RankIdentity
@@ -90,6 +91,8 @@ def find_or_prepare_run(
     try:
         if not (run_folder / RUN_NAME).exists():
             build_kernel()
+            for command, log in compilers_of_host():
+                start_daemon(command, log, log.parent)
             _prepare(settings, identity, run_folder, environ, store)
         _ensure_companions(settings, run_folder, read_run_header(run_folder))
     finally:

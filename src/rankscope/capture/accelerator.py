@@ -56,6 +56,7 @@ class HostCopy(NamedTuple):
             pause = min(2 * pause, _MOST_PAUSE_S)
 
 
+_NOTHING = contextlib.nullcontext()
 _DONE = HostCopy(lambda: True)
 
 
@@ -81,6 +82,16 @@ class Accelerator:
     def current_stream(self) -> Any:
         """Return the stream on which operations of this thread run, hashable; None without."""
         return self._current(self._device) if self._has_streams else None
+
+    def handle_of(self, stream: Any) -> int:
+        """Return a stream as the driver of CUDA or HIP knows it, 0 for the default one."""
+        return int(getattr(stream, "cuda_stream", 0))
+
+    def chosen(self) -> contextlib.AbstractContextManager[object]:
+        """Return a context in which this is the current CUDA or HIP device of the thread."""
+        if self._device.type != "cuda" or torch.cuda.current_device() == self._device.index:
+            return _NOTHING
+        return torch.cuda.device(self._device)
 
     def new_stream(self) -> Any:
         """Return a stream beside the others; None where there is one queue for all."""

@@ -14,14 +14,13 @@ import hashlib
 import os
 import platform
 import shutil
-import stat
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+from rankscope.capture.codefolders import code_folders, is_off, is_ours, is_safe, made_folder
 from rankscope.capture.kernelcalls import Kernel, gives_numpys_numbers
 
 __all__ = ["build", "load"]
@@ -47,7 +46,7 @@ def build() -> Path | None:
     Returns:
         The library; None where there is no compiler, no safe folder, or no working result.
     """
-    if _is_off():
+    if is_off():
         return None
     ready = load()
     if ready is not None:
@@ -57,11 +56,9 @@ def build() -> Path | None:
     if compiler is None or name is None:
         return None
     deadline = time.monotonic() + _BUILD_TIMEOUT_S
-    for folder in _folders():
+    for folder in code_folders():
         try:
-            for part in (folder.parent, folder):
-                part.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if _is_safe(folder) and _compile(compiler, folder / name, deadline):
+            if made_folder(folder) and _compile(compiler, folder / name, deadline):
                 return folder / name
         except OSError:
             continue
@@ -74,51 +71,18 @@ def load() -> Kernel | None:
     A library is trusted when it and its folder belong to this user alone and it gives the numbers
     of numpy.
     """
-    if _is_off():
+    if is_off():
         return None
     name = _library_name()
     if name is None:
         return None
-    for folder in _folders():
+    for folder in code_folders():
         path = folder / name
-        if _is_safe(folder) and _is_ours(path):
+        if is_safe(folder) and is_ours(path):
             found = _checked(path)
             if found is not None:
                 return found
     return None
-
-
-def _is_off() -> bool:
-    return os.environ.get("RANKSCOPE_KERNEL", "").lower() in ("off", "0", "no", "false")
-
-
-def _folders() -> Iterator[Path]:
-    """Yield where libraries may lie: the user's cache, else next to the spools."""
-    cache = os.environ.get("XDG_CACHE_HOME", "")
-    home = os.environ.get("HOME", "")
-    if os.path.isabs(cache):
-        yield Path(cache) / "rankscope"
-    elif os.path.isabs(home):
-        yield Path(home) / ".cache" / "rankscope"
-    yield Path(tempfile.gettempdir()) / f"rankscope-{os.getuid()}" / "kernel"
-
-
-def _is_safe(folder: Path) -> bool:
-    """True where nobody else can put a library, nor put another folder in place of this one."""
-    return _is_ours(folder.parent) and _is_ours(folder)
-
-
-def _is_ours(path: Path) -> bool:
-    """True for a folder or file of this user that nobody else can write, and no link."""
-    try:
-        status = path.lstat()
-    except OSError:
-        return False
-    return (
-        status.st_uid == os.getuid()
-        and not status.st_mode & 0o022
-        and (stat.S_ISDIR(status.st_mode) or stat.S_ISREG(status.st_mode))
-    )
 
 
 @functools.cache

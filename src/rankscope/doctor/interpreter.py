@@ -8,10 +8,12 @@ import re
 import shlex
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import rankscope
+from rankscope.capture.device.fusedcache import find_image, missing, variants
 from rankscope.doctor.condition import Condition, Status
 
 __all__ = ["interpreter_conditions"]
@@ -40,11 +42,16 @@ try:
     found["torch"] = torch.__version__
 except (ImportError, OSError, RuntimeError) as error:
     found["no_torch"] = repr(error)
+try:
+    from rankscope.capture.device.gpudriver import architectures
+    found["gpus"] = architectures()
+except (ImportError, OSError, RuntimeError):
+    found["gpus"] = []
 arming = sys.modules.get("rankscope.agent.activation")
 found["is_armed"] = arming is not None and arming.current_session() is not None
 print("\\n{_MARK}" + json.dumps(found))
 """
-_NAMES = ("python", "rankscope", "torch", "start-up file", "start-up")
+_NAMES = ("python", "rankscope", "torch", "GPU kernels", "start-up file", "start-up")
 
 
 def interpreter_conditions(
@@ -72,6 +79,7 @@ def interpreter_conditions(
     yield _rankscope(found)
     torch = _torch(found)
     yield torch
+    yield _gpu_kernels(command, found["gpus"])
     yield from _start_up(found, complaint, torch.status is Status.OK)
 
 
@@ -131,6 +139,30 @@ def _torch(found: Mapping[str, Any]) -> Condition:
             "torch", f"{found['torch']} is too old", f"install torch {oldest} or newer"
         )
     return Condition.ok("torch", found["torch"])
+
+
+def _gpu_kernels(command: Sequence[str], architectures: Sequence[str]) -> Condition:
+    """Say what takes the digests on GPUs; compiles their kernels where that is still to be done."""
+    if not architectures:
+        return Condition.ok("GPU kernels", "torch has no GPU to use here")
+    for architecture in architectures:
+        if missing(architecture):
+            with suppress(OSError, subprocess.SubprocessError):
+                subprocess.run(
+                    [*command, "-m", "rankscope.capture.device.fusedcompile", architecture],
+                    stdin=subprocess.DEVNULL,
+                    capture_output=True,
+                    timeout=_LIMIT_S,
+                    check=False,
+                )
+        if find_image(architecture, next(variants())) is None:
+            return Condition.note(
+                "GPU kernels",
+                f"none for {architecture}: torch operations take the digests, with the same "
+                f"numbers and many times the launches",
+                "install triton (torch for CUDA and ROCm brings it), unset RANKSCOPE_KERNEL",
+            )
+    return Condition.ok("GPU kernels", f"compiled for {', '.join(architectures)}")
 
 
 def _start_up(found: Mapping[str, Any], complaint: str, torch_is_fine: bool) -> Iterator[Condition]:

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
+from rankscope.agent.guard import say
+from rankscope.capture.accelerator import Accelerator
 from rankscope.capture.describe import Described
-from rankscope.capture.device import DeviceDigester
+from rankscope.capture.device.devicedigester import DeviceDigester
+from rankscope.capture.device.fusedcache import compiler_of, find_image
+from rankscope.capture.device.fusedforms import FusedReader
+from rankscope.capture.device.gpudriver import architecture_of, driver_of
 from rankscope.capture.reading import ValueNumbers
+from rankscope.errors import SpoolError
 from rankscope.record.call import Phase
+from rankscope.run.companions import start_daemon
 
 __all__ = ["DeviceValues", "HeldValue", "ValuePlace"]
 
@@ -62,7 +70,7 @@ class DeviceValues:
         with self._lock:
             digester = self._digesters.get(device)
             if digester is None:
-                digester = self._digesters[device] = DeviceDigester(device, self._batch_dim)
+                digester = self._digesters[device] = _make_digester(device, self._batch_dim)
             ticket = digester.read(local, place.described.ranges, samples=samples)
             if ticket is None:
                 return False
@@ -77,7 +85,7 @@ class DeviceValues:
 
     def collect(self, *, wait: bool) -> list[tuple[ValuePlace | HeldValue, ValueNumbers | None]]:
         """Return the readings that have arrived, with the places they belong to; None for those of
-        a device that failed.
+        a device that failed, and for those that cannot be believed.
 
         Args:
             wait: wait for the devices. Only at the end of a trace.
@@ -101,3 +109,24 @@ class DeviceValues:
             new = [device for device in failed if device not in self._told]
             self._told.update(new)
             return [f"no digest came back from {d}: {self._digesters[d].failure}" for d in new]
+
+
+def _make_digester(device: torch.device, batch_dim: int) -> DeviceDigester:
+    """Return the digester of a device, with the fused kernels where it has any; those that are
+    missing on this host are being compiled then.
+    """
+    driver = driver_of(device)
+    if driver is None:
+        return DeviceDigester(device, batch_dim)
+    architecture = architecture_of(device)
+    compiler = compiler_of(architecture)
+    if compiler is not None:
+        command, log = compiler
+        try:
+            start_daemon(command, log, log.parent)
+        except SpoolError as error:
+            say(f"{error}: torch operations take the digests on {device}, which is slower")
+    find = partial(find_image, architecture)
+    return DeviceDigester(
+        device, batch_dim, FusedReader(Accelerator(device), device, driver, find), say
+    )

@@ -1,0 +1,56 @@
+"""Where compiled code of ours lies, and whether nobody else can have put it there."""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+__all__ = ["code_folders", "is_off", "is_ours", "is_safe", "made_folder"]
+
+
+def is_off() -> bool:
+    """True where RANKSCOPE_KERNEL asks for no compiled code."""
+    return os.environ.get("RANKSCOPE_KERNEL", "").lower() in ("off", "0", "no", "false")
+
+
+def code_folders() -> Iterator[Path]:
+    """Yield where compiled code may lie: the user's cache, else next to the spools."""
+    cache = os.environ.get("XDG_CACHE_HOME", "")
+    home = os.environ.get("HOME", "")
+    if os.path.isabs(cache):
+        yield Path(cache) / "rankscope"
+    elif os.path.isabs(home):
+        yield Path(home) / ".cache" / "rankscope"
+    yield Path(tempfile.gettempdir()) / f"rankscope-{os.getuid()}" / "kernel"
+
+
+def is_safe(folder: Path) -> bool:
+    """True where nobody else can put code, nor put another folder in place of this one."""
+    return is_ours(folder.parent) and is_ours(folder)
+
+
+def is_ours(path: Path) -> bool:
+    """True for a folder or file of this user that nobody else can write, and no link."""
+    try:
+        status = path.lstat()
+    except OSError:
+        return False
+    return (
+        status.st_uid == os.getuid()
+        and not status.st_mode & 0o022
+        and (stat.S_ISDIR(status.st_mode) or stat.S_ISREG(status.st_mode))
+    )
+
+
+def made_folder(folder: Path) -> bool:
+    """Make one of `code_folders`; False where others could write there.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    for part in (folder.parent, folder):
+        part.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return is_safe(folder)

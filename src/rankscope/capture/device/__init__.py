@@ -1,0 +1,1 @@
+"""The digest of values on accelerators."""

@@ -1,0 +1,324 @@
+"""The digest of accelerator tensors, without ever waiting for the accelerator.
+
+Each value becomes a row of numbers in a buffer on the device (`resultrow`), computed on the
+caller's stream: by a fused kernel where one lies compiled (`fusedforms`), else by torch operations
+(`operations`). A flush copies the rows to pinned memory without blocking and records an event;
+`collect` gives the readings whose event has passed. Nothing here calls `.item()`, indexes by a mask
+or synchronizes; only `collect(wait=True)`, at the end of the trace, waits.
+
+Statistics and sketch mean what `capture.digest` means; the hash is `mix64`, and `HASH_ALGORITHM` is
+what a trace says about a value read here.
+
+A kernel is not believed on a machine where it never ran: the first value of each is read by torch
+operations as well, and where the two disagree its readings are thrown away.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import torch
+
+from rankscope.capture.accelerator import Accelerator, HostCopy
+from rankscope.capture.device.fusedcache import ReadVariant
+from rankscope.capture.device.fusedforms import FusedForm, FusedReader
+from rankscope.capture.device.operations import OperationsForm, make_operations_form
+from rankscope.capture.device.resultrow import agree, reading_of_row, row_size
+from rankscope.capture.elements import Storage, storage_of
+from rankscope.capture.fold import FoldPlan, make_plan
+from rankscope.capture.invisible import invisible, invisible_operations
+from rankscope.capture.reading import ValueNumbers
+from rankscope.layout.placement import Ranges
+
+__all__ = ["DeviceDigester"]
+
+_CAPACITY: Final = 1 << 15
+_MOST_FORMS: Final = 1024
+_MOST_TABLE_BYTES: Final = 64 << 20
+"""Of tables on the device, beyond which all of them are made anew."""
+
+Tell = Callable[[str], None]
+
+
+@dataclass(slots=True)
+class _DeviceForm:
+    """What is the same for values of one dtype, shape, strides and layout on one stream."""
+
+    plan: FoldPlan
+    size: int
+    """Numbers of a row."""
+    batch_dim: int | None
+    storage: Storage
+    stream: int
+    """As the driver knows it."""
+    fused: FusedForm | None
+    operations: OperationsForm | None = None
+    """Made when first asked for."""
+
+
+class _Ticket(NamedTuple):
+    """Where the row of a value lies."""
+
+    number: int
+    plan: FoldPlan
+    start: int
+    variant: ReadVariant | None
+    """The fused kernel that wrote it."""
+    proof: int | None
+    """Where the row lies that torch operations wrote of the same value."""
+
+
+@dataclass(slots=True)
+class _RowsInTransfer:
+    """Rows on their way to the host."""
+
+    tickets: list[_Ticket]
+    host: torch.Tensor
+    copy: HostCopy
+    source: torch.Tensor
+    """Kept until the copy is done."""
+
+
+class _Buffer:
+    """Rows of one stream that no flush has sent yet."""
+
+    def __init__(self, device: torch.device, capacity: int) -> None:
+        self.rows = torch.empty(capacity, dtype=torch.float64, device=device)
+        self.address = 0 if device.type == "meta" else self.rows.data_ptr()
+        self.capacity = capacity
+        self.used = 0
+        self.tickets: list[_Ticket] = []
+
+
+class DeviceDigester:
+    """Reads digests of tensors on one accelerator; on the CPU too, by the same operations.
+
+    Args:
+        device: the accelerator.
+        batch_dim: dim whose samples are kept apart where that is asked for.
+        fused: makes forms of fused kernels, if there are any for this device.
+        tell: is told, once, what became of the fused kernels.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        batch_dim: int = 0,
+        fused: FusedReader | None = None,
+        tell: Tell = lambda text: None,
+    ) -> None:
+        self._device = device
+        self._accelerator = Accelerator(device)
+        self._batch_dim = batch_dim
+        self._fused = fused
+        self._tell = tell
+        self._forms: dict[object, _DeviceForm] = {}
+        self._table_bytes = 0
+        self._has_waited_for_kernels = False
+        self._asked: set[ReadVariant] = set()
+        self._distrusted: set[ReadVariant] = set()
+        self._buffers: dict[Any, _Buffer] = {}
+        """By stream."""
+        self._flights: deque[_RowsInTransfer] = deque()
+        self._next_ticket = 0
+        self.failure = ""
+        """Why nothing comes back any more; "" while the device works."""
+
+    def read(
+        self, local: torch.Tensor, ranges: tuple[Ranges, ...] | None, *, samples: bool
+    ) -> int | None:
+        """Enqueue the digest of a tensor on this device as it is now, on the current stream.
+
+        Returns:
+            The ticket under which `collect` gives the reading; None while a CUDA graph is captured,
+            when whatever we enqueued would become part of the graph, and once the device failed.
+        """
+        if self.failure or self._accelerator.is_capturing():
+            return None
+        with invisible():
+            if local.is_conj() or local.is_neg():  # bits that a read of the memory does not see
+                with invisible_operations():
+                    local = local.detach().resolve_conj().resolve_neg()
+            stream = self._accelerator.current_stream()
+            # a table is ready behind the work of the stream that made it, and of no other
+            key = (local.dtype, local.shape, local.stride(), ranges, samples, stream)
+            form = self._forms.get(key) or self._add_form(local, ranges, samples, stream, key)
+            buffer = self._buffer(2 * form.size, stream)
+            start, proof = buffer.used, None
+            variant = self._fill_fused(form, buffer, local)
+            buffer.used += form.size
+            if variant is None:
+                self._fill(form, buffer, start, local)
+            elif variant not in self._asked:
+                self._asked.add(variant)
+                proof = buffer.used
+                buffer.used += form.size
+                self._fill(form, buffer, proof, local)
+        self._next_ticket += 1
+        buffer.tickets.append(_Ticket(self._next_ticket, form.plan, start, variant, proof))
+        return self._next_ticket
+
+    def flush(self) -> None:
+        """Start copying everything read so far to the host; returns at once. While a graph is
+        captured it does nothing: the rows wait for the next flush.
+        """
+        if self._accelerator.is_capturing():
+            return
+        with self._noting_failure(), invisible_operations():
+            for stream, buffer in self._buffers.items():
+                if buffer.tickets:
+                    self._send(stream, buffer)
+        self._buffers.clear()
+        if self._has_waited_for_kernels:  # they may lie ready when the next step begins
+            self._forget_forms()
+
+    def collect(self, *, wait: bool = False) -> list[tuple[int, ValueNumbers | None]]:
+        """Return (ticket, reading) of every value that has arrived, in the order they were read.
+
+        Args:
+            wait: flush, and wait for the device. Only at the end of a trace.
+
+        Returns:
+            None for a reading that cannot be believed.
+        """
+        if wait:
+            self.flush()
+        arrived: list[tuple[int, ValueNumbers | None]] = []
+        if self._accelerator.is_capturing():
+            return arrived
+        with self._noting_failure():
+            while self._flights:
+                if wait:
+                    self._flights[0].copy.wait()
+                elif not self._flights[0].copy.is_done():
+                    break
+                arrived += self._readings(self._flights.popleft())
+        return arrived
+
+    @contextlib.contextmanager
+    def _noting_failure(self) -> Iterator[None]:
+        """Give up what is on its way where the device is in error or stands still."""
+        try:
+            yield
+        except (RuntimeError, TimeoutError) as error:
+            self.failure = f"{type(error).__name__}: {error}"
+            self._flights.clear()
+            self._buffers.clear()
+
+    def _readings(self, flight: _RowsInTransfer) -> Iterator[tuple[int, ValueNumbers | None]]:
+        """Yield (ticket, reading) of rows that have arrived."""
+        with invisible_operations():
+            numbers = np.array(flight.host.tolist(), dtype=np.float64)
+            words = np.array(flight.host.view(torch.int64).tolist(), dtype=np.int64)
+
+        def reading(plan: FoldPlan, start: int) -> ValueNumbers:
+            return reading_of_row(plan, numbers[start:], words[start:])
+
+        for _, plan, start, variant, proof in flight.tickets:
+            if proof is not None and not agree(reading(plan, start), reading(plan, proof)):
+                self._distrust(variant)
+        for number, plan, start, variant, _ in flight.tickets:
+            yield number, None if variant in self._distrusted else reading(plan, start)
+
+    def _fill_fused(
+        self, form: _DeviceForm, buffer: _Buffer, local: torch.Tensor
+    ) -> ReadVariant | None:
+        """Enqueue the fused kernel where there is one; None where operations have to do it."""
+        if form.fused is None:
+            return None
+        row = buffer.address + 8 * buffer.used
+        with self._accelerator.chosen():
+            variant = form.fused.fill(row, local.data_ptr(), form.stream)
+        if variant is None:
+            self._tell("the driver refused to launch a fused kernel: torch operations read instead")
+        elif variant not in self._distrusted:
+            return variant
+        form.fused = None
+        return None
+
+    def _fill(self, form: _DeviceForm, buffer: _Buffer, start: int, local: torch.Tensor) -> None:
+        with invisible_operations():
+            row = buffer.rows[start : start + form.size]
+            if not form.plan.count:
+                row.zero_()
+                return
+            if form.operations is None:
+                form.operations = make_operations_form(
+                    self._accelerator, form.plan, form.batch_dim, form.storage
+                )
+                self._table_bytes += form.operations.held_bytes
+            form.operations.fill(row, local)
+
+    def _add_form(
+        self,
+        local: torch.Tensor,
+        ranges: tuple[Ranges, ...] | None,
+        samples: bool,
+        stream: Any,
+        key: object,
+    ) -> _DeviceForm:
+        storage = storage_of(local.dtype)
+        if storage is None:
+            raise TypeError(
+                f"{local.dtype} tensors have no digest: ask capture.describe before reading one"
+            )
+        batch_dim = (
+            self._batch_dim % local.dim()
+            if samples and -local.dim() <= self._batch_dim < local.dim()
+            else None
+        )
+        plan = make_plan(tuple(local.shape), ranges, batch_dim, storage.is_complex)
+        if len(self._forms) >= _MOST_FORMS or self._table_bytes > _MOST_TABLE_BYTES:
+            self._forget_forms()
+        fused = None
+        if self._fused is not None and plan.count:
+            try:
+                with invisible_operations(), self._accelerator.chosen():
+                    fused = self._fused.make_form(local, ranges, plan, batch_dim, storage, stream)
+            except OSError as error:
+                self._tell(f"{error}: torch operations read instead")
+                self._fused = None
+            else:
+                self._has_waited_for_kernels |= self._fused.is_waiting
+        if fused is not None:
+            self._table_bytes += fused.held_bytes
+        handle = self._accelerator.handle_of(stream)
+        form = _DeviceForm(plan, row_size(plan), batch_dim, storage, handle, fused)
+        self._forms[key] = form
+        return form
+
+    def _forget_forms(self) -> None:
+        self._forms.clear()
+        self._table_bytes = 0
+        self._has_waited_for_kernels = False
+
+    def _distrust(self, variant: ReadVariant | None) -> None:
+        if variant is not None and variant not in self._distrusted:
+            self._distrusted.add(variant)
+            self._tell(
+                f"the fused kernel {variant.name} gives wrong numbers on this machine: what it "
+                f"read is left out, and torch operations read from now on"
+            )
+
+    def _buffer(self, size: int, stream: Any) -> _Buffer:
+        buffer = self._buffers.get(stream)
+        if buffer is not None and buffer.used + size > buffer.capacity:
+            with invisible_operations():
+                self._send(stream, buffer)
+            buffer = None
+        if buffer is None:
+            with invisible_operations():
+                buffer = self._buffers[stream] = _Buffer(self._device, max(_CAPACITY, size))
+        return buffer
+
+    def _send(self, stream: Any, buffer: _Buffer) -> None:
+        """Copy the rows of a buffer on the stream that fills them."""
+        rows = buffer.rows[: buffer.used]
+        host = self._accelerator.host_memory(buffer.used, torch.float64)
+        copy = self._accelerator.copy_to_host(rows, host, stream)
+        self._flights.append(_RowsInTransfer(buffer.tickets, host, copy, rows))

@@ -1,0 +1,214 @@
+"""The fused kernels of this host: which there are, where they lie compiled, and who compiles them.
+
+A process of its own compiles them ahead, once for each kind of GPU and version of the source, into
+a folder that only this user can write; ranks load what lies ready, and use torch operations until
+then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import hashlib
+import importlib.util
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import msgpack  # type: ignore[import-untyped]
+
+from rankscope.capture.codefolders import code_folders, is_off, is_ours, is_safe, made_folder
+
+__all__ = [
+    "CombineVariant",
+    "CompiledImage",
+    "ReadVariant",
+    "compiler_of",
+    "find_image",
+    "lock_for_building",
+    "missing",
+    "save_image",
+    "variants",
+]
+
+_SOURCES: Final = ("fusedkernels.py", "fusedcompile.py", "fusedplan.py", "mix64.py")
+_KINDS: Final = (
+    "bfloat16", "float32", "float16", "uint8", "int64", "table", "float64", "int32", "int8",
+    "int16", "uint16", "uint32", "uint64",
+)  # fmt: skip
+"""What a value's words are, the usual ones first; bools are uint8, 8-bit floats `table`."""
+_DOUBLES: Final = ("float64", "int32", "int64", "uint32", "uint64")
+_WIDE: Final = ("float32", "bfloat16", "float64", "table")
+_WORD_BYTES: Final = {"bfloat16": 2, "table": 1}
+_VECTOR_BYTES: Final = 16
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledImage:
+    """A kernel as the compiler left it."""
+
+    name: str
+    image: bytes
+    """cubin or hsaco."""
+    threads: int
+    """Of a block."""
+    shared: int
+    """Bytes of shared memory of a block."""
+
+
+class ReadVariant(NamedTuple):
+    """A kernel that reads values."""
+
+    kind: str
+    is_plain: bool
+    """Neighbouring columns are neighbours in memory."""
+    is_aligned: bool
+    """Rows are full (`fusedplan`) and begin at multiples of 16 bytes: the usual activation."""
+
+    @property
+    def name(self) -> str:
+        """What it is filed under."""
+        columns = "plain" if self.is_plain else "scattered"
+        return f"read-{self.kind}-{columns}{'-aligned' if self.is_aligned else ''}"
+
+    @property
+    def is_double(self) -> bool:
+        """Computes in float64: values of 32 bits and more that float32 does not hold."""
+        return self.kind in _DOUBLES
+
+    @property
+    def is_floating(self) -> bool:
+        """Values may not be finite."""
+        return self.kind == "table" or "float" in self.kind
+
+    @property
+    def is_wide(self) -> bool:
+        """Squares of values may leave the range of the float they are computed in."""
+        return self.kind in _WIDE
+
+    @property
+    def word_bytes(self) -> int:
+        """Size of a word."""
+        return _WORD_BYTES.get(self.kind) or int(self.kind.lstrip("uintfloa")) // 8
+
+    @property
+    def step(self) -> int:
+        """Words of which every row's offset is a multiple."""
+        return _VECTOR_BYTES // self.word_bytes if self.is_aligned else 1
+
+
+class CombineVariant(NamedTuple):
+    """A kernel that puts partial results together."""
+
+    is_double: bool
+    """They are float64."""
+
+    @property
+    def name(self) -> str:
+        """What it is filed under."""
+        return f"combine-{'float64' if self.is_double else 'float32'}"
+
+
+def variants() -> Iterator[ReadVariant | CombineVariant]:
+    """Yield all kernels there are, the usual ones first."""
+    yield CombineVariant(is_double=False)
+    yield CombineVariant(is_double=True)
+    for is_plain, is_aligned in ((True, True), (True, False), (False, False)):
+        for kind in _KINDS:
+            yield ReadVariant(kind, is_plain, is_aligned)
+
+
+def find_image(architecture: str, variant: ReadVariant | CombineVariant) -> CompiledImage | None:
+    """Return a compiled kernel, None where none that is to be trusted lies on this host.
+
+    Args:
+        architecture: `cuda-90`, `hip-gfx942`.
+        variant: which kernel.
+    """
+    if is_off():
+        return None
+    for folder in code_folders():
+        path = folder / _file_name(architecture, variant)
+        if is_safe(folder) and is_ours(path):
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                held: Any = msgpack.unpackb(path.read_bytes())
+                return CompiledImage(held["name"], held["image"], held["threads"], held["shared"])
+    return None
+
+
+def save_image(
+    architecture: str, variant: ReadVariant | CombineVariant, image: CompiledImage
+) -> Path | None:
+    """File a compiled kernel; None where there is no folder that is ours alone."""
+    held = {"name": image.name, "image": image.image, "threads": image.threads,
+            "shared": image.shared}  # fmt: skip
+    for folder in code_folders():
+        with contextlib.suppress(OSError):
+            if made_folder(folder):
+                handle, draft = tempfile.mkstemp(dir=folder, prefix=".draft-")
+                with os.fdopen(handle, "wb") as file:
+                    file.write(msgpack.packb(held))
+                return Path(draft).replace(folder / _file_name(architecture, variant))
+    return None
+
+
+@contextlib.contextmanager
+def lock_for_building(architecture: str) -> Iterator[bool]:
+    """Hold the lock for compiling the kernels of an architecture; False where another does."""
+    with contextlib.ExitStack() as stack:
+        is_held = False
+        for folder in code_folders():
+            try:
+                if not made_folder(folder):
+                    continue
+                path = folder / f"{architecture}.lock"
+                lock = stack.enter_context(open(path, "w", encoding="utf-8"))
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                is_held = True
+            except BlockingIOError:
+                pass
+            except OSError:
+                continue
+            break
+        yield is_held
+
+
+def missing(architecture: str) -> list[ReadVariant | CombineVariant]:
+    """Return the kernels that still have to be compiled; none where that is switched off, or Triton
+    is not installed.
+    """
+    if is_off() or importlib.util.find_spec("triton") is None:
+        return []
+    return [variant for variant in variants() if find_image(architecture, variant) is None]
+
+
+def compiler_of(architecture: str) -> tuple[list[str], Path] | None:
+    """Return the command that compiles what is missing, and the file for what it says.
+
+    Returns:
+        None where nothing is missing, nothing can be compiled, or no folder is ours alone.
+    """
+    if not missing(architecture):
+        return None
+    command = [sys.executable, "-m", "rankscope.capture.device.fusedcompile", architecture]
+    for folder in code_folders():
+        with contextlib.suppress(OSError):
+            if made_folder(folder):
+                return command, folder / f"{architecture}.log"
+    return None
+
+
+@functools.cache
+def _source_key() -> str:
+    folder = Path(__file__).parent
+    source = b"\0".join((folder / name).read_bytes() for name in _SOURCES)
+    return hashlib.blake2b(source, digest_size=8).hexdigest()
+
+
+def _file_name(architecture: str, variant: ReadVariant | CombineVariant) -> str:
+    return f"{architecture}-{variant.name}-{_source_key()}.kernel"

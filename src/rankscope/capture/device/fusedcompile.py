@@ -1,0 +1,130 @@
+"""Compiles the fused kernels for one kind of GPU, without a GPU: `python -m ... cuda-90`.
+
+The only module besides the kernels themselves that imports Triton, and no rank imports either.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from typing import Any, Final
+
+from rankscope.capture.device.fusedcache import (
+    CombineVariant,
+    CompiledImage,
+    ReadVariant,
+    lock_for_building,
+    missing,
+    save_image,
+)
+from rankscope.capture.device.fusedplan import BLOCK
+
+__all__ = ["COMBINE_BLOCK", "compile_for", "constants_of", "image_of"]
+
+COMBINE_BLOCK: Final = 128
+_WARPS: Final = 4
+_MOST_PROCESSES: Final = 8
+_NICENESS: Final = 10
+_TABLES: Final = {
+    "table": "*fp32", "same": "*u8", "row_keys": "*i64", "row_offsets": "*i64",
+    "row_limits": "*i32", "row_weights": "*fp32", "column_keys": "*i64",
+    "column_offsets": "*i64", "column_factors": "*fp32", "counts": "*i64", "row": "*fp64",
+}  # fmt: skip
+
+
+def constants_of(variant: ReadVariant | CombineVariant) -> dict[str, Any]:
+    """Return what a kernel is compiled for, by the names of its arguments."""
+    if isinstance(variant, CombineVariant):
+        return {"BLOCK": COMBINE_BLOCK}
+    return {
+        "KIND": variant.kind,
+        "DOUBLE": variant.is_double,
+        "FLOATING": variant.is_floating,
+        "WIDE": variant.is_wide,
+        "PLAIN": variant.is_plain,
+        "FULL": variant.is_aligned,
+        "ALIGN": variant.step,
+        "BLOCK": BLOCK,
+    }
+
+
+def compile_for(architecture: str, variant: ReadVariant | CombineVariant) -> Any:
+    """Return Triton's compiled kernel.
+
+    Args:
+        architecture: `cuda-90`, `hip-gfx942`.
+        variant: which kernel.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from rankscope.capture.device import fusedkernels
+
+    is_read = isinstance(variant, ReadVariant)
+    kernel = fusedkernels.read_value if is_read else fusedkernels.combine_partials
+    constants, names = constants_of(variant), kernel.arg_names
+    words = f"*u{8 * variant.word_bytes}" if isinstance(variant, ReadVariant) else ""
+    known = {"words": words, "numbers": "*fp64" if variant.is_double else "*fp32",
+             "elements": "i64", **_TABLES}  # fmt: skip
+    signature = {n: "constexpr" if n in constants else known.get(n, "i32") for n in names}
+    aligned = [n for n in names if signature[n].startswith("*") and n not in ("words", "row")]
+    if isinstance(variant, ReadVariant) and variant.is_aligned:
+        aligned.append("words")
+    source = ASTSource(
+        kernel,
+        signature,
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+    )
+    backend, _, name = architecture.partition("-")
+    target = GPUTarget(
+        backend, int(name) if backend == "cuda" else name, 64 if backend == "hip" else 32
+    )
+    # fused multiply and add: the sums are longer than they are exact to the last bit anyway
+    return triton.compile(
+        source, target=target, options={"num_warps": _WARPS, "enable_fp_fusion": True}
+    )
+
+
+def image_of(compiled: Any) -> CompiledImage:
+    """Return what the driver needs of Triton's compiled kernel."""
+    metadata = compiled.metadata
+    threads = metadata.num_warps * metadata.target.warp_size
+    return CompiledImage(metadata.name, bytes(compiled.kernel), threads, metadata.shared)
+
+
+def _compile_one(architecture: str, variant: ReadVariant | CombineVariant) -> None:
+    save_image(architecture, variant, image_of(compile_for(architecture, variant)))
+
+
+def _begin(folder: str) -> None:
+    os.nice(_NICENESS)
+    os.environ["TRITON_CACHE_DIR"] = folder  # the user's own stays as it is
+    os.environ.pop("TRITON_INTERPRET", None)
+
+
+def build(architecture: str) -> int:
+    """Compile what is missing for an architecture; returns how many kernels that was.
+
+    Nothing where another process is at it.
+    """
+    with lock_for_building(architecture) as is_ours:
+        wanted = missing(architecture) if is_ours else []
+        if not wanted:
+            return 0
+        processes = min(_MOST_PROCESSES, len(os.sched_getaffinity(0)))
+        with (
+            tempfile.TemporaryDirectory(prefix="rankscope-triton-") as folder,
+            ProcessPoolExecutor(processes, initializer=_begin, initargs=(folder,)) as pool,
+        ):
+            for _ in pool.map(partial(_compile_one, architecture), wanted):
+                pass
+        return len(wanted)
+
+
+if __name__ == "__main__":
+    build(sys.argv[1])

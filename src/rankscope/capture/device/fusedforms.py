@@ -1,0 +1,228 @@
+"""The fused digest of one device's values: two launches a value, and nothing else.
+
+What a launch needs is made once for a dtype, shape, strides and layout: tables on the device, and
+the arguments of both kernels. A value then changes three numbers: where it lies, where its row
+lies, and the stream.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from rankscope.capture.accelerator import Accelerator
+from rankscope.capture.device.fusedcache import CombineVariant, CompiledImage, ReadVariant
+from rankscope.capture.device.fusedplan import COUNTS, NUMBERS, FusedPlan, make_fused_plan
+from rankscope.capture.device.gpudriver import BoundLaunch, GpuDriver, LoadedKernel
+from rankscope.capture.elements import Storage
+from rankscope.capture.fold import FoldPlan
+from rankscope.layout.placement import Ranges
+
+__all__ = ["FusedForm", "FusedReader"]
+
+_SCRATCH_PROGRAMS: Final = 1 << 12
+
+FindImage = Callable[[ReadVariant | CombineVariant], CompiledImage | None]
+
+
+@dataclass(slots=True)
+class _PartialResults:
+    """Partial results of the value that is being read on one stream."""
+
+    programs: int
+    memory: torch.Tensor
+
+    @property
+    def numbers(self) -> int:
+        """Address of the floating-point results."""
+        return self.memory.data_ptr()
+
+    @property
+    def counts(self) -> int:
+        """Address of the integer results."""
+        return self.memory.data_ptr() + 8 * NUMBERS * self.programs
+
+
+class FusedForm:
+    """How values of one dtype, shape, strides and layout are read on one stream."""
+
+    __slots__ = ("_combine", "_read", "_row", "_tables", "_words", "held_bytes")
+
+    def __init__(
+        self,
+        tables: tuple[torch.Tensor, ...],
+        words: ctypes.c_uint64,
+        read: dict[bool, tuple[ReadVariant, BoundLaunch]],
+        row: ctypes.c_uint64,
+        combine: BoundLaunch,
+    ) -> None:
+        self._tables = tables
+        self._words, self._read = words, read
+        self._row, self._combine = row, combine
+        self.held_bytes = sum(table.nbytes for table in tables[:-1])
+        """Memory on the device."""
+
+    def fill(self, row: int, words: int, stream: int) -> ReadVariant | None:
+        """Enqueue what computes the row of a value (see `resultrow`).
+
+        Args:
+            row: its address.
+            words: address of the value, whose conjugate and negative bits are resolved.
+            stream: the driver's handle.
+
+        Returns:
+            The kernel that reads it; None where the driver refuses: nothing, or a part of it, is
+            enqueued then.
+        """
+        self._words.value, self._row.value = words, row
+        variant, read = self._read[words % 16 == 0]
+        return variant if read(stream) and self._combine(stream) else None
+
+
+class FusedReader:
+    """Makes the forms of one device.
+
+    Args:
+        accelerator: the device.
+        device: the same.
+        driver: what loads and launches kernels there.
+        find: gives a compiled kernel, None while it is not there.
+    """
+
+    def __init__(
+        self, accelerator: Accelerator, device: torch.device, driver: GpuDriver, find: FindImage
+    ) -> None:
+        self._accelerator = accelerator
+        self._device = device
+        self._driver = driver
+        self._find = find
+        self._loaded: dict[ReadVariant | CombineVariant, LoadedKernel] = {}
+        self._scratch: dict[Any, _PartialResults] = {}
+        self.is_waiting = False
+        """A kernel was missing that may lie ready later."""
+
+    def make_form(
+        self,
+        local: torch.Tensor,
+        ranges: tuple[Ranges, ...] | None,
+        plan: FoldPlan,
+        batch_dim: int | None,
+        storage: Storage,
+        stream: Any,
+    ) -> FusedForm | None:
+        """Return the form of such values, its tables enqueued on the current stream.
+
+        Args:
+            local: one of them, not empty.
+            ranges: per dim the global indices held.
+            plan: of the values.
+            batch_dim: the plan's, counted from the front; None where samples are not kept apart.
+            storage: how they are stored.
+            stream: the current one.
+
+        Returns:
+            None where a kernel is missing, or no plan of bounded size serves.
+
+        Raises:
+            OSError: the driver refuses a kernel.
+        """
+        double = 1 + storage.is_complex
+        strides = [step * double for step in local.stride()] + [1] * storage.is_complex
+        shape = plan.shape
+        if not local.dim() and not storage.is_complex:
+            strides = [1]
+        if len(strides) != len(shape):  # a complex number without dims
+            strides = [2, 1]
+        held = None
+        if ranges is not None:
+            held = [*ranges, *(((0, n),) for n in shape[len(ranges) :])]
+        fused = make_fused_plan(
+            shape, strides, held, None if plan.batch_factors is None else batch_dim
+        )
+        if fused is None:
+            return None
+        kind = storage.kernel_kind or storage.dtype.name
+        variants = [ReadVariant(kind, fused.is_plain, is_aligned=False)]
+        aligned = ReadVariant(kind, fused.is_plain, is_aligned=True)
+        if fused.is_plain and fused.is_full and fused.step % aligned.step == 0:
+            variants.append(aligned)
+        combine = self._kernel(CombineVariant(aligned.is_double))
+        read = [(variant, self._kernel(variant)) for variant in variants]
+        found = [(variant, kernel) for variant, kernel in read if kernel is not None]
+        if combine is None or len(found) < len(variants):
+            self.is_waiting = True
+            return None
+        return self._bind(fused, storage, found, combine, plan.count, stream)
+
+    def _bind(
+        self,
+        fused: FusedPlan,
+        storage: Storage,
+        read: list[tuple[ReadVariant, LoadedKernel]],
+        combine: LoadedKernel,
+        count: int,
+        stream: Any,
+    ) -> FusedForm:
+        arrays: list[npt.NDArray[Any]] = [
+            fused.row_keys,
+            fused.row_offsets,
+            fused.row_limits,
+            fused.row_weights,
+            fused.column_keys,
+            fused.column_offsets,
+            fused.column_factors,
+        ]
+        if storage.table is not None and storage.normalize is not None:
+            words = np.arange(256, dtype=np.uint8)
+            arrays = [storage.table, storage.normalize(words), *arrays]
+        tables = tuple(self._table(array) for array in arrays)
+        addresses = [ctypes.c_uint64(table.data_ptr()) for table in tables]
+        if storage.table is None:
+            addresses = [ctypes.c_uint64(0), ctypes.c_uint64(0), *addresses]
+        scratch = self._scratch_for(stream, fused.programs)
+        numbers, counts = ctypes.c_uint64(scratch.numbers), ctypes.c_uint64(scratch.counts)
+        sizes = (
+            fused.rows_per_sample,
+            fused.groups,
+            fused.rows_per_program,
+            len(fused.column_keys),
+        )
+        words_at, row_at = ctypes.c_uint64(0), ctypes.c_uint64(0)
+        arguments = (words_at, *addresses, numbers, counts, *map(ctypes.c_int32, sizes))
+        grid = (fused.column_blocks, fused.samples * fused.groups)
+        bound = [(variant, kernel.bind(grid, arguments)) for variant, kernel in read]
+        per_sample = fused.groups * fused.column_blocks
+        last = (ctypes.c_int64(count), ctypes.c_int32(fused.programs), ctypes.c_int32(per_sample))
+        combined = combine.bind((1 + fused.samples, 1), (numbers, counts, row_at, *last))
+        launches = {False: bound[0], True: bound[-1]}
+        return FusedForm((*tables, scratch.memory), words_at, launches, row_at, combined)
+
+    def _kernel(self, variant: ReadVariant | CombineVariant) -> LoadedKernel | None:
+        found = self._loaded.get(variant)
+        if found is None:
+            image = self._find(variant)
+            if image is None:
+                return None
+            found = self._loaded[variant] = self._driver.load(image)
+        return found
+
+    def _table(self, array: npt.NDArray[Any]) -> torch.Tensor:
+        memory = torch.frombuffer(bytearray(np.ascontiguousarray(array)), dtype=torch.uint8)
+        return self._accelerator.to_device(memory)
+
+    def _scratch_for(self, stream: Any, programs: int) -> _PartialResults:
+        """Return memory for partial results; values of one stream follow each other."""
+        found = self._scratch.get(stream)
+        if found is None or found.programs < programs:
+            size = max(_SCRATCH_PROGRAMS, programs)
+            memory = torch.empty(
+                8 * (NUMBERS + COUNTS) * size, dtype=torch.uint8, device=self._device
+            )
+            found = self._scratch[stream] = _PartialResults(size, memory)
+        return found

@@ -1,0 +1,237 @@
+"""Where the elements of a value lie, for the fused digest: rows, columns and their factors.
+
+An element's place in memory, its place in the row-major order that the hash counts in, and its
+factor are each a sum, or a product, over the dims. So the dims are dealt out to columns (those
+whose neighbours lie close in memory) and rows (the others, samples outermost), each with one table;
+a dim too long for the columns is cut at multiples of 512 global indices, as `sketchfactors` cuts
+its factors: the low part makes columns, the high part rows. Rows at the ends of a shard then hold
+elements in a part of the columns alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from rankscope.capture.device.mix64 import powers
+from rankscope.layout.placement import Ranges
+from rankscope.record.sketchfactors import RADIX, block_factors, factors
+from rankscope.record.value import SKETCH_SIZE
+
+__all__ = ["BLOCK", "COUNTS", "NUMBERS", "FusedPlan", "make_fused_plan"]
+
+BLOCK: Final = 512
+"""Columns that one program reads."""
+NUMBERS: Final = 13
+"""A program's results in floating point: least, greatest, mean, squares about it, unit, 8 sketches.
+
+Mean, squares (in units squared) and sketches count in units, a power of two: 1 but for values whose
+squares would leave the range of the float; 0 where no value is finite and not zero."""
+COUNTS: Final = 6
+"""A program's results in integers: sum of mixed words, finite, NaN, +inf, -inf, zero."""
+_ENOUGH_COLUMNS: Final = 256
+_MOST_WHOLE: Final = 1 << 14
+_MOST_COLUMNS: Final = 1 << 16
+_MOST_PIECES: Final = 64
+_MOST_TABLE_BYTES: Final = 32 << 20
+_PROGRAMS: Final = 1024
+_MOST_PROGRAMS: Final = 4096
+_FEWEST_ROWS: Final = 16
+
+Integers = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float32]
+Keys = npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FusedPlan:
+    """The tables of one shape, strides and layout."""
+
+    row_keys: Keys
+    """[rows] factors of the hash (`mix64`): its base to the row-major place of column 0."""
+    row_offsets: Integers
+    """[rows] place of column 0 in memory, in words; may be negative, see `row_limits`."""
+    row_limits: npt.NDArray[np.int32]
+    """[rows, 2] columns from and up to which a row holds elements."""
+    row_weights: Floats
+    """[rows, 8]."""
+    column_keys: Keys
+    """[columns] factors of the hash: the base to what a column adds to the place, and 1."""
+    column_offsets: Integers
+    """[columns] what a column adds to the place in memory."""
+    column_factors: Floats
+    """[8, columns]."""
+    samples: int
+    """1 where samples are not kept apart."""
+    is_plain: bool
+    """Column i adds i to the place in memory."""
+    is_full: bool
+    """Every row holds all columns, and these are a multiple of BLOCK."""
+    step: int
+    """A power of two, up to 16, that divides every row's offset."""
+
+    @property
+    def rows_per_sample(self) -> int:
+        """Rows of one sample."""
+        return len(self.row_offsets) // self.samples
+
+    @property
+    def column_blocks(self) -> int:
+        """Programs side by side."""
+        return -(-len(self.column_offsets) // BLOCK)
+
+    @property
+    def rows_per_program(self) -> int:
+        """Rows that one program reads."""
+        tiles = len(self.row_offsets) * self.column_blocks
+        rows = max(_FEWEST_ROWS, tiles // _PROGRAMS, -(-tiles // _MOST_PROGRAMS))
+        return min(self.rows_per_sample, rows)
+
+    @property
+    def groups(self) -> int:
+        """Programs of one sample and one block of columns."""
+        return -(-self.rows_per_sample // self.rows_per_program)
+
+    @property
+    def programs(self) -> int:
+        """Programs of the whole value."""
+        return self.samples * self.groups * self.column_blocks
+
+    @property
+    def held_bytes(self) -> int:
+        """Size of the tables."""
+        tables = (self.row_keys, self.row_offsets, self.row_limits, self.row_weights,
+                  self.column_keys, self.column_offsets, self.column_factors)  # fmt: skip
+        return sum(table.nbytes for table in tables)
+
+
+@dataclass(frozen=True, slots=True)
+class _Axis:
+    """Indices of one dim that rows or columns go through."""
+
+    positions: Integers
+    offsets: Integers
+    factors: Floats
+    """[8, n]."""
+
+
+def make_fused_plan(
+    shape: Sequence[int],
+    strides: Sequence[int],
+    ranges: Sequence[Ranges] | None,
+    batch_dim: int | None,
+) -> FusedPlan | None:
+    """Return the plan for a non-empty value.
+
+    Args:
+        shape: sizes of the dims; a complex value has a last dim of 2.
+        strides: of the same dims, in words.
+        ranges: per dim the global indices held; None: as if each began at 0.
+        batch_dim: dim whose samples are kept apart, None for no samples.
+
+    Returns:
+        None where the tables would be too large: very many pieces, or short rows.
+    """
+    held = [((0, n),) for n in shape] if ranges is None else list(ranges)
+    logical = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+    order = sorted(
+        (d for d in range(len(shape)) if d != batch_dim and shape[d] > 1),
+        key=lambda d: (strides[d] == 0, abs(strides[d]), -d),
+    )
+    inner, cut, chosen = 1, None, list[int]()
+    for dim in order:
+        if inner >= _ENOUGH_COLUMNS:
+            break
+        if inner * shape[dim] <= _MOST_WHOLE:
+            chosen.append(dim)
+            inner *= shape[dim]
+            continue
+        if shape[dim] > RADIX and inner * RADIX <= _MOST_COLUMNS:
+            cut = dim
+        break
+
+    def axis(dim: int) -> _Axis:
+        index = np.arange(shape[dim], dtype=np.int64)
+        return _Axis(index * logical[dim], index * strides[dim], factors(dim, held[dim]))
+
+    columns = _Axis(*_start())
+    for dim in chosen:
+        columns = _outer(axis(dim), columns)
+    rows = _Axis(*_start())
+    limits = np.array([[0, inner]], dtype=np.int64)
+    if cut is not None:
+        low = np.arange(RADIX, dtype=np.int64)
+        lows = _Axis(low * logical[cut], low * strides[cut], factors(cut, ((0, RADIX),)))
+        columns = _outer(lows, columns)
+        local, limits, weights = _blocks(cut, held[cut])
+        if len(local) > shape[cut] // RADIX + 2 * _MOST_PIECES:
+            return None
+        limits = limits * inner
+        rows = _Axis(local * logical[cut], local * strides[cut], weights)
+    others = [d for d in order if d not in chosen and d != cut]
+    lone = [d for d in range(len(shape)) if shape[d] == 1 and d != batch_dim]
+    for dim in [*lone, *others, *([] if batch_dim is None else [batch_dim])]:
+        if len(rows.positions) * shape[dim] * 64 > _MOST_TABLE_BYTES:
+            return None
+        one = axis(dim)
+        if dim == batch_dim:
+            one = _Axis(one.positions, one.offsets, np.ones_like(one.factors))
+        rows = _outer(one, rows)
+    limits = np.tile(limits, (len(rows.positions) // len(limits), 1))
+    is_plain = np.array_equal(columns.offsets, np.arange(len(columns.offsets)))
+    is_full = len(columns.offsets) % BLOCK == 0 and bool(
+        (limits == (0, len(columns.offsets))).all()
+    )
+    common = int(np.gcd.reduce(rows.offsets)) or 16
+    return FusedPlan(
+        row_keys=powers(rows.positions),
+        row_offsets=rows.offsets,
+        row_limits=np.ascontiguousarray(limits, dtype=np.int32),
+        row_weights=np.ascontiguousarray(rows.factors.T, dtype=np.float32),
+        column_keys=powers(columns.positions + 1),
+        column_offsets=columns.offsets,
+        column_factors=np.ascontiguousarray(columns.factors, dtype=np.float32),
+        samples=1 if batch_dim is None else shape[batch_dim],
+        is_plain=is_plain,
+        is_full=is_full,
+        step=min(16, common & -common),
+    )
+
+
+def _start() -> tuple[Integers, Integers, Floats]:
+    zero = np.zeros(1, dtype=np.int64)
+    return zero, zero, np.ones((SKETCH_SIZE, 1), dtype=np.float32)
+
+
+def _outer(slow: _Axis, fast: _Axis) -> _Axis:
+    """Return all pairs of indices, those of `fast` next to each other."""
+    return _Axis(
+        (slow.positions[:, None] + fast.positions).reshape(-1),
+        (slow.offsets[:, None] + fast.offsets).reshape(-1),
+        (slow.factors[:, :, None] * fast.factors[:, None, :]).reshape(SKETCH_SIZE, -1),
+    )
+
+
+def _blocks(dim: int, held: Ranges) -> tuple[Integers, Integers, Floats]:
+    """Return the blocks of RADIX global indices that a cut dim touches.
+
+    Returns:
+        The local index that a block's index 0 would have; [blocks, 2] the indices of the block that
+        are held; [8, blocks] factors.
+    """
+    local, limits, weights = list[Integers](), list[Integers](), list[Floats]()
+    position = 0
+    for start, stop in held:
+        first, last = start // RADIX, -(-stop // RADIX)
+        begins = np.arange(first, last, dtype=np.int64) * RADIX
+        local.append(begins - start + position)
+        bounds = (np.maximum(start - begins, 0), np.minimum(stop - begins, RADIX))
+        limits.append(np.stack(bounds, axis=1))
+        weights.append(block_factors(dim, first, last - first))
+        position += stop - start
+    return np.concatenate(local), np.concatenate(limits), np.concatenate(weights, axis=1)

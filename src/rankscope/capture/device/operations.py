@@ -1,0 +1,224 @@
+"""The digest by torch operations, for devices and dtypes that no fused kernel serves.
+
+About 90 operations a value, each of which reads it once more, or something of its size. Nothing
+here calls `.item()`, indexes by a mask or synchronizes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from rankscope.capture.accelerator import Accelerator
+from rankscope.capture.device.mix64 import FIRST, SECOND, SHIFTS, powers
+from rankscope.capture.device.resultrow import SKETCH
+from rankscope.capture.elements import Storage
+from rankscope.capture.fold import FoldPlan, FoldSegment
+from rankscope.record.value import SKETCH_SIZE
+
+__all__ = ["OperationsForm", "make_operations_form"]
+
+_BLOCK: Final = 1 << 24
+"""Elements hashed at a time: bounds the 64-bit temporaries."""
+_KEYS: Final = 1 << 12
+_NAN_WORDS: Final = {
+    torch.float16: 0x7E00,
+    torch.bfloat16: 0x7FC0,
+    torch.float32: 0x7FC00000,
+    torch.float64: 0x7FF8 << 48,
+}
+_WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, slots=True)
+class OperationsForm:
+    """How values of one dtype, shape and layout are read; tables on the device."""
+
+    plan: FoldPlan
+    folds: tuple[_DeviceFold, ...]
+    row_keys: torch.Tensor
+    """Powers of the hash's base: of every _KEYS elements."""
+    column_keys: torch.Tensor
+    """[_KEYS] powers within them."""
+    same: torch.Tensor | None
+    """[256] normalized words of an 8-bit float."""
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory of the tables on the device."""
+        folds = sum(fold.columns.nbytes + fold.weights.nbytes for fold in self.folds)
+        return folds + self.row_keys.nbytes + self.column_keys.nbytes
+
+    def fill(self, row: torch.Tensor, local: torch.Tensor) -> None:
+        """Enqueue what computes the row of a non-empty value (see `resultrow`)."""
+        _fill(row, local, self)
+
+
+def make_operations_form(
+    accelerator: Accelerator, plan: FoldPlan, batch_dim: int | None, storage: Storage
+) -> OperationsForm:
+    """Return the form, its tables enqueued on the current stream.
+
+    Args:
+        accelerator: where to.
+        plan: of the values.
+        batch_dim: the plan's, counted from the front; None where samples are not kept apart.
+        storage: how the values are stored.
+    """
+    folds = tuple(_fold(accelerator, box, batch_dim, plan) for box in _boxes(plan))
+    row_keys = _words(accelerator, powers(np.arange(0, plan.count, _KEYS)))
+    column_keys = _words(accelerator, powers(np.arange(1, 1 + min(_KEYS, plan.count))))
+    same = None
+    if storage.table is not None and storage.normalize is not None:
+        normal = storage.normalize(np.arange(256, dtype=np.uint8))
+        same = _words(accelerator, normal.astype(np.uint64))
+    return OperationsForm(plan, folds, row_keys, column_keys, same)
+
+
+def _words(accelerator: Accelerator, array: npt.NDArray[np.uint64]) -> torch.Tensor:
+    return accelerator.to_device(torch.frombuffer(bytearray(array), dtype=torch.int64))
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 64) if word >= 1 << 63 else word
+
+
+def _mix_torch(z: torch.Tensor) -> torch.Tensor:
+    """Return `mix64` of int64 words: their products wrap, their shifts are made logical."""
+    for shift, factor in zip(SHIFTS, (FIRST, SECOND, 1), strict=True):
+        z = z ^ ((z >> shift) & ((1 << (64 - shift)) - 1))
+        z = z * _signed(factor)
+    return z
+
+
+@dataclass(frozen=True, slots=True)
+class _DeviceFold:
+    """One box of a tensor, all its samples together; tables on the device."""
+
+    where: tuple[slice, ...] | None
+    """The box; None for the whole tensor."""
+    rows: tuple[int, int, int]
+    """Rows of the box: (before, samples, after), samples being 1 where they are not kept apart."""
+    columns: torch.Tensor
+    """[inner, 8] factors of the columns."""
+    weights: torch.Tensor
+    """[before, samples or 1, after, 8] factors of the rows, those of the batch dim left out."""
+
+
+def _fold(
+    accelerator: Accelerator, box: FoldSegment, batch_dim: int | None, plan: FoldPlan
+) -> _DeviceFold:
+    where = box.where
+    weights = _table(accelerator, box.weights(0, box.rows))
+    if plan.batch_factors is None or batch_dim is None:
+        rows = weighted = (1, 1, box.rows)
+    else:
+        before, samples = math.prod(plan.shape[:batch_dim]), len(plan.batch_factors)
+        if box.where is None:
+            rows = weighted = (before, samples, box.rows // (before * samples))
+        else:  # the box of the first sample, of which the others differ in nothing
+            after = box.rows // before
+            rows, weighted = (before, samples, after), (before, 1, after)
+            where = (*box.where[:batch_dim], slice(None), *box.where[batch_dim + 1 :])
+    columns = _table(accelerator, box.matrix64)
+    return _DeviceFold(where, rows, columns, weights.reshape(*weighted, SKETCH_SIZE))
+
+
+def _table(accelerator: Accelerator, array: npt.NDArray[np.float64]) -> torch.Tensor:
+    memory = bytearray(array.tobytes())
+    table = torch.frombuffer(memory, dtype=torch.float64).reshape(-1, SKETCH_SIZE)
+    return accelerator.to_device(table)
+
+
+def _fill(row: torch.Tensor, local: torch.Tensor, form: OperationsForm) -> None:
+    """Compute one row of numbers. Runs without a synchronizing call."""
+    held = local.detach().resolve_conj().resolve_neg()
+    if held.is_complex():
+        held = torch.view_as_real(held)
+    held = held.reshape(form.plan.shape)
+    values = held.to(torch.float64)
+    finite = torch.isfinite(values)
+    kept = torch.where(finite, values, 0.0)
+    largest = kept.abs().amax()
+    _, exponent = torch.frexp(largest)
+    is_extreme = (largest > 1e150) | ((largest < 1e-150) & (largest > 0))
+    scale = torch.ldexp(
+        torch.ones_like(largest), torch.where(is_extreme, exponent.clamp(-1020, 1020), 0)
+    )
+    scaled = kept / scale
+    number = finite.sum(dtype=torch.float64)
+    mean = scaled.sum() / number
+    away = torch.where(finite, scaled - mean, 0.0)
+    numbers = [
+        number,
+        values.isnan().sum(dtype=torch.float64),
+        (values == math.inf).sum(dtype=torch.float64),
+        (values == -math.inf).sum(dtype=torch.float64),
+        (values == 0).sum(dtype=torch.float64),
+        torch.where(finite, values, math.inf).amin(),
+        torch.where(finite, values, -math.inf).amax(),
+        mean * scale,
+        away.square().sum().sqrt() * scale,
+        scaled.square().sum().sqrt() * scale,
+        _hash(held, form).view(torch.float64),
+    ]
+    row[:SKETCH].copy_(torch.stack(numbers))
+    row[SKETCH:].copy_((_parts(scaled, form) * scale).reshape(-1))
+
+
+def _boxes(plan: FoldPlan) -> list[FoldSegment]:
+    """Return what covers one sample of a tensor, or the whole of it where one product can."""
+    if plan.whole is not None:
+        return [plan.whole]
+    return [segment for segment in plan.segments if segment.sample == 0]
+
+
+def _parts(values: torch.Tensor, form: OperationsForm) -> torch.Tensor:
+    """Return the [samples or 1, 8] sketches without the batch dim's factors."""
+    sums = []
+    for fold in form.folds:
+        box = values if fold.where is None else values[fold.where]
+        products = _project(box.reshape(-1, len(fold.columns)), fold.columns)
+        sums.append((products.reshape(*fold.rows, SKETCH_SIZE) * fold.weights).sum((0, 2)))
+    return sums[0] if len(sums) == 1 else torch.stack(sums).sum(0)
+
+
+def _project(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    if torch.are_deterministic_algorithms_enabled():
+        # matrix products then raise unless the program has configured a cuBLAS workspace
+        return torch.stack([(rows * column).sum(1) for column in columns.T], dim=1)
+    return rows @ columns
+
+
+def _hash(held: torch.Tensor, form: OperationsForm) -> torch.Tensor:
+    """Return the mix64 hash as a 0-dim int64 tensor."""
+    flat = held.contiguous().reshape(-1)
+    size = flat.element_size()
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for start in range(0, flat.numel(), _BLOCK):
+        part = flat[start : start + _BLOCK]
+        words = part.view(_WORDS[size]).to(torch.int64)
+        if size < 8:
+            words = words & ((1 << (8 * size)) - 1)
+        words = _normalize(part, words, form.same)
+        if size >= 4:
+            words = words ^ ((words >> (4 * size)) & ((1 << (4 * size)) - 1))
+        rows = -(-part.numel() // _KEYS)
+        keys = form.row_keys[start // _KEYS :][:rows, None] * form.column_keys
+        total = total + (words * keys.reshape(-1)[: part.numel()]).sum()
+    return _mix_torch(total + flat.numel())
+
+
+def _normalize(part: torch.Tensor, words: torch.Tensor, same: torch.Tensor | None) -> torch.Tensor:
+    if same is not None:
+        return same[words]
+    canonical = _NAN_WORDS.get(part.dtype)
+    if canonical is None:
+        return words
+    words = torch.where(part == 0, 0, words)
+    return torch.where(part.isnan(), _signed(canonical), words)

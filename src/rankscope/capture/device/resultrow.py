@@ -1,0 +1,96 @@
+"""What a device computes of one value: a row of float64 numbers, and what they mean."""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from rankscope.capture.device.mix64 import mix64
+from rankscope.capture.fold import FoldPlan
+from rankscope.capture.reading import ValueNumbers
+from rankscope.record.value import SKETCH_SIZE
+
+__all__ = ["HASH", "SKETCH", "agree", "reading_of_row", "row_size"]
+
+HASH: Final = 10
+"""Before it: finite, nan, +inf, -inf, zero, min, max, mean, root of the sum of squares about
+the mean, norm. The hash lies there as the bits of a number."""
+SKETCH: Final = 11
+"""8 numbers of the whole sketch, or 8 for each sample without the factor of the batch dim."""
+_SAME_STATISTICS: Final = 2e-6
+
+
+def row_size(plan: FoldPlan) -> int:
+    """Return how many numbers the row of such a value has."""
+    samples = 1 if plan.batch_factors is None else len(plan.batch_factors)
+    return SKETCH + samples * SKETCH_SIZE
+
+
+def reading_of_row(
+    plan: FoldPlan, numbers: npt.NDArray[np.float64], words: npt.NDArray[np.int64]
+) -> ValueNumbers:
+    """Return the reading of a value.
+
+    Args:
+        plan: of the value.
+        numbers: its row, and whatever follows.
+        words: the same as integers.
+    """
+    samples, sketch = None, numbers[SKETCH : SKETCH + SKETCH_SIZE]
+    if plan.batch_factors is not None:
+        parts = numbers[SKETCH : row_size(plan)].reshape(-1, SKETCH_SIZE)
+        samples, sketch = parts.astype(np.float32), (parts * plan.batch_factors).sum(0)
+    finite, nan, posinf, neginf, zero = (int(n) for n in numbers[:5])
+    low, high, mean, deviation, norm = numbers[5:HASH].tolist()
+    if not finite:
+        low = high = mean = math.nan
+    hashed = int(words[HASH]) % (1 << 64) if plan.count else mix64(np.empty(0, dtype=np.uint8))
+    return ValueNumbers(
+        plan.count,
+        hashed,
+        nan,
+        posinf,
+        neginf,
+        zero,
+        low,
+        high,
+        mean,
+        deviation / math.sqrt(finite - 1) if finite > 1 else math.nan,
+        norm if finite else 0.0,
+        tuple(sketch.tolist()),
+        samples,
+        False,
+    )
+
+
+def agree(one: ValueNumbers, other: ValueNumbers) -> bool:
+    """True where two ways of reading the same value gave the same numbers, to rounding."""
+    slack = _SAME_STATISTICS * other.l2
+    about = other.l2 / math.sqrt(other.count) if other.count else 0.0
+    return (
+        one[:6] == other[:6]
+        and all(_close(getattr(one, n), getattr(other, n), 0.0) for n in ("min", "max", "l2"))
+        and _close(one.mean, other.mean, _SAME_STATISTICS * about)
+        and _close(one.std, other.std, _SAME_STATISTICS * about)
+        and np.allclose(one.sketch, other.sketch, rtol=0, atol=10 * slack, equal_nan=True)
+        and _same_samples(one.samples, other.samples, 10 * slack)
+    )
+
+
+def _close(one: float, other: float, slack: float) -> bool:
+    return (
+        one == other
+        or (math.isnan(one) and math.isnan(other))
+        or math.isclose(one, other, rel_tol=_SAME_STATISTICS, abs_tol=slack)
+    )
+
+
+def _same_samples(
+    one: npt.NDArray[np.float32] | None, other: npt.NDArray[np.float32] | None, slack: float
+) -> bool:
+    if one is None or other is None:
+        return one is other
+    return bool(np.allclose(one, other, rtol=0, atol=slack, equal_nan=True))
