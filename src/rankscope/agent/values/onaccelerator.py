@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from dataclasses import dataclass
 from functools import partial
@@ -10,9 +11,10 @@ import torch
 
 from rankscope.agent.guard import say
 from rankscope.capture.accelerator import Accelerator
+from rankscope.capture.codefolders import is_off
 from rankscope.capture.describe import Described
 from rankscope.capture.device.devicedigester import DeviceDigester
-from rankscope.capture.device.fusedcache import compiler_of, find_image
+from rankscope.capture.device.fusedcache import compiler_of, find_image, variants
 from rankscope.capture.device.fusedforms import FusedReader
 from rankscope.capture.device.gpudriver import architecture_of, driver_of
 from rankscope.capture.reading import ValueNumbers
@@ -126,6 +128,15 @@ def _make_digester(device: torch.device, batch_dim: int) -> DeviceDigester:
             start_daemon(command, log, log.parent)
         except SpoolError as error:
             say(f"{error}: torch operations take the digests on {device}, which is slower")
+    elif (
+        not is_off()
+        and os.environ.get("LOCAL_RANK", "0") == "0"
+        and find_image(architecture, next(variants())) is None
+    ):
+        say(
+            f"no compiled kernels for {device} ({architecture}): torch operations take digests, "
+            f"with a hundred launches a value. Install triton, and see rankscope doctor"
+        )
     find = partial(find_image, architecture)
     return DeviceDigester(
         device, batch_dim, FusedReader(Accelerator(device), device, driver, find), say

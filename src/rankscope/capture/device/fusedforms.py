@@ -220,7 +220,7 @@ class FusedReader:
         """Return memory for partial results; values of one stream follow each other."""
         found = self._scratch.get(stream)
         if found is None or found.programs < programs:
-            size = max(_SCRATCH_PROGRAMS, programs)
+            size = -(-max(_SCRATCH_PROGRAMS, programs) // 64) * 64  # keeps both parts aligned
             memory = torch.empty(
                 8 * (NUMBERS + COUNTS) * size, dtype=torch.uint8, device=self._device
             )
