@@ -5,7 +5,7 @@ there no mode, no autocast and no grad mode of the program is on, as there is no
 
 `Event.query` runs nothing: on a GPU, too, asking makes nothing happen. A loop that asks until it
 hears yes is a wait, so whoever asks one event `MOST_QUERIES` times in vain is counted as waiting,
-and the work runs.
+and all work of that stream runs.
 
 Once an entry has failed the device is in error, as a GPU is behind a failed assertion: every wait
 and every query raises the same error from then on.
@@ -156,7 +156,7 @@ class Event:
         if self._queries <= MOST_QUERIES:
             return False
         with synchronizing("Event.query, again and again"):
-            run_to(self.stream, self.position)
+            run_to(self.stream, self.stream.enqueued)
         return True
 
     def synchronize(self) -> None:
