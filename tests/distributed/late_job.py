@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -139,7 +140,7 @@ def train(kind: str, device: str, fault: str = "") -> tuple[Any, list[Synchroniz
     """Train the model.
 
     Args:
-        kind: "ddp", "tp", or "wide" for `train_wide`.
+        kind: "ddp", "tp", "fsdp", or "wide" for `train_wide`.
         device: "late" or "cpu".
         fault: "" or, at the start of step 1, "weight": rank 1's weight of one layer is another;
             "index": the device fails with an index that is too large.
@@ -153,16 +154,20 @@ def train(kind: str, device: str, fault: str = "") -> tuple[Any, list[Synchroniz
     torch.manual_seed(7)
     net = Net().to(device)
     is_data_parallel = kind == "ddp"
+    model: nn.Module = net
     if is_data_parallel:
-        model: nn.Module = DistributedDataParallel(net)
+        model = DistributedDataParallel(net)
+    elif kind == "fsdp":
+        mesh = init_device_mesh(device, (2,), mesh_dim_names=("fsdp",))
+        for module in (*net.layers, net):
+            fully_shard(module, mesh=mesh)
     else:
         plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
         mesh = init_device_mesh(device, (2,), mesh_dim_names=("tp",))
         for layer in net.layers:
             parallelize_module(layer, mesh, plan)
-        model = net
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, foreach=is_data_parallel)
-    batches = [batch(step, is_split=is_data_parallel) for step in range(STEPS)]
+    batches = [batch(step, is_split=kind != "tp") for step in range(STEPS)]
     words = [each.to(device) for each in batches]
     begin, losses = len(work.synchronizations), []
     for step in range(STEPS):

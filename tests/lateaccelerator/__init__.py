@@ -15,6 +15,7 @@ order two streams gets wrong numbers, each time and on every machine. The files:
     operations.py    an operator of torch becomes an entry of a queue
     copies.py        host and device, pinned memory, poison
     collectives.py   a process group whose collectives are late too (gloo, on a queue of its own)
+    freedstorage.py  what FSDP2 frees is poison
     devicemodule.py  `torch.late`: what a program finds of the device in torch
 
 What the mechanism for backends in Python (`torch.utils.backend_registration`) cannot give:
@@ -23,8 +24,12 @@ What the mechanism for backends in Python (`torch.utils.backend_registration`) c
   this device: programs have to use `torch.late`, as they use `torch.cuda`. So autograd runs every
   backward node on the default stream of its thread, not on the stream of the forward.
 * One device. Nothing of it works in another process (no IPC), nothing is compiled.
+* Storages cannot be resized: what FSDP2 frees in that way is overwritten instead. No casts of
+  autocast.
 * No generator of its own in C++: `operations.py` holds a state of its own, and
   `torch.Generator(device="late")` fails.
+* torch's `Backend` has no constructor for Python, so the process group is a class of its own. Where
+  it is called itself, and no method of torch's, rankscope sees no collective (FSDP2's own).
 * A future of DDP's C++ reducer cannot order streams: the stream that asks for it waits there.
 
 Numbers come from the kernels of the CPU. Where torch takes an operator of such a device to pieces
@@ -59,13 +64,14 @@ def install() -> None:
         return
     from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-    from tests.lateaccelerator import collectives, copies, operations
+    from tests.lateaccelerator import collectives, copies, freedstorage, operations
     from tests.lateaccelerator.devicemodule import LateModule
 
     _setup_privateuseone_for_python_backend("late", backend_module=LateModule("torch.late"))
     operations.register()
     copies.register()
     collectives.register()
+    freedstorage.register()
 
 
 def call_idle(claim: Callable[..., Any], *arguments: Any) -> Any:

@@ -56,6 +56,7 @@ def register() -> None:
     """Have every operator without a kernel of its own for the device come here."""
     everything = torch.library.Library("_", "IMPL")
     everything.fallback(_run, "PrivateUse1")
+    everything.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     aten = torch.library.Library("aten", "IMPL")
     aten.impl("empty.memory_format", _empty, "PrivateUse1")
     aten.impl("empty_strided", _empty_strided, "PrivateUse1")
