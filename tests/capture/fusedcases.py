@@ -1,4 +1,4 @@
-"""Random values read by the fused kernels, interpreted, beside the digest of the host.
+"""Values read by fused kernels, interpreted, and by torch operations, beside the host's digest.
 
 Run as a program: it has to decide whether Triton interprets before anything imports Triton.
 
@@ -114,7 +114,13 @@ def judge(told: list[str], x: torch.Tensor, ranges: tuple[Ranges, ...] | None, b
     ((_, reading),) = digester.collect(wait=True)
     assert len(interpreteddriver.launches) - before == (2 if x.numel() else 0), "launches"
     assert reading is not None, told
-    agree(reading, Digester(batch_dim).read(x, ranges, samples=samples))
+    host = Digester(batch_dim).read(x, ranges, samples=samples)
+    agree(reading, host)
+    operations = DeviceDigester(CPU, batch_dim)
+    operations.read(x, ranges, samples=samples)
+    ((_, by_operations),) = operations.collect(wait=True)
+    assert by_operations is not None and by_operations.hash == reading.hash
+    agree(by_operations, host)
     storage = storage_of(x.dtype)
     if storage is not None and x.numel():
         words = elements(x, storage).reshape(-1).copy()
