@@ -11,8 +11,8 @@ from typing import Any
 from rankscope.errors import RankscopeError
 from rankscope.gather.log import ExitOutcome
 from rankscope.record.notes import NoteKind
+from rankscope.run.filenames import CELLS_SUFFIX, COLLECTOR_LOG_NAME, REPLICA_FOLDER, TRACE_NAME
 from rankscope.run.folders import streams
-from rankscope.run.names import CELLS_SUFFIX, COLLECTOR_LOG_NAME, REPLICA_FOLDER, TRACE_NAME
 from rankscope.run.out import announced, typed
 from rankscope.run.prepare import Collection
 from rankscope.tree.crashes import Crash, crashes

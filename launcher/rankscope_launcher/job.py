@@ -27,6 +27,13 @@ from rankscope.errors import RankscopeError, SettingError
 from rankscope.gather.address import check_address
 from rankscope.gather.log import ExitOutcome
 from rankscope.run.companions import collector_command, relay_command, start_daemon
+from rankscope.run.filenames import (
+    COLLECTOR_LOCK_NAME,
+    COLLECTOR_LOG_NAME,
+    LAUNCHER_LOCK_NAME,
+    RELAY_LOG_NAME,
+    REPLICA_FOLDER,
+)
 from rankscope.run.folders import (
     FolderLock,
     is_held,
@@ -34,13 +41,6 @@ from rankscope.run.folders import (
     remove_run_folder,
     run_key,
     streams,
-)
-from rankscope.run.names import (
-    COLLECTOR_LOCK_NAME,
-    COLLECTOR_LOG_NAME,
-    LAUNCHER_LOCK_NAME,
-    RELAY_LOG_NAME,
-    REPLICA_FOLDER,
 )
 from rankscope.run.out import remove_empty
 from rankscope.run.prepare import Collection, PreparedRun, RunRequest, prepare_run

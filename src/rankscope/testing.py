@@ -59,8 +59,8 @@ def save_golden(
         TraceError: the trace is not complete, or damaged.
         FolderError: the file cannot be written.
     """
+    from rankscope.tree.finishedtrace import TraceFiles
     from rankscope.tree.goldenfile import write_golden
-    from rankscope.tree.tracefiles import TraceFiles
 
     found = opened_trace(trace)
     if not found.is_complete:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankscope.record.namemap import NameMap
+from rankscope.record.namelookup import NameMap
 
 
 def key_for(name: str, *keys: str) -> str | None:
@@ -81,7 +81,7 @@ def test_every_text_may_be_a_key_and_equality_always_wins(keys: list[str], name:
 
 def test_importing_it_loads_neither_torch_nor_numpy() -> None:
     code = (
-        "import sys, rankscope.record.namemap\n"
+        "import sys, rankscope.record.namelookup\n"
         "assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)

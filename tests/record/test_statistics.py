@@ -15,9 +15,9 @@ import pytest
 
 import rankscope
 from rankscope.capture.reading import ValueNumbers
-from rankscope.record.combined import Combined
 from rankscope.record.statistics import ADDED, COUNTS, MEASURED, NUMBERS, STATISTICS
 from rankscope.record.value import Digest
+from rankscope.record.wholestatistics import Combined
 from rankscope.spool.cells import VALUE, VALUE_DTYPE
 from tests import forked
 

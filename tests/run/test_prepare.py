@@ -10,8 +10,8 @@ import pytest
 
 from rankscope.errors import FolderError, SpoolError
 from rankscope.run.companions import ipc_address
+from rankscope.run.filenames import RUN_NAME, TENSOR_FOLDER
 from rankscope.run.folders import SHARED, read_run_header
-from rankscope.run.names import RUN_NAME, TENSOR_FOLDER
 from rankscope.run.prepare import Collection, RunRequest, prepare_run
 
 NO_DISK_HAS = 1 << 60

@@ -16,6 +16,7 @@ import pytest
 
 from rankscope.errors import FolderError, SelectionError, TraceError, TraceVersionError
 from rankscope.record.call import Mode, Phase
+from rankscope.run.filenames import COLLECTOR_LOCK_NAME
 from rankscope.run.folders import (
     SHARED,
     FolderLock,
@@ -24,7 +25,6 @@ from rankscope.run.folders import (
     spool_base,
     write_run_header,
 )
-from rankscope.run.names import COLLECTOR_LOCK_NAME
 from rankscope.tree.build import build
 from rankscope.tree.reader import newest_trace, open_trace
 from rankscope.tree.selection import default_phase

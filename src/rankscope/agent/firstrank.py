@@ -36,6 +36,16 @@ from rankscope.run.companions import (
     relay_command,
     start_daemon,
 )
+from rankscope.run.filenames import (
+    COLLECTOR_LOCK_NAME,
+    COLLECTOR_LOG_NAME,
+    COLLECTOR_STARTED_NAME,
+    RELAY_LOCK_NAME,
+    RELAY_LOG_NAME,
+    RELAY_STARTED_NAME,
+    RUN_NAME,
+    START_LOCK_NAME,
+)
 from rankscope.run.folders import (
     SHARED,
     FolderLock,
@@ -46,16 +56,6 @@ from rankscope.run.folders import (
     remove_run_folder,
     run_key,
     spool_base,
-)
-from rankscope.run.names import (
-    COLLECTOR_LOCK_NAME,
-    COLLECTOR_LOG_NAME,
-    COLLECTOR_STARTED_NAME,
-    RELAY_LOCK_NAME,
-    RELAY_LOG_NAME,
-    RELAY_STARTED_NAME,
-    RUN_NAME,
-    START_LOCK_NAME,
 )
 from rankscope.run.out import missing_folders, remove_empty, typed
 from rankscope.run.prepare import Collection, RunRequest, prepare_run

@@ -27,9 +27,9 @@ from rankscope.agent.values.tensorpolicy import make_recorder, tensor_store_of_r
 from rankscope.errors import LayoutError
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.streams import EndReason, RankIdentity, StreamId
+from rankscope.run.filenames import REPLICA_FOLDER, STEP_TRIGGER_FOLDER, TRACE_NAME
 from rankscope.run.folders import RunHeader, read_run_header, stream_folder, streams
 from rankscope.run.locks import is_alive
-from rankscope.run.names import REPLICA_FOLDER, STEP_TRIGGER_FOLDER, TRACE_NAME
 from rankscope.run.out import (
     announced,
     typed,

@@ -17,7 +17,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from rankscope.capture.torch_internals.distributed import default_store
 from rankscope.errors import FolderError
-from rankscope.run.names import REPLICA_FOLDER, RUN_MARK_PREFIX
+from rankscope.run.filenames import REPLICA_FOLDER, RUN_MARK_PREFIX
 
 __all__ = [
     "Rendezvous",

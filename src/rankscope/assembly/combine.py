@@ -24,10 +24,10 @@ from numpy.typing import NDArray
 
 from rankscope.layout.placement import PieceKind
 from rankscope.layout.plan import Piece, pieces_of, tiling_problem
-from rankscope.record.combined import Combined
 from rankscope.record.notes import Note, NoteKind
 from rankscope.record.ranklists import ranks_named, ranks_text
 from rankscope.record.statistics import STATISTICS, OverShards, finite_counts
+from rankscope.record.wholestatistics import Combined
 
 __all__ = ["CombinationPlan", "Combined", "apply_plan", "plan_rows"]
 

@@ -32,7 +32,7 @@ from rankscope.chunks.chunkheader import (
 from rankscope.chunks.finishing import ChunkReport, finish_chunks, read_header
 from rankscope.errors import ChunkError
 from rankscope.record.streams import StreamId
-from rankscope.run.names import TENSOR_FOLDER
+from rankscope.run.filenames import TENSOR_FOLDER
 from rankscope.spool.origin import UNKNOWN
 
 __all__ = ["carry_chunks", "finish_kept"]

@@ -19,9 +19,9 @@ import numpy as np
 from rankscope.assembly.rankstreams import Array, StreamBytes
 from rankscope.errors import FolderError, SpoolError
 from rankscope.record.streams import EndReason, StreamId
+from rankscope.run.filenames import CELLS_SUFFIX, REPLICA_FOLDER
 from rankscope.run.folders import segment_indexes, stream_named
 from rankscope.run.locks import is_alive
-from rankscope.run.names import CELLS_SUFFIX, REPLICA_FOLDER
 from rankscope.spool.origin import UNKNOWN, first_record, origin_of
 from rankscope.spool.records import records
 from rankscope.spool.replication import StreamEnd, read_end

@@ -25,7 +25,7 @@ from typing import Any, Final, NamedTuple
 from rankscope.errors import ChunkError
 from rankscope.record.dtypes import STORED_TYPES, TORCH_NAMES
 from rankscope.record.streams import MAX_INCARNATIONS, MAX_RANKS, StreamId
-from rankscope.run.names import TENSOR_FOLDER
+from rankscope.run.filenames import TENSOR_FOLDER
 
 __all__ = [
     "CHECKSUM_DIGITS",

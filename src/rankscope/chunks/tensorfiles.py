@@ -29,7 +29,7 @@ from rankscope.chunks.chunkheader import (
 from rankscope.chunks.finishing import read_header, recorded_tensors
 from rankscope.errors import ChunkError, TraceError
 from rankscope.record.streams import StreamId
-from rankscope.run.names import TENSOR_FOLDER
+from rankscope.run.filenames import TENSOR_FOLDER
 
 __all__ = ["StoredTensor", "TensorFiles", "TensorRecords", "standing_references"]
 

@@ -96,7 +96,7 @@ def _collect(options: CollectorOptions) -> int:
     from rankscope.gather.finish import Observer, collect
     from rankscope.gather.log import log_into
     from rankscope.gather.waiting import StreamProgress
-    from rankscope.run.names import COLLECTOR_LOG_NAME
+    from rankscope.run.filenames import COLLECTOR_LOG_NAME
 
     with progress() as show:
 
@@ -123,7 +123,7 @@ def _collect(options: CollectorOptions) -> int:
 
 
 def _verdict(out: Path, outcome: int) -> int:
-    from rankscope.run.names import COLLECTOR_LOG_NAME, TRACE_NAME
+    from rankscope.run.filenames import COLLECTOR_LOG_NAME, TRACE_NAME
     from rankscope.run.out import announced, typed
     from rankscope.tree.reader import open_trace
 

@@ -47,8 +47,8 @@ def command(
 
 def _remove(folder: Path, out: Path) -> None:
     from rankscope.gather.cleanup import is_in_tree, remove_run
+    from rankscope.run.filenames import TRACE_NAME
     from rankscope.run.liveness import is_abandoned
-    from rankscope.run.names import TRACE_NAME
 
     tree = out / TRACE_NAME
     if is_abandoned(folder) and not remove_run(folder, lambda s: is_in_tree(folder, s, tree)):

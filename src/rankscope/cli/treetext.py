@@ -13,11 +13,11 @@ from rankscope.cli.terminal import Paint, visible
 from rankscope.errors import SelectionError
 from rankscope.globs import glob_matches, slot_matches
 from rankscope.record.call import CallStatus, Mode, Phase
-from rankscope.record.combined import Combined
 from rankscope.record.notes import NoteKind
 from rankscope.record.ranklists import ranks_named, ranks_text
 from rankscope.record.statistics import COUNTS, NUMBERS, STATISTICS
 from rankscope.record.value import Digest, is_form
+from rankscope.record.wholestatistics import Combined
 from rankscope.tree.crashes import crashes
 from rankscope.tree.selection import (
     nothing_matched,

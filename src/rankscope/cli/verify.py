@@ -110,8 +110,8 @@ def _what_to_add(trace: Trace) -> Iterator[str]:
     """Name the command that adds what this host's spool holds, or where other hosts' would be."""
     import os
 
+    from rankscope.run.filenames import REPLICA_FOLDER
     from rankscope.run.folders import find_runs
-    from rankscope.run.names import REPLICA_FOLDER
     from rankscope.run.out import typed
     from rankscope.tree.unfinished import spool_bases
 

@@ -54,7 +54,7 @@ from rankscope.diagnosis.unreduced import note_unreduced, without_unreduced
 from rankscope.errors import TraceError
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.finding import Kind, Report
-from rankscope.run.names import Progress
+from rankscope.run.filenames import Progress
 from rankscope.tree.views import Step, Trace
 
 __all__ = ["check"]

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from rankscope.errors import FolderError, SettingError
 from rankscope.export.place import claimed
 from rankscope.export.subset import Selection
-from rankscope.run.names import Progress
+from rankscope.run.filenames import Progress
 from rankscope.tree.views import Trace
 
 __all__ = ["FORMATS", "Format", "export", "format_named"]

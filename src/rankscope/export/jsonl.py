@@ -11,7 +11,7 @@ from rankscope.export.place import ExportPlace
 from rankscope.export.rows import Row, rows_of
 from rankscope.export.subset import Selection
 from rankscope.record.statistics import COUNTS, NUMBERS
-from rankscope.run.names import Progress
+from rankscope.run.filenames import Progress
 from rankscope.tree.digests import Columns, column_digest
 from rankscope.tree.jsontext import number, statistic
 from rankscope.tree.views import Trace

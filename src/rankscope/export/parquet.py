@@ -22,7 +22,7 @@ from rankscope.export.place import ExportPlace
 from rankscope.export.rows import Row, mode_word, rows_of
 from rankscope.export.subset import Selection
 from rankscope.record.statistics import COUNTS, NUMBERS
-from rankscope.run.names import Progress
+from rankscope.run.filenames import Progress
 from rankscope.tree.digests import Columns
 from rankscope.tree.views import Step, Trace
 

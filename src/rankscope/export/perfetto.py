@@ -25,7 +25,7 @@ from rankscope.export.subset import Selection, group_name
 from rankscope.record.call import CallStatus, Phase
 from rankscope.record.ranklists import ranks_text
 from rankscope.record.statistics import COUNTS, numbers_with_first
-from rankscope.run.names import Progress
+from rankscope.run.filenames import Progress
 from rankscope.tree.digests import Columns, column_digest
 from rankscope.tree.views import Node, Step, Trace
 

@@ -11,9 +11,7 @@ from rankscope.chunks.chunkheader import chunk_folder, chunk_numbers
 from rankscope.errors import ChunkError, SpoolError
 from rankscope.record.streams import StreamId
 from rankscope.run.companions import ipc_address
-from rankscope.run.folders import remove_run_folder, stream_folder, streams
-from rankscope.run.locks import is_alive
-from rankscope.run.names import (
+from rankscope.run.filenames import (
     COLLECTOR_SOCKET_NAME,
     COLLECTOR_STARTED_NAME,
     JOB_OVER_NAME,
@@ -26,6 +24,8 @@ from rankscope.run.names import (
     STEP_TRIGGER_FOLDER,
     TENSOR_FOLDER,
 )
+from rankscope.run.folders import remove_run_folder, stream_folder, streams
+from rankscope.run.locks import is_alive
 from rankscope.run.stallrecords import remove_stalls
 from rankscope.spool.origin import origin_text
 from rankscope.spool.streamreader import StreamReader

@@ -49,7 +49,7 @@ from rankscope.gather.protocol import (
 from rankscope.gather.replica import ReplicaFiles
 from rankscope.gather.waiting import JobState, PeerState, StreamProgress
 from rankscope.record.streams import EndReason, StreamId
-from rankscope.run.names import COLLECTOR_NAME
+from rankscope.run.filenames import COLLECTOR_NAME
 from rankscope.run.replacing import write_by_rename
 from rankscope.run.stallrecords import Stall, keep_stall
 from rankscope.spool.replication import StreamEnd, read_end, replica_path, replicated, write_end

@@ -15,14 +15,14 @@ from rankscope.gather.collector import Intake
 from rankscope.gather.log import ExitOutcome, log
 from rankscope.gather.sharedwatch import SharedWatch
 from rankscope.gather.waiting import LEAST_SILENCE_S, Decision, PeerState, StreamProgress, decide
-from rankscope.run.folders import FolderLock
-from rankscope.run.names import (
+from rankscope.run.filenames import (
     COLLECTOR_LOCK_NAME,
     COLLECTOR_LOG_NAME,
     COLLECTOR_NAME,
     REPLICA_FOLDER,
     TRACE_NAME,
 )
+from rankscope.run.folders import FolderLock
 from rankscope.spool.replication import replicated
 
 __all__ = ["CollectorOptions", "Observer", "StreamSource", "collect"]

@@ -47,8 +47,8 @@ from rankscope.gather.sharedwatch import SharedHostState, write_host_state
 from rankscope.gather.shipping import Shipment
 from rankscope.gather.waiting import JobState
 from rankscope.record.streams import StreamId
+from rankscope.run.filenames import REPLICA_FOLDER, TRACE_NAME
 from rankscope.run.folders import RunHeader
-from rankscope.run.names import REPLICA_FOLDER, TRACE_NAME
 from rankscope.run.stallrecords import Stall, keep_stall
 from rankscope.spool.replication import StreamEnd, replica_path, write_end
 
@@ -57,6 +57,8 @@ __all__ = ["Link", "SharedLink", "SocketLink"]
 _BEAT_S = 0.25
 _SHARED_BEAT_S = 1.0
 _SEND_QUEUE = 64
+_RECONNECT_MS = 50
+_MOST_RECONNECT_MS = 1000
 
 
 class Link(Protocol):
@@ -112,8 +114,8 @@ class SocketLink:
         self._socket.setsockopt(zmq.MAXMSGSIZE, LONGEST_MESSAGE)
         self._socket.setsockopt(zmq.SNDHWM, _SEND_QUEUE)
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
-        self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
-        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, _MOST_RECONNECT_MS)
         self._socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
         self._socket.setsockopt(zmq.LINGER, 500)
         self._socket.connect(check_address(header.collector))

@@ -22,15 +22,15 @@ from rankscope.gather.stallmonitor import StallMonitor
 from rankscope.gather.waiting import JobState
 from rankscope.record.grace import DRAIN_SECONDS
 from rankscope.record.streams import StreamId
-from rankscope.run.folders import FolderLock, RunHeader, is_held, read_run_header, streams
-from rankscope.run.locks import is_alive
-from rankscope.run.names import (
+from rankscope.run.filenames import (
     COLLECTOR_LOCK_NAME,
     JOB_OVER_NAME,
     LAUNCHER_LOCK_NAME,
     RELAY_LOCK_NAME,
     TRACE_NAME,
 )
+from rankscope.run.folders import FolderLock, RunHeader, is_held, read_run_header, streams
+from rankscope.run.locks import is_alive
 from rankscope.run.prepare import Collection
 from rankscope.run.processes import is_process_alive
 

@@ -19,7 +19,7 @@ _HOW = "write 0-2,10 or every:100 or all or at:FILE, or several of them with com
 
 @dataclass(frozen=True, slots=True)
 class StepSelection:
-    """The setting `steps`; what a file asks for while the job runs is `agent.steps.trigger`'s."""
+    """The setting `steps`; `agent.steps.touchedfile` is for what a file asks while the job runs."""
 
     text: str
     """As it would be written on a command line, its file with the whole path."""

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from rankscope.errors import SpoolError
 from rankscope.record.grace import DRAIN_SECONDS, FINISH_SECONDS
+from rankscope.run.filenames import COLLECTOR_SOCKET_NAME
 from rankscope.run.folders import spool_base
-from rankscope.run.names import COLLECTOR_SOCKET_NAME
 from rankscope.run.processes import process_name
 
 __all__ = [

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from rankscope.errors import FolderBusyError, SpoolError
 from rankscope.record.streams import MAX_INCARNATIONS, MAX_RANKS, StreamId
-from rankscope.run.names import CELLS_SUFFIX, JOB_OVER_NAME, RUN_NAME
+from rankscope.run.filenames import CELLS_SUFFIX, JOB_OVER_NAME, RUN_NAME
 from rankscope.run.replacing import read_json_map, write_by_rename
 
 __all__ = [

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rankscope.run.filenames import LAUNCHER_LOCK_NAME, RELAY_LOCK_NAME, RUN_NAME, START_LOCK_NAME
 from rankscope.run.folders import is_held, stream_folder, streams
 from rankscope.run.locks import is_alive
-from rankscope.run.names import LAUNCHER_LOCK_NAME, RELAY_LOCK_NAME, RUN_NAME, START_LOCK_NAME
 
 __all__ = ["is_abandoned"]
 

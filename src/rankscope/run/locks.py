@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 from rankscope.errors import SpoolError
-from rankscope.run.names import STREAM_LOCK_NAME
+from rankscope.run.filenames import STREAM_LOCK_NAME
 from rankscope.run.ownfile import OwnFile, above_standard_streams
 from rankscope.run.processes import is_process_alive, process_name
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from rankscope.errors import FolderError, SpoolError
-from rankscope.run.names import (
+from rankscope.run.filenames import (
     COLLECTOR_LOCK_NAME,
     COLLECTOR_LOG_NAME,
     COLLECTOR_NAME,

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rankscope.errors import SpoolError
-from rankscope.run.names import STALL_FOLDER
+from rankscope.run.filenames import STALL_FOLDER
 from rankscope.run.replacing import read_json_map, write_by_rename
 
 __all__ = [

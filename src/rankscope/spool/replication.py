@@ -14,8 +14,8 @@ from pathlib import Path
 
 from rankscope.errors import SpoolError
 from rankscope.record.streams import EndReason, StreamId
+from rankscope.run.filenames import CELLS_SUFFIX, REPLICA_FOLDER
 from rankscope.run.folders import stream_named
-from rankscope.run.names import CELLS_SUFFIX, REPLICA_FOLDER
 from rankscope.run.replacing import read_json_map, write_by_rename
 
 __all__ = ["StreamEnd", "read_end", "replica_path", "replicated", "write_end"]

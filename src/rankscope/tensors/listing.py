@@ -11,7 +11,7 @@ from rankscope.chunks.chunkheader import chunk_numbers, chunk_path, stream_of_fo
 from rankscope.chunks.finishing import damaged
 from rankscope.errors import ChunkError
 from rankscope.record.dtypes import STORED_TYPES
-from rankscope.run.names import TENSOR_FOLDER
+from rankscope.run.filenames import TENSOR_FOLDER
 from rankscope.tree.slotview import SlotView
 from rankscope.tree.views import Node, Trace
 

@@ -23,7 +23,7 @@ from rankscope.assembly.tables import build_tables
 from rankscope.chunks.tensorfiles import TensorRecords
 from rankscope.errors import FolderError, TraceError
 from rankscope.record.streams import StreamId
-from rankscope.run.names import REPLICA_FOLDER
+from rankscope.run.filenames import REPLICA_FOLDER
 from rankscope.run.stallrecords import carry_stalls
 from rankscope.tree.document import Document
 from rankscope.tree.header import completeness, run_header, step_notes

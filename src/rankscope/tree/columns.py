@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from rankscope.errors import TraceError
 from rankscope.record.call import CallStatus
 from rankscope.record.statistics import ADDED, COUNTS, NUMBERS
-from rankscope.run.names import VALUES_NAME
+from rankscope.run.filenames import VALUES_NAME
 from rankscope.run.replacing import replacing
 from rankscope.tree.document import Document
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rankscope.record.combined import Combined
 from rankscope.record.notes import Note
 from rankscope.record.ranklists import parse_ranks
 from rankscope.record.statistics import (
@@ -18,6 +17,7 @@ from rankscope.record.statistics import (
     OverShards,
 )
 from rankscope.record.value import Digest
+from rankscope.record.wholestatistics import Combined
 from rankscope.tree.jsontext import read_number
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from rankscope.record.call import Phase
 from rankscope.record.statistics import COUNTS, NUMBERS
 from rankscope.run.replacing import replacing
 from rankscope.tree.digests import Columns
-from rankscope.tree.tracefiles import TraceSource
+from rankscope.tree.finishedtrace import TraceSource
 from rankscope.tree.views import Trace
 
 if TYPE_CHECKING:

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Union
 
 from rankscope.errors import FolderError, TraceError
-from rankscope.run.names import CELLS_SUFFIX, REPLICA_FOLDER, TRACE_FORMAT, TRACE_NAME, Progress
+from rankscope.run.filenames import CELLS_SUFFIX, REPLICA_FOLDER, TRACE_FORMAT, TRACE_NAME, Progress
 from rankscope.tree.damage import UNREADABLE
 from rankscope.tree.digests import Columns
-from rankscope.tree.tracefiles import TraceFiles, wait_for_collector
+from rankscope.tree.finishedtrace import TraceFiles, wait_for_collector
 from rankscope.tree.views import Trace
 
 if TYPE_CHECKING:

@@ -19,10 +19,10 @@ from rankscope.assembly.tables import Tables
 from rankscope.assembly.whole import WholeTensors
 from rankscope.layout.placement import Ranges
 from rankscope.layout.plan import Piece
-from rankscope.record.combined import Combined
 from rankscope.record.ranklists import RankTexts, ranks_text
 from rankscope.record.statistics import COUNTS, NUMBERS, finite_counts
 from rankscope.record.value import ValueFlag
+from rankscope.record.wholestatistics import Combined
 from rankscope.tree.jsontext import number, statistic
 
 __all__ = ["SlotData", "flag_words"]

@@ -16,9 +16,9 @@ from rankscope.layout.placement import (
     global_ranges,
     parse_placement,
 )
-from rankscope.record.combined import Combined
 from rankscope.record.ranklists import parse_ranks
 from rankscope.record.value import Digest, Samples
+from rankscope.record.wholestatistics import Combined
 from rankscope.tree.damage import damaged_is_trace_error
 from rankscope.tree.digests import Columns, Fold, column_digest, read_combined, read_fold
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rankscope.errors import FolderError
-from rankscope.run.names import (
+from rankscope.run.filenames import (
     NODES_FORMAT,
     STEPS_FOLDER,
     TENSOR_FOLDER,

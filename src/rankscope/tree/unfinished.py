@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rankscope.run.filenames import COLLECTOR_LOCK_NAME, HOST_STATE_PREFIX, REPLICA_FOLDER
 from rankscope.run.folders import find_runs, is_held, spool_base, stream_folder, streams
 from rankscope.run.liveness import is_abandoned
 from rankscope.run.locks import is_alive
-from rankscope.run.names import COLLECTOR_LOCK_NAME, HOST_STATE_PREFIX, REPLICA_FOLDER
 from rankscope.spool.replication import read_end, replica_path, replicated
 
 __all__ = ["is_about_to_end", "is_at_work", "spool_bases"]

@@ -12,19 +12,19 @@ from rankscope.errors import SelectionError, TraceError
 from rankscope.globs import glob_matches
 from rankscope.layout.placement import Layout, Mesh
 from rankscope.record.call import CallKey, CallStatus, Mode, Phase
-from rankscope.record.combined import Combined
 from rankscope.record.notes import Note, RanksNote
 from rankscope.record.ranklists import parse_ranks, ranks_named
 from rankscope.record.statistics import STATISTICS
 from rankscope.record.value import Digest, Samples
+from rankscope.record.wholestatistics import Combined
 from rankscope.run.out import typed
 from rankscope.run.stallrecords import Stall, stalls_in
 from rankscope.tree.damage import damaged_is_trace_error
 from rankscope.tree.digests import Columns
+from rankscope.tree.finishedtrace import TraceSource
 from rankscope.tree.selection import default_phase, named, nothing_matched
 from rankscope.tree.slotview import SlotView, Whereabouts, shape_text
 from rankscope.tree.summary import endings, extent
-from rankscope.tree.tracefiles import TraceSource
 
 if TYPE_CHECKING:
     import torch

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from rankscope.agent.collectives.inflight import memory_of
+from rankscope.agent.collectives.busymemory import memory_of
 from rankscope.agent.guard import describe_error
 from rankscope.agent.hooks.callstack import EventPlace
 from rankscope.agent.hooks.pythonstack import call_site

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from rankscope.agent.collectives.inflight import InFlight, memory_of
+from rankscope.agent.collectives.busymemory import InFlight, memory_of
 from rankscope.agent.recorder import Recorder
 from rankscope.agent.values.onaccelerator import DeviceValues, HeldValue, ValuePlace
 from rankscope.agent.values.tensorstore import TensorStore, size_of

@@ -24,7 +24,7 @@ from rankscope.errors import SelectionError
 from rankscope.export.place import ExportPlace
 from rankscope.export.subset import Selection
 from rankscope.layout.layoutfile import LayoutFile
-from rankscope.run.names import Progress
+from rankscope.run.filenames import Progress
 from rankscope.tree.views import Node, Step, Trace
 
 if TYPE_CHECKING:

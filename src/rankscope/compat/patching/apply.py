@@ -20,7 +20,7 @@ from torch import nn
 
 from rankscope.compat.patching.imports import ImportWatch
 from rankscope.compat.patching.registry import REGISTRY
-from rankscope.record.namemap import NameMap
+from rankscope.record.namelookup import NameMap
 
 __all__ = ["DEFAULT_PREFIX", "apply_patches"]
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from rankscope.compat.patching.capturehooks import renew_hooks
 from rankscope.compat.patching.registry import REGISTRY
-from rankscope.record.namemap import NameMap
+from rankscope.record.namelookup import NameMap
 
 __all__ = ["patch_output_recorders"]
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 
 from torch import nn
 
-from rankscope.record.namemap import NameMap
+from rankscope.record.namelookup import NameMap
 
 __all__ = ["REGISTRY", "PatchRegistry"]
 

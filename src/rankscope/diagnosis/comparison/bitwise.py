@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from rankscope.diagnosis.comparison.alignment import AlignedValue, PathMap, align, in_order
 from rankscope.diagnosis.comparison.datasamples import match_samples
 from rankscope.diagnosis.comparison.difference import Batches
-from rankscope.diagnosis.comparison.partners import FEWEST_COMPARED, Partners
 from rankscope.diagnosis.comparison.preflight import run_lines, step_line
 from rankscope.diagnosis.comparison.tracesides import TraceSide
+from rankscope.diagnosis.comparison.unpaired import FEWEST_COMPARED, Partners
 from rankscope.diagnosis.stepview import SlotValues, StepView
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.call import Mode, Phase
@@ -35,7 +35,7 @@ from rankscope.record.finding import (
 )
 from rankscope.record.ranklists import ranks_named
 from rankscope.record.value import ValueFlag
-from rankscope.run.names import Progress
+from rankscope.run.filenames import Progress
 from rankscope.tree.reader import TraceLike, opened_trace
 from rankscope.tree.summary import counted
 

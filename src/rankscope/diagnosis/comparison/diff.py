@@ -27,7 +27,6 @@ from rankscope.diagnosis.comparison.difference import Batches
 from rankscope.diagnosis.comparison.findings import finding_of
 from rankscope.diagnosis.comparison.fulltensors import FullTensors
 from rankscope.diagnosis.comparison.origins import OriginSearch
-from rankscope.diagnosis.comparison.partners import FEWEST_COMPARED, Partners
 from rankscope.diagnosis.comparison.preflight import (
     PreflightLine,
     batch_line,
@@ -43,13 +42,14 @@ from rankscope.diagnosis.comparison.sharednames import renumbered_modules
 from rankscope.diagnosis.comparison.stepdifferences import StepDifferences
 from rankscope.diagnosis.comparison.tolerances import Tolerances
 from rankscope.diagnosis.comparison.tracesides import StepKey, TraceSide
+from rankscope.diagnosis.comparison.unpaired import FEWEST_COMPARED, Partners
 from rankscope.diagnosis.comparison.wholevalues import WholeValues
 from rankscope.diagnosis.stepview import StepView
 from rankscope.errors import SettingError
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.call import Mode, Phase
 from rankscope.record.finding import Finding, Report, Severity, Skipped, Verdict
-from rankscope.run.names import Progress
+from rankscope.run.filenames import Progress
 from rankscope.tree.reader import TraceLike, opened_trace
 from rankscope.tree.summary import counted
 from rankscope.tree.views import Trace

@@ -22,10 +22,10 @@ from rankscope.diagnosis.stepview import SlotValues
 from rankscope.layout.declared import declared_pieces
 from rankscope.layout.placement import Mesh, Placement, Ranges
 from rankscope.layout.plan import Piece
-from rankscope.record.combined import Combined
 from rankscope.record.notes import NoteKind
 from rankscope.record.statistics import STATISTICS
 from rankscope.record.value import ValueFlag
+from rankscope.record.wholestatistics import Combined
 from rankscope.tree.slotview import SlotView
 
 __all__ = ["EVERY_PLACE", "NO_TENSOR", "WholeValues", "Wholes", "combined_row"]

@@ -78,7 +78,7 @@ COLLECTOR_STARTED_NAME = "collector.started"
 """Name the process that a rank started last as relay or collector: it takes its lock later."""
 COLLECTOR_SOCKET_NAME = "collector.sock"
 STEP_TRIGGER_FOLDER = "step-trigger"
-"""Folder `step-trigger.<life>` in which ranks agree on a step (`agent.steps.trigger`); in the
+"""Folder `step-trigger.<life>` in which ranks agree on a step (`agent.steps.touchedfile`); in the
 folder of replicas where all hosts see that."""
 STREAM_LOCK_NAME = "lock"
 """In the folder of a stream, held by the rank that writes it."""

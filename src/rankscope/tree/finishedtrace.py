@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import rankscope
 from rankscope.errors import TraceError, TraceVersionError
-from rankscope.run.folders import is_held
-from rankscope.run.names import (
+from rankscope.run.filenames import (
     CELLS_SUFFIX,
     COLLECTOR_LOCK_NAME,
     COLLECTOR_LOG_NAME,
@@ -21,6 +20,7 @@ from rankscope.run.names import (
     TRACE_NAME,
     Progress,
 )
+from rankscope.run.folders import is_held
 from rankscope.tree.digests import Columns
 
 if TYPE_CHECKING:
