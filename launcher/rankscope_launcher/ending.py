@@ -13,7 +13,7 @@ from rankscope.gather.log import ExitOutcome
 from rankscope.record.notes import NoteKind
 from rankscope.run.filenames import CELLS_SUFFIX, COLLECTOR_LOG_NAME, REPLICA_FOLDER, TRACE_NAME
 from rankscope.run.folders import streams
-from rankscope.run.out import announced, typed
+from rankscope.run.outfolder import announced, typed
 from rankscope.run.prepare import Collection
 from rankscope.tree.crashes import Crash, crashes
 from rankscope.tree.reader import open_trace

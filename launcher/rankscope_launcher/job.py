@@ -42,7 +42,7 @@ from rankscope.run.folders import (
     run_key,
     streams,
 )
-from rankscope.run.out import remove_empty
+from rankscope.run.outfolder import remove_empty
 from rankscope.run.prepare import Collection, PreparedRun, RunRequest, prepare_run
 from rankscope.settings import SETTINGS, Settings
 from rankscope_launcher.companions import Companion, CompanionWatch, wait_for_end

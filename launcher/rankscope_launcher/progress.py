@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from types import TracebackType
 
-from rankscope.run.out import typed
+from rankscope.run.outfolder import typed
 from rankscope.run.stallrecords import stalls_in
 
 __all__ = ["Progress", "StallNotices", "say"]

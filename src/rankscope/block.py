@@ -34,7 +34,7 @@ from rankscope.chunks.writing import ByteArray
 from rankscope.errors import RankscopeError, SettingError, SpoolError
 from rankscope.record.streams import EndReason
 from rankscope.run.folders import run_key, stream_folder
-from rankscope.run.out import typed
+from rankscope.run.outfolder import typed
 from rankscope.run.prepare import Collection, RunRequest, prepare_run
 from rankscope.settings import Settings, as_keywords, settings_from
 from rankscope.spool.replication import StreamEnd, replica_path, write_end

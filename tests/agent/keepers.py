@@ -18,8 +18,8 @@ from rankscope.capture.invisible import invisible
 from rankscope.chunks.writing import ChunkWriter
 from rankscope.record.dtypes import STORED_TYPES
 from rankscope.record.streams import StreamId
-from rankscope.spool.cells import TENSOR, RecordKind
-from rankscope.spool.records import records
+from rankscope.spool.recordcolumns import records
+from rankscope.spool.recordformat import TENSOR, RecordKind
 from rankscope.spool.streamreader import StreamReader
 from rankscope.spool.writer import SpoolWriter
 

@@ -24,7 +24,7 @@ from rankscope.agent.steps.compiled import HiddenSteps
 from rankscope.agent.values import gradients
 from rankscope.agent.values.valuereader import ValueReader
 from rankscope.settings import settings_from
-from rankscope.spool.cells import VALUE_HEAD
+from rankscope.spool.recordformat import VALUE_HEAD
 from tests.agent.models import Block, Net, paths, trace
 from tests.unharmed import traced_unharmed
 

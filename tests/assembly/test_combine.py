@@ -13,7 +13,7 @@ from rankscope.assembly.combine import Combined, apply_plan, plan_rows
 from rankscope.layout.placement import Layout, LayoutSource, Mesh, global_ranges, parse_placement
 from rankscope.layout.plan import Piece, plan_assemblies, plan_assembly
 from rankscope.record.notes import NoteKind
-from rankscope.spool.cells import VALUE_DTYPE
+from rankscope.spool.recordformat import VALUE_DTYPE
 from tests.tree.ranks_on_paper import digest, take
 
 

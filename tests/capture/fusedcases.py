@@ -24,7 +24,7 @@ from rankscope.capture.device.devicedigester import DeviceDigester
 from rankscope.capture.device.fusedforms import FusedReader
 from rankscope.capture.device.mix64 import mix64
 from rankscope.capture.digest import Digester
-from rankscope.capture.elements import elements, storage_of
+from rankscope.capture.dtypestorage import elements, storage_of
 from rankscope.layout.placement import Ranges
 from tests.capture import interpreteddriver
 from tests.capture.test_device import (

@@ -23,7 +23,7 @@ from rankscope.capture.device.fusedforms import FusedReader
 from rankscope.capture.device.gpudriver import architecture_of, driver_of
 from rankscope.capture.device.mix64 import mix64
 from rankscope.capture.digest import Digester
-from rankscope.capture.elements import storage_of
+from rankscope.capture.dtypestorage import storage_of
 from rankscope.capture.reading import ValueNumbers
 from rankscope.layout.placement import Ranges
 

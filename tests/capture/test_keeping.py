@@ -12,7 +12,7 @@ from safetensors.torch import _TYPES as SAFETENSORS_TYPES
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rankscope.capture.describe import Describer
-from rankscope.capture.elements import storage_of
+from rankscope.capture.dtypestorage import storage_of
 from rankscope.capture.invisible import invisible
 from rankscope.capture.keeping import PIECE_BYTES, byte_pieces, own_bytes, why_not_stored
 from rankscope.capture.staging import DeviceStaging

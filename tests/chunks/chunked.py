@@ -14,7 +14,7 @@ from safetensors import safe_open
 from rankscope.chunks.writing import ChunkEntry, ChunkWriter
 from rankscope.record.dtypes import STORED_TYPES
 from rankscope.record.streams import StreamId
-from rankscope.spool.cells import TENSOR, TENSOR_DTYPE
+from rankscope.spool.recordformat import TENSOR, TENSOR_DTYPE
 
 STREAM = StreamId(rank=3, incarnation=0)
 

@@ -13,7 +13,7 @@ from rankscope.chunks.chunkheader import chunk_folder, chunk_path
 from rankscope.chunks.tensorfiles import TensorFiles, standing_references
 from rankscope.errors import TraceError
 from rankscope.record.streams import StreamId
-from rankscope.spool.cells import TENSOR_DTYPE
+from rankscope.spool.recordformat import TENSOR_DTYPE
 from tests.chunks.chunked import STREAM, Writing, content
 
 SECOND_LIFE = StreamId(rank=3, incarnation=1)

@@ -23,8 +23,8 @@ from rankscope.chunks.finishing import damaged, finish_chunks, read_header
 from rankscope.chunks.writing import HEADER_BYTES, ChunkWriter
 from rankscope.errors import ChunkError, ChunkFullError
 from rankscope.record.streams import StreamId
-from rankscope.spool.cells import RecordKind
-from rankscope.spool.records import records
+from rankscope.spool.recordcolumns import records
+from rankscope.spool.recordformat import RecordKind
 from rankscope.spool.streamreader import StreamReader
 from tests import forked
 from tests.chunks.chunked import STREAM, Writing, assert_whole, content, read_plainly
@@ -486,7 +486,7 @@ KEEP_FOR_EVER = """
 import random, sys
 from pathlib import Path
 import msgpack
-from rankscope.spool.cells import RecordKind
+from rankscope.spool.recordformat import RecordKind
 from rankscope.spool.writer import SpoolWriter
 from tests.chunks.chunked import STREAM, content, pack
 from rankscope.chunks.writing import HEADER_BYTES, ChunkWriter

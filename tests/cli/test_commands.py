@@ -23,7 +23,7 @@ from rankscope.cli.terminal import fitted
 from rankscope.layout.placement import Mesh
 from rankscope.record.call import CallStatus
 from rankscope.record.streams import EndReason
-from rankscope.run.out import typed
+from rankscope.run.outfolder import typed
 from rankscope.settings import SETTINGS
 from rankscope.tree.build import build
 from tests import forked

@@ -14,8 +14,8 @@ from rankscope.layout.placement import Mesh
 from rankscope.record.call import Mode, Phase
 from rankscope.record.finding import Finding, Report
 from rankscope.record.streams import EndReason
-from rankscope.spool import cells
-from rankscope.spool.cells import RecordKind
+from rankscope.spool import recordformat
+from rankscope.spool.recordformat import RecordKind
 from rankscope.tree.build import build
 from rankscope.tree.reader import open_trace
 from tests.tree.ranks_on_paper import PaperRank
@@ -130,7 +130,7 @@ def collective(
         **{"class": class_name},
     )  # fmt: skip
     sequence = next(rank._sequence)
-    packed = cells.ENTER_COLLECTIVE.pack(
+    packed = recordformat.ENTER_COLLECTIVE.pack(
         sequence, parent, rank.now(), module, step, 0, ordinal, Phase.COLLECTIVE, Mode.TRAIN, 1,
         rank.root(), rank.known("collective", **fields), number,
     )  # fmt: skip

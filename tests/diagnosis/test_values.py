@@ -12,7 +12,7 @@ from rankscope.record.call import Phase
 from rankscope.record.finding import Verdict
 from rankscope.record.notes import Note, NoteKind
 from rankscope.record.value import ValueFlag
-from rankscope.spool.cells import StepEvent
+from rankscope.spool.recordformat import StepEvent
 from tests.diagnosis.paper import collective, event, judged, module, numbers, origins, setup
 from tests.tree.ranks_on_paper import PaperRank
 

@@ -31,7 +31,7 @@ import os, sys, time
 from pathlib import Path
 import msgpack
 from rankscope.record.streams import EndReason
-from rankscope.spool.cells import RecordKind, StepEvent
+from rankscope.spool.recordformat import RecordKind, StepEvent
 from rankscope.spool.writer import SpoolWriter
 from tests.spool.streams import enter, rank_definition, samples, step, value
 folder, rank, count, pause, limit = Path(sys.argv[1]), *map(int, sys.argv[2:6])

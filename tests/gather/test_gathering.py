@@ -21,8 +21,8 @@ from rankscope.gather.protocol import Ended, OpenStream
 from rankscope.gather.shipping import Shipment
 from rankscope.record.streams import EndReason, StreamId
 from rankscope.run.folders import SHARED, mark_job_over, stream_folder
-from rankscope.spool.cells import RecordKind
-from rankscope.spool.records import open_replica
+from rankscope.spool.recordcolumns import open_replica
+from rankscope.spool.recordformat import RecordKind
 from rankscope.spool.replication import read_end, replica_path
 from rankscope.spool.streamreader import valid_prefix
 from rankscope.spool.writer import SpoolWriter

@@ -11,8 +11,8 @@ import pytest
 
 from rankscope.record.streams import StreamId
 from rankscope.run.folders import mark_job_over
-from rankscope.spool import cells
-from rankscope.spool.cells import RecordKind
+from rankscope.spool import recordformat
+from rankscope.spool.recordformat import RecordKind
 from rankscope.spool.replication import read_end, replica_path
 from rankscope.tracing import open_trace
 from rankscope.tree.build import recover
@@ -46,7 +46,7 @@ def work(folder: Path, host: str) -> None:
             writer.commit(entry)
             rank.writer.write(RecordKind.TENSOR, pack(entry, meta))
             slot = rank.known("slot", name="output")
-            head = cells.VALUE_HEAD.pack(
+            head = recordformat.VALUE_HEAD.pack(
                 sequence, rank.now(), slot, meta, 0, 1, 0, 4, number + 1, reference
             )
             rank.writer.write(RecordKind.VALUE, head)

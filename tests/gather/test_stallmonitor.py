@@ -28,7 +28,7 @@ from rankscope.run.folders import (
     stream_folder,
 )
 from rankscope.run.stallrecords import Stall, carry_stalls, stalls_in
-from rankscope.spool.cells import ENTER, ENTER_COLLECTIVE, EXIT, STEP, RecordKind, StepEvent
+from rankscope.spool.recordformat import ENTER, ENTER_COLLECTIVE, EXIT, STEP, RecordKind, StepEvent
 from rankscope.spool.streamreader import StreamReader
 from rankscope.spool.writer import SpoolWriter
 from tests import forked

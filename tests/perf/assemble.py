@@ -21,9 +21,9 @@ import numpy as np
 
 from rankscope.assembly.rankstreams import StreamBytes, read_stream
 from rankscope.record.streams import StreamId
-from rankscope.spool import cells
-from rankscope.spool.cells import RecordKind
+from rankscope.spool import recordformat
 from rankscope.spool.crc import cell_crcs
+from rankscope.spool.recordformat import RecordKind
 from rankscope.tree.build import assemble
 from rankscope.tree.reader import open_trace
 from rankscope.tree.treewriter import write_trace
@@ -31,17 +31,17 @@ from rankscope.tree.treewriter import write_trace
 
 def definition(**fields: object) -> bytes:
     packed = msgpack.packb(fields)
-    return cells.DEFINITION_LENGTH.pack(len(packed)) + packed
+    return recordformat.DEFINITION_LENGTH.pack(len(packed)) + packed
 
 
 def cells_of(kind: RecordKind, payload: bytes) -> np.ndarray:
-    count = -(-len(payload) // cells.PAYLOAD_BYTES)
-    made = np.zeros((count, cells.CELL_BYTES), np.uint8)
+    count = -(-len(payload) // recordformat.PAYLOAD_BYTES)
+    made = np.zeros((count, recordformat.CELL_BYTES), np.uint8)
     made[:, 4] = kind
-    made[0, 5] = cells.FIRST
+    made[0, 5] = recordformat.FIRST
     left = np.arange(count - 1, -1, -1, dtype="<u2")
     made[:, 6:8] = left.view(np.uint8).reshape(-1, 2)
-    padded = payload.ljust(count * cells.PAYLOAD_BYTES, b"\0")
+    padded = payload.ljust(count * recordformat.PAYLOAD_BYTES, b"\0")
     made[:, 8:] = np.frombuffer(padded, np.uint8).reshape(count, -1)
     return made
 
@@ -104,18 +104,18 @@ def rank_cells(rank: int, ranks: int, modules: int, values: int, *, steps: int =
     ]
     made = [cells_of(RecordKind.DEFINITION, part) for part in parts]
     calls = modules * steps
-    enters = np.zeros(calls, cells.ENTER_DTYPE)
+    enters = np.zeros(calls, recordformat.ENTER_DTYPE)
     enters["sequence"] = np.arange(calls)
     enters["parent"] = np.arange(calls) // modules * modules
-    enters["parent"][::modules] = cells.NO_SEQUENCE
+    enters["parent"][::modules] = recordformat.NO_SEQUENCE
     enters["time_ns"] = np.arange(calls) * 1000
     enters["module"] = np.arange(calls) % modules + 5 + values
     enters["step"] = np.arange(calls) // modules
     enters["phase"] = 1
     enters["root"] = 2
-    exits = np.zeros(calls, cells.EXIT_DTYPE)
+    exits = np.zeros(calls, recordformat.EXIT_DTYPE)
     exits["sequence"], exits["time_ns"] = enters["sequence"], enters["time_ns"] + 500
-    rows = np.zeros(calls * values, cells.VALUE_DTYPE)
+    rows = np.zeros(calls * values, recordformat.VALUE_DTYPE)
     rows["sequence"] = np.repeat(enters["sequence"], values)
     rows["time_ns"] = np.repeat(enters["time_ns"], values) + np.tile(np.arange(values), calls) * 10
     rows["slot"] = np.tile(np.arange(values) + 5, calls)
@@ -130,22 +130,24 @@ def rank_cells(rank: int, ranks: int, modules: int, values: int, *, steps: int =
         wide(RecordKind.VALUE, rows),
         wide(RecordKind.EXIT, exits),
     ]
-    made.append(cells_of(RecordKind.END, cells.END.pack(10**9, calls * (2 + values), 0, 0, 0)))
+    made.append(
+        cells_of(RecordKind.END, recordformat.END.pack(10**9, calls * (2 + values), 0, 0, 0))
+    )
     whole = np.concatenate(made)
     whole[:, :4] = cell_crcs(whole).astype("<u4").view(np.uint8).reshape(-1, 4)
     return whole.reshape(-1)
 
 
 def wide(kind: RecordKind, rows: np.ndarray) -> np.ndarray:
-    count = -(-rows.dtype.itemsize // cells.PAYLOAD_BYTES)
-    made = np.zeros((len(rows), count, cells.CELL_BYTES), np.uint8)
+    count = -(-rows.dtype.itemsize // recordformat.PAYLOAD_BYTES)
+    made = np.zeros((len(rows), count, recordformat.CELL_BYTES), np.uint8)
     made[:, :, 4] = kind
-    made[:, 0, 5] = cells.FIRST
+    made[:, 0, 5] = recordformat.FIRST
     made[:, :, 6] = np.arange(count - 1, -1, -1)
-    body = np.zeros((len(rows), count * cells.PAYLOAD_BYTES), np.uint8)
+    body = np.zeros((len(rows), count * recordformat.PAYLOAD_BYTES), np.uint8)
     body[:, : rows.dtype.itemsize] = rows.view(np.uint8).reshape(len(rows), rows.dtype.itemsize)
-    made[:, :, 8:] = body.reshape(len(rows), count, cells.PAYLOAD_BYTES)
-    return made.reshape(-1, cells.CELL_BYTES)
+    made[:, :, 8:] = body.reshape(len(rows), count, recordformat.PAYLOAD_BYTES)
+    return made.reshape(-1, recordformat.CELL_BYTES)
 
 
 def peak_gib() -> float:

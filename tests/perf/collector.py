@@ -33,8 +33,8 @@ from rankscope.gather.protocol import (
 )
 from rankscope.record.streams import EndReason, StreamId
 from rankscope.run.companions import collector_command, companion_environment
-from rankscope.spool.cells import RecordKind
-from rankscope.spool.records import records
+from rankscope.spool.recordcolumns import records
+from rankscope.spool.recordformat import RecordKind
 from rankscope.spool.streamreader import StreamReader
 from rankscope.spool.writer import SpoolWriter
 from tests.spool.streams import enter, value

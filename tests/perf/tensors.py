@@ -30,7 +30,7 @@ from rankscope.capture.invisible import invisible
 from rankscope.capture.keeping import own_bytes
 from rankscope.chunks.writing import ChunkWriter
 from rankscope.record.streams import StreamId
-from rankscope.spool.cells import TENSOR, RecordKind
+from rankscope.spool.recordformat import TENSOR, RecordKind
 from rankscope.spool.writer import SpoolWriter
 from tests.perf import keptsteps
 

@@ -18,7 +18,7 @@ from rankscope.capture.reading import ValueNumbers
 from rankscope.record.statistics import ADDED, COUNTS, MEASURED, NUMBERS, STATISTICS
 from rankscope.record.value import Digest
 from rankscope.record.wholestatistics import Combined
-from rankscope.spool.cells import VALUE, VALUE_DTYPE
+from rankscope.spool.recordformat import VALUE, VALUE_DTYPE
 from tests import forked
 
 PACKAGE = Path(rankscope.__file__).parent

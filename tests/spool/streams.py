@@ -7,7 +7,7 @@ from pathlib import Path
 import msgpack
 
 from rankscope.record.streams import EndReason
-from rankscope.spool.cells import ENTER, EXIT, SAMPLES, STEP, VALUE, RecordKind, StepEvent
+from rankscope.spool.recordformat import ENTER, EXIT, SAMPLES, STEP, VALUE, RecordKind, StepEvent
 from rankscope.spool.streamreader import StreamReader
 from rankscope.spool.writer import SpoolWriter
 

@@ -7,8 +7,8 @@ import zlib
 import numpy as np
 import pytest
 
-from rankscope.spool.cells import FIRST, RecordKind
 from rankscope.spool.crc import CHECK_BLOCK, BlockCheck, cell_crcs
+from rankscope.spool.recordformat import FIRST, RecordKind
 from rankscope.spool.streamreader import committed_cells
 
 

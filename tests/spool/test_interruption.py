@@ -15,8 +15,8 @@ import pytest
 
 from rankscope.errors import SpoolError
 from rankscope.run.locks import is_alive
-from rankscope.spool.cells import RecordKind
-from rankscope.spool.records import records
+from rankscope.spool.recordcolumns import records
+from rankscope.spool.recordformat import RecordKind
 from rankscope.spool.streamreader import StreamReader
 from rankscope.spool.writer import SpoolWriter
 from tests.spool.streams import SMALL, enter, samples, stream_bytes, value

@@ -7,12 +7,12 @@ import msgpack
 import numpy as np
 
 from rankscope.record.streams import EndReason
-from rankscope.spool.cells import (
+from rankscope.spool.recordcolumns import ending, open_replica, records
+from rankscope.spool.recordformat import (
     DEFINITION_LENGTH,
     VALUE_HEAD,
     RecordKind,
 )
-from rankscope.spool.records import ending, open_replica, records
 from rankscope.spool.writer import SpoolWriter
 from tests.spool.streams import (
     SMALL,

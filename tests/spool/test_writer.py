@@ -13,8 +13,8 @@ from rankscope.errors import SpoolError
 from rankscope.record.streams import EndReason
 from rankscope.run.folders import segment_indexes, segment_path
 from rankscope.run.locks import is_alive
-from rankscope.spool.cells import CELL_BYTES, PAYLOAD_BYTES, RecordKind, StepEvent
-from rankscope.spool.records import ending, records
+from rankscope.spool.recordcolumns import ending, records
+from rankscope.spool.recordformat import CELL_BYTES, PAYLOAD_BYTES, RecordKind, StepEvent
 from rankscope.spool.streamreader import StreamReader
 from rankscope.spool.writer import SpoolWriter
 from tests.spool.streams import SMALL, enter, rank_definition, step, stream_bytes, value, write_some
@@ -156,7 +156,7 @@ def test_a_spool_full_to_the_end_still_says_so(tmp_path):
 def test_train_and_eval_steps_dropped_together_get_a_gap_each(tmp_path):
     writer = SpoolWriter(tmp_path / "s", limit_bytes=SMALL)
     write_step(writer, 0, 9000)
-    from rankscope.spool.cells import STEP
+    from rankscope.spool.recordformat import STEP
 
     writer.write(RecordKind.STEP, STEP.pack(0, 5, 1, StepEvent.BEGIN, 0))
     writer.close()

@@ -13,7 +13,7 @@ import numpy as np
 
 from rankscope.layout.placement import Mesh, global_ranges, parse_placement
 from rankscope.record.call import Phase
-from rankscope.spool.cells import StepEvent
+from rankscope.spool.recordformat import StepEvent
 from tests.tree.ranks_on_paper import PaperRank, take
 
 GRID = Mesh(axes=("dp", "tp"), shape=(2, 2), ranks=(0, 1, 2, 3))

@@ -20,8 +20,8 @@ from rankscope.record.call import CallStatus, Mode, Phase
 from rankscope.record.notes import Note
 from rankscope.record.sketchfactors import factors
 from rankscope.record.streams import EndReason, StreamId
-from rankscope.spool import cells
-from rankscope.spool.cells import RecordKind, StepEvent
+from rankscope.spool import recordformat
+from rankscope.spool.recordformat import RecordKind, StepEvent
 from rankscope.spool.streamreader import StreamReader
 from rankscope.spool.writer import SpoolWriter
 
@@ -100,7 +100,7 @@ class PaperRank:
         self._stack: list[tuple[int, str, str, int, int | None]] = []
         self._ordinals: dict[Any, int] = {}
         who: dict[str, Any] = {
-            "format": cells.FORMAT_VERSION,
+            "format": recordformat.FORMAT_VERSION,
             "run_id": run_id,
             "rank": rank,
             "world_size": world_size,
@@ -172,13 +172,13 @@ class PaperRank:
         sequence = next(self._sequence)
         self.writer.write(
             RecordKind.ENTER,
-            cells.ENTER.pack(
+            recordformat.ENTER.pack(
                 sequence,
-                cells.NO_SEQUENCE if parent is None else parent,
+                recordformat.NO_SEQUENCE if parent is None else parent,
                 self.now(),
                 module,
                 step,
-                cells.NO_MICRO_BATCH if micro_batch is None else micro_batch,
+                recordformat.NO_MICRO_BATCH if micro_batch is None else micro_batch,
                 ordinal,
                 phase,
                 MODES[mode],
@@ -193,7 +193,9 @@ class PaperRank:
         self, sequence: int, status: CallStatus = CallStatus.RETURNED, error: str = ""
     ) -> None:
         text = self.known("text", text=error) if error else 0
-        self.writer.write(RecordKind.EXIT, cells.EXIT.pack(sequence, self.now(), text, status, 0))
+        self.writer.write(
+            RecordKind.EXIT, recordformat.EXIT.pack(sequence, self.now(), text, status, 0)
+        )
 
     @contextmanager
     def call(self, path: str = "", **how: Any) -> Iterator[int]:
@@ -246,7 +248,7 @@ class PaperRank:
         )
         name = self.known("slot", name=slot)
         if piece is None:
-            head = cells.VALUE_HEAD.pack(
+            head = recordformat.VALUE_HEAD.pack(
                 sequence, self.now(), name, meta, flags, phase, ordinal, 0, 0, 0
             )
             self.writer.write(RecordKind.VALUE, head)
@@ -254,7 +256,7 @@ class PaperRank:
         d = digest(piece, box)
         self.writer.write(
             RecordKind.VALUE,
-            cells.VALUE.pack(
+            recordformat.VALUE.pack(
                 sequence,
                 self.now(),
                 name,
@@ -279,13 +281,15 @@ class PaperRank:
         )
         if samples:
             rows = np.arange(len(piece) * 8, dtype=np.float32) + piece.reshape(-1)[0]
-            head = cells.SAMPLES.pack(sequence, name, ordinal, phase, len(piece), 8, 0, 0, 0, 0)
+            head = recordformat.SAMPLES.pack(
+                sequence, name, ordinal, phase, len(piece), 8, 0, 0, 0, 0
+            )
             self.writer.write(RecordKind.SAMPLES, head + rows.tobytes())
 
     def step(self, event: StepEvent, step: int, mode: str = "train", note: Note | str = "") -> None:
         text = self.said(note) if note else 0
         self.writer.write(
-            RecordKind.STEP, cells.STEP.pack(self.now(), step, MODES[mode], event, text)
+            RecordKind.STEP, recordformat.STEP.pack(self.now(), step, MODES[mode], event, text)
         )
 
     def said(self, note: Note | str) -> int:
@@ -294,13 +298,13 @@ class PaperRank:
         return self.known("text", text=str(note), **fact)
 
     def error(self, sequence: int | None, text: Note | str) -> None:
-        number = cells.NO_SEQUENCE if sequence is None else sequence
-        packed = cells.ERROR.pack(number, self.now(), self.said(text), 0)
+        number = recordformat.NO_SEQUENCE if sequence is None else sequence
+        packed = recordformat.ERROR.pack(number, self.now(), self.said(text), 0)
         self.writer.write(RecordKind.ERROR, packed)
 
     def gap(self, records: int, first: int, last: int) -> None:
         self.writer.write(
-            RecordKind.GAP, cells.GAP.pack(self.now(), records, records * 64, first, last, 0)
+            RecordKind.GAP, recordformat.GAP.pack(self.now(), records, records * 64, first, last, 0)
         )
 
     def end(self, reason: EndReason = EndReason.EXIT) -> None:

@@ -12,7 +12,7 @@ from rankscope.layout.placement import Mesh
 from rankscope.record.call import CallStatus, Phase
 from rankscope.record.notes import Note, NoteKind, RanksNote
 from rankscope.record.value import ValueFlag
-from rankscope.spool.cells import StepEvent
+from rankscope.spool.recordformat import StepEvent
 from rankscope.tree.build import build
 from rankscope.tree.reader import open_trace
 from tests.tree.jobs import GRID, NONE, WEIGHT, grid_job, piece, read_valid

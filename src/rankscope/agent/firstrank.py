@@ -57,7 +57,7 @@ from rankscope.run.folders import (
     run_key,
     spool_base,
 )
-from rankscope.run.out import missing_folders, remove_empty, typed
+from rankscope.run.outfolder import missing_folders, remove_empty, typed
 from rankscope.run.prepare import Collection, RunRequest, prepare_run
 from rankscope.run.processes import is_process_alive, launcher_of, process_name
 from rankscope.run.replacing import write_by_rename

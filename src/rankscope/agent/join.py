@@ -30,14 +30,14 @@ from rankscope.record.streams import EndReason, RankIdentity, StreamId
 from rankscope.run.filenames import REPLICA_FOLDER, STEP_TRIGGER_FOLDER, TRACE_NAME
 from rankscope.run.folders import RunHeader, read_run_header, stream_folder, streams
 from rankscope.run.locks import is_alive
-from rankscope.run.out import (
+from rankscope.run.outfolder import (
     announced,
     typed,
 )
 from rankscope.run.prepare import Collection
 from rankscope.run.processes import started_at
 from rankscope.settings import Settings
-from rankscope.spool.cells import FORMAT_VERSION
+from rankscope.spool.recordformat import FORMAT_VERSION
 from rankscope.spool.writer import SpoolWriter
 
 __all__ = ["RUN_FOLDER_VARIABLE", "Joined", "define_rank", "join_run", "who_am_i"]

@@ -19,7 +19,7 @@ from rankscope.record.collective import Collective
 from rankscope.record.notes import Note
 from rankscope.record.streams import ProcessGroup
 from rankscope.record.value import ValueFlag
-from rankscope.spool.cells import (
+from rankscope.spool.recordformat import (
     ENTER,
     ENTER_COLLECTIVE,
     ERROR,

@@ -100,7 +100,7 @@ def apply_plan(plan: CombinationPlan, rows: NDArray[Any]) -> Combined:
 
     Args:
         plan: what `plan_rows` made for these rows.
-        rows: structured array with the digest fields of spool/cells.py's VALUE_DTYPE.
+        rows: structured array with the digest fields of spool/recordformat.py's VALUE_DTYPE.
     """
     hashes, counts = rows["hash"][plan.index], rows["count"][plan.index]
     differ = (hashes != hashes[:, :1]) | (counts != counts[:, :1])

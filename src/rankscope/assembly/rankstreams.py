@@ -1,7 +1,7 @@
 """One rank's records as columns: what assembly works on.
 
-A stream is read once: its records become numpy structured arrays of the dtypes in spool/cells.py,
-in the order they were committed, and its definitions a dict by number.
+A stream is read once: its records become numpy structured arrays of the dtypes in
+spool/recordformat.py, in the order they were committed, and its definitions a dict by number.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from rankscope.errors import SpoolError, TraceVersionError
 from rankscope.record.call import Mode, Phase
 from rankscope.record.streams import EndReason, StreamId
 from rankscope.record.value import SKETCH_SIZE
-from rankscope.spool import cells
-from rankscope.spool.cells import RecordKind
+from rankscope.spool import recordformat
 from rankscope.spool.origin import origin_of
-from rankscope.spool.records import Records, ending, records, unpack_map
+from rankscope.spool.recordcolumns import Records, ending, records, unpack_map
+from rankscope.spool.recordformat import RecordKind
 
 __all__ = ["RankStream", "SampleSketches", "StreamBytes", "read_stream"]
 
@@ -113,11 +113,11 @@ def read_stream(
     found = records(data, is_verified=source.is_verified)
     definitions, rejected = _definitions(found, {} if decoded is None else decoded)
     identity = next((d for d in definitions.values() if d["kind"] == "rank"), {})
-    version = identity.get("format", cells.FORMAT_VERSION)
-    if isinstance(version, int) and version > cells.FORMAT_VERSION:
+    version = identity.get("format", recordformat.FORMAT_VERSION)
+    if isinstance(version, int) and version > recordformat.FORMAT_VERSION:
         raise TraceVersionError(
-            f"rank {source.stream.rank} wrote records of format {version}, this rankscope reads "
-            f"up to {cells.FORMAT_VERSION}: use the version that made the trace, or a newer one"
+            f"rank {source.stream.rank} wrote records of format {version}, this rankscope reads up "
+            f"to {recordformat.FORMAT_VERSION}: use the version that made the trace, or a newer one"
         )
     _, values, has_digest = found.values()
     ended = ending(found)
@@ -222,7 +222,7 @@ def _definitions(
     raw = found.cells.take(wanted, axis=0).tobytes()
     definitions: dict[int, dict[str, Any]] = {}
     rejected: list[str] = []
-    begins, ends = firsts * cells.CELL_BYTES, (firsts + sizes) * cells.CELL_BYTES
+    begins, ends = firsts * recordformat.CELL_BYTES, (firsts + sizes) * recordformat.CELL_BYTES
     for packed in [raw[begin:end] for begin, end in zip(begins.tolist(), ends.tolist())]:
         if packed not in decoded:
             try:
@@ -242,10 +242,10 @@ def _decode(packed: bytes) -> dict[str, Any]:
     Raises:
         SpoolError: it is no msgpack map with a number `id` and a text `kind`.
     """
-    step, head = cells.CELL_BYTES, cells.HEADER_BYTES
+    step, head = recordformat.CELL_BYTES, recordformat.HEADER_BYTES
     payload = b"".join(packed[at + head : at + step] for at in range(0, len(packed), step))
-    (length,) = cells.DEFINITION_LENGTH.unpack_from(payload)
-    start = cells.DEFINITION_LENGTH.size
+    (length,) = recordformat.DEFINITION_LENGTH.unpack_from(payload)
+    start = recordformat.DEFINITION_LENGTH.size
     if not 0 < length <= len(payload) - start:
         raise SpoolError(f"length {length} in a record of {len(payload)} bytes")
     definition = unpack_map(payload[start : start + length])
@@ -259,14 +259,16 @@ def _samples(found: Records) -> SampleSketches:
     """Read all samples records at once, those of one shape together: there may be one per value."""
     positions = found.positions(RecordKind.SAMPLES)
     starts, sizes = found.start[positions], found.size[positions]
-    head = cells.SAMPLES_DTYPE.itemsize
+    head = recordformat.SAMPLES_DTYPE.itemsize
     packed = np.ascontiguousarray(
-        found.cells.take(starts, axis=0)[:, cells.HEADER_BYTES : cells.HEADER_BYTES + head]
+        found.cells.take(starts, axis=0)[
+            :, recordformat.HEADER_BYTES : recordformat.HEADER_BYTES + head
+        ]
     )
-    heads = packed.view(cells.SAMPLES_DTYPE).reshape(-1)
+    heads = packed.view(recordformat.SAMPLES_DTYPE).reshape(-1)
     counts = heads["count"].astype(np.int64)
     fits = (heads["size"] == SKETCH_SIZE) & (
-        head + counts * SKETCH_SIZE * 4 <= sizes * cells.PAYLOAD_BYTES
+        head + counts * SKETCH_SIZE * 4 <= sizes * recordformat.PAYLOAD_BYTES
     )
     heads, starts, sizes, counts = heads[fits], starts[fits], sizes[fits], counts[fits]
     rows = np.empty((int(counts.sum()), SKETCH_SIZE), np.float32)
@@ -274,7 +276,7 @@ def _samples(found: Records) -> SampleSketches:
     for size, count in {*zip(sizes.tolist(), counts.tolist())}:
         chosen = np.flatnonzero((sizes == size) & (counts == count))
         body = found.cells.take(starts[chosen, None] + np.arange(size), axis=0)[
-            :, :, cells.HEADER_BYTES :
+            :, :, recordformat.HEADER_BYTES :
         ]
         flat = np.ascontiguousarray(body).reshape(len(chosen), -1)[
             :, head : head + count * SKETCH_SIZE * 4

@@ -11,7 +11,7 @@ import numpy as np
 
 from rankscope.assembly.rankstreams import RankStream
 from rankscope.record.call import CallStatus, Phase
-from rankscope.spool.cells import NO_SEQUENCE
+from rankscope.spool.recordformat import NO_SEQUENCE
 
 __all__ = ["BareCall", "forward_calls", "without_calls"]
 

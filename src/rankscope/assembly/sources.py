@@ -23,7 +23,7 @@ from rankscope.run.filenames import CELLS_SUFFIX, REPLICA_FOLDER
 from rankscope.run.folders import segment_indexes, stream_named
 from rankscope.run.locks import is_alive
 from rankscope.spool.origin import UNKNOWN, first_record, origin_of
-from rankscope.spool.records import records
+from rankscope.spool.recordcolumns import records
 from rankscope.spool.replication import StreamEnd, read_end
 from rankscope.spool.streamreader import StreamReader, valid_prefix
 

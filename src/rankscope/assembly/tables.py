@@ -19,7 +19,7 @@ from rankscope.assembly.rankstreams import RankStream
 from rankscope.chunks.tensorfiles import standing_references
 from rankscope.record.call import CallStatus, Phase
 from rankscope.record.value import ValueFlag
-from rankscope.spool.cells import NO_SEQUENCE
+from rankscope.spool.recordformat import NO_SEQUENCE
 
 __all__ = ["Tables", "build_tables", "factorize"]
 
@@ -48,7 +48,7 @@ class Tables:
     calls: NDArray[Any]
     """CALL_DTYPE."""
     values: NDArray[Any]
-    """VALUE_DTYPE of spool/cells.py, streams behind each other."""
+    """VALUE_DTYPE of spool/recordformat.py, streams behind each other."""
     call: NDArray[np.int64]
     """Row of `calls` each value belongs to."""
     slot: NDArray[np.int32]

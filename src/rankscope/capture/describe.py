@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import torch
 
-from rankscope.capture.elements import storage_of
+from rankscope.capture.dtypestorage import storage_of
 from rankscope.capture.groups import MeshTable
 from rankscope.capture.pytree import describe_leaf
 from rankscope.capture.torch_internals.dispatch import (

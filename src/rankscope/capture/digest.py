@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import xxhash
 
-from rankscope.capture.elements import Array, Floats, elements, memory_type, storage_of
+from rankscope.capture.dtypestorage import Array, Floats, elements, memory_type, storage_of
 from rankscope.capture.fold import BLOCK_ELEMENTS, flat_copy, make_plan
 from rankscope.capture.hashing import hash_words
 from rankscope.capture.reading import Arithmetic, ValueForm, ValueNumbers, empty_reading, words_at

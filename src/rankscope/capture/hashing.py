@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from rankscope.capture.elements import Array, Storage
+from rankscope.capture.dtypestorage import Array, Storage
 from rankscope.capture.fold import BLOCK_ELEMENTS, contiguous_runs
 
 __all__ = ["has_minus_zero", "hash_words"]

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rankscope.capture.elements import memory_type, storage_of, stored_words
+from rankscope.capture.dtypestorage import memory_type, storage_of, stored_words
 from rankscope.capture.fold import BLOCK_ELEMENTS, contiguous_runs
 from rankscope.record.dtypes import STORED_TYPES
 from rankscope.record.value import ValueMeta

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from rankscope.capture.elements import Array, Floats, Storage
+from rankscope.capture.dtypestorage import Array, Floats, Storage
 from rankscope.capture.fold import (
     BLOCK_ELEMENTS,
     BLOCK_ROWS,

@@ -59,7 +59,7 @@ def command(
     from rankscope.errors import SettingError
     from rankscope.gather.address import check_address
     from rankscope.gather.finish import CollectorOptions
-    from rankscope.run.out import claim_out, default_out
+    from rankscope.run.outfolder import claim_out, default_out
     from rankscope.settings import settings_from
 
     if shared and bind:
@@ -124,7 +124,7 @@ def _collect(options: CollectorOptions) -> int:
 
 def _verdict(out: Path, outcome: int) -> int:
     from rankscope.run.filenames import COLLECTOR_LOG_NAME, TRACE_NAME
-    from rankscope.run.out import announced, typed
+    from rankscope.run.outfolder import announced, typed
     from rankscope.tree.reader import open_trace
 
     if outcome:

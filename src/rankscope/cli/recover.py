@@ -30,7 +30,7 @@ def command(
     A spool folder of this host is removed once all it holds is in the trace; a trace folder never.
     """
     from rankscope.cli.terminal import progress
-    from rankscope.run.out import typed
+    from rankscope.run.outfolder import typed
     from rankscope.tree.build import recover
 
     with progress() as say:

@@ -112,7 +112,7 @@ def _what_to_add(trace: Trace) -> Iterator[str]:
 
     from rankscope.run.filenames import REPLICA_FOLDER
     from rankscope.run.folders import find_runs
-    from rankscope.run.out import typed
+    from rankscope.run.outfolder import typed
     from rankscope.tree.unfinished import spool_bases
 
     state, bases = trace.completeness, spool_bases(trace.run)

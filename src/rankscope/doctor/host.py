@@ -25,7 +25,7 @@ from rankscope.run.folders import (
 )
 from rankscope.run.liveness import is_abandoned
 from rankscope.run.mounts import mount_of
-from rankscope.run.out import typed
+from rankscope.run.outfolder import typed
 from rankscope.settings import Settings
 
 __all__ = ["clock", "descriptors", "kernel", "leftovers", "spool_conditions"]

@@ -17,7 +17,7 @@ from rankscope.errors import RankscopeError
 from rankscope.gather.address import check_address
 from rankscope.record.streams import MAX_RANKS
 from rankscope.run.mounts import mount_of
-from rankscope.run.out import default_out, prepare_out
+from rankscope.run.outfolder import default_out, prepare_out
 from rankscope.run.prepare import Collection
 from rankscope.settings import Settings, as_variables, is_enabled, misspelt_variables, settings_from
 

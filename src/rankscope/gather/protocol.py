@@ -42,7 +42,7 @@ from rankscope.gather.chunkmessages import (
 from rankscope.gather.waiting import JobState
 from rankscope.record.streams import MAX_INCARNATIONS, MAX_RANKS, EndReason, StreamId
 from rankscope.run.stallrecords import Stall
-from rankscope.spool.cells import CELL_BYTES, MAX_RECORD_CELLS
+from rankscope.spool.recordformat import CELL_BYTES, MAX_RECORD_CELLS
 
 __all__ = [
     "CHUNK_FRAME_BYTES",

@@ -21,8 +21,8 @@ from pathlib import Path
 from rankscope.errors import FolderError, SpoolError
 from rankscope.record.streams import MAX_INCARNATIONS, StreamId
 from rankscope.run.filenames import REPLICA_FOLDER, RUN_ID_NAME
-from rankscope.spool.cells import CELL_BYTES
 from rankscope.spool.origin import UNKNOWN, origin_of, origin_text
+from rankscope.spool.recordformat import CELL_BYTES
 from rankscope.spool.replication import replica_path
 from rankscope.spool.streamreader import valid_prefix_of
 

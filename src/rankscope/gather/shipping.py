@@ -27,9 +27,9 @@ from rankscope.gather.protocol import (
 from rankscope.record.streams import EndReason, StreamId
 from rankscope.run.folders import stream_folder
 from rankscope.run.locks import is_alive
-from rankscope.spool.cells import CELL_BYTES, END_REASONS, RecordKind
 from rankscope.spool.origin import UNKNOWN
-from rankscope.spool.records import ending, records
+from rankscope.spool.recordcolumns import ending, records
+from rankscope.spool.recordformat import CELL_BYTES, END_REASONS, RecordKind
 from rankscope.spool.streamreader import StreamReader
 
 __all__ = ["GO_BACK_S", "Shipment", "end_reason"]

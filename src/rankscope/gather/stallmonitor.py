@@ -35,8 +35,8 @@ from rankscope.record.streams import StreamId
 from rankscope.run.folders import RunHeader
 from rankscope.run.locks import is_alive
 from rankscope.run.stallrecords import Stall, keep_stall, stalls_in
-from rankscope.spool.cells import ENTER_DTYPE, EXIT_DTYPE, STEP_DTYPE, RecordKind, StepEvent
-from rankscope.spool.records import Records, records
+from rankscope.spool.recordcolumns import Records, records
+from rankscope.spool.recordformat import ENTER_DTYPE, EXIT_DTYPE, STEP_DTYPE, RecordKind, StepEvent
 from rankscope.spool.streamreader import StreamReader
 
 __all__ = ["StallMonitor", "activity_of"]

@@ -22,7 +22,7 @@ from rankscope.run.folders import (
     spool_base,
     write_run_header,
 )
-from rankscope.run.out import (
+from rankscope.run.outfolder import (
     check_budget,
     claim_out,
     default_out,

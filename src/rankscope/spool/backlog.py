@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from rankscope.spool.cells import GAP, PAYLOAD_BYTES, RecordKind
+from rankscope.spool.recordformat import GAP, PAYLOAD_BYTES, RecordKind
 
 __all__ = ["Backlog"]
 

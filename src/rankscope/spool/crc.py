@@ -26,7 +26,7 @@ import zlib
 import numpy as np
 import numpy.typing as npt
 
-from rankscope.spool.cells import CELL_BYTES
+from rankscope.spool.recordformat import CELL_BYTES
 
 __all__ = ["CHECK_BLOCK", "BlockCheck", "cell_crcs"]
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from rankscope.errors import SpoolError
 from rankscope.run.replacing import write_by_rename
-from rankscope.spool.cells import CELL_BYTES
+from rankscope.spool.recordformat import CELL_BYTES
 
 __all__ = ["UNKNOWN", "first_record", "keep_origin", "kept_origin", "origin_of", "origin_text"]
 

@@ -10,7 +10,7 @@ import struct
 from binascii import crc32
 from typing import Final
 
-from rankscope.spool.cells import CELL_BYTES, FIRST, PAYLOAD_BYTES, RecordKind
+from rankscope.spool.recordformat import CELL_BYTES, FIRST, PAYLOAD_BYTES, RecordKind
 from rankscope.spool.segment import Segment
 
 __all__ = [

@@ -16,7 +16,7 @@ import numpy as np
 from rankscope.errors import SpoolError
 from rankscope.run.folders import segment_indexes, segment_path
 from rankscope.run.ownfile import OwnFile, leave_mapping, map_file
-from rankscope.spool.cells import CELL_BYTES, FIRST, RecordKind
+from rankscope.spool.recordformat import CELL_BYTES, FIRST, RecordKind
 
 __all__ = ["Segment", "first_segment"]
 

@@ -16,9 +16,9 @@ import numpy.typing as npt
 
 from rankscope.errors import SpoolError
 from rankscope.run.folders import segment_indexes, segment_path
-from rankscope.spool.cells import CELL_BYTES, FIRST, MAX_RECORD_CELLS
 from rankscope.spool.crc import CHECK_BLOCK, BlockCheck, cell_crcs
 from rankscope.spool.origin import UNKNOWN, keep_origin, kept_origin, origin_of
+from rankscope.spool.recordformat import CELL_BYTES, FIRST, MAX_RECORD_CELLS
 
 __all__ = ["StreamReader", "committed_cells", "committed_heads", "valid_prefix", "valid_prefix_of"]
 

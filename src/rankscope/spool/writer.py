@@ -24,17 +24,6 @@ from rankscope.errors import SpoolError
 from rankscope.record.streams import MINIMUM_LIMIT_BYTES, EndReason
 from rankscope.run.locks import StreamLock
 from rankscope.spool.backlog import Backlog
-from rankscope.spool.cells import (
-    CELL_BYTES,
-    DEFINITION_LENGTH,
-    END,
-    END_REASONS,
-    MAX_RECORD_CELLS,
-    PAYLOAD_BYTES,
-    STEP,
-    RecordKind,
-    StepEvent,
-)
 from rankscope.spool.packing import (
     CLOSED,
     FOUR,
@@ -45,6 +34,17 @@ from rankscope.spool.packing import (
     put,
     put_four,
     whole_record,
+)
+from rankscope.spool.recordformat import (
+    CELL_BYTES,
+    DEFINITION_LENGTH,
+    END,
+    END_REASONS,
+    MAX_RECORD_CELLS,
+    PAYLOAD_BYTES,
+    STEP,
+    RecordKind,
+    StepEvent,
 )
 from rankscope.spool.segment import Segment, first_segment
 from rankscope.spool.writelock import WriteLock

@@ -15,8 +15,8 @@ from rankscope.record.notes import Note
 from rankscope.record.ranklists import ranks_text
 from rankscope.record.streams import EndReason, StreamState
 from rankscope.record.value import MAX_SAMPLES, SKETCH_SIZE
-from rankscope.spool.cells import NO_SEQUENCE
 from rankscope.spool.origin import origin_text
+from rankscope.spool.recordformat import NO_SEQUENCE
 
 __all__ = ["completeness", "run_header", "step_notes", "stream_state"]
 

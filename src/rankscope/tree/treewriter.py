@@ -18,7 +18,7 @@ from rankscope.run.filenames import (
     VALUES_NAME,
     Progress,
 )
-from rankscope.run.out import typed
+from rankscope.run.outfolder import typed
 from rankscope.run.replacing import replacing
 from rankscope.tree.jsontext import json_text
 

@@ -17,7 +17,7 @@ from rankscope.record.ranklists import parse_ranks, ranks_named
 from rankscope.record.statistics import STATISTICS
 from rankscope.record.value import Digest, Samples
 from rankscope.record.wholestatistics import Combined
-from rankscope.run.out import typed
+from rankscope.run.outfolder import typed
 from rankscope.run.stallrecords import Stall, stalls_in
 from rankscope.tree.damage import damaged_is_trace_error
 from rankscope.tree.digests import Columns

@@ -10,7 +10,7 @@ from rankscope.agent.steps.touchedfile import TouchedFile
 from rankscope.record.call import Mode
 from rankscope.record.notes import Note, NoteKind
 from rankscope.record.stepselection import StepSelection
-from rankscope.spool.cells import StepEvent
+from rankscope.spool.recordformat import StepEvent
 
 __all__ = ["ChosenSteps"]
 

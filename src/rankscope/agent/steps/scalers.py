@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.amp import GradScaler
 
-from rankscope.capture.elements import number_on_host
+from rankscope.capture.dtypestorage import number_on_host
 from rankscope.capture.invisible import invisible
 
 __all__ = ["ScalerWatch", "is_skipped_inside", "scaling_of"]

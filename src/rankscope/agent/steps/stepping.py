@@ -46,7 +46,7 @@ from rankscope.capture.torch_internals.parallel import stage_modules
 from rankscope.record.call import Mode
 from rankscope.record.streams import EndReason
 from rankscope.settings import Settings
-from rankscope.spool.cells import StepEvent
+from rankscope.spool.recordformat import StepEvent
 
 __all__ = ["Stepping"]
 

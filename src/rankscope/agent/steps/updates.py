@@ -29,7 +29,7 @@ from rankscope.capture.torch_internals.autograd import current_graph_task
 from rankscope.record.call import Mode
 from rankscope.record.notes import Note, NoteKind
 from rankscope.record.value import ValueFlag
-from rankscope.spool.cells import StepEvent
+from rankscope.spool.recordformat import StepEvent
 
 __all__ = ["Updates"]
 

@@ -15,7 +15,7 @@ from rankscope.agent.values.onaccelerator import DeviceValues, HeldValue, ValueP
 from rankscope.agent.values.tensorstore import TensorStore, size_of
 from rankscope.capture.describe import Described, Describer
 from rankscope.capture.digest import Digester
-from rankscope.capture.elements import storage_of, stored_words
+from rankscope.capture.dtypestorage import storage_of, stored_words
 from rankscope.capture.forms import call_form, plain_text_of, result_form
 from rankscope.capture.invisible import invisible
 from rankscope.capture.pytree import is_tensor, walk

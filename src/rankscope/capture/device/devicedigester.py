@@ -29,7 +29,7 @@ from rankscope.capture.device.fusedcache import ReadVariant
 from rankscope.capture.device.fusedforms import FusedForm, FusedReader
 from rankscope.capture.device.operations import OperationsForm, make_operations_form
 from rankscope.capture.device.resultrow import agree, reading_of_row, row_size
-from rankscope.capture.elements import Storage, storage_of
+from rankscope.capture.dtypestorage import Storage, storage_of
 from rankscope.capture.fold import FoldPlan, make_plan
 from rankscope.capture.invisible import invisible, invisible_operations
 from rankscope.capture.reading import ValueNumbers

@@ -20,7 +20,7 @@ from rankscope.capture.accelerator import Accelerator
 from rankscope.capture.device.fusedcache import CombineVariant, CompiledImage, ReadVariant
 from rankscope.capture.device.fusedplan import COUNTS, NUMBERS, FusedPlan, make_fused_plan
 from rankscope.capture.device.gpudriver import BoundLaunch, GpuDriver, LoadedKernel
-from rankscope.capture.elements import Storage
+from rankscope.capture.dtypestorage import Storage
 from rankscope.capture.fold import FoldPlan
 from rankscope.layout.placement import Ranges
 

@@ -17,7 +17,7 @@ import torch
 from rankscope.capture.accelerator import Accelerator
 from rankscope.capture.device.mix64 import FIRST, SECOND, SHIFTS, powers
 from rankscope.capture.device.resultrow import SKETCH
-from rankscope.capture.elements import Storage
+from rankscope.capture.dtypestorage import Storage
 from rankscope.capture.fold import FoldPlan, FoldSegment
 from rankscope.record.value import SKETCH_SIZE
 

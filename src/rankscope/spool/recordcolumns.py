@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from rankscope.errors import SpoolError
 from rankscope.record.streams import EndReason
-from rankscope.spool.cells import (
+from rankscope.spool.recordformat import (
     CELL_BYTES,
     DEFINITION_LENGTH,
     END_DTYPE,
