@@ -247,6 +247,7 @@ def _group(rank: int, world_size: int, store: str, timeout_s: float) -> Iterator
             dist.destroy_process_group()
         _forget_meshes()
         gc.collect()  # a group in a cycle keeps a thread that wakes a hundred times a second
+        _freeze_what_was_imported()
 
 
 def _forget_meshes() -> None:
@@ -260,7 +261,7 @@ def _forget_meshes() -> None:
 
     getattr(debug, "_clear_sharding_prop_cache", lambda: None)()
     getattr(_redistribute, "clear_redistribute_planner_cache", lambda: None)()
-    for cache in [*_frozen_caches(), *_caches()]:
+    for cache in [*_frozen_caches, *_caches()]:
         cache.cache_clear()
 
 
@@ -273,15 +274,26 @@ def _caches() -> list[Any]:
     ]
 
 
-@functools.cache
-def _frozen_caches() -> list[Any]:
-    """Return the caches that the fork server made: what it froze `gc.get_objects` leaves out. First
-    called before the first group is made, for what it freezes itself is never collected.
+_frozen_caches: list[Any] = []
+"""torch's caches among what is frozen: `gc.get_objects` leaves them out."""
+_frozen_modules = 0
+"""How many modules were imported when objects were last frozen."""
+
+
+def _freeze_what_was_imported() -> None:
+    """Take the objects of new modules out of the garbage collector's way, and keep their caches.
+
+    Each call ends with a collection, which would walk them all. Called where no group is left, for
+    what is frozen is never collected.
     """
-    gc.unfreeze()
-    found = _caches()
+    global _frozen_modules
+    if len(sys.modules) == _frozen_modules:
+        return
+    if not _frozen_modules:
+        gc.unfreeze()  # what the fork server froze has caches too
+    _frozen_caches.extend(_caches())
     gc.freeze()
-    return found
+    _frozen_modules = len(sys.modules)
 
 
 def _serve(channel: Connection) -> None:
@@ -289,7 +301,7 @@ def _serve(channel: Connection) -> None:
 
     faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
-    _frozen_caches()
+    _freeze_what_was_imported()
     channel.send_bytes(b"ready")
     while True:
         try:
