@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import venv
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -216,18 +217,23 @@ with rankscope.trace(out=sys.argv[1], spool=sys.argv[2]):
 """
 
 
-def test_records_of_a_dead_run_are_noted_with_the_command_that_saves_them(tmp_path: Path) -> None:
-    spools, out = tmp_path / "spools", tmp_path / "trace"
+def test_records_of_a_dead_run_are_noted_with_the_command_that_saves_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spools, out, temporary = (tmp_path / name for name in ("spools", "trace", "temporary"))
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))  # this machine may hold other dead runs
+    monkeypatch.setattr(tempfile, "tempdir", None)  # it is read anew
     command = [sys.executable, "-c", DIES, str(out), str(spools)]
     assert forked.run(command, check=False).returncode == 9
     settings = {"spool": str(spools), "out": str(tmp_path / "new"), "spool_bytes": "1M"}
     found = {c.name: c for c in job_conditions(Question(settings=settings), PLAIN)}["leftovers"]
     assert found.status is Status.NOTE and str(spools) in found.found
     saved = found.remedy.partition(",")[0].replace("NEW", str(tmp_path / "saved"))
-    if str(spools) in saved:  # else this machine holds another dead run, named first
-        forked.run([sys.executable, "-m", *saved.split()], check=True, stdout=-3)
-        assert open_trace(tmp_path / "saved").steps
-        assert not any(path.is_dir() for path in spools.rglob("rank0*")), "all of it is saved"
+    assert str(spools) in saved
+    forked.run([sys.executable, "-m", *saved.split()], check=True, stdout=-3)
+    assert open_trace(tmp_path / "saved").steps
+    assert not any(path.is_dir() for path in spools.rglob("rank0*")), "all of it is saved"
 
 
 # ---- the ranks' interpreter --------------------------------------------------------------------
