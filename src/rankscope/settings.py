@@ -15,8 +15,8 @@ from pathlib import Path
 
 from rankscope.errors import LayoutError, SettingError
 from rankscope.layout.layoutfile import LayoutFile
-from rankscope.record.call import Phase
 from rankscope.record.grace import DRAIN_SECONDS, FINISH_SECONDS, STALL_SECONDS
+from rankscope.record.phases import Phase
 from rankscope.record.stepselection import StepSelection, number_ranges
 from rankscope.record.streams import MINIMUM_LIMIT_BYTES
 

@@ -8,7 +8,7 @@ import torch
 from rankscope.agent.values.onaccelerator import DeviceValues, ValuePlace
 from rankscope.capture.describe import Describer
 from rankscope.capture.digest import Digester
-from rankscope.record.call import Phase
+from rankscope.record.phases import Phase
 
 DEVICES = [
     "cpu",

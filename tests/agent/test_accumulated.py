@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rankscope.record.call import Phase
+from rankscope.record.phases import Phase
 from rankscope.tree.views import Node, Trace
 from tests.agent.models import trace
 

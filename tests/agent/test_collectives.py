@@ -19,7 +19,8 @@ from rankscope.agent.collectives.interception import CollectiveWatch
 from rankscope.agent.guard import Guard
 from rankscope.agent.hooks.callstack import OpenCall, Scope
 from rankscope.agent.hooks.modules import ModuleTable
-from rankscope.record.call import Mode, Phase
+from rankscope.record.call import Mode
+from rankscope.record.phases import Phase
 from rankscope.tree.views import Node, Trace
 
 

@@ -20,8 +20,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.parallel import DistributedDataParallel
 
 import rankscope
-from rankscope.record.call import Mode, Phase
+from rankscope.record.call import Mode
 from rankscope.record.notes import NoteKind
+from rankscope.record.phases import Phase
 from rankscope.tree.views import Trace
 from tests.agent.programs import Two
 from tests.noted import remarks

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 import rankscope
-from rankscope.record.call import Mode, Phase
+from rankscope.record.call import Mode
+from rankscope.record.phases import Phase
 from rankscope.tree.views import Trace
 from tests.agent import programs
 from tests.agent.models import Net, paths, trace, train

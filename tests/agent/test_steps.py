@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import rankscope
-from rankscope.record.call import Mode, Phase
+from rankscope.record.call import Mode
+from rankscope.record.phases import Phase
 from tests.agent.models import Net, paths, trace, train
 
 

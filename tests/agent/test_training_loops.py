@@ -22,7 +22,8 @@ from torch.optim.optimizer import (
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from rankscope.agent.steps import compiled
-from rankscope.record.call import Mode, Phase
+from rankscope.record.call import Mode
+from rankscope.record.phases import Phase
 from rankscope.tree.views import Step, Trace
 from tests.noted import remarks
 from tests.unharmed import traced_unharmed

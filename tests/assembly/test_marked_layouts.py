@@ -15,8 +15,8 @@ from rankscope.assembly.interning import mark_of
 from rankscope.errors import LayoutError
 from rankscope.layout.marks import ParameterMark
 from rankscope.layout.placement import LayoutSource, Placement, PlacementKind
-from rankscope.record.call import Phase
 from rankscope.record.finding import Report
+from rankscope.record.phases import Phase
 from tests.diagnosis.paper import collective, judged, numbers, setup
 from tests.diagnosis.paper import event as recorded
 from tests.tree.jobs import read_valid

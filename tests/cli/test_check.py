@@ -12,9 +12,9 @@ import pytest
 import rankscope as package
 from rankscope.cli.checktext import report_lines
 from rankscope.cli.terminal import Paint
-from rankscope.record.call import Phase
 from rankscope.record.finding import Kind, Verdict
 from rankscope.record.notes import Note, NoteKind
+from rankscope.record.phases import Phase
 from rankscope.tree.build import build
 from tests.cli.test_commands import rankscope
 from tests.diagnosis.paper import PAIR, event, module, numbers, setup

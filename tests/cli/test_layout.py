@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rankscope.layout.layoutfile import LayoutFile
-from rankscope.record.call import Phase
+from rankscope.record.phases import Phase
 from rankscope.record.streams import EndReason
 from rankscope.tree.build import build
 from tests.cli.test_commands import rankscope

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from rankscope.record.call import Mode, Phase
+from rankscope.record.call import Mode
+from rankscope.record.phases import Phase
 from rankscope.tree.build import build
 from rankscope.tree.reader import open_trace
 from tests.cli.test_commands import rankscope

@@ -11,8 +11,9 @@ import numpy as np
 from rankscope.diagnosis.check import check
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.layout.placement import Mesh
-from rankscope.record.call import Mode, Phase
+from rankscope.record.call import Mode
 from rankscope.record.finding import Finding, Report
+from rankscope.record.phases import Phase
 from rankscope.record.streams import EndReason
 from rankscope.spool import recordformat
 from rankscope.spool.recordformat import RecordKind

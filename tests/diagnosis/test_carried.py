@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import rankscope
-from rankscope.record.call import Phase
+from rankscope.record.phases import Phase
 from tests.diagnosis.paper import told
 from tests.diagnosis.traced import report_of
 from tests.distributed.pool import RankPool

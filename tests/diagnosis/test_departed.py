@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rankscope.record.call import Phase
 from rankscope.record.finding import Finding
+from rankscope.record.phases import Phase
 from tests.diagnosis.paper import collective, event, judged, module, numbers, setup, told
 from tests.tree.ranks_on_paper import PaperRank
 

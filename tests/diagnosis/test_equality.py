@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rankscope.record.call import Phase
 from rankscope.record.finding import Verdict
+from rankscope.record.phases import Phase
 from tests.diagnosis.paper import (
     LINE,
     PAIR,

@@ -15,8 +15,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 import rankscope
 from rankscope.diagnosis.check import check
 from rankscope.layout.placement import LayoutSource
-from rankscope.record.call import Phase
 from rankscope.record.finding import Verdict
+from rankscope.record.phases import Phase
 from rankscope.tree.reader import open_trace
 from rankscope.tree.slotview import SlotView
 from rankscope.tree.views import Trace

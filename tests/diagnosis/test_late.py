@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.record.call import Phase
 from rankscope.record.finding import Report, Verdict
+from rankscope.record.phases import Phase
 from tests.diagnosis.paper import event, judged, module, numbers, origins, setup
 from tests.tree.ranks_on_paper import PaperRank
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from rankscope.layout.placement import Mesh
-from rankscope.record.call import Phase
 from rankscope.record.finding import Verdict
 from rankscope.record.notes import Note, NoteKind
+from rankscope.record.phases import Phase
 from rankscope.record.value import ValueFlag
 from rankscope.spool.recordformat import StepEvent
 from tests.diagnosis.paper import collective, event, judged, module, numbers, origins, setup

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 import rankscope
-from rankscope.record.call import Phase
 from rankscope.record.finding import Report, Verdict
+from rankscope.record.phases import Phase
 from tests.diagnosis.paper import event, judged, module, numbers, origins, setup
 from tests.diagnosis.traced import report_of
 from tests.distributed.pool import RankPool

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import rankscope
-from rankscope.record.call import Phase
+from rankscope.record.phases import Phase
 from rankscope.tree.reader import open_trace
 from rankscope.tree.views import Trace
 from tests.diagnosis.traced import traced_with_answers

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from rankscope.diagnosis.check import check
-from rankscope.record.call import Phase
 from rankscope.record.finding import Verdict
+from rankscope.record.phases import Phase
 from rankscope.tree.reader import open_trace
 from rankscope.tree.views import Step, Trace
 from tests.distributed import data_parallel_job as job

@@ -15,8 +15,8 @@ from rankscope import open_trace
 from rankscope.capture.digest import Digester
 from rankscope.diagnosis.check import check
 from rankscope.diagnosis.comparison.diff import diff
-from rankscope.record.call import Phase
 from rankscope.record.finding import Kind, Verdict
+from rankscope.record.phases import Phase
 from rankscope.tree.views import Node, Trace, Value
 from tests import forked
 from tests.diagnosis.traced import traced, traced_with_answers

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from rankscope.diagnosis.check import check
-from rankscope.record.call import Mode, Phase
+from rankscope.record.call import Mode
 from rankscope.record.finding import Verdict
+from rankscope.record.phases import Phase
 from rankscope.tree.reader import open_trace
 from rankscope.tree.views import Trace
 from tests.distributed import pipeline_job as job

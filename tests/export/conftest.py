@@ -7,7 +7,8 @@ import pytest
 
 from rankscope.export.formats import export
 from rankscope.export.subset import Selection
-from rankscope.record.call import CallStatus, Phase
+from rankscope.record.call import CallStatus
+from rankscope.record.phases import Phase
 from rankscope.record.value import ValueFlag
 from rankscope.tree.build import build
 from rankscope.tree.digests import column_digest

@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 import rankscope
 import rankscope.tree
 from rankscope.export.formats import FORMATS
-from rankscope.record.call import CallStatus, Phase
+from rankscope.record.call import CallStatus
+from rankscope.record.phases import Phase
 from rankscope.record.value import is_form
 from rankscope.tree.reader import open_trace
 from rankscope.tree.views import Trace

@@ -24,7 +24,7 @@ from rankscope.run.folders import SHARED, mark_job_over, stream_folder
 from rankscope.spool.recordcolumns import open_replica
 from rankscope.spool.recordformat import RecordKind
 from rankscope.spool.replication import read_end, replica_path
-from rankscope.spool.streamreader import valid_prefix
+from rankscope.spool.validprefix import valid_prefix
 from rankscope.spool.writer import SpoolWriter
 from tests import forked
 from tests.gather.jobs import environment

@@ -31,7 +31,7 @@ import torch
 from torch import nn
 
 import rankscope
-from rankscope.record.call import Phase
+from rankscope.record.phases import Phase
 
 Step = Callable[[], None]
 DEVICE = torch.device("cuda" if "cuda" in sys.argv else "cpu")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rankscope.layout.placement import Mesh
-from rankscope.record.call import Phase
+from rankscope.record.phases import Phase
 from rankscope.tensors.peers import Peers, find_peers
 from rankscope.tree.build import build
 from rankscope.tree.reader import open_trace

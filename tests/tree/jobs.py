@@ -12,7 +12,7 @@ import jsonschema
 import numpy as np
 
 from rankscope.layout.placement import Mesh, global_ranges, parse_placement
-from rankscope.record.call import Phase
+from rankscope.record.phases import Phase
 from rankscope.spool.recordformat import StepEvent
 from tests.tree.ranks_on_paper import PaperRank, take
 

@@ -16,8 +16,9 @@ import numpy as np
 import xxhash
 
 from rankscope.layout.placement import Mesh, global_ranges, parse_placement
-from rankscope.record.call import CallStatus, Mode, Phase
+from rankscope.record.call import CallStatus, Mode
 from rankscope.record.notes import Note
+from rankscope.record.phases import Phase
 from rankscope.record.sketchfactors import factors
 from rankscope.record.streams import EndReason, StreamId
 from rankscope.spool import recordformat

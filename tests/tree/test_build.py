@@ -9,8 +9,9 @@ import pytest
 
 from rankscope.errors import TraceError
 from rankscope.layout.placement import Mesh
-from rankscope.record.call import CallStatus, Phase
+from rankscope.record.call import CallStatus
 from rankscope.record.notes import Note, NoteKind, RanksNote
+from rankscope.record.phases import Phase
 from rankscope.record.value import ValueFlag
 from rankscope.spool.recordformat import StepEvent
 from rankscope.tree.build import build

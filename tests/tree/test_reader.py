@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from rankscope.errors import FolderError, SelectionError, TraceError, TraceVersionError
-from rankscope.record.call import Mode, Phase
+from rankscope.record.call import Mode
+from rankscope.record.phases import Phase
 from rankscope.run.filenames import COLLECTOR_LOCK_NAME
 from rankscope.run.folders import (
     SHARED,

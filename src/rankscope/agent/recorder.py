@@ -14,9 +14,10 @@ from rankscope.agent.values.bytestores import Stored
 from rankscope.capture.describe import Described
 from rankscope.capture.reading import ValueNumbers
 from rankscope.layout.placement import Mesh
-from rankscope.record.call import CallStatus, Mode, Phase
+from rankscope.record.call import CallStatus, Mode
 from rankscope.record.collective import Collective
 from rankscope.record.notes import Note
+from rankscope.record.phases import Phase
 from rankscope.record.streams import ProcessGroup
 from rankscope.record.value import ValueFlag
 from rankscope.spool.recordformat import (

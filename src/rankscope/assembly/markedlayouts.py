@@ -24,7 +24,7 @@ from rankscope.errors import LayoutError
 from rankscope.layout.declared import declared_pieces
 from rankscope.layout.marks import AXIS_GROUPS, Members, ParameterMark, believed_groups
 from rankscope.layout.placement import LayoutSource, Mesh
-from rankscope.record.call import Phase
+from rankscope.record.phases import Phase
 
 __all__ = ["mark_layouts"]
 

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from rankscope.assembly.interning import Interned, Vocabulary
 from rankscope.assembly.tables import Tables, factorize
-from rankscope.record.call import Mode, Phase
+from rankscope.record.call import Mode
+from rankscope.record.phases import Phase
 from rankscope.record.value import ValueFlag
 
 __all__ = ["MAX_DEPTH", "UNFOLDED_FLAGS", "Merged", "merge"]

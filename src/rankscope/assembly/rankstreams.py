@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.errors import SpoolError, TraceVersionError
-from rankscope.record.call import Mode, Phase
+from rankscope.record.call import Mode
+from rankscope.record.phases import Phase
 from rankscope.record.streams import EndReason, StreamId
 from rankscope.record.value import SKETCH_SIZE
 from rankscope.spool import recordformat

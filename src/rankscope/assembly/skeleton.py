@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from rankscope.assembly.rankstreams import RankStream
-from rankscope.record.call import CallStatus, Phase
+from rankscope.record.call import CallStatus
+from rankscope.record.phases import Phase
 from rankscope.spool.recordformat import NO_SEQUENCE
 
 __all__ = ["BareCall", "forward_calls", "without_calls"]

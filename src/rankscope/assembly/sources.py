@@ -25,7 +25,8 @@ from rankscope.run.locks import is_alive
 from rankscope.spool.origin import UNKNOWN, first_record, origin_of
 from rankscope.spool.recordcolumns import records
 from rankscope.spool.replication import StreamEnd, read_end
-from rankscope.spool.streamreader import StreamReader, valid_prefix
+from rankscope.spool.streamreader import StreamReader
+from rankscope.spool.validprefix import valid_prefix
 
 __all__ = ["find_streams", "origins_in"]
 

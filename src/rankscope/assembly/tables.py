@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from rankscope.assembly.interning import Interned, Vocabulary
 from rankscope.assembly.rankstreams import RankStream
 from rankscope.chunks.tensorfiles import standing_references
-from rankscope.record.call import CallStatus, Phase
+from rankscope.record.call import CallStatus
+from rankscope.record.phases import Phase
 from rankscope.record.value import ValueFlag
 from rankscope.spool.recordformat import NO_SEQUENCE
 

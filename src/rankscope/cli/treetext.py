@@ -12,8 +12,9 @@ from typing import Any
 from rankscope.cli.terminal import Paint, visible
 from rankscope.errors import SelectionError
 from rankscope.globs import glob_matches, slot_matches
-from rankscope.record.call import CallStatus, Mode, Phase
+from rankscope.record.call import CallStatus, Mode
 from rankscope.record.notes import NoteKind
+from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named, ranks_text
 from rankscope.record.statistics import COUNTS, NUMBERS, STATISTICS
 from rankscope.record.value import Digest, is_form

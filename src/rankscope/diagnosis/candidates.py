@@ -9,8 +9,9 @@ from typing import Any
 from numpy.typing import NDArray
 
 from rankscope.diagnosis.stepview import CallView, StepView
-from rankscope.record.call import Mode, Phase
+from rankscope.record.call import Mode
 from rankscope.record.finding import Kind, Severity
+from rankscope.record.phases import Phase
 
 __all__ = ["Candidate", "candidate_at"]
 

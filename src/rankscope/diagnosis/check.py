@@ -24,7 +24,6 @@ from rankscope.diagnosis.rankclock import RankClock
 from rankscope.diagnosis.replicas import InferredReplicas
 from rankscope.diagnosis.report import made_report
 from rankscope.diagnosis.rules.carried import carried_gradients
-from rankscope.diagnosis.rules.collectiveorder import mismatched_collectives
 from rankscope.diagnosis.rules.detached import detached_by_collectives
 from rankscope.diagnosis.rules.duplicatedata import duplicate_batches
 from rankscope.diagnosis.rules.equality import unequal_replicas
@@ -34,6 +33,7 @@ from rankscope.diagnosis.rules.lostaccumulation import (
     always_lost_micro_batches,
     lost_micro_batches,
 )
+from rankscope.diagnosis.rules.mismatchedcollectives import mismatched_collectives
 from rankscope.diagnosis.rules.nonfinite import nonfinite_origins
 from rankscope.diagnosis.rules.otherbatches import other_batches
 from rankscope.diagnosis.rules.parameterupdates import parameters_left, remember_parameters

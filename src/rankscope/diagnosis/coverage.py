@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from rankscope.diagnosis.layouts import Layouts
 from rankscope.diagnosis.stepview import SlotValues, StepView, sibling_path
-from rankscope.record.call import Phase
+from rankscope.record.phases import Phase
 
 __all__ = ["Coverage"]
 

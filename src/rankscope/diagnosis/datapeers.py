@@ -13,7 +13,7 @@ from rankscope.diagnosis.layouts import Layouts, sorted_lines
 from rankscope.diagnosis.stepview import CallView, StepView, root_of
 from rankscope.layout.infer import AxisName, is_fsdp_axis, named_as
 from rankscope.layout.placement import Mesh, Placement
-from rankscope.record.call import Phase
+from rankscope.record.phases import Phase
 
 __all__ = ["DDP", "data_lines", "fsdp_axes", "root_calls", "same_inputs", "wrapped_roots"]
 

@@ -24,8 +24,8 @@ from rankscope.diagnosis.lastcalls import (
     last_words,
 )
 from rankscope.diagnosis.stepview import CallView, StepView
-from rankscope.record.call import Phase
 from rankscope.record.finding import Kind
+from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named
 from rankscope.record.streams import EndReason
 from rankscope.tree.crashes import Crash, crashes

@@ -31,8 +31,8 @@ from rankscope.diagnosis.distances import sides, sides_text
 from rankscope.diagnosis.replicas import InferredReplicas
 from rankscope.diagnosis.rules.equality import drawn_apart_advice, is_within_rounding
 from rankscope.diagnosis.stepview import CallView, SlotValues, StepView
-from rankscope.record.call import Phase
 from rankscope.record.finding import Kind, Severity
+from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named
 
 __all__ = ["innermost_takers", "origins_of_gradients"]

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.distances import rounding_of
 from rankscope.diagnosis.stepview import CallView, SlotValues, StepView
-from rankscope.record.call import Phase
+from rankscope.record.phases import Phase
 from rankscope.record.statistics import NONFINITE
 from rankscope.record.value import ValueFlag
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.diagnosis.stepview import CallView, StepView
-from rankscope.record.call import Phase
+from rankscope.record.phases import Phase
 from rankscope.record.ranklists import parse_ranks
 
 __all__ = [

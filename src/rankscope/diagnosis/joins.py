@@ -18,7 +18,7 @@ from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.issuedcollectives import MESSAGES, IssuedCollective, issues_of
 from rankscope.diagnosis.rules.stages import StageLink, stage_edges
 from rankscope.diagnosis.stepview import StepView
-from rankscope.record.call import Phase
+from rankscope.record.phases import Phase
 
 __all__ = ["joins_of"]
 

@@ -13,7 +13,7 @@ from rankscope.diagnosis.rules.equality import is_within_rounding
 from rankscope.diagnosis.stepview import CallView, SlotValues, StepView
 from rankscope.layout.infer import lines_along
 from rankscope.layout.placement import LayoutSource, Mesh, Placement
-from rankscope.record.call import Phase
+from rankscope.record.phases import Phase
 
 __all__ = ["GRADIENT_SLOTS", "LayoutRecords", "SlotKey"]
 

@@ -34,10 +34,10 @@ from rankscope.diagnosis.issuedcollectives import (
     issues_of,
 )
 from rankscope.diagnosis.lastcalls import ORDERLY
-from rankscope.diagnosis.rules.collectiveorder import facts_text
+from rankscope.diagnosis.rules.mismatchedcollectives import facts_text
 from rankscope.diagnosis.stepview import StepView
-from rankscope.record.call import Phase
 from rankscope.record.finding import Kind
+from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named, ranks_text
 from rankscope.record.value import ValueFlag
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.diagnosis.stepview import CallView, SlotValues, is_input
-from rankscope.record.call import Phase
+from rankscope.record.phases import Phase
 
 __all__ = ["RankClock"]
 

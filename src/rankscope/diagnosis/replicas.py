@@ -28,7 +28,7 @@ from rankscope.diagnosis.layouts import Same
 from rankscope.diagnosis.stepview import SlotValues, StepView, is_input, sibling_path
 from rankscope.layout.marks import FSDP1_AXIS
 from rankscope.layout.placement import Mesh
-from rankscope.record.call import Phase
+from rankscope.record.phases import Phase
 
 __all__ = ["FSDP1_FLAT", "InferredReplicas", "RootPlace", "clusters"]
 

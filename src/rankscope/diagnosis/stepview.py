@@ -11,8 +11,9 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.record.call import Mode, Phase
+from rankscope.record.call import Mode
 from rankscope.record.notes import RanksNote
+from rankscope.record.phases import Phase
 from rankscope.record.value import ValueFlag, is_form
 from rankscope.tree.slotview import SlotView
 from rankscope.tree.views import Node, Step

@@ -37,8 +37,8 @@ from rankscope.diagnosis.context import CheckContext, IncarnationState, Left, Pa
 from rankscope.diagnosis.issuedcollectives import issues_of
 from rankscope.diagnosis.replicas import FSDP1_FLAT
 from rankscope.diagnosis.stepview import SlotValues, StepView
-from rankscope.record.call import Phase
 from rankscope.record.finding import Kind, Severity
+from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named
 
 __all__ = ["note_unreduced", "without_unreduced"]

@@ -22,7 +22,8 @@ from rankscope.export.callrows import CallRows
 from rankscope.export.place import ExportPlace
 from rankscope.export.rows import rows_of
 from rankscope.export.subset import Selection, group_name
-from rankscope.record.call import CallStatus, Phase
+from rankscope.record.call import CallStatus
+from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_text
 from rankscope.record.statistics import COUNTS, numbers_with_first
 from rankscope.run.filenames import Progress

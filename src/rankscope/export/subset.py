@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from rankscope.errors import SelectionError
 from rankscope.globs import glob_matches
-from rankscope.record.call import Mode, Phase
+from rankscope.record.call import Mode
+from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_text
 from rankscope.tree.selection import (
     nothing_matched,

@@ -24,7 +24,7 @@ from rankscope.run.filenames import REPLICA_FOLDER, RUN_ID_NAME
 from rankscope.spool.origin import UNKNOWN, origin_of, origin_text
 from rankscope.spool.recordformat import CELL_BYTES
 from rankscope.spool.replication import replica_path
-from rankscope.spool.streamreader import valid_prefix_of
+from rankscope.spool.validprefix import valid_prefix_of
 
 __all__ = ["ReplicaFiles"]
 

@@ -1,121 +1,13 @@
-"""What happened when: phases, modes, how calls end, and the key under which calls of all ranks
-meet."""
+"""Calls: modes of their steps, how they end, and the key under which those of all ranks meet."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
 
-__all__ = ["CallKey", "CallStatus", "Mode", "Phase", "PhaseFacts"]
+from rankscope.record.phases import Phase
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PhaseFacts:
-    """What is true of a phase, whatever the module."""
-
-    is_event: bool = False
-    """Something that happens to a root as a whole: the modules below it stand in one list, however
-    they nest. Else it is of calls."""
-    has_micro_batches: bool = False
-    """Its calls belong to one micro-batch each."""
-    is_activation: bool = False
-    """Its values are made of a batch of samples by modules."""
-    slots: tuple[str, ...] = ()
-    """Kinds of slots that are meant in this phase where no phase is named; forward has the rest."""
-    results: tuple[str, ...] = ()
-    """Slots that come out of its calls."""
-    unequal: str
-    """What to look at where ranks that should hold the same first differ in this phase."""
-
-
-class Phase(enum.IntEnum):
-    """Part of a step a call belongs to. The numbers are written in spools: never renumber.
-
-    This is the only list of them; collectives are issued in any. `facts`
-    tells what places that treat phases alike or apart have to know.
-    """
-
-    SETUP = 0
-    """Parameters and buffers before the first root forward."""
-    FORWARD = 1
-    RECOMPUTE = 2
-    """Activation checkpointing re-running forward inside backward."""
-    BACKWARD = 3
-    GRADS = 4
-    """Final gradients, just before the optimizer step: as the optimizer takes them."""
-    PARAMS = 5
-    """Parameters and buffers, just after the optimizer step."""
-    COLLECTIVE = 6
-    ACCUMULATED = 7
-    """Gradients as a backward pass left them, where the optimizer did not take them so."""
-
-    @property
-    def word(self) -> str:
-        """The phase as traces and options spell it."""
-        return self.name.lower()
-
-    @property
-    def facts(self) -> PhaseFacts:
-        """What is true of the phase."""
-        return _FACTS[self]
-
-    @classmethod
-    def having(cls, fact: Callable[[PhaseFacts], bool]) -> frozenset[Phase]:
-        """Return the phases of which a fact is true."""
-        return frozenset(phase for phase in cls if fact(phase.facts))
-
-
-_FACTS: Final = {
-    Phase.SETUP: PhaseFacts(
-        unequal="The ranks begin with different weights: look at seeds, at how the checkpoint is "
-        "loaded on each rank, and at the broadcast after it.",
-        is_event=True,
-    ),
-    Phase.FORWARD: PhaseFacts(
-        unequal="Its inputs are as they should be: look for a reduction that is missing in this "
-        "module, for other weights, and for random numbers that should be the same on these ranks.",
-        has_micro_batches=True,
-        is_activation=True,
-        results=("output",),
-    ),
-    Phase.RECOMPUTE: PhaseFacts(
-        unequal="Look for random numbers that should be the same on these ranks.",
-        has_micro_batches=True,
-        is_activation=True,
-        results=("output",),
-    ),
-    Phase.BACKWARD: PhaseFacts(
-        unequal="The gradients that came in agree: look for a reduction that is missing in the "
-        "backward of this module.",
-        has_micro_batches=True,
-        is_activation=True,
-        slots=("grad_input", "grad_output"),
-        results=("grad_input",),
-    ),
-    Phase.GRADS: PhaseFacts(
-        unequal="Something changed these gradients on some ranks only: clipping, scaling, a hook, "
-        "a reduction over the wrong group.",
-        is_event=True,
-        slots=("grad", "scaler"),
-    ),
-    Phase.PARAMS: PhaseFacts(
-        unequal="The gradients agree: look at optimizer state and options that differ by rank.",
-        is_event=True,
-        slots=("param", "buffer"),
-    ),
-    Phase.ACCUMULATED: PhaseFacts(
-        unequal="Nothing says that gradients are reduced when a backward pass ends.",
-        is_event=True,
-    ),
-    Phase.COLLECTIVE: PhaseFacts(
-        unequal="Look at the arguments of this collective on these ranks.",
-        has_micro_batches=True,
-        slots=("collective",),
-        results=("collective",),
-    ),
-}
+__all__ = ["CallKey", "CallStatus", "Mode"]
 
 
 class Mode(enum.IntEnum):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rankscope.record.call import Phase
+from rankscope.record.phases import Phase
 
 __all__ = ["ISSUERS", "Collective"]
 

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from rankscope.record.call import Mode, Phase
+from rankscope.record.call import Mode
+from rankscope.record.phases import Phase
 
 __all__ = ["NAMED_VICTIMS", "Finding", "Kind", "Report", "Severity", "Skipped", "Verdict"]
 

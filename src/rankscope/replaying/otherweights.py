@@ -15,7 +15,8 @@ from torch import nn
 
 from rankscope.capture.describe import dtype_name
 from rankscope.capture.torch_internals.dtensor import is_dtensor
-from rankscope.record.call import Mode, Phase
+from rankscope.record.call import Mode
+from rankscope.record.phases import Phase
 from rankscope.replaying.recordedcall import RecordedCall
 from rankscope.tree.views import Node, Value
 

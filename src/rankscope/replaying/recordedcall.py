@@ -13,7 +13,8 @@ import torch
 
 from rankscope.errors import LayoutError, ReplayError, SelectionError
 from rankscope.layout.layoutfile import LayoutFile
-from rankscope.record.call import Mode, Phase
+from rankscope.record.call import Mode
+from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named
 from rankscope.record.value import is_form
 from rankscope.tensors.globalvalues import local_tensor, whole_value

@@ -10,8 +10,8 @@ import struct
 from binascii import crc32
 from typing import Final
 
+from rankscope.spool.mappedsegment import Segment
 from rankscope.spool.recordformat import CELL_BYTES, FIRST, PAYLOAD_BYTES, RecordKind
-from rankscope.spool.segment import Segment
 
 __all__ = [
     "CLOSED",

@@ -39,7 +39,7 @@ from rankscope.spool.recordformat import (
     VALUE_HEAD_DTYPE,
     RecordKind,
 )
-from rankscope.spool.streamreader import Cells, as_cells, cell_heads, committed_heads
+from rankscope.spool.validprefix import Cells, as_cells, cell_heads, committed_heads
 
 __all__ = [
     "DefinitionsRead",

@@ -24,6 +24,7 @@ from rankscope.errors import SpoolError
 from rankscope.record.streams import MINIMUM_LIMIT_BYTES, EndReason
 from rankscope.run.locks import StreamLock
 from rankscope.spool.backlog import Backlog
+from rankscope.spool.mappedsegment import Segment, first_segment
 from rankscope.spool.packing import (
     CLOSED,
     FOUR,
@@ -46,7 +47,6 @@ from rankscope.spool.recordformat import (
     RecordKind,
     StepEvent,
 )
-from rankscope.spool.segment import Segment, first_segment
 from rankscope.spool.writelock import WriteLock
 
 __all__ = ["DEFAULT_SEGMENT_BYTES", "SpoolWriter"]

@@ -29,7 +29,7 @@ from rankscope.layout.plan import (
     plan_assemblies,
     ranks_words,
 )
-from rankscope.record.call import Phase
+from rankscope.record.phases import Phase
 from rankscope.tensors.kept import held_shapes, references, stored, value_name, why_not_kept
 from rankscope.tensors.peers import Peers, find_peers, is_alike, is_constant, owners_of
 

@@ -24,7 +24,7 @@ from rankscope.layout.infer import (
 )
 from rankscope.layout.placement import LayoutSource, Mesh
 from rankscope.layout.plan import ranks_words
-from rankscope.record.call import Phase
+from rankscope.record.phases import Phase
 from rankscope.record.value import ValueFlag
 from rankscope.tree.digests import Columns
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 from rankscope.errors import SelectionError
 from rankscope.globs import glob_matches, slot_matches
-from rankscope.record.call import Mode, Phase
+from rankscope.record.call import Mode
+from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_text
 from rankscope.tree.selection import default_phase, nothing_matched
 from rankscope.tree.views import Node, Step, Trace, Value

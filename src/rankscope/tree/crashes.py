@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rankscope.record.call import CallStatus, Mode, Phase
+from rankscope.record.call import CallStatus, Mode
+from rankscope.record.phases import Phase
 from rankscope.record.streams import EndReason
 from rankscope.tree.views import Node, Step, Trace
 

@@ -14,7 +14,8 @@ from rankscope.assembly.interning import Vocabulary
 from rankscope.assembly.nodes import Merged
 from rankscope.assembly.tables import Tables
 from rankscope.chunks.tensorfiles import TensorRecords
-from rankscope.record.call import CallStatus, Mode, Phase
+from rankscope.record.call import CallStatus, Mode
+from rankscope.record.phases import Phase
 from rankscope.record.ranklists import RankTexts, ranks_text
 from rankscope.record.streams import StreamId
 from rankscope.tree.slotdata import SlotData

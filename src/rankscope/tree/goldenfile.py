@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.errors import TraceError, TraceVersionError
-from rankscope.record.call import Phase
+from rankscope.record.phases import Phase
 from rankscope.record.statistics import COUNTS, NUMBERS
 from rankscope.run.replacing import replacing
 from rankscope.tree.digests import Columns

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rankscope.errors import SelectionError, TraceError
 from rankscope.globs import glob_matches
 from rankscope.layout.placement import Layout, Mesh
-from rankscope.record.call import CallKey, CallStatus, Mode, Phase
+from rankscope.record.call import CallKey, CallStatus, Mode
 from rankscope.record.notes import Note, RanksNote
+from rankscope.record.phases import Phase
 from rankscope.record.ranklists import parse_ranks, ranks_named
 from rankscope.record.statistics import STATISTICS
 from rankscope.record.value import Digest, Samples

@@ -11,7 +11,7 @@ from torch import nn
 
 import rankscope
 from rankscope.diagnosis.comparison.bitwise import diff_bitwise
-from rankscope.record.call import Phase
+from rankscope.record.phases import Phase
 from tests.distributed import global_tensors_job as job
 from tests.distributed.pool import RankPool
 

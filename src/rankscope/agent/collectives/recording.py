@@ -30,8 +30,9 @@ from rankscope.capture.collectives import (
     tensors_in,
 )
 from rankscope.capture.invisible import invisible
-from rankscope.record.call import CallStatus, Mode, Phase
+from rankscope.record.call import CallStatus, Mode
 from rankscope.record.collective import Collective
+from rankscope.record.phases import Phase
 from rankscope.record.value import ValueFlag
 
 __all__ = ["Collectives", "MessageCount"]

@@ -21,7 +21,8 @@ from rankscope.agent.values.valuereader import ValueReader
 from rankscope.capture.torch_internals.autograd import current_graph_task, current_node
 from rankscope.capture.torch_internals.parallel import sharded_module_in_hand
 from rankscope.globs import glob_matches
-from rankscope.record.call import Mode, Phase
+from rankscope.record.call import Mode
+from rankscope.record.phases import Phase
 from rankscope.settings import Settings
 
 __all__ = ["CollectiveTracing"]

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from rankscope.agent.hooks.modules import ModuleInfo, Root
-from rankscope.record.call import Mode, Phase
+from rankscope.record.call import Mode
+from rankscope.record.phases import Phase
 
 __all__ = ["CallStacks", "EventPlace", "OpenCall", "Scope"]
 

@@ -17,7 +17,7 @@ from rankscope.agent.values.valuereader import ValueReader
 from rankscope.capture.forms import plain_text_of
 from rankscope.capture.invisible import invisible
 from rankscope.capture.pytree import is_tensor, walk
-from rankscope.record.call import Phase
+from rankscope.record.phases import Phase
 from rankscope.record.value import ValueFlag
 from rankscope.settings import Settings
 

@@ -22,7 +22,8 @@ from rankscope.agent.recorder import Recorder
 from rankscope.capture.invisible import invisible
 from rankscope.capture.torch_internals.autograd import current_graph_task, stops_recomputation
 from rankscope.capture.torch_internals.compiling import is_being_captured, is_compiled_graph
-from rankscope.record.call import CallStatus, Mode, Phase
+from rankscope.record.call import CallStatus, Mode
+from rankscope.record.phases import Phase
 from rankscope.settings import Settings
 
 __all__ = ["Tracer"]

@@ -21,7 +21,7 @@ from rankscope.agent.values.onaccelerator import HeldValue
 from rankscope.agent.values.rootevents import RootEvents
 from rankscope.capture.invisible import invisible
 from rankscope.capture.torch_internals.parallel import is_flattened
-from rankscope.record.call import Phase
+from rankscope.record.phases import Phase
 from rankscope.record.value import ValueFlag
 
 __all__ = ["AccumulatedGradients"]

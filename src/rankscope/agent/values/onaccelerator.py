@@ -19,7 +19,7 @@ from rankscope.capture.device.fusedforms import FusedReader
 from rankscope.capture.device.gpudriver import architecture_of, driver_of
 from rankscope.capture.reading import ValueNumbers
 from rankscope.errors import SpoolError
-from rankscope.record.call import Phase
+from rankscope.record.phases import Phase
 from rankscope.run.companions import start_daemon
 
 __all__ = ["DeviceValues", "HeldValue", "ValuePlace"]

@@ -22,7 +22,7 @@ from rankscope.agent.values.rootevents import RootEvents
 from rankscope.capture.invisible import invisible
 from rankscope.capture.parametermarks import ParameterMarks
 from rankscope.capture.torch_internals.dtensor import is_dtensor
-from rankscope.record.call import Phase
+from rankscope.record.phases import Phase
 from rankscope.record.value import ValueFlag
 
 __all__ = ["ParameterEvents"]

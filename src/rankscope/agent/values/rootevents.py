@@ -13,7 +13,8 @@ from rankscope.agent.hooks.members import own_parameters
 from rankscope.agent.hooks.modules import ModuleInfo, ModuleTable, Root
 from rankscope.agent.recorder import Recorder
 from rankscope.agent.values.valuereader import ValueReader
-from rankscope.record.call import Mode, Phase
+from rankscope.record.call import Mode
+from rankscope.record.phases import Phase
 
 __all__ = ["RootEvents"]
 

@@ -12,8 +12,9 @@ from rankscope.agent.recorder import Recorder
 from rankscope.agent.values.bytestores import LocalChunkStore, Store
 from rankscope.agent.values.tensorstore import TensorStore, free_disk_share
 from rankscope.chunks.writing import ChunkWriter
-from rankscope.record.call import Mode, Phase
+from rankscope.record.call import Mode
 from rankscope.record.collective import Collective
+from rankscope.record.phases import Phase
 from rankscope.record.streams import RankIdentity, StreamId
 from rankscope.run.folders import RunHeader
 from rankscope.run.prepare import Collection

@@ -23,7 +23,7 @@ from rankscope.capture.reading import ValueNumbers
 from rankscope.capture.torch_internals.distributed import is_collective_outstanding
 from rankscope.capture.torch_internals.dtensor import dtensor_parts, is_dtensor
 from rankscope.globs import slot_matches
-from rankscope.record.call import Phase
+from rankscope.record.phases import Phase
 from rankscope.record.value import ValueFlag
 from rankscope.settings import Settings
 

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from rankscope.assembly.skeleton import BareCall
-from rankscope.record.call import CallStatus, Phase
+from rankscope.record.call import CallStatus
+from rankscope.record.phases import Phase
 from rankscope.record.ranklists import parse_ranks
 from rankscope.tree.slotview import SlotView
 from rankscope.tree.views import Node, Step

@@ -18,7 +18,8 @@ from typing import Final
 from rankscope.agent.values.tensorpolicy import PathRecorder
 from rankscope.capture.describe import Described
 from rankscope.capture.reading import ValueNumbers
-from rankscope.record.call import Mode, Phase
+from rankscope.record.call import Mode
+from rankscope.record.phases import Phase
 from rankscope.spool.writer import SpoolWriter
 
 __all__ = ["LayerRecorder"]

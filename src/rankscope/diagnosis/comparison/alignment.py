@@ -14,8 +14,8 @@ from typing import Final, NamedTuple
 
 from rankscope.diagnosis.stepview import CallView, SlotValues, StepView, is_input
 from rankscope.errors import SettingError
-from rankscope.record.call import Phase
 from rankscope.record.dtypes import is_whole_number
+from rankscope.record.phases import Phase
 
 __all__ = [
     "COMPARED",

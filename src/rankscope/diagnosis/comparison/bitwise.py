@@ -23,7 +23,7 @@ from rankscope.diagnosis.comparison.tracesides import TraceSide
 from rankscope.diagnosis.comparison.unpaired import FEWEST_COMPARED, Partners
 from rankscope.diagnosis.stepview import SlotValues, StepView
 from rankscope.layout.layoutfile import LayoutFile
-from rankscope.record.call import Mode, Phase
+from rankscope.record.call import Mode
 from rankscope.record.finding import (
     NAMED_VICTIMS,
     Finding,
@@ -33,6 +33,7 @@ from rankscope.record.finding import (
     Skipped,
     Verdict,
 )
+from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named
 from rankscope.record.value import ValueFlag
 from rankscope.run.filenames import Progress

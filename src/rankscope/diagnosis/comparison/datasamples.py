@@ -21,8 +21,8 @@ from rankscope.diagnosis.replicas import InferredReplicas
 from rankscope.diagnosis.stepview import SlotValues, StepView
 from rankscope.layout.infer import HeldParameter, axes_of, largest_mesh
 from rankscope.layout.placement import Mesh
-from rankscope.record.call import Phase
 from rankscope.record.dtypes import is_whole_number
+from rankscope.record.phases import Phase
 
 __all__ = [
     "SampleMatch",

@@ -47,8 +47,9 @@ from rankscope.diagnosis.comparison.wholevalues import WholeValues
 from rankscope.diagnosis.stepview import StepView
 from rankscope.errors import SettingError
 from rankscope.layout.layoutfile import LayoutFile
-from rankscope.record.call import Mode, Phase
+from rankscope.record.call import Mode
 from rankscope.record.finding import Finding, Report, Severity, Skipped, Verdict
+from rankscope.record.phases import Phase
 from rankscope.run.filenames import Progress
 from rankscope.tree.reader import TraceLike, opened_trace
 from rankscope.tree.summary import counted

@@ -16,8 +16,8 @@ from rankscope.diagnosis.comparison.difference import (
     Measured,
 )
 from rankscope.diagnosis.comparison.valueflow import Origin
-from rankscope.record.call import Phase
 from rankscope.record.finding import NAMED_VICTIMS, Finding, Kind, Severity
+from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named
 from rankscope.tree.jsontext import statistic
 from rankscope.tree.summary import counted

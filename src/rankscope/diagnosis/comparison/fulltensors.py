@@ -23,7 +23,7 @@ from rankscope.diagnosis.comparison.wholevalues import Wholes, WholeValues
 from rankscope.diagnosis.stepview import SlotValues
 from rankscope.errors import LayoutError, SelectionError, TraceError
 from rankscope.layout.plan import Refusal, plan_assemblies
-from rankscope.record.call import Phase
+from rankscope.record.phases import Phase
 from rankscope.tensors.globalvalues import WholePlan, assembled, local_tensor
 from rankscope.tree.summary import counted
 from rankscope.tree.views import Trace, Value

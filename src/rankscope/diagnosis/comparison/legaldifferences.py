@@ -11,7 +11,8 @@ from rankscope.diagnosis.comparison.difference import CHI_SQUARE_RANGE
 from rankscope.diagnosis.comparison.stepdifferences import StepDifferences
 from rankscope.diagnosis.comparison.tolerances import Tolerances
 from rankscope.diagnosis.comparison.valueflow import Origin, ValueFlow
-from rankscope.record.call import Mode, Phase
+from rankscope.record.call import Mode
+from rankscope.record.phases import Phase
 
 __all__ = ["LegalDifferences"]
 

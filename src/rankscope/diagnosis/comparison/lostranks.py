@@ -9,7 +9,8 @@ from typing import Final
 
 from rankscope.diagnosis.lastcalls import ORDERLY
 from rankscope.diagnosis.stepview import SlotValues
-from rankscope.record.call import Mode, Phase
+from rankscope.record.call import Mode
+from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named
 from rankscope.tree.summary import endings
 from rankscope.tree.views import Node, Trace

@@ -15,7 +15,8 @@ from rankscope.diagnosis.comparison.legaldifferences import LegalDifferences
 from rankscope.diagnosis.comparison.pendingvalues import PendingValues
 from rankscope.diagnosis.comparison.stepdifferences import StepDifferences
 from rankscope.diagnosis.comparison.valueflow import GiverState, Origin, ValueFlow
-from rankscope.record.call import Mode, Phase
+from rankscope.record.call import Mode
+from rankscope.record.phases import Phase
 
 __all__ = ["OriginSearch"]
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rankscope.diagnosis.comparison.comparedvalue import ComparedValue
 from rankscope.diagnosis.stepview import CallView
-from rankscope.record.call import Phase
+from rankscope.record.phases import Phase
 
 __all__ = ["PendingValues"]
 

@@ -16,7 +16,7 @@ from rankscope.diagnosis.comparison.difference import Difference
 from rankscope.diagnosis.comparison.tolerances import Tolerances
 from rankscope.diagnosis.comparison.wholevalues import WholeValues
 from rankscope.diagnosis.stepview import StepView, sibling_path
-from rankscope.record.call import Phase
+from rankscope.record.phases import Phase
 
 __all__ = ["keep_nearest_stage", "renumbered_modules"]
 

@@ -32,7 +32,7 @@ from rankscope.diagnosis.comparison.sharednames import keep_nearest_stage
 from rankscope.diagnosis.comparison.tolerances import Tolerances
 from rankscope.diagnosis.comparison.wholevalues import NO_TENSOR, Wholes, WholeValues
 from rankscope.diagnosis.distances import rounding_of
-from rankscope.record.call import Phase
+from rankscope.record.phases import Phase
 
 __all__ = ["StepDifferences"]
 

@@ -11,7 +11,7 @@ from typing import Final
 
 from rankscope.diagnosis.comparison.alignment import AlignedValue, SlotKey
 from rankscope.diagnosis.distances import rounding_of
-from rankscope.record.call import Phase
+from rankscope.record.phases import Phase
 
 __all__ = ["DEFAULTS", "Tolerances"]
 

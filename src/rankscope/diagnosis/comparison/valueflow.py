@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 
 from rankscope.diagnosis.comparison.comparedvalue import ComparedValue
 from rankscope.diagnosis.stepview import CallView
-from rankscope.record.call import Mode, Phase
+from rankscope.record.call import Mode
+from rankscope.record.phases import Phase
 
 __all__ = ["GiverState", "Origin", "ValueFlow"]
 

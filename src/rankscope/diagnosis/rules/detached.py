@@ -21,8 +21,8 @@ from rankscope.diagnosis.candidates import Candidate, candidate_at
 from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.issuedcollectives import MESSAGES, IssuedCollective, issues_in
 from rankscope.diagnosis.stepview import CallView, SlotValues, StepView
-from rankscope.record.call import Phase
 from rankscope.record.finding import Kind
+from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named
 from rankscope.record.value import ValueFlag
 

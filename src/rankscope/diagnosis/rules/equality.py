@@ -28,8 +28,8 @@ from rankscope.diagnosis.distances import (
 from rankscope.diagnosis.issuedcollectives import issues_in
 from rankscope.diagnosis.layouts import Same
 from rankscope.diagnosis.stepview import CallView, SlotValues, StepView, is_input
-from rankscope.record.call import Phase
 from rankscope.record.finding import Kind, Severity
+from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named
 from rankscope.record.value import ValueFlag
 

@@ -22,8 +22,8 @@ from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.distances import sides, sides_text
 from rankscope.diagnosis.layouts import sorted_lines
 from rankscope.diagnosis.stepview import SlotValues, StepView
-from rankscope.record.call import Phase
 from rankscope.record.finding import Kind, Severity
+from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named, ranks_text
 
 __all__ = ["equal_shards"]

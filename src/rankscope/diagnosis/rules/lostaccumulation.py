@@ -40,8 +40,8 @@ from rankscope.diagnosis.gradientpasses import (
     taken_gradients,
 )
 from rankscope.diagnosis.stepview import CallView, SlotValues, StepView
-from rankscope.record.call import Phase
 from rankscope.record.finding import Kind, Severity
+from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named
 from rankscope.record.value import ValueFlag
 

@@ -27,8 +27,8 @@ from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.distances import sides
 from rankscope.diagnosis.issuedcollectives import issues_in
 from rankscope.diagnosis.stepview import SlotValues, StepView, is_input, is_output
-from rankscope.record.call import Phase
 from rankscope.record.finding import Kind, Severity
+from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named
 from rankscope.record.statistics import NONFINITE
 from rankscope.record.value import ValueFlag

@@ -19,8 +19,8 @@ from rankscope.diagnosis.datapeers import root_calls
 from rankscope.diagnosis.distances import sides, sides_text
 from rankscope.diagnosis.issuedcollectives import IssuedCollective, issues_of
 from rankscope.diagnosis.stepview import SlotValues, StepView
-from rankscope.record.call import Phase
 from rankscope.record.finding import Kind
+from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named
 
 __all__ = ["other_batches"]

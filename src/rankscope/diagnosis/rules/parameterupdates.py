@@ -31,9 +31,9 @@ from numpy.typing import NDArray
 from rankscope.diagnosis.candidates import Candidate, candidate_at
 from rankscope.diagnosis.context import CheckContext, Latest
 from rankscope.diagnosis.stepview import SlotValues, StepView, root_of, sibling_path
-from rankscope.record.call import Phase
 from rankscope.record.finding import Kind, Severity
 from rankscope.record.notes import NoteKind, RanksNote
+from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named, ranks_text
 from rankscope.record.statistics import NONFINITE
 from rankscope.record.value import ValueFlag

@@ -17,8 +17,8 @@ from rankscope.diagnosis.candidates import Candidate, candidate_at
 from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.distances import rounding_of
 from rankscope.diagnosis.stepview import CallView, SlotValues, StepView, is_output
-from rankscope.record.call import Phase
 from rankscope.record.finding import Kind
+from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named
 from rankscope.tree.jsontext import statistic
 

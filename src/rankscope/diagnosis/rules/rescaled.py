@@ -25,8 +25,8 @@ from rankscope.diagnosis.replicas import FSDP1_FLAT
 from rankscope.diagnosis.stepview import SlotValues, StepView
 from rankscope.layout.marks import FSDP1_AXIS
 from rankscope.layout.placement import PieceKind
-from rankscope.record.call import Phase
 from rankscope.record.finding import Kind
+from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named
 from rankscope.record.statistics import NONFINITE
 from rankscope.record.value import ValueFlag

@@ -25,8 +25,8 @@ from rankscope.diagnosis.datapeers import same_inputs
 from rankscope.diagnosis.distances import sides, sides_text
 from rankscope.diagnosis.rules.equality import is_within_rounding
 from rankscope.diagnosis.stepview import CallView, SlotValues, StepView, sibling_path
-from rankscope.record.call import Phase
 from rankscope.record.finding import Kind
+from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named, ranks_text
 
 __all__ = ["lost_reductions"]

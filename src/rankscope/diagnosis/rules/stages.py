@@ -21,8 +21,8 @@ from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.distances import rounding_of
 from rankscope.diagnosis.replicas import RootPlace
 from rankscope.diagnosis.stepview import SlotValues, StepView, is_input, is_output
-from rankscope.record.call import Phase
 from rankscope.record.finding import Kind
+from rankscope.record.phases import Phase
 
 __all__ = ["StageLink", "mixed_up_micro_batches", "note_stages", "stage_edges"]
 

@@ -32,8 +32,8 @@ from rankscope.diagnosis.stepview import (
     sibling_path,
 )
 from rankscope.layout.placement import LayoutSource
-from rankscope.record.call import Phase
 from rankscope.record.finding import Kind
+from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named, ranks_text
 from rankscope.tree.slotview import SlotView
 

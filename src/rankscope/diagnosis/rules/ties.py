@@ -18,8 +18,8 @@ from rankscope.diagnosis.candidates import Candidate, candidate_at
 from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.distances import sides
 from rankscope.diagnosis.stepview import SlotValues, StepView
-from rankscope.record.call import Phase
 from rankscope.record.finding import Kind, Severity
+from rankscope.record.phases import Phase
 
 __all__ = ["lost_ties"]
 

@@ -19,8 +19,8 @@ from rankscope.diagnosis.candidates import Candidate, candidate_at
 from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.distances import sides, sides_text
 from rankscope.diagnosis.stepview import SlotValues, StepView, sibling_path
-from rankscope.record.call import Phase
 from rankscope.record.finding import Kind, Severity
+from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named
 from rankscope.record.statistics import NONFINITE
 

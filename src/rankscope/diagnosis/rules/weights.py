@@ -20,8 +20,8 @@ from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.distances import differing_sides, minority, sides_text
 from rankscope.diagnosis.replicas import clusters
 from rankscope.diagnosis.stepview import SlotValues, StepView
-from rankscope.record.call import Phase
 from rankscope.record.finding import Kind
+from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named
 
 __all__ = ["other_weights"]

@@ -11,7 +11,7 @@ from importlib import resources
 from pathlib import Path
 
 import rankscope
-from rankscope.record.call import Phase
+from rankscope.record.phases import Phase
 from rankscope.tree.selection import default_phase
 from tests import forked
 
@@ -49,7 +49,7 @@ def test_one_page_lists_the_phases_and_no_other_file_does() -> None:
     listed = text.partition("\n### Phases\n")[2].partition("\n#")[0]
     assert [word for word in WORDS if f"`{word}`" not in listed] == []
     files = [*DOCS.rglob("*.md"), *PACKAGE.rglob("*.py"), *PACKAGE.rglob("*.json")]
-    lists = {"docs/trace-format.md", "src/rankscope/record/call.py"}
+    lists = {"docs/trace-format.md", "src/rankscope/record/phases.py"}
     lists.add("src/rankscope/tree/trace.schema.json")
     found = set()
     for path in files:
@@ -76,9 +76,7 @@ FACTS = """    Phase.FROZEN: PhaseFacts(
         is_event=True, slots=("state",), unequal="Look at what froze this state."
     ),
 }
-
-
-class Mode("""
+"""
 JOB = """
 import json, sys
 from pathlib import Path
@@ -86,7 +84,7 @@ import numpy as np
 from typer.testing import CliRunner
 import rankscope
 from rankscope.cli.app import app
-from rankscope.record.call import Phase
+from rankscope.record.phases import Phase
 from rankscope.settings import settings_from
 from tests.diagnosis.paper import PAIR, event, judged, module, numbers
 
@@ -123,11 +121,10 @@ def test_a_phase_more_in_the_list_is_recorded_found_shown_exported_and_judged(
 ) -> None:
     """In a copy of the package, with nothing changed but the list."""
     shutil.copytree(PACKAGE, tmp_path / "src/rankscope")
-    file = tmp_path / "src/rankscope/record/call.py"
+    file = tmp_path / "src/rankscope/record/phases.py"
     text = file.read_text()
-    end = "}\n\n\nclass Mode("
-    assert text.count("    ACCUMULATED = 7\n") == text.count(end) == 1
-    file.write_text(text.replace("    ACCUMULATED = 7\n", NUMBER).replace(end, FACTS))
+    assert text.count("    ACCUMULATED = 7\n") == 1 and text.endswith("),\n}\n")
+    file.write_text(text.replace("    ACCUMULATED = 7\n", NUMBER).removesuffix("}\n") + FACTS)
     (tmp_path / "job.py").write_text(JOB)
     paths = [str(tmp_path / "src"), str(DOCS.parent)]
     done = forked.run(

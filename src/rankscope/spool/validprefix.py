@@ -1,0 +1,122 @@
+"""How far bytes are whole, valid records: every checksum and every record's shape is looked at.
+
+Nothing here trusts a byte before its cell's crc and its record's shape were checked, and nothing
+reads past the first cell that fails: behind it may be a record half written, or damage.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from rankscope.errors import SpoolError
+from rankscope.spool.crc import CHECK_BLOCK, BlockCheck, cell_crcs
+from rankscope.spool.recordformat import CELL_BYTES, FIRST, MAX_RECORD_CELLS
+
+__all__ = [
+    "Cells",
+    "as_cells",
+    "cell_heads",
+    "committed_cells",
+    "committed_heads",
+    "valid_prefix",
+    "valid_prefix_of",
+]
+
+_CHUNK = 4 << 20
+Cells = npt.NDArray[np.uint8]
+Heads = npt.NDArray[np.uint32]
+"""Bytes 4..8 of cells as numbers."""
+_KIND = np.uint32(0xFF)
+_FLAGS = np.uint32(0xFF00)
+_FIRST_BIT = np.uint32(FIRST << 8)
+_LEFT_SHIFT = 16
+
+
+def committed_cells(cells: Cells) -> int:
+    """How many of these cells, [N, 64] from a record boundary on, are whole valid records."""
+    return len(committed_heads(cells))
+
+
+def committed_heads(cells: Cells) -> Heads:
+    """Return the second word of each cell that `committed_cells` counts: kind, flags, left."""
+    check = BlockCheck()
+    heads = np.empty(len(cells), np.uint32)
+    end, before = 0, np.uint32(0)
+    while end < len(cells):
+        block = cells[end : end + CHECK_BLOCK]
+        words = block.view("<u8")[:, 0].copy().view("<u4").reshape(-1, 2)
+        own = heads[end : end + len(block)]
+        own[:] = words[:, 1]
+        shaped = _shaped(own, before)
+        if shaped:
+            check.add(block[:shaped], words[:shaped, 0])
+            before = own[shaped - 1]
+        end += shaped
+        if shaped < len(block):
+            break
+    damaged = check.first_damaged()
+    if damaged is not None:
+        start = damaged * CHECK_BLOCK
+        block = cells[start : min(start + CHECK_BLOCK, end)]
+        stored = np.ascontiguousarray(block[:, :4]).view("<u4").reshape(-1)
+        end = start + int(np.flatnonzero(stored != cell_crcs(block))[0])
+    if end and heads[end - 1] >> _LEFT_SHIFT:
+        lowest = max(0, end - MAX_RECORD_CELLS)
+        end = lowest + int(np.flatnonzero(heads[lowest:end] & _FIRST_BIT)[-1])
+    return heads[:end]
+
+
+def cell_heads(cells: Cells) -> Heads:
+    """Return bytes 4..8 of each cell as a number: kind, flags, left."""
+    heads: Heads = cells.view("<u4")[:, 1].copy()
+    return heads
+
+
+def _shaped(heads: Heads, before: np.uint32) -> int:
+    """Cells before the first that does not follow from the one before it, `before` the block's."""
+    previous = np.empty_like(heads)
+    previous[0], previous[1:] = before, heads[:-1]
+    begins = (heads & _FLAGS == _FIRST_BIT) & (heads & _KIND != 0)
+    follows = heads == (previous & ~_FLAGS) - np.uint32(1 << _LEFT_SHIFT)
+    wrong = np.flatnonzero(~np.where(previous >> _LEFT_SHIFT, follows, begins))
+    return int(wrong[0]) if len(wrong) else len(heads)
+
+
+def as_cells(buffer: bytes | memoryview | Cells) -> Cells:
+    """Return the whole cells of a buffer, [N, 64], without copying."""
+    flat = buffer if isinstance(buffer, np.ndarray) else np.frombuffer(buffer, np.uint8)
+    return flat.reshape(-1)[: flat.size - flat.size % CELL_BYTES].reshape(-1, CELL_BYTES)
+
+
+def valid_prefix(source: Path | bytes | Cells) -> int:
+    """Bytes of whole valid records a replica, or a buffer from a record boundary on, begins with.
+
+    Raises:
+        SpoolError: the file cannot be read.
+    """
+    if not isinstance(source, Path):
+        return committed_cells(as_cells(source)) * CELL_BYTES
+    try:
+        with source.open("rb") as file:
+            return valid_prefix_of(file.fileno())
+    except OSError as error:
+        raise SpoolError(f"{source}: cannot be read: {error.strerror}") from error
+
+
+def valid_prefix_of(descriptor: int) -> int:
+    """The same for an open file, in pieces: a replica may be larger than memory.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    offset = 0
+    while True:
+        chunk = os.pread(descriptor, _CHUNK + MAX_RECORD_CELLS * CELL_BYTES, offset)
+        whole = valid_prefix(chunk)
+        offset += whole
+        if whole == 0 or len(chunk) < _CHUNK:
+            return offset
