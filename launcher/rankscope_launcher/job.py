@@ -26,7 +26,7 @@ from rankscope.capture.kernel import build as build_kernel
 from rankscope.errors import RankscopeError, SettingError
 from rankscope.gather.address import check_address
 from rankscope.gather.log import ExitOutcome
-from rankscope.run.companions import collector_command, relay_command, start_daemon
+from rankscope.run.companions import collector_command, relay_command, start_extras
 from rankscope.run.filenames import (
     COLLECTOR_LOCK_NAME,
     COLLECTOR_LOG_NAME,
@@ -120,8 +120,8 @@ class TracedJob:
                 f"--rs-ranks selects none of the {shape.world_size} ranks of this job"
             )
         build_kernel()  # before any rank runs: they only load it
-        for command, log in compilers_of_host():
-            start_daemon(command, log, log.parent)
+        for complaint in start_extras(compilers_of_host()):
+            say(f"{complaint}: torch operations take the digests on GPUs, which is slower")
         launch = f"{shape.run_id}/{os.uname().nodename}/{os.getpid()}/{time.time_ns()}"
         request = RunRequest(
             run_id=shape.run_id,

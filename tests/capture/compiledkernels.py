@@ -1,4 +1,5 @@
-"""Compiles some fused kernels for GPUs that are not here, and prints their figures as JSON.
+"""Compiles some fused kernels for GPUs that are not here, and prints their figures as JSON; with an
+architecture, the threads of a block that one is launched with and was compiled for.
 
 A program of its own: the tests beside it may have Triton interpret.
 """
@@ -6,8 +7,11 @@ A program of its own: the tests beside it may have Triton interpret.
 from __future__ import annotations
 
 import json
+import re
+import sys
 
-from rankscope.capture.device.fusedcache import ReadVariant
+from rankscope.capture.device.fusedcache import CombineVariant, ReadVariant
+from rankscope.capture.device.fusedcompile import compile_for, image_of
 from tests.perf.devicedigest import FIGURES, figures
 
 CASES = [
@@ -19,10 +23,25 @@ CASES = [
     ("hip-gfx942", "float16", True),
 ]
 
-if __name__ == "__main__":
+
+def threads(architecture: str) -> dict[str, int]:
+    kernel = compile_for(architecture, CombineVariant(False))
+    text = kernel.asm.get("ptx") or kernel.asm["amdgcn"]
+    (compiled,) = re.findall(r"(?:\.reqntid|\.max_flat_workgroup_size:)\s+(\d+)", text)
+    return {"launched": image_of(kernel).threads, "compiled": int(compiled)}
+
+
+def main() -> None:
     found = {}
     for architecture, kind, is_plain in CASES:
         variant = ReadVariant(kind, is_plain, is_plain)
         numbers = dict(zip(FIGURES, figures(architecture, variant), strict=True))
         found[f"{architecture} {variant.name}"] = numbers
     print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:]:
+        print(json.dumps(threads(sys.argv[1])))
+    else:
+        main()

@@ -4,6 +4,7 @@ Run as a program: it has to decide whether Triton interprets before anything imp
 
     python -m tests.capture.fusedcases SEED COUNT ELEMENTS      values of so many elements at most
     python -m tests.capture.fusedcases shapes                   whole activations; minutes
+    python -m tests.capture.fusedcases spreads                  small spreads, far first rows
 
 Prints one JSON object: how many values, how many launches, the kernels used, and what went wrong.
 """
@@ -16,15 +17,18 @@ import random
 import sys
 import traceback
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
 from rankscope.capture.accelerator import Accelerator
+from rankscope.capture.device import fusedplan
 from rankscope.capture.device.devicedigester import DeviceDigester
 from rankscope.capture.device.fusedforms import FusedReader
 from rankscope.capture.device.mix64 import mix64
 from rankscope.capture.digest import Digester
 from rankscope.capture.dtypestorage import elements, storage_of
+from rankscope.capture.reading import ValueNumbers
 from rankscope.layout.placement import Ranges
 from tests.capture import interpreteddriver
 from tests.capture.test_device import (
@@ -105,8 +109,36 @@ def shape_cases() -> Iterator[tuple[str, tuple]]:
             yield f"{dtype} {shape} {samples}", (values(shape, dtype), None, 0, samples)
 
 
+def spread_cases() -> Iterator[tuple[str, tuple]]:
+    """Values whose spread is lost where numbers about a wrong one are added up."""
+    for shape in ((40, 300), (200, 512)):
+        x = values(shape, torch.float32)
+        for mean, spread in ((1e4, 1e-2), (-3.0, 1e-4)):
+            yield f"{mean} {spread} {shape}", (mean + spread * x, None, 0, False)
+        for scale in (1e3, 1e36):
+            first = x.clone()
+            first[::512] *= scale
+            yield f"first rows times {scale} {shape}", (first, None, 0, False)
+        few = x.clone()
+        few[0, :3] *= 1e5
+        yield f"three columns {shape}", (few, None, 0, False)
+        yield f"constant {shape}", (torch.full(shape, 3e38), None, 0, False)
+        whole = (x * 10).to(torch.int16)
+        whole[0] = 30_000
+        yield f"int16 {shape}", (whole, None, 0, False)
+
+
+def judge_spread(told: list[str], x: torch.Tensor, *rest: Any) -> None:
+    reading = judge(told, x, *rest)
+    double = x.double()
+    about = float(double.square().mean().sqrt())
+    std = float(double.std()) if bool((double != double.reshape(-1)[0]).any()) else 0.0
+    assert math.isclose(reading.std, std, rel_tol=1e-6), (reading.std, std)
+    assert math.isclose(reading.mean, float(double.mean()), rel_tol=0, abs_tol=1e-6 * about)
+
+
 def judge(told: list[str], x: torch.Tensor, ranges: tuple[Ranges, ...] | None, batch_dim: int,
-          samples: bool) -> None:  # fmt: skip
+          samples: bool) -> ValueNumbers:  # fmt: skip
     fused = FusedReader(Accelerator(CPU), CPU, interpreteddriver.driver(), interpreteddriver.find)
     digester = DeviceDigester(CPU, batch_dim, fused, told.append)
     before = len(interpreteddriver.launches)
@@ -125,16 +157,22 @@ def judge(told: list[str], x: torch.Tensor, ranges: tuple[Ranges, ...] | None, b
     if storage is not None and x.numel():
         words = elements(x, storage).reshape(-1).copy()
         assert reading.hash == mix64(storage.normalize(words) if storage.normalize else words)
+    return reading
 
 
 def main(arguments: list[str]) -> None:
     torch.set_num_threads(1)
     wrong, count = [], 0
-    numbers = map(int, arguments) if arguments != ["shapes"] else ()
-    for text, case in random_cases(*numbers) if arguments != ["shapes"] else shape_cases():
+    cases, judged = shape_cases(), judge
+    if arguments == ["spreads"]:
+        fusedplan._FEWEST_ROWS = 512  # as large values have them
+        cases, judged = spread_cases(), judge_spread
+    elif arguments != ["shapes"]:
+        cases = random_cases(*map(int, arguments))
+    for text, case in cases:
         count += 1
         try:
-            judge([], *case)
+            judged([], *case)
         except Exception:
             wrong.append(f"{text}\n{traceback.format_exc(limit=-2)[-1500:]}")
     kernels = sorted(set(interpreteddriver.launches))

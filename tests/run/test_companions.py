@@ -15,6 +15,7 @@ from rankscope.run.companions import (
     ipc_address,
     relay_command,
     start_daemon,
+    start_extras,
 )
 from rankscope.run.processes import is_process_alive
 from tests.waiting import wait_until
@@ -119,3 +120,12 @@ import sys, rankscope.run.companions, rankscope.spool.writer
 assert "zmq" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True, env=env)
+
+
+def test_a_daemon_that_cannot_be_started_and_is_not_needed_is_said_and_not_raised(
+    tmp_path: Path,
+) -> None:
+    daemons = [(["true"], tmp_path / "missing" / "log"), (["true"], tmp_path / "log")]
+    (complaint,) = start_extras(daemons)
+    assert "cannot be started" in complaint
+    assert (tmp_path / "log").exists()

@@ -35,6 +35,7 @@ from rankscope.run.companions import (
     collector_command,
     relay_command,
     start_daemon,
+    start_extras,
 )
 from rankscope.run.filenames import (
     COLLECTOR_LOCK_NAME,
@@ -91,8 +92,7 @@ def find_or_prepare_run(
     try:
         if not (run_folder / RUN_NAME).exists():
             build_kernel()
-            for command, log in compilers_of_host():
-                start_daemon(command, log, log.parent)
+            start_extras(compilers_of_host())  # without them torch operations take the digests
             _prepare(settings, identity, run_folder, environ, store)
         _ensure_companions(settings, run_folder, read_run_header(run_folder))
     finally:

@@ -11,7 +11,7 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from rankscope.errors import SpoolError
@@ -27,6 +27,7 @@ __all__ = [
     "ipc_address",
     "relay_command",
     "start_daemon",
+    "start_extras",
 ]
 
 LONGEST_IPC_PATH = 107
@@ -146,6 +147,17 @@ def start_daemon(
             f"{shlex.join(command)}: the shell ended with {done.returncode}; see {log}"
         )
     return process_name(int(done.stdout))
+
+
+def start_extras(daemons: Iterable[tuple[Sequence[str], Path]]) -> list[str]:
+    """Start daemons that a run can do without, each given with its log; return what went wrong."""
+    complaints = []
+    for command, log in daemons:
+        try:
+            start_daemon(command, log, log.parent)
+        except SpoolError as error:
+            complaints.append(str(error))
+    return complaints
 
 
 def _module() -> list[str]:

@@ -18,9 +18,8 @@ from rankscope.capture.device.fusedcache import compiler_of, find_image, variant
 from rankscope.capture.device.fusedforms import FusedReader
 from rankscope.capture.device.gpudriver import architecture_of, driver_of
 from rankscope.capture.reading import ValueNumbers
-from rankscope.errors import SpoolError
 from rankscope.record.phases import Phase
-from rankscope.run.companions import start_daemon
+from rankscope.run.companions import start_extras
 
 __all__ = ["DeviceValues", "HeldValue", "ValuePlace"]
 
@@ -122,14 +121,11 @@ def _make_digester(device: torch.device, batch_dim: int) -> DeviceDigester:
         return DeviceDigester(device, batch_dim)
     architecture = architecture_of(device)
     compiler = compiler_of(architecture)
-    if compiler is not None:
-        command, log = compiler
-        try:
-            start_daemon(command, log, log.parent)
-        except SpoolError as error:
-            say(f"{error}: torch operations take the digests on {device}, which is slower")
-    elif (
-        not is_off()
+    for complaint in start_extras([] if compiler is None else [compiler]):
+        say(f"{complaint}: torch operations take the digests on {device}, which is slower")
+    if (
+        compiler is None
+        and not is_off()
         and os.environ.get("LOCAL_RANK", "0") == "0"
         and find_image(architecture, next(variants())) is None
     ):

@@ -119,7 +119,6 @@ class DeviceDigester:
         self._tell = tell
         self._forms: dict[object, _DeviceForm] = {}
         self._table_bytes = 0
-        self._has_waited_for_kernels = False
         self._asked: set[ReadVariant] = set()
         self._distrusted: set[ReadVariant] = set()
         self._buffers: dict[Any, _Buffer] = {}
@@ -174,7 +173,7 @@ class DeviceDigester:
                 if buffer.tickets:
                     self._send(stream, buffer)
         self._buffers.clear()
-        if self._has_waited_for_kernels:  # they may lie ready when the next step begins
+        if self._fused is not None and self._fused.has_news():  # for the next step
             self._forget_forms()
 
     def collect(self, *, wait: bool = False) -> list[tuple[int, ValueNumbers | None]]:
@@ -283,8 +282,6 @@ class DeviceDigester:
             except OSError as error:
                 self._tell(f"{error}: torch operations read instead")
                 self._fused = None
-            else:
-                self._has_waited_for_kernels |= self._fused.is_waiting
         if fused is not None:
             self._table_bytes += fused.held_bytes
         handle = self._accelerator.handle_of(stream)
@@ -295,7 +292,6 @@ class DeviceDigester:
     def _forget_forms(self) -> None:
         self._forms.clear()
         self._table_bytes = 0
-        self._has_waited_for_kernels = False
 
     def _distrust(self, variant: ReadVariant | None) -> None:
         if variant is not None and variant not in self._distrusted:

@@ -151,9 +151,12 @@ def save_image(
         with contextlib.suppress(OSError):
             if made_folder(folder):
                 handle, draft = tempfile.mkstemp(dir=folder, prefix=".draft-")
-                with os.fdopen(handle, "wb") as file:
-                    file.write(msgpack.packb(held))
-                return Path(draft).replace(folder / _file_name(architecture, variant))
+                try:
+                    with os.fdopen(handle, "wb") as file:
+                        file.write(msgpack.packb(held))
+                    return Path(draft).replace(folder / _file_name(architecture, variant))
+                finally:
+                    Path(draft).unlink(missing_ok=True)
     return None
 
 

@@ -82,12 +82,18 @@ def compile_for(architecture: str, variant: ReadVariant | CombineVariant) -> Any
     )
     backend, _, name = architecture.partition("-")
     target = GPUTarget(
-        backend, int(name) if backend == "cuda" else name, 64 if backend == "hip" else 32
+        backend, int(name) if backend == "cuda" else name, _lanes_of_warp(architecture)
     )
     # fused multiply and add: the sums are longer than they are exact to the last bit anyway
     return triton.compile(
         source, target=target, options={"num_warps": _WARPS, "enable_fp_fusion": True}
     )
+
+
+def _lanes_of_warp(architecture: str) -> int:
+    """Return how many threads run together: 64 on AMD's GPUs before gfx10, else 32."""
+    backend, _, name = architecture.partition("-gfx")
+    return 64 if backend == "hip" and int(name[:-2]) < 10 else 32
 
 
 def image_of(compiled: Any) -> CompiledImage:

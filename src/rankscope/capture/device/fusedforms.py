@@ -39,14 +39,16 @@ class _PartialResults:
     memory: torch.Tensor
 
     @property
-    def numbers(self) -> int:
-        """Address of the floating-point results."""
+    def counts(self) -> int:
+        """Address of the integer results."""
         return self.memory.data_ptr()
 
     @property
-    def counts(self) -> int:
-        """Address of the integer results."""
-        return self.memory.data_ptr() + 8 * NUMBERS * self.programs
+    def numbers(self) -> int:
+        """Address of the floating-point results: like `counts` a multiple of 16, for any number of
+        programs.
+        """
+        return self.memory.data_ptr() + 8 * COUNTS * self.programs
 
 
 class FusedForm:
@@ -104,8 +106,7 @@ class FusedReader:
         self._find = find
         self._loaded: dict[ReadVariant | CombineVariant, LoadedKernel] = {}
         self._scratch: dict[Any, _PartialResults] = {}
-        self.is_waiting = False
-        """A kernel was missing that may lie ready later."""
+        self._missing: set[ReadVariant | CombineVariant] = set()
 
     def make_form(
         self,
@@ -156,7 +157,6 @@ class FusedReader:
         read = [(variant, self._kernel(variant)) for variant in variants]
         found = [(variant, kernel) for variant, kernel in read if kernel is not None]
         if combine is None or len(found) < len(variants):
-            self.is_waiting = True
             return None
         return self._bind(fused, storage, found, combine, plan.count, stream)
 
@@ -203,11 +203,18 @@ class FusedReader:
         launches = {False: bound[0], True: bound[-1]}
         return FusedForm((*tables, scratch.memory), words_at, launches, row_at, combined)
 
+    def has_news(self) -> bool:
+        """True, once, where a kernel that was missing lies ready now."""
+        arrived = {variant for variant in self._missing if self._find(variant) is not None}
+        self._missing -= arrived
+        return bool(arrived)
+
     def _kernel(self, variant: ReadVariant | CombineVariant) -> LoadedKernel | None:
         found = self._loaded.get(variant)
         if found is None:
             image = self._find(variant)
             if image is None:
+                self._missing.add(variant)
                 return None
             found = self._loaded[variant] = self._driver.load(image)
         return found

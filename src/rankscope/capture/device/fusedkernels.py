@@ -11,7 +11,8 @@ instructions.
 
 That first pass takes every number for finite and of ordinary size. Sums that are not finite, or
 extrema near the ends of the range, tell where it was mistaken: the program then reads its rows
-again with care, and once more where the range asks for another unit.
+again with care, and once more where the range asks for another unit. Where the first numbers lie
+far from all others (a first token of huge activations) it reads again about the means.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ _FIRST = tl.constexpr(FIRST)
 _SECOND = tl.constexpr(SECOND)
 _NUMBERS = tl.constexpr(NUMBERS)
 _COUNTS = tl.constexpr(COUNTS)
+_MOST_CANCELLED = tl.constexpr(16.0)
+"""How much larger squares about the first number may be than about the mean."""
 
 
 @triton.jit
@@ -187,6 +190,8 @@ def read_value(
     largest = tl.full((), 0.0, number)
     is_careful = tl.full((), 0, tl.int32)
     is_again = tl.full((), 1, tl.int32)
+    is_centred = tl.full((), 0, tl.int32)
+    centre = tl.zeros((BLOCK,), number)
     mixed = tl.zeros((BLOCK,), tl.uint64)
     held, nans, above, below, zeros = none, none, none, none, none
     shift, sums, squares = nothing, nothing, nothing
@@ -197,7 +202,7 @@ def read_value(
     while is_again > 0:
         mixed = tl.zeros((BLOCK,), tl.uint64)
         held, nans, above, below, zeros = none, none, none, none, none
-        shift, sums, squares = nothing, nothing, nothing
+        shift, sums, squares = centre, nothing, nothing
         low = nothing + float("inf")
         high = nothing - float("inf")
         s0, s1, s2, s3 = nothing, nothing, nothing, nothing
@@ -226,11 +231,11 @@ def read_value(
                 word = tl.where(is_zero, 0, word)
             about, extreme = x, x
             if FULL:
-                if row == first:
+                if (row == first) & (is_centred == 0):
                     shift = x
             else:
                 x = tl.where(is_held, x, 0.0)
-                shift = tl.where(held == 0, x, shift)
+                shift = tl.where(held + is_centred == 0, x, shift)
                 about = tl.where(is_held, x, shift)
                 extreme = tl.where(is_held, x, float("nan"))
             if FLOATING:
@@ -246,7 +251,7 @@ def read_value(
                         word = tl.where(is_nan, _nan_word(word, KIND), word)
                     extreme = tl.where(is_finite, x, float("nan"))
                     x = tl.where(is_finite, x, 0.0) * scale
-                    shift = tl.where(held == 0, x, shift)
+                    shift = tl.where(held + is_centred == 0, x, shift)
                     about = tl.where(is_finite, x, shift)
                     held += is_finite.to(tl.int32)
                 elif not FULL:
@@ -291,23 +296,35 @@ def read_value(
                     unit = _power(field, DOUBLE)
                     scale = _power((2046 if DOUBLE else 254) - field, DOUBLE)
             is_careful = is_careful * 0 + 1
+        if not DOUBLE:
+            shares = sums / tl.maximum(held, 1).to(number)
+            kept = tl.sum(tl.maximum(squares - sums * shares, 0.0), 0)
+            is_cancelled = tl.sum(squares, 0) > _MOST_CANCELLED * kept
+            if is_cancelled & (is_again + is_centred == 0):
+                is_again = is_again + 1
+                is_centred = is_centred + 1
+                centre = shift + shares
     if largest <= 0.0:
         unit = unit * 0.0
 
     out = (group * tl.num_programs(0) + program).to(tl.int64)
     many = tl.maximum(held, 1).to(number)
-    whole = tl.sum(held, 0)
-    mean = shift + sums / many
     inside = tl.maximum(squares - sums * (sums / many), 0.0)
+    whole = tl.sum(held, 0)
+    # means are told from one number: rounded as they are, they would add to a small spread
+    base = tl.max(tl.where(held > 0, shift, -float("inf")), 0)
+    base = tl.where(whole > 0, base, 0.0)
+    mean = (shift - base) + sums / many
     about = tl.sum(tl.where(held > 0, mean, 0.0) * held.to(number), 0)
     about = about / tl.maximum(whole, 1).to(number)
     apart = tl.where(held > 0, mean - about, 0.0)
     numbers += out * _NUMBERS
     tl.store(numbers, tl.min(low, 0))
     tl.store(numbers + 1, tl.max(high, 0))
-    tl.store(numbers + 2, about)
+    tl.store(numbers + 2, base)
     tl.store(numbers + 3, tl.sum(inside + held.to(number) * apart * apart, 0))
     tl.store(numbers + 4, unit)
+    tl.store(numbers + 13, about)
     factors = column_factors + column
     tl.store(numbers + 5, tl.sum(s0 * tl.load(factors, mask=is_column, other=0.0), 0))
     factors += columns
@@ -392,8 +409,9 @@ def combine_partials(
             value = numbers + (start + lane) * _NUMBERS
             ratio = tl.load(value + 4, mask=is_one, other=0.0).to(tl.float64) / widest
             many = tl.load(counts + (start + lane) * _COUNTS + 1, mask=is_one, other=0)
-            mean = tl.load(value + 2, mask=is_one, other=0.0).to(tl.float64) * ratio
-            total += many.to(tl.float64) * mean
+            mean = tl.load(value + 2, mask=is_one, other=0.0).to(tl.float64)
+            mean += tl.load(value + 13, mask=is_one, other=0.0).to(tl.float64)
+            total += many.to(tl.float64) * mean * ratio
         middle = tl.sum(total, 0) / tl.maximum(finite, 1.0)
         squares = nothing
         for start in range(0, programs, BLOCK):
@@ -401,7 +419,9 @@ def combine_partials(
             value = numbers + (start + lane) * _NUMBERS
             ratio = tl.load(value + 4, mask=is_one, other=0.0).to(tl.float64) / widest
             many = tl.load(counts + (start + lane) * _COUNTS + 1, mask=is_one, other=0)
-            apart = tl.load(value + 2, mask=is_one, other=0.0).to(tl.float64) * ratio - middle
+            mean = tl.load(value + 2, mask=is_one, other=0.0).to(tl.float64)
+            mean += tl.load(value + 13, mask=is_one, other=0.0).to(tl.float64)
+            apart = mean * ratio - middle
             within = tl.load(value + 3, mask=is_one, other=0.0).to(tl.float64) * ratio * ratio
             squares += within + many.to(tl.float64) * apart * apart
         about = tl.sum(squares, 0)

@@ -27,11 +27,12 @@ __all__ = ["BLOCK", "COUNTS", "NUMBERS", "FusedPlan", "make_fused_plan"]
 
 BLOCK: Final = 512
 """Columns that one program reads."""
-NUMBERS: Final = 13
-"""A program's results in floating point: least, greatest, mean, squares about it, unit, 8 sketches.
+NUMBERS: Final = 14
+"""A program's results in floating point: least, greatest, a number near the mean, squares about the
+mean, unit, 8 sketches, how far above that number the mean lies.
 
-Mean, squares (in units squared) and sketches count in units, a power of two: 1 but for values whose
-squares would leave the range of the float; 0 where no value is finite and not zero."""
+Means, squares (in units squared) and sketches count in units, a power of two: 1 but for values
+whose squares would leave the range of the float; 0 where no value is finite and not zero."""
 COUNTS: Final = 6
 """A program's results in integers: sum of mixed words, finite, NaN, +inf, -inf, zero."""
 _ENOUGH_COLUMNS: Final = 256

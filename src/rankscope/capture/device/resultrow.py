@@ -21,6 +21,8 @@ the mean, norm. The hash lies there as the bits of a number."""
 SKETCH: Final = 11
 """8 numbers of the whole sketch, or 8 for each sample without the factor of the batch dim."""
 _SAME_STATISTICS: Final = 2e-6
+_LEAST: Final = float(np.finfo(np.float64).tiny)
+"""Numbers below it have few digits."""
 
 
 def row_size(plan: FoldPlan) -> int:
@@ -68,13 +70,13 @@ def reading_of_row(
 
 def agree(one: ValueNumbers, other: ValueNumbers) -> bool:
     """True where two ways of reading the same value gave the same numbers, to rounding."""
-    slack = _SAME_STATISTICS * other.l2
-    about = other.l2 / math.sqrt(other.count) if other.count else 0.0
+    slack = _SAME_STATISTICS * other.l2 + _LEAST
+    about = _SAME_STATISTICS * other.l2 / math.sqrt(max(other.count, 1)) + _LEAST
     return (
         one[:6] == other[:6]
-        and all(_close(getattr(one, n), getattr(other, n), 0.0) for n in ("min", "max", "l2"))
-        and _close(one.mean, other.mean, _SAME_STATISTICS * about)
-        and _close(one.std, other.std, _SAME_STATISTICS * about)
+        and all(_close(getattr(one, n), getattr(other, n), _LEAST) for n in ("min", "max", "l2"))
+        and _close(one.mean, other.mean, about)
+        and _close(one.std, other.std, about)
         and np.allclose(one.sketch, other.sketch, rtol=0, atol=10 * slack, equal_nan=True)
         and _same_samples(one.samples, other.samples, 10 * slack)
     )
