@@ -365,11 +365,14 @@ def test_interpreted_kernels_read_whole_activations() -> None:
 
 
 @needs_triton
+@pytest.mark.parametrize(
+    ("which", "count"), [((), 5), pytest.param(("more",), 3, marks=pytest.mark.soak)]
+)
 def test_compiled_kernels_spill_nothing_load_once_and_compute_in_the_float_of_the_value(
-    tmp_path: Path,
+    tmp_path: Path, which: tuple[str, ...], count: int
 ) -> None:
-    found = child("tests.capture.compiledkernels", TRITON_CACHE_DIR=str(tmp_path))
-    assert len(found) == 8
+    found = child("tests.capture.compiledkernels", *which, TRITON_CACHE_DIR=str(tmp_path))
+    assert len(found) == count
     for name, numbers in found.items():
         assert numbers["spills"] == 0, name
         assert numbers["value loads"] == 1, name
