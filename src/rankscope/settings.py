@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rankscope.errors import LayoutError, SettingError
 from rankscope.layout.layoutfile import LayoutFile
-from rankscope.record.grace import DRAIN_SECONDS, FINISH_SECONDS, STALL_SECONDS
+from rankscope.record.graceseconds import DRAIN_SECONDS, FINISH_SECONDS, STALL_SECONDS
 from rankscope.record.phases import Phase
 from rankscope.record.stepselection import StepSelection, number_ranges
 from rankscope.record.streams import MINIMUM_LIMIT_BYTES

@@ -10,7 +10,7 @@ import pytest
 from rankscope.gather.collector import Intake
 from rankscope.gather.links import SocketLink
 from rankscope.gather.shipping import Shipment
-from rankscope.gather.waiting import JobState
+from rankscope.gather.waitingrule import JobState
 from rankscope.record.streams import EndReason, StreamId
 from rankscope.run.companions import ipc_address
 from rankscope.run.folders import RunHeader, stream_folder

@@ -33,7 +33,7 @@ from rankscope.gather.protocol import (
     decode,
     encode,
 )
-from rankscope.gather.waiting import JobState
+from rankscope.gather.waitingrule import JobState
 from rankscope.record.streams import EndReason, StreamId
 
 STREAM = StreamId(rank=3, incarnation=1)

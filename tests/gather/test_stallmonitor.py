@@ -17,7 +17,7 @@ import pytest
 from rankscope.gather.links import SharedLink
 from rankscope.gather.shipping import Shipment
 from rankscope.gather.stallmonitor import StallMonitor, activity_of
-from rankscope.gather.waiting import JobState
+from rankscope.gather.waitingrule import JobState
 from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
 from rankscope.record.streams import StreamId

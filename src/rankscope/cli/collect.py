@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
-from rankscope.record.grace import DRAIN_SECONDS, FINISH_SECONDS
+from rankscope.record.graceseconds import DRAIN_SECONDS, FINISH_SECONDS
 
 if TYPE_CHECKING:
     from rankscope.gather.finish import CollectorOptions
@@ -95,7 +95,7 @@ def _collect(options: CollectorOptions) -> int:
     from rankscope.cli.terminal import progress
     from rankscope.gather.finish import Observer, collect
     from rankscope.gather.log import log_into
-    from rankscope.gather.waiting import StreamProgress
+    from rankscope.gather.waitingrule import StreamProgress
     from rankscope.run.filenames import COLLECTOR_LOG_NAME
 
     with progress() as show:

@@ -1,5 +1,6 @@
-"""Values as rows: what one rank holds in one slot of one call. The columns of `jsonl` and `parquet`
-are named here, once."""
+"""Values as rows: what one rank holds in one slot of one call. What the ranks of a slot share is
+named here; `jsonl` and `parquet` each name the numbers of a rank, and parquet's schema all columns.
+"""
 
 from __future__ import annotations
 

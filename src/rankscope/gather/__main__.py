@@ -13,7 +13,7 @@ from types import FrameType
 
 from rankscope.errors import RankscopeError
 from rankscope.gather.log import ExitOutcome, log
-from rankscope.record.grace import DRAIN_SECONDS, FINISH_SECONDS
+from rankscope.record.graceseconds import DRAIN_SECONDS, FINISH_SECONDS
 
 __all__ = ["main"]
 

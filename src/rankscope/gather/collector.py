@@ -47,7 +47,7 @@ from rankscope.gather.protocol import (
     encode,
 )
 from rankscope.gather.replica import ReplicaFiles
-from rankscope.gather.waiting import JobState, PeerState, StreamProgress
+from rankscope.gather.waitingrule import JobState, PeerState, StreamProgress
 from rankscope.record.streams import EndReason, StreamId
 from rankscope.run.filenames import COLLECTOR_NAME
 from rankscope.run.replacing import write_by_rename

@@ -14,7 +14,13 @@ from rankscope.errors import FolderError
 from rankscope.gather.collector import Intake
 from rankscope.gather.log import ExitOutcome, log
 from rankscope.gather.sharedwatch import SharedWatch
-from rankscope.gather.waiting import LEAST_SILENCE_S, Decision, PeerState, StreamProgress, decide
+from rankscope.gather.waitingrule import (
+    LEAST_SILENCE_S,
+    Decision,
+    PeerState,
+    StreamProgress,
+    decide,
+)
 from rankscope.run.filenames import (
     COLLECTOR_LOCK_NAME,
     COLLECTOR_LOG_NAME,

@@ -45,7 +45,7 @@ from rankscope.gather.protocol import (
 from rankscope.gather.replica import ReplicaFiles
 from rankscope.gather.sharedwatch import SharedHostState, write_host_state
 from rankscope.gather.shipping import Shipment
-from rankscope.gather.waiting import JobState
+from rankscope.gather.waitingrule import JobState
 from rankscope.record.streams import StreamId
 from rankscope.run.filenames import REPLICA_FOLDER, TRACE_NAME
 from rankscope.run.folders import RunHeader

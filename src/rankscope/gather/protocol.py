@@ -39,7 +39,7 @@ from rankscope.gather.chunkmessages import (
     ChunkSeen,
     ChunksRefused,
 )
-from rankscope.gather.waiting import JobState
+from rankscope.gather.waitingrule import JobState
 from rankscope.record.streams import MAX_INCARNATIONS, MAX_RANKS, EndReason, StreamId
 from rankscope.run.stallrecords import Stall
 from rankscope.spool.recordformat import CELL_BYTES, MAX_RECORD_CELLS

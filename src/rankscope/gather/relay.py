@@ -19,8 +19,8 @@ from rankscope.gather.links import Link, SharedLink, SocketLink
 from rankscope.gather.log import ExitOutcome, log
 from rankscope.gather.shipping import Shipment
 from rankscope.gather.stallmonitor import StallMonitor
-from rankscope.gather.waiting import JobState
-from rankscope.record.grace import DRAIN_SECONDS
+from rankscope.gather.waitingrule import JobState
+from rankscope.record.graceseconds import DRAIN_SECONDS
 from rankscope.record.streams import StreamId
 from rankscope.run.filenames import (
     COLLECTOR_LOCK_NAME,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rankscope.errors import SpoolError
 from rankscope.gather.replica import ReplicaFiles
-from rankscope.gather.waiting import JobState, PeerState, StreamProgress
+from rankscope.gather.waitingrule import JobState, PeerState, StreamProgress
 from rankscope.record.streams import EndReason, StreamId
 from rankscope.run.filenames import HOST_STATE_PREFIX, REPLICA_FOLDER
 from rankscope.run.replacing import read_json_map, write_by_rename

@@ -29,7 +29,7 @@ from rankscope.errors import SpoolError
 from rankscope.gather.log import log
 from rankscope.gather.shipping import Shipment
 from rankscope.record.call import Mode
-from rankscope.record.grace import STALL_SECONDS
+from rankscope.record.graceseconds import STALL_SECONDS
 from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named
 from rankscope.record.streams import StreamId

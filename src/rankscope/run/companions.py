@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from rankscope.errors import SpoolError
-from rankscope.record.grace import DRAIN_SECONDS, FINISH_SECONDS
+from rankscope.record.graceseconds import DRAIN_SECONDS, FINISH_SECONDS
 from rankscope.run.filenames import COLLECTOR_SOCKET_NAME
 from rankscope.run.folders import spool_base
 from rankscope.run.processes import process_name

@@ -6,6 +6,7 @@ The only module besides the kernels themselves that imports Triton, and no rank 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
@@ -28,6 +29,7 @@ COMBINE_BLOCK: Final = 128
 _WARPS: Final = 4
 _MOST_PROCESSES: Final = 8
 _NICENESS: Final = 10
+_MOST_SECONDS: Final = 3600
 _TABLES: Final = {
     "table": "*fp32", "same": "*u8", "row_keys": "*i64", "row_offsets": "*i64",
     "row_limits": "*i32", "row_weights": "*fp32", "column_keys": "*i64",
@@ -104,7 +106,13 @@ def image_of(compiled: Any) -> CompiledImage:
 
 
 def _compile_one(architecture: str, variant: ReadVariant | CombineVariant) -> None:
-    save_image(architecture, variant, image_of(compile_for(architecture, variant)))
+    """Compile and file one kernel; one that this Triton cannot compile does not stop the others."""
+    try:
+        compiled = compile_for(architecture, variant)
+    except Exception as error:  # noqa: BLE001  # of a compiler: any
+        print(f"{variant.name} for {architecture}: {error}", file=sys.stderr)  # noqa: T201  # to its log
+        return
+    save_image(architecture, variant, image_of(compiled))
 
 
 def _begin(folder: str) -> None:
@@ -133,4 +141,5 @@ def build(architecture: str) -> int:
 
 
 if __name__ == "__main__":
+    signal.alarm(_MOST_SECONDS)  # a compiler that hangs would hold the lock
     build(sys.argv[1])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rankscope.gather.waiting import Decision, JobState, PeerState, StreamProgress, decide
+from rankscope.gather.waitingrule import Decision, JobState, PeerState, StreamProgress, decide
 from rankscope.record.streams import EndReason, StreamId
 
 EXIT, LOST, RAISED, RUNNING = EndReason.EXIT, EndReason.LOST, EndReason.RAISED, None

@@ -1,5 +1,6 @@
 """How long a collector waits, and when a run is over: a pure decision from what is known of streams
-and relays. Its seconds are the settings `drain-seconds` and `finish-seconds` (`record/grace.py`).
+and relays. Its seconds are the settings `drain-seconds` and `finish-seconds`, whose defaults are in
+`record/graceseconds.py`.
 """
 
 from __future__ import annotations
