@@ -45,7 +45,7 @@ except (ImportError, OSError, RuntimeError) as error:
 try:
     from rankscope.capture.device.gpudriver import architectures
     found["gpus"] = architectures()
-except Exception:
+except (ImportError, OSError, RuntimeError):
     found["gpus"] = []
 arming = sys.modules.get("rankscope.agent.activation")
 found["is_armed"] = arming is not None and arming.current_session() is not None

@@ -10,7 +10,6 @@ import signal
 import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
-from functools import partial
 from typing import Any, Final
 
 from rankscope.capture.device.fusedcache import (
@@ -106,13 +105,7 @@ def image_of(compiled: Any) -> CompiledImage:
 
 
 def _compile_one(architecture: str, variant: ReadVariant | CombineVariant) -> None:
-    """Compile and file one kernel; one that this Triton cannot compile does not stop the others."""
-    try:
-        compiled = compile_for(architecture, variant)
-    except Exception as error:  # noqa: BLE001  # of a compiler: any
-        print(f"{variant.name} for {architecture}: {error}", file=sys.stderr)  # noqa: T201  # to its log
-        return
-    save_image(architecture, variant, image_of(compiled))
+    save_image(architecture, variant, image_of(compile_for(architecture, variant)))
 
 
 def _begin(folder: str) -> None:
@@ -135,8 +128,11 @@ def build(architecture: str) -> int:
             tempfile.TemporaryDirectory(prefix="rankscope-triton-") as folder,
             ProcessPoolExecutor(processes, initializer=_begin, initargs=(folder,)) as pool,
         ):
-            for _ in pool.map(partial(_compile_one, architecture), wanted):
-                pass
+            running = {v.name: pool.submit(_compile_one, architecture, v) for v in wanted}
+            failed = {name: future.exception() for name, future in running.items()}
+        for name, error in failed.items():  # one that does not compile stops no other
+            if error is not None:
+                print(f"{name} for {architecture}: {error}", file=sys.stderr)  # noqa: T201
         return len(wanted)
 
 
