@@ -133,13 +133,7 @@ class FusedReader:
         Raises:
             OSError: the driver refuses a kernel.
         """
-        double = 1 + storage.is_complex
-        strides = [step * double for step in local.stride()] + [1] * storage.is_complex
-        shape = plan.shape
-        if not local.dim() and not storage.is_complex:
-            strides = [1]
-        if len(strides) != len(shape):  # a complex number without dims
-            strides = [2, 1]
+        shape, strides = plan.shape, _word_strides(local, storage)
         held = None
         if ranges is not None:
             held = [*ranges, *(((0, n),) for n in shape[len(ranges) :])]
@@ -233,3 +227,10 @@ class FusedReader:
             )
             found = self._scratch[stream] = _PartialResults(size, memory)
         return found
+
+
+def _word_strides(local: torch.Tensor, storage: Storage) -> list[int]:
+    """Return the strides of a fold's dims in words; a scalar has one dim, a complex number two."""
+    if not storage.is_complex:
+        return list(local.stride()) or [1]
+    return [*(2 * step for step in local.stride() or (1,)), 1]

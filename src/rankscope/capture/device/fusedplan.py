@@ -40,6 +40,7 @@ _MOST_WHOLE: Final = 1 << 14
 _MOST_COLUMNS: Final = 1 << 16
 _MOST_PIECES: Final = 64
 _MOST_TABLE_BYTES: Final = 32 << 20
+_ROW_BYTES: Final = 56
 _PROGRAMS: Final = 1024
 _MOST_PROGRAMS: Final = 4096
 _FEWEST_ROWS: Final = 16
@@ -140,30 +141,16 @@ def make_fused_plan(
     """
     held = [((0, n),) for n in shape] if ranges is None else list(ranges)
     logical = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
-    order = sorted(
-        (d for d in range(len(shape)) if d != batch_dim and shape[d] > 1),
-        key=lambda d: (strides[d] == 0, abs(strides[d]), -d),
-    )
-    inner, cut, chosen = 1, None, list[int]()
-    for dim in order:
-        if inner >= _ENOUGH_COLUMNS:
-            break
-        if inner * shape[dim] <= _MOST_WHOLE:
-            chosen.append(dim)
-            inner *= shape[dim]
-            continue
-        if shape[dim] > RADIX and inner * RADIX <= _MOST_COLUMNS:
-            cut = dim
-        break
+    chosen, cut, others = _deal(shape, strides, batch_dim)
 
     def axis(dim: int) -> _Axis:
         index = np.arange(shape[dim], dtype=np.int64)
         return _Axis(index * logical[dim], index * strides[dim], factors(dim, held[dim]))
 
-    columns = _Axis(*_start())
+    rows, columns = _nothing(), _nothing()
     for dim in chosen:
         columns = _outer(axis(dim), columns)
-    rows = _Axis(*_start())
+    inner = len(columns.positions)
     limits = np.array([[0, inner]], dtype=np.int64)
     if cut is not None:
         low = np.arange(RADIX, dtype=np.int64)
@@ -174,13 +161,11 @@ def make_fused_plan(
             return None
         limits = limits * inner
         rows = _Axis(local * logical[cut], local * strides[cut], weights)
-    others = [d for d in order if d not in chosen and d != cut]
-    lone = [d for d in range(len(shape)) if shape[d] == 1 and d != batch_dim]
-    for dim in [*lone, *others, *([] if batch_dim is None else [batch_dim])]:
-        if len(rows.positions) * shape[dim] * 64 > _MOST_TABLE_BYTES:
+    for dim in others:
+        if len(rows.positions) * shape[dim] * _ROW_BYTES > _MOST_TABLE_BYTES:
             return None
         one = axis(dim)
-        if dim == batch_dim:
+        if dim == batch_dim:  # its factor is left out of the sketch of a sample
             one = _Axis(one.positions, one.offsets, np.ones_like(one.factors))
         rows = _outer(one, rows)
     limits = np.tile(limits, (len(rows.positions) // len(limits), 1))
@@ -204,9 +189,38 @@ def make_fused_plan(
     )
 
 
-def _start() -> tuple[Integers, Integers, Floats]:
+def _deal(
+    shape: Sequence[int], strides: Sequence[int], batch_dim: int | None
+) -> tuple[list[int], int | None, list[int]]:
+    """Deal the dims out.
+
+    Returns:
+        The dims of the columns, those close in memory first; the dim that is cut, its low part
+        above them, None for none; the dims of the rows, outermost last.
+    """
+    order = sorted(
+        (d for d in range(len(shape)) if d != batch_dim and shape[d] > 1),
+        key=lambda d: (strides[d] == 0, abs(strides[d]), -d),
+    )
+    inner, cut, chosen = 1, None, list[int]()
+    for dim in order:
+        if inner >= _ENOUGH_COLUMNS:
+            break
+        if inner * shape[dim] > _MOST_WHOLE:
+            if shape[dim] > RADIX and inner * RADIX <= _MOST_COLUMNS:
+                cut = dim
+            break
+        chosen.append(dim)
+        inner *= shape[dim]
+    lone = [d for d in range(len(shape)) if shape[d] == 1 and d != batch_dim]
+    others = [d for d in order if d not in chosen and d != cut]
+    return chosen, cut, [*lone, *others, *([] if batch_dim is None else [batch_dim])]
+
+
+def _nothing() -> _Axis:
+    """Return the axis that adds nothing, to begin with."""
     zero = np.zeros(1, dtype=np.int64)
-    return zero, zero, np.ones((SKETCH_SIZE, 1), dtype=np.float32)
+    return _Axis(zero, zero, np.ones((SKETCH_SIZE, 1), dtype=np.float32))
 
 
 def _outer(slow: _Axis, fast: _Axis) -> _Axis:
