@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 
-from rankscope.capture.accelerator import Accelerator
 from rankscope.capture.device import fusedplan
 from rankscope.capture.device.devicedigester import DeviceDigester
 from rankscope.capture.device.fusedforms import FusedReader
@@ -139,7 +138,7 @@ def judge_spread(told: list[str], x: torch.Tensor, *rest: Any) -> None:
 
 def judge(told: list[str], x: torch.Tensor, ranges: tuple[Ranges, ...] | None, batch_dim: int,
           samples: bool) -> ValueNumbers:  # fmt: skip
-    fused = FusedReader(Accelerator(CPU), CPU, interpreteddriver.driver(), interpreteddriver.find)
+    fused = FusedReader(CPU, interpreteddriver.driver(), interpreteddriver.find)
     digester = DeviceDigester(CPU, batch_dim, fused, told.append)
     before = len(interpreteddriver.launches)
     digester.read(x, ranges, samples=samples)

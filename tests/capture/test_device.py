@@ -15,7 +15,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rankscope.capture.accelerator import Accelerator
 from rankscope.capture.describe import Describer
 from rankscope.capture.device.devicedigester import DeviceDigester
 from rankscope.capture.device.fusedcache import CompiledImage, find_image
@@ -89,9 +88,7 @@ def digester_on(device: str, batch_dim: int = 0) -> DeviceDigester:
     driver = driver_of(where)
     assert driver is not None
     find = fused_finder(architecture_of(where))
-    return DeviceDigester(
-        where, batch_dim, FusedReader(Accelerator(where), where, driver, find), pytest.fail
-    )
+    return DeviceDigester(where, batch_dim, FusedReader(where, driver, find), pytest.fail)
 
 
 def read_all(

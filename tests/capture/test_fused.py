@@ -19,7 +19,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rankscope.capture.accelerator import Accelerator
 from rankscope.capture.device.devicedigester import DeviceDigester
 from rankscope.capture.device.fusedcache import (
     CombineVariant,
@@ -169,7 +168,7 @@ def image(variant: ReadVariant | CombineVariant) -> CompiledImage:
 
 
 def digester(driver: Driver, told: list[str], find: Any = image) -> DeviceDigester:
-    reader = FusedReader(Accelerator(CPU), CPU, driver.driver, find)
+    reader = FusedReader(CPU, driver.driver, find)
     return DeviceDigester(CPU, 0, reader, told.append)
 
 

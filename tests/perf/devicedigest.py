@@ -13,10 +13,8 @@ from __future__ import annotations
 import argparse
 import ctypes
 import re
-import statistics
 import subprocess
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +22,6 @@ from typing import Any
 
 import torch
 
-from rankscope.capture.accelerator import Accelerator
 from rankscope.capture.device.devicedigester import DeviceDigester
 from rankscope.capture.device.fusedcache import (
     CombineVariant,
@@ -40,6 +37,7 @@ from rankscope.capture.device.gpudriver import (
     driver_of,
 )
 from rankscope.record.value import SKETCH_SIZE
+from tests.perf.digest import microseconds
 
 ARCHITECTURES = ["cuda-80", "cuda-90", "cuda-100", "hip-gfx942"]
 KERNELS: list[ReadVariant | CombineVariant] = [
@@ -191,23 +189,14 @@ def host() -> None:
     for shape in [(8,), (512,), (4, 8, 16)]:  # so small that the work itself is nothing
         x = torch.randn(shape, dtype=torch.bfloat16)
         rows = {}
-        fused = FusedReader(Accelerator(cpu), cpu, nothing_driver(), find)
+        fused = FusedReader(cpu, nothing_driver(), find)
         for name, digester in (
             ("fused", DeviceDigester(cpu, 0, fused)),
             ("torch operations", DeviceDigester(cpu, 0)),
         ):
             digester.read(x, None, samples=True)
-            rows[name] = microseconds(lambda: digester.read(x, None, samples=True))  # noqa: B023
+            rows[name] = microseconds(lambda: digester.read(x, None, samples=True), 400)  # noqa: B023
         print(f"{shape!s:18s} " + "  ".join(f"{k} {v:7.1f} us" for k, v in rows.items()))
-
-
-def microseconds(call: Callable[[], object], repeats: int = 400) -> float:
-    taken = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        call()
-        taken.append(time.perf_counter() - start)
-    return statistics.median(taken) * 1e6
 
 
 def device() -> None:
@@ -226,7 +215,7 @@ def device() -> None:
             def find(variant: ReadVariant | CombineVariant) -> CompiledImage | None:
                 return find_image(architecture, variant)
 
-            fused = DeviceDigester(gpu, 0, FusedReader(Accelerator(gpu), gpu, driver, find), print)
+            fused = DeviceDigester(gpu, 0, FusedReader(gpu, driver, find), print)
             plain = DeviceDigester(gpu, 0)
             times = [
                 on_device(lambda: d.read(x, None, samples=True), d)  # noqa: B023

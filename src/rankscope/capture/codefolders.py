@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["code_folders", "is_off", "is_ours", "is_safe", "made_folder"]
+__all__ = ["code_folders", "is_off", "is_ours", "is_safe", "made_folders"]
 
 
 def is_off() -> bool:
@@ -45,12 +45,13 @@ def is_ours(path: Path) -> bool:
     )
 
 
-def made_folder(folder: Path) -> bool:
-    """Make one of `code_folders`; False where others could write there.
-
-    Raises:
-        OSError: it cannot be made.
-    """
-    for part in (folder.parent, folder):
-        part.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return is_safe(folder)
+def made_folders() -> Iterator[Path]:
+    """Yield those of `code_folders` that could be made, and in which nobody else can write."""
+    for folder in code_folders():
+        try:
+            for part in (folder.parent, folder):
+                part.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError:
+            continue
+        if is_safe(folder):
+            yield folder

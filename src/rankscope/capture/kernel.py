@@ -9,6 +9,7 @@ RANKSCOPE_KERNEL=off takes numpy wherever it is set; CC names the compiler.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
@@ -20,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Final
 
-from rankscope.capture.codefolders import code_folders, is_off, is_ours, is_safe, made_folder
+from rankscope.capture.codefolders import code_folders, is_off, is_ours, is_safe, made_folders
 from rankscope.capture.kernelcalls import Kernel, gives_numpys_numbers
 
 __all__ = ["build", "load"]
@@ -56,12 +57,10 @@ def build() -> Path | None:
     if compiler is None or name is None:
         return None
     deadline = time.monotonic() + _BUILD_TIMEOUT_S
-    for folder in code_folders():
-        try:
-            if made_folder(folder) and _compile(compiler, folder / name, deadline):
+    for folder in made_folders():
+        with contextlib.suppress(OSError):
+            if _compile(compiler, folder / name, deadline):
                 return folder / name
-        except OSError:
-            continue
     return None
 
 

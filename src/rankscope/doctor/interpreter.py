@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import rankscope
-from rankscope.capture.device.fusedcache import find_image, missing, variants
+from rankscope.capture.device.fusedcache import COMPILER, find_image, variants
 from rankscope.doctor.condition import Condition, Status
 
 __all__ = ["interpreter_conditions"]
@@ -146,10 +146,10 @@ def _gpu_kernels(command: Sequence[str], architectures: Sequence[str]) -> Condit
     if not architectures:
         return Condition.ok("GPU kernels", "torch has no GPU to use here")
     for architecture in architectures:
-        if missing(architecture):
+        if any(find_image(architecture, variant) is None for variant in variants()):
             with suppress(OSError, subprocess.SubprocessError):
                 subprocess.run(
-                    [*command, "-m", "rankscope.capture.device.fusedcompile", architecture],
+                    [*command, "-m", COMPILER, architecture],
                     stdin=subprocess.DEVNULL,
                     capture_output=True,
                     timeout=_LIMIT_S,

@@ -10,7 +10,6 @@ from functools import partial
 import torch
 
 from rankscope.agent.guard import say
-from rankscope.capture.accelerator import Accelerator
 from rankscope.capture.codefolders import is_off
 from rankscope.capture.describe import Described
 from rankscope.capture.device.devicedigester import DeviceDigester
@@ -134,6 +133,4 @@ def _make_digester(device: torch.device, batch_dim: int) -> DeviceDigester:
             f"with a hundred launches a value. Install triton, and see rankscope doctor"
         )
     find = partial(find_image, architecture)
-    return DeviceDigester(
-        device, batch_dim, FusedReader(Accelerator(device), device, driver, find), say
-    )
+    return DeviceDigester(device, batch_dim, FusedReader(device, driver, find), say)

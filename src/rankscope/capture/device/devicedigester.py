@@ -53,6 +53,7 @@ class _DeviceForm:
     size: int
     """Numbers of a row."""
     batch_dim: int | None
+    """Counted from the front; None where samples are not kept apart."""
     storage: Storage
     stream: int
     """As the driver knows it."""
@@ -272,6 +273,8 @@ class DeviceDigester:
             else None
         )
         plan = make_plan(tuple(local.shape), ranges, batch_dim, storage.is_complex)
+        if plan.batch_factors is None:
+            batch_dim = None
         if len(self._forms) >= _MOST_FORMS or self._table_bytes > _MOST_TABLE_BYTES:
             self._forget_forms()
         fused = None

@@ -22,9 +22,10 @@ from typing import Any, Final, NamedTuple
 
 import msgpack  # type: ignore[import-untyped]
 
-from rankscope.capture.codefolders import code_folders, is_off, is_ours, is_safe, made_folder
+from rankscope.capture.codefolders import code_folders, is_off, is_ours, is_safe, made_folders
 
 __all__ = [
+    "COMPILER",
     "CombineVariant",
     "CompiledImage",
     "ReadVariant",
@@ -36,6 +37,8 @@ __all__ = [
     "variants",
 ]
 
+COMPILER: Final = "rankscope.capture.device.fusedcompile"
+"""The module that compiles, given an architecture."""
 _SOURCES: Final = ("fusedkernels.py", "fusedcompile.py", "fusedplan.py", "mix64.py")
 _KINDS: Final = (
     "bfloat16", "float32", "float16", "uint8", "int64", "table", "float64", "int32", "int8",
@@ -147,16 +150,15 @@ def save_image(
     """File a compiled kernel; None where there is no folder that is ours alone."""
     held = {"name": image.name, "image": image.image, "threads": image.threads,
             "shared": image.shared}  # fmt: skip
-    for folder in code_folders():
+    for folder in made_folders():
         with contextlib.suppress(OSError):
-            if made_folder(folder):
-                handle, draft = tempfile.mkstemp(dir=folder, prefix=".draft-")
-                try:
-                    with os.fdopen(handle, "wb") as file:
-                        file.write(msgpack.packb(held))
-                    return Path(draft).replace(folder / _file_name(architecture, variant))
-                finally:
-                    Path(draft).unlink(missing_ok=True)
+            handle, draft = tempfile.mkstemp(dir=folder, prefix=".draft-")
+            try:
+                with os.fdopen(handle, "wb") as file:
+                    file.write(msgpack.packb(held))
+                return Path(draft).replace(folder / _file_name(architecture, variant))
+            finally:
+                Path(draft).unlink(missing_ok=True)
     return None
 
 
@@ -165,10 +167,8 @@ def lock_for_building(architecture: str) -> Iterator[bool]:
     """Hold the lock for compiling the kernels of an architecture; False where another does."""
     with contextlib.ExitStack() as stack:
         is_held = False
-        for folder in code_folders():
+        for folder in made_folders():
             try:
-                if not made_folder(folder):
-                    continue
                 path = folder / f"{architecture}.lock"
                 lock = stack.enter_context(open(path, "w", encoding="utf-8"))
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -198,12 +198,10 @@ def compiler_of(architecture: str) -> tuple[list[str], Path] | None:
     """
     if not missing(architecture):
         return None
-    command = [sys.executable, "-m", "rankscope.capture.device.fusedcompile", architecture]
-    for folder in code_folders():
-        with contextlib.suppress(OSError):
-            if made_folder(folder):
-                return command, folder / f"{architecture}.log"
-    return None
+    folder = next(made_folders(), None)
+    if folder is None:
+        return None
+    return [sys.executable, "-m", COMPILER, architecture], folder / f"{architecture}.log"
 
 
 @functools.cache

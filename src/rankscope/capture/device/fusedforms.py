@@ -91,16 +91,13 @@ class FusedReader:
     """Makes the forms of one device.
 
     Args:
-        accelerator: the device.
-        device: the same.
+        device: the device.
         driver: what loads and launches kernels there.
         find: gives a compiled kernel, None while it is not there.
     """
 
-    def __init__(
-        self, accelerator: Accelerator, device: torch.device, driver: GpuDriver, find: FindImage
-    ) -> None:
-        self._accelerator = accelerator
+    def __init__(self, device: torch.device, driver: GpuDriver, find: FindImage) -> None:
+        self._accelerator = Accelerator(device)
         self._device = device
         self._driver = driver
         self._find = find
@@ -137,9 +134,7 @@ class FusedReader:
         held = None
         if ranges is not None:
             held = [*ranges, *(((0, n),) for n in shape[len(ranges) :])]
-        fused = make_fused_plan(
-            shape, strides, held, None if plan.batch_factors is None else batch_dim
-        )
+        fused = make_fused_plan(shape, strides, held, batch_dim)
         if fused is None:
             return None
         kind = storage.kernel_kind or storage.dtype.name

@@ -25,7 +25,6 @@ from rankscope.capture.device.mix64 import FIRST, SECOND
 
 __all__ = ["combine_partials", "read_value"]
 
-
 _FIRST = tl.constexpr(FIRST)
 _SECOND = tl.constexpr(SECOND)
 _NUMBERS = tl.constexpr(NUMBERS)
@@ -113,6 +112,19 @@ def _folded(word):
     else:
         folded = word.to(tl.uint64)
     return folded
+
+
+@triton.jit
+def _projected(sums, factors, is_column):
+    """The sum over columns, each times its factor."""
+    return tl.sum(sums * tl.load(factors, mask=is_column, other=0.0), 0)
+
+
+@triton.jit
+def _mean_of(value, is_one):
+    """The means of partial results, in their units."""
+    base = tl.load(value + 2, mask=is_one, other=0.0).to(tl.float64)
+    return base + tl.load(value + 13, mask=is_one, other=0.0).to(tl.float64)
 
 
 @triton.jit
@@ -326,21 +338,14 @@ def read_value(
     tl.store(numbers + 4, unit)
     tl.store(numbers + 13, about)
     factors = column_factors + column
-    tl.store(numbers + 5, tl.sum(s0 * tl.load(factors, mask=is_column, other=0.0), 0))
-    factors += columns
-    tl.store(numbers + 6, tl.sum(s1 * tl.load(factors, mask=is_column, other=0.0), 0))
-    factors += columns
-    tl.store(numbers + 7, tl.sum(s2 * tl.load(factors, mask=is_column, other=0.0), 0))
-    factors += columns
-    tl.store(numbers + 8, tl.sum(s3 * tl.load(factors, mask=is_column, other=0.0), 0))
-    factors += columns
-    tl.store(numbers + 9, tl.sum(s4 * tl.load(factors, mask=is_column, other=0.0), 0))
-    factors += columns
-    tl.store(numbers + 10, tl.sum(s5 * tl.load(factors, mask=is_column, other=0.0), 0))
-    factors += columns
-    tl.store(numbers + 11, tl.sum(s6 * tl.load(factors, mask=is_column, other=0.0), 0))
-    factors += columns
-    tl.store(numbers + 12, tl.sum(s7 * tl.load(factors, mask=is_column, other=0.0), 0))
+    tl.store(numbers + 5, _projected(s0, factors, is_column))
+    tl.store(numbers + 6, _projected(s1, factors + columns, is_column))
+    tl.store(numbers + 7, _projected(s2, factors + 2 * columns, is_column))
+    tl.store(numbers + 8, _projected(s3, factors + 3 * columns, is_column))
+    tl.store(numbers + 9, _projected(s4, factors + 4 * columns, is_column))
+    tl.store(numbers + 10, _projected(s5, factors + 5 * columns, is_column))
+    tl.store(numbers + 11, _projected(s6, factors + 6 * columns, is_column))
+    tl.store(numbers + 12, _projected(s7, factors + 7 * columns, is_column))
     counts += out * _COUNTS
     keys = tl.load(column_keys + column, mask=is_column, other=0).to(tl.uint64, bitcast=True)
     tl.store(counts, tl.sum(mixed * keys, 0).to(tl.int64, bitcast=True))
@@ -409,9 +414,7 @@ def combine_partials(
             value = numbers + (start + lane) * _NUMBERS
             ratio = tl.load(value + 4, mask=is_one, other=0.0).to(tl.float64) / widest
             many = tl.load(counts + (start + lane) * _COUNTS + 1, mask=is_one, other=0)
-            mean = tl.load(value + 2, mask=is_one, other=0.0).to(tl.float64)
-            mean += tl.load(value + 13, mask=is_one, other=0.0).to(tl.float64)
-            total += many.to(tl.float64) * mean * ratio
+            total += many.to(tl.float64) * _mean_of(value, is_one) * ratio
         middle = tl.sum(total, 0) / tl.maximum(finite, 1.0)
         squares = nothing
         for start in range(0, programs, BLOCK):
@@ -419,9 +422,7 @@ def combine_partials(
             value = numbers + (start + lane) * _NUMBERS
             ratio = tl.load(value + 4, mask=is_one, other=0.0).to(tl.float64) / widest
             many = tl.load(counts + (start + lane) * _COUNTS + 1, mask=is_one, other=0)
-            mean = tl.load(value + 2, mask=is_one, other=0.0).to(tl.float64)
-            mean += tl.load(value + 13, mask=is_one, other=0.0).to(tl.float64)
-            apart = mean * ratio - middle
+            apart = _mean_of(value, is_one) * ratio - middle
             within = tl.load(value + 3, mask=is_one, other=0.0).to(tl.float64) * ratio * ratio
             squares += within + many.to(tl.float64) * apart * apart
         about = tl.sum(squares, 0)

@@ -104,13 +104,6 @@ class FusedPlan:
         """Programs of the whole value."""
         return self.samples * self.groups * self.column_blocks
 
-    @property
-    def held_bytes(self) -> int:
-        """Size of the tables."""
-        tables = (self.row_keys, self.row_offsets, self.row_limits, self.row_weights,
-                  self.column_keys, self.column_offsets, self.column_factors)  # fmt: skip
-        return sum(table.nbytes for table in tables)
-
 
 @dataclass(frozen=True, slots=True)
 class _Axis:
