@@ -8,7 +8,7 @@ from typing import Any
 
 from rankscope.diagnosis.check import check
 from rankscope.diagnosis.comparison.diff import diff
-from rankscope.diagnosis.report import report_json
+from rankscope.diagnosis.finalreport import report_json
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.tree.reader import open_trace
 

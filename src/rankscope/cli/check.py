@@ -33,7 +33,7 @@ def command(
     from rankscope.cli.checktext import coverage_line, report_lines
     from rankscope.cli.terminal import Paint, fitted, opened, progress, width
     from rankscope.diagnosis.check import check
-    from rankscope.diagnosis.report import report_json
+    from rankscope.diagnosis.finalreport import report_json
     from rankscope.layout.layoutfile import LayoutFile
     from rankscope.record.finding import Verdict
 

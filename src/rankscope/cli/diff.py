@@ -66,7 +66,7 @@ def command(
     from rankscope.diagnosis.comparison.alignment import PathMap
     from rankscope.diagnosis.comparison.bitwise import diff_bitwise
     from rankscope.diagnosis.comparison.diff import diff
-    from rankscope.diagnosis.report import report_json
+    from rankscope.diagnosis.finalreport import report_json
     from rankscope.errors import SettingError
     from rankscope.layout.layoutfile import LayoutFile
     from rankscope.record.finding import Report, Verdict

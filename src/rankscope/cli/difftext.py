@@ -20,7 +20,7 @@ from rankscope.cli.checktext import (
 )
 from rankscope.cli.terminal import Paint
 from rankscope.diagnosis.comparison.bitwise import BitwiseReport
-from rankscope.diagnosis.report import report_json
+from rankscope.diagnosis.finalreport import report_json
 from rankscope.record.finding import Report, Severity, Verdict
 from rankscope.record.ranklists import ranks_text
 from rankscope.tree.summary import counted, extent

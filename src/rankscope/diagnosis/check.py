@@ -15,6 +15,7 @@ from rankscope.diagnosis.context import CheckContext, IncarnationState
 from rankscope.diagnosis.coverage import Coverage
 from rankscope.diagnosis.datapeers import data_lines, fsdp_axes, wrapped_roots
 from rankscope.diagnosis.endings import ended_badly, ends_of, is_in_order
+from rankscope.diagnosis.finalreport import made_report
 from rankscope.diagnosis.gradientorigins import innermost_takers, origins_of_gradients
 from rankscope.diagnosis.joins import joins_of
 from rankscope.diagnosis.layouts import Layouts
@@ -22,7 +23,6 @@ from rankscope.diagnosis.matchedcollectives import MatchedCollectives
 from rankscope.diagnosis.messages import Message, Messages
 from rankscope.diagnosis.rankclock import RankClock
 from rankscope.diagnosis.replicas import InferredReplicas
-from rankscope.diagnosis.report import made_report
 from rankscope.diagnosis.rules.carried import carried_gradients
 from rankscope.diagnosis.rules.detached import detached_by_collectives
 from rankscope.diagnosis.rules.duplicatedata import duplicate_batches
