@@ -6,20 +6,22 @@ import json
 from collections.abc import Iterator, Sequence
 
 from rankscope.cli.terminal import Paint
+from rankscope.diagnosis.verdictwords import (
+    infected_line,
+    lying_words,
+    verdict_rest,
+    where_line,
+)
 from rankscope.record.finding import Finding, Report, Severity, Verdict
-from rankscope.record.ranklists import ranks_named
 from rankscope.tree.summary import counted, extent
 from rankscope.tree.views import Trace
 
 __all__ = [
     "STYLES",
     "coverage_line",
-    "infected_line",
     "listed_findings",
+    "painted_verdict",
     "report_lines",
-    "verdict_start",
-    "warnings_told",
-    "where_line",
 ]
 
 _MOST = 5
@@ -33,7 +35,7 @@ def report_lines(
     """Yield the lines of a report; `layout` is the layout file that it rests on, "" for none."""
     origins = report.origins
     warnings = [f for f in report.findings if f.severity is Severity.WARNING]
-    yield _verdict(report, paint, layout)
+    yield painted_verdict(report, paint, layout)
     if origins:
         first = origins[0]
         yield f"  first: {paint('bold', first.message)}"
@@ -60,85 +62,21 @@ def coverage_line(report: Report, required: float, layout: str = "") -> str:
         more = ", ..." if report.undeclared > len(report.undeclared_names) else ""
         names = f"{', '.join(report.undeclared_names)}{more}"
         return (
-            f"{line}: {_lying(report)} that {layout} does not describe ({names}): add [[layout]] "
-            f"entries for them to that file (docs/commands/tensor.md), and give it with --layout"
+            f"{line}: {lying_words(report)} that {layout} does not describe ({names}): add "
+            "[[layout]] entries for them to that file (docs/commands/tensor.md), and give it "
+            "with --layout"
         )
     if report.undeclared:
         return (
-            f"{line}: {_lying(report)} nobody declared: write a proposal with "
+            f"{line}: {lying_words(report)} nobody declared: write a proposal with "
             f"`rankscope layout TRACE --out layout.toml`, look it over, and give it with --layout"
         )
     return f"{line}: trace with --rs-digest full, --rs-phases all and without --rs-paths"
 
 
-def _lying(report: Report) -> str:
-    return f"{report.undeclared:,} {'lies' if report.undeclared == 1 else 'lie'} in a layout"
-
-
-def _verdict(report: Report, paint: Paint, layout: str) -> str:
-    """Return the first line: the word, what is wrong or lacks, how much was judged, warnings."""
-    start = verdict_start(
-        report,
-        paint,
-        lacks=f"nothing was judged: {report.lacks}",
-        incomplete="no fault in what is here, but records are missing (rankscope verify)",
-    )
-    noun = "value" if report.recorded == 1 else "values"
-    judged = f"{report.judged:,} of {report.recorded:,} {noun} judged"
-    alone = report.alone - report.undeclared
-    if alone:
-        judged += f", {alone:,} of them for NaN and infinity alone"
-    if report.undeclared:
-        lacking = f"that {layout} does not describe" if layout else "nobody declared"
-        judged += f"; {_lying(report)} {lacking}"
-        judged += "" if layout else ": rankscope layout"
-    return f"{start} ({judged}{warnings_told(report)})"
-
-
-def verdict_start(report: Report, paint: Paint, *, lacks: str, incomplete: str) -> str:
-    """Return how the first line begins: the word, and what is wrong.
-
-    Args:
-        report: what was found.
-        paint: for the word.
-        lacks: what to say where nothing could be judged.
-        incomplete: what to say where nothing is wrong and records are missing.
-    """
-    detail = ""
-    if report.origins:
-        kinds = ", ".join(dict.fromkeys(f.kind.value for f in report.origins))
-        detail = f": {kinds}, {counted(len(report.origins), 'origin')}"
-    elif report.lacks:
-        detail = f": {lacks}"
-    elif report.verdict is Verdict.INCOMPLETE:
-        detail = f": {incomplete}"
-    return f"{paint(STYLES[report.verdict], report.verdict.value)}{detail}"
-
-
-def warnings_told(report: Report) -> str:
-    """Return how the first line ends: how many warnings there are, and of which kinds."""
-    kinds = [f.kind.value for f in report.findings if f.severity is Severity.WARNING]
-    if not kinds:
-        return ""
-    return f"; {counted(len(kinds), 'warning')}: {', '.join(dict.fromkeys(kinds))}"
-
-
-def where_line(finding: Finding) -> str:
-    """Return path, slot, ranks and step of a finding."""
-    micro = "" if finding.micro_batch is None else f", micro-batch {finding.micro_batch}"
-    return (
-        f"{finding.path or '(root)'}  {finding.slot or ''}  {ranks_named(finding.ranks)}, "
-        f"{finding.phase.word} of {finding.mode.word} step {finding.step}{micro}"
-    )
-
-
-def infected_line(finding: Finding) -> str:
-    """Return how many values are wrong because of a finding, and the first of them."""
-    if not finding.victims:
-        return "nothing else that was recorded"
-    names = ", ".join(finding.victim_names)
-    more = ", ..." if finding.victims > len(finding.victim_names) else ""
-    return f"{counted(finding.victims, 'value')}{f': {names}{more}' if names else ''}"
+def painted_verdict(report: Report, paint: Paint, layout: str = "") -> str:
+    """Return the first line; `layout` as of `report_lines`."""
+    return f"{paint(STYLES[report.verdict], report.verdict.value)}{verdict_rest(report, layout)}"
 
 
 def listed_findings(

@@ -12,15 +12,13 @@ from typing import Any
 
 from rankscope.cli.checktext import (
     STYLES,
-    infected_line,
     listed_findings,
-    verdict_start,
-    warnings_told,
-    where_line,
+    painted_verdict,
 )
 from rankscope.cli.terminal import Paint
 from rankscope.diagnosis.comparison.bitwise import BitwiseReport
 from rankscope.diagnosis.finalreport import report_json
+from rankscope.diagnosis.verdictwords import infected_line, where_line
 from rankscope.record.finding import Report, Severity, Verdict
 from rankscope.record.ranklists import ranks_text
 from rankscope.tree.summary import counted, extent
@@ -37,7 +35,7 @@ def difference_lines(
     """Yield the lines of a report of `diff`."""
     origins = report.origins
     warnings = [f for f in report.findings if f.severity is Severity.WARNING]
-    yield _verdict(report, paint)
+    yield painted_verdict(report, paint)
     by_answer: dict[bool | None, list[str]] = {False: [], None: [], True: []}
     for _, is_same, text in report.preflight:
         by_answer[is_same].append(text)
@@ -70,21 +68,6 @@ def _rest(report: Report, same: Sequence[str], untold: Sequence[str]) -> Iterato
         yield f"not compared: {counted(skipped.count, 'value')}: {skipped.reason}"
     for note in report.notes:
         yield f"note: {note}"
-
-
-def _verdict(report: Report, paint: Paint) -> str:
-    start = verdict_start(
-        report,
-        paint,
-        lacks=report.lacks,
-        incomplete="no difference in what is here, but records are missing (rankscope verify)",
-    )
-    noun = "value" if report.recorded == 1 else "values"
-    compared = f"{report.compared:,} of {report.recorded:,} {noun} compared"
-    if report.unpaired:
-        verb = "is" if report.unpaired == 1 else "are"
-        compared += f"; {report.unpaired:,} {verb} in one trace alone"
-    return f"{start} ({compared}{warnings_told(report)})"
 
 
 def bitwise_lines(found: BitwiseReport, paint: Paint) -> Iterator[str]:

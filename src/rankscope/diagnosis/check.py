@@ -93,7 +93,11 @@ _MOST_STALLS: Final = 16
 
 
 def check(
-    trace: Trace, layouts: LayoutFile | None = None, *, progress: Progress | None = None
+    trace: Trace,
+    layouts: LayoutFile | None = None,
+    *,
+    progress: Progress | None = None,
+    each_step: Callable[[StepView, CheckContext], None] | None = None,
 ) -> Report:
     """Say what is wrong in a trace, without a reference.
 
@@ -101,6 +105,8 @@ def check(
         trace: an open trace.
         layouts: declared layouts, for values that no DTensor describes.
         progress: told how far it is.
+        each_step: handed every setup and step once the rules have been through it, with what they
+            judged of it (`context.coverage`); it keeps no step.
 
     Raises:
         LayoutError: the layout file is for another number of ranks, or contradicts itself.
@@ -119,6 +125,8 @@ def check(
         matched.note(step_view, number, context)
         apart = [line for lines in data_lines(step_view, context).values() for line in lines]
         context.coverage.count(step_view, context.layouts, apart)
+        if each_step is not None:
+            each_step(step_view, context)
         context.coverage.next_step()
     candidates += _wrongly_received(messages, steps, context)
     candidates += always_lost_micro_batches(context)

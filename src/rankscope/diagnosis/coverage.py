@@ -54,6 +54,10 @@ class Coverage:
             self._looked_at.add(id(values))
             self.compared += 1
 
+    def was_held(self, values: SlotValues) -> bool:
+        """True for a value of this step that was held to others."""
+        return id(values) in self._seen
+
     def skip(self, reason: str) -> None:
         """Count a value that nothing could be said of."""
         self.skipped[reason] = self.skipped.get(reason, 0) + 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -55,13 +55,14 @@ from rankscope.tree.reader import TraceLike, opened_trace
 from rankscope.tree.summary import counted
 from rankscope.tree.views import Trace
 
-__all__ = ["diff", "distances"]
+__all__ = ["EachStep", "diff", "distances"]
 
 Array = NDArray[Any]
 _LATE: Final = 1e-3
 """How far parameters may be off that are first seen behind a step, which made them."""
 _LATE_VECTOR: Final = 2.0
 """The same of vectors, which steps may have made from zero with other signs."""
+EachStep = Callable[["StepKey | None", StepDifferences], None]
 _Noise = dict[StepKey, Mapping[SlotKey, float]]
 """{(mode, step): {value: relative distance}}."""
 
@@ -87,6 +88,7 @@ def diff(
     noise: TraceLike | None = None,
     tensors: bool = True,
     progress: Progress | None = None,
+    each_step: EachStep | None = None,
 ) -> Report:
     """Say where a run first differs from a reference, whatever the topologies of both.
 
@@ -100,6 +102,8 @@ def diff(
             are from the reference's is the unit in which the test is judged.
         tensors: read the full tensors that both traces kept, for exact distances.
         progress: told how far it is.
+        each_step: handed the differences of setup (under None) and of every step, under the test's
+            mode and number; it keeps none of them.
 
     Raises:
         SettingError: a rule for paths is none, or `noise` is no second run of the reference.
@@ -116,7 +120,7 @@ def diff(
         again = _Comparison(ours, TraceSide(second, layouts), PathMap())
         origin = _measured_by(second, again.report(progress, measured), measured)
     made = _Comparison(ours, theirs, rules, measured, origin, reads_tensors=tensors)
-    return made.report(progress)
+    return made.report(progress, each_step=each_step)
 
 
 def distances(
@@ -195,15 +199,23 @@ class _Comparison:
         self._last_step = -1
         self._left_out: frozenset[str] = frozenset()
 
-    def report(self, progress: Progress | None, measured: _Noise | None = None) -> Report:
+    def report(
+        self,
+        progress: Progress | None,
+        measured: _Noise | None = None,
+        each_step: EachStep | None = None,
+    ) -> Report:
         """Compare setup and every step that both have.
 
         Args:
             progress: told how far it is.
             measured: takes the distance of every value.
+            each_step: as of `diff`.
         """
         common = paired_steps(self._ref, self._test)
         setup = self._setup()
+        if setup is not None and each_step is not None:
+            each_step(None, setup)
         found = [setup] if setup else []
         degrees = Degrees.of(self._ref.trace, self._test.trace)
         is_first = True
@@ -218,6 +230,8 @@ class _Comparison:
             compared, batches = made
             if measured is not None:
                 measured[pair.ref[0]] = compared.errors
+            if each_step is not None:
+                each_step(key, compared)
             line = batch_line(batches, *key)
             if is_first or not line.is_same:
                 self._lines.append(line)

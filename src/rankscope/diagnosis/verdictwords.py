@@ -1,0 +1,98 @@
+"""Verdicts and findings in words: what `check` and `diff` say in a terminal, in the page and
+wherever else."""
+
+from __future__ import annotations
+
+from rankscope.record.finding import Finding, Report, Severity, Verdict
+from rankscope.record.ranklists import ranks_named
+from rankscope.tree.summary import counted
+
+__all__ = ["infected_line", "lying_words", "verdict_rest", "where_line"]
+
+
+def verdict_rest(report: Report, layout: str = "") -> str:
+    """Return what stands behind the word of the verdict in its line: what is wrong or lacks, how
+    much was judged, warnings.
+
+    Args:
+        report: of `check` or `diff`.
+        layout: of `check`: the layout file that it rests on, "" for none.
+    """
+    if report.command == "diff":
+        return _of_difference(report)
+    start = _wrong_or_lacking(
+        report,
+        lacks=f"nothing was judged: {report.lacks}",
+        incomplete="no fault in what is here, but records are missing (rankscope verify)",
+    )
+    noun = "value" if report.recorded == 1 else "values"
+    judged = f"{report.judged:,} of {report.recorded:,} {noun} judged"
+    alone = report.alone - report.undeclared
+    if alone:
+        judged += f", {alone:,} of them for NaN and infinity alone"
+    if report.undeclared:
+        lacking = f"that {layout} does not describe" if layout else "nobody declared"
+        judged += f"; {lying_words(report)} {lacking}"
+        judged += "" if layout else ": rankscope layout"
+    return f"{start} ({judged}{_warnings(report)})"
+
+
+def _of_difference(report: Report) -> str:
+    start = _wrong_or_lacking(
+        report,
+        lacks=report.lacks,
+        incomplete="no difference in what is here, but records are missing (rankscope verify)",
+    )
+    noun = "value" if report.recorded == 1 else "values"
+    compared = f"{report.compared:,} of {report.recorded:,} {noun} compared"
+    if report.unpaired:
+        verb = "is" if report.unpaired == 1 else "are"
+        compared += f"; {report.unpaired:,} {verb} in one trace alone"
+    return f"{start} ({compared}{_warnings(report)})"
+
+
+def _wrong_or_lacking(report: Report, *, lacks: str, incomplete: str) -> str:
+    """Return what is wrong.
+
+    Args:
+        report: what was found.
+        lacks: what to say where nothing could be judged.
+        incomplete: what to say where nothing is wrong and records are missing.
+    """
+    if report.origins:
+        kinds = ", ".join(dict.fromkeys(f.kind.value for f in report.origins))
+        return f": {kinds}, {counted(len(report.origins), 'origin')}"
+    if report.lacks:
+        return f": {lacks}"
+    return f": {incomplete}" if report.verdict is Verdict.INCOMPLETE else ""
+
+
+def _warnings(report: Report) -> str:
+    """Return how many warnings there are, and of which kinds."""
+    kinds = [f.kind.value for f in report.findings if f.severity is Severity.WARNING]
+    if not kinds:
+        return ""
+    return f"; {counted(len(kinds), 'warning')}: {', '.join(dict.fromkeys(kinds))}"
+
+
+def lying_words(report: Report) -> str:
+    """Return how many values lie in a layout nobody declared, with the verb."""
+    return f"{report.undeclared:,} {'lies' if report.undeclared == 1 else 'lie'} in a layout"
+
+
+def where_line(finding: Finding) -> str:
+    """Return path, slot, ranks and step of a finding."""
+    micro = "" if finding.micro_batch is None else f", micro-batch {finding.micro_batch}"
+    return (
+        f"{finding.path or '(root)'}  {finding.slot or ''}  {ranks_named(finding.ranks)}, "
+        f"{finding.phase.word} of {finding.mode.word} step {finding.step}{micro}"
+    )
+
+
+def infected_line(finding: Finding) -> str:
+    """Return how many values are wrong because of a finding, and the first of them."""
+    if not finding.victims:
+        return "nothing else that was recorded"
+    names = ", ".join(finding.victim_names)
+    more = ", ..." if finding.victims > len(finding.victim_names) else ""
+    return f"{counted(finding.victims, 'value')}{f': {names}{more}' if names else ''}"
