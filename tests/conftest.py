@@ -26,7 +26,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
     ]
 )
 for _variable in [name for name in os.environ if name.startswith(("RANKSCOPE", "PET_"))]:
-    if _variable not in {"RANKSCOPE_VENV", "RANKSCOPE_TORCH"}:
+    if _variable not in {"RANKSCOPE_VENV", "RANKSCOPE_TORCH", "RANKSCOPE_SCREENSHOTS"}:
         del os.environ[_variable]
 
 from tests.distributed.pool import RankPool  # noqa: E402  # the environment above is for its processes too
@@ -51,14 +51,15 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     Tests that use ranks: a worker has one pool of them. They are most of the work, so those of the
     two tables of whole programs are a group of their own, as are those on the late accelerator,
     which have a pool of their own. Tests of `compat`: one worker imports
-    transformers, which takes seconds. Any other file: what its tests share is made once.
+    transformers, which takes seconds. Tests of `page`: one worker starts browsers. Any other file:
+    what its tests share is made once.
     """
     if "ranks" in getattr(item, "fixturenames", ()):
         group = "programs" if item.path.parent.name in {"real", "faults"} else "ranks"
     elif "late_ranks" in getattr(item, "fixturenames", ()):
         group = "late"
-    elif item.path.parent.name == "compat":
-        group = "compat"
+    elif item.path.parent.name in {"compat", "page"}:
+        group = item.path.parent.name
     elif item.get_closest_marker("xdist_group") or item.get_closest_marker("launch"):
         return
     else:

@@ -1,0 +1,1 @@
+"""Pages, driven in browsers as people drive them."""

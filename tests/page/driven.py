@@ -1,0 +1,140 @@
+"""A page in Chromium, with what it said and asked for while it was open."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, BrowserContext, Page, Request
+
+__all__ = ["Driven", "serious_faults"]
+
+PATIENCE_MS = 60_000.0
+"""How long an action waits for what it needs: it only ends what hangs."""
+_OWN = ("data:", "blob:")
+"""Beginnings of URLs that a page asks itself for."""
+_GRAVE = {"serious", "critical"}
+
+
+class Driven:
+    """A page that was opened. `tab` is Playwright's own page, for all that has no name here."""
+
+    def __init__(self, tab: Page, url: str) -> None:
+        self.tab = tab
+        self.url = url
+        self.said: list[str] = []
+        """Warnings and errors on the console."""
+        self.raised: list[str] = []
+        """Exceptions that nothing caught."""
+        self.asked: list[str] = []
+        """URLs that were asked for, besides the page itself and what it carries."""
+        self.boxes: list[str] = []
+        """Texts of alerts, questions and the like, all dismissed."""
+        tab.set_default_timeout(PATIENCE_MS)
+        tab.on("console", lambda m: m.type in {"warning", "error"} and self.said.append(m.text))
+        tab.on("pageerror", lambda error: self.raised.append(str(error)))
+        tab.on("request", self._note)
+        tab.on("dialog", self._dismiss)
+        tab.goto(url)
+
+    def _note(self, request: Request) -> None:
+        is_page = request.url.partition("#")[0] == self.url.partition("#")[0]
+        if not is_page and not request.url.startswith(_OWN):
+            self.asked.append(request.url)
+
+    def _dismiss(self, dialog: Any) -> None:
+        self.boxes.append(dialog.message)
+        dialog.dismiss()
+
+    @property
+    def noise(self) -> dict[str, list[str]]:
+        """All that a page of one file never does: {what: each time}; empty where it did nothing."""
+        noise = {
+            "console": self.said,
+            "exceptions": self.raised,
+            "requests": self.asked,
+            "dialogs": self.boxes,
+        }
+        return {what: times for what, times in noise.items() if times}
+
+    def text(self, selector: str = "body") -> str:
+        """Return the text that a person sees of the first such element."""
+        return self.tab.locator(selector).first.inner_text()
+
+    def is_in_first_screen(self, selector: str) -> bool:
+        """Whether the first such element lies, whole, in what is seen without scrolling."""
+        box = self.tab.locator(selector).first.bounding_box()
+        seen = self.tab.viewport_size
+        if box is None or seen is None:
+            return False
+        ends = box["x"] + box["width"], box["y"] + box["height"]
+        begins_inside = min(box["x"], box["y"]) >= 0
+        return begins_inside and ends[0] <= seen["width"] and ends[1] <= seen["height"]
+
+    def overflows(self) -> bool:
+        """Whether the page as a whole has to be scrolled sideways."""
+        return bool(
+            self.tab.evaluate(
+                "document.documentElement.scrollWidth > document.documentElement.clientWidth"
+            )
+        )
+
+    def press(self, *keys: str) -> None:
+        """Press keys one after the other, by Playwright's names."""
+        for key in keys:
+            self.tab.keyboard.press(key)
+
+    def focused(self) -> str:
+        """Return what the element that has the keyboard is, in words for messages."""
+        return str(
+            self.tab.evaluate(
+                "(e => `${e.tagName} #${e.id} .${e.className} ${e.getAttribute('role')} "
+                "${(e.getAttribute('aria-label') || e.textContent || '').trim().slice(0, 80)}`)"
+                "(document.activeElement)"
+            )
+        )
+
+
+Open = Callable[..., Driven]
+"""The fixture `open_page`: `open_page(path or url, fragment="", width=1280, height=800,
+scheme="light", media="screen", **what Browser.new_context takes)`."""
+
+
+def opened(
+    browser: Browser,
+    contexts: list[BrowserContext],
+    page: Path | str,
+    *,
+    fragment: str = "",
+    width: int = 1280,
+    height: int = 800,
+    scheme: str = "light",
+    media: str = "screen",
+    **more: Any,
+) -> Driven:
+    """Open a page in a profile of its own, which is appended to `contexts`. Sizes in CSS pixels."""
+    context = browser.new_context(
+        viewport={"width": width, "height": height}, color_scheme=scheme, **more
+    )
+    contexts.append(context)
+    tab = context.new_page()
+    tab.emulate_media(media=media)
+    url = page.resolve().as_uri() if isinstance(page, Path) else page
+    return Driven(tab, f"{url}#{fragment}" if fragment else url)
+
+
+def serious_faults(driven: Driven) -> list[str]:
+    """Return the serious and critical faults that axe-core finds in a page as it is now, each with
+    the elements that have it. The page has to be opened with `bypass_csp=True` where its policy
+    lets no script in."""
+    from axe_playwright_python.sync_playwright import Axe
+
+    found = Axe().run(driven.tab).response["violations"]
+    told = []
+    for each in found:
+        where = [f"{n['html'][:160]} [{n['failureSummary']}]" for n in each["nodes"][:5]]
+        if each["impact"] in _GRAVE:
+            told.append(f"{each['id']} ({each['impact']}): {each['help']}: {'; '.join(where)}")
+    return told
