@@ -29,8 +29,8 @@ __all__ = ["big_trace"]
 
 
 def big_trace(out: Path, *, ranks: int, modules: int, steps: int, values: int = 1) -> Path:
-    """Write a trace of so many ranks into the folder `out`, in which a third of them from the end
-    holds other values from the middle of the run on. Needs a few GiB for a million values."""
+    """Write a trace of so many ranks into the folder `out`; rank `ranks // 3` holds other values
+    from the middle of the run on. Needs 1.5 GiB for a million values."""
     cells = Path(tempfile.mkdtemp(prefix="rankscope-cells-"))
     try:
         sources = []

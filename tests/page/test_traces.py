@@ -1,0 +1,43 @@
+"""The traces that pages are looked at with have what their names say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rankscope.diagnosis.check import check
+from rankscope.record.finding import Kind, Verdict
+from rankscope.tree.reader import open_trace
+from tests.page.bigtrace import big_trace
+from tests.page.papertraces import HOSTILE, PAPER
+from tests.page.realtraces import REAL
+from tests.tree.jobs import read_valid
+
+
+def test_there_is_a_trace_for_each_kind_of_finding() -> None:
+    of_diff = {Kind.DIVERGENCE: "diff-divergence", Kind.SCALE: "diff-scale"}
+    of_diff |= {Kind.PERMUTATION: "diff-permutation"}
+    assert {of_diff.get(kind, kind.value) for kind in Kind} <= {*REAL, *PAPER}
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_a_paper_trace_has_the_fault_of_its_name(tmp_path: Path, name: str) -> None:
+    out = PAPER[name](tmp_path)
+    read_valid(out)
+    kinds = {finding.kind.value for finding in check(open_trace(out)).origins}
+    assert kinds == {{"missing": "crash", "hostile": "replica-mismatch"}.get(name, name)}
+
+
+def test_bad_names_are_in_the_trace_as_they_were_given(tmp_path: Path) -> None:
+    trace = open_trace(PAPER["hostile"](tmp_path))
+    nodes = [*trace.walk()]
+    assert {*HOSTILE} <= {node.path for node in nodes} & {node.class_name for node in nodes}
+    assert max(len(node.path) for node in nodes) > 10_000
+
+
+def test_a_small_sister_of_the_large_trace_has_one_origin(tmp_path: Path) -> None:
+    report = check(open_trace(big_trace(tmp_path / "out", ranks=32, modules=60, steps=4)))
+    assert (report.verdict, report.recorded) == (Verdict.FAULT, 240)
+    (origin,) = report.origins
+    assert (origin.step, origin.ranks) == (2, (10,)) and origin.victims > 100
