@@ -55,6 +55,7 @@ ROOMS = {
         *("errors", "layout", "record", "capture", "agent", "tree", "tensors", "diagnosis"),
     },
     "tracing": {"errors", "settings", "agent", "block", "tree", "tensors"},
+    "integrations": {"record", "agent", "diagnosis", "tracing"},
     "__init__": {"tracing", "tree", "diagnosis", "replaying"},
     "__main__": {"cli"},
 }
@@ -64,11 +65,15 @@ FOREIGN = {
     "torch": {"capture", "agent", "block", "compat", "tracing", "replaying"},
     "zmq": {"gather"},
     "typer": {"cli"},
-    "transformers": set(),
     "triton": {"capture"},
 }
 """Package -> the only rooms that may know it."""
-ONE_FILE = {"pyarrow": "export/parquet.py"}
+ONE_FILE = {
+    "pyarrow": "export/parquet.py",
+    "transformers": "integrations/transformers.py",
+    "lightning": "integrations/lightning.py",
+    "pytorch_lightning": "integrations/lightning.py",
+}
 """Optional package -> the only file that may import it."""
 ALONE = {("tensors/rebuild.py", "torch"), ("tensors/exactdistance.py", "torch")}
 """Single files of other rooms that may know a package: nothing imports them before a tensor is

@@ -42,7 +42,7 @@ from rankscope.spool.streamreader import StreamReader
 from rankscope.spool.writer import SpoolWriter
 
 _T = TypeVar("_T")
-_End = Callable[[], None]
+_End = Callable[[], object]
 
 __all__ = ["RankBlock", "begin_rank_block", "trace_block"]
 

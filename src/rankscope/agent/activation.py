@@ -7,6 +7,7 @@ import multiprocessing
 import multiprocessing.util
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch.distributed as dist
 from torch.utils.data import get_worker_info
@@ -125,22 +126,27 @@ def _open(settings: Settings) -> Opened | None:
     return _joined.opened
 
 
-def close(reason: EndReason = EndReason.EXIT) -> None:
+def close(reason: EndReason = EndReason.EXIT) -> Path | None:
     """End the session, then wait for the tree where no launcher does. Called at exit; safe to call
     again. What fails is said, never raised.
+
+    Returns:
+        the trace folder on the one rank that waited until the tree was there, None on all others.
     """
-    error = attempt(_close, reason)
+    found: list[Path | None] = []
+    error = attempt(lambda: found.append(_close(reason)))
     if error is not None:
         say(f"the trace was not ended in order ({text_of(error)}); the job goes on")
+    return found[0] if found else None
 
 
-def _close(reason: EndReason) -> None:
+def _close(reason: EndReason) -> Path | None:
     global _session, _joined, _given
     session, _session = _session, None
     joined, _joined = _joined, None
     _given = None
     if session is None:
-        return
+        return None
     forget_exits()
     raised = what_ends_the_program() if reason is EndReason.EXIT else None
     if raised is not None:
@@ -148,8 +154,8 @@ def _close(reason: EndReason) -> None:
     session.close(reason, raised)
     if _owner() == (_ALONE, str(os.getpid())):
         del os.environ[_OWNER_VARIABLE]
-    if joined is not None and joined.opened.identity.pid == os.getpid():  # not a forked child
-        joined.wait_for_tree(reason)
+    is_own = joined is not None and joined.opened.identity.pid == os.getpid()  # no forked child's
+    return joined.out if joined is not None and is_own and joined.wait_for_tree(reason) else None
 
 
 def _say_why_not(error: RankscopeError, given: Mapping[str, object] | None) -> None:

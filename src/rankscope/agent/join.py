@@ -68,22 +68,23 @@ class Joined:
     must_wait: bool
     """True on the one rank that speaks for the run, where no launcher waits for the tree."""
 
-    def wait_for_tree(self, reason: EndReason) -> None:
-        """Poll for `trace.json`, at most `finish_seconds`; the end record is committed by now.
+    def wait_for_tree(self, reason: EndReason) -> bool:
+        """Poll for `trace.json`, at most `finish_seconds`; the end record is committed by now. True
+        where it is there.
 
         Where an elastic agent may start the ranks again nobody waits: whether it will is known once
         they are all gone. Nor after an exception: ranks that hang in a collective only learn of it
         when this process is gone.
         """
         if not self.must_wait:
-            return
+            return False
         if self.collection.is_elsewhere:
             at = self.collection.address
             say(f"records go to the collector at {at}, which writes the tree")
-            return
+            return False
         if restarts_left() or (reason is EndReason.RAISED and self.opened.identity.world_size > 1):
             say(f"the trace follows in {self.out}; read it then: {typed('show', self.out)}")
-            return
+            return False
         deadline = time.monotonic() + self.finish_seconds
         while not (self.out / TRACE_NAME).exists():
             if time.monotonic() > deadline:
@@ -92,9 +93,10 @@ class Joined:
                     f"no tree in {self.out} after {self.finish_seconds:g} s; build it from the "
                     f"records: {typed('recover', *places, out=f'{self.out}-recovered')}"
                 )
-                return
+                return False
             time.sleep(_POLL_S)
         say(announced(self.out))
+        return True
 
 
 def who_am_i() -> RankIdentity:

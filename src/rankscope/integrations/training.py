@@ -1,0 +1,74 @@
+"""One training as a callback sees it: traced from where it begins to where it ends, then judged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from rankscope.agent.activation import arm, close, current_session
+from rankscope.agent.guard import attempt, say, text_of
+from rankscope.diagnosis.check import check
+from rankscope.diagnosis.verdictwords import verdict_rest, where_line
+from rankscope.record.streams import EndReason
+from rankscope.tracing import open_trace
+
+__all__ = ["TracedTraining"]
+
+
+class TracedTraining:
+    """Begins a trace, marks its steps, ends it and says the verdict.
+
+    Where this process is traced already (`rankscope run`, `RANKSCOPE=1`, a block around the
+    training) it does nothing: who began the trace ends it and knows the steps. Whatever fails in
+    here is said on stderr and never raised into the training.
+    """
+
+    def __init__(self, settings: Mapping[str, object]) -> None:
+        """Begin nothing yet.
+
+        Args:
+            settings: any setting by its keyword (`steps="0-2"`, `out="trace"`).
+        """
+        self.path: Path | None = None
+        """The trace folder, once the training has ended, on the rank that speaks for the job (the
+        lowest that is traced); None on all others, and where somebody else traces."""
+        self._settings = dict(settings)
+        self._is_running = False
+
+    def begin(self) -> None:
+        """Trace from here on. Every rank calls it."""
+        if self._is_running or current_session() is not None:
+            return
+        error = attempt(arm, self._settings)
+        if error is not None:
+            say(f"not tracing: {text_of(error)}")
+        self._is_running = current_session() is not None
+        self.step()  # so that no optimizer ends the first step either
+
+    def step(self) -> None:
+        """Close the current train step here, and from now on nowhere else."""
+        session = current_session() if self._is_running else None
+        if session is not None:
+            session.step()
+
+    def end(self) -> None:
+        """End the trace; the rank that speaks for the job waits for the tree and says the verdict.
+        Safe to call again.
+        """
+        if not self._is_running:
+            return
+        self._is_running = False
+        self.path = close(EndReason.CLOSED)
+        if self.path is None:
+            return
+        error = attempt(_say_verdict, self.path)
+        if error is not None:
+            say(f"{self.path}: no verdict: {text_of(error)}")
+
+
+def _say_verdict(path: Path) -> None:
+    report = check(open_trace(path))
+    say(f"{report.verdict.value}{verdict_rest(report)}")
+    for first in report.origins[:1]:
+        say(f"first: {first.message}")
+        say(f"where: {where_line(first)}")
