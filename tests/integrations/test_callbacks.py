@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -9,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from rankscope import open_trace
+from rankscope import check, open_trace
+from tests import forked
 from tests.launcher.test_frameworks import needs
 from tests.launcher.ways import RANKSCOPE, TORCHRUN, installed, start_forked
 
@@ -115,6 +117,22 @@ def test_a_setting_that_is_none_is_said_and_the_training_goes_on(tmp_path: Path)
     assert final(done) == final(plain)
     (line,) = said(done)
     assert line.startswith("not tracing: 'nothing' is not a setting")
+
+
+@needs("transformers")
+@needs("accelerate")
+def test_a_training_that_raises_leaves_a_trace_that_names_the_crash(tmp_path: Path):
+    out = tmp_path / "trace"
+    done = forked.run(
+        [sys.executable, str(TRAINER), "raise", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "RANKSCOPE_OUT": str(out)},
+    )
+    assert done.returncode == 1 and "ValueError: on purpose" in done.stderr
+    report = check(open_trace(out))
+    assert [finding.kind.value for finding in report.origins] == ["crash"]
 
 
 @needs("lightning")

@@ -1,7 +1,7 @@
-"""Training with the Trainer of transformers, with a callback or without: `trainer_job.py WAY OUTPUT`.
+"""Training with the Trainer, with a callback or without: `trainer_job.py WAY OUTPUT`.
 
-WAY: `plain`, `callback`, `name` (report_to), `wrong` (a setting nobody knows), `fault` (rank 1 changes
-a weight on its own behind the first step).
+WAY: `plain`, `callback`, `name` (report_to), `wrong` (a setting nobody knows), `fault` (rank 1
+changes a weight on its own behind the first step), `raise` (a callback raises there).
 """
 
 import hashlib
@@ -31,6 +31,11 @@ class Tokens(torch.utils.data.Dataset):
         return {"input_ids": self.rows[index], "labels": self.rows[index]}
 
 
+class Raise(TrainerCallback):
+    def on_step_end(self, args, state, control, **_) -> None:
+        raise ValueError("on purpose")
+
+
 class Fault(TrainerCallback):
     def on_step_end(self, args, state, control, model=None, **_) -> None:
         if state.global_step == 1 and args.process_index == 1:
@@ -57,6 +62,7 @@ def main() -> None:
         "callback": [RankscopeCallback(steps="all")],
         "wrong": [RankscopeCallback(nothing="all")],
         "fault": [Fault(), RankscopeCallback(steps="all")],
+        "raise": [RankscopeCallback(steps="all"), Raise()],
     }
     model = LlamaForCausalLM(config)
     trainer = Trainer(
