@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
+from rankscope.record.visibletext import visible
 from rankscope.tree.reader import open_trace
 from rankscope.tree.treewriter import Progress
 from rankscope.tree.views import Trace
@@ -37,13 +38,6 @@ class Paint:
     def __call__(self, style: str, text: str) -> str:
         """Return the text in a style of `_CODES`."""
         return f"\x1b[{_CODES[style]}m{text}\x1b[0m" if self._is_on and text else text
-
-
-def visible(text: str) -> str:
-    """Return one line in which what does not print (names may hold anything) is escaped."""
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def width() -> int:

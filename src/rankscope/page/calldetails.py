@@ -1,0 +1,135 @@
+"""What is behind the cells: calls with their values, in blocks of modules that the browser inflates
+when one of them is looked at."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from typing import Any, Final
+
+from rankscope.diagnosis.stepview import CallView, StepView
+from rankscope.page.modulerows import ModuleRows
+from rankscope.page.slotdetails import python_detail, slot_detail
+from rankscope.page.valuelinks import ValueEnd, ValueLinks
+from rankscope.record.ranklists import ranks_text
+from rankscope.record.visibletext import visible
+
+__all__ = ["ROWS_PER_BLOCK", "CallDetails", "packed_json"]
+
+ROWS_PER_BLOCK: Final = 32
+_MOST_ERROR: Final = 500
+_MOST_MEMBERS: Final = 2_000
+
+
+def packed_json(data: Any) -> bytes:
+    """Return JSON data, deflated (zlib)."""
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    return zlib.compress(text.encode("ascii"), 9)
+
+
+class CallDetails:
+    """The details of chosen modules in chosen steps."""
+
+    def __init__(self, rows: ModuleRows, marked: Mapping[int, Collection[int]]) -> None:
+        self._rows, self._marked = rows, marked
+        self._blocks: defaultdict[int, list[dict[str, Any]]] = defaultdict(list)
+
+    def add(
+        self,
+        step: int,
+        step_view: StepView,
+        held: Collection[int] | bytearray,
+        chosen: Collection[int] | None,
+    ) -> None:
+        """Add a step.
+
+        Args:
+            step: its number on the page.
+            step_view: its calls.
+            held: for every slot of its calls, in order, whether it was held to others.
+            chosen: rows that are wanted, None for all.
+        """
+        links = ValueLinks(step_view)
+        place = 0
+        judged = bytes(held)
+        for call in (*step_view.calls, *step_view.left_by_passes):
+            row = self._rows.of(call.path)
+            count = len(call.slots)
+            if chosen is None or row in chosen:
+                own = judged[place : place + count]
+                detail = self._call(step, row, call, own, links)
+                self._blocks[row // ROWS_PER_BLOCK].append(detail)
+            place += count
+
+    def packed(self) -> dict[int, bytes]:
+        """Return the blocks, deflated, by number: that of a row is row // ROWS_PER_BLOCK."""
+        return {number: packed_json(calls) for number, calls in sorted(self._blocks.items())}
+
+    def _call(
+        self, step: int, row: int, call: CallView, held: bytes, links: ValueLinks
+    ) -> dict[str, Any]:
+        node, timing = call.node, call.node.time
+        detail: dict[str, Any] = {
+            "m": row,
+            "t": step,
+            "p": call.phase.word,
+            "r": node.ranks_text,
+            "us": [_tenth(timing.min_us), _tenth(timing.max_us), timing.slowest],
+        }
+        if call.micro_batch is not None:
+            detail["b"] = call.micro_batch
+        if call.ordinal:
+            detail["o"] = call.ordinal
+        if node.wrappers:
+            detail["w"] = visible(", ".join(node.wrappers))
+        if not node.has_returned:
+            detail["end"] = [
+                [ranks_text(o.ranks), o.status, visible(o.error)[:_MOST_ERROR]]
+                for o in node.outcomes
+            ]
+        if node.errors:
+            detail["err"] = [
+                [ranks_text(e.ranks), visible(e.error)[:_MOST_ERROR]] for e in node.errors
+            ]
+        if node.collectives:
+            detail["co"] = [[ranks, _collective(facts)] for ranks, facts in node.collectives]
+        marked = self._marked.get(row, ())
+        slots = []
+        for (slot, values), is_held in zip(call.slots.items(), held):
+            if values.dtype == "python":
+                slots.append(python_detail(values.views[0]))
+                continue
+            made = slot_detail(values, marked)
+            if is_held:
+                made["held"] = 1
+            producer = links.producer(call, slot)
+            if producer is not None:
+                made["from"] = self._end(producer)
+            takers = links.consumers(call, slot)
+            if takers:
+                made["to"] = [self._end(taker) for taker in takers]
+            slots.append(made)
+        if slots:
+            detail["s"] = slots
+        return detail
+
+    def _end(self, end: ValueEnd) -> list[Any]:
+        return [self._rows.of(end.call.path), end.call.phase.word, visible(end.slot)]
+
+
+def _collective(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a rank issued, in words that are shown."""
+    found = {
+        name: visible(facts[name]) if isinstance(facts[name], str) else facts[name]
+        for name in ("op", "reduce", "group", "issuer", "at", "src", "dst", "peer", "async")
+        if facts.get(name) not in (None, "")
+    }
+    members = facts.get("members", ())
+    found["members"] = ranks_text(members[:_MOST_MEMBERS])
+    return found
+
+
+def _tenth(us: float | None) -> float | None:
+    return None if us is None else round(us, 1)

@@ -1,0 +1,198 @@
+"""The map as planes of bytes: for every step, phase and kind of slot one class for each module and
+rank.
+
+Most cells say the same, so a plane is deflated to next to nothing; the browser inflates it when it
+is first looked at.
+"""
+
+from __future__ import annotations
+
+import enum
+import zlib
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.page.modulerows import ModuleRows
+from rankscope.record.phases import Phase
+
+__all__ = ["CALL_KIND", "CellClass", "CellPlanes", "DistanceClass", "slot_kind"]
+
+Array = NDArray[Any]
+CALL_KIND: Final = "call"
+"""Kind of what is said of a call itself: it raised, it is missing."""
+PlaneKey = tuple[int, Phase, str]
+"""Step, phase, kind of slot."""
+
+
+class CellClass(enum.IntEnum):
+    """What is to be said of a cell of `check`; where several values share a cell, the greatest."""
+
+    NOTHING = 0
+    NOT_JUDGED = 1
+    ALIKE = 2
+    DIFFERS = 3
+    NOT_FINITE = 4
+    MISSING = 5
+    RAISED = 6
+
+    @property
+    def word(self) -> str:
+        """As the page says it."""
+        return _WORDS[self]
+
+
+_WORDS: Final = {
+    CellClass.NOTHING: "no call",
+    CellClass.NOT_JUDGED: "not judged",
+    CellClass.ALIKE: "as the others",
+    CellClass.DIFFERS: "differs",
+    CellClass.NOT_FINITE: "not finite",
+    CellClass.MISSING: "missing",
+    CellClass.RAISED: "raised",
+}
+
+
+class DistanceClass(enum.IntEnum):
+    """How far a value of `diff` is from the reference's, in units of what rounding explains."""
+
+    NOTHING = 0
+    NOT_COMPARED = 1
+    SAME = 2
+    FAR_BELOW = 3
+    BELOW = 4
+    ABOVE = 5
+    FAR_ABOVE = 6
+    BEYOND = 7
+    MISSING = 8
+
+    @property
+    def word(self) -> str:
+        """As the page says it."""
+        return _DISTANCE_WORDS[self]
+
+    @staticmethod
+    def of(ratio: float) -> DistanceClass:
+        """Return the class of an error over what is allowed; NaN counts as beyond all."""
+        for limit, found in _LIMITS:
+            if ratio <= limit:
+                return found
+        return DistanceClass.BEYOND
+
+
+_LIMITS: Final = (
+    (0.0, DistanceClass.SAME),
+    (0.1, DistanceClass.FAR_BELOW),
+    (1.0, DistanceClass.BELOW),
+    (10.0, DistanceClass.ABOVE),
+    (100.0, DistanceClass.FAR_ABOVE),
+)
+_DISTANCE_WORDS: Final = {
+    DistanceClass.NOTHING: "no call",
+    DistanceClass.NOT_COMPARED: "not compared",
+    DistanceClass.SAME: "the same",
+    DistanceClass.FAR_BELOW: "to 0.1 of noise",
+    DistanceClass.BELOW: "within noise",
+    DistanceClass.ABOVE: "to 10 x noise",
+    DistanceClass.FAR_ABOVE: "to 100 x noise",
+    DistanceClass.BEYOND: "beyond",
+    DistanceClass.MISSING: "in one run alone",
+}
+
+
+def slot_kind(slot: str) -> str:
+    """Return the kind of a slot: `input` of `input.0`, `param` of `param:weight`."""
+    return slot.replace(":", ".").split(".")[0]
+
+
+class CellPlanes:
+    """The planes of a page while they are made: those of one step open, the others deflated."""
+
+    def __init__(self, rows: ModuleRows, world: int) -> None:
+        self._rows, self.world = rows, world
+        self._open: dict[PlaneKey, Array] = {}
+        self._closed: dict[PlaneKey, bytes] = {}
+
+    def made(self) -> list[PlaneKey]:
+        """Return which planes there are, by step, phase and kind."""
+        return sorted({*self._open, *self._closed})
+
+    def plane(self, step: int, phase: Phase, kind: str) -> Array:
+        """Return the plane [modules or more, ranks] u8 to write into, with a row for every module
+        so far; made where there is none."""
+        key = (step, phase, kind)
+        found = self._open.get(key)
+        if found is None or len(found) < len(self._rows):
+            grown = np.zeros((max(len(self._rows) * 5 // 4, 16), self.world), np.uint8)
+            if found is None:
+                found = self._inflated(key)
+            grown[: len(found)] = found
+            found = self._open[key] = grown
+        return found
+
+    def raise_to(
+        self, step: int, phase: Phase, kind: str, row: int, ranks: Any, cell: int | Array
+    ) -> None:
+        """Say a class of the cells of some ranks, unless a greater one has been said of them.
+
+        Args:
+            step, phase, kind: the plane.
+            row: of the module.
+            ranks: list, slice or array of ranks.
+            cell: one class, or one for each of the ranks.
+        """
+        line = self.plane(step, phase, kind)[row]
+        line[ranks] = np.maximum(line[ranks], np.asarray(cell, np.uint8))
+
+    def close(self) -> None:
+        """Deflate what was written: a step is done."""
+        for key, plane in self._open.items():
+            self._closed[key] = zlib.compress(plane[: len(self._rows)].tobytes(), 6)
+        self._open.clear()
+
+    def merged(self, step: int, phase: Phase) -> Array:
+        """Return [modules, ranks] the greatest class over the kinds of slots."""
+        found = np.zeros((len(self._rows), self.world), np.uint8)
+        for key in self.made():
+            if key[:2] == (step, phase):
+                plane = self._whole(key)
+                np.maximum(found, plane, out=found)
+        return found
+
+    def deflated(self) -> dict[PlaneKey, bytes]:
+        """Return every plane, [modules, ranks] row by row, deflated (zlib)."""
+        self.close()
+        return {key: zlib.compress(self._whole(key).tobytes(), 9) for key in self.made()}
+
+    def alike_ranks(self) -> list[list[int]]:
+        """Return the ranks in groups: those of a group have the same classes everywhere. The group
+        with the lowest rank comes first."""
+        labels = np.zeros(self.world, np.int64)
+        for key in self.made():
+            lines = np.ascontiguousarray(self._whole(key).T)
+            if not lines.size:
+                continue
+            as_one = lines.view(np.dtype((np.void, lines.shape[1]))).ravel()
+            _, own = np.unique(as_one, return_inverse=True)
+            _, labels = np.unique(labels * (own.max() + 1) + own, return_inverse=True)
+        groups: dict[int, list[int]] = {}
+        for rank, label in enumerate(labels.tolist()):
+            groups.setdefault(label, []).append(rank)
+        return sorted(groups.values())
+
+    def _whole(self, key: PlaneKey) -> Array:
+        """Return a plane with exactly a row for each module."""
+        found = self._open.get(key)
+        found = self._inflated(key) if found is None else found[: len(self._rows)]
+        if len(found) == len(self._rows):
+            return found
+        grown = np.zeros((len(self._rows), self.world), np.uint8)
+        grown[: len(found)] = found
+        return grown
+
+    def _inflated(self, key: PlaneKey) -> Array:
+        packed = self._closed.get(key)
+        if packed is None:
+            return np.zeros((0, self.world), np.uint8)
+        return np.frombuffer(zlib.decompress(packed), np.uint8).reshape(-1, self.world)

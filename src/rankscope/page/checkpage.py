@@ -1,0 +1,203 @@
+"""The page of `check`: one pass judges a trace and fills the map, a second reads the values behind
+its cells, as many as a page holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from rankscope.diagnosis.check import check
+from rankscope.diagnosis.context import CheckContext
+from rankscope.diagnosis.stepview import StepView, step_view_of
+from rankscope.globs import glob_matches
+from rankscope.layout.layoutfile import LayoutFile
+from rankscope.page.calldetails import CallDetails
+from rankscope.page.cellplanes import CellClass
+from rankscope.page.celltext import cell_lines
+from rankscope.page.checkcells import CheckCells
+from rankscope.page.pagecharts import CheckCharts
+from rankscope.page.pagecontent import PageContent, data_of
+from rankscope.page.valuechoice import ValueChoice, chosen_values
+from rankscope.page.verdicthtml import (
+    coverage_html,
+    findings_html,
+    job_html,
+    text,
+    verdict_html,
+)
+from rankscope.record.finding import Finding, Report
+from rankscope.run.filenames import Progress
+from rankscope.tree.selection import nothing_matched
+from rankscope.tree.views import Trace
+
+__all__ = ["DATA_BYTES", "EVERYTHING", "PageWish", "check_page", "shortened"]
+
+DATA_BYTES: Final = 10_000_000
+"""A page holds no more data than that."""
+_BYTES_PER_ENTRY: Final = 60
+"""Of a packed value, about."""
+_MOST_TEXT: Final = 1_500_000
+"""Characters of the map as text."""
+_TRIES: Final = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageWish:
+    """Whose values a page should hold; the map shows every module and step."""
+
+    path: str = "*"
+    """Glob on paths."""
+    steps: tuple[range, ...] = ()
+    """Numbers of steps; () for all."""
+
+    @property
+    def is_narrow(self) -> bool:
+        """True where something else than everything is asked for."""
+        return self.path != "*" or bool(self.steps)
+
+
+EVERYTHING: Final = PageWish()
+
+
+def check_page(
+    trace: Trace,
+    layouts: LayoutFile | None = None,
+    *,
+    wish: PageWish = EVERYTHING,
+    layout_file: str = "",
+    progress: Progress | None = None,
+) -> tuple[PageContent, Report]:
+    """Return the page of a trace, and the verdict it shows.
+
+    Args:
+        trace: an open trace.
+        layouts: declared layouts, as of `check`.
+        wish: whose values it should hold.
+        layout_file: where those layouts are from, for the words of the verdict.
+        progress: told how far it is.
+
+    Raises:
+        LayoutError, TraceError: as of `check`.
+        SelectionError: the wish names no module.
+    """
+    cells = CheckCells(trace)
+    charts = CheckCharts(cells.rows, cells.planes.world)
+
+    def each_step(step_view: StepView, context: CheckContext) -> None:
+        cells.note(step_view, context)
+        charts.note(step_view, context)
+
+    report = check(trace, layouts, progress=progress, each_step=each_step)
+    cells.mark(report.findings)
+    made = _CheckPage(trace, report, cells, charts, wish)
+    return made.content(layout_file), report
+
+
+class _CheckPage:
+    """A page whose map is filled."""
+
+    def __init__(
+        self, trace: Trace, report: Report, cells: CheckCells, charts: CheckCharts, wish: PageWish
+    ) -> None:
+        self._trace, self._report, self._cells, self._charts = trace, report, cells, charts
+        self._wish = wish
+
+    def content(self, layout_file: str) -> PageContent:
+        """Return the page, with as many values as it holds."""
+        trace, report, cells = self._trace, self._report, self._cells
+        limit = DATA_BYTES / _BYTES_PER_ENTRY
+        for _ in range(_TRIES):
+            choice = self._chosen(limit)
+            data, packed = data_of(
+                command="check",
+                trace=trace,
+                rows=cells.rows,
+                steps=cells.steps,
+                planes=cells.planes,
+                classes=CellClass,
+                findings=report.findings,
+                details=self._details(choice),
+                charts=self._charts.steps,
+                left_out=choice.left_out,
+            )
+            page = PageContent(
+                title=f"{report.verdict.value}: {trace.path.name}",
+                sections={
+                    "job": job_html("", trace),
+                    "verdict": verdict_html(report, cells.steps, layout=layout_file),
+                    "findings": findings_html(report, cells.steps),
+                    "coverage": coverage_html(report),
+                    "text": self._text(),
+                },
+                data=data,
+                packed=packed,
+            )
+            if page.size <= DATA_BYTES:
+                break
+            limit *= 0.8 * DATA_BYTES / page.size
+        return page
+
+    def _chosen(self, limit: float) -> ValueChoice:
+        cells, wish = self._cells, self._wish
+        if wish.is_narrow:
+            return self._wished()
+        places = [_place(cells, finding) for finding in self._report.findings]
+        near = cells.rows.around([row for row, _ in places if row is not None])
+        steps = [step for _, step in places if step is not None]
+        return chosen_values(cells.entries, near, set(steps), limit)
+
+    def _wished(self) -> ValueChoice:
+        cells, wish = self._cells, self._wish
+        paths = cells.rows.paths
+        rows = frozenset(n for n, path in enumerate(paths) if glob_matches(wish.path, path))
+        if not rows:
+            raise nothing_matched("--path", wish.path, paths)
+        steps = [
+            number
+            for number, step in enumerate(cells.steps.all)
+            if not wish.steps or (not step.is_setup and any(step.number in w for w in wish.steps))
+        ]
+        told = "The map shows everything; values are here as --path and --step asked for."
+        return ValueChoice(dict.fromkeys(steps, rows), told)
+
+    def _details(self, choice: ValueChoice) -> CallDetails:
+        cells, trace = self._cells, self._trace
+        marked: dict[int, set[int]] = {}
+        for finding in self._report.findings:
+            row, _ = _place(cells, finding)
+            if row is not None:
+                marked.setdefault(row, set()).update(finding.ranks)
+        details = CallDetails(cells.rows, marked)
+        columns = {name: np.asarray(column) for name, column in trace.columns().items()}
+        for number, step in enumerate((*trace.setup, *trace.steps)):
+            if number in choice.rows_of:
+                view = step_view_of(step, columns)
+                details.add(number, view, cells.held[number], choice.rows_of[number])
+        return details
+
+    def _text(self) -> str:
+        words = [each.word for each in CellClass]
+        cells = self._cells
+        return shortened(cell_lines(cells.planes, cells.rows, cells.steps.all, words))
+
+
+def shortened(lines: Iterable[str]) -> str:
+    """Return lines as HTML text, until there are too many; says how many are left out."""
+    kept: list[str] = []
+    size = left = 0
+    for line in lines:
+        size += len(line)
+        if size <= _MOST_TEXT:
+            kept.append(text(line, _MOST_TEXT))
+        else:
+            left += 1
+    if left:
+        kept.append(f"and {left:,} modules more: rankscope show lists them")
+    return "\n".join(kept)
+
+
+def _place(cells: CheckCells, finding: Finding) -> tuple[int | None, int | None]:
+    return cells.rows.known(finding.path), cells.steps.of_finding(finding)

@@ -1,0 +1,72 @@
+"""The modules of a page: a row for each path that a call has, and for the containers around it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from rankscope.record.visibletext import visible
+
+__all__ = ["ModuleRows"]
+
+
+class ModuleRows:
+    """Rows are numbered as modules are first seen; the page draws them as a tree."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+        self._classes: list[str] = []
+        self._parents: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._classes)
+
+    def of(self, path: str, class_name: str = "") -> int:
+        """Return the row of a path; it is made, with those around it, where there is none.
+
+        Args:
+            path: canonical path.
+            class_name: class of the module, where it is known.
+        """
+        found = self._numbers.get(path)
+        if found is None:
+            parent = -1 if not path or _is_root(path) else self.of(path.rpartition(".")[0])
+            found = self._numbers[path] = len(self._classes)
+            self._classes.append(class_name)
+            self._parents.append(parent)
+        elif class_name and not self._classes[found]:
+            self._classes[found] = class_name
+        return found
+
+    def known(self, path: str) -> int | None:
+        """Return the row of a path, None where no call has it."""
+        return self._numbers.get(path)
+
+    @property
+    def paths(self) -> list[str]:
+        """Path by row."""
+        return list(self._numbers)
+
+    def around(self, rows: Iterable[int]) -> set[int]:
+        """Return rows with all rows around them and beside them: ancestors and siblings."""
+        found: set[int] = set()
+        for row in rows:
+            found.update((row, *self._up(row)))
+        beside = {self._parents[row] for row in rows}
+        return found | {r for r, parent in enumerate(self._parents) if parent in beside}
+
+    def _up(self, row: int) -> Iterator[int]:
+        while row >= 0:
+            yield row
+            row = self._parents[row]
+
+    def as_json(self) -> dict[str, list[str] | list[int]]:
+        """Return paths and classes in words, and the row around each, -1 for none."""
+        return {
+            "paths": [visible(path) for path in self._numbers],
+            "classes": [visible(name) for name in self._classes],
+            "parents": self._parents,
+        }
+
+
+def _is_root(path: str) -> bool:
+    return path.startswith("@") and "." not in path

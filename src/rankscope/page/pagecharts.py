@@ -1,0 +1,115 @@
+"""What the page draws as lines: gradients and updates by module, time by rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.diagnosis.context import CheckContext
+from rankscope.diagnosis.stepview import CallView, SlotValues, StepView
+from rankscope.page.modulerows import ModuleRows
+from rankscope.record.phases import Phase
+
+__all__ = ["CheckCharts"]
+
+Array = NDArray[Any]
+_TIMED = (Phase.FORWARD, Phase.BACKWARD)
+
+
+class CheckCharts:
+    """Takes the steps that `check` has been through."""
+
+    def __init__(self, rows: ModuleRows, world: int) -> None:
+        self._rows, self._world = rows, world
+        self._before: dict[tuple[int, str], Array] = {}
+        """Sketches of parameters as they were."""
+        self.steps: list[dict[str, Any]] = []
+        """Of each step: {"grad": {row: norm}, "update": {row: ratio}, "ms": {phase: [world]}}."""
+
+    def note(self, step_view: StepView, context: CheckContext) -> None:
+        """Take a step; called as `each_step` of `check` is."""
+        if step_view.is_setup:
+            self._before.clear()
+        gradients = self._by_module(step_view, Phase.GRADS, "grad:")
+        found: dict[str, Any] = {}
+        if gradients:
+            found["grad"] = {row: _root(squares) for row, squares in gradients.items()}
+        updates = self._updates(step_view)
+        if updates:
+            found["update"] = updates
+        times = self._times(step_view, context)
+        if times:
+            found["ms"] = times
+        self.steps.append(found)
+
+    def _by_module(self, step_view: StepView, phase: Phase, prefix: str) -> dict[int, float]:
+        """Return the sum of squares of all gradients of each module, of its last optimizer step."""
+        found: dict[int, float] = {}
+        ordinals: dict[int, int] = {}
+        for call in step_view.of(phase):
+            row = self._rows.of(call.path)
+            if ordinals.get(row, -1) != call.ordinal:
+                ordinals[row], found[row] = call.ordinal, 0.0
+            for values in _named(call, prefix):
+                norm, _ = _whole(values)
+                if norm is not None:
+                    found[row] += norm * norm
+        return found
+
+    def _updates(self, step_view: StepView) -> dict[int, float]:
+        """Return how far the parameters of each module went, over their norm, by sketches."""
+        moved: dict[int, list[float]] = {}
+        phases = (Phase.SETUP, Phase.PARAMS)
+        for call in step_view.of(*phases):
+            row = self._rows.of(call.path)
+            for values in _named(call, "param:"):
+                norm, sketch = _whole(values)
+                if sketch is None:
+                    continue
+                before = self._before.get((row, values.slot))
+                self._before[row, values.slot] = sketch
+                if before is not None and norm and call.phase is Phase.PARAMS:
+                    squares = moved.setdefault(row, [0.0, 0.0])
+                    squares[0] += float(((sketch - before) ** 2).mean())
+                    squares[1] += norm * norm
+        return {row: _root(far / of) for row, (far, of) in moved.items() if of}
+
+    def _times(self, step_view: StepView, context: CheckContext) -> dict[str, list[float]]:
+        """Return how long the outermost calls of a phase took on each rank, in ms."""
+        found = {phase: np.zeros(self._world) for phase in _TIMED}
+        for call in step_view.of(*_TIMED):
+            if call.parent is None:
+                begin, end = context.clock.span(call, call.ranks)
+                found[call.phase][call.ranks] += (end - begin) / 1e6
+        return {
+            phase.word: [round(float(each), 3) for each in times]
+            for phase, times in found.items()
+            if times.any()
+        }
+
+
+def _named(call: CallView, prefix: str) -> list[SlotValues]:
+    return [
+        values
+        for slot, values in call.slots.items()
+        if slot.startswith(prefix) and values.dtype != "python" and len(values.views) == 1
+    ]
+
+
+def _whole(values: SlotValues) -> tuple[float | None, Array | None]:
+    """Return norm and sketch of the whole value: what the shards add up to, else what the lowest
+    rank holds."""
+    combined = values.views[0].combined
+    if combined:
+        sketch = combined[0].sketch
+        return combined[0].l2, None if sketch is None else np.asarray(sketch)
+    if not values.is_known[0]:
+        return None, None
+    norm = float(values.column("l2")[0])
+    return (norm if np.isfinite(norm) else None), np.asarray(values.column("sketch")[0], float)
+
+
+def _root(squares: float) -> float:
+    return float(f"{np.sqrt(squares):.4g}")

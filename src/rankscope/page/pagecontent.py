@@ -1,0 +1,125 @@
+"""What a page is made of, whether it is written into a file or served."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from rankscope.page.calldetails import ROWS_PER_BLOCK, CallDetails, packed_json
+from rankscope.page.cellplanes import CellClass, CellPlanes, DistanceClass, slot_kind
+from rankscope.page.modulerows import ModuleRows
+from rankscope.page.pagesteps import PageSteps
+from rankscope.page.slotdetails import NUMBER_NAMES
+from rankscope.record.finding import Finding
+from rankscope.record.ranklists import ranks_text
+from rankscope.record.visibletext import visible
+from rankscope.tree.views import Trace
+
+__all__ = ["PageContent", "data_of"]
+
+_MOST_MARKS: Final = 5_000
+"""Findings that are marked on the map; the classes of its cells tell all."""
+_LONGEST: Final = 600
+_FORMAT: Final = "rankscope.page/1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageContent:
+    """Texts, data and packed data of one page."""
+
+    title: str
+    sections: dict[str, str]
+    """HTML by section: job, verdict, findings, coverage, text."""
+    data: dict[str, Any]
+    """JSON data that the page needs at once."""
+    packed: dict[str, bytes]
+    """Deflated data by id: planes (`p0`), blocks of details (`d0`), `charts`; inflated when it is
+    looked at."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of the packed data in a page."""
+        return sum(4 * ((len(each) + 2) // 3) for each in self.packed.values())
+
+
+def data_of(
+    *,
+    command: str,
+    trace: Trace,
+    rows: ModuleRows,
+    steps: PageSteps,
+    planes: CellPlanes,
+    classes: type[CellClass] | type[DistanceClass],
+    findings: Iterable[Finding],
+    details: CallDetails,
+    charts: Any,
+    left_out: str,
+) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """Return what a page needs at once, and the packed data."""
+    packed: dict[str, bytes] = {}
+    listed = []
+    for number, ((step, phase, kind), plane) in enumerate(planes.deflated().items()):
+        packed[f"p{number}"] = plane
+        listed.append([step, phase.word, kind, f"p{number}"])
+    blocks = details.packed()
+    packed.update({f"d{number}": block for number, block in blocks.items()})
+    packed["charts"] = packed_json(charts)
+    hosts: dict[str, list[int]] = {}
+    for rank in trace.completeness["ranks"]:
+        hosts.setdefault(visible(str(rank["host"])), []).append(rank["rank"])
+    data = {
+        "format": _FORMAT,
+        "command": command,
+        "trace": visible(str(trace.path)),
+        "live": trace.is_live,
+        "world": planes.world,
+        "alike": [ranks_text(ranks) for ranks in planes.alike_ranks()],
+        "hosts": {host: ranks_text(ranks) for host, ranks in hosts.items()},
+        "meshes": {
+            visible(mesh["name"]): {
+                "axes": [visible(axis) for axis in mesh["axes"]],
+                "shape": mesh["shape"],
+                "over": mesh["over"],
+            }
+            for mesh in trace.run["meshes"]
+        },
+        "steps": steps.as_json(),
+        "classes": [each.word for each in classes],
+        "class_names": [each.name.lower().replace("_", "-") for each in classes],
+        "modules": rows.as_json(),
+        "planes": listed,
+        "findings": _marks(findings, rows, steps),
+        "numbers": NUMBER_NAMES,
+        "rows_per_block": ROWS_PER_BLOCK,
+        "blocks": sorted(blocks),
+        "left_out": left_out,
+    }
+    return data, packed
+
+
+def _marks(
+    findings: Iterable[Finding], rows: ModuleRows, steps: PageSteps
+) -> Sequence[dict[str, Any]]:
+    marks = []
+    for finding in findings:
+        row, step = rows.known(finding.path), steps.of_finding(finding)
+        if row is None or step is None:
+            continue
+        marks.append(
+            {
+                "kind": finding.kind.value,
+                "m": row,
+                "t": step,
+                "p": finding.phase.word,
+                "slot": visible(finding.slot),
+                "sort": slot_kind(finding.slot) if finding.slot else "call",
+                "r": ranks_text(finding.ranks),
+                "origin": finding.is_origin,
+                "severity": finding.severity.value,
+                "text": visible(finding.message)[:_LONGEST],
+            }
+        )
+        if len(marks) == _MOST_MARKS:
+            break
+    return marks

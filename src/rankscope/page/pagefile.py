@@ -1,0 +1,158 @@
+"""The page as one file: HTML, style, program and data, nothing from elsewhere."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import os
+import secrets
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+from rankscope.errors import FolderError
+from rankscope.layout.layoutfile import LayoutFile
+from rankscope.page.checkpage import EVERYTHING, PageWish, check_page
+from rankscope.page.pagecontent import PageContent
+from rankscope.record.visibletext import visible
+from rankscope.run.filenames import Progress
+from rankscope.tree.views import Trace
+
+__all__ = ["page_html", "served_data", "write_file", "write_page"]
+
+_STATIC: Final = Path(__file__).parent / "static"
+_SCRIPTS: Final = (
+    "elements.js",
+    "store.js",
+    "modules.js",
+    "columns.js",
+    "view.js",
+    "map.js",
+    "charts.js",
+    "meshes.js",
+    "detail.js",
+    "live.js",
+    "main.js",
+)
+"""In the order in which they need each other."""
+
+
+def write_page(
+    trace: Trace,
+    out: Path,
+    *,
+    layouts: LayoutFile | None = None,
+    wish: PageWish = EVERYTHING,
+    layout_file: str = "",
+    progress: Progress | None = None,
+) -> Path:
+    """Write the page of a trace: verdict, map and values in one HTML file that needs no network.
+
+    Args:
+        trace: an open trace.
+        out: the file; one that is there is replaced once the page is whole.
+        layouts: declared layouts, as of `check`.
+        wish: whose values it should hold, where not all fit.
+        layout_file: where the layouts are from, for the words of the verdict.
+        progress: told how far it is.
+
+    Returns:
+        out
+
+    Raises:
+        LayoutError, TraceError: as of `check`.
+        FolderError: the file cannot be written.
+    """
+    content, _ = check_page(trace, layouts, wish=wish, layout_file=layout_file, progress=progress)
+    return write_file(content, out)
+
+
+def write_file(content: PageContent, out: Path) -> Path:
+    """Write a page beside the file and rename it: who opens the file sees a whole page.
+
+    Raises:
+        FolderError: the file cannot be written; says why.
+    """
+    new = out.with_name(f".{out.name}.{secrets.token_hex(4)}")
+    try:
+        try:
+            new.write_bytes(page_html(content).encode("utf-8", "xmlcharrefreplace"))
+            os.replace(new, out)
+        finally:
+            new.unlink(missing_ok=True)
+    except OSError as error:
+        raise FolderError(f"{out}: the page cannot be written: {error.strerror}") from error
+    return out
+
+
+def page_html(content: PageContent, connect: str = "'none'") -> str:
+    """Return the whole page.
+
+    The program runs because the page names its hash: nothing else that a name from a trace might
+    smuggle in does, and nothing may be fetched.
+
+    Args:
+        content: what it shows.
+        connect: where the program may fetch from, as a Content-Security-Policy says it.
+    """
+    style, script = _static("page.css"), _program()
+    policy = (
+        f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; "
+        f"img-src data:; connect-src {connect}; base-uri 'none'; form-action 'none'"
+    )
+    packed = "\n".join(
+        f'<script type="application/octet-stream" id="{name}">{_base64(data)}</script>'
+        for name, data in content.packed.items()
+    )
+    parts = {
+        "policy": policy,
+        "title": html.escape(visible(content.title)),
+        "style": style,
+        "script": script,
+        "data": _safe_json(content.data),
+        "packed": packed,
+        **content.sections,
+    }
+    pieces = _static("page.html").split("<!--{")
+    made = [pieces[0]]
+    for piece in pieces[1:]:
+        name, _, rest = piece.partition("}-->")
+        made += (parts[name], rest)
+    return "".join(made)
+
+
+def served_data(content: PageContent) -> bytes:
+    """Return what the page asks for beside a running job: the same in JSON."""
+    found = {
+        "title": visible(content.title),
+        "sections": content.sections,
+        "data": content.data,
+        "packed": {name: _base64(data) for name, data in content.packed.items()},
+    }
+    return json.dumps(found, separators=(",", ":")).encode("ascii")
+
+
+@cache
+def _static(name: str) -> str:
+    return (_STATIC / name).read_text(encoding="utf-8")
+
+
+@cache
+def _program() -> str:
+    parts = "\n".join(_static(name) for name in _SCRIPTS)
+    return f'"use strict";\n(() => {{\n{parts}\n}})();\n'
+
+
+def _digest(inline: str) -> str:
+    return f"sha256-{_base64(hashlib.sha256(inline.encode()).digest())}"
+
+
+def _base64(data: bytes) -> str:
+    return base64.b64encode(data).decode("ascii")
+
+
+def _safe_json(data: Any) -> str:
+    """Return JSON in which no text can end the element that holds it."""
+    return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")

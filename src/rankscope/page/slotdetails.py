@@ -1,0 +1,152 @@
+"""One value over all ranks as the page shows it: who holds what, however many ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.diagnosis.stepview import SlotValues
+from rankscope.record.ranklists import ranks_text
+from rankscope.record.statistics import NUMBERS, STATISTICS
+from rankscope.record.visibletext import visible
+from rankscope.tree.slotview import SlotView
+
+__all__ = ["NUMBER_NAMES", "python_detail", "slot_detail"]
+
+Array = NDArray[Any]
+NUMBER_NAMES: Final = tuple(s.name for s in STATISTICS)
+"""What the numbers of a value are, in their order."""
+_MOST_FOLDS: Final = 6
+"""Distinct values that are listed one by one; of more there are the extremes and a summary."""
+_MOST_NOTE: Final = 300
+
+
+def slot_detail(values: SlotValues, marked: Collection[int] = ()) -> dict[str, Any]:
+    """Return a value as JSON data.
+
+    Args:
+        values: one slot of one call.
+        marked: ranks of findings: what they hold is always listed.
+    """
+    shown: dict[str, Any] = {"n": visible(values.slot), "d": _dtypes(values.views)}
+    devices = {view.device for view in values.views}
+    if devices != {"cpu"}:
+        shown["dev"] = ", ".join(sorted(devices))
+    shown["l"] = [_layout(view) for view in values.views]
+    kept = [rank for view in values.views for rank in view.references()]
+    if kept:
+        shown["kept"] = ranks_text(kept)
+    groups = _groups(values)
+    if len(groups) > _MOST_FOLDS:
+        shown["distinct"] = len(groups)
+        shown["spread"] = _spread(values)
+        groups = _chosen(values, groups, marked)
+    shapes = _shapes(values)
+    shown["f"] = [_fold(values, places, shapes) for places in groups]
+    return shown
+
+
+def python_detail(view: SlotView) -> dict[str, Any]:
+    """Return what was no tensor as JSON data."""
+    notes = [str(each.get("note", "")) for each in view.data["values"][:_MOST_FOLDS]]
+    return {
+        "n": visible(view.slot),
+        "d": "python",
+        "notes": [visible(note)[:_MOST_NOTE] for note in dict.fromkeys(notes) if note],
+    }
+
+
+def _dtypes(views: list[SlotView]) -> str:
+    return " | ".join(dict.fromkeys(visible(view.dtype) for view in views))
+
+
+def _layout(view: SlotView) -> dict[str, Any]:
+    shape = view.global_shape
+    found: dict[str, Any] = {"src": view.source.value}
+    if shape is not None:
+        found["shape"] = list(shape)
+    if view.placements:
+        found["mesh"] = visible(view.mesh_name)
+        found["p"] = {visible(axis): str(each) for axis, each in view.placements.items()}
+    if view.disagreement:
+        found["r"] = ranks_text(view.ranks)
+        found["differ"] = list(view.disagreement)
+    return found
+
+
+def _shapes(values: SlotValues) -> Mapping[int, tuple[int, ...]]:
+    return {rank: shape for view in values.views for rank, shape in view.shapes().items()}
+
+
+def _groups(values: SlotValues) -> list[Array]:
+    """Return the places of ranks that hold the same, the largest group first."""
+    hashes, counts = values.hashes, values.counts
+    digested = values.column("digested")
+    if len(hashes) == 1 or (
+        (hashes == hashes[0]).all() and (counts == counts[0]).all() and digested.all()
+    ):
+        return [np.arange(len(hashes))]
+    keys = np.stack([hashes.astype(np.uint64), counts.astype(np.uint64), digested], axis=1)
+    as_one = np.ascontiguousarray(keys.astype(np.uint64)).view(np.dtype((np.void, 24))).ravel()
+    _, labels = np.unique(as_one, return_inverse=True)
+    order = np.argsort(labels, kind="stable")
+    bounds = np.cumsum(np.bincount(labels))[:-1]
+    groups = np.split(order, bounds)
+    return sorted(groups, key=lambda places: (-len(places), places[0]))
+
+
+def _chosen(values: SlotValues, groups: list[Array], marked: Collection[int]) -> list[Array]:
+    """Return the largest group, those of the extremes, and those of marked ranks."""
+    norms = np.where(values.is_known, values.column("l2"), np.nan)
+    wanted = {int(groups[0][0])}
+    if not np.isnan(norms).all():
+        wanted |= {int(np.nanargmin(norms)), int(np.nanargmax(norms))}
+    nonfinite = np.flatnonzero(values.nonfinite)
+    wanted |= set(nonfinite[:1].tolist())
+    if marked:
+        places = values.at(np.array(sorted(marked)[:_MOST_FOLDS], np.int64))
+        wanted |= set(places[places >= 0].tolist())
+    return [places for places in groups if not wanted.isdisjoint(places.tolist())]
+
+
+def _fold(
+    values: SlotValues, places: Array, shapes: Mapping[int, tuple[int, ...]]
+) -> dict[str, Any]:
+    place = int(places[0])
+    ranks = values.ranks[places].tolist()
+    fold: dict[str, Any] = {"r": ranks_text(ranks), "s": list(shapes.get(ranks[0], ()))}
+    if not values.column("digested")[place]:
+        return fold
+    fold["v"] = [_number(values.column(name)[place]) for name in NUMBER_NAMES]
+    fold["h"] = f"{int(values.hashes[place]):016x}"
+    return fold
+
+
+def _spread(values: SlotValues) -> dict[str, list[Any]]:
+    """Return for each number that ranks differ in: least, its rank, median, greatest, its rank."""
+    found: dict[str, list[Any]] = {}
+    for name in NUMBERS:
+        column = np.where(values.is_known, values.column(name), np.nan)
+        if np.isnan(column).all():
+            continue
+        low, high = int(np.nanargmin(column)), int(np.nanargmax(column))
+        if column[low] < column[high]:
+            found[name] = [
+                _number(column[low]), int(values.ranks[low]), _number(np.nanmedian(column)),
+                _number(column[high]), int(values.ranks[high]),
+            ]  # fmt: skip
+    return found
+
+
+def _number(value: Any) -> float | int | None:
+    """Return six digits of a number, None where it is not finite."""
+    found = value.item() if hasattr(value, "item") else value
+    if isinstance(found, int):
+        return found
+    if not np.isfinite(found):
+        return None
+    short = float(f"{found:.6g}")
+    return int(short) if short.is_integer() and abs(short) < 2**53 else short

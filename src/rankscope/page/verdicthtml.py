@@ -1,0 +1,188 @@
+"""The verdict as HTML: what a page says before anything is drawn, and what stands in a notebook.
+
+Everything that comes from a trace is made visible and escaped here, at one place (`text`).
+"""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+from urllib.parse import quote
+
+from rankscope.diagnosis.verdictwords import infected_line, verdict_rest, where_line
+from rankscope.page.pagesteps import PageSteps
+from rankscope.record.finding import Finding, Report, Severity
+from rankscope.record.ranklists import ranks_text
+from rankscope.record.visibletext import visible
+from rankscope.tree.summary import counted, extent
+from rankscope.tree.views import Trace
+
+__all__ = ["cell_link", "coverage_html", "findings_html", "job_html", "text", "verdict_html"]
+
+_LONGEST: Final = 2_000
+_MOST_LISTED: Final = 50
+"""Findings of one sort; the map shows all."""
+_MOST_ROWS: Final = 16
+
+
+def text(value: object, longest: int = _LONGEST) -> str:
+    """Return a value as text of HTML, or of an attribute in quotes."""
+    found = visible(str(value))
+    if len(found) > longest:
+        found = f"{found[:longest]}…"
+    return html.escape(found, quote=True)
+
+
+def verdict_html(report: Report, steps: PageSteps | None = None, *, layout: str = "") -> str:
+    """Return the first lines: the word, what is wrong or lacks; of a fault what, where, how many
+    values follow, what to look at.
+
+    Args:
+        report: of `check` or `diff`.
+        steps: the steps of the page, for links to its cells; None for no links.
+        layout: the layout file the verdict rests on.
+    """
+    word = report.verdict.value
+    lines = [
+        f'<p class="verdict {word}"><strong>{word}</strong>{text(verdict_rest(report, layout))}</p>'
+    ]
+    other = [told for _, is_same, told in report.preflight if is_same is False]
+    if other:
+        lines.append(f'<p class="before">Before any number: {text("; ".join(other))}</p>')
+    if report.origins:
+        lines.append(_first(report.origins[0], steps))
+    return "\n".join(lines)
+
+
+def _first(first: Finding, steps: PageSteps | None) -> str:
+    parts = [
+        ("first", f"<strong>{text(first.message)}</strong>"),
+        ("where", text(where_line(first)) + _to_map(first, steps)),
+        ("infected", text(infected_line(first))),
+        ("look at", text(first.advice)),
+    ]
+    listed = "".join(f"<dt>{name}</dt><dd>{said}</dd>" for name, said in parts)
+    return f'<dl class="first">{listed}</dl>{_evidence(first.evidence)}'
+
+
+def _to_map(finding: Finding, steps: PageSteps | None) -> str:
+    link = None if steps is None else cell_link(finding, steps)
+    return "" if link is None else f' <a class="to-map" href="{text(link)}">show on the map</a>'
+
+
+def cell_link(finding: Finding, steps: PageSteps) -> str | None:
+    """Return the link within the page to the cell of a finding, None where it has none."""
+    step = steps.of_finding(finding)
+    if step is None:
+        return None
+    rank = f"&rank={finding.ranks[0]}" if finding.ranks else ""
+    path = quote(visible(finding.path), safe=".")
+    return f"#path={path}&step={steps.all[step].key}&phase={finding.phase.word}{rank}"
+
+
+def findings_html(report: Report, steps: PageSteps) -> str:
+    """Return all findings, by what they are: origins, warnings, what follows."""
+    warnings = [f for f in report.findings if f.severity is Severity.WARNING]
+    victims = [f for f in report.findings if not f.is_origin and f not in warnings]
+    parts = [
+        _listed("Origins", report.origins, steps, is_open=True),
+        _listed("Warnings", warnings, steps, is_open=not report.origins),
+        _listed("What follows", victims, steps, is_open=False),
+    ]
+    return "".join(parts)
+
+
+def _listed(title: str, findings: Sequence[Finding], steps: PageSteps, *, is_open: bool) -> str:
+    if not findings:
+        return ""
+    items = []
+    for finding in findings[:_MOST_LISTED]:
+        place = text(where_line(finding)) + _to_map(finding, steps)
+        evidence = _evidence(finding.evidence) if finding.is_origin else ""
+        items.append(
+            f'<li><span class="kind">{finding.kind.value}</span> {place}'
+            f"<br>{text(finding.message)}{evidence}</li>"
+        )
+    more = len(findings) - len(items)
+    if more > 0:
+        items.append(f"<li>and {more:,} more: the map shows them, rankscope check --all lists</li>")
+    state = " open" if is_open else ""
+    return (
+        f"<details{state}><summary>{title} ({len(findings):,})</summary>"
+        f'<ul class="findings">{"".join(items)}</ul></details>'
+    )
+
+
+def _evidence(evidence: Mapping[str, Any]) -> str:
+    """Return what a finding rests on: numbers side by side."""
+    parts = []
+    for name, value in evidence.items():
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            parts.append(_table(name, value))
+        elif value not in (None, [], ""):
+            said = value if isinstance(value, str) else json.dumps(value)
+            parts.append(
+                f'<p class="evidence"><span>{text(name.replace("_", " "))}</span> {text(said)}</p>'
+            )
+    return "".join(parts)
+
+
+def _table(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    head = "".join(f'<th scope="col">{text(key.replace("_", " "))}</th>' for key in columns)
+    lines = []
+    for row in rows[:_MOST_ROWS]:
+        cells = "".join(f"<td>{text(_cell(row.get(key, '')))}</td>" for key in columns)
+        lines.append(f"<tr>{cells}</tr>")
+    more = len(rows) - len(lines)
+    told = f" (the first {_MOST_ROWS} of {len(rows):,})" if more > 0 else ""
+    return (
+        f'<div class="wide" tabindex="0" role="group" aria-label="{text(name)}"><table>'
+        f"<caption>{text(name.replace('_', ' '))}{told}</caption>"
+        f"<thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table></div>"
+    )
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, list) and value and all(type(each) is int for each in value):
+        return ranks_text(value)
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def job_html(name: str, trace: Trace) -> str:
+    """Return a line that says which trace it is, how big the job was and how complete it is."""
+    steps = counted(len(trace.steps), "step")
+    state = "" if trace.is_complete else ' class="not-complete"'
+    return (
+        f"<p{state}>{text(name)}<strong>{text(trace.path)}</strong>: {text(extent(trace.run))}, "
+        f"{steps}; {text(trace.state)}</p>"
+    )
+
+
+def coverage_html(report: Report) -> str:
+    """Return how much was judged, and why the rest was not, as bars and words."""
+    return "".join(_coverage(report))
+
+
+def _coverage(report: Report) -> Iterator[str]:
+    held = report.compared - report.alone
+    bars = [("judged between ranks" if report.command == "check" else "compared", held, "alike")]
+    if report.alone:
+        bars.append(("looked at for NaN and infinity alone", report.alone, "not-judged"))
+    bars += [(f"not compared: {s.reason}", s.count, "not-judged") for s in report.skipped]
+    most = max(report.recorded, *(count for _, count, _ in bars), 1)
+    for label, count, kind in bars:
+        share = 100 * count / most
+        yield (
+            f'<div class="bar"><span>{text(label)}</span>'
+            f'<svg class="{kind}" viewBox="0 0 100 8" preserveAspectRatio="none" '
+            f'aria-hidden="true">'
+            f'<rect width="{share:.2f}" height="8"></rect></svg><span>{count:,}</span></div>'
+        )
+    yield f"<p>{report.recorded:,} values were recorded.</p>"
+    for note in report.notes:
+        yield f"<p>{text(note)}</p>"
