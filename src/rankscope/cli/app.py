@@ -30,6 +30,7 @@ COMMANDS = (
     "diff",
     "layout",
     "show",
+    "report",
     "tensor",
     "export",
     "verify",

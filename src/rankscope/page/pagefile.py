@@ -22,6 +22,8 @@ from rankscope.tree.views import Trace
 
 __all__ = ["page_html", "served_data", "write_file", "write_page"]
 
+_OURS: Final = b"<title>rankscope - "
+_HEAD_BYTES: Final = 4096
 _STATIC: Final = Path(__file__).parent / "static"
 _SCRIPTS: Final = (
     "elements.js",
@@ -73,8 +75,15 @@ def write_file(content: PageContent, out: Path) -> Path:
     """Write a page beside the file and rename it: who opens the file sees a whole page.
 
     Raises:
-        FolderError: the file cannot be written; says why.
+        FolderError: the file cannot be written, or is something else than a page; says why.
     """
+    try:
+        with out.open("rb") as there:
+            is_page = _OURS in there.read(_HEAD_BYTES)
+    except OSError:
+        is_page = True  # none is there; what else is wrong is said below
+    if not is_page:
+        raise FolderError(f"{out}: is no page of rankscope, and is left as it is; name another --out")
     new = out.with_name(f".{out.name}.{secrets.token_hex(4)}")
     try:
         try:

@@ -1,0 +1,42 @@
+"""`rankscope report`: verdict, map and values of a trace in one HTML file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rankscope.cli.arguments import LayoutOption, TraceArgument
+
+__all__ = ["command"]
+
+
+def command(
+    trace: TraceArgument = None,
+    out: Annotated[
+        Path, typer.Option(metavar="FILE", help="The page; one that is there is replaced.")
+    ] = Path("report.html"),
+    path: Annotated[
+        str, typer.Option(metavar="GLOB", help="Modules whose values the page holds.")
+    ] = "*",
+    step: Annotated[
+        str, typer.Option(metavar="0-2,5", help="Steps whose values the page holds; all.")
+    ] = "all",
+    layout: LayoutOption = None,
+) -> None:
+    """Write a page that needs no network and no server: what went wrong, and where, to look at."""
+    from rankscope.cli.terminal import opened, progress, say_unread
+    from rankscope.layout.layoutfile import LayoutFile
+    from rankscope.page.checkpage import PageWish
+    from rankscope.page.pagefile import write_page
+    from rankscope.tree.selection import parse_ranges
+
+    wish = PageWish(path=path, steps=() if step == "all" else tuple(parse_ranges("step", step)))
+    layouts = None if layout is None else LayoutFile.load(layout)
+    found = opened(trace)
+    given = str(layout or found.run.get("layout", {}).get("file", ""))
+    with progress() as say:
+        write_page(found, out, layouts=layouts, wish=wish, layout_file=given, progress=say)
+    say_unread(found)
+    typer.echo(f"{out}: {out.stat().st_size / 1e6:.1f} MB; open it in a browser")

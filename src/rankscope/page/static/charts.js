@@ -1,0 +1,133 @@
+// Lines and their numbers. SVG: they scale, print, follow light and dark, and their points are text.
+
+const WIDE = 560;
+const HIGH = 170;
+const MOST_POINTS = 1500;
+
+// Return a figure with lines over places 0..n-1.
+//   series: [{name, values: [number or null]}]; names: what a place is called; at: a place to mark;
+//   pick(place): called for a click.
+function lineChart({ title, note, series, names, isLog = false, unit = "", at = -1, pick = null }) {
+  const every = series.flatMap(({ values }) => values).filter((value) => value !== null && Number.isFinite(value) && (!isLog || value > 0));
+  if (!every.length) return null;
+  const scaled = isLog ? Math.log10 : (value) => value;
+  let low = every.reduce((least, value) => Math.min(least, scaled(value)), Infinity);
+  let high = every.reduce((most, value) => Math.max(most, scaled(value)), -Infinity);
+  if (!isLog && low > 0 && low < 0.5 * high) low = 0;
+  if (high === low) {
+    high += Math.abs(high) || 1;
+    low -= Math.abs(low) * 0.1;
+  }
+  const count = Math.max(...series.map(({ values }) => values.length));
+  const box = { left: 62, right: WIDE - 8, top: 8, bottom: HIGH - 22 };
+  const x = (place) => box.left + ((box.right - box.left) * (count < 2 ? 0.5 : place / (count - 1)));
+  const y = (value) => box.bottom - ((box.bottom - box.top) * (scaled(value) - low)) / (high - low);
+  const picture = drawn("svg", { viewBox: `0 0 ${WIDE} ${HIGH}`, width: "100%", role: "img", "aria-label": `${title}: ${summary(series, names, unit)}` });
+  for (let tick = 0; tick <= 3; tick += 1) {
+    const value = low + ((high - low) * tick) / 3;
+    const height = box.bottom - ((box.bottom - box.top) * tick) / 3;
+    picture.append(drawn("line", { class: "axis", x1: box.left, x2: box.right, y1: height, y2: height }));
+    picture.append(drawn("text", { x: box.left - 4, y: height + 4, "text-anchor": "end" }, told(isLog ? 10 ** value : value)));
+  }
+  const ends = [[0, "start"], [count - 1, "end"]];
+  for (const [place, anchor] of count > 1 ? ends : [[0, "middle"]]) {
+    picture.append(drawn("text", { x: x(place), y: HIGH - 6, "text-anchor": anchor }, (names[place] ?? "").slice(-28)));
+  }
+  if (at >= 0 && at < count) picture.append(drawn("line", { x1: x(at), x2: x(at), y1: box.top, y2: box.bottom, stroke: "var(--chosen)", "stroke-dasharray": "3 3" }));
+  const stride = Math.ceil(count / MOST_POINTS);
+  series.forEach(({ values, color }, number) => {
+    const ink = `var(--series-${color ?? number % 3})`;
+    let path = "";
+    let isDown = false;
+    for (let place = 0; place < values.length; place += 1) {
+      const value = values[place];
+      const isShown = value !== null && Number.isFinite(value) && (!isLog || value > 0);
+      if (!isShown) { isDown = false; continue; }
+      if (stride > 1 && place % stride && !isPeak(values, place, stride)) continue;
+      path += `${isDown ? "L" : "M"}${x(place).toFixed(1)} ${y(value).toFixed(1)}`;
+      if (!isDown && (place + 1 >= values.length || values[place + 1] === null)) path += "h0.01";
+      isDown = true;
+    }
+    picture.append(drawn("path", { class: "line", d: path, stroke: ink, "stroke-linecap": "round" }));
+    if (count <= 60) {
+      values.forEach((value, place) => {
+        if (value !== null && Number.isFinite(value) && (!isLog || value > 0)) picture.append(drawn("circle", { cx: x(place), cy: y(value), r: 2.2, fill: ink }));
+      });
+    }
+  });
+  const readout = make("span", { class: "mono" });
+  const placeOf = (event) => {
+    const frame = picture.getBoundingClientRect();
+    const inside = ((event.clientX - frame.left) / frame.width) * WIDE;
+    return Math.max(0, Math.min(count - 1, Math.round(((inside - box.left) / (box.right - box.left)) * (count - 1))));
+  };
+  const say = (place) => {
+    readout.textContent = ` ${(names[place] ?? "").slice(0, 90)}: ${series.map(({ name, values }) => `${name} ${told(values[place])}${unit}`).join(", ")}`;
+  };
+  picture.addEventListener("pointermove", (event) => say(placeOf(event)));
+  if (pick) {
+    picture.style.cursor = "pointer";
+    picture.addEventListener("click", (event) => pick(placeOf(event)));
+  }
+  const legend = series.length > 1 ? series.map(({ name, color }, number) => {
+    const swatch = make("span", { class: "swatch" });
+    swatch.style.background = `var(--series-${color ?? number % 3})`;
+    return make("span", {}, swatch, `${name} `);
+  }) : [];
+  const caption = make("figcaption", {}, make("strong", {}, title), note ? ` ${note} ` : " ", ...legend, readout);
+  return make("figure", {}, caption, picture);
+}
+
+function isPeak(values, place, stride) {
+  const from = place - (place % stride);
+  for (let other = from; other < from + stride; other += 1) if (values[other] !== null && values[other] > values[place]) return false;
+  return true;
+}
+
+// The largest values in words: what somebody who does not see the lines is told.
+function summary(series, names, unit) {
+  return series.map(({ name, values }) => {
+    const known = values.map((value, place) => [value, place]).filter(([value]) => value !== null && Number.isFinite(value));
+    known.sort(([a], [b]) => b - a);
+    const told3 = known.slice(0, 3).map(([value, place]) => `${names[place] ?? place} ${told(value)}${unit}`);
+    return `${name}: largest ${told3.join(", ")}`;
+  }).join("; ");
+}
+
+// The charts below the map, for one step.
+async function drawCharts(store, view, open) {
+  const steps = await store.json("charts");
+  const list = byId("chart-list");
+  byId("charts").hidden = true;
+  if (!steps) return;
+  const { data, tree } = store;
+  const figures = [];
+  const label = data.steps[view.step]?.label ?? "";
+  const own = steps[view.step] ?? {};
+  const byModule = (title, note, values, options = {}) => {
+    const rows = tree.order.filter((row) => Object.values(values)[0] && Object.values(values).some((each) => row in each));
+    if (!rows.length) return;
+    figures.push(lineChart({
+      title: `${title}, ${label}`, note, names: rows.map((row) => tree.paths[row] || "(root)"),
+      series: Object.entries(values).map(([name, each]) => ({ name, values: rows.map((row) => each[row] ?? null) })),
+      at: rows.indexOf(view.row), pick: (place) => open(rows[place]), ...options,
+    }));
+  };
+  if (own.error) {
+    for (const [phase, values] of Object.entries(own.error)) byModule(`Error by depth: ${phase}`, "relative L2 distance, and what rounding explains", { error: values.error, noise: values.noise }, { isLog: true });
+  }
+  if (own.grad) byModule("Gradient norm by module", "of its own parameters", { norm: own.grad }, { isLog: true });
+  if (own.update) byModule("Update by module", "how far its parameters went, over their norm", { ratio: own.update }, { isLog: true });
+  if (own.ms) {
+    const names = Array.from({ length: data.world }, (_, rank) => `rank ${rank}`);
+    for (const [phase, values] of Object.entries(own.ms)) {
+      const sorted = [...values].filter((each) => each > 0).sort((a, b) => a - b);
+      const slowest = values.indexOf(Math.max(...values));
+      const note = sorted.length ? `slowest rank ${slowest}, ${told(values[slowest])} ms; fastest ${told(sorted[0])} ms; median ${told(sorted[sorted.length >> 1])} ms` : "";
+      if (data.world > 1) figures.push(lineChart({ title: `Time of ${phase} by rank, ${label}`, note, names, unit: " ms", series: [{ name: "time", values: values.map((each) => (each > 0 ? each : null)) }] }));
+    }
+  }
+  const shown = figures.filter(Boolean);
+  list.replaceChildren(...shown);
+  byId("charts").hidden = !shown.length;
+}

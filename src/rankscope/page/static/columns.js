@@ -1,0 +1,50 @@
+// The columns of the map: a cell wide for each phase, together for each group of ranks or for each step.
+
+const GAP = 6;
+const WIDEST = 18;
+const NARROWEST = 4;
+const PHASE_LETTERS = { setup: "S", forward: "F", recompute: "R", backward: "B", grads: "G", params: "P", collective: "C", accumulated: "A" };
+
+// Return {columns: [{x, step, phase, ranks, block}], blocks: [{x, width, label, ranks, group, isWhole}], width, cell}.
+// `ranks` of a column are those its cell stands for; `probe` has one of each group, because all of a group are alike.
+function columnsOf(store, view, room) {
+  const { data } = store;
+  const chosen = view.ranks === null ? null : new Set(view.ranks);
+  const blocks = [];
+  const groups = data.alike.map((text) => ranksOf(text, data.world));
+  if (view.axis === "steps") {
+    const kept = groups.map((ranks) => (chosen ? ranks.filter((rank) => chosen.has(rank)) : ranks)).filter((ranks) => ranks.length);
+    const every = kept.flat().sort((a, b) => a - b);
+    const probe = kept.map((ranks) => ranks[0]);
+    data.steps.forEach((step, number) => {
+      blocks.push({ label: step.label, step: number, ranks: every, probe, group: -1, isWhole: true });
+    });
+  } else {
+    groups.forEach((all, group) => {
+      const ranks = chosen ? all.filter((rank) => chosen.has(rank)) : all;
+      if (!ranks.length) return;
+      if (view.unfolded.has(group) && ranks.length > 1) {
+        for (const rank of ranks) blocks.push({ label: `${rank}`, step: view.step, ranks: [rank], probe: [rank], group, isWhole: false });
+      } else {
+        blocks.push({ label: ranksText(ranks), step: view.step, ranks, probe: [ranks[0]], group, isWhole: ranks.length > 1 });
+      }
+    });
+  }
+  const phases = (step) => store.phases.filter((phase) => view.phases.has(phase) && store.planes.has(`${step} ${phase}`));
+  const count = blocks.reduce((sum, block) => sum + Math.max(phases(block.step).length, 1), 0);
+  const cell = Math.max(NARROWEST, Math.min(WIDEST, Math.floor((room - blocks.length * GAP) / Math.max(count, 1))));
+  const gap = cell > NARROWEST + 2 ? GAP : 2;
+  const columns = [];
+  let x = gap;
+  for (const block of blocks) {
+    block.x = x;
+    for (const phase of phases(block.step)) {
+      columns.push({ x, phase, step: block.step, ranks: block.ranks, probe: block.probe, block });
+      x += cell;
+    }
+    x = Math.max(x, block.x + cell);
+    block.width = x - block.x;
+    x += gap;
+  }
+  return { columns, blocks, width: x, cell };
+}

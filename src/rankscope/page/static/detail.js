@@ -1,0 +1,210 @@
+// Under a cell: the calls behind it, their values on all ranks, where they lie, where they came from and went.
+
+const OPEN_CALLS = 3;
+const LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ";
+
+class Detail {
+  constructor(heard) {
+    this.heard = heard; // {go(row, phase), drawn()}
+    this.place = byId("detail");
+  }
+
+  async show(store, view) {
+    const at = view.chosen;
+    this.place.hidden = at === null;
+    if (!at) return;
+    const turn = (this.turn = (this.turn ?? 0) + 1);
+    const { data, tree } = store;
+    const step = data.steps[at.step];
+    const every = await store.calls(at.row);
+    const cells = await store.cells(at.step, at.phase, (kind) => view.isKind(kind));
+    if (turn !== this.turn) return;
+    const worst = cells ? Math.max(...at.ranks.map((rank) => cells.own[at.row * data.world + rank])) : 0;
+    const swatch = make("span", { class: "swatch" });
+    swatch.style.background = `var(--${data.class_names[worst]})`;
+    const parts = [
+      make("h3", { class: "mono" }, tree.paths[at.row].slice(0, 2000) || "(root)"),
+      make("p", { class: "said" }, swatch, `${data.classes[worst]} - ${tree.classes[at.row].slice(0, 200) || "a container"}, ${at.phase} of ${step.label}, ${ranksNamed(ranksText(at.ranks))}`),
+      ...this.findings(store, at),
+    ];
+    const calls = (every ?? []).filter((call) => call.t === at.step && call.p === at.phase);
+    if (!calls.length) parts.push(make("p", {}, this.whyNone(store, at, every, worst)));
+    calls.forEach((call, number) => parts.push(this.call(store, view, call, every, number < OPEN_CALLS)));
+    parts.push(...this.issued(store, at, every ?? []));
+    this.place.replaceChildren(...parts);
+    this.heard.drawn();
+  }
+
+  findings(store, at) {
+    return store.data.findings
+      .filter((each) => each.m === at.row && each.t === at.step && each.p === at.phase)
+      .slice(0, 12)
+      .map((each) => make("p", { class: `said ${each.severity}` },
+        make("strong", {}, `${each.origin ? "origin: " : each.severity === "warning" ? "warning: " : "follows: "}${each.kind}`),
+        ` ${each.slot} on ${ranksNamed(each.r)}: ${each.text}`));
+  }
+
+  whyNone(store, at, every, worst) {
+    const { data } = store;
+    if (worst === 0) return "No rank of these made such a call here.";
+    if (every === null || !every.some((call) => call.t === at.step)) {
+      return data.left_out || "The values of this step are not on this page.";
+    }
+    return "These ranks did not make the call.";
+  }
+
+  call(store, view, call, every, isOpen) {
+    const words = [ranksNamed(call.r)];
+    if (call.b !== undefined) words.push(`micro-batch ${call.b}`);
+    if (call.o) words.push(`call ${call.o + 1}`);
+    if (call.w) words.push(`in ${call.w}`);
+    const [least, most, slowest] = call.us;
+    if (most) words.push(least === most ? duration(most) : `${duration(least)} to ${duration(most)}, slowest rank ${slowest}`);
+    const inside = [];
+    for (const [ranks, status, error] of call.end ?? []) inside.push(make("p", { class: "said" }, `${status.replace("_", " ")} on ${ranksNamed(ranks)}${error ? `: ${error}` : ""}`));
+    for (const [ranks, error] of call.err ?? []) inside.push(make("p", { class: "said" }, `rankscope failed here on ${ranksNamed(ranks)}: ${error}`));
+    for (const [ranks, facts] of call.co ?? []) inside.push(make("p", { class: "said mono" }, `${ranksNamed(ranks)}: ${collectiveWords(facts)}`));
+    const slots = (call.s ?? []).filter((slot) => view.isSlot(slot.n));
+    for (const slot of slots) inside.push(this.slot(store, view, call, slot, every));
+    if (!slots.length) inside.push(make("p", {}, call.s ? `No slot of this call matches ${view.slots}.` : "No values were recorded of this call."));
+    return make("details", { class: "call", open: isOpen }, make("summary", {}, words.join(", ")), ...inside);
+  }
+
+  slot(store, view, call, slot, every) {
+    const found = store.data.findings.some((each) => each.m === call.m && each.t === call.t && each.p === call.p && each.slot === slot.n);
+    const parts = [make("h4", { class: "mono" }, `${slot.n}  ${slot.d}${slot.dev ? ` on ${slot.dev}` : ""}${found ? "  (finding)" : ""}`)];
+    if (slot.notes) parts.push(...slot.notes.map((note) => make("p", { class: "mono" }, note)));
+    if (slot.sides) parts.push(...this.compared(store, view, slot));
+    else if (slot.f) parts.push(...this.values(store, view, slot));
+    parts.push(this.links(store, slot));
+    const trend = slot.f ? this.trend(store, call, slot, every) : null;
+    if (trend) parts.push(trend);
+    if (slot.f && !slot.sides) parts.push(this.command(store, view, call, slot));
+    return make("div", { class: `slot${found ? " found" : ""}` }, ...parts);
+  }
+
+  // Of diff: the reference and this run side by side.
+  compared(store, view, slot) {
+    const parts = [];
+    if (slot.error !== undefined) parts.push(make("p", {}, `relative error ${told(slot.error)}; rounding explains ${told(slot.allowed)}: ${told(slot.error / slot.allowed)} times`));
+    if (slot.reason) parts.push(make("p", {}, `not compared: ${slot.reason}`));
+    for (const [name, side] of slot.sides) parts.push(make("h4", {}, name), ...this.values(store, view, side));
+    return parts;
+  }
+
+  values(store, view, slot) {
+    const { data } = store;
+    const letters = new Map();
+    slot.f.forEach((fold, number) => {
+      for (const rank of ranksOf(fold.r, data.world)) letters.set(rank, slot.f.length > 1 ? LETTERS[number] ?? "+" : "");
+    });
+    const names = data.numbers;
+    const at = (name) => names.indexOf(name);
+    const isOdd = slot.f.some((fold) => fold.v && (fold.v[at("nan")] || fold.v[at("posinf")] || fold.v[at("neginf")]));
+    const shown = names.filter((name) => !["nan", "posinf", "neginf", "zero"].includes(name) || (isOdd && name !== "zero"));
+    const head = make("tr", {}, make("th", { scope: "col" }, "ranks"), make("th", { scope: "col" }, "shape"), ...shown.map((name) => make("th", { scope: "col" }, name)), make("th", { scope: "col" }, "hash"));
+    const chosen = view.chosen?.rank;
+    const first = slot.f[0];
+    const rows = slot.f.map((fold, number) => {
+      const ranks = ranksOf(fold.r, data.world);
+      const cells = shown.map((name) => {
+        const value = fold.v?.[at(name)];
+        const isOff = number > 0 && slot.held && first.v && value !== first.v[at(name)];
+        const isBad = ["nan", "posinf"].includes(name) && value > 0;
+        return make("td", { class: isOff || isBad ? "off" : null }, told(value));
+      });
+      const letter = slot.f.length > 1 ? `${LETTERS[number] ?? "+"} ` : "";
+      const line = make("tr", {}, make("td", {}, `${letter}${ranksNamed(fold.r)}${ranks.includes(chosen) && slot.f.length > 1 ? " (this)" : ""}`), make("td", {}, `[${fold.s.join(", ")}]`), ...cells, make("td", {}, fold.h ? fold.h.slice(0, 8) : "-"));
+      return line;
+    });
+    const parts = [];
+    const how = slot.distinct ? `${slot.distinct} different values; the largest group and the extremes` : slot.f.length === 1 ? "all hold the same" : `${slot.f.length} different values`;
+    const judged = slot.held ? "held to others" : "not held to others: it may differ";
+    const caption = make("caption", {}, slot.sides ? how : `${how}; ${judged}`);
+    const table = make("table", {}, caption, make("thead", {}, head), make("tbody", {}, ...rows));
+    const layouts = slot.l.map((layout) => this.layout(store, layout, letters)).filter(Boolean);
+    parts.push(make("div", { class: "side" }, make("div", { class: "wide", tabindex: "0", role: "group", "aria-label": `numbers of ${slot.n}` }, table), ...layouts));
+    if (slot.spread) {
+      const told5 = Object.entries(slot.spread).map(([name, [low, lowRank, middle, high, highRank]]) => `${name} ${told(low)} (rank ${lowRank}) to ${told(high)} (rank ${highRank}), median ${told(middle)}`);
+      parts.push(make("p", { class: "mono" }, `over the ranks: ${told5.join("; ")}`));
+    }
+    return parts;
+  }
+
+  layout(store, layout, letters) {
+    const placed = layout.p ? Object.entries(layout.p).map(([axis, text]) => `${axis}=${text}`).join(" ") : "layout unknown";
+    const whole = layout.shape ? `whole [${layout.shape.join(", ")}]` : "";
+    const differ = layout.differ ? `${ranksNamed(layout.r)} differ in ${layout.differ.join(", ")}` : "";
+    const words = [whole, placed, layout.p ? layout.src : "", differ].filter(Boolean).join(", ");
+    const picture = layout.p ? meshPicture(store, layout, letters) : null;
+    return make("div", {}, make("div", { class: "mono" }, words), picture);
+  }
+
+  links(store, slot) {
+    const { tree } = store;
+    const link = ([row, phase, name]) => make("button", { type: "button", class: "mono", click: () => this.heard.go(row, phase) }, `${tree.paths[row].slice(0, 120) || "(root)"}:${name}`);
+    const parts = [];
+    if (slot.from) parts.push(make("span", {}, "from ", link(slot.from)));
+    if (slot.to) parts.push(make("span", {}, "to ", ...slot.to.map(link)));
+    return parts.length ? make("div", { class: "links" }, ...parts) : null;
+  }
+
+  // The norm of this slot over the steps of the page.
+  trend(store, call, slot, every) {
+    const own = every
+      .filter((each) => each.p === call.p && (each.b ?? 0) === (call.b ?? 0) && (each.o ?? 0) === (call.o ?? 0))
+      .map((each) => [each.t, (each.s ?? []).find((other) => other.n === slot.n && other.f)])
+      .filter(([, other]) => other);
+    if (own.length < 2) return null;
+    const norm = store.data.numbers.indexOf("l2");
+    const of = (other) => {
+      const found = other.spread?.l2 ? [other.spread.l2[0], other.spread.l2[3]] : other.f.map((fold) => fold.v?.[norm] ?? null).filter((value) => value !== null);
+      return found.length ? [Math.min(...found), Math.max(...found)] : [null, null];
+    };
+    const ends = own.map(([, other]) => of(other));
+    const isOne = ends.every(([low, high]) => low === high);
+    const series = isOne ? [{ name: "norm", values: ends.map(([low]) => low) }] : [{ name: "least norm", values: ends.map(([low]) => low) }, { name: "greatest norm", values: ends.map(([, high]) => high) }];
+    return lineChart({ title: `${slot.n} over the steps`, series, names: own.map(([step]) => store.data.steps[step].label), at: own.findIndex(([step]) => step === call.t) });
+  }
+
+  command(store, view, call, slot) {
+    const { data, tree } = store;
+    const step = data.steps[call.t];
+    const quoted = (text) => `'${text.replace(/'/g, "'\\''")}'`;
+    const name = quoted(`${tree.paths[call.m]}:${slot.n}`);
+    if (!slot.kept) {
+      return make("p", { class: "copy" }, "Its elements were not kept; to have them: ", make("code", {}, `rankscope run --rs-tensors ${name} ...`));
+    }
+    const rank = ranksOf(slot.kept, data.world)[0];
+    const words = ["rankscope tensor", quoted(data.trace), name, `--rank ${rank}`];
+    const named = /^(?:life\d+-)?(?:(\w+)-)?(\d+)$/.exec(step.key);
+    if (named) words.push(...(named[1] ? [`--mode ${named[1]}`] : []), `--step ${named[2]}`);
+    words.push(`--phase ${call.p}`);
+    if (call.b) words.push(`--micro-batch ${call.b}`);
+    if (call.o) words.push(`--ordinal ${call.o}`);
+    words.push("--print");
+    const text = words.join(" ");
+    const button = make("button", { type: "button", click: () => navigator.clipboard?.writeText(text).then(() => { button.textContent = "copied"; }) }, "copy");
+    return make("p", { class: "copy" }, make("code", {}, text), button);
+  }
+
+  // Collectives that the module issued in the step, for whoever looks at another phase of it.
+  issued(store, at, every) {
+    const own = every.filter((call) => call.t === at.step && call.p === "collective" && at.phase !== "collective");
+    if (!own.length) return [];
+    const lines = own.slice(0, 24).map((call) => make("li", { class: "mono" }, (call.co ?? []).map(([ranks, facts]) => `${ranksNamed(ranks)}: ${collectiveWords(facts)}`).join("; ")));
+    const open = make("button", { type: "button", click: () => this.heard.go(at.row, "collective") }, "show their values");
+    return [make("h4", {}, `collectives it issued in this step (${own.length})`), make("ul", {}, ...lines), open];
+  }
+}
+
+function collectiveWords(facts) {
+  const words = [facts.reduce ? `${facts.op}(${facts.reduce})` : facts.op];
+  for (const [name, word] of [["src", "from"], ["dst", "to"], ["peer", "with"]]) if (facts[name] !== undefined) words.push(`${word} rank ${facts[name]}`);
+  if (facts.group !== undefined) words.push(`in group ${facts.group}`);
+  words.push(`over ${ranksNamed(facts.members)}`);
+  if (facts.async) words.push("async");
+  if (facts.issuer) words.push(`issued by ${facts.issuer}`);
+  if (facts.at) words.push(`at ${facts.at}`);
+  return words.join(" ");
+}

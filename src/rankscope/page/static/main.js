@@ -1,0 +1,221 @@
+// The page put together: controls, links, keys.
+
+const SECTIONS = ["job", "verdict", "findings", "coverage", "text"];
+
+class Page {
+  constructor(store) {
+    this.store = store;
+    this.view = new View(store);
+    this.detail = new Detail({ go: (row, phase) => this.go(row, phase), drawn: () => this.map.draw() });
+    for (const id of ["controls", "map", "groups", "keys"]) byId(id).hidden = false;
+    this.map = new CellMap(store, this.view, {
+      chosen: () => this.chosen(),
+      changed: () => this.changed(),
+      openedRow: (row, isFocused) => this.openRow(row, isFocused),
+    });
+    this.controls();
+    this.fill();
+    window.addEventListener("hashchange", () => this.follow());
+    if (location.hash.includes("=")) this.follow();
+    else this.changed({ isLinked: false });
+  }
+
+  // What depends on the data alone.
+  fill() {
+    const { data } = this.store;
+    byId("step").max = Math.max(0, data.steps.length - 1);
+    byId("left-out").hidden = !data.left_out;
+    byId("left-out").textContent = data.left_out;
+    byId("next-finding").disabled = !data.findings.length;
+    byId("legend").replaceChildren(
+      ...data.classes.map((word, number) => {
+        const name = data.class_names[number];
+        const sample = make("span", { "data-glyph": GLYPHS[name] ?? "" }, word);
+        sample.style.setProperty("--swatch", `var(--${name})`);
+        return number ? sample : null;
+      }).filter(Boolean),
+      make("span", { class: "ring", "data-glyph": "" }, "origin (dashed: inside, or a warning)"),
+      make("span", { class: "letters", "data-glyph": "" }, this.store.phases.map((phase) => `${PHASE_LETTERS[phase] ?? phase[0]} ${phase}`).join(", ")),
+    );
+    byId("legend").lastChild.style.setProperty("--swatch", "transparent");
+    const boxes = this.store.phases.map((phase) => make("label", {}, make("input", { type: "checkbox", value: phase, change: () => this.phases() }), ` ${phase}`));
+    byId("phases").replaceChildren(byId("phases").querySelector("legend"), ...boxes);
+  }
+
+  controls() {
+    const { view } = this;
+    const typed = (id, take) => byId(id).addEventListener("input", (event) => {
+      take(event.target.value.trim(), event.target);
+      this.changed();
+    });
+    typed("filter", (text) => { view.filter = text; });
+    typed("slots", (text) => { view.slots = text; });
+    typed("ranks", (text, input) => {
+      const found = text ? ranksOf(text, this.store.data.world) : null;
+      input.setAttribute("aria-invalid", text !== "" && found === null);
+      input.setCustomValidity(text !== "" && (found === null || !found.length) ? "ranks as 0-3,8" : "");
+      view.ranks = found && found.length ? found : null;
+    });
+    byId("axis").addEventListener("change", (event) => { view.axis = event.target.value; this.changed(); });
+    byId("step").addEventListener("input", (event) => this.toStep(Number(event.target.value)));
+    byId("step-back").addEventListener("click", () => this.toStep(view.step - 1));
+    byId("step-on").addEventListener("click", () => this.toStep(view.step + 1));
+    byId("unfold-all").addEventListener("click", () => {
+      this.store.tree.order.forEach((row) => view.open.add(row));
+      this.changed();
+    });
+    byId("fold-all").addEventListener("click", () => {
+      view.open = new Set(this.store.tree.roots);
+      if (this.map.place.get(view.row) === undefined) view.row = this.store.tree.roots[0];
+      this.changed();
+    });
+    byId("next-finding").addEventListener("click", () => this.nextFinding());
+    byId("controls").addEventListener("submit", (event) => event.preventDefault());
+    document.addEventListener("keydown", (event) => this.key(event));
+  }
+
+  phases() {
+    const chosen = [...byId("phases").querySelectorAll("input")].filter((box) => box.checked).map((box) => box.value);
+    this.view.phases = new Set(chosen.length ? chosen : this.store.phases);
+    this.changed();
+  }
+
+  key(event) {
+    if (event.altKey || event.ctrlKey || event.metaKey) return;
+    if (event.key === "Escape") {
+      byId("tip").hidden = true;
+      byId("grid").focus();
+      return;
+    }
+    if (/^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName) && event.target.type !== "checkbox") return;
+    const keys = { "/": () => byId("filter").focus(), f: () => this.nextFinding(), ",": () => this.toStep(this.view.step - 1), ".": () => this.toStep(this.view.step + 1) };
+    if (!keys[event.key]) return;
+    event.preventDefault();
+    keys[event.key]();
+  }
+
+  toStep(step) {
+    const { view, store } = this;
+    view.step = Math.max(0, Math.min(store.data.steps.length - 1, step));
+    if (view.chosen && view.axis === "ranks") view.chosen = { ...view.chosen, step: view.step };
+    this.changed();
+    if (view.chosen) this.detail.show(store, view);
+  }
+
+  // The view is another one: controls, map and link say so.
+  changed({ isLinked = true } = {}) {
+    const { view, store } = this;
+    const { data } = store;
+    byId("step").value = view.step;
+    byId("step").setAttribute("aria-valuetext", data.steps[view.step]?.label ?? "");
+    byId("step-name").textContent = data.steps[view.step]?.label ?? "no step";
+    byId("step").disabled = data.steps.length < 2;
+    for (const [id, text] of [["filter", view.filter], ["slots", view.slots], ["ranks", view.ranks ? ranksText(view.ranks) : ""]]) {
+      if (document.activeElement !== byId(id)) byId(id).value = text;
+    }
+    byId("axis").value = view.axis;
+    for (const box of byId("phases").querySelectorAll("input")) box.checked = view.phases.has(box.value);
+    this.groups();
+    this.map.layout();
+    view.column = view.chosen ? this.map.columnOfChosen() : Math.min(view.column, this.map.table ? this.map.table.columns.length - 1 : -1);
+    clearTimeout(this.later);
+    this.later = setTimeout(() => drawCharts(store, view, (row) => this.openRow(row)), 150);
+    if (isLinked) this.link();
+  }
+
+  // Groups of ranks as buttons: what a click on their head does on the map.
+  groups() {
+    const { view, store } = this;
+    const { alike } = store.data;
+    const several = alike.map((text, group) => [text, group]).filter(([text]) => /[-,]/.test(text));
+    const buttons = several.slice(0, 12).map(([text, group]) => make("button", {
+      type: "button", "aria-pressed": view.unfolded.has(group), title: `unfold ${ranksNamed(text)}`,
+      click: () => this.map.unfold({ group, step: view.step }),
+    }, ranksNamed(text)));
+    const words = alike.length === 1 ? "all ranks are alike:" : `${alike.length} groups of ranks that are alike${several.length ? ", to unfold:" : ""}`;
+    byId("groups").replaceChildren(words, ...buttons, several.length > 12 ? "and more: click their heads" : "");
+  }
+
+  link() {
+    const link = this.view.link(this.store);
+    if (link !== location.hash) history.replaceState(null, "", link);
+  }
+
+  follow() {
+    if (!location.hash.includes("=")) return;
+    const lacking = this.view.follow(location.hash, this.store);
+    this.changed({ isLinked: false });
+    byId("no-match").textContent = lacking || byId("no-match").textContent;
+    this.chosen({ isLinked: false });
+    if (this.view.chosen) {
+      this.map.show(this.view.row);
+      byId("map-title").scrollIntoView({ block: "start" });
+    }
+  }
+
+  chosen({ isLinked = true } = {}) {
+    this.detail.show(this.store, this.view);
+    this.map.draw();
+    if (isLinked) this.link();
+    clearTimeout(this.later);
+    this.later = setTimeout(() => drawCharts(this.store, this.view, (row) => this.openRow(row)), 150);
+  }
+
+  // Look at a module as a whole: at its first cell that is not in order, else at its first.
+  openRow(row, isFocused = false) {
+    this.view.choose(this.store, row, null, []);
+    this.arrive(isFocused);
+  }
+
+  go(row, phase) {
+    const ranks = this.view.chosen ? [this.view.chosen.rank] : [];
+    this.view.choose(this.store, row, phase, ranks);
+    this.arrive(false);
+  }
+
+  arrive(isFocused) {
+    this.changed();
+    this.view.column = this.map.columnOfChosen();
+    this.map.show(this.view.row);
+    this.chosen();
+    if (isFocused) byId("detail").focus({ preventScroll: true });
+  }
+
+  nextFinding() {
+    const { findings } = this.store.data;
+    if (!findings.length) return;
+    const origins = findings.some((each) => each.origin) ? findings.filter((each) => each.origin) : findings;
+    this.finding = ((this.finding ?? -1) + 1) % origins.length;
+    const found = origins[this.finding];
+    this.view.step = found.t;
+    this.view.choose(this.store, found.m, found.p, ranksOf(found.r, this.store.data.world).slice(0, 1));
+    this.arrive(false);
+  }
+
+  // Newer data of the same trace: where one looks stays.
+  renew(store) {
+    const was = this.view.link(this.store);
+    const wasLast = this.view.step === this.store.data.steps.length - 1;
+    const open = new Set([...this.view.open].map((row) => this.store.tree.paths[row]));
+    this.store = store;
+    const fresh = new View(store);
+    Object.assign(this.view, fresh);
+    store.tree.paths.forEach((path, row) => { if (open.has(path)) this.view.open.add(row); });
+    this.view.follow(was, store);
+    if (wasLast && !this.view.chosen) this.view.step = store.data.steps.length - 1;
+    this.map.cells.clear();
+    this.fill();
+    this.map.reset(store, this.view);
+    this.changed({ isLinked: false });
+    if (this.view.chosen) this.detail.show(store, this.view);
+  }
+}
+
+const textOf = (id) => byId(id)?.textContent ?? null;
+const page = new Page(new Store(JSON.parse(textOf("data")), textOf));
+
+follow((content) => {
+  document.title = `rankscope - ${content.title}`;
+  for (const id of SECTIONS) if (byId(id).innerHTML !== content.sections[id]) byId(id).innerHTML = content.sections[id];
+  page.renew(new Store(content.data, (id) => content.packed[id] ?? null));
+});
