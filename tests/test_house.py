@@ -35,6 +35,7 @@ ROOMS = {
     "tree": {"errors", "globs", "layout", "record", "run", "spool", "chunks", "assembly"},
     "tensors": {"errors", "globs", "layout", "record", "run", "chunks", "tree"},
     "diagnosis": {"errors", "globs", "layout", "record", "run", "assembly", "tree", "tensors"},
+    "page": {"errors", "globs", "layout", "record", "run", "tree", "diagnosis"},
     "export": {"errors", "globs", "layout", "record", "run", "tree"},
     "gather": {"errors", "record", "run", "spool", "chunks", "tree"},
     "doctor": {"errors", "record", "settings", "run", "gather", "agent", "capture"},
@@ -48,7 +49,7 @@ ROOMS = {
     },
     "cli": {
         *("errors", "globs", "layout", "record", "settings", "run", "gather", "assembly"),
-        *("tree", "tensors", "diagnosis", "export", "doctor"),
+        *("tree", "tensors", "diagnosis", "export", "doctor", "page"),
     },
     "testing": {"errors", "record", "tree", "diagnosis"},
     "replaying": {

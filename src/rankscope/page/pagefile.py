@@ -83,7 +83,9 @@ def write_file(content: PageContent, out: Path) -> Path:
     except OSError:
         is_page = True  # none is there; what else is wrong is said below
     if not is_page:
-        raise FolderError(f"{out}: is no page of rankscope, and is left as it is; name another --out")
+        raise FolderError(
+            f"{out}: is no page of rankscope, and is left as it is; name another --out"
+        )
     new = out.with_name(f".{out.name}.{secrets.token_hex(4)}")
     try:
         try:
@@ -112,7 +114,7 @@ def page_html(content: PageContent, connect: str = "'none'") -> str:
         f"img-src data:; connect-src {connect}; base-uri 'none'; form-action 'none'"
     )
     packed = "\n".join(
-        f'<script type="application/octet-stream" id="{name}">{_base64(data)}</script>'
+        f'<script type="application/octet-stream" id="packed-{name}">{_base64(data)}</script>'
         for name, data in content.packed.items()
     )
     parts = {

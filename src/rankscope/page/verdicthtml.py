@@ -87,7 +87,7 @@ def findings_html(report: Report, steps: PageSteps) -> str:
     warnings = [f for f in report.findings if f.severity is Severity.WARNING]
     victims = [f for f in report.findings if not f.is_origin and f not in warnings]
     parts = [
-        _listed("Origins", report.origins, steps, is_open=True),
+        _listed("More origins", report.origins[1:], steps, is_open=True),
         _listed("Warnings", warnings, steps, is_open=not report.origins),
         _listed("What follows", victims, steps, is_open=False),
     ]

@@ -7,27 +7,28 @@ const MOST_POINTS = 1500;
 // Return a figure with lines over places 0..n-1.
 //   series: [{name, values: [number or null]}]; names: what a place is called; at: a place to mark;
 //   pick(place): called for a click.
-function lineChart({ title, note, series, names, isLog = false, unit = "", at = -1, pick = null }) {
+function lineChart({ title, note, series, names, isLog = false, unit = "", at = -1, pick = null, isBars = false }) {
   const every = series.flatMap(({ values }) => values).filter((value) => value !== null && Number.isFinite(value) && (!isLog || value > 0));
   if (!every.length) return null;
   const scaled = isLog ? Math.log10 : (value) => value;
   let low = every.reduce((least, value) => Math.min(least, scaled(value)), Infinity);
   let high = every.reduce((most, value) => Math.max(most, scaled(value)), -Infinity);
-  if (!isLog && low > 0 && low < 0.5 * high) low = 0;
+  if (!isLog && low > 0 && (isBars || low < 0.5 * high)) low = 0;
   if (high === low) {
     high += Math.abs(high) || 1;
     low -= Math.abs(low) * 0.1;
   }
   const count = Math.max(...series.map(({ values }) => values.length));
   const box = { left: 62, right: WIDE - 8, top: 8, bottom: HIGH - 22 };
-  const x = (place) => box.left + ((box.right - box.left) * (count < 2 ? 0.5 : place / (count - 1)));
+  const inset = isBars ? (box.right - box.left) / (2 * count) : 0;
+  const x = (place) => box.left + inset + ((box.right - box.left - 2 * inset) * (count < 2 ? 0.5 : place / (count - 1)));
   const y = (value) => box.bottom - ((box.bottom - box.top) * (scaled(value) - low)) / (high - low);
   const picture = drawn("svg", { viewBox: `0 0 ${WIDE} ${HIGH}`, width: "100%", role: "img", "aria-label": `${title}: ${summary(series, names, unit)}` });
   for (let tick = 0; tick <= 3; tick += 1) {
     const value = low + ((high - low) * tick) / 3;
     const height = box.bottom - ((box.bottom - box.top) * tick) / 3;
     picture.append(drawn("line", { class: "axis", x1: box.left, x2: box.right, y1: height, y2: height }));
-    picture.append(drawn("text", { x: box.left - 4, y: height + 4, "text-anchor": "end" }, told(isLog ? 10 ** value : value)));
+    picture.append(drawn("text", { x: box.left - 4, y: height + 4, "text-anchor": "end" }, told(Number((isLog ? 10 ** value : value).toPrecision(3)))));
   }
   const ends = [[0, "start"], [count - 1, "end"]];
   for (const [place, anchor] of count > 1 ? ends : [[0, "middle"]]) {
@@ -37,6 +38,16 @@ function lineChart({ title, note, series, names, isLog = false, unit = "", at = 
   const stride = Math.ceil(count / MOST_POINTS);
   series.forEach(({ values, color }, number) => {
     const ink = `var(--series-${color ?? number % 3})`;
+    if (isBars) {
+      const thick = Math.max(1, Math.min(18, (0.7 * (box.right - box.left)) / count));
+      let bars = "";
+      values.forEach((value, place) => {
+        if (value === null || !Number.isFinite(value) || (isLog && value <= 0)) return;
+        bars += `M${x(place).toFixed(1)} ${box.bottom}V${Math.min(y(value), box.bottom - 1).toFixed(1)}`;
+      });
+      picture.append(drawn("path", { class: "bars", d: bars, stroke: ink, "stroke-width": thick }));
+      return;
+    }
     let path = "";
     let isDown = false;
     for (let place = 0; place < values.length; place += 1) {
@@ -59,7 +70,7 @@ function lineChart({ title, note, series, names, isLog = false, unit = "", at = 
   const placeOf = (event) => {
     const frame = picture.getBoundingClientRect();
     const inside = ((event.clientX - frame.left) / frame.width) * WIDE;
-    return Math.max(0, Math.min(count - 1, Math.round(((inside - box.left) / (box.right - box.left)) * (count - 1))));
+    return Math.max(0, Math.min(count - 1, Math.round(((inside - box.left - inset) / (box.right - box.left - 2 * inset)) * (count - 1))));
   };
   const say = (place) => {
     readout.textContent = ` ${(names[place] ?? "").slice(0, 90)}: ${series.map(({ name, values }) => `${name} ${told(values[place])}${unit}`).join(", ")}`;
@@ -116,15 +127,15 @@ async function drawCharts(store, view, open) {
   if (own.error) {
     for (const [phase, values] of Object.entries(own.error)) byModule(`Error by depth: ${phase}`, "relative L2 distance, and what rounding explains", { error: values.error, noise: values.noise }, { isLog: true });
   }
-  if (own.grad) byModule("Gradient norm by module", "of its own parameters", { norm: own.grad }, { isLog: true });
-  if (own.update) byModule("Update by module", "how far its parameters went, over their norm", { ratio: own.update }, { isLog: true });
+  if (own.grad) byModule("Gradient norm by module", "of its own parameters", { norm: own.grad }, { isLog: true, isBars: true });
+  if (own.update) byModule("Update by module", "how far its parameters went, over their norm", { ratio: own.update }, { isLog: true, isBars: true });
   if (own.ms) {
     const names = Array.from({ length: data.world }, (_, rank) => `rank ${rank}`);
     for (const [phase, values] of Object.entries(own.ms)) {
       const sorted = [...values].filter((each) => each > 0).sort((a, b) => a - b);
       const slowest = values.indexOf(Math.max(...values));
       const note = sorted.length ? `slowest rank ${slowest}, ${told(values[slowest])} ms; fastest ${told(sorted[0])} ms; median ${told(sorted[sorted.length >> 1])} ms` : "";
-      if (data.world > 1) figures.push(lineChart({ title: `Time of ${phase} by rank, ${label}`, note, names, unit: " ms", series: [{ name: "time", values: values.map((each) => (each > 0 ? each : null)) }] }));
+      if (data.world > 1) figures.push(lineChart({ title: `Time of ${phase} by rank, ${label}`, note, names, unit: " ms", isBars: true, series: [{ name: "time", values: values.map((each) => (each > 0 ? each : null)) }] }));
     }
   }
   const shown = figures.filter(Boolean);

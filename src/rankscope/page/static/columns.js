@@ -11,6 +11,7 @@ function columnsOf(store, view, room) {
   const { data } = store;
   const chosen = view.ranks === null ? null : new Set(view.ranks);
   const blocks = [];
+  const taken = view.axis === "both" ? data.steps.map((_, number) => number) : [view.step];
   const groups = data.alike.map((text) => ranksOf(text, data.world));
   if (view.axis === "steps") {
     const kept = groups.map((ranks) => (chosen ? ranks.filter((rank) => chosen.has(rank)) : ranks)).filter((ranks) => ranks.length);
@@ -20,15 +21,17 @@ function columnsOf(store, view, room) {
       blocks.push({ label: step.label, step: number, ranks: every, probe, group: -1, isWhole: true });
     });
   } else {
-    groups.forEach((all, group) => {
-      const ranks = chosen ? all.filter((rank) => chosen.has(rank)) : all;
-      if (!ranks.length) return;
-      if (view.unfolded.has(group) && ranks.length > 1) {
-        for (const rank of ranks) blocks.push({ label: `${rank}`, step: view.step, ranks: [rank], probe: [rank], group, isWhole: false });
-      } else {
-        blocks.push({ label: ranksText(ranks), step: view.step, ranks, probe: [ranks[0]], group, isWhole: ranks.length > 1 });
-      }
-    });
+    for (const step of taken) {
+      groups.forEach((all, group) => {
+        const ranks = chosen ? all.filter((rank) => chosen.has(rank)) : all;
+        if (!ranks.length) return;
+        if (view.unfolded.has(group) && ranks.length > 1) {
+          for (const rank of ranks) blocks.push({ label: `${rank}`, step, ranks: [rank], probe: [rank], group, isWhole: false });
+        } else {
+          blocks.push({ label: ranksText(ranks), step, ranks, probe: [ranks[0]], group, isWhole: ranks.length > 1 });
+        }
+      });
+    }
   }
   const phases = (step) => store.phases.filter((phase) => view.phases.has(phase) && store.planes.has(`${step} ${phase}`));
   const count = blocks.reduce((sum, block) => sum + Math.max(phases(block.step).length, 1), 0);

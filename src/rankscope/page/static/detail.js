@@ -24,7 +24,7 @@ class Detail {
     swatch.style.background = `var(--${data.class_names[worst]})`;
     const parts = [
       make("h3", { class: "mono" }, tree.paths[at.row].slice(0, 2000) || "(root)"),
-      make("p", { class: "said" }, swatch, `${data.classes[worst]} - ${tree.classes[at.row].slice(0, 200) || "a container"}, ${at.phase} of ${step.label}, ${ranksNamed(ranksText(at.ranks))}`),
+      make("p", { class: "said" }, swatch, `${data.classes[worst]} - ${tree.classes[at.row].slice(0, 200) || "a container"}, ${phaseOf(at.phase, step)}, ${ranksNamed(ranksText(at.ranks))}`),
       ...this.findings(store, at),
     ];
     const calls = (every ?? []).filter((call) => call.t === at.step && call.p === at.phase);

@@ -33,10 +33,12 @@ function duration(us) {
   return us < 1e6 ? `${(us / 1e3).toFixed(1)} ms` : `${(us / 1e6).toFixed(2)} s`;
 }
 
-const LEAST_RANKS = 1 << 24;
+const phaseOf = (phase, step) => (phase === "setup" ? step.label : `${phase} of ${step.label}`);
+
+const MOST_RANKS = 1 << 24;
 
 // [0, 1, 2, 8] of "0-2,8"; null where the text is no list of ranks below `world`.
-function ranksOf(text, world = LEAST_RANKS) {
+function ranksOf(text, world = MOST_RANKS) {
   const found = [];
   for (const part of text.split(",").map((each) => each.trim()).filter(Boolean)) {
     const run = /^(\d+)(?:-(\d+))?$/.exec(part);

@@ -17,7 +17,17 @@ class Page {
     this.fill();
     window.addEventListener("hashchange", () => this.follow());
     if (location.hash.includes("=")) this.follow();
+    else if (this.view.first) this.firstFinding();
     else this.changed({ isLinked: false });
+  }
+
+  // Without a click: the first finding, opened.
+  firstFinding() {
+    const { view, store } = this;
+    view.choose(store, view.first.m, view.first.p, ranksOf(view.first.r, store.data.world).slice(0, 1));
+    this.changed({ isLinked: false });
+    this.map.show(view.row);
+    this.chosen({ isLinked: false });
   }
 
   // What depends on the data alone.
@@ -35,9 +45,8 @@ class Page {
         return number ? sample : null;
       }).filter(Boolean),
       make("span", { class: "ring", "data-glyph": "" }, "origin (dashed: inside, or a warning)"),
-      make("span", { class: "letters", "data-glyph": "" }, this.store.phases.map((phase) => `${PHASE_LETTERS[phase] ?? phase[0]} ${phase}`).join(", ")),
+      make("em", {}, this.store.phases.map((phase) => `${PHASE_LETTERS[phase] ?? phase[0]} ${phase}`).join(", ")),
     );
-    byId("legend").lastChild.style.setProperty("--swatch", "transparent");
     const boxes = this.store.phases.map((phase) => make("label", {}, make("input", { type: "checkbox", value: phase, change: () => this.phases() }), ` ${phase}`));
     byId("phases").replaceChildren(byId("phases").querySelector("legend"), ...boxes);
   }
@@ -132,7 +141,7 @@ class Page {
       type: "button", "aria-pressed": view.unfolded.has(group), title: `unfold ${ranksNamed(text)}`,
       click: () => this.map.unfold({ group, step: view.step }),
     }, ranksNamed(text)));
-    const words = alike.length === 1 ? "all ranks are alike:" : `${alike.length} groups of ranks that are alike${several.length ? ", to unfold:" : ""}`;
+    const words = alike.length === 1 ? "all ranks are alike; unfold:" : `${alike.length} groups of ranks that are alike${several.length ? ", to unfold:" : ""}`;
     byId("groups").replaceChildren(words, ...buttons, several.length > 12 ? "and more: click their heads" : "");
   }
 
@@ -212,7 +221,7 @@ class Page {
 }
 
 const textOf = (id) => byId(id)?.textContent ?? null;
-const page = new Page(new Store(JSON.parse(textOf("data")), textOf));
+const page = new Page(new Store(JSON.parse(textOf("data")), (id) => textOf(`packed-${id}`)));
 
 follow((content) => {
   document.title = `rankscope - ${content.title}`;

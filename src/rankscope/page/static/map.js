@@ -1,7 +1,7 @@
 // The map: names as rows of a tree, cells on a canvas; only what is in sight is made.
 
 const ROW = 20;
-const HEAD = 40;
+const HEAD = 58;
 const GLYPHS = { differs: "\u2260", "not-finite": "N", missing: "\u2013", raised: "!", above: "\u00b7", "far-above": "\u2260", beyond: "\u2260" };
 
 class CellMap {
@@ -224,19 +224,48 @@ class CellMap {
       if (x + block.width < 0 || x > wide) continue;
       pen.save();
       pen.beginPath();
-      const room = Math.max(block.width, table.blocks.length === 1 ? wide : block.width);
-      pen.rect(x, 0, room, 20);
+      pen.rect(x, 20, table.blocks.length === 1 ? wide : block.width, 20);
       pen.clip();
       pen.fillStyle = this.ink.text;
       pen.textAlign = "left";
       const label = block.width >= 44 && block.group >= 0 ? ranksNamed(block.label) : block.label;
-      if (block.width >= 7 * Math.min(label.length, 2)) pen.fillText(label, x, 11);
+      if (block.width >= 7 * Math.min(label.length, 2)) pen.fillText(block.group < 0 ? "" : label, x, 30);
       pen.restore();
     }
+    this.paintSteps(pen, left, wide);
     if (table.cell < 8) return;
     pen.fillStyle = this.ink.soft;
     pen.textAlign = "center";
-    for (const column of seen) pen.fillText(PHASE_LETTERS[column.phase] ?? column.phase[0], column.x - left + table.cell / 2 - 1, 30);
+    for (const column of seen) pen.fillText(PHASE_LETTERS[column.phase] ?? column.phase[0], column.x - left + table.cell / 2 - 1, 48);
+  }
+
+  // The steps above their columns; a line where another one begins.
+  paintSteps(pen, left, wide) {
+    const { blocks } = this.table;
+    const starts = blocks.filter((block, at) => at === 0 || blocks[at - 1].step !== block.step);
+    starts.forEach((block, number) => {
+      const x = block.x - left;
+      const end = number + 1 < starts.length ? starts[number + 1].x - left - 4 : Math.max(wide, x + 200);
+      if (end < 0 || x > wide) return;
+      pen.save();
+      pen.beginPath();
+      pen.rect(x, 0, end - x, 20);
+      pen.clip();
+      pen.fillStyle = this.ink.text;
+      pen.textAlign = "left";
+      const { label } = this.store.data.steps[block.step];
+      const isShort = end - x < label.length * 6;
+      pen.fillText(isShort ? label.replace(/^\w+ step /, "") : label, Math.max(x, 2), 11);
+      pen.restore();
+      if (number && this.view.axis === "both") {
+        pen.strokeStyle = this.ink.line;
+        pen.lineWidth = 1;
+        pen.beginPath();
+        pen.moveTo(x - 3.5, 2);
+        pen.lineTo(x - 3.5, this.high);
+        pen.stroke();
+      }
+    });
   }
 
   drawNames(first, last, scrollTop) {
@@ -355,7 +384,7 @@ class CellMap {
     const { data, tree } = this.store;
     const found = this.classOf(row, column) ?? { own: 0, below: 0 };
     const path = tree.paths[row].slice(0, 200) || "(root)";
-    let said = `${path}, ${column.phase} of ${data.steps[column.step].label}, ${ranksNamed(ranksText(column.ranks))}: ${data.classes[found.own]}`;
+    let said = `${path}, ${phaseOf(column.phase, data.steps[column.step])}, ${ranksNamed(ranksText(column.ranks))}: ${data.classes[found.own]}`;
     if (found.below > found.own && !this.isUnfolded(row)) said += `; inside: ${data.classes[found.below]}`;
     const mark = this.marksOf(row, column).sort((a, b) => b.finding.origin - a.finding.origin)[0];
     if (mark) said += `. ${mark.finding.origin ? "Origin" : mark.finding.severity === "warning" ? "Warning" : "Follows"}: ${mark.finding.kind}: ${mark.finding.text}`;

@@ -1,6 +1,11 @@
 // What is looked at, and the same as a link: #path=layers.0&step=3&phase=forward&rank=5
 
 const OPEN_ROWS = 60;
+const MOST_BESIDE = 48;
+const AXES = ["both", "ranks", "steps"];
+
+// True where all steps of all groups of ranks fit beside each other.
+const isNarrow = (store) => store.data.planes.length && new Set(store.data.planes.map(([step, phase]) => `${step} ${phase}`)).size * store.data.alike.length <= MOST_BESIDE;
 
 class View {
   constructor(store) {
@@ -10,7 +15,7 @@ class View {
     this.filter = "";
     this.slots = "";
     this.ranks = null;
-    this.axis = "ranks";
+    this.axis = isNarrow(store) ? "both" : "ranks";
     this.step = 0;
     this.row = store.tree.roots[0] ?? 0;
     this.column = -1; // -1: the name of the row
@@ -35,6 +40,7 @@ class View {
     const first = origins[0] ?? data.findings[0];
     const plain = data.steps.findIndex((step) => !/setup$/.test(step.key));
     this.step = first ? first.t : Math.max(plain, 0);
+    this.first = first ?? null;
     if (first) this.row = first.m;
   }
 
@@ -63,7 +69,7 @@ class View {
       parts.set("phase", at.phase);
       parts.set("rank", ranksText(at.ranks));
     }
-    if (this.axis !== "ranks") parts.set("columns", this.axis);
+    parts.set("columns", this.axis);
     if (this.filter) parts.set("filter", this.filter);
     if (this.slots) parts.set("slots", this.slots);
     if (this.ranks) parts.set("ranks", ranksText(this.ranks));
@@ -85,7 +91,7 @@ class View {
     this.filter = parts.get("filter") ?? "";
     this.slots = parts.get("slots") ?? "";
     this.ranks = parts.has("ranks") ? ranksOf(parts.get("ranks"), data.world) : null;
-    this.axis = parts.get("columns") === "steps" ? "steps" : "ranks";
+    if (AXES.includes(parts.get("columns"))) this.axis = parts.get("columns");
     const phases = (parts.get("phases") ?? "").split(",").filter((phase) => store.phases.includes(phase));
     this.phases = new Set(phases.length ? phases : store.phases);
     this.chosen = null;
