@@ -16,14 +16,18 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.page.driven import Open, opened
+from rankscope.layout.layoutfile import LayoutFile
+from rankscope.page.pagefile import write_page
+from rankscope.tree.reader import open_trace
+from tests.page.driven import CHROMIUM, Open, opened
+from tests.page.papertraces import PAPER
+from tests.page.realtraces import REAL
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
     from tests.page.bidi import Firefox
 
-CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 FIREFOX = ("firefox-esr", "firefox")
 _HELP = (
     "install the system's package {package}, or have launcher/test do it: as root, with "
@@ -64,6 +68,39 @@ def firefox(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Firefox]:
     found = Firefox(path, tmp_path_factory.mktemp("firefox"))
     with contextlib.closing(found):
         yield found
+
+
+@pytest.fixture(scope="package")
+def trace_of(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Path]:
+    """Return the folder of a trace by its name, of those on paper or else of the real jobs: there
+    lie `trace`, and where there are some `layout.toml` and `reference`. Made once."""
+
+    @functools.cache
+    def folder_of(name: str) -> Path:
+        folder = tmp_path_factory.mktemp(name)
+        if name in PAPER:
+            PAPER[name](folder)
+        else:
+            REAL[name](request.getfixturevalue("ranks"), folder)
+        return folder
+
+    return folder_of
+
+
+@pytest.fixture(scope="package")
+def page_of(trace_of: Callable[[str], Path]) -> Callable[[str], Path]:
+    """Return the page of such a trace. Written once."""
+
+    @functools.cache
+    def written(name: str) -> Path:
+        folder = trace_of(name)
+        file, out = folder / "layout.toml", folder / "page.html"
+        layouts = LayoutFile.load(file) if file.exists() else None
+        return write_page(open_trace(folder / "trace"), out, layouts=layouts)
+
+    return written
 
 
 @pytest.fixture

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qsl, urlsplit
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, BrowserContext, Page, Request
 
-__all__ = ["Driven", "serious_faults"]
+__all__ = ["CHROMIUM", "Driven", "Open", "opened", "serious_faults"]
+
+CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+"""What it is called on `PATH`."""
 
 PATIENCE_MS = 60_000.0
 """How long an action waits for what it needs: it only ends what hangs."""
@@ -80,6 +84,46 @@ class Driven:
                 "document.documentElement.scrollWidth > document.documentElement.clientWidth"
             )
         )
+
+    def rows(self) -> dict[str, float]:
+        """Return where on the screen the rows of the map are that are made, by the names they show:
+        {name: middle in CSS pixels}, from the top."""
+        found = self.tab.evaluate(
+            """() => [...document.querySelectorAll("#grid [role=row]:not([hidden]) .name")]
+            .map((e) => [e.firstChild.textContent, e.getBoundingClientRect()])
+            .map(([name, box]) => [name, box.top + box.height / 2])
+            .sort((a, b) => a[1] - b[1])"""
+        )
+        return dict(found)
+
+    def tips(self, row: str) -> dict[str, tuple[float, float]]:
+        """Move the pointer over the cells of a row, and return what was told of each, with a place
+        of the pointer where it was."""
+        y = self.rows()[row]
+        cells = self.tab.locator("#cells").bounding_box()
+        found: dict[str, tuple[float, float]] = {}
+        x = cells["x"] + 2
+        while x < cells["x"] + cells["width"]:
+            self.tab.mouse.move(x, y)
+            told = self.tab.evaluate("(e => e.hidden ? '' : e.textContent)(tip)")
+            if told:
+                found.setdefault(told, (x, y))
+            x += 3
+        return found
+
+    def wait(self, condition: str) -> None:
+        """Wait until a script's expression holds."""
+        self.tab.wait_for_function(f"() => {condition}")
+
+    def detail(self, words: str) -> str:
+        """Wait until the detail says these words, and return all of it."""
+        self.tab.locator("#detail", has_text=words).wait_for()
+        return self.text("#detail")
+
+    @property
+    def link(self) -> dict[str, str]:
+        """What the link to this view says, by name."""
+        return dict(parse_qsl(urlsplit(self.tab.url).fragment, keep_blank_values=True))
 
     def press(self, *keys: str) -> None:
         """Press keys one after the other, by Playwright's names."""
