@@ -31,6 +31,7 @@ COMMANDS = (
     "layout",
     "show",
     "report",
+    "serve",
     "tensor",
     "export",
     "verify",

@@ -54,6 +54,10 @@ def command(
         bool, typer.Option("--matrix", help="Several runs in one table, a row each.")
     ] = False,
     require_coverage: CoverageOption = "0",
+    html: Annotated[
+        Optional[Path],  # noqa: UP045  # as above
+        typer.Option(metavar="FILE", help="Write a page of both runs as well, to look at."),
+    ] = None,
     is_all: Annotated[bool, typer.Option("--all", help="List every origin and note.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="JSON on stdout, no text.")] = False,
 ) -> None:
@@ -69,6 +73,8 @@ def command(
     from rankscope.diagnosis.finalreport import report_json
     from rankscope.errors import SettingError
     from rankscope.layout.layoutfile import LayoutFile
+    from rankscope.page.diffpage import diff_page
+    from rankscope.page.pagefile import write_file
     from rankscope.record.finding import Report, Verdict
     from rankscope.tree.reader import opened_trace
     from rankscope.tree.views import Trace
@@ -81,6 +87,9 @@ def command(
         raise SettingError(
             f"{len(tests)} runs are to be held to {ref}", "give --matrix for a table"
         )
+
+    if html is not None and (is_exact or is_matrix):
+        raise SettingError("--html shows distances of one run: leave out --exact and --matrix")
 
     def read(path: Path) -> Trace:
         return opened_trace(path) if path.is_file() else opened(path)
@@ -95,10 +104,17 @@ def command(
             if is_exact:
                 exact = diff_bitwise(reference, test, paths=paths, layouts=layouts, progress=say)
                 return exact.report, bitwise_lines(exact, paint), bitwise_json(exact)
-            report = diff(
-                reference, test, paths=paths, layouts=layouts, noise=again, tensors=tensors,
-                progress=say,
-            )  # fmt: skip
+            if html is None:
+                report = diff(
+                    reference, test, paths=paths, layouts=layouts, noise=again, tensors=tensors,
+                    progress=say,
+                )  # fmt: skip
+            else:
+                content, report = diff_page(
+                    reference, test, paths=paths, layouts=layouts, noise=again, tensors=tensors,
+                    progress=say,
+                )  # fmt: skip
+                write_file(content, html)
         lines = difference_lines(reference, test, report, paint, is_all=is_all)
         return report, lines, report_json(report)
 

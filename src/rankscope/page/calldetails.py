@@ -16,7 +16,7 @@ from rankscope.page.valuelinks import ValueEnd, ValueLinks
 from rankscope.record.ranklists import ranks_text
 from rankscope.record.visibletext import visible
 
-__all__ = ["ROWS_PER_BLOCK", "CallDetails", "packed_json"]
+__all__ = ["ROWS_PER_BLOCK", "CallDetails", "DetailBlocks", "packed_json"]
 
 ROWS_PER_BLOCK: Final = 32
 _MOST_ERROR: Final = 500
@@ -29,12 +29,27 @@ def packed_json(data: Any) -> bytes:
     return zlib.compress(text.encode("ascii"), 9)
 
 
+class DetailBlocks:
+    """Calls as JSON data (docs of the fields: `static/detail.js`), those of 32 modules together."""
+
+    def __init__(self) -> None:
+        self._calls: defaultdict[int, list[dict[str, Any]]] = defaultdict(list)
+
+    def add(self, call: dict[str, Any]) -> None:
+        """Add a call; its field `m` is the row of its module."""
+        self._calls[call["m"] // ROWS_PER_BLOCK].append(call)
+
+    def packed(self) -> dict[int, bytes]:
+        """Return the blocks, deflated, by number: that of a row is row // ROWS_PER_BLOCK."""
+        return {number: packed_json(calls) for number, calls in sorted(self._calls.items())}
+
+
 class CallDetails:
     """The details of chosen modules in chosen steps."""
 
     def __init__(self, rows: ModuleRows, marked: Mapping[int, Collection[int]]) -> None:
         self._rows, self._marked = rows, marked
-        self._blocks: defaultdict[int, list[dict[str, Any]]] = defaultdict(list)
+        self.blocks = DetailBlocks()
 
     def add(
         self,
@@ -59,13 +74,8 @@ class CallDetails:
             count = len(call.slots)
             if chosen is None or row in chosen:
                 own = judged[place : place + count]
-                detail = self._call(step, row, call, own, links)
-                self._blocks[row // ROWS_PER_BLOCK].append(detail)
+                self.blocks.add(self._call(step, row, call, own, links))
             place += count
-
-    def packed(self) -> dict[int, bytes]:
-        """Return the blocks, deflated, by number: that of a row is row // ROWS_PER_BLOCK."""
-        return {number: packed_json(calls) for number, calls in sorted(self._blocks.items())}
 
     def _call(
         self, step: int, row: int, call: CallView, held: bytes, links: ValueLinks

@@ -62,6 +62,8 @@ class CheckCells:
         held = bytearray()
         for call in (*step_view.calls, *step_view.left_by_passes):
             row = self.rows.of(call.path, call.node.class_name)
+            if call.phase is Phase.FORWARD:
+                self.rows.called(row)
             if row >= len(entries):
                 entries = np.concatenate([entries, np.zeros(row + 1, np.int64)])
             entries[row] += 1 + len(call.slots)

@@ -20,6 +20,7 @@ from rankscope.page.celltext import cell_lines
 from rankscope.page.checkcells import CheckCells
 from rankscope.page.pagecharts import CheckCharts
 from rankscope.page.pagecontent import PageContent, data_of
+from rankscope.page.rankplaces import ranks_html
 from rankscope.page.valuechoice import ValueChoice, chosen_values
 from rankscope.page.verdicthtml import (
     coverage_html,
@@ -33,15 +34,23 @@ from rankscope.run.filenames import Progress
 from rankscope.tree.selection import nothing_matched
 from rankscope.tree.views import Trace
 
-__all__ = ["DATA_BYTES", "EVERYTHING", "PageWish", "check_page", "shortened"]
+__all__ = [
+    "BYTES_PER_ENTRY",
+    "DATA_BYTES",
+    "EVERYTHING",
+    "MOST_TRIES",
+    "PageWish",
+    "check_page",
+    "shortened",
+]
 
 DATA_BYTES: Final = 10_000_000
 """A page holds no more data than that."""
-_BYTES_PER_ENTRY: Final = 60
+BYTES_PER_ENTRY: Final = 60
 """Of a packed value, about."""
 _MOST_TEXT: Final = 1_500_000
 """Characters of the map as text."""
-_TRIES: Final = 5
+MOST_TRIES: Final = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,13 +95,17 @@ def check_page(
     cells = CheckCells(trace)
     charts = CheckCharts(cells.rows, cells.planes.world)
 
+    known: list[CheckContext] = []
+
     def each_step(step_view: StepView, context: CheckContext) -> None:
         cells.note(step_view, context)
         charts.note(step_view, context)
+        known[:] = [context]
 
     report = check(trace, layouts, progress=progress, each_step=each_step)
     cells.mark(report.findings)
-    made = _CheckPage(trace, report, cells, charts, wish)
+    places = ranks_html(trace, known[0] if known else None)
+    made = _CheckPage(trace, report, cells, charts, wish, places)
     return made.content(layout_file), report
 
 
@@ -100,16 +113,22 @@ class _CheckPage:
     """A page whose map is filled."""
 
     def __init__(
-        self, trace: Trace, report: Report, cells: CheckCells, charts: CheckCharts, wish: PageWish
+        self,
+        trace: Trace,
+        report: Report,
+        cells: CheckCells,
+        charts: CheckCharts,
+        wish: PageWish,
+        ranks: str,
     ) -> None:
         self._trace, self._report, self._cells, self._charts = trace, report, cells, charts
-        self._wish = wish
+        self._wish, self._ranks = wish, ranks
 
     def content(self, layout_file: str) -> PageContent:
         """Return the page, with as many values as it holds."""
         trace, report, cells = self._trace, self._report, self._cells
-        limit = DATA_BYTES / _BYTES_PER_ENTRY
-        for _ in range(_TRIES):
+        limit = DATA_BYTES / BYTES_PER_ENTRY
+        for _ in range(MOST_TRIES):
             choice = self._chosen(limit)
             data, packed = data_of(
                 command="check",
@@ -119,7 +138,7 @@ class _CheckPage:
                 planes=cells.planes,
                 classes=CellClass,
                 findings=report.findings,
-                details=self._details(choice),
+                details=self._details(choice).blocks,
                 charts=self._charts.steps,
                 left_out=choice.left_out,
             )
@@ -129,6 +148,7 @@ class _CheckPage:
                     "job": job_html("", trace),
                     "verdict": verdict_html(report, cells.steps, layout=layout_file),
                     "findings": findings_html(report, cells.steps),
+                    "ranks": self._ranks,
                     "coverage": coverage_html(report),
                     "text": self._text(),
                 },

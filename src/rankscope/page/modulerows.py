@@ -16,6 +16,8 @@ class ModuleRows:
         self._numbers: dict[str, int] = {}
         self._classes: list[str] = []
         self._parents: list[int] = []
+        self._turns: dict[int, int] = {}
+        """When each was first called in forward: how siblings are ordered."""
 
     def __len__(self) -> int:
         return len(self._classes)
@@ -36,6 +38,12 @@ class ModuleRows:
         elif class_name and not self._classes[found]:
             self._classes[found] = class_name
         return found
+
+    def called(self, row: int) -> None:
+        """Note that forward called a module: siblings stand in the order of their calls."""
+        while row >= 0 and row not in self._turns:
+            self._turns[row] = len(self._turns)
+            row = self._parents[row]
 
     def known(self, path: str) -> int | None:
         """Return the row of a path, None where no call has it."""
@@ -60,11 +68,14 @@ class ModuleRows:
             row = self._parents[row]
 
     def as_json(self) -> dict[str, list[str] | list[int]]:
-        """Return paths and classes in words, and the row around each, -1 for none."""
+        """Return paths and classes in words, the row around each (-1 for none), and when each was
+        first called; what never was comes last."""
+        never = len(self._turns)
         return {
             "paths": [visible(path) for path in self._numbers],
             "classes": [visible(name) for name in self._classes],
             "parents": self._parents,
+            "turns": [self._turns.get(row, never) for row in range(len(self))],
         }
 
 

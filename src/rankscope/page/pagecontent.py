@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from rankscope.page.calldetails import ROWS_PER_BLOCK, CallDetails, packed_json
+from rankscope.page.calldetails import ROWS_PER_BLOCK, DetailBlocks, packed_json
 from rankscope.page.cellplanes import CellClass, CellPlanes, DistanceClass, slot_kind
 from rankscope.page.modulerows import ModuleRows
 from rankscope.page.pagesteps import PageSteps
@@ -30,7 +30,7 @@ class PageContent:
 
     title: str
     sections: dict[str, str]
-    """HTML by section: job, verdict, findings, coverage, text."""
+    """HTML by section: job, verdict, findings, ranks, coverage, text."""
     data: dict[str, Any]
     """JSON data that the page needs at once."""
     packed: dict[str, bytes]
@@ -52,7 +52,7 @@ def data_of(
     planes: CellPlanes,
     classes: type[CellClass] | type[DistanceClass],
     findings: Iterable[Finding],
-    details: CallDetails,
+    details: DetailBlocks,
     charts: Any,
     left_out: str,
 ) -> tuple[dict[str, Any], dict[str, bytes]]:

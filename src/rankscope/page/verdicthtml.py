@@ -118,7 +118,12 @@ def _listed(title: str, findings: Sequence[Finding], steps: PageSteps, *, is_ope
 def _evidence(evidence: Mapping[str, Any]) -> str:
     """Return what a finding rests on: numbers side by side."""
     parts = []
+    pairs = [{"": name, **value} for name, value in evidence.items() if isinstance(value, Mapping)]
+    if pairs:
+        parts.append(_table("side by side", pairs))
     for name, value in evidence.items():
+        if isinstance(value, Mapping):
+            continue
         if isinstance(value, list) and value and isinstance(value[0], dict):
             parts.append(_table(name, value))
         elif value not in (None, [], ""):

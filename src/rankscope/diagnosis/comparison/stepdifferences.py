@@ -87,6 +87,7 @@ class StepDifferences:
             stages: [world of the test] which stage of a pipeline each rank is, -1 where that is not
                 known; None for one stage.
         """
+        self.aligned = aligned
         self._stages = stages
         self._left_out, self._tensors = left_out, tensors
         self._wholes, self._batches, self._before = wholes, batches, before

@@ -14,9 +14,12 @@ function lineChart({ title, note, series, names, isLog = false, unit = "", at = 
   let low = every.reduce((least, value) => Math.min(least, scaled(value)), Infinity);
   let high = every.reduce((most, value) => Math.max(most, scaled(value)), -Infinity);
   if (!isLog && low > 0 && (isBars || low < 0.5 * high)) low = 0;
-  if (high === low) {
+  if (isLog) {
+    low = Math.floor(low);
+    high = Math.max(Math.ceil(high), low + 1);
+  } else if (high === low) {
     high += Math.abs(high) || 1;
-    low -= Math.abs(low) * 0.1;
+    low -= isBars ? 0 : Math.abs(low) * 0.1;
   }
   const count = Math.max(...series.map(({ values }) => values.length));
   const box = { left: 62, right: WIDE - 8, top: 8, bottom: HIGH - 22 };
@@ -24,11 +27,12 @@ function lineChart({ title, note, series, names, isLog = false, unit = "", at = 
   const x = (place) => box.left + inset + ((box.right - box.left - 2 * inset) * (count < 2 ? 0.5 : place / (count - 1)));
   const y = (value) => box.bottom - ((box.bottom - box.top) * (scaled(value) - low)) / (high - low);
   const picture = drawn("svg", { viewBox: `0 0 ${WIDE} ${HIGH}`, width: "100%", role: "img", "aria-label": `${title}: ${summary(series, names, unit)}` });
-  for (let tick = 0; tick <= 3; tick += 1) {
-    const value = low + ((high - low) * tick) / 3;
-    const height = box.bottom - ((box.bottom - box.top) * tick) / 3;
+  const ticks = isLog ? Math.min(high - low, 4) : 3;
+  for (let tick = 0; tick <= ticks; tick += 1) {
+    const value = isLog ? Math.round(low + ((high - low) * tick) / ticks) : low + ((high - low) * tick) / ticks;
+    const height = box.bottom - ((box.bottom - box.top) * (value - low)) / (high - low);
     picture.append(drawn("line", { class: "axis", x1: box.left, x2: box.right, y1: height, y2: height }));
-    picture.append(drawn("text", { x: box.left - 4, y: height + 4, "text-anchor": "end" }, told(Number((isLog ? 10 ** value : value).toPrecision(3)))));
+    picture.append(drawn("text", { x: box.left - 4, y: height + 4, "text-anchor": "end" }, onAxis(isLog ? 10 ** value : value))));
   }
   const ends = [[0, "start"], [count - 1, "end"]];
   for (const [place, anchor] of count > 1 ? ends : [[0, "middle"]]) {
@@ -87,6 +91,11 @@ function lineChart({ title, note, series, names, isLog = false, unit = "", at = 
   }) : [];
   const caption = make("figcaption", {}, make("strong", {}, title), note ? ` ${note} ` : " ", ...legend, readout);
   return make("figure", {}, caption, picture);
+}
+
+function onAxis(value) {
+  const size = Math.abs(value);
+  return size >= 1e5 || (size && size < 1e-3) ? value.toExponential(size < 1 || value % 1 ? 1 : 0) : String(Number(value.toPrecision(3)));
 }
 
 function isPeak(values, place, stride) {

@@ -24,7 +24,7 @@ class Detail {
     swatch.style.background = `var(--${data.class_names[worst]})`;
     const parts = [
       make("h3", { class: "mono" }, tree.paths[at.row].slice(0, 2000) || "(root)"),
-      make("p", { class: "said" }, swatch, `${data.classes[worst]} - ${tree.classes[at.row].slice(0, 200) || "a container"}, ${phaseOf(at.phase, step)}, ${ranksNamed(ranksText(at.ranks))}`),
+      make("p", { class: "said" }, swatch, `${data.classes[worst]} - ${tree.classes[at.row].slice(0, 200) || "a container"}, ${phaseOf(at.phase, step)}, ${ranksShort(ranksText(at.ranks))}`),
       ...this.findings(store, at),
     ];
     const calls = (every ?? []).filter((call) => call.t === at.step && call.p === at.phase);
@@ -77,9 +77,9 @@ class Detail {
     if (slot.sides) parts.push(...this.compared(store, view, slot));
     else if (slot.f) parts.push(...this.values(store, view, slot));
     parts.push(this.links(store, slot));
-    const trend = slot.f ? this.trend(store, call, slot, every) : null;
+    const trend = slot.f || slot.error !== undefined ? this.trend(store, call, slot, every) : null;
     if (trend) parts.push(trend);
-    if (slot.f && !slot.sides) parts.push(this.command(store, view, call, slot));
+    if (slot.f && (slot.kept || found)) parts.push(this.command(store, view, call, slot));
     return make("div", { class: `slot${found ? " found" : ""}` }, ...parts);
   }
 
@@ -88,11 +88,11 @@ class Detail {
     const parts = [];
     if (slot.error !== undefined) parts.push(make("p", {}, `relative error ${told(slot.error)}; rounding explains ${told(slot.allowed)}: ${told(slot.error / slot.allowed)} times`));
     if (slot.reason) parts.push(make("p", {}, `not compared: ${slot.reason}`));
-    for (const [name, side] of slot.sides) parts.push(make("h4", {}, name), ...this.values(store, view, side));
+    for (const [name, side] of slot.sides) parts.push(make("h4", {}, name), ...this.values(store, view, side, ""));
     return parts;
   }
 
-  values(store, view, slot) {
+  values(store, view, slot, judged = slot.held ? "; held to others" : "; not held to others: it may differ") {
     const { data } = store;
     const letters = new Map();
     slot.f.forEach((fold, number) => {
@@ -114,13 +114,12 @@ class Detail {
         return make("td", { class: isOff || isBad ? "off" : null }, told(value));
       });
       const letter = slot.f.length > 1 ? `${LETTERS[number] ?? "+"} ` : "";
-      const line = make("tr", {}, make("td", {}, `${letter}${ranksNamed(fold.r)}${ranks.includes(chosen) && slot.f.length > 1 ? " (this)" : ""}`), make("td", {}, `[${fold.s.join(", ")}]`), ...cells, make("td", {}, fold.h ? fold.h.slice(0, 8) : "-"));
+      const line = make("tr", {}, make("td", { title: ranksNamed(fold.r) }, `${letter}${ranksShort(fold.r)}${ranks.includes(chosen) && slot.f.length > 1 ? " (this)" : ""}`), make("td", {}, `[${fold.s.join(", ")}]`), ...cells, make("td", {}, fold.h ? fold.h.slice(0, 8) : "-"));
       return line;
     });
     const parts = [];
     const how = slot.distinct ? `${slot.distinct} different values; the largest group and the extremes` : slot.f.length === 1 ? "all hold the same" : `${slot.f.length} different values`;
-    const judged = slot.held ? "held to others" : "not held to others: it may differ";
-    const caption = make("caption", {}, slot.sides ? how : `${how}; ${judged}`);
+    const caption = make("caption", {}, `${how}${judged}`);
     const table = make("table", {}, caption, make("thead", {}, head), make("tbody", {}, ...rows));
     const layouts = slot.l.map((layout) => this.layout(store, layout, letters)).filter(Boolean);
     parts.push(make("div", { class: "side" }, make("div", { class: "wide", tabindex: "0", role: "group", "aria-label": `numbers of ${slot.n}` }, table), ...layouts));
@@ -153,9 +152,15 @@ class Detail {
   trend(store, call, slot, every) {
     const own = every
       .filter((each) => each.p === call.p && (each.b ?? 0) === (call.b ?? 0) && (each.o ?? 0) === (call.o ?? 0))
-      .map((each) => [each.t, (each.s ?? []).find((other) => other.n === slot.n && other.f)])
+      .map((each) => [each.t, (each.s ?? []).find((other) => other.n === slot.n && (other.f || other.sides))])
       .filter(([, other]) => other);
     if (own.length < 2) return null;
+    const names = own.map(([step]) => store.data.steps[step].label);
+    const at = own.findIndex(([step]) => step === call.t);
+    if (slot.sides) {
+      const series = [["error", "error"], ["noise", "allowed"]].map(([name, field]) => ({ name, values: own.map(([, other]) => other[field] ?? null) }));
+      return lineChart({ title: `error of ${slot.n} over the steps`, series, names, at, isLog: true });
+    }
     const norm = store.data.numbers.indexOf("l2");
     const of = (other) => {
       const found = other.spread?.l2 ? [other.spread.l2[0], other.spread.l2[3]] : other.f.map((fold) => fold.v?.[norm] ?? null).filter((value) => value !== null);
@@ -164,7 +169,9 @@ class Detail {
     const ends = own.map(([, other]) => of(other));
     const isOne = ends.every(([low, high]) => low === high);
     const series = isOne ? [{ name: "norm", values: ends.map(([low]) => low) }] : [{ name: "least norm", values: ends.map(([low]) => low) }, { name: "greatest norm", values: ends.map(([, high]) => high) }];
-    return lineChart({ title: `${slot.n} over the steps`, series, names: own.map(([step]) => store.data.steps[step].label), at: own.findIndex(([step]) => step === call.t) });
+    const known = ends.flat().filter((value) => value !== null);
+    const isLog = known.every((value) => value > 0) && Math.max(...known) > 50 * Math.min(...known);
+    return lineChart({ title: `norm of ${slot.n} over the steps`, series, names, at, isLog });
   }
 
   command(store, view, call, slot) {

@@ -59,6 +59,12 @@ function ranksText(ranks) {
   return runs.map(([first, last]) => (first === last ? `${first}` : `${first}-${last}`)).join(",");
 }
 
+// "ranks 0,8,16, ... (32 ranks)": a list that fits a line.
+function ranksShort(text) {
+  if (text.length <= 28) return ranksNamed(text);
+  return `ranks ${text.slice(0, 22).replace(/[^,]*$/, "")}... (${ranksOf(text).length})`;
+}
+
 const ranksNamed = (text) => (/^\d+$/.test(text) ? `rank ${text}` : `ranks ${text}`);
 
 // What fnmatch does with *, ? and [...] over a whole name.

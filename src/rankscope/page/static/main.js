@@ -1,6 +1,6 @@
 // The page put together: controls, links, keys.
 
-const SECTIONS = ["job", "verdict", "findings", "coverage", "text"];
+const SECTIONS = { job: "job", verdict: "verdict", findings: "findings", ranks: "ranks-now", coverage: "coverage", text: "text" };
 
 class Page {
   constructor(store) {
@@ -138,9 +138,9 @@ class Page {
     const { alike } = store.data;
     const several = alike.map((text, group) => [text, group]).filter(([text]) => /[-,]/.test(text));
     const buttons = several.slice(0, 12).map(([text, group]) => make("button", {
-      type: "button", "aria-pressed": view.unfolded.has(group), title: `unfold ${ranksNamed(text)}`,
+      type: "button", "aria-pressed": view.unfolded.has(group), title: `unfold ${ranksNamed(text).slice(0, 500)}`,
       click: () => this.map.unfold({ group, step: view.step }),
-    }, ranksNamed(text)));
+    }, ranksShort(text)));
     const words = alike.length === 1 ? "all ranks are alike; unfold:" : `${alike.length} groups of ranks that are alike${several.length ? ", to unfold:" : ""}`;
     byId("groups").replaceChildren(words, ...buttons, several.length > 12 ? "and more: click their heads" : "");
   }
@@ -225,6 +225,10 @@ const page = new Page(new Store(JSON.parse(textOf("data")), (id) => textOf(`pack
 
 follow((content) => {
   document.title = `rankscope - ${content.title}`;
-  for (const id of SECTIONS) if (byId(id).innerHTML !== content.sections[id]) byId(id).innerHTML = content.sections[id];
+  for (const [name, id] of Object.entries(SECTIONS)) {
+    const opened = [...byId(id).querySelectorAll("details")].map((each) => each.open);
+    byId(id).innerHTML = content.sections[name];
+    [...byId(id).querySelectorAll("details")].forEach((each, at) => { each.open = opened[at] ?? each.open; });
+  }
   page.renew(new Store(content.data, (id) => content.packed[id] ?? null));
 });

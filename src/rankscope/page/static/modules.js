@@ -1,13 +1,14 @@
 // The modules as a tree that folds.
 
 class ModuleTree {
-  constructor({ paths, classes, parents }) {
+  constructor({ paths, classes, parents, turns }) {
     this.paths = paths;
     this.classes = classes;
     this.parents = parents;
     this.children = paths.map(() => []);
     this.roots = [];
     parents.forEach((parent, row) => (parent < 0 ? this.roots : this.children[parent]).push(row));
+    for (const rows of [this.roots, ...this.children]) rows.sort((a, b) => turns[a] - turns[b]);
     this.order = [];
     this.depth = new Int32Array(paths.length);
     const waiting = [...this.roots].reverse();

@@ -1,0 +1,58 @@
+"""`rankscope serve`: the page of a trace beside the running job."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from rankscope.cli.arguments import LayoutOption, TraceArgument
+
+__all__ = ["command"]
+
+
+def command(
+    trace: TraceArgument = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Default any that is free.")] = 0,
+    host: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="Other machines reach it: needs TLS.")
+    ] = "127.0.0.1",
+    certificate: Annotated[
+        Optional[Path],  # noqa: UP045  # typer reads it on 3.10
+        typer.Option("--tls-certificate", metavar="FILE", help="PEM, with the chain."),
+    ] = None,
+    key: Annotated[
+        Optional[Path],  # noqa: UP045  # as above
+        typer.Option("--tls-key", metavar="FILE", help="PEM; default in the same file."),
+    ] = None,
+    layout: LayoutOption = None,
+) -> None:
+    """Serve the page of `report` on this machine, renewed as steps arrive; Ctrl-C ends it."""
+    from rankscope.cli.terminal import opened
+    from rankscope.layout.layoutfile import LayoutFile
+    from rankscope.page.checkpage import check_page
+    from rankscope.page.pagecontent import PageContent
+    from rankscope.page.pageserver import PageServer, PageSource, is_loopback
+    from rankscope.tree.reader import open_trace
+
+    layouts = None if layout is None else LayoutFile.load(layout)
+    first = opened(trace)
+    given = str(layout or first.run.get("layout", {}).get("file", ""))
+    folder = first.path
+
+    def make() -> tuple[PageContent, bool]:
+        found = open_trace(folder, wait_s=0.0)
+        content, _ = check_page(found, layouts, layout_file=given)
+        return content, found.is_live
+
+    server = PageServer(PageSource(make), host=host, port=port, certificate=certificate, key=key)
+    typer.echo(server.url)
+    typer.echo("rankscope: the token lets in whoever has this URL; Ctrl-C ends", err=True)
+    if is_loopback(host):
+        told = f"ssh -L {server.port}:127.0.0.1:{server.port} THIS_HOST"
+        typer.echo(f"rankscope: served to this machine alone; from another: {told}", err=True)
+    try:
+        server.serve()
+    except KeyboardInterrupt:
+        typer.echo("rankscope: ended", err=True)

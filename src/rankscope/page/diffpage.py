@@ -1,0 +1,232 @@
+"""The page of `diff`: how far every value is from the reference's, in units of what rounding
+explains."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from rankscope.diagnosis.comparison.alignment import AlignedValue, PathMap
+from rankscope.diagnosis.comparison.comparedvalue import ComparedValue
+from rankscope.diagnosis.comparison.diff import diff
+from rankscope.diagnosis.comparison.stepdifferences import StepDifferences
+from rankscope.diagnosis.comparison.tracesides import StepKey
+from rankscope.layout.layoutfile import LayoutFile
+from rankscope.page.calldetails import DetailBlocks
+from rankscope.page.cellplanes import CALL_KIND, CellPlanes, DistanceClass, slot_kind
+from rankscope.page.celltext import cell_lines
+from rankscope.page.checkpage import BYTES_PER_ENTRY, DATA_BYTES, MOST_TRIES, shortened
+from rankscope.page.modulerows import ModuleRows
+from rankscope.page.pagecontent import PageContent, data_of
+from rankscope.page.pagesteps import PageStep, PageSteps
+from rankscope.page.rankplaces import ranks_html
+from rankscope.page.slotdetails import slot_detail
+from rankscope.page.valuechoice import ValueChoice, chosen_values
+from rankscope.page.verdicthtml import coverage_html, findings_html, job_html, verdict_html
+from rankscope.record.call import Mode
+from rankscope.record.finding import Report
+from rankscope.record.phases import Phase
+from rankscope.record.visibletext import visible
+from rankscope.run.filenames import Progress
+from rankscope.tree.views import Trace
+
+__all__ = ["diff_page"]
+
+_BY_DEPTH: Final = {
+    Phase.FORWARD: "output",
+    Phase.BACKWARD: "grad_input",
+    Phase.GRADS: "grad",
+    Phase.PARAMS: "param",
+}
+"""Whose errors are drawn over the modules, by phase."""
+
+
+def diff_page(
+    ref: Trace,
+    test: Trace,
+    *,
+    paths: PathMap | Sequence[str] = (),
+    layouts: LayoutFile | None = None,
+    noise: Trace | None = None,
+    tensors: bool = True,
+    progress: Progress | None = None,
+) -> tuple[PageContent, Report]:
+    """Return the page of two traces, and the verdict it shows; all else as of `diff`."""
+    cells = _DiffCells(test)
+    report = diff(
+        ref, test, paths=paths, layouts=layouts, noise=noise, tensors=tensors, progress=progress,
+        each_step=cells.note,
+    )  # fmt: skip
+    cells.planes.close()
+    limit = DATA_BYTES / BYTES_PER_ENTRY
+    for _ in range(MOST_TRIES):
+        page = _content(ref, test, report, cells, limit)
+        if page.size <= DATA_BYTES:
+            break
+        limit *= 0.8 * DATA_BYTES / page.size
+    return page, report
+
+
+def _content(
+    ref: Trace, test: Trace, report: Report, cells: _DiffCells, limit: float
+) -> PageContent:
+    choice = cells.chosen(report, limit)
+    data, packed = data_of(
+        command="diff",
+        trace=test,
+        rows=cells.rows,
+        steps=cells.steps,
+        planes=cells.planes,
+        classes=DistanceClass,
+        findings=report.findings,
+        details=cells.details(choice),
+        charts=cells.charts,
+        left_out=choice.left_out,
+    )
+    words = [each.word for each in DistanceClass]
+    lines = cell_lines(cells.planes, cells.rows, cells.steps.all, words)
+    return PageContent(
+        title=f"{report.verdict.value}: {test.path.name} beside {ref.path.name}",
+        sections={
+            "job": job_html("reference ", ref) + job_html("this run ", test),
+            "verdict": verdict_html(report, cells.steps),
+            "findings": findings_html(report, cells.steps),
+            "ranks": ranks_html(test, None),
+            "coverage": coverage_html(report),
+            "text": shortened(lines),
+        },
+        data=data,
+        packed=packed,
+    )
+
+
+class _DiffCells:
+    """Takes the differences of every step."""
+
+    def __init__(self, test: Trace) -> None:
+        self.rows, self.steps = ModuleRows(), PageSteps()
+        self.planes = CellPlanes(self.rows, int(test.run["world_size"]))
+        self.charts: list[dict[str, Any]] = []
+        self._calls: list[dict[str, Any]] = []
+        self._entries: list[defaultdict[int, int]] = []
+        for step in (*test.setup, *test.steps):  # rows in the order of the tree
+            for node in step.passing():
+                row = self.rows.of(node.path, node.class_name)
+                if node.phase is Phase.FORWARD:
+                    self.rows.called(row)
+            if not step.is_setup:
+                break
+
+    def note(self, key: StepKey | None, found: StepDifferences) -> None:
+        """Take a step; hand this to `diff` as `each_step`."""
+        mode, number = key or (Mode.TRAIN, 0)
+        step = self.steps.add(PageStep(mode, number, 0, is_setup=key is None))
+        self._entries.append(defaultdict(int))
+        calls: dict[tuple[int, Phase, int], dict[str, Any]] = {}
+        errors: defaultdict[str, dict[str, dict[int, float]]] = defaultdict(
+            lambda: {"error": {}, "noise": {}}
+        )
+        for compared in found.compared:
+            row = self.rows.of(compared.value.test_path)
+            self._mark(step, row, compared)
+            self._add(calls, step, row, compared)
+            kind = slot_kind(compared.value.test_slot)
+            if kind == _BY_DEPTH.get(compared.key.phase) and compared.difference is not None:
+                drawn = errors[compared.key.phase.word]
+                error = _finite(compared.error)
+                drawn["error"][row] = max(error, drawn["error"].get(row, 0.0))
+                drawn["noise"][row] = max(compared.allowed, drawn["noise"].get(row, 0.0))
+        for alone in (*found.aligned.only_ref, *found.aligned.only_test):
+            row = self.rows.of(alone.path)
+            every = slice(None)
+            self.planes.raise_to(step, alone.phase, CALL_KIND, row, every, DistanceClass.MISSING)
+        self.charts.append({"error": dict(errors)} if errors else {})
+        self._calls += calls.values()
+        self.planes.close()
+
+    def _mark(self, step: int, row: int, compared: ComparedValue) -> None:
+        kind = slot_kind(compared.value.test_slot)
+        for ranks, cell in _classes(compared):
+            inside = ranks[ranks < self.planes.world]
+            self.planes.raise_to(step, compared.key.phase, kind, row, inside, cell)
+
+    def _add(
+        self,
+        calls: dict[tuple[int, Phase, int], dict[str, Any]],
+        step: int,
+        row: int,
+        compared: ComparedValue,
+    ) -> None:
+        key, value = compared.key, compared.value
+        call = calls.get((row, key.phase, key.ordinal))
+        if call is None:
+            node = next(iter(value.test.values())).call.node
+            call = {"m": row, "t": step, "p": key.phase.word, "r": node.ranks_text}
+            call |= {"us": [None, None, None], "s": []}
+            if key.ordinal:
+                call["o"] = key.ordinal
+            if value.call.path != value.test_path:
+                call["w"] = visible(f"{value.call.path or '(root)'} of the reference")
+            calls[row, key.phase, key.ordinal] = call
+        call["s"].append(_slot(compared))
+        self._entries[-1][row] += 2
+
+    def chosen(self, report: Report, limit: float) -> ValueChoice:
+        """Return whose values fit."""
+        count = len(self.rows)
+        entries = [np.array([own.get(row, 0) for row in range(count)]) for own in self._entries]
+        rows = [self.rows.known(finding.path) for finding in report.findings]
+        steps = [self.steps.of_finding(finding) for finding in report.findings]
+        near = self.rows.around([row for row in rows if row is not None])
+        return chosen_values(entries, near, {s for s in steps if s is not None}, limit)
+
+    def details(self, choice: ValueChoice) -> DetailBlocks:
+        """Return the values that were chosen."""
+        blocks = DetailBlocks()
+        for call in self._calls:
+            wanted = choice.rows_of.get(call["t"], frozenset())
+            if wanted is None or call["m"] in wanted:
+                blocks.add(call)
+        return blocks
+
+
+def _classes(compared: ComparedValue) -> Iterator[tuple[Any, DistanceClass]]:
+    """Yield ranks and the class of what they hold."""
+    every = np.unique(np.concatenate([np.asarray(v.ranks) for v in compared.value.test.values()]))
+    if compared.is_missing:
+        yield every, DistanceClass.MISSING
+    elif compared.difference is None:
+        yield every, DistanceClass.NOT_COMPARED
+    else:
+        ratios = np.asarray(compared.errors) / max(compared.allowed, 1e-300)
+        classes = np.array([DistanceClass.of(float(ratio)) for ratio in ratios])
+        for cell in np.unique(classes):
+            yield compared.difference.ranks(classes == cell), DistanceClass(int(cell))
+
+
+def _slot(compared: ComparedValue) -> dict[str, Any]:
+    value = compared.value
+    slot: dict[str, Any] = {
+        "n": visible(value.test_slot),
+        "d": " | ".join(sorted(map(visible, value.dtypes))),
+        "sides": [["reference", _side(value, "ref")], ["this run", _side(value, "test")]],
+    }
+    if compared.difference is not None:
+        slot["error"] = _finite(compared.error)
+        slot["allowed"] = float(f"{compared.allowed:.4g}")
+    if compared.reason:
+        slot["reason"] = visible(compared.reason)
+    return slot
+
+
+def _side(value: AlignedValue, name: str) -> dict[str, Any]:
+    """Return one side's value, of its first micro-batch."""
+    held = value.ref if name == "ref" else value.test
+    return slot_detail(next(iter(held.values())))
+
+
+def _finite(error: float) -> float:
+    return float(f"{error:.4g}") if np.isfinite(error) else 1e300

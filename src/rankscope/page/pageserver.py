@@ -1,0 +1,259 @@
+"""The page over HTTP: the same as the file, and renewed while the job runs.
+
+It serves one machine: the loopback address, to who knows the token in the URL. Another address has
+to be asked for, and then speaks TLS alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import ssl
+import threading
+import time
+from collections.abc import Callable
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import parse_qs, urlsplit
+
+from rankscope.errors import RankscopeError, SettingError
+from rankscope.page.pagecontent import PageContent
+from rankscope.page.pagefile import page_html, served_data
+from rankscope.record.visibletext import visible
+
+__all__ = ["PageServer", "PageSource", "is_loopback"]
+
+_TOKEN_BYTES: Final = 18
+_LEAST_WAIT_S: Final = 2.0
+_SHARE: Final = 4
+"""Making the page anew may take a fourth of the time."""
+_HEADERS: Final = {
+    "Cache-Control": "no-store",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+}
+
+
+class PageSource:
+    """Makes the page anew when it is asked for and something may have changed."""
+
+    def __init__(self, make: Callable[[], tuple[PageContent, bool]]) -> None:
+        """Make it once, so that what is wrong is said before anything is served.
+
+        Args:
+            make: returns the page, and whether the job goes on; may raise.
+
+        Raises:
+            RankscopeError: as `make`.
+        """
+        self._make = make
+        self._lock = threading.Lock()
+        self._next = 0.0
+        self._is_live = True
+        self._trouble = ""
+        self._content: PageContent | None = None
+        self._data, self._tag = b"", ""
+        self._renew()
+        if self._trouble:
+            raise RankscopeError(self._trouble)
+
+    def page(self, connect: str) -> bytes:
+        """Return the page as HTML."""
+        with self._lock:
+            self._renew()
+            assert self._content is not None
+            return page_html(self._content, connect).encode("utf-8", "xmlcharrefreplace")
+
+    def data(self) -> tuple[bytes, str, str]:
+        """Return what the page shows as JSON, its ETag, and why it is not newer, "" where it is."""
+        with self._lock:
+            self._renew()
+            return self._data, self._tag, self._trouble
+
+    def _renew(self) -> None:
+        if not self._is_live or time.monotonic() < self._next:
+            return
+        began = time.monotonic()
+        try:
+            self._content, self._is_live = self._make()
+            self._trouble = ""
+        except (RankscopeError, OSError) as error:  # a folder that was moved: what is known stays
+            self._trouble = visible(" ".join(str(error).split()))
+        else:
+            self._data = served_data(self._content)
+            self._tag = f'"{hashlib.sha256(self._data).hexdigest()[:32]}"'
+        took = time.monotonic() - began
+        self._next = time.monotonic() + max(_LEAST_WAIT_S, _SHARE * took)
+
+
+class PageServer:
+    """Serves one page until it is closed."""
+
+    def __init__(
+        self,
+        source: PageSource,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        certificate: Path | None = None,
+        key: Path | None = None,
+    ) -> None:
+        """Bind, and choose a token.
+
+        Args:
+            source: the page.
+            host: address to bind.
+            port: 0 for any that is free.
+            certificate, key: PEM files for TLS; needed where others reach the address.
+
+        Raises:
+            SettingError: an address that others reach without TLS, or one that cannot be bound.
+        """
+        if not is_loopback(host) and certificate is None:
+            raise SettingError(
+                f"--host {host}: other machines reach this address, and a page shows what is in "
+                "the trace: give --tls-certificate and --tls-key, or leave --host out and come "
+                "through ssh -L 8000:127.0.0.1:PORT"
+            )
+        self.token = secrets.token_urlsafe(_TOKEN_BYTES)
+        names = {host.lower(), "localhost"} if is_loopback(host) else set()
+        try:
+            self._server = _Server((host, port), source, self.token, names)
+        except OSError as error:
+            raise SettingError(f"--host {host} --port {port}: {error.strerror}") from error
+        self._scheme = "http"
+        if certificate is not None:
+            try:
+                context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+                context.load_cert_chain(certificate, key)
+            except (OSError, ssl.SSLError) as error:
+                self._server.server_close()
+                raise SettingError(f"--tls-certificate {certificate}: {error}") from error
+            self._server.tls = context
+            self._scheme = "https"
+        self._host = host
+
+    @property
+    def port(self) -> int:
+        """The port that is served."""
+        return int(self._server.server_address[1])
+
+    @property
+    def url(self) -> str:
+        """Where the page is, with the token."""
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"{self._scheme}://{host}:{self.port}/?token={self.token}"
+
+    def serve(self) -> None:
+        """Serve until `close`, or until the process is interrupted."""
+        self._server.serve_forever(poll_interval=0.2)
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def is_loopback(host: str) -> bool:
+    """True for addresses that only this machine reaches."""
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+class _Server(ThreadingHTTPServer):
+    """Holds what its handlers need."""
+
+    daemon_threads = True
+    tls: ssl.SSLContext | None = None
+
+    def __init__(
+        self, address: tuple[str, int], source: PageSource, token: str, names: set[str]
+    ) -> None:
+        if ":" in address[0]:
+            import socket
+
+            self.address_family = socket.AF_INET6
+        self.source, self.token, self.names = source, token, names
+        super().__init__(address, _Handler)
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        """Speak TLS in the thread of the request: a client that says nothing holds up no other."""
+        request.settimeout(30)
+        if self.tls is not None:
+            try:
+                request = self.tls.wrap_socket(request, server_side=True)
+            except (OSError, ssl.SSLError):
+                return
+        super().finish_request(request, client_address)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that goes away is no news."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Answers GET of the page and of its data."""
+
+    server: _Server
+    server_version = "rankscope"
+    sys_version = ""
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        """Answer, or say why not."""
+        asked = urlsplit(self.path)
+        if not self._is_ours():
+            self._answer(HTTPStatus.FORBIDDEN, b"another host was asked for\n", "text/plain")
+            return
+        token = parse_qs(asked.query).get("token", [""])[0]
+        if not hmac.compare_digest(token.encode(), self.server.token.encode()):
+            told = (
+                b"the token in the URL is missing or wrong: take the URL rankscope serve printed\n"
+            )
+            self._answer(HTTPStatus.FORBIDDEN, told, "text/plain")
+        elif asked.path == "/":
+            page = self.server.source.page("'self'")
+            self._answer(HTTPStatus.OK, page, "text/html; charset=utf-8")
+        elif asked.path == "/data":
+            self._data()
+        else:
+            self._answer(HTTPStatus.NOT_FOUND, b"there is one page: /\n", "text/plain")
+
+    def _data(self) -> None:
+        data, tag, trouble = self.server.source.data()
+        if trouble:
+            self._answer(
+                HTTPStatus.SERVICE_UNAVAILABLE, trouble.encode("utf-8", "replace"), "text/plain"
+            )
+        elif self.headers.get("If-None-Match") == tag:
+            self._answer(HTTPStatus.NOT_MODIFIED, b"", "application/json", ETag=tag)
+        else:
+            self._answer(HTTPStatus.OK, data, "application/json", ETag=tag)
+
+    def _is_ours(self) -> bool:
+        """True where the browser asked for this address by its own name: a page of somebody else
+        whose name was made to point here did not."""
+        if not self.server.names:
+            return True
+        host = urlsplit(f"//{self.headers.get('Host', '')}").hostname or ""
+        return host in self.server.names or is_loopback(host)
+
+    def _answer(self, status: HTTPStatus, body: bytes, kind: str, **more: str) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        for name, value in {**_HEADERS, **more}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Requests are not logged: their URLs hold the token."""
