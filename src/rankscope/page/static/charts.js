@@ -32,7 +32,7 @@ function lineChart({ title, note, series, names, isLog = false, unit = "", at = 
     const value = isLog ? Math.round(low + ((high - low) * tick) / ticks) : low + ((high - low) * tick) / ticks;
     const height = box.bottom - ((box.bottom - box.top) * (value - low)) / (high - low);
     picture.append(drawn("line", { class: "axis", x1: box.left, x2: box.right, y1: height, y2: height }));
-    picture.append(drawn("text", { x: box.left - 4, y: height + 4, "text-anchor": "end" }, onAxis(isLog ? 10 ** value : value))));
+    picture.append(drawn("text", { x: box.left - 4, y: height + 4, "text-anchor": "end" }, onAxis(isLog ? 10 ** value : value)));
   }
   const ends = [[0, "start"], [count - 1, "end"]];
   for (const [place, anchor] of count > 1 ? ends : [[0, "middle"]]) {
