@@ -49,6 +49,8 @@ _HELP = """One trace for the whole distributed job: every module call on every r
   rankscope diff REF TEST                     where a run leaves another one, of any topology
   rankscope layout                            a layout file, proposed from what the run shows
   rankscope show                              the tree of the newest trace here
+  rankscope report                            one HTML file of it: verdict, map, values
+  rankscope serve                             the same page beside the running job
   rankscope show --path 'layers.0*' --rank 1  one module, one rank
   rankscope tensor TRACE 'layers.0:output' --global --print    numbers, where they were kept
   rankscope export --format jsonl --out FILE  for jq and pandas; also perfetto, parquet
