@@ -71,7 +71,7 @@ def test_reading_commands_import_no_torch(out):
 
 
 def test_show_prints_the_tree_with_placements_and_numbers(out):
-    code, text, _ = rankscope("show", out)
+    code, text, _ = rankscope("show", out, "--full")
     assert code == 0
     assert "4 ranks on 2 hosts, mesh dp=2,tp=2, complete" in text
     assert "train step 0" in text
@@ -159,7 +159,7 @@ def test_a_depth_bounds_every_phase_and_says_what_it_leaves_out(layered):
     )
     _, text, _ = rankscope("show", layered, "--depth", "0", "--slots", "none")
     assert not [line for line in text.splitlines() if "layers" in line or "embed" in line]
-    _, everything, _ = rankscope("show", layered, "--slots", "none")
+    _, everything, _ = rankscope("show", layered, "--slots", "none", "--full")
     _, deep, _ = rankscope("show", layered, "--slots", "none", "--depth", "2")
     assert deep == everything, "nothing is left out, and nothing is said of it"
 
@@ -371,15 +371,16 @@ def test_names_of_a_trace_cannot_steer_the_terminal(tmp_path):
     rank.end()
     rank.ship(tmp_path / "trace")
     build(tmp_path / "trace")
-    code, text, errors = rankscope("show", tmp_path / "trace")
-    assert code == 0, errors
-    assert text.replace("\n", "").isprintable()
-    for shown in ("Model\\x1b[2J", "a\\rb", "input.\\x1b[31mx", "ValueError: \\x07 boom"):
-        assert shown in text
+    for words, slots in ([], ()), (["--full"], ["input.\\x1b[31mx", "ValueError: \\x07 boom"]):
+        code, text, errors = rankscope("show", tmp_path / "trace", *words)
+        assert code == 0, errors
+        assert text.replace("\n", "").isprintable()
+        for shown in ("Model\\x1b[2J", "a\\rb", *slots):
+            assert shown in text
 
 
 def test_stages_that_hold_different_things_are_no_fault_and_replicas_are(stages):
-    text = rankscope("show", stages)[1]
+    text = rankscope("show", stages, "--full")[1]
     assert re.search(r"input.0 +int64\[2, 3\]  rank 0  differs by rank: dtype", text)
     assert re.search(r"input.0 +float32\[2, 3\]  rank 1  differs by rank: dtype", text)
     assert re.search(r"held +bfloat16\[2\] .* rank 0 disagree in dtype", text)
@@ -432,9 +433,9 @@ def test_a_reader_that_goes_away_makes_no_noise(out):
 
 def test_lines_fit_a_narrow_terminal_and_are_never_broken_in_a_pipe(out, monkeypatch):
     monkeypatch.setenv("COLUMNS", "50")
-    narrow = rankscope("show", out)[1]
+    narrow = rankscope("show", out, "--full")[1]
     monkeypatch.delenv("COLUMNS")
-    plain = rankscope("show", out)[1]
+    plain = rankscope("show", out, "--full")[1]
     longest = max(map(len, narrow.splitlines()[1:]))  # a path is one word, however long
     assert longest <= 50 < max(map(len, plain.splitlines()[1:]))
     assert narrow.split() == plain.split(), "not a word is lost"

@@ -56,7 +56,7 @@ def test_show_prints_them_only_where_they_are_named(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "500")
     without, kept = (trace.path for trace in pair)
-    for options in ([], ["--slots", "*"], ["--slots", "*put*"], ["--slots", "none"]):
+    for options in ([], ["--full"], ["--slots", "*"], ["--slots", "*put*"], ["--slots", "none"]):
         code, text, _ = command("show", kept, *options)
         assert (code, "form:" in text) == (0, False), options
     code, text, _ = command("show", kept, "--slots", "form:*", "--step", "1")
@@ -97,7 +97,7 @@ def test_show_says_what_a_collective_is_within_the_width_of_the_terminal(
 ) -> None:
     out = tmp_path / "trace"
     ranks.run(job.talk, str(out), world_size=2)
-    code, text, errors = command("show", out)
+    code, text, errors = command("show", out, "--full")
     assert code == 0, errors
     heads = [line.strip() for line in text.splitlines() if "  collective  " in line]
     told = [line.split("  collective  ")[1].split("  ") for line in heads]

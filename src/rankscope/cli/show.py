@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Optional
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
 from rankscope.cli.arguments import TraceArgument
 from rankscope.record.statistics import COUNTS, NUMBERS
 
+if TYPE_CHECKING:
+    from rankscope.record.finding import Report
+    from rankscope.tree.views import Trace
+
 __all__ = ["command"]
 
 
+_MOST_NODES_BYTES = 64 << 20
+_MOST_VALUES_BYTES = 1 << 30
+"""Of a trace that is judged on the way: it takes a few seconds. A larger one is left to `rankscope
+check`."""
+
+
 def command(
+    context: typer.Context,
     trace: TraceArgument = None,
     depth: Annotated[
         Optional[int], typer.Option(min=0, help="Levels of modules below the root.")  # noqa: UP045  # typer reads it on 3.10
@@ -47,13 +59,22 @@ def command(
     slots: Annotated[
         str, typer.Option(metavar="GLOB", help="Slots to show; none for modules alone.")
     ] = "*",
+    is_full: Annotated[
+        bool, typer.Option("--full", help="Every call, placement and number of a step.")
+    ] = False,
 ) -> None:
-    """Show the tree of a trace: calls, placements, numbers, and where ranks differ."""
+    """Show a trace on one screen: how complete, what is wrong, where ranks differ, which modules.
+    With --full, or with a selection, its tree call by call.
+    """
     import sys
 
     from rankscope.cli.terminal import Paint, fitted, opened, say_unread, width
     from rankscope.cli.treetext import View, tree_lines
 
+    given = {name for name in context.params if _is_given(context, name)}
+    if not given - {"trace"}:
+        _show_summary(trace)
+        return
     view = View.parse(
         depth=depth,
         path=path,
@@ -70,3 +91,59 @@ def command(
         for row in fitted(line, columns):
             typer.echo(row)
     say_unread(found)
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    """True for what stands on the command line, also where that is the default."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _show_summary(place: Path | None) -> None:
+    import shlex
+    import sys
+
+    from rankscope.cli.summarytext import summary_lines
+    from rankscope.cli.terminal import Paint, opened, say_unread, width
+
+    found = opened(place)
+    report, unjudged = _judged(found)
+    named = "" if place is None else shlex.quote(str(place))
+    for row in summary_lines(
+        found, report, Paint(sys.stdout), width(), unjudged=unjudged, place=named
+    ):
+        typer.echo(row)
+    say_unread(found)
+
+
+def _judged(trace: Trace) -> tuple[Report | None, str]:
+    """Return what `check` says of a trace, or why it was not asked."""
+    from rankscope.cli.terminal import progress
+    from rankscope.errors import RankscopeError
+    from rankscope.run.filenames import (
+        CELLS_SUFFIX,
+        REPLICA_FOLDER,
+        STEPS_FOLDER,
+        TRACE_NAME,
+        VALUES_NAME,
+    )
+
+    folder = trace.path
+    nodes = [folder / TRACE_NAME, *(folder / STEPS_FOLDER).glob("*.json")]
+    if not trace.is_written:
+        nodes = [*(folder / REPLICA_FOLDER).glob(f"*{CELLS_SUFFIX}")]
+    sizes = [_size(nodes), _size([folder / VALUES_NAME])]
+    if sizes[0] > _MOST_NODES_BYTES or sizes[1] > _MOST_VALUES_BYTES:
+        return None, f"{sum(sizes) / 1e9:.1f} GB of records take longer"
+    from rankscope.diagnosis.check import check
+
+    try:
+        with progress() as say:
+            return check(trace, progress=say), ""
+    except RankscopeError as error:  # what can be read of the tree is shown all the same
+        return None, " ".join(str(error).split())
+
+
+def _size(files: list[Path]) -> int:
+    """Return the bytes of those files that are there."""
+    return sum(file.stat().st_size for file in files if file.is_file())

@@ -18,10 +18,11 @@ from rankscope.tree.reader import open_trace
 from rankscope.tree.treewriter import Progress
 from rankscope.tree.views import Trace
 
-__all__ = ["Paint", "fitted", "opened", "progress", "say_unread", "visible", "width"]
+__all__ = ["Paint", "cut", "fitted", "opened", "progress", "say_unread", "visible", "width"]
 
 _CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
-_COLOR = re.compile(r"\x1b\[\d+m")
+_COLOR = re.compile(r"(\x1b\[\d+m)")
+_PLAIN = "\x1b[0m"
 _PART = re.compile(r"( {2,}|^)((?:\S| (?! ))+)")
 _FIRST_S = 1.0
 """Nothing is said about work that is done sooner."""
@@ -37,7 +38,7 @@ class Paint:
 
     def __call__(self, style: str, text: str) -> str:
         """Return the text in a style of `_CODES`."""
-        return f"\x1b[{_CODES[style]}m{text}\x1b[0m" if self._is_on and text else text
+        return f"\x1b[{_CODES[style]}m{text}{_PLAIN}" if self._is_on and text else text
 
 
 def width() -> int:
@@ -66,6 +67,24 @@ def fitted(line: str, columns: int) -> Iterator[str]:
             else:
                 row = f"{row}{between}{piece}"
     yield row
+
+
+def cut(line: str, columns: int) -> str:
+    """Return a line of at most so many columns: `...` stands for what is cut off its end, and no
+    colour goes on behind it."""
+    if _length(line) <= columns:
+        return line
+    left, kept, is_painted = max(columns - 3, 0), [], False
+    for part in _COLOR.split(line):
+        if _COLOR.fullmatch(part):
+            is_painted = part != _PLAIN
+            kept.append(part)
+        else:
+            kept.append(part[:left])
+            left -= len(part[:left])
+            if not left:
+                break
+    return "".join(kept) + "..."[:columns] + (_PLAIN if is_painted else "")
 
 
 def _length(text: str) -> int:

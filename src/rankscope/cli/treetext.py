@@ -12,6 +12,7 @@ from typing import Any
 from rankscope.cli.terminal import Paint, visible
 from rankscope.errors import SelectionError
 from rankscope.globs import glob_matches, slot_matches
+from rankscope.layout.placement import Placement, PlacementKind
 from rankscope.record.call import CallStatus, Mode
 from rankscope.record.notes import NoteKind
 from rankscope.record.phases import Phase
@@ -26,11 +27,21 @@ from rankscope.tree.selection import (
     parse_phase,
     parse_ranges,
 )
-from rankscope.tree.slotview import SlotView, shape_text
+from rankscope.tree.slotview import SlotView, is_bound_to_one_tensor, shape_text
 from rankscope.tree.summary import endings, extent
 from rankscope.tree.views import Node, Step, Trace
 
-__all__ = ["View", "collective_lines", "collective_text", "tree_lines"]
+__all__ = [
+    "View",
+    "collective_lines",
+    "collective_text",
+    "complaint_lines",
+    "group_name",
+    "header_lines",
+    "layout_text",
+    "steps_named",
+    "tree_lines",
+]
 _PEERS = {"send": "to", "recv": "from"}
 
 
@@ -74,6 +85,9 @@ COLUMNS = (*COUNTS, *NUMBERS, "hash")
 _ELEMENTS = frozenset(s.name for s in STATISTICS if s.is_element)
 _MAX_VALUES = 4
 """Distinct values listed below a slot whose ranks differ."""
+_LONG = 24
+"""Characters of a placement that rankscope does not interpret; a longer one is cut at its
+arguments."""
 _INTEGER = re.compile(r"u?int\d+")
 _IN_ORDER = frozenset(status.word for status in CallStatus if status.is_in_order)
 
@@ -162,26 +176,29 @@ def tree_lines(trace: Trace, view: View, paint: Paint) -> Iterator[str]:
     slots = {slot.slot for group in groups for node in group.walk() for slot in node.slots}
     if view.slots not in ("none", "*") and not any(map(view.takes, slots)):
         raise nothing_matched("--slots", view.slots, slots)
-    yield from _header(trace, paint)
+    yield from header_lines(trace, paint)
     levels = _Levels(view.path, () if view.depth is None else (*groups, *trace.steps[:1]))
-    lives = len({rank["incarnation"] for rank in trace.run["ranks"]})
     for group in groups:
-        name = "setup" if group.is_setup else f"{group.mode.word} step {group.step}"
-        if lives > 1:
-            name += f" (life {group.incarnation} of the ranks)"
-        yield paint("bold", name)
+        yield paint("bold", group_name(trace, group))
         yield from (f"  {visible(str(note))}" for note in group.notes)
         tree = _Tree(view, paint, levels)
         for node in group.nodes:
             yield from tree.lines(node)
         yield from tree.left_out()
-    yield from _complaints(trace, paint)
+    yield from complaint_lines(trace, paint)
     hidden = [step for step in trace.steps if step not in groups]
     if view.steps is None and hidden:
-        yield paint("dim", f"also traced: {_names(hidden)}; show them with --step, --mode")
+        yield paint("dim", f"also traced: {steps_named(hidden)}; show them with --step, --mode")
 
 
-def _complaints(trace: Trace, paint: Paint) -> Iterator[str]:
+def group_name(trace: Trace, group: Step) -> str:
+    """Return how a step or a setup is called, with its life where ranks had several."""
+    name = "setup" if group.is_setup else f"{group.mode.word} step {group.step}"
+    lives = len({rank["incarnation"] for rank in trace.run["ranks"]})
+    return f"{name} (life {group.incarnation} of the ranks)" if lives > 1 else name
+
+
+def complaint_lines(trace: Trace, paint: Paint) -> Iterator[str]:
     """Yield what ranks could not do as they were asked, and that belongs to no call."""
     ranks_by_text: dict[str, list[int]] = {}
     for rank in trace.completeness["ranks"]:
@@ -207,18 +224,20 @@ def _groups(trace: Trace, view: View) -> list[Step]:
             if view.steps
             else f"{mode.word} step"
         )
-        raise SelectionError(f"the trace holds no {asked}; it holds {_names(trace.steps)}")
+        raise SelectionError(f"the trace holds no {asked}; it holds {steps_named(trace.steps)}")
     return [*setup, *chosen]
 
 
-def _names(steps: Iterable[Step]) -> str:
+def steps_named(steps: Iterable[Step]) -> str:
+    """Return `train 0-2, eval 0`."""
     by_mode: dict[str, list[int]] = {}
     for step in steps:
         by_mode.setdefault(step.mode.word, []).append(step.step)
     return ", ".join(f"{mode} {ranks_text(numbers)}" for mode, numbers in by_mode.items())
 
 
-def _header(trace: Trace, paint: Paint) -> Iterator[str]:
+def header_lines(trace: Trace, paint: Paint) -> Iterator[str]:
+    """Yield the job, how complete its trace is, and the first exception that ended a rank."""
     is_fine = trace.is_complete and not endings(trace.completeness) and trace.steps
     how = paint("green" if is_fine else "red", trace.state)
     yield f"{paint('bold', visible(str(trace.path)))}  {visible(extent(trace.run))}, {how}"
@@ -352,14 +371,24 @@ def _outcome_lines(node: Node, paint: Paint) -> Iterator[str]:
 
 
 def _disagreement(slot: SlotView, others: Sequence[SlotView], paint: Paint) -> str:
-    """Say what ranks differ in: as a fault only where one mesh spans them, which binds them to one
-    tensor. Stages of a pipeline share a path and hold different things."""
+    """Say what ranks differ in: as a fault only where the layout says that they hold one tensor."""
     what = ", ".join(slot.disagreement)
-    mesh = slot.layout().mesh
-    bound = set(mesh.ranks) if mesh else set()
-    if any(other.placements and bound & set(other.ranks) for other in others):
+    if is_bound_to_one_tensor(slot, others):
         return paint("red", f"{ranks_named(slot.ranks)} disagree in {what}")
     return f"{paint('dim', ranks_named(slot.ranks))}  differs by rank: {what}"
+
+
+def layout_text(slot: SlotView) -> str:
+    """Return the placements on the axes of the mesh, those that torch writes at length shortened:
+    `_MaskPartial(...)`. "" where they are unknown."""
+    return visible(" ".join(f"{axis}={_short(p)}" for axis, p in slot.placements.items()))
+
+
+def _short(placement: Placement) -> str:
+    text = str(placement)
+    if placement.kind is PlacementKind.OTHER and len(text) > _LONG:
+        return f"{text.partition('(')[0][:_LONG]}(...)"
+    return text.replace("split_factor=", "")
 
 
 def _slot_lines(
@@ -386,9 +415,7 @@ def _slot_lines(
     folds, columns = slot.folds, view.columns_of(slot.dtype)
     parts = [f"{visible(slot.slot):<14} {slot.dtype}{shape_text(slot, view.rank)}"]
     if slot.placements:
-        parts.append(
-            paint("cyan", visible(" ".join(f"{a}={p}" for a, p in slot.placements.items())))
-        )
+        parts.append(paint("cyan", layout_text(slot)))
     flags = sorted({flag for fold in folds for flag in fold.flags})
     if flags:
         parts.append(paint("yellow", ",".join(flags)))

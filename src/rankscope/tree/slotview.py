@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from rankscope.record.wholestatistics import Combined
 from rankscope.tree.damage import damaged_is_trace_error
 from rankscope.tree.digests import Columns, Fold, column_digest, read_combined, read_fold
 
-__all__ = ["SlotView", "Whereabouts", "shape_text"]
+__all__ = ["SlotView", "Whereabouts", "is_bound_to_one_tensor", "shape_text"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,3 +224,16 @@ def shape_text(slot: SlotView, rank: int | None = None) -> str:
         return "[...]"
     sizes = [set(dim) for dim in zip(*shapes)]
     return f"[{', '.join(str(*size) if len(size) == 1 else '*' for size in sizes)}]"
+
+
+def is_bound_to_one_tensor(slot: SlotView, others: Iterable[SlotView]) -> bool:
+    """True where one mesh spans an entry and another of the same slot: its layout says that they
+    hold one tensor. Stages of a pipeline share a path and hold different things.
+
+    Args:
+        slot: one entry.
+        others: entries of the same slot, of ranks that differ from it.
+    """
+    mesh = slot.layout().mesh
+    bound = set(mesh.ranks) if mesh else set()
+    return any(other.placements and bound & set(other.ranks) for other in others)

@@ -1,0 +1,367 @@
+"""The tree of a summary: two levels of modules, a row for several that are alike, and what is wrong
+in which."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rankscope.cli.terminal import Paint, cut, visible
+from rankscope.cli.treetext import layout_text
+from rankscope.record.finding import Report, Severity
+from rankscope.record.phases import Phase
+from rankscope.record.ranklists import ranks_named, ranks_text
+from rankscope.tree.alikemodules import (
+    AlikeModules,
+    ModuleDifference,
+    ModuleOutline,
+    SlotOutline,
+    difference,
+    is_number,
+    numbered_groups,
+)
+from rankscope.tree.slotview import shape_text
+from rankscope.tree.summary import counted
+from rankscope.tree.views import Trace
+
+__all__ = ["FoldedTree", "shortened"]
+
+_DEPTH = 2
+_WIDE = 160
+"""Characters of a row where no terminal bounds it."""
+_LONGEST_NAME = 40
+_LONGEST_CLASS = 32
+_LONGEST_LAYOUT = 48
+_ROOT = "(root)"
+
+
+def shortened(text: str, longest: int) -> str:
+    """Return text that prints, cut in its middle where it is longer."""
+    text = visible(text)
+    if len(text) <= longest:
+        return text
+    half = (longest - 3) // 2
+    return f"{text[:half]}...{text[-half:]}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TreeRow:
+    level: int
+    name: str
+    parts: tuple[str, ...]
+    """Painted; two spaces apart."""
+    weight: int
+    """What weighs least is shown first: 0 leads to a fault."""
+    count: int
+    """Modules that it stands for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _FirstPlace:
+    """Where a report, or the tree itself, says that something went wrong first."""
+
+    path: str
+    slot: str
+    ranks: tuple[int, ...]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Standing:
+    """What is wrong in a module and in the modules inside it."""
+
+    first: _FirstPlace | None = None
+    """Where ranks differ or a fault was found first, if in here."""
+    said: dict[str, set[int]] = field(default_factory=dict)
+    """Ranks by what is wrong: other origins, warnings, what the tree itself says."""
+    phases: dict[str, None] = field(default_factory=dict)
+    """Words of the phases in which values follow from a fault, or ranks differ."""
+
+    def key(self) -> Hashable:
+        """Return what must be equal in modules that share a row."""
+        return self.first is not None, frozenset(self.said), frozenset(self.phases)
+
+
+class FoldedTree:
+    """The modules of one step, and what a report or the tree itself says of them."""
+
+    def __init__(
+        self,
+        trace: Trace,
+        report: Report | None,
+        roots: Sequence[ModuleOutline],
+        paint: Paint,
+        columns: int,
+    ) -> None:
+        self._roots, self._paint = roots, paint
+        self._columns = columns or _WIDE
+        self._longest_name = min(_LONGEST_NAME, self._columns // 2)
+        self._ranks = ranks_text(rank["rank"] for rank in trace.run["ranks"])
+        self._inside: dict[str, _Standing] = {}
+        self._own: dict[str, _Standing] = {}
+        self._first: _FirstPlace | None = None
+        self._words = ("first to differ", "ranks differ")
+        if report is not None:
+            self._words = ("first fault", "infected")
+            self._take_findings(report)
+        every = [each for root in roots for module in root.walk() for each in module.apart]
+        for apart in sorted(every, key=lambda each: each.at_us):
+            if not apart.slot:
+                of = "" if apart.phase is Phase.FORWARD else f" in {apart.phase.word}"
+                self._say(apart.path, f"{apart.what}{of}", apart.ranks)
+            elif report is None:
+                self._note(apart.path, apart.slot, apart.ranks, apart.phase)
+
+    def _take_findings(self, report: Report) -> None:
+        for finding in report.findings:
+            if finding.severity is Severity.WARNING or (
+                finding.is_origin and self._first is not None
+            ):
+                self._say(finding.path, finding.kind.value, finding.ranks)
+            else:
+                self._note(finding.path, finding.slot, finding.ranks, finding.phase)
+
+    def _note(self, path: str, slot: str, ranks: tuple[int, ...], phase: Phase) -> None:
+        """Note a place that is wrong: the first one, or one of those that follow from it."""
+        is_first = self._first is None
+        self._first = self._first or _FirstPlace(path=path, slot=slot, ranks=ranks)
+        for standing in self._standings(path):
+            if is_first:
+                standing.first = self._first
+            else:
+                standing.phases[phase.word] = None
+
+    def _say(self, path: str, text: str, ranks: Sequence[int]) -> None:
+        for standing in self._standings(path):
+            standing.said.setdefault(text, set()).update(ranks)
+
+    def _standings(self, path: str) -> Iterator[_Standing]:
+        """Yield what is known of a module, and of it with each of the modules around it."""
+        yield self._own.setdefault(path, _Standing())
+        parts = path.split(".")
+        around = {".".join(parts[:count]) for count in range(1, len(parts) + 1)}
+        for each in around | ({""} if not path.startswith("@") else set()):
+            yield self._inside.setdefault(each, _Standing())
+
+    def rows(self, most: int, more: str) -> list[str]:
+        """Return at most so many rows, which fit the terminal.
+
+        Args:
+            most: how many.
+            more: the command that prints what has no room.
+        """
+        rows = [row for root in self._roots for row in self._shown(root, 0, self._ranks)]
+        kept = rows
+        if len(rows) > most:
+            by_weight = sorted(range(len(rows)), key=lambda i: (rows[i].weight, i))
+            chosen = set(by_weight[: max(most - 1, 0)])
+            kept = [row for i, row in enumerate(rows) if i in chosen]
+            left_out = [row for i, row in enumerate(rows) if i not in chosen]
+        wide = min(max((2 * r.level + len(r.name) for r in kept), default=0), self._longest_name)
+        lines = [self._line(row, wide) for row in kept]
+        if len(rows) > most:
+            count = counted(sum(row.count for row in left_out), "module")
+            told = f"    and {count} more"
+            full = f"{told}: {more}"
+            fits = len(full) <= self._columns
+            lines.append(self._paint("dim", full if fits else f"{told}: --depth 2 --slots none"))
+        return [cut(line, self._columns) for line in lines][:most]
+
+    def _line(self, row: _TreeRow, wide: int) -> str:
+        pad = "  " * (row.level + 1)
+        gap = " " * max(wide - 2 * row.level - len(row.name), 0)
+        name = self._paint("bold", row.name)
+        return "  ".join([f"{pad}{name}{gap}", *filter(None, row.parts)]).rstrip()
+
+    def _shown(self, root: ModuleOutline, level: int, ranks: str) -> Iterator[_TreeRow]:
+        is_expanded = any(_called(root))
+        yield self._row(AlikeModules(modules=(root,)), level, "", ranks, is_expanded=is_expanded)
+        yield from self._below(root, level + 1, root.ranks or ranks, is_quiet=False)
+
+    def _below(
+        self, module: ModuleOutline, level: int, ranks: str, *, is_quiet: bool
+    ) -> Iterator[_TreeRow]:
+        """Yield the modules inside one.
+
+        Args:
+            module: what they are in.
+            level: of the rows.
+            ranks: those of the row above.
+            is_quiet: the row above says already what follows from a fault.
+        """
+        if level > _DEPTH:
+            return
+        standing = {path: each.key() for path, each in self._inside.items()}
+        for row in numbered_groups(list(_called(module)), standing):
+            model = max(row, key=lambda group: (group.kinds == 1, len(group.modules)))
+            expanded = [group for group in row if group.kinds == 1][:1]
+            for group in row:
+                is_expanded = group in expanded and level < _DEPTH and any(_called(group.first))
+                unlike = None
+                if group is not model and group.kinds == 1:
+                    unlike = difference(group.first, model.first)
+                text = _difference_text(unlike, _relative(model, module)) if unlike else ""
+                yield self._row(
+                    group, level, module.path, ranks, is_expanded=is_expanded, is_quiet=is_quiet,
+                    unlike=text,
+                )  # fmt: skip
+                if is_expanded:
+                    is_row = len(group.modules) > 1 or len(row) > 1
+                    yield from self._below(
+                        group.first, level + 1, group.first.ranks or ranks,
+                        is_quiet=is_quiet or is_row,
+                    )  # fmt: skip
+
+    def _row(
+        self,
+        group: AlikeModules,
+        level: int,
+        around: str,
+        ranks: str,
+        *,
+        is_expanded: bool,
+        is_quiet: bool = False,
+        unlike: str = "",
+    ) -> _TreeRow:
+        module, many = group.first, len(group.modules) > 1
+        is_numbered = many or is_number(module.path.rpartition(".")[2])
+        whole = self._inside if not is_expanded or is_numbered else self._own
+        standing = whole.get(module.path, _Standing())
+        marks = list(self._marks(standing, module.path, is_quiet=is_quiet or not level))
+        name = (
+            group.path[len(around) + 1 :] if around and not around.startswith("@") else group.path
+        )
+        if around.startswith("@"):
+            name = group.path[len(around) + 1 :]
+        parts = [self._kind(group)]
+        if module.ranks and module.ranks != ranks:
+            parts.append(self._paint("dim", shortened(ranks_named(module.ranks), _LONGEST_NAME)))
+        if unlike and not marks:
+            parts.append(self._paint("yellow", unlike))
+        elif not marks and not is_expanded and group.kinds == 1:
+            parts.append(self._paint("cyan", _output(module)))
+        return _TreeRow(
+            level=level,
+            name=shortened(name, self._longest_name) or _ROOT,
+            parts=(*parts, *marks),
+            weight=0 if standing.first or not level else level - 2 * bool(marks or unlike) + 2,
+            count=len(group.modules),
+        )
+
+    def _kind(self, group: AlikeModules) -> str:
+        names = sorted({module.class_name for module in group.modules} - {""})
+        name = shortened(" or ".join(names), _LONGEST_CLASS)
+        if len(group.modules) == 1:
+            return name
+        how = "alike" if group.kinds == 1 else f"of {group.kinds} kinds"
+        return f"{len(group.modules)} x {name or 'modules'}, {how}"
+
+    def _marks(self, standing: _Standing, path: str, *, is_quiet: bool) -> Iterator[str]:
+        if standing.first is not None:
+            first = standing.first
+            inside = first.path[len(path) + 1 if path else 0 :]
+            slot = f":{first.slot}" if first.slot else ""
+            place = shortened(f"{inside}{slot}".lstrip(":"), _LONGEST_NAME)
+            where = f": {place}" if place else ""
+            who = shortened(ranks_named(first.ranks), _LONGEST_NAME)
+            yield self._paint("red", f"{self._words[0]}{where}, {who}")
+            return
+        if standing.said:
+            texts = [f"{text} on {ranks_named(ranks)}" for text, ranks in standing.said.items()]
+            more = f" and {len(texts) - 2} more" if len(texts) > 2 else ""
+            told = "; ".join(shortened(text, _LONGEST_NAME) for text in texts[:2])
+            yield self._paint("red", f"{told}{more}")
+        if standing.phases and not is_quiet:
+            yield self._paint("yellow", f"{self._words[1]}: {', '.join(standing.phases)}")
+
+
+def _relative(group: AlikeModules, around: ModuleOutline) -> str:
+    name = group.path[len(around.path) + 1 :] if around.path else group.path
+    return shortened(name, _LONGEST_NAME)
+
+
+def _called(module: ModuleOutline) -> Iterator[ModuleOutline]:
+    """Yield the modules that stand one level below: what only holds others gives way to them, but
+    numbered modules stand for themselves."""
+    for name, child in module.children.items():
+        if child.is_called or (is_number(name) and child.children):
+            yield child
+        else:
+            yield from _called(child)
+
+
+def _output(module: ModuleOutline) -> str:
+    """Return dtype, shape and placements of what a module gave, "" where ranks gave several."""
+    if len(module.outputs) != 1:
+        return ""
+    slot = module.outputs[0]
+    layout = shortened(layout_text(slot), _LONGEST_LAYOUT)
+    return f"{visible(slot.dtype)}{shape_text(slot)} {layout}".rstrip()
+
+
+def _difference_text(unlike: ModuleDifference, model: str) -> str:
+    """Return in what a module differs from the others of its row."""
+    text = _told(unlike, model)
+    return f"differs: {text}" if text else ""
+
+
+def _told(unlike: ModuleDifference, model: str) -> str:
+    where, here, there = visible(unlike.path), unlike.here, unlike.there
+    place = f"{where} " if where else ""
+    if unlike.what == "module":
+        return f"has {where}, {model} has not" if here else f"has no {where}, {model} has"
+    if unlike.what == "class":
+        return f"{place}is a {visible(here)}, in {model} a {visible(there)}".lstrip()
+    if unlike.what == "calls":
+        return f"{place}has {_calls(here)} in {unlike.phase}, in {model} {_calls(there)}"
+    if unlike.what == "ranks":
+        return "" if not where else f"{place}is called on other ranks in {unlike.phase}"
+    if unlike.what == "collectives":
+        return f"{place}{_collectives(here, there)}"
+    if unlike.what in ("ended", "wrappers", "opaque"):
+        return f"{place}{unlike.what}: {_words(here)}, in {model} {_words(there)}"
+    slot = f"{where}:{visible(unlike.what)}" if where else visible(unlike.what)
+    if here is None or there is None:
+        lacking = "is not recorded" if here is None else f"is recorded, in {model} not,"
+        return f"{slot} {lacking} in {unlike.phase}"
+    return f"{slot} {_slots(here, there, model)}"
+
+
+def _calls(count: int | None) -> str:
+    return counted(count, "call") if count else "none"
+
+
+def _words(value: Any) -> str:
+    if value is None:
+        return "none"
+    texts = [": ".join(map(str, each)) if isinstance(each, tuple) else str(each) for each in value]
+    return shortened(", ".join(sorted(texts)), _LONGEST_NAME)
+
+
+def _collectives(here: Any, there: Any) -> str:
+    ours, theirs = dict(here or ()), dict(there or ())
+    op = min(o for o in ours.keys() | theirs.keys() if ours.get(o) != theirs.get(o))
+    return f"issues {ours.get(op, 0)} x {visible(op)}, others {theirs.get(op, 0)}"
+
+
+def _slots(here: Any, there: Any, model: str) -> str:
+    """Return what differs between the facts of two slots."""
+    ours: SlotOutline = next(iter(here - there or here))
+    theirs: SlotOutline = next(iter(there - here or there))
+    if ours.dtype != theirs.dtype:
+        return f"is {visible(ours.dtype)}, in {model} {visible(theirs.dtype)}"
+    if ours.shape != theirs.shape:
+        return f"is {_shape(ours)}, in {model} {_shape(theirs)}"
+    if ours.layout != theirs.layout:
+        texts = [
+            shortened(each.layout or "of no known layout", _LONGEST_LAYOUT)
+            for each in (ours, theirs)
+        ]
+        return f"is {texts[0]}, in {model} {texts[1]}"
+    if ours.distinct != theirs.distinct:
+        return f"has {counted(ours.distinct, 'value')} over the ranks, in {model} {theirs.distinct}"
+    return "differs"
+
+
+def _shape(facts: SlotOutline) -> str:
+    return str(list(facts.shape[0])) if len(facts.shape) == 1 else f"{len(facts.shape)} shapes"

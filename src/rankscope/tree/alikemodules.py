@@ -1,0 +1,410 @@
+"""Which modules of a step are alike: its calls as a tree of paths, and numbered siblings in groups.
+
+Two modules are alike where their classes, calls, slots, ranks and the collectives of their forwards
+are, and so are those of all modules inside them. The numbers of the values are not read; how many
+different values the ranks hold in a slot counts, as do ranks that disagree.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rankscope.record.call import CallStatus
+from rankscope.record.notes import NoteKind
+from rankscope.record.phases import Phase
+from rankscope.record.ranklists import parse_ranks, ranks_text
+from rankscope.record.value import is_form
+from rankscope.tree.slotview import SlotView, is_bound_to_one_tensor
+from rankscope.tree.views import Node
+
+__all__ = [
+    "AlikeModules",
+    "ModuleDifference",
+    "ModuleOutline",
+    "RanksApart",
+    "SlotOutline",
+    "difference",
+    "is_number",
+    "module_outlines",
+    "numbered_groups",
+]
+
+_MOST_PARTS = 64
+"""Of a path; a name that was made to hurt may have thousands of dots."""
+_PYTHON = "python"
+_IN_ORDER = frozenset(status.word for status in CallStatus if status.is_in_order)
+_CALL_FACTS = ("calls", "ended", "ranks", "wrappers", "opaque")
+"""What is said of calls, and no name of a slot."""
+Fact = tuple[str, str]
+"""Word of a phase ("" for what is true in all of them), and what is said of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotOutline:
+    """What is known of a slot without its numbers."""
+
+    dtype: str
+    shape: tuple[tuple[int, ...], ...]
+    """The global shape, or the ranks' own where the layout is unknown."""
+    layout: str
+    """Mesh and placements, "" where they are unknown."""
+    distinct: int
+    """Different values over the ranks."""
+    disagreement: tuple[str, ...]
+    """What ranks of one node differ in."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RanksApart:
+    """Ranks that a trace itself says to differ where they should not: no rule was asked."""
+
+    path: str
+    phase: Phase
+    slot: str
+    """"" for the call as a whole."""
+    ranks: tuple[int, ...]
+    what: str
+    """`replicas differ`, `disagree in dtype`, or how the call ended."""
+    at_us: float
+    """When the call ended, or began where an input differs, since the first call of the run."""
+
+
+class ModuleOutline:
+    """One module of a step, with what its calls in all phases have in common over micro-batches."""
+
+    __slots__ = ("apart", "children", "class_name", "facts", "kind", "outputs", "path", "ranks")
+
+    def __init__(
+        self,
+        path: str,
+        nodes: Sequence[Node],
+        children: dict[str, ModuleOutline],
+        kinds: dict[Hashable, int],
+    ) -> None:
+        self.path = path
+        self.children = children
+        """By the name inside this module, in order of the first call."""
+        calls = [node for node in nodes if node.phase is not Phase.COLLECTIVE]
+        self.class_name = " or ".join(sorted({n.class_name for n in calls if n.class_name}))
+        """"" for what no call names: a list of modules, or a module that was never called."""
+        self.ranks = ranks_text(
+            rank for text in {node.ranks_text for node in calls} for rank in parse_ranks(text)
+        )
+        """Those that called it; "" where none did."""
+        self.facts: Mapping[Fact, Hashable] = _facts(nodes)
+        self.outputs: tuple[SlotView, ...] = next(
+            (_outputs(node) for node in calls if node.phase is Phase.FORWARD), ()
+        )
+        """What its first forward call gave: one entry, or several where ranks differ."""
+        self.apart: tuple[RanksApart, ...] = tuple(
+            each for node in nodes for each in _ranks_apart(node)
+        )
+        own = (self.class_name, self.ranks, frozenset(self.facts.items()))
+        inside = frozenset((name, child.kind) for name, child in children.items())
+        self.kind: int = kinds.setdefault((own, inside), len(kinds))
+        """Equal for modules of one step that are alike."""
+
+    @property
+    def is_called(self) -> bool:
+        """False for what only holds other modules."""
+        return bool(self.ranks)
+
+    def walk(self) -> Iterator[ModuleOutline]:
+        """Yield this module and all inside it, parents first."""
+        yield self
+        for child in self.children.values():
+            yield from child.walk()
+
+    def __repr__(self) -> str:
+        return f"ModuleOutline({self.path!r}, {self.class_name})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlikeModules:
+    """Modules that may share one line: alike ones, or too many unlike ones to name each."""
+
+    modules: tuple[ModuleOutline, ...]
+    """In the order they were called; one where nothing is to be folded."""
+    kinds: int = 1
+    """How many different ones there are among them: 1 where all are alike."""
+
+    @property
+    def first(self) -> ModuleOutline:
+        """The one that stands for all."""
+        return self.modules[0]
+
+    @property
+    def path(self) -> str:
+        """`layers.0-16,18`; the path itself of a single module."""
+        if len(self.modules) == 1:
+            return self.first.path
+        stem, _, _ = self.first.path.rpartition(".")
+        numbers = ranks_text(int(each.path.rpartition(".")[2]) for each in self.modules)
+        return f"{stem}.{numbers}" if stem else numbers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleDifference:
+    """The first thing in which a module differs from another."""
+
+    path: str
+    """Inside both modules, "" for the modules themselves."""
+    phase: str
+    what: str
+    """Name of the fact, of the slot, or of a module that one of them lacks (`module`)."""
+    here: Any
+    """None where this module has no such thing."""
+    there: Any
+
+
+def module_outlines(nodes: Iterable[Node]) -> list[ModuleOutline]:
+    """Return the outermost modules of a step or a setup with all modules inside them.
+
+    Args:
+        nodes: its outermost calls.
+    """
+    tops = list(nodes)
+    roots = {node.path for node in tops}
+    grown = _Branch("")
+    for top in tops:
+        for node in top.walk():
+            grown.take(node, _parts(node.path, roots))
+    kinds: dict[Hashable, int] = {}
+    return [branch.outline(kinds) for branch in grown.inside.values()]
+
+
+def _parts(path: str, roots: set[str]) -> list[str]:
+    """Return the path of the root, then the names below it."""
+    if not path.startswith("@"):
+        return ["", *path.split(".", _MOST_PARTS)] if path else [""]
+    root = max((r for r in roots if path == r or path.startswith(f"{r}.")), key=len, default=path)
+    below = path[len(root) + 1 :]
+    return [root, *(below.split(".", _MOST_PARTS) if below else ())]
+
+
+class _Branch:
+    """A module while its calls are still gathered."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.nodes: list[Node] = []
+        self.inside: dict[str, _Branch] = {}
+
+    def take(self, node: Node, parts: Sequence[str]) -> None:
+        """Put a call where its path says, at the end of `parts`."""
+        branch = self
+        for part in parts:
+            if part not in branch.inside:
+                inner = f"{branch.path}.{part}" if branch.path else part
+                branch.inside[part] = _Branch(inner)
+            branch = branch.inside[part]
+        branch.nodes.append(node)
+
+    def outline(self, kinds: dict[Hashable, int]) -> ModuleOutline:
+        """Return what has been gathered; modules inside first."""
+        children = {name: branch.outline(kinds) for name, branch in self.inside.items()}
+        return ModuleOutline(self.path, self.nodes, children, kinds)
+
+
+def _facts(nodes: Iterable[Node]) -> dict[Fact, Hashable]:
+    """Return what must be equal in modules that are alike."""
+    found: dict[Fact, set[Hashable]] = {}
+    calls: Counter[str] = Counter()
+    issued: Counter[str] = Counter()
+    for node in nodes:
+        if node.phase is Phase.COLLECTIVE:
+            issued.update({_issued(each) for _, each in node.collectives if _is_forward(each)})
+            continue
+        phase = node.phase.word
+        calls[phase] += 1
+        found.setdefault((phase, "ranks"), set()).add(node.ranks_text)
+        if not node.has_returned:
+            ends = ((o.status, ranks_text(o.ranks)) for o in node.outcomes if not o.has_returned)
+            found.setdefault((phase, "ended"), set()).update(ends)
+        if node.is_opaque:
+            found.setdefault(("", "opaque"), set()).add(True)
+        if node.wrappers:
+            found.setdefault(("", "wrappers"), set()).add(", ".join(node.wrappers))
+        for data in node.data["slots"]:
+            if data["dtype"] != _PYTHON and not is_form(str(data["slot"])):
+                found.setdefault((phase, str(data["slot"])), set()).add(_slot_facts(data))
+    facts: dict[Fact, Hashable] = {(phase, "calls"): count for phase, count in calls.items()}
+    if issued:
+        facts["", "collectives"] = frozenset(issued.items())
+    return facts | {key: frozenset(values) for key, values in found.items()}
+
+
+def _slot_facts(data: Mapping[str, Any]) -> SlotOutline:
+    layout, shape, summary = data["layout"], data["shape"], data.get("summary")
+    axes = " ".join(f"{axis}={text}" for axis, text in layout.get("placements", {}).items())
+    local = {tuple(each["shape"]) for each in data["values"]} if shape is None else {tuple(shape)}
+    return SlotOutline(
+        dtype=str(data["dtype"]),
+        shape=tuple(sorted(local)),
+        layout=axes,
+        distinct=int(summary["distinct"]) if summary else len(data["values"]),
+        disagreement=tuple(data.get("disagree", ())),
+    )
+
+
+def _is_forward(facts: Mapping[str, Any]) -> bool:
+    """True for what a module's own forward issued. Those of the backward pass stand where DDP and
+    FSDP let them overlap best: they differ between the first layer and the last."""
+    return str(facts.get("issuer", "forward")) == "forward"
+
+
+def _issued(facts: Mapping[str, Any]) -> str:
+    """Return a collective without the names of its ranks: layers on other ranks are alike."""
+    reduce = f"({facts['reduce']})" if facts.get("reduce") else ""
+    members = len(facts.get("members", ()))
+    return f"{facts.get('op', 'collective')}{reduce} over {members}"
+
+
+def _outputs(node: Node) -> tuple[SlotView, ...]:
+    """Return the first output of a call; the one the caller got, where it got another."""
+    for name in ("returned", "output"):
+        named = [slot for slot in node.slots if slot.slot.split(".")[0] == name]
+        tensors = [slot for slot in named if slot.dtype != _PYTHON]
+        if tensors:
+            return tuple(slot for slot in tensors if slot.slot == tensors[0].slot)
+    return ()
+
+
+def _ranks_apart(node: Node) -> Iterator[RanksApart]:
+    for slot, ranks, what in _contradictions(node):
+        took_us = 0.0 if slot.startswith("input") else node.time.max_us or 0.0
+        at_us = node.time.start_us + took_us
+        yield RanksApart(
+            path=node.path, phase=node.phase, slot=slot, ranks=ranks, what=what, at_us=at_us
+        )
+
+
+def _contradictions(node: Node) -> Iterator[tuple[str, tuple[int, ...], str]]:
+    """Yield slot, ranks and what is wrong with them."""
+    if not node.has_returned:
+        for outcome in node.outcomes:
+            if not outcome.has_returned and outcome.status not in _IN_ORDER:
+                yield "", outcome.ranks, outcome.status.replace("_", " ")
+    if not any("disagree" in data or "combined" in data for data in node.data["slots"]):
+        return
+    slots = node.slots
+    for slot in slots:
+        others = [each for each in slots if each.slot == slot.slot and each is not slot]
+        if slot.disagreement and is_bound_to_one_tensor(slot, others):
+            yield slot.slot, slot.ranks, f"disagree in {', '.join(slot.disagreement)}"
+        for whole in slot.combined if "combined" in slot.data else ():
+            if whole.note is not None and whole.note.kind is NoteKind.REPLICAS_DIFFER:
+                ranks = parse_ranks(str(whole.note.fields["ranks"]))
+                yield slot.slot, ranks, "replicas differ"
+
+
+def numbered_groups(
+    modules: Sequence[ModuleOutline], standing: Mapping[str, Hashable], *, most: int = 6
+) -> list[list[AlikeModules]]:
+    """Return modules in groups that may share a line: a list for each row of numbered siblings, and
+    one for every other module.
+
+    Alike modules are in one group where they stand side by side. A row with more than `most` groups
+    has one for each kind instead, wherever its modules stand; and where these are too many as well,
+    one for all of which the same is said.
+
+    Args:
+        modules: in the order they are to be shown; numbered ones come in order of their numbers.
+        standing: by path, what else is said of a module; modules share a group only where that is
+            equal. Those that are not in it are equal.
+        most: groups of a row.
+    """
+    rows: dict[str, list[ModuleOutline]] = {}
+    for module in modules:
+        stem, number = _numbered(module)
+        rows.setdefault(module.path if number is None else f"{stem}.", []).append(module)
+    # stages of a pipeline call theirs at the same time, so calls are in no order
+    in_order = (sorted(row, key=lambda module: _numbered(module)[1] or 0) for row in rows.values())
+    return [_grouped(row, standing, most) for row in in_order]
+
+
+def _numbered(module: ModuleOutline) -> tuple[str, int | None]:
+    """Return what the path of a module begins with, and its number there, None without one."""
+    stem, _, last = module.path.rpartition(".")
+    return stem, int(last) if is_number(last) else None
+
+
+def is_number(part: str) -> bool:
+    """True for a part of a path that says the place in a list."""
+    return part.isdecimal() and part.isascii() and len(part) < 10
+
+
+def _grouped(
+    row: Sequence[ModuleOutline], standing: Mapping[str, Hashable], most: int
+) -> list[AlikeModules]:
+    runs: list[list[ModuleOutline]] = []
+    by_kind: dict[Hashable, list[ModuleOutline]] = {}
+    last: Hashable = None
+    for module in row:
+        key = (module.kind, standing.get(module.path))
+        by_kind.setdefault(key, []).append(module)
+        if runs and key == last:
+            runs[-1].append(module)
+        else:
+            runs.append([module])
+        last = key
+    groups = runs if len(runs) <= most else list(by_kind.values())
+    if len(groups) <= most:
+        return [AlikeModules(modules=tuple(group)) for group in groups]
+    by_standing: dict[Hashable, list[ModuleOutline]] = {}
+    for module in row:
+        by_standing.setdefault(standing.get(module.path), []).append(module)
+    return [
+        AlikeModules(modules=tuple(group), kinds=len({module.kind for module in group}))
+        for group in by_standing.values()
+    ]
+
+
+def difference(module: ModuleOutline, other: ModuleOutline) -> ModuleDifference | None:
+    """Return the first thing in which two modules differ, those inside them last; None where they
+    are alike."""
+    return _difference(module, other, "") if module.kind != other.kind else None
+
+
+def _difference(
+    module: ModuleOutline, other: ModuleOutline, inside: str
+) -> ModuleDifference | None:
+    if module.class_name != other.class_name:
+        return ModuleDifference(
+            path=inside, phase="", what="class", here=module.class_name, there=other.class_name
+        )
+    for name in sorted(module.children.keys() ^ other.children.keys()):
+        return ModuleDifference(
+            path=f"{inside}.{name}".lstrip("."), phase="", what="module",
+            here=name if name in module.children else None,
+            there=name if name in other.children else None,
+        )  # fmt: skip
+    facts = sorted(module.facts.keys() | other.facts.keys(), key=_order)
+    differing = [fact for fact in facts if module.facts.get(fact) != other.facts.get(fact)]
+    found = [
+        ModuleDifference(
+            path=inside, phase=phase, what=what,
+            here=module.facts.get((phase, what)), there=other.facts.get((phase, what)),
+        )
+        for phase, what in differing
+    ]  # fmt: skip
+    if found and _order(differing[0])[0] <= len(_CALL_FACTS):
+        return found[0]
+    for name, child in module.children.items():
+        if child.kind != other.children[name].kind:
+            return _difference(child, other.children[name], f"{inside}.{name}".lstrip("."))
+    return found[0] if found else None
+
+
+def _order(fact: Fact) -> tuple[int, int, str]:
+    """Order facts by what comes first in a step: how a module is called, its inputs; then what the
+    modules inside it decide as well."""
+    phase, what = fact
+    if what in _CALL_FACTS:
+        kind = _CALL_FACTS.index(what)
+    else:
+        kind = len(_CALL_FACTS) + (what.split(".")[0] != "input")
+    return kind, Phase[phase.upper()] if phase else 0, what

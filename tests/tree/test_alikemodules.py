@@ -1,0 +1,241 @@
+"""Which modules are alike: folded where they are, apart where anything differs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rankscope.record.call import CallStatus
+from rankscope.record.phases import Phase
+from rankscope.tree.alikemodules import (
+    AlikeModules,
+    ModuleOutline,
+    difference,
+    module_outlines,
+    numbered_groups,
+)
+from rankscope.tree.build import build
+from rankscope.tree.reader import open_trace
+from tests.diagnosis.paper import PAIR, collective, numbers
+from tests.tree.ranks_on_paper import PaperRank
+
+Odd = Callable[[PaperRank, int], None]
+
+
+def block(rank: PaperRank, path: str, **other: Any) -> None:
+    """Record a block with one linear layer; `other` is what is not as in the others."""
+    how = {"class_name": other.get("class_name", "Block"), "wrappers": other.get("wrappers", [])}
+    for _ in range(other.get("calls", 1)):
+        with rank.call(path, **how) as call:
+            inner = other.get("inner", "fc")
+            with rank.call(f"{path}.{inner}", class_name=other.get("kind", "Linear")) as linear:
+                value = other.get("value", numbers(1))
+                place = other.get("place", {})
+                rank.value(linear, other.get("slot", "output"), value, **place)
+                if other.get("talks"):
+                    collective(rank, f"{path}.{inner}", 1, value, 2 * value, parent=linear)
+            if other.get("backward", True):
+                rank.value(call, "grad_output.0", numbers(2), phase=Phase.BACKWARD)
+            last = rank.enter(f"{path}.end", parent=call)
+            rank.exit(last, other.get("status", CallStatus.RETURNED))
+
+
+def layers(folder: Path, odd: Odd, *, limit: int = 1 << 20) -> list[ModuleOutline]:
+    """Return the five layers of a model on two ranks, in which `odd` wrote layer 2; in a trace with
+    a `limit` of no bytes the numbers stand in the columns alone."""
+    for number in range(2):
+        rank = PaperRank(folder, number, 2)
+        with rank.call(class_name="Model"):
+            for layer in range(5):
+                if layer == 2:
+                    odd(rank, number)
+                else:
+                    block(rank, f"layers.{layer}")
+        rank.end()
+        rank.ship(folder / "trace")
+    build(folder / "trace", inline_limit_bytes=limit)
+    (root,) = module_outlines(open_trace(folder / "trace").steps[0].nodes)
+    return list(root.children["layers"].children.values())
+
+
+def folded(modules: list[ModuleOutline], **standing: str) -> list[str]:
+    (row,) = numbered_groups(modules, standing)
+    return [group.path for group in row]
+
+
+@pytest.mark.parametrize("limit", [1 << 20, 0], ids=["small", "large"])
+def test_layers_that_are_alike_are_one_group(tmp_path: Path, limit: int) -> None:
+    def other_numbers(rank: PaperRank, _: int) -> None:
+        block(rank, "layers.2", value=numbers(77))
+
+    found = layers(tmp_path, other_numbers, limit=limit)
+    assert folded(found) == ["layers.0-4"], "numbers may differ"
+    assert difference(found[2], found[0]) is None
+
+
+PLACE = {"mesh": PAIR, "placements": ["Replicate()"], "whole": (4, 6)}
+ODD: dict[str, tuple[dict[str, Any], tuple[str, str, str]]] = {
+    "class": ({"class_name": "Other"}, ("", "", "class")),
+    "class of a module inside": ({"kind": "Conv"}, ("fc", "", "class")),
+    "module inside": ({"inner": "gc"}, ("fc", "", "module")),
+    "dtype": ({"place": {"dtype": "bfloat16"}}, ("fc", "forward", "output")),
+    "shape": ({"value": numbers(1, 4, 7)}, ("fc", "forward", "output")),
+    "layout": ({"place": PLACE}, ("fc", "forward", "output")),
+    "slot": ({"slot": "output.0"}, ("fc", "forward", "output")),
+    "calls": ({"calls": 2}, ("", "forward", "calls")),
+    "phase": ({"backward": False}, ("", "backward", "calls")),
+    "wrappers": ({"wrappers": ["FSDP2"]}, ("", "", "wrappers")),
+    "collective": ({"talks": True}, ("fc", "", "collectives")),
+    "how a call ended": ({"status": CallStatus.RAISED}, ("end", "forward", "ended")),
+}
+
+
+@pytest.mark.parametrize("limit", [1 << 20, 0], ids=["small", "large"])
+@pytest.mark.parametrize("what", ODD)
+def test_a_layer_that_differs_stands_alone_with_what_differs(
+    tmp_path: Path, what: str, limit: int
+) -> None:
+    other, expected = ODD[what]
+    found = layers(tmp_path, lambda rank, _: block(rank, "layers.2", **other), limit=limit)
+    assert folded(found) == ["layers.0-1", "layers.2", "layers.3-4"]
+    unlike = difference(found[2], found[0])
+    assert unlike is not None
+    assert (unlike.path, unlike.phase, unlike.what) == expected
+
+
+@pytest.mark.parametrize("limit", [1 << 20, 0], ids=["small", "large"])
+def test_a_layer_whose_ranks_hold_more_values_than_those_of_its_siblings_stands_alone(
+    tmp_path: Path, limit: int
+) -> None:
+    def own(rank: PaperRank, number: int) -> None:
+        block(rank, "layers.2", value=numbers(number))
+
+    found = layers(tmp_path, own, limit=limit)
+    assert folded(found) == ["layers.0-1", "layers.2", "layers.3-4"]
+    unlike = difference(found[2], found[0])
+    assert unlike is not None
+    assert (unlike.path, unlike.what) == ("fc", "output")
+    (here,), (there,) = unlike.here, unlike.there
+    assert (here.distinct, there.distinct) == (2, 1)
+
+
+def test_a_layer_on_other_ranks_stands_alone(tmp_path: Path) -> None:
+    def on_one(rank: PaperRank, number: int) -> None:
+        if not number:
+            block(rank, "layers.2")
+
+    found = layers(tmp_path, on_one)
+    assert folded(found) == ["layers.0-1", "layers.2", "layers.3-4"]
+    assert [each.ranks for each in found] == ["0-1", "0-1", "0", "0-1", "0-1"]
+
+
+def test_ranks_that_contradict_each_other_are_named_and_keep_their_layer_alone(
+    tmp_path: Path,
+) -> None:
+    def unequal(rank: PaperRank, number: int) -> None:
+        block(rank, "layers.2", value=numbers(number), place=PLACE)
+
+    found = layers(tmp_path, unequal)
+    assert folded(found) == ["layers.0-1", "layers.2", "layers.3-4"]
+    (apart,) = found[2].children["fc"].apart
+    assert (apart.path, apart.slot, apart.ranks, apart.what) == (
+        "layers.2.fc", "output", (0, 1), "replicas differ",
+    )  # fmt: skip
+    assert not any(module.apart for module in (*found[0].walk(), *found[3].walk()))
+
+
+def test_ranks_that_disagree_in_dtype_on_one_mesh_are_named(tmp_path: Path) -> None:
+    def unequal(rank: PaperRank, number: int) -> None:
+        dtype = ("bfloat16", "float32")[number]
+        block(rank, "layers.2", place={**PLACE, "dtype": dtype})
+
+    found = layers(tmp_path, unequal)
+    apart = found[2].children["fc"].apart
+    assert {each.ranks for each in apart} == {(0,), (1,)}
+    assert {each.what for each in apart} == {"disagree in dtype"}
+
+
+def test_collectives_of_the_backward_pass_make_no_layer_unlike(tmp_path: Path) -> None:
+    """FSDP gathers the layer before early: the last layer of all does it twice."""
+
+    def early(rank: PaperRank, number: int) -> None:
+        block(rank, "layers.2")
+        with rank.call("layers.2", class_name="Block", ordinal=0) as call:
+            value = numbers(1)
+            collective(rank, "layers.2", 1, value, 2 * value, parent=call, issuer="backward")
+
+    def plain(rank: PaperRank, number: int) -> None:
+        block(rank, "layers.2")
+        with rank.call("layers.2", class_name="Block", ordinal=0):
+            pass
+
+    ours, theirs = (layers(tmp_path / str(i), odd)[2] for i, odd in enumerate((early, plain)))
+    assert ours.facts == theirs.facts
+
+
+def test_what_is_said_of_a_layer_keeps_it_apart(tmp_path: Path) -> None:
+    found = layers(tmp_path, lambda rank, _: block(rank, "layers.2"))
+    assert folded(found, **{"layers.2": "fault"}) == ["layers.0-1", "layers.2", "layers.3-4"]
+    assert folded(found, **{f"layers.{n}": "infected" for n in (3, 4)}) == [
+        "layers.0-2",
+        "layers.3-4",
+    ]
+
+
+def outlines(folder: Path, names: list[tuple[str, str]]) -> list[ModuleOutline]:
+    """Return modules of one rank: (path, class)."""
+    rank = PaperRank(folder)
+    with rank.call(class_name="Model"):
+        for path, kind in names:
+            with rank.call(path, class_name=kind):
+                pass
+    rank.end()
+    rank.ship(folder / "trace")
+    build(folder / "trace")
+    (root,) = module_outlines(open_trace(folder / "trace").steps[0].nodes)
+    return [module for module in root.walk() if module.class_name not in ("", "Model")]
+
+
+def test_layers_of_two_kinds_in_turn_are_two_groups(tmp_path: Path) -> None:
+    names = [(f"layers.{n}", ("Dense", "Experts")[n % 2]) for n in range(12)]
+    assert folded(outlines(tmp_path, names)) == ["layers.0,2,4,6,8,10", "layers.1,3,5,7,9,11"]
+
+
+def test_many_unlike_ones_are_one_group_that_says_how_many_kinds(tmp_path: Path) -> None:
+    modules = outlines(tmp_path, [(f"experts.{n}", f"Expert{n % 20}") for n in range(40)])
+    (row,) = numbered_groups(modules, {"experts.7": "fault"})
+    assert [(group.path, group.kinds) for group in row] == [
+        ("experts.0-6,8-39", 20),
+        ("experts.7", 1),
+    ]
+
+
+def test_stages_that_run_side_by_side_are_in_order_and_other_modules_alone(tmp_path: Path) -> None:
+    names = [("embed", "E"), ("h.0", "B"), ("h.10", "B"), ("h.9", "B"), ("g.0", "B"), ("h.1", "B")]
+    rows = numbered_groups(outlines(tmp_path, names), {})
+    assert [[group.path for group in row] for row in rows] == [["embed"], ["h.0-1,9-10"], ["g.0"]]
+    assert isinstance(rows[0][0], AlikeModules)
+
+
+def test_roots_beside_the_model_are_roots_whatever_their_names_look_like(tmp_path: Path) -> None:
+    rank = PaperRank(tmp_path)
+    big, small = rank.root("Model", 100), rank.root("Loss", 1)
+    with rank.call(class_name="Model", root=big):
+        pass
+    for _ in range(2):
+        with rank.call(class_name="Loss", root=small), rank.call("fc", root=small):
+            pass
+    rank.end()
+    rank.ship(tmp_path / "trace")
+    build(tmp_path / "trace")
+    found = module_outlines(open_trace(tmp_path / "trace").steps[0].nodes)
+    assert [(each.path, list(each.children)) for each in found] == [("", []), ("@Loss", ["fc"])]
+
+
+def test_a_path_of_thousands_of_parts_is_one_name_at_its_end(tmp_path: Path) -> None:
+    path = ".".join("a" * 5_000)
+    found = outlines(tmp_path, [(path, "Deep")])
+    assert [module.path for module in found] == [path]
