@@ -4,12 +4,14 @@
 
 The trace is made as in tests/perf/assemble.py. It is judged twice in processes of their own: as it
 is, and with one rank that holds other values from the middle of the model on (one origin, thousands
-of victims).
+of victims). Last comes what `rankscope show` takes for its screen, with the verdict and without.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
 import resource
 import shutil
@@ -23,6 +25,8 @@ from pathlib import Path
 import numpy as np
 
 from rankscope.assembly.rankstreams import StreamBytes
+from rankscope.cli import show
+from rankscope.cli.app import main as cli
 from rankscope.diagnosis.check import check
 from rankscope.record.finding import Report
 from rankscope.record.streams import StreamId
@@ -77,6 +81,17 @@ def print_cost(judge: Callable[[], Report]) -> None:
     )
 
 
+def print_screen(trace: Path) -> None:
+    """Print what the screen of `rankscope show` costs beside the verdict on it."""
+    for named, limit in (("with the verdict", None), ("without", -1)):
+        if limit is not None:
+            show._MOST_NODES_BYTES = limit
+        begin = time.process_time()
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+            cli(["show", str(trace)])
+        print(f"rankscope show, {named:16s} {time.process_time() - begin:6.2f} s of one core")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=256)
@@ -95,6 +110,7 @@ def main() -> None:
         subprocess.run(again, check=True)
         spoil(out, chosen.ranks // 3)
         subprocess.run(again, check=True)
+        print_screen(out)
     finally:
         shutil.rmtree(folder)
 

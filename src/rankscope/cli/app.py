@@ -48,7 +48,7 @@ _HELP = """One trace for the whole distributed job: every module call on every r
   rankscope check                             what went wrong first: module, rank, kind
   rankscope diff REF TEST                     where a run leaves another one, of any topology
   rankscope layout                            a layout file, proposed from what the run shows
-  rankscope show                              the tree of the newest trace here
+  rankscope show                              the newest trace here, on one screen
   rankscope report                            one HTML file of it: verdict, map, values
   rankscope serve                             the same page beside the running job
   rankscope show --path 'layers.0*' --rank 1  one module, one rank

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 
-_MOST_NODES_BYTES = 64 << 20
-_MOST_VALUES_BYTES = 1 << 30
-"""Of a trace that is judged on the way: it takes a few seconds. A larger one is left to `rankscope
-check`."""
+_MOST_NODES_BYTES = 32 << 20
+_MOST_VALUES_BYTES = 512 << 20
+"""Of a trace that is judged on the way, which takes three seconds at most: 2,000 modules on 256
+ranks are. A larger one is left to `rankscope check`."""
 
 
 def command(
