@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -87,7 +88,15 @@ def test_a_screen_says_whether_all_is_there_what_is_wrong_and_where(
         "layers.18-23  6 x Block, alike  infected: forward, backward",
     ]
     assert "attention  Attention  float32[2, 16] tp=Replicate()" in tree
-    assert "  rankscope show trace --path 'layers.17.attention.o_proj'" in "\n".join(rows)
+    assert "  rankscope show trace --path layers.17.attention.o_proj" in "\n".join(rows)
+
+
+def test_the_page_shows_this_very_screen(
+    deep: Path, repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    page = (repository / "docs/commands/show.md").read_text()
+    assert "$ rankscope show trace\n" + "\n".join(shown(deep)) + "\n```" in page
 
 
 def test_a_trace_that_is_too_large_to_judge_shows_where_the_tree_itself_contradicts(
@@ -130,6 +139,65 @@ def test_a_layer_of_another_dtype_is_named_with_what_differs(tmp_path: Path) -> 
     assert "layers.0-3 4 x Block, alike" in rows
     assert "layers.4 Block differs: fc:output is bfloat16, in layers.0-3 float32" in rows
     assert "layers.5 Block" in rows
+
+
+def model_of(folder: Path, calls: dict[str, str]) -> Path:
+    """Return the trace of a forward of one rank: {path: class}, in the order of the calls."""
+    rank = PaperRank(folder)
+    with rank.call(class_name="Model"):
+        for path, kind in calls.items():
+            call = rank.enter(path, class_name=kind)
+            rank.value(call, "output", JOB_VALUE)
+            rank.exit(call)
+    rank.end()
+    rank.ship(folder / "trace")
+    return folder / "trace"
+
+
+def test_the_tree_goes_deeper_where_layers_stand_deeper_and_there_is_room(tmp_path: Path) -> None:
+    calls = {"bert": "Bert", "bert.encoder": "Encoder"}
+    for layer in range(5):
+        calls[f"bert.encoder.layer.{layer}"] = "Layer"
+        calls[f"bert.encoder.layer.{layer}.attention"] = "Attention"
+        calls[f"bert.encoder.layer.{layer}.attention.self"] = "Self"
+    rows = [" ".join(row.split()) for row in shown(model_of(tmp_path, calls))]
+    assert "layer.0-4 5 x Layer, alike" in rows
+    assert "attention Attention float32[2, 3]" in rows
+    assert not any(row.startswith("self") for row in rows)
+
+
+def test_modules_of_a_sequential_are_of_their_own_classes_and_nothing_is_said_of_that(
+    tmp_path: Path,
+) -> None:
+    rows = shown(model_of(tmp_path, {"net.0": "Linear", "net.1": "ReLU", "net.2": "Linear"}))
+    assert not any("differs" in row for row in rows)
+    assert any(re.search(r"net.1 +ReLU +float32", row) for row in rows)
+
+
+def test_a_fault_in_a_module_with_an_odd_name_is_shown_by_a_command_that_finds_it(
+    tmp_path: Path,
+) -> None:
+    rank = PaperRank(tmp_path)
+    with rank.call(class_name="Model"), rank.call("it's [0]*", class_name="Odd") as call:
+        rank.value(call, "input.0", JOB_VALUE)
+        rank.value(call, "output", JOB_VALUE * np.float32(np.nan))
+    rank.end()
+    rank.ship(tmp_path / "trace")
+    (command,) = [row for row in shown(tmp_path / "trace") if "--path" in row]
+    words = shlex.split(command.split("   ")[0])
+    code, text, errors = rankscope(*words[1 : words.index("--path") + 2], cwd=tmp_path)
+    assert code == 0, errors
+    assert "it's [0]*  Odd" in text
+
+
+def test_a_damaged_tree_is_one_clear_error(tmp_path: Path) -> None:
+    trace = JOBS["one_process"](tmp_path)
+    file = trace / "trace.json"
+    file.write_text(file.read_text().replace('"dtype"', '"dtyp"'))
+    code, text, errors = rankscope("show", trace)
+    assert (code, text) == (2, "")
+    assert "the trace is damaged" in errors
+    assert len(errors.splitlines()) == 1
 
 
 def test_full_is_the_tree_of_the_first_step_and_a_selection_asks_for_the_tree(

@@ -1,5 +1,5 @@
-"""The tree of a summary: two levels of modules, a row for several that are alike, and what is wrong
-in which."""
+"""The tree of a summary: the outer levels of modules, a row for several that are alike, and what is
+wrong in which."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ from rankscope.tree.views import Trace
 __all__ = ["FoldedTree", "shortened"]
 
 _DEPTH = 2
+_DEEPEST = 4
+"""Of the tree where numbered layers stand deeper and there is room."""
 _WIDE = 160
 """Characters of a row where no terminal bounds it."""
 _LONGEST_NAME = 40
@@ -99,6 +101,7 @@ class FoldedTree:
         self._ranks = ranks_text(rank["rank"] for rank in trace.run["ranks"])
         self._inside: dict[str, _Standing] = {}
         self._own: dict[str, _Standing] = {}
+        self._depth = _DEPTH
         self._first: _FirstPlace | None = None
         self._words = ("first to differ", "ranks differ")
         if report is not None:
@@ -150,7 +153,12 @@ class FoldedTree:
             most: how many.
             more: the command that prints what has no room.
         """
-        rows = [row for root in self._roots for row in self._shown(root, 0, self._ranks)]
+        rows: list[_TreeRow] = []
+        for depth in range(self._deepest(), _DEPTH - 1, -1):
+            self._depth = depth
+            rows = [row for root in self._roots for row in self._shown(root)]
+            if len(rows) <= most:
+                break
         kept = rows
         if len(rows) > most:
             by_weight = sorted(range(len(rows)), key=lambda i: (rows[i].weight, i))
@@ -167,16 +175,27 @@ class FoldedTree:
             lines.append(self._paint("dim", full if fits else f"{told}: --depth 2 --slots none"))
         return [cut(line, self._columns) for line in lines][:most]
 
+    def _deepest(self) -> int:
+        """Return the level below the first numbered modules: in many models they stand deeper than
+        the first level."""
+        inside, level = list(self._roots), 0
+        while inside and level < _DEEPEST - 1:
+            inside, level = [child for module in inside for child in _called(module)], level + 1
+            if any(is_number(child.path.rpartition(".")[2]) for child in inside):
+                return max(level + 1, _DEPTH)
+        return _DEPTH
+
     def _line(self, row: _TreeRow, wide: int) -> str:
         pad = "  " * (row.level + 1)
         gap = " " * max(wide - 2 * row.level - len(row.name), 0)
         name = self._paint("bold", row.name)
         return "  ".join([f"{pad}{name}{gap}", *filter(None, row.parts)]).rstrip()
 
-    def _shown(self, root: ModuleOutline, level: int, ranks: str) -> Iterator[_TreeRow]:
-        is_expanded = any(_called(root))
-        yield self._row(AlikeModules(modules=(root,)), level, "", ranks, is_expanded=is_expanded)
-        yield from self._below(root, level + 1, root.ranks or ranks, is_quiet=False)
+    def _shown(self, root: ModuleOutline) -> Iterator[_TreeRow]:
+        """Yield the rows of a root and of the modules inside it."""
+        group, is_expanded = AlikeModules(modules=(root,)), any(_called(root))
+        yield self._row(group, 0, "", self._ranks, is_expanded=is_expanded)
+        yield from self._below(root, 1, root.ranks or self._ranks, is_quiet=False)
 
     def _below(
         self, module: ModuleOutline, level: int, ranks: str, *, is_quiet: bool
@@ -189,14 +208,16 @@ class FoldedTree:
             ranks: those of the row above.
             is_quiet: the row above says already what follows from a fault.
         """
-        if level > _DEPTH:
+        if level > self._depth:
             return
         standing = {path: each.key() for path, each in self._inside.items()}
         for row in numbered_groups(list(_called(module)), standing):
             model = max(row, key=lambda group: (group.kinds == 1, len(group.modules)))
             expanded = [group for group in row if group.kinds == 1][:1]
             for group in row:
-                is_expanded = group in expanded and level < _DEPTH and any(_called(group.first))
+                is_expanded = (
+                    group in expanded and level < self._depth and any(_called(group.first))
+                )
                 unlike = None
                 if group is not model and group.kinds == 1:
                     unlike = difference(group.first, model.first)
@@ -310,6 +331,8 @@ def _told(unlike: ModuleDifference, model: str) -> str:
     place = f"{where} " if where else ""
     if unlike.what == "module":
         return f"has {where}, {model} has not" if here else f"has no {where}, {model} has"
+    if unlike.what == "class" and not where:
+        return ""  # the row says it
     if unlike.what == "class":
         return f"{place}is a {visible(here)}, in {model} a {visible(there)}".lstrip()
     if unlike.what == "calls":
@@ -322,8 +345,8 @@ def _told(unlike: ModuleDifference, model: str) -> str:
         return f"{place}{unlike.what}: {_words(here)}, in {model} {_words(there)}"
     slot = f"{where}:{visible(unlike.what)}" if where else visible(unlike.what)
     if here is None or there is None:
-        lacking = "is not recorded" if here is None else f"is recorded, in {model} not,"
-        return f"{slot} {lacking} in {unlike.phase}"
+        who = "has no" if here is None else "has"
+        return f"{who} {slot} in {unlike.phase}, {model} {'has' if here is None else 'has not'}"
     return f"{slot} {_slots(here, there, model)}"
 
 

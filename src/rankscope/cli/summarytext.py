@@ -3,6 +3,8 @@ tree to depth 2 with alike layers folded; never more than `ROWS` rows."""
 
 from __future__ import annotations
 
+import glob
+import shlex
 from collections.abc import Iterable, Iterator, Sequence
 
 from rankscope.cli.checktext import painted_verdict
@@ -14,7 +16,7 @@ from rankscope.cli.treetext import (
     header_lines,
     steps_named,
 )
-from rankscope.record.finding import Kind, Report, Severity
+from rankscope.record.finding import Kind, Report, Severity, Verdict
 from rankscope.record.ranklists import ranks_named, ranks_text
 from rankscope.tree.alikemodules import ModuleOutline, is_number, module_outlines
 from rankscope.tree.summary import counted
@@ -144,7 +146,7 @@ def _verdict_lines(report: Report | None, unjudged: str, paint: Paint, place: st
         yield f"  look at: {visible(first.advice)}"
     if report.findings and not report.origins:
         yield f"  {visible(report.findings[0].message)}"
-    for note in report.notes[:1] if report.origins or report.lacks else ():
+    for note in report.notes[:1] if report.verdict is not Verdict.CLEAN else ():
         yield paint("dim", f"  note: {visible(note)}")
 
 
@@ -266,13 +268,14 @@ def _more_lines(
     asked: list[tuple[str, str]] = []
     if report is not None and report.origins:
         origin = report.origins[0]
-        glob = origin.path or "(root)"
-        if len(glob) <= _LONGEST_NAME and glob.isprintable():
-            where = f"--path '{glob}'" + (f" --step {origin.step}" if origin.step else "")
+        name = origin.path or "(root)"
+        if len(name) <= _LONGEST_NAME and name.isprintable():
+            where = f"--path {shlex.quote(glob.escape(name))}"
+            where += f" --step {origin.step}" if origin.step else ""
             asked.append((_typed("show", place, where), "the module of the first fault"))
         asked.append((_typed("check", place), "the verdict with its evidence"))
     if step is not None and trace.steps:
-        asked.append((_typed("show", place, "--depth 3 --slots none"), "deeper; without values"))
+        asked.append((_typed("show", place, "--slots none"), "every call, without values"))
     asked.append((_typed("show", place, "--full"), "every call, layout and number of a step"))
     if len(trace.steps) > 1:
         asked.append((_typed("show", place, "--full --step all"), "of all steps"))

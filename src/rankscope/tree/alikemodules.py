@@ -12,11 +12,13 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rankscope.errors import TraceError
 from rankscope.record.call import CallStatus
 from rankscope.record.notes import NoteKind
 from rankscope.record.phases import Phase
 from rankscope.record.ranklists import parse_ranks, ranks_text
 from rankscope.record.value import is_form
+from rankscope.tree.damage import UNREADABLE
 from rankscope.tree.slotview import SlotView, is_bound_to_one_tensor
 from rankscope.tree.views import Node
 
@@ -35,6 +37,8 @@ __all__ = [
 _MOST_PARTS = 64
 """Of a path; a name that was made to hurt may have thousands of dots."""
 _PYTHON = "python"
+_FORWARD, _COLLECTIVE = Phase.FORWARD.word, Phase.COLLECTIVE.word
+_RETURNED = CallStatus.RETURNED.word
 _IN_ORDER = frozenset(status.word for status in CallStatus if status.is_in_order)
 _CALL_FACTS = ("calls", "ended", "ranks", "wrappers", "opaque")
 """What is said of calls, and no name of a slot."""
@@ -75,7 +79,7 @@ class RanksApart:
 class ModuleOutline:
     """One module of a step, with what its calls in all phases have in common over micro-batches."""
 
-    __slots__ = ("apart", "children", "class_name", "facts", "kind", "outputs", "path", "ranks")
+    __slots__ = ("_forward", "apart", "children", "class_name", "facts", "kind", "path", "ranks")
 
     def __init__(
         self,
@@ -87,25 +91,33 @@ class ModuleOutline:
         self.path = path
         self.children = children
         """By the name inside this module, in order of the first call."""
-        calls = [node for node in nodes if node.phase is not Phase.COLLECTIVE]
-        self.class_name = " or ".join(sorted({n.class_name for n in calls if n.class_name}))
+        calls = [node for node in nodes if node.data["phase"] != _COLLECTIVE]
+        classes = {str(node.data["class"]) for node in calls} - {""}
+        self.class_name = " or ".join(sorted(classes))
         """"" for what no call names: a list of modules, or a module that was never called."""
-        self.ranks = ranks_text(
-            rank for text in {node.ranks_text for node in calls} for rank in parse_ranks(text)
-        )
+        self.ranks = _union({str(node.data["ranks"]) for node in calls})
         """Those that called it; "" where none did."""
         self.facts: Mapping[Fact, Hashable] = _facts(nodes)
-        self.outputs: tuple[SlotView, ...] = next(
-            (_outputs(node) for node in calls if node.phase is Phase.FORWARD), ()
-        )
-        """What its first forward call gave: one entry, or several where ranks differ."""
+        self._forward = next((n for n in calls if n.data["phase"] == _FORWARD), None)
         self.apart: tuple[RanksApart, ...] = tuple(
-            each for node in nodes for each in _ranks_apart(node)
+            each for node in nodes if _may_contradict(node.data) for each in _ranks_apart(node)
         )
         own = (self.class_name, self.ranks, frozenset(self.facts.items()))
         inside = frozenset((name, child.kind) for name, child in children.items())
         self.kind: int = kinds.setdefault((own, inside), len(kinds))
         """Equal for modules of one step that are alike."""
+
+    @property
+    def outputs(self) -> tuple[SlotView, ...]:
+        """What its first forward call gave, or its caller got instead: one entry, several where
+        ranks differ, () where it made no tensor."""
+        slots = self._forward.slots if self._forward is not None else ()
+        for name in ("returned", "output"):
+            named = [slot for slot in slots if slot.slot.split(".")[0] == name]
+            tensors = [slot for slot in named if slot.dtype != _PYTHON]
+            if tensors:
+                return tuple(slot for slot in tensors if slot.slot == tensors[0].slot)
+        return ()
 
     @property
     def is_called(self) -> bool:
@@ -165,6 +177,9 @@ def module_outlines(nodes: Iterable[Node]) -> list[ModuleOutline]:
 
     Args:
         nodes: its outermost calls.
+
+    Raises:
+        TraceError: the trace is damaged.
     """
     tops = list(nodes)
     roots = {node.path for node in tops}
@@ -173,7 +188,13 @@ def module_outlines(nodes: Iterable[Node]) -> list[ModuleOutline]:
         for node in top.walk():
             grown.take(node, _parts(node.path, roots))
     kinds: dict[Hashable, int] = {}
-    return [branch.outline(kinds) for branch in grown.inside.values()]
+    try:
+        return [branch.outline(kinds) for branch in grown.inside.values()]
+    except UNREADABLE as error:
+        raise TraceError(
+            f"{tops[0].trace.path}: {type(error).__name__} {error} in the modules of a step: the "
+            "trace is damaged"
+        ) from error
 
 
 def _parts(path: str, roots: set[str]) -> list[str]:
@@ -209,28 +230,36 @@ class _Branch:
         return ModuleOutline(self.path, self.nodes, children, kinds)
 
 
+def _union(texts: set[str]) -> str:
+    """Return the ranks of several lists as one; most modules have one list."""
+    if len(texts) == 1:
+        return next(iter(texts))
+    return ranks_text(rank for text in texts for rank in parse_ranks(text))
+
+
 def _facts(nodes: Iterable[Node]) -> dict[Fact, Hashable]:
     """Return what must be equal in modules that are alike."""
     found: dict[Fact, set[Hashable]] = {}
     calls: Counter[str] = Counter()
     issued: Counter[str] = Counter()
     for node in nodes:
-        if node.phase is Phase.COLLECTIVE:
+        data = node.data
+        phase = str(data["phase"])
+        if phase == _COLLECTIVE:
             issued.update({_issued(each) for _, each in node.collectives if _is_forward(each)})
             continue
-        phase = node.phase.word
         calls[phase] += 1
-        found.setdefault((phase, "ranks"), set()).add(node.ranks_text)
-        if not node.has_returned:
+        found.setdefault((phase, "ranks"), set()).add(data["ranks"])
+        if data["status"] != _RETURNED:
             ends = ((o.status, ranks_text(o.ranks)) for o in node.outcomes if not o.has_returned)
             found.setdefault((phase, "ended"), set()).update(ends)
-        if node.is_opaque:
+        if data.get("opaque"):
             found.setdefault(("", "opaque"), set()).add(True)
-        if node.wrappers:
+        if data.get("wrappers"):
             found.setdefault(("", "wrappers"), set()).add(", ".join(node.wrappers))
-        for data in node.data["slots"]:
-            if data["dtype"] != _PYTHON and not is_form(str(data["slot"])):
-                found.setdefault((phase, str(data["slot"])), set()).add(_slot_facts(data))
+        for slot in data["slots"]:
+            if slot["dtype"] != _PYTHON and not is_form(slot["slot"]):
+                found.setdefault((phase, slot["slot"]), set()).add(_slot_facts(slot))
     facts: dict[Fact, Hashable] = {(phase, "calls"): count for phase, count in calls.items()}
     if issued:
         facts["", "collectives"] = frozenset(issued.items())
@@ -263,14 +292,13 @@ def _issued(facts: Mapping[str, Any]) -> str:
     return f"{facts.get('op', 'collective')}{reduce} over {members}"
 
 
-def _outputs(node: Node) -> tuple[SlotView, ...]:
-    """Return the first output of a call; the one the caller got, where it got another."""
-    for name in ("returned", "output"):
-        named = [slot for slot in node.slots if slot.slot.split(".")[0] == name]
-        tensors = [slot for slot in named if slot.dtype != _PYTHON]
-        if tensors:
-            return tuple(slot for slot in tensors if slot.slot == tensors[0].slot)
-    return ()
+def _may_contradict(data: Mapping[str, Any]) -> bool:
+    """True where a closer look at a node may find ranks that are apart; it costs more than all
+    else."""
+    return data["status"] != _RETURNED or any(
+        "disagree" in slot or any("note" in each for each in slot.get("combined", ()))
+        for slot in data["slots"]
+    )
 
 
 def _ranks_apart(node: Node) -> Iterator[RanksApart]:
@@ -288,8 +316,6 @@ def _contradictions(node: Node) -> Iterator[tuple[str, tuple[int, ...], str]]:
         for outcome in node.outcomes:
             if not outcome.has_returned and outcome.status not in _IN_ORDER:
                 yield "", outcome.ranks, outcome.status.replace("_", " ")
-    if not any("disagree" in data or "combined" in data for data in node.data["slots"]):
-        return
     slots = node.slots
     for slot in slots:
         others = [each for each in slots if each.slot == slot.slot and each is not slot]
