@@ -86,30 +86,35 @@ class Driven:
         )
 
     def rows(self) -> dict[str, float]:
-        """Return where on the screen the rows of the map are that are made, by the names they show:
-        {name: middle in CSS pixels}, from the top."""
+        """Return the modules whose rows the map shows, from the top, by path: {path: middle of the
+        row in CSS pixels from the top of the screen}, of the root "(root)"."""
         found = self.tab.evaluate(
             """() => [...document.querySelectorAll("#grid [role=row]:not([hidden]) .name")]
-            .map((e) => [e.firstChild.textContent, e.getBoundingClientRect()])
-            .map(([name, box]) => [name, box.top + box.height / 2])
+            .map((e) => [e.title.split("  ")[0], e.getBoundingClientRect()])
+            .map(([path, box]) => [path, box.top + box.height / 2])
             .sort((a, b) => a[1] - b[1])"""
         )
         return dict(found)
 
-    def tips(self, row: str) -> dict[str, tuple[float, float]]:
+    def tips(self, path: str) -> dict[str, tuple[float, float]]:
         """Move the pointer over the cells of a row, and return what was told of each, with a place
-        of the pointer where it was."""
-        y = self.rows()[row]
-        cells = self.tab.locator("#cells").bounding_box()
-        found: dict[str, tuple[float, float]] = {}
-        x = cells["x"] + 2
-        while x < cells["x"] + cells["width"]:
-            self.tab.mouse.move(x, y)
-            told = self.tab.evaluate("(e => e.hidden ? '' : e.textContent)(tip)")
-            if told:
-                found.setdefault(told, (x, y))
-            x += 3
-        return found
+        of the pointer where it was. The row has to be among those made."""
+        self.tab.evaluate("document.querySelector('#map').scrollIntoView({behavior: 'instant'})")
+        found = self.tab.evaluate(
+            """(clientY) => {
+              const cells = document.querySelector("#cells");
+              const tip = document.querySelector("#tip");
+              const { left, right } = cells.getBoundingClientRect();
+              const found = [];
+              for (let clientX = left + 2; clientX < right; clientX += 2) {
+                cells.dispatchEvent(new PointerEvent("pointermove", { clientX, clientY }));
+                if (!tip.hidden) found.push([tip.textContent, [clientX, clientY]]);
+              }
+              return found.reverse();
+            }""",
+            self.rows()[path],
+        )
+        return {told: (x, y) for told, (x, y) in reversed(dict(found).items())}
 
     def wait(self, condition: str) -> None:
         """Wait until a script's expression holds."""

@@ -75,7 +75,8 @@ class Page {
     });
     byId("fold-all").addEventListener("click", () => {
       view.open = new Set(this.store.tree.roots);
-      if (this.map.place.get(view.row) === undefined) view.row = this.store.tree.roots[0];
+      const { tree } = this.store;
+      view.row = [view.row, ...tree.around(view.row)].find((row) => tree.depth[row] < 2);
       this.changed();
     });
     byId("next-finding").addEventListener("click", () => this.nextFinding());
@@ -125,6 +126,7 @@ class Page {
     byId("axis").value = view.axis;
     for (const box of byId("phases").querySelectorAll("input")) box.checked = view.phases.has(box.value);
     this.groups();
+    if (isLinked) this.map.lacking = "";
     this.map.layout();
     view.column = view.chosen ? this.map.columnOfChosen() : Math.min(view.column, this.map.table ? this.map.table.columns.length - 1 : -1);
     clearTimeout(this.later);
@@ -142,7 +144,9 @@ class Page {
       click: () => this.map.unfold({ group, step: view.step }),
     }, ranksShort(text)));
     const words = alike.length === 1 ? "all ranks are alike; unfold:" : `${alike.length} groups of ranks that are alike${several.length ? ", to unfold:" : ""}`;
+    const focused = [...byId("groups").children].indexOf(document.activeElement);
     byId("groups").replaceChildren(words, ...buttons, several.length > 12 ? "and more: click their heads" : "");
+    if (focused >= 0) byId("groups").children[focused]?.focus();
   }
 
   link() {
@@ -152,9 +156,8 @@ class Page {
 
   follow() {
     if (!location.hash.includes("=")) return;
-    const lacking = this.view.follow(location.hash, this.store);
+    this.map.lacking = this.view.follow(location.hash, this.store);
     this.changed({ isLinked: false });
-    byId("no-match").textContent = lacking || byId("no-match").textContent;
     this.chosen({ isLinked: false });
     if (this.view.chosen) {
       this.map.show(this.view.row);
@@ -179,7 +182,7 @@ class Page {
   go(row, phase) {
     const ranks = this.view.chosen ? [this.view.chosen.rank] : [];
     this.view.choose(this.store, row, phase, ranks);
-    this.arrive(false);
+    this.arrive(true);
   }
 
   arrive(isFocused) {

@@ -13,6 +13,7 @@ class CellMap {
     this.tip = byId("tip");
     this.pool = [];
     this.cells = new Map();
+    this.lacking = ""; // what the link that was followed names and the page has not
     this.reset(store, view);
     this.scroller.addEventListener("scroll", () => this.draw(), { passive: true });
     new ResizeObserver(() => this.layout()).observe(this.scroller);
@@ -71,7 +72,7 @@ class CellMap {
     this.grid.style.width = `${this.names}px`;
     this.canvas.style.left = `${this.names}px`;
     this.grid.setAttribute("aria-rowcount", this.rows.length);
-    byId("no-match").textContent = this.rows.length ? "" : `No module matches ${view.filter}: * stands for anything, also for dots.`;
+    byId("no-match").textContent = this.rows.length ? this.lacking : `No module matches ${view.filter}: * stands for anything, also for dots.`;
     this.want();
     this.draw();
   }
