@@ -303,7 +303,7 @@ def test_an_unfinished_trace_is_shown_with_a_word_on_stderr(tmp_path):
     with rank.call() as call:
         rank.value(call, "output", np.ones(3, np.float32))
         rank.ship(tmp_path / "trace", marker=False)
-    code, text, errors = rankscope("show", tmp_path / "trace")
+    code, text, errors = rankscope("show", tmp_path / "trace", "--full")
     assert code == 0
     assert "unfinished on rank 0" in text
     assert "incomplete" in text

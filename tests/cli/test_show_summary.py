@@ -11,7 +11,7 @@ import pytest
 
 from rankscope.cli import show
 from rankscope.cli.summarytext import ROWS
-from rankscope.cli.terminal import cut
+from rankscope.cli.terminal import cut, fitted
 from rankscope.cli.treetext import layout_text
 from rankscope.layout.placement import Mesh
 from rankscope.tree.reader import open_trace
@@ -244,6 +244,12 @@ def test_what_a_job_left_when_it_ended_badly_comes_first(made: dict[str, Path]) 
     assert "3 steps: eval 0-2" in shown(made["evaluation"])
 
 
+def test_a_call_that_a_running_rank_is_in_is_no_fault(made: dict[str, Path]) -> None:
+    rows = [" ".join(row.split()) for row in shown(made["unfinished"])]
+    assert "(root) Model not back yet on rank 0" in rows
+    assert any("unfinished on ranks 0-1" in row for row in shown(made["hang"]))
+
+
 def test_stages_show_the_ranks_that_call_them(made: dict[str, Path]) -> None:
     rows = [" ".join(row.split()) for row in shown(made["pipeline"])]
     assert "layers.0-1 2 x Block, alike ranks 0-1 float32[4, 6]" in rows
@@ -314,4 +320,9 @@ def test_a_row_that_is_cut_ends_its_colour() -> None:
     line = "plain \x1b[31mred and long\x1b[0m tail"
     assert cut(line, 80) == line
     assert cut(line, 13) == "plain \x1b[31mred ...\x1b[0m"
+    assert cut("\u6a21\u578b" * 4, 9) == "\u6a21\u578b\u6a21...", "each is two columns wide"
+    assert list(fitted("a  \u6a21\u578b\u6a21\u578b", 10)) == [
+        "a",
+        "    \u6a21\u578b\u6a21\u578b"[:8],
+    ]
     assert cut(line, 22) == "plain \x1b[31mred and long\x1b[0m ..."

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from rankscope.layout.placement import Mesh
 from rankscope.record.call import CallStatus
 from rankscope.record.phases import Phase
 from rankscope.tree.alikemodules import (
@@ -120,6 +121,23 @@ def test_a_layer_whose_ranks_hold_more_values_than_those_of_its_siblings_stands_
     assert (unlike.path, unlike.what) == ("fc", "output")
     (here,), (there,) = unlike.here, unlike.there
     assert (here.distinct, there.distinct) == (2, 1)
+
+
+def test_a_layer_on_meshes_of_another_kind_stands_alone(tmp_path: Path) -> None:
+    """The placements alone read the same: `tp=Replicate()`."""
+
+    def on(rank: PaperRank, path: str, mesh: Mesh) -> None:
+        block(rank, path, place={**PLACE, "mesh": mesh})
+
+    def odd(rank: PaperRank, number: int) -> None:
+        on(rank, "layers.2", Mesh(axes=("tp",), shape=(1,), ranks=(number,)))
+        on(rank, "layers.7", PAIR)
+        on(rank, "layers.8", PAIR)
+
+    found = layers(tmp_path, odd)
+    assert folded(found) == ["layers.0-1", "layers.2", "layers.3-4", "layers.7-8"]
+    unlike = difference(found[2], next(each for each in found if each.path == "layers.7"))
+    assert unlike is not None and unlike.what == "output"
 
 
 def test_a_layer_on_other_ranks_stands_alone(tmp_path: Path) -> None:

@@ -9,9 +9,11 @@ from typing import Any
 
 from rankscope.cli.terminal import Paint, cut, visible
 from rankscope.cli.treetext import layout_text
+from rankscope.record.call import CallStatus
 from rankscope.record.finding import Report, Severity
 from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named, ranks_text
+from rankscope.record.streams import EndReason
 from rankscope.tree.alikemodules import (
     AlikeModules,
     ModuleDifference,
@@ -36,6 +38,7 @@ _LONGEST_NAME = 40
 _LONGEST_CLASS = 32
 _LONGEST_LAYOUT = 48
 _ROOT = "(root)"
+_UNFINISHED = CallStatus.UNFINISHED.word
 
 
 def shortened(text: str, longest: int) -> str:
@@ -76,6 +79,8 @@ class _Standing:
     """Where ranks differ or a fault was found first, if in here."""
     said: dict[str, set[int]] = field(default_factory=dict)
     """Ranks by what is wrong: other origins, warnings, what the tree itself says."""
+    is_fault: bool = False
+    """True where one of these is a fault, and not a warning or a call that a rank is still in."""
     phases: dict[str, None] = field(default_factory=dict)
     """Words of the phases in which values follow from a fault, or ranks differ."""
 
@@ -99,6 +104,11 @@ class FoldedTree:
         self._columns = columns or _WIDE
         self._longest_name = min(_LONGEST_NAME, self._columns // 2)
         self._ranks = ranks_text(rank["rank"] for rank in trace.run["ranks"])
+        self._running = {
+            rank["rank"]
+            for rank in trace.completeness["ranks"]
+            if rank["end"] == EndReason.RUNNING.value
+        }
         self._inside: dict[str, _Standing] = {}
         self._own: dict[str, _Standing] = {}
         self._depth = _DEPTH
@@ -111,16 +121,18 @@ class FoldedTree:
         for apart in sorted(every, key=lambda each: each.at_us):
             if not apart.slot:
                 of = "" if apart.phase is Phase.FORWARD else f" in {apart.phase.word}"
-                self._say(apart.path, f"{apart.what}{of}", apart.ranks)
+                is_inside = apart.what == _UNFINISHED and self._running.issuperset(apart.ranks)
+                what = "not back yet" if is_inside else apart.what
+                self._say(apart.path, f"{what}{of}", apart.ranks, is_fault=not is_inside)
             elif report is None:
                 self._note(apart.path, apart.slot, apart.ranks, apart.phase)
 
     def _take_findings(self, report: Report) -> None:
         for finding in report.findings:
-            if finding.severity is Severity.WARNING or (
-                finding.is_origin and self._first is not None
-            ):
-                self._say(finding.path, finding.kind.value, finding.ranks)
+            is_warning = finding.severity is Severity.WARNING
+            if is_warning or (finding.is_origin and self._first is not None):
+                what = finding.kind.value
+                self._say(finding.path, what, finding.ranks, is_fault=not is_warning)
             else:
                 self._note(finding.path, finding.slot, finding.ranks, finding.phase)
 
@@ -134,8 +146,9 @@ class FoldedTree:
             else:
                 standing.phases[phase.word] = None
 
-    def _say(self, path: str, text: str, ranks: Sequence[int]) -> None:
+    def _say(self, path: str, text: str, ranks: Sequence[int], *, is_fault: bool) -> None:
         for standing in self._standings(path):
+            standing.is_fault |= is_fault
             standing.said.setdefault(text, set()).update(ranks)
 
     def _standings(self, path: str) -> Iterator[_Standing]:
@@ -291,7 +304,7 @@ class FoldedTree:
             texts = [f"{text} on {ranks_named(ranks)}" for text, ranks in standing.said.items()]
             more = f" and {len(texts) - 2} more" if len(texts) > 2 else ""
             told = "; ".join(shortened(text, _LONGEST_NAME) for text in texts[:2])
-            yield self._paint("red", f"{told}{more}")
+            yield self._paint("red" if standing.is_fault else "yellow", f"{told}{more}")
         if standing.phases and not is_quiet:
             yield self._paint("yellow", f"{self._words[1]}: {', '.join(standing.phases)}")
 
@@ -375,15 +388,19 @@ def _slots(here: Any, there: Any, model: str) -> str:
         return f"is {visible(ours.dtype)}, in {model} {visible(theirs.dtype)}"
     if ours.shape != theirs.shape:
         return f"is {_shape(ours)}, in {model} {_shape(theirs)}"
-    if ours.layout != theirs.layout:
-        texts = [
-            shortened(each.layout or "of no known layout", _LONGEST_LAYOUT)
-            for each in (ours, theirs)
-        ]
-        return f"is {texts[0]}, in {model} {texts[1]}"
+    if (ours.mesh, ours.layout) != (theirs.mesh, theirs.layout):
+        return f"is {_layout(ours)}, in {model} {_layout(theirs)}"
+    if ours.device != theirs.device:
+        return f"is on {visible(ours.device)}, in {model} on {visible(theirs.device)}"
     if ours.distinct != theirs.distinct:
         return f"has {counted(ours.distinct, 'value')} over the ranks, in {model} {theirs.distinct}"
     return "differs"
+
+
+def _layout(facts: SlotOutline) -> str:
+    if not facts.layout:
+        return "of no known layout"
+    return shortened(f"{facts.layout} on mesh {facts.mesh}", _LONGEST_LAYOUT)
 
 
 def _shape(facts: SlotOutline) -> str:

@@ -3,11 +3,13 @@ second."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shutil
 import sys
 import time
+import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -80,15 +82,30 @@ def cut(line: str, columns: int) -> str:
             is_painted = part != _PLAIN
             kept.append(part)
         else:
-            kept.append(part[:left])
-            left -= len(part[:left])
-            if not left:
+            begin = _begin(part, left)
+            kept.append(begin)
+            left -= _length(begin)
+            if begin != part:
                 break
     return "".join(kept) + "..."[:columns] + (_PLAIN if is_painted else "")
 
 
+def _begin(text: str, columns: int) -> str:
+    """Return as much of the begin of a text without colours as takes at most so many columns."""
+    if text.isascii():
+        return text[:columns]
+    taken = itertools.accumulate(map(_columns, text))
+    return text[: sum(1 for width in taken if width <= columns)]
+
+
 def _length(text: str) -> int:
-    return len(_COLOR.sub("", text))
+    """Return the columns that a line takes on a terminal."""
+    plain = _COLOR.sub("", text)
+    return len(plain) if plain.isascii() else sum(map(_columns, plain))
+
+
+def _columns(character: str) -> int:
+    return 2 if unicodedata.east_asian_width(character) in "WF" else 1
 
 
 @contextmanager

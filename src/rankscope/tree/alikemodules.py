@@ -53,8 +53,11 @@ class SlotOutline:
     dtype: str
     shape: tuple[tuple[int, ...], ...]
     """The global shape, or the ranks' own where the layout is unknown."""
+    device: str
+    mesh: str
+    """Kind of mesh, "" where no layout is known."""
     layout: str
-    """Mesh and placements, "" where they are unknown."""
+    """Placements on its axes."""
     distinct: int
     """Different values over the ranks."""
     disagreement: tuple[str, ...]
@@ -273,6 +276,8 @@ def _slot_facts(data: Mapping[str, Any]) -> SlotOutline:
     return SlotOutline(
         dtype=str(data["dtype"]),
         shape=tuple(sorted(local)),
+        device=str(data["device"]),
+        mesh=str(layout.get("mesh", "")),
         layout=axes,
         distinct=int(summary["distinct"]) if summary else len(data["values"]),
         disagreement=tuple(data.get("disagree", ())),
