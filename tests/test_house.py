@@ -56,6 +56,7 @@ ROOMS = {
         *("errors", "layout", "record", "capture", "agent", "tree", "tensors", "diagnosis"),
     },
     "tracing": {"errors", "settings", "agent", "block", "tree", "tensors"},
+    "report": {"errors", "layout", "record", "tree", "diagnosis", "page"},
     "integrations": {"record", "agent", "diagnosis", "tracing"},
     "__init__": {"tracing", "tree", "diagnosis", "replaying"},
     "__main__": {"cli"},
@@ -111,6 +112,7 @@ WITHOUT_TORCH = [
     "rankscope.cli.check",
     "rankscope.diagnosis.comparison.diff",
     "rankscope.testing",
+    "rankscope.report",
 ]
 
 
@@ -244,10 +246,12 @@ def test_importing_anything_outside_the_ranks_loads_neither_torch_nor_more_than_
 
 def test_the_public_names_are_these() -> None:
     assert rankscope.__all__ == [
-        *("Trace", "attach", "check", "diff", "open_trace", "replay", "step", "trace"),
+        *("Trace", "attach", "check", "diff", "open_trace", "replay", "report", "step", "trace"),
     ]
     assert rankscope.__all__ == sorted(rankscope.__all__)
-    assert all(callable(getattr(rankscope, name)) for name in rankscope.__all__)
+    public = {name: getattr(rankscope, name) for name in rankscope.__all__}
+    assert all(callable(found) for name, found in public.items() if name != "report")
+    assert rankscope.report.__all__ == ["fragment", "to", "write"], "a module of its own"
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         rankscope.nothing  # noqa: B018
 

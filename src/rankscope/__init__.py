@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING
 from rankscope.tracing import attach, open_trace, step, trace
 
 if TYPE_CHECKING:
+    from rankscope import report
     from rankscope.diagnosis.check import check
     from rankscope.diagnosis.comparison.diff import diff
     from rankscope.replaying.replay import replay
     from rankscope.tree.views import Trace
 
-__all__ = ["Trace", "attach", "check", "diff", "open_trace", "replay", "step", "trace"]
+__all__ = ["Trace", "attach", "check", "diff", "open_trace", "replay", "report", "step", "trace"]
 __version__ = "0.1.0"
 
 _HOMES = {
@@ -31,6 +32,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
+    if name == "report":
+        return importlib.import_module("rankscope.report")
     if name not in _HOMES:
         raise AttributeError(f"module 'rankscope' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOMES[name]), name)

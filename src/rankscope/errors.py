@@ -13,6 +13,7 @@
     ├── TraceError            a trace that cannot be read
     │   └── TraceVersionError a trace written in a format newer than this reader
     ├── ReplayError           a recorded call that a module cannot be handed
+    ├── TrackerError          an experiment tracker that is missing or has no run to write to
     ├── SelectionError        a path, step or rank asked for that the trace does not hold
     └── LayoutError           placements, shapes or offsets that contradict each other
 
@@ -41,6 +42,7 @@ __all__ = [
     "TensorWarning",
     "TraceError",
     "TraceVersionError",
+    "TrackerError",
     "WireError",
 ]
 
@@ -102,6 +104,10 @@ class TraceVersionError(TraceError):
 
 class ReplayError(RankscopeError):
     """A recorded call that a module cannot be handed: it raised, or an argument has to be given."""
+
+
+class TrackerError(RankscopeError):
+    """An experiment tracker that is not known, not installed, or has no run to write to."""
 
 
 class SelectionError(RankscopeError):

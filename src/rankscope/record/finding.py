@@ -192,3 +192,9 @@ class Report:
     def origins(self) -> tuple[Finding, ...]:
         """The findings that no other one explains."""
         return tuple(finding for finding in self.findings if finding.is_origin)
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows."""
+        import rankscope  # by the public name: rendering stands above this room
+
+        return rankscope.report.fragment(self)

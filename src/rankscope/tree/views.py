@@ -617,6 +617,12 @@ class Trace:
     def __repr__(self) -> str:
         return f"Trace({self.path}: {extent(self.run)}, {self.state})"
 
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows."""
+        import rankscope  # by the public name: rendering stands above this room
+
+        return rankscope.report.fragment(self)
+
 
 def _meshes(data: Mapping[str, Any]) -> tuple[Mesh, ...]:
     axes, shape = tuple(data["axes"]), tuple(data["shape"])

@@ -1,0 +1,201 @@
+"""Reports where people look: a page to send (`write`), a line in the tracker of the experiment
+(`to`), a piece of a notebook (`fragment`).
+
+    rankscope.report.write("trace")                  # report.html: opens in any browser
+    rankscope.report.to("wandb", "trace")            # verdict and page in the run that is active
+
+A tracker is handed the verdict, the first finding, how much was judged, and the page. It is never
+handed a number for each module: a job has thousands of them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from rankscope.errors import TrackerError
+from rankscope.layout.layoutfile import LayoutFile
+from rankscope.record.finding import Report
+from rankscope.record.visibletext import visible
+from rankscope.tree.reader import TraceLike, opened_trace
+from rankscope.tree.views import Trace
+
+__all__ = ["fragment", "to", "write"]
+
+_PAGE_NAME: Final = "rankscope-report"
+_LONGEST: Final = 2_000
+"""Characters of a text that a tracker is handed; MLflow takes no more than 5,000 in a tag."""
+
+
+def write(
+    trace: TraceLike, out: str | Path = "report.html", *, layout: str | Path | None = None
+) -> Path:
+    """Write the page of a trace, as `rankscope report` does; return the file.
+
+    Args:
+        trace: open, its folder, or what `with rankscope.trace(...)` gave.
+        out: the file; a page that is there is replaced.
+        layout: a layout file, for values that no DTensor describes.
+
+    Raises:
+        FolderError, TraceError: no trace there, a damaged one, or a file that cannot be written.
+        LayoutError: the layout file cannot be read, or is for another number of ranks.
+    """
+    return _written(opened_trace(trace), Path(out), layout)[0]
+
+
+def to(
+    tracker: str,
+    trace: TraceLike,
+    *,
+    run: Any = None,
+    step: int | None = None,
+    layout: str | Path | None = None,
+) -> Report:
+    """Write verdict and page into a run of an experiment tracker; return the report.
+
+    Call it on one rank, once the trace is there. What the tracker itself raises passes through.
+
+    Args:
+        tracker: `wandb`, `mlflow` or `tensorboard`.
+        trace: open, its folder, or what `with rankscope.trace(...)` gave.
+        run: where to write: a run of W&B; a run of MLflow, or its id; a `SummaryWriter`, or the
+            log folder of TensorBoard. By default the active run, which TensorBoard has none of.
+        step: the training step it belongs to, None where it belongs to the whole run.
+        layout: a layout file, for values that no DTensor describes.
+
+    Raises:
+        TrackerError: no such tracker, its package is missing, or no run is active; says what to do.
+        FolderError, TraceError, LayoutError: as `write`.
+    """
+    if tracker not in _TRACKERS:
+        known = ", ".join(_TRACKERS)
+        raise TrackerError(f"{tracker!r} is no tracker that is known", f"choose from {known}")
+    send = _TRACKERS[tracker](run)
+    found = opened_trace(trace)
+    with tempfile.TemporaryDirectory(prefix="rankscope-") as folder:
+        name = _PAGE_NAME if step is None else f"{_PAGE_NAME}-step{step}"
+        page, report = _written(found, Path(folder) / f"{name}.html", layout)
+        send(_facts(found, report), page, step)
+    return report
+
+
+def fragment(found: Trace | Report) -> str:
+    """Return a trace or a report as a piece of HTML without script, as notebooks show it.
+
+    Raises:
+        TraceError: the trace is damaged.
+    """
+    from rankscope.page.fragments import report_fragment, trace_fragment
+
+    return report_fragment(found) if isinstance(found, Report) else trace_fragment(found)
+
+
+def _written(trace: Trace, out: Path, layout: str | Path | None) -> tuple[Path, Report]:
+    from rankscope.page.checkpage import check_page
+    from rankscope.page.pagefile import write_file
+
+    layouts = None if layout is None else LayoutFile.load(Path(layout))
+    given = str(layout or trace.run.get("layout", {}).get("file", ""))
+    content, report = check_page(trace, layouts, layout_file=given)
+    return write_file(content, out), report
+
+
+def _facts(trace: Trace, report: Report) -> dict[str, str | int | float]:
+    """Return what a tracker is told, by name."""
+    from rankscope.diagnosis.verdictwords import verdict_rest, where_line
+
+    facts: dict[str, str | int | float] = {
+        "verdict": report.verdict.value,
+        "summary": visible(f"{report.verdict.value}{verdict_rest(report)}")[:_LONGEST],
+        "findings": len(report.findings),
+        "coverage": round(report.coverage, 4),
+        "trace": visible(str(trace.path.absolute())),
+    }
+    for first in report.origins[:1]:
+        facts["first_finding"] = visible(first.message)[:_LONGEST]
+        facts["first_where"] = visible(where_line(first))[:_LONGEST]
+    return facts
+
+
+# ------------------------------------------------------------------------------------- trackers
+
+_Facts = Mapping[str, "str | int | float"]
+_Send = Callable[[_Facts, Path, "int | None"], None]
+
+
+def _package(name: str, distribution: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise TrackerError(
+            f"{name} cannot be imported here ({error})", f"pip install {distribution}"
+        ) from error
+
+
+def _wandb(run: Any) -> _Send:
+    wandb = _package("wandb", "wandb")
+    active = wandb.run if run is None else run
+    if active is None:
+        raise TrackerError("no run of W&B is active here", "call wandb.init() before, or give run=")
+
+    def send(facts: _Facts, page: Path, step: int | None) -> None:
+        at = {} if step is None else {"step": step}
+        active.summary.update({f"rankscope/{key}": told for key, told in {**facts, **at}.items()})
+        artifact = wandb.Artifact(f"rankscope-{active.id}", type="rankscope-report")
+        artifact.add_file(str(page))
+        active.log_artifact(artifact)
+
+    return send
+
+
+def _mlflow(run: Any) -> _Send:
+    mlflow = _package("mlflow", "mlflow")
+    active = mlflow.active_run() if run is None else run
+    if active is None:
+        raise TrackerError(
+            "no run of MLflow is active here",
+            "call it inside `with mlflow.start_run():`, or give run=mlflow.last_active_run()",
+        )
+    number = active if isinstance(active, str) else active.info.run_id
+
+    def send(facts: _Facts, page: Path, step: int | None) -> None:
+        client = mlflow.MlflowClient()
+        at = {} if step is None else {"step": step}
+        for key, told in {**facts, **at}.items():
+            client.set_tag(number, f"rankscope.{key}", told)
+        client.log_artifact(number, str(page))
+
+    return send
+
+
+def _tensorboard(run: Any) -> _Send:
+    if run is None:
+        raise TrackerError(
+            "TensorBoard has no active run", "give run=writer, a SummaryWriter, or its log folder"
+        )
+    writers = _package("torch.utils.tensorboard", "tensorboard")
+
+    def send(facts: _Facts, page: Path, step: int | None) -> None:
+        is_folder = isinstance(run, (str, Path))
+        writer = writers.SummaryWriter(str(run)) if is_folder else run
+        kept = Path(writer.log_dir).absolute() / page.name
+        kept.write_bytes(page.read_bytes())  # TensorBoard shows no files: its text names this one
+        lines = [*(f"{key}: {told}" for key, told in facts.items()), f"page: {kept}"]
+        shown = "\n".join(f"    {line}" for line in lines)  # as code: nothing in it is markup
+        writer.add_text("rankscope", shown, step)
+        writer.flush()
+        if is_folder:
+            writer.close()
+
+    return send
+
+
+_TRACKERS: Final[Mapping[str, Callable[[Any], _Send]]] = {
+    "wandb": _wandb,
+    "mlflow": _mlflow,
+    "tensorboard": _tensorboard,
+}
