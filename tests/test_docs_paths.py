@@ -25,8 +25,9 @@ NO_MODULES = {
     "rankscope.mode",
     "rankscope.complete",
     "rankscope.left_out",
+    "rankscope.verdict",
 }
-"""Files of the launcher, and arguments in a Perfetto trace."""
+"""Files of the launcher, arguments in a Perfetto trace, a tag in MLflow."""
 NAMED_IN_A_FILE = re.compile(r"^\| `(\S+\.py)` \| `([\w.]+)` \|", re.MULTILINE)
 BARE = re.compile(r"(?<![\w/.<-])\w+\.py\b")
 USERS = {"train.py", "loop.py"}

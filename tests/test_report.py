@@ -46,8 +46,11 @@ def needs(package: str) -> pytest.MarkDecorator:
 def run(code: str, folder: Path, *arguments: object) -> str:
     """Run a program of a user of a tracker, in an empty folder; return what it prints."""
     given = {
-        **{"WANDB_SILENT": "true", "WANDB_DATA_DIR": folder, "WANDB_CACHE_DIR": folder},
-        **{"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_ALLOW_FILE_STORE": "true"},
+        "WANDB_SILENT": "true",
+        "WANDB_DATA_DIR": folder,
+        "WANDB_CACHE_DIR": folder,
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "MLFLOW_ALLOW_FILE_STORE": "true",
     }
     done = subprocess.run(
         [sys.executable, "-c", code, *map(str, arguments)],
@@ -169,10 +172,7 @@ def test_wandb_gets_the_verdict_in_the_summary_and_the_page_as_artifact(
     assert is_page(Path(page.local_path).read_text())
     history = [r.history for r in records if r.WhichOneof("record_type") == "history"]
     keys = {
-        name
-        for each in history
-        for item in each.item
-        for name in (item.key or item.nested_key[0],)
+        name for each in history for item in each.item for name in (item.key or item.nested_key[0],)
     }
     assert "loss" in keys and not any("rankscope" in key for key in keys), "no series"
     assert [each.step.num for each in history] == [0, 1], "its steps are those of the program"
@@ -211,6 +211,7 @@ def test_mlflow_gets_the_verdict_in_tags_and_the_page_as_artifact(
 
 
 @needs("tensorboard")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own graph export
 @pytest.mark.parametrize("is_folder", [False, True], ids=["writer", "log folder"])
 def test_tensorboard_gets_a_text_and_the_page_beside_its_events(
     traces: dict[str, Path], tmp_path: Path, is_folder: bool

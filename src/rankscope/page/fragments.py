@@ -1,6 +1,6 @@
-"""A trace or a report as a piece of HTML for a notebook: the verdict, the first finding, which ranks
-and steps there are and whether all of them arrived. No script, no network, no colour of its own for
-text: it reads in a light and in a dark notebook, and where styles are taken out.
+"""A trace or a report as a piece of HTML for a notebook: the verdict, the first finding, which
+ranks and steps there are and whether all of them arrived. No script, no network, no colour of its
+own for text: it reads in a light and in a dark notebook, and where styles are taken out.
 """
 
 from __future__ import annotations
