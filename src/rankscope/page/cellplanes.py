@@ -90,7 +90,7 @@ _LIMITS: Final = (
 )
 _DISTANCE_WORDS: Final = {
     DistanceClass.NOTHING: "no call",
-    DistanceClass.NOT_COMPARED: "not compared",
+    DistanceClass.NOT_COMPARED: "not judged by itself",
     DistanceClass.SAME: "the same",
     DistanceClass.FAR_BELOW: "to 0.1 of noise",
     DistanceClass.BELOW: "within noise",

@@ -4,7 +4,7 @@ explains."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -120,7 +120,7 @@ class _DiffCells:
             if not step.is_setup:
                 break
 
-    def note(self, key: StepKey | None, found: StepDifferences) -> None:
+    def note(self, key: StepKey | None, found: StepDifferences, wrong: Collection[int]) -> None:
         """Take a step; hand this to `diff` as `each_step`."""
         mode, number = key or (Mode.TRAIN, 0)
         step = self.steps.add(PageStep(mode, number, 0, is_setup=key is None))
@@ -131,7 +131,7 @@ class _DiffCells:
         )
         for compared in found.compared:
             row = self.rows.of(compared.value.test_path)
-            self._mark(step, row, compared)
+            self._mark(step, row, compared, is_wrong=id(compared) in wrong)
             self._add(calls, step, row, compared)
             kind = slot_kind(compared.value.test_slot)
             if kind == _BY_DEPTH.get(compared.key.phase) and compared.difference is not None:
@@ -147,9 +147,9 @@ class _DiffCells:
         self._calls += calls.values()
         self.planes.close()
 
-    def _mark(self, step: int, row: int, compared: ComparedValue) -> None:
+    def _mark(self, step: int, row: int, compared: ComparedValue, *, is_wrong: bool) -> None:
         kind = slot_kind(compared.value.test_slot)
-        for ranks, cell in _classes(compared):
+        for ranks, cell in _classes(compared, is_wrong=is_wrong):
             inside = ranks[ranks < self.planes.world]
             self.planes.raise_to(step, compared.key.phase, kind, row, inside, cell)
 
@@ -193,8 +193,9 @@ class _DiffCells:
         return blocks
 
 
-def _classes(compared: ComparedValue) -> Iterator[tuple[Any, DistanceClass]]:
-    """Yield ranks and the class of what they hold."""
+def _classes(compared: ComparedValue, *, is_wrong: bool) -> Iterator[tuple[Any, DistanceClass]]:
+    """Yield ranks and the class of what they hold. What is off by more than rounding and is no
+    fault is a summand whose sum is judged, or was made of what rounding had moved."""
     every = np.unique(np.concatenate([np.asarray(v.ranks) for v in compared.value.test.values()]))
     if compared.is_missing:
         yield every, DistanceClass.MISSING
@@ -203,6 +204,10 @@ def _classes(compared: ComparedValue) -> Iterator[tuple[Any, DistanceClass]]:
     else:
         ratios = np.asarray(compared.errors) / max(compared.allowed, 1e-300)
         classes = np.array([DistanceClass.of(float(ratio)) for ratio in ratios])
+        if not is_wrong:
+            is_summand = compared.difference.partial
+            most = DistanceClass.NOT_COMPARED if is_summand else DistanceClass.BELOW
+            classes[classes > DistanceClass.BELOW] = most
         for cell in np.unique(classes):
             yield compared.difference.ranks(classes == cell), DistanceClass(int(cell))
 

@@ -39,12 +39,12 @@ def slot_detail(values: SlotValues, marked: Collection[int] = ()) -> dict[str, A
     kept = [rank for view in values.views for rank in view.references()]
     if kept:
         shown["kept"] = ranks_text(kept)
-    groups = _groups(values)
+    shapes = _shapes(values)
+    groups = _groups(values, shapes)
     if len(groups) > _MOST_FOLDS:
         shown["distinct"] = len(groups)
         shown["spread"] = _spread(values)
         groups = _chosen(values, groups, marked)
-    shapes = _shapes(values)
     shown["f"] = [_fold(values, places, shapes) for places in groups]
     return shown
 
@@ -81,16 +81,16 @@ def _shapes(values: SlotValues) -> Mapping[int, tuple[int, ...]]:
     return {rank: shape for view in values.views for rank, shape in view.shapes().items()}
 
 
-def _groups(values: SlotValues) -> list[Array]:
+def _groups(values: SlotValues, shapes: Mapping[int, tuple[int, ...]]) -> list[Array]:
     """Return the places of ranks that hold the same, the largest group first."""
-    hashes, counts = values.hashes, values.counts
-    digested = values.column("digested")
-    if len(hashes) == 1 or (
-        (hashes == hashes[0]).all() and (counts == counts[0]).all() and digested.all()
-    ):
+    hashes = values.hashes
+    numbers: dict[tuple[int, ...], int] = {}
+    own = [numbers.setdefault(shapes.get(r, ()), len(numbers)) for r in values.ranks.tolist()]
+    columns = (hashes, values.counts, values.column("digested"), np.array(own))
+    keys = np.stack([column.astype(np.uint64) for column in columns], axis=1)
+    if (keys == keys[0]).all():
         return [np.arange(len(hashes))]
-    keys = np.stack([hashes.astype(np.uint64), counts.astype(np.uint64), digested], axis=1)
-    as_one = np.ascontiguousarray(keys.astype(np.uint64)).view(np.dtype((np.void, 24))).ravel()
+    as_one = np.ascontiguousarray(keys).view(np.dtype((np.void, keys.shape[1] * 8))).ravel()
     _, labels = np.unique(as_one, return_inverse=True)
     order = np.argsort(labels, kind="stable")
     bounds = np.cumsum(np.bincount(labels))[:-1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -62,7 +62,7 @@ _LATE: Final = 1e-3
 """How far parameters may be off that are first seen behind a step, which made them."""
 _LATE_VECTOR: Final = 2.0
 """The same of vectors, which steps may have made from zero with other signs."""
-EachStep = Callable[["StepKey | None", StepDifferences], None]
+EachStep = Callable[["StepKey | None", StepDifferences, "Collection[int]"], None]
 _Noise = dict[StepKey, Mapping[SlotKey, float]]
 """{(mode, step): {value: relative distance}}."""
 
@@ -103,7 +103,8 @@ def diff(
         tensors: read the full tensors that both traces kept, for exact distances.
         progress: told how far it is.
         each_step: handed the differences of setup (under None) and of every step, under the test's
-            mode and number; it keeps none of them.
+            mode and number, and the `id` of those of the values that are a fault or follow from
+            one; it keeps none of them.
 
     Raises:
         SettingError: a rule for paths is none, or `noise` is no second run of the reference.
@@ -215,7 +216,7 @@ class _Comparison:
         common = paired_steps(self._ref, self._test)
         setup = self._setup()
         if setup is not None and each_step is not None:
-            each_step(None, setup)
+            each_step(None, setup, self._search.wrong())
         found = [setup] if setup else []
         degrees = Degrees.of(self._ref.trace, self._test.trace)
         is_first = True
@@ -231,7 +232,7 @@ class _Comparison:
             if measured is not None:
                 measured[pair.ref[0]] = compared.errors
             if each_step is not None:
-                each_step(key, compared)
+                each_step(key, compared, self._search.wrong())
             line = batch_line(batches, *key)
             if is_first or not line.is_same:
                 self._lines.append(line)

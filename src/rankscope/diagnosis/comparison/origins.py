@@ -54,6 +54,11 @@ class OriginSearch:
         self._owned.update(flow.stepped)
         self._has_stepped |= mode is Mode.TRAIN
 
+    def wrong(self) -> set[int]:
+        """Return the `id` of all values that are a fault, or follow from one, so far."""
+        faults = [origin for origin in self.origins if not origin.is_legal]
+        return {id(each) for o in faults for each in (o.compared, *o.victims)}
+
 
 class _StepSearch:
     """Goes through the values of one step."""

@@ -1,0 +1,260 @@
+"""What a page holds is what the trace says: classes of cells, values behind them, where they came
+from."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rankscope.errors import FolderError, SelectionError
+from rankscope.layout.layoutfile import LayoutFile
+from rankscope.page.cellplanes import CellClass, DistanceClass
+from rankscope.page.checkpage import DATA_BYTES, PageWish, check_page
+from rankscope.page.diffpage import diff_page
+from rankscope.page.pagecontent import PageContent
+from rankscope.page.pagefile import page_html, served_data, write_page
+from rankscope.page.valuechoice import chosen_values
+from rankscope.record.finding import Report, Severity
+from rankscope.record.ranklists import parse_ranks
+from rankscope.record.visibletext import visible
+from rankscope.tree.reader import open_trace
+from rankscope.tree.views import Trace
+from tests.page.papertraces import PAPER
+
+OF_CHECK = ["clean", "pipeline", "nonfinite-origin", "replica-mismatch", *PAPER]
+
+
+@pytest.fixture(scope="package")
+def made(trace_of):
+    found: dict[str, tuple[Trace, PageContent, Report]] = {}
+
+    def of(name: str) -> tuple[Trace, PageContent, Report]:
+        if name not in found:
+            folder = trace_of(name)
+            file = folder / "layout.toml"
+            trace = open_trace(folder / "trace")
+            layouts = LayoutFile.load(file) if file.exists() else None
+            found[name] = (trace, *check_page(trace, layouts))
+        return found[name]
+
+    return of
+
+
+def planes(page: PageContent) -> dict[tuple[int, str, str], np.ndarray]:
+    shape = (len(page.data["modules"]["paths"]), page.data["world"])
+    return {
+        (step, phase, kind): np.frombuffer(zlib.decompress(page.packed[name]), np.uint8).reshape(
+            shape
+        )
+        for step, phase, kind, name in page.data["planes"]
+    }
+
+
+def cells(page: PageContent) -> dict[tuple[int, str], np.ndarray]:
+    """{(step, phase): [modules, ranks] the greatest class}."""
+    found: dict[tuple[int, str], np.ndarray] = {}
+    for (step, phase, _), plane in planes(page).items():
+        found[step, phase] = np.maximum(found.get((step, phase), 0), plane)
+    return found
+
+
+def calls(page: PageContent) -> list[dict]:
+    blocks = [f"d{number}" for number in page.data["blocks"]]
+    return [call for name in blocks for call in json.loads(zlib.decompress(page.packed[name]))]
+
+
+@pytest.mark.parametrize("name", OF_CHECK)
+def test_a_cell_is_marked_where_a_finding_is_and_nowhere_else(name: str, made) -> None:
+    trace, page, report = made(name)
+    paths = page.data["modules"]["paths"]
+    named = set()
+    for finding in report.findings:
+        if finding.severity is Severity.FAULT:
+            named |= {(visible(finding.path), finding.phase.word, r) for r in finding.ranks}
+    ends = {rank["rank"]: rank["end"] for rank in trace.completeness["ranks"]}
+    found = set()
+    for (_, phase), plane in cells(page).items():
+        for row, rank in zip(*np.nonzero(plane >= CellClass.DIFFERS)):
+            cell = plane[row, rank]
+            if (paths[row], phase, rank) in named:
+                found.add((paths[row], phase, rank))
+            elif cell == CellClass.MISSING:
+                assert ends.get(rank, "none") not in ("exit", "closed")
+            else:
+                assert cell in (CellClass.NOT_FINITE, CellClass.RAISED)
+    known = {(path, phase, rank) for path, phase, rank in named if path in paths}
+    assert found == known
+
+
+@pytest.mark.parametrize("name", OF_CHECK)
+def test_a_cell_is_there_where_a_rank_made_the_call(name: str, made) -> None:
+    trace, page, _ = made(name)
+    row_of = {path: row for row, path in enumerate(page.data["modules"]["paths"])}
+    called = set()
+    for number, step in enumerate((*trace.setup, *trace.steps)):
+        for node in step.walk():
+            row = row_of[visible(node.path)]
+            called |= {(number, node.phase.word, row, rank) for rank in node.ranks}
+    said = {
+        (step, phase, row, rank)
+        for (step, phase), plane in cells(page).items()
+        for row, rank in zip(*np.nonzero((plane > 0) & (plane != CellClass.MISSING)))
+    }
+    missing = {
+        (step, phase, row, rank)
+        for (step, phase), plane in cells(page).items()
+        for row, rank in zip(*np.nonzero(plane == CellClass.MISSING))
+    }
+    assert said <= called <= said | missing
+
+
+@pytest.mark.parametrize("name", ["clean", "pipeline", "hostile", "missing"])
+def test_the_values_behind_the_cells_are_those_of_the_trace(name: str, made) -> None:
+    trace, page, _ = made(name)
+    names = list(page.data["numbers"])
+    told = {}
+    for call in calls(page):
+        for slot in call.get("s", ()):
+            for fold in slot.get("f", ()):
+                for rank in parse_ranks(fold["r"]):
+                    key = (call["m"], call["t"], call["p"], call.get("b"), call.get("o", 0))
+                    told[(*key, slot["n"], rank)] = fold
+    row_of = {path: row for row, path in enumerate(page.data["modules"]["paths"])}
+    held = 0
+    for number, step in enumerate((*trace.setup, *trace.steps)):
+        for node in step.walk():
+            key = (row_of[visible(node.path)], number, node.phase.word)
+            for view in node.slots:
+                if view.dtype == "python":
+                    continue
+                for rank, digest in view.per_rank().items():
+                    place = (*key, node.micro_batch, node.ordinal, visible(view.slot), rank)
+                    fold = told[place]
+                    assert tuple(fold["s"]) == view.shapes()[rank]
+                    assert ("v" in fold) == (digest is not None)
+                    if digest is not None:
+                        own = fold["v"][names.index("l2")]
+                        assert own == pytest.approx(digest.l2, rel=1e-5, nan_ok=True)
+                        assert fold["h"] == f"{digest.hash:016x}"
+                        held += 1
+    assert held > 20 or name == "hostile"
+
+
+def test_inputs_name_the_call_they_came_from(made) -> None:
+    _, page, _ = made("clean")
+    paths = page.data["modules"]["paths"]
+    came = {
+        (paths[call["m"]], slot["n"]): (paths[slot["from"][0]], slot["from"][2])
+        for call in calls(page)
+        for slot in call.get("s", ())
+        if call["p"] == "forward" and "from" in slot
+    }
+    assert came["layers.1", "input.0"] == ("layers.0", "output")
+    assert came["head", "input.0"][0] == "norm"
+    assert came["layers.1.attention_norm", "input.0"] == ("layers.0", "output")
+
+
+def test_a_pipeline_s_stages_are_groups_of_ranks_that_are_alike(made) -> None:
+    _, page, _ = made("pipeline")
+    groups = [parse_ranks(text) for text in page.data["alike"]]
+    assert sorted(rank for group in groups for rank in group) == list(range(page.data["world"]))
+    assert len(groups) > 1
+
+
+def test_a_narrow_page_holds_what_was_asked_for(made) -> None:
+    trace, _, _ = made("clean")
+    wish = PageWish(path="layers.1*", steps=(range(1, 2),))
+    page, _ = check_page(trace, wish=wish)
+    paths = page.data["modules"]["paths"]
+    held = {(paths[call["m"]], page.data["steps"][call["t"]]["key"]) for call in calls(page)}
+    assert held
+    assert {step for _, step in held} == {"1"}
+    assert all(path.startswith("layers.1") for path, _ in held)
+    with pytest.raises(SelectionError, match="matches nothing"):
+        check_page(trace, wish=PageWish(path="no.such*"))
+
+
+def test_a_page_of_two_runs_tells_errors_in_units_of_noise(trace_of) -> None:
+    folder = trace_of("diff-divergence")
+    page, report = diff_page(open_trace(folder / "reference"), open_trace(folder / "trace"))
+    first = report.origins[0]
+    row = page.data["modules"]["paths"].index(first.path)
+    step = [each["key"] for each in page.data["steps"]].index(str(first.step))
+    plane = cells(page)[step, first.phase.word]
+    assert plane[row, first.ranks[0]] >= DistanceClass.ABOVE
+    slots = [
+        slot
+        for call in calls(page)
+        if (call["m"], call["t"], call["p"]) == (row, step, first.phase.word)
+        for slot in call["s"]
+    ]
+    off = [slot for slot in slots if slot["error"] > slot["allowed"]]
+    assert first.slot in [slot["n"] for slot in off]
+    assert [name for name, _ in off[0]["sides"]] == ["reference", "this run"]
+    before = cells(page)[step, "forward"][page.data["modules"]["paths"].index("embed")]
+    assert (before <= DistanceClass.BELOW).all()
+
+
+def test_two_topologies_that_agree_have_no_cell_above_noise(trace_of) -> None:
+    folder = trace_of("diff-topologies")
+    page, report = diff_page(open_trace(folder / "reference"), open_trace(folder / "trace"))
+    assert report.verdict.value == "clean"
+    above = [int((plane >= DistanceClass.ABOVE).sum()) for plane in cells(page).values()]
+    assert sum(above) == 0
+    near = (DistanceClass.SAME, DistanceClass.FAR_BELOW, DistanceClass.BELOW)
+    assert sum(int(np.isin(plane, near).sum()) for plane in cells(page).values()) > 200
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 50), min_size=12, max_size=12), min_size=1, max_size=30),
+    st.sets(st.integers(0, 11), max_size=4),
+    st.integers(20, 2000),
+)
+def test_what_is_chosen_fits_and_what_is_left_out_is_said(steps, near, limit) -> None:
+    entries = [np.array(each) for each in steps]
+    choice = chosen_values(entries, near, {0}, limit)
+    taken = sum(
+        int(entries[step].sum() if rows is None else entries[step][sorted(rows)].sum())
+        for step, rows in choice.rows_of.items()
+    )
+    whole = sum(int(each.sum()) for each in entries)
+    is_all = len(choice.rows_of) == len(entries) and not any(
+        rows is not None for rows in choice.rows_of.values()
+    )
+    assert bool(choice.left_out) is not is_all
+    assert is_all is (whole <= limit)
+    own = int(entries[0][sorted(near)].sum())
+    assert taken <= limit or own > limit / 2
+
+
+def test_a_page_replaces_a_page_and_nothing_else(tmp_path: Path, made) -> None:
+    trace, _, _ = made("clean")
+    out = tmp_path / "report.html"
+    assert write_page(trace, out) == out
+    write_page(trace, out)
+    assert [each.name for each in tmp_path.iterdir()] == ["report.html"]
+    mine = tmp_path / "mine.html"
+    mine.write_text("<title>my thesis</title>")
+    with pytest.raises(FolderError, match=r"no page of rankscope"):
+        write_page(trace, mine)
+    assert mine.read_text() == "<title>my thesis</title>"
+    with pytest.raises(FolderError, match="cannot be written"):
+        write_page(trace, tmp_path / "no" / "such.html")
+
+
+def test_what_is_served_is_what_is_written(made) -> None:
+    _, page, _ = made("clean")
+    served = json.loads(served_data(page))
+    text = page_html(page)
+    assert served["data"] == json.loads(json.dumps(page.data))
+    for section in page.sections.values():
+        assert section in text
+    for name, packed in served["packed"].items():
+        assert f'id="packed-{name}">{packed}</script>' in text
+    assert page.size < DATA_BYTES
