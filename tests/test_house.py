@@ -75,6 +75,8 @@ ONE_FILE = {
     "transformers": "integrations/transformers.py",
     "lightning": "integrations/lightning.py",
     "pytorch_lightning": "integrations/lightning.py",
+    "torchtitan": "integrations/torchtitan.py",
+    "verl": "integrations/verl.py",
 }
 """Optional package -> the only file that may import it."""
 ALONE = {("tensors/rebuild.py", "torch"), ("tensors/exactdistance.py", "torch")}

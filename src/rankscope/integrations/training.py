@@ -35,15 +35,21 @@ class TracedTraining:
         self._settings = dict(settings)
         self._is_running = False
 
-    def begin(self) -> None:
-        """Trace from here on. Every rank calls it."""
+    def begin(self, *, has_steps: bool = True) -> None:
+        """Trace from here on. Every rank calls it.
+
+        Args:
+            has_steps: `step` is going to be called at the end of every train step; where it is not,
+                optimizers end steps.
+        """
         if self._is_running or current_session() is not None:
             return
         error = attempt(arm, self._settings)
         if error is not None:
             say(f"not tracing: {text_of(error)}")
         self._is_running = current_session() is not None
-        self.step()  # so that no optimizer ends the first step either
+        if has_steps:
+            self.step()  # so that no optimizer ends the first step either
 
     def step(self) -> None:
         """Close the current train step here, and from now on nowhere else."""
