@@ -220,19 +220,23 @@ class CellMap {
     const { table } = this;
     pen.font = "11px sans-serif";
     pen.textBaseline = "middle";
-    for (const block of table.blocks) {
+    const next = table.blocks.map((block, at) => table.blocks[at + 1]?.x ?? Infinity);
+    let free = -Infinity; // where the label before ends
+    table.blocks.forEach((block, at) => {
       const x = block.x - left;
-      if (x + block.width < 0 || x > wide) continue;
+      if (block.group < 0 || x + block.width < -60 || x > wide || x < free) return;
+      const isAlone = !block.isWhole && block.width < 44;
+      const label = block.width >= 44 ? ranksNamed(block.label) : block.label;
       pen.save();
       pen.beginPath();
-      pen.rect(x, 20, table.blocks.length === 1 ? wide : block.width, 20);
+      pen.rect(x, 20, isAlone ? 60 : next[at] - left - x, 20);
       pen.clip();
       pen.fillStyle = this.ink.text;
       pen.textAlign = "left";
-      const label = block.width >= 44 && block.group >= 0 ? ranksNamed(block.label) : block.label;
-      if (block.width >= 7 * Math.min(label.length, 2)) pen.fillText(block.group < 0 ? "" : label, x, 30);
+      pen.fillText(label, x, 30);
       pen.restore();
-    }
+      if (isAlone) free = x + 7 * label.length + 6;
+    });
     this.paintSteps(pen, left, wide);
     if (table.cell < 8) return;
     pen.fillStyle = this.ink.soft;
@@ -419,6 +423,7 @@ class CellMap {
     }
     if (view.unfolded.has(block.group)) view.unfolded.delete(block.group);
     else view.unfolded.add(block.group);
+    if (view.axis === "both" && !fitsBeside(this.store, view.unfolded)) view.axis = "ranks";
     this.heard.changed();
   }
 

@@ -5,7 +5,10 @@ const MOST_BESIDE = 48;
 const AXES = ["both", "ranks", "steps"];
 
 // True where all steps of all groups of ranks fit beside each other.
-const isNarrow = (store) => store.data.planes.length && new Set(store.data.planes.map(([step, phase]) => `${step} ${phase}`)).size * store.data.alike.length <= MOST_BESIDE;
+function fitsBeside(store, unfolded) {
+  const ranks = store.data.alike.reduce((sum, text, group) => sum + (unfolded.has(group) ? ranksOf(text, store.data.world).length : 1), 0);
+  return store.planes.size * ranks <= (unfolded.size ? 2 * MOST_BESIDE : MOST_BESIDE);
+}
 
 class View {
   constructor(store) {
@@ -15,7 +18,7 @@ class View {
     this.filter = "";
     this.slots = "";
     this.ranks = null;
-    this.axis = isNarrow(store) ? "both" : "ranks";
+    this.axis = fitsBeside(store, this.unfolded) ? "both" : "ranks";
     this.step = 0;
     this.row = store.tree.roots[0] ?? 0;
     this.column = -1; // -1: the name of the row
