@@ -87,7 +87,7 @@ def test_a_cell_is_marked_where_a_finding_is_and_nowhere_else(name: str, made) -
             elif cell == CellClass.MISSING:
                 assert ends.get(rank, "none") not in ("exit", "closed")
             else:
-                assert cell in (CellClass.NOT_FINITE, CellClass.RAISED)
+                assert cell in (CellClass.NOT_FINITE, CellClass.NOT_LEFT, CellClass.RAISED)
     known = {(path, phase, rank) for path, phase, rank in named if path in paths}
     assert found == known
 

@@ -35,7 +35,8 @@ class CellClass(enum.IntEnum):
     DIFFERS = 3
     NOT_FINITE = 4
     MISSING = 5
-    RAISED = 6
+    NOT_LEFT = 6
+    RAISED = 7
 
     @property
     def word(self) -> str:
@@ -50,6 +51,7 @@ _WORDS: Final = {
     CellClass.DIFFERS: "differs",
     CellClass.NOT_FINITE: "not finite",
     CellClass.MISSING: "missing",
+    CellClass.NOT_LEFT: "not left",
     CellClass.RAISED: "raised",
 }
 

@@ -85,8 +85,9 @@ class CheckCells:
         if not call.node.has_returned:
             for outcome in call.node.outcomes:
                 if outcome.status not in _IN_ORDER:
-                    ranks = list(outcome.ranks)
-                    planes.raise_to(step, phase, CALL_KIND, row, ranks, CellClass.RAISED)
+                    is_raised = outcome.status == CallStatus.RAISED.word
+                    cell = CellClass.RAISED if is_raised else CellClass.NOT_LEFT
+                    planes.raise_to(step, phase, CALL_KIND, row, list(outcome.ranks), cell)
         held = bytearray()
         for slot, values in call.slots.items():
             is_held = coverage.was_held(values)

@@ -204,7 +204,10 @@ def _classes(compared: ComparedValue, *, is_wrong: bool) -> Iterator[tuple[Any, 
     else:
         ratios = np.asarray(compared.errors) / max(compared.allowed, 1e-300)
         classes = np.array([DistanceClass.of(float(ratio)) for ratio in ratios])
-        if not is_wrong:
+        if is_wrong:
+            is_used = compared.difference.partial  # the sum is right; each part is used as it is
+            classes = np.maximum(classes, DistanceClass.BEYOND if is_used else DistanceClass.ABOVE)
+        else:
             is_summand = compared.difference.partial
             most = DistanceClass.NOT_COMPARED if is_summand else DistanceClass.BELOW
             classes[classes > DistanceClass.BELOW] = most
@@ -222,6 +225,8 @@ def _slot(compared: ComparedValue) -> dict[str, Any]:
     if compared.difference is not None:
         slot["error"] = _finite(compared.error)
         slot["allowed"] = float(f"{compared.allowed:.4g}")
+        if compared.difference.partial:
+            slot["summed"] = 1
     if compared.reason:
         slot["reason"] = visible(compared.reason)
     return slot

@@ -26,7 +26,8 @@ class CheckCharts:
         self._before: dict[tuple[int, str], Array] = {}
         """Sketches of parameters as they were."""
         self.steps: list[dict[str, Any]] = []
-        """Of each step: {"grad": {row: norm}, "update": {row: ratio}, "ms": {phase: [world]}}."""
+        """Of each step: {"grad": {row: norm}, "update": {row: ratio}, "ms": {phase: [world]},
+        "odd": [rows whose gradients or parameters are not finite]}."""
 
     def note(self, step_view: StepView, context: CheckContext) -> None:
         """Take a step; called as `each_step` of `check` is."""
@@ -34,6 +35,14 @@ class CheckCharts:
             self._before.clear()
         gradients = self._by_module(step_view, Phase.GRADS, "grad:")
         found: dict[str, Any] = {}
+        odd = {
+            self._rows.of(call.path)
+            for call in step_view.of(Phase.GRADS, Phase.PARAMS)
+            for values in call.slots.values()
+            if values.dtype != "python" and values.nonfinite.any()
+        }
+        if odd:
+            found["odd"] = sorted(odd)
         if gradients:
             found["grad"] = {row: _root(squares) for row, squares in gradients.items()}
         updates = self._updates(step_view)

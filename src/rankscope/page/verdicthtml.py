@@ -14,7 +14,7 @@ from urllib.parse import quote
 from rankscope.diagnosis.verdictwords import infected_line, verdict_rest, where_line
 from rankscope.page.pagesteps import PageSteps
 from rankscope.record.finding import Finding, Report, Severity
-from rankscope.record.ranklists import ranks_text
+from rankscope.record.ranklists import ranks_named, ranks_text
 from rankscope.record.visibletext import visible
 from rankscope.tree.summary import counted, extent
 from rankscope.tree.views import Trace
@@ -25,6 +25,7 @@ _LONGEST: Final = 2_000
 _MOST_LISTED: Final = 50
 """Findings of one sort; the map shows all."""
 _MOST_ROWS: Final = 16
+_RANK_LISTS: Final = ("missing", "ranks", "members")
 
 
 def text(value: object, longest: int = _LONGEST) -> str:
@@ -51,20 +52,22 @@ def verdict_html(report: Report, steps: PageSteps | None = None, *, layout: str 
     other = [told for _, is_same, told in report.preflight if is_same is False]
     if other:
         lines.append(f'<p class="before">Before any number: {text("; ".join(other))}</p>')
-    if report.origins:
-        lines.append(_first(report.origins[0], steps))
+    warnings = [f for f in report.findings if f.severity is Severity.WARNING]
+    for first in (*report.origins, *warnings)[:1]:
+        lines.append(_first(first, steps))
     return "\n".join(lines)
 
 
 def _first(first: Finding, steps: PageSteps | None) -> str:
+    title = "warning" if first.severity is Severity.WARNING else "first"
     parts = [
-        ("first", f"<strong>{text(first.message)}</strong>"),
+        (title, f"<strong>{text(first.message)}</strong>"),
         ("where", text(where_line(first)) + _to_map(first, steps)),
         ("infected", text(infected_line(first))),
         ("look at", text(first.advice)),
     ]
     listed = "".join(f"<dt>{name}</dt><dd>{said}</dd>" for name, said in parts)
-    return f'<dl class="first">{listed}</dl>{_evidence(first.evidence)}'
+    return f'<dl class="first {title}">{listed}</dl>{_evidence(first.evidence)}'
 
 
 def _to_map(finding: Finding, steps: PageSteps | None) -> str:
@@ -88,7 +91,7 @@ def findings_html(report: Report, steps: PageSteps) -> str:
     victims = [f for f in report.findings if not f.is_origin and f not in warnings]
     parts = [
         _listed("More origins", report.origins[1:], steps, is_open=True),
-        _listed("Warnings", warnings, steps, is_open=not report.origins),
+        _listed("Warnings", warnings if report.origins else warnings[1:], steps, is_open=False),
         _listed("What follows", victims, steps, is_open=False),
     ]
     return "".join(parts)
@@ -127,7 +130,7 @@ def _evidence(evidence: Mapping[str, Any]) -> str:
         if isinstance(value, list) and value and isinstance(value[0], dict):
             parts.append(_table(name, value))
         elif value not in (None, [], ""):
-            said = value if isinstance(value, str) else json.dumps(value)
+            said = ranks_named(value) if _are_ranks(name, value) else _cell(value)
             parts.append(
                 f'<p class="evidence"><span>{text(name.replace("_", " "))}</span> {text(said)}</p>'
             )
@@ -150,11 +153,19 @@ def _table(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
+def _are_ranks(name: str, value: Any) -> bool:
+    return name in _RANK_LISTS and isinstance(value, list) and all(type(r) is int for r in value)
+
+
 def _cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
     if isinstance(value, list) and value and all(type(each) is int for each in value):
         return ranks_text(value)
+    if isinstance(value, list) and all(isinstance(each, str) for each in value):
+        return ", ".join(each or "(root)" for each in value)
+    if isinstance(value, list) and all(isinstance(each, float) for each in value):
+        return " to ".join(f"{each:.6g}" for each in value)
     return value if isinstance(value, str) else json.dumps(value)
 
 
@@ -175,19 +186,30 @@ def coverage_html(report: Report) -> str:
 
 def _coverage(report: Report) -> Iterator[str]:
     held = report.compared - report.alone
-    bars = [("judged between ranks" if report.command == "check" else "compared", held, "alike")]
-    if report.alone:
-        bars.append(("looked at for NaN and infinity alone", report.alone, "not-judged"))
-    bars += [(f"not compared: {s.reason}", s.count, "not-judged") for s in report.skipped]
-    most = max(report.recorded, *(count for _, count, _ in bars), 1)
-    for label, count, kind in bars:
-        share = 100 * count / most
-        yield (
-            f'<div class="bar"><span>{text(label)}</span>'
-            f'<svg class="{kind}" viewBox="0 0 100 8" preserveAspectRatio="none" '
-            f'aria-hidden="true">'
-            f'<rect width="{share:.2f}" height="8"></rect></svg><span>{count:,}</span></div>'
-        )
-    yield f"<p>{report.recorded:,} values were recorded.</p>"
+    judged = "held to others" if report.command == "check" else "compared with the reference"
+    parts = [
+        (judged, held, "alike"),
+        ("searched for NaN and infinity alone", report.alone - report.undeclared, "not-judged"),
+        ("searched alone, because nobody declared their layout", report.undeclared, "not-judged"),
+        ("in one run alone", report.unpaired, "not-judged"),
+        ("not looked at", report.recorded - report.compared - report.unpaired, "not-judged"),
+    ]
+    yield f"<p>{report.recorded:,} values were recorded. Of these</p>"
+    for label, count, kind in parts:
+        if count > 0:
+            yield _bar(label, count, report.recorded, kind)
+    if report.skipped:
+        yield "<p>Why values were not held to others:</p>"
+    for skipped in report.skipped:
+        yield _bar(skipped.reason, skipped.count, report.recorded, "not-judged")
     for note in report.notes:
         yield f"<p>{text(note)}</p>"
+
+
+def _bar(label: str, count: int, whole: int, kind: str) -> str:
+    share = 100 * min(count / max(whole, 1), 1.0)
+    return (
+        f'<div class="bar"><span>{text(label)}</span>'
+        f'<svg class="{kind}" viewBox="0 0 100 8" preserveAspectRatio="none" aria-hidden="true">'
+        f'<rect width="{share:.2f}" height="8"></rect></svg><span>{count:,}</span></div>'
+    )

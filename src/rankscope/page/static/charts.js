@@ -1,15 +1,16 @@
 // Lines and their numbers. SVG: they scale, print, follow light and dark, and their points are text.
 
-const WIDE = 560;
 const HIGH = 170;
 const MOST_POINTS = 1500;
 
 // Return a figure with lines over places 0..n-1.
 //   series: [{name, values: [number or null]}]; names: what a place is called; at: a place to mark;
 //   pick(place): called for a click.
-function lineChart({ title, note, series, names, isLog = false, unit = "", at = -1, pick = null, isBars = false }) {
+function lineChart({ title, note, series, names, isLog = false, unit = "", at = -1, pick = null, isBars = false, odd = [] }) {
+  const WIDE = Math.max(300, Math.min(560, document.body.clientWidth - 30));
   const every = series.flatMap(({ values }) => values).filter((value) => value !== null && Number.isFinite(value) && (!isLog || value > 0));
-  if (!every.length) return null;
+  if (!every.length && !odd.length) return null;
+  if (!every.length) every.push(1);
   const scaled = isLog ? Math.log10 : (value) => value;
   let low = every.reduce((least, value) => Math.min(least, scaled(value)), Infinity);
   let high = every.reduce((most, value) => Math.max(most, scaled(value)), -Infinity);
@@ -27,18 +28,20 @@ function lineChart({ title, note, series, names, isLog = false, unit = "", at = 
   const x = (place) => box.left + inset + ((box.right - box.left - 2 * inset) * (count < 2 ? 0.5 : place / (count - 1)));
   const y = (value) => box.bottom - ((box.bottom - box.top) * (scaled(value) - low)) / (high - low);
   const picture = drawn("svg", { viewBox: `0 0 ${WIDE} ${HIGH}`, width: "100%", role: "img", "aria-label": `${title}: ${summary(series, names, unit)}` });
+  const digits = [3, 4, 5, 6, 7].find((count) => new Set([0, 1, 2, 3].map((tick) => (low + ((high - low) * tick) / 3).toPrecision(count))).size === 4) ?? 8;
   const ticks = isLog ? Math.min(high - low, 4) : 3;
   for (let tick = 0; tick <= ticks; tick += 1) {
     const value = isLog ? Math.round(low + ((high - low) * tick) / ticks) : low + ((high - low) * tick) / ticks;
     const height = box.bottom - ((box.bottom - box.top) * (value - low)) / (high - low);
     picture.append(drawn("line", { class: "axis", x1: box.left, x2: box.right, y1: height, y2: height }));
-    picture.append(drawn("text", { x: box.left - 4, y: height + 4, "text-anchor": "end" }, onAxis(isLog ? 10 ** value : value)));
+    picture.append(drawn("text", { x: box.left - 4, y: height + 4, "text-anchor": "end" }, onAxis(isLog ? 10 ** value : value, digits)));
   }
   const ends = [[0, "start"], [count - 1, "end"]];
   for (const [place, anchor] of count > 1 ? ends : [[0, "middle"]]) {
     picture.append(drawn("text", { x: x(place), y: HIGH - 6, "text-anchor": anchor }, (names[place] ?? "").slice(-28)));
   }
   if (at >= 0 && at < count) picture.append(drawn("line", { x1: x(at), x2: x(at), y1: box.top, y2: box.bottom, stroke: "var(--chosen)", "stroke-dasharray": "3 3" }));
+  for (const place of odd) picture.append(drawn("text", { x: x(place), y: box.top + 10, "text-anchor": "middle", class: "odd" }, "\u00d7"));
   const stride = Math.ceil(count / MOST_POINTS);
   series.forEach(({ values, color }, number) => {
     const ink = `var(--series-${color ?? number % 3})`;
@@ -70,14 +73,14 @@ function lineChart({ title, note, series, names, isLog = false, unit = "", at = 
       });
     }
   });
-  const readout = make("span", { class: "mono" });
+  const readout = make("div", { class: "mono readout" });
   const placeOf = (event) => {
     const frame = picture.getBoundingClientRect();
     const inside = ((event.clientX - frame.left) / frame.width) * WIDE;
     return Math.max(0, Math.min(count - 1, Math.round(((inside - box.left - inset) / (box.right - box.left - 2 * inset)) * (count - 1))));
   };
   const say = (place) => {
-    readout.textContent = ` ${(names[place] ?? "").slice(0, 90)}: ${series.map(({ name, values }) => `${name} ${told(values[place])}${unit}`).join(", ")}`;
+    readout.textContent = ` ${(names[place] ?? "").slice(0, 90)}: ${odd.includes(place) ? "not finite" : series.map(({ name, values }) => `${name} ${told(values[place])}${unit}`).join(", ")}`;
   };
   picture.addEventListener("pointermove", (event) => say(placeOf(event)));
   if (pick) {
@@ -93,9 +96,9 @@ function lineChart({ title, note, series, names, isLog = false, unit = "", at = 
   return make("figure", {}, caption, picture);
 }
 
-function onAxis(value) {
+function onAxis(value, digits) {
   const size = Math.abs(value);
-  return size >= 1e5 || (size && size < 1e-3) ? value.toExponential(size < 1 || value % 1 ? 1 : 0) : String(Number(value.toPrecision(3)));
+  return size >= 1e5 || (size && size < 1e-3) ? value.toExponential(digits > 3 ? digits - 1 : Number(value.toPrecision(1)) === value ? 0 : 1) : String(Number(value.toPrecision(digits)));
 }
 
 function isPeak(values, place, stride) {
@@ -125,29 +128,33 @@ async function drawCharts(store, view, open) {
   const label = data.steps[view.step]?.label ?? "";
   const own = steps[view.step] ?? {};
   const byModule = (title, note, values, options = {}) => {
-    const rows = tree.order.filter((row) => Object.values(values)[0] && Object.values(values).some((each) => row in each));
+    const odd = new Set(options.odd ?? []);
+    const rows = (options.isDeep ? tree.inner : tree.order).filter((row) => odd.has(row) || Object.values(values).some((each) => row in each));
     if (!rows.length) return;
     figures.push(lineChart({
       title: `${title}, ${label}`, note, names: rows.map((row) => tree.paths[row] || "(root)"),
       series: Object.entries(values).map(([name, each]) => ({ name, values: rows.map((row) => each[row] ?? null) })),
-      at: rows.indexOf(view.row), pick: (place) => open(rows[place]), ...options,
+      at: rows.indexOf(view.row), pick: (place) => open(rows[place]), ...options, odd: rows.map((row, place) => (odd.has(row) ? place : -1)).filter((place) => place >= 0),
     }));
   };
   if (own.error) {
-    for (const [phase, values] of Object.entries(own.error)) byModule(`Error by depth: ${phase}`, "relative L2 distance, and what rounding explains", { error: values.error, noise: values.noise }, { isLog: true });
+    for (const [phase, values] of Object.entries(own.error)) byModule(`Error by depth: ${phase}`, "relative L2 distance, and what rounding explains", { error: values.error, noise: values.noise }, { isLog: true, isDeep: true });
   }
-  if (own.grad) byModule("Gradient norm by module", "of its own parameters", { norm: own.grad }, { isLog: true, isBars: true });
-  if (own.update) byModule("Update by module", "how far its parameters went, over their norm", { ratio: own.update }, { isLog: true, isBars: true });
+  const odd = own.odd ?? [];
+  const note = odd.length ? `; \u00d7: not finite, in ${odd.length} modules` : "";
+  if (own.grad) byModule("Gradient norm by module", `of its own parameters${note}`, { norm: own.grad }, { isLog: true, isBars: true, odd });
+  if (own.update) byModule("Update by module", `how far its parameters went, over their norm${note}`, { ratio: own.update }, { isLog: true, isBars: true, odd });
   if (own.ms) {
     const names = Array.from({ length: data.world }, (_, rank) => `rank ${rank}`);
     for (const [phase, values] of Object.entries(own.ms)) {
       const sorted = [...values].filter((each) => each > 0).sort((a, b) => a - b);
       const slowest = values.indexOf(Math.max(...values));
-      const note = sorted.length ? `slowest rank ${slowest}, ${told(values[slowest])} ms; fastest ${told(sorted[0])} ms; median ${told(sorted[sorted.length >> 1])} ms` : "";
+      const note = sorted.length ? `slowest rank ${slowest}, ${told(values[slowest])} ms; fastest ${told(sorted[0])} ms; median ${told((sorted[(sorted.length - 1) >> 1] + sorted[sorted.length >> 1]) / 2)} ms` : "";
       if (data.world > 1) figures.push(lineChart({ title: `Time of ${phase} by rank, ${label}`, note, names, unit: " ms", isBars: true, series: [{ name: "time", values: values.map((each) => (each > 0 ? each : null)) }] }));
     }
   }
   const shown = figures.filter(Boolean);
-  list.replaceChildren(...shown);
-  byId("charts").hidden = !shown.length;
+  const isAny = steps.some((each) => Object.keys(each).length);
+  list.replaceChildren(...(shown.length ? shown : [make("p", {}, `Nothing of ${label} is drawn.`)]));
+  byId("charts").hidden = !isAny;
 }

@@ -3,6 +3,9 @@
 const GAP = 6;
 const WIDEST = 18;
 const NARROWEST = 4;
+const READABLE = 10;
+const MANY = 500;
+const LEAST_STEP = 34;
 const PHASE_LETTERS = { setup: "S", forward: "F", recompute: "R", backward: "B", grads: "G", params: "P", collective: "C", accumulated: "A" };
 
 // Return {columns: [{x, step, phase, ranks, block}], blocks: [{x, width, label, ranks, group, isWhole}], width, cell}.
@@ -35,11 +38,16 @@ function columnsOf(store, view, room) {
   }
   const phases = (step) => store.phases.filter((phase) => view.phases.has(phase) && store.planes.has(`${step} ${phase}`));
   const count = blocks.reduce((sum, block) => sum + Math.max(phases(block.step).length, 1), 0);
-  const cell = Math.max(NARROWEST, Math.min(WIDEST, Math.floor((room - blocks.length * GAP) / Math.max(count, 1))));
+  const cell = Math.max(count > MANY ? NARROWEST : READABLE, Math.min(WIDEST, Math.floor((room - blocks.length * GAP) / Math.max(count, 1))));
   const gap = cell > NARROWEST + 2 ? GAP : 2;
   const columns = [];
   let x = gap;
-  for (const block of blocks) {
+  let start = -Infinity;
+  blocks.forEach((block, at) => {
+    if (at && blocks[at - 1].step !== block.step) {
+      x = Math.max(x, start + LEAST_STEP);
+      start = x;
+    } else if (!at) start = x;
     block.x = x;
     for (const phase of phases(block.step)) {
       columns.push({ x, phase, step: block.step, ranks: block.ranks, probe: block.probe, block });
@@ -48,6 +56,6 @@ function columnsOf(store, view, room) {
     x = Math.max(x, block.x + cell);
     block.width = x - block.x;
     x += gap;
-  }
+  });
   return { columns, blocks, width: x, cell };
 }

@@ -1,6 +1,8 @@
 // Under a cell: the calls behind it, their values on all ranks, where they lie, where they came from and went.
 
 const OPEN_CALLS = 3;
+// Findings of values that ranks should share: where they differ, numbers are marked.
+const BETWEEN_RANKS = new Set(["replica-mismatch", "placement-mismatch", "gradient-not-reduced", "shape-mismatch", "dtype-mismatch"]);
 const LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ";
 
 class Detail {
@@ -29,9 +31,12 @@ class Detail {
     ];
     const calls = (every ?? []).filter((call) => call.t === at.step && call.p === at.phase);
     if (!calls.length) parts.push(make("p", {}, this.whyNone(store, at, every, worst)));
+    else if (!calls.some((call) => ranksOf(call.r, data.world).some((rank) => at.ranks.includes(rank)))) {
+      parts.push(make("p", { class: "said fault" }, `${ranksShort(ranksText(at.ranks))} did not make this call; others did:`));
+    }
     calls.forEach((call, number) => parts.push(this.call(store, view, call, every, number < OPEN_CALLS)));
-    parts.push(...this.issued(store, at, every ?? []));
-    this.place.replaceChildren(...parts);
+    parts.push(...this.issued(store, at, every ?? []), this.notKept(store, at, calls));
+    this.place.replaceChildren(...parts.filter(Boolean));
     this.heard.drawn();
   }
 
@@ -46,7 +51,7 @@ class Detail {
 
   whyNone(store, at, every, worst) {
     const { data } = store;
-    if (worst === 0) return "No rank of these made such a call here.";
+    if (worst === 0) return `Nothing was recorded of ${phaseOf(at.phase, data.steps[at.step])} here on ${ranksShort(ranksText(at.ranks))}.`;
     if (every === null || !every.some((call) => call.t === at.step)) {
       return data.left_out || "The values of this step are not on this page.";
     }
@@ -71,28 +76,31 @@ class Detail {
   }
 
   slot(store, view, call, slot, every) {
-    const found = store.data.findings.some((each) => each.m === call.m && each.t === call.t && each.p === call.p && each.slot === slot.n);
+    const own = store.data.findings.filter((each) => each.m === call.m && each.t === call.t && each.p === call.p && each.slot === slot.n);
+    const found = own.length > 0;
+    const isBetween = own.some((each) => BETWEEN_RANKS.has(each.kind));
     const parts = [make("h4", { class: "mono" }, `${slot.n}  ${slot.d}${slot.dev ? ` on ${slot.dev}` : ""}${found ? "  (finding)" : ""}`)];
     if (slot.notes) parts.push(...slot.notes.map((note) => make("p", { class: "mono" }, note)));
     if (slot.sides) parts.push(...this.compared(store, view, slot));
-    else if (slot.f) parts.push(...this.values(store, view, slot));
+    else if (slot.f) parts.push(...this.values(store, view, slot, isBetween));
     parts.push(this.links(store, slot));
     const trend = slot.f || slot.error !== undefined ? this.trend(store, call, slot, every) : null;
     if (trend) parts.push(trend);
-    if (slot.f && (slot.kept || found)) parts.push(this.command(store, view, call, slot));
+    if (slot.f && slot.kept) parts.push(this.command(store, view, call, slot));
     return make("div", { class: `slot${found ? " found" : ""}` }, ...parts);
   }
 
   // Of diff: the reference and this run side by side.
   compared(store, view, slot) {
     const parts = [];
+    if (slot.summed) parts.push(make("p", {}, "Each rank holds a part; the error is that of their sum."));
     if (slot.error !== undefined) parts.push(make("p", {}, `relative error ${told(slot.error)}; rounding explains ${told(slot.allowed)}: ${told(slot.error / slot.allowed)} times`));
     if (slot.reason) parts.push(make("p", {}, `not compared: ${slot.reason}`));
-    for (const [name, side] of slot.sides) parts.push(make("h4", {}, name), ...this.values(store, view, side, ""));
+    for (const [name, side] of slot.sides) parts.push(make("h4", {}, name), ...this.values(store, view, side, false, ""));
     return parts;
   }
 
-  values(store, view, slot, judged = slot.held ? "; held to others" : "; not held to others: it may differ") {
+  values(store, view, slot, isFound, judged = slot.held ? "; held to what it should equal on other ranks" : "; nothing says what it should equal") {
     const { data } = store;
     const letters = new Map();
     slot.f.forEach((fold, number) => {
@@ -102,19 +110,19 @@ class Detail {
     const at = (name) => names.indexOf(name);
     const isOdd = slot.f.some((fold) => fold.v && (fold.v[at("nan")] || fold.v[at("posinf")] || fold.v[at("neginf")]));
     const shown = names.filter((name) => !["nan", "posinf", "neginf", "zero"].includes(name) || (isOdd && name !== "zero"));
-    const head = make("tr", {}, make("th", { scope: "col" }, "ranks"), make("th", { scope: "col" }, "shape"), ...shown.map((name) => make("th", { scope: "col" }, name)), make("th", { scope: "col" }, "hash"));
+    const head = make("tr", {}, ...["ranks", "hash", "shape", ...shown].map((name) => make("th", { scope: "col" }, name)));
     const chosen = view.chosen?.rank;
     const first = slot.f[0];
     const rows = slot.f.map((fold, number) => {
       const ranks = ranksOf(fold.r, data.world);
       const cells = shown.map((name) => {
         const value = fold.v?.[at(name)];
-        const isOff = number > 0 && slot.held && first.v && value !== first.v[at(name)];
+        const isOff = number > 0 && isFound && first.v && value !== first.v[at(name)];
         const isBad = ["nan", "posinf"].includes(name) && value > 0;
         return make("td", { class: isOff || isBad ? "off" : null }, told(value));
       });
       const letter = slot.f.length > 1 ? `${LETTERS[number] ?? "+"} ` : "";
-      const line = make("tr", {}, make("td", { title: ranksNamed(fold.r) }, `${letter}${ranksShort(fold.r)}${ranks.includes(chosen) && slot.f.length > 1 ? " (this)" : ""}`), make("td", {}, `[${fold.s.join(", ")}]`), ...cells, make("td", {}, fold.h ? fold.h.slice(0, 8) : "-"));
+      const line = make("tr", {}, make("td", { title: ranksNamed(fold.r) }, `${letter}${ranksShort(fold.r)}${ranks.includes(chosen) && slot.f.length > 1 ? " (this)" : ""}`), make("td", {}, fold.h ? fold.h.slice(0, 8) : "-"), make("td", {}, `[${fold.s.join(", ")}]`), ...cells);
       return line;
     });
     const parts = [];
@@ -177,11 +185,7 @@ class Detail {
   command(store, view, call, slot) {
     const { data, tree } = store;
     const step = data.steps[call.t];
-    const quoted = (text) => `'${text.replace(/'/g, "'\\''")}'`;
     const name = quoted(`${tree.paths[call.m]}:${slot.n}`);
-    if (!slot.kept) {
-      return make("p", { class: "copy" }, "Its elements were not kept; to have them: ", make("code", {}, `rankscope run --rs-tensors ${name} ...`));
-    }
     const rank = ranksOf(slot.kept, data.world)[0];
     const words = ["rankscope tensor", quoted(data.trace), name, `--rank ${rank}`];
     const named = /^(?:life\d+-)?(?:(\w+)-)?(\d+)$/.exec(step.key);
@@ -195,6 +199,15 @@ class Detail {
     return make("p", { class: "copy" }, make("code", {}, text), button);
   }
 
+  // How to have the elements of values that were not kept.
+  notKept(store, at, calls) {
+    const slots = calls.flatMap((call) => call.s ?? []).filter((slot) => slot.f);
+    if (!slots.length || slots.some((slot) => slot.kept)) return null;
+    const found = store.data.findings.find((each) => each.m === at.row && each.slot && slots.some((slot) => slot.n === each.slot));
+    const name = quoted(`${store.tree.paths[at.row]}:${found ? found.slot : "*"}`);
+    return make("p", { class: "copy" }, "The elements of these values were not kept; to have them: ", make("code", {}, `rankscope run --rs-tensors ${name} ...`));
+  }
+
   // Collectives that the module issued in the step, for whoever looks at another phase of it.
   issued(store, at, every) {
     const own = every.filter((call) => call.t === at.step && call.p === "collective" && at.phase !== "collective");
@@ -204,6 +217,9 @@ class Detail {
     return [make("h4", {}, `collectives it issued in this step (${own.length})`), make("ul", {}, ...lines), open];
   }
 }
+
+// A word as a shell takes it.
+const quoted = (text) => `'${text.replace(/'/g, "'\\''")}'`;
 
 function collectiveWords(facts) {
   const words = [facts.reduce ? `${facts.op}(${facts.reduce})` : facts.op];

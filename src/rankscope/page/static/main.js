@@ -44,7 +44,7 @@ class Page {
         sample.style.setProperty("--swatch", `var(--${name})`);
         return number ? sample : null;
       }).filter(Boolean),
-      make("span", { class: "ring", "data-glyph": "" }, "origin (dashed: inside, or a warning)"),
+      make("span", { class: "ring", "data-glyph": "" }, "origin (dashed: inside, or a warning); lower half: inside a folded module"),
       make("em", {}, this.store.phases.map((phase) => `${PHASE_LETTERS[phase] ?? phase[0]} ${phase}`).join(", ")),
     );
     const boxes = this.store.phases.map((phase) => make("label", {}, make("input", { type: "checkbox", value: phase, change: () => this.phases() }), ` ${phase}`));
@@ -64,6 +64,7 @@ class Page {
       input.setAttribute("aria-invalid", text !== "" && found === null);
       input.setCustomValidity(text !== "" && (found === null || !found.length) ? "ranks as 0-3,8" : "");
       view.ranks = found && found.length ? found : null;
+      this.isOddRanks = text !== "" && view.ranks === null;
     });
     byId("axis").addEventListener("change", (event) => { view.axis = event.target.value; this.changed(); });
     byId("step").addEventListener("input", (event) => this.toStep(Number(event.target.value)));
@@ -86,7 +87,7 @@ class Page {
 
   phases() {
     const chosen = [...byId("phases").querySelectorAll("input")].filter((box) => box.checked).map((box) => box.value);
-    this.view.phases = new Set(chosen.length ? chosen : this.store.phases);
+    this.view.phases = new Set(chosen);
     this.changed();
   }
 
@@ -127,6 +128,7 @@ class Page {
     for (const box of byId("phases").querySelectorAll("input")) box.checked = view.phases.has(box.value);
     this.groups();
     if (isLinked) this.map.lacking = "";
+    if (this.isOddRanks) this.map.lacking = `No such rank: the ranks are 0-${data.world - 1}, and lists are written 0-3,8.`;
     this.map.layout();
     view.column = view.chosen ? this.map.columnOfChosen() : Math.min(view.column, this.map.table ? this.map.table.columns.length - 1 : -1);
     clearTimeout(this.later);
@@ -140,18 +142,22 @@ class Page {
     const { alike } = store.data;
     const several = alike.map((text, group) => [text, group]).filter(([text]) => /[-,]/.test(text));
     const buttons = several.slice(0, 12).map(([text, group]) => make("button", {
-      type: "button", "aria-pressed": view.unfolded.has(group), title: `unfold ${ranksNamed(text).slice(0, 500)}`,
+      type: "button", "aria-pressed": view.unfolded.has(group), title: ranksNamed(text).slice(0, 500),
       click: () => this.map.unfold({ group, step: view.step }),
-    }, ranksShort(text)));
-    const words = alike.length === 1 ? "all ranks are alike; unfold:" : `${alike.length} groups of ranks that are alike${several.length ? ", to unfold:" : ""}`;
+    }, `${view.unfolded.has(group) ? "fold" : "unfold"} ${ranksShort(text)}`));
+    const all = `${store.data.world} ranks`;
+    const words = store.data.world === 1 ? "1 rank" : alike.length === 1 ? `${all}, of which the map says the same:` : several.length ? `${all}; the map says the same of` : `${all}; the map says something else of each`;
     const focused = [...byId("groups").children].indexOf(document.activeElement);
     byId("groups").replaceChildren(words, ...buttons, several.length > 12 ? "and more: click their heads" : "");
     if (focused >= 0) byId("groups").children[focused]?.focus();
   }
 
-  link() {
+  // The address names what is looked at; a cell that was opened is a page to go back to.
+  link(isPlace = false) {
     const link = this.view.link(this.store);
-    if (link !== location.hash) history.replaceState(null, "", link);
+    if (link === location.hash) return;
+    if (isPlace) history.pushState(null, "", link);
+    else history.replaceState(null, "", link);
   }
 
   follow() {
@@ -161,14 +167,14 @@ class Page {
     this.chosen({ isLinked: false });
     if (this.view.chosen) {
       this.map.show(this.view.row);
-      byId("map-title").scrollIntoView({ block: "start" });
+      byId("map").scrollIntoView({ block: "start" });
     }
   }
 
   chosen({ isLinked = true } = {}) {
     this.detail.show(this.store, this.view);
     this.map.draw();
-    if (isLinked) this.link();
+    if (isLinked) this.link(true);
     clearTimeout(this.later);
     this.later = setTimeout(() => drawCharts(this.store, this.view, (row) => this.openRow(row)), 150);
   }
@@ -186,7 +192,8 @@ class Page {
   }
 
   arrive(isFocused) {
-    this.changed();
+    this.map.lacking = "";
+    this.changed({ isLinked: false });
     this.view.column = this.map.columnOfChosen();
     this.map.show(this.view.row);
     this.chosen();
@@ -196,12 +203,14 @@ class Page {
   nextFinding() {
     const { findings } = this.store.data;
     if (!findings.length) return;
-    const origins = findings.some((each) => each.origin) ? findings.filter((each) => each.origin) : findings;
-    this.finding = ((this.finding ?? -1) + 1) % origins.length;
-    const found = origins[this.finding];
+    this.finding = ((this.finding ?? -1) + 1) % findings.length;
+    const found = findings[this.finding];
+    byId("next-finding").textContent = `next finding (${this.finding + 1} of ${findings.length})`;
     this.view.step = found.t;
     this.view.choose(this.store, found.m, found.p, ranksOf(found.r, this.store.data.world).slice(0, 1));
     this.arrive(false);
+    byId("grid").focus({ preventScroll: true });
+    byId("map").scrollIntoView({ block: "nearest" });
   }
 
   // Newer data of the same trace: where one looks stays.

@@ -2,7 +2,7 @@
 
 const ROW = 20;
 const HEAD = 58;
-const GLYPHS = { differs: "\u2260", "not-finite": "N", missing: "\u2013", raised: "!", above: "\u00b7", "far-above": "\u2260", beyond: "\u2260" };
+const GLYPHS = { differs: "\u2260", "not-finite": "N", missing: "\u2013", raised: "!", "not-left": "\u2026", above: "\u00b7", "far-above": "\u2260", beyond: "\u2260" };
 
 class CellMap {
   constructor(store, view, heard) {
@@ -15,13 +15,19 @@ class CellMap {
     this.cells = new Map();
     this.lacking = ""; // what the link that was followed names and the page has not
     this.reset(store, view);
-    this.scroller.addEventListener("scroll", () => this.draw(), { passive: true });
+    this.scroller.addEventListener("scroll", () => {
+      this.tip.hidden = true;
+      this.draw();
+    }, { passive: true });
     new ResizeObserver(() => this.layout()).observe(this.scroller);
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.recolor());
     matchMedia("print").addEventListener("change", () => this.layout());
     this.canvas.addEventListener("pointermove", (event) => this.point(event));
     this.canvas.addEventListener("pointerleave", () => { this.tip.hidden = true; });
-    this.canvas.addEventListener("click", (event) => this.click(event));
+    this.canvas.addEventListener("click", (event) => {
+      this.grid.focus({ preventScroll: true });
+      this.click(event);
+    });
     this.grid.addEventListener("keydown", (event) => this.key(event));
     this.grid.addEventListener("focus", () => this.draw());
   }
@@ -72,7 +78,7 @@ class CellMap {
     this.grid.style.width = `${this.names}px`;
     this.canvas.style.left = `${this.names}px`;
     this.grid.setAttribute("aria-rowcount", this.rows.length);
-    byId("no-match").textContent = this.rows.length ? this.lacking : `No module matches ${view.filter}: * stands for anything, also for dots.`;
+    byId("no-match").textContent = !view.phases.size ? "No phase is chosen." : this.rows.length ? this.lacking : `No module matches ${view.filter}: * stands for anything, also for dots.`;
     this.want();
     this.draw();
   }
@@ -181,7 +187,7 @@ class CellMap {
       }
       const shown = hasInside ? found.below : found.own;
       const glyph = GLYPHS[this.store.data.class_names[shown]];
-      if (glyph && cell >= 9) {
+      if (glyph && cell >= 12) {
         pen.fillStyle = this.ink.glyph;
         pen.font = "bold 11px sans-serif";
         pen.textAlign = "center";
@@ -248,6 +254,8 @@ class CellMap {
   paintSteps(pen, left, wide) {
     const { blocks } = this.table;
     const starts = blocks.filter((block, at) => at === 0 || blocks[at - 1].step !== block.step);
+    const labels = starts.map((block) => this.store.data.steps[block.step].label);
+    const isShort = starts.some((block, at) => at + 1 < starts.length && starts[at + 1].x - block.x < labels[at].length * 6);
     starts.forEach((block, number) => {
       const x = block.x - left;
       const end = number + 1 < starts.length ? starts[number + 1].x - left - 4 : Math.max(wide, x + 200);
@@ -256,10 +264,11 @@ class CellMap {
       pen.beginPath();
       pen.rect(x, 0, end - x, 20);
       pen.clip();
-      pen.fillStyle = this.ink.text;
+      const isNow = block.step === this.view.step && starts.length > 1;
+      pen.fillStyle = isNow ? this.ink.chosen : this.ink.text;
+      pen.font = isNow ? "bold 11px sans-serif" : "11px sans-serif";
       pen.textAlign = "left";
       const { label } = this.store.data.steps[block.step];
-      const isShort = end - x < label.length * 6;
       pen.fillText(isShort ? label.replace(/^\w+ step /, "") : label, Math.max(x, 2), 11);
       pen.restore();
       if (number && this.view.axis === "both") {
@@ -382,7 +391,8 @@ class CellMap {
     const box = byId("map").getBoundingClientRect();
     const x = Math.min(event.clientX - box.left + 14, Math.max(0, box.width - this.tip.offsetWidth - 4));
     this.tip.style.left = `${Math.max(0, x)}px`;
-    this.tip.style.top = `${event.clientY - box.top + 18}px`;
+    const y = event.clientY - box.top + 22;
+    this.tip.style.top = `${y + this.tip.offsetHeight > box.height ? Math.max(0, y - 30 - this.tip.offsetHeight) : y}px`;
   }
 
   cellText(row, column) {
@@ -427,7 +437,26 @@ class CellMap {
     this.heard.changed();
   }
 
-  openCell(row, column) {
+  // The first row inside a folded one that says the worst that is inside.
+  worstInside(row, column) {
+    const { own, below } = this.classOf(row, column) ?? { own: 0, below: 0 };
+    if (own || !below || this.isUnfolded(row)) return row;
+    const { tree } = this.store;
+    const from = tree.order.indexOf(row);
+    for (let at = from + 1; at < tree.order.length && tree.depth[tree.order[at]] > tree.depth[row]; at += 1) {
+      if ((this.classOf(tree.order[at], column)?.own ?? 0) === below) return tree.order[at];
+    }
+    return row;
+  }
+
+  openCell(folded, column) {
+    const row = this.worstInside(folded, column);
+    if (row !== folded) {
+      this.view.reveal(this.store.tree, row);
+      this.view.row = row;
+      this.layout();
+      this.show(row);
+    }
     this.view.chosen = { row, step: column.step, phase: column.phase, ranks: column.ranks, rank: column.ranks[0] };
     this.draw();
     this.heard.chosen();
@@ -439,7 +468,7 @@ class CellMap {
     if (at === undefined) return;
     const top = at * ROW;
     const room = this.high - HEAD - ROW;
-    if (top < this.scroller.scrollTop || top > this.scroller.scrollTop + room) this.scroller.scrollTop = Math.max(0, top - room / 2);
+    if (top < this.scroller.scrollTop || top > this.scroller.scrollTop + room - 2 * ROW) this.scroller.scrollTop = Math.max(0, top - room / 2);
     const column = this.table.columns[this.view.column];
     if (column) {
       const wide = this.scroller.clientWidth - this.names - this.table.cell;

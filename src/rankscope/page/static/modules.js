@@ -21,6 +21,17 @@ class ModuleTree {
     }
   }
 
+  // The rows, each behind those inside it: as their outputs come about.
+  get inner() {
+    const found = [];
+    const walk = (rows) => rows.forEach((row) => {
+      walk(this.children[row]);
+      found.push(row);
+    });
+    walk(this.roots);
+    return found;
+  }
+
   // For every row and rank the greatest class of the row and of all rows inside it.
   greatest(own, world) {
     const below = new Uint8Array(own);

@@ -76,7 +76,7 @@ class View {
     if (this.filter) parts.set("filter", this.filter);
     if (this.slots) parts.set("slots", this.slots);
     if (this.ranks) parts.set("ranks", ranksText(this.ranks));
-    if (this.phases.size < store.phases.length) parts.set("phases", [...this.phases].join(","));
+    if (this.phases.size && this.phases.size < store.phases.length) parts.set("phases", [...this.phases].join(","));
     return `#${parts}`;
   }
 
