@@ -149,6 +149,15 @@ def test_lightning_with_the_callback_trains_as_without_and_ends_with_the_verdict
     assert open_trace(tmp_path / "trace").run["world_size"] == int(devices)
 
 
+@needs("pytorch_lightning")
+def test_the_other_name_of_lightning_takes_the_same_callback(tmp_path: Path):
+    script = tmp_path / "job.py"
+    script.write_text(LIGHTNING.read_text().replace("from lightning ", "from pytorch_lightning "))
+    traced = run([sys.executable, script, "plain", "callback", "1"], tmp_path / "trace")
+    assert said(traced)[-1].startswith("clean (")
+    assert steps(tmp_path / "trace") == {"TRAIN": 2, "EVAL": 3}
+
+
 @needs("lightning")
 def test_a_batch_in_which_two_optimizers_step_is_one_step(tmp_path: Path):
     """From outside, each optimizer step ends a step: the forward between them begins the next."""

@@ -42,12 +42,19 @@ class TracedTraining:
             has_steps: `step` is going to be called at the end of every train step; where it is not,
                 optimizers end steps.
         """
-        if self._is_running or current_session() is not None:
+        global _running
+        if self._is_running:  # the framework begins again after a failure: the trace goes on
+            return
+        if _running is not None:
+            say("the training before did not come to its end: its trace ends here")
+            _running.end()
+        if current_session() is not None:
             return
         error = attempt(arm, self._settings)
         if error is not None:
             say(f"not tracing: {text_of(error)}")
         self._is_running = current_session() is not None
+        _running = self if self._is_running else None
         if has_steps:
             self.step()  # so that no optimizer ends the first step either
 
@@ -61,15 +68,21 @@ class TracedTraining:
         """End the trace; the rank that speaks for the job waits for the tree and says the verdict.
         Safe to call again.
         """
+        global _running
         if not self._is_running:
             return
-        self._is_running = False
+        self._is_running, _running = False, None
         self.path = close(EndReason.CLOSED)
         if self.path is None:
             return
         error = attempt(_say_verdict, self.path)
         if error is not None:
             say(f"{self.path}: no verdict: {text_of(error)}")
+
+
+_running: TracedTraining | None = None
+"""What traces now in this process; still there where a training was broken off, as in a notebook
+whose cell was interrupted."""
 
 
 def _say_verdict(path: Path) -> None:
