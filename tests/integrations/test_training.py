@@ -1,4 +1,4 @@
-"""What all callbacks share, in a loop without a framework: broken off, begun anew, traced already."""
+"""What all callbacks share, in a loop of our own: broken off, begun anew, traced already."""
 
 from __future__ import annotations
 
