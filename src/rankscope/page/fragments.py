@@ -31,6 +31,7 @@ _STYLE: Final = """
 .rankscope-piece dt { float: left; clear: left; width: 5em; opacity: 0.7 }
 .rankscope-piece dd { margin: 0 0 0 5.5em; overflow-wrap: anywhere }
 .rankscope-piece table { border-collapse: collapse; margin: 0.3em 0 }
+.rankscope-piece caption { text-align: left; opacity: 0.7 }
 .rankscope-piece :is(td, th) { text-align: left; padding: 0.1em 1em 0.1em 0 }
 """
 
