@@ -127,17 +127,20 @@ def _fold(
 
 def _spread(values: SlotValues) -> dict[str, list[Any]]:
     """Return for each number that ranks differ in: least, its rank, median, greatest, its rank."""
+    columns = np.stack([values.column(name) for name in NUMBERS])[:, values.is_known]
+    ranks = values.ranks[values.is_known]
     found: dict[str, list[Any]] = {}
-    for name in NUMBERS:
-        column = np.where(values.is_known, values.column(name), np.nan)
-        if np.isnan(column).all():
+    for name, column in zip(NUMBERS, columns):
+        is_defined = ~np.isnan(column)
+        own = column[is_defined]
+        if not len(own) or own.min() == own.max():
             continue
-        low, high = int(np.nanargmin(column)), int(np.nanargmax(column))
-        if column[low] < column[high]:
-            found[name] = [
-                _number(column[low]), int(values.ranks[low]), _number(np.nanmedian(column)),
-                _number(column[high]), int(values.ranks[high]),
-            ]  # fmt: skip
+        low, high, middle = int(own.argmin()), int(own.argmax()), len(own) // 2
+        at = ranks[is_defined]
+        found[name] = [
+            _number(own[low]), int(at[low]), _number(np.partition(own, middle)[middle]),
+            _number(own[high]), int(at[high]),
+        ]  # fmt: skip
     return found
 
 
