@@ -77,6 +77,7 @@ def check_page(
     *,
     wish: PageWish = EVERYTHING,
     layout_file: str = "",
+    most_bytes: int = DATA_BYTES,
     progress: Progress | None = None,
 ) -> tuple[PageContent, Report]:
     """Return the page of a trace, and the verdict it shows.
@@ -86,6 +87,7 @@ def check_page(
         layouts: declared layouts, as of `check`.
         wish: whose values it should hold.
         layout_file: where those layouts are from, for the words of the verdict.
+        most_bytes: how much data the page may hold; fewer values are taken until it does.
         progress: told how far it is.
 
     Raises:
@@ -106,7 +108,7 @@ def check_page(
     cells.mark(report.findings)
     places = ranks_html(trace, known[0] if known else None)
     made = _CheckPage(trace, report, cells, charts, wish, places)
-    return made.content(layout_file), report
+    return made.content(layout_file, most_bytes), report
 
 
 class _CheckPage:
@@ -124,10 +126,10 @@ class _CheckPage:
         self._trace, self._report, self._cells, self._charts = trace, report, cells, charts
         self._wish, self._ranks = wish, ranks
 
-    def content(self, layout_file: str) -> PageContent:
+    def content(self, layout_file: str, most_bytes: int) -> PageContent:
         """Return the page, with as many values as it holds."""
         trace, report, cells = self._trace, self._report, self._cells
-        limit = DATA_BYTES / BYTES_PER_ENTRY
+        limit = most_bytes / BYTES_PER_ENTRY
         for _ in range(MOST_TRIES):
             choice = self._chosen(limit)
             data, packed = data_of(
@@ -155,9 +157,9 @@ class _CheckPage:
                 data=data,
                 packed=packed,
             )
-            if page.size <= DATA_BYTES:
+            if page.size <= most_bytes:
                 break
-            limit *= 0.8 * DATA_BYTES / page.size
+            limit *= 0.8 * most_bytes / page.size
         return page
 
     def _chosen(self, limit: float) -> ValueChoice:
@@ -165,9 +167,9 @@ class _CheckPage:
         if wish.is_narrow:
             return self._wished()
         places = [_place(cells, finding) for finding in self._report.findings]
-        near = cells.rows.around([row for row, _ in places if row is not None])
-        steps = [step for _, step in places if step is not None]
-        return chosen_values(cells.entries, near, set(steps), limit)
+        found = {row for row, _ in places if row is not None}
+        steps = {step for _, step in places if step is not None}
+        return chosen_values(cells.entries, found, cells.rows.around(found), steps, limit)
 
     def _wished(self) -> ValueChoice:
         cells, wish = self._cells, self._wish

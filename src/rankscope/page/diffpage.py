@@ -178,10 +178,11 @@ class _DiffCells:
         """Return whose values fit."""
         count = len(self.rows)
         entries = [np.array([own.get(row, 0) for row in range(count)]) for own in self._entries]
-        rows = [self.rows.known(finding.path) for finding in report.findings]
-        steps = [self.steps.of_finding(finding) for finding in report.findings]
-        near = self.rows.around([row for row in rows if row is not None])
-        return chosen_values(entries, near, {s for s in steps if s is not None}, limit)
+        rows = {self.rows.known(finding.path) for finding in report.findings}
+        steps = {self.steps.of_finding(finding) for finding in report.findings}
+        found = {row for row in rows if row is not None}
+        near = self.rows.around(found)
+        return chosen_values(entries, found, near, {s for s in steps if s is not None}, limit)
 
     def details(self, choice: ValueChoice) -> DetailBlocks:
         """Return the values that were chosen."""

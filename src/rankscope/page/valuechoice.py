@@ -3,6 +3,7 @@ step."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,7 @@ class ValueChoice:
 
 def chosen_values(
     entries: Sequence[Array],
+    found: Collection[int],
     near: Collection[int],
     steps_of_findings: Collection[int],
     limit: float,
@@ -37,25 +39,27 @@ def chosen_values(
 
     Args:
         entries: of every step [modules or more] values by row.
-        near: rows of findings, with those around and beside them.
+        found: rows of findings.
+        near: the same, with those around and beside them.
         steps_of_findings: steps that should be there.
         limit: how many entries fit.
     """
     every = range(len(entries))
     whole = [int(each.sum()) for each in entries]
+    strides = _strides(len(entries))
     if sum(whole) <= limit:
         return ValueChoice(dict.fromkeys(every), "")
-    own = sorted(near)
-    costs = [int(each[[row for row in own if row < len(each)]].sum()) for each in entries]
-    for stride in (1, *_strides(len(entries))):
-        around = [step for step in every if step % stride == 0 or step in steps_of_findings]
+    rows_of: dict[int, frozenset[int] | None] = {}
+    own: list[int] = []
+    left = limit
+    for own, stride in itertools.product((sorted(near), sorted(found)), (1, *strides, len(every))):
+        costs = [int(each[[row for row in own if row < len(each)]].sum()) for each in entries]
+        around = [s for s in every if costs[s] and (s % stride == 0 or s in steps_of_findings)]
         if sum(costs[step] for step in around) <= limit / 2:
+            rows_of = {step: frozenset(own) for step in around}
+            left = limit - sum(costs[step] for step in around)
             break
-    rows_of: dict[int, frozenset[int] | None] = {
-        step: frozenset(own) for step in around if costs[step]
-    }
-    left = limit - sum(costs[step] for step in rows_of)
-    for stride in _strides(len(entries)):
+    for stride in strides:
         full = [step for step in every if step % stride == 0]
         if sum(whole[step] for step in full) <= left:
             rows_of.update(dict.fromkeys(full))
@@ -77,7 +81,7 @@ def _first_rows(entries: Array, limit: float) -> list[int]:
 def _words(rows_of: dict[int, frozenset[int] | None], steps: int, near: int, stride: int) -> str:
     parts = []
     if stride:
-        parts.append(f"of all modules in every {stride}. step")
+        parts.append(f"of all modules in one step of {stride}")
     else:
         parts.append("of the first modules of the first step")
     around = sum(1 for rows in rows_of.values() if rows is not None)
