@@ -81,7 +81,10 @@ class Firefox:
         self._socket.send(json.dumps(asked))
         deadline = time.monotonic() + ANSWER_S
         while True:
-            told = json.loads(self._socket.recv(timeout=max(deadline - time.monotonic(), 0.0)))
+            try:
+                told = json.loads(self._socket.recv(timeout=max(deadline - time.monotonic(), 0.0)))
+            except TimeoutError:
+                raise TimeoutError(f"no answer to {method} {parameters} in {ANSWER_S} s") from None
             if told["type"] == "event":
                 self._note(told["method"], told["params"])
             elif told.get("id") == self._count:
@@ -103,10 +106,12 @@ class Firefox:
             viewport={"width": width, "height": height},
         )
         # the page before may still say something: a blank one says nothing
-        self._command("browsingContext.navigate", context=self._tab, url="about:blank", wait="none")
-        self.evaluate("0")
+        self._navigate("about:blank")
         self.said.clear()
         self.asked.clear()
+        self._navigate(url)
+
+    def _navigate(self, url: str) -> None:
         self._command("browsingContext.navigate", context=self._tab, url=url, wait="complete")
 
     def evaluate(self, expression: str) -> Any:

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from rankscope.layout.layoutfile import LayoutFile
-from rankscope.page.pagefile import write_page
+from rankscope.page.diffpage import diff_page
+from rankscope.page.pagefile import write_file, write_page
 from rankscope.tree.reader import open_trace
 from tests.page.driven import CHROMIUM, Open, opened
 from tests.page.papertraces import PAPER
@@ -91,14 +92,17 @@ def trace_of(
 
 @pytest.fixture(scope="package")
 def page_of(trace_of: Callable[[str], Path]) -> Callable[[str], Path]:
-    """Return the page of such a trace. Written once."""
+    """Return the page of such a trace, of `diff` where it has a reference. Written once."""
 
     @functools.cache
     def written(name: str) -> Path:
         folder = trace_of(name)
         file, out = folder / "layout.toml", folder / "page.html"
         layouts = LayoutFile.load(file) if file.exists() else None
-        return write_page(open_trace(folder / "trace"), out, layouts=layouts)
+        trace, reference = open_trace(folder / "trace"), folder / "reference"
+        if reference.exists():
+            return write_file(diff_page(open_trace(reference), trace, layouts=layouts)[0], out)
+        return write_page(trace, out, layouts=layouts)
 
     return written
 

@@ -33,7 +33,8 @@ class Driven:
         self.raised: list[str] = []
         """Exceptions that nothing caught."""
         self.asked: list[str] = []
-        """URLs that were asked for, besides the page itself and what it carries."""
+        """URLs that were asked for, besides the page itself, what it carries, and of a page that is
+        served what its own server was asked for."""
         self.boxes: list[str] = []
         """Texts of alerts, questions and the like, all dismissed."""
         tab.set_default_timeout(PATIENCE_MS)
@@ -44,8 +45,10 @@ class Driven:
         tab.goto(url)
 
     def _note(self, request: Request) -> None:
-        is_page = request.url.partition("#")[0] == self.url.partition("#")[0]
-        if not is_page and not request.url.startswith(_OWN):
+        own, asked = urlsplit(self.url), urlsplit(request.url)
+        is_file = asked.path == own.path or own.scheme != "file"
+        is_own = is_file and (asked.scheme, asked.netloc) == (own.scheme, own.netloc)
+        if not is_own and not request.url.startswith(_OWN):
             self.asked.append(request.url)
 
     def _dismiss(self, dialog: Any) -> None:

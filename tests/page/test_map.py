@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import re
+import shlex
+from pathlib import Path
 
 import pytest
 
+import rankscope
+from rankscope.page.pagefile import write_page
 from rankscope.record.phases import Phase
 from rankscope.tree.reader import open_trace
+from tests.cli.test_commands import rankscope as command
 from tests.page.driven import Driven
+from tests.tree.record_golden import rebuilt, unpacked
 from tests.waiting import wait_until
 
 ACT = "layers.1.feed_forward.act"
@@ -292,17 +298,39 @@ def test_the_detail_leads_to_producers_and_consumers(infinity: Driven) -> None:
     assert infinity.tab.evaluate("document.activeElement.id") == "detail"
 
 
-def test_the_detail_has_trend_layout_and_the_command_that_prints_it(page_of, open_page) -> None:
+def test_the_detail_has_trend_and_layout(page_of, open_page) -> None:
     page = open_page(
         page_of("clean"), fragment="path=layers.0.attention.q_proj&step=1&phase=forward"
     )
-    told = page.detail("layers.0.attention.q_proj")
+    page.detail("layers.0.attention.q_proj")
     assert page.tab.locator("#detail figure svg, #detail svg .line").count() > 0
     picture = page.tab.locator("#detail svg[aria-label^=mesh]").first
     assert "tp=2" in picture.get_attribute("aria-label")
     held = picture.locator("text").all_text_contents()
     assert {each[0] for each in held} >= {"0", "1", "2", "3"}
-    assert "--rs-tensors 'layers.0.attention.q_proj:" in told
+
+
+def test_the_detail_says_how_to_keep_the_elements_of_a_finding(infinity: Driven) -> None:
+    infinity.tab.locator("a.to-map").first.click()
+    told = infinity.detail("nonfinite-origin")
+    assert f"rankscope run --rs-tensors '{ACT}:output'" in told
+
+
+def test_the_line_that_prints_what_was_kept_prints_it(tmp_path: Path, open_page) -> None:
+    out = tmp_path / "it's a trace"
+    rebuilt(unpacked("by_hand", tmp_path / "records"), out)
+    page = open_page(write_page(open_trace(out), tmp_path / "page.html"))
+    page.tab.evaluate("location.hash = 'path=feed.up&step=0&phase=forward&rank=1'")
+    page.detail("rankscope tensor")
+    line = page.tab.locator("#detail .copy code", has_text="rankscope tensor").first.inner_text()
+    program, *words = shlex.split(line)
+    assert program == "rankscope" and str(out) in words
+    code, printed, said = command(*words)
+    assert code == 0, said
+    value = rankscope.open_trace(out).value("feed.up", "output", step=0)
+    rank = int(words[words.index("--rank") + 1])
+    assert rank == 1
+    assert str([*value.local(rank).shape]) in printed
 
 
 def test_a_collective_says_who_takes_part(page_of, open_page) -> None:

@@ -186,7 +186,8 @@ class Detail {
     const { data, tree } = store;
     const step = data.steps[call.t];
     const name = quoted(`${tree.paths[call.m]}:${slot.n}`);
-    const rank = ranksOf(slot.kept, data.world)[0];
+    const kept = ranksOf(slot.kept, data.world);
+    const rank = kept.includes(view.chosen?.rank) ? view.chosen.rank : kept[0];
     const words = ["rankscope tensor", quoted(data.trace), name, `--rank ${rank}`];
     const named = /^(?:life\d+-)?(?:(\w+)-)?(\d+)$/.exec(step.key);
     if (named) words.push(...(named[1] ? [`--mode ${named[1]}`] : []), `--step ${named[2]}`);

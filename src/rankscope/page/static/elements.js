@@ -68,21 +68,26 @@ function ranksShort(text) {
 
 const ranksNamed = (text) => (/^\d+$/.test(text) ? `rank ${text}` : `ranks ${text}`);
 
-// What fnmatch does with *, ? and [...] over a whole name.
+// What fnmatch does with *, ? and [...] over a whole name. A part between two stars is taken where it is found first and
+// not looked for again: no pattern takes longer than its length times that of the name.
 function globOf(pattern) {
-  let source = "";
+  const parts = [""];
   for (let at = 0; at < pattern.length; at += 1) {
     const char = pattern[at];
-    if (char === "*") source += ".*";
-    else if (char === "?") source += ".";
-    else if (char === "[" && pattern.indexOf("]", at + 2) > 0) {
-      const end = pattern.indexOf("]", at + 2);
-      source += `[${pattern.slice(at + 1, end).replace(/^!/, "^").replace(/\\/g, "\\\\")}]`;
+    if (char === "*") {
+      if (parts.length < 2 || parts[parts.length - 1]) parts.push("");
+      continue;
+    }
+    const end = char === "[" ? pattern.indexOf("]", at + 2) : -1;
+    if (end > 0) {
+      parts[parts.length - 1] += `[${pattern.slice(at + 1, end).replace(/[\\\]^[]/g, "\\$&").replace(/^!/, "^")}]`;
       at = end;
-    } else source += char.replace(/[\\^$.*+?()[\]{}|/]/g, "\\$&");
+    } else parts[parts.length - 1] += char === "?" ? "." : char.replace(/[\\^$.*+?()[\]{}|/]/g, "\\$&");
   }
+  const last = parts.length > 1 ? `.*${parts.pop()}` : "";
+  const middle = parts.slice(1).map((part, number) => `(?=(.*?${part}))\\${number + 1}`);
   try {
-    return new RegExp(`^(?:${source})$`, "su");
+    return new RegExp(`^${parts[0]}${middle.join("")}${last}$`, "su");
   } catch {
     return null;
   }

@@ -7,6 +7,7 @@ function follow(taken) {
   const said = byId("live");
   said.hidden = false;
   let tag = "";
+  let state = "";
   let wait = LEAST_WAIT_MS;
   const again = async () => {
     const began = performance.now();
@@ -16,8 +17,10 @@ function follow(taken) {
         tag = answer.headers.get("ETag") ?? "";
         const content = await answer.json();
         taken(content);
-        said.textContent = content.data.live ? `live: as of ${new Date().toLocaleTimeString()}` : "the job has ended; this is its trace";
-      } else if (answer.status !== 304) said.textContent = `the server answered ${answer.status}: ${(await answer.text()).slice(0, 300)}`;
+        state = content.data.live ? `live: as of ${new Date().toLocaleTimeString()}` : "the job has ended; this is its trace";
+      }
+      if (answer.ok || answer.status === 304) said.textContent = state;
+      else said.textContent = `the server answered ${answer.status}: ${(await answer.text()).slice(0, 300)}`;
     } catch (error) {
       said.textContent = `rankscope serve does not answer (${error.message}); this is what it last said`;
     }

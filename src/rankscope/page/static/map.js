@@ -21,7 +21,7 @@ class CellMap {
     }, { passive: true });
     new ResizeObserver(() => this.layout()).observe(this.scroller);
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.recolor());
-    matchMedia("print").addEventListener("change", () => this.layout());
+    matchMedia("print").addEventListener("change", () => this.recolor());
     this.canvas.addEventListener("pointermove", (event) => this.point(event));
     this.canvas.addEventListener("pointerleave", () => { this.tip.hidden = true; });
     this.canvas.addEventListener("click", (event) => {

@@ -1,0 +1,142 @@
+"""Whatever a name in a trace is, it is text: nothing runs, nothing breaks, all is reached."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from importlib.resources import files
+from urllib.parse import quote
+
+import pytest
+
+from rankscope.globs import glob_matches
+from rankscope.record.visibletext import visible
+from tests.page.papertraces import HOSTILE
+
+ELEMENTS = "[...document.querySelectorAll('script, img, iframe, object, embed, base, b')]"
+INJECTED = """document.querySelectorAll(
+  '[onerror], [onload], [onclick], [srcdoc], script:not([type]):not(:last-child), img, iframe'
+).length"""
+
+
+def test_nothing_of_a_name_becomes_an_element_or_runs(page_of, open_page) -> None:
+    page = open_page(page_of("hostile"))
+    page.tab.locator("#grid [role=row]").first.wait_for()
+    page.tab.evaluate("document.querySelectorAll('details').forEach((e) => { e.open = true; })")
+    scripts = page.tab.evaluate(f"{ELEMENTS}.map(e => `${{e.tagName}} ${{e.type}}`)")
+    assert {*scripts} == {"SCRIPT ", "SCRIPT application/json", "SCRIPT application/octet-stream"}
+    assert scripts.count("SCRIPT ") == 1
+    assert page.tab.evaluate(INJECTED) == 0
+    assert page.tab.title().startswith("rankscope - fault: ")
+
+
+def test_every_module_is_reached_by_keys_and_its_detail_says_its_name(page_of, open_page) -> None:
+    page = open_page(page_of("hostile"), height=1200)
+    page.tab.locator("#grid [role=row]").first.wait_for()
+    page.tab.locator("#unfold-all").click()
+    grid = page.tab.locator("#grid")
+    rows = int(grid.get_attribute("aria-rowcount"))
+    assert rows >= 2 * len(HOSTILE)
+    grid.focus()
+    page.press("Home", "Shift+Home")
+    seen = []
+    for _ in range(rows):
+        page.press("Enter")
+        page.wait("document.activeElement.id === 'detail'")
+        page.wait(
+            "new URLSearchParams(location.hash.slice(1)).get('path').slice(0, 100) === "
+            "document.querySelector('#detail h3').textContent.replace('(root)', '').slice(0, 100)"
+        )
+        seen.append(page.link["path"])
+        page.press("Escape", "ArrowDown")
+    assert len({*seen}) == rows
+    assert {visible(name) for name in HOSTILE} <= {*seen}
+    assert page.tab.evaluate(INJECTED) == 0
+
+
+@pytest.mark.parametrize("name", HOSTILE, ids=range(len(HOSTILE)))
+def test_a_link_to_a_bad_name_lands_on_it(name: str, page_of, open_page) -> None:
+    path = quote(visible(name), safe="")
+    page = open_page(page_of("hostile"), fragment=f"path={path}&step=1&phase=forward&rank=0")
+    page.wait("!document.querySelector('#detail').hidden")
+    assert (
+        page.tab.evaluate("document.querySelector('#detail h3').textContent")
+        == visible(name)[:2000]
+    )
+    assert page.text("#no-match") == "" and not page.overflows()
+
+
+@pytest.mark.parametrize(
+    "fragment",
+    [
+        "path=%3Cimg%20src%3Dx%20onerror%3Dalert(1)%3E&step=%3Cscript%3E&phase=constructor&rank=-1",
+        "path=&step=__proto__&phase=__proto__&rank=99999999999",
+        "filter=[[[***(((&slots=[]]&ranks=0-999999999999&phases=,,,&columns=eval",
+        "filter=%00%0A&rank=1-0&path=%E0%A4%A&step=1e9",
+        "=&&==&path",
+    ],
+)
+def test_a_bad_link_breaks_nothing(fragment: str, page_of, open_page) -> None:
+    page = open_page(page_of("hostile"), fragment=fragment)
+    page.tab.locator("#controls").wait_for()
+    assert page.tab.evaluate(INJECTED) == 0
+    page.tab.evaluate("location.hash = 'path=__proto__&step=1&phase=forward&rank=0'")
+    assert page.detail("__proto__").startswith("__proto__")
+
+
+def test_bad_filters_break_nothing(page_of, open_page) -> None:
+    page = open_page(page_of("hostile"))
+    page.tab.locator("#grid [role=row]").first.wait_for()
+    for field in ("#filter", "#slots", "#ranks"):
+        for text in (
+            "[",
+            "[!",
+            "[]-a]",
+            "***********************a",
+            "\\",
+            "<script>",
+            "9" * 400,
+            "a{2,1}",
+        ):
+            page.tab.locator(field).fill(text)
+        page.tab.locator(field).fill("")
+    page.tab.locator("#filter").fill("<!--<script>*")
+    page.wait("+grid.getAttribute('aria-rowcount') > 0")
+    assert "<!--<script>" in page.rows()
+
+
+def test_values_that_are_no_numbers_are_said_in_words(page_of, open_page) -> None:
+    page = open_page(page_of("hostile"), fragment="path=&step=0&phase=forward&rank=0")
+    told = page.detail("output.nan")
+    table = re.search(r"output\.nan.*?\n(.*?)output\.inf", told, flags=re.S)[1]
+    assert "NaN" not in table.split("\n")[-1], "what has no finite element has no mean"
+    assert "1" in re.search(r"output\.inf.*?output\.largest", told, flags=re.S)[0]
+    assert "3.40282e+38" in told or "3.403e+38" in told
+
+
+def test_names_in_the_data_cannot_end_their_element(page_of) -> None:
+    text = page_of("hostile").read_text()
+    assert text.count("</script>") == text.count("<script")
+    (data,) = re.findall(
+        r'<script type="application/json" id="data">(.*?)</script>', text, flags=re.S
+    )
+    assert "<" not in data and json.loads(data)["modules"]["paths"]
+    assert "\x00" not in text and "\u202e" not in text
+
+
+def test_filters_mean_what_globs_mean_elsewhere_and_take_no_time(browser) -> None:
+    chosen = random.Random(0)
+    pieces = ["a", "b", "*", "?", ".", "[ab]", "[!a]", "[]a]", "[^b]", "[", "\\", "(", "$", "**"]
+    globs = ["".join(chosen.choices(pieces, k=chosen.randrange(7))) for _ in range(3000)]
+    names = ["".join(chosen.choices("ab.]^\\($[", k=chosen.randrange(7))) for _ in globs]
+    page = browser.new_page()
+    page.goto("about:blank")
+    code = (files("rankscope.page") / "static" / "elements.js").read_text()
+    each = f"{code}; return globs.map((glob, at) => globOf(glob).test(names[at]));"
+    told = page.evaluate(f"([globs, names]) => {{ {each} }}", [globs, names])
+    assert told == [glob_matches(*each) for each in zip(globs, names)] and sum(told) > 100
+    slow = ["*a" * 60 + "b", "*" * 60 + "b", "*?" * 60 + "b"]
+    long = f"{code}; return globs.map((g) => globOf(g).test('a'.repeat(20000)));"
+    assert page.evaluate(f"(globs) => {{ {long} }}", slow) == [False] * 3
+    page.close()
