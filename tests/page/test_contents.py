@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from rankscope.errors import FolderError, SelectionError
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.page.cellplanes import CellClass, DistanceClass
-from rankscope.page.checkpage import DATA_BYTES, PageWish, check_page
+from rankscope.page.checkpage import PageWish, check_page
 from rankscope.page.diffpage import diff_page
-from rankscope.page.pagecontent import PageContent
+from rankscope.page.pagecontent import DATA_BYTES, PageContent
 from rankscope.page.pagefile import page_html, served_data, write_page
 from rankscope.page.valuechoice import chosen_values
 from rankscope.record.finding import Report, Severity

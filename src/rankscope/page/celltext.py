@@ -3,7 +3,7 @@ JavaScript."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -12,14 +12,17 @@ from numpy.typing import NDArray
 from rankscope.page.cellplanes import CellPlanes
 from rankscope.page.modulerows import ModuleRows
 from rankscope.page.pagesteps import PageStep
+from rankscope.page.verdicthtml import text
 from rankscope.record.ranklists import ranks_named, ranks_text
 from rankscope.record.visibletext import visible
 
-__all__ = ["cell_lines"]
+__all__ = ["cell_lines", "shortened"]
 
 Array = NDArray[Any]
 _LONGEST: Final = 200
 """Characters of a name that a line shows."""
+_MOST_TEXT: Final = 1_500_000
+"""Characters of all lines."""
 
 
 def cell_lines(
@@ -87,3 +90,18 @@ def _steps_named(own: Sequence[int], steps: Sequence[PageStep]) -> str:
         noun = "step" if len(numbers) == 1 else "steps"
         parts.append(f"{mode} {noun} {ranks_text(numbers)}" + (f" (life {life})" if life else ""))
     return " and ".join([*others, *parts])
+
+
+def shortened(lines: Iterable[str]) -> str:
+    """Return lines as HTML text, until there are too many; says how many are left out."""
+    kept: list[str] = []
+    size = left = 0
+    for line in lines:
+        size += len(line)
+        if size <= _MOST_TEXT:
+            kept.append(text(line, _MOST_TEXT))
+        else:
+            left += 1
+    if left:
+        kept.append(f"and {left:,} modules more: rankscope show lists them")
+    return "\n".join(kept)

@@ -3,7 +3,6 @@ its cells, as many as a page holds."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -16,17 +15,16 @@ from rankscope.globs import glob_matches
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.page.calldetails import CallDetails
 from rankscope.page.cellplanes import CellClass
-from rankscope.page.celltext import cell_lines
+from rankscope.page.celltext import cell_lines, shortened
 from rankscope.page.checkcells import CheckCells
 from rankscope.page.pagecharts import CheckCharts
-from rankscope.page.pagecontent import PageContent, data_of
+from rankscope.page.pagecontent import DATA_BYTES, PageContent, data_of, fitting
 from rankscope.page.rankplaces import ranks_html
 from rankscope.page.valuechoice import ValueChoice, chosen_values
 from rankscope.page.verdicthtml import (
     coverage_html,
     findings_html,
     job_html,
-    text,
     verdict_html,
 )
 from rankscope.record.finding import Finding, Report
@@ -34,23 +32,7 @@ from rankscope.run.filenames import Progress
 from rankscope.tree.selection import nothing_matched
 from rankscope.tree.views import Trace
 
-__all__ = [
-    "BYTES_PER_ENTRY",
-    "DATA_BYTES",
-    "EVERYTHING",
-    "MOST_TRIES",
-    "PageWish",
-    "check_page",
-    "shortened",
-]
-
-DATA_BYTES: Final = 10_000_000
-"""A page holds no more data than that."""
-BYTES_PER_ENTRY: Final = 60
-"""Of a packed value, about."""
-_MOST_TEXT: Final = 1_500_000
-"""Characters of the map as text."""
-MOST_TRIES: Final = 5
+__all__ = ["EVERYTHING", "PageWish", "check_page"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +90,7 @@ def check_page(
     cells.mark(report.findings)
     places = ranks_html(trace, known[0] if known else None)
     made = _CheckPage(trace, report, cells, charts, wish, places)
-    return made.content(layout_file, most_bytes), report
+    return fitting(lambda limit: made.content(limit, layout_file), most_bytes), report
 
 
 class _CheckPage:
@@ -126,41 +108,35 @@ class _CheckPage:
         self._trace, self._report, self._cells, self._charts = trace, report, cells, charts
         self._wish, self._ranks = wish, ranks
 
-    def content(self, layout_file: str, most_bytes: int) -> PageContent:
-        """Return the page, with as many values as it holds."""
+    def content(self, limit: float, layout_file: str) -> PageContent:
+        """Return the page, with so many entries of values."""
         trace, report, cells = self._trace, self._report, self._cells
-        limit = most_bytes / BYTES_PER_ENTRY
-        for _ in range(MOST_TRIES):
-            choice = self._chosen(limit)
-            data, packed = data_of(
-                command="check",
-                trace=trace,
-                rows=cells.rows,
-                steps=cells.steps,
-                planes=cells.planes,
-                classes=CellClass,
-                findings=report.findings,
-                details=self._details(choice).blocks,
-                charts=self._charts.steps,
-                left_out=choice.left_out,
-            )
-            page = PageContent(
-                title=f"{report.verdict.value}: {trace.path.name}",
-                sections={
-                    "job": job_html("", trace),
-                    "verdict": verdict_html(report, cells.steps, layout=layout_file),
-                    "findings": findings_html(report, cells.steps),
-                    "ranks": self._ranks,
-                    "coverage": coverage_html(report),
-                    "text": self._text(),
-                },
-                data=data,
-                packed=packed,
-            )
-            if page.size <= most_bytes:
-                break
-            limit *= 0.8 * most_bytes / page.size
-        return page
+        choice = self._chosen(limit)
+        data, packed = data_of(
+            command="check",
+            trace=trace,
+            rows=cells.rows,
+            steps=cells.steps,
+            planes=cells.planes,
+            classes=CellClass,
+            findings=report.findings,
+            details=self._details(choice).blocks,
+            charts=self._charts.steps,
+            left_out=choice.left_out,
+        )
+        return PageContent(
+            title=f"{report.verdict.value}: {trace.path.name}",
+            sections={
+                "job": job_html("", trace),
+                "verdict": verdict_html(report, cells.steps, layout=layout_file),
+                "findings": findings_html(report, cells.steps),
+                "ranks": self._ranks,
+                "coverage": coverage_html(report),
+                "text": self._text(),
+            },
+            data=data,
+            packed=packed,
+        )
 
     def _chosen(self, limit: float) -> ValueChoice:
         cells, wish = self._cells, self._wish
@@ -204,21 +180,6 @@ class _CheckPage:
         words = [each.word for each in CellClass]
         cells = self._cells
         return shortened(cell_lines(cells.planes, cells.rows, cells.steps.all, words))
-
-
-def shortened(lines: Iterable[str]) -> str:
-    """Return lines as HTML text, until there are too many; says how many are left out."""
-    kept: list[str] = []
-    size = left = 0
-    for line in lines:
-        size += len(line)
-        if size <= _MOST_TEXT:
-            kept.append(text(line, _MOST_TEXT))
-        else:
-            left += 1
-    if left:
-        kept.append(f"and {left:,} modules more: rankscope show lists them")
-    return "\n".join(kept)
 
 
 def _place(cells: CheckCells, finding: Finding) -> tuple[int | None, int | None]:

@@ -17,10 +17,9 @@ from rankscope.diagnosis.comparison.tracesides import StepKey
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.page.calldetails import DetailBlocks
 from rankscope.page.cellplanes import CALL_KIND, CellPlanes, DistanceClass, slot_kind
-from rankscope.page.celltext import cell_lines
-from rankscope.page.checkpage import BYTES_PER_ENTRY, DATA_BYTES, MOST_TRIES, shortened
+from rankscope.page.celltext import cell_lines, shortened
 from rankscope.page.modulerows import ModuleRows
-from rankscope.page.pagecontent import PageContent, data_of
+from rankscope.page.pagecontent import DATA_BYTES, PageContent, data_of, fitting
 from rankscope.page.pagesteps import PageStep, PageSteps
 from rankscope.page.rankplaces import ranks_html
 from rankscope.page.slotdetails import slot_detail
@@ -61,13 +60,7 @@ def diff_page(
         each_step=cells.note,
     )  # fmt: skip
     cells.planes.close()
-    limit = DATA_BYTES / BYTES_PER_ENTRY
-    for _ in range(MOST_TRIES):
-        page = _content(ref, test, report, cells, limit)
-        if page.size <= DATA_BYTES:
-            break
-        limit *= 0.8 * DATA_BYTES / page.size
-    return page, report
+    return fitting(lambda limit: _content(ref, test, report, cells, limit), DATA_BYTES), report
 
 
 def _content(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -16,8 +16,13 @@ from rankscope.record.ranklists import ranks_text
 from rankscope.record.visibletext import visible
 from rankscope.tree.views import Trace
 
-__all__ = ["PageContent", "data_of"]
+__all__ = ["DATA_BYTES", "PageContent", "data_of", "fitting"]
 
+DATA_BYTES: Final = 10_000_000
+"""A page holds no more data than that."""
+_BYTES_PER_ENTRY: Final = 60
+"""Of a packed value, about."""
+_MOST_TRIES: Final = 5
 _MOST_MARKS: Final = 5_000
 """Findings that are marked on the map; the classes of its cells tell all."""
 _LONGEST: Final = 600
@@ -41,6 +46,22 @@ class PageContent:
     def size(self) -> int:
         """Bytes of the packed data in a page."""
         return sum(4 * ((len(each) + 2) // 3) for each in self.packed.values())
+
+
+def fitting(make: Callable[[float], PageContent], most_bytes: int) -> PageContent:
+    """Return the page with as many values as it can hold.
+
+    Args:
+        make: returns a page with so many entries of values.
+        most_bytes: how large its packed data may be.
+    """
+    limit = most_bytes / _BYTES_PER_ENTRY
+    for _ in range(_MOST_TRIES):
+        page = make(limit)
+        if page.size <= most_bytes:
+            break
+        limit *= 0.8 * most_bytes / page.size
+    return page
 
 
 def data_of(
