@@ -37,7 +37,8 @@ ROOMS = {
     "diagnosis": {"errors", "globs", "layout", "record", "run", "assembly", "tree", "tensors"},
     "page": {"errors", "globs", "layout", "record", "run", "tree", "diagnosis"},
     "export": {"errors", "globs", "layout", "record", "run", "tree"},
-    "gather": {"errors", "record", "run", "spool", "chunks", "tree"},
+    "live": {"errors", "record", "run", "spool", "assembly", "tree"},
+    "gather": {"errors", "record", "run", "spool", "chunks", "tree", "live"},
     "doctor": {"errors", "record", "settings", "run", "gather", "agent", "capture"},
     "block": {
         *("errors", "record", "settings", "run", "spool", "chunks"),
@@ -49,7 +50,7 @@ ROOMS = {
     },
     "cli": {
         *("errors", "globs", "layout", "record", "settings", "run", "gather", "assembly"),
-        *("tree", "tensors", "diagnosis", "export", "doctor", "page"),
+        *("tree", "tensors", "diagnosis", "export", "doctor", "page", "live"),
     },
     "testing": {"errors", "record", "tree", "diagnosis"},
     "replaying": {
@@ -98,6 +99,8 @@ WITHOUT_TORCH = [
     "rankscope.spool.writer",
     "rankscope.gather.collector",
     "rankscope.gather.relay",
+    "rankscope.live.jobwatch",
+    "rankscope.cli.top",
     "rankscope.doctor.job",
     "rankscope.tree.build",
     "rankscope.tree.reader",

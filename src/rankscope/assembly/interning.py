@@ -147,7 +147,7 @@ def build_vocabulary(streams: Sequence[RankStream]) -> Vocabulary:
     """Return the common numbers for the definitions of all streams (lowest rank first)."""
     vocabulary = Vocabulary()
     vocabulary.modules.number(UNKNOWN_MODULE)
-    names = name_roots([roots_of(stream) for stream in streams])
+    names = name_roots([roots_of(stream.definitions) for stream in streams])
     # ranks share the dicts of equal definitions: what was numbered once is known by identity
     seen: dict[tuple[int, object], int] = {}
     for stream, roots in zip(streams, names):
@@ -231,10 +231,10 @@ def mark_of(definition: Mapping[str, Any]) -> ParameterMark:
     )
 
 
-def roots_of(stream: RankStream) -> StreamRoots:
-    """Return the root definitions of a stream."""
+def roots_of(definitions: Mapping[int, Mapping[str, Any]]) -> StreamRoots:
+    """Return the root definitions among those of a stream."""
     roots, inside = [], {}
-    for number, definition in stream.definitions.items():
+    for number, definition in definitions.items():
         if definition["kind"] == "root":
             name = str(definition["class"])
             roots.append(

@@ -22,7 +22,7 @@ from rankscope.spool.origin import origin_of
 from rankscope.spool.recordcolumns import Records, ending, records, unpack_map
 from rankscope.spool.recordformat import RecordKind
 
-__all__ = ["RankStream", "SampleSketches", "StreamBytes", "read_stream"]
+__all__ = ["RankStream", "SampleSketches", "StreamBytes", "definitions_in", "read_stream"]
 
 Array = NDArray[Any]
 
@@ -112,7 +112,7 @@ def read_stream(
     """
     data = source.data if isinstance(source.data, bytes) else source.data.view(np.ndarray)
     found = records(data, is_verified=source.is_verified)
-    definitions, rejected = _definitions(found, {} if decoded is None else decoded)
+    definitions, rejected = definitions_in(found, {} if decoded is None else decoded)
     identity = next((d for d in definitions.values() if d["kind"] == "rank"), {})
     version = identity.get("format", recordformat.FORMAT_VERSION)
     if isinstance(version, int) and version > recordformat.FORMAT_VERSION:
@@ -212,10 +212,15 @@ def _not_kept(definitions: dict[int, dict[str, Any]]) -> tuple[str, ...]:
     return tuple(latest.values())
 
 
-def _definitions(
+def definitions_in(
     found: Records, decoded: dict[bytes, dict[str, Any] | None]
 ) -> tuple[dict[int, dict[str, Any]], list[str]]:
-    """Return the definitions by number, and a line for those that cannot be read."""
+    """Return the definitions by number, and a line for those that cannot be read.
+
+    Args:
+        found: records.
+        decoded: as of `read_stream`.
+    """
     positions = found.positions(RecordKind.DEFINITION)
     starts, sizes = found.start[positions], found.size[positions]
     firsts = np.cumsum(sizes) - sizes

@@ -32,6 +32,7 @@ COMMANDS = (
     "show",
     "report",
     "serve",
+    "top",
     "tensor",
     "export",
     "verify",
@@ -51,6 +52,7 @@ _HELP = """One trace for the whole distributed job: every module call on every r
   rankscope show                              the newest trace here, on one screen
   rankscope report                            one HTML file of it: verdict, map, values
   rankscope serve                             the same page beside the running job
+  rankscope top                               where its ranks are, on one screen of the terminal
   rankscope show --path 'layers.0*' --rank 1  one module, one rank
   rankscope tensor TRACE 'layers.0:output' --global --print    numbers, where they were kept
   rankscope export --format jsonl --out FILE  for jq and pandas; also perfetto, parquet

@@ -35,6 +35,8 @@ class LastCall:
     step_view: StepView
     call: CallView
     """The call it entered last."""
+    innermost: CallView | None
+    """The innermost call that it did not leave; None where it left all."""
     time_ns: int
     stack: tuple[str, ...]
     """Paths of the calls it did not leave, outermost first."""
@@ -49,9 +51,9 @@ def last_calls(step_views: Sequence[StepView], context: CheckContext) -> dict[in
     for step_view in step_views:
         issues = list(issues_of(step_view))
         latest: dict[int, tuple[int, CallView]] = {}
-        opened: dict[int, list[tuple[int, str]]] = {}
+        opened: dict[int, list[tuple[int, int, CallView]]] = {}
         errors: dict[int, str] = {}
-        for call in step_view.calls:
+        for number, call in enumerate(step_view.calls):
             times = context.clock.of_call(call, call.ranks).tolist()
             at = dict(zip(call.ranks.tolist(), times))
             for rank, time_ns in at.items():
@@ -60,17 +62,19 @@ def last_calls(step_views: Sequence[StepView], context: CheckContext) -> dict[in
             for outcome in () if call.node.has_returned else call.node.outcomes:
                 for rank in outcome.ranks:
                     if outcome.status == CallStatus.UNFINISHED.word:
-                        opened.setdefault(rank, []).append((at[rank], call.path))
+                        opened.setdefault(rank, []).append((at[rank], number, call))
                     elif outcome.status == CallStatus.RAISED.word:
                         errors[rank] = outcome.error
         for rank, (time_ns, call) in latest.items():
             if rank in found and found[rank].time_ns > time_ns:
                 continue
+            stack = [each for _, _, each in sorted(opened.get(rank, ()), key=lambda o: o[:2])]
             found[rank] = LastCall(
                 step_view=step_view,
                 call=call,
+                innermost=stack[-1] if stack else None,
                 time_ns=time_ns,
-                stack=tuple(dict.fromkeys(path for _, path in sorted(opened.get(rank, ())))),
+                stack=tuple(dict.fromkeys(each.path for each in stack)),
                 waiting=next((i for i in issues if _stands_in(i, rank)), None),
                 error=errors.get(rank, ""),
             )

@@ -20,30 +20,23 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from rankscope.errors import SpoolError
 from rankscope.gather.log import log
 from rankscope.gather.shipping import Shipment
+from rankscope.live.streamtail import StreamTail
 from rankscope.record.call import Mode
 from rankscope.record.graceseconds import STALL_SECONDS
-from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named
 from rankscope.record.streams import StreamId
 from rankscope.run.folders import RunHeader
 from rankscope.run.locks import is_alive
 from rankscope.run.stallrecords import Stall, keep_stall, stalls_in
-from rankscope.spool.recordcolumns import Records, records
-from rankscope.spool.recordformat import ENTER_DTYPE, EXIT_DTYPE, STEP_DTYPE, RecordKind, StepEvent
+from rankscope.spool.recordcolumns import records
 from rankscope.spool.streamreader import StreamReader
 
 __all__ = ["StallMonitor", "activity_of"]
 
-Rows = NDArray[Any]
-_OPTIMIZER = (int(Phase.GRADS), int(Phase.PARAMS))
 _LOOK_S = 1.0
 _AWAY_S = 5.0
 """A relay that was itself away for longer than that has seen nothing meanwhile."""
@@ -243,36 +236,6 @@ class RankActivity:
     """What it is inside of: `a collective of train step 2`; "" for nothing that is known."""
 
 
-@dataclass(slots=True)
-class _Tail:
-    """The records of a stream that were not freed."""
-
-    enters: list[Rows]
-    exits: list[Rows]
-    steps: list[Rows]
-    synchronous: dict[int, bool]
-    """{definition: True where its collective is waited for in the call that issued it}."""
-    written_ns: int = 0
-
-    def add(self, found: Records) -> None:
-        """Take what a piece of the stream says."""
-        for kept, kind in (
-            (self.enters, RecordKind.ENTER),
-            (self.exits, RecordKind.EXIT),
-            (self.steps, RecordKind.STEP),
-        ):
-            _, rows = found.columns(kind)
-            if len(rows):
-                kept.append(rows.copy())
-                self.written_ns = max(self.written_ns, int(rows["time_ns"].max()))
-        _, values, _ = found.values()
-        if len(values):
-            self.written_ns = max(self.written_ns, int(values["time_ns"].max()))
-        for entry in found.definitions().found:
-            if entry["kind"] == "collective":
-                self.synchronous[entry["id"]] = not entry.get("async", False)
-
-
 def activity_of(reader: StreamReader, *, counts_steps: bool) -> RankActivity:
     """Read what a rank is inside of.
 
@@ -283,60 +246,21 @@ def activity_of(reader: StreamReader, *, counts_steps: bool) -> RankActivity:
     Raises:
         SpoolError: the stream cannot be read.
     """
-    tail = _Tail([], [], [], {})
-    is_whole = reader.lowest() == 0
+    tail = StreamTail(is_whole=reader.lowest() == 0)
     for chunk in reader.chunks():
-        tail.add(records(chunk, is_verified=True))
-    enters = _joined(tail.enters, ENTER_DTYPE)
-    steps = _joined(tail.steps, STEP_DTYPE)
-    is_open = ~np.isin(enters["sequence"], _joined(tail.exits, EXIT_DTYPE)["sequence"])
-    is_open &= ~_is_ended(enters, steps)
-    inside = _open_call(enters[is_open], tail.synchronous)
-    if not inside and counts_steps:
-        inside = _open_step(enters, steps, is_whole=is_whole)
+        tail.take(records(chunk, is_verified=True))
+    inside = _open_call(tail)
+    if not inside and counts_steps and tail.step_before_optimizer is not None:
+        inside = f"train step {tail.step_before_optimizer}, before its optimizer"
     return RankActivity(written_ns=tail.written_ns, inside=inside)
 
 
-def _joined(pieces: list[Rows], dtype: np.dtype[Any]) -> Rows:
-    return np.concatenate(pieces) if pieces else np.empty(0, dtype)
-
-
-def _is_ended(enters: Rows, steps: Rows) -> NDArray[np.bool_]:
-    """[n] True for calls of a step that has ended."""
-    ended = steps[steps["event"] == int(StepEvent.END)]
-    return np.isin(_key(enters), _key(ended))
-
-
-def _key(rows: Rows) -> NDArray[np.int64]:
-    key: NDArray[np.int64] = rows["step"].astype(np.int64) * 2 + rows["mode"]
-    return key
-
-
-def _open_call(enters: Rows, synchronous: dict[int, bool]) -> str:
+def _open_call(tail: StreamTail) -> str:
     """Return what the innermost open call is; asynchronous collectives do not count."""
-    for row in enters[::-1]:
-        of = f"{Mode(int(row['mode'])).word} step {int(row['step'])}"
-        if row["phase"] != int(Phase.COLLECTIVE):
+    for call in reversed(tail.open.values()):
+        of = f"{Mode(call.mode).word} step {call.step}"
+        if not call.collective:
             return f"a call of {of}"
-        if synchronous.get(int(row["collective"]), False):
+        if tail.is_synchronous(call):
             return f"a collective of {of}"
     return ""
-
-
-def _open_step(enters: Rows, steps: Rows, *, is_whole: bool) -> str:
-    """Return the train step that runs and whose optimizer has not stepped."""
-    of_train = steps[steps["mode"] == int(Mode.TRAIN)]
-    marks = of_train[of_train["event"] != int(StepEvent.NOTE)]
-    calls = enters[enters["mode"] == int(Mode.TRAIN)]
-    if len(marks):
-        if marks[-1]["event"] != int(StepEvent.BEGIN):
-            return ""
-        step = int(marks[-1]["step"])
-    elif not is_whole and len(calls):  # its begin was shipped and freed: it writes in no other time
-        step = int(calls[-1]["step"])
-    else:
-        return ""
-    own = calls[calls["step"] == step]
-    if np.isin(own["phase"], _OPTIMIZER).any():
-        return ""
-    return f"train step {step}, before its optimizer"

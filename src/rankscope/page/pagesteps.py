@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from rankscope.record.call import Mode
 from rankscope.record.finding import Finding
 from rankscope.record.phases import Phase
+from rankscope.record.rankplace import step_label
 
 __all__ = ["PageStep", "PageSteps"]
 
@@ -31,8 +32,7 @@ class PageStep:
     @property
     def label(self) -> str:
         """The step in words."""
-        name = "setup" if self.is_setup else f"{self.mode.word} step {self.number}"
-        return f"{name} (life {self.incarnation})" if self.incarnation else name
+        return step_label(self.mode, self.number, self.incarnation, is_setup=self.is_setup)
 
 
 class PageSteps:

@@ -9,28 +9,21 @@ from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.endings import ends_of
 from rankscope.diagnosis.lastcalls import LastCall, last_calls
 from rankscope.diagnosis.stepview import step_view_of
-from rankscope.page.pagesteps import PageStep
 from rankscope.page.verdicthtml import text
-from rankscope.record.ranklists import ranks_named, ranks_text
-from rankscope.record.streams import EndReason
+from rankscope.record.ranklists import ranks_named
+from rankscope.record.rankplace import NOTHING, RankPlace, alike_places, step_label
 from rankscope.tree.views import Trace
 
-__all__ = ["ranks_html"]
+__all__ = ["places_in", "ranks_html"]
 
 _LAST_STEPS: Final = 3
 _MOST_LINES: Final = 40
-_ENDS: Final = {
-    EndReason.EXIT.value: "ended",
-    EndReason.CLOSED.value: "closed by the program",
-    EndReason.RAISED.value: "raised",
-    EndReason.LOST.value: "lost",
-    EndReason.SWITCHED_OFF.value: "rankscope switched off",
-    EndReason.RUNNING.value: "running",
-}
 
 
-def ranks_html(trace: Trace, context: CheckContext | None) -> str:
-    """Return a table: state, last step, last call, in which collective, how long ago.
+def places_in(
+    trace: Trace, context: CheckContext | None
+) -> tuple[dict[int, RankPlace], dict[int, int]]:
+    """Return where each rank is, and when the call it entered last began there (wall-clock ns).
 
     Args:
         trace: the trace.
@@ -40,19 +33,29 @@ def ranks_html(trace: Trace, context: CheckContext | None) -> str:
     steps = [*trace.setup, *trace.steps][-_LAST_STEPS:]
     if context is not None:
         last = last_calls([step_view_of(step, context.columns) for step in steps], context)
-    ends = ends_of(trace)
-    lines: dict[tuple[str, ...], list[int]] = {}
-    for rank, end in sorted(ends.items()):
-        lines.setdefault((_ENDS.get(end, end), *_place(last.get(rank))), []).append(rank)
+    places = {rank: _place(end, last.get(rank)) for rank, end in ends_of(trace).items()}
+    return places, {rank: each.time_ns for rank, each in last.items()}
+
+
+def ranks_html(trace: Trace, context: CheckContext | None) -> str:
+    """Return a table: state, last step, last call, in which collective, how long ago.
+
+    Args:
+        trace: the trace.
+        context: as of `places_in`.
+    """
+    places, began = places_in(trace, context)
+    lines = alike_places(places)
     missing = str(trace.completeness["missing"])
     head = ["ranks", "state", "last step", "last in", "waits in"]
     now_ns = time.time_ns()
     rows = []
-    for said, ranks in list(lines.items())[:_MOST_LINES]:
+    for place, ranks in lines[:_MOST_LINES]:
+        said = (place.state, place.step or NOTHING, place.where, place.waits_in)
         cells = [ranks_named(ranks), *said]
         if trace.is_live:
-            ages = [(now_ns - last[rank].time_ns) / 1e9 for rank in ranks if rank in last]
-            cells.append(_age(min(ages), max(ages)) if ages else "-")
+            ages = [(now_ns - began[rank]) / 1e9 for rank in ranks if rank in began]
+            cells.append(_age(min(ages), max(ages)) if ages else NOTHING)
         rows.append("".join(f"<td>{text(cell, 200)}</td>" for cell in cells))
     if trace.is_live:
         head.append("last call began")
@@ -68,19 +71,18 @@ def ranks_html(trace: Trace, context: CheckContext | None) -> str:
     )
 
 
-def _place(last: LastCall | None) -> tuple[str, str, str]:
-    """Return step, call and collective in words."""
+def _place(end: str, last: LastCall | None) -> RankPlace:
     if last is None:
-        return "-", "-", "-"
-    view = last.step_view
-    step = PageStep(view.mode, view.step, view.incarnation, is_setup=view.is_setup).label
-    waits = "-"
-    if last.waiting is not None:
-        node = last.waiting.call.node
-        facts = node.collectives[0][1] if node.collectives else {}
-        members = ranks_text(facts.get("members", ()))
-        waits = f"{facts.get('op', 'collective')} of {ranks_named(members)}"
-    return step, f"{last.call.phase.word} of {last.call.path or '(root)'}", waits
+        return RankPlace(end=end)
+    view, call = last.step_view, last.innermost or last.call
+    return RankPlace(
+        end=end,
+        step=step_label(view.mode, view.step, view.incarnation, is_setup=view.is_setup),
+        phase=call.phase,
+        path=call.path,
+        op="" if last.waiting is None else last.waiting.op or "collective",
+        members=() if last.waiting is None else last.waiting.members,
+    )
 
 
 def _age(least: float, most: float) -> str:

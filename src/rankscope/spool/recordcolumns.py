@@ -131,6 +131,10 @@ class Records:
         flat[~has_digest, 0] = self.cells.take(starts[~has_digest], axis=0)[:, HEADER_BYTES:]
         return positions, rows, has_digest
 
+    def value_heads(self) -> tuple[Positions, Structured]:
+        """Positions of the values, and VALUE_HEAD_DTYPE rows: what stands before a digest."""
+        return self._one_cell(self.positions(RecordKind.VALUE), VALUE_HEAD_DTYPE)
+
     def samples(self) -> tuple[Positions, Structured, list[npt.NDArray[np.float32]]]:
         """Positions, SAMPLES_DTYPE heads, and the [count, size] sketches of each."""
         positions = self.positions(RecordKind.SAMPLES)

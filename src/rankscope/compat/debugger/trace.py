@@ -184,7 +184,7 @@ class DebuggerBlock:
             return Recorded(trace, held, lambda node: not node.path, has_files=running.has_files)
         stream = read_stream(source)
         root, below = running.session.place_of(self._model)
-        path = join_path(name_roots([roots_of(stream)])[0].get(root, ""), below)
+        path = join_path(name_roots([roots_of(stream.definitions)])[0].get(root, ""), below)
         first_ns = int(trace.columns()["calls.start_ns"].min(initial=2**62))
         began_us = (self._began_ns + stream.clock_offset_ns - first_ns) / 1000
         return Recorded(

@@ -1,0 +1,84 @@
+"""`rankscope top`: where the ranks of a running job are, whom they wait for, how fast they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rankscope.cli.arguments import LayoutOption, TraceArgument
+
+__all__ = ["command"]
+
+EXIT_FINDING = 1
+
+
+def command(
+    trace: TraceArgument = None,
+    once: Annotated[bool, typer.Option("--once", help="Print one screen and end.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="With --once: one JSON object on stdout.")
+    ] = False,
+    ranks: Annotated[
+        str, typer.Option(metavar="RANKS", help="Ranks to show: 0-3,8 or all.")
+    ] = "all",
+    sort: Annotated[
+        str, typer.Option(metavar="rank|age|time", help="Order of the groups.")
+    ] = "rank",
+    judges: Annotated[
+        bool, typer.Option("--check/--no-check", help="Run `check` beside it, at low priority.")
+    ] = True,
+    layout: LayoutOption = None,
+) -> None:
+    """Show where the ranks of a running job are, on one screen; q or Ctrl-C ends.
+
+    Exit code with --once: 0 no fault so far; 1: `check` found a fault; 2: nothing can be said.
+    """
+    import json
+    import sys
+
+    from rankscope.cli.terminal import Paint, width
+    from rankscope.cli.topsource import TopSource
+    from rankscope.cli.toptext import screen_lines
+    from rankscope.errors import SettingError
+    from rankscope.live.jobsummary import SORTS
+    from rankscope.tree.reader import newest_trace
+
+    if sort not in SORTS:
+        raise SettingError(f"--sort {sort}: expected {', '.join(SORTS)}")
+    if as_json and not once:
+        raise SettingError("--json prints one object: give --once with it")
+    folder = _folder(newest_trace() if trace is None else trace)
+    shown = TopSource(folder, layout=layout, judges=judges)
+    shown.choose(ranks)
+    shown.sort = sort
+    try:
+        if once:
+            found = shown.one()
+            if as_json:
+                typer.echo(json.dumps(found))
+            else:
+                columns = width()
+                for line in screen_lines(found, Paint(sys.stdout), columns, 0):
+                    typer.echo(line)
+            if found["check"]["verdict"] == "fault":
+                raise typer.Exit(EXIT_FINDING)
+            return
+        if not sys.stdout.isatty():
+            raise SettingError("stdout is no terminal: give --once, and --json for a program")
+        from rankscope.cli.topscreen import show_until_left
+
+        show_until_left(shown)
+    finally:
+        shown.close()
+
+
+def _folder(path: Path) -> Path:
+    from rankscope.errors import FolderError
+    from rankscope.run.filenames import TRACE_NAME
+
+    folder = path.parent if path.name == TRACE_NAME and not path.is_dir() else path
+    if not folder.is_dir():
+        raise FolderError(f"{folder}: no such folder")
+    return folder

@@ -1,0 +1,236 @@
+"""What `rankscope top` shows: the ranks of a running job or of a finished trace, and the verdict.
+
+A verdict is asked of a process of its own, `rankscope check --json` at low priority, again and
+again but never for more than a fourth of the time: the screen never waits for it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from rankscope.diagnosis.check import check
+from rankscope.diagnosis.context import CheckContext
+from rankscope.diagnosis.finalreport import report_json
+from rankscope.errors import TraceError
+from rankscope.layout.layoutfile import LayoutFile
+from rankscope.live.jobsummary import job_summary
+from rankscope.live.jobwatch import JobWatch, RankStatus
+from rankscope.page.rankplaces import places_in
+from rankscope.run.companions import companion_environment
+from rankscope.run.filenames import REPLICA_FOLDER, TRACE_NAME
+from rankscope.run.stallrecords import stalls_in
+from rankscope.settings import settings_from
+from rankscope.tree.reader import open_trace
+from rankscope.tree.unfinished import is_at_work
+
+__all__ = ["TopSource"]
+
+_BETWEEN_S: Final = 1.0
+"""Between the two looks of one answer, whose difference is what comes in."""
+_VERDICT_S: Final = 600.0
+_LEAST_WAIT_S, _SHARE = 5.0, 4
+_MOST_JUDGED_BYTES: Final = 1 << 30
+_NICE: Final = 10
+_NO_VERDICT: Final[dict[str, Any]] = {"verdict": None, "age_s": None, "trouble": "", "findings": []}
+
+
+class TopSource:
+    """One trace folder, and what of it is shown."""
+
+    def __init__(self, folder: Path, *, layout: Path | None = None, judges: bool = True) -> None:
+        """Look at it for the first time.
+
+        Args:
+            folder: the trace folder.
+            layout: declared layouts, for the verdict.
+            judges: have a verdict made.
+
+        Raises:
+            TraceError: there is nothing in the folder, and nobody at work on it.
+        """
+        self.sort = "rank"
+        self._ranks: tuple[int, ...] | None = None
+        self._folder, self._layout, self._judges = folder, layout, judges
+        self._watch = JobWatch(folder)
+        self._judge = _Judge(folder, layout)
+        self._ended: tuple[list[RankStatus], dict[str, Any]] | None = None
+        if not self._is_ended():
+            self._watch.look()
+            if not self._watch.ranks() and not is_at_work(folder, self._watch.run):
+                raise TraceError(
+                    f"{folder}: holds neither {TRACE_NAME} nor records in {REPLICA_FOLDER}/, and "
+                    "nobody is at work on it; give the trace folder of a running job"
+                )
+
+    def choose(self, ranks: str) -> None:
+        """Show these ranks alone: `0-3,8` or `all`.
+
+        Raises:
+            SettingError: this is no list of ranks.
+        """
+        self._ranks = settings_from({"ranks": ranks.strip() or "all"}, {}).ranks
+
+    def one(self) -> dict[str, Any]:
+        """Return what there is to say, the verdict included; takes as long as that takes."""
+        if self._is_ended():
+            return self.now()
+        if self._judges:
+            self._judge.wait(self._watch.received_bytes)
+        time.sleep(_BETWEEN_S)
+        return self.now()
+
+    def now(self) -> dict[str, Any]:
+        """Look again; return what there is to say."""
+        if self._is_ended():
+            if self._ended is None:
+                self._ended = self._finished()
+            statuses, found = self._ended
+            return self._summary(statuses, state="ended", **found)
+        self._watch.look()
+        if self._judges:
+            self._judge.look(self._watch.received_bytes)
+        run = self._watch.run
+        return self._summary(
+            self._watch.ranks(),
+            state="running" if is_at_work(self._folder, run) else "deserted",
+            run_id=run["id"],
+            world_size=self._watch.world_size,
+            rates=self._watch.rates(),
+            received_bytes=self._watch.received_bytes,
+            has_skipped=self._watch.has_skipped,
+            check=self._judge.answer() if self._judges else {**_NO_VERDICT, "trouble": "off"},
+        )
+
+    def close(self) -> None:
+        """End what was started."""
+        self._judge.close()
+        self._watch.close()
+
+    def _summary(
+        self, statuses: Sequence[RankStatus], *, check: dict[str, Any], **known: Any
+    ) -> dict[str, Any]:
+        chosen = [s for s in statuses if self._ranks is None or s.rank in self._ranks]
+        now_ns = time.time_ns()
+        stalls = [s.sentence(now_ns) for s in stalls_in(self._folder) if not s.over_ns]
+        return {
+            **job_summary(self._folder, chosen, sort=self.sort, **known),
+            "stalls": stalls if known["state"] == "running" else [],
+            "check": check,
+        }
+
+    def _is_ended(self) -> bool:
+        return (self._folder / TRACE_NAME).exists()
+
+    def _finished(self) -> tuple[list[RankStatus], dict[str, Any]]:
+        """Return how the ranks of a finished trace ended, and what else is said of it."""
+        trace = open_trace(self._folder)
+        known: list[CheckContext] = []
+        layouts = None if self._layout is None else LayoutFile.load(self._layout)
+        report = check(trace, layouts, each_step=lambda _, context: known.append(context))
+        places, _ = places_in(trace, known[-1] if known else None)
+        hosts = {int(each["rank"]): str(each["host"]) for each in trace.run["ranks"]}
+        statuses = [
+            RankStatus(rank=rank, host=hosts.get(rank, ""), place=place)
+            for rank, place in sorted(places.items())
+        ]
+        answer = {**_NO_VERDICT, **report_json(report), "age_s": 0.0}
+        return statuses, {
+            "run_id": str(trace.run["id"]),
+            "world_size": int(trace.run["world_size"]),
+            "check": answer,
+        }
+
+
+class _Judge:
+    """Asks `rankscope check` again and again."""
+
+    def __init__(self, folder: Path, layout: Path | None) -> None:
+        self._words = [sys.executable, "-m", "rankscope", "check", str(folder), "--json"]
+        if layout is not None:
+            self._words += ["--layout", str(layout)]
+        self._asked: subprocess.Popen[bytes] | None = None
+        self._out = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as this object
+        self._began = self._next = 0.0
+        self._judged_at = 0.0
+        self._report: dict[str, Any] = {}
+        self._trouble = ""
+
+    def look(self, received_bytes: int) -> None:
+        """Take an answer that has come, and ask again once that is due."""
+        if self._asked is not None:
+            if self._asked.poll() is not None:
+                self._take()
+            return
+        if time.monotonic() < self._next or not received_bytes:
+            return
+        if received_bytes > _MOST_JUDGED_BYTES:
+            self._trouble = (
+                f"not judged: {received_bytes / 1e9:.1f} GB of records; rankscope check judges them"
+            )
+            return
+        self._out.seek(0)
+        self._out.truncate()
+        self._began = time.monotonic()
+        self._asked = subprocess.Popen(
+            self._words,
+            stdin=subprocess.DEVNULL,
+            stdout=self._out,
+            stderr=subprocess.DEVNULL,
+            env=companion_environment(),
+            start_new_session=True,  # Ctrl-C is for the screen
+            preexec_fn=_lower_priority,
+        )
+
+    def wait(self, received_bytes: int) -> None:
+        """Ask, and wait for the answer."""
+        self.look(received_bytes)
+        if self._asked is None:
+            return
+        try:
+            self._asked.wait(_VERDICT_S)
+        except subprocess.TimeoutExpired:
+            self.close()
+            self._trouble = f"rankscope check gave no answer in {_VERDICT_S:.0f} s"
+            return
+        self._take()
+
+    def answer(self) -> dict[str, Any]:
+        """Return the last report, with `age_s` since it was begun and `trouble`."""
+        if not self._report:
+            return {**_NO_VERDICT, "trouble": self._trouble}
+        age_s = time.monotonic() - self._judged_at
+        return {**self._report, "age_s": age_s, "trouble": self._trouble}
+
+    def close(self) -> None:
+        """End a check that is at work."""
+        if self._asked is not None:
+            self._asked.kill()
+            self._asked.wait()
+            self._asked = None
+
+    def _take(self) -> None:
+        self._asked = None
+        took = time.monotonic() - self._began
+        self._next = time.monotonic() + max(_LEAST_WAIT_S, (_SHARE - 1) * took)
+        self._out.seek(0)
+        try:
+            report = json.loads(self._out.read())
+        except ValueError:
+            self._trouble = "rankscope check gave no answer"
+            return
+        if "error" in report:
+            self._trouble = str(report["error"])
+            return
+        self._report, self._trouble, self._judged_at = report, "", self._began
+
+
+def _lower_priority() -> None:
+    os.nice(_NICE)

@@ -1,0 +1,170 @@
+"""What `rankscope top` says of a job, as JSON data: its screen is made of the same."""
+
+from __future__ import annotations
+
+import datetime
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+from rankscope.live.jobwatch import JobRates, RankStatus
+from rankscope.live.streamtail import EndedStep
+from rankscope.record.call import Mode
+from rankscope.record.ranklists import ranks_text
+
+__all__ = ["SORTS", "job_summary"]
+
+FORMAT: Final = "rankscope.top/1"
+_MOST_WORST: Final = 10
+
+Group = dict[str, Any]
+SORTS: Final[dict[str, Callable[[Group], Any]]] = {
+    "rank": lambda group: (),
+    "age": lambda group: -(group["age_s"] or [0.0])[-1],
+    "time": lambda group: -(group["step_s"] or [0.0])[-1],
+}
+"""Orders of groups, by name; groups alike in it stand in order of rank."""
+
+
+def job_summary(
+    folder: Path,
+    statuses: Sequence[RankStatus],
+    *,
+    state: str,
+    run_id: str = "",
+    world_size: int = 0,
+    rates: JobRates | None = None,
+    received_bytes: int = 0,
+    has_skipped: bool = False,
+    sort: str = "rank",
+) -> dict[str, Any]:
+    """Return what is known of a job; fields as in docs/commands/top.md.
+
+    Args:
+        folder: the trace folder.
+        statuses: of the ranks to be shown.
+        state: "running", "deserted" or "ended".
+        run_id, world_size: of the job.
+        rates: what comes in; None where that is not known.
+        received_bytes: of records in the trace folder.
+        has_skipped: not every record was read.
+        sort: one of `SORTS`.
+    """
+    seen = [status.rank for status in statuses]
+    hosts = {status.host for status in statuses if status.host}
+    steps = [s.step for s in statuses if s.step is not None and s.mode is Mode.TRAIN]
+    taken = [status.step_s for status in statuses if status.step_s is not None]
+    return {
+        "format": FORMAT,
+        "trace": str(folder),
+        "at": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="milliseconds"),
+        "run": run_id,
+        "state": state,
+        "world_size": world_size,
+        "ranks": ranks_text(seen),
+        "hosts": len(hosts),
+        "ranks_by_state": dict(sorted(Counter(s.place.state for s in statuses).items())),
+        "step": max(steps, default=None),
+        "step_s": median(taken) if taken else None,
+        "records_per_s": None if rates is None else rates.records_per_s,
+        "bytes_per_s": None if rates is None else rates.bytes_per_s,
+        "received_bytes": received_bytes,
+        "lost_records": sum(status.lost_records for status in statuses),
+        "skipped": has_skipped,
+        "spool": _spool(statuses),
+        "groups": sorted(_groups(statuses), key=SORTS[sort]),
+        "worst": _worst(statuses),
+        "loss": _spread(statuses, lambda step: step.loss),
+        "grad_norm": _spread(statuses, lambda step: step.grad_norm),
+    }
+
+
+def _spool(statuses: Sequence[RankStatus]) -> dict[str, Any] | None:
+    """Return how full the fullest spool of this host is; None where none is here."""
+    full = [status for status in statuses if status.spool_fill is not None]
+    if not full:
+        return None
+    fullest = max(full, key=lambda status: status.spool_fill or 0.0)
+    return {
+        "fill": fullest.spool_fill,
+        "rank": fullest.rank,
+        "unsent_bytes": sum(status.unsent_bytes or 0 for status in full),
+    }
+
+
+def _groups(statuses: Sequence[RankStatus]) -> list[Group]:
+    """Return the ranks of which the same is to be said, those of the lowest rank first."""
+    alike: dict[object, list[RankStatus]] = {}
+    for status in statuses:
+        alike.setdefault((status.place, status.is_step_over, status.waits_for), []).append(status)
+    return [
+        {
+            "ranks": ranks_text(status.rank for status in group),
+            "state": group[0].place.state,
+            "step": group[0].place.step,
+            "step_over": group[0].is_step_over,
+            "where": group[0].place.where,
+            "waits_in": group[0].place.waits_in if group[0].place.op else "",
+            "waits_for": ranks_text(group[0].waits_for),
+            "age_s": _range(status.age_s for status in group),
+            "step_s": _range(status.step_s for status in group),
+            "beside_all": _range(status.beside_all for status in group),
+            "beside_history": _range(status.beside_history for status in group),
+        }
+        for group in alike.values()
+    ]
+
+
+def _range(numbers: Any) -> list[float] | None:
+    """Return the least and the greatest of those that are known; None where none is."""
+    known = [number for number in numbers if number is not None]
+    return [min(known), max(known)] if known else None
+
+
+def _worst(statuses: Sequence[RankStatus]) -> list[dict[str, Any]]:
+    """Return the ranks that took longest in their last step beside the median, slowest first."""
+    compared = [status for status in statuses if status.beside_all is not None]
+    compared.sort(key=lambda status: (-(status.beside_all or 0.0), -status.slow_steps))
+    return [
+        {
+            "rank": status.rank,
+            "host": status.host,
+            "step_s": status.step_s,
+            "own_s": status.own_s,
+            "beside_all": status.beside_all,
+            "beside_history": status.beside_history,
+            "slow_steps": status.slow_steps,
+            "compared_steps": status.compared_steps,
+        }
+        for status in compared[:_MOST_WORST]
+    ]
+
+
+def _spread(
+    statuses: Sequence[RankStatus], number: Callable[[EndedStep], float | None]
+) -> dict[str, Any] | None:
+    """Return the least and greatest of a number in the last step that has it on all ranks that have
+    it at all, with their ranks; a rank without a finite number is named. None where none has it."""
+    held = [{step.step: number(step) for step in status.ended} for status in statuses]
+    known = [
+        (status.rank, {step: value for step, value in own.items() if value is not None})
+        for status, own in zip(statuses, held)
+    ]
+    known = [(rank, own) for rank, own in known if own]
+    common = set.intersection(*(set(own) for _, own in known)) if known else set()
+    if not common:
+        return None
+    step = max(common)
+    values = sorted((own[step], rank) for rank, own in known if math.isfinite(own[step]))
+    return {
+        "step": step,
+        "min": values[0][0] if values else None,
+        "min_rank": values[0][1] if values else None,
+        "max": values[-1][0] if values else None,
+        "max_rank": values[-1][1] if values else None,
+        "ranks": len(known),
+        "not_finite": ranks_text(r for r, own in known if not math.isfinite(own[step])),
+    }

@@ -1,0 +1,233 @@
+"""One stream, followed where it grows: its replica, and behind that this host's own spool.
+
+At first the end of the stream is read, and its begin, where most definitions stand. From then on
+what is new is read once. Where more has come than may be read at a time, the follower goes on at
+the end and says so.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from rankscope.errors import SpoolError
+from rankscope.live.streamtail import Decoded, StreamTail
+from rankscope.record.streams import StreamId
+from rankscope.run.folders import segment_path
+from rankscope.spool.origin import UNKNOWN, origin_of
+from rankscope.spool.recordcolumns import Records, records
+from rankscope.spool.recordformat import (
+    CELL_BYTES,
+    FIRST,
+    MAX_RECORD_CELLS,
+    RecordKind,
+    StepEvent,
+)
+from rankscope.spool.replication import replica_path
+from rankscope.spool.streamreader import StreamReader
+
+__all__ = ["StreamFollower"]
+
+_ORIGIN_BYTES: Final = 64 << 10
+_LEAST_BYTES: Final = MAX_RECORD_CELLS * CELL_BYTES
+"""The longest record: a piece of that size holds a whole one."""
+
+
+class StreamFollower:
+    """The state of one stream, brought up to date with each look."""
+
+    def __init__(
+        self,
+        out: Path,
+        stream: StreamId,
+        *,
+        skips: bool = True,
+        has_values: bool = True,
+        decoded: Decoded | None = None,
+    ) -> None:
+        """Read nothing yet.
+
+        Args:
+            out: the trace folder.
+            stream: which one.
+            skips: go on at the end where more has come than may be read; else go on where the last
+                look ended.
+            has_values: as of `StreamTail`.
+            decoded: shared by all streams of a job, as of `read_stream`.
+        """
+        self.stream = stream
+        self.tail = StreamTail(has_values=has_values, decoded=decoded)
+        self.has_skipped = False
+        """True where the state does not rest on every record."""
+        self.replica_bytes = self.taken_bytes = 0
+        self.knows_a_step = False
+        """The definitions were read of a whole step of what was passed over: later steps add
+        few."""
+        self._replica = replica_path(out, stream)
+        self._skips = skips
+        self._spool: StreamReader | None = None
+        self._is_bound = False
+        self._next = 0
+        self._known_to = 0
+        """Definitions were read up to here from the begin on."""
+        self._unread_to = 0
+        """From `_known_to` to here nothing was read."""
+
+    @property
+    def read_bytes(self) -> int:
+        """Offset up to which the stream was read."""
+        return self._next
+
+    @property
+    def unsent_bytes(self) -> int | None:
+        """Bytes in this host's spool that have not reached the trace folder; None where the spool
+        is not here."""
+        if self._spool is None:
+            return None
+        return max(0, self._next - self.replica_bytes)
+
+    @property
+    def spool_folder(self) -> Path | None:
+        """This host's spool of the stream, None where it is elsewhere."""
+        return None if self._spool is None else self._spool.folder
+
+    def bind(self, folder: Path | None) -> None:
+        """Say where this host's spool of the stream lies; None where it is none of this host."""
+        if folder is None or self._spool is not None or self._is_bound:
+            return
+        reader = StreamReader(folder)
+        try:
+            own = reader.origin()
+        except SpoolError:
+            return
+        finally:
+            reader.close()
+        theirs = origin_of(self._replica_piece(0, _ORIGIN_BYTES))
+        if own == UNKNOWN:
+            return
+        self._is_bound = True
+        if theirs in (UNKNOWN, own):  # else another process's, of the same rank and life
+            self._spool = reader
+
+    def look(self, most_bytes: int) -> None:
+        """Read what is new, at most about so many bytes.
+
+        Raises:
+            SpoolError: the stream cannot be read.
+        """
+        try:
+            self.replica_bytes = self._replica.stat().st_size
+        except FileNotFoundError:
+            self.replica_bytes = 0
+        except OSError as error:
+            raise SpoolError(f"{self._replica}: cannot be read: {error.strerror}") from error
+        if self._skips and self.replica_bytes - self._next > most_bytes:
+            self._skip(most_bytes)
+        elif self._spool is not None and self._next >= self.replica_bytes:
+            self._next = max(self._next, self._lowest())
+        left = most_bytes
+        while left > 0:
+            found = self._records(self._next, left)
+            size = found.committed_bytes
+            if not size:
+                break
+            self.tail.take(found)
+            self._next += size
+            self.taken_bytes += size
+            left -= size
+
+    @property
+    def has_unread(self) -> bool:
+        """True where definitions may stand in what was passed over."""
+        return self._known_to < self._unread_to
+
+    def define(self, most_bytes: int) -> None:
+        """Go on reading definitions of what was passed over."""
+        while most_bytes > 0 and self._known_to < self._unread_to:
+            wanted = min(most_bytes, self._unread_to - self._known_to)
+            found = self._records(self._known_to, wanted)
+            if not found.committed_bytes:
+                self._known_to = self._unread_to
+                break
+            self.tail.define(found)
+            _, steps = found.columns(RecordKind.STEP)
+            self.knows_a_step |= bool((steps["event"] == int(StepEvent.END)).any())
+            self._known_to += found.committed_bytes
+            most_bytes -= found.committed_bytes
+
+    def close(self) -> None:
+        """Close the open segment."""
+        if self._spool is not None:
+            self._spool.close()
+
+    def _skip(self, most_bytes: int) -> None:
+        """Go on so many bytes before the replica's end, at the begin of a record."""
+        at = (self.replica_bytes - most_bytes) // CELL_BYTES * CELL_BYTES
+        piece = self._piece(at, most_bytes)
+        cells = np.frombuffer(piece, np.uint8).reshape(-1, CELL_BYTES)
+        begins = np.flatnonzero((cells[:, 5] == FIRST) & (cells[:, 4] != 0))
+        if not len(begins):
+            return
+        if self._known_to >= self._unread_to:
+            self._known_to = self._next
+        self._next = self._unread_to = at + int(begins[0]) * CELL_BYTES
+        self.has_skipped = True
+        self.tail.forget()
+        self.define(most_bytes)  # what comes next is read with these names
+
+    def _lowest(self) -> int:
+        assert self._spool is not None
+        lowest = self._spool.lowest()
+        if lowest > self._next:  # freed before it was read: it is in no replica that is here
+            self.has_skipped = True
+            self.tail.forget()
+        return lowest
+
+    def _records(self, offset: int, size: int) -> Records:
+        """Return the whole records that begin in about so many bytes from an offset on."""
+        piece = self._piece(offset, size)
+        found = records(piece)
+        if not found.committed_bytes and offset < self.replica_bytes and self._spool is not None:
+            found = records(self._spool_piece(offset, size))  # the replica ends inside a record
+        if not found.committed_bytes and len(piece) >= size - CELL_BYTES:
+            found = records(self._piece(offset, _LEAST_BYTES))
+        return found
+
+    def _piece(self, offset: int, size: int) -> bytes:
+        """Return bytes from `offset` on, whole cells, from the replica or else from the spool."""
+        if offset < self.replica_bytes:
+            return self._replica_piece(offset, size)
+        return self._spool_piece(offset, size)
+
+    def _spool_piece(self, offset: int, size: int) -> bytes:
+        if self._spool is None:
+            return b""
+        try:
+            segment = self._spool.segment_bytes
+            if not segment:
+                return b""
+            index, at = divmod(offset, segment)
+        except SpoolError:
+            return b""
+        return _read(segment_path(self._spool.folder, index), at, min(size, segment - at))
+
+    def _replica_piece(self, offset: int, size: int) -> bytes:
+        return _read(self._replica, offset, size)
+
+
+def _read(path: Path, offset: int, size: int) -> bytes:
+    """Return whole cells of a file; b"" where there is none."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return b""
+    try:
+        piece = os.pread(descriptor, size, offset)
+    except OSError:
+        return b""
+    finally:
+        os.close(descriptor)
+    return piece[: len(piece) - len(piece) % CELL_BYTES]

@@ -1,0 +1,333 @@
+"""What one rank is inside of, and what its last steps were, kept while its records come in.
+
+The state is small however long the stream is: the calls that were not left, the step that runs, the
+last steps that ended. It may begin anywhere in a stream; what came before is then not known.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.assembly.rankstreams import definitions_in
+from rankscope.record.call import Mode
+from rankscope.record.phases import Phase
+from rankscope.record.streams import EndReason
+from rankscope.record.value import ValueFlag
+from rankscope.spool.recordcolumns import Records, ending
+from rankscope.spool.recordformat import NO_SEQUENCE, RecordKind, StepEvent
+
+__all__ = ["EndedStep", "EnteredCall", "StreamTail"]
+
+Rows = NDArray[Any]
+Decoded = dict[bytes, "dict[str, Any] | None"]
+_OPTIMIZER: Final = (int(Phase.GRADS), int(Phase.PARAMS))
+_KEPT_KINDS: Final = frozenset({"rank", "root", "inside", "module", "collective", "slot"})
+_KEPT_STEPS: Final = 32
+_TRAIN: Final = int(Mode.TRAIN)
+_NO_NUMBER: Final = int(
+    ValueFlag.ABSENT | ValueFlag.PENDING | ValueFlag.STRUCTURE_ONLY | ValueFlag.PYTHON
+)
+_CALL_DTYPE: Final = np.dtype(
+    [("sequence", "<u8"), ("module", "<u4"), ("step", "<u4"), ("mode", "u1"), ("is_top", "?")]
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnteredCall:
+    """A call that a rank entered."""
+
+    sequence: int
+    time_ns: int
+    """Monotonic time of its host."""
+    module: int
+    """Its module's definition."""
+    phase: int
+    mode: int
+    step: int
+    collective: int = 0
+    """Its collective's definition; 0 for other calls."""
+    number: int = 0
+    """Which of its group's it was in the step."""
+
+    @property
+    def step_key(self) -> tuple[int, int]:
+        """The step it is in."""
+        return self.mode, self.step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndedStep:
+    """A train step that ended on one rank."""
+
+    step: int
+    seconds: float
+    waited_s: float
+    """Of these inside collectives that the program waited for where it issued them."""
+    loss: float | None
+    """Last scalar that a root's forward returned; None where none did."""
+    grad_norm: float | None
+    """Of the gradients that this rank holds; None where none was recorded."""
+
+
+class StreamTail:
+    """What the records say that were taken so far."""
+
+    def __init__(
+        self, *, is_whole: bool = True, has_values: bool = False, decoded: Decoded | None = None
+    ) -> None:
+        """Know nothing yet.
+
+        Args:
+            is_whole: the first record to be taken is the stream's first.
+            has_values: read losses and gradient norms too.
+            decoded: definitions already decoded, as of `read_stream`.
+        """
+        self._is_whole = is_whole
+        self._has_values = has_values
+        self._decoded: Decoded = {} if decoded is None else decoded
+        self.definitions: dict[int, dict[str, Any]] = {}
+        self.open: dict[int, EnteredCall] = {}
+        """{sequence: call} of those that were not left, in the order in which they began."""
+        self.latest: EnteredCall | None = None
+        """The call that began last; in a backward pass the call whose gradient came last."""
+        self.issued: dict[int, EnteredCall] = {}
+        """{definition: the collective of that kind that was issued last}."""
+        self.written_ns = 0
+        """Monotonic time of the last record that has one."""
+        self.records = self.lost_records = 0
+        self.steps_ended = 0
+        """Of train steps."""
+        self.end: EndReason | None = None
+        self.running: tuple[int, int] | None = None
+        """(mode, step) of the step that runs."""
+        self.ended: deque[EndedStep] = deque(maxlen=_KEPT_STEPS)
+        self._began_ns = 0
+        self._train_mark: StepEvent | None = None
+        self._train_begun = self._train_call = self._optimizer_step = -1
+        self._calls: Rows = np.empty(0, _CALL_DTYPE)
+        self._waited_ns: dict[int, int] = {}
+        self._losses: dict[int, float] = {}
+        self._squares: dict[int, float] = {}
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """The definition of kind "rank"; {} where it has not come."""
+        return next((d for d in self.definitions.values() if d["kind"] == "rank"), {})
+
+    @property
+    def step_before_optimizer(self) -> int | None:
+        """The train step that runs and whose optimizer has not stepped, None where none does."""
+        if self._train_mark is None:  # its begin was freed: a rank writes in no other time
+            step = -1 if self._is_whole else self._train_call
+        elif self._train_mark is StepEvent.BEGIN:
+            step = self._train_begun
+        else:
+            step = -1
+        return None if step < 0 or step == self._optimizer_step else step
+
+    def is_synchronous(self, call: EnteredCall) -> bool:
+        """True for a collective that the program waits for in the call that issued it."""
+        definition = self.definitions.get(call.collective)
+        return definition is not None and not definition.get("async", False)
+
+    def forget(self) -> None:
+        """Begin anew behind records that were passed over."""
+        self.open.clear()
+        self.running = self._train_mark = None
+        self._is_whole = False
+        self._calls = self._calls[:0]
+        for sums in (self._waited_ns, self._losses, self._squares):
+            sums.clear()
+
+    def define(self, found: Records) -> None:
+        """Take nothing but the definitions."""
+        for number, definition in definitions_in(found, self._decoded)[0].items():
+            if definition["kind"] in _KEPT_KINDS:
+                self.definitions[number] = definition
+
+    def take(self, found: Records) -> None:
+        """Take the next records of the stream."""
+        self.define(found)
+        self.records += len(found) - len(found.positions(RecordKind.FILLER))
+        _, enters = found.columns(RecordKind.ENTER)
+        _, exits = found.columns(RecordKind.EXIT)
+        _, steps = found.columns(RecordKind.STEP)
+        _, heads = found.value_heads()
+        for rows in (enters, exits, steps, heads):
+            if len(rows):
+                self.written_ns = max(self.written_ns, int(rows["time_ns"].max()))
+        self._note_waits(enters, exits)
+        self._note_calls(enters, exits)
+        if self._has_values:
+            self._note_values(found, enters, heads)
+        self._note_steps(steps)
+        _, gaps = found.columns(RecordKind.GAP)
+        self.lost_records += int(gaps["records"].sum())
+        ended = ending(found)
+        if ended.reason is not None:
+            self.end = ended.reason
+            self.lost_records = max(self.lost_records, ended.dropped_records)
+
+    # ---- calls ------------------------------------------------------------------------------
+
+    def _note_calls(self, enters: Rows, exits: Rows) -> None:
+        if self.open and len(exits):
+            for sequence in np.intersect1d([*self.open], exits["sequence"]).tolist():
+                del self.open[sequence]
+        is_open = ~np.isin(enters["sequence"], exits["sequence"])
+        for row in enters[is_open]:
+            call = _entered(row)
+            self.open[call.sequence] = call
+        if not len(enters):
+            return
+        self.latest = _entered(enters[-1])
+        kinds, last = np.unique(enters["collective"][::-1], return_index=True)
+        for kind, place in zip(kinds.tolist(), last.tolist()):
+            if kind:
+                self.issued[kind] = _entered(enters[len(enters) - 1 - place])
+        of_train = enters[enters["mode"] == _TRAIN]
+        if len(of_train):
+            self._train_call = int(of_train["step"][-1])
+            stepped = of_train[np.isin(of_train["phase"], _OPTIMIZER)]
+            if len(stepped):
+                self._optimizer_step = int(stepped["step"][-1])
+
+    def _note_waits(self, enters: Rows, exits: Rows) -> None:
+        """Add up what synchronous collectives of train steps took that ended now."""
+        carried = [call for call in self.open.values() if call.collective]
+        issued = enters[(enters["phase"] == int(Phase.COLLECTIVE)) & (enters["mode"] == _TRAIN)]
+        known = self.definitions
+        kinds = [k for k in np.unique(issued["collective"]).tolist() if k in known]
+        waited = [k for k in kinds if not known[k].get("async", False)]
+        issued = issued[np.isin(issued["collective"], waited)]
+        if not len(exits) or not (len(issued) or carried):
+            return
+        order = np.argsort(exits["sequence"], kind="stable")
+        at = np.minimum(
+            np.searchsorted(exits["sequence"], issued["sequence"], sorter=order), len(exits) - 1
+        )
+        over = exits[order[at]]
+        is_over = over["sequence"] == issued["sequence"]
+        took = over["time_ns"][is_over] - issued["time_ns"][is_over]
+        for step, ns in zip(issued["step"][is_over].tolist(), took.tolist()):
+            self._waited_ns[step] = self._waited_ns.get(step, 0) + ns
+        ends = dict(zip(exits["sequence"].tolist(), exits["time_ns"].tolist())) if carried else {}
+        for call in carried:
+            if call.sequence in ends and call.mode == _TRAIN and self.is_synchronous(call):
+                ns = ends[call.sequence] - call.time_ns
+                self._waited_ns[call.step] = self._waited_ns.get(call.step, 0) + ns
+
+    # ---- values -----------------------------------------------------------------------------
+
+    def _note_values(self, found: Records, enters: Rows, heads: Rows) -> None:
+        new = np.empty(len(enters), _CALL_DTYPE)
+        for name in ("sequence", "module", "step", "mode"):
+            new[name] = enters[name]
+        new["is_top"] = (enters["parent"] == NO_SEQUENCE) & (enters["phase"] == int(Phase.FORWARD))
+        calls = np.concatenate([self._calls, new])
+        calls = calls[np.argsort(calls["sequence"], kind="stable")]
+        self._calls = calls[calls["step"] >= self._train_call] if self._train_call > 0 else calls
+        if not len(heads) or not len(calls):
+            return
+        at = np.minimum(np.searchsorted(calls["sequence"], heads["sequence"]), len(calls) - 1)
+        of = calls[at]
+        is_known = of["sequence"] == heads["sequence"]
+        self._note_backward(heads, of, is_known)
+        is_known &= (of["mode"] == _TRAIN) & ((heads["flags"] & _NO_NUMBER) == 0)
+        is_grad = is_known & (heads["phase"] == int(Phase.GRADS))
+        is_grad &= self._is_slot(heads["slot"], "grad:")
+        is_loss = is_known & (heads["phase"] == int(Phase.FORWARD)) & of["is_top"]
+        is_loss &= (heads["count"] == 1) & self._is_slot(heads["slot"], "output")
+        if not (is_grad.any() or is_loss.any()):
+            return
+        _, rows, _ = found.values()
+        wrong = rows["nan"] + rows["posinf"] + rows["neginf"]
+        for place in np.flatnonzero(is_loss).tolist():
+            number = float(rows["mean"][place]) if not wrong[place] else math.nan
+            self._losses[int(of["step"][place])] = number
+        for step in np.unique(of["step"][is_grad]).tolist():
+            own = is_grad & (of["step"] == step)
+            sum_ = float(np.square(rows["l2"][own]).sum()) if not wrong[own].any() else math.nan
+            self._squares[step] = self._squares.get(step, 0.0) + sum_
+
+    def _note_backward(self, heads: Rows, of: Rows, is_known: NDArray[np.bool_]) -> None:
+        """Take the last gradient for the latest call where it came behind that."""
+        places = np.flatnonzero(is_known & (heads["phase"] == int(Phase.BACKWARD)))
+        if not len(places):
+            return
+        head, call = heads[places[-1]], of[places[-1]]
+        if self.latest is None or int(head["time_ns"]) > self.latest.time_ns:
+            self.latest = EnteredCall(
+                sequence=int(head["sequence"]),
+                time_ns=int(head["time_ns"]),
+                module=int(call["module"]),
+                phase=int(Phase.BACKWARD),
+                mode=int(call["mode"]),
+                step=int(call["step"]),
+            )
+
+    def _is_slot(self, slots: Rows, begin: str) -> NDArray[np.bool_]:
+        """[n] True for slots whose names begin so."""
+        named = [
+            number
+            for number in np.unique(slots).tolist()
+            if str(self.definitions.get(number, {}).get("name", "")).startswith(begin)
+        ]
+        return np.isin(slots, named)
+
+    # ---- steps ------------------------------------------------------------------------------
+
+    def _note_steps(self, steps: Rows) -> None:
+        for row in steps:
+            if row["event"] not in (int(StepEvent.BEGIN), int(StepEvent.END)):
+                continue
+            mode, step, event = int(row["mode"]), int(row["step"]), StepEvent(int(row["event"]))
+            is_train = mode == _TRAIN
+            if is_train:
+                self._train_mark = event
+                self._train_begun = step
+            if event is StepEvent.BEGIN:
+                self.running, self._began_ns = (mode, step), int(row["time_ns"])
+                continue
+            if is_train:
+                self.steps_ended += 1
+                self._end_train_step(step, int(row["time_ns"]))
+            if self.running == (mode, step):
+                self.running = None
+            self.open = {s: call for s, call in self.open.items() if call.step_key != (mode, step)}
+
+    def _end_train_step(self, step: int, now_ns: int) -> None:
+        if self.running == (_TRAIN, step):
+            squares = self._squares.get(step)
+            self.ended.append(
+                EndedStep(
+                    step=step,
+                    seconds=(now_ns - self._began_ns) / 1e9,
+                    waited_s=self._waited_ns.get(step, 0) / 1e9,
+                    loss=self._losses.get(step),
+                    grad_norm=None if squares is None else math.sqrt(squares),
+                )
+            )
+        sums: tuple[dict[int, Any], ...] = (self._waited_ns, self._losses, self._squares)
+        for each in sums:
+            for number in [n for n in each if n <= step]:
+                del each[number]
+
+
+def _entered(row: Any) -> EnteredCall:
+    return EnteredCall(
+        sequence=int(row["sequence"]),
+        time_ns=int(row["time_ns"]),
+        module=int(row["module"]),
+        phase=int(row["phase"]),
+        mode=int(row["mode"]),
+        step=int(row["step"]),
+        collective=int(row["collective"]) if row["phase"] == int(Phase.COLLECTIVE) else 0,
+        number=int(row["number"]) if row["phase"] == int(Phase.COLLECTIVE) else 0,
+    )

@@ -1,0 +1,304 @@
+"""`rankscope top` beside real jobs: where ranks are, whom they wait for, who is slow or gone."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import subprocess
+import termios
+import time
+from collections.abc import Callable, Iterator
+from fcntl import ioctl
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rankscope.diagnosis.check import check
+from rankscope.diagnosis.context import CheckContext
+from rankscope.live.jobwatch import JobWatch
+from rankscope.page.rankplaces import places_in
+from rankscope.tree.reader import open_trace
+from tests.cli.topjobs import SCRIPT
+from tests.launcher.launches import BIN, Launch, kill, rankscope
+from tests.waiting import wait_until
+
+pytestmark = [
+    pytest.mark.launch,
+    pytest.mark.xdist_group("top"),
+    pytest.mark.skipif(
+        not entry_points(group="torchrun.logs_specs").select(name="rankscope"),
+        reason="needs the start-up file: an environment made by launcher/test",
+    ),
+]
+PAGE = Path(__file__).parents[2] / "docs/commands/top.md"
+Start = Callable[..., Launch]
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Start]:
+    started: list[Launch] = []
+
+    def start(ways: list[str], *options: object) -> Launch:
+        options = ("--rs-steps", "all", *options)
+        folder = tmp_path / f"job{len(started)}"
+        started.append(Launch(folder, ways, *options, script=SCRIPT))
+        return started[-1]
+
+    yield start
+    for job in started:
+        job.stop()
+
+
+def ended(job: Launch, rank: int = 0) -> int:
+    """The last step that a rank has ended, -1 before the first."""
+    path = job.meeting / f"ended.{rank}"
+    text = path.read_text() if path.exists() else ""
+    return int(text) if text else -1
+
+
+def top(job: Launch, *options: object, code: int = 0) -> dict[str, Any]:
+    done = rankscope("top", job.out, "--once", "--json", *options)
+    assert done.returncode == code, done.stdout + done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_a_slow_rank_is_named_with_how_often_and_the_others_wait_for_it(launch: Start) -> None:
+    job = launch(["ok", "ok", "slow"])
+    assert wait_until(lambda: ended(job) >= 8), job.err
+    found = top(job)
+    assert found["state"] == "running" and found["world_size"] == 3 and found["ranks"] == "0-2"
+    assert found["hosts"] == 1 and found["ranks_by_state"] == {"running": 3}
+    assert found["step"] >= 8 and found["step_s"] > 0.3 and not found["skipped"]
+    assert found["records_per_s"] > 50 and found["bytes_per_s"] > 1000
+    assert found["lost_records"] == 0 and 0 <= found["spool"]["fill"] < 0.1
+    worst = found["worst"][0]
+    assert worst["rank"] == 2 and worst["beside_all"] > 1.5, found["worst"]
+    assert worst["slow_steps"] >= 0.8 * worst["compared_steps"] >= 5
+    assert worst["own_s"] <= worst["step_s"] and 0.5 < worst["beside_history"] < 2
+    assert found["check"]["verdict"] in ("clean", "incomplete") and not found["check"]["findings"]
+    assert found["check"]["age_s"] > 0
+    # every rank has another batch: losses differ, averaged gradients do not
+    assert found["loss"]["ranks"] == 3 and found["loss"]["min"] < found["loss"]["max"]
+    assert found["grad_norm"]["min"] == pytest.approx(found["grad_norm"]["max"], rel=1e-6)
+
+    def is_waiting() -> bool:
+        watch.look()
+        return any(
+            s.waits_for == (2,) and s.place.op == "all_reduce" and s.place.members == (0, 1, 2)
+            for s in watch.ranks()
+            if s.rank != 2
+        )
+
+    watch = JobWatch(job.out)
+    assert wait_until(is_waiting, 60)
+    watch.close()
+    (job.meeting / "leave").touch()
+    assert job.wait() == 0, job.logs
+    last = top(job)
+    assert last["state"] == "ended" and last["ranks_by_state"] == {"ended": 3}
+    assert last["check"]["verdict"] == "clean" and last["groups"][0]["where"] != "-"
+
+
+def test_where_a_rank_is_missing_top_check_and_the_page_say_the_same(launch: Start) -> None:
+    job = launch(["ok", "skips", "ok", "ok"])
+    assert wait_until((job.meeting / "skipped").exists), job.err
+    time.sleep(3.5)  # for a shorter time no job of any speed is said to hang
+    found = top(job, code=1)
+    waiting, missing = found["groups"]
+    assert (waiting["ranks"], waiting["waits_for"]) == ("0,2-3", "1")
+    assert waiting["where"] == "collective of layers.0"
+    assert waiting["waits_in"] == "all_reduce of ranks 0-3"
+    assert (missing["ranks"], missing["where"], missing["waits_in"]) == (
+        *("1", "forward of layers.0", ""),
+    )
+    for group in (waiting, missing):
+        assert group["step"] == "train step 3" and not group["step_over"]
+        assert group["age_s"][0] > 3
+    assert [f["kind"] for f in found["check"]["findings"]] == ["hang"]
+    known: list[CheckContext] = []
+    trace = open_trace(job.out)
+    check(trace, each_step=lambda _, context: known.append(context))
+    places, _ = places_in(trace, known[-1])
+    watch = JobWatch(job.out)
+    watch.look()
+    assert {status.rank: status.place for status in watch.ranks()} == places
+    watch.close()
+    screen = rankscope("top", job.out, "--once", "--ranks", "0,2").stdout
+    assert "waits in all_reduce of ranks 0-3 for rank 1" in screen and "hang" in screen
+    (job.meeting / "go").touch()
+    (job.meeting / "leave").touch()
+    assert job.wait() == 0, job.logs
+
+
+def test_records_that_no_collector_takes_fill_the_spool_and_are_read_there(launch: Start) -> None:
+    job = launch(["ok", "ok"], "--rs-spool-bytes", "1M")
+    assert wait_until(lambda: ended(job) >= 2), job.err
+    watch = JobWatch(job.out)
+    watch.look()
+    collector = job.companion("collector")
+    kill(collector, signal.SIGSTOP)
+    try:
+        stopped_at = ended(job)
+        assert wait_until(lambda: ended(job) >= stopped_at + 5)
+        found = top(job, "--no-check")
+        assert found["step"] >= stopped_at + 5
+        assert found["spool"]["unsent_bytes"] > 0
+        assert found["check"] == {"verdict": None, "age_s": None, "trouble": "off", "findings": []}
+
+        def is_full() -> bool:
+            watch.look()
+            fills = [status.spool_fill or 0.0 for status in watch.ranks()]
+            return max(fills) > 0.8
+
+        assert wait_until(is_full)
+        full_at = ended(job)
+        assert wait_until(lambda: ended(job) >= full_at + 40), "it trains on without room"
+    finally:
+        kill(collector, signal.SIGCONT)
+
+    def has_lost() -> bool:
+        watch.look()
+        return sum(status.lost_records for status in watch.ranks()) > 0
+
+    assert wait_until(has_lost, 120)
+    watch.close()
+    (job.meeting / "leave").touch()
+    assert job.wait() == 0, job.logs
+
+
+def test_of_a_job_in_which_a_rank_was_killed_it_says_which(launch: Start) -> None:
+    job = launch(["ok", "dies"])
+    assert job.wait() != 0
+    found = top(job, code=1)
+    assert found["state"] == "ended"
+    by_rank = {group["ranks"]: group["state"] for group in found["groups"]}
+    assert by_rank["1"] == "lost", found["groups"]
+    finding = found["check"]["findings"][0]
+    assert finding["kind"] in ("crash", "hang") and finding["ranks"] == [1]
+
+
+class Terminal:
+    """A command on a pseudo-terminal of 80 columns and 24 rows."""
+
+    def __init__(self, *words: object) -> None:
+        self._ours, theirs = pty.openpty()
+        ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+        self.before = termios.tcgetattr(theirs)
+        self._theirs = theirs
+        self.process = subprocess.Popen(
+            [str(BIN / "rankscope"), *map(str, words)],
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            env={**os.environ, "TERM": "xterm"},
+            start_new_session=True,
+        )
+        self.text = ""
+
+    def read(self, pattern: str, seconds: float = 120.0) -> str:
+        """Read on until a pattern has come; return what has come since the last time."""
+        begin, deadline = len(self.text), time.monotonic() + seconds
+        while not re.search(pattern, self.text[begin:]):
+            assert time.monotonic() < deadline, self.text[begin:]
+            if select.select([self._ours], [], [], 0.2)[0]:
+                self.text += os.read(self._ours, 65536).decode()
+        return self.text[begin:]
+
+    def press(self, keys: str) -> None:
+        os.write(self._ours, keys.encode())
+
+    def settings(self) -> list[Any]:
+        return termios.tcgetattr(self._theirs)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        os.close(self._ours)
+        os.close(self._theirs)
+
+
+def test_the_screen_is_renewed_takes_keys_fits_80_columns_and_gives_the_terminal_back(
+    launch: Start,
+) -> None:
+    job = launch(["ok", "ok", "ok"])
+    assert wait_until(lambda: ended(job) >= 3), job.err
+    screen = Terminal("top", job.out)
+    try:
+        screen.read("by rank")
+        first = ended(job)
+        assert wait_until(lambda: ended(job) >= first + 20)
+        screen.read("check \\(.*no fault so far")
+        screen.press("s")
+        screen.read("by age")
+        screen.press("/")
+        screen.read("ranks \\(0-3,8; nothing for all\\)")
+        screen.press("1x\r")
+        assert "\x1b[H" in screen.read("ranks 1\\)")
+        screen.read("1 of 3 ranks")
+        screen.press("/")
+        screen.read("nothing for all")
+        screen.press("9-\r")
+        screen.read("ranks: ")
+        steps = [int(step) for step in re.findall(r"train step (\d+)", screen.text)]
+        assert max(steps) > first >= min(steps)
+        screen.press("q")
+        assert screen.process.wait(60) == 0
+        screen.read(re.escape("\x1b[?1049l"))
+        assert screen.settings() == screen.before
+    finally:
+        screen.close()
+    plain = re.sub("\x1b\\[[0-9;]*H", "\n", screen.text)
+    plain = re.sub("\x1b\\[[0-9;?]*[A-Za-z]", "", plain)
+    assert max(len(line) for line in plain.replace("\r", "").split("\n")) <= 80
+    for frame in screen.text.split("\x1b[H")[1:]:
+        assert frame.count("\n") <= 23
+    assert ended(job) < 1999 and job.process.poll() is None, "nothing was done to the job"
+
+
+def test_ctrl_c_and_a_terminal_that_goes_away_end_it(launch: Start) -> None:
+    job = launch(["ok", "ok"])
+    assert wait_until(lambda: ended(job) >= 1), job.err
+    screen = Terminal("top", job.out, "--no-check")
+    try:
+        screen.read("by rank")
+        screen.process.send_signal(signal.SIGINT)
+        assert screen.process.wait(60) == 0
+    finally:
+        screen.close()
+    assert job.process.poll() is None
+
+
+def test_what_it_cannot_show_is_said(tmp_path: Path) -> None:
+    for words, said in (
+        ((tmp_path, "--once"), "nobody is at work on it"),
+        ((tmp_path / "none", "--once"), "no such folder"),
+        ((tmp_path, "--json"), "give --once with it"),
+        ((tmp_path, "--sort", "name", "--once"), "expected rank, age, time"),
+    ):
+        done = rankscope("top", *words)
+        assert done.returncode == 2 and said in done.stderr, (words, done.stderr)
+
+
+def test_the_page_documents_every_field(launch: Start) -> None:
+    job = launch(["ok", "ok"])
+    assert wait_until(lambda: ended(job) >= 3), job.err
+    found = top(job)
+    page = PAGE.read_text()
+    names = [*found, *found["groups"][0], *found["worst"][0], *found["loss"], *found["spool"]]
+    assert [name for name in names if f"`{name}`" not in page] == []
+
+
+def test_stdout_that_is_no_terminal_needs_once(launch: Start) -> None:
+    job = launch(["ok", "ok"])
+    assert wait_until(lambda: ended(job) >= 0), job.err
+    done = rankscope("top", job.out)
+    assert done.returncode == 2 and "--once" in done.stderr

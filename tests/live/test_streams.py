@@ -1,0 +1,237 @@
+"""The state kept of a stream does not depend on how its bytes come in, nor what it costs on how
+long it is."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgpack
+import pytest
+
+from rankscope.live.jobwatch import JobWatch
+from rankscope.live.streamfollower import StreamFollower
+from rankscope.live.streamtail import StreamTail
+from rankscope.record.phases import Phase
+from rankscope.record.streams import EndReason, StreamId
+from rankscope.spool.recordcolumns import records
+from rankscope.spool.recordformat import (
+    ENTER,
+    ENTER_COLLECTIVE,
+    EXIT,
+    NO_MICRO_BATCH,
+    NO_SEQUENCE,
+    STEP,
+    VALUE,
+    RecordKind,
+    StepEvent,
+)
+from rankscope.spool.replication import replica_path
+from rankscope.spool.writer import SpoolWriter
+from tests.gather.jobs import Host
+from tests.spool.streams import stream_bytes
+from tests.waiting import wait_until
+
+MS = 1_000_000
+MANY = 4000
+
+
+def write_job(folder: Path, *, steps: int, values: int = 20, rank: int = 0) -> None:
+    """Write the stream of a rank whose steps take 10 ms, 4 of them in an all-reduce; it stays in
+    the all-reduce of the last one."""
+    writer = SpoolWriter(folder, limit_bytes=256 << 20)
+    for number, fields in enumerate(
+        (
+            {"kind": "rank", "format": 1, "rank": rank, "world_size": 2, "run_id": "r"},
+            {"kind": "root", "class": "Net", "parameters": 9},
+            {"kind": "module", "root": 2, "path": "layers.0", "class": "Linear"},
+            {"kind": "slot", "name": "output"},
+            {"kind": "slot", "name": "grad:weight"},
+            {"kind": "meta", "dtype": "float32", "shape": [1]},
+            {"kind": "module", "root": 2, "path": "", "class": "Net"},
+            {"kind": "collective", "op": "all_reduce", "group": "0", "members": [0, 1], "async": 0},
+        ),
+        1,
+    ):
+        writer.define(msgpack.packb({"id": number, **fields}))
+    count = itertools.count()
+
+    def enter(at: int, step: int, module: int, phase: Phase, parent: int = NO_SEQUENCE) -> int:
+        number = next(count)
+        is_sum = phase is Phase.COLLECTIVE
+        packed = (ENTER_COLLECTIVE if is_sum else ENTER).pack(
+            *(number, parent, at, module, step, NO_MICRO_BATCH, 0, phase, 0, 1, 2),
+            *((8, 0) if is_sum else (0,)),
+        )
+        writer.write(RecordKind.ENTER, packed)
+        return number
+
+    def value(at: int, sequence: int, slot: int, phase: Phase, number: float, count: int) -> None:
+        # digest: nan, posinf, neginf, zero, min, max, mean, std, l2, then the sketch
+        numbers = (0, 0, 0, 0, number, number, number, 0.0, number, *([0.0] * 8))
+        head = (sequence, at, slot, 6, 0, phase, 0, count, 9, 0)
+        writer.write(RecordKind.VALUE, VALUE.pack(*head, *numbers))
+
+    for step in range(steps):
+        at = step * 100 * MS
+        writer.write(RecordKind.STEP, STEP.pack(at, step, 0, StepEvent.BEGIN, 0))
+        root = enter(at, step, 7, Phase.FORWARD)
+        inner = enter(at, step, 3, Phase.FORWARD, root)
+        for _ in range(values):
+            value(at, inner, 4, Phase.FORWARD, 1.0, 8)
+        sum_ = enter(at + 2 * MS, step, 3, Phase.COLLECTIVE, inner)
+        if step == steps - 1:
+            break
+        for sequence in (sum_, inner, root):
+            writer.write(RecordKind.EXIT, EXIT.pack(sequence, at + 6 * MS, 0, 0, 0))
+        value(at + 6 * MS, root, 4, Phase.FORWARD, 0.5 + step, 1)
+        grads = enter(at + 8 * MS, step, 7, Phase.GRADS)
+        for number in (3.0, 4.0):
+            value(at + 8 * MS, grads, 5, Phase.GRADS, number, 8)
+        writer.write(RecordKind.EXIT, EXIT.pack(grads, at + 9 * MS, 0, 0, 0))
+        writer.write(RecordKind.STEP, STEP.pack(at + 10 * MS, step, 0, StepEvent.END, 0))
+    writer._lock.release()  # the bytes are what is tested: the process goes on
+
+
+def state(tail: StreamTail) -> tuple[object, ...]:
+    return (
+        tail.records,
+        [*tail.open.values()],
+        tail.latest,
+        tail.issued,
+        tail.running,
+        [*tail.ended],
+        tail.written_ns,
+        tail.step_before_optimizer,
+        tail.definitions,
+    )
+
+
+@pytest.fixture(scope="module")
+def stream(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    folder = tmp_path_factory.mktemp("short") / "rank00000.0"
+    write_job(folder, steps=6)
+    return stream_bytes(folder)
+
+
+def test_a_stream_says_what_its_rank_is_in_and_what_its_steps_took(stream: bytes) -> None:
+    tail = StreamTail(has_values=True)
+    tail.take(records(stream))
+    assert [(c.phase, c.step) for c in tail.open.values()] == [
+        *((Phase.FORWARD, 5), (Phase.FORWARD, 5), (Phase.COLLECTIVE, 5)),
+    ]
+    assert tail.running == (0, 5) and tail.step_before_optimizer == 5 and tail.steps_ended == 5
+    for number, step in enumerate(tail.ended):
+        assert (step.step, step.loss, step.grad_norm) == (number, 0.5 + number, 5.0)
+        assert step.seconds == pytest.approx(0.010) and step.waited_s == pytest.approx(0.004)
+
+
+@pytest.mark.parametrize("cells", [1, 3, 7, 40])
+def test_pieces_of_any_size_give_the_same(stream: bytes, cells: int) -> None:
+    whole, pieces = StreamTail(has_values=True), StreamTail(has_values=True)
+    whole.take(records(stream))
+    at = 0
+    while at < len(stream):
+        found = records(stream[at : at + 64 * cells])
+        if not found.committed_bytes:  # a longer record
+            found = records(stream[at : at + 64 * (cells + 40)])
+        pieces.take(found)
+        at += found.committed_bytes
+    assert state(pieces) == state(whole)
+
+
+def test_a_follower_that_comes_late_reads_the_end_and_still_knows_the_names(
+    tmp_path: Path,
+) -> None:
+    write_job(tmp_path / "own", steps=MANY)
+    data = stream_bytes(tmp_path / "own")
+    one = StreamId(rank=0, incarnation=0)
+    replica = replica_path(tmp_path, one)
+    replica.parent.mkdir()
+    replica.write_bytes(data)
+    assert len(data) > 20 << 20
+    watch = JobWatch(tmp_path)
+    watch.look()
+    (status,) = watch.ranks()
+    assert watch.has_skipped and status.place.path == "layers.0" and status.step == MANY - 1
+    assert status.place.op == "all_reduce" and status.place.members == (0, 1)
+    assert status.ended[-1].grad_norm == 5.0 and len(status.ended) == 32
+    follower = StreamFollower(tmp_path, one)
+    follower.look(1 << 20)
+    assert follower.taken_bytes <= 2 << 20 and follower.read_bytes == len(data)
+    taken = follower.taken_bytes
+    follower.look(1 << 20)
+    assert follower.taken_bytes == taken, "nothing is read twice"
+    whole = StreamFollower(tmp_path, one, skips=False)
+    while whole.read_bytes < len(data):
+        whole.look(1 << 20)
+    assert not whole.has_skipped and whole.tail.steps_ended == MANY - 1
+    assert [*whole.tail.ended] == [*status.ended]
+    assert [c.module for c in whole.tail.open.values()] == [
+        c.module for c in follower.tail.open.values()
+    ]
+
+
+def test_a_replica_that_ends_inside_a_record_is_read_on_in_the_spool(tmp_path: Path) -> None:
+    folder = tmp_path / "host" / "rank00000.0"
+    write_job(folder, steps=6)
+    data = stream_bytes(folder)
+    one = StreamId(rank=0, incarnation=0)
+    replica = replica_path(tmp_path, one)
+    replica.parent.mkdir()
+    # values take four cells: some cut is inside one
+    for cut in range(len(data) // 2, len(data) // 2 + 4 * 64, 64):
+        replica.write_bytes(data[: cut // 64 * 64])
+        follower = StreamFollower(tmp_path, one)
+        follower.bind(folder)
+        follower.look(1 << 20)
+        assert follower.read_bytes == len(data)
+        assert follower.unsent_bytes == len(data) - replica.stat().st_size
+        follower.close()
+
+
+def test_a_spool_of_another_process_of_that_rank_is_left_alone(tmp_path: Path) -> None:
+    write_job(tmp_path / "host" / "rank00000.0", steps=3)
+    write_job(tmp_path / "other" / "rank00000.0", steps=2, rank=1)
+    one = StreamId(rank=0, incarnation=0)
+    replica = replica_path(tmp_path, one)
+    replica.parent.mkdir()
+    replica.write_bytes(stream_bytes(tmp_path / "other" / "rank00000.0"))
+    follower = StreamFollower(tmp_path, one)
+    follower.bind(tmp_path / "host" / "rank00000.0")
+    follower.look(1 << 20)
+    assert follower.unsent_bytes is None and follower.tail.running == (0, 1)
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[Callable[..., Host]]:
+    made: list[Host] = []
+
+    def make() -> Host:
+        made.append(Host(tmp_path / "host", tmp_path / "out"))
+        return made[-1]
+
+    yield make
+    for host in made:
+        host.stop()
+
+
+def test_a_killed_rank_is_lost_and_one_that_ended_has_ended(hosts: Callable[..., Host]) -> None:
+    host = hosts()
+    host.collector()
+    host.relay()
+    host.rank(0, batches=5)
+    killed = host.rank(1, batches=5, hangs=True)
+    assert killed.stdout is not None and killed.stdout.readline() == "written\n"
+    watch = JobWatch(host.out)
+
+    def ends(*wanted: EndReason) -> bool:
+        watch.look()
+        return [s.place.end for s in watch.ranks()] == [end.value for end in wanted]
+
+    assert wait_until(lambda: ends(EndReason.EXIT, EndReason.RUNNING), 60)
+    killed.kill()
+    assert wait_until(lambda: ends(EndReason.EXIT, EndReason.LOST), 60)
+    assert [s.steps_ended for s in watch.ranks()] == [5, 5]
+    watch.close()
