@@ -49,9 +49,8 @@ def main(ranks: int) -> None:
             summed.append(time.process_time() - began)
             print(f"{ranks} ranks with {len(data) / 1e6:.1f} MB of records each")
     for name, (short, long) in (("first look", first), ("look", later), ("ranks()", summed)):
-        print(
-            f"{name:<11} {long / short:5.2f} x after ten times as long; {long * 1e3:.0f} ms of a core"
-        )
+        after = f"{long / short:5.2f} x after ten times as long"
+        print(f"{name:<11} {after}; {long * 1e3:.0f} ms of a core")
 
 
 if __name__ == "__main__":
