@@ -274,6 +274,7 @@ def _more_lines(
             where += f" --step {origin.step}" if origin.step else ""
             asked.append((_typed("show", place, where), "the module of the first fault"))
         asked.append((_typed("check", place), "the verdict with its evidence"))
+    asked.append((_typed("report", place), "one page to look at in a browser"))
     if step is not None and trace.steps:
         asked.append((_typed("show", place, "--slots none"), "every call, without values"))
     asked.append((_typed("show", place, "--full"), "every call, layout and number of a step"))
