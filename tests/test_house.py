@@ -73,6 +73,7 @@ FOREIGN = {
 """Package -> the only rooms that may know it."""
 ONE_FILE = {
     "pyarrow": "export/parquet.py",
+    "prometheus_client": "gather/metrics.py",
     "transformers": "integrations/transformers.py",
     "lightning": "integrations/lightning.py",
     "pytorch_lightning": "integrations/lightning.py",

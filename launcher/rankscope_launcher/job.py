@@ -26,7 +26,12 @@ from rankscope.capture.kernel import build as build_kernel
 from rankscope.errors import RankscopeError, SettingError
 from rankscope.gather.address import check_address
 from rankscope.gather.log import ExitOutcome
-from rankscope.run.companions import collector_command, relay_command, start_extras
+from rankscope.run.companions import (
+    collector_command,
+    metrics_trouble,
+    relay_command,
+    start_extras,
+)
 from rankscope.run.filenames import (
     COLLECTOR_LOCK_NAME,
     COLLECTOR_LOG_NAME,
@@ -171,9 +176,19 @@ class TracedJob:
                 keep_spool=self._settings.keep_spool,
                 drain_seconds=self._settings.drain_seconds,
                 finish_seconds=self._settings.finish_seconds,
+                metrics=self._metrics(),
             )
             self._collector = Companion(command, self._out / COLLECTOR_LOG_NAME, folder)
         self._watch = CompanionWatch(self._companions, StallNotices(folder, shown(self._out)).look)
+
+    def _metrics(self) -> int | None:
+        """Return the port of the collector's metrics; None for none, or where it cannot be had,
+        which is said: that is no reason not to train."""
+        port = self._settings.metrics
+        trouble = "" if port is None else metrics_trouble(port)
+        if trouble:
+            say(trouble)
+        return None if trouble else port
 
     def finish(self) -> str:
         """Tell the companions that the job is over, wait for the tree as long as settings allow;

@@ -115,6 +115,12 @@ def _parse_seconds(text: str) -> float:
     return seconds
 
 
+def _parse_port(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) < 1 << 16:
+        raise SettingError(f"{text!r} is no port: write a number from 1 to 65535")
+    return int(text)
+
+
 def _parse_whole(text: str) -> int:
     if not text.lstrip("-").isdecimal():
         raise SettingError(f"{text!r} is not a whole number")
@@ -289,6 +295,13 @@ SETTINGS: tuple[Setting, ...] = (
         help="address of a collector already running, such as tcp://127.0.0.1:7777",
     ),
     Setting(
+        name="metrics",
+        parse=_parse_port,
+        default="",
+        metavar="PORT",
+        help="serve metrics for Prometheus at 127.0.0.1:PORT of the head host; default none",
+    ),
+    Setting(
         name="finish-seconds",
         parse=_parse_seconds,
         default=f"{FINISH_SECONDS:g}",
@@ -360,6 +373,8 @@ class Settings:
     spool_bytes: int
     keep_spool: bool
     collector: str
+    metrics: int | None
+    """Port of the collector's metrics, None for none."""
     finish_seconds: float
     drain_seconds: float
     stall_seconds: float

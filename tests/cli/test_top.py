@@ -25,7 +25,7 @@ from rankscope.diagnosis.context import CheckContext
 from rankscope.live.jobwatch import JobWatch
 from rankscope.page.rankplaces import places_in
 from rankscope.tree.reader import open_trace
-from tests.cli.topjobs import SCRIPT
+from tests.cli.topjobs import starting
 from tests.launcher.launches import BIN, Launch, kill, rankscope
 from tests.waiting import wait_until
 
@@ -43,17 +43,8 @@ Start = Callable[..., Launch]
 
 @pytest.fixture
 def launch(tmp_path: Path) -> Iterator[Start]:
-    started: list[Launch] = []
-
-    def start(ways: list[str], *options: object) -> Launch:
-        options = ("--rs-steps", "all", *options)
-        folder = tmp_path / f"job{len(started)}"
-        started.append(Launch(folder, ways, *options, script=SCRIPT))
-        return started[-1]
-
-    yield start
-    for job in started:
-        job.stop()
+    with starting(tmp_path) as start:
+        yield start
 
 
 def ended(job: Launch, rank: int = 0) -> int:

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.launcher.launches import Launch
+
 SCRIPT = """
 import os, pathlib, signal, sys, time
 import torch
@@ -52,3 +58,21 @@ for step in range(2000):
 """`SCRIPT FOLDER WAY...`, one way for each rank: trains until `leave` is in FOLDER. A `slow` rank
 takes longer in each layer, one that `skips` does not come to a collective before `go` is there, one
 that `dies` kills itself behind step 3."""
+
+
+@contextmanager
+def starting(folder: Path) -> Iterator[Callable[..., Launch]]:
+    """Give a function that starts a job, `start(ways, options...)`, with every step traced; end
+    what is left of them."""
+    started: list[Launch] = []
+
+    def start(ways: list[str], *options: object) -> Launch:
+        options = ("--rs-steps", "all", *options)
+        started.append(Launch(folder / f"job{len(started)}", ways, *options, script=SCRIPT))
+        return started[-1]
+
+    try:
+        yield start
+    finally:
+        for job in started:
+            job.stop()

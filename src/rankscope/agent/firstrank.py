@@ -275,6 +275,7 @@ def _ensure_companions(settings: Settings, run_folder: Path, header: RunHeader) 
         keep_spool=settings.keep_spool or header.keeps_apart,
         drain_seconds=settings.drain_seconds,
         finish_seconds=settings.finish_seconds,
+        metrics=settings.metrics,
     )
     _start(command, header.out / COLLECTOR_LOG_NAME, note)
 

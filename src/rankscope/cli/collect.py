@@ -51,6 +51,10 @@ def command(
     finish_seconds: Annotated[
         float, typer.Option(min=0, help="Grace for ranks that go silent although the job is over.")
     ] = FINISH_SECONDS,
+    metrics: Annotated[
+        Optional[int],  # noqa: UP045  # as above
+        typer.Option(min=1, max=65535, metavar="PORT", help="Serve metrics at 127.0.0.1:PORT."),
+    ] = None,
 ) -> None:
     """Gather the records of a job whose ranks are started elsewhere, and build its tree.
 
@@ -59,6 +63,7 @@ def command(
     from rankscope.errors import SettingError
     from rankscope.gather.address import check_address
     from rankscope.gather.finish import CollectorOptions
+    from rankscope.run.companions import metrics_trouble
     from rankscope.run.outfolder import claim_out, default_out
     from rankscope.settings import settings_from
 
@@ -68,6 +73,9 @@ def command(
     traced_ranks = _count(selected, world_size)
     if bind:
         check_address(bind)  # before a folder is made
+    trouble = "" if metrics is None else metrics_trouble(metrics)
+    if trouble:
+        raise SettingError(f"--metrics {metrics}: {trouble}")
     folder = claim_out(out.expanduser().absolute() if out else default_out(), "--out")
     options = CollectorOptions(
         out=folder,
@@ -78,6 +86,7 @@ def command(
         drain_s=drain_seconds,
         finish_s=finish_seconds,
         first_relay_s=float("inf"),
+        metrics_port=metrics,
     )
     raise typer.Exit(_collect(options))
 

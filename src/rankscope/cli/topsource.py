@@ -1,16 +1,7 @@
-"""What `rankscope top` shows: the ranks of a running job or of a finished trace, and the verdict.
-
-A verdict is asked of a process of its own, `rankscope check --json` at low priority, again and
-again but never for more than a fourth of the time: the screen never waits for it.
-"""
+"""What `rankscope top` shows: ranks of a running job or of a finished trace, and the verdict."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,8 +14,8 @@ from rankscope.errors import TraceError
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.live.jobsummary import job_summary
 from rankscope.live.jobwatch import JobWatch, RankStatus
+from rankscope.live.verdicts import NO_VERDICT, VerdictAsker
 from rankscope.page.rankplaces import places_in
-from rankscope.run.companions import companion_environment
 from rankscope.run.filenames import REPLICA_FOLDER, TRACE_NAME
 from rankscope.run.stallrecords import stalls_in
 from rankscope.settings import settings_from
@@ -35,11 +26,6 @@ __all__ = ["TopSource"]
 
 _BETWEEN_S: Final = 1.0
 """Between the two looks of one answer, whose difference is what comes in."""
-_VERDICT_S: Final = 600.0
-_LEAST_WAIT_S, _SHARE = 5.0, 4
-_MOST_JUDGED_BYTES: Final = 1 << 30
-_NICE: Final = 10
-_NO_VERDICT: Final[dict[str, Any]] = {"verdict": None, "age_s": None, "trouble": "", "findings": []}
 
 
 class TopSource:
@@ -60,7 +46,7 @@ class TopSource:
         self._ranks: tuple[int, ...] | None = None
         self._folder, self._layout, self._judges = folder, layout, judges
         self._watch = JobWatch(folder)
-        self._judge = _Judge(folder, layout)
+        self._judge = VerdictAsker(folder, layout=layout)
         self._ended: tuple[list[RankStatus], dict[str, Any]] | None = None
         if not self._is_ended():
             self._watch.look()
@@ -106,7 +92,7 @@ class TopSource:
             rates=self._watch.rates(),
             received_bytes=self._watch.received_bytes,
             has_skipped=self._watch.has_skipped,
-            check=self._judge.answer() if self._judges else {**_NO_VERDICT, "trouble": "off"},
+            check=self._judge.answer() if self._judges else {**NO_VERDICT, "trouble": "off"},
         )
 
     def close(self) -> None:
@@ -141,96 +127,9 @@ class TopSource:
             RankStatus(rank=rank, host=hosts.get(rank, ""), place=place)
             for rank, place in sorted(places.items())
         ]
-        answer = {**_NO_VERDICT, **report_json(report), "age_s": 0.0}
+        answer = {**NO_VERDICT, **report_json(report), "age_s": 0.0}
         return statuses, {
             "run_id": str(trace.run["id"]),
             "world_size": int(trace.run["world_size"]),
             "check": answer,
         }
-
-
-class _Judge:
-    """Asks `rankscope check` again and again."""
-
-    def __init__(self, folder: Path, layout: Path | None) -> None:
-        self._words = [sys.executable, "-m", "rankscope", "check", str(folder), "--json"]
-        if layout is not None:
-            self._words += ["--layout", str(layout)]
-        self._asked: subprocess.Popen[bytes] | None = None
-        self._out = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as this object
-        self._began = self._next = 0.0
-        self._judged_at = 0.0
-        self._report: dict[str, Any] = {}
-        self._trouble = ""
-
-    def look(self, received_bytes: int) -> None:
-        """Take an answer that has come, and ask again once that is due."""
-        if self._asked is not None:
-            if self._asked.poll() is not None:
-                self._take()
-            return
-        if time.monotonic() < self._next or not received_bytes:
-            return
-        if received_bytes > _MOST_JUDGED_BYTES:
-            self._trouble = (
-                f"not judged: {received_bytes / 1e9:.1f} GB of records; rankscope check judges them"
-            )
-            return
-        self._out.seek(0)
-        self._out.truncate()
-        self._began = time.monotonic()
-        self._asked = subprocess.Popen(
-            self._words,
-            stdin=subprocess.DEVNULL,
-            stdout=self._out,
-            stderr=subprocess.DEVNULL,
-            env=companion_environment(),
-            start_new_session=True,  # Ctrl-C is for the screen
-            preexec_fn=_lower_priority,
-        )
-
-    def wait(self, received_bytes: int) -> None:
-        """Ask, and wait for the answer."""
-        self.look(received_bytes)
-        if self._asked is None:
-            return
-        try:
-            self._asked.wait(_VERDICT_S)
-        except subprocess.TimeoutExpired:
-            self.close()
-            self._trouble = f"rankscope check gave no answer in {_VERDICT_S:.0f} s"
-            return
-        self._take()
-
-    def answer(self) -> dict[str, Any]:
-        """Return the last report, with `age_s` since it was begun and `trouble`."""
-        if not self._report:
-            return {**_NO_VERDICT, "trouble": self._trouble}
-        age_s = time.monotonic() - self._judged_at
-        return {**self._report, "age_s": age_s, "trouble": self._trouble}
-
-    def close(self) -> None:
-        """End a check that is at work."""
-        if self._asked is not None:
-            self._asked.kill()
-            self._asked.wait()
-            self._asked = None
-
-    def _take(self) -> None:
-        self._asked = None
-        took = time.monotonic() - self._began
-        self._next = time.monotonic() + max(_LEAST_WAIT_S, (_SHARE - 1) * took)
-        self._out.seek(0)
-        try:
-            report = json.loads(self._out.read())
-        except ValueError:
-            self._trouble = "rankscope check gave no answer"
-            return
-        if "error" in report:
-            self._trouble = str(report["error"])
-            return
-        self._report, self._trouble, self._judged_at = report, "", self._began
-
-
-def _lower_priority() -> None:
-    os.nice(_NICE)

@@ -41,6 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
                 keep_spool=options.keep_spool,
                 drain_s=options.drain_seconds,
                 finish_s=options.finish_seconds,
+                metrics_port=options.metrics,
             ),
             is_stopped,
         )
@@ -70,6 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     collector.add_argument(
         "--finish-seconds", type=float, default=FINISH_SECONDS, help="grace at the end"
     )
+    collector.add_argument("--metrics", type=int, help="port of the loopback for metrics")
     return parser
 
 

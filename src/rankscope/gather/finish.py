@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import time
 import traceback
@@ -84,6 +85,8 @@ class CollectorOptions:
     first_relay_s: float = _FIRST_RELAY_S
     """How long to wait for the first relay: importing torch on a large cluster takes its time."""
     least_silence_s: float = LEAST_SILENCE_S
+    metrics_port: int | None = None
+    """Of the loopback; None for no metrics."""
 
 
 class Observer:
@@ -136,7 +139,8 @@ def collect(
         if is_late:
             _listen(source)
         else:
-            outcome = _gather_and_build(options, source, is_stopped, watching)
+            with _metrics(options):
+                outcome = _gather_and_build(options, source, is_stopped, watching)
         source.farewell()
         (options.out / COLLECTOR_NAME).unlink(missing_ok=True)
         if outcome is ExitOutcome.DONE:
@@ -148,6 +152,14 @@ def collect(
         if is_late and not replicated(options.out):  # what it made to listen
             shutil.rmtree(options.out / REPLICA_FOLDER, ignore_errors=True)
         lock.remove()
+
+
+def _metrics(options: CollectorOptions) -> contextlib.AbstractContextManager[None]:
+    if options.metrics_port is None:
+        return contextlib.nullcontext()
+    from rankscope.gather.metrics import served_metrics  # an extra: its package may be missing
+
+    return served_metrics(options.out, options.metrics_port, world_size=options.world_size)
 
 
 def _gather_and_build(

@@ -30,7 +30,7 @@ from rankscope.run.locks import is_alive
 from rankscope.spool.replication import read_end, replica_path, replicated
 from rankscope.tree.unfinished import spool_bases
 
-__all__ = ["JobRates", "JobWatch", "RankStatus"]
+__all__ = ["JobRates", "JobTotals", "JobWatch", "RankStatus"]
 
 _MOST_BYTES: Final = 128 << 20
 """Read in one look, of all streams together."""
@@ -92,6 +92,20 @@ class JobRates:
     bytes_per_s: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobTotals:
+    """What was read since the job began, or this watch of it. Earlier lives of ranks count too."""
+
+    records: int = 0
+    received_bytes: int = 0
+    """In the trace folder."""
+    lost_records: int = 0
+    steps_ended: int = 0
+    """Traced train steps, of the rank that has ended most."""
+    unread_bytes: int = 0
+    """In the trace folder and not read yet."""
+
+
 class JobWatch:
     """The streams of one trace folder."""
 
@@ -101,6 +115,8 @@ class JobWatch:
         self._skips, self._has_values = skips, has_values
         self._decoded: Decoded = {}
         self._followers: dict[int, StreamFollower] = {}
+        self._replaced: list[StreamFollower] = []
+        """Of earlier lives."""
         self._run_folders: list[Path] = []
         self._found_at = float("-inf")
         self._rates: deque[tuple[float, int]] = deque()
@@ -173,6 +189,21 @@ class JobWatch:
             records_per_s=bytes_per_s * records / taken if taken else 0.0, bytes_per_s=bytes_per_s
         )
 
+    def totals(self) -> JobTotals:
+        """Return what was read so far."""
+        every = [*self._replaced, *self._followers.values()]
+        steps: dict[int, int] = {}
+        for each in every:
+            rank = each.stream.rank
+            steps[rank] = steps.get(rank, 0) + each.tail.steps_ended
+        return JobTotals(
+            records=sum(each.tail.records for each in every),
+            received_bytes=sum(each.replica_bytes for each in every),
+            lost_records=sum(each.tail.lost_records for each in every),
+            steps_ended=max(steps.values(), default=0),
+            unread_bytes=sum(max(0, each.replica_bytes - each.read_bytes) for each in every),
+        )
+
     def ranks(self) -> list[RankStatus]:
         """Return every rank that has written anything, its last life, lowest first."""
         self._name_roots()
@@ -209,6 +240,7 @@ class JobWatch:
             if known is None or known.stream < stream:
                 if known is not None:
                     known.close()
+                    self._replaced.append(known)
                 self._followers[stream.rank] = StreamFollower(
                     self._out,
                     stream,

@@ -11,11 +11,11 @@ from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named
 from rankscope.record.streams import EndReason
 
-__all__ = ["NOTHING", "RankPlace", "alike_places", "step_label"]
+__all__ = ["NOTHING", "STATES", "RankPlace", "alike_places", "step_label"]
 
 NOTHING: Final = "-"
 """Stands where nothing is known, or nothing is to be said."""
-_STATES: Final = {
+STATES: Final = {
     EndReason.EXIT.value: "ended",
     EndReason.CLOSED.value: "closed by the program",
     EndReason.RAISED.value: "raised",
@@ -23,6 +23,7 @@ _STATES: Final = {
     EndReason.SWITCHED_OFF.value: "rankscope switched off",
     EndReason.RUNNING.value: "running",
 }
+"""How a stream ends, in words."""
 
 
 def step_label(mode: Mode, step: int, incarnation: int, *, is_setup: bool) -> str:
@@ -51,7 +52,7 @@ class RankPlace:
     @property
     def state(self) -> str:
         """Whether it runs, or how it ended."""
-        return _STATES.get(self.end, self.end)
+        return STATES.get(self.end, self.end)
 
     @property
     def where(self) -> str:

@@ -7,8 +7,10 @@ with the variable alone) by `start_daemon`, which leaves nothing of the caller b
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import os
 import shlex
+import socket
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,6 +27,7 @@ __all__ = [
     "collector_command",
     "companion_environment",
     "ipc_address",
+    "metrics_trouble",
     "relay_command",
     "start_daemon",
     "start_extras",
@@ -49,6 +52,7 @@ def collector_command(
     keep_spool: bool = False,
     drain_seconds: float = DRAIN_SECONDS,
     finish_seconds: float = FINISH_SECONDS,
+    metrics: int | None = None,
 ) -> list[str]:
     """The command that collects a run into `out`.
 
@@ -60,6 +64,7 @@ def collector_command(
         keep_spool: keep the replicas once the tree is written.
         drain_seconds: grace for ranks and relays that vanished.
         finish_seconds: grace for streams that stop although the job is over.
+        metrics: port of the loopback on which it serves metrics, None for none.
     """
     command = [*_module(), "collector", "--out", str(out), "--world-size", str(world_size)]
     if bind:
@@ -67,7 +72,22 @@ def collector_command(
     if traced_ranks is not None:
         command += ["--traced-ranks", str(traced_ranks)]
     command += ["--drain-seconds", str(drain_seconds), "--finish-seconds", str(finish_seconds)]
+    if metrics is not None:
+        command += ["--metrics", str(metrics)]
     return [*command, "--keep-spool"] if keep_spool else command
+
+
+def metrics_trouble(port: int) -> str:
+    """Return why a collector cannot serve metrics on this port, "" where it can."""
+    if importlib.util.find_spec("prometheus_client") is None:
+        return "no metrics: prometheus-client is missing; pip install 'rankscope[metrics]'"
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            return f"no metrics: port {port} cannot be used: {error.strerror}"
+    return ""
 
 
 def ipc_address(run_folder: Path) -> str:
