@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from functools import lru_cache
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.diagnosis.stepview import SlotValues
+from rankscope.layout.placement import Mesh
 from rankscope.record.ranklists import ranks_text
 from rankscope.record.statistics import NUMBERS, STATISTICS
 from rankscope.record.visibletext import visible
@@ -41,11 +43,12 @@ def slot_detail(values: SlotValues, marked: Collection[int] = ()) -> dict[str, A
         shown["kept"] = ranks_text(kept)
     shapes = _shapes(values)
     groups = _groups(values, shapes)
+    pieces = _pieces(values)
     if len(groups) > _MOST_FOLDS:
         shown["distinct"] = len(groups)
         shown["spread"] = _spread(values)
-        groups = _chosen(values, groups, marked)
-    shown["f"] = [_fold(values, places, shapes) for places in groups]
+        groups = _chosen(values, groups, marked, pieces)
+    shown["f"] = [_fold(values, places, shapes, pieces) for places in groups]
     return shown
 
 
@@ -98,8 +101,33 @@ def _groups(values: SlotValues, shapes: Mapping[int, tuple[int, ...]]) -> list[A
     return sorted(groups, key=lambda places: (-len(places), places[0]))
 
 
-def _chosen(values: SlotValues, groups: list[Array], marked: Collection[int]) -> list[Array]:
-    """Return the largest group, those of the extremes, and those of marked ranks."""
+def _pieces(values: SlotValues) -> Mapping[int, int]:
+    """Return which ranks hold the same piece of the value, as far as its layout tells: a number of
+    the piece by rank."""
+    if len(values.views) != 1 or not values.views[0].placements:
+        return {}
+    view = values.views[0]
+    is_cut = tuple(str(each) != "Replicate()" for each in view.placements.values())
+    return _pieces_of(view.meshes, is_cut)
+
+
+@lru_cache(maxsize=256)
+def _pieces_of(meshes: tuple[Mesh, ...], is_cut: tuple[bool, ...]) -> Mapping[int, int]:
+    numbers: dict[tuple[int, ...], int] = {}
+    found = {}
+    for number, mesh in enumerate(meshes):
+        for rank in mesh.ranks:
+            at = mesh.coordinate(rank) or ()
+            key = (number, *(place for place, cut in zip(at, is_cut) if cut))
+            found[rank] = numbers.setdefault(key, len(numbers))
+    return found
+
+
+def _chosen(
+    values: SlotValues, groups: list[Array], marked: Collection[int], pieces: Mapping[int, int]
+) -> list[Array]:
+    """Return the largest group, those of the extremes, and those of marked ranks and of the ranks
+    that hold the same pieces as they."""
     norms = np.where(values.is_known, values.column("l2"), np.nan)
     wanted = {int(groups[0][0])}
     if not np.isnan(norms).all():
@@ -107,17 +135,27 @@ def _chosen(values: SlotValues, groups: list[Array], marked: Collection[int]) ->
     nonfinite = np.flatnonzero(values.nonfinite)
     wanted |= set(nonfinite[:1].tolist())
     if marked:
-        places = values.at(np.array(sorted(marked)[:_MOST_FOLDS], np.int64))
+        some = sorted(marked)[:_MOST_FOLDS]
+        places = values.at(np.array(some, np.int64))
         wanted |= set(places[places >= 0].tolist())
+        theirs = {pieces[rank] for rank in some if rank in pieces}
+        peers = [n for n, rank in enumerate(values.ranks.tolist()) if pieces.get(rank) in theirs]
+        groups_of_peers = [g for g in groups if theirs and not set(peers).isdisjoint(g.tolist())]
+        wanted |= {int(g[0]) for g in groups_of_peers[:_MOST_FOLDS]}
     return [places for places in groups if not wanted.isdisjoint(places.tolist())]
 
 
 def _fold(
-    values: SlotValues, places: Array, shapes: Mapping[int, tuple[int, ...]]
+    values: SlotValues,
+    places: Array,
+    shapes: Mapping[int, tuple[int, ...]],
+    pieces: Mapping[int, int],
 ) -> dict[str, Any]:
     place = int(places[0])
     ranks = values.ranks[places].tolist()
     fold: dict[str, Any] = {"r": ranks_text(ranks), "s": list(shapes.get(ranks[0], ()))}
+    if ranks[0] in pieces:
+        fold["k"] = pieces[ranks[0]]
     if not values.column("digested")[place]:
         return fold
     fold["v"] = [_number(values.column(name)[place]) for name in NUMBER_NAMES]

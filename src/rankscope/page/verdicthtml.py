@@ -24,6 +24,8 @@ __all__ = ["cell_link", "coverage_html", "findings_html", "job_html", "text", "v
 _LONGEST: Final = 2_000
 _MOST_LISTED: Final = 50
 """Findings of one sort; the map shows all."""
+_FEW: Final = 4
+"""So many origins are listed unfolded."""
 _MOST_ROWS: Final = 16
 _RANK_LISTS: Final = ("missing", "ranks", "members")
 
@@ -67,7 +69,8 @@ def _first(first: Finding, steps: PageSteps | None) -> str:
         ("look at", text(first.advice)),
     ]
     listed = "".join(f"<dt>{name}</dt><dd>{said}</dd>" for name, said in parts)
-    return f'<dl class="first {title}">{listed}</dl>{_evidence(first.evidence)}'
+    seen, *more = _evidence(first.evidence) or [""]
+    return f'<dl class="first {title}">{listed}</dl>{seen}{_folded(more)}'
 
 
 def _to_map(finding: Finding, steps: PageSteps | None) -> str:
@@ -90,7 +93,7 @@ def findings_html(report: Report, steps: PageSteps) -> str:
     warnings = [f for f in report.findings if f.severity is Severity.WARNING]
     victims = [f for f in report.findings if not f.is_origin and f not in warnings]
     parts = [
-        _listed("More origins", report.origins[1:], steps, is_open=True),
+        _listed("More origins", report.origins[1:], steps, is_open=len(report.origins) <= _FEW),
         _listed("Warnings", warnings if report.origins else warnings[1:], steps, is_open=False),
         _listed("What follows", victims, steps, is_open=False),
     ]
@@ -103,7 +106,7 @@ def _listed(title: str, findings: Sequence[Finding], steps: PageSteps, *, is_ope
     items = []
     for finding in findings[:_MOST_LISTED]:
         place = text(where_line(finding)) + _to_map(finding, steps)
-        evidence = _evidence(finding.evidence) if finding.is_origin else ""
+        evidence = _folded(_evidence(finding.evidence)) if finding.is_origin else ""
         items.append(
             f'<li><span class="kind">{finding.kind.value}</span> {place}'
             f"<br>{text(finding.message)}{evidence}</li>"
@@ -118,23 +121,29 @@ def _listed(title: str, findings: Sequence[Finding], steps: PageSteps, *, is_ope
     )
 
 
-def _evidence(evidence: Mapping[str, Any]) -> str:
-    """Return what a finding rests on: numbers side by side."""
-    parts = []
+def _folded(evidence: Sequence[str]) -> str:
+    if not evidence:
+        return ""
+    return f"<details><summary>evidence</summary>{''.join(evidence)}</details>"
+
+
+def _evidence(evidence: Mapping[str, Any]) -> list[str]:
+    """Return what a finding rests on, numbers side by side first."""
+    tables, parts = [], []
     pairs = [{"": name, **value} for name, value in evidence.items() if isinstance(value, Mapping)]
     if pairs:
-        parts.append(_table("side by side", pairs))
+        tables.append(_table("side by side", pairs))
     for name, value in evidence.items():
         if isinstance(value, Mapping):
             continue
         if isinstance(value, list) and value and isinstance(value[0], dict):
-            parts.append(_table(name, value))
+            tables.append(_table(name, value))
         elif value not in (None, [], ""):
             said = ranks_named(value) if _are_ranks(name, value) else _cell(value)
             parts.append(
                 f'<p class="evidence"><span>{text(name.replace("_", " "))}</span> {text(said)}</p>'
             )
-    return "".join(parts)
+    return [*tables, *parts]
 
 
 def _table(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
@@ -142,7 +151,7 @@ def _table(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
     head = "".join(f'<th scope="col">{text(key.replace("_", " "))}</th>' for key in columns)
     lines = []
     for row in rows[:_MOST_ROWS]:
-        cells = "".join(f"<td>{text(_cell(row.get(key, '')))}</td>" for key in columns)
+        cells = "".join(_cell_html(row.get(key, "")) for key in columns)
         lines.append(f"<tr>{cells}</tr>")
     more = len(rows) - len(lines)
     told = f" (the first {_MOST_ROWS} of {len(rows):,})" if more > 0 else ""
@@ -151,6 +160,11 @@ def _table(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
         f"<caption>{text(name.replace('_', ' '))}{told}</caption>"
         f"<thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table></div>"
     )
+
+
+def _cell_html(value: Any) -> str:
+    kind = "" if isinstance(value, (int, float)) else ' class="text"'
+    return f"<td{kind}>{text(_cell(value))}</td>"
 
 
 def _are_ranks(name: str, value: Any) -> bool:

@@ -5,7 +5,7 @@ const WIDEST = 18;
 const NARROWEST = 4;
 const READABLE = 10;
 const MANY = 500;
-const LEAST_STEP = 34;
+const LEAST_STEP = 42;
 const PHASE_LETTERS = { setup: "S", forward: "F", recompute: "R", backward: "B", grads: "G", params: "P", collective: "C", accumulated: "A" };
 
 // Return {columns: [{x, step, phase, ranks, block}], blocks: [{x, width, label, ranks, group, isWhole}], width, cell}.

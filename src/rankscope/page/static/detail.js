@@ -69,7 +69,8 @@ class Detail {
     for (const [ranks, status, error] of call.end ?? []) inside.push(make("p", { class: "said" }, `${status.replace("_", " ")} on ${ranksNamed(ranks)}${error ? `: ${error}` : ""}`));
     for (const [ranks, error] of call.err ?? []) inside.push(make("p", { class: "said" }, `rankscope failed here on ${ranksNamed(ranks)}: ${error}`));
     for (const [ranks, facts] of call.co ?? []) inside.push(make("p", { class: "said mono" }, `${ranksNamed(ranks)}: ${collectiveWords(facts)}`));
-    const slots = (call.s ?? []).filter((slot) => view.isSlot(slot.n));
+    const named = new Set(store.data.findings.filter((each) => each.m === call.m && each.t === call.t && each.p === call.p).map((each) => each.slot));
+    const slots = (call.s ?? []).filter((slot) => view.isSlot(slot.n)).sort((a, b) => named.has(b.n) - named.has(a.n));
     for (const slot of slots) inside.push(this.slot(store, view, call, slot, every));
     if (!slots.length) inside.push(make("p", {}, call.s ? `No slot of this call matches ${view.slots}.` : "No values were recorded of this call."));
     return make("details", { class: "call", open: isOpen }, make("summary", {}, words.join(", ")), ...inside);
@@ -112,12 +113,14 @@ class Detail {
     const shown = names.filter((name) => !["nan", "posinf", "neginf", "zero"].includes(name) || (isOdd && name !== "zero"));
     const head = make("tr", {}, ...["ranks", "hash", "shape", ...shown].map((name) => make("th", { scope: "col" }, name)));
     const chosen = view.chosen?.rank;
-    const first = slot.f[0];
+    // What a rank should hold is what most ranks with the same piece hold.
+    const peer = (fold) => slot.f.find((other) => other.k === fold.k);
+    const isOther = (fold) => peer(fold) !== fold && peer(fold).v && fold.v;
     const rows = slot.f.map((fold, number) => {
       const ranks = ranksOf(fold.r, data.world);
       const cells = shown.map((name) => {
         const value = fold.v?.[at(name)];
-        const isOff = number > 0 && isFound && first.v && value !== first.v[at(name)];
+        const isOff = isFound && isOther(fold) && value !== peer(fold).v[at(name)];
         const isBad = ["nan", "posinf"].includes(name) && value > 0;
         return make("td", { class: isOff || isBad ? "off" : null }, told(value));
       });

@@ -231,17 +231,15 @@ class CellMap {
     table.blocks.forEach((block, at) => {
       const x = block.x - left;
       if (block.group < 0 || x + block.width < -60 || x > wide || x < free) return;
-      const isAlone = !block.isWhole && block.width < 44;
-      const label = block.width >= 44 ? ranksNamed(block.label) : block.label;
-      pen.save();
-      pen.beginPath();
-      pen.rect(x, 20, isAlone ? 60 : next[at] - left - x, 20);
-      pen.clip();
+      const room = next[at] - left - x - 3;
+      const wideness = (text) => pen.measureText(text).width;
+      const isAlone = !block.isWhole && room < 44;
+      const label = [ranksNamed(block.label), block.label, block.label.replace(/,.*/, ",\u2026")].find((each) => wideness(each) <= room)
+        ?? (isAlone ? block.label : "");
       pen.fillStyle = this.ink.text;
       pen.textAlign = "left";
       pen.fillText(label, x, 30);
-      pen.restore();
-      if (isAlone) free = x + 7 * label.length + 6;
+      if (isAlone) free = x + wideness(label) + 8;
     });
     this.paintSteps(pen, left, wide);
     if (table.cell < 8) return;
@@ -269,7 +267,9 @@ class CellMap {
       pen.font = isNow ? "bold 11px sans-serif" : "11px sans-serif";
       pen.textAlign = "left";
       const { label } = this.store.data.steps[block.step];
-      pen.fillText(isShort ? label.replace(/^\w+ step /, "") : label, Math.max(x, 2), 11);
+      const shown = isShort ? label.replace(/^\w+ step /, "") : label;
+      const room = number + 1 < starts.length ? end - Math.max(x, 2) : Infinity;
+      if (pen.measureText(shown).width <= room) pen.fillText(shown, Math.max(x, 2), 11);
       pen.restore();
       if (number && this.view.axis === "both") {
         pen.strokeStyle = this.ink.line;
