@@ -24,6 +24,7 @@ from rankscope.diagnosis.check import check
 from rankscope.diagnosis.context import CheckContext
 from rankscope.live.jobwatch import JobWatch
 from rankscope.page.rankplaces import places_in
+from rankscope.record.ranklists import parse_ranks
 from rankscope.tree.reader import open_trace
 from tests.cli.topjobs import starting
 from tests.launcher.launches import BIN, Launch, kill, rankscope
@@ -73,6 +74,8 @@ def test_a_slow_rank_is_named_with_how_often_and_the_others_wait_for_it(launch: 
     worst = found["worst"][0]
     assert worst["rank"] == 2 and worst["beside_all"] > 1.5, found["worst"]
     assert worst["slow_steps"] >= 0.8 * worst["compared_steps"] >= 5
+    (own,) = [group for group in found["groups"] if group["slow"]]
+    assert own["ranks"] == "2" and own["beside_all"][0] > 1.5
     assert worst["own_s"] <= worst["step_s"] and 0.5 < worst["beside_history"] < 2
     assert found["check"]["verdict"] in ("clean", "incomplete") and not found["check"]["findings"]
     assert found["check"]["age_s"] > 0
@@ -103,14 +106,15 @@ def test_where_a_rank_is_missing_top_check_and_the_page_say_the_same(launch: Sta
     assert wait_until((job.meeting / "skipped").exists), job.err
     time.sleep(3.5)  # for a shorter time no job of any speed is said to hang
     found = top(job, code=1)
-    waiting, missing = found["groups"]
-    assert (waiting["ranks"], waiting["waits_for"]) == ("0,2-3", "1")
-    assert waiting["where"] == "collective of layers.0"
-    assert waiting["waits_in"] == "all_reduce of ranks 0-3"
-    assert (missing["ranks"], missing["where"], missing["waits_in"]) == (
-        *("1", "forward of layers.0", ""),
-    )
-    for group in (waiting, missing):
+    assert {  # by chance ranks were slow in two of three steps, and have lines of their own
+        rank: (group["waits_for"], group["where"], group["waits_in"])
+        for group in found["groups"]
+        for rank in parse_ranks(group["ranks"])
+    } == {
+        **dict.fromkeys((0, 2, 3), ("1", "collective of layers.0", "all_reduce of ranks 0-3")),
+        1: ("", "forward of layers.0", ""),
+    }
+    for group in found["groups"]:
         assert group["step"] == "train step 3" and not group["step_over"]
         assert group["age_s"][0] > 3
     assert [f["kind"] for f in found["check"]["findings"]] == ["hang"]
@@ -150,8 +154,16 @@ def test_records_that_no_collector_takes_fill_the_spool_and_are_read_there(launc
             return max(fills) > 0.8
 
         assert wait_until(is_full)
-        full_at = ended(job)
-        assert wait_until(lambda: ended(job) >= full_at + 40), "it trains on without room"
+
+        def is_dropping() -> bool:
+            """It trains on, and writes nothing."""
+            watch.look()
+            before, step = watch.totals().records, ended(job)
+            assert wait_until(lambda: ended(job) >= step + 3)
+            watch.look()
+            return watch.totals().records == before
+
+        assert wait_until(is_dropping)
     finally:
         kill(collector, signal.SIGCONT)
 

@@ -28,9 +28,10 @@ from rankscope.spool.recordformat import (
     StepEvent,
 )
 from rankscope.spool.replication import replica_path
+from rankscope.spool.streamreader import StreamReader
 from rankscope.spool.writer import SpoolWriter
 from tests.gather.jobs import Host
-from tests.spool.streams import stream_bytes
+from tests.spool.streams import enter, rank_definition, stream_bytes
 from tests.waiting import wait_until
 
 MS = 1_000_000
@@ -202,6 +203,40 @@ def test_a_spool_of_another_process_of_that_rank_is_left_alone(tmp_path: Path) -
     follower.bind(tmp_path / "host" / "rank00000.0")
     follower.look(1 << 20)
     assert follower.unsent_bytes is None and follower.tail.running == (0, 1)
+
+
+def test_a_segment_that_is_freed_while_it_is_looked_at_is_read_in_the_replica(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "host" / "rank00000.0"
+    writer = SpoolWriter(folder, limit_bytes=1 << 20)
+    writer.define(rank_definition())
+    one = StreamId(rank=0, incarnation=0)
+    replica = replica_path(tmp_path, one)
+    replica.parent.mkdir()
+    replica.write_bytes(stream_bytes(folder))
+    follower = StreamFollower(tmp_path, one)
+    follower.bind(folder)
+    follower.look(1 << 20)
+    for number in range(4000):  # two segments and a half
+        writer.write(RecordKind.ENTER, enter(number))
+    data = stream_bytes(folder)
+
+    class Shipped(StreamReader):
+        """The relay is quick: all has arrived and is freed when anybody asks what is left."""
+
+        def lowest(self) -> int:
+            replica.write_bytes(data)
+            self.free_below(len(data))
+            return super().lowest()
+
+    follower._spool = Shipped(folder)
+    follower.look(1 << 20)
+    assert follower._spool.lowest() > 0, "segments are gone"
+    assert not follower.has_skipped and follower.read_bytes == len(data)
+    assert len(follower.tail.open) == 4000
+    follower.close()
+    writer.close()
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ __all__ = ["SORTS", "job_summary"]
 
 FORMAT: Final = "rankscope.top/1"
 _MOST_WORST: Final = 10
+_FEWEST_STEPS: Final = 3
 
 Group = dict[str, Any]
 SORTS: Final[dict[str, Callable[[Group], Any]]] = {
@@ -99,7 +100,8 @@ def _groups(statuses: Sequence[RankStatus]) -> list[Group]:
     """Return the ranks of which the same is to be said, those of the lowest rank first."""
     alike: dict[object, list[RankStatus]] = {}
     for status in statuses:
-        alike.setdefault((status.place, status.is_step_over, status.waits_for), []).append(status)
+        said = (status.place, status.is_step_over, status.waits_for, _is_slow(status))
+        alike.setdefault(said, []).append(status)
     return [
         {
             "ranks": ranks_text(status.rank for status in group),
@@ -109,6 +111,7 @@ def _groups(statuses: Sequence[RankStatus]) -> list[Group]:
             "where": group[0].place.where,
             "waits_in": group[0].place.waits_in if group[0].place.op else "",
             "waits_for": ranks_text(group[0].waits_for),
+            "slow": _is_slow(group[0]),
             "age_s": _range(status.age_s for status in group),
             "step_s": _range(status.step_s for status in group),
             "beside_all": _range(status.beside_all for status in group),
@@ -116,6 +119,12 @@ def _groups(statuses: Sequence[RankStatus]) -> list[Group]:
         }
         for group in alike.values()
     ]
+
+
+def _is_slow(status: RankStatus) -> bool:
+    """True for a rank that was slower than the others in half of its last steps: these are not like
+    the others, those that were slow once are."""
+    return 2 * status.slow_steps >= status.compared_steps >= _FEWEST_STEPS
 
 
 def _range(numbers: Any) -> list[float] | None:

@@ -118,6 +118,8 @@ class StreamFollower:
         Raises:
             SpoolError: the stream cannot be read.
         """
+        # before the replica: what is freed after this has arrived there by the time it is asked
+        lowest = 0 if self._spool is None else self._spool.lowest()
         try:
             self.replica_bytes = self._replica.stat().st_size
         except FileNotFoundError:
@@ -126,8 +128,10 @@ class StreamFollower:
             raise SpoolError(f"{self._replica}: cannot be read: {error.strerror}") from error
         if self._skips and self.replica_bytes - self._next > most_bytes:
             self._skip(most_bytes)
-        elif self._spool is not None and self._next >= self.replica_bytes:
-            self._next = max(self._next, self._lowest())
+        elif lowest > self._next >= self.replica_bytes:  # what is between is nowhere here
+            self._next = lowest
+            self.has_skipped = True
+            self.tail.forget()
         left = most_bytes
         while left > 0:
             found = self._records(self._next, left)
@@ -177,14 +181,6 @@ class StreamFollower:
         self.has_skipped = True
         self.tail.forget()
         self.define(most_bytes)  # what comes next is read with these names
-
-    def _lowest(self) -> int:
-        assert self._spool is not None
-        lowest = self._spool.lowest()
-        if lowest > self._next:  # freed before it was read: it is in no replica that is here
-            self.has_skipped = True
-            self.tail.forget()
-        return lowest
 
     def _records(self, offset: int, size: int) -> Records:
         """Return the whole records that begin in about so many bytes from an offset on."""
