@@ -279,6 +279,27 @@ def _call(rank: PaperRank, name: str, number: int, step: int, root: int) -> None
         collective(rank, name, number, given, summed, parent=outer, step=step, **facts)
 
 
+def unbounded(folder: Path) -> Path:
+    """A parameter that never moves, and gradients whose squares no float64 holds."""
+    frozen, large = numbers(5), np.full((4, 6), 1e200)
+    large[0] = -2e200
+
+    def write(rank: PaperRank) -> None:
+        setup(rank, {"head.weight": numbers(3), "frozen.weight": frozen})
+        for step in range(2):
+            rank.step(StepEvent.BEGIN, step)
+            with rank.call(class_name="Model", step=step) as top:
+                rank.value(top, "input.0", numbers(7 + step), samples=True)
+                module(rank, "head", numbers(step), numbers(step + 9), step=step)
+                rank.value(top, "output", numbers(step + 9))
+            event(rank, Phase.GRADS, "grad", {"head.weight": large}, step=step)
+            moved = {"head.weight": numbers(60 + step), "frozen.weight": frozen}
+            event(rank, Phase.PARAMS, "param", moved, step=step)
+            rank.step(StepEvent.END, step)
+
+    return written(folder, write, world=1)
+
+
 THREE = Mesh(axes=(HOSTILE[0],), shape=(3,), ranks=(0, 1, 2))
 PAPER: dict[str, Callable[[Path], Path]] = {
     "structure-mismatch": structure,
@@ -287,5 +308,6 @@ PAPER: dict[str, Callable[[Path], Path]] = {
     "hang": hang,
     "missing": missing,
     "hostile": hostile,
+    "unbounded": unbounded,
 }
 """Name -> what makes its trace. Those named as a kind of finding have one of that kind."""

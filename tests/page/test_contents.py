@@ -4,6 +4,7 @@ from."""
 from __future__ import annotations
 
 import json
+import os
 import zlib
 from pathlib import Path
 
@@ -23,7 +24,8 @@ from rankscope.page.valuechoice import chosen_values
 from rankscope.record.finding import Report, Severity
 from rankscope.record.ranklists import parse_ranks
 from rankscope.record.visibletext import visible
-from rankscope.tree.reader import open_trace
+from rankscope.testing import save_golden
+from rankscope.tree.reader import open_trace, opened_trace
 from rankscope.tree.views import Trace
 from tests.page.papertraces import PAPER
 
@@ -263,6 +265,44 @@ def test_a_page_replaces_a_page_and_nothing_else(tmp_path: Path, made) -> None:
     assert mine.read_text() == "<title>my thesis</title>"
     with pytest.raises(FolderError, match="cannot be written"):
         write_page(trace, tmp_path / "no" / "such.html")
+
+
+def test_a_page_is_for_its_owner_and_goes_where_a_link_points(tmp_path: Path, made) -> None:
+    trace, _, _ = made("clean")
+    target, link, empty = tmp_path / "real.html", tmp_path / "link.html", tmp_path / "empty.html"
+    link.symlink_to(target)
+    write_page(trace, link)
+    assert link.is_symlink() and target.stat().st_mode & 0o777 == 0o600
+    empty.touch()
+    write_page(trace, empty)
+    assert empty.stat().st_size
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for wrong in (pipe, tmp_path, Path("."), Path("/dev/null")):
+        with pytest.raises(FolderError, match="no page of rankscope"):
+            write_page(trace, wrong)
+    write_page(trace, tmp_path / f"{'x' * 245}.html")
+
+
+def test_numbers_without_bound_are_no_trouble(trace_of, tmp_path: Path) -> None:
+    folder = trace_of("unbounded")
+    trace = open_trace(folder / "trace")
+    page, report = check_page(trace)
+    assert report.verdict.value == "clean"
+    page, report = diff_page(trace, open_trace(folder / "trace"))
+    assert report.verdict.value == "clean"
+    slots = [slot for call in calls(page) for slot in call["s"]]
+    assert any(slot.get("allowed", 0) >= 1e300 for slot in slots)
+    json.loads(served_data(page))
+
+
+def test_a_golden_file_has_a_page_of_its_differences(trace_of, tmp_path: Path) -> None:
+    trace = open_trace(trace_of("clean") / "trace")
+    golden = tmp_path / "clean.golden"
+    save_golden(trace, golden)
+    page, report = diff_page(trace, opened_trace(golden))
+    assert report.verdict.value == "clean"
+    assert "<title>" in page_html(page)
 
 
 def test_what_is_served_is_what_is_written(made) -> None:

@@ -35,7 +35,7 @@ def report_lines(
     """Yield the lines of a report; `layout` is the layout file that it rests on, "" for none."""
     origins = report.origins
     warnings = [f for f in report.findings if f.severity is Severity.WARNING]
-    yield painted_verdict(report, paint, layout)
+    yield painted_verdict(report, paint, layout, is_live=trace.is_live)
     if origins:
         first = origins[0]
         yield f"  first: {paint('bold', first.message)}"
@@ -74,9 +74,12 @@ def coverage_line(report: Report, required: float, layout: str = "") -> str:
     return f"{line}: trace with --rs-digest full, --rs-phases all and without --rs-paths"
 
 
-def painted_verdict(report: Report, paint: Paint, layout: str = "") -> str:
-    """Return the first line; `layout` as of `report_lines`."""
-    return f"{paint(STYLES[report.verdict], report.verdict.value)}{verdict_rest(report, layout)}"
+def painted_verdict(
+    report: Report, paint: Paint, layout: str = "", *, is_live: bool = False
+) -> str:
+    """Return the first line; `layout` as of `report_lines`, `is_live` as of `verdict_rest`."""
+    rest = verdict_rest(report, layout, is_live=is_live)
+    return f"{paint(STYLES[report.verdict], report.verdict.value)}{rest}"
 
 
 def listed_findings(

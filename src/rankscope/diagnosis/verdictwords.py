@@ -10,20 +10,23 @@ from rankscope.tree.summary import counted
 __all__ = ["infected_line", "lying_words", "verdict_rest", "where_line"]
 
 
-def verdict_rest(report: Report, layout: str = "") -> str:
+def verdict_rest(report: Report, layout: str = "", *, is_live: bool = False) -> str:
     """Return what stands behind the word of the verdict in its line: what is wrong or lacks, how
     much was judged, warnings.
 
     Args:
         report: of `check` or `diff`.
         layout: of `check`: the layout file that it rests on, "" for none.
+        is_live: the job goes on, and its trace with it.
     """
     if report.command == "diff":
         return _of_difference(report)
     start = _wrong_or_lacking(
         report,
         lacks=f"nothing was judged: {report.lacks}",
-        incomplete="no fault in what is here, but records are missing (rankscope verify)",
+        incomplete="no fault so far; the job goes on"
+        if is_live
+        else "no fault in what is here, but records are missing (rankscope verify)",
     )
     noun = "value" if report.recorded == 1 else "values"
     judged = f"{report.judged:,} of {report.recorded:,} {noun} judged"

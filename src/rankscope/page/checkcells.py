@@ -24,7 +24,12 @@ from rankscope.tree.views import Trace
 __all__ = ["CheckCells"]
 
 Array = NDArray[Any]
-_IN_ORDER: Final = frozenset(status.word for status in CallStatus if status.is_in_order)
+_OF_STATUS: Final = {
+    CallStatus.RAISED.word: CellClass.RAISED,
+    CallStatus.ABANDONED.word: CellClass.NOT_LEFT,
+    CallStatus.UNFINISHED.word: CellClass.NOT_LEFT,
+}
+"""Of calls on ranks that did not end in order: a program may catch what a call raises."""
 _OF_KIND: Final = {
     Kind.STRUCTURE: CellClass.MISSING,
     Kind.HANG: CellClass.MISSING,
@@ -45,6 +50,8 @@ class CheckCells:
         self.held: list[bytearray] = []
         """Of each step whether its values were judged, in the order of its calls and slots."""
         in_order = {*ORDERLY, EndReason.RUNNING.value} if trace.is_live else ORDERLY
+        every = trace.completeness["ranks"]
+        self._ends = {(r["rank"], r["incarnation"]): str(r["end"]) for r in every}
         self._broken = [rank for rank, end in ends_of(trace).items() if end not in in_order]
         self._last_of: dict[int, int] = {}
         """Step in which each of those made its last call."""
@@ -82,12 +89,12 @@ class CheckCells:
         for rank in self._broken:
             if rank in call.ranks:
                 self._last_of[rank] = step
-        if not call.node.has_returned:
-            for outcome in call.node.outcomes:
-                if outcome.status not in _IN_ORDER:
-                    is_raised = outcome.status == CallStatus.RAISED.word
-                    cell = CellClass.RAISED if is_raised else CellClass.NOT_LEFT
-                    planes.raise_to(step, phase, CALL_KIND, row, list(outcome.ranks), cell)
+        life = self.steps.all[step].incarnation
+        for outcome in () if call.node.has_returned else call.node.outcomes:
+            cell = _OF_STATUS.get(outcome.status)
+            if cell is not None:
+                ranks = [r for r in outcome.ranks if self._ends.get((r, life)) not in ORDERLY]
+                planes.raise_to(step, phase, CALL_KIND, row, ranks, cell)
         held = bytearray()
         for slot, values in call.slots.items():
             is_held = coverage.was_held(values)
@@ -107,10 +114,17 @@ class CheckCells:
             if finding.severity is not Severity.FAULT or step is None or row is None:
                 continue
             cell = _OF_KIND.get(finding.kind, CellClass.DIFFERS)
+            if finding.kind is Kind.CRASH and self._are_lost(finding.ranks, step):
+                cell = CellClass.NOT_LEFT
             kind = slot_kind(finding.slot) if finding.slot else CALL_KIND
             ranks = [rank for rank in finding.ranks if rank < self.planes.world]
             self.planes.raise_to(step, finding.phase, kind, row, ranks, cell)
         self.planes.close()
+
+    def _are_lost(self, ranks: Iterable[int], step: int) -> bool:
+        """True for ranks that were killed: nothing raised."""
+        life = self.steps.all[step].incarnation
+        return all(self._ends.get((rank, life)) == EndReason.LOST.value for rank in ranks)
 
     def _mark_missing(self) -> None:
         """A rank that broke off misses the calls that others made from its last step on."""

@@ -128,7 +128,9 @@ class _CheckPage:
             title=f"{report.verdict.value}: {trace.path.name}",
             sections={
                 "job": job_html("", trace),
-                "verdict": verdict_html(report, cells.steps, layout=layout_file),
+                "verdict": verdict_html(
+                    report, cells.steps, layout=layout_file, is_live=trace.is_live
+                ),
                 "findings": findings_html(report, cells.steps),
                 "ranks": self._ranks,
                 "coverage": coverage_html(report),

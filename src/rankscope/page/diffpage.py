@@ -34,6 +34,7 @@ from rankscope.tree.views import Trace
 
 __all__ = ["diff_page"]
 
+_UNBOUNDED: Final = 1e300
 _BY_DEPTH: Final = {
     Phase.FORWARD: "output",
     Phase.BACKWARD: "grad_input",
@@ -131,7 +132,8 @@ class _DiffCells:
                 drawn = errors[compared.key.phase.word]
                 error = _finite(compared.error)
                 drawn["error"][row] = max(error, drawn["error"].get(row, 0.0))
-                drawn["noise"][row] = max(compared.allowed, drawn["noise"].get(row, 0.0))
+                noise = _finite(compared.allowed)
+                drawn["noise"][row] = max(noise, drawn["noise"].get(row, 0.0))
         for alone in (*found.aligned.only_ref, *found.aligned.only_test):
             row = self.rows.of(alone.path)
             every = slice(None)
@@ -218,7 +220,7 @@ def _slot(compared: ComparedValue) -> dict[str, Any]:
     }
     if compared.difference is not None:
         slot["error"] = _finite(compared.error)
-        slot["allowed"] = float(f"{compared.allowed:.4g}")
+        slot["allowed"] = _finite(compared.allowed)
         if compared.difference.partial:
             slot["summed"] = 1
     if compared.reason:
@@ -233,4 +235,5 @@ def _side(value: AlignedValue, name: str) -> dict[str, Any]:
 
 
 def _finite(error: float) -> float:
-    return float(f"{error:.4g}") if np.isfinite(error) else 1e300
+    """Return four digits of a distance; for one without bound, one that the page says so of."""
+    return float(f"{error:.4g}") if np.isfinite(error) else _UNBOUNDED

@@ -29,13 +29,21 @@ class ModuleRows:
             path: canonical path.
             class_name: class of the module, where it is known.
         """
-        found = self._numbers.get(path)
-        if found is None:
-            parent = -1 if not path or _is_root(path) else self.of(path.rpartition(".")[0])
-            found = self._numbers[path] = len(self._classes)
-            self._classes.append(class_name)
+        missing = []
+        around = path
+        while around not in self._numbers:
+            missing.append(around)
+            if not around or _is_root(around):
+                break
+            around = around.rpartition(".")[0]
+        parent = self._numbers.get(around, -1)
+        for each in reversed(missing):
+            self._numbers[each] = len(self._classes)
+            self._classes.append("")
             self._parents.append(parent)
-        elif class_name and not self._classes[found]:
+            parent = self._numbers[each]
+        found = self._numbers[path]
+        if class_name and not self._classes[found]:
             self._classes[found] = class_name
         return found
 

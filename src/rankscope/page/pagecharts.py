@@ -29,6 +29,7 @@ class CheckCharts:
         """Of each step: {"grad": {row: norm}, "update": {row: ratio}, "ms": {phase: [world]},
         "odd": [rows whose gradients or parameters are not finite]}."""
 
+    @np.errstate(over="ignore", invalid="ignore")
     def note(self, step_view: StepView, context: CheckContext) -> None:
         """Take a step; called as `each_step` of `check` is."""
         if step_view.is_setup:
@@ -44,7 +45,7 @@ class CheckCharts:
         if odd:
             found["odd"] = sorted(odd)
         if gradients:
-            found["grad"] = {row: _root(squares) for row, squares in gradients.items()}
+            found["grad"] = _roots(gradients)
         updates = self._updates(step_view)
         if updates:
             found["update"] = updates
@@ -83,7 +84,7 @@ class CheckCharts:
                     squares = moved.setdefault(row, [0.0, 0.0])
                     squares[0] += float(((sketch - before) ** 2).mean())
                     squares[1] += norm * norm
-        return {row: _root(far / of) for row, (far, of) in moved.items() if of}
+        return _roots({row: far / of for row, (far, of) in moved.items() if of})
 
     def _times(self, step_view: StepView, context: CheckContext) -> dict[str, list[float]]:
         """Return how long the outermost calls of a phase took on each rank, in ms."""
@@ -113,12 +114,15 @@ def _whole(values: SlotValues) -> tuple[float | None, Array | None]:
     combined = values.views[0].combined
     if combined:
         sketch = combined[0].sketch
-        return combined[0].l2, None if sketch is None else np.asarray(sketch)
+        norm = combined[0].l2
+        is_known = norm is not None and np.isfinite(norm)
+        return (norm if is_known else None), None if sketch is None else np.asarray(sketch)
     if not values.is_known[0]:
         return None, None
     norm = float(values.column("l2")[0])
     return (norm if np.isfinite(norm) else None), np.asarray(values.column("sketch")[0], float)
 
 
-def _root(squares: float) -> float:
-    return float(f"{np.sqrt(squares):.4g}")
+def _roots(squares: dict[int, float]) -> dict[int, float]:
+    """Return the roots, four digits of each; without those of numbers too large to be squared."""
+    return {row: float(f"{np.sqrt(s):.4g}") for row, s in squares.items() if np.isfinite(s)}

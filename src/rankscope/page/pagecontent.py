@@ -88,7 +88,7 @@ def data_of(
     packed["charts"] = packed_json(charts)
     hosts: dict[str, list[int]] = {}
     for rank in trace.completeness["ranks"]:
-        hosts.setdefault(visible(str(rank["host"])), []).append(rank["rank"])
+        hosts.setdefault(visible(str(rank.get("host", ""))), []).append(rank["rank"])
     data = {
         "format": _FORMAT,
         "command": command,

@@ -8,6 +8,7 @@ import html
 import json
 import os
 import secrets
+import stat
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -72,30 +73,47 @@ def write_page(
 
 
 def write_file(content: PageContent, out: Path) -> Path:
-    """Write a page beside the file and rename it: who opens the file sees a whole page.
+    """Write a page beside the file and rename it: who opens the file sees a whole page. As the
+    trace is, it is readable by its owner alone.
 
     Raises:
         FolderError: the file cannot be written, or is something else than a page; says why.
     """
+    place = Path(os.path.realpath(out))
     try:
-        with out.open("rb") as there:
-            is_page = _OURS in there.read(_HEAD_BYTES)
-    except OSError:
-        is_page = True  # none is there; what else is wrong is said below
-    if not is_page:
-        raise FolderError(
-            f"{out}: is no page of rankscope, and is left as it is; name another --out"
-        )
-    new = out.with_name(f".{out.name}.{secrets.token_hex(4)}")
-    try:
+        if not out.name or not _may_be_replaced(place):
+            raise FolderError(
+                f"{out}: is no page of rankscope, and stays as it is; name another file"
+            )
+        new = place.with_name(f".{secrets.token_hex(8)}.html")
         try:
-            new.write_bytes(page_html(content).encode("utf-8", "xmlcharrefreplace"))
-            os.replace(new, out)
+            opened = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with open(opened, "wb") as file:
+                file.write(page_html(content).encode("utf-8", "xmlcharrefreplace"))
+            os.replace(new, place)
         finally:
             new.unlink(missing_ok=True)
     except OSError as error:
         raise FolderError(f"{out}: the page cannot be written: {error.strerror}") from error
     return out
+
+
+def _may_be_replaced(place: Path) -> bool:
+    """True where nothing is there, an empty file, or a page.
+
+    Raises:
+        OSError: what is there cannot be looked at.
+    """
+    try:
+        found = place.stat()
+    except FileNotFoundError:
+        return True
+    if not stat.S_ISREG(found.st_mode):
+        return False
+    if not found.st_size:
+        return True
+    with place.open("rb") as there:
+        return _OURS in there.read(_HEAD_BYTES)
 
 
 def page_html(content: PageContent, connect: str = "'none'") -> str:

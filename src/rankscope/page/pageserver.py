@@ -24,6 +24,7 @@ from rankscope.errors import RankscopeError, SettingError
 from rankscope.page.pagecontent import PageContent
 from rankscope.page.pagefile import page_html, served_data
 from rankscope.record.visibletext import visible
+from rankscope.tree.damage import UNREADABLE
 
 __all__ = ["PageServer", "PageSource", "is_loopback"]
 
@@ -82,8 +83,11 @@ class PageSource:
         try:
             self._content, self._is_live = self._make()
             self._trouble = ""
-        except (RankscopeError, OSError) as error:  # a folder that was moved: what is known stays
-            self._trouble = visible(" ".join(str(error).split()))
+        except (RankscopeError, OSError, MemoryError, RecursionError, *UNREADABLE) as error:
+            # a folder that was moved, a file that was damaged: what is known stays
+            told = " ".join(str(error).split())
+            is_ours = isinstance(error, (RankscopeError, OSError))
+            self._trouble = visible(told if is_ours else f"{type(error).__name__}: {told}")
         else:
             self._data = served_data(self._content)
             self._tag = f'"{hashlib.sha256(self._data).hexdigest()[:32]}"'
@@ -173,6 +177,7 @@ class _Server(ThreadingHTTPServer):
     """Holds what its handlers need."""
 
     daemon_threads = True
+    request_queue_size = 128
     tls: ssl.SSLContext | None = None
 
     def __init__(
@@ -209,8 +214,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer, or say why not."""
-        asked = urlsplit(self.path)
-        if not self._is_ours():
+        try:
+            asked, is_ours = urlsplit(self.path), self._is_ours()
+        except ValueError:
+            self._answer(HTTPStatus.BAD_REQUEST, b"that is no URL\n", "text/plain")
+            return
+        if not is_ours:
             self._answer(HTTPStatus.FORBIDDEN, b"another host was asked for\n", "text/plain")
             return
         token = parse_qs(asked.query).get("token", [""])[0]

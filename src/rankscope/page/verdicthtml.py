@@ -38,7 +38,9 @@ def text(value: object, longest: int = _LONGEST) -> str:
     return html.escape(found, quote=True)
 
 
-def verdict_html(report: Report, steps: PageSteps | None = None, *, layout: str = "") -> str:
+def verdict_html(
+    report: Report, steps: PageSteps | None = None, *, layout: str = "", is_live: bool = False
+) -> str:
     """Return the first lines: the word, what is wrong or lacks; of a fault what, where, how many
     values follow, what to look at.
 
@@ -46,11 +48,10 @@ def verdict_html(report: Report, steps: PageSteps | None = None, *, layout: str 
         report: of `check` or `diff`.
         steps: the steps of the page, for links to its cells; None for no links.
         layout: the layout file the verdict rests on.
+        is_live: the job goes on.
     """
-    word = report.verdict.value
-    lines = [
-        f'<p class="verdict {word}"><strong>{word}</strong>{text(verdict_rest(report, layout))}</p>'
-    ]
+    word, rest = report.verdict.value, verdict_rest(report, layout, is_live=is_live)
+    lines = [f'<p class="verdict {word}"><strong>{word}</strong>{text(rest)}</p>']
     other = [told for _, is_same, told in report.preflight if is_same is False]
     if other:
         lines.append(f'<p class="before">Before any number: {text("; ".join(other))}</p>')

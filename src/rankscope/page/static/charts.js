@@ -117,6 +117,9 @@ function summary(series, names, unit) {
   }).join("; ");
 }
 
+// Without distances that have no bound: nothing can be drawn of them.
+const bounded = (values) => Object.fromEntries(Object.entries(values).filter(([, value]) => value < UNBOUNDED));
+
 // The charts below the map, for one step.
 async function drawCharts(store, view, open) {
   const steps = await store.json("charts");
@@ -138,7 +141,7 @@ async function drawCharts(store, view, open) {
     }));
   };
   if (own.error) {
-    for (const [phase, values] of Object.entries(own.error)) byModule(`Error by depth: ${phase}`, "relative L2 distance, and what rounding explains", { error: values.error, noise: values.noise }, { isLog: true, isDeep: true });
+    for (const [phase, values] of Object.entries(own.error)) byModule(`Error by depth: ${phase}`, "relative L2 distance, and what rounding explains", { error: bounded(values.error), noise: bounded(values.noise) }, { isLog: true, isDeep: true });
   }
   const odd = own.odd ?? [];
   const note = odd.length ? `; \u00d7: not finite, in ${odd.length} modules` : "";

@@ -1,6 +1,7 @@
 // Under a cell: the calls behind it, their values on all ranks, where they lie, where they came from and went.
 
 const OPEN_CALLS = 3;
+const UNBOUNDED = 1e300;
 // Findings of values that ranks should share: where they differ, numbers are marked.
 const BETWEEN_RANKS = new Set(["replica-mismatch", "placement-mismatch", "gradient-not-reduced", "shape-mismatch", "dtype-mismatch"]);
 const LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ";
@@ -95,7 +96,7 @@ class Detail {
   compared(store, view, slot) {
     const parts = [];
     if (slot.summed) parts.push(make("p", {}, "Each rank holds a part; the error is that of their sum."));
-    if (slot.error !== undefined) parts.push(make("p", {}, `relative error ${told(slot.error)}; rounding explains ${told(slot.allowed)}: ${told(slot.error / slot.allowed)} times`));
+    if (slot.error !== undefined) parts.push(make("p", {}, slot.allowed >= UNBOUNDED ? `relative error ${told(slot.error)}; any distance is explained` : `relative error ${slot.error >= UNBOUNDED ? "without bound" : told(slot.error)}; rounding explains ${told(slot.allowed)}: ${told(slot.error / slot.allowed)} times`));
     if (slot.reason) parts.push(make("p", {}, `not compared: ${slot.reason}`));
     for (const [name, side] of slot.sides) parts.push(make("h4", {}, name), ...this.values(store, view, side, false, ""));
     return parts;
@@ -169,7 +170,7 @@ class Detail {
     const names = own.map(([step]) => store.data.steps[step].label);
     const at = own.findIndex(([step]) => step === call.t);
     if (slot.sides) {
-      const series = [["error", "error"], ["noise", "allowed"]].map(([name, field]) => ({ name, values: own.map(([, other]) => other[field] ?? null) }));
+      const series = [["error", "error"], ["noise", "allowed"]].map(([name, field]) => ({ name, values: own.map(([, other]) => (other[field] < UNBOUNDED ? other[field] : null)) }));
       return lineChart({ title: `error of ${slot.n} over the steps`, series, names, at, isLog: true });
     }
     const norm = store.data.numbers.indexOf("l2");
