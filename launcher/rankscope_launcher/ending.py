@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,8 @@ from typing import Any
 from rankscope.errors import RankscopeError
 from rankscope.gather.log import ExitOutcome
 from rankscope.record.notes import NoteKind
+from rankscope.record.stepselection import StepSelection
+from rankscope.run.eventboard import held_anything
 from rankscope.run.filenames import CELLS_SUFFIX, COLLECTOR_LOG_NAME, REPLICA_FOLDER, TRACE_NAME
 from rankscope.run.folders import streams
 from rankscope.run.outfolder import announced, typed
@@ -30,6 +32,10 @@ NOTHING = (
     "nothing was traced: no rank called a torch module, or rankscope is not installed in the "
     "ranks' Python, or the ranks said above why they did not trace"
 )
+QUIET = (
+    "nothing happened, so there is no trace: no rank crashed, was killed or stood still, all "
+    "values were finite, no gradient norm leapt{touched}"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +48,10 @@ class Ending:
     relay: Companion | None
     collector: Companion | None
     """None where another host of the run has it."""
+    steps: StepSelection = field(default_factory=lambda: StepSelection("0-2"))
+    """The setting."""
+    was_held: bool = False
+    """Ranks of this host held steps back."""
 
     def has_tree(self) -> bool:
         """True once the tree is in this host's trace folder."""
@@ -54,7 +64,9 @@ class Ending:
     def has_records(self) -> bool:
         """True where any rank opened a spool, as far as this host sees."""
         folders = [f for f in (self.run_folder, self.out / REPLICA_FOLDER) if f.is_dir()]
-        return any(streams(f) or any(f.glob(f"rank*{CELLS_SUFFIX}")) for f in folders)
+        if any(streams(f) or any(f.glob(f"rank*{CELLS_SUFFIX}")) for f in folders):
+            return True
+        return held_anything(self.run_folder)
 
     def line(self) -> str:
         """Return the line."""
@@ -67,6 +79,8 @@ class Ending:
             return (
                 f"no tree in {self.out}: {_NO_ROOM}; build it from the records: {self._recover()}"
             )
+        if self.collector is None and self.was_held:
+            return f"where anything happened, the collector builds a trace in {self.out}"
         if self.collector is None:
             return f"the records of this host are in {self.out}; its collector builds the tree"
         code = self.collector.outcome()
@@ -76,7 +90,8 @@ class Ending:
                 f"(not waited for any longer; should it not come: {self._recover()})"
             )
         if code == ExitOutcome.DONE and not self.has_records():
-            return NOTHING
+            touched = "" if self.steps.file is None else f", {self.steps.file} was not touched"
+            return QUIET.format(touched=touched) if self.was_held else NOTHING
         why = f"the collector ended with code {code}, see {self.out / COLLECTOR_LOG_NAME}"
         if code == ExitOutcome.NO_ROOM:
             why = _NO_ROOM
@@ -95,7 +110,8 @@ class Ending:
         address = self.collection.address
         code = self.relay.outcome() if self.relay is not None else None
         if code == ExitOutcome.DONE:
-            return f"records went to the collector at {address}, which writes the tree"
+            where = ", where anything happened" if self.was_held else ""
+            return f"records went to the collector at {address}, which writes the tree{where}"
         if code == ExitOutcome.REJECTED:
             return (
                 f"the collector at {address} gathers another run and took nothing of this "

@@ -32,12 +32,14 @@ from rankscope.run.companions import (
     relay_command,
     start_extras,
 )
+from rankscope.run.eventboard import held_anything
 from rankscope.run.filenames import (
     COLLECTOR_LOCK_NAME,
     COLLECTOR_LOG_NAME,
     LAUNCHER_LOCK_NAME,
     RELAY_LOG_NAME,
     REPLICA_FOLDER,
+    TRACE_NAME,
 )
 from rankscope.run.folders import (
     FolderLock,
@@ -101,6 +103,7 @@ class TracedJob:
         self._collector: Companion | None = None
         self._watch: CompanionWatch | None = None
         self._is_over = False
+        self._was_held = False
 
     @classmethod
     def prepare(cls, settings: Settings, shape: JobShape) -> TracedJob:
@@ -208,6 +211,7 @@ class TracedJob:
                 return NOTHING
             if self._collection.is_shared and self._was_refused(self._collector):
                 self._collector = None  # two hosts of the run on one machine: the other one's does
+            self._was_held = held_anything(self._run_folder)
             self._wait(is_hurried)
             ending = self._ending()
             has_no_room = ending.has_no_room()
@@ -215,6 +219,8 @@ class TracedJob:
                 self._collector.stop()  # it watches the folder for this relay's word, for an hour
                 wait_for_end([self._collector], _COMPANION_END_S)
             line = ending.line()
+            if self._was_held and not (self._out / TRACE_NAME).exists():
+                remove_empty(self._made)
             if ending.has_tree() or not (self._relay.is_at_work() or has_no_room):
                 self._tidy()
             return line
@@ -240,6 +246,8 @@ class TracedJob:
             collection=self._collection,
             relay=self._relay,
             collector=self._collector,
+            steps=self._settings.steps,
+            was_held=self._was_held,
         )
 
     def _wait(self, is_hurried: Callable[[], bool]) -> None:
@@ -279,7 +287,9 @@ class TracedJob:
         """Remove this host's run folder once nobody writes there and every record has gone."""
         if not wait_for_end(self._companions, _COMPANION_END_S):
             return
-        if self._run_folder.is_dir() and not streams(self._run_folder):
+        if self._run_folder.is_dir() and not (
+            streams(self._run_folder) or held_anything(self._run_folder)
+        ):
             shutil.rmtree(self._run_folder, ignore_errors=True)
             remove_run_folder(self._run_folder)
 

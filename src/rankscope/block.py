@@ -115,7 +115,10 @@ def _guarded(begin: Callable[[], _T], otherwise: Callable[[str], _T]) -> _T:
 
 
 def _settings(given: Mapping[str, object]) -> Settings:
-    return settings_from({k: v for k, v in given.items() if v is not None})
+    settings = settings_from({k: v for k, v in given.items() if v is not None})
+    if settings.steps.last:
+        raise SettingError("steps: last:N is for a whole job; a block has an end of its own")
+    return settings
 
 
 def _nothing() -> None:

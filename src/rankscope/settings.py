@@ -207,7 +207,7 @@ SETTINGS: tuple[Setting, ...] = (
         default="0-2",
         metavar="STEPS",
         help="steps to trace: 0-2,10 or every:100 or all, or at:FILE for one soon after each touch "
-        "of that file; several with commas",
+        "of that file; several with commas; or last:N for those before something happens",
     ),
     Setting(
         name="ranks",
@@ -415,7 +415,8 @@ def settings_from(
     defaults.
 
     Raises:
-        SettingError: a value that cannot be read, or a keyword that is no setting; names both.
+        SettingError: a value that cannot be read or does not fit another, or a keyword that is no
+            setting; names both.
     """
     given = dict(texts or {})
     values: dict[str, object] = {}
@@ -439,7 +440,9 @@ def settings_from(
     if given:
         known = ", ".join(s.field for s in SETTINGS)
         raise SettingError(f"{sorted(given)[0]!r} is not a setting: choose from {known}")
-    return Settings(**values)  # type: ignore[arg-type]  # every field is filled from the table, checked below
+    settings = Settings(**values)  # type: ignore[arg-type]  # every field is filled from the table, checked below
+    settings.steps.check(keeps_tensors=bool(settings.tensors), spool_bytes=settings.spool_bytes)
+    return settings
 
 
 def _empty(setting: Setting) -> object:

@@ -22,12 +22,14 @@ from rankscope.agent.rendezvous import (
     agree_on_life,
     find_agents_store,
 )
+from rankscope.agent.ringrecorder import RingRecorder
 from rankscope.agent.session import Opened
 from rankscope.agent.values.tensorpolicy import make_recorder, tensor_store_of_run
 from rankscope.errors import LayoutError
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.streams import EndReason, RankIdentity, StreamId
-from rankscope.run.filenames import REPLICA_FOLDER, STEP_TRIGGER_FOLDER, TRACE_NAME
+from rankscope.run.eventboard import EventBoard, event_folder
+from rankscope.run.filenames import HELD_FOLDER, REPLICA_FOLDER, STEP_TRIGGER_FOLDER, TRACE_NAME
 from rankscope.run.folders import RunHeader, read_run_header, stream_folder, streams
 from rankscope.run.locks import is_alive
 from rankscope.run.outfolder import (
@@ -38,6 +40,7 @@ from rankscope.run.prepare import Collection
 from rankscope.run.processes import started_at
 from rankscope.settings import Settings
 from rankscope.spool.recordformat import FORMAT_VERSION
+from rankscope.spool.ringwriter import RingWriter
 from rankscope.spool.writer import SpoolWriter
 
 __all__ = ["RUN_FOLDER_VARIABLE", "Joined", "define_rank", "join_run", "who_am_i"]
@@ -67,6 +70,8 @@ class Joined:
     """Where the tree is written: in `out`, unless that is elsewhere."""
     must_wait: bool
     """True on the one rank that speaks for the run, where no launcher waits for the tree."""
+    holds_back: bool
+    """A trace is made of the last steps, and only where something happened."""
 
     def wait_for_tree(self, reason: EndReason) -> bool:
         """Poll for `trace.json`, at most `finish_seconds`; the end record is committed by now. True
@@ -87,6 +92,9 @@ class Joined:
             return False
         deadline = time.monotonic() + self.finish_seconds
         while not (self.out / TRACE_NAME).exists():
+            if self.holds_back and self._has_run_gone():
+                say("nothing happened, so there is no trace")
+                return False
             if time.monotonic() > deadline:
                 places = (self.opened.writer.folder.parent, self.out)
                 say(
@@ -97,6 +105,11 @@ class Joined:
             time.sleep(_POLL_S)
         say(announced(self.out))
         return True
+
+    def _has_run_gone(self) -> bool:
+        """True where relay and collector have left, and left nothing."""
+        run_folder = self.opened.writer.folder.parents[1]
+        return not run_folder.exists() and not (self.out.is_dir() and any(self.out.iterdir()))
 
 
 def who_am_i() -> RankIdentity:
@@ -128,14 +141,14 @@ def join_run(settings: Settings, environ: Mapping[str, str] = os.environ) -> Joi
     run_folder = Path(prepared) if prepared else find_or_prepare_run(settings, identity, environ)
     header = read_run_header(run_folder)
     collection = Collection.of_run(run_folder, header)
-    earlier = [one for one in streams(run_folder) if one.rank == identity.rank]
-    if any(is_alive(stream_folder(run_folder, one)) for one in earlier):
+    spools = _spools(settings, run_folder)
+    earlier = [one for one in streams(spools) if one.rank == identity.rank]
+    if any(is_alive(stream_folder(spools, one)) for one in earlier):
         return None  # a child that inherited RANK
     identity = replace(identity, incarnation=_life(identity, earlier, environ))
-    while (folder := stream_folder(run_folder, identity.stream)).exists():
+    while stream_folder(spools, identity.stream).exists():
         identity = replace(identity, incarnation=identity.incarnation + 1)
-    writer = SpoolWriter(folder, limit_bytes=settings.spool_bytes)
-    recorder = make_recorder(writer, settings)
+    writer, recorder = _open_spool(settings, identity, run_folder, header)
     define_rank(recorder, identity, header.run_id, settings)
     speaks = identity.rank == min(settings.ranks or (0,))
     return Joined(
@@ -150,8 +163,35 @@ def join_run(settings: Settings, environ: Mapping[str, str] = os.environ) -> Joi
         out=header.out,
         finish_seconds=settings.finish_seconds,
         collection=collection,
+        holds_back=settings.steps.last > 0,
         must_wait=not prepared and speaks and not header.keeps_apart,
     )
+
+
+def _spools(settings: Settings, run_folder: Path) -> Path:
+    """Return the folder in which the ranks of this host have their spools."""
+    if not settings.steps.last:
+        return run_folder
+    held = run_folder / HELD_FOLDER
+    held.mkdir(mode=0o700, exist_ok=True)
+    return held
+
+
+def _open_spool(
+    settings: Settings, identity: RankIdentity, run_folder: Path, header: RunHeader
+) -> tuple[SpoolWriter, Recorder]:
+    """Open the spool of this rank.
+
+    Raises:
+        SpoolError: it cannot be used.
+    """
+    folder = stream_folder(_spools(settings, run_folder), identity.stream)
+    if not settings.steps.last:
+        writer = SpoolWriter(folder, limit_bytes=settings.spool_bytes)
+        return writer, make_recorder(writer, settings)
+    ring = RingWriter(folder, limit_bytes=settings.spool_bytes, steps=settings.steps.last)
+    board = EventBoard(event_folder(run_folder, header, identity.incarnation))
+    return ring, RingRecorder(ring, settings.steps, board, identity.rank)
 
 
 def _life(identity: RankIdentity, earlier: Sequence[StreamId], environ: Mapping[str, str]) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from contextlib import AbstractContextManager, nullcontext
 
 import msgpack  # type: ignore[import-untyped]  # ships no types
 
@@ -69,14 +70,21 @@ class Recorder:
 
     def define(self, kind: str, **fields: object) -> int:
         """Commit a definition and return its number."""
+        return self._define_in(self._writer, kind, fields)
+
+    def _define_in(self, writer: SpoolWriter, kind: str, fields: dict[str, object]) -> int:
         with self._defining:
             number = next(self._numbers)
             packed = msgpack.packb(
                 {"id": number, "kind": kind, **fields},
                 unicode_errors="backslashreplace",  # file names and keys may hold lone surrogates
             )
-            self._writer.define(packed)
+            writer.define(packed)
             return number
+
+    def never_let_go(self) -> AbstractContextManager[None]:
+        """Write what is needed however long the job runs; all that is written is, here."""
+        return nullcontext()
 
     def slot(self, name: str) -> int:
         """Return the number of a slot name, defining it on first sight."""

@@ -107,10 +107,15 @@ def _collect(options: CollectorOptions) -> int:
     from rankscope.gather.waitingrule import StreamProgress
     from rankscope.run.filenames import COLLECTOR_LOG_NAME
 
+    happened_nothing: list[bool] = []
     with progress() as show:
 
         class Terminal(Observer):
             """Says where it listens, and shows the rest where a person looks on."""
+
+            def quiet(self) -> None:
+                """Nothing happened."""
+                happened_nothing.append(True)
 
             def listening(self, addresses: Sequence[str]) -> None:
                 where = ", ".join(addresses) or f"hosts that write into {options.out}"
@@ -128,10 +133,10 @@ def _collect(options: CollectorOptions) -> int:
 
         with _stop_signals() as is_stopped, log_into(options.out / COLLECTOR_LOG_NAME):
             code = collect(options, is_stopped, Terminal())
-    return _verdict(options.out, code)
+    return _verdict(options.out, code, is_quiet=bool(happened_nothing))
 
 
-def _verdict(out: Path, outcome: int) -> int:
+def _verdict(out: Path, outcome: int, *, is_quiet: bool) -> int:
     from rankscope.run.filenames import COLLECTOR_LOG_NAME, TRACE_NAME
     from rankscope.run.outfolder import announced, typed
     from rankscope.tree.reader import open_trace
@@ -142,6 +147,9 @@ def _verdict(out: Path, outcome: int) -> int:
             + typed("recover", out, out=f"{out}-recovered")
         )
         return EXIT_INCOMPLETE
+    if is_quiet:
+        _say("nothing happened, so there is no trace")
+        return 0
     if not (out / TRACE_NAME).exists():
         _say(f"nothing was traced: no rank sent a record to {out}")
         return EXIT_INCOMPLETE

@@ -30,9 +30,15 @@ def command(
     A spool folder of this host is removed once all it holds is in the trace; a trace folder never.
     """
     from rankscope.cli.terminal import progress
+    from rankscope.gather.blackbox import copy_what_is_held
+    from rankscope.run.eventboard import held_anything
+    from rankscope.run.liveness import is_abandoned
     from rankscope.run.outfolder import typed
     from rankscope.tree.build import recover
 
+    for folder in folders:
+        if held_anything(folder) and is_abandoned(folder):
+            copy_what_is_held(folder)
     with progress() as say:
         document = recover(folders, out, progress=say)
     state = document.completeness

@@ -14,6 +14,8 @@ from rankscope.run.companions import ipc_address
 from rankscope.run.filenames import (
     COLLECTOR_SOCKET_NAME,
     COLLECTOR_STARTED_NAME,
+    EVENT_FOLDER,
+    HELD_FOLDER,
     JOB_OVER_NAME,
     LAUNCHER_LOCK_NAME,
     RELAY_LOCK_NAME,
@@ -53,14 +55,20 @@ def remove_run(run_folder: Path, is_elsewhere: Callable[[StreamId], bool]) -> St
         SpoolError: the folder cannot be listed.
     """
     found = streams(run_folder)
+    held = run_folder / HELD_FOLDER
+    for stream in streams(held) if held.is_dir() else ():
+        if stream not in found:
+            return stream
     for stream in found:
         if not is_elsewhere(stream):
             return stream
     for stream in found:
         shutil.rmtree(stream_folder(run_folder, stream), ignore_errors=True)
     shutil.rmtree(run_folder / TENSOR_FOLDER, ignore_errors=True)
-    for folder in run_folder.glob(f"{STEP_TRIGGER_FOLDER}.*"):
-        shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(held, ignore_errors=True)
+    for name in (STEP_TRIGGER_FOLDER, EVENT_FOLDER):
+        for folder in run_folder.glob(f"{name}.*"):
+            shutil.rmtree(folder, ignore_errors=True)
     remove_stalls(run_folder)
     for name in _OURS:
         (run_folder / name).unlink(missing_ok=True)

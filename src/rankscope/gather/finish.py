@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from rankscope.errors import FolderError
+from rankscope.errors import FolderError, SpoolError
 from rankscope.gather.collector import Intake
+from rankscope.gather.heldstream import QUIET
 from rankscope.gather.log import ExitOutcome, log
 from rankscope.gather.sharedwatch import SharedWatch
 from rankscope.gather.waitingrule import (
@@ -30,7 +31,8 @@ from rankscope.run.filenames import (
     TRACE_NAME,
 )
 from rankscope.run.folders import FolderLock
-from rankscope.spool.replication import replicated
+from rankscope.spool.recordcolumns import open_replica
+from rankscope.spool.replication import replica_path, replicated
 
 __all__ = ["CollectorOptions", "Observer", "StreamSource", "collect"]
 
@@ -68,6 +70,8 @@ _LOOK_S = 0.05
 _AWAY_S = 1.0
 _ORPHANS_S = 2.0
 _FIRST_RELAY_S = 3600.0
+_MOST_QUIET_BYTES = 1 << 20
+"""A stream before which nothing happened says no more than whose it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +101,9 @@ class Observer:
 
     def gathering(self, streams: Sequence[StreamProgress]) -> None:
         """These streams are known by now."""
+
+    def quiet(self) -> None:
+        """Every rank held its steps back, and nothing ever happened: there is no tree."""
 
     def building(self, what: str, part: float) -> None:
         """The tree is being built."""
@@ -175,8 +182,30 @@ def _gather_and_build(
         decision = Decision.NOTHING
     if decision is Decision.NOTHING:  # or nothing could be taken
         return ExitOutcome.NO_ROOM if source.trouble else ExitOutcome.DONE
+    if _is_quiet(options.out):
+        shutil.rmtree(options.out / REPLICA_FOLDER, ignore_errors=True)
+        observer.quiet()
+        log("nothing happened before which the ranks would have held steps: there is no trace")
+        return ExitOutcome.DONE
     outcome = _build(options.out, keep_spool=options.keep_spool, observer=observer)
     return ExitOutcome.NO_ROOM if outcome is ExitOutcome.UNFINISHED and source.trouble else outcome
+
+
+def _is_quiet(out: Path) -> bool:
+    """True where every rank held its steps back, and nothing ever happened."""
+    found = replicated(out)
+    try:
+        if not found or max(found.values()) > _MOST_QUIET_BYTES:
+            return False
+        return all(
+            any(
+                entry["kind"] == QUIET
+                for entry in open_replica(replica_path(out, stream)).definitions().found
+            )
+            for stream in found
+        )
+    except (SpoolError, OSError, ValueError):
+        return False
 
 
 def _gather(

@@ -255,8 +255,10 @@ class SharedLink:
 
     @property
     def is_done(self) -> bool:
-        """True once the tree is there."""
-        return (self._out / TRACE_NAME).exists()
+        """True once the tree is there, or the records are gone because there is to be none."""
+        if (self._out / TRACE_NAME).exists():
+            return True
+        return self._is_claimed and not (self._out / REPLICA_FOLDER).exists()
 
     def exchange(self, shipments: dict[StreamId, Shipment], now: float, job: JobState) -> bool:
         """Append what is committed; True where anything was."""

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rankscope.errors import SpoolError
+from rankscope.gather.blackbox import BlackBox, black_box_of
 from rankscope.gather.cleanup import is_in_tree, remove_run
 from rankscope.gather.links import Link, SharedLink, SocketLink
 from rankscope.gather.log import ExitOutcome, log
@@ -82,6 +83,8 @@ class _Relay:
         self._has_own_chunks = False
         """Full tensors of this host lie in the run folder, because it sees no trace folder."""
         self._stalls: StallMonitor | None = None
+        self._box: BlackBox | None = None
+        """Where the ranks hold their last steps back."""
         self._drain_s = DRAIN_SECONDS
         self._own_socket: Path | None = None
         """Of a collector that was started for this host's run alone."""
@@ -101,12 +104,15 @@ class _Relay:
             self._own_socket = Path(header.collector.removeprefix("ipc://"))
         name = relay_name(self._run_folder)
         self._stalls = StallMonitor(self._run_folder, header, name)
+        self._box = black_box_of(self._run_folder, header)
         link: Link
         link = SharedLink(header, name) if collection.is_shared else SocketLink(header, name)
         try:
             outcome = self._ship(link)
         finally:
             link.close()
+            if self._box is not None:
+                self._box.close()
             for shipment in self._shipments.values():
                 shipment.reader.close()
                 if shipment.chunks is not None:
@@ -128,11 +134,12 @@ class _Relay:
                 return ExitOutcome.REJECTED
             now = time.monotonic()
             self._discover(now)
+            box = self._box
             if self._stalls is not None:
-                self._stalls.look(self._shipments, now)
+                self._stalls.look(self._shipments if box is None else box.streams, now)
                 link.stall = self._stalls.latest
-            was_busy = link.exchange(self._shipments, now, self._job)
-            if was_busy:
+            was_busy = box is not None and box.look(now, self._job, link.stall)
+            if link.exchange(self._shipments, now, self._told_job()) or was_busy:
                 continue
             link.wait(_IDLE_S)
             if self._has_no_room(link, now):
@@ -144,7 +151,8 @@ class _Relay:
             if silent_s > _ABANDONED_S and self._is_abandoned(silent_s):
                 log(f"no collector for {silent_s:.0f} s")
                 return ExitOutcome.UNFINISHED if self._shipments else ExitOutcome.DONE
-            if not self._shipments and now - started > _FIRST_STREAM_S:
+            has_any = self._shipments or (box is not None and box.streams)
+            if not has_any and now - started > _FIRST_STREAM_S:
                 log("no rank ever traced")
                 return ExitOutcome.UNFINISHED
         return ExitOutcome.DONE
@@ -168,7 +176,17 @@ class _Relay:
             return not is_held(self._header.out / COLLECTOR_LOCK_NAME)
         return silent_s > _PATIENCE_S
 
+    def _told_job(self) -> JobState:
+        """What others are told of the job: it is not over while a black box has more to say."""
+        if self._box is None or self._job is not JobState.OVER:
+            return self._job
+        shipments = [self._shipments.get(stream) for stream in self._box.streams]
+        is_told = all(one is not None and (one.is_open or one.is_done) for one in shipments)
+        return JobState.OVER if self._box.is_settled and is_told else JobState.LAUNCHED
+
     def _has_alive(self) -> bool:
+        if self._box is not None and self._box.has_alive:
+            return True
         return any(is_alive(shipment.folder) for shipment in self._shipments.values())
 
     def _wait_for_header(self) -> RunHeader | None:
@@ -213,7 +231,8 @@ class _Relay:
         """True while an agent of somebody else's lives that has restarts left for these ranks."""
         if not self._agent or not is_process_alive(self._agent):
             return False
-        return max((s.incarnation for s in self._shipments), default=0) < self._max_restarts
+        known = [*self._shipments, *(() if self._box is None else self._box.streams)]
+        return max((stream.incarnation for stream in known), default=0) < self._max_restarts
 
     def _clean(self) -> None:
         """Remove what was shipped; a stream that is not all over there stays for `recover`."""

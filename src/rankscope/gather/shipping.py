@@ -87,6 +87,16 @@ class Shipment:
         """Bytes sent and not acknowledged."""
         return self.sent - self.acked
 
+    @property
+    def definitions(self) -> StreamReader | None:
+        """None: they stand among the other records."""
+        return None
+
+    def has_sent(self, end: int) -> bool:
+        """True where every record up to `end` is over there. A stream of which that is not so may
+        be full, and nothing is written for that reason."""
+        return self.acked == end
+
     def is_delivered(self) -> bool:
         """True where every byte of it and its end are over there: it may be removed here.
 

@@ -20,10 +20,10 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from rankscope.errors import SpoolError
 from rankscope.gather.log import log
-from rankscope.gather.shipping import Shipment
 from rankscope.live.streamtail import StreamTail
 from rankscope.record.call import Mode
 from rankscope.record.graceseconds import STALL_SECONDS
@@ -35,7 +35,7 @@ from rankscope.run.stallrecords import Stall, keep_stall, stalls_in
 from rankscope.spool.recordcolumns import records
 from rankscope.spool.streamreader import StreamReader
 
-__all__ = ["StallMonitor", "activity_of"]
+__all__ = ["StallMonitor", "Watchable", "activity_of"]
 
 _LOOK_S = 1.0
 _AWAY_S = 5.0
@@ -44,10 +44,31 @@ _CLOSE_NS = 1_000_000_000
 _MOST_PLACES = 4
 
 
+class Watchable(Protocol):
+    """A stream as it is watched."""
+
+    folder: Path
+
+    @property
+    def sent(self) -> int:
+        """Bytes that need not be looked at any more."""
+
+    @property
+    def is_alive(self) -> bool:
+        """True while its rank lives."""
+
+    @property
+    def definitions(self) -> StreamReader | None:
+        """Definitions that stand apart from the other records; None where none do."""
+
+    def has_sent(self, end: int) -> bool:
+        """True where every record up to `end` has left, so that there is room for more."""
+
+
 class _WatchedStream:
     """One stream: how far it has grown, and when."""
 
-    def __init__(self, shipment: Shipment, now: float) -> None:
+    def __init__(self, shipment: Watchable, now: float) -> None:
         self._shipment = shipment
         self._reader = StreamReader(shipment.folder)
         self._end = 0
@@ -78,13 +99,16 @@ class _WatchedStream:
     def has_all_sent(self) -> bool:
         """True where every record is over there. One that has not may have a full spool, and write
         nothing for that reason."""
-        return self._shipment.acked == self._end
+        return self._shipment.has_sent(self._end)
 
     def activity(self, *, counts_steps: bool) -> RankActivity:
         """Return what it is inside of, read once for each end of its records."""
         if self._end not in self._activities:
             try:
-                self._activities = {self._end: activity_of(self._reader, counts_steps=counts_steps)}
+                found = activity_of(
+                    self._reader, self._shipment.definitions, counts_steps=counts_steps
+                )
+                self._activities = {self._end: found}
             except SpoolError:
                 return RankActivity(written_ns=0, inside="")
             finally:
@@ -118,7 +142,7 @@ class StallMonitor:
     def _stands(self) -> bool:
         return self.latest is not None and not self.latest.over_ns
 
-    def look(self, shipments: Mapping[StreamId, Shipment], now: float) -> None:
+    def look(self, shipments: Mapping[StreamId, Watchable], now: float) -> None:
         """See who moves; cheap, and does nothing most of the time."""
         if not self._limit_s:
             return
@@ -141,7 +165,7 @@ class StallMonitor:
         else:
             self._look_for_one(now)
 
-    def _is_about_to_end(self, shipments: Mapping[StreamId, Shipment]) -> bool:
+    def _is_about_to_end(self, shipments: Mapping[StreamId, Watchable]) -> bool:
         """True where the last rank has just gone: soon nobody asks this relay any more."""
         return self._stands and not any(shipment.is_alive for shipment in shipments.values())
 
@@ -236,19 +260,23 @@ class RankActivity:
     """What it is inside of: `a collective of train step 2`; "" for nothing that is known."""
 
 
-def activity_of(reader: StreamReader, *, counts_steps: bool) -> RankActivity:
+def activity_of(
+    reader: StreamReader, definitions: StreamReader | None = None, *, counts_steps: bool
+) -> RankActivity:
     """Read what a rank is inside of.
 
     Args:
         reader: of its stream.
+        definitions: of the stream in which more definitions stand.
         counts_steps: a train step before its optimizer counts.
 
     Raises:
         SpoolError: the stream cannot be read.
     """
     tail = StreamTail(is_whole=reader.lowest() == 0)
-    for chunk in reader.chunks():
-        tail.take(records(chunk, is_verified=True))
+    for each in filter(None, (definitions, reader)):
+        for chunk in each.chunks():
+            tail.take(records(chunk, is_verified=True))
     inside = _open_call(tail)
     if not inside and counts_steps and tail.step_before_optimizer is not None:
         inside = f"train step {tail.step_before_optimizer}, before its optimizer"

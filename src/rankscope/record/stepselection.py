@@ -1,4 +1,5 @@
-"""Which steps are traced: ranges, periods, all, or one whenever a file is touched. No torch."""
+"""Which steps are traced: ranges, periods, all, one whenever a file is touched, or the last before
+something happens. No torch."""
 
 from __future__ import annotations
 
@@ -8,13 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rankscope.errors import SettingError
+from rankscope.record.streams import LEAST_BLACK_BOX_BYTES
 
 __all__ = ["StepSelection", "number_ranges"]
 
+DEFAULT_SPIKE = 10.0
 _RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
 _MOST_DIGITS = 9
 """Records number steps with 32 bits."""
-_HOW = "write 0-2,10 or every:100 or all or at:FILE, or several of them with commas"
+_HOW = (
+    "write 0-2,10 or every:100 or all or at:FILE, or several of them with commas; "
+    "or last:N, alone or with at:FILE and spike:K"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,20 +34,50 @@ class StepSelection:
     periods: tuple[int, ...] = ()
     """Steps divisible by any of these."""
     file: Path | None = None
-    """Each touch of it asks for one step."""
+    """Each touch of it asks for one step; with `last`, for those before it."""
+    last: int = 0
+    """Every step is recorded, and so many are held until something happens; 0 for none."""
+    spike: float = DEFAULT_SPIKE
+    """With `last`: a gradient norm so many times its running median has happened; 0 for none."""
 
     def __contains__(self, step: int) -> bool:
-        return any(step % period == 0 for period in self.periods) or any(
-            first <= step <= last for first, last in self.ranges
+        return (
+            self.last > 0
+            or any(step % period == 0 for period in self.periods)
+            or any(first <= step <= last for first, last in self.ranges)
         )
 
     def is_over(self, step: int) -> bool:
         """True where no step after `step` can ever be selected."""
-        return not (self.periods or self.file) and all(last <= step for _, last in self.ranges)
+        return not (self.periods or self.file or self.last) and all(
+            last <= step for _, last in self.ranges
+        )
+
+    def check(self, *, keeps_tensors: bool, spool_bytes: int) -> None:
+        """Refuse what cannot be held back.
+
+        Args:
+            keeps_tensors: full tensors are asked for.
+            spool_bytes: what a rank may hold.
+
+        Raises:
+            SettingError: names the setting that does not fit.
+        """
+        if self.last and keeps_tensors:
+            raise SettingError(
+                "steps: full tensors are not held back, they would fill the disk: leave "
+                f"--rs-tensors away, or name steps instead of last:{self.last}"
+            )
+        if self.last and spool_bytes < LEAST_BLACK_BOX_BYTES:
+            raise SettingError(
+                f"steps: to hold last:{self.last} back a rank needs --rs-spool-bytes "
+                f"{LEAST_BLACK_BOX_BYTES >> 20}M or more"
+            )
 
     @classmethod
     def parse(cls, text: str) -> StepSelection:
-        """Read `0-2,10`, `every:100`, `all`, `at:FILE`, or several of them separated by commas.
+        """Read `0-2,10`, `every:100`, `all`, `at:FILE`, or several of them separated by commas; or
+        `last:N`, alone or with `at:FILE` and `spike:K`.
 
         Raises:
             SettingError: a part is none of these, or its file cannot be touched.
@@ -49,13 +85,18 @@ class StepSelection:
         ranges: list[tuple[int, int]] = []
         periods: list[int] = []
         file: Path | None = None
+        last, spike = 0, None
         parts = [part.strip() for part in text.split(",")]
         for number, part in enumerate(parts):
             word, colon, rest = part.partition(":")
             if part == "all":
                 periods.append(1)
             elif colon and word == "every":
-                periods.append(_period(rest))
+                periods.append(_count("every", rest, "every:100"))
+            elif colon and word == "last":
+                last = _count("last", rest, "last:20")
+            elif colon and word == "spike":
+                spike = _times(rest)
             elif colon and word == "at":
                 if file is not None:
                     raise SettingError(f"{text!r} names two files: leave an at: away")
@@ -63,7 +104,14 @@ class StepSelection:
                 parts[number] = f"at:{file}"
             else:
                 ranges.append(_range("a step", part, _HOW))
-        return cls(",".join(parts), tuple(ranges), tuple(periods), file)
+        if last and (ranges or periods):
+            raise SettingError(
+                f"{text!r} holds steps back and sends others: write last:N without them"
+            )
+        if spike is not None and not last:
+            raise SettingError(f"{text!r} names a spike, which only last:N waits for")
+        spike = DEFAULT_SPIKE if spike is None else spike
+        return cls(",".join(parts), tuple(ranges), tuple(periods), file, last, spike)
 
 
 def number_ranges(name: str, text: str) -> tuple[tuple[int, int], ...]:
@@ -89,10 +137,18 @@ def _range(noun: str, part: str, how: str) -> tuple[int, int]:
     return first, last
 
 
-def _period(period: str) -> int:
-    if not re.fullmatch("[0-9]+", period) or len(period) > _MOST_DIGITS or not int(period):
-        raise SettingError(f"'every:{period}' wants a positive number of steps, like every:100")
-    return int(period)
+def _count(word: str, count: str, example: str) -> int:
+    if not re.fullmatch("[0-9]+", count) or len(count) > _MOST_DIGITS or not int(count):
+        raise SettingError(f"'{word}:{count}' wants a positive number of steps, like {example}")
+    return int(count)
+
+
+def _times(factor: str) -> float:
+    if not re.fullmatch(r"[0-9]{1,6}(\.[0-9]{1,6})?", factor) or 0 < float(factor) <= 1:
+        raise SettingError(
+            f"'spike:{factor}' wants a factor above 1, like spike:10, or 0 for no look at gradients"
+        )
+    return float(factor)
 
 
 def _file(name: str) -> Path:

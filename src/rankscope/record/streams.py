@@ -6,6 +6,7 @@ import enum
 from dataclasses import dataclass
 
 __all__ = [
+    "LEAST_BLACK_BOX_BYTES",
     "MAX_INCARNATIONS",
     "MAX_RANKS",
     "MINIMUM_LIMIT_BYTES",
@@ -39,6 +40,8 @@ MAX_RANKS = 1 << 24
 MAX_INCARNATIONS = 1 << 16
 MINIMUM_LIMIT_BYTES = 64 << 10
 """Of a rank's spool."""
+LEAST_BLACK_BOX_BYTES = 16 * MINIMUM_LIMIT_BYTES
+"""The same for a rank that holds its last steps back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)

@@ -13,8 +13,11 @@ __all__ = [
     "COLLECTOR_NAME",
     "COLLECTOR_SOCKET_NAME",
     "COLLECTOR_STARTED_NAME",
+    "EVENT_FOLDER",
+    "HELD_FOLDER",
     "HOST_STATE_PREFIX",
     "JOB_OVER_NAME",
+    "KEPT_FOLDER",
     "LAUNCHER_LOCK_NAME",
     "NODES_FORMAT",
     "RELAY_LOCK_NAME",
@@ -80,6 +83,12 @@ COLLECTOR_SOCKET_NAME = "collector.sock"
 STEP_TRIGGER_FOLDER = "step-trigger"
 """Folder `step-trigger.<life>` in which ranks agree on a step (`agent.steps.touchedfile`); in the
 folder of replicas where all hosts see that."""
+HELD_FOLDER = "held"
+"""Folder of the streams that ranks hold back (`--rs-steps last:N`), each a folder as elsewhere."""
+KEPT_FOLDER = "kept"
+"""In the folder of such a stream: the records that are never let go."""
+EVENT_FOLDER = "events"
+"""Folder `events.<life>` of what happened (`run.eventboard`), beside the folders of the former."""
 STREAM_LOCK_NAME = "lock"
 """In the folder of a stream, held by the rank that writes it."""
 

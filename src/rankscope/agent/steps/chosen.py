@@ -32,8 +32,8 @@ class ChosenSteps:
             rank: this one's number.
             step_trigger_folder: the folder in which ranks agree; None for a rank that is alone.
         """
-        if self._selection.file is None:
-            return
+        if self._selection.file is None or self._selection.last:
+            return  # the relay looks at the file of a black box
 
         def missed(mode: Mode, step: int, why: str) -> None:
             note = Note.of(NoteKind.MISSED_STEP, why=why)

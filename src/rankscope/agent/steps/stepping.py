@@ -405,7 +405,8 @@ class Stepping:
         """Write down the modules and parameters of a root before its first step."""
         if not root.is_setup_recorded:
             root.is_setup_recorded = True
-            self._parameters.setup(root)
+            with self._recorder.never_let_go():
+                self._parameters.setup(root)
 
     def _turn_on(self, mode: Mode, step: int) -> None:
         self._values.collect()  # of the step before: what accelerators have finished by now

@@ -16,12 +16,11 @@ entry is a symbolic link to its text: made in one call, whole or not at all, on 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
 from rankscope.record.call import Mode
-from rankscope.run.mounts import mount_of
+from rankscope.run.eventboard import ABSENT, agree, agreed, file_time
 
 __all__ = ["LEAD", "TouchedFile"]
 
@@ -30,7 +29,6 @@ LEAD = 2
 wait for each other once a step are never further apart.
 """
 _STANDS = "stands"
-_ABSENT = -1
 
 
 class TouchedFile:
@@ -53,9 +51,7 @@ class TouchedFile:
             failed: told why touches are no longer answered here.
         """
         self._path = str(file)
-        mount = mount_of(file)
-        is_remote = mount is not None and mount.revalidates_on_open
-        self._look = self._open_and_look if is_remote else self._glance
+        self._look = file_time(file)
         self._folder = folder
         self._missed = missed
         self._failed = failed
@@ -84,7 +80,7 @@ class TouchedFile:
         if not self._is_off:
             try:
                 time = self._look()
-                if time != self._seen and time != _ABSENT and self._counts(mode):
+                if time != self._seen and time != ABSENT and self._counts(mode):
                     self._seen = time
                     self._learn(time, mode, step)
                 is_asked = bool(self._planned) and self._stands(mode, step)
@@ -116,25 +112,6 @@ class TouchedFile:
     def _give_up(self, error: OSError) -> None:
         self._is_off = True
         self._failed(f"touches of {self._path} are not answered on this rank: {error}")
-
-    # ------------------------------------------------------------------ the file
-
-    def _glance(self) -> int:
-        try:
-            return os.stat(self._path).st_mtime_ns
-        except OSError:
-            return _ABSENT
-
-    def _open_and_look(self) -> int:
-        """Look past the attributes an NFS client keeps for up to a minute."""
-        try:
-            descriptor = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        except OSError:
-            return _ABSENT
-        try:
-            return os.fstat(descriptor).st_mtime_ns
-        finally:
-            os.close(descriptor)
 
     # ------------------------------------------------------------------ agreeing
 
@@ -173,22 +150,10 @@ class TouchedFile:
 
     def _agree(self, name: str, text: str) -> str:
         """Return what the first rank said under this name."""
-        if self._folder is None:
-            return text
-        entry = self._folder / name
-        try:
-            os.symlink(text, entry)
-        except FileExistsError:
-            return os.readlink(entry)
-        return text
+        return text if self._folder is None else agree(self._folder, name, text)
 
     def _read(self, name: str) -> str | None:
-        if self._folder is None:
-            return None
-        try:
-            return os.readlink(self._folder / name)
-        except OSError:
-            return None
+        return None if self._folder is None else agreed(self._folder, name)
 
 
 def _plan(text: str) -> tuple[Mode, int, int]:

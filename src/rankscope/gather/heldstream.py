@@ -1,0 +1,469 @@
+"""One stream that its rank holds back, and what is made of it once something happened.
+
+The records of the steps that are asked for are copied, with every definition, into a stream of the
+usual kind, which is then shipped like any other. The copy grows by whole segments: each is filled
+beside its place and renamed to it, and ends with a note of how far it goes. So a relay that was
+killed goes on where its predecessor was, and nobody ever sees half of a segment.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import msgpack  # type: ignore[import-untyped]  # ships no annotations
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.errors import SpoolError
+from rankscope.gather.log import log
+from rankscope.gather.shipping import end_reason
+from rankscope.record.call import Mode
+from rankscope.record.streams import EndReason, StreamId
+from rankscope.run.filenames import HELD_FOLDER, KEPT_FOLDER
+from rankscope.run.folders import segment_indexes, segment_path, stream_folder
+from rankscope.run.locks import StreamLock, is_alive
+from rankscope.spool.mappedsegment import Segment
+from rankscope.spool.origin import first_record
+from rankscope.spool.packing import put
+from rankscope.spool.recordcolumns import Records, records
+from rankscope.spool.recordformat import (
+    CELL_BYTES,
+    DEFINITION_LENGTH,
+    END,
+    END_REASONS,
+    NO_SEQUENCE,
+    PAYLOAD_BYTES,
+    SAMPLES_DTYPE,
+    STEP,
+    RecordKind,
+    StepEvent,
+)
+from rankscope.spool.streamreader import StreamReader
+
+__all__ = ["QUIET", "HeldStream", "Window"]
+
+QUIET: Final = "quiet"
+"""Kind of the definition that ends the copy of a stream before which nothing happened."""
+_COPIED: Final = "copied"
+"""Kind of the definition that says how far a copy goes."""
+_LAST_NUMBER: Final = 0xFFFF_FFFF
+"""Definitions that are made here are numbered from above, where no rank ever comes."""
+_SEGMENT_BYTES: Final = 4 << 20
+_ROOM: Final = 256 << 10
+"""Bytes of a segment left for the note."""
+_UNIT: Final = 1 << 20
+_BUDGET: Final = 16 << 20
+"""Bytes looked at in one go, so that the relay answers in between."""
+_PAUSE_S: Final = 1.0
+"""Between two segments that are not full."""
+
+
+class Window(NamedTuple):
+    """Steps that are asked for, both ends included."""
+
+    mode: Mode
+    first: int
+    last: int
+    step: int
+    """The one at which it happened."""
+    text: str
+    """What happened."""
+
+
+@dataclass(slots=True)
+class _State:
+    """How far a copy goes; stands in its last segment."""
+
+    kept: int = 0
+    """Read so far of what is never let go."""
+    ring: int = -1
+    """Read so far of the ring; -1 for nothing."""
+    high: int = 0
+    """Where the ring was read for the first time."""
+    step: int = -1
+    """The step whose records come next."""
+    copied: list[int] = field(default_factory=list)
+    """Steps whose records were copied, as far as `high`."""
+    calls: list[list[int]] = field(default_factory=list)
+    """First and last number of the calls of runs of records copied since `ring` last began anew."""
+    windows: int = 0
+    """How many windows were known then."""
+    noted: int = 0
+    """Of how many it was said what happened."""
+    numbers: int = 0
+    """Definitions made here."""
+    is_done: bool = False
+
+
+class HeldStream:
+    """The held stream of one rank, and its copy."""
+
+    def __init__(self, run_folder: Path, stream: StreamId) -> None:
+        """Look at it, and go on with a copy that an earlier relay of this host has begun.
+
+        Raises:
+            SpoolError: another process makes that copy, or it cannot be read.
+        """
+        self.stream = stream
+        self.folder = stream_folder(run_folder / HELD_FOLDER, stream)
+        self.definitions = StreamReader(self.folder / KEPT_FOLDER)
+        self._ring = StreamReader(self.folder)
+        self._target = stream_folder(run_folder, stream)
+        self._state = _State()
+        self._lock: StreamLock | None = None
+        self._buffer = bytearray()
+        self._index = 0
+        self._written_at = float("-inf")
+        self._end: EndReason | None = None
+        if segment_indexes(self._target):
+            self._take_up()
+
+    # ---- as the stall monitor sees it ---------------------------------------------------------
+
+    @property
+    def sent(self) -> int:
+        """Where the newest segment begins: what lies before need not be looked at."""
+        indexes = segment_indexes(self.folder)
+        return indexes[-1] * self._ring.segment_bytes if indexes else 0
+
+    @property
+    def is_alive(self) -> bool:
+        """True while its rank lives."""
+        return is_alive(self.folder)
+
+    def has_sent(self, end: int) -> bool:
+        """True: nothing is ever waited for."""
+        return True
+
+    # ---- what it is ---------------------------------------------------------------------------
+
+    @property
+    def is_done(self) -> bool:
+        """The copy is whole."""
+        return self._state.is_done
+
+    def ending(self) -> EndReason:
+        """Say how a rank ended that does not live any more."""
+        if self._end is None:
+            begin = self.sent
+            end = self._ring.committed(begin)
+            self._end = end_reason(self._ring, end) or EndReason.LOST
+            self._ring.close()
+        return self._end
+
+    def last_step(self) -> tuple[Mode, int]:
+        """Return the step that began last; eval steps count where it has not trained."""
+        for index in reversed(segment_indexes(self.folder)):
+            try:
+                found = self._steps_begun(index * self._ring.segment_bytes)
+            except SpoolError:
+                continue
+            for mode in (Mode.TRAIN, Mode.EVAL):
+                if found[mode] and (mode is Mode.TRAIN or not self._has_trained()):
+                    return mode, found[mode][-1]
+        return Mode.TRAIN, 0
+
+    def _steps_begun(self, offset: int) -> dict[Mode, list[int]]:
+        found: dict[Mode, list[int]] = {mode: [] for mode in Mode}
+        end = offset + self._ring.segment_bytes
+        while offset < end and (chunk := self._ring.read_from(offset, _UNIT)):
+            rows = records(chunk, is_verified=True).columns(RecordKind.STEP)[1]
+            for row in rows[rows["event"] == int(StepEvent.BEGIN)]:
+                found[Mode(int(row["mode"]))].append(int(row["step"]))
+            offset += len(chunk)
+        return found
+
+    def _has_trained(self) -> bool:
+        for index in segment_indexes(self.folder):
+            if self._steps_begun(index * self._ring.segment_bytes)[Mode.TRAIN]:
+                return True
+        return False
+
+    # ---- the copy -----------------------------------------------------------------------------
+
+    def copy(self, windows: Sequence[Window], *, is_final: bool) -> bool:
+        """Copy what is there of the steps asked for; True where more is there already.
+
+        Args:
+            windows: all that were ever asked for in this life, in their order.
+            is_final: the rank has ended, and nothing more will be asked for.
+
+        Raises:
+            SpoolError: the disk takes nothing, or a segment cannot be read.
+            OSError: the same.
+        """
+        state = self._state
+        if state.is_done or not (windows or is_final):
+            return False
+        if windows:
+            if len(windows) > state.windows:
+                self._begin_anew(windows)
+            if self._copy_some(windows):
+                return True
+        if is_final:
+            self._finish(windows)
+        elif self._buffer and time.monotonic() - self._written_at > _PAUSE_S:
+            self._write_segment()
+        return False
+
+    def _begin_anew(self, windows: Sequence[Window]) -> None:
+        """Look at the whole ring once more, unless all that is asked for lies ahead."""
+        state = self._state
+        copied = {*state.copied}
+        is_behind = any(
+            step not in copied
+            for window in windows[state.windows :]
+            for step in range(max(0, window.first), min(state.step, window.last) + 1)
+        )
+        if is_behind or state.ring < self._ring.lowest():
+            state.high = max(state.high, state.ring)
+            state.ring, state.step, state.calls = self._ring.lowest(), -1, []
+        state.windows = len(windows)
+
+    def _copy_some(self, windows: Sequence[Window]) -> bool:
+        """Copy records; True where more may be there."""
+        state, looked_at = self._state, 0
+        mode = Mode.TRAIN if any(w.mode is Mode.TRAIN for w in windows) else Mode.EVAL
+        last = max(w.last for w in windows)
+        while looked_at < _BUDGET:
+            if state.step > last + 1:  # an accelerator hands out values in the step that follows
+                return False
+            size = _UNIT if state.ring >= state.high else min(_UNIT, state.high - state.ring)
+            try:
+                chunk = self._ring.read_from(state.ring, size)
+            except SpoolError:
+                lowest = self._ring.lowest()
+                if lowest <= state.ring:
+                    raise
+                log(f"{self.stream.name}: bytes {state.ring} to {lowest} were let go too early")
+                state.ring = lowest
+                continue
+            if not chunk:
+                return False
+            self._copy_kept()  # after the chunk was read: what it names is there
+            chosen, after = self._chosen(records(chunk, is_verified=True), windows, mode)
+            after.ring = state.ring + len(chunk)
+            self._add(chosen, after)
+            state = self._state
+            looked_at += len(chunk)
+        return True
+
+    def _copy_kept(self) -> None:
+        while chunk := self.definitions.read_from(self._state.kept, _UNIT):
+            found = records(chunk, is_verified=True)
+            is_end = np.isin(found.kind, (RecordKind.END, RecordKind.FILLER))
+            after = self._copied_state()
+            after.kept += len(chunk)
+            self._add(_cells(found, ~is_end), after)
+
+    def _copied_state(self) -> _State:
+        return _State(**asdict(self._state))
+
+    def _chosen(
+        self, found: Records, windows: Sequence[Window], mode: Mode
+    ) -> tuple[bytes, _State]:
+        """Return the cells of a chunk that are asked for, and the state after it."""
+        after = self._copied_state()
+        is_known = after.ring < after.high  # it was read before: what was copied is not again
+        earlier = set(after.copied)
+        positions, rows = found.columns(RecordKind.STEP)
+        begins = (rows["event"] == int(StepEvent.BEGIN)) & (rows["mode"] == int(mode))
+        bounds = [0, *positions[begins].tolist(), len(found)]
+        steps = [after.step, *rows["step"][begins].tolist()]
+        wanted = np.zeros(len(found), bool)
+        sequences = _sequences(found)
+        for begin, end, step in zip(bounds, bounds[1:], steps):
+            after.step = int(step)
+            is_wanted = any(w.mode is mode and w.first <= step <= w.last for w in windows)
+            if not is_wanted or (is_known and step in earlier):
+                continue
+            wanted[begin:end] = True
+            if step not in after.copied:
+                after.copied.append(int(step))
+            entered = sequences[begin:end][found.kind[begin:end] == RecordKind.ENTER]
+            if len(entered):
+                after.calls.append([int(entered.min()), int(entered.max())])
+        of_copied = np.zeros(len(found), bool)
+        for low, high in after.calls:
+            of_copied |= (sequences >= low) & (sequences <= high)
+        after.calls = _merged(after.calls)
+        has_call = sequences != NO_SEQUENCE
+        chosen = np.where(has_call, of_copied & (wanted | (not is_known)), wanted)
+        chosen |= found.kind == RecordKind.DEFINITION
+        chosen &= ~np.isin(found.kind, (RecordKind.END, RecordKind.FILLER, RecordKind.GAP))
+        if not is_known:
+            chosen |= _gaps(found, windows, mode)
+        notes = self._notes(after, windows)
+        return _cells(found, chosen) + notes, after
+
+    def _notes(self, after: _State, windows: Sequence[Window]) -> bytes:
+        """Return what happened, noted on the step at which it did, once that is copied."""
+        said = b""
+        while after.noted < len(windows) and windows[after.noted].step in after.copied:
+            window = windows[after.noted]
+            after.noted += 1
+            texts = [window.text]
+            first = min(step for step in after.copied if step >= window.first)
+            if first > max(0, window.first) and self._ring.lowest():
+                texts.append(f"the spool had room for no step before {first}")
+            for text in texts:
+                number = _LAST_NUMBER - after.numbers
+                after.numbers += 1
+                said += _definition({"id": number, "kind": "text", "text": f"black box: {text}"})
+                note = (time.monotonic_ns(), window.step, window.mode, int(StepEvent.NOTE), number)
+                said += _record(RecordKind.STEP, STEP.pack(*note))
+        return said
+
+    def _add(self, cells: bytes, after: _State) -> None:
+        """Take cells into the segment that is next, and what the state is after them."""
+        if len(self._buffer) + len(cells) + _ROOM > _SEGMENT_BYTES:
+            self._write_segment()
+        self._buffer += cells
+        self._state = after
+
+    def _finish(self, windows: Sequence[Window]) -> None:
+        """Write the last segment: with the END record, unless the rank left without one."""
+        self._take_lock()
+        reason = self.ending()
+        if windows:
+            self._copy_kept()
+        else:
+            self._buffer += first_record(self.definitions.read_from(0, _UNIT))
+            self._buffer += _definition({"id": _LAST_NUMBER, "kind": QUIET})
+        self._state.is_done = True
+        end = b""
+        if reason is not EndReason.LOST:
+            code = END_REASONS.index(reason)
+            end = _record(RecordKind.END, END.pack(time.monotonic_ns(), 0, 0, 0, code))
+        self._write_segment(end)
+        self.close()
+
+    def _write_segment(self, end: bytes = b"") -> None:
+        """Put a segment in its place: the buffer, how far it goes, and the END record if any."""
+        self._take_lock()
+        draft = self._target / "draft"
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(mode=0o700)
+        segment = Segment(draft, self._index, _SEGMENT_BYTES)
+        try:
+            segment.map[: len(self._buffer)] = bytes(self._buffer)
+            segment.at = len(self._buffer)
+            number = _LAST_NUMBER - self._state.numbers - 1
+            fields = {"id": number, "kind": _COPIED, **asdict(self._state)}
+            packed = msgpack.packb(fields)
+            put(segment, RecordKind.DEFINITION, DEFINITION_LENGTH.pack(len(packed)) + packed)
+            if end:
+                segment.map[segment.at : segment.at + len(end)] = end
+            elif not self._state.is_done:
+                rest = (segment.end - segment.at) // CELL_BYTES
+                put(segment, RecordKind.FILLER, bytes(rest * PAYLOAD_BYTES))
+        finally:
+            segment.unmap()
+        os.rename(segment.path, segment_path(self._target, self._index))
+        draft.rmdir()
+        self._index += 1
+        self._buffer.clear()
+        self._written_at = time.monotonic()
+
+    def _take_lock(self) -> None:
+        """Stand for the life of the copy: who reads it knows by that whether more will come."""
+        if self._lock is None:
+            self._target.mkdir(mode=0o700, exist_ok=True)
+            self._lock = StreamLock(self._target)
+
+    def _take_up(self) -> None:
+        """Go on behind the last segment of a copy."""
+        self._take_lock()
+        self._index = segment_indexes(self._target)[-1] + 1
+        with StreamReader(self._target) as reader:
+            for chunk in reader.chunks((self._index - 1) * reader.segment_bytes):
+                for entry in records(chunk, is_verified=True).definitions().found:
+                    if entry["kind"] == _COPIED:
+                        self._state = _state(entry)
+        if self._state.is_done:
+            self.close()
+
+    def close(self) -> None:
+        """Give up the copy as it is, and close what is open."""
+        self.definitions.close()
+        self._ring.close()
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+
+def _state(entry: dict[str, Any]) -> _State:
+    return _State(**{name: value for name, value in entry.items() if name not in ("id", "kind")})
+
+
+def _cells(found: Records, chosen: NDArray[np.bool_]) -> bytes:
+    """Return the cells of the chosen records, in their order."""
+    return found.cells[np.repeat(chosen, found.size)].tobytes()
+
+
+_WITH_CALL: Final = (
+    RecordKind.ENTER,
+    RecordKind.EXIT,
+    RecordKind.VALUE,
+    RecordKind.SAMPLES,
+    RecordKind.ERROR,
+)
+"""Records that begin with the number of a call."""
+assert SAMPLES_DTYPE.names and SAMPLES_DTYPE.names[0] == "sequence"
+
+
+def _sequences(found: Records) -> NDArray[np.uint64]:
+    """[R] The call each record belongs to, NO_SEQUENCE for none."""
+    heads = found.cells.take(found.start, axis=0)[:, CELL_BYTES - PAYLOAD_BYTES :]
+    numbers: NDArray[np.uint64] = np.ascontiguousarray(heads[:, :8]).view("<u8").reshape(-1)
+    return np.where(np.isin(found.kind, _WITH_CALL), numbers, np.uint64(NO_SEQUENCE))
+
+
+def _merged(calls: list[list[int]]) -> list[list[int]]:
+    """Join runs of calls that follow on each other."""
+    joined: list[list[int]] = []
+    for low, high in sorted(calls):
+        if joined and low <= joined[-1][1] + 1:
+            joined[-1][1] = max(joined[-1][1], high)
+        else:
+            joined.append([low, high])
+    return joined
+
+
+def _gaps(found: Records, windows: Sequence[Window], mode: Mode) -> NDArray[np.bool_]:
+    """[R] True for what says that records of steps that are asked for were dropped."""
+    chosen = np.zeros(len(found), bool)
+    positions, rows = found.columns(RecordKind.GAP)
+    for window in windows:
+        is_of = (rows["mode"] == int(mode)) & (rows["first_step"] <= window.last)
+        chosen[positions[is_of & (rows["last_step"] >= max(0, window.first))]] = True
+    return chosen
+
+
+def _definition(fields: dict[str, Any]) -> bytes:
+    packed = msgpack.packb(fields, unicode_errors="backslashreplace")
+    return _record(RecordKind.DEFINITION, DEFINITION_LENGTH.pack(len(packed)) + packed)
+
+
+class _Loose:
+    """A place for one record outside of any segment."""
+
+    at = 0
+    data_end = 0
+    end = 0
+
+    def __init__(self, size: int) -> None:
+        self.map = bytearray(size)
+
+
+def _record(kind: RecordKind, payload: bytes) -> bytes:
+    """Return the cells of one record."""
+    place = _Loose((-(-len(payload) // PAYLOAD_BYTES) or 1) * CELL_BYTES)
+    put(place, kind, payload)  # type: ignore[arg-type]  # it needs a map and where to write
+    return bytes(place.map)

@@ -1,0 +1,138 @@
+"""The write side of a rank that holds its last steps back: a stream that lets go of its own begin.
+
+Two streams lie in one folder. The *ring* takes the records of steps, and with them the definitions
+that grow with the number of steps (shapes, collectives). The stream `kept` takes all that is never
+let go: who this rank is, its modules, their first values.
+
+The ring is let go in *turns*. A turn is a run of steps that no definition of an earlier turn is
+needed for: whoever writes forgets at its begin what it has defined. The oldest turn goes once none
+of its steps is among those to be held, and none is younger than `_GRACE_NS`: so long a relay may
+take to notice what happened. A ring that is full lets go earlier. Records are dropped, and counted,
+only where a single turn does not fit.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from rankscope.errors import SpoolError
+from rankscope.record.call import Mode
+from rankscope.record.streams import EndReason
+from rankscope.run.filenames import KEPT_FOLDER
+from rankscope.run.folders import segment_path
+from rankscope.spool.writer import SpoolWriter
+
+__all__ = ["MOST_AHEAD", "RingWriter"]
+
+MOST_AHEAD: Final = 4
+"""Steps that ranks of one job may be apart where something happens; held beyond those asked for."""
+_SEGMENT_BYTES: Final = 4 << 20
+_GRACE_NS: Final = 5_000_000_000
+_TURNS: Final = 8
+"""A turn takes this part of the ring, and more where that is one step."""
+
+
+class _Turn(NamedTuple):
+    offset: int
+    """Where it begins in the ring."""
+    number: int
+    """Of its first step, counted here."""
+    begin_ns: int
+
+
+class RingWriter(SpoolWriter):
+    """One rank's last steps."""
+
+    def __init__(self, folder: Path, *, limit_bytes: int, steps: int) -> None:
+        """Make both streams.
+
+        Args:
+            folder: takes the ring; must not hold records of an earlier process.
+            limit_bytes: of both together, and of what a relay makes of them.
+            steps: whole steps to be held, besides the one that runs.
+
+        Raises:
+            SpoolError: the limit is too small, the stream is taken, or the disk has no room.
+        """
+        ring_bytes = limit_bytes // 2
+        super().__init__(folder, limit_bytes=ring_bytes, segment_bytes=_SEGMENT_BYTES)
+        try:
+            self.kept = SpoolWriter(
+                folder / KEPT_FOLDER, limit_bytes=limit_bytes // 8, segment_bytes=_SEGMENT_BYTES
+            )
+        except SpoolError:
+            super().close(EndReason.SWITCHED_OFF)
+            raise
+        self._steps = steps
+        self._turn_bytes = ring_bytes // _TURNS
+        self._turns: deque[_Turn] = deque([_Turn(0, 0, time.monotonic_ns())])
+        self._count = 0
+        self._has_trained = False
+        self._letting_go = threading.Lock()
+        """Never waited for: whoever finds it taken has nothing to do."""
+        self._freed = 0
+        """First segment that is still there."""
+
+    def begin_step(self, mode: Mode) -> bool:
+        """Note that a step is about to begin; True where a turn begins with it.
+
+        Train steps count, and eval steps of a program that has not trained.
+        """
+        if mode is Mode.TRAIN:
+            self._has_trained = True
+        elif self._has_trained:
+            return False
+        self._count += 1
+        now = time.monotonic_ns()
+        at = self.committed_bytes
+        is_new = at - self._turns[-1].offset >= self._turn_bytes
+        if is_new:
+            self._turns.append(_Turn(at, self._count, now))
+        needed = self._count - self._steps - MOST_AHEAD
+        while (
+            len(self._turns) > 1
+            and self._turns[1].number <= needed
+            and now - self._turns[1].begin_ns > _GRACE_NS
+            and self._let_go()
+        ):
+            pass
+        return is_new
+
+    def close(self, reason: EndReason = EndReason.EXIT, note: int = 0) -> None:
+        """Write END in both; the ring's comes last, and says that all is there."""
+        self.kept.close(reason)
+        super().close(reason, note)
+
+    def _let_go(self) -> bool:
+        """Free the segments of the oldest turn; False where there is no other turn."""
+        if not self._letting_go.acquire(blocking=False):
+            return False
+        try:
+            if len(self._turns) < 2:
+                return False
+            self._turns.popleft()
+            end = self._turns[0].offset // self.segment_bytes
+            for index in range(self._freed, end):
+                segment_path(self.folder, index).unlink(missing_ok=True)
+            self._freed = max(self._freed, end)
+            return True
+        finally:
+            self._letting_go.release()
+
+    def _refresh_data_end(self) -> None:
+        self._make_segment_free()
+        super()._refresh_data_end()
+
+    def _roll_over(self) -> bool:
+        self._make_segment_free()
+        return super()._roll_over()
+
+    def _make_segment_free(self) -> None:
+        """Let go of turns until one segment more is allowed, as far as there are other turns."""
+        while len([kept for kept in self._kept if kept.exists()]) >= self._segments_allowed:
+            if not self._let_go():
+                return

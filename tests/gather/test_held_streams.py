@@ -1,0 +1,279 @@
+"""What a rank holds back stays within its bounds, and is copied whole, each record once."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from rankscope.agent.recorder import Recorder
+from rankscope.agent.ringrecorder import RingRecorder
+from rankscope.assembly.rankstreams import RankStream, read_stream
+from rankscope.assembly.sources import find_streams
+from rankscope.capture.describe import Described
+from rankscope.gather.blackbox import black_box_of
+from rankscope.gather.heldstream import HeldStream, Window
+from rankscope.gather.waitingrule import JobState
+from rankscope.layout.placement import Layout, LayoutSource
+from rankscope.record.call import Mode
+from rankscope.record.phases import Phase
+from rankscope.record.stepselection import StepSelection
+from rankscope.record.streams import EndReason, StreamId
+from rankscope.record.value import ValueMeta
+from rankscope.run.eventboard import EventBoard, Happening, event_folder
+from rankscope.run.filenames import HELD_FOLDER
+from rankscope.run.folders import RunHeader, stream_folder, write_run_header
+from rankscope.spool import ringwriter
+from rankscope.spool.recordformat import StepEvent
+from rankscope.spool.ringwriter import RingWriter
+
+STREAM = StreamId(rank=0, incarnation=0)
+LIMIT = 4 << 20
+
+
+DESCRIBED: dict[int, Described] = {}
+"""By size: descriptions are told apart by identity."""
+
+
+def meta_of(size: int) -> ValueMeta:
+    return ValueMeta(
+        dtype="float32",
+        device="cpu",
+        shape=(size,),
+        global_shape=(size,),
+        layout=Layout(source=LayoutSource.UNKNOWN),
+        ranges=None,
+    )
+
+
+class Rank:
+    """One rank that holds steps back, in this process."""
+
+    def __init__(self, run_folder: Path, steps: int, limit: int = LIMIT, rank: int = 0) -> None:
+        self.header = header_of(run_folder, steps)
+        self.stream = StreamId(rank=rank, incarnation=0)
+        self.folder = stream_folder(run_folder / HELD_FOLDER, self.stream)
+        self.writer = RingWriter(self.folder, limit_bytes=limit, steps=steps)
+        board = EventBoard(event_folder(run_folder, self.header, 0))
+        self.recorder = RingRecorder(self.writer, StepSelection.parse(f"last:{steps}"), board, rank)
+        self.recorder.define("rank", rank=rank, world_size=1, wall_ns=1, monotonic_ns=1)
+        self.root = self.recorder.define("root", **{"class": "Model"})
+        self.module = self.recorder.define("module", root=self.root, path="")
+        with self.recorder.never_let_go():
+            call = self.recorder.enter(
+                self.module, self.root, None, Mode.TRAIN, 0, None, Phase.SETUP, 0
+            )
+            self.value(call, "param:weight", 3, Phase.SETUP)
+            self.recorder.exit(call)
+
+    def value(self, call: int, slot: str, size: int, phase: Phase = Phase.FORWARD) -> None:
+        described = DESCRIBED.setdefault(size, Described(meta=meta_of(size)))
+        self.recorder.value(call, slot, described, None, phase, 0, 0, 0)
+
+    def step(self, step: int, calls: int, mode: Mode = Mode.TRAIN) -> None:
+        """Record a step; every one has a shape of its own."""
+        self.begin(step, calls, mode)
+        self.recorder.step(StepEvent.END, mode, step)
+
+    def begin(self, step: int, calls: int, mode: Mode = Mode.TRAIN) -> None:
+        self.recorder.step(StepEvent.BEGIN, mode, step)
+        for number in range(calls):
+            call = self.recorder.enter(
+                self.module, self.root, None, mode, step, 0, Phase.FORWARD, number
+            )
+            self.value(call, "output", 1000 + step)
+            self.recorder.exit(call)
+
+    def disk(self) -> int:
+        return sum(path.stat().st_size for path in self.folder.rglob("*.cells"))
+
+
+def header_of(run_folder: Path, steps: int) -> RunHeader:
+    return RunHeader(
+        run_id="run",
+        out=run_folder / "out",
+        collector="ipc:///nowhere",
+        world_size=1,
+        settings={"steps": f"last:{steps}"},
+    )
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run folder, in which nothing is held for the time that a relay may take."""
+    monkeypatch.setattr(ringwriter, "_GRACE_NS", 0)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    write_run_header(folder, header_of(folder, 5))
+    return folder
+
+
+def copied(run_folder: Path) -> RankStream:
+    (source,) = find_streams([run_folder])
+    return read_stream(source)
+
+
+def shapes(stream: RankStream) -> Counter[tuple[int, int]]:
+    """How many values each (step, size) has, by the definitions of the copy itself."""
+    steps = dict(zip(stream.enters["sequence"].tolist(), stream.enters["step"].tolist()))
+    return Counter(
+        (steps[int(row["sequence"])], stream.definitions[int(row["meta"])]["shape"][0])
+        for row in stream.values
+        if row["phase"] == int(Phase.FORWARD)
+    )
+
+
+def test_disk_stays_within_the_limit_however_long_the_job_runs(run_folder: Path):
+    rank = Rank(run_folder, steps=5)
+    most = 0
+    for step in range(3000):
+        rank.step(step, calls=20)
+        most = max(most, rank.disk())
+    assert most <= LIMIT * 5 // 8
+    assert rank.writer.dropped_records == 0
+    rank.writer.close()
+    held = HeldStream(run_folder, STREAM)
+    held.copy([Window(Mode.TRAIN, 2994, 2999, 2999, "it happened")], is_final=True)
+    assert shapes(copied(run_folder)) == {(step, 1000 + step): 20 for step in range(2994, 3000)}
+
+
+def test_steps_that_do_not_fit_leave_the_last_of_them_and_say_so(run_folder: Path):
+    rank = Rank(run_folder, steps=50, limit=1 << 20)
+    for step in range(60):
+        rank.step(step, calls=200)
+        assert rank.disk() <= (1 << 20) * 5 // 8
+    rank.writer.close()
+    held = HeldStream(run_folder, STREAM)
+    held.copy([Window(Mode.TRAIN, 9, 59, 59, "it happened")], is_final=True)
+    found = copied(run_folder)
+    steps = sorted({step for step, _ in shapes(found)})
+    assert steps == [*range(steps[0], 60)]
+    assert 9 < steps[0] < 58
+    assert shapes(found) == {(step, 1000 + step): 200 for step in steps}
+    texts = [each["text"] for each in found.definitions.values() if each["kind"] == "text"]
+    assert f"black box: the spool had room for no step before {steps[0]}" in texts
+
+
+def test_a_copy_that_is_taken_up_again_and_again_has_every_record_once(run_folder: Path):
+    seed = random.randrange(1 << 30)
+    chance = random.Random(seed)
+    rank = Rank(run_folder, steps=5, limit=32 << 20)
+    windows: list[Window] = []
+    wanted: set[int] = set()
+    held = HeldStream(run_folder, STREAM)
+    for step in range(200):
+        rank.begin(step, calls=chance.randrange(1, 60))
+        if chance.random() < 0.05:
+            windows.append(Window(Mode.TRAIN, step - 5, step + chance.randrange(3), step, "x"))
+            wanted |= {*range(max(0, windows[-1].first), windows[-1].last + 1)}
+        for _ in range(chance.randrange(3)):
+            held.copy(windows, is_final=False)
+        if chance.random() < 0.3:  # a relay was killed: what it had not put in its place is gone
+            held.close()
+            held = HeldStream(run_folder, STREAM)
+        if chance.random() < 0.1:
+            held._written_at = float("-inf")
+        rank.recorder.step(StepEvent.END, Mode.TRAIN, step)
+    rank.writer.close()
+    while held.copy(windows, is_final=True):
+        pass
+    if not windows:
+        return
+    found = copied(run_folder)
+    expected = {step for step in wanted if step < 200}
+    assert {step for step, _ in shapes(found)} == expected, seed
+    of_forward = found.enters[found.enters["phase"] == int(Phase.FORWARD)]
+    assert len({*of_forward["sequence"].tolist()}) == len(of_forward), seed
+    assert Counter(of_forward["step"].tolist()) == Counter(
+        {step: count for (step, _), count in shapes(found).items()}
+    )
+    assert len(found.exits) == len(found.enters) == len(found.values), seed
+    assert found.end is EndReason.EXIT
+    assert found.dropped == 0
+
+
+def test_a_job_that_ends_in_order_leaves_who_the_rank_was_and_no_more(run_folder: Path):
+    rank = Rank(run_folder, steps=5)
+    for step in range(10):
+        rank.step(step, calls=3)
+    box = black_box_of(run_folder, rank.header)
+    assert box is not None
+    box.look(0.0, JobState.LAUNCHED, None)
+    assert not list(run_folder.glob("rank*"))
+    rank.writer.close()
+    box.look(1.0, JobState.LAUNCHED, None)
+    assert not list(run_folder.glob("rank*")), "another rank may still fail"
+    box.look(2.0, JobState.OVER, None)
+    assert box.is_settled
+    found = copied(run_folder)
+    assert [each["kind"] for each in found.definitions.values()] == ["rank", "quiet", "copied"]
+    assert not len(found.enters) and not len(found.steps)
+    assert found.end is EndReason.EXIT
+
+
+def test_what_one_rank_tells_is_copied_of_all_ranks(run_folder: Path):
+    ranks = [Rank(run_folder, steps=5, rank=number) for number in range(3)]
+    for step in range(30):
+        for rank in ranks:
+            rank.step(step, calls=2)
+    board = EventBoard(event_folder(run_folder, ranks[0].header, 0))
+    told = Happening(
+        kind="nonfinite", mode=Mode.TRAIN, step=20, text="rank 1: output is not finite"
+    )
+    assert board.tell_once(told)
+    assert not board.tell_once(Happening(kind="nonfinite", mode=Mode.TRAIN, step=21, text="again"))
+    box = black_box_of(run_folder, ranks[0].header)
+    assert box is not None
+    for rank in ranks:
+        rank.writer.close()
+    box.look(0.0, JobState.OVER, None)
+    for source in find_streams([run_folder]):
+        found = read_stream(source)
+        assert {step for step, _ in shapes(found)} == {*range(15, 21)}
+        noted = found.steps[found.steps["event"] == int(StepEvent.NOTE)]
+        assert noted["step"].tolist() == [20]
+        text = found.definitions[int(noted["text"][0])]["text"]
+        assert text == f"black box: {told.text}"
+
+
+def test_a_rank_that_is_killed_between_its_records_is_copied_as_far_as_it_came(run_folder: Path):
+    child = os.fork()
+    if not child:
+        rank = Rank(run_folder, steps=5)
+        for step in range(20):
+            rank.step(step, calls=4)
+        rank.begin(20, calls=2)
+        os.kill(os.getpid(), 9)
+    os.waitpid(child, 0)
+    box = black_box_of(run_folder, header_of(run_folder, 5))
+    assert box is not None
+    box.look(0.0, JobState.OVER, None)
+    assert box.is_settled
+    found = copied(run_folder)
+    expected = {(step, 1000 + step): 4 for step in range(15, 20)} | {(20, 1020): 2}
+    assert shapes(found) == expected
+    assert found.end is EndReason.LOST
+    setup = found.enters[found.enters["phase"] == int(Phase.SETUP)]
+    assert len(setup) == 1
+
+
+def test_an_ordinary_recorder_keeps_everything_anyway(tmp_path: Path):
+    writer = ringwriter.SpoolWriter(tmp_path / "rank00000.0", limit_bytes=1 << 20)
+    with Recorder(writer).never_let_go():
+        pass
+    writer.close()
+
+
+def test_entries_on_the_board_are_agreed_upon_by_whoever_comes_first(tmp_path: Path):
+    boards = [EventBoard(tmp_path / "events.0") for _ in range(2)]
+    assert [board.first_time(time) for board, time in zip(boards, (5, 7))] == [5, 5]
+    events = [
+        Happening(kind="touched", mode=Mode.EVAL, step=number, text=f"a b {number}")
+        for number in range(4)
+    ]
+    for number, event in enumerate(events):
+        assert boards[number % 2].tell(event)
+    assert boards[0].events() == boards[1].events() == events

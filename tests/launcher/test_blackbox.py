@@ -1,0 +1,319 @@
+"""`--rs-steps last:N`: nothing is kept of a job in which nothing happened; else the last steps of
+all ranks are the trace."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rankscope.record.call import Mode
+from rankscope.spool.recordcolumns import open_replica
+from rankscope.spool.recordformat import RecordKind
+from rankscope.tree.reader import open_trace
+from tests import forked
+from tests.launcher.launches import Launch, kill, rankscope
+from tests.ports import free_port
+from tests.waiting import wait_until
+
+pytestmark = [
+    pytest.mark.launch,
+    pytest.mark.xdist_group("blackbox"),
+    pytest.mark.skipif(
+        not entry_points(group="torchrun.logs_specs").select(name="rankscope"),
+        reason="needs the start-up file: an environment made by launcher/test",
+    ),
+]
+SCRIPT = """
+import os, pathlib, signal, sys, time
+import torch
+import torch.distributed as dist
+folder, words = pathlib.Path(sys.argv[1]), sys.argv[2:]
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+way, _, at = words[rank].partition("@")
+at = int(at or 0)
+torch.manual_seed(0)
+model = torch.nn.parallel.DistributedDataParallel(
+    torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+)
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+torch.manual_seed(1 + rank)
+for step in range(40):
+    x = torch.randn(2 + step % 3, 4)
+    if step == at and way == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if step == at and way == "raise":
+        raise ValueError("on purpose")
+    if step == at and way == "nan":
+        with torch.no_grad():
+            model.module[0].weight[0, 0] = float("nan")
+    while step == at and way == "wait" and not (folder / "go").exists():
+        (folder / f"waiting.{rank}").touch()
+        time.sleep(0.01)
+    loss = model(x).square().mean()
+    if step == at and way == "leap":
+        loss = loss * 1e6
+    dist.all_reduce(loss.detach().clone())
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if step == at and way == "wait":
+        (folder / f"passed.{rank}").touch()
+os.write(1, f"{rank} {loss.item().hex()}\\n".encode())
+"""
+LAST = ("--rs-steps", "last:4", "--rs-spool-bytes", "8M")
+Start = Callable[..., Launch]
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Start]:
+    """Start a job of `SCRIPT`: `launch(ways, options...)`."""
+    started: list[Launch] = []
+
+    def start(ways: list[str], *options: object) -> Launch:
+        folder = tmp_path / f"job{len(started)}"
+        started.append(Launch(folder, ways, *(options or LAST), script=SCRIPT))
+        return started[-1]
+
+    yield start
+    for job in started:
+        job.stop()
+
+
+def steps_of(out: Path) -> dict[int, set[int]]:
+    """The ranks of each train step of a trace."""
+    found: dict[int, set[int]] = {}
+    for step in open_trace(out).steps:
+        assert step.mode is Mode.TRAIN
+        for node in step.walk():
+            found.setdefault(step.step, set()).update(node.ranks)
+    return found
+
+
+def told(out: Path) -> list[tuple[int, str]]:
+    """What happened, and at which step, as the trace notes it."""
+    return [
+        (step.step, str(each.note).removeprefix("black box: "))
+        for step in open_trace(out).steps
+        for each in step.notes
+        if str(each.note).startswith("black box: ")
+    ]
+
+
+def check(out: Path) -> dict[str, Any]:
+    done = rankscope("check", out, "--json")
+    assert done.returncode in (0, 1), done.stderr
+    report: dict[str, Any] = json.loads(done.stdout)
+    return report
+
+
+def nothing_lost(out: Path) -> bool:
+    done = rankscope("verify", out, "--json")
+    return all(
+        rank["committed"] == rank["received"] and not rank["dropped"] and not rank["gaps"]
+        for rank in json.loads(done.stdout)["ranks"]
+    )
+
+
+def is_removed(spool: Path) -> bool:
+    return not spool.exists() or not any(spool.iterdir())
+
+
+def test_a_job_in_which_nothing_happens_writes_nothing_and_trains_the_same(launch: Start):
+    job = launch(["wait@30", "none"])
+    assert wait_until(lambda: (job.meeting / "waiting.0").exists()), job.err
+    held = [path for path in job.out.rglob("*") if path.suffix == ".cells"]
+    assert not held, "sent before anything happened"
+    job.go()
+    assert job.wait() == 0, job.logs
+    assert "nothing happened, so there is no trace" in job.last_line
+    assert not job.out.exists()
+    assert is_removed(job.spool), job.logs
+    plain = launch(["none", "none"], "--rs-steps", "100000")
+    assert plain.wait() == 0, plain.logs
+    assert sorted(job.stdout.split("\n")) == sorted(plain.stdout.split("\n"))
+
+
+@pytest.mark.parametrize("way", ["kill", "raise", "nan", "leap"])
+def test_the_steps_before_it_of_all_ranks_are_the_trace(launch: Start, way: str):
+    at = random.randrange(15, 36)
+    job = launch(["none", f"{way}@{at}", "none"])
+    code = job.wait()
+    assert (code == 0) == (way in ("nan", "leap")), job.logs
+    found = steps_of(job.out)
+    before = range(at - 4, at)
+    assert {*before} <= found.keys(), (at, sorted(found), told(job.out))
+    assert all(found[step] == {0, 1, 2} for step in before), found
+    assert min(found) >= at - 5, "more than was asked for"
+    assert max(found) <= (at if way != "leap" else 39)
+    assert nothing_lost(job.out)
+    ((step, text), *_) = told(job.out)
+    words = {
+        "kill": "killed, or gone without a word",
+        "raise": "raised",
+        "nan": "is not finite",
+        "leap": "gradient norm",
+    }
+    assert words[way] in text, (step, text)
+    # a rank that is gone before the first call of a step never began it
+    assert step in ((at - 1, at) if way in ("kill", "raise") else (at,))
+    kinds = {finding["kind"] for finding in check(job.out)["findings"]}
+    assert kinds <= {"crash", "hang", "nonfinite-origin"}, kinds  # peers wait for one that is gone
+    assert bool(kinds) == (way != "leap")
+    assert is_removed(job.spool), job.logs
+
+
+def test_a_job_that_stands_still_has_its_last_steps_in_the_trace_while_it_stands(launch: Start):
+    job = launch(["none", "wait@20"], *LAST, "--rs-stall-seconds", 2)
+    assert wait_until(lambda: " has moved since " in job.err), job.err
+    # the records come by themselves: no rank does anything
+    assert wait_until(lambda: {16, 17, 18} <= replicated_steps(job.out)), job.logs
+    hang = [each for each in check(job.out)["findings"] if each["kind"] == "hang"]
+    assert hang, "the trace of the standing job says nothing of it"
+    for pid in job.ranks():
+        kill(pid, signal.SIGKILL)
+    job.wait()
+    found = steps_of(job.out)
+    assert {16, 17, 18, 19} <= {*found} <= {15, 16, 17, 18, 19, 20}, sorted(found)
+    texts = [text for _, text in told(job.out)]
+    assert any("stood still" in text for text in texts), texts
+
+
+def replicated_steps(out: Path) -> set[int]:
+    """Train steps whose records have come, to their end, of both ranks."""
+    found: list[set[int]] = []
+    for path in (out / "spool").glob("*.cells"):
+        rows = open_replica(path).columns(RecordKind.STEP)[1]
+        found.append({int(step) for step in rows["step"][rows["event"] == 1]})
+    return set.intersection(*found) if len(found) == 2 else set()
+
+
+def test_a_touch_asks_for_the_steps_before_it(launch: Start, tmp_path: Path):
+    file = tmp_path / "now"
+    file.touch()
+    job = launch(["wait@20", "none"], "--rs-steps", f"last:4,at:{file}")
+    assert wait_until(lambda: (job.meeting / "waiting.0").exists()), job.err
+    file.touch()
+    assert wait_until(lambda: len(replicated_steps(job.out)) >= 3), job.logs
+    job.go()
+    assert job.wait() == 0, job.logs
+    found = steps_of(job.out)
+    assert {16, 17, 18, 19} <= {*found} <= {15, 16, 17, 18, 19, 20}, sorted(found)
+    assert all(ranks == {0, 1} for ranks in found.values()), found
+    ((_, text),) = told(job.out)
+    assert f"{file} was touched" in text
+    assert nothing_lost(job.out)
+
+
+@pytest.mark.parametrize("name", ["relay", "collector"])
+def test_a_killed_companion_goes_on_with_the_black_box(launch: Start, name: str):
+    job = launch(["wait@20", "kill@30"])
+    assert wait_until(lambda: (job.meeting / "waiting.0").exists()), job.err
+    first = job.companion(name)
+    kill(first, signal.SIGKILL)
+    assert wait_until(lambda: job.companion(name) not in (0, first)), job.logs
+    job.go()
+    job.wait()
+    found = steps_of(job.out)
+    assert {26, 27, 28, 29} <= {*found} <= {*range(25, 31)}, sorted(found)
+    assert nothing_lost(job.out)
+
+
+def test_without_a_launcher_the_trace_comes_all_the_same(tmp_path: Path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "meeting").mkdir()
+    said = {}
+    for way in ("none", "nan@20"):
+        environment = {
+            **os.environ,
+            "RANKSCOPE": "1",
+            "RANKSCOPE_OUT": str(tmp_path / way),
+            "RANKSCOPE_STEPS": "last:4",
+            "RANKSCOPE_SPOOL": str(tmp_path / "spool"),
+        }
+        command = [Path(sys.executable).parent / "torchrun", "--nproc-per-node", "2"]
+        done = forked.run(
+            [*map(str, command), str(tmp_path / "script.py"), str(tmp_path / "meeting"), way, "-"],
+            env=environment,
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stderr
+        said[way] = done.stderr
+    assert "nothing happened, so there is no trace" in said["none"]
+    assert not [*(tmp_path / "none").glob("*")]
+    assert wait_until(lambda: (tmp_path / "nan@20" / "trace.json").exists()), said
+    assert {*steps_of(tmp_path / "nan@20")} == {16, 17, 18, 19, 20}
+
+
+def test_what_cannot_be_held_back_is_refused(launch: Start):
+    for options, words in (
+        (("--rs-steps", "last:4,0-2"), "holds steps back and sends others"),
+        (("--rs-steps", "last:0"), "positive number of steps"),
+        (("--rs-steps", "spike:5"), "which only last:N waits for"),
+        (("--rs-steps", "last:4", "--rs-tensors", "**"), "full tensors are not held back"),
+        (("--rs-steps", "last:4", "--rs-spool-bytes", "512K"), "--rs-spool-bytes 1M or more"),
+    ):
+        job = launch(["none"], *options)
+        assert job.wait() == 2
+        assert words in job.err, job.err
+
+
+@pytest.mark.parametrize("way", ["none", "raise@20"])
+def test_hosts_of_one_job_agree_without_a_word_between_them(tmp_path: Path, way: str):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "meeting").mkdir()
+    port = free_port()
+    hosts = [
+        forked.Popen(
+            [str(Path(sys.executable).parent / "rankscope"), "run", *LAST]
+            + ["--rs-out", str(tmp_path / "trace"), "--rs-spool", str(tmp_path / f"spool{node}")]
+            + ["--rs-drain-seconds", "2", "--nnodes", "2", "--node-rank", str(node)]
+            + ["--master-addr", "127.0.0.1", "--master-port", port, "--nproc-per-node", "1"]
+            + [str(tmp_path / "script.py"), str(tmp_path / "meeting"), "none", way],
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for node in range(2)
+    ]
+    said = [host.communicate(timeout=300)[1] for host in hosts]
+    out = tmp_path / "trace"
+    if way == "none":
+        assert [host.returncode for host in hosts] == [0, 0], said
+        assert "nothing happened, so there is no trace" in said[0]
+        assert not [*out.glob("*")]
+    else:
+        assert wait_until(lambda: (out / "trace.json").exists()), said
+        found = steps_of(out)
+        assert all(found[step] == {0, 1} for step in range(16, 20)), (found, said)
+    assert wait_until(lambda: all(is_removed(tmp_path / f"spool{node}") for node in range(2))), said
+
+
+def test_what_is_held_is_recovered_where_nobody_is_left_to_send_it(launch: Start, tmp_path: Path):
+    job = launch(["none", "wait@20"])
+    assert wait_until(lambda: (job.meeting / "waiting.1").exists()), job.err
+    (run_folder,) = job.spool.glob("*/*")
+    ranks, relay, collector = job.ranks(), job.companion("relay"), job.companion("collector")
+    for pid in (job.process.pid, relay, collector, *ranks):
+        kill(pid, signal.SIGKILL)
+    job.process.wait(60)
+    assert wait_until(lambda: not job.ranks() and not job.companion("relay"))
+    done = rankscope("recover", run_folder, "--out", tmp_path / "recovered")
+    assert done.returncode == 0, done.stderr
+    found = steps_of(tmp_path / "recovered")
+    assert {16, 17, 18, 19} <= {*found} <= {*range(15, 21)}, sorted(found)
