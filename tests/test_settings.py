@@ -43,7 +43,25 @@ def test_steps_are_ranges_a_period_or_all(
     assert all(s in steps for s in inside) and not any(s in steps for s in outside)
 
 
-@pytest.mark.parametrize("text", ["", "2-1", "a", "1-", "every:0", "every:x", "-1", "1;2"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "2-1",
+        "a",
+        "1-",
+        "every:0",
+        "every:x",
+        "-1",
+        "1;2",
+        "last:0",
+        "last:x",
+        "last:3,5",
+        "last:3,all",
+        "spike:3",
+        "last:3,spike:1",
+    ],
+)
 def test_a_bad_step_range_says_how_to_write_one(text: str) -> None:
     with pytest.raises(SettingError, match=r"not a step: write|write 1-2|every:100"):
         StepSelection.parse(text)
@@ -52,6 +70,15 @@ def test_a_bad_step_range_says_how_to_write_one(text: str) -> None:
 def test_a_selection_knows_when_no_later_step_can_come() -> None:
     assert StepSelection.parse("0-2").is_over(2) and not StepSelection.parse("0-2,9").is_over(5)
     assert not StepSelection.parse("every:10").is_over(1000)
+
+
+def test_a_black_box_records_every_step_and_has_a_file_and_a_factor_of_its_own(tmp_path: Path):
+    box = StepSelection.parse(f"last:3,at:{tmp_path}/now,spike:2.5")
+    assert (box.last, box.file, box.spike) == (3, tmp_path / "now", 2.5)
+    assert 0 in box and 10**6 in box and not box.is_over(10**6)
+    assert StepSelection.parse("last:3").spike == 10
+    assert StepSelection.parse("last:3,spike:0").spike == 0
+    assert StepSelection.parse(box.text) == box
 
 
 def test_an_error_names_the_variable_it_was_read_from() -> None:

@@ -14,6 +14,7 @@ from rankscope.agent.ringrecorder import RingRecorder
 from rankscope.assembly.rankstreams import RankStream, read_stream
 from rankscope.assembly.sources import find_streams
 from rankscope.capture.describe import Described
+from rankscope.capture.reading import ValueNumbers
 from rankscope.gather.blackbox import black_box_of
 from rankscope.gather.heldstream import HeldStream, Window
 from rankscope.gather.waitingrule import JobState
@@ -22,7 +23,7 @@ from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
 from rankscope.record.stepselection import StepSelection
 from rankscope.record.streams import EndReason, StreamId
-from rankscope.record.value import ValueMeta
+from rankscope.record.value import ValueFlag, ValueMeta
 from rankscope.run.eventboard import EventBoard, Happening, event_folder
 from rankscope.run.filenames import HELD_FOLDER
 from rankscope.run.folders import RunHeader, stream_folder, write_run_header
@@ -277,3 +278,43 @@ def test_entries_on_the_board_are_agreed_upon_by_whoever_comes_first(tmp_path: P
     for number, event in enumerate(events):
         assert boards[number % 2].tell(event)
     assert boards[0].events() == boards[1].events() == events
+
+
+def reading(**numbers: float) -> ValueNumbers:
+    plain = ValueNumbers(
+        count=4, hash=1, nan=0, posinf=0, neginf=0, zero=0, min=0.0, max=1.0, mean=0.5, std=0.1,
+        l2=1.0, sketch=(0.0,) * 8, samples=None, reused=False,
+    )  # fmt: skip
+    return plain._replace(**numbers)  # type: ignore[arg-type]  # counts are whole
+
+
+def test_only_what_no_right_program_has_is_told(run_folder: Path):
+    rank = Rank(run_folder, steps=5)
+    board = EventBoard(event_folder(run_folder, rank.header, 0))
+    step = 0
+
+    def train(slot: str, phase: Phase, flags: int = 0, **numbers: float) -> list[str]:
+        nonlocal step
+        before = len(board.events())
+        rank.recorder.step(StepEvent.BEGIN, Mode.TRAIN, step)
+        described = DESCRIBED.setdefault(3, Described(meta=meta_of(3)))
+        rank.recorder.value(1, slot, described, reading(**numbers), phase, 0, flags, 0)
+        rank.recorder.step(StepEvent.END, Mode.TRAIN, step)
+        step += 1
+        return [event.kind for event in board.events()[before:]]
+
+    assert not train("output", Phase.FORWARD, neginf=3), "a mask"
+    assert not train("collective.0", Phase.COLLECTIVE, nan=1), "padding"
+    assert not train("grad_output", Phase.BACKWARD, posinf=1), "a GradScaler may skip it"
+    for flag in (ValueFlag.SKIPPED, ValueFlag.SCALED):
+        assert not train("grad:weight", Phase.GRADS, int(flag), posinf=1, l2=1e9)
+    for norm in (1.0, 2.0, 4.0, 8.0, 9.0, 8.0, 7.0, 6.0, 5.0, 4.0, 3.0):
+        assert not train("grad:weight", Phase.GRADS, l2=norm)
+    assert train("grad:weight", Phase.GRADS, l2=400.0) == ["spike"]
+    assert train("output", Phase.FORWARD, nan=1) == ["nonfinite"]
+    assert board.events()[-1].step == step - 1
+    assert not train("param:weight", Phase.PARAMS, posinf=1), "what follows from it"
+    for _ in range(6):
+        assert not train("output", Phase.FORWARD)
+    assert train("grad:weight", Phase.GRADS, nan=1) == ["nonfinite"]
+    rank.writer.close()
