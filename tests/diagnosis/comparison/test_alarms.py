@@ -156,3 +156,38 @@ def test_samples_that_are_missing_are_not_said_to_be_doubled(
     assert report.verdict is Verdict.FAULT
     assert all(finding.kind is not Kind.DUPLICATE for finding in report.findings)
     assert any("missing" in finding.message for finding in report.findings)
+
+
+def of_fewer_options(option: str, value: str, out: str) -> None:
+    """Train two steps with DDP, each rank on samples of its own; `option`: what is left out."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2))
+    wrapped = DDP(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with rankscope.trace(model, out=out, steps="all", **({option: value} if option else {})):
+        for step in range(2):
+            torch.manual_seed(step)
+            samples = torch.randn(8, 6).chunk(2)[dist.get_rank()]
+            wrapped(samples).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.fixture(scope="module")
+def of_all_options(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole")
+    return traced(ranks, of_fewer_options, "", "", folder=folder, world=2)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("phases", "forward"), ("paths", "1"), ("slots", "output")]
+)
+def test_one_program_traced_with_fewer_options_is_the_same_program(
+    ranks: RankPool, of_all_options: Path, option: str, value: str, tmp_path: Path
+) -> None:
+    """Such a trace does not tell that its ranks are data-parallel; the whole one does."""
+    fewer = traced(ranks, of_fewer_options, option, value, folder=tmp_path, world=2)
+    for ref, test in ((of_all_options, fewer), (fewer, of_all_options)):
+        report = compared(ref, test)
+        assert [f.message for f in report.findings] == []
+        assert report.verdict is Verdict.CLEAN and report.compared >= 4

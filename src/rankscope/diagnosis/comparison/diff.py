@@ -276,7 +276,11 @@ class _Comparison:
             wholes_of(self._ref, pair.ref, ref),
             wholes_of(self._test, pair.test, test),
         )
-        sides = [self._ref.samples(ref, wholes[0]), self._test.samples(test, wholes[1])]
+        places = self._places(ref, test)
+        sides = [
+            self._ref.samples(ref, wholes[0], places[0]),
+            self._test.samples(test, wholes[1], places[1]),
+        ]
         batches = Batches(ref=sides[0], test=sides[1], match=match_samples(*sides))
         batches = self._with_places_by_inputs(batches, test)
         is_cut = any(self._ref.lost.is_cut(*key) for key in pair.ref)
@@ -288,6 +292,16 @@ class _Comparison:
         found = self._compared(ref, test, batches, noise, wholes=wholes, phases=phases)
         self._search.step(found, mode, step)
         return found, batches
+
+    def _places(self, ref: StepView, test: StepView) -> list[Array]:
+        """Return the places of the ranks on both sides. What a trace of fewer options does not tell
+        the other one does, where both are of one program."""
+        sides, views = (self._ref, self._test), (ref, test)
+        places = [side.places(view) for side, view in zip(sides, views)]
+        can = [side.can_place(view) for side, view in zip(sides, views)]
+        if can[0] != can[1] and self._ref.is_same_program(self._test):
+            places[can.index(False)] = places[can.index(True)]
+        return places
 
     def _with_places_by_inputs(self, batches: Batches, test: StepView) -> Batches:
         """Return the batches as ranks were handed them, where that explains missing samples."""

@@ -21,6 +21,7 @@ from rankscope.diagnosis.stepview import CallView, StepView, step_view_of
 from rankscope.errors import LayoutError, TraceError
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.call import Mode
+from rankscope.record.phases import Phase
 from rankscope.tree.views import Step, Trace
 
 __all__ = ["StepKey", "TraceSide"]
@@ -84,14 +85,34 @@ class TraceSide:
         """Return the data-parallel place of every rank."""
         return data_places(self.setup, step_view, self.world, self.layouts)
 
-    def samples(self, step_view: StepView, wholes: WholeValues | None = None) -> StepSamples:
+    def can_place(self, step_view: StepView) -> bool:
+        """True where the trace holds what tells the places of ranks: parameters at setup, and what
+        a root was handed."""
+        setup = self.setup
+        has_parameters = setup is not None and any(
+            values.slot.startswith("param:") for values in setup.values(Phase.SETUP)
+        )
+        roots = (call for call in step_view.calls if call.parent is None and call.path == "")
+        return has_parameters and any(any(True for _ in call.inputs) for call in roots)
+
+    def is_same_program(self, other: TraceSide) -> bool:
+        """True where both jobs are one program on as many ranks and the same meshes."""
+        own, theirs = self.trace.run, other.trace.run
+        is_one = own.get("argv", ())[:1] == theirs.get("argv", ())[:1]
+        return is_one and all(own[name] == theirs[name] for name in ("world_size", "meshes"))
+
+    def samples(
+        self, step_view: StepView, wholes: WholeValues | None = None, places: Array | None = None
+    ) -> StepSamples:
         """Return the samples that the ranks worked on.
 
         Args:
             step_view: the step.
             wholes: composes its values, by default as any step's.
+            places: of the ranks, by default what this trace tells.
         """
-        return samples_of_step(step_view, self.places(step_view), wholes or self.wholes)
+        found = self.places(step_view) if places is None else places
+        return samples_of_step(step_view, found, wholes or self.wholes)
 
 
 def _is_for(layouts: LayoutFile, world: int) -> bool:
