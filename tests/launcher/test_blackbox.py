@@ -214,6 +214,9 @@ def test_a_touch_asks_for_the_steps_before_it(launch: Start, tmp_path: Path):
     assert {16, 17, 18, 19} <= {*found} <= {15, 16, 17, 18, 19, 20}, sorted(found)
     assert all(ranks == {0, 1} for ranks in found.values()), found
     ((_, text),) = told(job.out)
+    assert [each.partition("black box: ")[2] for each in open_trace(job.out).happened] == [text]
+    assert any(text in note for note in check(job.out)["notes"])
+    assert "black box: " in rankscope("show", job.out).stdout
     assert f"{file} was touched" in text
     assert nothing_lost(job.out)
 

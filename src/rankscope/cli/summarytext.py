@@ -115,10 +115,12 @@ def _step_title(trace: Trace, step: Step, report: Report | None) -> str:
 
 
 def _job_lines(trace: Trace, paint: Paint, place: str) -> Iterator[str]:
-    """Yield which steps there are, and what is known to be missing."""
+    """Yield which steps there are, why, and what is known to be missing."""
     if trace.steps:
         count = len({(step.mode, step.step) for step in trace.steps})
         yield f"{counted(count, 'step')}: {steps_named(trace.steps)}"
+    for told in trace.happened[:2]:
+        yield paint("yellow", visible(told))
     lacking = [r for r in trace.completeness["ranks"] if not r["complete"]]
     if lacking and not trace.is_live and not trace.is_complete:
         who = ranks_named(rank["rank"] for rank in lacking)

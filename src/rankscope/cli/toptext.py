@@ -50,6 +50,7 @@ def screen_lines(
 
 def _job(found: Mapping[str, Any], paint: Paint) -> Iterator[str]:
     states = ", ".join(f"{n} {state}" for state, n in found["ranks_by_state"].items())
+    states = states or "nothing has come yet"
     count = sum(found["ranks_by_state"].values())
     world = found["world_size"] or count
     hosts = f" on {found['hosts']} host{'s' * (found['hosts'] != 1)}" if found["hosts"] else ""

@@ -135,8 +135,9 @@ def check(
     candidates = matched.judged(candidates, again, context, ends_of(trace))
     candidates += _of_the_end(trace, steps, context)
     _note_stalls(trace, context, candidates)
-    if trace.unread:
-        context.coverage.note(trace.unread)
+    for text in (*trace.happened, trace.unread):
+        if text:
+            context.coverage.note(text)
     joins: list[Join] = []
     if len(candidates) > 1:
         joins += messages.joins()

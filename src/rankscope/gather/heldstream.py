@@ -24,6 +24,7 @@ from rankscope.errors import SpoolError
 from rankscope.gather.log import log
 from rankscope.gather.shipping import end_reason
 from rankscope.record.call import Mode
+from rankscope.record.notes import BLACK_BOX
 from rankscope.record.streams import EndReason, StreamId
 from rankscope.run.filenames import HELD_FOLDER, KEPT_FOLDER
 from rankscope.run.folders import segment_indexes, segment_path, stream_folder
@@ -315,7 +316,7 @@ class HeldStream:
             for text in texts:
                 number = _LAST_NUMBER - after.numbers
                 after.numbers += 1
-                said += _definition({"id": number, "kind": "text", "text": f"black box: {text}"})
+                said += _definition({"id": number, "kind": "text", "text": f"{BLACK_BOX}{text}"})
                 note = (time.monotonic_ns(), window.step, window.mode, int(StepEvent.NOTE), number)
                 said += _record(RecordKind.STEP, STEP.pack(*note))
         return said

@@ -188,9 +188,10 @@ def job_html(name: str, trace: Trace) -> str:
     """Return a line that says which trace it is, how big the job was and how complete it is."""
     steps = counted(len(trace.steps), "step")
     state = "" if trace.is_complete else ' class="not-complete"'
+    happened = "".join(f"<p>{text(told)}</p>" for told in trace.happened[:_FEW])
     return (
         f"<p{state}>{text(name)}<strong>{text(trace.path)}</strong>: {text(extent(trace.run))}, "
-        f"{steps}; {text(trace.state)}</p>"
+        f"{steps}; {text(trace.state)}</p>{happened}"
     )
 
 

@@ -18,7 +18,11 @@ from typing import Any, Final
 
 from rankscope.record.ranklists import ranks_named
 
-__all__ = ["Note", "NoteKind", "RanksNote"]
+__all__ = ["BLACK_BOX", "Note", "NoteKind", "RanksNote"]
+
+
+BLACK_BOX: Final = "black box: "
+"""How a note begins that says why a trace of `--rs-steps last:N` was made."""
 
 
 class NoteKind(enum.Enum):

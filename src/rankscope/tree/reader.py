@@ -167,7 +167,8 @@ def _unfinished(folder: Path, progress: Progress | None) -> Trace:
             raise FolderError(f"{folder}: is empty; nothing has been traced into it yet")
         raise TraceError(
             f"{folder}: not a trace: it holds neither {TRACE_NAME} nor records in {REPLICA_FOLDER}/"
-            "; ranks of a job record from its first forward on"
+            "; ranks of a job record from its first forward on, and with --rs-steps last:N send "
+            "nothing until something happens"
         )
     records = RecordSource(assemble(sources, progress=progress), folder)
     at_work = is_at_work(folder, records.head["run"])

@@ -12,7 +12,7 @@ from rankscope.errors import SelectionError, TraceError
 from rankscope.globs import glob_matches
 from rankscope.layout.placement import Layout, Mesh
 from rankscope.record.call import CallKey, CallStatus, Mode
-from rankscope.record.notes import Note, RanksNote
+from rankscope.record.notes import BLACK_BOX, Note, RanksNote
 from rankscope.record.phases import Phase
 from rankscope.record.ranklists import parse_ranks, ranks_named
 from rankscope.record.statistics import STATISTICS
@@ -498,6 +498,17 @@ class Trace:
             if any(s.mode is Mode.TRAIN for s in self.steps) or not self.steps
             else Mode.EVAL
         )
+
+    @property
+    def happened(self) -> list[str]:
+        """Why the trace of a black box was made: `train step 8: black box: rank 1 raised`."""
+        found = (
+            f"{step.mode.word} step {step.step}: {noted.note}"
+            for step in self.steps
+            for noted in step.notes
+            if str(noted.note).startswith(BLACK_BOX)
+        )
+        return list(dict.fromkeys(found))
 
     def walk(self) -> Iterator[Node]:
         """Yield every node: setup, then the steps."""
