@@ -162,6 +162,7 @@ def test_the_steps_before_it_of_all_ranks_are_the_trace(launch: Start, way: str)
     assert max(found) <= (at if way != "leap" else 39)
     assert nothing_lost(job.out)
     ((step, text), *_) = told(job.out)
+    assert "black box: " in rankscope("show", job.out).stdout
     words = {
         "kill": "killed, or gone without a word",
         "raise": "raised",
@@ -216,7 +217,6 @@ def test_a_touch_asks_for_the_steps_before_it(launch: Start, tmp_path: Path):
     ((_, text),) = told(job.out)
     assert [each.partition("black box: ")[2] for each in open_trace(job.out).happened] == [text]
     assert any(text in note for note in check(job.out)["notes"])
-    assert "black box: " in rankscope("show", job.out).stdout
     assert f"{file} was touched" in text
     assert nothing_lost(job.out)
 
