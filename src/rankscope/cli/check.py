@@ -34,13 +34,14 @@ def command(
     from rankscope.cli.terminal import Paint, fitted, opened, progress, width
     from rankscope.diagnosis.check import check
     from rankscope.diagnosis.finalreport import report_json
+    from rankscope.diagnosis.verdictwords import layout_named
     from rankscope.layout.layoutfile import LayoutFile
     from rankscope.record.finding import Verdict
 
     required = part_of(require_coverage)
     layouts = None if layout is None else LayoutFile.load(layout)
     found = opened(trace)
-    given = str(layout or found.run.get("layout", {}).get("file", ""))
+    given = layout_named(found.run, layout)
     with progress() as say:
         report = check(found, layouts, progress=say)
     if as_json:

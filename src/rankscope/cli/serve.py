@@ -30,6 +30,7 @@ def command(
 ) -> None:
     """Serve the page of `report` on this machine, renewed as steps arrive; Ctrl-C ends it."""
     from rankscope.cli.terminal import opened
+    from rankscope.diagnosis.verdictwords import layout_named
     from rankscope.layout.layoutfile import LayoutFile
     from rankscope.page.checkpage import check_page
     from rankscope.page.pagecontent import PageContent
@@ -38,7 +39,7 @@ def command(
 
     layouts = None if layout is None else LayoutFile.load(layout)
     first = opened(trace)
-    given = str(layout or first.run.get("layout", {}).get("file", ""))
+    given = layout_named(first.run, layout)
     folder = first.path
 
     def make() -> tuple[PageContent, bool]:

@@ -13,7 +13,7 @@ from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.stepview import StepView, step_view_of
 from rankscope.globs import glob_matches
 from rankscope.layout.layoutfile import LayoutFile
-from rankscope.page.calldetails import CallDetails
+from rankscope.page.calldetails import CallDetails, DetailBlocks
 from rankscope.page.cellplanes import CellClass
 from rankscope.page.celltext import cell_lines, shortened
 from rankscope.page.checkcells import CheckCells
@@ -90,7 +90,7 @@ def check_page(
     cells.mark(report.findings)
     places = ranks_html(trace, known[0] if known else None)
     made = _CheckPage(trace, report, cells, charts, wish, places)
-    return fitting(lambda limit: made.content(limit, layout_file), most_bytes), report
+    return fitting(made.frame(layout_file), made.chosen, made.details, most_bytes), report
 
 
 class _CheckPage:
@@ -108,10 +108,9 @@ class _CheckPage:
         self._trace, self._report, self._cells, self._charts = trace, report, cells, charts
         self._wish, self._ranks = wish, ranks
 
-    def content(self, limit: float, layout_file: str) -> PageContent:
-        """Return the page, with so many entries of values."""
+    def frame(self, layout_file: str) -> PageContent:
+        """Return the page without the values behind its cells."""
         trace, report, cells = self._trace, self._report, self._cells
-        choice = self._chosen(limit)
         data, packed = data_of(
             command="check",
             trace=trace,
@@ -120,9 +119,7 @@ class _CheckPage:
             planes=cells.planes,
             classes=CellClass,
             findings=report.findings,
-            details=self._details(choice).blocks,
             charts=self._charts.steps,
-            left_out=choice.left_out,
         )
         return PageContent(
             title=f"{report.verdict.value}: {trace.path.name}",
@@ -140,7 +137,8 @@ class _CheckPage:
             packed=packed,
         )
 
-    def _chosen(self, limit: float) -> ValueChoice:
+    def chosen(self, limit: float) -> ValueChoice:
+        """Return whose values the page holds, where so many entries fit."""
         cells, wish = self._cells, self._wish
         if wish.is_narrow:
             return self._wished()
@@ -163,7 +161,8 @@ class _CheckPage:
         told = "The map shows everything; values are here as --path and --step asked for."
         return ValueChoice(dict.fromkeys(steps, rows), told)
 
-    def _details(self, choice: ValueChoice) -> CallDetails:
+    def details(self, choice: ValueChoice) -> DetailBlocks:
+        """Return the values that were chosen."""
         cells, trace = self._cells, self._trace
         marked: dict[int, set[int]] = {}
         for finding in self._report.findings:
@@ -176,7 +175,7 @@ class _CheckPage:
             if number in choice.rows_of:
                 view = step_view_of(step, columns)
                 details.add(number, view, cells.held[number], choice.rows_of[number])
-        return details
+        return details.blocks
 
     def _text(self) -> str:
         words = [each.word for each in CellClass]

@@ -61,13 +61,13 @@ def diff_page(
         each_step=cells.note,
     )  # fmt: skip
     cells.planes.close()
-    return fitting(lambda limit: _content(ref, test, report, cells, limit), DATA_BYTES), report
+    frame = _frame(ref, test, report, cells)
+    page = fitting(frame, lambda limit: cells.chosen(report, limit), cells.details, DATA_BYTES)
+    return page, report
 
 
-def _content(
-    ref: Trace, test: Trace, report: Report, cells: _DiffCells, limit: float
-) -> PageContent:
-    choice = cells.chosen(report, limit)
+def _frame(ref: Trace, test: Trace, report: Report, cells: _DiffCells) -> PageContent:
+    """Return the page without the values behind its cells."""
     data, packed = data_of(
         command="diff",
         trace=test,
@@ -76,9 +76,7 @@ def _content(
         planes=cells.planes,
         classes=DistanceClass,
         findings=report.findings,
-        details=cells.details(choice),
         charts=cells.charts,
-        left_out=choice.left_out,
     )
     words = [each.word for each in DistanceClass]
     lines = cell_lines(cells.planes, cells.rows, cells.steps.all, words)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from rankscope.page.calldetails import ROWS_PER_BLOCK, DetailBlocks, packed_json
@@ -11,6 +11,7 @@ from rankscope.page.cellplanes import CellClass, CellPlanes, DistanceClass, slot
 from rankscope.page.modulerows import ModuleRows
 from rankscope.page.pagesteps import PageSteps
 from rankscope.page.slotdetails import NUMBER_NAMES
+from rankscope.page.valuechoice import ValueChoice
 from rankscope.record.finding import Finding
 from rankscope.record.ranklists import ranks_text
 from rankscope.record.visibletext import visible
@@ -47,21 +48,43 @@ class PageContent:
         """Bytes of the packed data in a page."""
         return sum(4 * ((len(each) + 2) // 3) for each in self.packed.values())
 
+    def with_values(self, details: DetailBlocks, left_out: str) -> PageContent:
+        """Return the page with the values behind its cells, and what is said of those that are not
+        there."""
+        blocks = details.packed()
+        return replace(
+            self,
+            data={**self.data, "blocks": sorted(blocks), "left_out": left_out},
+            packed={**self.packed, **{f"d{number}": block for number, block in blocks.items()}},
+        )
 
-def fitting(make: Callable[[float], PageContent], most_bytes: int) -> PageContent:
-    """Return the page with as many values as it can hold.
+
+def fitting(
+    page: PageContent,
+    choose: Callable[[float], ValueChoice],
+    details: Callable[[ValueChoice], DetailBlocks],
+    most_bytes: int,
+) -> PageContent:
+    """Return a page with as many values as it can hold.
 
     Args:
-        make: returns a page with so many entries of values.
-        most_bytes: how large its packed data may be.
+        page: all but the values.
+        choose: returns which values, where so many entries fit.
+        details: reads what was chosen.
+        most_bytes: how large the packed data may be.
     """
     limit = most_bytes / _BYTES_PER_ENTRY
+    before = None
     for _ in range(_MOST_TRIES):
-        page = make(limit)
-        if page.size <= most_bytes:
+        choice = choose(limit)
+        if choice == before:  # it takes no limit
             break
-        limit *= 0.8 * most_bytes / page.size
-    return page
+        before = choice
+        found = page.with_values(details(choice), choice.left_out)
+        if found.size <= most_bytes:
+            break
+        limit *= 0.8 * most_bytes / found.size
+    return found
 
 
 def data_of(
@@ -73,18 +96,14 @@ def data_of(
     planes: CellPlanes,
     classes: type[CellClass] | type[DistanceClass],
     findings: Iterable[Finding],
-    details: DetailBlocks,
     charts: Any,
-    left_out: str,
 ) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """Return what a page needs at once, and the packed data."""
+    """Return what a page needs at once, and the packed data; both without values behind cells."""
     packed: dict[str, bytes] = {}
     listed = []
     for number, ((step, phase, kind), plane) in enumerate(planes.deflated().items()):
         packed[f"p{number}"] = plane
         listed.append([step, phase.word, kind, f"p{number}"])
-    blocks = details.packed()
-    packed.update({f"d{number}": block for number, block in blocks.items()})
     packed["charts"] = packed_json(charts)
     hosts: dict[str, list[int]] = {}
     for rank in trace.completeness["ranks"]:
@@ -113,8 +132,6 @@ def data_of(
         "findings": _marks(findings, rows, steps),
         "numbers": NUMBER_NAMES,
         "rows_per_block": ROWS_PER_BLOCK,
-        "blocks": sorted(blocks),
-        "left_out": left_out,
     }
     return data, packed
 

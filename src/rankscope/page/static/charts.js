@@ -43,8 +43,8 @@ function lineChart({ title, note, series, names, isLog = false, unit = "", at = 
   if (at >= 0 && at < count) picture.append(drawn("line", { x1: x(at), x2: x(at), y1: box.top, y2: box.bottom, stroke: "var(--chosen)", "stroke-dasharray": "3 3" }));
   for (const place of odd) picture.append(drawn("text", { x: x(place), y: box.top + 10, "text-anchor": "middle", class: "odd" }, "\u00d7"));
   const stride = Math.ceil(count / MOST_POINTS);
-  series.forEach(({ values, color }, number) => {
-    const ink = `var(--series-${color ?? number % 3})`;
+  series.forEach(({ values }, number) => {
+    const ink = `var(--series-${number % 3})`;
     if (isBars) {
       const thick = Math.max(1, Math.min(18, (0.7 * (box.right - box.left)) / count));
       let bars = "";
@@ -87,9 +87,9 @@ function lineChart({ title, note, series, names, isLog = false, unit = "", at = 
     picture.style.cursor = "pointer";
     picture.addEventListener("click", (event) => pick(placeOf(event)));
   }
-  const legend = series.length > 1 ? series.map(({ name, color }, number) => {
+  const legend = series.length > 1 ? series.map(({ name }, number) => {
     const swatch = make("span", { class: "swatch" });
-    swatch.style.background = `var(--series-${color ?? number % 3})`;
+    swatch.style.background = `var(--series-${number % 3})`;
     return make("span", {}, swatch, `${name} `);
   }) : [];
   const caption = make("figcaption", {}, make("strong", {}, title), note ? ` ${note} ` : " ", ...legend, readout);
