@@ -1,4 +1,4 @@
-"""The Parquet dataset, queried as it lies by the engines it is for."""
+"""The Parquet dataset, read back row by row."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def duck():
 
 
 def table(folder):
-    return f"read_parquet('{folder}/**/*.parquet', hive_partitioning = true)"
+    """As a user names it: no option."""
+    return f"'{folder}/*.parquet'"
 
 
 def test_duckdb_reads_the_numbers_of_the_trace(trace, tmp_path, duck):
@@ -52,33 +53,54 @@ def test_duckdb_reads_the_numbers_of_the_trace(trace, tmp_path, duck):
         assert tuple(row["sketch"]) == digest.sketch
 
 
-def test_partitions_are_columns_with_numbers_for_steps(traces, tmp_path, duck):
+def test_mode_and_step_are_columns_inside_the_files(traces, tmp_path, duck):
     exported(traces["grid"], "parquet", tmp_path / "out")
+    names = [f"{name}.parquet" for name in ("setup-00000000", "train-00000000", "train-00000001")]
+    assert sorted(f.name for f in (tmp_path / "out/values").iterdir()) == names
     where = table(tmp_path / "out/values")
     assert duck.sql(
-        f"select mode, step, ranks, count(*) from {where} group by all order by all"
-    ).fetchall() == [
-        ("setup", 0, "000-003", 4),
-        ("train", 0, "000-003", 20),
-        ("train", 1, "000-003", 20),
-    ]
+        f"select mode, step, incarnation, count(*) from {where} group by all order by all"
+    ).fetchall() == [("setup", 0, 0, 4), ("train", 0, 0, 20), ("train", 1, 0, 20)]
     assert duck.sql(
-        f"select distinct rank, shape from {where} where path = 'fc' and step > 0 and "
-        "placements['tp'] = 'Shard(1)' and list_contains(shape, 3) order by rank"
-    ).fetchall() == [(rank, [4, 3]) for rank in range(4)]
+        f"select distinct rank, shape, placement from {where} where path = 'fc' and mode = 'train' "
+        "and placements['tp'] = 'Shard(1)' and list_contains(shape, 3) order by rank"
+    ).fetchall() == [(rank, [4, 3], "dp=Replicate(),tp=Shard(1)") for rank in range(4)]
 
 
-def test_arrow_reads_it_with_its_types_too(traces, tmp_path):
+def test_no_string_is_a_dictionary_and_a_file_says_what_it_is_of(traces, tmp_path):
+    """Ray Data groups by no dictionary column, and Dask finds no category in one."""
     exported(traces["grid"], "parquet", tmp_path / "out")
-    found = dataset.dataset(tmp_path / "out/values", partitioning="hive").to_table()
-    assert {str(found.schema.field(name).type) for name in ("path", "slot", "class")} == {
-        "dictionary<values=string, indices=int32, ordered=0>"
-    }
-    assert str(found.schema.field("step").type) == "int32"
-    part = next((tmp_path / "out/values").rglob("step=1/**/*.parquet"))
-    about = pq.read_schema(part).metadata
+    for name in ("values", "samples", "calls"):
+        schema = dataset.dataset(tmp_path / "out" / name).schema
+        assert str(schema.field("path").type) == str(schema.field("mode").type) == "string"
+        assert str(schema.field("step").type) == "int64"
+        assert not [field for field in schema if str(field.type).startswith("dictionary")]
+    about = pq.read_schema(tmp_path / "out/values/train-00000001.parquet").metadata
     assert (about[b"rankscope.mode"], about[b"rankscope.step"]) == (b"train", b"1")
     assert about[b"rankscope.complete"] == b"true"
+
+
+def test_calls_are_a_table_of_their_own(trace, tmp_path):
+    exported(trace, "parquet", tmp_path / "out")
+    found = {
+        (row["node"], row["rank"]): row
+        for row in dataset.dataset(tmp_path / "out/calls").to_table().to_pylist()
+    }
+    columns = trace.columns()
+    assert len(found) == len(columns["calls.rank"])
+    for row, (node, rank) in enumerate(
+        zip(columns["calls.node"].tolist(), columns["calls.rank"].tolist())
+    ):
+        own = found[f"{node:016x}", rank]
+        assert own["start_ns"] == columns["calls.start_ns"][row]
+        taken = int(columns["calls.duration_ns"][row])
+        assert own["duration_ns"] == (None if taken < 0 else taken)
+    for node in trace.walk():
+        for outcome in node.outcomes:
+            for rank in outcome.ranks:
+                row = found[node.id, rank]
+                assert row["status"] == outcome.status
+                assert (row["path"], row["class"]) == (node.path, node.class_name)
 
 
 def test_sample_sketches_are_a_table_of_their_own(trace, tmp_path):
@@ -100,45 +122,96 @@ def test_sample_sketches_are_a_table_of_their_own(trace, tmp_path):
     }
 
 
-def test_every_life_of_the_ranks_has_its_part(traces, tmp_path, duck):
+def test_every_life_of_the_ranks_has_its_file(traces, tmp_path, duck):
     exported(traces["odd"], "parquet", tmp_path / "out")
-    names = {f.name for f in (tmp_path / "out/values/mode=train").rglob("*.parquet")}
-    assert names == {"part-0.parquet", "part-1.parquet"}
+    names = {f.name for f in (tmp_path / "out/values").iterdir() if f.name.startswith("train")}
+    assert names == {"train-00000000.parquet", "train-00000000.1.parquet"}
     query = f"select distinct incarnation from {table(tmp_path / 'out/values')} order by 1"
     assert duck.sql(query).fetchall() == [(0,), (1,)]
 
 
-def test_ranks_are_cut_into_blocks_and_rows_into_groups(tmp_path, monkeypatch):
+def wide_trace(folder):
+    """70 ranks, a module with two slots that is called twice, ranks 5 and 6 hold another dtype."""
+    for number in range(70):
+        rank = PaperRank(folder / "spools", number, 70)
+        with rank.call(class_name="Net") as top:
+            for path in ("b", "a", "b"):
+                with rank.call(path, parent=top) as call:
+                    kind = np.float64 if number in (5, 6) else np.float32
+                    rank.value(call, "output", np.full(3, number, kind), samples=True)
+                    rank.value(call, "input.0", np.full(3, number, np.float32))
+        rank.end()
+        rank.ship(folder / "trace")
+    build(folder / "trace")
+    return open_trace(folder / "trace")
+
+
+def test_rows_are_sorted_and_cut_into_row_groups(tmp_path, monkeypatch):
     import rankscope.export.parquet as parquet
 
     monkeypatch.setattr(parquet, "ROWS_A_GROUP", 40)
-    for number in range(70):
-        rank = PaperRank(tmp_path / "spools", number, 70)
-        with rank.call() as call:
-            rank.value(call, "output", np.full(3, number, np.float32), samples=True)
-        rank.end()
-        rank.ship(tmp_path / "trace")
-    build(tmp_path / "trace")
-    trace = open_trace(tmp_path / "trace")
+    trace = wide_trace(tmp_path)
     exported(trace, "parquet", tmp_path / "out")
-    parts = {f.parent.name: f for f in (tmp_path / "out/values").rglob("*.parquet")}
-    assert sorted(parts) == ["ranks=000-063", "ranks=064-069"]
-    file = pq.ParquetFile(parts["ranks=000-063"])
-    groups = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
-    assert groups == [40, 24]
-    assert file.read(["rank"])["rank"].to_pylist() == sorted(range(64), key=lambda r: r)
-    samples = dataset.dataset(tmp_path / "out/samples").to_table()
-    assert samples.num_rows == 70 * 3
-    exported(trace, "parquet", tmp_path / "some", rank="69")
-    assert [f.parent.name for f in (tmp_path / "some/values").rglob("*.parquet")] == [
-        "ranks=064-069"
-    ]
+    names = ("path", "phase", "slot", "micro_batch", "ordinal", "rank")
+    for table_name, rows in (("values", 420), ("samples", 630), ("calls", 280)):
+        file = pq.ParquetFile(tmp_path / "out" / table_name / "train-00000000.parquet")
+        groups = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
+        assert sum(groups) == rows
+        if table_name == "samples":
+            assert max(groups) <= 40
+        else:
+            assert set(groups[:-1]) == {40}
+        own = [name for name in names if name in file.schema_arrow.names]
+        keys = [tuple(row[name] for name in own) for row in file.read(own).to_pylist()]
+        assert keys == sorted(keys)
+    values = dataset.dataset(tmp_path / "out/values").to_table().to_pylist()
+    assert {row["rank"] for row in values if row["dtype"] == "float64"} == {5, 6}
+    has_own_numbers = [row["mean"] == row["rank"] for row in values]
+    assert all(has_own_numbers)
+    exported(trace, "parquet", tmp_path / "some", rank="3,69", path="a")
+    for table_name, rows in (("values", 4), ("samples", 6), ("calls", 2)):
+        some = dataset.dataset(tmp_path / "some" / table_name).to_table().to_pylist()
+        assert len(some) == rows
+        assert {(row["path"], row["rank"]) for row in some} == {("a", 3), ("a", 69)}
+
+
+def test_a_dataset_grows_by_whole_steps(traces, tmp_path):
+    """As the process that builds the tree of a running job calls it: step by step, and again after
+    it was killed."""
+    from rankscope.export.parquet import write_step
+
+    trace, out = traces["grid"], tmp_path / "out"
+    first, second = trace.steps
+    counts = write_step(trace, first, out)
+    assert dataset.dataset(out / "values").to_table().num_rows == counts.values == 20
+    assert {f.name for f in out.rglob("*.parquet")} == {"train-00000000.parquet"}
+    write_step(trace, second, out)
+    write_step(trace, second, out)
+    exported(trace, "parquet", tmp_path / "whole", mode="train")
+    for name in ("values", "samples", "calls"):
+        grown, whole = (
+            dataset.dataset(folder / name).to_table() for folder in (out, tmp_path / "whole")
+        )
+        assert grown.equals(whole)
+    assert not [f for f in out.rglob("*") if f.is_file() and f.suffix != ".parquet"]
+
+
+def test_a_step_that_cannot_be_written_leaves_no_file(tmp_path):
+    from rankscope.errors import TraceError
+    from rankscope.export.parquet import write_step
+
+    trace = wide_trace(tmp_path)
+    columns = trace.columns()
+    trace._columns = columns | {"values.rank": columns["values.rank"][:100]}
+    with pytest.raises(TraceError, match="the trace is damaged"):
+        write_step(trace, trace.steps[0], tmp_path / "out")
+    assert not [f for f in (tmp_path / "out").rglob("*") if f.is_file()]
 
 
 def test_an_empty_folder_is_taken_and_a_full_one_refused(traces, tmp_path):
     (tmp_path / "out").mkdir()
     exported(traces["grid"], "parquet", tmp_path / "out", step="0")
-    assert {each.name for each in (tmp_path / "out").iterdir()} == {"values", "samples"}
+    assert {each.name for each in (tmp_path / "out").iterdir()} == {"values", "samples", "calls"}
     with pytest.raises(Exception, match="exists: give a new name"):
         exported(traces["grid"], "parquet", tmp_path / "out")
 

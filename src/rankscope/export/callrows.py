@@ -41,6 +41,21 @@ class CallRows:
         """Yield the calls of a node, by rank.
 
         Raises:
+            TraceError: as `rows`.
+        """
+        for row in self.rows(node):
+            start, duration = int(self._start[row]), int(self._duration[row])
+            yield RankCall(
+                int(self._rank[row]),
+                start,
+                None if duration < 0 else start + duration,
+                CallStatus.word_of(int(self._status[row])),
+            )
+
+    def rows(self, node: Node) -> range:
+        """Return the rows of a node in the columns of calls.
+
+        Raises:
             TraceError: the columns have none behind those of the node asked for before.
         """
         wanted = np.uint64(int(node.id, 16))
@@ -50,18 +65,12 @@ class CallRows:
                 f"{node.path or '(root)'}: the columns have no call of node {node.id}: "
                 "the trace is damaged"
             )
-        last = first + 1
+        last, look = first + 1, len(node.ranks)  # one row a rank, unless the trace is damaged
         while last < len(self._node) and self._node[last] == wanted:
-            last += 1
+            others = np.flatnonzero(self._node[last : last + look] != wanted)
+            last += int(others[0]) if len(others) else len(self._node[last : last + look])
         self._next = last
-        for row in range(first, last):
-            start, duration = int(self._start[row]), int(self._duration[row])
-            yield RankCall(
-                int(self._rank[row]),
-                start,
-                None if duration < 0 else start + duration,
-                CallStatus.word_of(int(self._status[row])),
-            )
+        return range(first, last)
 
     def _find(self, wanted: np.uint64) -> int | None:
         """Return the first row of a node from the next one on; mostly it is that."""

@@ -42,7 +42,7 @@ FORMATS = {
         "rankscope.export.perfetto", False, "a ZIP for ui.perfetto.dev: calls of all ranks in time"
     ),
     "parquet": Format(
-        "rankscope.export.parquet", True, "a dataset for DuckDB, Spark, Ray, Dask: values, samples"
+        "rankscope.export.parquet", True, "tables for DuckDB, Spark, Ray: values, samples, calls"
     ),
     "hf": Format(
         "rankscope.compat.debugger.treefiles",

@@ -1,30 +1,39 @@
-"""`--format parquet`: values and sample sketches as a dataset, partitioned by mode, step and block
-of ranks.
+"""`--format parquet`: a dataset of plain files, one for each step and table.
 
-    OUT/values/mode=train/step=3/ranks=000-063/part-0.parquet
-    OUT/samples/mode=train/step=3/ranks=000-063/part-0.parquet
+    OUT/values/train-00000003.parquet     what a rank held in a slot of a call
+    OUT/samples/train-00000003.parquet    sketches of the samples of such values
+    OUT/calls/train-00000003.parquet      when a rank made a call, and how the call ended
 
-The number of a part is the life of the ranks (elastic restarts count up). One step and one block of
-ranks is in memory at a time, and of its values one row group.
+The rows of a file are sorted, so that the row groups with one module lie together. Everything that
+tells rows apart is a column: the names of files and folders say nothing that an engine has to know.
+A file appears by rename, `values` last: while a job adds steps, readers see whole files only, and
+a step that is in `values` is in all three.
+
+One step is in memory at a time as the nodes of its tree, and of its rows one row group.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import os
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rankscope.errors import SelectionError, SettingError
+from rankscope.export.callrows import CallRows
 from rankscope.export.place import ExportPlace
-from rankscope.export.rows import Row, mode_word, rows_of
+from rankscope.export.rows import SlotRows, call_fields, mode_word, slot_rows, value_slots
 from rankscope.export.subset import Selection
+from rankscope.record.call import CallStatus
 from rankscope.record.statistics import COUNTS, NUMBERS
 from rankscope.run.filenames import Progress
-from rankscope.tree.digests import Columns
-from rankscope.tree.views import Step, Trace
+from rankscope.tree.digests import Columns, Fold
+from rankscope.tree.slotview import SlotView
+from rankscope.tree.views import Node, Step, Trace
 
 try:
     import pyarrow as pa
@@ -34,31 +43,31 @@ except ImportError as error:
         "--format parquet needs pyarrow, which is not installed: pip install 'rankscope[parquet]'"
     ) from error
 
-__all__ = ["RANKS_A_BLOCK", "ROWS_A_GROUP", "SAMPLES", "VALUES", "write"]
+__all__ = ["CALLS", "ROWS_A_GROUP", "SAMPLES", "VALUES", "StepRows", "write", "write_step"]
 
-RANKS_A_BLOCK = 64
-ROWS_A_GROUP = 1 << 16
-_WORD = pa.dictionary(pa.int32(), pa.string())
-_KEY = [
-    ("incarnation", pa.int32()),
+ROWS_A_GROUP = 122_880
+"""What DuckDB writes and reads best; Spark and Ray take any."""
+_STEP = [("mode", pa.string()), ("step", pa.int64()), ("incarnation", pa.int32())]
+_CALL = [
+    *_STEP,
     ("micro_batch", pa.int32()),
-    ("phase", _WORD),
-    ("path", _WORD),
-    ("class", _WORD),
+    ("phase", pa.string()),
+    ("path", pa.string()),
+    ("class", pa.string()),
     ("ordinal", pa.int32()),
     ("node", pa.string()),
-    ("slot", _WORD),
-    ("rank", pa.int32()),
 ]
+_VALUE = [*_CALL, ("slot", pa.string()), ("rank", pa.int32())]
 VALUES = pa.schema(
     [
-        *_KEY,
-        ("dtype", _WORD),
-        ("device", _WORD),
+        *_VALUE,
+        ("dtype", pa.string()),
+        ("device", pa.string()),
         ("shape", pa.list_(pa.int64())),
         ("global_shape", pa.list_(pa.int64())),
-        ("layout", _WORD),
-        ("mesh", _WORD),
+        ("layout", pa.string()),
+        ("mesh", pa.string()),
+        ("placement", pa.string()),
         ("placements", pa.map_(pa.string(), pa.string())),
         ("flags", pa.list_(pa.string())),
         ("requires_grad", pa.bool_()),
@@ -72,96 +81,281 @@ VALUES = pa.schema(
         ("sketch", pa.list_(pa.float64())),
     ]
 )
-"""What one rank holds in one slot of one call."""
+"""What one rank holds in one slot of one call. Strings are plain: Ray Data groups by no dictionary
+column, Dask finds no category in one. Columns are only ever added; none changes its type."""
 SAMPLES = pa.schema(
-    [*_KEY, ("dim", pa.int32()), ("sample", pa.int32()), ("sketch", pa.list_(pa.float32()))]
+    [*_VALUE, ("dim", pa.int32()), ("sample", pa.int32()), ("sketch", pa.list_(pa.float32()))]
 )
 """One sample of such a value."""
+CALLS = pa.schema(
+    [
+        *_CALL,
+        ("rank", pa.int32()),
+        ("start_ns", pa.int64()),
+        ("duration_ns", pa.int64()),
+        ("status", pa.string()),
+    ]
+)
+"""One call on one rank."""
 _OF_THE_FOLD = ("shape", "flags", "requires_grad", "note")
+
+
+class StepRows(NamedTuple):
+    """How many rows a step has in each table."""
+
+    values: int
+    samples: int
+    calls: int
 
 
 def write(
     trace: Trace, selection: Selection, place: ExportPlace, progress: Progress
 ) -> Sequence[str]:
-    """Write both tables, step by step and block by block."""
-    columns = trace.columns()
-    blocks = _blocks(selection.ranks(trace), int(trace.run["world_size"]))
-    groups, values, samples = len(selection.groups(trace)), 0, 0
+    """Write the tables, step by step."""
+    ranks, calls = selection.ranks(trace), CallRows(trace.columns())
+    groups = len(selection.groups(trace))
+    every = []
     for done, (step, nodes) in enumerate(selection.walk(trace)):
-        where = Path(f"mode={mode_word(step)}", f"step={step.step}")
-        part = f"part-{step.incarnation}.parquet"
-        for at, (name, ranks) in enumerate(blocks):
-            progress("writing values", (done + at / len(blocks)) / groups)
-            about = _about(trace, step)
-            with (
-                _Table(place.target / "values" / where / name / part, VALUES, about) as table,
-                _Table(place.target / "samples" / where / name / part, SAMPLES, about) as sampled,
-            ):
-                rows = rows_of(step, nodes, columns, ranks)
-                while batch := list(itertools.islice(rows, ROWS_A_GROUP)):
-                    table.add(_values(batch, columns))
-                    for piece in _samples(batch, columns):
-                        sampled.add(piece)
-            values, samples = values + table.rows, samples + sampled.rows
+        progress("writing values", done / groups)
+        every.append(
+            write_step(trace, step, place.target, nodes=nodes, ranks=ranks, calls_of=calls)
+        )
+    values, samples, made = (sum(counts) for counts in zip(*every))
     if not values:
         raise SelectionError("the trace holds no value in what is asked for")
-    return (f"{values} values in values/, {samples} sample sketches in samples/",)
+    return (
+        f"{values} values in values/, {samples} sample sketches in samples/, "
+        f"{made} calls in calls/",
+    )
 
 
-def _blocks(ranks: frozenset[int], world_size: int) -> list[tuple[str, frozenset[int]]]:
-    """Return the name of each block of ranks, and which of them are wanted."""
-    last = max(world_size - 1, *ranks)
-    digits = max(3, len(str(last)))
-    found = []
-    for first in range(0, last + 1, RANKS_A_BLOCK):
-        upto = min(first + RANKS_A_BLOCK - 1, last)
-        inside = ranks & frozenset(range(first, upto + 1))
-        if inside:
-            found.append((f"ranks={first:0{digits}d}-{upto:0{digits}d}", inside))
-    return found
+def write_step(
+    trace: Trace,
+    step: Step,
+    folder: Path,
+    *,
+    nodes: Iterable[Node] | None = None,
+    ranks: frozenset[int] | None = None,
+    calls_of: CallRows | None = None,
+) -> StepRows:
+    """Write the files of one step into a dataset, each by rename; files of the same step that are
+    there are replaced. A table without rows has no file.
 
+    Args:
+        trace: an open trace.
+        step: one of its steps, or a setup.
+        folder: the dataset; made where it is missing.
+        nodes: of the step, in the order of its tree; default all.
+        ranks: whose values and calls; default those of all ranks.
+        calls_of: where steps are written in the order of the trace, one for all of them finds their
+            calls without looking through those of earlier steps again.
 
-def _about(trace: Trace, step: Step) -> dict[str, str]:
-    """What a file says of itself where it has been taken out of its folders."""
-    return {
+    Raises:
+        TraceError: the tree and its columns do not fit.
+        OSError: a file cannot be written.
+    """
+    columns = trace.columns()
+    known = list(step.passing() if nodes is None else nodes)
+    wanted = frozenset(int(rank["rank"]) for rank in trace.run["ranks"]) if ranks is None else ranks
+    found = CallRows(columns) if calls_of is None else calls_of
+    about = {
         "rankscope.run": str(trace.run["id"]),
         "rankscope.mode": mode_word(step),
         "rankscope.step": str(step.step),
         "rankscope.complete": "true" if trace.is_complete else "false",
     }
+    life = f".{step.incarnation}" if step.incarnation else ""
+    name = f"{mode_word(step)}-{step.step:08d}{life}.parquet"
+    with (  # left in reverse: values appear last
+        _Table(folder / "values" / name, VALUES, about) as values,
+        _Table(folder / "samples" / name, SAMPLES, about) as samples,
+        _Table(folder / "calls" / name, CALLS, about) as calls,
+    ):
+        for batch in _batches(_calls_in_order(step, known, found, columns, wanted)):
+            calls.add(_calls(batch, columns))
+        for batch in _batches(_values_in_order(step, known, columns, wanted)):
+            values.add(_values(batch, columns))
+            for piece in _samples(batch, columns):
+                samples.add(piece)
+    return StepRows(values.rows, samples.rows, calls.rows)
 
 
 class _Table:
-    """A Parquet file that begins with its first rows; without any there is none."""
+    """A Parquet file that gets its name when the block ends; without any rows there is none."""
 
     def __init__(self, path: Path, schema: Any, about: dict[str, str]) -> None:
         self._path, self._schema = path, schema.with_metadata(about)
+        self._draft = path.with_name(f".{path.name}.{os.getpid()}.new")
         self._writer: Any = None
         self.rows = 0
 
     def __enter__(self) -> _Table:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        if self._writer is not None:
-            self._writer.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if self._writer is not None:
+                self._writer.close()
+                if kind is None:
+                    with self._draft.open("rb") as file:
+                        os.fsync(file.fileno())
+                    os.replace(self._draft, self._path)
+        finally:
+            self._draft.unlink(missing_ok=True)
 
     def add(self, columns: dict[str, Any]) -> None:
         """Append a row group."""
         if self._writer is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._writer = pq.ParquetWriter(self._path, self._schema, compression="zstd")
-        arrays = [pa.array(columns[f.name], f.type) for f in self._schema]
+            self._writer = pq.ParquetWriter(self._draft, self._schema, compression="zstd")
+        arrays = [_array(columns[field.name], field.type) for field in self._schema]
         table = pa.Table.from_arrays(arrays, schema=self._schema)
         self._writer.write_table(table, row_group_size=ROWS_A_GROUP)
         self.rows += len(table)
 
 
-def _values(batch: list[Row], columns: Columns) -> dict[str, Any]:
-    at = np.array([row.row for row in batch])
+def _array(column: Any, kind: Any) -> Any:
+    return column.cast(kind) if isinstance(column, pa.Array) else pa.array(column, kind)
+
+
+class _Owner(NamedTuple):
+    """What rows that lie together have in common."""
+
+    shared: dict[str, Any]
+    fold: Fold | None
+    """None in the table of calls."""
+
+
+class _Batch(NamedTuple):
+    """Rows of a table: arrays of equal length, beside what some of the rows share."""
+
+    owners: list[_Owner]
+    owner: NDArray[np.int64]
+    """Which of `owners` is a row's."""
+    rank: NDArray[np.int64]
+    row: NDArray[np.int64]
+    """Where its numbers stand in the columns of the trace."""
+
+
+def _batches(parts: Iterable[_Batch]) -> Iterator[_Batch]:
+    """Yield the same rows in batches of a row group; the last one may be smaller."""
+    waiting: list[_Batch] = []
+    rows = 0
+    for part in parts:
+        if not len(part.row):
+            continue
+        waiting.append(part)
+        rows += len(part.row)
+        while rows >= ROWS_A_GROUP:
+            whole = _joined(waiting)
+            yield _cut(whole, slice(None, ROWS_A_GROUP))
+            waiting, rows = [_cut(whole, slice(ROWS_A_GROUP, None))], rows - ROWS_A_GROUP
+    if rows:
+        yield _joined(waiting)
+
+
+def _joined(parts: list[_Batch]) -> _Batch:
+    firsts = itertools.accumulate((len(part.owners) for part in parts), initial=0)
+    return _Batch(
+        [owner for part in parts for owner in part.owners],
+        np.concatenate([part.owner + first for part, first in zip(parts, firsts)]),
+        np.concatenate([part.rank for part in parts]),
+        np.concatenate([part.row for part in parts]),
+    )
+
+
+def _cut(batch: _Batch, some: slice) -> _Batch:
+    used, owner = np.unique(batch.owner[some], return_inverse=True)
+    owners = [batch.owners[place] for place in used]
+    return _Batch(owners, owner, batch.rank[some], batch.row[some])
+
+
+def _place(node: Node) -> tuple[str, str]:
+    return node.path, node.phase.word
+
+
+def _turn(node: Node) -> tuple[int, int]:
+    return -1 if node.micro_batch is None else node.micro_batch, node.ordinal
+
+
+def _values_in_order(
+    step: Step, nodes: Iterable[Node], columns: Columns, ranks: frozenset[int]
+) -> Iterator[_Batch]:
+    """Yield the values of one slot after the other, by path, phase, slot, micro-batch, ordinal."""
+    found: dict[tuple[Any, ...], tuple[Node, list[SlotView]]] = {}
+    for node in nodes:
+        for slot in value_slots(node):
+            key = (*_place(node), slot.slot, *_turn(node), node.id)
+            found.setdefault(key, (node, []))[1].append(slot)
+    for key in sorted(found):
+        node, slots = found.pop(key)
+        call = call_fields(step, node)
+        held = (slot_rows(call, slot, columns, ranks) for slot in slots)
+        parts = [_of_slot(each) for each in held if len(each.row)]
+        if not parts:
+            continue
+        whole = _joined(parts)
+        order = np.argsort(whole.rank, kind="stable")
+        yield _Batch(whole.owners, whole.owner[order], whole.rank[order], whole.row[order])
+
+
+def _of_slot(held: SlotRows) -> _Batch:
+    owners = [_Owner(held.shared, fold) for fold in held.folds]
+    return _Batch(owners, held.fold, held.rank, held.row)
+
+
+def _calls_in_order(
+    step: Step, nodes: Iterable[Node], calls: CallRows, columns: Columns, ranks: frozenset[int]
+) -> Iterator[_Batch]:
+    """Yield the calls of one node after the other, by path, phase, micro-batch and ordinal."""
+    wanted = np.array(sorted(ranks), np.int64)
+    found = sorted(
+        ((*_place(node), *_turn(node), node.id, calls.rows(node), node) for node in nodes),
+        key=lambda each: each[:5],
+    )
+    for *_, rows, node in found:
+        rank = columns["calls.rank"][rows.start : rows.stop].astype(np.int64)
+        row = np.arange(rows.start, rows.stop)
+        order = np.argsort(rank, kind="stable")
+        order = order[np.isin(rank[order], wanted)]
+        owner = _Owner(call_fields(step, node), None)
+        yield _Batch([owner], np.zeros(len(order), np.int64), rank[order], row[order])
+
+
+def _shared(batch: _Batch, schema: Any) -> dict[str, Any]:
+    """Return the columns that rows have from their owners."""
+    made: dict[str, Any] = {}
+    place = pa.array(batch.owner)
+    first = batch.owners[0].shared
+    for field in schema:
+        if field.name in first:
+            own = [owner.shared[field.name] for owner in batch.owners]
+        elif field.name in _OF_THE_FOLD and batch.owners[0].fold is not None:
+            own = [getattr(owner.fold, field.name) for owner in batch.owners]
+        else:
+            continue
+        if pa.types.is_map(field.type):
+            own = [None if each is None else list(each.items()) for each in own]
+        made[field.name] = pa.array(own, field.type).take(place)
+    return made | {"rank": batch.rank}
+
+
+def _calls(batch: _Batch, columns: Columns) -> dict[str, Any]:
+    made = _shared(batch, CALLS)
+    duration = columns["calls.duration_ns"][batch.row]
+    status, place = np.unique(columns["calls.status"][batch.row], return_inverse=True)
+    words = pa.array([CallStatus.word_of(int(each)) for each in status])
+    return made | {
+        "start_ns": columns["calls.start_ns"][batch.row],
+        "duration_ns": pa.array(duration, mask=duration < 0),
+        "status": words.take(pa.array(place)),
+    }
+
+
+def _values(batch: _Batch, columns: Columns) -> dict[str, Any]:
+    at = batch.row
     is_digested = columns["values.digested"][at]
-    made: dict[str, Any] = _shared(batch, VALUES)
-    made |= {name: [getattr(row.fold, name) for row in batch] for name in _OF_THE_FOLD}
+    made = _shared(batch, VALUES)
     made["time_ns"] = columns["values.time_ns"][at]
     reference = columns["values.reference"][at].astype(np.int64)
     made["reference"] = pa.array(reference, mask=reference == 0)
@@ -180,22 +374,22 @@ def _values(batch: list[Row], columns: Columns) -> dict[str, Any]:
     return made
 
 
-def _samples(batch: list[Row], columns: Columns) -> Iterator[dict[str, Any]]:
+def _samples(batch: _Batch, columns: Columns) -> Iterator[dict[str, Any]]:
     """Yield the samples of the values of a row group, a row group at a time."""
-    sketches = columns["samples.sketch"]
-    at = np.array([row.row for row in batch])
+    sketches, at = columns["samples.sketch"], batch.row
     counts = np.where(columns["values.sample_row"][at] >= 0, columns["values.sample_count"][at], 0)
     for some in _filled(counts, ROWS_A_GROUP):
-        picked = [i for i in some if counts[i]]
-        if not picked:
+        picked = np.array([i for i in some if counts[i]], np.int64)
+        if not len(picked):
             continue
         many = counts[picked]
-        first = columns["values.sample_row"][at[picked]]
+        value = np.repeat(picked, many)
+        first = columns["values.sample_row"][at[value]]
         sample = np.concatenate([np.arange(count) for count in many])
-        made = _shared([batch[i] for i in np.repeat(picked, many)], SAMPLES)
-        made["dim"] = np.repeat(columns["values.sample_dim"][at[picked]], many)
+        made = _shared(_cut_at(batch, value), SAMPLES)
+        made["dim"] = columns["values.sample_dim"][at[value]]
         made["sample"] = sample
-        made["sketch"] = _lists(sketches[np.repeat(first, many) + sample])
+        made["sketch"] = _lists(sketches[first + sample])
         yield made
 
 
@@ -212,16 +406,8 @@ def _filled(counts: Iterable[int], limit: int) -> Iterator[list[int]]:
     yield some
 
 
-def _shared(batch: list[Row], schema: Any) -> dict[str, Any]:
-    made: dict[str, Any] = {
-        name: [row.shared[name] for row in batch]
-        for name in schema.names
-        if name in batch[0].shared
-    }
-    if "placements" in made:
-        as_map: Callable[[Any], Any] = lambda p: None if p is None else list(p.items())  # noqa: E731
-        made["placements"] = [as_map(each) for each in made["placements"]]
-    return made | {"rank": [row.rank for row in batch]}
+def _cut_at(batch: _Batch, places: NDArray[np.int64]) -> _Batch:
+    return _Batch(batch.owners, batch.owner[places], batch.rank[places], batch.row[places])
 
 
 def _lists(rows: Any, mask: Any = None) -> Any:

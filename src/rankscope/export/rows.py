@@ -5,7 +5,9 @@ named here; `jsonl` and `parquet` each name the numbers of a rank, and parquet's
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 from rankscope.errors import TraceError
 from rankscope.record.value import is_form
@@ -13,7 +15,10 @@ from rankscope.tree.digests import Columns, Fold
 from rankscope.tree.slotview import SlotView
 from rankscope.tree.views import Node, Step
 
-__all__ = ["Row", "mode_word", "rows_of"]
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["Row", "SlotRows", "call_fields", "mode_word", "rows_of", "slot_rows", "value_slots"]
 
 
 class Row(NamedTuple):
@@ -28,39 +33,78 @@ class Row(NamedTuple):
     """Where its numbers stand in the value columns."""
 
 
+class SlotRows(NamedTuple):
+    """The values of one slot entry on some ranks, as arrays of equal length."""
+
+    shared: dict[str, Any]
+    """As in `Row`."""
+    folds: tuple[Fold, ...]
+    fold: NDArray[np.int64]
+    """Which of `folds` is a rank's."""
+    rank: NDArray[np.int64]
+    row: NDArray[np.int64]
+    """As in `Row`."""
+
+
 def mode_word(step: Step) -> str:
     """Return train, eval, or setup for what is before the first step."""
     return "setup" if step.is_setup else step.mode.word
 
 
+def value_slots(node: Node) -> list[SlotView]:
+    """Return the slot entries of a node that hold values: the forms of calls are none."""
+    return [slot for slot in node.slots if not is_form(slot.slot)]
+
+
 def rows_of(
     step: Step, nodes: Iterable[Node], columns: Columns, ranks: frozenset[int]
 ) -> Iterator[Row]:
-    """Yield the rows of some nodes of a step, for some ranks. The forms of calls are none.
+    """Yield the rows of some nodes of a step, for some ranks.
 
     Raises:
         TraceError: the tree and its columns do not fit.
     """
-    rank_of = columns["values.rank"]
     for node in nodes:
-        slots = [slot for slot in node.slots if not is_form(slot.slot)]
-        call = _call(step, node) if slots else {}
-        for slot in slots:
-            rows, folds = slot.rows, slot.folds
-            if rows.stop > len(rank_of):
-                raise TraceError(
-                    f"{node.path or '(root)'} {slot.slot}: rows up to {rows.stop} of "
-                    f"{len(rank_of)}: the trace is damaged"
-                )
-            whose = {rank: fold for fold in folds for rank in fold.ranks}
-            shared: dict[str, Any] = {}
-            for row, rank in zip(rows, rank_of[rows.start : rows.stop].tolist()):
-                if rank in ranks and rank in whose:
-                    shared = shared or call | _slot(slot)
-                    yield Row(shared, whose[rank], rank, row)
+        call: dict[str, Any] = {}
+        for slot in value_slots(node):
+            call = call or call_fields(step, node)
+            held = slot_rows(call, slot, columns, ranks)
+            for fold, rank, row in zip(held.fold.tolist(), held.rank.tolist(), held.row.tolist()):
+                yield Row(held.shared, held.folds[fold], rank, row)
 
 
-def _call(step: Step, node: Node) -> dict[str, Any]:
+def slot_rows(
+    call: dict[str, Any], slot: SlotView, columns: Columns, ranks: frozenset[int]
+) -> SlotRows:
+    """Return the values of one slot entry on some ranks.
+
+    Args:
+        call: `call_fields` of its node.
+        slot: the entry.
+        columns: of the trace.
+        ranks: those that are wanted.
+
+    Raises:
+        TraceError: the tree and its columns do not fit.
+    """
+    rows, folds, column = slot.rows, slot.folds, columns["values.rank"]
+    if rows.stop > len(column):
+        raise TraceError(
+            f"{call['path'] or '(root)'} {slot.slot}: rows up to {rows.stop} of "
+            f"{len(column)}: the trace is damaged"
+        )
+    held = column[rows.start : rows.stop].tolist()
+    whose = {rank: place for place, fold in enumerate(folds) for rank in fold.ranks}
+    found = [
+        (whose[rank], rank, row) for row, rank in zip(rows, held) if rank in ranks and rank in whose
+    ]
+    table = np.array(found, np.int64).reshape(-1, 3)
+    shared = call | _slot_fields(slot) if found else {}
+    return SlotRows(shared, folds, table[:, 0], table[:, 1], table[:, 2])
+
+
+def call_fields(step: Step, node: Node) -> dict[str, Any]:
+    """Return what all values of a call have in common, by name."""
     return {
         "mode": mode_word(step),
         "step": step.step,
@@ -74,8 +118,9 @@ def _call(step: Step, node: Node) -> dict[str, Any]:
     }
 
 
-def _slot(slot: SlotView) -> dict[str, Any]:
+def _slot_fields(slot: SlotView) -> dict[str, Any]:
     shape = slot.global_shape
+    placements = {axis: str(p) for axis, p in slot.placements.items()} or None
     return {
         "slot": slot.slot,
         "dtype": slot.dtype,
@@ -83,5 +128,6 @@ def _slot(slot: SlotView) -> dict[str, Any]:
         "global_shape": None if shape is None else list(shape),
         "layout": slot.source.value,
         "mesh": slot.mesh_name or None,
-        "placements": {axis: str(p) for axis, p in slot.placements.items()} or None,
+        "placements": placements,
+        "placement": placements and ",".join(f"{axis}={p}" for axis, p in placements.items()),
     }
