@@ -137,8 +137,9 @@ def wide_trace(folder):
         with rank.call(class_name="Net") as top:
             for path in ("b", "a", "b"):
                 with rank.call(path, parent=top) as call:
-                    kind = np.float64 if number in (5, 6) else np.float32
-                    rank.value(call, "output", np.full(3, number, kind), samples=True)
+                    kind = "float64" if number in (5, 6) else "float32"
+                    own = np.full(3, number, kind)
+                    rank.value(call, "output", own, samples=True, dtype=kind)
                     rank.value(call, "input.0", np.full(3, number, np.float32))
         rank.end()
         rank.ship(folder / "trace")
