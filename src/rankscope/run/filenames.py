@@ -20,6 +20,9 @@ __all__ = [
     "KEPT_FOLDER",
     "LAUNCHER_LOCK_NAME",
     "NODES_FORMAT",
+    "ORDER_FOLDER",
+    "ORDER_NAME",
+    "ORDER_SEEN_PREFIX",
     "RELAY_LOCK_NAME",
     "RELAY_LOG_NAME",
     "RELAY_STARTED_NAME",
@@ -89,6 +92,13 @@ KEPT_FOLDER = "kept"
 """In the folder of such a stream: the records that are never let go."""
 EVENT_FOLDER = "events"
 """Folder `events.<life>` of what happened (`run.eventboard`), beside the folders of the former."""
+ORDER_NAME = "order.json"
+"""The last order of `rankscope capture`: in the folder of replicas, and where a relay has seen it
+in its run folder."""
+ORDER_SEEN_PREFIX = "order-"
+"""Begins the names of what relays say of an order, beside it in the folder of replicas."""
+ORDER_FOLDER = "orders"
+"""Folder `orders.<life>` in which ranks agree on the first step of an order, beside those words."""
 STREAM_LOCK_NAME = "lock"
 """In the folder of a stream, held by the rank that writes it."""
 

@@ -1,4 +1,5 @@
 """`at:FILE`: a touch makes every rank trace one and the same step. No torch, no collective.
+An order of `rankscope capture` is a touch that says how many steps, and with what.
 
 Every rank looks at FILE when a step begins, and sees a touch at a moment of its own. They agree by
 entries in a folder that all of them see: the first rank to make an entry decides what it says, and
@@ -12,23 +13,58 @@ every other one reads it. Touches are numbered: a rank that slept through one st
 
 So a step is traced by all ranks, or some rank finds out that it came too late, and says so. An
 entry is a symbolic link to its text: made in one call, whole or not at all, on every shared disk.
+
+Of an order the entry has the order itself behind the time, as whoever came first read it; it asks
+for several steps in a row, of which the first is agreed on. `1.over` says that a rank has ended the
+last of them. There is no entry 0: an order counts though it was made before the first step.
 """
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from rankscope.record.call import Mode
 from rankscope.run.eventboard import ABSENT, agree, agreed, file_time
+from rankscope.run.orders import OVER, STANDS, Order, is_taken_before, order_in
 
-__all__ = ["LEAD", "TouchedFile"]
+__all__ = ["LEAD", "OrderWays", "TouchedFile"]
 
 LEAD = 2
 """Steps between the first rank that sees a touch and the step that all of them trace: ranks that
 wait for each other once a step are never further apart.
 """
-_STANDS = "stands"
+_SKEW_S = 0.5
+"""Hosts see an order at times so far apart."""
+
+
+class _Asked(NamedTuple):
+    """A step that a touch asks for."""
+
+    touch: int
+    attempt: int
+    order: Order | None
+
+
+class _Run(NamedTuple):
+    """Steps in a row that stand."""
+
+    touch: int
+    mode: Mode
+    last: int
+    order: Order | None
+
+
+class OrderWays(NamedTuple):
+    """How orders reach a rank."""
+
+    is_alone: bool
+    """No other rank is traced."""
+    is_distant: bool
+    """Ranks of other hosts see an order at other times."""
 
 
 class TouchedFile:
@@ -41,6 +77,7 @@ class TouchedFile:
         *,
         missed: Callable[[Mode, int, str], None],
         failed: Callable[[str], None],
+        orders: OrderWays | None = None,
     ) -> None:
         """Begin to look; touches before the first rank did so do not count.
 
@@ -49,28 +86,40 @@ class TouchedFile:
             folder: where the ranks agree, made where it is missing; None for a rank that is alone.
             missed: told of a step that other ranks traced and this one could not: mode, step, why.
             failed: told why touches are no longer answered here.
+            orders: set where the file holds orders; then `folder` is given, in one that is there
+                once an order was made.
         """
         self._path = str(file)
+        self._orders = orders
         self._look = file_time(file)
         self._folder = folder
         self._missed = missed
         self._failed = failed
         self._is_off = False
-        self._lead = LEAD if folder is not None else 0
+        is_alone = folder is None or (orders is not None and orders.is_alone)
+        self._lead = 0 if is_alone else LEAD
         self._begun = dict.fromkeys(Mode, -1)
         """Last step that began here."""
         self._last_planned = dict.fromkeys(Mode, -1)
-        self._planned: dict[tuple[Mode, int], list[tuple[int, int]]] = {}
-        """(mode, step) -> (touch, attempt) that ask for it."""
+        self._planned: dict[tuple[Mode, int], list[_Asked]] = {}
+        """By mode and step."""
+        self._runs: list[_Run] = []
+        """Steps behind the first of an order."""
+        self.paths: tuple[str, ...] = ()
+        """Globs of modules that are asked for in the step that began last."""
+        self._pace = (0.0, Mode.TRAIN, 0)
+        """When a step of this mode began, a second ago or so: how fast steps are."""
         self._touches = 1
         """Number of the next touch."""
-        self._seen = self._look()
-        try:
-            if folder is not None:
-                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._seen = int(self._agree("0", str(self._seen)))
-        except OSError as error:
-            self._give_up(error)
+        self._seen = ABSENT
+        if orders is None:
+            self._seen = self._look()
+            try:
+                if folder is not None:
+                    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                self._seen = int(self._agree("0", str(self._seen)))
+            except OSError as error:
+                self._give_up(error)
         self._times = {self._seen}
 
     def begins(self, mode: Mode, step: int) -> bool:
@@ -79,11 +128,15 @@ class TouchedFile:
         is_asked = False
         if not self._is_off:
             try:
-                time = self._look()
-                if time != self._seen and time != ABSENT and self._counts(mode):
-                    self._seen = time
-                    self._learn(time, mode, step)
-                is_asked = bool(self._planned) and self._stands(mode, step)
+                if self._orders is not None and self._orders.is_distant:
+                    self._keep_pace(mode, step)
+                seen = self._look()
+                if seen != self._seen and seen != ABSENT and self._counts(mode):
+                    self._seen = seen
+                    self._see(seen, mode, step)
+                if self._planned or self._runs:
+                    self.paths = ()
+                    is_asked = self._stands(mode, step)
             except OSError as error:
                 self._give_up(error)
         self._begun[mode] = step
@@ -91,19 +144,38 @@ class TouchedFile:
 
     def expects(self, mode: Mode, step: int) -> bool:
         """True where this step is planned, as far as this rank knows by now."""
-        return (mode, step) in self._planned
+        return (mode, step) in self._planned or any(
+            run.mode is mode and step <= run.last for run in self._runs
+        )
 
     def close(self) -> None:
         """Say which steps other ranks traced for touches that were never seen from here."""
+        if not self._is_off:
+            try:
+                for run in self._runs:
+                    if self._begun[run.mode] >= run.last:
+                        self._end(run)
+            except OSError as error:
+                self._give_up(error)
         number = self._touches
         while (text := self._read(str(number))) is not None:
-            mode, step, _ = _plan(text)
+            mode, step, _, order = _plan(text)
             attempt = 1
-            while (answer := self._read(f"{number}.{attempt}")) not in (None, _STANDS):
+            while (answer := self._read(f"{number}.{attempt}")) not in (None, STANDS):
                 step, attempt = int(answer or step), attempt + 1
-            if answer == _STANDS and step <= self._begun[mode]:
-                self._missed(mode, step, f"the touch of {self._path} was not seen here")
+            if answer == STANDS:
+                self._miss(mode, step, order, f"{self._what} was not seen here")
             number += 1
+
+    @property
+    def _what(self) -> str:
+        return f"the touch of {self._path}" if self._orders is None else "the order"
+
+    def _miss(self, mode: Mode, first: int, order: Order | None, why: str) -> None:
+        """Say of the steps that are asked for and have begun that they were not traced here."""
+        last = first + (1 if order is None else order.steps) - 1
+        for step in range(first, min(last, self._begun[mode]) + 1):
+            self._missed(mode, step, why)
 
     def _counts(self, mode: Mode) -> bool:
         """An eval step answers a touch only where this process has not trained yet."""
@@ -111,42 +183,85 @@ class TouchedFile:
 
     def _give_up(self, error: OSError) -> None:
         self._is_off = True
-        self._failed(f"touches of {self._path} are not answered on this rank: {error}")
+        what = f"touches of {self._path}" if self._orders is None else "orders"
+        self._failed(f"{what} are not answered on this rank: {error}")
+
+    def _keep_pace(self, mode: Mode, step: int) -> None:
+        """Note how fast steps are, for hosts that see an order at different times: the first step
+        lies so far ahead that the last of them sees it in time."""
+        now = time.monotonic()
+        since, of_mode, at = self._pace
+        seconds = now - since
+        if of_mode is not mode or step < at or seconds > 60:
+            self._pace = (now, mode, step)
+        elif seconds >= 1:
+            self._lead = LEAD + math.ceil((step - at) / seconds * _SKEW_S)
+            self._pace = (now, mode, step)
+        elif step - at > self._lead:  # so many in less than a second
+            self._lead = step - at
 
     # ------------------------------------------------------------------ agreeing
 
-    def _learn(self, time: int, mode: Mode, step: int) -> None:
-        """Read the touches others have seen, up to this one; where nobody has seen it, decide."""
-        while time not in self._times:
-            ahead = max(step + self._lead, self._last_planned[mode] + 1)
-            text = self._agree(str(self._touches), f"{mode.word} {ahead} {time}")
-            where, wanted, seen = _plan(text)
-            self._times.add(seen)
-            self._touches += 1
-            self._plan(where, wanted, self._touches - 1, 1)
+    def _see(self, seen: int, mode: Mode, step: int) -> None:
+        """Take a touch, or an order that ended with no earlier life of the job."""
+        if self._orders is None or self._folder is None:
+            self._learn(seen, "", mode, step)
+            return
+        order = order_in(Path(self._path).parent)
+        if order is None or is_taken_before(self._folder, order.number):
+            return
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        self._learn(order.number, order.text, mode, step)
 
-    def _plan(self, mode: Mode, step: int, touch: int, attempt: int) -> None:
+    def _learn(self, seen: int, words: str, mode: Mode, step: int) -> None:
+        """Read the touches others have seen, up to this one; where nobody has seen it, decide."""
+        while seen not in self._times:
+            ahead = max(step + self._lead, self._last_planned[mode] + 1)
+            text = self._agree(str(self._touches), f"{mode.word} {ahead} {seen} {words}".rstrip())
+            where, wanted, known, order = _plan(text)
+            self._times.add(known)
+            self._touches += 1
+            self._plan(where, wanted, _Asked(self._touches - 1, 1, order))
+
+    def _plan(self, mode: Mode, step: int, asked: _Asked) -> None:
         """Wait for a step; where it has begun here already, put it off for everybody."""
+        touch, attempt, order = asked
+        last = 0 if order is None else order.steps - 1
         while step <= self._begun[mode]:
             later = self._begun[mode] + 1 + self._lead
             answer = self._agree(f"{touch}.{attempt}", str(later))
-            if answer == _STANDS:
-                self._missed(mode, step, f"this rank saw the touch of {self._path} too late")
+            if answer == STANDS:
+                self._miss(mode, step, order, f"this rank saw {self._what} too late")
+                self._runs.append(_Run(touch, mode, step + last, order))
                 return
             step, attempt = int(answer), attempt + 1
-        self._planned.setdefault((mode, step), []).append((touch, attempt))
-        self._last_planned[mode] = max(self._last_planned[mode], step)
+        self._planned.setdefault((mode, step), []).append(_Asked(touch, attempt, order))
+        self._last_planned[mode] = max(self._last_planned[mode], step + last)
 
     def _stands(self, mode: Mode, step: int) -> bool:
         """True where every rank traces this step, or says that it could not."""
-        is_traced = False
-        for touch, attempt in self._planned.pop((mode, step), ()):
-            answer = self._agree(f"{touch}.{attempt}", _STANDS)
-            if answer == _STANDS:
-                is_traced = True
+        for asked in self._planned.pop((mode, step), ()):
+            answer = self._agree(f"{asked.touch}.{asked.attempt}", STANDS)
+            if answer == STANDS:
+                last = step if asked.order is None else step + asked.order.steps - 1
+                self._runs.append(_Run(asked.touch, mode, last, asked.order))
             else:
-                self._plan(mode, int(answer), touch, attempt + 1)
+                self._plan(mode, int(answer), asked._replace(attempt=asked.attempt + 1))
+        is_traced = False
+        for run in [run for run in self._runs if run.mode is mode]:
+            if step > run.last:
+                self._runs.remove(run)
+                self._end(run)
+                continue
+            is_traced = True
+            if run.order is not None:
+                self.paths += run.order.paths
         return is_traced
+
+    def _end(self, run: _Run) -> None:
+        """Tell whoever ordered that the last step is over."""
+        if run.order is not None:
+            self._agree(f"{run.touch}.{OVER}", str(run.last))
 
     def _agree(self, name: str, text: str) -> str:
         """Return what the first rank said under this name."""
@@ -156,7 +271,7 @@ class TouchedFile:
         return None if self._folder is None else agreed(self._folder, name)
 
 
-def _plan(text: str) -> tuple[Mode, int, int]:
-    """Take the entry of a touch apart: mode, step, time of the file."""
-    mode, step, time = text.split(" ")
-    return Mode[mode.upper()], int(step), int(time)
+def _plan(text: str) -> tuple[Mode, int, int, Order | None]:
+    """Take the entry of a touch apart: mode, step, time of the file, order."""
+    mode, step, seen, *words = text.split(" ", 3)
+    return Mode[mode.upper()], int(step), int(seen), Order.read(words[0]) if words else None
