@@ -24,14 +24,23 @@ from rankscope.agent.rendezvous import (
 )
 from rankscope.agent.ringrecorder import RingRecorder
 from rankscope.agent.session import Opened
+from rankscope.agent.steps.chosen import Agreement
+from rankscope.agent.steps.touchedfile import OrderWays
 from rankscope.agent.values.tensorpolicy import make_recorder, tensor_store_of_run
 from rankscope.errors import LayoutError
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.streams import EndReason, RankIdentity, StreamId
 from rankscope.run.eventboard import EventBoard, event_folder
-from rankscope.run.filenames import HELD_FOLDER, REPLICA_FOLDER, STEP_TRIGGER_FOLDER, TRACE_NAME
+from rankscope.run.filenames import (
+    HELD_FOLDER,
+    ORDER_NAME,
+    REPLICA_FOLDER,
+    STEP_TRIGGER_FOLDER,
+    TRACE_NAME,
+)
 from rankscope.run.folders import RunHeader, read_run_header, stream_folder, streams
 from rankscope.run.locks import is_alive
+from rankscope.run.orders import agreement_folder
 from rankscope.run.outfolder import (
     announced,
     typed,
@@ -156,7 +165,7 @@ def join_run(settings: Settings, environ: Mapping[str, str] = os.environ) -> Joi
             identity=identity,
             writer=writer,
             recorder=recorder,
-            step_trigger_folder=_step_trigger_folder(settings, identity, run_folder, header),
+            agreement=_agreement(settings, identity, run_folder, header),
             tensor_store=tensor_store_of_run(settings, recorder, identity, run_folder, header),
             is_launched=bool(prepared),
         ),
@@ -210,15 +219,22 @@ def _life(identity: RankIdentity, earlier: Sequence[StreamId], environ: Mapping[
     return max(identity.incarnation, free)
 
 
-def _step_trigger_folder(
+def _agreement(
     settings: Settings, identity: RankIdentity, run_folder: Path, header: RunHeader
-) -> Path | None:
-    """Return the folder in which the traced ranks agree on a step: all of them see it."""
-    if settings.traced_of(identity.world_size) == 1:
-        return None
+) -> Agreement:
+    """Return where the traced ranks agree on a step: all of them see it."""
+    life = identity.incarnation
+    is_alone = settings.traced_of(identity.world_size) == 1
     is_shared = Collection.of_run(run_folder, header).is_shared
     seen_by_all = header.out / REPLICA_FOLDER if is_shared else run_folder
-    return seen_by_all / f"{STEP_TRIGGER_FOLDER}.{identity.incarnation}"
+    return Agreement(
+        for_touches=None if is_alone else seen_by_all / f"{STEP_TRIGGER_FOLDER}.{life}",
+        for_orders=agreement_folder(run_folder, header, life),
+        order_file=run_folder / ORDER_NAME,
+        order_ways=OrderWays(
+            is_alone=is_alone, is_distant=identity.local_world_size < identity.world_size
+        ),
+    )
 
 
 def define_rank(

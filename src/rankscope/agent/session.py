@@ -10,8 +10,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
@@ -24,6 +23,7 @@ from rankscope.agent.hooks.modules import ModuleInfo
 from rankscope.agent.hooks.tracer import Tracer
 from rankscope.agent.perturbation import Perturbation
 from rankscope.agent.recorder import Recorder
+from rankscope.agent.steps.chosen import Agreement
 from rankscope.agent.steps.compiled import EAGER_IS_ANOTHER_RUN, HIDDEN
 from rankscope.agent.steps.stepping import Stepping
 from rankscope.agent.steps.updates import Updates
@@ -53,8 +53,8 @@ class Opened:
     identity: RankIdentity
     writer: SpoolWriter
     recorder: Recorder
-    step_trigger_folder: Path | None = None
-    """Folder in which the traced ranks agree on a step, None for a rank that is alone."""
+    agreement: Agreement = field(default_factory=Agreement)
+    """Where the traced ranks agree on a step that is asked for while they run."""
     tensor_store: TensorStore | None = None
     """Keeps full tensors, None where none were asked for."""
     is_launched: bool = False
@@ -149,9 +149,7 @@ class Session:
         updates = Updates(
             table, recorder, parameters, steps.optimizers, call_values.gradients, accumulated
         )
-        steps.open(
-            self._rank, recorder, values, tracer, parameters, updates, opened.step_trigger_folder
-        )
+        steps.open(self._rank, recorder, values, tracer, parameters, updates, opened.agreement)
 
     def _begin_scope(self, info: ModuleInfo, module: nn.Module) -> Scope | None:
         with self._beginning:

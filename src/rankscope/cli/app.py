@@ -33,6 +33,7 @@ COMMANDS = (
     "report",
     "serve",
     "top",
+    "capture",
     "tensor",
     "export",
     "verify",
@@ -53,6 +54,7 @@ _HELP = """One trace for the whole distributed job: every module call on every r
   rankscope report                            one HTML file of it: verdict, map, values
   rankscope serve                             the same page beside the running job
   rankscope top                               where its ranks are, on one screen of the terminal
+  rankscope capture TRACE --steps 3           trace the next steps of the running job
   rankscope show --path 'layers.0*' --rank 1  one module, one rank
   rankscope tensor TRACE 'layers.0:output' --global --print    numbers, where they were kept
   rankscope export --format jsonl --out FILE  for jq and pandas; also perfetto, parquet

@@ -1,9 +1,10 @@
 """The black box of one host: sees what happens to its ranks, and what others saw, and has the last
 steps of all of them copied.
 
-A rank that ended otherwise than in order, a job that stands still and a touch of the watched file
-are seen here; what stands in values is seen by the ranks. All of it goes on one board for each life
-of the job (`run.eventboard`), which says at which step it was: that is all hosts agree on.
+A rank that ended otherwise than in order, a job that stands still, a touch of the watched file and
+an order are seen here; what stands in values is seen by the ranks. All of it goes on one board for
+each life of the job (`run.eventboard`), which says at which step it was: that is all hosts agree
+on.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from rankscope.record.streams import EndReason, StreamId
 from rankscope.run.eventboard import ABSENT, EventBoard, Happening, event_folder, file_time
 from rankscope.run.filenames import HELD_FOLDER
 from rankscope.run.folders import RunHeader, read_run_header, streams
+from rankscope.run.orders import Order
 from rankscope.run.stallrecords import Stall
 from rankscope.spool.ringwriter import MOST_AHEAD
 
@@ -87,6 +89,10 @@ class BlackBox:
         self._said: set[tuple[int, int]] = set()
         self._looked_at = float("-inf")
         self._alive_at = time.monotonic()
+        self.order: Order | None = None
+        """The last order of `rankscope capture`."""
+        self.answer = ""
+        """What was done about it: "steps 16-20", as far as this host is asked."""
         self.trouble = ""
         """What went wrong last."""
 
@@ -120,6 +126,7 @@ class BlackBox:
             self._see_ends()
             self._see_stall(stall)
             self._see_touch()
+            self._see_order()
             windows = {life: self._windows(life) for life in self._boards}
             for stream, held in self.streams.items():
                 if held.copy(windows[stream.incarnation], is_final=is_final):
@@ -216,6 +223,24 @@ class BlackBox:
         if alive:
             mode, step = _furthest(alive)
             board.tell(Happening(kind="touched", mode=mode, step=step, text=text))
+
+    def _see_order(self) -> None:
+        """Tell of an order; the board keeps it apart from those before it."""
+        if self.order is None or not self.streams:
+            return
+        text = f"rankscope capture asked for it ({self.order.number})"
+        if all(event.text != text for board in self._boards.values() for event in board.events()):
+            alive = {s: held for s, held in self.streams.items() if held.is_alive}
+            if not alive:
+                return
+            mode, step = _furthest(alive)
+            board = self._boards[max(stream.incarnation for stream in alive)]
+            board.tell(Happening(kind="ordered", mode=mode, step=step, text=text))
+        for board in self._boards.values():
+            for event in board.events():
+                if event.text == text:
+                    first = max(0, event.step - self._steps)
+                    self.answer = f"{event.mode.word} {first} {event.step} {self.order.number}"
 
 
 def _furthest(held: Mapping[StreamId, HeldStream]) -> tuple[Mode, int]:

@@ -18,6 +18,8 @@ from rankscope.run.filenames import (
     HELD_FOLDER,
     JOB_OVER_NAME,
     LAUNCHER_LOCK_NAME,
+    ORDER_FOLDER,
+    ORDER_NAME,
     RELAY_LOCK_NAME,
     RELAY_LOG_NAME,
     RELAY_STARTED_NAME,
@@ -44,6 +46,7 @@ _OURS = (
     RELAY_STARTED_NAME,
     COLLECTOR_STARTED_NAME,
     COLLECTOR_SOCKET_NAME,
+    ORDER_NAME,
 )
 """Files of a run folder that go with it."""
 
@@ -66,7 +69,7 @@ def remove_run(run_folder: Path, is_elsewhere: Callable[[StreamId], bool]) -> St
         shutil.rmtree(stream_folder(run_folder, stream), ignore_errors=True)
     shutil.rmtree(run_folder / TENSOR_FOLDER, ignore_errors=True)
     shutil.rmtree(held, ignore_errors=True)
-    for name in (STEP_TRIGGER_FOLDER, EVENT_FOLDER):
+    for name in (STEP_TRIGGER_FOLDER, EVENT_FOLDER, ORDER_FOLDER):
         for folder in run_folder.glob(f"{name}.*"):
             shutil.rmtree(folder, ignore_errors=True)
     remove_stalls(run_folder)

@@ -18,6 +18,7 @@ from rankscope.gather.blackbox import BlackBox, black_box_of
 from rankscope.gather.cleanup import is_in_tree, remove_run
 from rankscope.gather.links import Link, SharedLink, SocketLink
 from rankscope.gather.log import ExitOutcome, log
+from rankscope.gather.orderwatch import OrderWatch
 from rankscope.gather.shipping import Shipment
 from rankscope.gather.stallmonitor import StallMonitor
 from rankscope.gather.waitingrule import JobState
@@ -85,6 +86,7 @@ class _Relay:
         self._stalls: StallMonitor | None = None
         self._box: BlackBox | None = None
         """Where the ranks hold their last steps back."""
+        self._orders: OrderWatch | None = None
         self._drain_s = DRAIN_SECONDS
         self._own_socket: Path | None = None
         """Of a collector that was started for this host's run alone."""
@@ -105,6 +107,7 @@ class _Relay:
         name = relay_name(self._run_folder)
         self._stalls = StallMonitor(self._run_folder, header, name)
         self._box = black_box_of(self._run_folder, header)
+        self._orders = OrderWatch(self._run_folder, header, name)
         link: Link
         link = SharedLink(header, name) if collection.is_shared else SocketLink(header, name)
         try:
@@ -138,6 +141,7 @@ class _Relay:
             if self._stalls is not None:
                 self._stalls.look(self._shipments if box is None else box.streams, now)
                 link.stall = self._stalls.latest
+            self._look_for_orders(now)
             was_busy = box is not None and box.look(now, self._job, link.stall)
             if link.exchange(self._shipments, now, self._told_job()) or was_busy:
                 continue
@@ -156,6 +160,16 @@ class _Relay:
                 log("no rank ever traced")
                 return ExitOutcome.UNFINISHED
         return ExitOutcome.DONE
+
+    def _look_for_orders(self, now: float) -> None:
+        box, orders = self._box, self._orders
+        if orders is None:
+            return
+        if box is None:
+            orders.look(now, self._shipments)
+        else:
+            orders.look(now, box.streams, box.answer)
+            box.order = orders.order
 
     def _has_no_room(self, link: Link, now: float) -> bool:
         """True where a trace folder that this relay writes takes nothing of a job that is over."""

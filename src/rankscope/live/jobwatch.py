@@ -76,6 +76,8 @@ class RankStatus:
     compared_steps: int = 0
     ended: tuple[EndedStep, ...] = ()
     steps_ended: int = 0
+    missed: tuple[tuple[Mode, int], ...] = ()
+    """The last steps that it was asked for too late."""
     records: int = 0
     lost_records: int = 0
     unsent_bytes: int | None = None
@@ -300,6 +302,7 @@ class JobWatch:
             beside_history=last.seconds / max(median(earlier), 1e-9) if last and earlier else None,
             ended=tuple(tail.ended),
             steps_ended=tail.steps_ended,
+            missed=tuple(tail.missed),
             records=tail.records,
             lost_records=tail.lost_records,
             unsent_bytes=unsent,

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from rankscope.assembly.rankstreams import definitions_in
 from rankscope.record.call import Mode
+from rankscope.record.notes import Note, NoteKind
 from rankscope.record.phases import Phase
 from rankscope.record.streams import EndReason
 from rankscope.record.value import ValueFlag
@@ -107,6 +108,10 @@ class StreamTail:
         self.running: tuple[int, int] | None = None
         """(mode, step) of the step that runs."""
         self.ended: deque[EndedStep] = deque(maxlen=_KEPT_STEPS)
+        self.missed: deque[tuple[Mode, int]] = deque(maxlen=_KEPT_STEPS)
+        """Steps that this rank was asked for too late."""
+        self._missed_notes: set[int] = set()
+        """Definitions of the note that says so."""
         self._began_ns = 0
         self._train_mark: StepEvent | None = None
         self._train_begun = self._train_call = self._optimizer_step = -1
@@ -150,6 +155,8 @@ class StreamTail:
         for number, definition in definitions_in(found, self._decoded)[0].items():
             if definition["kind"] in _KEPT_KINDS:
                 self.definitions[number] = definition
+            elif Note.read("", definition.get("fact")).kind is NoteKind.MISSED_STEP:
+                self._missed_notes.add(number)
 
     def take(self, found: Records) -> None:
         """Take the next records of the stream."""
@@ -285,6 +292,8 @@ class StreamTail:
 
     def _note_steps(self, steps: Rows) -> None:
         for row in steps:
+            if int(row["text"]) in self._missed_notes and row["event"] == int(StepEvent.NOTE):
+                self.missed.append((Mode(int(row["mode"])), int(row["step"])))
             if row["event"] not in (int(StepEvent.BEGIN), int(StepEvent.END)):
                 continue
             mode, step, event = int(row["mode"]), int(row["step"]), StepEvent(int(row["event"]))

@@ -42,7 +42,7 @@ class Happening:
     """Something that happened: the steps before it become a trace."""
 
     kind: str
-    """"ended", "stalled", "nonfinite", "spike" or "touched"."""
+    """"ended", "stalled", "nonfinite", "spike", "touched" or "ordered"."""
     mode: Mode
     step: int
     """The step that ran where it happened."""

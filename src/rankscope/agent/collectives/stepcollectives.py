@@ -51,7 +51,8 @@ class CollectiveTracing:
         self._open_session = open_session
         self._running = running
         self._is_wanted = Phase.COLLECTIVE.word in settings.phases
-        self._takes_outside = any(glob_matches(glob, "") for glob in settings.paths)
+        self._paths = settings.paths
+        self.select_too(())
         self._watch = CollectiveWatch(guard, self)
         self._messages = MessageCount()
         self._nodes = NodeMap()
@@ -80,6 +81,10 @@ class CollectiveTracing:
             self._watch.put_on(only_pairs=is_first)
         if is_first:
             self._messages.begin("start")
+
+    def select_too(self, paths: tuple[str, ...]) -> None:
+        """Take collectives outside every module call where the setting or these globs take ""."""
+        self._takes_outside = any(glob_matches(glob, "") for glob in (*self._paths, *paths))
 
     def count_messages_from(self, point: str) -> None:
         """Number messages from here on, where every rank does: see `Collective.since`."""

@@ -135,7 +135,8 @@ class ModuleTable:
         """
         self._enters_compiled = enters_compiled
         self._find_network = find_network
-        self._paths = paths
+        self._paths = self._selected = paths
+        """The setting, and what is selected now."""
         self._infos: dict[int, tuple[weakref.ReferenceType[nn.Module], ModuleInfo]] = {}
         self._loose: dict[tuple[Root | None, str, type], ModuleInfo] = {}
         self._most = _FEWEST_KEPT
@@ -328,6 +329,21 @@ class ModuleTable:
     def _is_opaque(self, wrapper: tuple[str, str]) -> bool:
         return wrapper[1] == "compile" and not self._enters_compiled
 
+    def select_too(self, paths: tuple[str, ...]) -> None:
+        """Record these modules besides those of the setting, until it is said anew.
+
+        Args:
+            paths: globs; none for the setting alone.
+        """
+        selected = (*self._paths, *paths)
+        if selected != self._selected:
+            self._selected = selected
+            for info in (*(i for _, i in [*self._infos.values()]), *self._loose.values()):
+                info.is_selected = self._is_selected(info.path)
+
+    def _is_selected(self, path: str) -> bool:
+        return "*" in self._selected or any(glob_matches(glob, path) for glob in self._selected)
+
     def _walk(self, root: Root) -> list[ModuleInfo]:
         """Add every module below a root that is not known yet; return all, the root's own first."""
         top = root.module()
@@ -386,9 +402,7 @@ class ModuleTable:
         if isinstance(module, torch.jit.ScriptModule):
             info.is_opaque = True
             info.class_name = str(module.original_name)
-        info.is_selected = self._paths == ("*",) or any(
-            glob_matches(glob, path) for glob in self._paths
-        )
+        info.is_selected = self._is_selected(path)
         self._keep(module, info)
         return info
 

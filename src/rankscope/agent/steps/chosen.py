@@ -1,18 +1,34 @@
-"""Which steps are traced: those the setting names, and those a touch of its file asks for."""
+"""Which steps are traced: those the setting names, and those a touch of its file or an order asks
+for.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from rankscope.agent.guard import say
 from rankscope.agent.recorder import Recorder
-from rankscope.agent.steps.touchedfile import TouchedFile
+from rankscope.agent.steps.touchedfile import ALONE, OrderWays, TouchedFile
 from rankscope.record.call import Mode
 from rankscope.record.notes import Note, NoteKind
 from rankscope.record.stepselection import StepSelection
 from rankscope.spool.recordformat import StepEvent
 
-__all__ = ["ChosenSteps"]
+__all__ = ["Agreement", "ChosenSteps"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agreement:
+    """Where ranks agree on steps that are asked for while the job runs."""
+
+    for_touches: Path | None = None
+    """Folder, None for a rank that is alone."""
+    for_orders: Path | None = None
+    """Folder, None where nobody would hand this rank an order."""
+    order_file: Path = Path()
+    """Where orders are looked for."""
+    order_ways: OrderWays = ALONE
 
 
 class ChosenSteps:
@@ -21,19 +37,27 @@ class ChosenSteps:
     def __init__(self, selection: StepSelection) -> None:
         self._selection = selection
         self._trigger: TouchedFile | None = None
+        self._orders: TouchedFile | None = None
+        self._paths: dict[Mode, tuple[str, ...]] = {}
+        """Of the step that runs."""
         self._has_begun = False
         """A step that is traced has begun."""
 
-    def watch_file(self, recorder: Recorder, rank: int, step_trigger_folder: Path | None) -> None:
-        """Begin to look at the file of `at:FILE`, where the setting has one.
+    @property
+    def ordered_paths(self) -> tuple[str, ...]:
+        """Globs of modules to trace in the steps that run, besides those of the setting."""
+        return tuple(glob for paths in self._paths.values() for glob in paths)
+
+    def watch_files(self, recorder: Recorder, rank: int, agreement: Agreement) -> None:
+        """Begin to look at the file of `at:FILE`, where the setting has one, and for orders.
 
         Args:
             recorder: where missed steps are written down.
             rank: this one's number.
-            step_trigger_folder: the folder in which ranks agree; None for a rank that is alone.
+            agreement: where ranks agree.
         """
-        if self._selection.file is None or self._selection.last:
-            return  # the relay looks at the file of a black box
+        if self._selection.last:
+            return  # the relay looks for both
 
         def missed(mode: Mode, step: int, why: str) -> None:
             note = Note.of(NoteKind.MISSED_STEP, why=why)
@@ -44,13 +68,27 @@ class ChosenSteps:
             recorder.error(None, why)
             say(f"rank {rank}: {why}")
 
-        self._trigger = TouchedFile(
-            self._selection.file, step_trigger_folder, missed=missed, failed=failed
-        )
+        if self._selection.file is not None:
+            folder = agreement.for_touches
+            self._trigger = TouchedFile(self._selection.file, folder, missed=missed, failed=failed)
+        if agreement.for_orders is not None:
+            self._orders = TouchedFile(
+                agreement.order_file,
+                agreement.for_orders,
+                missed=missed,
+                failed=failed,
+                orders=agreement.order_ways,
+            )
 
     def begins(self, mode: Mode, step: int) -> bool:
         """Say, once as it begins, whether a step is traced."""
         is_asked = self._trigger is not None and self._trigger.begins(mode, step)
+        if self._orders is not None:
+            is_ordered = self._orders.begins(mode, step)
+            if mode is Mode.TRAIN:
+                self._paths.clear()
+            self._paths[mode] = self._orders.paths if is_ordered else ()
+            is_asked = is_asked or is_ordered
         is_chosen = is_asked or step in self._selection
         self._has_begun = self._has_begun or is_chosen
         return is_chosen
@@ -77,13 +115,15 @@ class ChosenSteps:
     def expects(self, step: int) -> bool:
         """Say whether a train step is going to be traced, as far as is known before it begins."""
         is_asked = self._trigger is not None and self._trigger.expects(Mode.TRAIN, step)
-        return is_asked or step in self._selection
+        is_ordered = self._orders is not None and self._orders.expects(Mode.TRAIN, step)
+        return is_asked or is_ordered or step in self._selection
 
     def is_over(self, step: int) -> bool:
         """True where no step after `step` can be traced."""
-        return self._selection.is_over(step)
+        return self._orders is None and self._selection.is_over(step)
 
     def close(self) -> None:
-        """Say which touches this rank never saw."""
-        if self._trigger is not None:
-            self._trigger.close()
+        """Say which touches and orders this rank never saw."""
+        for each in (self._trigger, self._orders):
+            if each is not None:
+                each.close()

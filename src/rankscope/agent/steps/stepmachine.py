@@ -256,5 +256,5 @@ class StepMachine:
         return self._chosen.none_traced(self.train, self.eval)
 
     def close(self) -> None:
-        """Say which touches of the file of `at:FILE` this rank never saw."""
+        """Say which touches of the file of `at:FILE`, and which orders, this rank never saw."""
         self._chosen.close()

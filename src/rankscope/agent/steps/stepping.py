@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -29,7 +28,7 @@ from rankscope.agent.hooks.pythonstack import (
 )
 from rankscope.agent.hooks.tracer import Tracer
 from rankscope.agent.recorder import Recorder
-from rankscope.agent.steps.chosen import ChosenSteps
+from rankscope.agent.steps.chosen import Agreement, ChosenSteps
 from rankscope.agent.steps.compiled import HIDDEN, EagerStance, HiddenSteps, outermost_modules_of
 from rankscope.agent.steps.optimizersearch import OptimizerSearch, runs_closure, steps_running
 from rankscope.agent.steps.scalers import ScalerWatch
@@ -84,6 +83,8 @@ class Stepping:
             find_network=self.sides.trained_network_of,
         )
         """Empty until the spool is open."""
+        self._ordered_paths: tuple[str, ...] = ()
+        """Of the steps that run, as `ChosenSteps` says."""
         self.preferred: list[nn.Module] = []
         """Modules to be roots, until the session is open."""
         self._expected: Root | None = None
@@ -112,14 +113,14 @@ class Stepping:
         tracer: Tracer,
         parameters: ParameterEvents,
         updates: Updates,
-        step_trigger_folder: Path | None,
+        agreement: Agreement,
     ) -> None:
         """Take what an open spool gives: no step begins before."""
         self._rank, self._recorder, self._values, self._tracer = rank, recorder, values, tracer
         self._parameters, self._updates = parameters, updates
         updates.accumulated.running_step = self._accumulating_step
         self.collectives.open(recorder, values, tracer, self.table)
-        self._chosen.watch_file(recorder, rank, step_trigger_folder)
+        self._chosen.watch_files(recorder, rank, agreement)
 
     # ------------------------------------------------------------------ a module is called
 
@@ -210,7 +211,7 @@ class Stepping:
         machine = self.machine
         if tick.opened:
             self._end_eval()
-            if machine.begins(Mode.EVAL, tick.step):
+            if self._is_traced(Mode.EVAL, tick.step):
                 self._turn_on(Mode.EVAL, tick.step)
             elif not machine.is_eval_open:
                 self._turn_off()
@@ -304,7 +305,7 @@ class Stepping:
         self._end_eval()
         self._end_train()
         # hooks stay as they are: each change of theirs would compile the model again
-        if machine.begins(Mode.TRAIN, step):
+        if self._is_traced(Mode.TRAIN, step):
             self._recorder.step(StepEvent.BEGIN, Mode.TRAIN, step)
             for info in self.table.hidden_roots():
                 self._tracer.note_hidden_root(info, step)
@@ -355,12 +356,22 @@ class Stepping:
         """Leave the steps before and begin this one, traced or not."""
         self._end_eval()
         self._end_train()
-        if self.machine.begins(Mode.TRAIN, step):
+        if self._is_traced(Mode.TRAIN, step):
             self._turn_on(Mode.TRAIN, step)
             return
         self._turn_off()
         if self.machine.is_train_over or self.optimizers.exists():
             self.hooks.stop_watching()
+
+    def _is_traced(self, mode: Mode, step: int) -> bool:
+        """Decide whether a step that begins is traced, and of which modules."""
+        is_traced = self.machine.begins(mode, step)
+        paths = self._chosen.ordered_paths
+        if paths != self._ordered_paths:
+            self._ordered_paths = paths
+            self.table.select_too(paths)
+            self.collectives.select_too(paths)
+        return is_traced
 
     def _end_train(self) -> None:
         """Close the train step, traced or not."""

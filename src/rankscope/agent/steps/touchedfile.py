@@ -31,7 +31,7 @@ from rankscope.record.call import Mode
 from rankscope.run.eventboard import ABSENT, agree, agreed, file_time
 from rankscope.run.orders import OVER, STANDS, Order, is_taken_before, order_in
 
-__all__ = ["LEAD", "OrderWays", "TouchedFile"]
+__all__ = ["ALONE", "LEAD", "OrderWays", "TouchedFile"]
 
 LEAD = 2
 """Steps between the first rank that sees a touch and the step that all of them trace: ranks that
@@ -65,6 +65,9 @@ class OrderWays(NamedTuple):
     """No other rank is traced."""
     is_distant: bool
     """Ranks of other hosts see an order at other times."""
+
+
+ALONE = OrderWays(is_alone=True, is_distant=False)
 
 
 class TouchedFile:

@@ -1,0 +1,150 @@
+"""`rankscope capture`: have the next steps of a running job traced."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rankscope.cli.arguments import TraceArgument
+
+if TYPE_CHECKING:
+    from rankscope.live.ordering import Ordering, Progress
+
+__all__ = ["command"]
+
+EXIT_NOT_THERE = 1
+EXIT_INTERRUPTED = 130
+_LOOK_S = 0.2
+_TOLD_S = 3.0
+"""After so long a host whose relay has not seen the order is named."""
+
+
+def command(
+    trace: TraceArgument = None,
+    steps: Annotated[int, typer.Option(min=1, metavar="N", help="Trace the next N steps.")] = 1,
+    paths: Annotated[
+        str,
+        typer.Option(metavar="GLOBS", help="Modules to trace besides those of the job's setting."),
+    ] = "",
+    waits: Annotated[
+        bool, typer.Option("--wait/--no-wait", help="Wait until the steps have arrived.")
+    ] = True,
+    seconds: Annotated[
+        float, typer.Option(min=0, metavar="SECONDS", help="How long to wait; then exit code 1.")
+    ] = 600.0,
+) -> None:
+    """Have all ranks of a running job trace the next steps; of a black box, those it holds.
+
+    Exit code 0: the steps are there, or --no-wait; 1: not all of them, the order may still stand;
+    2: nothing was ordered.
+    """
+    from rankscope.live.ordering import Ordering
+    from rankscope.run.filenames import TRACE_NAME
+    from rankscope.settings import settings_from
+    from rankscope.tree.reader import newest_trace
+
+    globs = settings_from({"paths": paths}, {}).paths if paths else ()
+    folder = newest_trace() if trace is None else trace
+    if folder.name == TRACE_NAME and not folder.is_dir():
+        folder = folder.parent
+    ordering = Ordering(folder)
+    try:
+        ordering.place(steps=steps, paths=globs)
+        besides = f", with the modules {','.join(globs)}" if globs else ""
+        typer.echo(f"ordered: the next {_count(steps)} of all traced ranks{besides}")
+        if waits:
+            _follow(ordering, seconds, has_wishes=steps > 1 or bool(globs))
+        else:
+            typer.echo(_reading(ordering))
+    except KeyboardInterrupt:
+        typer.echo("rankscope: the order stands", err=True)
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+    finally:
+        ordering.close()
+
+
+def _follow(ordering: Ordering, seconds: float, *, has_wishes: bool) -> None:
+    """Wait for what was ordered, and say what came of it."""
+    import time
+
+    from rankscope.record.ranklists import ranks_named
+
+    began = time.monotonic()
+    is_first_said = are_untold_said = False
+    while True:
+        found = ordering.look()
+        now = time.monotonic()
+        if found.first >= 0 and not is_first_said:
+            is_first_said = True
+            typer.echo(f"{_steps(found)} {'are held and sent' if found.is_held else 'it is'}")
+            if found.is_held and has_wishes:
+                typer.echo("of a job that holds its last steps back these are all one can have")
+        if found.untold and not are_untold_said and now - began > _TOLD_S:
+            are_untold_said = True
+            for host, ranks in found.untold:
+                typer.echo(
+                    f"rankscope: {ranks_named(ranks)} on {host or 'an unknown host'}: no relay "
+                    "there has seen the order in this folder",
+                    err=True,
+                )
+        if found.is_complete or found.is_job_over or now - began > seconds:
+            break
+        time.sleep(_LOOK_S)
+    if not found.is_job_over and found.first >= 0:
+        for line in _came(found):
+            typer.echo(line)
+    if found.is_complete:
+        typer.echo(_reading(ordering, found))
+        return
+    if found.is_job_over and found.first >= 0:
+        typer.echo(f"the job ended meanwhile: what came of {_steps(found)} is in the trace")
+        typer.echo(_reading(ordering, found))
+    elif found.is_job_over:
+        typer.echo("the job ended before any rank took the order")
+    elif found.first < 0:
+        typer.echo(f"no rank has taken the order in {seconds:g} s; it stands until the job ends")
+    else:
+        typer.echo(
+            f"{ranks_named(found.waited_for)} not there after {seconds:g} s; the order stands"
+        )
+    raise typer.Exit(EXIT_NOT_THERE)
+
+
+def _came(found: Progress) -> list[str]:
+    """Return which steps are there of which ranks."""
+    from rankscope.record.ranklists import ranks_named
+
+    missed: dict[int, list[int]] = {}
+    for rank, step in found.missed:
+        missed.setdefault(step, []).append(rank)
+    lines = []
+    if found.arrived:
+        lines.append(f"there: {_steps(found)} of {ranks_named(found.arrived)}")
+    for step, ranks in sorted(missed.items()):
+        lines.append(
+            f"missed: {found.mode.word} step {step} by {ranks_named(sorted(ranks))}, which saw the "
+            "order too late"
+        )
+    return lines
+
+
+def _steps(found: Progress) -> str:
+    if found.first == found.last:
+        return f"{found.mode.word} step {found.first}"
+    return f"{found.mode.word} steps {found.first}-{found.last}"
+
+
+def _count(steps: int) -> str:
+    return "step" if steps == 1 else f"{steps} steps"
+
+
+def _reading(ordering: Ordering, found: Progress | None = None) -> str:
+    """Return the command that reads what came."""
+    from rankscope.run.outfolder import typed
+
+    line = f"read it: {typed('show', ordering.folder)}"
+    if found is None:
+        return line
+    chosen = f"{found.first}" if found.first == found.last else f"{found.first}-{found.last}"
+    return f"{line} --step {chosen}{'' if found.mode.word == 'train' else ' --mode eval'}"

@@ -1,0 +1,301 @@
+"""`rankscope capture`: the next steps of a running job are traced on all ranks, or it is said which
+were not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+
+from rankscope.agent.steps.touchedfile import LEAD
+from rankscope.tree.reader import open_trace
+from tests import forked
+from tests.launcher.launches import BIN, Launch, kill, rankscope
+from tests.noted import remarks
+from tests.ports import free_port
+from tests.waiting import wait_until
+
+pytestmark = [
+    pytest.mark.launch,
+    pytest.mark.xdist_group("capture"),
+    pytest.mark.skipif(
+        not entry_points(group="torchrun.logs_specs").select(name="rankscope"),
+        reason="needs the start-up file: an environment made by launcher/test",
+    ),
+]
+SCRIPT = """
+import os, pathlib, sys, time
+import torch
+import torch.distributed as dist
+folder, words = pathlib.Path(sys.argv[1]), sys.argv[2:]
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+apart = words[rank] == "apart"
+torch.manual_seed(0)
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x)))
+net = Net()
+model = net if apart else torch.nn.parallel.DistributedDataParallel(net)
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+for step in range(10**6):
+    model(torch.ones(2, 4)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    (folder / f"new.{rank}").write_text(str(step))
+    (folder / f"new.{rank}").replace(folder / f"step.{rank}")
+    pause = folder / (f"pause.{rank}" if apart else "pause")
+    said = torch.tensor([float((folder / "go").exists()), float(pause.exists())])
+    if not apart:
+        dist.all_reduce(said)
+    while said[1] and pause.exists():
+        (folder / f"paused.{rank}").touch()
+        time.sleep(0.005)
+    if said[0]:
+        break
+    time.sleep(0.005)
+dist.barrier()
+"""
+FEW = ("--rs-steps", "0", "--rs-paths", "first")
+Start = Callable[..., Launch]
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Start]:
+    """Start a job of `SCRIPT`: `launch(ways, options...)`."""
+    started: list[Launch] = []
+
+    def start(ways: list[str], *options: object) -> Launch:
+        folder = tmp_path / f"job{len(started)}"
+        started.append(Launch(folder, ways, *(options or FEW), script=SCRIPT))
+        return started[-1]
+
+    yield start
+    for job in started:
+        job.stop()
+
+
+def step_of(job: Launch, rank: int = 0) -> int:
+    """The last step that a rank has ended."""
+    path = job.meeting / f"step.{rank}"
+    return int(path.read_text()) if path.exists() else -1
+
+
+def is_at(job: Launch, step: int, rank: int = 0) -> bool:
+    assert wait_until(lambda: step_of(job, rank) >= step), job.logs
+    return True
+
+
+def pause(job: Launch) -> None:
+    """Hold all ranks back between two steps."""
+    (job.meeting / "pause").touch()
+    for rank in (0, 1):
+        assert wait_until(lambda rank=rank: (job.meeting / f"paused.{rank}").exists()), job.logs
+
+
+def has_records(job: Launch) -> bool:
+    return any((job.out / "spool").glob("rank*.cells"))
+
+
+def traced(out: Path) -> dict[int, dict[str, set[int]]]:
+    """{train step: {module: ranks}} of a trace."""
+    found: dict[int, dict[str, set[int]]] = {}
+    for step in open_trace(out).steps:
+        for node in step.walk():
+            found.setdefault(step.step, {}).setdefault(node.path, set()).update(node.ranks)
+    return found
+
+
+def capture(job: Launch, *words: object) -> subprocess.CompletedProcess[str]:
+    return rankscope("capture", job.out, "--seconds", 60, *words)
+
+
+def test_the_next_steps_of_all_ranks_are_traced_with_what_is_asked_for(launch: Start):
+    job = launch(["", ""])
+    assert is_at(job, 5), "no step is left to trace"
+    before = step_of(job)
+    wide = capture(job, "--steps", 3, "--paths", "second")
+    assert wide.returncode == 0, (wide.stdout, wide.stderr, job.logs)
+    after = step_of(job)
+    plain = capture(job)
+    assert plain.returncode == 0, (plain.stdout, plain.stderr, job.logs)
+    (job.meeting / "go").touch()
+    assert job.wait() == 0, job.logs
+    found = traced(job.out)
+    _, first, *_, last = sorted(found)
+    assert [*sorted(found)] == [0, first, first + 1, first + 2, last]
+    assert before < first <= after and first + 2 < last
+    for step in range(first, first + 3):
+        assert found[step]["first"] == found[step]["second"] == {0, 1}
+    assert found[last]["first"] == {0, 1}
+    assert "second" not in found[0] and "second" not in found[last], "for that order alone"
+    assert f"there: train steps {first}-{first + 2} of ranks 0-1" in wide.stdout
+    assert f"there: train step {last} of ranks 0-1" in plain.stdout
+    assert f"--step {first}-{first + 2}" in wide.stdout
+    shown = rankscope("show", job.out, "--step", last)
+    assert shown.returncode == 0 and f"step {last}" in shown.stdout
+    assert open_trace(job.out).is_complete
+    assert not any(remarks(step) for step in open_trace(job.out).steps)
+    assert rankscope("check", job.out).returncode == 0
+    over = capture(job)
+    assert over.returncode == 2 and "the job is over" in over.stderr
+    assert not job.spool.exists() or not any(job.spool.iterdir())
+
+
+def test_an_order_stands_until_it_is_taken_and_no_second_one_beside_it(launch: Start):
+    job = launch(["", ""])
+    assert is_at(job, 3)
+    pause(job)
+    waited = capture(job, "--seconds", 0.1)
+    assert waited.returncode == 1 and "no rank has taken the order" in waited.stdout
+    again = capture(job)
+    assert again.returncode == 2 and "an order stands already" in again.stderr
+    assert "no rank has begun a step since" in again.stderr
+    (job.meeting / "pause").unlink()
+    assert is_at(job, step_of(job) + 2 * LEAD + 2)
+    after = capture(job, "--no-wait")
+    assert after.returncode == 0 and "rankscope show" in after.stdout, after.stderr
+    asked = step_of(job)
+    assert is_at(job, asked + 40)
+    (job.meeting / "go").touch()
+    assert job.wait() == 0, job.logs
+    assert len(traced(job.out)) == 3
+
+
+def test_a_rank_that_was_late_says_which_steps_it_missed(launch: Start):
+    job = launch(["apart", "apart"])
+    assert is_at(job, 3, rank=1)
+    (job.meeting / "pause.1").touch()
+    assert wait_until(lambda: (job.meeting / "paused.1").exists())
+    behind = step_of(job, 1)
+    assert is_at(job, behind + 20)
+    (job.meeting / "pause.0").touch()
+    assert wait_until(lambda: (job.meeting / "paused.0").exists())
+    ordered = capture(job, "--no-wait", "--steps", 2)
+    assert ordered.returncode == 0, ordered.stderr
+    (job.meeting / "pause.1").unlink()
+    assert is_at(job, behind + 12, rank=1)  # traces two steps that rank 0 has behind it
+    (job.meeting / "pause.0").unlink()
+    assert wait_until(lambda: "saw the order too late" in job.err)
+    again = capture(job)
+    assert again.returncode == 0, (again.stdout, again.stderr)
+    (job.meeting / "go").touch()
+    assert job.wait() == 0, job.logs
+    found = traced(job.out)
+    first = sorted(found)[1]
+    noted = {
+        (step.step, rank)
+        for step in open_trace(job.out).steps
+        for each in remarks(step)
+        for rank in each.ranks
+        if "this rank saw the order too late" in str(each)
+    }
+    assert {(first, 0), (first + 1, 0)} <= noted
+    for step, ranks in found.items():
+        assert all(rank in ranks["first"] or (step, rank) in noted for rank in (0, 1)), found
+
+
+@pytest.mark.parametrize("name", ["relay", "collector"])
+def test_an_order_outlives_a_killed_companion(launch: Start, name: str):
+    job = launch(["", ""])
+    assert is_at(job, 3) and wait_until(lambda: has_records(job))
+    first = job.companion(name)
+    kill(first, signal.SIGKILL)
+    ordered = capture(job)
+    assert ordered.returncode == 0, (ordered.stdout, ordered.stderr, job.logs)
+    (job.meeting / "go").touch()
+    assert job.wait() == 0, job.logs
+    found = traced(job.out)
+    assert len(found) == 2 and all(each["first"] == {0, 1} for each in found.values())
+
+
+def test_an_order_ends_with_its_job(launch: Start):
+    job = launch(["", ""])
+    assert is_at(job, 3)
+    pause(job)
+    ordering = forked.Popen(
+        [str(BIN / "rankscope"), "capture", str(job.out)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert wait_until(lambda: (job.out / "spool" / "order.json").exists())
+    for pid in job.ranks():
+        kill(pid)
+    said, complained = ordering.communicate(timeout=120)
+    assert ordering.returncode == 1, (said, complained)
+    assert "the job ended before any rank took the order" in said
+    job.wait()
+
+
+def test_a_black_box_hands_out_the_steps_it_holds(launch: Start):
+    job = launch(["", ""], "--rs-steps", "last:4", "--rs-spool-bytes", "8M")
+    assert is_at(job, 20)
+    ordered = capture(job, "--steps", 9)
+    assert ordered.returncode == 0, (ordered.stdout, ordered.stderr, job.logs)
+    assert "are held and sent" in ordered.stdout and "there: " in ordered.stdout
+    assert "these are all one can have" in ordered.stdout
+    again = capture(job)
+    assert again.returncode == 0, (again.stdout, again.stderr, job.logs)
+    (job.meeting / "go").touch()
+    assert job.wait() == 0, job.logs
+    found = traced(job.out)
+    assert 5 <= len(found) <= 10 and min(found) > 10
+    assert all(each["first"] == {0, 1} for each in found.values()), found
+    assert any("rankscope capture asked for it" in str(e) for e in open_trace(job.out).happened)
+
+
+def test_hosts_that_share_the_folder_trace_the_same_steps(tmp_path: Path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    meeting = tmp_path / "meeting"
+    meeting.mkdir()
+    port = free_port()
+    hosts = [
+        forked.Popen(
+            [str(BIN / "rankscope"), "run", *FEW, "--rs-out", str(tmp_path / "trace")]
+            + ["--rs-spool", str(tmp_path / f"spool{node}"), "--rs-drain-seconds", "2"]
+            + ["--nnodes", "2", "--node-rank", str(node), "--master-addr", "127.0.0.1"]
+            + ["--master-port", port, "--nproc-per-node", "1"]
+            + [str(tmp_path / "script.py"), str(meeting), "", ""],
+            cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for node in range(2)
+    ]  # fmt: skip
+    try:
+        assert wait_until(lambda: (meeting / "step.1").exists())
+        assert wait_until(lambda: int((meeting / "step.1").read_text()) > 5)
+        ordered = rankscope("capture", tmp_path / "trace", "--seconds", 60, "--steps", 2)
+        assert ordered.returncode == 0, (ordered.stdout, ordered.stderr)
+        (meeting / "go").touch()
+        said = [host.communicate(timeout=120)[1] for host in hosts]
+    finally:
+        for host in hosts:
+            host.kill()
+            host.wait()
+    assert [host.returncode for host in hosts] == [0, 0], said
+    found = traced(tmp_path / "trace")
+    assert len(found) == 3 and all(each["first"] == {0, 1} for each in found.values()), found
+
+
+def test_a_folder_that_no_job_writes_is_refused(tmp_path: Path, launch: Start):
+    for folder, words in (
+        (tmp_path / "nowhere", "no such folder"),
+        (tmp_path, "give the trace folder of a running job"),
+    ):
+        refused = rankscope("capture", folder)
+        assert refused.returncode == 2 and words in refused.stderr, refused.stderr
+    job = launch([""])
+    assert is_at(job, 3) and wait_until(lambda: has_records(job))
+    relay, collector = job.companion("relay"), job.companion("collector")
+    for pid in (job.process.pid, relay, collector, *job.ranks()):
+        kill(pid)
+    job.process.wait(60)
+    assert wait_until(lambda: not any(map(os.path.exists, (f"/proc/{relay}/exe",))))
+    gone = rankscope("capture", job.out)
+    assert gone.returncode == 2 and "the job is gone" in gone.stderr, gone.stderr
