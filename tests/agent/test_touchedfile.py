@@ -17,10 +17,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import rankscope
-from rankscope.agent.steps.touchedfile import LEAD, TouchedFile
+from rankscope.agent.steps.touchedfile import LEAD, OrderWays, TouchedFile
 from rankscope.errors import SettingError
 from rankscope.record.call import Mode
 from rankscope.record.stepselection import StepSelection
+from rankscope.run.filenames import ORDER_NAME
+from rankscope.run.orders import Order, put_order, taken_in
 from rankscope.settings import settings_from
 from rankscope.tree.reader import open_trace
 from rankscope.tree.views import Trace
@@ -238,6 +240,147 @@ def test_a_step_without_a_touch_costs_one_look_at_the_file(tmp_path: Path) -> No
     try:
         for step in range(10):
             trigger.begins(Mode.TRAIN, step)
+    finally:
+        sys.setprofile(None)
+    assert called == ["stat"] * 10
+
+
+# ---- orders ------------------------------------------------------------------------------------
+
+
+class OrderedJob(Job):
+    """The same, for orders of several steps."""
+
+    def __init__(self, folder: Path, world: int, life: int = 0) -> None:
+        self.folder, self.life = folder, life
+        self.paths: list[dict[int, tuple[str, ...]]] = [{} for _ in range(world)]
+        super().__init__(folder, world)
+
+    def rank(self, number: int) -> TouchedFile:
+        def missed(mode: Mode, step: int, why: str) -> None:
+            assert mode is Mode.TRAIN and "the order" in why
+            self.missed[number].append(step)
+
+        return TouchedFile(
+            self.folder / ORDER_NAME,
+            self.folder / f"orders.{self.life}",
+            missed=missed,
+            failed=self.failures.append,
+            orders=OrderWays(is_alone=len(self.steps) == 1, is_distant=False),
+        )
+
+    def order(self, steps: int, *paths: str) -> Order:
+        order = Order(number=next(self.times), steps=steps, paths=paths)
+        put_order(self.folder, order)
+        return order
+
+    def step(self, number: int) -> None:
+        step = self.steps[number]
+        super().step(number)
+        if step in self.traced[number]:
+            self.paths[number][step] = self.ranks[number].paths
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_ranks_that_wait_for_each_other_trace_all_steps_of_an_order(tmp_path: Path, seed: int):
+    order, job = random.Random(seed), OrderedJob(tmp_path, 4)
+    asked = 0
+    for round_ in range(150):
+        if round_ in (20, 60, 100):
+            job.order(steps := order.randrange(1, 9), f"layer{round_}")
+            asked += steps
+        for number in order.sample(range(4), 4):
+            job.step(number)
+    job.close()
+    assert job.missed == [[]] * 4 and len(job.traced[0]) == asked
+    assert all(traced == job.traced[0] for traced in job.traced)
+    assert all(paths == job.paths[0] for paths in job.paths)
+    assert {*job.paths[0].values()} == {("layer20",), ("layer60",), ("layer100",)}
+    taken = taken_in(tmp_path)
+    assert [each.first for each in taken] == [
+        min(s for s, p in job.paths[0].items() if p == each.order.paths) for each in taken
+    ]
+    assert all(each.stands and each.is_over for each in taken)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_ranks_that_run_apart_trace_the_steps_of_an_order_or_say_that_they_could_not(
+    tmp_path: Path, seed: int
+):
+    order, job = random.Random(seed), OrderedJob(tmp_path, 3)
+    pace = [order.choice([1, 2, 8]) for _ in range(3)]
+    for _ in range(600):
+        job.step(order.choices(range(3), pace)[0])
+        if order.random() < 0.02:
+            job.order(order.randrange(1, 5))
+    job.close()
+    every = set().union(*job.traced)
+    assert every
+    for number in range(3):
+        own, missed = set(job.traced[number]), set(job.missed[number])
+        begun = {step for step in every if step < job.steps[number]}
+        assert begun == own | (missed & begun), f"rank {number} lost a step without a word"
+        assert not own & missed
+
+
+def test_a_late_rank_traces_what_is_left_of_an_order(tmp_path: Path):
+    job = OrderedJob(tmp_path, 2)
+    for _ in range(10):
+        job.step(0)
+    job.order(20)
+    for _ in range(30):
+        job.step(1)  # takes it at step 0: from 2 on
+    for _ in range(30):
+        job.step(0)
+    job.close()
+    assert job.traced[1] == [*range(LEAD, LEAD + 20)]
+    assert job.missed[0] == [*range(LEAD, 10)] and job.traced[0] == [*range(10, LEAD + 20)]
+
+
+def test_an_order_made_before_the_first_step_counts_and_ends_with_the_life_that_took_it(
+    tmp_path: Path,
+):
+    early = OrderedJob(tmp_path, 0)
+    early.order(1)
+    job = OrderedJob(tmp_path, 2)
+    for _ in range(3):
+        job.step(0), job.step(1)
+    assert job.traced == [[LEAD]] * 2, "the job is killed in this step"
+    again = OrderedJob(tmp_path, 2, life=1)
+    for _ in range(9):
+        again.step(0), again.step(1)
+    assert again.traced == [[], []]
+    again.times = itertools.count(2 * 10**18)
+    again.order(1)
+    for _ in range(9):
+        again.step(0), again.step(1)
+    again.close()
+    assert again.traced == [[9 + LEAD]] * 2 and again.missed == [[], []]
+
+
+def test_an_order_that_is_none_is_passed_over(tmp_path: Path):
+    job = OrderedJob(tmp_path, 2)
+    for text in ("", "[]", '{"number": 1}', '{"number": 1, "steps": -3, "paths": []}', "[" * 9999):
+        (tmp_path / ORDER_NAME).write_text(text)
+        os.utime(tmp_path / ORDER_NAME, ns=(0, next(job.times)))
+        for _ in range(5):
+            job.step(0), job.step(1)
+    job.close()
+    assert job.traced == job.missed == [[], []]
+
+
+def test_a_step_without_an_order_costs_one_look(tmp_path: Path):
+    job = OrderedJob(tmp_path, 2)
+    called: list[str] = []
+
+    def profile(frame: object, event: str, function: object) -> None:
+        if event == "c_call" and getattr(function, "__module__", "") in {"posix", "io"}:
+            called.append(function.__name__)  # type: ignore[attr-defined]
+
+    sys.setprofile(profile)
+    try:
+        for _ in range(10):
+            job.step(0)
     finally:
         sys.setprofile(None)
     assert called == ["stat"] * 10
