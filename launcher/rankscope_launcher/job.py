@@ -54,7 +54,7 @@ from rankscope.run.prepare import Collection, PreparedRun, RunRequest, prepare_r
 from rankscope.settings import SETTINGS, Settings
 from rankscope_launcher.companions import Companion, CompanionWatch, wait_for_end
 from rankscope_launcher.ending import NOTHING, Ending, failure_line, shown
-from rankscope_launcher.progress import Progress, StallNotices, say
+from rankscope_launcher.progress import FindingNotices, Progress, StallNotices, say
 
 __all__ = ["JobShape", "TracedJob"]
 
@@ -180,9 +180,18 @@ class TracedJob:
                 drain_seconds=self._settings.drain_seconds,
                 finish_seconds=self._settings.finish_seconds,
                 metrics=self._metrics(),
+                live_check=self._settings.live_check,
+                on_finding=self._settings.on_finding,
             )
             self._collector = Companion(command, self._out / COLLECTOR_LOG_NAME, folder)
-        self._watch = CompanionWatch(self._companions, StallNotices(folder, shown(self._out)).look)
+        stalls = StallNotices(folder, shown(self._out))
+        findings = FindingNotices(self._out, shown(self._out))
+
+        def look() -> None:
+            stalls.look()
+            findings.look()
+
+        self._watch = CompanionWatch(self._companions, look)
 
     def _metrics(self) -> int | None:
         """Return the port of the collector's metrics; None for none, or where it cannot be had,

@@ -302,6 +302,21 @@ SETTINGS: tuple[Setting, ...] = (
         help="serve metrics for Prometheus at 127.0.0.1:PORT of the head host; default none",
     ),
     Setting(
+        name="live-check",
+        parse=_parse_bool,
+        default="1",
+        metavar="0|1",
+        help="judge each traced step soon after it ended, on the head host: findings go to stderr "
+        "and findings.jsonl",
+    ),
+    Setting(
+        name="on-finding",
+        parse=str,
+        default="",
+        metavar="CMD",
+        help="shell command given each finding of the live check, as JSON on stdin",
+    ),
+    Setting(
         name="finish-seconds",
         parse=_parse_seconds,
         default=f"{FINISH_SECONDS:g}",
@@ -375,6 +390,8 @@ class Settings:
     collector: str
     metrics: int | None
     """Port of the collector's metrics, None for none."""
+    live_check: bool
+    on_finding: str
     finish_seconds: float
     drain_seconds: float
     stall_seconds: float

@@ -276,6 +276,8 @@ def _ensure_companions(settings: Settings, run_folder: Path, header: RunHeader) 
         drain_seconds=settings.drain_seconds,
         finish_seconds=settings.finish_seconds,
         metrics=settings.metrics,
+        live_check=settings.live_check,
+        on_finding=settings.on_finding,
     )
     _start(command, header.out / COLLECTOR_LOG_NAME, note)
 

@@ -22,7 +22,7 @@ from rankscope.record.notes import NoteKind
 from rankscope.record.ranklists import ranks_named
 from rankscope.tree.views import Trace
 
-__all__ = ["advice_for", "made_report", "report_json"]
+__all__ = ["advice_for", "finding_json", "made_report", "report_json"]
 
 _MOST_EVENTS = 2_000
 """Events that are put in order; what comes later by clock than that many counts as a victim."""
@@ -199,25 +199,27 @@ def report_json(report: Report) -> dict[str, Any]:
         "skipped": [{"reason": s.reason, "count": s.count} for s in report.skipped],
         "recorded": report.recorded,
         "notes": list(report.notes),
-        "findings": [
-            {
-                "kind": f.kind.value,
-                "phase": f.phase.word,
-                "step": f.step,
-                "micro_batch": f.micro_batch,
-                "path": f.path,
-                "slot": f.slot,
-                "ranks": list(f.ranks),
-                "origin": f.is_origin,
-                "severity": f.severity.value,
-                "mode": f.mode.word,
-                "victims": f.victims,
-                "evidence": dict(f.evidence),
-                "message": f.message,
-                "advice": f.advice,
-            }
-            for f in report.findings
-        ],
+        "findings": [finding_json(finding) for finding in report.findings],
+    }
+
+
+def finding_json(finding: Finding) -> dict[str, Any]:
+    """Return one finding as JSON data."""
+    return {
+        "kind": finding.kind.value,
+        "phase": finding.phase.word,
+        "step": finding.step,
+        "micro_batch": finding.micro_batch,
+        "path": finding.path,
+        "slot": finding.slot,
+        "ranks": list(finding.ranks),
+        "origin": finding.is_origin,
+        "severity": finding.severity.value,
+        "mode": finding.mode.word,
+        "victims": finding.victims,
+        "evidence": dict(finding.evidence),
+        "message": finding.message,
+        "advice": finding.advice,
     }
 
 

@@ -42,6 +42,8 @@ def main(arguments: list[str] | None = None) -> int:
                 drain_s=options.drain_seconds,
                 finish_s=options.finish_seconds,
                 metrics_port=options.metrics,
+                live_check=not options.no_live_check,
+                on_finding=options.on_finding,
             ),
             is_stopped,
         )
@@ -72,6 +74,8 @@ def _parser() -> argparse.ArgumentParser:
         "--finish-seconds", type=float, default=FINISH_SECONDS, help="grace at the end"
     )
     collector.add_argument("--metrics", type=int, help="port of the loopback for metrics")
+    collector.add_argument("--no-live-check", action="store_true", help="judge nothing meanwhile")
+    collector.add_argument("--on-finding", default="", help="shell command given each finding")
     return parser
 
 

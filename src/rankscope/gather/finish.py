@@ -14,6 +14,7 @@ from typing import Protocol
 from rankscope.errors import FolderError, SpoolError
 from rankscope.gather.collector import Intake
 from rankscope.gather.heldstream import QUIET
+from rankscope.gather.livecheckprocess import LiveCheckProcess
 from rankscope.gather.log import ExitOutcome, log
 from rankscope.gather.sharedwatch import SharedWatch
 from rankscope.gather.waitingrule import (
@@ -91,6 +92,10 @@ class CollectorOptions:
     least_silence_s: float = LEAST_SILENCE_S
     metrics_port: int | None = None
     """Of the loopback; None for no metrics."""
+    live_check: bool = True
+    """Judge steps while the job runs."""
+    on_finding: str = ""
+    """Shell command given what is found then, "" for none."""
 
 
 class Observer:
@@ -146,8 +151,8 @@ def collect(
         if is_late:
             _listen(source)
         else:
-            with _metrics(options):
-                outcome = _gather_and_build(options, source, is_stopped, watching)
+            with _metrics(options), _live_check(options) as live_check:
+                outcome = _gather_and_build(options, source, is_stopped, watching, live_check)
         source.farewell()
         (options.out / COLLECTOR_NAME).unlink(missing_ok=True)
         if outcome is ExitOutcome.DONE:
@@ -169,13 +174,26 @@ def _metrics(options: CollectorOptions) -> contextlib.AbstractContextManager[Non
     return served_metrics(options.out, options.metrics_port, world_size=options.world_size)
 
 
+def _live_check(
+    options: CollectorOptions,
+) -> contextlib.AbstractContextManager[LiveCheckProcess | None]:
+    if not options.live_check:
+        return contextlib.nullcontext()
+    return LiveCheckProcess(
+        options.out, traced_ranks=options.traced_ranks, on_finding=options.on_finding
+    )
+
+
 def _gather_and_build(
     options: CollectorOptions,
     source: StreamSource,
     is_stopped: Callable[[], bool],
     observer: Observer,
+    live_check: LiveCheckProcess | None,
 ) -> ExitOutcome:
-    decision = _gather(options, source, is_stopped, observer)
+    decision = _gather(options, source, is_stopped, observer, live_check)
+    if live_check is not None:
+        live_check.stop()
     log(f"{len(source.streams())} streams, {decision.value}")
     if decision is Decision.INCOMPLETE and not any(replicated(options.out).values()):
         log("no rank sent a record: there is nothing to build a tree from")
@@ -213,6 +231,7 @@ def _gather(
     source: StreamSource,
     is_stopped: Callable[[], bool],
     observer: Observer,
+    live_check: LiveCheckProcess | None,
 ) -> Decision:
     started = looked = time.monotonic()
     while True:
@@ -225,6 +244,8 @@ def _gather(
         looked = now
         streams, peers = source.streams(), source.peers()
         observer.gathering(streams)
+        if live_check is not None and streams:
+            live_check.tend()
         if is_stopped():
             return Decision.INCOMPLETE if streams else Decision.NOTHING
         decision = decide(

@@ -27,6 +27,7 @@ __all__ = [
     "collector_command",
     "companion_environment",
     "ipc_address",
+    "live_check_command",
     "metrics_trouble",
     "relay_command",
     "start_daemon",
@@ -53,6 +54,8 @@ def collector_command(
     drain_seconds: float = DRAIN_SECONDS,
     finish_seconds: float = FINISH_SECONDS,
     metrics: int | None = None,
+    live_check: bool = True,
+    on_finding: str = "",
 ) -> list[str]:
     """The command that collects a run into `out`.
 
@@ -65,6 +68,8 @@ def collector_command(
         drain_seconds: grace for ranks and relays that vanished.
         finish_seconds: grace for streams that stop although the job is over.
         metrics: port of the loopback on which it serves metrics, None for none.
+        live_check: judge steps while the job runs.
+        on_finding: shell command given what is found then, "" for none.
     """
     command = [*_module(), "collector", "--out", str(out), "--world-size", str(world_size)]
     if bind:
@@ -74,7 +79,17 @@ def collector_command(
     command += ["--drain-seconds", str(drain_seconds), "--finish-seconds", str(finish_seconds)]
     if metrics is not None:
         command += ["--metrics", str(metrics)]
+    if not live_check:
+        command += ["--no-live-check"]
+    if on_finding:
+        command += ["--on-finding", on_finding]
     return [*command, "--keep-spool"] if keep_spool else command
+
+
+def live_check_command(out: Path, *, traced_ranks: int, on_finding: str) -> list[str]:
+    """The command that judges the steps of a running job; arguments as of `collector_command`."""
+    command = [sys.executable, "-m", "rankscope.livecheck", "--out", str(out)]
+    return [*command, "--traced-ranks", str(traced_ranks), f"--on-finding={on_finding}"]
 
 
 def metrics_trouble(port: int) -> str:

@@ -14,6 +14,8 @@ __all__ = [
     "COLLECTOR_SOCKET_NAME",
     "COLLECTOR_STARTED_NAME",
     "EVENT_FOLDER",
+    "FINDINGS_FORMAT",
+    "FINDINGS_NAME",
     "HELD_FOLDER",
     "HOST_STATE_PREFIX",
     "JOB_OVER_NAME",
@@ -59,6 +61,9 @@ STALL_FOLDER = "stalls"
 """Folder of what relays said of a job that stands still, in a trace folder and in a run folder."""
 TRACE_FORMAT = "rankscope.trace/1"
 NODES_FORMAT = "rankscope.nodes/1"
+FINDINGS_NAME = "findings.jsonl"
+"""What was found while the job ran, a line each."""
+FINDINGS_FORMAT = "rankscope.finding/1"
 
 REPLICA_FOLDER = "spool"
 """Folder of the replicas inside a trace folder: `rank00003.0.cells`, its end marker

@@ -37,6 +37,7 @@ def assemble(
     *,
     settle: Callable[[list[RankStream]], list[RankStream]] | None = None,
     progress: Progress | None = None,
+    decoded: dict[bytes, dict[str, Any] | None] | None = None,
 ) -> Document:
     """Return the trace that streams make together, in memory.
 
@@ -44,6 +45,7 @@ def assemble(
         sources: the bytes of every stream.
         settle: looks over the streams once all are read, before anything is made of them.
         progress: told how far it is.
+        decoded: definitions, as of `read_stream`; given where streams are assembled more than once.
 
     Raises:
         TraceError: there is not one record in them.
@@ -52,7 +54,7 @@ def assemble(
     say = progress or (lambda _what, _part: None)
     wanted = sorted(sources, key=lambda s: s.stream)
     streams = []
-    decoded: dict[bytes, dict[str, Any] | None] = {}
+    decoded = {} if decoded is None else decoded
     for i, source in enumerate(wanted):
         say("reading records", i / len(wanted))
         streams.append(read_stream(source, decoded))

@@ -1,0 +1,1 @@
+"""Verdicts while a job runs: every traced step goes through `check` soon after it ended."""

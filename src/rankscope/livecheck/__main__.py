@@ -1,0 +1,170 @@
+"""`python -m rankscope.livecheck`: judges the steps of a running job; the collector starts it."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from types import FrameType
+from typing import Final
+
+from rankscope.diagnosis.check import check
+from rankscope.errors import RankscopeError
+from rankscope.livecheck.findingsfile import FindingCommand, FindingsFile
+from rankscope.livecheck.finishedsteps import RunningJob
+from rankscope.livecheck.stepsplit import StepKey
+from rankscope.record.finding import Finding, Severity
+from rankscope.run.filenames import TRACE_NAME
+from rankscope.run.stallrecords import stalls_in
+
+__all__ = ["LiveCheck", "main"]
+
+_LOOK_S: Final = 0.25
+_NICE: Final = 10
+_STEPS_BESIDE: Final = 2
+"""Steps before the new ones that are judged with them: some rules look back."""
+_MOST_BYTES: Final = 192 << 20
+"""Of records held at a time."""
+_LOOK_BYTES: Final = 48 << 20
+"""Of records judged at a time."""
+
+
+class LiveCheck:
+    """One job, judged step by step."""
+
+    def __init__(self, out: Path, *, traced_ranks: int, command: str = "") -> None:
+        """Judge nothing yet.
+
+        Args:
+            out: the trace folder.
+            traced_ranks: how many ranks write a stream.
+            command: given each new finding, "" for none.
+        """
+        self._out = out
+        self._job = RunningJob(out, traced_ranks=traced_ranks)
+        self._findings = FindingsFile(out)
+        self._command = FindingCommand(command, out)
+        self._judged: list[StepKey] = []
+        """The latest, in order."""
+        self._stall_ns = 0
+        self._notices: set[str] = set()
+        self._is_stopped = False
+
+    def stop(self) -> None:
+        """End with this look."""
+        self._is_stopped = True
+
+    def run(self) -> None:
+        """Look until stopped, or until whoever started it has gone."""
+        parent = os.getppid()
+        while not self._is_stopped and os.getppid() == parent:
+            began = time.monotonic()
+            is_busy = self.look()
+            took = time.monotonic() - began
+            time.sleep(max(0.0 if is_busy else _LOOK_S, min(took, 5.0)))  # half the time at most
+
+    def look(self) -> bool:
+        """Read what is new and judge the steps that are over; True where more waits."""
+        life = self._job.life
+        is_busy = self._job.read(lambda: self._is_stopped) > 0
+        if self._job.life != life:
+            self._judged = []
+        for rank, trouble in self._job.trouble.items():
+            self._say(f"the records of rank {rank} are not judged while the job runs: {trouble}")
+        new = [key for key in self._job.finished() if key not in self._judged]
+        if new:
+            part = self._first(new)
+            every = [*self._judged, *part]
+            self._judge(every)
+            self._job.drop(every[:-_STEPS_BESIDE])
+            self._judged = every[-_STEPS_BESIDE:]
+            is_busy |= len(part) < len(new)
+        self._judge_a_stall()
+        self._make_room()
+        trouble = self._command.look()
+        if trouble:
+            self._say(trouble)
+        return is_busy
+
+    def _first(self, keys: list[StepKey]) -> list[StepKey]:
+        """Return the steps to be judged now, so many as are worth one look."""
+        part: list[StepKey] = []
+        size = 0
+        for key in keys:
+            size += self._job.bytes_of(key)
+            if part and size > _LOOK_BYTES:
+                break
+            part.append(key)
+        return part
+
+    def _judge(self, keys: Iterable[StepKey]) -> None:
+        keys = list(keys)
+        try:
+            report = check(self._job.trace(keys))
+        except RankscopeError as error:
+            self._say(f"steps cannot be judged while the job runs: {error}")
+            return
+        self._tell([f for f in report.origins if f.severity is Severity.FAULT], keys)
+
+    def _judge_a_stall(self) -> None:
+        """Judge what is there once a host notices that none of its ranks moves."""
+        noticed = [s.noticed_ns for s in stalls_in(self._out) if not s.over_ns]
+        latest = max(noticed, default=0)
+        if latest > self._stall_ns:
+            self._stall_ns = latest
+            self._judge([*self._judged, *self._job.unfinished()])
+
+    def _tell(self, findings: list[Finding], keys: Iterable[StepKey]) -> None:
+        lines = self._findings.add(findings, {key: self._job.ended_ns(key) for key in keys})
+        self._command.add(lines)
+
+    def _make_room(self) -> None:
+        """Let steps go where more is held than may be: of ranks that are far apart, or a step that
+        is too large."""
+        while self._job.held_bytes > _MOST_BYTES:
+            held = sorted({*self._job.finished(), *self._job.unfinished()})
+            if not held:
+                return
+            self._say(
+                f"not every step is judged while the job runs: its records, {held[0].step} among "
+                f"them, take more than {_MOST_BYTES >> 20} MB; rankscope check judges the trace"
+            )
+            self._job.drop([held[0]])
+            self._judged = [key for key in self._judged if key != held[0]]
+
+    def _say(self, notice: str) -> None:
+        kind = notice.partition(":")[0]
+        if kind not in self._notices and len(self._notices) < 16:
+            self._notices.add(kind)
+            self._findings.say(notice)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Judge until told to stop; return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m rankscope.livecheck", description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="trace folder")
+    parser.add_argument("--traced-ranks", type=int, required=True, help="how many are traced")
+    parser.add_argument("--on-finding", default="", help="shell command given each finding")
+    options = parser.parse_args(arguments)
+    watch = LiveCheck(options.out, traced_ranks=options.traced_ranks, command=options.on_finding)
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        watch.stop()
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, stop)
+    with contextlib.suppress(OSError):
+        os.nice(_NICE)
+    if not (options.out / TRACE_NAME).exists():
+        watch.run()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,154 @@
+"""findings.jsonl: what was found while a job ran, a line for each thing, when it was found."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import subprocess
+import tempfile
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from rankscope.diagnosis.finalreport import finding_json
+from rankscope.livecheck.stepsplit import StepKey
+from rankscope.record.finding import Finding
+from rankscope.record.ranklists import ranks_named
+from rankscope.record.visibletext import visible
+from rankscope.run.filenames import FINDINGS_FORMAT, FINDINGS_NAME
+
+__all__ = ["FindingCommand", "FindingsFile"]
+
+_NS: Final = 1_000_000_000
+_COMMAND_S: Final = 60.0
+_MOST_WAITING: Final = 16
+
+
+class FindingsFile:
+    """The file of one trace folder, appended to.
+
+    A finding is told once: what has the same kind on the same ranks later follows from it.
+    """
+
+    def __init__(self, out: Path) -> None:
+        """Learn what is told there already, by a process before this one."""
+        self._path = out / FINDINGS_NAME
+        self._told: set[tuple[str, tuple[int, ...]]] = set()
+        with contextlib.suppress(OSError):
+            for line in self._path.read_text(errors="replace").splitlines():
+                with contextlib.suppress(ValueError, KeyError, TypeError):
+                    told = json.loads(line)
+                    self._told.add((str(told["kind"]), tuple(map(int, told["ranks"]))))
+
+    def add(self, findings: Sequence[Finding], ended_ns: Mapping[StepKey, int]) -> list[str]:
+        """Append what is new among the findings of one look; return its lines.
+
+        Args:
+            findings: origins of one report.
+            ended_ns: wall clock at which steps ended.
+        """
+        lines = []
+        now_ns = time.time_ns()
+        told_now = set()
+        for finding in findings:
+            key = finding.kind.value, finding.ranks
+            if key in self._told:
+                continue
+            told_now.add(key)
+            ended = ended_ns.get(StepKey(int(finding.mode), finding.step), 0)
+            lines.append(_line(finding, now_ns, ended))
+        self._told |= told_now
+        self._append(lines)
+        return lines
+
+    def say(self, notice: str) -> None:
+        """Append what else has to be known of the verdicts."""
+        fields = {"format": FINDINGS_FORMAT, "found": _utc(time.time_ns()), "notice": notice}
+        self._append([json.dumps(fields)])
+
+    def _append(self, lines: Sequence[str]) -> None:
+        if not lines:
+            return
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        with os.fdopen(os.open(self._path, flags, 0o600), "w") as file:
+            file.write("".join(f"{line}\n" for line in lines))
+
+
+def _line(finding: Finding, now_ns: int, ended_ns: int) -> str:
+    place = visible(" ".join(filter(None, (finding.path or "(root)", finding.slot))))
+    fields: dict[str, Any] = {
+        "format": FINDINGS_FORMAT,
+        "found": _utc(now_ns),
+        "step_ended": _utc(ended_ns) if ended_ns else None,
+        "text": f"{finding.mode.word} step {finding.step}: {finding.kind.value} at {place}, "
+        f"{ranks_named(finding.ranks)}",
+        **finding_json(finding),
+    }
+    return json.dumps(fields)
+
+
+def _utc(wall_ns: int) -> str:
+    when = datetime.datetime.fromtimestamp(wall_ns / _NS, datetime.timezone.utc)
+    return when.isoformat(timespec="milliseconds")
+
+
+class FindingCommand:
+    """Hands each new finding to a command of the user's, one at a time."""
+
+    def __init__(self, command: str, folder: Path) -> None:
+        """Start nothing yet.
+
+        Args:
+            command: for the shell; "" for none.
+            folder: where it works.
+        """
+        self._command, self._folder = command, folder
+        self._waiting: deque[str] = deque(maxlen=_MOST_WAITING)
+        self._running: subprocess.Popen[bytes] | None = None
+        self._began = 0.0
+
+    def add(self, lines: Sequence[str]) -> None:
+        """Have the command told of findings; of too many the latest."""
+        if self._command:
+            self._waiting.extend(lines)
+
+    def look(self) -> str:
+        """Start the command for the next finding once the one before is done; return what went
+        wrong, "" for nothing."""
+        trouble = ""
+        if self._running is not None:
+            code = self._running.poll()
+            if code is None and time.monotonic() - self._began > _COMMAND_S:
+                self._running.kill()
+                self._running.wait()
+                code, trouble = None, f"was ended after {_COMMAND_S:.0f} s"
+            elif code is None:
+                return ""
+            elif code:
+                trouble = f"ended with {code}"
+            self._running = None
+        if self._waiting:
+            trouble = self._start(self._waiting.popleft()) or trouble
+        return trouble and f"--rs-on-finding: the command {trouble}"
+
+    def _start(self, line: str) -> str:
+        with tempfile.TemporaryFile() as given:
+            given.write(f"{line}\n".encode())
+            given.seek(0)
+            try:
+                self._running = subprocess.Popen(
+                    ["/bin/sh", "-c", self._command],
+                    stdin=given,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    cwd=self._folder,
+                    start_new_session=True,
+                )
+            except OSError as error:
+                return f"cannot be started: {error.strerror}"
+        self._began = time.monotonic()
+        return ""

@@ -1,0 +1,155 @@
+"""Which steps every rank has ended, and the trace of some of them while the job runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Final
+
+from rankscope.assembly.rankstreams import StreamBytes
+from rankscope.errors import SpoolError
+from rankscope.livecheck.stepsplit import SplitStream, StepKey
+from rankscope.spool.replication import read_end, replica_path, replicated
+from rankscope.tree.build import assemble
+from rankscope.tree.reader import RecordSource
+from rankscope.tree.views import Trace
+
+__all__ = ["RunningJob"]
+
+_ABSENT_S: Final = 10.0
+"""A rank that began no step of a mode takes no part in it, once others ended one so long ago."""
+_DEVICE_S: Final = 2.0
+"""An accelerator's values may come so long after their step ended."""
+_STREAM_BYTES: Final = 16 << 20
+"""Read of one stream at a time."""
+
+
+class RunningJob:
+    """The streams of the newest life of a job, read as they grow."""
+
+    def __init__(self, out: Path, *, traced_ranks: int) -> None:
+        """Read nothing yet.
+
+        Args:
+            out: the trace folder.
+            traced_ranks: how many ranks write a stream.
+        """
+        self._out, self._traced_ranks = out, traced_ranks
+        self._streams: dict[int, SplitStream] = {}
+        self.life = 0
+        """Incarnation of the job that is read."""
+        self._seen_at: dict[StepKey, float] = {}
+        """When a step was first seen to have ended on some rank."""
+        self._definitions: dict[bytes, dict[str, Any] | None] = {}
+        self.trouble: dict[int, str] = {}
+        """{rank: why its stream cannot be read}; it is left alone from then on."""
+
+    @property
+    def held_bytes(self) -> int:
+        """Of the records of steps that are held."""
+        return sum(sum(stream.held.values()) for stream in self._streams.values())
+
+    def read(self, is_stopped: Callable[[], bool]) -> int:
+        """Read what is new in every stream, a part of it where that is much; return the bytes."""
+        self._discover()
+        taken = 0
+        for rank, stream in self._streams.items():
+            if is_stopped():
+                break
+            if rank in self.trouble:
+                continue
+            try:
+                taken += stream.read(_STREAM_BYTES)
+            except SpoolError as error:
+                self.trouble[rank] = str(error)
+        now = time.monotonic()
+        for stream in self._streams.values():
+            for key in stream.ended_ns:
+                self._seen_at.setdefault(key, now)
+        return taken
+
+    def finished(self) -> list[StepKey]:
+        """Return the held steps that every rank has ended, in the order in which they ended."""
+        now = time.monotonic()
+        waiting = max(
+            (_DEVICE_S for stream in self._streams.values() if stream.has_accelerator), default=0.0
+        )
+        over = {rank: self._is_over(stream) for rank, stream in self._streams.items()}
+        found = []
+        for key, seen_at in self._seen_at.items():
+            is_late = now - seen_at >= _ABSENT_S
+            if now - seen_at < waiting:
+                continue
+            if len(self._streams) < self._traced_ranks and not is_late:
+                continue
+            if all(
+                over[rank]
+                or stream.ended.get(key.mode, -1) >= key.step
+                or (key.mode not in stream.begun and is_late)
+                for rank, stream in self._streams.items()
+            ):
+                found.append(key)
+        return sorted(found, key=lambda key: (self.ended_ns(key), key))
+
+    def ended_ns(self, key: StepKey) -> int:
+        """Return the wall clock in ns at which the last rank ended a held step, 0 where none is
+        known to have."""
+        known = (stream.ended_ns.get(key, 0) for stream in self._streams.values())
+        return max(known, default=0)
+
+    def bytes_of(self, key: StepKey) -> int:
+        """Return the bytes of the records of a held step."""
+        return sum(stream.held.get(key, 0) for stream in self._streams.values())
+
+    def unfinished(self) -> list[StepKey]:
+        """Return the held steps that some rank has not ended."""
+        finished = set(self.finished())
+        held = {key for stream in self._streams.values() for key in stream.held}
+        return sorted(held - finished)
+
+    def drop(self, keys: Iterable[StepKey]) -> None:
+        """Let the records of steps go."""
+        for key in keys:
+            self._seen_at.pop(key, None)
+            for stream in self._streams.values():
+                stream.drop(key)
+
+    def trace(self, keys: Iterable[StepKey]) -> Trace:
+        """Return the trace of setup and some steps.
+
+        Raises:
+            TraceError: there is not one record.
+            TraceVersionError: a rank wrote a newer record format.
+        """
+        wanted = set(keys)
+        sources = []
+        for stream in self._streams.values():
+            marker = read_end(replica_path(self._out, stream.stream))
+            sources.append(
+                StreamBytes(
+                    stream=stream.stream,
+                    data=stream.cells(wanted),
+                    is_verified=True,
+                    end=marker.end if marker else None,
+                )
+            )
+        document = assemble(sources, decoded=self._definitions)
+        records = RecordSource(document, self._out)
+        return Trace(records, self._out, is_live=True, is_written=False)
+
+    def _discover(self) -> None:
+        found = replicated(self._out)
+        life = max((stream.incarnation for stream in found), default=0)
+        if life > self.life:  # the job began again: what was before is over
+            self.life = life
+            self._streams.clear()
+            self._seen_at.clear()
+            self.trouble.clear()
+        for stream in found:
+            if stream.incarnation == life and stream.rank not in self._streams:
+                self._streams[stream.rank] = SplitStream(self._out, stream)
+        self._streams = dict(sorted(self._streams.items()))
+
+    def _is_over(self, stream: SplitStream) -> bool:
+        return stream.is_over or read_end(replica_path(self._out, stream.stream)) is not None

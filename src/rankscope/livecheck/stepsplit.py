@@ -1,0 +1,217 @@
+"""The records of one stream by the step they belong to, read as the stream grows.
+
+What holds for the whole job stays: definitions, setup, gaps. The records of a step are held until
+they are dropped, so the memory is that of the steps held, however long the job.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.errors import SpoolError
+from rankscope.record.phases import Phase
+from rankscope.record.streams import StreamId
+from rankscope.spool.recordcolumns import Records, records
+from rankscope.spool.recordformat import (
+    CELL_BYTES,
+    MAX_RECORD_CELLS,
+    NO_SEQUENCE,
+    RecordKind,
+    StepEvent,
+)
+from rankscope.spool.replication import replica_path
+
+__all__ = ["SplitStream", "StepKey"]
+
+Cells = NDArray[np.uint8]
+_PIECE_BYTES: Final = 8 << 20
+_KEPT: Final = -1
+_LATE: Final = -2
+_WITH_CALL: Final = (RecordKind.EXIT, RecordKind.VALUE, RecordKind.SAMPLES, RecordKind.ERROR)
+"""Begin with the sequence number of their call."""
+
+
+class StepKey(NamedTuple):
+    """A step as one rank counts it."""
+
+    mode: int
+    step: int
+
+
+class SplitStream:
+    """One stream: what was read of its replica."""
+
+    def __init__(self, out: Path, stream: StreamId) -> None:
+        """Read nothing yet; `out` is the trace folder."""
+        self.stream = stream
+        self.ended: dict[int, int] = {}
+        """{mode: the last step that ended}."""
+        self.ended_ns: dict[StepKey, int] = {}
+        """Wall clock at which each step that is held ended."""
+        self.begun: set[int] = set()
+        """Modes in which a step began."""
+        self.is_over = False
+        """The stream has its END record."""
+        self.has_accelerator = False
+        """Some value lies on one: such a value may be written after its step ended."""
+        self.late_records = 0
+        """Of steps that were dropped."""
+        self._path = replica_path(out, stream)
+        self._offset = 0
+        self._kept: list[Cells] = []
+        self._held: dict[StepKey, list[Cells]] = {}
+        self._numbers: dict[StepKey, int] = {}
+        self._next_number = itertools.count()
+        self._dropped: dict[int, int] = {}
+        """{mode: the last step that was dropped}."""
+        self._sequences = np.empty(0, np.uint64)
+        """Of the calls that are held or kept, sorted."""
+        self._owners = np.empty(0, np.int64)
+        """Of each: the number of its step, or `_KEPT`, or `_LATE`."""
+        self._clock_offset_ns = 0
+
+    @property
+    def held(self) -> dict[StepKey, int]:
+        """Bytes of each step that is held."""
+        return {key: sum(part.size for part in parts) for key, parts in self._held.items()}
+
+    def read(self, most_bytes: int) -> int:
+        """Read what is new, at most about so many bytes; return how many there were.
+
+        Raises:
+            SpoolError: the replica cannot be read, or is damaged.
+        """
+        taken = 0
+        while taken < most_bytes:
+            piece = self._piece(_PIECE_BYTES)
+            found = records(piece)
+            if not found.committed_bytes:
+                if len(piece) > MAX_RECORD_CELLS * CELL_BYTES:
+                    raise SpoolError(f"{self._path}: damaged from byte {self._offset} on")
+                break
+            self._take(found)
+            self._offset += found.committed_bytes
+            taken += found.committed_bytes
+        return taken
+
+    def drop(self, key: StepKey) -> None:
+        """Let the records of a step go."""
+        if self._held.pop(key, None) is None:
+            return
+        self.ended_ns.pop(key, None)
+        self._dropped[key.mode] = max(key.step, self._dropped.get(key.mode, -1))
+        gone = self._owners == self._numbers.pop(key)
+        self._sequences, self._owners = self._sequences[~gone], self._owners[~gone]
+
+    def cells(self, keys: set[StepKey]) -> Cells:
+        """Return whole records, [bytes]: what holds for the whole job, and those of some steps."""
+        parts = [*self._kept, *(p for key, own in self._held.items() if key in keys for p in own)]
+        return np.concatenate(parts).reshape(-1) if parts else np.empty(0, np.uint8)
+
+    def _piece(self, size: int) -> bytes:
+        try:
+            descriptor = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError as error:
+            raise SpoolError(f"{self._path}: cannot be read: {error.strerror}") from error
+        try:
+            return os.pread(descriptor, size, self._offset)
+        except OSError as error:
+            raise SpoolError(f"{self._path}: cannot be read: {error.strerror}") from error
+        finally:
+            os.close(descriptor)
+
+    def _take(self, found: Records) -> None:
+        owners = np.full(len(found), _KEPT, np.int64)
+        self._note_definitions(found)
+        positions, enters = found.columns(RecordKind.ENTER)
+        is_setup = enters["phase"] == int(Phase.SETUP)
+        own = self._steps_of(enters["mode"], enters["step"])
+        owners[positions] = np.where(is_setup, _KEPT, own)
+        self._remember(enters["sequence"], owners[positions])
+        positions, steps = found.columns(RecordKind.STEP)
+        owners[positions] = self._steps_of(steps["mode"], steps["step"])
+        self._note_steps(steps)
+        for kind in _WITH_CALL:
+            positions = found.positions(kind)
+            owners[positions] = self._owners_of(_sequences(found, positions))
+        positions, errors = found.columns(RecordKind.ERROR)
+        has_no_call = errors["sequence"] == np.uint64(NO_SEQUENCE)
+        owners[positions[has_no_call]] = _KEPT
+        owners[found.positions(RecordKind.FILLER)] = _LATE
+        self.late_records += int((owners == _LATE).sum()) - len(found.positions(RecordKind.FILLER))
+        self.is_over |= len(found.positions(RecordKind.END)) > 0
+        keys = {number: key for key, number in self._numbers.items()}
+        for owner in np.unique(owners[owners != _LATE]).tolist():
+            cells = _cells_of(found, np.flatnonzero(owners == owner))
+            (self._kept if owner == _KEPT else self._held[keys[owner]]).append(cells)
+
+    def _note_definitions(self, found: Records) -> None:
+        for definition in found.definitions().found:
+            if definition["kind"] == "rank":
+                wall, monotonic = definition.get("wall_ns"), definition.get("monotonic_ns")
+                if isinstance(wall, int) and isinstance(monotonic, int):
+                    self._clock_offset_ns = wall - monotonic
+            elif definition["kind"] == "meta":
+                device = str(definition.get("device") or "cpu").partition(":")[0]
+                self.has_accelerator |= device not in ("cpu", "meta")
+
+    def _note_steps(self, steps: NDArray[Any]) -> None:
+        for event in steps:
+            mode, step = int(event["mode"]), int(event["step"])
+            self.begun.add(mode)
+            if event["event"] == int(StepEvent.END):
+                self.ended[mode] = max(step, self.ended.get(mode, -1))
+                if StepKey(mode, step) in self._held:
+                    when = int(event["time_ns"]) + self._clock_offset_ns
+                    self.ended_ns[StepKey(mode, step)] = when
+
+    def _steps_of(self, modes: NDArray[Any], steps: NDArray[Any]) -> NDArray[np.int64]:
+        """Return the number of the step of each record, `_LATE` where it was dropped."""
+        codes = modes.astype(np.int64) << 32 | steps.astype(np.int64)
+        distinct, inverse = np.unique(codes, return_inverse=True)
+        numbers = np.full(len(distinct), _LATE, np.int64)
+        for i, code in enumerate(distinct.tolist()):
+            key = StepKey(code >> 32, code & 0xFFFF_FFFF)
+            if key not in self._held:
+                if key.step <= self._dropped.get(key.mode, -1):
+                    continue
+                self._held[key] = []
+                self._numbers[key] = next(self._next_number)
+            numbers[i] = self._numbers[key]
+        found: NDArray[np.int64] = numbers[inverse.reshape(-1)]
+        return found
+
+    def _remember(self, sequences: NDArray[Any], owners: NDArray[np.int64]) -> None:
+        if len(sequences):
+            every = np.concatenate([self._sequences, sequences.astype(np.uint64)])
+            order = np.argsort(every, kind="stable")
+            self._sequences = every[order]
+            self._owners = np.concatenate([self._owners, owners])[order]
+
+    def _owners_of(self, sequences: NDArray[Any]) -> NDArray[np.int64]:
+        if not len(self._sequences):
+            return np.full(len(sequences), _LATE, np.int64)
+        at = np.minimum(np.searchsorted(self._sequences, sequences), len(self._sequences) - 1)
+        owners: NDArray[np.int64] = np.where(
+            self._sequences[at] == sequences, self._owners[at], _LATE
+        )
+        return owners
+
+
+def _sequences(found: Records, positions: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """Return the sequence number with which each of these records begins."""
+    heads = found.cells.take(found.start[positions], axis=0)[:, 8:16]
+    return np.ascontiguousarray(heads).view("<u8").reshape(-1).astype(np.uint64)
+
+
+def _cells_of(found: Records, positions: NDArray[np.int64]) -> Cells:
+    starts, sizes = found.start[positions], found.size[positions]
+    firsts = np.cumsum(sizes) - sizes
+    wanted = np.repeat(starts - firsts, sizes) + np.arange(int(sizes.sum()))
+    return found.cells.take(wanted, axis=0)
