@@ -41,6 +41,7 @@ from rankscope.run.filenames import (
     REPLICA_FOLDER,
     TRACE_NAME,
 )
+from rankscope.run.findingnotices import FindingNotices
 from rankscope.run.folders import (
     FolderLock,
     is_held,
@@ -54,7 +55,7 @@ from rankscope.run.prepare import Collection, PreparedRun, RunRequest, prepare_r
 from rankscope.settings import SETTINGS, Settings
 from rankscope_launcher.companions import Companion, CompanionWatch, wait_for_end
 from rankscope_launcher.ending import NOTHING, Ending, failure_line, shown
-from rankscope_launcher.progress import FindingNotices, Progress, StallNotices, say
+from rankscope_launcher.progress import Progress, StallNotices, say
 
 __all__ = ["JobShape", "TracedJob"]
 
@@ -185,7 +186,7 @@ class TracedJob:
             )
             self._collector = Companion(command, self._out / COLLECTOR_LOG_NAME, folder)
         stalls = StallNotices(folder, shown(self._out))
-        findings = FindingNotices(self._out, shown(self._out))
+        findings = FindingNotices(self._out, shown(self._out), say)
 
         def look() -> None:
             stalls.look()

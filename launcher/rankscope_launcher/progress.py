@@ -1,23 +1,19 @@
-"""What the launcher says on stderr: single lines, a line that counts seconds on a terminal, that a
-job stands still, and what was found in it.
+"""What the launcher says on stderr: single lines, a line that counts seconds on a terminal, and
+that a job stands still.
 """
 
 from __future__ import annotations
 
 import contextlib
-import datetime
-import json
 import sys
 import time
 from pathlib import Path
 from types import TracebackType
 
-from rankscope.record.visibletext import visible
-from rankscope.run.filenames import FINDINGS_NAME
 from rankscope.run.outfolder import typed
 from rankscope.run.stallrecords import stalls_in
 
-__all__ = ["FindingNotices", "Progress", "StallNotices", "say"]
+__all__ = ["Progress", "StallNotices", "say"]
 
 _SHOW_AFTER_S = 1.0
 
@@ -89,45 +85,3 @@ class StallNotices:
                 say(f"{stall.sentence(time.time_ns())}; ask why: {typed('check', self._shown)}")
             elif not stall.is_by_end:
                 say(stall.sentence(time.time_ns()))
-
-
-class FindingNotices:
-    """Repeats on stderr what the live check finds, each thing once."""
-
-    def __init__(self, out: Path, shown: str) -> None:
-        """Say nothing yet.
-
-        Args:
-            out: the trace folder.
-            shown: that folder as it may be typed here.
-        """
-        self._path = out / FINDINGS_NAME
-        self._shown = shown
-        self._offset = 0
-
-    def look(self) -> None:
-        """Say what is new."""
-        try:
-            if self._path.stat().st_size <= self._offset:
-                return
-            with self._path.open("rb") as file:
-                file.seek(self._offset)
-                new = file.read()
-        except OSError:
-            return
-        whole = new[: new.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        for line in whole.splitlines():
-            with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
-                say(visible(self._sentence(json.loads(line))))
-
-    def _sentence(self, found: dict[str, str]) -> str:
-        if "notice" in found:
-            return str(found["notice"])
-        ended, ago = found.get("step_ended"), ""
-        if ended:
-            age = datetime.datetime.now(datetime.timezone.utc) - datetime.datetime.fromisoformat(
-                ended
-            )
-            ago = f" ({max(0, round(age.total_seconds()))} s ago)"
-        return f"{found['text']}{ago}: {typed('check', self._shown)}"

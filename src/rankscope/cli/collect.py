@@ -55,6 +55,12 @@ def command(
         Optional[int],  # noqa: UP045  # as above
         typer.Option(min=1, max=65535, metavar="PORT", help="Serve metrics at 127.0.0.1:PORT."),
     ] = None,
+    live_check: Annotated[
+        bool, typer.Option(help="Judge each traced step soon after it ended.")
+    ] = True,
+    on_finding: Annotated[
+        str, typer.Option(metavar="CMD", help="Shell command given each finding as JSON on stdin.")
+    ] = "",
 ) -> None:
     """Gather the records of a job whose ranks are started elsewhere, and build its tree.
 
@@ -87,6 +93,8 @@ def command(
         finish_s=finish_seconds,
         first_relay_s=float("inf"),
         metrics_port=metrics,
+        live_check=live_check,
+        on_finding=on_finding,
     )
     raise typer.Exit(_collect(options))
 
@@ -106,8 +114,10 @@ def _collect(options: CollectorOptions) -> int:
     from rankscope.gather.log import log_into
     from rankscope.gather.waitingrule import StreamProgress
     from rankscope.run.filenames import COLLECTOR_LOG_NAME
+    from rankscope.run.findingnotices import FindingNotices
 
     happened_nothing: list[bool] = []
+    notices = FindingNotices(options.out, str(options.out), _say)
     with progress() as show:
 
         class Terminal(Observer):
@@ -127,6 +137,7 @@ def _collect(options: CollectorOptions) -> int:
                 ended = sum(one.end is not None for one in streams)
                 what = f"{len(here)} of {options.traced_ranks} ranks are here, ended:"
                 show(what, ended / max(len(streams), options.traced_ranks))
+                notices.look()
 
             def building(self, what: str, part: float) -> None:
                 show(what, part)

@@ -25,13 +25,16 @@ from rankscope.run.stallrecords import stalls_in
 __all__ = ["LiveCheck", "main"]
 
 _LOOK_S: Final = 0.25
+_REST: Final = 3
+"""It rests so many times as long as it worked: several steps together cost less than one by one."""
+_MOST_REST_S: Final = 2.0
 _NICE: Final = 10
 _STEPS_BESIDE: Final = 2
 """Steps before the new ones that are judged with them: some rules look back."""
 _MOST_BYTES: Final = 192 << 20
 """Of records held at a time."""
-_LOOK_BYTES: Final = 48 << 20
-"""Of records judged at a time."""
+_LOOK_BYTES: Final = 24 << 20
+"""Of records judged at a time, where that is more than one step."""
 
 
 class LiveCheck:
@@ -66,7 +69,7 @@ class LiveCheck:
             began = time.monotonic()
             is_busy = self.look()
             took = time.monotonic() - began
-            time.sleep(max(0.0 if is_busy else _LOOK_S, min(took, 5.0)))  # half the time at most
+            time.sleep(max(0.0 if is_busy else _LOOK_S, min(_REST * took, _MOST_REST_S)))
 
     def look(self) -> bool:
         """Read what is new and judge the steps that are over; True where more waits."""
@@ -76,14 +79,12 @@ class LiveCheck:
             self._judged = []
         for rank, trouble in self._job.trouble.items():
             self._say(f"the records of rank {rank} are not judged while the job runs: {trouble}")
-        new = [key for key in self._job.finished() if key not in self._judged]
+        new = self._newest([key for key in self._job.finished() if key not in self._judged])
         if new:
-            part = self._first(new)
-            every = [*self._judged, *part]
+            every = [*self._judged, *new]
             self._judge(every)
             self._job.drop(every[:-_STEPS_BESIDE])
             self._judged = every[-_STEPS_BESIDE:]
-            is_busy |= len(part) < len(new)
         self._judge_a_stall()
         self._make_room()
         trouble = self._command.look()
@@ -91,16 +92,24 @@ class LiveCheck:
             self._say(trouble)
         return is_busy
 
-    def _first(self, keys: list[StepKey]) -> list[StepKey]:
-        """Return the steps to be judged now, so many as are worth one look."""
+    def _newest(self, keys: list[StepKey]) -> list[StepKey]:
+        """Return the steps to be judged now, so many as are worth one look: where steps come faster
+        than they can be judged, older ones are let go."""
         part: list[StepKey] = []
         size = 0
-        for key in keys:
+        for key in reversed(keys):
             size += self._job.bytes_of(key)
             if part and size > _LOOK_BYTES:
                 break
             part.append(key)
-        return part
+        passed_over = keys[: len(keys) - len(part)]
+        if passed_over:
+            self._say(
+                "steps come faster than they can be judged while the job runs: of those that wait "
+                "the newest are; rankscope check judges all"
+            )
+            self._job.drop(passed_over)
+        return part[::-1]
 
     def _judge(self, keys: Iterable[StepKey]) -> None:
         keys = list(keys)

@@ -26,12 +26,13 @@ __all__ = ["FindingCommand", "FindingsFile"]
 _NS: Final = 1_000_000_000
 _COMMAND_S: Final = 60.0
 _MOST_WAITING: Final = 16
+_MOST_NAMED: Final = 100
 
 
 class FindingsFile:
     """The file of one trace folder, appended to.
 
-    A finding is told once: what has the same kind on the same ranks later follows from it.
+    What is found of one kind on the same ranks is one line, told once: later it follows from that.
     """
 
     def __init__(self, out: Path) -> None:
@@ -51,17 +52,17 @@ class FindingsFile:
             findings: origins of one report.
             ended_ns: wall clock at which steps ended.
         """
-        lines = []
-        now_ns = time.time_ns()
-        told_now = set()
+        alike: dict[tuple[str, tuple[int, ...]], list[Finding]] = {}
         for finding in findings:
             key = finding.kind.value, finding.ranks
-            if key in self._told:
-                continue
-            told_now.add(key)
-            ended = ended_ns.get(StepKey(int(finding.mode), finding.step), 0)
-            lines.append(_line(finding, now_ns, ended))
-        self._told |= told_now
+            if key not in self._told:
+                alike.setdefault(key, []).append(finding)
+        now_ns = time.time_ns()
+        lines = []
+        for same in alike.values():
+            step = StepKey(int(same[0].mode), same[0].step)
+            lines.append(_line(same, now_ns, ended_ns.get(step, 0)))
+        self._told |= alike.keys()
         self._append(lines)
         return lines
 
@@ -78,15 +79,20 @@ class FindingsFile:
             file.write("".join(f"{line}\n" for line in lines))
 
 
-def _line(finding: Finding, now_ns: int, ended_ns: int) -> str:
-    place = visible(" ".join(filter(None, (finding.path or "(root)", finding.slot))))
+def _line(findings: Sequence[Finding], now_ns: int, ended_ns: int) -> str:
+    """Return the line of findings of one kind on the same ranks, the first of which it tells."""
+    first, *others = findings
+    place = visible(" ".join(filter(None, (first.path or "(root)", first.slot))))
+    more = f" and {len(others)} more" if others else ""
+    named = [{"path": each.path, "slot": each.slot} for each in others[:_MOST_NAMED]]
     fields: dict[str, Any] = {
         "format": FINDINGS_FORMAT,
         "found": _utc(now_ns),
         "step_ended": _utc(ended_ns) if ended_ns else None,
-        "text": f"{finding.mode.word} step {finding.step}: {finding.kind.value} at {place}, "
-        f"{ranks_named(finding.ranks)}",
-        **finding_json(finding),
+        "text": f"{first.mode.word} step {first.step}: {first.kind.value} at {place}{more}, "
+        f"{ranks_named(first.ranks)}",
+        **finding_json(first),
+        "others": named,
     }
     return json.dumps(fields)
 

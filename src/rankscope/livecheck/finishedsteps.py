@@ -21,8 +21,8 @@ _ABSENT_S: Final = 10.0
 """A rank that began no step of a mode takes no part in it, once others ended one so long ago."""
 _DEVICE_S: Final = 2.0
 """An accelerator's values may come so long after their step ended."""
-_STREAM_BYTES: Final = 16 << 20
-"""Read of one stream at a time."""
+_LOOK_BYTES: Final = 64 << 20
+"""Read of all streams at a time."""
 
 
 class RunningJob:
@@ -53,6 +53,7 @@ class RunningJob:
     def read(self, is_stopped: Callable[[], bool]) -> int:
         """Read what is new in every stream, a part of it where that is much; return the bytes."""
         self._discover()
+        share = _LOOK_BYTES // max(1, len(self._streams))
         taken = 0
         for rank, stream in self._streams.items():
             if is_stopped():
@@ -60,7 +61,7 @@ class RunningJob:
             if rank in self.trouble:
                 continue
             try:
-                taken += stream.read(_STREAM_BYTES)
+                taken += stream.read(share)
             except SpoolError as error:
                 self.trouble[rank] = str(error)
         now = time.monotonic()

@@ -30,6 +30,7 @@ from rankscope.spool.replication import replica_path
 __all__ = ["SplitStream", "StepKey"]
 
 Cells = NDArray[np.uint8]
+_LEAST_BYTES: Final = 64 << 10
 _PIECE_BYTES: Final = 8 << 20
 _KEPT: Final = -1
 _LATE: Final = -2
@@ -87,10 +88,13 @@ class SplitStream:
         Raises:
             SpoolError: the replica cannot be read, or is damaged.
         """
-        taken = 0
+        taken, size = 0, min(max(most_bytes, _LEAST_BYTES), _PIECE_BYTES)
         while taken < most_bytes:
-            piece = self._piece(_PIECE_BYTES)
+            piece = self._piece(size)
             found = records(piece)
+            if not found.committed_bytes and len(piece) == size < _PIECE_BYTES:
+                size = _PIECE_BYTES  # a record may be longer
+                continue
             if not found.committed_bytes:
                 if len(piece) > MAX_RECORD_CELLS * CELL_BYTES:
                     raise SpoolError(f"{self._path}: damaged from byte {self._offset} on")

@@ -1,0 +1,70 @@
+"""What the live check writes into findings.jsonl, as lines for people, each thing once.
+
+No numpy here: the launcher reads it too, in a thread beside torchrun.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from rankscope.record.visibletext import visible
+from rankscope.run.filenames import FINDINGS_NAME
+from rankscope.run.outfolder import typed
+
+__all__ = ["FindingNotices"]
+
+_MOST_BYTES: Final = 4 << 20
+"""Read in one look."""
+
+
+class FindingNotices:
+    """Follows findings.jsonl of one trace folder."""
+
+    def __init__(self, out: Path, shown: str, say: Callable[[str], object]) -> None:
+        """Say nothing yet.
+
+        Args:
+            out: the trace folder.
+            shown: that folder as it may be typed here.
+            say: takes each line.
+        """
+        self._path = out / FINDINGS_NAME
+        self._shown, self._say = shown, say
+        self._offset = 0
+
+    def look(self) -> None:
+        """Say what is new."""
+        for line in self._new_lines():
+            with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+                self._say(visible(self._sentence(json.loads(line))))
+
+    def _new_lines(self) -> list[bytes]:
+        try:
+            if self._path.stat().st_size <= self._offset:
+                return []
+            descriptor = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                new = os.pread(descriptor, _MOST_BYTES, self._offset)
+            finally:
+                os.close(descriptor)
+        except OSError:
+            return []
+        whole = new[: new.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        return whole.splitlines()
+
+    def _sentence(self, found: Mapping[str, Any]) -> str:
+        if "notice" in found:
+            return str(found["notice"])
+        ago = ""
+        if found.get("step_ended"):
+            ended = datetime.datetime.fromisoformat(found["step_ended"])
+            age = datetime.datetime.now(datetime.timezone.utc) - ended
+            ago = f" ({max(0, round(age.total_seconds()))} s ago)"
+        return f"{found['text']}{ago}: {typed('check', self._shown)}"
