@@ -46,8 +46,12 @@ def cells_of(kind: RecordKind, payload: bytes) -> np.ndarray:
     return made
 
 
-def rank_cells(rank: int, ranks: int, modules: int, values: int, *, steps: int = 1) -> np.ndarray:
-    """Traced forwards of a flat model of `modules` modules, `values` sharded values each."""
+def rank_cells(
+    rank: int, ranks: int, modules: int, values: int, *,
+    steps: int = 1, first_step: int = 0, are_replicas: bool = True,
+) -> np.ndarray:  # fmt: skip
+    """Traced forwards of a flat model of `modules` modules, `values` sharded values each; without
+    `are_replicas` every rank has numbers of its own, which no writer can fold or compress away."""
     parts = [
         definition(
             id=1,
@@ -110,7 +114,7 @@ def rank_cells(rank: int, ranks: int, modules: int, values: int, *, steps: int =
     enters["parent"][::modules] = recordformat.NO_SEQUENCE
     enters["time_ns"] = np.arange(calls) * 1000
     enters["module"] = np.arange(calls) % modules + 5 + values
-    enters["step"] = np.arange(calls) // modules
+    enters["step"] = np.arange(calls) // modules + first_step
     enters["phase"] = 1
     enters["root"] = 2
     exits = np.zeros(calls, recordformat.EXIT_DTYPE)
@@ -120,7 +124,7 @@ def rank_cells(rank: int, ranks: int, modules: int, values: int, *, steps: int =
     rows["time_ns"] = np.repeat(enters["time_ns"], values) + np.tile(np.arange(values), calls) * 10
     rows["slot"] = np.tile(np.arange(values) + 5, calls)
     rows["meta"], rows["phase"], rows["count"] = 4, 1, 4 * 64 * 512
-    random = np.random.default_rng(rank % 8)
+    random = np.random.default_rng([rank % 8 if are_replicas else rank, first_step])
     rows["hash"] = random.integers(0, 1 << 63, len(rows))
     for name in ("min", "max", "mean", "std", "l2"):
         rows[name] = random.normal(size=len(rows))

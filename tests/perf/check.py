@@ -37,12 +37,16 @@ from rankscope.tree.treewriter import write_trace
 from tests.perf.assemble import rank_cells
 
 
-def made_trace(folder: Path, ranks: int, modules: int, values: int) -> Path:
+def made_trace(
+    folder: Path, ranks: int, modules: int, values: int, *, step: int = 0, are_replicas: bool = True
+) -> Path:
     """Write a trace of one forward on all ranks."""
     sources = []
     for rank in range(ranks):
         path = folder / f"{rank}.cells"
-        rank_cells(rank, ranks, modules, values).tofile(path)
+        rank_cells(rank, ranks, modules, values, first_step=step, are_replicas=are_replicas).tofile(
+            path
+        )
         data = np.memmap(path, np.uint8, "r")
         sources.append(StreamBytes(stream=StreamId(rank=rank, incarnation=0), data=data))
     out = folder / "out"
