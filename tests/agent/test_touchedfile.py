@@ -278,7 +278,8 @@ class OrderedJob(Job):
         step = self.steps[number]
         super().step(number)
         if step in self.traced[number]:
-            self.paths[number][step] = self.ranks[number].paths
+            (order,) = self.ranks[number].asked
+            self.paths[number][step] = order.paths
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -360,7 +361,13 @@ def test_an_order_made_before_the_first_step_counts_and_ends_with_the_life_that_
 
 def test_an_order_that_is_none_is_passed_over(tmp_path: Path):
     job = OrderedJob(tmp_path, 2)
-    for text in ("", "[]", '{"number": 1}', '{"number": 1, "steps": -3, "paths": []}', "[" * 9999):
+    for text in (
+        "",
+        "[]",
+        '{"number": 1}',
+        '{"number": 1, "steps": -3, "paths": [], "tensors": []}',
+        "[" * 9999,
+    ):
         (tmp_path / ORDER_NAME).write_text(text)
         os.utime(tmp_path / ORDER_NAME, ns=(0, next(job.times)))
         for _ in range(5):

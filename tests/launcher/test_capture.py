@@ -14,6 +14,7 @@ import pytest
 
 from rankscope.agent.steps.touchedfile import LEAD
 from rankscope.tree.reader import open_trace
+from rankscope.tree.views import Trace
 from tests import forked
 from tests.launcher.launches import BIN, Launch, kill, rankscope
 from tests.noted import remarks
@@ -114,6 +115,17 @@ def traced(out: Path) -> dict[int, dict[str, set[int]]]:
     return found
 
 
+def kept(trace: Trace) -> set[tuple[int, str, int]]:
+    """(step, value, rank) of the full tensors of a trace."""
+    return {
+        (step.step, f"{node.path}:{view.slot}", rank)
+        for step in trace.steps
+        for node in step.walk()
+        for view in node.slots
+        for rank in view.references()
+    }
+
+
 def capture(job: Launch, *words: object) -> subprocess.CompletedProcess[str]:
     return rankscope("capture", job.out, "--seconds", 60, *words)
 
@@ -122,7 +134,7 @@ def test_the_next_steps_of_all_ranks_are_traced_with_what_is_asked_for(launch: S
     job = launch(["", ""])
     assert is_at(job, 5), "no step is left to trace"
     before = step_of(job)
-    wide = capture(job, "--steps", 3, "--paths", "second")
+    wide = capture(job, "--steps", 3, "--paths", "second", "--tensors", "second:output,f*:input*")
     assert wide.returncode == 0, (wide.stdout, wide.stderr, job.logs)
     after = step_of(job)
     plain = capture(job)
@@ -140,6 +152,15 @@ def test_the_next_steps_of_all_ranks_are_traced_with_what_is_asked_for(launch: S
     assert f"there: train steps {first}-{first + 2} of ranks 0-1" in wide.stdout
     assert f"there: train step {last} of ranks 0-1" in plain.stdout
     assert f"--step {first}-{first + 2}" in wide.stdout
+    trace = open_trace(job.out)
+    assert kept(trace) == {
+        (step, name, rank)
+        for step in range(first, first + 3)
+        for name in ("first:input.0", "second:output")
+        for rank in (0, 1)
+    }
+    dumped = rankscope("tensor", job.out, "second:output", "--step", first, "--rank", 0, "--print")
+    assert dumped.returncode == 0, dumped.stderr
     shown = rankscope("show", job.out, "--step", last)
     assert shown.returncode == 0 and f"step {last}" in shown.stdout
     assert open_trace(job.out).is_complete

@@ -26,7 +26,7 @@ from rankscope.agent.ringrecorder import RingRecorder
 from rankscope.agent.session import Opened
 from rankscope.agent.steps.chosen import Agreement
 from rankscope.agent.steps.touchedfile import OrderWays
-from rankscope.agent.values.tensorpolicy import make_recorder, tensor_store_of_run
+from rankscope.agent.values.tensorpolicy import PathRecorder, tensor_store_of_run
 from rankscope.errors import LayoutError
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.streams import EndReason, RankIdentity, StreamId
@@ -167,6 +167,9 @@ def join_run(settings: Settings, environ: Mapping[str, str] = os.environ) -> Joi
             recorder=recorder,
             agreement=_agreement(settings, identity, run_folder, header),
             tensor_store=tensor_store_of_run(settings, recorder, identity, run_folder, header),
+            late_tensor_store=lambda: tensor_store_of_run(
+                settings, recorder, identity, run_folder, header, is_late=True
+            ),
             is_launched=bool(prepared),
         ),
         out=header.out,
@@ -197,7 +200,7 @@ def _open_spool(
     folder = stream_folder(_spools(settings, run_folder), identity.stream)
     if not settings.steps.last:
         writer = SpoolWriter(folder, limit_bytes=settings.spool_bytes)
-        return writer, make_recorder(writer, settings)
+        return writer, PathRecorder(writer)
     ring = RingWriter(folder, limit_bytes=settings.spool_bytes, steps=settings.steps.last)
     board = EventBoard(event_folder(run_folder, header, identity.incarnation))
     return ring, RingRecorder(ring, settings.steps, board, identity.rank)

@@ -57,6 +57,8 @@ class Opened:
     """Where the traced ranks agree on a step that is asked for while they run."""
     tensor_store: TensorStore | None = None
     """Keeps full tensors, None where none were asked for."""
+    late_tensor_store: Callable[[], TensorStore | None] = lambda: None
+    """Makes that where an order asks for the first ones."""
     is_launched: bool = False
     """A launcher of ours has the last word on the trace."""
 
@@ -136,7 +138,7 @@ class Session:
         self._rank, self._recorder = opened.identity.rank, opened.recorder
         recorder = opened.recorder
         values = self._values = ValueReader(
-            recorder, Describer(self._rank), settings, opened.tensor_store
+            recorder, Describer(self._rank), settings, opened.tensor_store, opened.late_tensor_store
         )
         definitions = self._definitions = DefinitionWriter(recorder, table)
         call_values = CallValues(self.guard, recorder, values, settings, self._options)
@@ -181,10 +183,11 @@ class Session:
         self._steps.end_steps()
         self._values.collect(wait=True)
         self._steps.define_groups()
-        self._report_unmatched_globs(opened.tensor_store)
-        if opened.tensor_store is not None:
+        tensor_store = self._values.tensor_store
+        self._report_unmatched_globs(tensor_store)
+        if tensor_store is not None:
             with invisible():
-                opened.tensor_store.close()
+                tensor_store.close()
         if reason is not EndReason.SWITCHED_OFF:  # which says why itself
             self._report_no_step(is_launched=opened.is_launched)
         self._machine.close()

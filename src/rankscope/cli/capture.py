@@ -27,6 +27,12 @@ def command(
         str,
         typer.Option(metavar="GLOBS", help="Modules to trace besides those of the job's setting."),
     ] = "",
+    tensors: Annotated[
+        str,
+        typer.Option(
+            metavar="GLOBS", help="Full tensors to keep, as path:slot, besides those of the job."
+        ),
+    ] = "",
     waits: Annotated[
         bool, typer.Option("--wait/--no-wait", help="Wait until the steps have arrived.")
     ] = True,
@@ -45,16 +51,18 @@ def command(
     from rankscope.tree.reader import newest_trace
 
     globs = settings_from({"paths": paths}, {}).paths if paths else ()
+    kept = (settings_from({"tensors": tensors}, {}).tensors or ()) if tensors else ()
     folder = newest_trace() if trace is None else trace
     if folder.name == TRACE_NAME and not folder.is_dir():
         folder = folder.parent
     ordering = Ordering(folder)
     try:
-        ordering.place(steps=steps, paths=globs)
+        ordering.place(steps=steps, paths=globs, tensors=kept)
         besides = f", with the modules {','.join(globs)}" if globs else ""
+        besides += f", full tensors of {','.join(kept)}" if kept else ""
         typer.echo(f"ordered: the next {_count(steps)} of all traced ranks{besides}")
         if waits:
-            _follow(ordering, seconds, has_wishes=steps > 1 or bool(globs))
+            _follow(ordering, seconds, has_wishes=steps > 1 or bool(globs or kept))
         else:
             typer.echo(_reading(ordering))
     except KeyboardInterrupt:

@@ -92,7 +92,7 @@ class Ordering:
         self._order: Order | None = None
         self._elsewhere = self._run_folders() if self._is_elsewhere() else []
 
-    def place(self, *, steps: int, paths: Sequence[str]) -> Order:
+    def place(self, *, steps: int, paths: Sequence[str], tensors: Sequence[str] = ()) -> Order:
         """Write an order; ranks and relays look for it by themselves.
 
         Raises:
@@ -100,7 +100,9 @@ class Ordering:
             FolderBusyError: an order stands already.
             SpoolError: it cannot be written.
         """
-        order = Order(number=time.time_ns(), steps=steps, paths=tuple(paths))
+        order = Order(
+            number=time.time_ns(), steps=steps, paths=tuple(paths), tensors=tuple(tensors)
+        )
         hosts = {each.host for each in self._watch.ranks() if each.host}
         if self._is_elsewhere() and (len(hosts) > 1 or not self._elsewhere):
             where = "on several hosts" if len(hosts) > 1 else "on another host"

@@ -63,6 +63,8 @@ class Order:
     steps: int = 1
     paths: tuple[str, ...] = ()
     """Modules to trace besides those of the job's setting."""
+    tensors: tuple[str, ...] = ()
+    """Full tensors to keep besides those of the job's setting."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.steps <= MOST_STEPS:
@@ -80,10 +82,14 @@ class Order:
         """Return an order, None where the text is none."""
         try:
             fields = json.loads(text)
-            number, steps, paths = fields["number"], fields["steps"], fields["paths"]
-            if type(number) is not int or type(steps) is not int or not isinstance(paths, list):
+            number, steps = fields["number"], fields["steps"]
+            globs = [fields["paths"], fields["tensors"]]
+            if type(number) is not int or type(steps) is not int:
                 return None
-            return cls(number=number, steps=steps, paths=tuple(map(str, paths)))
+            if not all(isinstance(each, list) for each in globs):
+                return None
+            paths, tensors = (tuple(map(str, each)) for each in globs)
+            return cls(number=number, steps=steps, paths=paths, tensors=tensors)
         except (ValueError, KeyError, TypeError, RecursionError, SettingError):
             return None
 

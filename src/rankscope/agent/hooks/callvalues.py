@@ -54,10 +54,13 @@ class CallValues:
         self._is_output_wanted = options.is_output_wanted
         self._recorder = recorder
         self._values = values
-        self.is_on = values.is_on
-        """False where only the structure is recorded: nothing here may be called then."""
-        self._wants_backward = Phase.BACKWARD.word in settings.phases and values.is_on
+        self._wants_backward = Phase.BACKWARD.word in settings.phases
         self.gradients = GradientHooks(guard, self._gradient, self._say_later_ones_lack)
+
+    @property
+    def is_on(self) -> bool:
+        """False where only the structure is recorded: nothing here may be called then."""
+        return self._values.is_on
 
     def inputs_at_global_hook(
         self,

@@ -13,6 +13,7 @@ from rankscope.agent.steps.touchedfile import ALONE, OrderWays, TouchedFile
 from rankscope.record.call import Mode
 from rankscope.record.notes import Note, NoteKind
 from rankscope.record.stepselection import StepSelection
+from rankscope.run.orders import Order
 from rankscope.spool.recordformat import StepEvent
 
 __all__ = ["Agreement", "ChosenSteps"]
@@ -38,15 +39,15 @@ class ChosenSteps:
         self._selection = selection
         self._trigger: TouchedFile | None = None
         self._orders: TouchedFile | None = None
-        self._paths: dict[Mode, tuple[str, ...]] = {}
-        """Of the step that runs."""
+        self._ordered: dict[Mode, tuple[Order, ...]] = {}
+        """Orders of the step that runs."""
         self._has_begun = False
         """A step that is traced has begun."""
 
     @property
-    def ordered_paths(self) -> tuple[str, ...]:
-        """Globs of modules to trace in the steps that run, besides those of the setting."""
-        return tuple(glob for paths in self._paths.values() for glob in paths)
+    def ordered(self) -> tuple[Order, ...]:
+        """The orders that ask for the steps that run."""
+        return tuple(order for orders in self._ordered.values() for order in orders)
 
     def watch_files(self, recorder: Recorder, rank: int, agreement: Agreement) -> None:
         """Begin to look at the file of `at:FILE`, where the setting has one, and for orders.
@@ -86,8 +87,8 @@ class ChosenSteps:
         if self._orders is not None:
             is_ordered = self._orders.begins(mode, step)
             if mode is Mode.TRAIN:
-                self._paths.clear()
-            self._paths[mode] = self._orders.paths if is_ordered else ()
+                self._ordered.clear()
+            self._ordered[mode] = self._orders.asked if is_ordered else ()
             is_asked = is_asked or is_ordered
         is_chosen = is_asked or step in self._selection
         self._has_begun = self._has_begun or is_chosen

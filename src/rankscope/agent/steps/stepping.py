@@ -44,6 +44,7 @@ from rankscope.capture.torch_internals.autograd import current_graph_task
 from rankscope.capture.torch_internals.parallel import stage_modules
 from rankscope.record.call import Mode
 from rankscope.record.streams import EndReason
+from rankscope.run.orders import Order
 from rankscope.settings import Settings
 from rankscope.spool.recordformat import StepEvent
 
@@ -83,7 +84,7 @@ class Stepping:
             find_network=self.sides.trained_network_of,
         )
         """Empty until the spool is open."""
-        self._ordered_paths: tuple[str, ...] = ()
+        self._ordered: tuple[Order, ...] = ()
         """Of the steps that run, as `ChosenSteps` says."""
         self.preferred: list[nn.Module] = []
         """Modules to be roots, until the session is open."""
@@ -364,13 +365,15 @@ class Stepping:
             self.hooks.stop_watching()
 
     def _is_traced(self, mode: Mode, step: int) -> bool:
-        """Decide whether a step that begins is traced, and of which modules."""
+        """Decide whether a step that begins is traced, and what of it."""
         is_traced = self.machine.begins(mode, step)
-        paths = self._chosen.ordered_paths
-        if paths != self._ordered_paths:
-            self._ordered_paths = paths
+        orders = self._chosen.ordered
+        if orders != self._ordered:
+            self._ordered = orders
+            paths = tuple(glob for order in orders for glob in order.paths)
             self.table.select_too(paths)
             self.collectives.select_too(paths)
+            self._values.keep_too(tuple(glob for order in orders for glob in order.tensors))
         return is_traced
 
     def _end_train(self) -> None:

@@ -108,8 +108,8 @@ class TouchedFile:
         """By mode and step."""
         self._runs: list[_Run] = []
         """Steps behind the first of an order."""
-        self.paths: tuple[str, ...] = ()
-        """Globs of modules that are asked for in the step that began last."""
+        self.asked: tuple[Order, ...] = ()
+        """Orders of the step that began last."""
         self._pace = (0.0, Mode.TRAIN, 0)
         """When a step of this mode began, a second ago or so: how fast steps are."""
         self._touches = 1
@@ -138,7 +138,7 @@ class TouchedFile:
                     self._seen = seen
                     self._see(seen, mode, step)
                 if self._planned or self._runs:
-                    self.paths = ()
+                    self.asked = ()
                     is_asked = self._stands(mode, step)
             except OSError as error:
                 self._give_up(error)
@@ -258,7 +258,7 @@ class TouchedFile:
                 continue
             is_traced = True
             if run.order is not None:
-                self.paths += run.order.paths
+                self.asked += (run.order,)
         return is_traced
 
     def _end(self, run: _Run) -> None:

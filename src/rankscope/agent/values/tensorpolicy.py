@@ -96,7 +96,7 @@ class PathRecorder(Recorder):
 
 
 def make_recorder(writer: SpoolWriter, settings: Settings) -> Recorder:
-    """Return the pen of one rank; it notes paths only where tensors are kept."""
+    """Return the pen of a block; it notes paths only where tensors are kept."""
     return PathRecorder(writer) if settings.tensors else Recorder(writer)
 
 
@@ -108,6 +108,7 @@ def make_tensor_store(
     *,
     writers: int,
     store: Store | None = None,
+    is_late: bool = False,
 ) -> TensorStore | None:
     """Return what keeps the full tensors of one rank; None where none were asked for.
 
@@ -118,11 +119,12 @@ def make_tensor_store(
         stream: whose they are.
         writers: ranks that keep tensors on that disk, for the default budget.
         store: takes them instead of the chunks, where this process reads the trace itself.
+        is_late: it is made because tensors are asked for that the settings do not name.
     """
-    if not settings.tensors:
+    if not settings.tensors and not is_late:
         return None
     return TensorStore(
-        settings.tensors,
+        settings.tensors or (),
         store or chunk_store(settings, recorder, folder, stream, writers=writers),
         recorder.tensor,
         memory_bytes=settings.tensor_memory,
@@ -146,9 +148,11 @@ def tensor_store_of_run(
     identity: RankIdentity,
     run_folder: Path,
     header: RunHeader,
+    *,
+    is_late: bool = False,
 ) -> TensorStore | None:
     """Return what keeps full tensors of a rank in a run: in the trace folder where this host sees
-    it, else in the run folder, from where the relay ships them.
+    it, else in the run folder, from where the relay ships them. `is_late`: as `make_tensor_store`.
     """
     collection = Collection.of_run(run_folder, header)
     folder = run_folder if collection.is_elsewhere else header.out
@@ -156,4 +160,5 @@ def tensor_store_of_run(
     return make_tensor_store(
         settings, recorder, folder, identity.stream,
         writers=settings.traced_of(identity.world_size) if is_of_all else identity.local_world_size,
+        is_late=is_late,
     )  # fmt: skip

@@ -56,10 +56,13 @@ class TensorStore:
             tell: called once for each reason for which something is not kept, and for the sums.
             note: told the same, the reason before the text, for the trace.
         """
-        self._globs = {glob: _split(glob) for glob in globs}
-        self._takes_all = any({path, slot} <= {"*", "**"} for path, slot in self._globs.values())
-        self._unmatched = set() if self._takes_all else {*self._globs}
-        self._wanted: dict[tuple[str, str], bool] = {}
+        self._own = tuple(globs)
+        self._globs: dict[str, tuple[str, str]] = {}
+        """Of the steps that run."""
+        self._unmatched: dict[str, None] = {}
+        self._ever: set[str] = set()
+        """Globs of all steps so far."""
+        self.select_too(())
         self._store = store
         self._record = record
         self._memory_bytes = memory_bytes
@@ -79,6 +82,15 @@ class TensorStore:
         self._missed: dict[str, list[int]] = {}
         """Reason to [tensors, bytes]."""
 
+    def select_too(self, globs: tuple[str, ...]) -> None:
+        """Keep what these globs take besides those it was made with, until it is said anew."""
+        self._globs = {glob: _split(glob) for glob in (*self._own, *globs)}
+        self._takes_all = any({path, slot} <= {"*", "**"} for path, slot in self._globs.values())
+        self._wanted: dict[tuple[str, str], bool] = {}
+        if not self._takes_all:
+            self._unmatched |= dict.fromkeys(glob for glob in self._globs if glob not in self._ever)
+        self._ever |= {*self._globs}
+
     def wants(self, path: str | None, slot: str) -> bool:
         """True where the globs take this slot of this path; of a path that is not known any more,
         where they take it of any: rather too much is kept than silently too little."""
@@ -93,7 +105,8 @@ class TensorStore:
                 for glob, (p, s) in self._globs.items()
                 if glob_matches(p, path) and slot_matches(s, slot)
             }
-            self._unmatched -= taking
+            for glob in taking:
+                self._unmatched.pop(glob, None)
             found = bool(taking)
             if len(self._wanted) >= _MOST_NAMES:
                 self._wanted.clear()
@@ -215,7 +228,7 @@ class TensorStore:
 
     def unmatched_globs(self) -> list[str]:
         """Return the globs that took nothing so far: most likely they are misspelt."""
-        return [glob for glob in self._globs if glob in self._unmatched]
+        return [*self._unmatched]
 
     # ------------------------------------------------------------------ storing
 

@@ -54,9 +54,15 @@ class ValueReader:
         describer: Describer,
         settings: Settings,
         tensor_store: TensorStore | None = None,
+        late_tensor_store: Callable[[], TensorStore | None] = lambda: None,
     ) -> None:
         self._recorder = recorder
+        self.tensor_store = tensor_store
+        """Keeps full tensors; None while none were ever asked for."""
+        self._make_store = late_tensor_store
         self._tensor_store = tensor_store
+        """The same, None too where none are kept of the steps that run."""
+        self._keeps_always = tensor_store is not None
         self._digests = settings.digest == "full"
         self._describer = describer
         self._batch_dim = settings.batch_dim
@@ -76,6 +82,16 @@ class ValueReader:
         that finds no collective outstanding."""
         self.is_on = self._digests or tensor_store is not None
         """False where only the structure is recorded."""
+
+    def keep_too(self, globs: tuple[str, ...]) -> None:
+        """Keep these full tensors besides those of the setting `tensors`, until it is said anew."""
+        if globs and self.tensor_store is None:
+            self.tensor_store = self._make_store()
+        store = self.tensor_store
+        if store is not None:
+            store.select_too(globs)
+            self._tensor_store = store if globs or self._keeps_always else None
+            self.is_on = self._digests or self._tensor_store is not None
 
     def wants(self, slot: str) -> bool:
         """True where the setting `slots` takes this slot."""
@@ -390,9 +406,9 @@ class ValueReader:
         Args:
             wait: wait for all of them. Only at the end of a trace.
         """
-        if self._tensor_store is not None:
+        if self.tensor_store is not None:
             with invisible():
-                self._tensor_store.collect(wait=wait)
+                self.tensor_store.collect(wait=wait)
         for found, reading in self._on_devices.collect(wait=wait):
             place = found.place if isinstance(found, HeldValue) else found
             if place is not None:
