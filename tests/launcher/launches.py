@@ -8,6 +8,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tests import forked
@@ -158,6 +159,33 @@ class Launch:
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
+
+
+Start = Callable[..., Launch]
+"""`start(ways, options...)`."""
+
+
+@contextlib.contextmanager
+def launching(folder: Path, script: str, *usual: object) -> Iterator[Start]:
+    """Give what starts jobs of one script, each in a folder of its own; end all that still live.
+
+    Args:
+        folder: where these folders are.
+        script: what every rank runs.
+        usual: options of those that are started without any.
+    """
+    started: list[Launch] = []
+
+    def start(ways: list[str], *options: object) -> Launch:
+        place = folder / f"job{len(started)}"
+        started.append(Launch(place, ways, *(options or usual), script=script))
+        return started[-1]
+
+    try:
+        yield start
+    finally:
+        for job in started:
+            job.stop()
 
 
 def pids() -> list[int]:

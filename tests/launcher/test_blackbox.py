@@ -9,7 +9,7 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from rankscope.spool.recordcolumns import open_replica
 from rankscope.spool.recordformat import RecordKind
 from rankscope.tree.reader import open_trace
 from tests import forked
-from tests.launcher.launches import Launch, kill, rankscope
+from tests.launcher.launches import Start, kill, launching, rankscope
 from tests.ports import free_port
 from tests.waiting import wait_until
 
@@ -72,22 +72,13 @@ for step in range(40):
 os.write(1, f"{rank} {loss.item().hex()}\\n".encode())
 """
 LAST = ("--rs-steps", "last:4", "--rs-spool-bytes", "8M")
-Start = Callable[..., Launch]
 
 
 @pytest.fixture
 def launch(tmp_path: Path) -> Iterator[Start]:
     """Start a job of `SCRIPT`: `launch(ways, options...)`."""
-    started: list[Launch] = []
-
-    def start(ways: list[str], *options: object) -> Launch:
-        folder = tmp_path / f"job{len(started)}"
-        started.append(Launch(folder, ways, *(options or LAST), script=SCRIPT))
-        return started[-1]
-
-    yield start
-    for job in started:
-        job.stop()
+    with launching(tmp_path, SCRIPT, *LAST) as start:
+        yield start
 
 
 def steps_of(out: Path) -> dict[int, set[int]]:

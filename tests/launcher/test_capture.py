@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from rankscope.agent.steps.touchedfile import LEAD
 from rankscope.tree.reader import open_trace
 from rankscope.tree.views import Trace
 from tests import forked
-from tests.launcher.launches import BIN, Launch, kill, rankscope
+from tests.launcher.launches import BIN, Launch, Start, kill, launching, rankscope
 from tests.noted import remarks
 from tests.ports import free_port
 from tests.waiting import wait_until
@@ -66,22 +66,13 @@ for step in range(10**6):
 dist.barrier()
 """
 FEW = ("--rs-steps", "0", "--rs-paths", "first")
-Start = Callable[..., Launch]
 
 
 @pytest.fixture
 def launch(tmp_path: Path) -> Iterator[Start]:
     """Start a job of `SCRIPT`: `launch(ways, options...)`."""
-    started: list[Launch] = []
-
-    def start(ways: list[str], *options: object) -> Launch:
-        folder = tmp_path / f"job{len(started)}"
-        started.append(Launch(folder, ways, *(options or FEW), script=SCRIPT))
-        return started[-1]
-
-    yield start
-    for job in started:
-        job.stop()
+    with launching(tmp_path, SCRIPT, *FEW) as start:
+        yield start
 
 
 def step_of(job: Launch, rank: int = 0) -> int:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
 
 from rankscope.tree.reader import open_trace
-from tests.launcher.launches import Launch, command_line, kill, pids
+from tests.launcher.launches import Launch, Start, command_line, kill, launching, pids
 from tests.livecheck.replayed import told
 from tests.waiting import wait_until
 
@@ -54,21 +54,13 @@ while not everywhere("leave"):
     time.sleep(0.05)
 dist.destroy_process_group()
 """
-Start = Callable[..., Launch]
 
 
 @pytest.fixture
 def launch(tmp_path: Path) -> Iterator[Start]:
-    """Start a job of `SCRIPT`: `launch(options...)`."""
-    started: list[Launch] = []
-
-    def start(*options: object) -> Launch:
-        started.append(Launch(tmp_path / "job", ["a", "b"], *options, script=SCRIPT))
-        return started[-1]
-
-    yield start
-    for job in started:
-        job.stop()
+    """Start a job of `SCRIPT`: `launch(ways, options...)`."""
+    with launching(tmp_path, SCRIPT) as start:
+        yield start
 
 
 def judge(job: Launch) -> int:
@@ -79,7 +71,9 @@ def judge(job: Launch) -> int:
 
 
 def test_a_drift_is_on_stderr_while_the_job_runs(launch: Start, tmp_path: Path):
-    job = launch("--rs-steps", "every:4", "--rs-on-finding", f"cat >> {tmp_path / 'given'}")
+    job = launch(
+        ["a", "b"], "--rs-steps", "every:4", "--rs-on-finding", f"cat >> {tmp_path / 'given'}"
+    )
     job.trained()
     assert wait_until(lambda: judge(job), 60.0), job.logs
     kill(judge(job))  # it is started again
@@ -104,7 +98,7 @@ def test_a_drift_is_on_stderr_while_the_job_runs(launch: Start, tmp_path: Path):
 
 
 def test_it_can_be_switched_off(launch: Start):
-    job = launch("--rs-steps", "every:4", "--rs-live-check", "0")
+    job = launch(["a", "b"], "--rs-steps", "every:4", "--rs-live-check", "0")
     (job.meeting / "drift").touch()
     job.trained()
     time.sleep(5.0)  # it would have come after three

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from rankscope.gather.shipping import Shipment
 from rankscope.gather.stallmonitor import StallMonitor
 from rankscope.run.folders import read_run_header, streams
 from rankscope.run.stallrecords import stalls_in
-from tests.launcher.launches import Launch, rankscope
+from tests.launcher.launches import Launch, Start, launching, rankscope
 from tests.waiting import wait_until
 
 pytestmark = [
@@ -63,22 +63,13 @@ if way in ("rests", "skips"):
     wait_for("leave")
 dist.barrier()
 """
-Start = Callable[..., Launch]
 
 
 @pytest.fixture
 def launch(tmp_path: Path) -> Iterator[Start]:
     """Start a job of `SCRIPT`: `launch(ways, options...)`."""
-    started: list[Launch] = []
-
-    def start(ways: list[str], *options: object) -> Launch:
-        folder = tmp_path / f"job{len(started)}"
-        started.append(Launch(folder, ways, *options, script=SCRIPT))
-        return started[-1]
-
-    yield start
-    for job in started:
-        job.stop()
+    with launching(tmp_path, SCRIPT) as start:
+        yield start
 
 
 def said(job: Launch) -> list[str]:
