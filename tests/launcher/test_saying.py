@@ -65,7 +65,8 @@ def test_what_is_wrong_is_said_once_in_variables_and_the_job_trains_untraced(
     spool = tmp_path / "spool"
     done, lines = said(command, tmp_path, RANKSCOPE_SPOOL=str(spool), **variables, **wrong)
     assert done.returncode == 0
-    assert done.stdout == "trained\n" * (1 if command == [sys.executable] else 2)
+    # two ranks may write into one line
+    assert done.stdout.replace("\n", "") == "trained" * (1 if command == [sys.executable] else 2)
     assert len(lines) == 1, lines
     assert line in lines[0]
     assert "--rs-" not in lines[0]

@@ -31,6 +31,8 @@ __all__ = [
 
 _CALLS_REMEMBERED: Final = 1 << 14
 """At least so many of the latest calls, a few MB."""
+_MODULES_REMEMBERED: Final = 1 << 16
+"""The paths of so many modules: programs may make modules for ever."""
 
 
 class PathRecorder(Recorder):
@@ -51,6 +53,8 @@ class PathRecorder(Recorder):
         number = super().define(kind, **fields)
         if kind == "module":
             self._path_of_module[number] = str(fields["path"])
+            if len(self._path_of_module) > _MODULES_REMEMBERED:
+                del self._path_of_module[next(iter(self._path_of_module))]
         return number
 
     def enter(
