@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from rankscope.agent.steps.touchedfile import LEAD
+from rankscope.run.filenames import ORDER_NAME
 from rankscope.tree.reader import open_trace
 from rankscope.tree.views import Trace
 from tests import forked
@@ -193,6 +194,7 @@ def test_a_rank_that_was_late_says_which_steps_it_missed(launch: Start):
     assert wait_until(lambda: (job.meeting / "paused.0").exists())
     ordered = capture(job, "--no-wait", "--steps", 2)
     assert ordered.returncode == 0, ordered.stderr
+    assert wait_until(lambda: [*job.spool.rglob(ORDER_NAME)])  # the relay has brought it
     (job.meeting / "pause.1").unlink()
     assert is_at(job, behind + 12, rank=1)  # traces two steps that rank 0 has behind it
     (job.meeting / "pause.0").unlink()
