@@ -18,10 +18,10 @@ from rankscope.agent.activation import arm, close, current_session, hold
 from rankscope.agent.guard import Guard, attempt, say, text_of
 from rankscope.agent.hooks.callvalues import CallOptions
 from rankscope.agent.join import define_rank, who_am_i
+from rankscope.agent.recorder import Recorder
 from rankscope.agent.session import Opened, Session
 from rankscope.agent.values.bytestores import Glance, GlanceStore, Look, ScratchStore, Store
 from rankscope.agent.values.tensorpolicy import (
-    PathRecorder,
     chunk_store,
     make_recorder,
     make_tensor_store,
@@ -182,7 +182,7 @@ def begin_rank_block(
     model: nn.Module,
     given: Mapping[str, object],
     options: CallOptions,
-    recorder: Callable[[SpoolWriter], PathRecorder],
+    recorder: Callable[[SpoolWriter], Recorder],
     look: Look | None = None,
 ) -> RankBlock | None:
     """Begin to trace this process alone; None where that could not begin, and why was said.
@@ -212,7 +212,7 @@ class _TracedBlock:
         settings: Settings,
         options: CallOptions | None,
         look: Look | None,
-        rank_recorder: Callable[[SpoolWriter], PathRecorder] | None,
+        rank_recorder: Callable[[SpoolWriter], Recorder] | None,
     ) -> None:
         build_kernel()
         with ExitStack() as made:  # undone where anything in here fails

@@ -20,8 +20,6 @@ from torch import nn
 from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
 
-LAST_CALLS = ("_path_of_module", "_modules", "_modules_before")
-"""Of a recorder that knows the paths of its calls: the last some thousands of them."""
 PROBE_EVERY, OPTIMIZER_EVERY, VALIDATE_EVERY = 5, 30, 40
 
 
@@ -116,8 +114,7 @@ def _entries() -> int:
             waiting += one.values() if isinstance(one, dict) else one
         elif _is_ours(one):
             names = [n for k in type(one).__mro__ for n in getattr(k, "__slots__", ())]
-            own = getattr(one, "__dict__", {})
-            waiting += [value for name, value in own.items() if name not in LAST_CALLS]
+            waiting += getattr(one, "__dict__", {}).values()
             waiting += [getattr(one, name, None) for name in names if isinstance(name, str)]
         elif isinstance(one, (weakref.WeakKeyDictionary, weakref.WeakSet)):
             total += len(one)

@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from rankscope.livecheck.__main__ import LiveCheck
+from rankscope.livecheck.stepjudge import LiveCheck
 from rankscope.run.filenames import FINDINGS_NAME, REPLICA_FOLDER
 from rankscope.spool.recordformat import CELL_BYTES
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from rankscope.diagnosis.check import check
-from rankscope.livecheck.__main__ import LiveCheck
-from rankscope.livecheck.findingsfile import FindingCommand
+from rankscope.livecheck.findingcommand import FindingCommand
 from rankscope.livecheck.finishedsteps import RunningJob
+from rankscope.livecheck.stepjudge import LiveCheck
 from rankscope.livecheck.stepsplit import SplitStream, StepKey
 from rankscope.record.finding import Severity
 from rankscope.record.phases import Phase

@@ -26,7 +26,7 @@ from rankscope.agent.ringrecorder import RingRecorder
 from rankscope.agent.session import Opened
 from rankscope.agent.steps.chosen import Agreement
 from rankscope.agent.steps.touchedfile import OrderWays
-from rankscope.agent.values.tensorpolicy import PathRecorder, tensor_store_of_run
+from rankscope.agent.values.tensorpolicy import make_recorder, tensor_store_of_run
 from rankscope.errors import LayoutError
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.streams import EndReason, RankIdentity, StreamId
@@ -200,7 +200,7 @@ def _open_spool(
     folder = stream_folder(_spools(settings, run_folder), identity.stream)
     if not settings.steps.last:
         writer = SpoolWriter(folder, limit_bytes=settings.spool_bytes)
-        return writer, PathRecorder(writer)
+        return writer, make_recorder(writer, settings)
     ring = RingWriter(folder, limit_bytes=settings.spool_bytes, steps=settings.steps.last)
     board = EventBoard(event_folder(run_folder, header, identity.incarnation))
     return ring, RingRecorder(ring, settings.steps, board, identity.rank)

@@ -6,6 +6,7 @@ spool/recordformat.py, in the order they were committed, and its definitions a d
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -222,14 +223,11 @@ def definitions_in(
         decoded: as of `read_stream`.
     """
     positions = found.positions(RecordKind.DEFINITION)
-    starts, sizes = found.start[positions], found.size[positions]
-    firsts = np.cumsum(sizes) - sizes
-    wanted = np.repeat(starts - firsts, sizes) + np.arange(int(sizes.sum()))
-    raw = found.cells.take(wanted, axis=0).tobytes()
+    raw = found.cells_of(positions).tobytes()
     definitions: dict[int, dict[str, Any]] = {}
     rejected: list[str] = []
-    begins, ends = firsts * recordformat.CELL_BYTES, (firsts + sizes) * recordformat.CELL_BYTES
-    for packed in [raw[begin:end] for begin, end in zip(begins.tolist(), ends.tolist())]:
+    ends = np.cumsum(found.size[positions]) * recordformat.CELL_BYTES
+    for packed in [raw[begin:end] for begin, end in itertools.pairwise([0, *ends.tolist()])]:
         if packed not in decoded:
             try:
                 decoded[packed] = _decode(packed)

@@ -179,8 +179,10 @@ def _live_check(
 ) -> contextlib.AbstractContextManager[LiveCheckProcess | None]:
     if not options.live_check:
         return contextlib.nullcontext()
-    return LiveCheckProcess(
-        options.out, traced_ranks=options.traced_ranks, on_finding=options.on_finding
+    return contextlib.closing(
+        LiveCheckProcess(
+            options.out, traced_ranks=options.traced_ranks, on_finding=options.on_finding
+        )
     )
 
 
@@ -193,7 +195,7 @@ def _gather_and_build(
 ) -> ExitOutcome:
     decision = _gather(options, source, is_stopped, observer, live_check)
     if live_check is not None:
-        live_check.stop()
+        live_check.close()
     log(f"{len(source.streams())} streams, {decision.value}")
     if decision is Decision.INCOMPLETE and not any(replicated(options.out).values()):
         log("no rank sent a record: there is nothing to build a tree from")

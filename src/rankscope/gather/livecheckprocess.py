@@ -9,7 +9,6 @@ import contextlib
 import subprocess
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Final
 
 from rankscope.gather.log import log
@@ -61,7 +60,7 @@ class LiveCheckProcess:
         except OSError as error:
             log(f"the live check cannot be started: {error.strerror}")
 
-    def stop(self) -> None:
+    def close(self) -> None:
         """End it: the job is over, and the tree is about to be built."""
         self._starts_left = 0
         process, self._process = self._process, None
@@ -73,14 +72,3 @@ class LiveCheckProcess:
             return
         process.kill()
         process.wait()
-
-    def __enter__(self) -> LiveCheckProcess:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.stop()

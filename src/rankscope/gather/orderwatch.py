@@ -18,7 +18,7 @@ from rankscope.record.streams import StreamId
 from rankscope.run.eventboard import ABSENT, file_time
 from rankscope.run.filenames import ORDER_NAME, REPLICA_FOLDER
 from rankscope.run.folders import RunHeader
-from rankscope.run.orders import Order, OrderSeen, order_in, put_order, tell_seen
+from rankscope.run.orders import Order, OrderSeen, order_in, orders_come_to, put_order, tell_seen
 from rankscope.run.prepare import Collection
 
 __all__ = ["OrderWatch"]
@@ -38,10 +38,8 @@ class OrderWatch:
             relay: the name of the relay.
         """
         self._run_folder, self._out, self._relay = run_folder, header.out, relay
-        is_elsewhere = Collection.of_run(run_folder, header).is_elsewhere
-        self._folder = run_folder if is_elsewhere else header.out / REPLICA_FOLDER
-        """Where orders come to."""
-        self._is_elsewhere = is_elsewhere
+        self._folder = orders_come_to(run_folder, header)
+        self._is_elsewhere = Collection.of_run(run_folder, header).is_elsewhere
         self._file_time: Callable[[], int] | None = None
         self._seen = ABSENT
         self._looked_at = float("-inf")

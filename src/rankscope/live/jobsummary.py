@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import datetime
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,6 +14,7 @@ from rankscope.live.jobwatch import JobRates, RankStatus
 from rankscope.live.streamtail import EndedStep
 from rankscope.record.call import Mode
 from rankscope.record.ranklists import ranks_text
+from rankscope.record.timetext import utc_text
 
 __all__ = ["SORTS", "job_summary"]
 
@@ -61,7 +62,7 @@ def job_summary(
     return {
         "format": FORMAT,
         "trace": str(folder),
-        "at": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="milliseconds"),
+        "at": utc_text(time.time_ns()),
         "run": run_id,
         "state": state,
         "world_size": world_size,

@@ -7,7 +7,6 @@ the end and says so.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Final
 
@@ -16,6 +15,7 @@ import numpy as np
 from rankscope.errors import SpoolError
 from rankscope.live.streamtail import Decoded, StreamTail
 from rankscope.record.streams import StreamId
+from rankscope.run.filepieces import piece_of
 from rankscope.run.folders import segment_path
 from rankscope.spool.origin import UNKNOWN, origin_of
 from rankscope.spool.recordcolumns import Records, records
@@ -217,13 +217,7 @@ class StreamFollower:
 def _read(path: Path, offset: int, size: int) -> bytes:
     """Return whole cells of a file; b"" where there is none."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        piece = piece_of(path, offset, size)
     except OSError:
         return b""
-    try:
-        piece = os.pread(descriptor, size, offset)
-    except OSError:
-        return b""
-    finally:
-        os.close(descriptor)
     return piece[: len(piece) - len(piece) % CELL_BYTES]

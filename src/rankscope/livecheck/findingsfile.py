@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import json
 import os
-import subprocess
-import tempfile
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -18,14 +14,12 @@ from rankscope.diagnosis.finalreport import finding_json
 from rankscope.livecheck.stepsplit import StepKey
 from rankscope.record.finding import Finding
 from rankscope.record.ranklists import ranks_named
+from rankscope.record.timetext import utc_text
 from rankscope.record.visibletext import visible
 from rankscope.run.filenames import FINDINGS_FORMAT, FINDINGS_NAME
 
-__all__ = ["FindingCommand", "FindingsFile"]
+__all__ = ["FindingsFile"]
 
-_NS: Final = 1_000_000_000
-_COMMAND_S: Final = 60.0
-_MOST_WAITING: Final = 16
 _MOST_NAMED: Final = 100
 
 
@@ -68,7 +62,7 @@ class FindingsFile:
 
     def say(self, notice: str) -> None:
         """Append what else has to be known of the verdicts."""
-        fields = {"format": FINDINGS_FORMAT, "found": _utc(time.time_ns()), "notice": notice}
+        fields = {"format": FINDINGS_FORMAT, "found": utc_text(time.time_ns()), "notice": notice}
         self._append([json.dumps(fields)])
 
     def _append(self, lines: Sequence[str]) -> None:
@@ -87,74 +81,11 @@ def _line(findings: Sequence[Finding], now_ns: int, ended_ns: int) -> str:
     named = [{"path": each.path, "slot": each.slot} for each in others[:_MOST_NAMED]]
     fields: dict[str, Any] = {
         "format": FINDINGS_FORMAT,
-        "found": _utc(now_ns),
-        "step_ended": _utc(ended_ns) if ended_ns else None,
+        "found": utc_text(now_ns),
+        "step_ended": utc_text(ended_ns) if ended_ns else None,
         "text": f"{first.mode.word} step {first.step}: {first.kind.value} at {place}{more}, "
         f"{ranks_named(first.ranks)}",
         **finding_json(first),
         "others": named,
     }
     return json.dumps(fields)
-
-
-def _utc(wall_ns: int) -> str:
-    when = datetime.datetime.fromtimestamp(wall_ns / _NS, datetime.timezone.utc)
-    return when.isoformat(timespec="milliseconds")
-
-
-class FindingCommand:
-    """Hands each new finding to a command of the user's, one at a time."""
-
-    def __init__(self, command: str, folder: Path) -> None:
-        """Start nothing yet.
-
-        Args:
-            command: for the shell; "" for none.
-            folder: where it works.
-        """
-        self._command, self._folder = command, folder
-        self._waiting: deque[str] = deque(maxlen=_MOST_WAITING)
-        self._running: subprocess.Popen[bytes] | None = None
-        self._began = 0.0
-
-    def add(self, lines: Sequence[str]) -> None:
-        """Have the command told of findings; of too many the latest."""
-        if self._command:
-            self._waiting.extend(lines)
-
-    def look(self) -> str:
-        """Start the command for the next finding once the one before is done; return what went
-        wrong, "" for nothing."""
-        trouble = ""
-        if self._running is not None:
-            code = self._running.poll()
-            if code is None and time.monotonic() - self._began > _COMMAND_S:
-                self._running.kill()
-                self._running.wait()
-                code, trouble = None, f"was ended after {_COMMAND_S:.0f} s"
-            elif code is None:
-                return ""
-            elif code:
-                trouble = f"ended with {code}"
-            self._running = None
-        if self._waiting:
-            trouble = self._start(self._waiting.popleft()) or trouble
-        return trouble and f"--rs-on-finding: the command {trouble}"
-
-    def _start(self, line: str) -> str:
-        with tempfile.TemporaryFile() as given:
-            given.write(f"{line}\n".encode())
-            given.seek(0)
-            try:
-                self._running = subprocess.Popen(
-                    ["/bin/sh", "-c", self._command],
-                    stdin=given,
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
-                    cwd=self._folder,
-                    start_new_session=True,
-                )
-            except OSError as error:
-                return f"cannot be started: {error.strerror}"
-        self._began = time.monotonic()
-        return ""

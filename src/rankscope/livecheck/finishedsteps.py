@@ -10,7 +10,7 @@ from typing import Any, Final
 from rankscope.assembly.rankstreams import StreamBytes
 from rankscope.errors import SpoolError
 from rankscope.livecheck.stepsplit import SplitStream, StepKey
-from rankscope.spool.replication import read_end, replica_path, replicated
+from rankscope.spool.replication import StreamEnd, read_end, replica_path, replicated
 from rankscope.tree.build import assemble
 from rankscope.tree.reader import RecordSource
 from rankscope.tree.views import Trace
@@ -42,13 +42,15 @@ class RunningJob:
         self._seen_at: dict[StepKey, float] = {}
         """When a step was first seen to have ended on some rank."""
         self._definitions: dict[bytes, dict[str, Any] | None] = {}
+        self._ends: dict[int, StreamEnd] = {}
+        """End markers by rank, as of the last look."""
         self.trouble: dict[int, str] = {}
         """{rank: why its stream cannot be read}; it is left alone from then on."""
 
     @property
     def held_bytes(self) -> int:
         """Of the records of steps that are held."""
-        return sum(sum(stream.held.values()) for stream in self._streams.values())
+        return sum(stream.held_bytes for stream in self._streams.values())
 
     def read(self, is_stopped: Callable[[], bool]) -> int:
         """Read what is new in every stream, a part of it where that is much; return the bytes."""
@@ -76,7 +78,6 @@ class RunningJob:
         waiting = max(
             (_DEVICE_S for stream in self._streams.values() if stream.has_accelerator), default=0.0
         )
-        over = {rank: self._is_over(stream) for rank, stream in self._streams.items()}
         found = []
         for key, seen_at in self._seen_at.items():
             is_late = now - seen_at >= _ABSENT_S
@@ -85,7 +86,8 @@ class RunningJob:
             if len(self._streams) < self._traced_ranks and not is_late:
                 continue
             if all(
-                over[rank]
+                stream.is_over
+                or rank in self._ends
                 or stream.ended.get(key.mode, -1) >= key.step
                 or (key.mode not in stream.begun and is_late)
                 for rank, stream in self._streams.items()
@@ -105,9 +107,11 @@ class RunningJob:
 
     def unfinished(self) -> list[StepKey]:
         """Return the held steps that some rank has not ended."""
-        finished = set(self.finished())
-        held = {key for stream in self._streams.values() for key in stream.held}
-        return sorted(held - finished)
+        return sorted(self.held() - set(self.finished()))
+
+    def held(self) -> set[StepKey]:
+        """Return the steps of which records are held."""
+        return {key for stream in self._streams.values() for key in stream.held}
 
     def drop(self, keys: Iterable[StepKey]) -> None:
         """Let the records of steps go."""
@@ -125,8 +129,8 @@ class RunningJob:
         """
         wanted = set(keys)
         sources = []
-        for stream in self._streams.values():
-            marker = read_end(replica_path(self._out, stream.stream))
+        for rank, stream in self._streams.items():
+            marker = self._ends.get(rank)
             sources.append(
                 StreamBytes(
                     stream=stream.stream,
@@ -145,12 +149,14 @@ class RunningJob:
         if life > self.life:  # the job began again: what was before is over
             self.life = life
             self._streams.clear()
+            self._ends.clear()
             self._seen_at.clear()
             self.trouble.clear()
         for stream in found:
             if stream.incarnation == life and stream.rank not in self._streams:
                 self._streams[stream.rank] = SplitStream(self._out, stream)
         self._streams = dict(sorted(self._streams.items()))
-
-    def _is_over(self, stream: SplitStream) -> bool:
-        return stream.is_over or read_end(replica_path(self._out, stream.stream)) is not None
+        for rank, split in self._streams.items():
+            marker = None if rank in self._ends else read_end(replica_path(self._out, split.stream))
+            if marker is not None:
+                self._ends[rank] = marker

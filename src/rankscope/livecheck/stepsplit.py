@@ -7,7 +7,6 @@ they are dropped, so the memory is that of the steps held, however long the job.
 from __future__ import annotations
 
 import itertools
-import os
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 from rankscope.errors import SpoolError
 from rankscope.record.phases import Phase
 from rankscope.record.streams import StreamId
+from rankscope.run.filepieces import piece_of
 from rankscope.spool.recordcolumns import Records, records
 from rankscope.spool.recordformat import (
     CELL_BYTES,
@@ -67,6 +67,8 @@ class SplitStream:
         self._offset = 0
         self._kept: list[Cells] = []
         self._held: dict[StepKey, list[Cells]] = {}
+        self.held: dict[StepKey, int] = {}
+        """Bytes of each step that is held."""
         self._numbers: dict[StepKey, int] = {}
         self._next_number = itertools.count()
         self._dropped: dict[int, int] = {}
@@ -78,9 +80,9 @@ class SplitStream:
         self._clock_offset_ns = 0
 
     @property
-    def held(self) -> dict[StepKey, int]:
-        """Bytes of each step that is held."""
-        return {key: sum(part.size for part in parts) for key, parts in self._held.items()}
+    def held_bytes(self) -> int:
+        """Of the records of steps that are held."""
+        return sum(self.held.values())
 
     def read(self, most_bytes: int) -> int:
         """Read what is new, at most about so many bytes; return how many there were.
@@ -108,6 +110,7 @@ class SplitStream:
         """Let the records of a step go."""
         if self._held.pop(key, None) is None:
             return
+        del self.held[key]
         self.ended_ns.pop(key, None)
         self._dropped[key.mode] = max(key.step, self._dropped.get(key.mode, -1))
         gone = self._owners == self._numbers.pop(key)
@@ -120,15 +123,9 @@ class SplitStream:
 
     def _piece(self, size: int) -> bytes:
         try:
-            descriptor = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            return piece_of(self._path, self._offset, size)
         except OSError as error:
             raise SpoolError(f"{self._path}: cannot be read: {error.strerror}") from error
-        try:
-            return os.pread(descriptor, size, self._offset)
-        except OSError as error:
-            raise SpoolError(f"{self._path}: cannot be read: {error.strerror}") from error
-        finally:
-            os.close(descriptor)
 
     def _take(self, found: Records) -> None:
         owners = np.full(len(found), _KEPT, np.int64)
@@ -152,8 +149,12 @@ class SplitStream:
         self.is_over |= len(found.positions(RecordKind.END)) > 0
         keys = {number: key for key, number in self._numbers.items()}
         for owner in np.unique(owners[owners != _LATE]).tolist():
-            cells = _cells_of(found, np.flatnonzero(owners == owner))
-            (self._kept if owner == _KEPT else self._held[keys[owner]]).append(cells)
+            cells = found.cells_of(np.flatnonzero(owners == owner))
+            if owner == _KEPT:
+                self._kept.append(cells)
+            else:
+                self._held[keys[owner]].append(cells)
+                self.held[keys[owner]] += cells.size
 
     def _note_definitions(self, found: Records) -> None:
         for definition in found.definitions().found:
@@ -185,7 +186,7 @@ class SplitStream:
             if key not in self._held:
                 if key.step <= self._dropped.get(key.mode, -1):
                     continue
-                self._held[key] = []
+                self._held[key], self.held[key] = [], 0
                 self._numbers[key] = next(self._next_number)
             numbers[i] = self._numbers[key]
         found: NDArray[np.int64] = numbers[inverse.reshape(-1)]
@@ -212,10 +213,3 @@ def _sequences(found: Records, positions: NDArray[np.int64]) -> NDArray[np.uint6
     """Return the sequence number with which each of these records begins."""
     heads = found.cells.take(found.start[positions], axis=0)[:, 8:16]
     return np.ascontiguousarray(heads).view("<u8").reshape(-1).astype(np.uint64)
-
-
-def _cells_of(found: Records, positions: NDArray[np.int64]) -> Cells:
-    starts, sizes = found.start[positions], found.size[positions]
-    firsts = np.cumsum(sizes) - sizes
-    wanted = np.repeat(starts - firsts, sizes) + np.arange(int(sizes.sum()))
-    return found.cells.take(wanted, axis=0)

@@ -8,13 +8,13 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from rankscope.record.visibletext import visible
 from rankscope.run.filenames import FINDINGS_NAME
+from rankscope.run.filepieces import piece_of
 from rankscope.run.outfolder import typed
 
 __all__ = ["FindingNotices"]
@@ -48,11 +48,7 @@ class FindingNotices:
         try:
             if self._path.stat().st_size <= self._offset:
                 return []
-            descriptor = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
-                new = os.pread(descriptor, _MOST_BYTES, self._offset)
-            finally:
-                os.close(descriptor)
+            new = piece_of(self._path, self._offset, _MOST_BYTES)
         except OSError:
             return []
         whole = new[: new.rfind(b"\n") + 1]

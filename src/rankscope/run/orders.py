@@ -41,6 +41,7 @@ __all__ = [
     "agreement_folder",
     "is_taken_before",
     "order_in",
+    "orders_come_to",
     "put_order",
     "seen_by",
     "taken_in",
@@ -150,11 +151,16 @@ def order_in(folder: Path) -> Order | None:
         return None
 
 
-def agreement_folder(run_folder: Path, header: RunHeader, life: int) -> Path:
-    """Return where the ranks of one life agree on orders: the trace folder where they see it, so
+def orders_come_to(run_folder: Path, header: RunHeader) -> Path:
+    """Return the folder that orders of a run come to: in the trace folder where ranks see it, so
     that whoever ordered sees what became of it."""
     is_elsewhere = Collection.of_run(run_folder, header).is_elsewhere
-    return (run_folder if is_elsewhere else header.out / REPLICA_FOLDER) / f"{ORDER_FOLDER}.{life}"
+    return run_folder if is_elsewhere else header.out / REPLICA_FOLDER
+
+
+def agreement_folder(run_folder: Path, header: RunHeader, life: int) -> Path:
+    """Return where the ranks of one life agree on orders."""
+    return orders_come_to(run_folder, header) / f"{ORDER_FOLDER}.{life}"
 
 
 def taken_in(folder: Path) -> list[TakenOrder]:

@@ -7,7 +7,6 @@ The files are `stalls/<relay>.json`, one for each relay. They lie in the trace f
 from __future__ import annotations
 
 import contextlib
-import datetime
 import json
 import os
 import time
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rankscope.errors import SpoolError
+from rankscope.record.timetext import utc_text
 from rankscope.run.filenames import STALL_FOLDER
 from rankscope.run.replacing import read_json_map, write_by_rename
 
@@ -75,8 +75,8 @@ class Stall:
         until_ns = self.over_ns or None
         return {
             "host": self.host,
-            "since": _utc_text(self.since_ns),
-            "until": None if until_ns is None else _utc_text(until_ns),
+            "since": utc_text(self.since_ns),
+            "until": None if until_ns is None else utc_text(until_ns),
             "seconds": self.seconds(until_ns or now_ns or self.noticed_ns),
             "message": self.sentence(now_ns),
         }
@@ -110,12 +110,6 @@ class Stall:
             is_by_end=bool(fields["by_end"]),
             where=str(fields["where"]),
         )
-
-
-def _utc_text(wall_ns: int) -> str:
-    """Return a wall-clock time in ISO 8601, UTC, to the millisecond."""
-    when = datetime.datetime.fromtimestamp(wall_ns / _NS, datetime.timezone.utc)
-    return when.isoformat(timespec="milliseconds")
 
 
 def _clock(wall_ns: int) -> str:

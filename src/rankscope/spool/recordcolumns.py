@@ -154,6 +154,13 @@ class Records:
         first = int(self.start[position])
         return self.cells[first : first + int(self.size[position]), HEADER_BYTES:].tobytes()
 
+    def cells_of(self, positions: Positions) -> Cells:
+        """Cells of some records one after the other, [N, 64]: a copy."""
+        starts, sizes = self.start[positions], self.size[positions]
+        firsts = np.cumsum(sizes) - sizes
+        wanted = np.repeat(starts - firsts, sizes) + np.arange(int(sizes.sum()))
+        return self.cells.take(wanted, axis=0)
+
     def definitions(self) -> DefinitionsRead:
         """Decode the definitions; what is no map with an `id` and a `kind` is set aside."""
         found, rejected = [], []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,6 +13,7 @@ from rankscope.record.call import Mode
 from rankscope.record.notes import Note
 from rankscope.record.ranklists import ranks_text
 from rankscope.record.streams import EndReason, StreamState
+from rankscope.record.timetext import utc_text
 from rankscope.record.value import MAX_SAMPLES, SKETCH_SIZE
 from rankscope.spool.origin import origin_text
 from rankscope.spool.recordformat import NO_SEQUENCE
@@ -26,10 +26,9 @@ def run_header(streams: Sequence[RankStream]) -> dict[str, Any]:
     identities = [stream.identity for stream in streams]
     first = next((identity for identity in identities if identity), {})
     created = min((int(i["wall_ns"]) for i in identities if i.get("wall_ns")), default=0)
-    when = datetime.datetime.fromtimestamp(created / 1e9, datetime.timezone.utc)
     return {
         "id": str(first.get("run_id", "")),
-        "created": when.isoformat(timespec="milliseconds"),
+        "created": utc_text(created),
         "world_size": max((int(i.get("world_size", 1)) for i in identities), default=0),
         "ranks": [_rank(stream) for stream in streams],
         "hosts": _hosts(streams),

@@ -338,8 +338,15 @@ class ModuleTable:
         selected = (*self._paths, *paths)
         if selected != self._selected:
             self._selected = selected
-            for info in (*(i for _, i in [*self._infos.values()]), *self._loose.values()):
+            for info in self._all():
                 info.is_selected = self._is_selected(info.path)
+
+    def defined_paths(self) -> dict[int, str]:
+        """Return the path of each module by the number under which the spool knows it."""
+        return {info.definition: info.path for info in self._all() if info.definition}
+
+    def _all(self) -> list[ModuleInfo]:
+        return [*(info for _, info in [*self._infos.values()]), *self._loose.values()]
 
     def _is_selected(self, path: str) -> bool:
         return "*" in self._selected or any(glob_matches(glob, path) for glob in self._selected)

@@ -1,20 +1,14 @@
-"""Keeping full tensors in a session: where a rank's chunks go, how large they may become, and the
-path each call stands for.
-"""
+"""Keeping full tensors in a session: where a rank's chunks go, and how large they may become."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Final
 
 from rankscope.agent.guard import say
 from rankscope.agent.recorder import Recorder
 from rankscope.agent.values.bytestores import LocalChunkStore, Store
 from rankscope.agent.values.tensorstore import TensorStore, free_disk_share
 from rankscope.chunks.writing import ChunkWriter
-from rankscope.record.call import Mode
-from rankscope.record.collective import Collective
-from rankscope.record.phases import Phase
 from rankscope.record.streams import RankIdentity, StreamId
 from rankscope.run.folders import RunHeader
 from rankscope.run.prepare import Collection
@@ -22,86 +16,19 @@ from rankscope.settings import Settings
 from rankscope.spool.writer import SpoolWriter
 
 __all__ = [
-    "PathRecorder",
     "chunk_store",
     "make_recorder",
     "make_tensor_store",
     "tensor_store_of_run",
 ]
 
-_CALLS_REMEMBERED: Final = 1 << 14
-"""At least so many of the latest calls, a few MB."""
-_MODULES_REMEMBERED: Final = 1 << 16
-"""The paths of so many modules: programs may make modules for ever."""
-
-
-class PathRecorder(Recorder):
-    """A recorder that knows which path a call was made of: what to keep is asked for by path.
-
-    Calls of steps before are remembered too, some thousands of them: gradients of their graphs may
-    still come, and where threads call roots beside each other, one ends the step of another's call.
-    """
-
-    def __init__(self, writer: SpoolWriter) -> None:
-        super().__init__(writer)
-        self._path_of_module: dict[int, str] = {}
-        self._modules: dict[int, int] = {}
-        self._modules_before: dict[int, int] = {}
-
-    def define(self, kind: str, **fields: object) -> int:
-        """Commit a definition and return its number."""
-        number = super().define(kind, **fields)
-        if kind == "module":
-            self._path_of_module[number] = str(fields["path"])
-            if len(self._path_of_module) > _MODULES_REMEMBERED:
-                del self._path_of_module[next(iter(self._path_of_module))]
-        return number
-
-    def enter(
-        self,
-        module: int,
-        root: int,
-        parent: int | None,
-        mode: Mode,
-        step: int,
-        micro_batch: int | None,
-        phase: Phase,
-        ordinal: int,
-        time_ns: int = 0,
-    ) -> int:
-        """Record that a call began; return its sequence number."""
-        sequence = super().enter(
-            module, root, parent, mode, step, micro_batch, phase, ordinal, time_ns
-        )
-        self._modules[sequence] = module
-        return sequence
-
-    def enter_collective(
-        self,
-        place: tuple[int, int, int | None, Mode, int, int | None],
-        ordinal: int,
-        collective: Collective,
-        number: int,
-    ) -> int:
-        """Record that a collective is about to be issued; return its sequence number."""
-        sequence = super().enter_collective(place, ordinal, collective, number)
-        self._modules[sequence] = place[0]
-        return sequence
-
-    def path_of(self, sequence: int) -> str | None:
-        """Return the path of the module a call of this step or the last was made of."""
-        module = self._modules.get(sequence) or self._modules_before.get(sequence)
-        return None if module is None else self._path_of_module.get(module)
-
-    def end_step(self) -> None:
-        """Forget the calls before those of this step, where they are many."""
-        if len(self._modules) >= _CALLS_REMEMBERED:
-            self._modules, self._modules_before = {}, self._modules
-
 
 def make_recorder(writer: SpoolWriter, settings: Settings) -> Recorder:
-    """Return the pen of a block; it notes paths only where tensors are kept."""
-    return PathRecorder(writer) if settings.tensors else Recorder(writer)
+    """Return the pen of one rank; it notes paths only where tensors are kept."""
+    recorder = Recorder(writer)
+    if settings.tensors:
+        recorder.note_paths({})
+    return recorder
 
 
 def make_tensor_store(

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable
 from typing import Final
 
-from rankscope.agent.values.tensorpolicy import PathRecorder
+from rankscope.agent.recorder import Recorder
 from rankscope.capture.describe import Described
 from rankscope.capture.reading import ValueNumbers
 from rankscope.record.call import Mode
@@ -48,7 +48,7 @@ class _Layer:
         """Of its values, once for each."""
 
 
-class LayerRecorder(PathRecorder):
+class LayerRecorder(Recorder):
     """A recorder that has let go of what layers between others kept.
 
     Only while one thread calls modules: what another has just found to be equal to something kept
@@ -57,6 +57,7 @@ class LayerRecorder(PathRecorder):
 
     def __init__(self, writer: SpoolWriter) -> None:
         super().__init__(writer)
+        self._paths = self.note_paths({})
         self._release: Callable[[int], None] | None = None
         self._drops = threading.RLock()
         self._tops: dict[int, int] = {}
@@ -95,7 +96,7 @@ class LayerRecorder(PathRecorder):
                 module, root, parent, mode, step, micro_batch, phase, ordinal, time_ns
             )
             if self._release is not None and phase is Phase.FORWARD:
-                self._place(sequence, parent, root, f".{self._path_of_module.get(module, '')}")
+                self._place(sequence, parent, root, f".{self._paths.of_module.get(module, '')}")
         return sequence
 
     def value(
