@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import rankscope
-from rankscope.agent.values import tensorpolicy as keeping
+from rankscope.agent import recorder
 from rankscope.capture.pytree import walk
 from rankscope.chunks import writing as chunks
 from rankscope.tree.views import Trace
@@ -336,7 +336,7 @@ def test_gradients_that_come_steps_after_their_forward_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, remembered: int
 ) -> None:
     """Which module a call was of may be forgotten by then: its tensors are not."""
-    monkeypatch.setattr(keeping, "_CALLS_REMEMBERED", remembered)
+    monkeypatch.setattr(recorder, "_CALLS_REMEMBERED", remembered)
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
     with rankscope.trace(model, out=tmp_path / "t", tensors="1:grad_*") as handle:
         losses = []
