@@ -34,7 +34,9 @@ class StreamBytes:
 
     stream: StreamId
     data: NDArray[np.uint8] | bytes
-    """From the stream's first byte on, without a hole."""
+    """Whole records from the stream's first on, all of them but for those of `hidden_bytes`."""
+    hidden_bytes: int = 0
+    """Of records that were let go once their step was written."""
     is_verified: bool = False
     """True where every cell was checked already, and all of them make whole records."""
     committed: int | None = None
@@ -78,7 +80,7 @@ class RankStream:
     origin: int
     """Which process wrote it (`spool.origin`), 0 where nothing arrived."""
     received: int
-    """Valid bytes at hand."""
+    """Valid bytes of the stream: those at hand, and those let go once their step was written."""
     dropped: int
     end: EndReason
     raised: dict[str, Any] | None = None
@@ -134,9 +136,10 @@ def read_stream(
             + (f"rankscope {maker}" if maker else "the rankscope that recorded them")
         )
         values, has_digest = values[of_known], has_digest[of_known]
+    received = found.committed_bytes + source.hidden_bytes
     committed = source.committed
     if committed is None and ended.reason is not None:
-        committed = found.committed_bytes
+        committed = received
     return RankStream(
         stream=source.stream,
         identity=identity,
@@ -152,7 +155,7 @@ def read_stream(
         tensors=found.columns(RecordKind.TENSOR)[1],
         committed=committed,
         origin=origin_of(data[: found.committed_bytes]),
-        received=found.committed_bytes,
+        received=received,
         dropped=max(ended.dropped_records, int(gaps["records"].sum())),
         end=ended.reason or source.end or EndReason.RUNNING,
         raised=_raised(definitions),

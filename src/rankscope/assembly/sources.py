@@ -1,6 +1,7 @@
 """Where the bytes of streams lie: replicas in a trace folder, segments in a spool folder, or both.
 
-    <trace>/spool/rank00003.0.cells     replica, with its end marker rank00003.0.json beside it
+    <trace>/spool/rank00003.0.cells     replica, with its end marker rank00003.0.json beside it, and
+                                        what stands for its settled begin, rank00003.0.settled
     <folder>/rank00003.0/000001.cells   segment 1 of that stream: bytes from 1 * its size on
 
 The relay frees segments once they are acknowledged, so a spool often holds only the end of a stream
@@ -24,11 +25,16 @@ from rankscope.run.folders import segment_indexes, stream_named
 from rankscope.run.locks import is_alive
 from rankscope.spool.origin import UNKNOWN, first_record, origin_of
 from rankscope.spool.recordcolumns import records
+from rankscope.spool.recordformat import CELL_BYTES, MAX_RECORD_CELLS
 from rankscope.spool.replication import StreamEnd, read_end
+from rankscope.spool.settledprefix import NOTHING_SETTLED, read_replica
 from rankscope.spool.streamreader import StreamReader
 from rankscope.spool.validprefix import valid_prefix
 
 __all__ = ["find_streams", "origins_in"]
+
+_FIRST_BYTES = MAX_RECORD_CELLS * CELL_BYTES
+"""The first record of a stream is whole in so many."""
 
 
 @dataclass(slots=True)
@@ -118,7 +124,7 @@ def _by_process(entries: Sequence[Path]) -> list[_StreamCopies]:
 def _origin(entry: Path, length: int | None) -> int:
     """Return which process wrote a replica of this length, or a stream folder (no length)."""
     if length is not None:
-        return origin_of(np.memmap(entry, np.uint8, "r")[:length]) if length else UNKNOWN
+        return origin_of(read_replica(entry, min(length, _FIRST_BYTES))[0]) if length else UNKNOWN
     try:
         with StreamReader(entry) as reader:
             return reader.origin()
@@ -152,12 +158,12 @@ def _join(found: _StreamCopies) -> StreamBytes:
     for path, valid in found.replicas:
         if best is None or valid > length:
             best, length = path, valid
-    data: Array = (
-        np.memmap(best, np.uint8, "r")[:length]
-        if best is not None and length
-        else np.empty(0, np.uint8)
-    )
-    notes: list[str] = []
+    data: Array = np.empty(0, np.uint8)
+    prefix = NOTHING_SETTLED
+    if best is not None and length:
+        data, prefix = read_replica(best, length)
+        length = len(data) + prefix.hidden_bytes  # more where it has grown and was settled since
+    notes = list(_late(prefix.late_records))
     pieces = [data]
     committed: int | None = None
     alive = False
@@ -187,8 +193,16 @@ def _join(found: _StreamCopies) -> StreamBytes:
         is_verified=True,
         committed=committed,
         end=end,
+        hidden_bytes=prefix.hidden_bytes,
         notes=tuple(notes),
     )
+
+
+def _late(count: int) -> Iterator[str]:
+    if count == 1:
+        yield "1 record came after its step was written: it is not in the tree"
+    elif count:
+        yield f"{count} records came after their step was written: they are not in the tree"
 
 
 def _latest(markers: Iterable[StreamEnd | None]) -> StreamEnd | None:

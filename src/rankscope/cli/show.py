@@ -123,6 +123,7 @@ def _judged(trace: Trace) -> tuple[Report | None, str]:
     from rankscope.run.filenames import (
         CELLS_SUFFIX,
         REPLICA_FOLDER,
+        SETTLED_SUFFIX,
         STEPS_FOLDER,
         TRACE_NAME,
         VALUES_NAME,
@@ -131,7 +132,8 @@ def _judged(trace: Trace) -> tuple[Report | None, str]:
     folder = trace.path
     nodes = [folder / TRACE_NAME, *(folder / STEPS_FOLDER).glob("*.json")]
     if not trace.is_written:
-        nodes = [*(folder / REPLICA_FOLDER).glob(f"*{CELLS_SUFFIX}")]
+        suffixes = (CELLS_SUFFIX, SETTLED_SUFFIX)
+        nodes = [one for each in suffixes for one in (folder / REPLICA_FOLDER).glob(f"*{each}")]
     sizes = [_size(nodes), _size([folder / VALUES_NAME])]
     if sizes[0] > _MOST_NODES_BYTES or sizes[1] > _MOST_VALUES_BYTES:
         return None, f"{sum(sizes) / 1e9:.1f} GB of records take longer"
@@ -145,5 +147,7 @@ def _judged(trace: Trace) -> tuple[Report | None, str]:
 
 
 def _size(files: list[Path]) -> int:
-    """Return the bytes of those files that are there."""
-    return sum(file.stat().st_size for file in files if file.is_file())
+    """Return the bytes of those files that are there, without the holes in them."""
+    from rankscope.run.filepieces import bytes_on_disk
+
+    return sum(bytes_on_disk(file.stat()) for file in files if file.is_file())

@@ -1,7 +1,8 @@
 """The replicas of a trace folder (`spool.replication`), open for appending.
 
 The length of a replica is the collector's whole state: it is opened by cutting it to its valid
-prefix (a kill may have torn the last write) and grows only at exactly its own end. Paths are built
+prefix (a kill may have torn the last write; what is settled of it counts as valid, `settledprefix`)
+and grows only at exactly its own end. Paths are built
 from integers only and never followed through links. One folder holds replicas of one run only, and
 a replica records of one process only: another one of the same rank and life has the next life.
 """
@@ -21,10 +22,11 @@ from pathlib import Path
 from rankscope.errors import FolderError, SpoolError
 from rankscope.record.streams import MAX_INCARNATIONS, StreamId
 from rankscope.run.filenames import REPLICA_FOLDER, RUN_ID_NAME
+from rankscope.run.filepieces import bytes_on_disk
 from rankscope.spool.origin import UNKNOWN, origin_of, origin_text
 from rankscope.spool.recordformat import CELL_BYTES
 from rankscope.spool.replication import replica_path
-from rankscope.spool.validprefix import valid_prefix_of
+from rankscope.spool.validprefix import valid_prefix
 
 __all__ = ["ReplicaFiles"]
 
@@ -162,11 +164,11 @@ class ReplicaFiles:
         length = self.length(stream)
         if offset != length:
             return length
-        if length + len(body) > self._quota_bytes:
+        descriptor = self._descriptor(stream)
+        if length + len(body) > self._quota_bytes and self._is_used_up(descriptor, len(body)):
             raise FolderError(
                 f"{stream.name}: would exceed {self._quota_bytes} bytes, the quota of one stream"
             )
-        descriptor = self._descriptor(stream)
         rest = memoryview(body)
         try:
             while rest:
@@ -189,6 +191,11 @@ class ReplicaFiles:
         while self._open:
             os.close(self._open.popitem()[1])
 
+    def _is_used_up(self, descriptor: int, more_bytes: int) -> bool:
+        """True where the replica would occupy more of the disk: its settled begin may be freed."""
+        status = os.fstat(descriptor)
+        return bytes_on_disk(status) + more_bytes > self._quota_bytes
+
     def _descriptor(self, stream: StreamId) -> int:
         descriptor = self._open.get(stream)
         if descriptor is not None:
@@ -204,10 +211,19 @@ class ReplicaFiles:
             os.close(descriptor)
             raise FolderError(f"{path}: is no ordinary file; remove it")
         if stream not in self._lengths:
-            whole = valid_prefix_of(descriptor)
+            try:
+                whole = self._valid_prefix(path)
+            except SpoolError as error:
+                os.close(descriptor)
+                raise FolderError(str(error)) from error
             if whole != status.st_size:
                 os.ftruncate(descriptor, whole)
-                self.reports.append(f"{path}: cut from {status.st_size} to {whole} valid bytes")
+                self.reports.append(
+                    f"{path}: cut from {status.st_size} to {whole} valid bytes"
+                    if whole < status.st_size
+                    else f"{path}: {status.st_size} bytes survived a crash of the host; it goes on "
+                    f"behind the {whole} that were settled"
+                )
             self._lengths[stream] = whole
         self._open[stream] = descriptor
         while len(self._open) > self._most_open:
@@ -221,9 +237,25 @@ class ReplicaFiles:
             try:
                 return os.open(path, flags, 0o600)
             except OSError as error:
-                if error.errno not in _NO_DESCRIPTORS or not self._open:
+                if not self._makes_room(error):
                     raise
-                os.close(self._open.popitem(last=False)[1])
+
+    def _valid_prefix(self, path: Path) -> int:
+        """Return how much of a replica is valid; where descriptors are short, as above."""
+        while True:
+            try:
+                return valid_prefix(path)
+            except SpoolError as error:
+                if not self._makes_room(error.__cause__):
+                    raise
+
+    def _makes_room(self, error: BaseException | None) -> bool:
+        """Close one file where descriptors are short; False where that is not the error."""
+        is_short = isinstance(error, OSError) and error.errno in _NO_DESCRIPTORS
+        if not is_short or not self._open:
+            return False
+        os.close(self._open.popitem(last=False)[1])
+        return True
 
 
 def _first_word(path: Path, word: str) -> str:

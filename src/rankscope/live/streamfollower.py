@@ -2,7 +2,8 @@
 
 At first the end of the stream is read, and its begin, where most definitions stand. From then on
 what is new is read once. Where more has come than may be read at a time, the follower goes on at
-the end and says so.
+the end and says so. Where the begin of the replica is settled (`spool.settledprefix`), also behind
+what was read so far, it takes what is kept of that and goes on there.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from rankscope.spool.recordformat import (
     StepEvent,
 )
 from rankscope.spool.replication import replica_path
+from rankscope.spool.settledprefix import read_settled, settled_to
 from rankscope.spool.streamreader import StreamReader
 
 __all__ = ["StreamFollower"]
@@ -126,6 +128,7 @@ class StreamFollower:
             self.replica_bytes = 0
         except OSError as error:
             raise SpoolError(f"{self._replica}: cannot be read: {error.strerror}") from error
+        self._pass_settled()
         if self._skips and self.replica_bytes - self._next > most_bytes:
             self._skip(most_bytes)
         elif lowest > self._next >= self.replica_bytes:  # what is between is nowhere here
@@ -154,7 +157,8 @@ class StreamFollower:
             wanted = min(most_bytes, self._unread_to - self._known_to)
             found = self._records(self._known_to, wanted)
             if not found.committed_bytes:
-                self._known_to = self._unread_to
+                if not self._pass_settled():
+                    self._known_to = self._unread_to
                 break
             self.tail.define(found)
             _, steps = found.columns(RecordKind.STEP)
@@ -166,6 +170,28 @@ class StreamFollower:
         """Close the open segment."""
         if self._spool is not None:
             self._spool.close()
+
+    def _pass_settled(self) -> bool:
+        """Take what is kept of what was settled and not read yet; False where there is none.
+
+        Raises:
+            SpoolError: what is kept cannot be read.
+        """
+        unknown = self._known_to if self.has_unread else self._next
+        if settled_to(self._replica) <= min(unknown, self._next):
+            return False
+        prefix = read_settled(self._replica)
+        kept = records(prefix.kept)
+        if prefix.settled_to > self._next:
+            self._next = prefix.settled_to
+            self.has_skipped = True
+            self.tail.resume(kept)
+        else:
+            self.tail.define(kept)
+        self.taken_bytes += kept.committed_bytes
+        self._known_to = min(max(self._known_to, prefix.settled_to), self._unread_to)
+        self.knows_a_step = True
+        return True
 
     def _skip(self, most_bytes: int) -> None:
         """Go on so many bytes before the replica's end, at the begin of a record."""

@@ -115,6 +115,8 @@ class StreamTail:
         self._began_ns = 0
         self._train_mark: StepEvent | None = None
         self._train_begun = self._train_call = self._optimizer_step = -1
+        self._train_ended = self._counted_to = -1
+        """The train step that ended last; the same when `resume` was called last."""
         self._calls: Rows = np.empty(0, _CALL_DTYPE)
         self._waited_ns: dict[int, int] = {}
         self._losses: dict[int, float] = {}
@@ -157,6 +159,22 @@ class StreamTail:
                 self.definitions[number] = definition
             elif Note.read("", definition.get("fact")).kind is NoteKind.MISSED_STEP:
                 self._missed_notes.add(number)
+
+    def resume(self, found: Records) -> None:
+        """Begin anew with the records that are kept of all so far, some of which were taken before.
+
+        What the rank is inside of is as they say; nothing is counted twice.
+        """
+        records, lost, missed = self.records, self.lost_records, [*self.missed]
+        self.forget()
+        self.records = self.lost_records = 0
+        self.missed.clear()
+        self._counted_to = self._train_ended
+        self.take(found)
+        self.records = max(records, self.records)
+        self.lost_records = max(lost, self.lost_records)
+        new = [one for one in self.missed if one not in missed]
+        self.missed = deque([*missed, *new], maxlen=_KEPT_STEPS)
 
     def take(self, found: Records) -> None:
         """Take the next records of the stream."""
@@ -305,14 +323,16 @@ class StreamTail:
                 self.running, self._began_ns = (mode, step), int(row["time_ns"])
                 continue
             if is_train:
-                self.steps_ended += 1
                 self._end_train_step(step, int(row["time_ns"]))
             if self.running == (mode, step):
                 self.running = None
             self.open = {s: call for s, call in self.open.items() if call.step_key != (mode, step)}
 
     def _end_train_step(self, step: int, now_ns: int) -> None:
-        if self.running == (_TRAIN, step):
+        is_new = step > self._counted_to
+        self.steps_ended += is_new
+        self._train_ended = step
+        if is_new and self.running == (_TRAIN, step):
             squares = self._squares.get(step)
             self.ended.append(
                 EndedStep(

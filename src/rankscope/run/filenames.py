@@ -32,6 +32,7 @@ __all__ = [
     "RUN_ID_NAME",
     "RUN_MARK_PREFIX",
     "RUN_NAME",
+    "SETTLED_SUFFIX",
     "STALL_FOLDER",
     "START_LOCK_NAME",
     "STEPS_FOLDER",
@@ -70,6 +71,8 @@ REPLICA_FOLDER = "spool"
 `rank00003.0.json`, and the files named below."""
 CELLS_SUFFIX = ".cells"
 """Ends the names of replicas, and of the segments of a spool."""
+SETTLED_SUFFIX = ".settled"
+"""Ends the name of what stands for the begin of a replica, beside it (`spool.settledprefix`)."""
 RUN_ID_NAME = "run-id"
 """Says which run the replicas are of."""
 RUN_MARK_PREFIX = "run-"

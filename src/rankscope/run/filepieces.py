@@ -1,11 +1,15 @@
-"""Pieces of files that others append to, none of which is followed through a link."""
+"""Pieces of files that others append to, none of which is followed through a link, and how much of
+the disk such files take."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-__all__ = ["piece_of"]
+__all__ = ["bytes_on_disk", "piece_of"]
+
+_UNIT_BYTES = 512
+"""In which `st_blocks` counts, whatever the file system's own blocks are."""
 
 
 def piece_of(path: Path, offset: int, size: int) -> bytes:
@@ -19,3 +23,8 @@ def piece_of(path: Path, offset: int, size: int) -> bytes:
         return os.pread(descriptor, size, offset)
     finally:
         os.close(descriptor)
+
+
+def bytes_on_disk(status: os.stat_result) -> int:
+    """Return what a file takes of the disk: less than its length where it has holes."""
+    return min(status.st_size, status.st_blocks * _UNIT_BYTES)

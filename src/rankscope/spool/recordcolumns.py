@@ -39,6 +39,7 @@ from rankscope.spool.recordformat import (
     VALUE_HEAD_DTYPE,
     RecordKind,
 )
+from rankscope.spool.settledprefix import read_replica
 from rankscope.spool.validprefix import Cells, as_cells, cell_heads, committed_heads
 
 __all__ = [
@@ -212,17 +213,12 @@ def records(buffer: bytes | memoryview | Cells, *, is_verified: bool = False) ->
 
 
 def open_replica(path: Path) -> Records:
-    """Map a replica and index its committed records.
+    """Map a replica and index its committed records, as far as they are still there.
 
     Raises:
         SpoolError: the file cannot be read.
     """
-    try:
-        if path.stat().st_size == 0:
-            return records(b"")
-        return records(np.memmap(path, np.uint8, "r"))
-    except OSError as error:
-        raise SpoolError(f"{path}: cannot be read: {error.strerror}") from error
+    return records(read_replica(path)[0])
 
 
 def ending(found: Records) -> Ending:

@@ -3,6 +3,9 @@ says how its stream ended.
 
     <trace>/spool/rank00003.0.cells    the replica
     <trace>/spool/rank00003.0.json     its end marker, written once the stream has ended
+
+Of a job whose steps are written while it runs the first bytes of a replica may be gone; what is
+kept of them lies beside it too (`spool.settledprefix`).
 """
 
 from __future__ import annotations

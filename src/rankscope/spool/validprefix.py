@@ -15,6 +15,7 @@ import numpy.typing as npt
 from rankscope.errors import SpoolError
 from rankscope.spool.crc import CHECK_BLOCK, BlockCheck, cell_crcs
 from rankscope.spool.recordformat import CELL_BYTES, FIRST, MAX_RECORD_CELLS
+from rankscope.spool.settledprefix import lock_for_reading, settled_to
 
 __all__ = [
     "Cells",
@@ -95,6 +96,8 @@ def as_cells(buffer: bytes | memoryview | Cells) -> Cells:
 def valid_prefix(source: Path | bytes | Cells) -> int:
     """Bytes of whole valid records a replica, or a buffer from a record boundary on, begins with.
 
+    What is settled of a replica counts as valid: nobody reads those bytes.
+
     Raises:
         SpoolError: the file cannot be read.
     """
@@ -102,18 +105,23 @@ def valid_prefix(source: Path | bytes | Cells) -> int:
         return committed_cells(as_cells(source)) * CELL_BYTES
     try:
         with source.open("rb") as file:
-            return valid_prefix_of(file.fileno())
+            lock_for_reading(file.fileno())
+            return valid_prefix_of(file.fileno(), settled_to(source))
     except OSError as error:
         raise SpoolError(f"{source}: cannot be read: {error.strerror}") from error
 
 
-def valid_prefix_of(descriptor: int) -> int:
+def valid_prefix_of(descriptor: int, start: int = 0) -> int:
     """The same for an open file, in pieces: a replica may be larger than memory.
+
+    Args:
+        descriptor: of the file.
+        start: a record begins there, and what lies before it counts as valid unseen.
 
     Raises:
         OSError: it cannot be read.
     """
-    offset = 0
+    offset = start
     while True:
         chunk = os.pread(descriptor, _CHUNK + MAX_RECORD_CELLS * CELL_BYTES, offset)
         whole = valid_prefix(chunk)

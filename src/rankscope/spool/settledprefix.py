@@ -1,0 +1,250 @@
+"""The settled begin of a replica: what is kept of it once its steps were written into the trace.
+
+    <trace>/spool/rank00003.0.settled    a head, then whole records: definitions, setup, gaps, and
+                                         what belongs to steps that were not written yet
+
+The replica keeps its length, so that every offset in it means what it did. Its settled bytes may
+become a hole at any moment (`free`), all but the first record, which says whose it is. So nobody
+reads these bytes: who comes to them reads this file instead, and goes on behind them.
+
+A reader locks the replica (shared) before it asks what is settled, and has it locked while it uses
+its bytes; a map has it locked for as long as the map lives. `free` needs the lock for itself, and
+frees nothing where it does not get it: the next call does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+import struct
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from rankscope.errors import SpoolError
+from rankscope.run.filenames import SETTLED_SUFFIX
+from rankscope.run.replacing import replacing
+from rankscope.spool.recordformat import CELL_BYTES
+
+__all__ = [
+    "NOTHING_SETTLED",
+    "SettledPrefix",
+    "free",
+    "lock_for_reading",
+    "read_replica",
+    "read_settled",
+    "settled_to",
+    "write_settled",
+]
+
+_NUMBERS: Final = struct.Struct("<8sQQQI")
+"""Magic with the format's number, bytes of the replica that are settled, bytes that follow, late
+records, crc of what follows."""
+_CRC: Final = struct.Struct("<I")
+_HEAD_BYTES: Final = _NUMBERS.size + _CRC.size
+_MAGIC: Final = b"rsSETTL1"
+_BLOCK: Final = 4096
+_KEEP_SIZE_PUNCH_HOLE: Final = 0x01 | 0x02
+_UNABLE: Final = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM, errno.EINTR)
+
+
+@dataclass(frozen=True, slots=True)
+class SettledPrefix:
+    """What stands for the first bytes of a replica."""
+
+    settled_to: int
+    """So many of its bytes; a record begins there."""
+    kept: bytes
+    """Whole records, the first of the stream first."""
+    late_records: int = 0
+    """Records that came after their step was written, and were let go."""
+
+    def __post_init__(self) -> None:
+        if self.settled_to % CELL_BYTES or len(self.kept) % CELL_BYTES:
+            raise ValueError(f"{len(self.kept)} bytes kept of {self.settled_to} are no whole cells")
+        if len(self.kept) > self.settled_to or bool(self.kept) != bool(self.settled_to):
+            raise ValueError(f"{len(self.kept)} bytes cannot stand for {self.settled_to}")
+
+    @property
+    def hidden_bytes(self) -> int:
+        """Bytes of the stream that were let go."""
+        return self.settled_to - len(self.kept)
+
+
+NOTHING_SETTLED: Final = SettledPrefix(0, b"")
+
+
+def read_settled(replica: Path) -> SettledPrefix:
+    """Return what stands for the begin of a replica; nothing where all of it is there.
+
+    Raises:
+        SpoolError: there is such a file, and it cannot be read, or is damaged.
+    """
+    path = replica.with_suffix(SETTLED_SUFFIX)
+    try:
+        with path.open("rb") as file:
+            settled, size, late, crc = _numbers(path, file.read(_HEAD_BYTES))
+            kept = file.read(size)
+    except FileNotFoundError:
+        return NOTHING_SETTLED
+    except OSError as error:
+        raise SpoolError(f"{path}: cannot be read: {error.strerror}") from error
+    if len(kept) != size or zlib.crc32(kept) != crc:
+        raise _damaged(path)
+    try:
+        return SettledPrefix(settled, kept, late)
+    except ValueError as error:
+        raise SpoolError(f"{path}: {error}; it is damaged") from error
+
+
+def settled_to(replica: Path) -> int:
+    """Return how many bytes of a replica are settled.
+
+    Raises:
+        SpoolError: it cannot be read, or is damaged.
+    """
+    path = replica.with_suffix(SETTLED_SUFFIX)
+    try:
+        with path.open("rb") as file:
+            return _numbers(path, file.read(_HEAD_BYTES))[0]
+    except FileNotFoundError:
+        return 0
+    except OSError as error:
+        raise SpoolError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _numbers(path: Path, head: bytes) -> tuple[int, int, int, int]:
+    """Return bytes settled, bytes kept, late records, crc of the bytes kept."""
+    if len(head) == _HEAD_BYTES:
+        magic, settled, size, late, crc = _NUMBERS.unpack_from(head)
+        (own,) = _CRC.unpack_from(head, _NUMBERS.size)
+        if magic == _MAGIC and own == zlib.crc32(head[: _NUMBERS.size]):
+            return settled, size, late, crc
+    raise _damaged(path)
+
+
+def _damaged(path: Path) -> SpoolError:
+    return SpoolError(
+        f"{path}: is damaged, and what it stands for may be gone from the replica beside it: take "
+        f"both out of the folder to read what the other ranks recorded"
+    )
+
+
+def write_settled(replica: Path, prefix: SettledPrefix) -> None:
+    """Write it, whole or not at all, and have it on the disk: bytes are destroyed after this.
+
+    Raises:
+        ValueError: less would be settled than is now.
+        OSError: it cannot be written.
+        SpoolError: the file that is there cannot be read.
+    """
+    before = settled_to(replica)
+    if prefix.settled_to < before:
+        raise ValueError(f"{replica}: {before} bytes are settled, not {prefix.settled_to}")
+    path = replica.with_suffix(SETTLED_SUFFIX)
+    numbers = _NUMBERS.pack(
+        _MAGIC,
+        prefix.settled_to,
+        len(prefix.kept),
+        prefix.late_records,
+        zlib.crc32(prefix.kept),
+    )
+    with replacing(path) as file:
+        file.write(numbers + _CRC.pack(zlib.crc32(numbers)))
+        file.write(prefix.kept)
+    with contextlib.suppress(OSError):  # some file systems sync no folders
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def lock_for_reading(descriptor: int) -> None:
+    """Have nothing of an open replica freed until the file is closed, or unlocked.
+
+    Where the file system has no locks there is nothing to fear: `free` needs one.
+    """
+    with contextlib.suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+
+
+def read_replica(
+    replica: Path, end: int | None = None
+) -> tuple[npt.NDArray[np.uint8], SettledPrefix]:
+    """Return the records of a replica, as far as they are still there, and what of it is settled.
+
+    Args:
+        replica: its path.
+        end: where to stop in the replica; by default at its end.
+
+    Returns:
+        [bytes] from the first record on: the replica mapped, or where its begin is settled what is
+        kept of that and then the rest, read. Nothing is freed while that map lives.
+
+    Raises:
+        SpoolError: it cannot be read.
+    """
+    try:
+        with replica.open("rb") as file:
+            lock_for_reading(file.fileno())
+            prefix = read_settled(replica)
+            if os.fstat(file.fileno()).st_size <= prefix.settled_to:
+                return np.frombuffer(prefix.kept, np.uint8), prefix
+            # the map has a descriptor of its own of this open file, and with it the lock
+            data = np.memmap(file, np.uint8, "r").view(np.ndarray)[prefix.settled_to : end]
+            if prefix.settled_to:
+                data = np.concatenate([np.frombuffer(prefix.kept, np.uint8), data])
+            return data, prefix
+    except OSError as error:
+        raise SpoolError(f"{replica}: cannot be read: {error.strerror}") from error
+
+
+def free(replica: Path, end: int) -> bool:
+    """Give the settled bytes of a replica up to `end` back to the disk, all but its first record.
+
+    Returns:
+        False where the file system cannot, or where somebody reads the replica now: the bytes stay
+        for the time being, and the next call frees them with its own.
+
+    Raises:
+        OSError: the replica cannot be opened, or the disk fails.
+        SpoolError: what is settled cannot be read.
+    """
+    end = min(end, settled_to(replica))
+    descriptor = os.open(replica, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        head = os.pread(descriptor, CELL_BYTES, 0)
+        first = (int.from_bytes(head[6:8], "little") + 1) * CELL_BYTES
+        begin = -(-first // _BLOCK) * _BLOCK
+        size = end // _BLOCK * _BLOCK - begin
+        if size <= 0:
+            return True
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        return _punch_hole(descriptor, begin, size, replica)
+    finally:
+        os.close(descriptor)
+
+
+def _punch_hole(descriptor: int, begin: int, size: int, replica: Path) -> bool:
+    library = ctypes.CDLL(None, use_errno=True)
+    call = getattr(library, "fallocate64", None) or getattr(library, "fallocate", None)
+    if call is None:  # a system without it
+        return False
+    call.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    if call(descriptor, _KEEP_SIZE_PUNCH_HOLE, begin, size) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in _UNABLE:
+        return False
+    raise OSError(number, os.strerror(number), str(replica))
