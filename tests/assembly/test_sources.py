@@ -7,13 +7,15 @@ import random
 import numpy as np
 import pytest
 
+from rankscope.assembly.rankstreams import read_stream
 from rankscope.assembly.sources import find_streams
 from rankscope.errors import FolderError, TraceError, TraceVersionError
 from rankscope.run.folders import segment_path
+from rankscope.spool.recordformat import RecordKind
 from rankscope.spool.streamreader import StreamReader
 from rankscope.tree.build import build, recover
 from rankscope.tree.reader import open_trace
-from tests.spool.streams import SMALL, write_some
+from tests.spool.streams import SMALL, record_begins, settle, settled, write_some
 from tests.spool.test_reader import record_ends
 from tests.tree.jobs import grid_job, read_valid
 from tests.tree.ranks_on_paper import PaperRank
@@ -115,6 +117,65 @@ def test_a_hole_between_replica_and_segments_is_said(tmp_path):
     (state,) = document.completeness["ranks"]
     assert not state["complete"]
     assert "are missing" in state["notes"][0]
+
+
+def test_a_settled_replica_gives_the_same_records_but_for_those_let_go(tmp_path):
+    rank = busy_rank(tmp_path / "spools")
+    rank.end()
+    out = tmp_path / "unfinished"
+    replica = rank.ship(out)
+    whole = replica.read_bytes()
+    (before,) = find_streams([out])
+    assert before.hidden_bytes == 0
+    wanted, ended = read_stream(before), before.end
+    del before  # a map: nothing would be freed
+    begins = record_begins(whole, RecordKind.ENTER)
+    for begin, end in ((2, 7), (50, 90), (150, 150)):
+        prefix = settled(whole, begins[end], begins[begin])
+        settle(replica, prefix)
+        (found,) = find_streams([out])
+        assert bytes(found.data) == prefix.kept + whole[begins[end] :]
+        assert found.hidden_bytes == len(whole) - len(found.data) > 0
+        assert (found.committed, found.end, found.notes) == (len(whole), ended, ())
+        stream = read_stream(found)
+        assert stream.definitions == wanted.definitions
+        assert stream.enters["step"].tolist() == [*range(begin, 200)]
+        assert (stream.received, stream.committed) == (len(whole), len(whole))
+        assert stream.origin == wanted.origin
+    recover([out], tmp_path / "out")
+    trace = open_trace(tmp_path / "out")
+    assert trace.is_complete and len(trace.steps) == 50
+    read_valid(tmp_path / "out")
+
+
+def test_a_settled_replica_is_joined_with_the_segments_behind_it(tmp_path):
+    """Also one that a crash of the head left shorter than what is settled of it."""
+    rank = busy_rank(tmp_path / "spools")
+    rank.end()
+    out = tmp_path / "unfinished"
+    replica = rank.ship(out, marker=False)
+    whole = replica.read_bytes()
+    replica.write_bytes(whole[: 40 << 10])
+    begins = record_begins(whole, RecordKind.ENTER)
+    end = max(at for at in begins if at < 36 << 10)
+    settle(replica, settled(whole, end, late=2))
+    for index in (0, 1):
+        segment_path(rank.folder, index).unlink()
+    for number, size in enumerate((40 << 10, 4096)):
+        with replica.open("r+b") as file:
+            file.truncate(size)
+        made = tmp_path / f"out{number}"
+        recover([out, tmp_path / "spools"], made)
+        (state,) = open_trace(made).completeness["ranks"]
+        if size == 4096:
+            assert not state["complete"] and f"bytes {end}.." in state["notes"][0]
+            continue
+        assert not state["complete"], "some records are in no step"
+        assert state["received"] == state["committed"] == len(whole)
+        assert state["notes"] == [
+            "2 records came after their step was written: they are not in the tree"
+        ]
+        assert len(open_trace(made).steps) == len([at for at in begins if at >= end])
 
 
 def test_hosts_without_a_shared_folder_are_merged(tmp_path):

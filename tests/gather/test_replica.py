@@ -6,11 +6,13 @@ import resource
 
 import pytest
 
+from rankscope.assembly.sources import find_streams
 from rankscope.errors import FolderError
 from rankscope.gather.replica import ReplicaFiles
 from rankscope.record.streams import StreamId
 from rankscope.spool.replication import replica_path, replicated
-from tests.spool.streams import write_some
+from rankscope.spool.settledprefix import free, write_settled
+from tests.spool.streams import settle, settled, write_some
 from tests.spool.test_reader import record_ends
 
 STREAM = StreamId(rank=3, incarnation=0)
@@ -64,6 +66,61 @@ def test_a_bit_flipped_in_a_replica_cuts_it_there_and_it_grows_on(tmp_path):
         assert replicas.append(STREAM, length, whole[length:]) == len(whole)
         replicas.close()
         assert path.read_bytes() == whole
+
+
+def test_a_settled_replica_is_opened_behind_its_hole_and_grows_on(tmp_path):
+    whole = write_some(tmp_path / "s", 300)
+    ends = record_ends(whole)
+    path = replica_path(tmp_path / "out", STREAM)
+    path.parent.mkdir(parents=True)
+    for end, cut in (
+        *((ends[1], len(whole)), (ends[200], len(whole)), (ends[500], ends[600])),
+        *((ends[700], ends[701] - at) for at in range(1, 64)),
+        *((ends[800], ends[800]), (ends[800], 4096)),  # the last: a crash of the host took the rest
+    ):
+        path.with_suffix(".settled").unlink(missing_ok=True)
+        path.write_bytes(whole[:cut])
+        settle(path, settled(whole, end))
+        os.truncate(path, cut)
+        replicas = ReplicaFiles(tmp_path / "out")
+        length = replicas.length(STREAM)
+        assert length == max(end, *(one for one in ends if one <= cut)) == path.stat().st_size
+        assert bool(replicas.reports) == (length != cut)
+        assert replicas.append(STREAM, length, whole[length:]) == len(whole)
+        replicas.close()
+        assert path.read_bytes()[end:] == whole[end:]
+        (found,) = find_streams([tmp_path / "out"])
+        assert len(found.data) + found.hidden_bytes == len(whole)
+
+
+def test_a_replica_whose_settled_begin_is_damaged_is_not_cut(tmp_path):
+    whole = write_some(tmp_path / "s", 300)
+    path = replica_path(tmp_path / "out", STREAM)
+    path.parent.mkdir(parents=True)
+    path.write_bytes(whole)
+    settle(path, settled(whole, record_ends(whole)[500]))
+    path.with_suffix(".settled").write_bytes(b"x")
+    for _ in range(3):
+        with pytest.raises(FolderError, match=r"rank00003.0.settled: is damaged"):
+            ReplicaFiles(tmp_path / "out").length(STREAM)
+    assert path.stat().st_size == len(whole)
+
+
+def test_the_quota_of_a_stream_is_what_its_replica_takes_of_the_disk(tmp_path):
+    whole = write_some(tmp_path / "s", 1000)
+    end = record_ends(whole)[-20]
+    replicas = ReplicaFiles(tmp_path / "out", quota_bytes=len(whole) + 64)
+    replicas.append(STREAM, 0, whole)
+    with pytest.raises(FolderError, match="quota"):
+        replicas.append(STREAM, len(whole), whole)
+    path = replica_path(tmp_path / "out", STREAM)
+    write_settled(path, settled(whole, end))
+    if not free(path, end):
+        pytest.skip("the file system of the temporary folder makes no holes in files")
+    assert replicas.append(STREAM, len(whole), whole[: end // 2]) == len(whole) + end // 2
+    with pytest.raises(FolderError, match="quota"):
+        replicas.append(STREAM, len(whole) + end // 2, whole)
+    replicas.close()
 
 
 def test_a_folder_holds_records_of_the_run_that_claimed_it_first_also_after_a_restart(tmp_path):

@@ -31,7 +31,14 @@ from rankscope.spool.replication import replica_path
 from rankscope.spool.streamreader import StreamReader
 from rankscope.spool.writer import SpoolWriter
 from tests.gather.jobs import Host
-from tests.spool.streams import enter, rank_definition, stream_bytes
+from tests.spool.streams import (
+    enter,
+    rank_definition,
+    settle,
+    settled,
+    stream_bytes,
+)
+from tests.spool.test_reader import record_ends
 from tests.waiting import wait_until
 
 MS = 1_000_000
@@ -172,6 +179,147 @@ def test_a_follower_that_comes_late_reads_the_end_and_still_knows_the_names(
     assert [c.module for c in whole.tail.open.values()] == [
         c.module for c in follower.tail.open.values()
     ]
+
+
+def steps_of(data: bytes) -> list[int]:
+    """Return where the steps of `write_job` begin."""
+    found = records(data)
+    positions, rows = found.columns(RecordKind.STEP)
+    return [int(at) * 64 for at in found.start[positions[rows["event"] == int(StepEvent.BEGIN)]]]
+
+
+@pytest.fixture
+def replica(tmp_path: Path) -> Path:
+    path = replica_path(tmp_path, StreamId(rank=0, incarnation=0))
+    path.parent.mkdir()
+    return path
+
+
+def inside(follower: StreamFollower) -> list[tuple[int, int, int]]:
+    return [(call.phase, call.step, call.module) for call in follower.tail.open.values()]
+
+
+def test_a_follower_that_begins_on_a_settled_replica_knows_names_and_what_the_rank_is_in(
+    tmp_path: Path, replica: Path
+) -> None:
+    write_job(tmp_path / "own", steps=40)
+    data = stream_bytes(tmp_path / "own")
+    begins = steps_of(data)
+    whole = StreamTail(has_values=True)
+    whole.take(records(data))
+    # nothing of the running step settled; half of it; all there is
+    for begin, end in (
+        (begins[39], begins[39]),
+        (begins[30], max(end for end in record_ends(data) if end <= begins[39] + 640)),
+        (begins[30], None),
+    ):
+        replica.with_suffix(".settled").unlink(missing_ok=True)
+        replica.write_bytes(data)
+        settle(replica, settled(data, end or len(data), begin))
+        for skips, most in ((True, 1 << 20), (False, 1 << 20), (True, 8192)):
+            follower = StreamFollower(tmp_path, StreamId(rank=0, incarnation=0), skips=skips)
+            follower.look(most)
+            assert follower.has_skipped and follower.read_bytes == len(data)
+            assert follower.tail.definitions == whole.definitions
+            assert follower.tail.open == whole.open or most == 8192
+            assert follower.tail.running == (0, 39) or most == 8192
+            assert follower.tail.steps_ended == (39 - 30 if begin == begins[30] else 0)
+            taken = follower.taken_bytes
+            follower.look(most)
+            assert follower.taken_bytes == taken, "nothing is read twice"
+    watch = JobWatch(tmp_path)
+    watch.look()
+    (status,) = watch.ranks()
+    assert watch.has_skipped and status.place.op == "all_reduce" and status.step == 39
+    assert [each.step for each in status.ended] == [*range(30, 39)]
+    watch.close()
+
+
+@pytest.mark.parametrize("skips", [True, False])
+def test_a_follower_that_is_overtaken_by_what_is_settled_goes_on_behind_it(
+    tmp_path: Path, replica: Path, skips: bool
+) -> None:
+    write_job(tmp_path / "own", steps=60)
+    data = stream_bytes(tmp_path / "own")
+    begins = steps_of(data)
+    whole = StreamTail(has_values=True)
+    whole.take(records(data))
+    follower = StreamFollower(tmp_path, StreamId(rank=0, incarnation=0), skips=skips)
+    replica.write_bytes(data[: begins[10] + 640])
+    follower.look(1 << 20)
+    assert not follower.has_skipped and follower.tail.steps_ended == 10
+    # settled behind it: it has read that, and need not know
+    settle(replica, settled(data, begins[8]))
+    follower.look(1 << 20)
+    assert not follower.has_skipped
+    inside_59 = max(end for end in record_ends(data) if end <= begins[59] + 640)
+    # far beyond it, where the steps from the 9th on are kept: of these it has counted one
+    replica.write_bytes(data)
+    settle(replica, settled(data, inside_59, begins[9]))
+    follower.look(1 << 20)
+    assert follower.has_skipped and follower.read_bytes == len(data)
+    assert follower.tail.open == whole.open and follower.tail.definitions == whole.definitions
+    assert follower.tail.steps_ended == 59, "no step is counted twice"
+    assert [each.step for each in follower.tail.ended] == [*range(59 - 32, 59)]
+    assert follower.tail.records == len(records(data)) - 9 * step_records(data)
+    follower.look(1 << 20)
+    assert follower.tail.steps_ended == 59
+
+
+def step_records(data: bytes) -> int:
+    first, second = steps_of(data)[:2]
+    return len(records(data[first:second]))
+
+
+def test_definitions_that_were_passed_over_and_then_settled_are_still_known(
+    tmp_path: Path, replica: Path
+) -> None:
+    """A follower that came late went on at the end; what it would define next is a hole by then."""
+    write_job(tmp_path / "own", steps=400, values=200)
+    data = stream_bytes(tmp_path / "own")
+    begins = steps_of(data)
+    late = msgpack.packb({"id": 99, "kind": "module", "root": 2, "path": "late", "class": "Late"})
+    writer = SpoolWriter(tmp_path / "other", limit_bytes=1 << 20)
+    writer.define(late)
+    definition = stream_bytes(tmp_path / "other")
+    writer.close()
+    data = data[: begins[300]] + definition + data[begins[300] :]
+    replica.write_bytes(data)
+    follower = StreamFollower(tmp_path, StreamId(rank=0, incarnation=0))
+    follower.look(16 << 10)
+    assert follower.has_unread and 99 not in follower.tail.definitions
+    settle(replica, settled(data, begins[350] + len(definition)))
+    follower.define(16 << 10)  # without a look in between
+    for _ in range(4):
+        follower.define(16 << 10)
+    assert follower.tail.definitions[99]["path"] == "late"
+    assert inside(follower)[-1:] == [(Phase.COLLECTIVE, 399, 3)]
+    assert follower.read_bytes == len(data)
+
+
+def test_a_follower_that_is_overtaken_again_and_again_always_comes_to_the_end(
+    tmp_path: Path, replica: Path
+) -> None:
+    write_job(tmp_path / "own", steps=120)
+    data = stream_bytes(tmp_path / "own")
+    begins = [*steps_of(data), len(data)]
+    quick = StreamFollower(tmp_path, StreamId(rank=0, incarnation=0))
+    slow = StreamFollower(tmp_path, StreamId(rank=0, incarnation=0), skips=False)
+    for number in range(5, 120):
+        with replica.open("r+b" if replica.exists() else "w+b") as file:
+            file.seek(begins[number - 1] if number > 5 else 0)
+            file.write(data[file.tell() : begins[number]])
+        quick.look(1 << 20)
+        slow.look(4096)
+        settle(replica, settled(data, begins[number - 2], begins[number - 3]))
+    replica.write_bytes(replica.read_bytes()[: begins[119]] + data[begins[119] :])
+    for follower in (quick, slow):
+        for _ in range(100):
+            follower.look(4096 if follower is slow else 1 << 20)
+        assert follower.read_bytes == len(data)
+        assert inside(follower)[-1:] == [(Phase.COLLECTIVE, 119, 3)]
+    assert not quick.has_skipped and quick.tail.steps_ended == 119
+    assert slow.has_skipped and slow.tail.steps_ended <= 119
 
 
 def test_a_replica_that_ends_inside_a_record_is_read_on_in_the_spool(tmp_path: Path) -> None:

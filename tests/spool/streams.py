@@ -7,7 +7,18 @@ from pathlib import Path
 import msgpack
 
 from rankscope.record.streams import EndReason
-from rankscope.spool.recordformat import ENTER, EXIT, SAMPLES, STEP, VALUE, RecordKind, StepEvent
+from rankscope.spool.recordcolumns import records
+from rankscope.spool.recordformat import (
+    CELL_BYTES,
+    ENTER,
+    EXIT,
+    SAMPLES,
+    STEP,
+    VALUE,
+    RecordKind,
+    StepEvent,
+)
+from rankscope.spool.settledprefix import SettledPrefix, free, write_settled
 from rankscope.spool.streamreader import StreamReader
 from rankscope.spool.writer import SpoolWriter
 
@@ -53,6 +64,31 @@ def write_some(folder: Path, count: int = 40, *, limit_bytes: int = SMALL) -> by
         writer.write(RecordKind.EXIT, EXIT.pack(number, number, 0, 0, 0))
     writer.close(EndReason.EXIT)
     return stream_bytes(folder)
+
+
+def settled(whole: bytes, end: int, begin: int | None = None, late: int = 0) -> SettledPrefix:
+    """What stands for a stream's bytes up to `end`: its definitions, and all from `begin` on."""
+    begin = end if begin is None else begin
+    found = records(whole[:begin])
+    kept = found.cells_of(found.positions(RecordKind.DEFINITION)).tobytes()
+    return SettledPrefix(end, kept + whole[begin:end], late)
+
+
+def settle(replica: Path, prefix: SettledPrefix) -> None:
+    """Settle the begin of a replica, and let its bytes go."""
+    write_settled(replica, prefix)
+    if not free(replica, prefix.settled_to):  # a file system without holes reads zeros all the same
+        size = replica.stat().st_size
+        with replica.open("r+b") as file:
+            first = (int.from_bytes(file.read(8)[6:8], "little") + 1) * CELL_BYTES
+            file.seek(first)
+            file.write(bytes(min(prefix.settled_to, size) - first))
+
+
+def record_begins(whole: bytes, kind: RecordKind) -> list[int]:
+    """Offsets of the records of a kind."""
+    found = records(whole)
+    return [int(at) * CELL_BYTES for at in found.start[found.positions(kind)]]
 
 
 def stream_bytes(folder: Path) -> bytes:
