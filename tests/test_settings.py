@@ -60,6 +60,9 @@ def test_a_black_box_records_every_step_and_has_a_file_and_a_factor_of_its_own(t
     assert 0 in box and 10**6 in box and not box.is_over(10**6)
     assert StepSelection.parse("last:3").spike == 10
     assert StepSelection.parse("last:3,spike:0").spike == 0
+    watching = StepSelection.parse("last:3,watch:loss:output,spike:4, watch::*,watch:loss:output")
+    assert (watching.watch, watching.spike) == (("loss:output", ":*"), 4)
+    assert StepSelection.parse(watching.text) == watching
     assert StepSelection.parse(box.text) == box
     for wrong, words in (
         ("last:0", "like last:20"),
@@ -68,6 +71,12 @@ def test_a_black_box_records_every_step_and_has_a_file_and_a_factor_of_its_own(t
         ("last:3,all", "write last:N without them"),
         ("spike:3", "which only last:N waits for"),
         ("last:3,spike:1", "a factor above 1"),
+        ("watch:loss:output", "which only last:N does"),
+        ("all,watch:loss", "which only last:N does"),
+        ("last:3,watch:", "wants a value"),
+        ("last:3,watch:loss:", "wants a value"),
+        ("last:3,watch:loss:output,head:output", "like watch:head:output"),
+        ("last:3,watch:loss,spike:0", "leave spike:0 away"),
     ):
         with pytest.raises(SettingError, match=words):
             StepSelection.parse(wrong)

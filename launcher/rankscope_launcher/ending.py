@@ -34,7 +34,7 @@ NOTHING = (
 )
 QUIET = (
     "nothing happened, so there is no trace: no rank crashed, was killed or stood still, all "
-    "values were finite, no gradient norm leapt{touched}"
+    "values were finite, no gradient norm{watched} leapt{touched}"
 )
 
 
@@ -91,7 +91,9 @@ class Ending:
             )
         if code == ExitOutcome.DONE and not self.has_records():
             touched = "" if self.steps.file is None else f", {self.steps.file} was not touched"
-            return QUIET.format(touched=touched) if self.was_held else NOTHING
+            watched = " and no watched value" if self.steps.watch else ""
+            quiet = QUIET.format(touched=touched, watched=watched)
+            return quiet if self.was_held else NOTHING
         why = f"the collector ended with code {code}, see {self.out / COLLECTOR_LOG_NAME}"
         if code == ExitOutcome.NO_ROOM:
             why = _NO_ROOM

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 
-__all__ = ["glob_matches", "slot_matches"]
+__all__ = ["glob_matches", "place_matches", "slot_matches", "split_place"]
 
 
 def glob_matches(glob: str, name: str) -> bool:
@@ -15,3 +15,15 @@ def glob_matches(glob: str, name: str) -> bool:
 def slot_matches(glob: str, slot: str) -> bool:
     """True where a glob matches a slot, or one that it is nested in: `output` takes `output.1`."""
     return glob_matches(glob, slot) or glob_matches(f"{glob}.*", slot)
+
+
+def split_place(glob: str) -> tuple[str, str]:
+    """Return the globs of path and slot in `path:slot`; without a slot it is `*`."""
+    path, colon, slot = glob.partition(":")
+    return path, slot if colon else "*"
+
+
+def place_matches(glob: str, path: str, slot: str) -> bool:
+    """True where a glob `path:slot` matches this slot of this path."""
+    of_path, of_slot = split_place(glob)
+    return glob_matches(of_path, path) and slot_matches(of_slot, slot)

@@ -207,7 +207,8 @@ SETTINGS: tuple[Setting, ...] = (
         default="0-2",
         metavar="STEPS",
         help="steps to trace: 0-2,10 or every:100 or all, or at:FILE for one soon after each touch "
-        "of that file; several with commas; or last:N for those before something happens",
+        "of that file; several with commas; or last:N for those before something happens, alone or "
+        "with at:FILE, spike:K, watch:PATH:SLOT",
     ),
     Setting(
         name="ranks",
@@ -458,7 +459,11 @@ def settings_from(
         known = ", ".join(s.field for s in SETTINGS)
         raise SettingError(f"{sorted(given)[0]!r} is not a setting: choose from {known}")
     settings = Settings(**values)  # type: ignore[arg-type]  # every field is filled from the table, checked below
-    settings.steps.check(keeps_tensors=bool(settings.tensors), spool_bytes=settings.spool_bytes)
+    settings.steps.check(
+        keeps_tensors=bool(settings.tensors),
+        keeps_numbers=settings.digest == "full",
+        spool_bytes=settings.spool_bytes,
+    )
     return settings
 
 

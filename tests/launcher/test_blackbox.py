@@ -60,6 +60,8 @@ for step in range(40):
     while step == at and way == "wait" and not (folder / "go").exists():
         (folder / f"waiting.{rank}").touch()
         time.sleep(0.01)
+    if step == at and way == "bulge":
+        x = x * 1e6  # what comes of it is bounded: the gradients are as they were
     loss = model(x).square().mean()
     if step == at and way == "leap":
         loss = loss * 1e6
@@ -72,6 +74,49 @@ for step in range(40):
 os.write(1, f"{rank} {loss.item().hex()}\\n".encode())
 """
 LAST = ("--rs-steps", "last:4", "--rs-spool-bytes", "8M")
+CALM = """
+import sys
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(0)
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh())
+        self.head = torch.nn.Linear(8, 2)
+        self.loss = torch.nn.MSELoss()
+        self.extra = torch.nn.Identity() if rank else None  # only some ranks have it
+    def forward(self, x, y):
+        out = self.head(self.body(x))
+        if self.extra is not None:
+            out = self.extra(out)
+        return self.loss(out, y)
+class Difference(torch.nn.Module):
+    def forward(self, a, b):
+        return a - b
+model, sign = Model(), Difference()
+wrapped = torch.nn.parallel.DistributedDataParallel(model)
+optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-2, total_steps=150)
+torch.manual_seed(rank)
+for step in range(150):
+    for _ in range(1 + step % 3):  # micro-batches
+        x = torch.randn(2 + step % 7, 4)
+        loss = wrapped(x, x[:, :2].tanh() if step < 75 else x[:, :2].tanh() * 1.01)
+        loss.backward()
+        sign(loss, 0.9 * loss.detach() + torch.rand(()) * 0.2 * loss.detach())
+    optimizer.step()
+    schedule.step()
+    optimizer.zero_grad()
+    if step % 5 == 4:
+        model.eval()
+        with torch.no_grad():
+            for scale in (1.0, 1e4):  # two sets of another kind
+                wrapped(scale * torch.randn(16, 4), torch.zeros(16, 2))
+        model.train()
+"""
 
 
 @pytest.fixture
@@ -169,6 +214,40 @@ def test_the_steps_before_it_of_all_ranks_are_the_trace(launch: Start, way: str)
     assert is_removed(job.spool), job.logs
 
 
+def test_the_steps_before_a_watched_value_leaps_are_the_trace(launch: Start):
+    """Nothing else happens in that job: without a watched value there is no trace of it."""
+    at = random.randrange(15, 36)
+    job = launch(["none", f"bulge@{at}", "none"], "--rs-steps", "last:4,watch:0:output")
+    assert job.wait() == 0, job.logs
+    found = steps_of(job.out)
+    assert {*found} == {*range(at - 4, at + 1)}, (at, sorted(found), told(job.out))
+    assert all(ranks == {0, 1, 2} for ranks in found.values()), found
+    assert nothing_lost(job.out)
+    ((step, text),) = told(job.out)
+    assert step == at
+    assert text.startswith("rank 1: the root mean square of 0:output is ")
+    assert f" in step {at}, " in text and " times its running median " in text
+    assert "black box: rank 1: " in rankscope("show", job.out).stdout
+    assert not kinds(check(job.out))
+    assert is_removed(job.spool), job.logs
+    plain = launch(["none", f"bulge@{at}", "none"])
+    assert plain.wait() == 0, plain.logs
+    assert "nothing happened, so there is no trace" in plain.last_line
+    assert sorted(job.stdout.split("\n")) == sorted(plain.stdout.split("\n"))
+
+
+def test_right_programs_in_which_all_values_are_watched_write_nothing(tmp_path: Path):
+    """Warm-up, micro-batches, eval steps of other sets, a loss that goes to nothing, one that
+    changes its sign, a module that not every rank has."""
+    with launching(tmp_path, CALM, *LAST) as start:
+        job = start(["-", "-"], "--rs-steps", "last:4,watch:**,watch:lo:output,watch:extra:output")
+        assert job.wait() == 0, job.logs
+    assert "no gradient norm and no watched value leapt" in job.last_line, told(job.out)
+    assert not job.out.exists()
+    assert job.err.count("took nothing") == 1, job.err
+    assert "watch:lo:output took nothing in 16 steps" in job.err
+
+
 def test_a_job_that_stands_still_has_its_last_steps_in_the_trace_while_it_stands(launch: Start):
     job = launch(["none", "wait@20"], *LAST, "--rs-stall-seconds", 2)
     assert wait_until(lambda: " has moved since " in job.err), job.err
@@ -261,6 +340,11 @@ def test_what_cannot_be_held_back_is_refused(launch: Start):
         (("--rs-steps", "last:4,0-2"), "holds steps back and sends others"),
         (("--rs-steps", "last:0"), "positive number of steps"),
         (("--rs-steps", "spike:5"), "which only last:N waits for"),
+        (("--rs-steps", "0-2,watch:0:output"), "which only last:N does"),
+        (("--rs-steps", "last:4,watch:"), "wants a value, path:slot, like watch:lm_head:output"),
+        (("--rs-steps", "last:4,watch:0:output,1:output"), "like watch:1:output"),
+        (("--rs-steps", "last:4,watch:0:output,spike:0"), "leave spike:0 away"),
+        (("--rs-steps", "last:4,watch:0", "--rs-digest", "none"), "looks at numbers"),
         (("--rs-steps", "last:4", "--rs-tensors", "**"), "full tensors are not held back"),
         (("--rs-steps", "last:4", "--rs-spool-bytes", "512K"), "--rs-spool-bytes 1M or more"),
     ):
@@ -277,6 +361,7 @@ def test_hosts_of_one_job_agree_without_a_word_between_them(tmp_path: Path, way:
     hosts = [
         forked.Popen(
             [str(Path(sys.executable).parent / "rankscope"), "run", *LAST]
+            + ["--rs-steps", "last:4,watch:**:output"]
             + ["--rs-out", str(tmp_path / "trace"), "--rs-spool", str(tmp_path / f"spool{node}")]
             + ["--rs-drain-seconds", "2", "--nnodes", "2", "--node-rank", str(node)]
             + ["--master-addr", "127.0.0.1", "--master-port", port, "--nproc-per-node", "1"]

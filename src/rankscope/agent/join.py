@@ -27,6 +27,7 @@ from rankscope.agent.session import Opened
 from rankscope.agent.steps.chosen import Agreement
 from rankscope.agent.steps.touchedfile import OrderWays
 from rankscope.agent.values.tensorpolicy import make_recorder, tensor_store_of_run
+from rankscope.agent.watchingrecorder import WatchingRecorder
 from rankscope.errors import LayoutError
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.streams import EndReason, RankIdentity, StreamId
@@ -203,7 +204,12 @@ def _open_spool(
         return writer, make_recorder(writer, settings)
     ring = RingWriter(folder, limit_bytes=settings.spool_bytes, steps=settings.steps.last)
     board = EventBoard(event_folder(run_folder, header, identity.incarnation))
-    return ring, RingRecorder(ring, settings.steps, board, identity.rank)
+    if not settings.steps.watch:
+        return ring, RingRecorder(ring, settings.steps, board, identity.rank)
+    speaks = identity.rank == min(settings.ranks or (0,))
+    return ring, WatchingRecorder(
+        ring, settings.steps, board, identity.rank, say if speaks else None
+    )
 
 
 def _life(identity: RankIdentity, earlier: Sequence[StreamId], environ: Mapping[str, str]) -> int:

@@ -7,12 +7,11 @@ not finite, and a gradient norm far beyond those of the steps before, are told o
 from __future__ import annotations
 
 import math
-import statistics
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rankscope.agent.recorder import Recorder
+from rankscope.agent.runningmedian import RunningMedian
 from rankscope.capture.describe import Described
 from rankscope.capture.reading import ValueNumbers
 from rankscope.record.call import Mode
@@ -25,17 +24,15 @@ from rankscope.run.eventboard import EventBoard, Happening
 from rankscope.spool.recordformat import StepEvent
 from rankscope.spool.ringwriter import RingWriter
 
-__all__ = ["RingRecorder"]
+__all__ = ["OF_SCALER", "RingRecorder"]
 
 _WATCHED = (Phase.FORWARD, Phase.PARAMS)
 """Phases in which NaN and +inf are told, besides gradients before the optimizer. Not backward: a
 GradScaler may be about to skip what comes of it. Not collectives: they pad with anything."""
-_OF_SCALER = int(ValueFlag.SKIPPED | ValueFlag.SCALED)
+OF_SCALER = int(ValueFlag.SKIPPED | ValueFlag.SCALED)
+"""What a GradScaler scales or skips: its size says nothing."""
 _GROWING = ("meta", "collective")
 """Kinds of definitions whose number grows with the steps: of each shape, of each message."""
-_NORMS = 32
-"""Steps whose gradient norms make the running median."""
-_FEWEST_NORMS = 8
 
 
 class RingRecorder(Recorder):
@@ -65,7 +62,7 @@ class RingRecorder(Recorder):
         self._spoiled_at: int | None = None
         """Last step with a value that is not finite."""
         self._squares = 0.0
-        self._norms: deque[float] = deque(maxlen=_NORMS)
+        self._norms = RunningMedian(selection.spike) if selection.spike else None
 
     def define(self, kind: str, **fields: object) -> int:
         """Commit a definition and return its number: where it is never let go, unless its like
@@ -126,7 +123,7 @@ class RingRecorder(Recorder):
         if reading is None:
             return
         is_bad = reading.nan or reading.posinf
-        if phase is Phase.GRADS and not flags & _OF_SCALER and slot.startswith("grad:"):
+        if phase is Phase.GRADS and not flags & OF_SCALER and slot.startswith("grad:"):
             self._squares += reading.l2 * reading.l2
             if is_bad:
                 self._spoil(slot)
@@ -137,24 +134,25 @@ class RingRecorder(Recorder):
         """Tell of a value that is not finite, unless one of the steps that are held had one."""
         last, self._spoiled_at = self._spoiled_at, self._step
         if last is None or self._step - last > self._steps:
-            self._tell("nonfinite", self._step, f"{slot} is not finite")
+            self._tell("nonfinite", self._mode, self._step, f"{slot} is not finite")
 
     def _judge_norm(self, step: int) -> None:
         norm, self._squares = math.sqrt(self._squares), 0.0
-        if not 0.0 < norm < math.inf:
+        if self._norms is None or not 0.0 < norm < math.inf:
             return
-        if self._spike and len(self._norms) >= _FEWEST_NORMS:
-            median = statistics.median(self._norms)
-            if norm > self._spike * median:
-                text = f"gradient norm {norm:.4g}, {norm / median:.3g} times its running median"
-                self._tell("spike", step, text)
-        self._norms.append(norm)
+        if norm > self._norms.limit:
+            times = f"{norm / self._norms.median:.3g} times its running median"
+            self._tell("spike", Mode.TRAIN, step, f"gradient norm {norm:.4g}, {times}")
+        self._norms.add(norm)
 
-    def _tell(self, kind: str, step: int, text: str) -> None:
-        event = Happening(kind=kind, mode=self._mode, step=step, text=f"rank {self._rank}: {text}")
+    def _tell(self, kind: str, mode: Mode, step: int, text: str) -> None:
+        """Tell what happened, unless a step that is held with it had its like."""
+        event = Happening(kind=kind, mode=mode, step=step, text=f"rank {self._rank}: {text}")
         try:
-            known = self._board.events()
-            if not any(each.kind == kind and each.step >= step - self._steps for each in known):
+            known = [
+                each for each in self._board.events() if (each.kind, each.mode) == (kind, mode)
+            ]
+            if not any(each.step >= step - self._steps for each in known):
                 self._board.tell(event)
         except OSError as error:
             self.error(None, f"{event.text}, which nobody could be told: {error}"[:500])

@@ -19,7 +19,7 @@ _MOST_DIGITS = 9
 """Records number steps with 32 bits."""
 _HOW = (
     "write 0-2,10 or every:100 or all or at:FILE, or several of them with commas; "
-    "or last:N, alone or with at:FILE and spike:K"
+    "or last:N, alone or with at:FILE, spike:K and watch:PATH:SLOT"
 )
 
 
@@ -38,7 +38,10 @@ class StepSelection:
     last: int = 0
     """Every step is recorded, and so many are held until something happens; 0 for none."""
     spike: float = DEFAULT_SPIKE
-    """With `last`: a gradient norm so many times its running median has happened; 0 for none."""
+    """With `last`: a gradient norm, or a watched value, so many times its running median has
+    happened; 0 for none."""
+    watch: tuple[str, ...] = ()
+    """With `last`: globs `path:slot` of the values that are watched."""
 
     def __contains__(self, step: int) -> bool:
         return (
@@ -53,11 +56,12 @@ class StepSelection:
             last <= step for _, last in self.ranges
         )
 
-    def check(self, *, keeps_tensors: bool, spool_bytes: int) -> None:
-        """Refuse what cannot be held back.
+    def check(self, *, keeps_tensors: bool, keeps_numbers: bool, spool_bytes: int) -> None:
+        """Refuse what cannot be held back, or not be watched.
 
         Args:
             keeps_tensors: full tensors are asked for.
+            keeps_numbers: the numbers of values are.
             spool_bytes: what a rank may hold.
 
         Raises:
@@ -73,11 +77,16 @@ class StepSelection:
                 f"steps: to hold last:{self.last} back a rank needs --rs-spool-bytes "
                 f"{LEAST_BLACK_BOX_BYTES >> 20}M or more"
             )
+        if self.watch and not keeps_numbers:
+            raise SettingError(
+                f"steps: watch:{self.watch[0]} looks at numbers, and --rs-digest none keeps none: "
+                "leave one of them away"
+            )
 
     @classmethod
     def parse(cls, text: str) -> StepSelection:
         """Read `0-2,10`, `every:100`, `all`, `at:FILE`, or several of them separated by commas; or
-        `last:N`, alone or with `at:FILE` and `spike:K`.
+        `last:N`, alone or with `at:FILE`, `spike:K` and `watch:PATH:SLOT`.
 
         Raises:
             SettingError: a part is none of these, or its file cannot be touched.
@@ -86,6 +95,7 @@ class StepSelection:
         periods: list[int] = []
         file: Path | None = None
         last, spike = 0, None
+        watch: list[str] = []
         parts = [part.strip() for part in text.split(",")]
         for number, part in enumerate(parts):
             word, colon, rest = part.partition(":")
@@ -97,11 +107,17 @@ class StepSelection:
                 last = _count("last", rest, "last:20")
             elif colon and word == "spike":
                 spike = _times(rest)
+            elif colon and word == "watch":
+                watch.append(_watched(rest))
             elif colon and word == "at":
                 if file is not None:
                     raise SettingError(f"{text!r} names two files: leave an at: away")
                 file = _file(rest)
                 parts[number] = f"at:{file}"
+            elif watch and not _RANGE.fullmatch(part):
+                raise SettingError(
+                    f"{part!r} is not a step: each value has a watch: of its own, like watch:{part}"
+                )
             else:
                 ranges.append(_range("a step", part, _HOW))
         if last and (ranges or periods):
@@ -110,8 +126,13 @@ class StepSelection:
             )
         if spike is not None and not last:
             raise SettingError(f"{text!r} names a spike, which only last:N waits for")
+        if watch and not last:
+            raise SettingError(f"{text!r} watches a value, which only last:N does")
+        if watch and spike == 0:
+            raise SettingError(f"{text!r} watches a value and never looks: leave spike:0 away")
         spike = DEFAULT_SPIKE if spike is None else spike
-        return cls(",".join(parts), tuple(ranges), tuple(periods), file, last, spike)
+        watched = tuple(dict.fromkeys(watch))
+        return cls(",".join(parts), tuple(ranges), tuple(periods), file, last, spike, watched)
 
 
 def number_ranges(name: str, text: str) -> tuple[tuple[int, int], ...]:
@@ -149,6 +170,12 @@ def _times(factor: str) -> float:
             f"'spike:{factor}' wants a factor above 1, like spike:10, or 0 for no look at gradients"
         )
     return float(factor)
+
+
+def _watched(glob: str) -> str:
+    if not glob or glob.endswith(":"):
+        raise SettingError(f"'watch:{glob}' wants a value, path:slot, like watch:lm_head:output")
+    return glob
 
 
 def _file(name: str) -> Path:

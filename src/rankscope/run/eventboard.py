@@ -42,7 +42,7 @@ class Happening:
     """Something that happened: the steps before it become a trace."""
 
     kind: str
-    """"ended", "stalled", "nonfinite", "spike", "touched" or "ordered"."""
+    """"ended", "stalled", "nonfinite", "spike", "watched", "touched" or "ordered"."""
     mode: Mode
     step: int
     """The step that ran where it happened."""
@@ -96,6 +96,23 @@ class EventBoard:
         """
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         return int(agree(self._folder, "0", str(time)))
+
+    def tell_taken(self, number: int) -> None:
+        """Write that a glob of values to watch took one.
+
+        Args:
+            number: of the glob, as all ranks count them.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        if not self.has_taken(number):
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            agree(self._folder, f"watch.{number}", "taken")
+
+    def has_taken(self, number: int) -> bool:
+        """True where such a glob took a value on any rank."""
+        return agreed(self._folder, f"watch.{number}") is not None
 
 
 def _event(text: str) -> Happening:

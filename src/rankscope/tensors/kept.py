@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from rankscope.errors import TraceError
-from rankscope.globs import glob_matches, slot_matches
+from rankscope.globs import place_matches
 from rankscope.layout.plan import ranks_words
 from rankscope.record.dtypes import STORED_TYPES
 from rankscope.record.ranklists import ranks_text
@@ -81,19 +81,12 @@ def why_not_kept(value: Value, ranks: Iterable[int]) -> str:
     advice = f"trace again with --rs-tensors '{value.node.path}:{value.views[0].slot}'"
     if not asked:
         return f"{name} was not kept: no full tensors were asked for; {advice}"
-    if not _takes(asked, value.node.path, value.views[0].slot):
+    path, slot = value.node.path, value.views[0].slot
+    if not any(place_matches(glob, path, slot) for glob in asked.split(",")):
         return f"{name} was not kept: --rs-tensors {asked!r} does not take it; {advice}"
     missed = sorted({rank for view in value.views for rank in view.not_kept} & set(recorded))
     reasons = _reasons(value, missed or recorded)
     return f"{name} was asked for and not kept on {ranks_words(missed or recorded)}: {reasons}"
-
-
-def _takes(globs: str, path: str, slot: str) -> bool:
-    for glob in globs.split(","):
-        path_glob, colon, slot_glob = glob.partition(":")
-        if glob_matches(path_glob, path) and slot_matches(slot_glob if colon else "*", slot):
-            return True
-    return False
 
 
 def _reasons(value: Value, ranks: list[int]) -> str:

@@ -21,7 +21,7 @@ from rankscope.capture.describe import Described
 from rankscope.capture.keeping import byte_pieces, own_bytes, why_not_stored
 from rankscope.capture.staging import DeviceStaging
 from rankscope.errors import ChunkError
-from rankscope.globs import glob_matches, slot_matches
+from rankscope.globs import glob_matches, slot_matches, split_place
 from rankscope.spool.writelock import WriteLock
 
 __all__ = ["TensorStore", "free_disk_share", "size_of"]
@@ -84,7 +84,7 @@ class TensorStore:
 
     def select_too(self, globs: tuple[str, ...]) -> None:
         """Keep what these globs take besides those it was made with, until it is said anew."""
-        self._globs = {glob: _split(glob) for glob in (*self._own, *globs)}
+        self._globs = {glob: split_place(glob) for glob in (*self._own, *globs)}
         self._takes_all = any({path, slot} <= {"*", "**"} for path, slot in self._globs.values())
         self._wanted: dict[tuple[str, str], bool] = {}
         if not self._takes_all:
@@ -297,11 +297,6 @@ class TensorStore:
             self._note(reason, f"tensors were not kept: {reason}")
         missed[0] += 1
         missed[1] += size
-
-
-def _split(glob: str) -> tuple[str, str]:
-    path, colon, slot = glob.partition(":")
-    return path, slot if colon else "*"
 
 
 def size_of(tensor: torch.Tensor) -> int:
