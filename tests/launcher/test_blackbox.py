@@ -21,6 +21,7 @@ from rankscope.spool.recordcolumns import open_replica
 from rankscope.spool.recordformat import RecordKind
 from rankscope.tree.reader import open_trace
 from tests import forked
+from tests.lateaccelerator import why_not
 from tests.launcher.launches import Start, kill, launching, rankscope
 from tests.ports import free_port
 from tests.waiting import wait_until
@@ -33,6 +34,7 @@ pytestmark = [
         reason="needs the start-up file: an environment made by launcher/test",
     ),
 ]
+ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import os, pathlib, signal, sys, time
 import torch
@@ -88,23 +90,28 @@ class Model(torch.nn.Module):
         self.head = torch.nn.Linear(8, 2)
         self.loss = torch.nn.MSELoss()
         self.extra = torch.nn.Identity() if rank else None  # only some ranks have it
-    def forward(self, x, y):
+        self.exact = torch.nn.Linear(1, 1, bias=False)  # found to the last digit
+        self.exactly = torch.nn.MSELoss()
+        self.penalty = torch.nn.Identity()
+    def forward(self, x, y, step):
         out = self.head(self.body(x))
         if self.extra is not None:
             out = self.extra(out)
-        return self.loss(out, y)
+        one = torch.ones(1, 1)
+        loss = self.loss(out, y) + self.exactly(self.exact(one), (2 if step < 100 else 2.001) * one)
+        return loss + self.penalty(out.square().mean() * (step % 10 == 3))
 class Difference(torch.nn.Module):
     def forward(self, a, b):
         return a - b
 model, sign = Model(), Difference()
 wrapped = torch.nn.parallel.DistributedDataParallel(model)
-optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-2, total_steps=150)
+optimizer = torch.optim.SGD(model.parameters(), 0.05)
+schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=150)
 torch.manual_seed(rank)
 for step in range(150):
     for _ in range(1 + step % 3):  # micro-batches
-        x = torch.randn(2 + step % 7, 4)
-        loss = wrapped(x, x[:, :2].tanh() if step < 75 else x[:, :2].tanh() * 1.01)
+        x = torch.randn(2 + step % 7, 4) * (20 if step % 8 == 4 else 1)  # two sets in turn
+        loss = wrapped(x, x[:, :2].tanh(), step)
         loss.backward()
         sign(loss, 0.9 * loss.detach() + torch.rand(()) * 0.2 * loss.detach())
     optimizer.step()
@@ -114,8 +121,30 @@ for step in range(150):
         model.eval()
         with torch.no_grad():
             for scale in (1.0, 1e4):  # two sets of another kind
-                wrapped(scale * torch.randn(16, 4), torch.zeros(16, 2))
+                wrapped(scale * torch.randn(16, 4), torch.zeros(16, 2), step)
         model.train()
+"""
+LATE = f"""
+import pathlib, sys
+sys.path.insert(0, {str(ROOT)!r})
+import torch
+from tests.lateaccelerator import install
+install()
+from tests.lateaccelerator.streams import work
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+model.to("late")
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+for step in range(40):
+    x = torch.randn(3, 4) * (1e6 if step == 20 else 1.0)
+    loss = model(x.to("late", non_blocking=True)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if step % 3 == 2:  # until then the device has done nothing
+        loss.item()
+waits = [wait for wait in work.synchronizations if wait.is_of_rankscope]
+pathlib.Path(sys.argv[1], "waits").write_text(repr(waits))
 """
 
 
@@ -236,11 +265,28 @@ def test_the_steps_before_a_watched_value_leaps_are_the_trace(launch: Start):
     assert sorted(job.stdout.split("\n")) == sorted(plain.stdout.split("\n"))
 
 
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+def test_an_accelerator_that_is_steps_behind_is_not_waited_for(tmp_path: Path):
+    """What leaps is known when the digest comes back, and told of the step of its call."""
+    with launching(tmp_path, LATE, *LAST) as start:
+        job = start(["-"], "--rs-steps", "last:4,watch:0:output")
+        assert job.wait() == 0, job.logs
+    assert (job.meeting / "waits").read_text() == "[]"
+    ((step, text),) = told(job.out)
+    assert step == 20 and "root mean square of 0:output" in text and "in step 20" in text
+    assert {16, 17, 18, 19, 20} == {*steps_of(job.out)}
+    assert nothing_lost(job.out)
+
+
 def test_right_programs_in_which_all_values_are_watched_write_nothing(tmp_path: Path):
-    """Warm-up, micro-batches, eval steps of other sets, a loss that goes to nothing, one that
-    changes its sign, a module that not every rank has."""
+    """Warm-up, micro-batches, sets of other sizes in turn, eval steps, a loss that goes to nothing,
+    one that changes its sign, a penalty in some steps, a module that not every rank has."""
     with launching(tmp_path, CALM, *LAST) as start:
-        job = start(["-", "-"], "--rs-steps", "last:4,watch:**,watch:lo:output,watch:extra:output")
+        job = start(
+            ["-", "-"],
+            "--rs-steps",
+            "last:4,watch:**,watch:lo:output,watch:@Difference:output,watch:extra:output",
+        )
         assert job.wait() == 0, job.logs
     assert "no gradient norm and no watched value leapt" in job.last_line, told(job.out)
     assert not job.out.exists()

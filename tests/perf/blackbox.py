@@ -1,5 +1,5 @@
 """What a black box costs: `--rs-steps last:20` beside a job of which no step is traced, and beside
-one of which all are.
+one of which all are; and what it costs to watch one value, or every value, besides.
 
     python -m tests.perf.blackbox [--rounds 7] [--steps 60]
 
@@ -19,7 +19,13 @@ import sys
 import tempfile
 from pathlib import Path
 
-WAYS = {"none": "999999999", "last:20": "last:20", "all": "all"}
+WAYS = {
+    "none": "999999999",
+    "last:20": "last:20",
+    "all": "all",
+    "one": "last:20,watch:1:output",
+    "every": "last:20,watch:**",
+}
 SCRIPT = """
 import json, sys, time
 import torch
@@ -76,7 +82,8 @@ def main() -> None:
     options = parser.parse_args()
     print(
         "| model | ms a step, none traced | wall, last:20 / none | CPU, last:20 / none "
-        "| wall, last:20 / all | CPU, last:20 / all |\n|---|---|---|---|---|---|"
+        "| wall, last:20 / all | CPU, last:20 / all | CPU, one watched / last:20 "
+        "| CPU, all watched / last:20 |\n|---|---|---|---|---|---|---|---|"
     )
     for size, depth in ((64, 4), (256, 4)):
         rounds: list[dict[str, tuple[float, float]]] = []
@@ -88,6 +95,10 @@ def main() -> None:
             statistics.median(each["last:20"][clock] / each[other][clock] for each in rounds)
             for other in ("none", "all")
             for clock in (0, 1)
+        ]
+        ratios += [
+            statistics.median(each[way][1] / each["last:20"][1] for each in rounds)
+            for way in ("one", "every")
         ]
         texts = " | ".join(f"{ratio:.3f}" for ratio in ratios)
         print(f"| {depth} layers of {size} | {plain:.1f} | {texts} |", flush=True)
