@@ -12,7 +12,7 @@ import pytest
 
 from rankscope.tree.reader import open_trace
 from tests.launcher.launches import Launch, Start, command_line, kill, launching, pids
-from tests.livecheck.replayed import told
+from tests.stepwise.replayed import told
 from tests.waiting import wait_until
 
 pytestmark = [
@@ -66,7 +66,7 @@ def launch(tmp_path: Path) -> Iterator[Start]:
 def judge(job: Launch) -> int:
     """Process number of the live check, 0 where none lives."""
     mark = str(job.out).encode()
-    found = (p for p in pids() if {b"rankscope.livecheck", mark} <= set(command_line(p)))
+    found = (p for p in pids() if {b"rankscope.stepwise", mark} <= set(command_line(p)))
     return next(found, 0)
 
 

@@ -23,7 +23,7 @@ from rankscope.assembly.rankstreams import StreamBytes, read_stream
 from rankscope.record.streams import StreamId
 from rankscope.spool import recordformat
 from rankscope.spool.crc import cell_crcs
-from rankscope.spool.recordformat import RecordKind
+from rankscope.spool.recordformat import RecordKind, StepEvent
 from rankscope.tree.build import assemble
 from rankscope.tree.reader import open_trace
 from rankscope.tree.treewriter import write_trace
@@ -48,10 +48,11 @@ def cells_of(kind: RecordKind, payload: bytes) -> np.ndarray:
 
 def rank_cells(
     rank: int, ranks: int, modules: int, values: int, *,
-    steps: int = 1, first_step: int = 0, are_replicas: bool = True,
+    steps: int = 1, first_step: int = 0, are_replicas: bool = True, is_running: bool = False,
 ) -> np.ndarray:  # fmt: skip
     """Traced forwards of a flat model of `modules` modules, `values` sharded values each; without
-    `are_replicas` every rank has numbers of its own, which no writer can fold or compress away."""
+    `are_replicas` every rank has numbers of its own, which no writer can fold or compress away.
+    `is_running`: what a rank that trains on has written of these steps, behind those before."""
     parts = [
         definition(
             id=1,
@@ -107,10 +108,14 @@ def rank_cells(
         ),
     ]
     made = [cells_of(RecordKind.DEFINITION, part) for part in parts]
+    if is_running:
+        made = [] if first_step else made
+        made.append(step_event(StepEvent.BEGIN, first_step))
     calls = modules * steps
+    first = first_step * modules if is_running else 0
     enters = np.zeros(calls, recordformat.ENTER_DTYPE)
-    enters["sequence"] = np.arange(calls)
-    enters["parent"] = np.arange(calls) // modules * modules
+    enters["sequence"] = np.arange(calls) + first
+    enters["parent"] = np.arange(calls) // modules * modules + first
     enters["parent"][::modules] = recordformat.NO_SEQUENCE
     enters["time_ns"] = np.arange(calls) * 1000
     enters["module"] = np.arange(calls) % modules + 5 + values
@@ -134,12 +139,19 @@ def rank_cells(
         wide(RecordKind.VALUE, rows),
         wide(RecordKind.EXIT, exits),
     ]
+    ended = recordformat.END.pack(10**9, calls * (2 + values), 0, 0, 0)
     made.append(
-        cells_of(RecordKind.END, recordformat.END.pack(10**9, calls * (2 + values), 0, 0, 0))
+        step_event(StepEvent.END, first_step + steps - 1)
+        if is_running
+        else cells_of(RecordKind.END, ended)
     )
     whole = np.concatenate(made)
     whole[:, :4] = cell_crcs(whole).astype("<u4").view(np.uint8).reshape(-1, 4)
     return whole.reshape(-1)
+
+
+def step_event(event: StepEvent, step: int) -> np.ndarray:
+    return cells_of(RecordKind.STEP, recordformat.STEP.pack(step, step, 0, event, 0))
 
 
 def wide(kind: RecordKind, rows: np.ndarray) -> np.ndarray:

@@ -16,6 +16,8 @@ from rankscope.tree.columns import map_columns
 from tests import forked
 from tests.conftest import REPOSITORY
 from tests.record.test_notes import NOTES
+from tests.stepwise.growing import grown
+from tests.stepwise.test_paper_jobs import job
 from tests.tree.jobs import grid_job, read_valid, validator
 
 PAGE = (REPOSITORY / "docs" / "trace-format.md").read_text()
@@ -44,7 +46,7 @@ def test_every_json_of_the_page_is_valid(name, text):
 
 
 def test_the_pages_program_reads_a_trace_without_rankscope(folder):
-    program, _ = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    program, *_ = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     run = forked.run(
         [sys.executable, "-c", program],
         cwd=folder,
@@ -66,7 +68,7 @@ def test_the_pages_second_program_opens_a_full_tensor_without_rankscope(tmp_path
     x = torch.ones(1, 3)
     with rankscope.trace(model, out=tmp_path / "trace", tensors="layers.0:output"):
         output = model(x)
-    _, program = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    _, program, _ = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     run = forked.run(
         [sys.executable, "-c", program],
         cwd=tmp_path,
@@ -76,6 +78,28 @@ def test_the_pages_second_program_opens_a_full_tensor_without_rankscope(tmp_path
         timeout=300,
     )
     assert run.stdout.strip() == str(output.detach())
+
+
+def test_the_pages_third_program_joins_the_columns_of_a_tree_that_grew(tmp_path):
+    out = job(tmp_path)
+    for _ in grown(out, tmp_path / "work", pieces=9):
+        pass
+    build(tmp_path / "work")
+    (tmp_path / "work").rename(tmp_path / "over")
+    out.rename(tmp_path / "records")
+    (tmp_path / "over").rename(tmp_path / "trace")
+    index = json.loads((tmp_path / "trace/trace.json").read_text())["storage"]["values"]
+    _, _, program = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    run = forked.run(
+        [sys.executable, "-c", f"{program}\nprint(len(columns['values.rank']))"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
+    )
+    assert int(run.stdout) == sum(part["values"] for part in index) > 0
+    read_valid(tmp_path / "trace")
 
 
 def test_every_column_of_the_file_is_explained_and_the_other_way_round(folder):

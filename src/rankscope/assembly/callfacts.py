@@ -55,10 +55,10 @@ class NodeFacts(NamedTuple):
 class CallFacts:
     """The columns, and the rows of a range of nodes."""
 
-    def __init__(self, merged: Merged, rank_of_stream: NDArray[np.int64]) -> None:
+    def __init__(self, merged: Merged, rank_of_stream: NDArray[np.int64], began_ns: int) -> None:
+        """Make the columns; `began_ns`: wall clock at which the run began."""
         calls, first = merged.calls, merged.call_start[:-1]
         heads = calls[first]
-        run_start = calls["start"].min(initial=_NEVER)
         shortest, longest, slowest = _durations(merged, rank_of_stream)
         returned = (calls["status"] == CallStatus.RETURNED) & _same(merged, calls["text"])
         self._is_ended = slowest >= 0
@@ -67,7 +67,7 @@ class CallFacts:
             heads["path"], heads["module"], _of_all(merged, _same(merged, calls["module"])),
             heads["phase"], heads["micro_batch"], heads["ordinal"], merged.forward_ordinal,
             heads["pass"], heads["collective"], _of_all(merged, returned),
-            _microseconds(heads["start"] - run_start), _microseconds(shortest),
+            _microseconds(heads["start"] - began_ns), _microseconds(shortest),
             _microseconds(longest), slowest, merged.node_entries[:-1],
             merged.node_entries[1:],
         )  # fmt: skip

@@ -7,7 +7,8 @@ spool/recordformat.py, in the order they were committed, and its definitions a d
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,14 @@ from rankscope.spool.origin import origin_of
 from rankscope.spool.recordcolumns import Records, ending, records, unpack_map
 from rankscope.spool.recordformat import RecordKind
 
-__all__ = ["RankStream", "SampleSketches", "StreamBytes", "definitions_in", "read_stream"]
+__all__ = [
+    "RankStream",
+    "SampleSketches",
+    "StreamBytes",
+    "definitions_in",
+    "read_stream",
+    "without_steps",
+]
 
 Array = NDArray[Any]
 
@@ -293,3 +301,47 @@ def _samples(found: Records) -> SampleSketches:
             np.ascontiguousarray(flat).view("<f4").reshape(len(chosen), count, SKETCH_SIZE)
         )
     return SampleSketches(heads, rows)
+
+
+def without_steps(stream: RankStream, written: Collection[tuple[int, int]]) -> RankStream:
+    """Return a stream without the records of some steps; setup stays.
+
+    Args:
+        stream: its records.
+        written: mode and number of each step.
+    """
+    if not written:
+        return stream
+    codes = np.array([mode << 32 | step for mode, step in written], np.int64)
+    is_gone = np.isin(_codes(stream.enters), codes)
+    is_gone &= stream.enters["phase"] != int(Phase.SETUP)
+    gone = stream.enters["sequence"][is_gone]
+    has_value = ~np.isin(stream.values["sequence"], gone)
+    is_gone_step = np.isin(_codes(stream.steps), codes)
+    return replace(
+        stream,
+        enters=stream.enters[~is_gone],
+        exits=_without(stream.exits, gone),
+        values=stream.values[has_value],
+        has_digest=stream.has_digest[has_value],
+        samples=_samples_without(stream.samples, gone),
+        errors=_without(stream.errors, gone),
+        steps=stream.steps[~is_gone_step],
+    )
+
+
+def _codes(rows: Array) -> NDArray[np.int64]:
+    return rows["mode"].astype(np.int64) << 32 | rows["step"].astype(np.int64)
+
+
+def _without(rows: Array, gone: Array) -> Array:
+    return rows[~np.isin(rows["sequence"], gone)]
+
+
+def _samples_without(samples: SampleSketches, gone: Array) -> SampleSketches:
+    stays = ~np.isin(samples.heads["sequence"], gone)
+    if stays.all():
+        return samples
+    return SampleSketches(
+        samples.heads[stays], samples.rows[np.repeat(stays, samples.heads["count"])]
+    )

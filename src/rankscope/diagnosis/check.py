@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, overload
 
-import numpy as np
-
 from rankscope.diagnosis.candidates import Candidate
 from rankscope.diagnosis.causeorder import Join
 from rankscope.diagnosis.context import CheckContext, IncarnationState
@@ -55,6 +53,7 @@ from rankscope.errors import TraceError
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.finding import Kind, Report
 from rankscope.run.filenames import Progress
+from rankscope.tree.joinedcolumns import as_arrays
 from rankscope.tree.views import Step, Trace
 
 __all__ = ["check"]
@@ -168,7 +167,7 @@ class _StepViews(Sequence[StepView]):
 
 
 def _context(trace: Trace, layouts: LayoutFile | None) -> CheckContext:
-    columns = {name: np.asarray(column) for name, column in trace.columns().items()}
+    columns = as_arrays(trace.columns())
     try:
         return CheckContext(
             run=trace.run,

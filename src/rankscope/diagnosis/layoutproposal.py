@@ -28,6 +28,7 @@ from rankscope.diagnosis.layouts import sorted_lines
 from rankscope.diagnosis.stepview import step_view_of
 from rankscope.layout.infer import is_fsdp_axis
 from rankscope.layout.placement import Mesh, Placement, PlacementKind
+from rankscope.tree.joinedcolumns import as_arrays
 from rankscope.tree.views import Trace
 
 __all__ = ["LayoutProposal", "ProposedEntry", "propose_layout"]
@@ -78,7 +79,7 @@ def propose_layout(trace: Trace) -> LayoutProposal:
     Args:
         trace: an open trace of two ranks or more; one rank holds everything whole.
     """
-    columns = {name: np.asarray(column) for name, column in trace.columns().items()}
+    columns = as_arrays(trace.columns())
     mesh = _mesh(int(trace.run["world_size"]), trace.run.get("groups", ()))
     lines = {axis: np.stack(sorted_lines(mesh, [axis])) for axis in mesh.axes}
     records = LayoutRecords(lines)

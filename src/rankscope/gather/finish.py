@@ -14,9 +14,9 @@ from typing import Protocol
 from rankscope.errors import FolderError, SpoolError
 from rankscope.gather.collector import Intake
 from rankscope.gather.heldstream import QUIET
-from rankscope.gather.livecheckprocess import LiveCheckProcess
 from rankscope.gather.log import ExitOutcome, log
 from rankscope.gather.sharedwatch import SharedWatch
+from rankscope.gather.stepwiseprocess import StepwiseProcess
 from rankscope.gather.waitingrule import (
     LEAST_SILENCE_S,
     Decision,
@@ -24,6 +24,7 @@ from rankscope.gather.waitingrule import (
     StreamProgress,
     decide,
 )
+from rankscope.run.companions import GROWS_FROM_BYTES, stepwise_command
 from rankscope.run.filenames import (
     COLLECTOR_LOCK_NAME,
     COLLECTOR_LOG_NAME,
@@ -151,8 +152,8 @@ def collect(
         if is_late:
             _listen(source)
         else:
-            with _metrics(options), _live_check(options) as live_check:
-                outcome = _gather_and_build(options, source, is_stopped, watching, live_check)
+            with _metrics(options), _stepwise(options) as stepwise:
+                outcome = _gather_and_build(options, source, is_stopped, watching, stepwise)
         source.farewell()
         (options.out / COLLECTOR_NAME).unlink(missing_ok=True)
         if outcome is ExitOutcome.DONE:
@@ -174,16 +175,20 @@ def _metrics(options: CollectorOptions) -> contextlib.AbstractContextManager[Non
     return served_metrics(options.out, options.metrics_port, world_size=options.world_size)
 
 
-def _live_check(
+def _stepwise(
     options: CollectorOptions,
-) -> contextlib.AbstractContextManager[LiveCheckProcess | None]:
-    if not options.live_check:
+) -> contextlib.AbstractContextManager[StepwiseProcess | None]:
+    if options.keep_spool and not options.live_check:
         return contextlib.nullcontext()
-    return contextlib.closing(
-        LiveCheckProcess(
-            options.out, traced_ranks=options.traced_ranks, on_finding=options.on_finding
-        )
+    command = stepwise_command(
+        options.out,
+        traced_ranks=options.traced_ranks,
+        live_check=options.live_check,
+        on_finding=options.on_finding,
+        keep_spool=options.keep_spool,
     )
+    from_bytes = 0 if options.live_check else GROWS_FROM_BYTES
+    return contextlib.closing(StepwiseProcess(command, options.out, from_bytes=from_bytes))
 
 
 def _gather_and_build(
@@ -191,11 +196,11 @@ def _gather_and_build(
     source: StreamSource,
     is_stopped: Callable[[], bool],
     observer: Observer,
-    live_check: LiveCheckProcess | None,
+    stepwise: StepwiseProcess | None,
 ) -> ExitOutcome:
-    decision = _gather(options, source, is_stopped, observer, live_check)
-    if live_check is not None:
-        live_check.close()
+    decision = _gather(options, source, is_stopped, observer, stepwise)
+    if stepwise is not None:
+        stepwise.close()
     log(f"{len(source.streams())} streams, {decision.value}")
     if decision is Decision.INCOMPLETE and not any(replicated(options.out).values()):
         log("no rank sent a record: there is nothing to build a tree from")
@@ -233,7 +238,7 @@ def _gather(
     source: StreamSource,
     is_stopped: Callable[[], bool],
     observer: Observer,
-    live_check: LiveCheckProcess | None,
+    stepwise: StepwiseProcess | None,
 ) -> Decision:
     started = looked = time.monotonic()
     while True:
@@ -246,8 +251,8 @@ def _gather(
         looked = now
         streams, peers = source.streams(), source.peers()
         observer.gathering(streams)
-        if live_check is not None and streams:
-            live_check.tend()
+        if stepwise is not None and streams:
+            stepwise.tend()
         if is_stopped():
             return Decision.INCOMPLETE if streams else Decision.NOTHING
         decision = decide(

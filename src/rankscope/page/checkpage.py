@@ -6,8 +6,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-import numpy as np
-
 from rankscope.diagnosis.check import check
 from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.stepview import StepView, step_view_of
@@ -29,6 +27,7 @@ from rankscope.page.verdicthtml import (
 )
 from rankscope.record.finding import Finding, Report
 from rankscope.run.filenames import Progress
+from rankscope.tree.joinedcolumns import as_arrays
 from rankscope.tree.selection import nothing_matched
 from rankscope.tree.views import Trace
 
@@ -170,7 +169,7 @@ class _CheckPage:
             if row is not None:
                 marked.setdefault(row, set()).update(finding.ranks)
         details = CallDetails(cells.rows, marked)
-        columns = {name: np.asarray(column) for name, column in trace.columns().items()}
+        columns = as_arrays(trace.columns())
         for number, step in enumerate((*trace.setup, *trace.steps)):
             if number in choice.rows_of:
                 view = step_view_of(step, columns)

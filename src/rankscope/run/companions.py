@@ -23,19 +23,22 @@ from rankscope.run.folders import spool_base
 from rankscope.run.processes import process_name
 
 __all__ = [
+    "GROWS_FROM_BYTES",
     "LONGEST_IPC_PATH",
     "collector_command",
     "companion_environment",
     "ipc_address",
-    "live_check_command",
     "metrics_trouble",
     "relay_command",
     "start_daemon",
     "start_extras",
+    "stepwise_command",
 ]
 
 LONGEST_IPC_PATH = 107
 """Bytes of a Unix socket's path, its terminating zero left out."""
+GROWS_FROM_BYTES = 64 << 20
+"""Of records. A job with fewer gets its tree at the end, in one piece."""
 _START_S = 10.0
 
 
@@ -86,10 +89,15 @@ def collector_command(
     return [*command, "--keep-spool"] if keep_spool else command
 
 
-def live_check_command(out: Path, *, traced_ranks: int, on_finding: str) -> list[str]:
-    """The command that judges the steps of a running job; arguments as of `collector_command`."""
-    command = [sys.executable, "-m", "rankscope.livecheck", "--out", str(out)]
-    return [*command, "--traced-ranks", str(traced_ranks), f"--on-finding={on_finding}"]
+def stepwise_command(
+    out: Path, *, traced_ranks: int, live_check: bool, on_finding: str, keep_spool: bool
+) -> list[str]:
+    """The command that goes with a running job step by step; arguments as of
+    `collector_command`."""
+    command = [sys.executable, "-m", "rankscope.stepwise", "--out", str(out)]
+    command += ["--traced-ranks", str(traced_ranks), f"--on-finding={on_finding}"]
+    command += [] if live_check else ["--no-verdicts"]
+    return [*command, "--keep-records"] if keep_spool else command
 
 
 def metrics_trouble(port: int) -> str:

@@ -16,8 +16,11 @@ __all__ = [
     "EVENT_FOLDER",
     "FINDINGS_FORMAT",
     "FINDINGS_NAME",
+    "GROWN_FORMAT",
     "HELD_FOLDER",
     "HOST_STATE_PREFIX",
+    "INDEX_FORMAT",
+    "INDEX_NAME",
     "JOB_OVER_NAME",
     "KEPT_FOLDER",
     "LAUNCHER_LOCK_NAME",
@@ -49,7 +52,11 @@ __all__ = [
 TRACE_NAME = "trace.json"
 VALUES_NAME = "values.safetensors"
 STEPS_FOLDER = "steps"
-"""Folder of the nodes files of a large trace, one a step."""
+"""Folder of the nodes files of a large trace, one a step, and of values of steps that were written
+while their job ran."""
+INDEX_NAME = "index.jsonl"
+"""In that folder, while the job runs: which steps are written."""
+INDEX_FORMAT = "rankscope.index/1"
 TENSOR_FOLDER = "tensors"
 """Folder of the chunks of full tensors, in a trace folder; in a run folder where that is not
 seen."""
@@ -61,6 +68,8 @@ COLLECTOR_LOG_NAME = "collector.log"
 STALL_FOLDER = "stalls"
 """Folder of what relays said of a job that stands still, in a trace folder and in a run folder."""
 TRACE_FORMAT = "rankscope.trace/1"
+GROWN_FORMAT = "rankscope.trace/2"
+"""Of a trace whose steps were written while its job ran: its values lie in several files."""
 NODES_FORMAT = "rankscope.nodes/1"
 FINDINGS_NAME = "findings.jsonl"
 """What was found while the job ran, a line each."""

@@ -6,6 +6,7 @@ streams --read--> columns per rank --number--> tables --merge--> nodes --write--
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,19 +18,25 @@ from rankscope.assembly.interning import build_vocabulary
 from rankscope.assembly.keptchunks import carry_chunks, finish_kept
 from rankscope.assembly.markedlayouts import mark_layouts
 from rankscope.assembly.nodes import merge
-from rankscope.assembly.rankstreams import RankStream, StreamBytes, read_stream
+from rankscope.assembly.rankstreams import RankStream, StreamBytes, read_stream, without_steps
 from rankscope.assembly.sources import find_streams
 from rankscope.assembly.tables import build_tables
 from rankscope.chunks.tensorfiles import TensorRecords
 from rankscope.errors import FolderError, TraceError
 from rankscope.record.streams import StreamId
-from rankscope.run.filenames import REPLICA_FOLDER
+from rankscope.run.filenames import INDEX_NAME, REPLICA_FOLDER, STEPS_FOLDER
+from rankscope.run.outfolder import typed
 from rankscope.run.stallrecords import carry_stalls
 from rankscope.tree.document import Document
+from rankscope.tree.growingtree import GrowingTree, grown_in
 from rankscope.tree.header import completeness, run_header, step_notes
 from rankscope.tree.treewriter import INLINE_LIMIT_BYTES, TRACE_NAME, Progress, write_trace
 
-__all__ = ["assemble", "build", "recover"]
+__all__ = ["assemble", "build", "recover", "rest_of"]
+
+_MOST_WAIT_S = 30.0
+_LOOK_S = 0.05
+_NEVER = np.iinfo(np.int64).max
 
 
 def assemble(
@@ -38,6 +45,7 @@ def assemble(
     settle: Callable[[list[RankStream]], list[RankStream]] | None = None,
     progress: Progress | None = None,
     decoded: dict[bytes, dict[str, Any] | None] | None = None,
+    began_ns: int | None = None,
 ) -> Document:
     """Return the trace that streams make together, in memory.
 
@@ -46,6 +54,7 @@ def assemble(
         settle: looks over the streams once all are read, before anything is made of them.
         progress: told how far it is.
         decoded: definitions, as of `read_stream`; given where streams are assembled more than once.
+        began_ns: wall clock of the earliest call known, where it may not be among these.
 
     Raises:
         TraceError: there is not one record in them.
@@ -77,6 +86,7 @@ def assemble(
     del streams
     merged = merge(tables, vocabulary, tables.paths)
     return Document(
+        began_ns=int(merged.calls["start"].min(initial=_NEVER if began_ns is None else began_ns)),
         run=run,
         completeness=whole,
         tables=tables,
@@ -106,17 +116,44 @@ def build(
         TraceError: no records were found.
         FolderError: the trace cannot be written.
     """
+    tree = _to_finish(out)
     document = assemble(
         find_streams([out]),
-        settle=lambda streams: [finish_kept(out, stream) for stream in streams],
+        settle=lambda streams: [finish_kept(out, each) for each in rest_of(streams, tree)],
         progress=progress,
+        began_ns=tree.began_ns,
     )
-    write_trace(document, out, inline_limit_bytes=inline_limit_bytes, progress=progress)
+    write_trace(document, out, inline_limit_bytes=inline_limit_bytes, progress=progress, tree=tree)
+    tree.close()
     has_all = not document.completeness["missing"] and all(
         rank["committed"] == rank["received"] for rank in document.completeness["ranks"]
     )
     if has_all and not keep_spool:
         shutil.rmtree(out / REPLICA_FOLDER, ignore_errors=True)
+
+
+def _to_finish(out: Path) -> GrowingTree:
+    """Return what was written of a tree while its job ran, once nobody writes it any more.
+
+    Raises:
+        FolderError: somebody does for long.
+    """
+    if not (out / STEPS_FOLDER / INDEX_NAME).exists():
+        return GrowingTree(out)
+    deadline = time.monotonic() + _MOST_WAIT_S
+    while True:
+        try:
+            tree = GrowingTree.to_write(out)
+        except OSError as error:
+            raise FolderError(f"{out}: cannot be written: {error.strerror}") from error
+        if tree is not None:
+            return tree
+        if time.monotonic() > deadline:
+            raise FolderError(
+                f"{out}: another process writes its steps; end it, and run "
+                f"{typed('recover', out, out='NEW')}"
+            )
+        time.sleep(_LOOK_S)
 
 
 def recover(
@@ -143,6 +180,8 @@ def recover(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise FolderError(f"{out}: exists and is not an empty folder; give a new one with --out")
 
+    tree = grown_in(folders)
+
     def settle(streams: list[RankStream]) -> list[RankStream]:
         _refuse_mixture(streams)
         try:
@@ -150,13 +189,22 @@ def recover(
             lives = {(s.stream.rank, s.origin): s.stream for s in streams}
             carry_chunks(folders, out, lives)
             carry_stalls(folders, out)
+            tree.carry_to(out)
         except OSError as error:
             raise FolderError(f"{out}: cannot be made: {error.strerror}") from error
-        return [finish_kept(out, stream) for stream in streams]
+        return [finish_kept(out, each) for each in rest_of(streams, tree)]
 
-    document = assemble(sources, settle=settle, progress=progress)
-    write_trace(document, out, inline_limit_bytes=inline_limit_bytes, progress=progress)
+    document = assemble(sources, settle=settle, progress=progress, began_ns=tree.began_ns)
+    write_trace(document, out, inline_limit_bytes=inline_limit_bytes, progress=progress, tree=tree)
     return document
+
+
+def rest_of(streams: Iterable[RankStream], tree: GrowingTree) -> list[RankStream]:
+    """Return streams without the steps that stand in the tree."""
+    by_life: dict[int, set[tuple[int, int]]] = {}
+    for name in tree.written:
+        by_life.setdefault(name.incarnation, set()).add((name.mode, name.step))
+    return [without_steps(each, by_life.get(each.stream.incarnation, ())) for each in streams]
 
 
 def _refuse_mixture(streams: Iterable[RankStream]) -> None:

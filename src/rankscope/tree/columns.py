@@ -35,8 +35,13 @@ Column = NDArray[Any]
 _PLAIN = (*COUNTS, *NUMBERS, "hash", "sketch")
 
 
-def columns_of(document: Document) -> dict[str, Callable[[], Column]]:
-    """Return how to make each column; made one at a time, because there may be a million rows."""
+def columns_of(document: Document, first_node: int = 0) -> dict[str, Callable[[], Column]]:
+    """Return how to make each column; made one at a time, because there may be a million rows.
+
+    Args:
+        document: a trace in memory.
+        first_node: leave out the rows of nodes before this one.
+    """
     merged, tables, ranks = document.merged, document.tables, document.rank_of_stream
     values, calls, order = merged.values, merged.calls, merged.order
     nodes = np.arange(len(merged.parent))
@@ -46,7 +51,7 @@ def columns_of(document: Document) -> dict[str, Callable[[], Column]]:
         **{f"values.{name}": functools.partial(values.__getitem__, name) for name in _PLAIN},
         "values.reference": lambda: values["reference"],
         "values.time_ns": lambda: values["time_ns"] + document.clock_offsets[merged.value_stream],
-        "values.sample_row": lambda: tables.sample_start[order],
+        "values.sample_row": lambda: _sample_rows(document),
         "calls.node": lambda: merged.identity[call_node],
         "calls.issued": lambda: calls["issued"],
         "calls.start_ns": lambda: calls["start"],
@@ -67,7 +72,24 @@ def columns_of(document: Document) -> dict[str, Callable[[], Column]]:
         "values.digested": lambda: tables.has_digest[order],
         "calls.status": lambda: calls["status"],
     }
-    return made
+    if not first_node:
+        return made
+    first_value = int(merged.entry_start[merged.node_entries[first_node]])
+    first_call = int(merged.call_start[first_node])
+    first_of = {"values": first_value, "calls": first_call, "samples": 0}
+    return {
+        name: functools.partial(_from_row, make, first_of[name.partition(".")[0]])
+        for name, make in made.items()
+    }
+
+
+def _from_row(make: Callable[[], Column], first: int) -> Column:
+    return make()[first:]
+
+
+def _sample_rows(document: Document) -> Column:
+    rows = document.tables.sample_start[document.merged.order]
+    return np.where(rows >= 0, rows + document.first_sample, rows)
 
 
 def _slot_places(document: Document) -> Column:

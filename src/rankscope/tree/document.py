@@ -43,6 +43,12 @@ class Document:
     """Per group, what ranks noted about the step."""
     tensors: Mapping[StreamId, TensorRecords]
     """Of the streams that kept full tensors."""
+    began_ns: int
+    """Wall clock of the first call of the run: what `start_us` counts from."""
+    first_row: int = 0
+    """Row of the first value among those of the whole trace, where others were written before."""
+    first_sample: int = 0
+    """The same for rows of samples."""
     _renderers: dict[bool, _Renderer] = field(default_factory=dict, init=False, repr=False)
 
     def heads(self) -> list[dict[str, Any]]:
@@ -81,12 +87,12 @@ class _Renderer:
         merged = document.merged
         self._document = document
         self._merged = merged
-        self._facts = CallFacts(merged, document.rank_of_stream)
+        self._facts = CallFacts(merged, document.rank_of_stream, document.began_ns)
         self._texts = RankTexts()
         self._call_ranks: NDArray[np.int64] = document.rank_of_stream[merged.calls["stream"]]
         self._slots = SlotData(
             document.tables, merged, document.vocabulary, document.rank_of_stream, self._texts,
-            is_compact=is_compact,
+            is_compact=is_compact, first_row=document.first_row, first_sample=document.first_sample,
         )  # fmt: skip
         self._names: dict[tuple[int, int], dict[str, Any]] = {}
         self._errors: dict[int, list[tuple[int, int]]] = {}

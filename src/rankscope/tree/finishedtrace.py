@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import functools
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-import rankscope
-from rankscope.errors import TraceError, TraceVersionError
+from rankscope.errors import TraceError
 from rankscope.run.filenames import (
     CELLS_SUFFIX,
     COLLECTOR_LOCK_NAME,
@@ -22,16 +21,17 @@ from rankscope.run.filenames import (
 )
 from rankscope.run.folders import is_held
 from rankscope.tree.digests import Columns
+from rankscope.tree.formats import load_json
+from rankscope.tree.nodesfile import listed_nodes, nodes_path, read_nodes
 
 if TYPE_CHECKING:
     from rankscope.chunks.tensorfiles import TensorRecords
     from rankscope.record.streams import StreamId
 
-__all__ = ["TraceFiles", "TraceSource", "wait_for_collector"]
+__all__ = ["TraceFiles", "TraceSource", "columns_in", "wait_for_collector"]
 
-_FORMAT = re.compile(r"rankscope\.(trace|nodes)/(\d+)")
-_NEWEST_FORMAT = 1
-_NODES_FILE = re.compile(r"steps/\d{6}\.json")
+_VALUES_FILE = re.compile(r"values\.safetensors|steps/\d{6,}\.safetensors")
+_COUNTED_BY = {"values": "values.rank", "samples": "samples.sketch", "calls": "calls.rank"}
 _POLL_S = 0.1
 _OF_A_COLLECTOR = (COLLECTOR_NAME, COLLECTOR_LOG_NAME, COLLECTOR_LOCK_NAME, REPLICA_FOLDER)
 _FIRST_S = 10.0
@@ -64,7 +64,7 @@ class TraceFiles:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self.head: Mapping[str, Any] = _load(folder / TRACE_NAME, "trace")
+        self.head: Mapping[str, Any] = load_json(folder / TRACE_NAME, "trace")
         listed = [
             (kind == "setup", group) for kind in ("setup", "steps") for group in self.head[kind]
         ]
@@ -76,54 +76,52 @@ class TraceFiles:
         Raises:
             TraceError: the file named is none that a trace has.
         """
-        name = str(self.groups[group][1].get("nodes_file", TRACE_NAME))
-        if name != TRACE_NAME and not _NODES_FILE.fullmatch(name):
-            raise TraceError(f"{self._folder}: {name!r} is no nodes file: the trace is damaged")
-        return self._folder / name
+        head = self.groups[group][1]
+        return nodes_path(self._folder, head) if "nodes_file" in head else self._folder / TRACE_NAME
 
     def nodes(self, group: int) -> list[dict[str, Any]]:
         """Return the nodes of a group, from its own file where it has one."""
         head, file = self.groups[group][1], self.file(group)
-        nodes = (_load(file, "nodes") if "nodes_file" in head else head).get("nodes")
-        if not isinstance(nodes, list):
-            raise TraceError(f"{file}: has no list of nodes: the trace is damaged")
-        return nodes
+        return read_nodes(file) if "nodes_file" in head else listed_nodes(head, file)
 
     def columns(self) -> Columns:
         """Return the value columns, mapped."""
-        from rankscope.tree.columns import map_columns  # numpy: a small tree is shown without
-
-        return map_columns(self._folder / self.head["storage"]["values"].replace("/", ""))
+        values = self.head["storage"]["values"]
+        return columns_in(self._folder, [{"file": values}] if isinstance(values, str) else values)
 
     def tensors(self) -> Mapping[StreamId, TensorRecords]:
         """Return {}: the chunks of a finished trace need no records."""
         return {}
 
 
-def _load(path: Path, kind: str) -> dict[str, Any]:
-    try:
-        data = json.loads(path.read_bytes())
-    except OSError as error:
-        raise TraceError(f"{path}: cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise TraceError(f"{path}: is no JSON ({error}); the trace is damaged") from error
-    found = _FORMAT.fullmatch(str(data.get("format"))) if isinstance(data, dict) else None
-    if found is None or found[1] != kind:
-        raise TraceError(
-            f"{path}: no rankscope {kind}, or a damaged one: it names no rankscope.{kind} format"
-        )
-    if int(found[2]) > _NEWEST_FORMAT:
-        run = data.get("run")
-        maker = run.get("versions", {}).get("rankscope") if isinstance(run, dict) else None
-        needed = f"rankscope {maker} or newer" if maker else "a newer rankscope"
-        if maker == rankscope.__version__:  # between two releases
-            needed = f"the rankscope {maker} that wrote it, a newer build than this one"
-        raise TraceVersionError(
-            f"{path}: format {found[0]}, this rankscope reads up to "
-            f"rankscope.{kind}/{_NEWEST_FORMAT}; install {needed}"
-        )
-    checked: dict[str, Any] = data
-    return checked
+def columns_in(
+    folder: Path, files: Sequence[Mapping[str, Any]], rest: Columns | None = None
+) -> Columns:
+    """Return the value columns that lie in one file, or in several with rows counted through.
+
+    Args:
+        folder: the trace folder.
+        files: {"file", "values", "samples", "calls"} of each; of a single one the name alone.
+        rest: columns in memory whose rows come behind.
+
+    Raises:
+        TraceError: one of them is none that a trace has; or damaged.
+    """
+    from rankscope.tree.columns import map_columns  # numpy: a small tree is shown without
+    from rankscope.tree.joinedcolumns import join_columns
+
+    paths = []
+    for name in (str(each["file"]) for each in files):
+        if not _VALUES_FILE.fullmatch(name):
+            raise TraceError(f"{folder}: {name!r} is no values file: the trace is damaged")
+        paths.append(folder / name)
+    if rest is None and len(paths) == 1:
+        return map_columns(paths[0])
+    made: list[Callable[[], Columns]] = [functools.partial(map_columns, path) for path in paths]
+    if rest is None:
+        return join_columns(made, files)
+    counts = {kind: len(rest[column]) for kind, column in _COUNTED_BY.items()}
+    return join_columns([*made, lambda: rest], [*files, counts])
 
 
 def wait_for_collector(

@@ -12,7 +12,9 @@ from rankscope.errors import FolderError, TraceError
 from rankscope.run.filenames import CELLS_SUFFIX, REPLICA_FOLDER, TRACE_FORMAT, TRACE_NAME, Progress
 from rankscope.tree.damage import UNREADABLE
 from rankscope.tree.digests import Columns
-from rankscope.tree.finishedtrace import TraceFiles, wait_for_collector
+from rankscope.tree.finishedtrace import TraceFiles, columns_in, wait_for_collector
+from rankscope.tree.growingtree import GrowingTree, step_name
+from rankscope.tree.nodesfile import nodes_path, read_nodes
 from rankscope.tree.views import Trace
 
 if TYPE_CHECKING:
@@ -52,6 +54,43 @@ class RecordSource:
     def tensors(self) -> Mapping[StreamId, TensorRecords]:
         """Return what the records say of chunks that are still written."""
         return self._document.tensors
+
+
+class GrownSource:
+    """A trace whose job still runs: steps that are written, and the rest in memory."""
+
+    def __init__(self, tree: GrowingTree, rest: RecordSource) -> None:
+        """Join them; rows of the rest are counted behind those that are written."""
+        self._folder, self._rest = tree.out, rest
+        self.head = rest.head
+        parts = [*tree.parts()]
+        self._files = [dict(part.values) for part in parts]
+        written = [(head, -1) for part in parts for head in part.steps]
+        left = [(head, i) for i, (is_setup, head) in enumerate(rest.groups) if not is_setup]
+        setup = [(head, i) for i, (is_setup, head) in enumerate(rest.groups) if is_setup]
+        steps = sorted([*written, *left], key=lambda each: step_name(each[0]))
+        self.groups = [*((True, head) for head, _ in setup), *((False, head) for head, _ in steps)]
+        self._places = [place for _, place in (*setup, *steps)]
+        """Number of each group in the rest, -1 where it is written."""
+
+    def file(self, group: int) -> Path:
+        """Where the nodes of a group are."""
+        if self._places[group] >= 0:
+            return self._rest.file(group)
+        return nodes_path(self._folder, self.groups[group][1])
+
+    def nodes(self, group: int) -> list[dict[str, Any]]:
+        """Return the nodes of a group."""
+        place = self._places[group]
+        return read_nodes(self.file(group)) if place < 0 else self._rest.nodes(place)
+
+    def columns(self) -> Columns:
+        """Return the value columns."""
+        return columns_in(self._folder, self._files, self._rest.columns())
+
+    def tensors(self) -> Mapping[StreamId, TensorRecords]:
+        """Return what the records say of chunks that are still written."""
+        return self._rest.tensors()
 
 
 def newest_trace(base: Path | None = None) -> Path:
@@ -155,7 +194,10 @@ def _unfinished(folder: Path, progress: Progress | None) -> Trace:
         TraceError: there are none.
     """
     from rankscope.assembly.sources import find_streams
-    from rankscope.tree.build import assemble  # slow to import; a finished tree needs neither
+    from rankscope.tree.build import (  # slow to import; a finished tree needs neither
+        assemble,
+        rest_of,
+    )
     from rankscope.tree.unfinished import is_at_work
 
     sources = find_streams([folder])
@@ -170,9 +212,21 @@ def _unfinished(folder: Path, progress: Progress | None) -> Trace:
             "; ranks of a job record from its first forward on, and with --rs-steps last:N send "
             "nothing until something happens"
         )
-    records = RecordSource(assemble(sources, progress=progress), folder)
-    at_work = is_at_work(folder, records.head["run"])
-    return Trace(records, folder, is_live=at_work, is_written=False)
+    tree = GrowingTree(folder)  # behind the records: what they lack by now stands there
+    document = assemble(
+        sources,
+        settle=lambda streams: rest_of(streams, tree),
+        progress=progress,
+        began_ns=tree.began_ns,
+    )
+    finished = _finished(folder)
+    if finished is not None:  # whose index is gone
+        return finished
+    document.first_row, document.first_sample = tree.rows["values"], tree.rows["samples"]
+    rest = RecordSource(document, folder)
+    at_work = is_at_work(folder, rest.head["run"])
+    source = GrownSource(tree, rest) if tree.written else rest
+    return Trace(source, folder, is_live=at_work, is_written=False)
 
 
 def _understood(folder: Path, read: Any) -> Trace:

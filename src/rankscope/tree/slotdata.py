@@ -60,7 +60,11 @@ class SlotData:
         texts: RankTexts,
         *,
         is_compact: bool,
+        first_row: int = 0,
+        first_sample: int = 0,
     ) -> None:
+        """Make none yet; arguments as the fields of `Document`."""
+        self._first_row, self._first_sample = first_row, first_sample
         order = merged.order
         self._merged, self._is_compact, self._texts = merged, is_compact, texts
         self._descriptions = vocabulary.descriptions.items
@@ -102,7 +106,7 @@ class SlotData:
                 "slot": self._slot_names[self._slot[first + i]],
                 "ranks": self._texts.text(self._ranks[begin:end]),
                 **self._shared_data(described),
-                "rows": [begin, end],
+                "rows": [begin + self._first_row, end + self._first_row],
                 **where,
             }
             if compact is not None:
@@ -205,7 +209,7 @@ class SlotData:
             if is_digested:
                 value["digest"] = digest
             if row >= 0:
-                value["samples"] = {"dim": dim, "count": count, "row": row}
+                value["samples"] = {"dim": dim, "count": count, "row": row + self._first_sample}
             made.append(value)
         return made
 

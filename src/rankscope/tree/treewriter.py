@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rankscope.errors import FolderError
 from rankscope.run.filenames import (
+    GROWN_FORMAT,
     NODES_FORMAT,
     STEPS_FOLDER,
     TENSOR_FOLDER,
@@ -20,10 +21,13 @@ from rankscope.run.filenames import (
 )
 from rankscope.run.outfolder import typed
 from rankscope.run.replacing import replacing
+from rankscope.tree.growingtree import step_name
 from rankscope.tree.jsontext import json_text
+from rankscope.tree.nodesfile import write_nodes
 
 if TYPE_CHECKING:
     from rankscope.tree.document import Document
+    from rankscope.tree.growingtree import GrowingTree
 
 __all__ = [
     "INLINE_LIMIT_BYTES",
@@ -45,8 +49,16 @@ def write_trace(
     *,
     inline_limit_bytes: int = INLINE_LIMIT_BYTES,
     progress: Progress | None = None,
+    tree: GrowingTree | None = None,
 ) -> None:
     """Write the files of a trace; trace.json appears last, by rename.
+
+    Args:
+        document: the trace, or what is left of it beside the parts of `tree`.
+        out: the trace folder.
+        inline_limit_bytes: as `INLINE_LIMIT_BYTES`.
+        progress: told how far it is.
+        tree: what was written while the job ran, where anything was.
 
     Raises:
         FolderError: a file cannot be written; names the folder.
@@ -56,11 +68,17 @@ def write_trace(
     say = progress or (lambda _what, _part: None)
     try:
         say("writing values", 0.0)
+        if tree is not None and tree.written:
+            _write_grown(document, tree)
+            say("writing nodes", 1.0)
+            return
         write_columns(out / VALUES_NAME, columns_of(document))
         text = _inline(document, inline_limit_bytes, say)
         if text is None:
             text = _split(document, out / STEPS_FOLDER, say)
         _write(out / TRACE_NAME, text)
+        if tree is not None:
+            tree.forget_index()
         say("writing nodes", 1.0)
     except OSError as error:
         raise FolderError(
@@ -77,6 +95,22 @@ def _head(document: Document, *, is_inline: bool) -> dict[str, Any]:
         "completeness": document.completeness,
         "storage": storage | ({"tensors": TENSOR_FOLDER} if document.tensors else {}),
     }
+
+
+def _write_grown(document: Document, tree: GrowingTree) -> None:
+    parts = [*tree.parts(), tree.add_rest(document)]
+    head = _head(document, is_inline=False)
+    storage = {**head["storage"], "values": [dict(part.values) for part in parts]}
+    heads = [each for part in parts for each in part.steps]
+    body = {
+        "setup": [each for each in heads if "mode" not in each],
+        "steps": sorted((each for each in heads if "mode" in each), key=step_name),
+    }
+    _write(
+        tree.out / TRACE_NAME,
+        json_text({**head, "format": GROWN_FORMAT, "storage": storage, **body}),
+    )
+    tree.forget_index()
 
 
 def _inline(document: Document, limit: int, say: Progress) -> list[str] | None:
@@ -101,11 +135,9 @@ def _split(document: Document, folder: Path, say: Progress) -> list[str]:
     heads = document.heads()
     for group, head in enumerate(heads):
         say("writing nodes", group / len(heads))
-        name = f"{group:06d}.json"
-        nodes = {"format": NODES_FORMAT, **head, "nodes": document.nodes(group, is_compact=True)}
-        _write(folder / name, json_text(nodes))
         kind = "setup" if document.is_setup(group) else "steps"
-        body[kind].append(head | {"nodes_file": f"{STEPS_FOLDER}/{name}"})
+        nodes = document.nodes(group, is_compact=True)
+        body[kind].append(write_nodes(folder.parent, group, head, nodes))
     return json_text(_head(document, is_inline=False) | body)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.diagnosis.comparison.datasamples import (
@@ -22,6 +21,7 @@ from rankscope.errors import LayoutError, TraceError
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
+from rankscope.tree.joinedcolumns import as_arrays
 from rankscope.tree.views import Step, Trace
 
 __all__ = ["StepKey", "TraceSide"]
@@ -45,7 +45,7 @@ class TraceSide:
         """
         self.trace = trace
         self.world = int(trace.run["world_size"])
-        self.columns = {name: np.asarray(column) for name, column in trace.columns().items()}
+        self.columns = as_arrays(trace.columns())
         fits = layouts is not None and (self.world == 1 or _is_for(layouts, self.world))
         self.layouts = Layouts(layouts if fits else None, self.world)
         every = [*trace.setup, *trace.steps]

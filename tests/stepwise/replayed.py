@@ -1,7 +1,7 @@
 """A running job, played from the records of one that is over: replicas grow piece by piece, and the
 live check looks after each.
 
-python -m tests.livecheck.replayed FOLDER ...    # traces with their records: --rs-keep-spool
+python -m tests.stepwise.replayed FOLDER ...    # traces with their records: --rs-keep-spool
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from rankscope.livecheck.stepjudge import LiveCheck
 from rankscope.run.filenames import FINDINGS_NAME, REPLICA_FOLDER
 from rankscope.spool.recordformat import CELL_BYTES
+from rankscope.stepwise.findingsfile import FindingsFile
+from rankscope.stepwise.stepjudge import LiveCheck
 
 
 def told(folder: Path) -> list[dict[str, Any]]:
@@ -37,7 +38,7 @@ def replayed(trace: Path, work: Path, *, pieces: int = 12) -> list[dict[str, Any
     spool = work / REPLICA_FOLDER
     spool.mkdir()
     replicas = sorted((trace / REPLICA_FOLDER).glob("*.cells"))
-    check = LiveCheck(work, traced_ranks=len(replicas))
+    check = LiveCheck(FindingsFile(work), traced_ranks=len(replicas))
     for piece in range(1, pieces + 1):
         for replica in replicas:
             whole = replica.read_bytes()

@@ -9,19 +9,20 @@ import numpy as np
 import pytest
 
 from rankscope.diagnosis.check import check
-from rankscope.livecheck.findingcommand import FindingCommand
-from rankscope.livecheck.finishedsteps import RunningJob
-from rankscope.livecheck.stepjudge import LiveCheck
-from rankscope.livecheck.stepsplit import SplitStream, StepKey
 from rankscope.record.finding import Severity
 from rankscope.record.phases import Phase
 from rankscope.record.streams import StreamId
 from rankscope.spool.recordcolumns import records
 from rankscope.spool.recordformat import CELL_BYTES, RecordKind, StepEvent
 from rankscope.spool.replication import replica_path
+from rankscope.stepwise.findingcommand import FindingCommand
+from rankscope.stepwise.findingsfile import FindingsFile
+from rankscope.stepwise.finishedsteps import RunningJob
+from rankscope.stepwise.stepjudge import LiveCheck
+from rankscope.stepwise.stepsplit import SplitStream, StepKey
 from rankscope.tree.reader import open_trace
 from tests.diagnosis.paper import event, module, numbers, setup
-from tests.livecheck.replayed import replayed, told
+from tests.stepwise.replayed import replayed, told
 from tests.tree.ranks_on_paper import PaperRank
 from tests.waiting import wait_until
 
@@ -96,7 +97,7 @@ def test_one_that_was_killed_and_started_again_tells_nothing_twice(tmp_path: Pat
     for replica in (out / "spool").glob("*.cells"):
         (spool / replica.name).write_bytes(replica.read_bytes())
     for _ in range(2):
-        watch = LiveCheck(work, traced_ranks=2)
+        watch = LiveCheck(FindingsFile(work), traced_ranks=2)
         while watch.look():
             pass
         assert len(told(work)) == 1
@@ -137,7 +138,7 @@ def test_what_is_held_does_not_grow_with_the_steps(tmp_path: Path, work: Path):
     """Records of a step go two steps later; those of the job stay."""
     out = job(tmp_path)
     (spool := work / "spool").mkdir()
-    watch = LiveCheck(work, traced_ranks=2)
+    watch = LiveCheck(FindingsFile(work), traced_ranks=2)
     held = []
     replicas = sorted((out / "spool").glob("*.cells"))
     for part in range(1, 31):
@@ -161,7 +162,7 @@ def test_a_step_that_some_rank_has_not_ended_is_not_judged(tmp_path: Path, work:
     ends = records(half).columns(RecordKind.STEP)[1]
     assert ends["event"][1] == int(StepEvent.END)
     at = records(half).start[records(half).positions(RecordKind.STEP)[1]] * CELL_BYTES
-    watch = LiveCheck(work, traced_ranks=2)
+    watch = LiveCheck(FindingsFile(work), traced_ranks=2)
     (spool / second.name).write_bytes(half[:at])
     for _ in range(4):
         watch.look()
@@ -180,7 +181,7 @@ def test_damage_in_a_replica_is_said_and_the_rest_is_left_alone(tmp_path: Path, 
         if number:
             data[:] = data[: 40 * CELL_BYTES] + bytes(8 << 20)
         (spool / replica.name).write_bytes(data)
-    watch = LiveCheck(work, traced_ranks=2)
+    watch = LiveCheck(FindingsFile(work), traced_ranks=2)
     for _ in range(5):
         watch.look()
     (line,) = told(work)

@@ -7,6 +7,7 @@ they are dropped, so the memory is that of the steps held, however long the job.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -14,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.errors import SpoolError
+from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
 from rankscope.record.streams import StreamId
 from rankscope.run.filepieces import piece_of
@@ -26,6 +28,13 @@ from rankscope.spool.recordformat import (
     StepEvent,
 )
 from rankscope.spool.replication import replica_path
+from rankscope.spool.settledprefix import (
+    SettledPrefix,
+    free,
+    read_settled,
+    settled_to,
+    write_settled,
+)
 
 __all__ = ["SplitStream", "StepKey"]
 
@@ -55,6 +64,12 @@ class SplitStream:
         """{mode: the last step that ended}."""
         self.ended_ns: dict[StepKey, int] = {}
         """Wall clock at which each step that is held ended."""
+        self.trained_by_then: dict[StepKey, int] = {}
+        """Of each of those: the last train step that had ended by then, -1 for none."""
+        self.with_tensors: set[StepKey] = set()
+        """Held steps of which full tensors were kept, or asked for."""
+        self.keeps_tensors = False
+        """Full tensors are kept of every step."""
         self.begun: set[int] = set()
         """Modes in which a step began."""
         self.is_over = False
@@ -63,8 +78,13 @@ class SplitStream:
         """Some value lies on one: such a value may be written after its step ended."""
         self.late_records = 0
         """Of steps that were dropped."""
+        self.offset = 0
+        """Bytes of the stream that were read."""
+        self.is_read_out = False
+        """The last look found nothing new."""
+        self.has_skipped = False
+        """Steps were written into the tree, and freed, before they were read here."""
         self._path = replica_path(out, stream)
-        self._offset = 0
         self._kept: list[Cells] = []
         self._held: dict[StepKey, list[Cells]] = {}
         self.held: dict[StepKey, int] = {}
@@ -80,6 +100,11 @@ class SplitStream:
         self._clock_offset_ns = 0
 
     @property
+    def kept_bytes(self) -> int:
+        """Of records that hold for the whole job."""
+        return sum(part.size for part in self._kept)
+
+    @property
     def held_bytes(self) -> int:
         """Of the records of steps that are held."""
         return sum(self.held.values())
@@ -90,6 +115,7 @@ class SplitStream:
         Raises:
             SpoolError: the replica cannot be read, or is damaged.
         """
+        self._begin_where_records_are()
         taken, size = 0, min(max(most_bytes, _LEAST_BYTES), _PIECE_BYTES)
         while taken < most_bytes:
             piece = self._piece(size)
@@ -99,11 +125,12 @@ class SplitStream:
                 continue
             if not found.committed_bytes:
                 if len(piece) > MAX_RECORD_CELLS * CELL_BYTES:
-                    raise SpoolError(f"{self._path}: damaged from byte {self._offset} on")
+                    raise SpoolError(f"{self._path}: damaged from byte {self.offset} on")
                 break
             self._take(found)
-            self._offset += found.committed_bytes
+            self.offset += found.committed_bytes
             taken += found.committed_bytes
+        self.is_read_out = not taken
         return taken
 
     def drop(self, key: StepKey) -> None:
@@ -112,18 +139,47 @@ class SplitStream:
             return
         del self.held[key]
         self.ended_ns.pop(key, None)
+        self.trained_by_then.pop(key, None)
+        self.with_tensors.discard(key)
         self._dropped[key.mode] = max(key.step, self._dropped.get(key.mode, -1))
         gone = self._owners == self._numbers.pop(key)
         self._sequences, self._owners = self._sequences[~gone], self._owners[~gone]
 
-    def cells(self, keys: set[StepKey]) -> Cells:
+    def cells(self, keys: Collection[StepKey]) -> Cells:
         """Return whole records, [bytes]: what holds for the whole job, and those of some steps."""
+        if len(self._kept) > 1:
+            self._kept = [np.concatenate(self._kept)]
         parts = [*self._kept, *(p for key, own in self._held.items() if key in keys for p in own)]
         return np.concatenate(parts).reshape(-1) if parts else np.empty(0, np.uint8)
 
+    def settle(self) -> None:
+        """Free what was read but is not held, on disk: it stands in the tree.
+
+        Raises:
+            SpoolError, OSError: it cannot be.
+        """
+        prefix = SettledPrefix(self.offset, self.cells(self._held).tobytes(), self.late_records)
+        if prefix.hidden_bytes:
+            write_settled(self._path, prefix)
+            free(self._path, self.offset)
+
+    def _begin_where_records_are(self) -> None:
+        """Go on behind what was written into the tree and freed, with what is left of it."""
+        if settled_to(self._path) <= self.offset:
+            return
+        prefix = read_settled(self._path)
+        self.has_skipped = self.offset > 0
+        for key in [*self._held]:
+            self.drop(key)
+        self._dropped.clear()
+        self._kept = []
+        self._sequences, self._owners = self._sequences[:0], self._owners[:0]
+        self._take(records(prefix.kept))
+        self.offset, self.late_records = prefix.settled_to, prefix.late_records
+
     def _piece(self, size: int) -> bytes:
         try:
-            return piece_of(self._path, self._offset, size)
+            return piece_of(self._path, self.offset, size)
         except OSError as error:
             raise SpoolError(f"{self._path}: cannot be read: {error.strerror}") from error
 
@@ -138,6 +194,10 @@ class SplitStream:
         positions, steps = found.columns(RecordKind.STEP)
         owners[positions] = self._steps_of(steps["mode"], steps["step"])
         self._note_steps(steps)
+        positions, values = found.value_heads()
+        own = self._owners_of(values["sequence"])
+        named = np.unique(own[(values["reference"] != 0) & (own >= 0)]).tolist()
+        self.with_tensors.update(key for key, n in self._numbers.items() if n in named)
         for kind in _WITH_CALL:
             positions = found.positions(kind)
             owners[positions] = self._owners_of(_sequences(found, positions))
@@ -160,6 +220,8 @@ class SplitStream:
         for definition in found.definitions().found:
             if definition["kind"] == "rank":
                 wall, monotonic = definition.get("wall_ns"), definition.get("monotonic_ns")
+                settings = definition.get("settings")
+                self.keeps_tensors |= isinstance(settings, dict) and bool(settings.get("tensors"))
                 if isinstance(wall, int) and isinstance(monotonic, int):
                     self._clock_offset_ns = wall - monotonic
             elif definition["kind"] == "meta":
@@ -175,6 +237,8 @@ class SplitStream:
                 if StepKey(mode, step) in self._held:
                     when = int(event["time_ns"]) + self._clock_offset_ns
                     self.ended_ns[StepKey(mode, step)] = when
+                    trained = self.ended.get(int(Mode.TRAIN), -1)
+                    self.trained_by_then[StepKey(mode, step)] = trained
 
     def _steps_of(self, modes: NDArray[Any], steps: NDArray[Any]) -> NDArray[np.int64]:
         """Return the number of the step of each record, `_LATE` where it was dropped."""

@@ -11,15 +11,16 @@ from pathlib import Path
 from typing import Any, Final
 
 from rankscope.diagnosis.finalreport import finding_json
-from rankscope.livecheck.stepsplit import StepKey
 from rankscope.record.finding import Finding
 from rankscope.record.ranklists import ranks_named
 from rankscope.record.timetext import utc_text
 from rankscope.record.visibletext import visible
 from rankscope.run.filenames import FINDINGS_FORMAT, FINDINGS_NAME
+from rankscope.stepwise.stepsplit import StepKey
 
 __all__ = ["FindingsFile"]
 
+_MOST_NOTICES: Final = 16
 _MOST_NAMED: Final = 100
 
 
@@ -31,7 +32,9 @@ class FindingsFile:
 
     def __init__(self, out: Path) -> None:
         """Learn what is told there already, by a process before this one."""
+        self.folder = out
         self._path = out / FINDINGS_NAME
+        self._notices: set[str] = set()
         self._told: set[tuple[str, tuple[int, ...]]] = set()
         with contextlib.suppress(OSError):
             for line in self._path.read_text(errors="replace").splitlines():
@@ -61,7 +64,11 @@ class FindingsFile:
         return lines
 
     def say(self, notice: str) -> None:
-        """Append what else has to be known of the verdicts."""
+        """Append what is not done while the job runs, once for what stands before a colon."""
+        kind = notice.partition(":")[0]
+        if kind in self._notices or len(self._notices) >= _MOST_NOTICES:
+            return
+        self._notices.add(kind)
         fields = {"format": FINDINGS_FORMAT, "found": utc_text(time.time_ns()), "notice": notice}
         self._append([json.dumps(fields)])
 

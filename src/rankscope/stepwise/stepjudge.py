@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import time
-from collections.abc import Iterable
-from pathlib import Path
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from rankscope.diagnosis.check import check
 from rankscope.errors import RankscopeError
-from rankscope.livecheck.findingcommand import FindingCommand
-from rankscope.livecheck.findingsfile import FindingsFile
-from rankscope.livecheck.finishedsteps import RunningJob
-from rankscope.livecheck.stepsplit import StepKey
 from rankscope.record.finding import Finding, Severity
 from rankscope.run.stallrecords import stalls_in
+from rankscope.stepwise.findingcommand import FindingCommand
+from rankscope.stepwise.findingsfile import FindingsFile
+from rankscope.stepwise.finishedsteps import RunningJob
+from rankscope.stepwise.stepsplit import StepKey
 
 __all__ = ["LiveCheck"]
 
-_LOOK_S: Final = 0.25
-_REST: Final = 3
-"""It rests so many times as long as it worked: several steps together cost less than one by one."""
-_MOST_REST_S: Final = 2.0
 _STEPS_BESIDE: Final = 2
 """Steps before the new ones that are judged with them: some rules look back."""
 _MOST_BYTES: Final = 192 << 20
@@ -34,47 +27,32 @@ _LOOK_BYTES: Final = 24 << 20
 class LiveCheck:
     """One job, judged step by step."""
 
-    def __init__(self, out: Path, *, traced_ranks: int, command: str = "") -> None:
+    def __init__(self, findings: FindingsFile, *, traced_ranks: int, command: str = "") -> None:
         """Judge nothing yet.
 
         Args:
-            out: the trace folder.
+            findings: of the trace folder: takes what is found.
             traced_ranks: how many ranks write a stream.
             command: given each new finding, "" for none.
         """
-        self._out = out
+        self._out = out = findings.folder
         self._job = RunningJob(out, traced_ranks=traced_ranks)
-        self._findings = FindingsFile(out)
+        self._findings = findings
         self._command = FindingCommand(command, out)
         self._judged: list[StepKey] = []
         """The latest, in order."""
         self._stall_ns = 0
-        self._notices: set[str] = set()
-        self._is_stopped = False
 
-    def stop(self) -> None:
-        """End with this look."""
-        self._is_stopped = True
-
-    def run(self) -> None:
-        """Look until stopped, or until whoever started it has gone."""
-        parent = os.getppid()
-        while not self._is_stopped and os.getppid() == parent:
-            began = time.monotonic()
-            is_busy = self.look()
-            took = time.monotonic() - began
-            until = began + took + max(0.0 if is_busy else _LOOK_S, min(_REST * took, _MOST_REST_S))
-            while not self._is_stopped and time.monotonic() < until:
-                time.sleep(min(_LOOK_S, max(0.0, until - time.monotonic())))
-
-    def look(self) -> bool:
+    def look(self, is_stopped: Callable[[], bool] = lambda: False) -> bool:
         """Read what is new and judge the steps that are over; True where more waits."""
         life = self._job.life
-        is_busy = self._job.read(lambda: self._is_stopped) > 0
+        is_busy = self._job.read(is_stopped) > 0
         if self._job.life != life:
             self._judged = []
         for rank, trouble in self._job.trouble.items():
-            self._say(f"the records of rank {rank} are not judged while the job runs: {trouble}")
+            self._findings.say(
+                f"the records of rank {rank} are not judged while the job runs: {trouble}"
+            )
         new = self._newest([key for key in self._job.finished() if key not in self._judged])
         if new:
             every = [*self._judged, *new]
@@ -85,7 +63,7 @@ class LiveCheck:
         self._make_room()
         trouble = self._command.look()
         if trouble:
-            self._say(trouble)
+            self._findings.say(trouble)
         return is_busy
 
     def _newest(self, keys: list[StepKey]) -> list[StepKey]:
@@ -100,7 +78,7 @@ class LiveCheck:
             part.append(key)
         passed_over = keys[: len(keys) - len(part)]
         if passed_over:
-            self._say(
+            self._findings.say(
                 "steps come faster than they can be judged while the job runs: of those that wait "
                 "the newest are; rankscope check judges all"
             )
@@ -112,7 +90,7 @@ class LiveCheck:
         try:
             report = check(self._job.trace(keys))
         except RankscopeError as error:
-            self._say(f"steps cannot be judged while the job runs: {error}")
+            self._findings.say(f"steps cannot be judged while the job runs: {error}")
             return
         self._tell([f for f in report.origins if f.severity is Severity.FAULT], keys)
 
@@ -135,15 +113,9 @@ class LiveCheck:
             held = sorted(self._job.held())
             if not held:
                 return
-            self._say(
+            self._findings.say(
                 f"not every step is judged while the job runs: its records, {held[0].step} among "
                 f"them, take more than {_MOST_BYTES >> 20} MB; rankscope check judges the trace"
             )
             self._job.drop([held[0]])
             self._judged = [key for key in self._judged if key != held[0]]
-
-    def _say(self, notice: str) -> None:
-        kind = notice.partition(":")[0]
-        if kind not in self._notices and len(self._notices) < 16:
-            self._notices.add(kind)
-            self._findings.say(notice)

@@ -9,9 +9,11 @@ from typing import Any, Final
 
 from rankscope.assembly.rankstreams import StreamBytes
 from rankscope.errors import SpoolError
-from rankscope.livecheck.stepsplit import SplitStream, StepKey
+from rankscope.record.call import Mode
 from rankscope.spool.replication import StreamEnd, read_end, replica_path, replicated
+from rankscope.stepwise.stepsplit import SplitStream, StepKey
 from rankscope.tree.build import assemble
+from rankscope.tree.document import Document
 from rankscope.tree.reader import RecordSource
 from rankscope.tree.views import Trace
 
@@ -23,6 +25,12 @@ _DEVICE_S: Final = 2.0
 """An accelerator's values may come so long after their step ended."""
 _LOOK_BYTES: Final = 64 << 20
 """Read of all streams at a time."""
+_MOST_HELD: Final = 256 << 20
+"""Bytes of records above which ranks that are ahead wait for those that are behind."""
+_STEPS_PAST: Final = 2
+"""So many steps after one a rank writes no record of it any more."""
+_AWAY_S: Final = 60.0
+"""A rank from which nothing came, or no step of a mode, takes no part after so long."""
 
 
 class RunningJob:
@@ -56,11 +64,12 @@ class RunningJob:
         """Read what is new in every stream, a part of it where that is much; return the bytes."""
         self._discover()
         share = _LOOK_BYTES // max(1, len(self._streams))
+        behind = self._behind() if self.held_bytes > _MOST_HELD else None
         taken = 0
         for rank, stream in self._streams.items():
             if is_stopped():
                 break
-            if rank in self.trouble:
+            if rank in self.trouble or (behind is not None and rank not in behind):
                 continue
             try:
                 taken += stream.read(share)
@@ -95,6 +104,31 @@ class RunningJob:
                 found.append(key)
         return sorted(found, key=lambda key: (self.ended_ns(key), key))
 
+    def past(self) -> list[StepKey]:
+        """Return the held steps to which no rank will add a record, in the order in which they
+        ended: every rank is some steps further, or has ended.
+        """
+        now = time.monotonic()
+        found = []
+        for key, seen_at in self._seen_at.items():
+            is_away = now - seen_at >= _AWAY_S
+            if (len(self._streams) >= self._traced_ranks or is_away) and all(
+                self._is_past(rank, stream, key) or (is_away and key.mode not in stream.begun)
+                for rank, stream in self._streams.items()
+            ):
+                found.append(key)
+        return sorted(found, key=lambda key: (self.ended_ns(key), key))
+
+    def _is_past(self, rank: int, stream: SplitStream, key: StepKey) -> bool:
+        if stream.is_over or rank in self._ends:
+            return stream.is_read_out
+        if stream.ended.get(key.mode, -1) >= key.step + _STEPS_PAST:
+            return True
+        # evaluation on some ranks alone: the others have trained on
+        trained = max(each.trained_by_then.get(key, -1) for each in self._streams.values())
+        is_side = key.mode != int(Mode.TRAIN)
+        return is_side and stream.ended.get(int(Mode.TRAIN), -1) >= trained + _STEPS_PAST
+
     def ended_ns(self, key: StepKey) -> int:
         """Return the wall clock in ns at which the last rank ended a held step, 0 where none is
         known to have."""
@@ -113,6 +147,24 @@ class RunningJob:
         """Return the steps of which records are held."""
         return {key for stream in self._streams.values() for key in stream.held}
 
+    def _behind(self) -> set[int]:
+        """Return the ranks that the oldest held step waits for."""
+        keys = sorted(self._seen_at, key=lambda key: (self.ended_ns(key), key))
+        return {
+            rank
+            for rank, stream in self._streams.items()
+            if not keys or not self._is_past(rank, stream, keys[0])
+        }
+
+    def has_tensors(self, key: StepKey) -> bool:
+        """True where full tensors of a step were asked for: which of them came is known at the
+        end."""
+        return any(key in stream.with_tensors for stream in self._streams.values())
+
+    def streams(self) -> list[SplitStream]:
+        """Return the streams of this life."""
+        return [*self._streams.values()]
+
     def drop(self, keys: Iterable[StepKey]) -> None:
         """Let the records of steps go."""
         for key in keys:
@@ -127,6 +179,11 @@ class RunningJob:
             TraceError: there is not one record.
             TraceVersionError: a rank wrote a newer record format.
         """
+        records = RecordSource(self.document(keys), self._out)
+        return Trace(records, self._out, is_live=True, is_written=False)
+
+    def document(self, keys: Iterable[StepKey], began_ns: int | None = None) -> Document:
+        """Return setup and some steps as a document; `began_ns` and errors as of `assemble`."""
         wanted = set(keys)
         sources = []
         for rank, stream in self._streams.items():
@@ -139,9 +196,7 @@ class RunningJob:
                     end=marker.end if marker else None,
                 )
             )
-        document = assemble(sources, decoded=self._definitions)
-        records = RecordSource(document, self._out)
-        return Trace(records, self._out, is_live=True, is_written=False)
+        return assemble(sources, decoded=self._definitions, began_ns=began_ns)
 
     def _discover(self) -> None:
         found = replicated(self._out)

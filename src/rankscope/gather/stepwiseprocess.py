@@ -1,4 +1,5 @@
-"""The process that judges steps while a job runs: started, started again, ended by the collector.
+"""The process that goes with a running job step by step: started, started again, ended by the
+collector.
 
 It comes once records have been there for some seconds, so that a job that is over quickly has none.
 """
@@ -8,57 +9,77 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 from rankscope.gather.log import log
-from rankscope.run.companions import companion_environment, live_check_command
+from rankscope.run.companions import companion_environment
+from rankscope.spool.replication import replicated
 
-__all__ = ["LiveCheckProcess"]
+__all__ = ["StepwiseProcess"]
 
 _AFTER_S: Final = 3.0
 _STARTS: Final = 3
-_END_S: Final = 2.0
+_LONG_S: Final = 600.0
+"""One that lived so long may be started as often again."""
+_END_S: Final = 0.5
+"""Whatever a kill leaves unwritten is made from the records when the tree is built."""
 
 
-class LiveCheckProcess:
+class StepwiseProcess:
     """The process of one collector; nothing of a run depends on it."""
 
-    def __init__(self, out: Path, *, traced_ranks: int, on_finding: str) -> None:
-        """Start nothing yet; arguments as of `live_check_command`."""
-        self._command = live_check_command(out, traced_ranks=traced_ranks, on_finding=on_finding)
-        self._folder = out
+    def __init__(self, command: Sequence[str], out: Path, *, from_bytes: int) -> None:
+        """Start nothing yet.
+
+        Args:
+            command: starts it, as of `stepwise_command`.
+            out: the trace folder.
+            from_bytes: of records before which there is nothing to do.
+        """
+        self._command, self._out, self._from_bytes = command, out, from_bytes
         self._starts_left = _STARTS
         self._process: subprocess.Popen[bytes] | None = None
         self._first_at: float | None = None
+        self._look_at = 0.0
+        self._started_at = 0.0
 
     def tend(self) -> None:
         """Start it, or start it again where it was killed; called while records come."""
         now = time.monotonic()
         if self._first_at is None:
             self._first_at = now
-        if now - self._first_at < _AFTER_S:
+        if now - self._first_at < _AFTER_S or now < self._look_at:
             return
+        if self._from_bytes:
+            self._look_at = now + _AFTER_S
+            if sum(replicated(self._out).values()) < self._from_bytes:
+                return
+            self._from_bytes = 0
         if self._process is not None:
             code = self._process.poll()
             if code is None:
                 return
-            log(f"the live check ended with {code}")
+            log(f"the process beside the job's steps ended with {code}")
             self._process = None
+            if now - self._started_at > _LONG_S:
+                self._starts_left = _STARTS
         if not self._starts_left:
             return
         self._starts_left -= 1
+        self._started_at = now
         try:
             self._process = subprocess.Popen(
                 self._command,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,  # its errors go into the collector's log
                 env=companion_environment(),
-                cwd=self._folder,
+                cwd=self._out,
                 start_new_session=True,
             )
         except OSError as error:
-            log(f"the live check cannot be started: {error.strerror}")
+            log(f"the process beside the job's steps cannot be started: {error.strerror}")
 
     def close(self) -> None:
         """End it: the job is over, and the tree is about to be built."""

@@ -1,1 +1,0 @@
-"""Verdicts while a job runs: every traced step goes through `check` soon after it ended."""

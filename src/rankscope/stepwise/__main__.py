@@ -1,0 +1,80 @@
+"""`python -m rankscope.stepwise`: goes with a running job step by step; the collector starts it."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Final
+
+from rankscope.run.filenames import TRACE_NAME
+from rankscope.stepwise.findingsfile import FindingsFile
+from rankscope.stepwise.stepjudge import LiveCheck
+from rankscope.stepwise.stepkeeper import StepKeeper
+
+__all__ = ["main"]
+
+_NICE: Final = 10
+_LOOK_S: Final = 0.25
+_REST: Final = 3
+"""It rests so many times as long as it worked: several steps together cost less than one by one."""
+_MOST_REST_S: Final = 2.0
+Look = Callable[[Callable[[], bool]], bool]
+
+
+def _go_along(
+    looks: Sequence[Look], is_behind: Callable[[], bool], is_stopped: Callable[[], bool]
+) -> None:
+    """Look until stopped, or until whoever started this has gone."""
+    parent = os.getppid()
+    while not is_stopped() and os.getppid() == parent:
+        began = time.monotonic()
+        busy = [look(is_stopped) for look in looks]
+        took = time.monotonic() - began
+        rest = 0.0 if is_behind() else min(_REST * took, _MOST_REST_S)
+        until = began + took + max(0.0 if any(busy) else _LOOK_S, rest)
+        while not is_stopped() and time.monotonic() < until:
+            time.sleep(min(_LOOK_S, max(0.0, until - time.monotonic())))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Go along until told to stop; return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m rankscope.stepwise", description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="trace folder")
+    parser.add_argument("--traced-ranks", type=int, required=True, help="how many are traced")
+    parser.add_argument("--on-finding", default="", help="shell command given each finding")
+    parser.add_argument("--no-verdicts", action="store_true", help="judge nothing")
+    parser.add_argument("--keep-records", action="store_true", help="free nothing")
+    options = parser.parse_args(arguments)
+    stopped: list[int] = []
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        stopped.append(number)
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, stop)
+    with contextlib.suppress(OSError):
+        os.nice(_NICE)
+    out, ranks = options.out, options.traced_ranks
+    findings = FindingsFile(out)
+    looks: list[Look] = []
+    if not options.no_verdicts:
+        looks.append(LiveCheck(findings, traced_ranks=ranks, command=options.on_finding).look)
+    keeper = StepKeeper(out, traced_ranks=ranks, say=findings.say)
+    if not options.keep_records:
+        looks.append(keeper.look)
+    if not (out / TRACE_NAME).exists():
+        _go_along(looks, lambda: keeper.is_behind, lambda: bool(stopped))
+    keeper.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,159 @@
+"""Writes finished steps of a running job into its tree, and frees their records."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from rankscope.errors import RankscopeError
+from rankscope.run.companions import GROWS_FROM_BYTES
+from rankscope.spool.replication import replicated
+from rankscope.stepwise.finishedsteps import RunningJob
+from rankscope.stepwise.stepsplit import StepKey
+from rankscope.tree.growingtree import GrowingTree, StepName
+
+__all__ = ["KeepSizes", "StepKeeper"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeepSizes:
+    """Bytes of records."""
+
+    begin: int = GROWS_FROM_BYTES
+    """Of the whole job, before the tree grows."""
+    part: int = 8 << 20
+    """That are worth a part."""
+    free: int = 16 << 20
+    """That are freed at a time."""
+
+
+_PART_BYTES: Final = 32 << 20
+"""Of records that are assembled at a time, where that is more than one step."""
+_WAIT_S: Final = 10.0
+"""Steps wait for others until they are worth a part, but not longer."""
+_RETRY_S: Final = 30.0
+
+
+class StepKeeper:
+    """One job, whose tree grows once its records are many."""
+
+    def __init__(
+        self,
+        out: Path,
+        *,
+        traced_ranks: int,
+        say: Callable[[str], object],
+        sizes: KeepSizes = KeepSizes(),
+    ) -> None:
+        """Write nothing yet.
+
+        Args:
+            out: the trace folder.
+            traced_ranks: how many ranks write a stream.
+            say: takes a line about what cannot be done.
+            sizes: when it is worth what.
+        """
+        self._out, self._say, self._sizes = out, say, sizes
+        self._job = RunningJob(out, traced_ranks=traced_ranks)
+        self._tree: GrowingTree | None = None
+        self.is_behind = False
+        """So much came since the last look that there should be less time between them."""
+        self._written_at = time.monotonic()
+        self._took_s = 0.0
+        self._unsettled = 0
+        self._is_off = False
+        self._retry_at = 0.0
+
+    def look(self, is_stopped: Callable[[], bool]) -> bool:
+        """Read what is new, write what is worth it, free it; True where more waits."""
+        if self._is_off or time.monotonic() < self._retry_at:
+            return False
+        try:
+            return self._look(is_stopped)
+        except OSError as error:
+            self._say(
+                f"steps are not written while the job runs: {error.strerror}; tried again; their "
+                "records are kept"
+            )
+            self._retry_at = time.monotonic() + _RETRY_S
+        except RankscopeError as error:
+            self._say(
+                f"steps are not written any more while the job runs: {error}; their records are "
+                "kept until its end"
+            )
+            self._is_off = True
+        return False
+
+    def close(self) -> None:
+        """Write nothing more."""
+        self._is_off = True
+        if self._tree is not None:
+            self._tree.close()
+
+    def _look(self, is_stopped: Callable[[], bool]) -> bool:
+        tree = self._begun()
+        if tree is None:
+            return False
+        taken = self._job.read(is_stopped)
+        self.is_behind = taken >= self._sizes.free
+        if any(stream.keeps_tensors for stream in self._job.streams()):
+            self._is_off = True  # which records name a tensor is known at the end
+            return False
+        life = self._job.life
+        past = self._job.past()
+        written = [k for k in past if StepName(life, k.mode, k.step) in tree.written]
+        self._unsettled += sum(map(self._job.bytes_of, written))  # by a process before this one
+        self._job.drop(written)
+        waiting = [k for k in self._job.past() if not self._job.has_tensors(k)]
+        size = sum(map(self._job.bytes_of, waiting))
+        setup = sum(stream.kept_bytes for stream in self._job.streams())  # read again for each part
+        is_due = size >= max(self._sizes.part, setup) or self._waited_s() > _WAIT_S
+        if waiting and is_due:
+            for part in self._parts(waiting):
+                if is_stopped():
+                    return False
+                self._write(tree, part)
+        if self._unsettled >= max(self._sizes.free, 2 * setup):
+            self._settle(tree)
+        return taken > 0
+
+    def _waited_s(self) -> float:
+        """Return how long ago a part was written, in units of what the last one took."""
+        return (time.monotonic() - self._written_at) / max(1.0, self._took_s)
+
+    def _begun(self) -> GrowingTree | None:
+        """Return the tree once it grows, None before."""
+        if self._tree is None:
+            if sum(replicated(self._out).values()) < self._sizes.begin:
+                return None
+            self._tree = GrowingTree.to_write(self._out)
+        return self._tree
+
+    def _parts(self, keys: Sequence[StepKey]) -> list[list[StepKey]]:
+        """Return steps by the parts that they are written in."""
+        parts: list[list[StepKey]] = []
+        size = _PART_BYTES
+        for key in keys:
+            if size >= _PART_BYTES:
+                parts.append([])
+                size = 0
+            parts[-1].append(key)
+            size += self._job.bytes_of(key)
+        return parts
+
+    def _write(self, tree: GrowingTree, keys: Sequence[StepKey]) -> None:
+        began = time.monotonic()
+        self._unsettled += sum(map(self._job.bytes_of, keys))
+        tree.add(self._job.document(keys, tree.began_ns))
+        self._job.drop(keys)
+        self._written_at = time.monotonic()
+        self._took_s = self._written_at - began
+
+    def _settle(self, tree: GrowingTree) -> None:
+        tree.sync()
+        for stream in self._job.streams():
+            stream.settle()
+        self._unsettled = 0

@@ -1,0 +1,146 @@
+"""The value columns of several files as one: rows are counted through, and copied when they are
+asked for.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.tree.digests import Columns
+
+__all__ = ["JoinedColumn", "as_arrays", "join_columns"]
+
+Array = NDArray[Any]
+_MOST_OPEN: Final = 64
+"""Files mapped at a time; each takes a file descriptor."""
+
+
+class JoinedColumn:
+    """One column over all files. What it is asked for is an array as of any other column."""
+
+    def __init__(self, part: Callable[[int], Array], counts: Sequence[int]) -> None:
+        """Open no file yet.
+
+        Args:
+            part: returns the column of one file.
+            counts: rows of each file.
+        """
+        self._part = part
+        self._starts = [0, *itertools.accumulate(counts)]
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Of every file's column."""
+        return self._part(0).dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[rows] or [rows, numbers of one]."""
+        return (len(self), *self._part(0).shape[1:])
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        whole: Array = self[:]
+        return whole if dtype is None else whole.astype(dtype)
+
+    def __getitem__(self, rows: Any) -> Any:
+        if isinstance(rows, slice):
+            return self._slice(*rows.indices(len(self)))
+        if np.ndim(rows) == 0:
+            at = int(rows) + (len(self) if rows < 0 else 0)
+            if not 0 <= at < len(self):
+                raise IndexError(f"row {rows} of {len(self)}")
+            part = bisect.bisect_right(self._starts, at) - 1
+            return self._part(part)[at - self._starts[part]]
+        wanted = np.asarray(rows)
+        return self._take(np.flatnonzero(wanted) if wanted.dtype == bool else wanted)
+
+    def tolist(self) -> list[Any]:
+        """Return all rows as Python objects."""
+        return cast("list[Any]", self[:].tolist())
+
+    def min(self, initial: Any) -> Any:
+        """Return the least of all rows and of `initial`."""
+        return min((self._part(i).min(initial=initial) for i in self._parts()), default=initial)
+
+    def _parts(self) -> range:
+        return range(len(self._starts) - 1)
+
+    def _slice(self, begin: int, end: int, step: int) -> Array:
+        if step != 1:
+            return self._take(np.arange(begin, end, step))
+        first = min(bisect.bisect_right(self._starts, begin) - 1, len(self._starts) - 2)
+        pieces: list[Array] = []
+        for part in range(first, len(self._starts) - 1):
+            start = self._starts[part]
+            if pieces and start >= end:
+                break
+            pieces.append(self._part(part)[max(0, begin - start) : max(0, end - start)])
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+    def _take(self, rows: Array) -> Array:
+        if not len(rows):
+            return self._part(0)[:0]
+        if rows.min() < -len(self) or rows.max() >= len(self):
+            raise IndexError(f"rows {rows.min()} to {rows.max()} of {len(self)}")
+        rows = np.where(rows < 0, rows + len(self), rows)
+        parts = np.searchsorted(self._starts, rows, side="right") - 1
+        found: Array | None = None
+        for part in np.unique(parts).tolist():
+            own = parts == part
+            taken = self._part(part)[rows[own] - self._starts[part]]
+            if found is None:
+                found = np.empty((len(rows), *taken.shape[1:]), taken.dtype)
+            found[own] = taken
+        assert found is not None  # there are rows
+        return found
+
+
+def join_columns(
+    files: Sequence[Callable[[], Columns]], counts: Sequence[Mapping[str, int]]
+) -> Columns:
+    """Return the columns of several files, or of a document in memory behind them, as one.
+
+    Args:
+        files: opens each.
+        counts: of each file {"values", "samples", "calls": rows}.
+    """
+    opened: OrderedDict[int, Columns] = OrderedDict()
+
+    def columns(number: int) -> Columns:
+        found = opened.get(number)
+        if found is None:
+            found = opened[number] = {
+                name: np.asarray(column) for name, column in files[number]().items()
+            }
+            if len(opened) > _MOST_OPEN:
+                opened.popitem(last=False)
+        opened.move_to_end(number)
+        return found
+
+    def joined(name: str) -> Array:
+        rows = [int(each[name.partition(".")[0]]) for each in counts]
+        column = JoinedColumn(lambda number: columns(number)[name], rows)
+        return cast(Array, column)  # it is asked for rows as an array is
+
+    return {name: joined(name) for name in columns(0)}
+
+
+def as_arrays(columns: Mapping[str, Any]) -> dict[str, Array]:
+    """Return columns for many small reads: arrays are sliced faster than maps of files. Those of
+    values stay where they are if they lie in several files, which may be more than memory holds.
+    """
+    found = {}
+    for name, column in columns.items():
+        is_left: bool = type(column) is JoinedColumn and not name.startswith("calls.")
+        found[name] = column if is_left else np.asarray(column)
+    return found

@@ -1,0 +1,154 @@
+"""The tree of a job with many records grows while it runs: no kill costs a step."""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+
+from rankscope.run.filepieces import bytes_on_disk
+from rankscope.tree.build import recover
+from rankscope.tree.reader import open_trace
+from tests.launcher.launches import Launch, Start, command_line, kill, launching, pids
+from tests.waiting import wait_until
+
+pytestmark = [
+    pytest.mark.launch,
+    pytest.mark.xdist_group("growing"),
+    pytest.mark.skipif(
+        not entry_points(group="torchrun.logs_specs").select(name="rankscope"),
+        reason="needs the start-up file: an environment made by launcher/test",
+    ),
+]
+SCRIPT = """
+import os, pathlib, sys, time
+import torch
+import torch.distributed as dist
+folder, rank = pathlib.Path(sys.argv[1]), int(os.environ["RANK"])
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+class Wide(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(60))
+    def forward(self, x):
+        return sum(layer(x) for layer in self.layers)
+model = Wide()
+optimizer = torch.optim.SGD(model.parameters(), 1e-4)
+torch.manual_seed(1 + rank)
+(folder / f"trained.0.{rank}").touch()
+while True:
+    over = torch.tensor([float((folder / "leave").exists())])
+    dist.all_reduce(over)
+    if over.item() == 2:
+        break
+    model(torch.randn(2, 4)).square().sum().backward()
+    flat = torch.cat([p.grad.flatten() for p in model.parameters()])
+    dist.all_reduce(flat)
+    at = 0
+    for p in model.parameters():
+        p.grad.copy_(flat[at:at + p.numel()].view_as(p) / 2)
+        at += p.numel()
+    optimizer.step()
+    optimizer.zero_grad()
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Start]:
+    """Start a job of `SCRIPT`: `launch(ways, options...)`."""
+    with launching(tmp_path, SCRIPT) as start:
+        yield start
+
+
+def beside(job: Launch) -> int:
+    """Process number of what writes the steps, 0 where none lives."""
+    mark = str(job.out).encode()
+    found = (p for p in pids() if {b"rankscope.stepwise", mark} <= set(command_line(p)))
+    return next(found, 0)
+
+
+def parts(job: Launch) -> int:
+    """How many parts are written."""
+    try:
+        return len((job.out / "steps/index.jsonl").read_text().splitlines())
+    except FileNotFoundError:
+        return 0
+
+
+def records_on_disk(job: Launch) -> int:
+    return sum(bytes_on_disk(path.stat()) for path in (job.out / "spool").glob("*.cells"))
+
+
+def records_written(job: Launch) -> int:
+    return sum(path.stat().st_size for path in (job.out / "spool").glob("*.cells"))
+
+
+def test_kills_cost_no_step_and_readers_see_whole_steps(launch: Start):
+    job = launch(["a", "b"], "--rs-steps", "all", "--rs-live-check", 0)
+    job.trained()
+    gaps: list[object] = []
+    is_over = threading.Event()
+
+    def read() -> None:
+        most = 0
+        while not is_over.wait(0.5):
+            if not any((job.out / "spool").glob("*.cells")):
+                continue
+            numbers = [step.step for step in open_trace(job.out).steps]
+            if numbers != list(range(len(numbers))) or len(numbers) < most:
+                counted = collections.Counter(numbers)
+                wrong = [n for n in range(max(numbers)) if counted[n] != 1]
+                gaps.append((len(numbers), most, wrong))
+            most = len(numbers)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        assert wait_until(lambda: parts(job) >= 2, 60.0), job.logs
+        for victim in (beside(job), job.companion("collector"), job.companion("relay")):
+            before = parts(job)
+            kill(victim)
+            assert wait_until(lambda n=before: parts(job) > n, 60.0), job.logs
+        assert wait_until(
+            lambda: records_written(job) > 160 << 20 > 100 << 20 > records_on_disk(job), 90.0
+        ), job.logs
+        (job.meeting / "leave").touch()
+        assert job.wait() == 0, job.logs
+    finally:
+        is_over.set()
+        reader.join(60)
+    assert not gaps
+    assert json.loads((job.out / "trace.json").read_text())["format"] == "rankscope.trace/2"
+    assert not (job.out / "spool").exists() and not (job.out / "steps/index.jsonl").exists()
+    trace = open_trace(job.out)
+    assert trace.is_complete, trace.completeness
+    assert [step.step for step in trace.steps] == list(range(len(trace.steps)))
+    kinds = {len([*step.passing()]) for step in trace.steps[1:-1]}
+    assert len(kinds) == 1
+
+
+def test_a_job_that_is_killed_as_a_whole_has_its_steps_at_once(launch: Start, tmp_path: Path):
+    job = launch(["a", "b"], "--rs-steps", "all", "--rs-live-check", 0)
+    job.trained()
+    assert wait_until(lambda: parts(job) >= 2, 60.0), job.logs
+    victims = [job.process.pid, beside(job), job.companion("collector"), job.companion("relay")]
+    for pid in (*job.ranks(), *filter(None, victims)):
+        os.kill(pid, signal.SIGKILL)
+    job.process.wait(60)
+    trace = open_trace(job.out)
+    assert not trace.is_written
+    numbers = [step.step for step in trace.steps]
+    assert numbers == list(range(len(numbers))) and len(numbers) > 20
+    recover([job.out], tmp_path / "recovered")
+    found = open_trace(tmp_path / "recovered")
+    assert [step.step for step in found.steps] == numbers
+    assert [n.id for n in found.steps[3].walk()] == [n.id for n in trace.steps[3].walk()]

@@ -1,0 +1,129 @@
+"""A tree that grows while its job runs says what one says that is built at the end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rankscope.diagnosis.check import check
+from rankscope.run.filenames import REPLICA_FOLDER, TRACE_NAME
+from rankscope.spool.settledprefix import settled_to
+from rankscope.tree.build import build, recover
+from rankscope.tree.reader import open_trace
+from rankscope.tree.views import Trace
+from tests.stepwise.growing import grown
+from tests.stepwise.test_paper_jobs import STEPS, job
+from tests.tree.jobs import grid_job
+
+
+def said_of(trace: Trace) -> list[Any]:
+    """Return all that a trace says of its nodes but where numbers lie."""
+    found = []
+    for group in (*trace.setup, *trace.steps):
+        nodes = [
+            (
+                node.id, node.path, node.phase, node.micro_batch, node.ordinal, node.ranks,
+                node.status, node.time,
+                [
+                    (
+                        view.slot, view.dtype, view.ranks, view.layout(), view.combined,
+                        *(sorted(each.items()) for each in (
+                            view.per_rank(), view.samples(), view.shapes(), view.references()
+                        )),
+                    )
+                    for view in node.slots
+                ],
+            )
+            for node in group.walk()
+        ]  # fmt: skip
+        found.append((group.is_setup, group.mode, group.step, repr((group.notes, nodes))))  # NaN
+    return found
+
+
+JOBS = {
+    "right": lambda folder: job(folder),
+    "drifts": lambda folder: job(folder, drifts_at=5),
+    "evaluates": lambda folder: job(folder, evaluates=True),
+    "sharded, with samples": lambda folder: (
+        grid_job(folder, folder / "trace", steps=9) and folder / "trace"
+    ),
+}
+
+
+@pytest.mark.parametrize("kills", [False, True], ids=["", "killed"])
+@pytest.mark.parametrize("pieces", [1, 9, 40])
+@pytest.mark.parametrize("which", JOBS)
+def test_it_says_what_a_tree_says_that_is_built_at_the_end(
+    tmp_path: Path, which: str, pieces: int, kills: bool
+):
+    out, work = JOBS[which](tmp_path), tmp_path / "work"
+    for _ in grown(out, work, pieces=pieces, kills=kills):
+        pass
+    written = json.loads((work / "steps/index.jsonl").read_text().splitlines()[-1])["steps"]
+    assert written  # some steps were not left to the end
+    assert max(settled_to(replica) for replica in (work / REPLICA_FOLDER).glob("*.cells"))
+    build(work)
+    build(out)
+    assert not (work / REPLICA_FOLDER).exists()
+    assert json.loads((work / TRACE_NAME).read_text())["format"] == "rankscope.trace/2"
+    expected, found = open_trace(out), open_trace(work)
+    assert found.is_complete and found.run == expected.run
+    assert found.completeness == expected.completeness
+    assert said_of(found) == said_of(expected)
+    theirs, own = check(expected), check(found)
+    assert own.origins == theirs.origins
+
+
+@pytest.mark.parametrize("kills", [False, True], ids=["", "killed"])
+def test_a_reader_sees_whole_steps_at_any_moment(tmp_path: Path, kills: bool):
+    out, work = job(tmp_path), tmp_path / "work"
+    expected = {(each[1], each[2]): each for each in said_of(open_trace(out)) if not each[0]}
+    most = 0
+    for folder in grown(out, work, pieces=30, kills=kills):
+        if not any((folder / REPLICA_FOLDER).iterdir()):
+            continue
+        seen = [each for each in said_of(open_trace(folder)) if not each[0]]
+        whole = [each for each in seen if each == expected[each[1], each[2]]]
+        assert [each[2] for each in seen] == list(range(len(seen)))
+        assert whole == seen[: len(whole)] and len(seen) - len(whole) <= 2  # those that run
+        assert len(seen) >= most  # nothing goes
+        most = len(seen)
+    assert most == STEPS
+
+
+def test_a_killed_job_is_recovered_whole(tmp_path: Path):
+    out, work = job(tmp_path), tmp_path / "work"
+    for _ in grown(out, work, pieces=9):
+        pass
+    recover([work], tmp_path / "recovered")
+    assert said_of(open_trace(tmp_path / "recovered")) == said_of(open_trace(out))
+    assert said_of(open_trace(work)) == said_of(open_trace(out))  # which lost nothing by that
+
+
+def test_columns_of_many_files_are_read_as_one(tmp_path: Path):
+    out, work = job(tmp_path), tmp_path / "work"
+    for _ in grown(out, work, pieces=9):
+        pass
+    build(work)
+    files = json.loads((work / TRACE_NAME).read_text())["storage"]["values"]
+    assert len(files) > 3
+    columns = open_trace(work).columns()
+    rng = np.random.default_rng(0)
+    for column in columns.values():
+        whole = np.asarray(column)
+        assert len(whole) == len(column) and whole.shape == column.shape
+        size = len(whole)
+        for _ in range(20 if size else 0):
+            first, last = sorted(rng.integers(0, size + 1, 2).tolist())
+            np.testing.assert_array_equal(column[first:last], whole[first:last])
+            rows = rng.integers(-size, size, 10)
+            np.testing.assert_array_equal(column[rows], whole[rows])
+            np.testing.assert_array_equal(column[first : first + 1], whole[first : first + 1])
+        mask = rng.integers(0, 2, size).astype(bool)
+        np.testing.assert_array_equal(column[mask], whole[mask])
+        with pytest.raises(IndexError):
+            column[size]
