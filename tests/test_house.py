@@ -38,7 +38,7 @@ ROOMS = {
     "page": {"errors", "globs", "layout", "record", "run", "tree", "diagnosis"},
     "export": {"errors", "globs", "layout", "record", "run", "tree"},
     "live": {"errors", "record", "run", "spool", "assembly", "tree"},
-    "stepwise": {"errors", "record", "run", "spool", "assembly", "tree", "diagnosis"},
+    "stepwise": {"errors", "record", "run", "spool", "assembly", "tree", "diagnosis", "export"},
     "gather": {"errors", "record", "run", "spool", "chunks", "tree", "live"},
     "doctor": {"errors", "record", "settings", "run", "gather", "agent", "capture"},
     "block": {

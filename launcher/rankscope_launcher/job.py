@@ -28,6 +28,7 @@ from rankscope.gather.address import check_address
 from rankscope.gather.log import ExitOutcome
 from rankscope.run.companions import (
     collector_command,
+    dataset_trouble,
     metrics_trouble,
     relay_command,
     start_extras,
@@ -104,6 +105,7 @@ class TracedJob:
         self._collector: Companion | None = None
         self._watch: CompanionWatch | None = None
         self._is_over = False
+        self._has_dataset = False
         self._was_held = False
 
     @classmethod
@@ -172,6 +174,7 @@ class TracedJob:
         folder = self._run_folder
         self._relay = Companion(relay_command(folder), folder / RELAY_LOG_NAME, folder)
         if self._must_collect():
+            self._has_dataset = self._settings.parquet and not self._says_trouble(dataset_trouble())
             command = collector_command(
                 self._out,
                 bind=self._collection.listens_on(folder),
@@ -183,6 +186,7 @@ class TracedJob:
                 metrics=self._metrics(),
                 live_check=self._settings.live_check,
                 on_finding=self._settings.on_finding,
+                parquet=self._has_dataset,
             )
             self._collector = Companion(command, self._out / COLLECTOR_LOG_NAME, folder)
         stalls = StallNotices(folder, shown(self._out))
@@ -198,10 +202,13 @@ class TracedJob:
         """Return the port of the collector's metrics; None for none, or where it cannot be had,
         which is said: that is no reason not to train."""
         port = self._settings.metrics
-        trouble = "" if port is None else metrics_trouble(port)
+        return None if port is None or self._says_trouble(metrics_trouble(port)) else port
+
+    @staticmethod
+    def _says_trouble(trouble: str) -> bool:
         if trouble:
             say(trouble)
-        return None if trouble else port
+        return bool(trouble)
 
     def finish(self) -> str:
         """Tell the companions that the job is over, wait for the tree as long as settings allow;
@@ -233,6 +240,8 @@ class TracedJob:
                 remove_empty(self._made)
             if ending.has_tree() or not (self._relay.is_at_work() or has_no_room):
                 self._tidy()
+            if self._lacks_dataset():
+                say(f"the dataset is not whole: see {shown(self._out / COLLECTOR_LOG_NAME)}")
             return line
 
     @property
@@ -268,7 +277,7 @@ class TracedJob:
             while waiting_for is not None and waiting_for.is_at_work():
                 if time.monotonic() >= deadline or is_hurried():
                     return
-                if self._collector is not None and self._ending().has_tree():
+                if self._collector is not None and self._has_what_it_waits_for():
                     return
                 if self._ending().has_no_room():
                     return
@@ -276,6 +285,17 @@ class TracedJob:
                     companion.tend()
                 progress.tick()
                 time.sleep(_POLL_S)
+
+    def _has_what_it_waits_for(self) -> bool:
+        """True once the tree is there; a dataset is whole when the collector has left."""
+        return self._ending().has_tree() and not self._has_dataset
+
+    def _lacks_dataset(self) -> bool:
+        """True where the collector has not finished it, or could not: its log stays then."""
+        is_asked_for = self._has_dataset and self._collector is not None
+        return (
+            is_asked_for and self._ending().has_tree() and (self._out / COLLECTOR_LOG_NAME).exists()
+        )
 
     def _nothing_came(self) -> bool:
         """True where no rank of the whole run ever opened a spool."""

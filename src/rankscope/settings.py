@@ -318,6 +318,14 @@ SETTINGS: tuple[Setting, ...] = (
         help="shell command given each finding of the live check, as JSON on stdin",
     ),
     Setting(
+        name="parquet",
+        parse=_parse_bool,
+        default="0",
+        metavar="0|1",
+        help="write each step into a Parquet dataset too, parquet/ in the trace folder, soon after "
+        "it is over",
+    ),
+    Setting(
         name="finish-seconds",
         parse=_parse_seconds,
         default=f"{FINISH_SECONDS:g}",
@@ -393,6 +401,7 @@ class Settings:
     """Port of the collector's metrics, None for none."""
     live_check: bool
     on_finding: str
+    parquet: bool
     finish_seconds: float
     drain_seconds: float
     stall_seconds: float

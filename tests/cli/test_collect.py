@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from rankscope.run.folders import SHARED, mark_job_over
+from rankscope.tree.reader import open_trace
 from tests import forked
 from tests.cli.test_commands import rankscope
 from tests.gather.jobs import Host, environment
@@ -105,6 +106,48 @@ def test_ranks_started_one_by_one_make_a_whole_trace_in_the_collectors_folder(
     where = f"records go to the collector at {address}" if way == "bind" else f"trace in {out}"
     assert where in said[0]
     assert where not in said[1]
+
+
+def test_it_writes_a_dataset_too(host: Host, collect: Start):
+    parquet = pytest.importorskip(
+        "pyarrow.parquet", reason="the extra rankscope[parquet] is missing"
+    )
+    collector = collect("--bind", host.address, "--parquet")
+    host.relay()
+    assert [rank.wait(120) for rank in [host.rank(0), host.rank(1)]] == [0, 0]
+    ended(collector)
+    calls = len(open_trace(host.out).columns()["calls.rank"])
+    assert len(parquet.read_table(host.out / "parquet/calls")) == calls > 0
+    assert not (host.out / "collector.log").exists()
+
+
+def test_a_dataset_that_cannot_be_finished_is_said_and_costs_the_tree_nothing(
+    host: Host, collect: Start
+):
+    pytest.importorskip("pyarrow", reason="the extra rankscope[parquet] is missing")
+    collector = collect("--bind", host.address, "--parquet")
+    (host.out / "parquet").touch()  # where the folder should be
+    host.relay()
+    assert [rank.wait(120) for rank in [host.rank(0), host.rank(1)]] == [0, 0]
+    _, _, err = ended(collector)
+    log = host.out / "collector.log"
+    assert (host.out / "trace.json").exists(), err
+    assert f"rankscope: the dataset is not whole: see {log}\n" in err
+    assert f"rankscope export {host.out} --out NEW --format parquet" in log.read_text()
+
+
+def test_without_pyarrow_it_refuses_a_dataset(tmp_path: Path):
+    words = ["collect", "--out", str(tmp_path / "trace"), "--world-size", "2", "--parquet"]
+    script = (
+        "import sys; sys.modules['pyarrow'] = None\n"
+        f"from rankscope.cli.app import main; main({words!r})"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "--parquet: no Parquet dataset: pyarrow is missing" in done.stderr
+    assert not any(tmp_path.iterdir())
 
 
 def test_a_run_that_lost_a_rank_is_code_1_and_names_the_command_that_says_more(

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import pytest
 import torch
@@ -20,12 +21,15 @@ from rankscope.export.formats import FORMATS
 from rankscope.record.call import CallStatus
 from rankscope.record.phases import Phase
 from rankscope.record.value import is_form
+from rankscope.tree.build import build
 from rankscope.tree.reader import open_trace
 from rankscope.tree.views import Trace
 from tests.distributed import collectives_job
 from tests.distributed.pool import RankPool
 from tests.export.conftest import exported, held_values
 from tests.export.test_perfetto import played, unpacked
+from tests.stepwise.growing import grown
+from tests.stepwise.test_paper_jobs import job
 
 DOCS = Path(__file__).parents[2] / "docs"
 SCHEMA = Path(rankscope.tree.__file__).parent / "trace.schema.json"
@@ -189,3 +193,21 @@ def test_the_schema_and_the_page_of_the_format_know_every_way_a_call_can_end() -
     assert numbers == ", ".join(f"{int(status)} {status.word}" for status in CallStatus)
     (row,) = re.findall(r"^\| `status` \| (.*) \|$", page, re.MULTILINE)
     assert set(re.findall(r"`(\w+)`", row)) - {"mixed", "outcomes"} == set(words)
+
+
+@pytest.mark.parametrize("name", ["perfetto", "jsonl"])
+def test_a_trace_that_grew_while_its_job_ran_is_exported_as_any(name: str, tmp_path: Path) -> None:
+    """Its rows stand in the order in which steps ended, with setup behind them."""
+    out, work = job(tmp_path, evaluates=True), tmp_path / "work"
+    for _ in grown(out, work, pieces=9):
+        pass
+    for folder in (out, work):
+        build(folder)
+        exported(open_trace(folder), name, folder / "exported")
+    if name == "jsonl":
+        assert (work / "exported").read_bytes() == (out / "exported").read_bytes()
+        return
+    with ZipFile(out / "exported") as theirs, ZipFile(work / "exported") as own:
+        assert own.namelist() == theirs.namelist()
+        for member in own.namelist():
+            assert own.read(member) == theirs.read(member)

@@ -12,6 +12,7 @@ from rankscope.errors import FolderError, SpoolError
 from rankscope.run.companions import ipc_address
 from rankscope.run.filenames import RUN_NAME, TENSOR_FOLDER
 from rankscope.run.folders import SHARED, read_run_header
+from rankscope.run.outfolder import claim_out
 from rankscope.run.prepare import Collection, RunRequest, prepare_run
 
 NO_DISK_HAS = 1 << 60
@@ -131,3 +132,14 @@ def test_without_a_word_several_hosts_share_the_trace_folder_and_one_does_not():
     assert Collection.asked("", is_one_host=True) == Collection("")
     assert Collection.asked(ELSEWHERE, is_one_host=False).is_elsewhere
     assert Collection.asked(SHARED, is_one_host=True).is_shared
+
+
+def test_a_collector_may_be_started_again_in_a_folder_in_which_a_tree_grows(tmp_path: Path):
+    for name in ("spool", "steps", "parquet"):
+        (tmp_path / name).mkdir()
+    for name in ("collector.log", "findings.jsonl"):
+        (tmp_path / name).touch()
+    assert claim_out(tmp_path) == tmp_path
+    (tmp_path / "trace.json").touch()
+    with pytest.raises(FolderError, match="not empty"):
+        claim_out(tmp_path)

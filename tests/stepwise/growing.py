@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rankscope.run.filenames import REPLICA_FOLDER
 from rankscope.spool.recordformat import CELL_BYTES
 from rankscope.stepwise.stepkeeper import KeepSizes, StepKeeper
+from rankscope.tree.views import Trace
+
+Dataset = Callable[[Trace], None]
 
 
-def keeper(work: Path, ranks: int) -> StepKeeper:
+def keeper(work: Path, ranks: int, dataset: Dataset | None = None) -> StepKeeper:
     def fail(line: str) -> None:
         raise AssertionError(line)
 
-    return StepKeeper(work, traced_ranks=ranks, say=fail, sizes=KeepSizes(begin=0, part=0, free=1))
+    sizes = KeepSizes(begin=0, part=0, free=1)
+    return StepKeeper(work, traced_ranks=ranks, say=fail, sizes=sizes, dataset=dataset)
 
 
-def grown(trace: Path, work: Path, *, pieces: int, kills: bool = False) -> Iterator[Path]:
+def grown(
+    trace: Path, work: Path, *, pieces: int, kills: bool = False, dataset: Dataset | None = None
+) -> Iterator[Path]:
     """Yield the trace folder of a job that writes what ranks of another wrote, after each piece.
 
     Args:
@@ -26,25 +32,28 @@ def grown(trace: Path, work: Path, *, pieces: int, kills: bool = False) -> Itera
         work: the new one.
         pieces: in so many the records come, from all ranks alike.
         kills: a new process looks after each piece.
+        dataset: as of `StepKeeper`.
     """
     spool = work / REPLICA_FOLDER
     spool.mkdir(parents=True)
     replicas = sorted((trace / REPLICA_FOLDER).glob("*.cells"))
-    watch = keeper(work, len(replicas))
-    for piece in range(1, pieces + 1):
-        for number, replica in enumerate(replicas):
-            whole = replica.read_bytes()
-            late = number * 7 * CELL_BYTES if piece < pieces else 0  # ranks are not equally far
-            end = max(0, len(whole) * piece // pieces - late) // CELL_BYTES * CELL_BYTES
-            with (spool / replica.name).open("ab") as file:
-                file.write(whole[file.tell() : max(end, file.tell())])
-        if kills:
-            watch.close()
-            watch = keeper(work, len(replicas))
-        for _ in range(50):
-            if not watch.look(lambda: False):
-                break
-        yield work
-    watch.close()
+    watch = keeper(work, len(replicas), dataset)
+    try:
+        for piece in range(1, pieces + 1):
+            for number, replica in enumerate(replicas):
+                whole = replica.read_bytes()
+                late = number * 7 * CELL_BYTES if piece < pieces else 0  # ranks are not equally far
+                end = max(0, len(whole) * piece // pieces - late) // CELL_BYTES * CELL_BYTES
+                with (spool / replica.name).open("ab") as file:
+                    file.write(whole[file.tell() : max(end, file.tell())])
+            if kills:
+                watch.close()
+                watch = keeper(work, len(replicas), dataset)
+            for _ in range(50):
+                if not watch.look(lambda: False):
+                    break
+            yield work
+    finally:
+        watch.close()
     for marker in (trace / REPLICA_FOLDER).glob("rank*.json"):
         shutil.copy(marker, spool)

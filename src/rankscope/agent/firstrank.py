@@ -33,6 +33,7 @@ from rankscope.errors import FolderBusyError, SpoolError
 from rankscope.record.streams import RankIdentity
 from rankscope.run.companions import (
     collector_command,
+    dataset_trouble,
     relay_command,
     start_daemon,
     start_extras,
@@ -267,6 +268,10 @@ def _ensure_companions(settings: Settings, run_folder: Path, header: RunHeader) 
     note = run_folder / COLLECTOR_STARTED_NAME
     if not header.collects or _is_there(note, header.out / COLLECTOR_LOCK_NAME):
         return
+    wants_dataset = settings.parquet and not header.keeps_apart  # that is of the merged trace
+    trouble = dataset_trouble() if wants_dataset else ""
+    if trouble:
+        say(trouble)
     command = collector_command(
         header.out,
         bind=Collection.of_run(run_folder, header).listens_on(run_folder),
@@ -278,6 +283,7 @@ def _ensure_companions(settings: Settings, run_folder: Path, header: RunHeader) 
         metrics=settings.metrics,
         live_check=settings.live_check,
         on_finding=settings.on_finding,
+        parquet=wants_dataset and not trouble,
     )
     _start(command, header.out / COLLECTOR_LOG_NAME, note)
 

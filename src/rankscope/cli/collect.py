@@ -61,6 +61,9 @@ def command(
     on_finding: Annotated[
         str, typer.Option(metavar="CMD", help="Shell command given each finding as JSON on stdin.")
     ] = "",
+    parquet: Annotated[
+        bool, typer.Option("--parquet", help="Write each step into a Parquet dataset too.")
+    ] = False,
 ) -> None:
     """Gather the records of a job whose ranks are started elsewhere, and build its tree.
 
@@ -69,7 +72,7 @@ def command(
     from rankscope.errors import SettingError
     from rankscope.gather.address import check_address
     from rankscope.gather.finish import CollectorOptions
-    from rankscope.run.companions import metrics_trouble
+    from rankscope.run.companions import dataset_trouble, metrics_trouble
     from rankscope.run.outfolder import claim_out, default_out
     from rankscope.settings import settings_from
 
@@ -82,6 +85,9 @@ def command(
     trouble = "" if metrics is None else metrics_trouble(metrics)
     if trouble:
         raise SettingError(f"--metrics {metrics}: {trouble}")
+    trouble = dataset_trouble() if parquet else ""
+    if trouble:
+        raise SettingError(f"--parquet: {trouble}")
     folder = claim_out(out.expanduser().absolute() if out else default_out(), "--out")
     options = CollectorOptions(
         out=folder,
@@ -95,6 +101,7 @@ def command(
         metrics_port=metrics,
         live_check=live_check,
         on_finding=on_finding,
+        parquet=parquet,
     )
     raise typer.Exit(_collect(options))
 
@@ -113,7 +120,7 @@ def _collect(options: CollectorOptions) -> int:
     from rankscope.gather.finish import Observer, collect
     from rankscope.gather.log import log_into
     from rankscope.gather.waitingrule import StreamProgress
-    from rankscope.run.filenames import COLLECTOR_LOG_NAME
+    from rankscope.run.filenames import COLLECTOR_LOG_NAME, TRACE_NAME
     from rankscope.run.findingnotices import FindingNotices
 
     happened_nothing: list[bool] = []
@@ -144,6 +151,9 @@ def _collect(options: CollectorOptions) -> int:
 
         with _stop_signals() as is_stopped, log_into(options.out / COLLECTOR_LOG_NAME):
             code = collect(options, is_stopped, Terminal())
+    log_path = options.out / COLLECTOR_LOG_NAME
+    if options.parquet and (options.out / TRACE_NAME).exists() and log_path.exists():
+        _say(f"the dataset is not whole: see {log_path}")
     return _verdict(options.out, code, is_quiet=bool(happened_nothing))
 
 

@@ -29,7 +29,9 @@ class RankCall(NamedTuple):
 
 
 class CallRows:
-    """Finds the rows of nodes that are asked for in the order of the tree, which is theirs too."""
+    """Finds the rows of nodes that are asked for in the order of the tree: each of its groups has
+    its rows in that order, and mostly one group's stand behind those of the group before (steps
+    that were written while their job ran: in the order in which they ended, then setup)."""
 
     def __init__(self, columns: Columns) -> None:
         self._node, self._rank = columns["calls.node"], columns["calls.rank"]
@@ -56,7 +58,7 @@ class CallRows:
         """Return the rows of a node in the columns of calls.
 
         Raises:
-            TraceError: the columns have none behind those of the node asked for before.
+            TraceError: the columns have none.
         """
         wanted = np.uint64(int(node.id, 16))
         first = self._find(wanted)
@@ -73,12 +75,16 @@ class CallRows:
         return range(first, last)
 
     def _find(self, wanted: np.uint64) -> int | None:
-        """Return the first row of a node from the next one on; mostly it is that."""
+        """Return the first row of a node, looked for from the next one on; mostly it is that."""
         if self._next < len(self._node) and self._node[self._next] == wanted:
             return self._next
-        begin, length = self._next, _FIRST_LOOK
-        while begin < len(self._node):
-            found = np.flatnonzero(self._node[begin : begin + length] == wanted)
+        row = self._look(wanted, self._next, len(self._node))
+        return self._look(wanted, 0, self._next) if row is None else row
+
+    def _look(self, wanted: np.uint64, begin: int, end: int) -> int | None:
+        length = _FIRST_LOOK
+        while begin < end:
+            found = np.flatnonzero(self._node[begin : min(begin + length, end)] == wanted)
             if len(found):
                 return begin + int(found[0])
             begin, length = begin + length, min(2 * length, _LARGEST_LOOK)

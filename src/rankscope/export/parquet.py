@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,7 +43,17 @@ except ImportError as error:
         "--format parquet needs pyarrow, which is not installed: pip install 'rankscope[parquet]'"
     ) from error
 
-__all__ = ["CALLS", "ROWS_A_GROUP", "SAMPLES", "VALUES", "StepRows", "write", "write_step"]
+__all__ = [
+    "CALLS",
+    "ROWS_A_GROUP",
+    "SAMPLES",
+    "VALUES",
+    "StepRows",
+    "write",
+    "write_rest",
+    "write_step",
+    "write_steps",
+]
 
 ROWS_A_GROUP = 122_880
 """What DuckDB writes and reads best; Spark and Ray take any."""
@@ -164,8 +174,7 @@ def write_step(
         "rankscope.step": str(step.step),
         "rankscope.complete": "true" if trace.is_complete else "false",
     }
-    life = f".{step.incarnation}" if step.incarnation else ""
-    name = f"{mode_word(step)}-{step.step:08d}{life}.parquet"
+    name = _file_of(step)
     with (  # left in reverse: values appear last
         _Table(folder / "values" / name, VALUES, about) as values,
         _Table(folder / "samples" / name, SAMPLES, about) as samples,
@@ -178,6 +187,39 @@ def write_step(
             for piece in _samples(batch, columns):
                 samples.add(piece)
     return StepRows(values.rows, samples.rows, calls.rows)
+
+
+def write_steps(trace: Trace, folder: Path) -> None:
+    """Write the files of the steps of a trace, not those of its setup, into a dataset; errors as
+    of `write_step`."""
+    calls = CallRows(trace.columns())
+    for step in trace.steps:
+        write_step(trace, step, folder, calls_of=calls)
+
+
+def write_rest(trace: Trace, folder: Path, is_written: Callable[[Step], bool]) -> None:
+    """Make a dataset whole that was written while the job ran; nobody writes into it any more.
+
+    Args:
+        trace: of the job, finished.
+        folder: the dataset.
+        is_written: true for a step whose files, where they are there, hold all of it.
+
+    Raises:
+        TraceError, OSError: as `write_step`.
+    """
+    for draft in folder.glob("*/.*.new"):  # of a process that was killed
+        draft.unlink(missing_ok=True)
+    calls = CallRows(trace.columns())
+    for step in (*trace.setup, *trace.steps):
+        is_there = any((folder / table / _file_of(step)).exists() for table in ("values", "calls"))
+        if not (is_there and is_written(step)):
+            write_step(trace, step, folder, calls_of=calls)
+
+
+def _file_of(step: Step) -> str:
+    life = f".{step.incarnation}" if step.incarnation else ""
+    return f"{mode_word(step)}-{step.step:08d}{life}.parquet"
 
 
 class _Table:

@@ -192,7 +192,7 @@ def _lives(trace: Trace, wanted: frozenset[int], folder: Path) -> dict[tuple[int
     """Return what becomes a process, by rank and incarnation."""
     lives = {}
     starts = trace.columns()["calls.start_ns"]
-    epoch_ns = int(starts.min()) if len(starts) else 0
+    epoch_ns = int(starts.min(initial=starts[0])) if len(starts) else 0
     taken = set[tuple[str, int]]()
     for number, one in enumerate(trace.run["ranks"]):
         rank, incarnation = int(one["rank"]), int(one["incarnation"])

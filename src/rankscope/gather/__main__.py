@@ -44,6 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
                 metrics_port=options.metrics,
                 live_check=not options.no_live_check,
                 on_finding=options.on_finding,
+                parquet=options.parquet,
             ),
             is_stopped,
         )
@@ -76,6 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     collector.add_argument("--metrics", type=int, help="port of the loopback for metrics")
     collector.add_argument("--no-live-check", action="store_true", help="judge nothing meanwhile")
     collector.add_argument("--on-finding", default="", help="shell command given each finding")
+    collector.add_argument("--parquet", action="store_true", help="write a dataset too")
     return parser
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import subprocess
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -24,15 +25,24 @@ from rankscope.gather.waitingrule import (
     StreamProgress,
     decide,
 )
-from rankscope.run.companions import GROWS_FROM_BYTES, stepwise_command
+from rankscope.record.graceseconds import FINISH_SECONDS
+from rankscope.run.companions import (
+    GROWS_FROM_BYTES,
+    companion_environment,
+    dataset_command,
+    stepwise_command,
+)
 from rankscope.run.filenames import (
     COLLECTOR_LOCK_NAME,
     COLLECTOR_LOG_NAME,
     COLLECTOR_NAME,
+    PARQUET_FOLDER,
     REPLICA_FOLDER,
+    STEPS_FOLDER,
     TRACE_NAME,
 )
 from rankscope.run.folders import FolderLock
+from rankscope.run.outfolder import typed
 from rankscope.spool.recordcolumns import open_replica
 from rankscope.spool.replication import replica_path, replicated
 
@@ -97,6 +107,8 @@ class CollectorOptions:
     """Judge steps while the job runs."""
     on_finding: str = ""
     """Shell command given what is found then, "" for none."""
+    parquet: bool = False
+    """Write steps into a Parquet dataset too."""
 
 
 class Observer:
@@ -156,7 +168,9 @@ def collect(
                 outcome = _gather_and_build(options, source, is_stopped, watching, stepwise)
         source.farewell()
         (options.out / COLLECTOR_NAME).unlink(missing_ok=True)
-        if outcome is ExitOutcome.DONE:
+        source.close()  # nobody waits for a dataset but who asked for it
+        source = None
+        if _finish_dataset(options) and outcome is ExitOutcome.DONE:
             (options.out / COLLECTOR_LOG_NAME).unlink(missing_ok=True)
         return outcome
     finally:
@@ -186,8 +200,9 @@ def _stepwise(
         live_check=options.live_check,
         on_finding=options.on_finding,
         keep_spool=options.keep_spool,
+        parquet=options.parquet,
     )
-    from_bytes = 0 if options.live_check else GROWS_FROM_BYTES
+    from_bytes = 0 if options.live_check or options.parquet else GROWS_FROM_BYTES
     return contextlib.closing(StepwiseProcess(command, options.out, from_bytes=from_bytes))
 
 
@@ -208,7 +223,8 @@ def _gather_and_build(
     if decision is Decision.NOTHING:  # or nothing could be taken
         return ExitOutcome.NO_ROOM if source.trouble else ExitOutcome.DONE
     if _is_quiet(options.out):
-        shutil.rmtree(options.out / REPLICA_FOLDER, ignore_errors=True)
+        for name in (REPLICA_FOLDER, STEPS_FOLDER):
+            shutil.rmtree(options.out / name, ignore_errors=True)
         observer.quiet()
         log("nothing happened before which the ranks would have held steps: there is no trace")
         return ExitOutcome.DONE
@@ -302,3 +318,31 @@ def _build(out: Path, *, keep_spool: bool, observer: Observer) -> ExitOutcome:
         return ExitOutcome.UNFINISHED
     log(f"built {out / TRACE_NAME} in {time.monotonic() - started:.1f} s")
     return ExitOutcome.DONE
+
+
+def _finish_dataset(options: CollectorOptions) -> bool:
+    """Have what the dataset lacks written; True where it is whole, or none was asked for, or there
+    is no tree to write it from."""
+    if not options.parquet or not (options.out / TRACE_NAME).exists():
+        return True
+    most_s = max(options.finish_s, FINISH_SECONDS)
+    try:
+        code = subprocess.run(
+            dataset_command(options.out),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,  # its errors go into the collector's log
+            env=companion_environment(),
+            cwd=options.out,
+            start_new_session=True,
+            timeout=most_s,
+            check=False,
+        ).returncode
+        trouble = f"its process ended with {code}" if code else ""
+    except subprocess.TimeoutExpired:
+        trouble = f"it took longer than {most_s:g} s"
+    except OSError as error:
+        trouble = f"its process cannot be started: {error.strerror}"
+    if trouble:
+        whole = f"{typed('export', options.out, out='NEW')} --format parquet"
+        log(f"{options.out / PARQUET_FOLDER} is not whole: {trouble}; a whole one: {whole}")
+    return not trouble

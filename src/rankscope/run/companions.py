@@ -27,6 +27,8 @@ __all__ = [
     "LONGEST_IPC_PATH",
     "collector_command",
     "companion_environment",
+    "dataset_command",
+    "dataset_trouble",
     "ipc_address",
     "metrics_trouble",
     "relay_command",
@@ -59,6 +61,7 @@ def collector_command(
     metrics: int | None = None,
     live_check: bool = True,
     on_finding: str = "",
+    parquet: bool = False,
 ) -> list[str]:
     """The command that collects a run into `out`.
 
@@ -73,6 +76,7 @@ def collector_command(
         metrics: port of the loopback on which it serves metrics, None for none.
         live_check: judge steps while the job runs.
         on_finding: shell command given what is found then, "" for none.
+        parquet: write steps into a Parquet dataset too.
     """
     command = [*_module(), "collector", "--out", str(out), "--world-size", str(world_size)]
     if bind:
@@ -86,18 +90,39 @@ def collector_command(
         command += ["--no-live-check"]
     if on_finding:
         command += ["--on-finding", on_finding]
+    if parquet:
+        command += ["--parquet"]
     return [*command, "--keep-spool"] if keep_spool else command
 
 
 def stepwise_command(
-    out: Path, *, traced_ranks: int, live_check: bool, on_finding: str, keep_spool: bool
+    out: Path,
+    *,
+    traced_ranks: int,
+    live_check: bool,
+    on_finding: str,
+    keep_spool: bool,
+    parquet: bool,
 ) -> list[str]:
     """The command that goes with a running job step by step; arguments as of
     `collector_command`."""
-    command = [sys.executable, "-m", "rankscope.stepwise", "--out", str(out)]
+    command = [*_stepwise(), "--out", str(out)]
     command += ["--traced-ranks", str(traced_ranks), f"--on-finding={on_finding}"]
     command += [] if live_check else ["--no-verdicts"]
+    command += ["--parquet"] if parquet else []
     return [*command, "--keep-records"] if keep_spool else command
+
+
+def dataset_command(out: Path) -> list[str]:
+    """The command that writes what the Parquet dataset lacks of a trace that is finished."""
+    return [*_stepwise(), "--finish-dataset", "--out", str(out)]
+
+
+def dataset_trouble() -> str:
+    """Return why no Parquet dataset can be written, "" where one can."""
+    if importlib.util.find_spec("pyarrow") is None:
+        return "no Parquet dataset: pyarrow is missing; pip install 'rankscope[parquet]'"
+    return ""
 
 
 def metrics_trouble(port: int) -> str:
@@ -205,3 +230,7 @@ def start_extras(daemons: Iterable[tuple[Sequence[str], Path]]) -> list[str]:
 
 def _module() -> list[str]:
     return [sys.executable, "-m", "rankscope.gather"]
+
+
+def _stepwise() -> list[str]:
+    return [sys.executable, "-m", "rankscope.stepwise"]

@@ -28,6 +28,7 @@ __all__ = [
     "ORDER_FOLDER",
     "ORDER_NAME",
     "ORDER_SEEN_PREFIX",
+    "PARQUET_FOLDER",
     "RELAY_LOCK_NAME",
     "RELAY_LOG_NAME",
     "RELAY_STARTED_NAME",
@@ -74,6 +75,8 @@ NODES_FORMAT = "rankscope.nodes/1"
 FINDINGS_NAME = "findings.jsonl"
 """What was found while the job ran, a line each."""
 FINDINGS_FORMAT = "rankscope.finding/1"
+PARQUET_FOLDER = "parquet"
+"""Folder of the dataset of `--rs-parquet`, written while the job runs."""
 
 REPLICA_FOLDER = "spool"
 """Folder of the replicas inside a trace folder: `rank00003.0.cells`, its end marker

@@ -14,8 +14,11 @@ from rankscope.run.filenames import (
     COLLECTOR_LOCK_NAME,
     COLLECTOR_LOG_NAME,
     COLLECTOR_NAME,
+    FINDINGS_NAME,
+    PARQUET_FOLDER,
     REPLICA_FOLDER,
     STALL_FOLDER,
+    STEPS_FOLDER,
     TENSOR_FOLDER,
 )
 
@@ -38,6 +41,9 @@ _OF_A_COLLECTOR = frozenset(
         COLLECTOR_LOG_NAME,
         TENSOR_FOLDER,
         STALL_FOLDER,
+        FINDINGS_NAME,
+        STEPS_FOLDER,
+        PARQUET_FOLDER,
     }
 )
 """What is in a trace folder as long as its tree is not."""

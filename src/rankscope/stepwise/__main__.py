@@ -13,10 +13,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Final
 
-from rankscope.run.filenames import TRACE_NAME
+from rankscope.errors import RankscopeError
+from rankscope.run.filenames import PARQUET_FOLDER, TRACE_NAME
 from rankscope.stepwise.findingsfile import FindingsFile
 from rankscope.stepwise.stepjudge import LiveCheck
-from rankscope.stepwise.stepkeeper import StepKeeper
+from rankscope.stepwise.stepkeeper import KeepSizes, StepKeeper
+from rankscope.tree.finishedtrace import TraceFiles
+from rankscope.tree.growingtree import StepName, steps_of_parts
+from rankscope.tree.views import Trace
 
 __all__ = ["main"]
 
@@ -43,15 +47,50 @@ def _go_along(
             time.sleep(min(_LOOK_S, max(0.0, until - time.monotonic())))
 
 
+def _into_dataset(out: Path) -> Callable[[Trace], None]:
+    from rankscope.export.parquet import write_steps  # an extra: its package may be missing
+
+    return lambda trace: write_steps(trace, out / PARQUET_FOLDER)
+
+
+def _finish_dataset(out: Path) -> None:
+    """Make the dataset of a finished trace whole; where that cannot be, say so and exit."""
+    from rankscope.export.parquet import write_rest  # as above
+
+    try:
+        files = TraceFiles(out)
+        grown = steps_of_parts(files.head)
+        write_rest(
+            Trace(files, out),
+            out / PARQUET_FOLDER,
+            lambda step: (
+                not step.is_setup and StepName(step.incarnation, int(step.mode), step.step) in grown
+            ),
+        )
+    except (RankscopeError, OSError) as error:
+        sys.exit(f"rankscope: {error}")
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Go along until told to stop; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m rankscope.stepwise", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="trace folder")
-    parser.add_argument("--traced-ranks", type=int, required=True, help="how many are traced")
+    parser.add_argument("--traced-ranks", type=int, help="how many are traced")
     parser.add_argument("--on-finding", default="", help="shell command given each finding")
     parser.add_argument("--no-verdicts", action="store_true", help="judge nothing")
     parser.add_argument("--keep-records", action="store_true", help="free nothing")
+    parser.add_argument("--parquet", action="store_true", help="write a dataset too")
+    parser.add_argument(
+        "--finish-dataset", action="store_true", help="write what it lacks of a finished trace"
+    )
     options = parser.parse_args(arguments)
+    with contextlib.suppress(OSError):
+        os.nice(_NICE)
+    if options.finish_dataset:
+        _finish_dataset(options.out)
+        return 0
+    if options.traced_ranks is None:
+        parser.error("--traced-ranks is missing")
     stopped: list[int] = []
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -60,14 +99,18 @@ def main(arguments: list[str] | None = None) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, stop)
-    with contextlib.suppress(OSError):
-        os.nice(_NICE)
     out, ranks = options.out, options.traced_ranks
     findings = FindingsFile(out)
     looks: list[Look] = []
     if not options.no_verdicts:
         looks.append(LiveCheck(findings, traced_ranks=ranks, command=options.on_finding).look)
-    keeper = StepKeeper(out, traced_ranks=ranks, say=findings.say)
+    keeper = StepKeeper(
+        out,
+        traced_ranks=ranks,
+        say=findings.say,
+        sizes=KeepSizes(begin=0) if options.parquet else KeepSizes(),
+        dataset=_into_dataset(out) if options.parquet else None,
+    )
     if not options.keep_records:
         looks.append(keeper.look)
     if not (out / TRACE_NAME).exists():

@@ -14,6 +14,8 @@ from rankscope.spool.replication import replicated
 from rankscope.stepwise.finishedsteps import RunningJob
 from rankscope.stepwise.stepsplit import StepKey
 from rankscope.tree.growingtree import GrowingTree, StepName
+from rankscope.tree.reader import RecordSource
+from rankscope.tree.views import Trace
 
 __all__ = ["KeepSizes", "StepKeeper"]
 
@@ -47,6 +49,7 @@ class StepKeeper:
         traced_ranks: int,
         say: Callable[[str], object],
         sizes: KeepSizes = KeepSizes(),
+        dataset: Callable[[Trace], None] | None = None,
     ) -> None:
         """Write nothing yet.
 
@@ -55,8 +58,11 @@ class StepKeeper:
             traced_ranks: how many ranks write a stream.
             say: takes a line about what cannot be done.
             sizes: when it is worth what.
+            dataset: takes the trace of each part before it is in the tree: what is in the tree was
+                taken. After a kill it may be given steps again.
         """
         self._out, self._say, self._sizes = out, say, sizes
+        self._dataset = dataset
         self._job = RunningJob(out, traced_ranks=traced_ranks)
         self._tree: GrowingTree | None = None
         self.is_behind = False
@@ -147,7 +153,11 @@ class StepKeeper:
     def _write(self, tree: GrowingTree, keys: Sequence[StepKey]) -> None:
         began = time.monotonic()
         self._unsettled += sum(map(self._job.bytes_of, keys))
-        tree.add(self._job.document(keys, tree.began_ns))
+        document = self._job.document(keys, tree.began_ns)
+        if self._dataset is not None:
+            records = RecordSource(document, self._out, is_compact=True)
+            self._dataset(Trace(records, self._out, is_live=True, is_written=False))
+        tree.add(document)
         self._job.drop(keys)
         self._written_at = time.monotonic()
         self._took_s = self._written_at - began

@@ -49,7 +49,9 @@ class Document:
     """Row of the first value among those of the whole trace, where others were written before."""
     first_sample: int = 0
     """The same for rows of samples."""
-    _renderers: dict[bool, _Renderer] = field(default_factory=dict, init=False, repr=False)
+    _renderers: dict[tuple[bool, int, int], _Renderer] = field(
+        default_factory=dict, init=False, repr=False
+    )
 
     def heads(self) -> list[dict[str, Any]]:
         """Return what identifies each group: {"incarnation", "mode", "step"}; setup has incarnation
@@ -62,9 +64,10 @@ class Document:
 
     def nodes(self, group: int, *, is_compact: bool = False) -> list[dict[str, Any]]:
         """Return the top nodes of a group as JSON data, children inside."""
-        if is_compact not in self._renderers:
-            self._renderers[is_compact] = _Renderer(self, is_compact=is_compact)
-        return self._renderers[is_compact].group(group)
+        key = (is_compact, self.first_row, self.first_sample)
+        if key not in self._renderers:
+            self._renderers[key] = _Renderer(self, is_compact=is_compact)
+        return self._renderers[key].group(group)
 
     def json_bytes_estimate(self) -> int:
         """Return roughly how large the nodes are as JSON with every rank's numbers in it."""

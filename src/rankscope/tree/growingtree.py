@@ -31,7 +31,7 @@ from rankscope.tree.nodesfile import nodes_path, write_nodes
 if TYPE_CHECKING:
     from rankscope.tree.document import Document
 
-__all__ = ["GrowingTree", "StepName", "TreePart", "grown_in", "step_name"]
+__all__ = ["GrowingTree", "StepName", "TreePart", "grown_in", "step_name", "steps_of_parts"]
 
 _COUNTED: Final = ("values", "samples", "calls")
 _OF_A_PART: Final = re.compile(r"steps/\d{6,}\.(json|safetensors)")
@@ -53,6 +53,19 @@ def step_name(head: Mapping[str, Any]) -> StepName:
     """
     mode = Mode[str(head["mode"]).upper()]
     return StepName(int(head["incarnation"]), int(mode), int(head["step"]))
+
+
+def steps_of_parts(head: Mapping[str, Any]) -> set[StepName]:
+    """Return the steps of a finished trace that were written while its job ran.
+
+    Args:
+        head: of its trace.json.
+    """
+    values = head["storage"]["values"]
+    if isinstance(values, str):
+        return set()
+    rest = int(Path(values[-1]["file"]).stem)
+    return {step_name(each) for each in head["steps"] if int(Path(each["nodes_file"]).stem) < rest}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,8 +32,9 @@ _OURS = TRACE_FORMAT.partition("/")[0].encode()
 class RecordSource:
     """A trace assembled in memory."""
 
-    def __init__(self, document: Document, folder: Path) -> None:
-        self._document, self._folder = document, folder
+    def __init__(self, document: Document, folder: Path, *, is_compact: bool = False) -> None:
+        """`is_compact`: numbers stand in the columns alone, as in a large trace."""
+        self._document, self._folder, self._is_compact = document, folder, is_compact
         self.head: Mapping[str, Any] = {"run": document.run, "completeness": document.completeness}
         self.groups = [(document.is_setup(i), head) for i, head in enumerate(document.heads())]
 
@@ -43,7 +44,7 @@ class RecordSource:
 
     def nodes(self, group: int) -> list[dict[str, Any]]:
         """Return the nodes of a group."""
-        return self._document.nodes(group)
+        return self._document.nodes(group, is_compact=self._is_compact)
 
     def columns(self) -> Columns:
         """Return the value columns."""
