@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,18 @@ import numpy as np
 import pytest
 
 from rankscope.diagnosis.check import check
+from rankscope.record.call import Mode
 from rankscope.run.filenames import REPLICA_FOLDER, TRACE_NAME
+from rankscope.spool.recordformat import StepEvent
 from rankscope.spool.settledprefix import settled_to
 from rankscope.tree.build import build, recover
 from rankscope.tree.reader import open_trace
 from rankscope.tree.views import Trace
+from tests.diagnosis.paper import module, numbers, setup
 from tests.stepwise.growing import grown
 from tests.stepwise.test_paper_jobs import STEPS, job
 from tests.tree.jobs import grid_job
+from tests.tree.ranks_on_paper import PaperRank
 
 
 def said_of(trace: Trace) -> list[Any]:
@@ -44,8 +49,35 @@ def said_of(trace: Trace) -> list[Any]:
     return found
 
 
+def uneven_job(folder: Path, *, after: tuple[list[int], list[int]], steps: int = STEPS) -> Path:
+    """Write 2 replicas of ranks that each evaluate a batch after some train steps of their own;
+    return the trace folder, with the records alone."""
+    out = folder / "trace"
+    for number in range(2):
+        rank = PaperRank(folder, number, 2)
+        setup(rank, {"a.weight": numbers(0)}, wrappers=("DDP",))
+        evaluated = itertools.count()
+        for step in range(steps):
+            one_step(rank, step, "train")
+            for _ in range(after[number].count(step)):
+                one_step(rank, next(evaluated), "eval")
+        rank.end()
+        rank.ship(out)
+    return out
+
+
+def one_step(rank: PaperRank, step: int, mode: str) -> None:
+    rank.step(StepEvent.BEGIN, step, mode)
+    with rank.call(class_name="Model", step=step, mode=mode):
+        module(rank, "a", numbers(1 + step), numbers(2 + step), step=step, mode=mode)
+    rank.step(StepEvent.END, step, mode)
+
+
 JOBS = {
     "right": lambda folder: job(folder),
+    "evaluates unevenly": lambda folder: uneven_job(
+        folder, after=([2, 2, 5, 5, 8, 8, 11, 11], [2, 5, 8, 11])
+    ),
     "drifts": lambda folder: job(folder, drifts_at=5),
     "evaluates": lambda folder: job(folder, evaluates=True),
     "sharded, with samples": lambda folder: (
@@ -102,6 +134,20 @@ def test_a_killed_job_is_recovered_whole(tmp_path: Path):
     recover([work], tmp_path / "recovered")
     assert said_of(open_trace(tmp_path / "recovered")) == said_of(open_trace(out))
     assert said_of(open_trace(work)) == said_of(open_trace(out))  # which lost nothing by that
+
+
+def test_a_step_that_comes_long_after_it_was_written_is_counted(tmp_path: Path):
+    """A rank evaluates for the first time long after another one did."""
+    out, work = uneven_job(tmp_path, after=([1, 1, 1], [35]), steps=40), tmp_path / "work"
+    for _ in grown(out, work, pieces=40):
+        pass
+    build(work)
+    found = open_trace(work)
+    step, *_ = (step for step in found.steps if step.mode is Mode.EVAL)
+    assert {rank for node in step.walk() for rank in node.ranks} == {0}
+    assert not found.is_complete
+    (note,) = found.completeness["ranks"][1]["notes"]
+    assert "came after their step was written" in note
 
 
 def test_columns_of_many_files_are_read_as_one(tmp_path: Path):

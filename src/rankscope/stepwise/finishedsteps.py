@@ -27,6 +27,8 @@ _LOOK_BYTES: Final = 64 << 20
 """Read of all streams at a time."""
 _MOST_HELD: Final = 256 << 20
 """Bytes of records above which ranks that are ahead wait for those that are behind."""
+_MOST_LAGGING: Final = 64 << 20
+"""Bytes of steps outside training that wait for a rank that counts fewer of them than others."""
 _STEPS_PAST: Final = 2
 """So many steps after one a rank writes no record of it any more."""
 _AWAY_S: Final = 60.0
@@ -102,32 +104,50 @@ class RunningJob:
                 for rank, stream in self._streams.items()
             ):
                 found.append(key)
-        return sorted(found, key=lambda key: (self.ended_ns(key), key))
+        return sorted(found, key=self._when)
 
     def past(self) -> list[StepKey]:
         """Return the held steps to which no rank will add a record, in the order in which they
         ended: every rank is some steps further, or has ended.
         """
         now = time.monotonic()
-        found = []
+        found, lagging = [], []
         for key, seen_at in self._seen_at.items():
             is_away = now - seen_at >= _AWAY_S
-            if (len(self._streams) >= self._traced_ranks or is_away) and all(
-                self._is_past(rank, stream, key) or (is_away and key.mode not in stream.begun)
+            if len(self._streams) < self._traced_ranks and not is_away:
+                continue
+            left = [
+                stream
                 for rank, stream in self._streams.items()
-            ):
+                if not self._is_past(rank, stream, key)
+                and not (is_away and key.mode not in stream.begun)
+            ]
+            if not left:
                 found.append(key)
-        return sorted(found, key=lambda key: (self.ended_ns(key), key))
+            elif all(self._has_trained_on(stream, key) for stream in left):
+                lagging.append(key)
+        room = _MOST_LAGGING
+        for key in sorted(lagging, key=self._when, reverse=True):
+            room -= self.bytes_of(key)
+            if room < 0:
+                found.append(key)
+        return sorted(found, key=self._when)
 
     def _is_past(self, rank: int, stream: SplitStream, key: StepKey) -> bool:
         if stream.is_over or rank in self._ends:
             return stream.is_read_out
-        if stream.ended.get(key.mode, -1) >= key.step + _STEPS_PAST:
-            return True
-        # evaluation on some ranks alone: the others have trained on
+        if key.mode in stream.begun:
+            return stream.ended.get(key.mode, -1) >= key.step + _STEPS_PAST
+        return self._has_trained_on(stream, key)  # evaluation on some ranks alone
+
+    def _has_trained_on(self, stream: SplitStream, key: StepKey) -> bool:
+        """True for a step outside training, behind which a rank trained on without it."""
         trained = max(each.trained_by_then.get(key, -1) for each in self._streams.values())
         is_side = key.mode != int(Mode.TRAIN)
         return is_side and stream.ended.get(int(Mode.TRAIN), -1) >= trained + _STEPS_PAST
+
+    def _when(self, key: StepKey) -> tuple[int, StepKey]:
+        return self.ended_ns(key), key
 
     def ended_ns(self, key: StepKey) -> int:
         """Return the wall clock in ns at which the last rank ended a held step, 0 where none is
@@ -148,13 +168,15 @@ class RunningJob:
         return {key for stream in self._streams.values() for key in stream.held}
 
     def _behind(self) -> set[int]:
-        """Return the ranks that the oldest held step waits for."""
-        keys = sorted(self._seen_at, key=lambda key: (self.ended_ns(key), key))
-        return {
-            rank
-            for rank, stream in self._streams.items()
-            if not keys or not self._is_past(rank, stream, keys[0])
-        }
+        """Return the ranks that the oldest step of each mode waits for, all where none waits."""
+        found: set[int] = set()
+        seen: set[int] = set()
+        for key in sorted(self._seen_at, key=self._when):
+            if key.mode not in seen:
+                late = {r for r, each in self._streams.items() if not self._is_past(r, each, key)}
+                seen |= {key.mode} if late else set()
+                found |= late
+        return found or {*self._streams}
 
     def has_tensors(self, key: StepKey) -> bool:
         """True where full tensors of a step were asked for: which of them came is known at the

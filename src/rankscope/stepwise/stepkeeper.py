@@ -122,7 +122,8 @@ class StepKeeper:
                 if is_stopped():
                     return False
                 self._write(tree, part)
-        if self._unsettled >= max(self._sizes.free, 2 * setup):
+        again = setup + self._job.held_bytes  # written anew each time
+        if self._unsettled >= max(self._sizes.free, 2 * again):
             self._settle(tree)
         return taken > 0
 

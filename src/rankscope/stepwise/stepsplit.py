@@ -135,13 +135,13 @@ class SplitStream:
 
     def drop(self, key: StepKey) -> None:
         """Let the records of a step go."""
+        self._dropped[key.mode] = max(key.step, self._dropped.get(key.mode, -1))
         if self._held.pop(key, None) is None:
             return
         del self.held[key]
         self.ended_ns.pop(key, None)
         self.trained_by_then.pop(key, None)
         self.with_tensors.discard(key)
-        self._dropped[key.mode] = max(key.step, self._dropped.get(key.mode, -1))
         gone = self._owners == self._numbers.pop(key)
         self._sequences, self._owners = self._sequences[~gone], self._owners[~gone]
 
