@@ -14,12 +14,15 @@ from rankscope.diagnosis.check import check
 from rankscope.record.call import Mode
 from rankscope.run.filenames import REPLICA_FOLDER, TRACE_NAME
 from rankscope.spool.recordformat import StepEvent
+from rankscope.spool.replication import replica_path
 from rankscope.spool.settledprefix import settled_to
+from rankscope.spool.streamreader import StreamReader
 from rankscope.tree.build import build, recover
+from rankscope.tree.growingtree import GrowingTree
 from rankscope.tree.reader import open_trace
 from rankscope.tree.views import Trace
 from tests.diagnosis.paper import module, numbers, setup
-from tests.stepwise.growing import grown
+from tests.stepwise.growing import grown, keeper
 from tests.stepwise.test_paper_jobs import STEPS, job
 from tests.tree.jobs import grid_job
 from tests.tree.ranks_on_paper import PaperRank
@@ -173,3 +176,91 @@ def test_columns_of_many_files_are_read_as_one(tmp_path: Path):
         np.testing.assert_array_equal(column[mask], whole[mask])
         with pytest.raises(IndexError):
             column[size]
+
+
+class Pens:
+    """Two ranks that write as they are told, and what keeps their steps."""
+
+    def __init__(self, folder: Path) -> None:
+        self.out = folder / "trace"
+        self._ranks = [PaperRank(folder, number, 2) for number in range(2)]
+        for rank in self._ranks:
+            setup(rank, {"a.weight": numbers(0)}, wrappers=("DDP",))
+        self._watch = keeper(self.out, 2)
+
+    def step(self, step: int, *ranks: int, mode: str = "train", tensor: int = 0) -> None:
+        """Some ranks run a step."""
+        for number in ranks:
+            rank = self._ranks[number]
+            rank.step(StepEvent.BEGIN, step, mode)
+            with rank.call(class_name="Model", step=step, mode=mode) as call:
+                rank.value(call, "output", numbers(step), reference=tensor)
+            rank.step(StepEvent.END, step, mode)
+
+    def written(self) -> list[tuple[str, int]]:
+        """Return the steps in the tree, once all is read that ranks have written."""
+        for rank in self._ranks:
+            data = b"".join(StreamReader(rank.folder).chunks())
+            with replica_path(self.out, rank.stream).open("ab") as file:
+                file.write(data[file.tell() :])
+        for _ in range(20):
+            self._watch.look(lambda: False)
+        tree = GrowingTree(self.out)
+        return [(head["mode"], head["step"]) for part in tree.parts() for head in part.steps]
+
+    def end(self, number: int) -> None:
+        self._ranks[number].end()
+
+
+@pytest.fixture
+def pens(tmp_path: Path) -> Pens:
+    (tmp_path / "trace" / REPLICA_FOLDER).mkdir(parents=True)
+    return Pens(tmp_path)
+
+
+def test_a_step_waits_until_every_rank_is_two_steps_further(pens: Pens):
+    pens.step(0, 0, 1)
+    assert pens.written() == []
+    for step in range(1, 9):
+        pens.step(step, 0)
+    pens.step(1, 1)
+    assert pens.written() == []  # rank 1 may have more to say of step 0
+    pens.step(2, 1)
+    assert pens.written() == [("train", 0)]
+
+
+def test_a_rank_that_ended_is_not_waited_for(pens: Pens):
+    for step in range(4):
+        pens.step(step, 0, 1)
+    pens.end(1)
+    for step in range(4, 9):
+        pens.step(step, 0)
+    assert pens.written() == [("train", step) for step in range(7)]
+
+
+def test_evaluation_on_one_rank_is_written_once_the_others_have_trained_on(pens: Pens):
+    pens.step(0, 0, 1)
+    pens.step(0, 0, mode="eval")
+    pens.step(1, 0)
+    pens.step(1, 1)
+    pens.step(2, 0)
+    assert ("eval", 0) not in pens.written()  # rank 1 may come to it yet
+    pens.step(2, 1)
+    assert pens.written() == [("train", 0), ("eval", 0)]
+
+
+def test_a_step_with_full_tensors_stays_until_the_end(pens: Pens):
+    for step in range(8):
+        pens.step(step, 0, 1, tensor=77 if step == 3 else 0)
+    assert pens.written() == [("train", step) for step in (0, 1, 2, 4, 5)]
+    assert [step.step for step in open_trace(pens.out).steps] == [*range(8)]
+
+
+def test_two_processes_do_not_write_one_tree(tmp_path: Path):
+    (tmp_path / "steps").mkdir()
+    first = GrowingTree.to_write(tmp_path)
+    assert first is not None and GrowingTree.to_write(tmp_path) is None
+    first.close()
+    second = GrowingTree.to_write(tmp_path)
+    assert second is not None
+    second.close()

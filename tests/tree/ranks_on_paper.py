@@ -224,6 +224,7 @@ class PaperRank:
         box: Box | None = None,
         source: str | None = None,
         requires_grad: bool = False,
+        reference: int = 0,
     ) -> None:
         number = 0
         if mesh is not None:
@@ -267,7 +268,7 @@ class PaperRank:
                 ordinal,
                 d["count"],
                 d["hash"],
-                0,
+                reference,
                 d["nan"],
                 d["posinf"],
                 d["neginf"],

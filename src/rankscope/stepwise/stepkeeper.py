@@ -27,7 +27,7 @@ class KeepSizes:
     begin: int = GROWS_FROM_BYTES
     """Of the whole job, before the tree grows."""
     part: int = 8 << 20
-    """That are worth a part."""
+    """That are worth a part; 0 for any."""
     free: int = 16 << 20
     """That are freed at a time."""
 
@@ -116,7 +116,8 @@ class StepKeeper:
         waiting = [k for k in self._job.past() if not self._job.has_tensors(k)]
         size = sum(map(self._job.bytes_of, waiting))
         setup = sum(stream.kept_bytes for stream in self._job.streams())  # read again for each part
-        is_due = size >= max(self._sizes.part, setup) or self._waited_s() > _WAIT_S
+        worth = max(self._sizes.part, setup) if self._sizes.part else 0
+        is_due = size >= worth or self._waited_s() > _WAIT_S
         if waiting and is_due:
             for part in self._parts(waiting):
                 if is_stopped():
