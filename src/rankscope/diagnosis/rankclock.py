@@ -10,6 +10,7 @@ event each: their values have no order among themselves.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -28,12 +29,17 @@ class RankClock:
 
     def __init__(self, columns: Mapping[str, Array]) -> None:
         self._node = columns["calls.node"]
-        self._order = np.argsort(self._node, kind="stable")
-        self._sorted = self._node[self._order]
         self._rank = columns["calls.rank"]
         self._start = columns["calls.start_ns"]
         self._duration = columns["calls.duration_ns"]
         self._issued = columns.get("calls.issued")
+
+    @cached_property
+    def _sorted(self) -> tuple[Array, Array]:
+        """Rows in the order of their nodes, and these nodes; made once somebody asks for a time."""
+        node = np.asarray(self._node)
+        order = np.argsort(node, kind="stable")
+        return order, node[order]
 
     def span(self, call: CallView, ranks: Array) -> tuple[Array, Array]:
         """Return begin and end of a call on these ranks, in ns; where an end was not recorded, its
@@ -53,8 +59,9 @@ class RankClock:
 
     def _rows(self, call: CallView, ranks: Array) -> Array | None:
         number = np.uint64(int(call.node.id, 16))
-        first, last = np.searchsorted(self._sorted, [number, number + np.uint64(1)])
-        rows = self._order[first:last]
+        order, nodes = self._sorted
+        first, last = np.searchsorted(nodes, [number, number + np.uint64(1)])
+        rows = order[first:last]
         if not len(rows):
             return None
         own = self._rank[rows]

@@ -136,11 +136,11 @@ def join_columns(
 
 
 def as_arrays(columns: Mapping[str, Any]) -> dict[str, Array]:
-    """Return columns for many small reads: arrays are sliced faster than maps of files. Those of
-    values stay where they are if they lie in several files, which may be more than memory holds.
+    """Return columns for many small reads: arrays are sliced faster than maps of files. Those that
+    lie in several files stay there: they may be more than memory holds.
     """
-    found = {}
+    found: dict[str, Array] = {}
     for name, column in columns.items():
-        is_left: bool = type(column) is JoinedColumn and not name.startswith("calls.")
-        found[name] = column if is_left else np.asarray(column)
+        is_joined: bool = type(column) is JoinedColumn
+        found[name] = column if is_joined else np.asarray(column)
     return found
