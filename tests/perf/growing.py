@@ -1,6 +1,6 @@
 """What a job costs whose tree grows while it runs: memory, disk, time at its end.
 
-    python -m tests.perf.growing [--steps 10000] [--ranks 2] [--csv FILE]
+    python -m tests.perf.growing [--steps 10000] [--ranks 2] [--svg FILE]
     python -m tests.perf.growing --simulate 256 2000 [--period 10]
 
 A small job traces every step. Each second the memory of its ranks, of relay, collector and the
@@ -12,13 +12,13 @@ With --simulate, what the process beside the steps takes for many ranks: records
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rankscope.errors import RankscopeError
@@ -50,6 +50,14 @@ for step in range(steps):
         open(out, "w").write(str(step))
 dist.destroy_process_group()
 """
+LEGEND = {
+    "ranks": "a rank (memory)",
+    "relay": "relay (memory)",
+    "collector": "collector (memory)",
+    "beside": "process beside (memory)",
+    "host spool": "spools (disk)",
+    "records": "records (disk)",
+}
 ROLES = {"ranks": b"script.py", "relay": b"relay", "collector": b"collector", "beside": b"stepwise"}
 
 
@@ -84,6 +92,33 @@ def on_disk(folder: Path) -> float:
         except OSError:
             continue
     return total / 2**20
+
+
+def plot(rows: Sequence[Mapping[str, float]], file: Path) -> None:
+    """Draw what was read each second over the steps, as an SVG."""
+    names = ["ranks", "relay", "collector", "beside", "host spool", "records"]
+    colors = ["#4477aa", "#66ccee", "#228833", "#ee6677", "#aa3377", "#ccbb44"]
+    last = max(row["step"] for row in rows)
+    most = max(row[name] for row in rows for name in names)
+    top = 50 * (int(most) // 50 + 1)
+    parts = ['<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 760 330" font-family="sans-serif" '
+             'font-size="12"><rect width="760" height="330" fill="#fff"/>']  # fmt: skip
+    for megabytes in range(0, top + 1, 50):
+        y = 290 - 260 * megabytes / top
+        parts.append(f'<path d="M50 {y:.1f}H600" stroke="#ddd"/>')
+        parts.append(f'<text x="44" y="{y + 4:.1f}" text-anchor="end">{megabytes}</text>')
+    for fifth in range(6):
+        x = 50 + 110 * fifth
+        parts.append(f'<text x="{x}" y="308" text-anchor="middle">{last * fifth // 5:,}</text>')
+    parts.append('<text x="325" y="325" text-anchor="middle">traced steps</text>')
+    parts.append('<text x="8" y="16">MB</text>')
+    for i, (name, color) in enumerate(zip(names, colors)):
+        points = " ".join(
+            f"{50 + 550 * row['step'] / last:.1f},{290 - 260 * row[name] / top:.1f}" for row in rows
+        )
+        parts.append(f'<polyline points="{points}" fill="none" stroke="{color}"/>')
+        parts.append(f'<text x="612" y="{50 + 20 * i}" fill="{color}">{LEGEND[name]}</text>')
+    file.write_text("\n".join([*parts, "</svg>", ""]))
 
 
 def simulate(ranks: int, modules: int, steps: int, period_s: float) -> None:
@@ -141,7 +176,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--csv", type=Path)
+    parser.add_argument("--svg", type=Path)
     parser.add_argument("--simulate", type=int, nargs=2, metavar=("RANKS", "MODULES"))
     parser.add_argument("--period", type=float, default=10.0, metavar="SECONDS")
     options = parser.parse_args()
@@ -188,11 +223,8 @@ def main() -> None:
     print(" ".join(f"{each:>10}" for each in names))
     for row in rows[:: max(1, len(rows) // 20)]:
         print(" ".join(f"{row[each]:10.0f}" for each in names))
-    if options.csv:
-        with options.csv.open("w", newline="") as file:
-            writer = csv.DictWriter(file, names)
-            writer.writeheader()
-            writer.writerows(rows)
+    if options.svg:
+        plot([row for row in rows if row["step"]], options.svg)
 
 
 if __name__ == "__main__":
