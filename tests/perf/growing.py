@@ -101,8 +101,9 @@ def plot(rows: Sequence[Mapping[str, float]], file: Path) -> None:
     last = max(row["step"] for row in rows)
     most = max(row[name] for row in rows for name in names)
     top = 50 * (int(most) // 50 + 1)
-    parts = ['<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 760 330" font-family="sans-serif" '
-             'font-size="12"><rect width="760" height="330" fill="#fff"/>']  # fmt: skip
+    parts = ['<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 760 330"',
+             'font-family="sans-serif" font-size="12">',
+             '<rect width="760" height="330" fill="#fff"/>']  # fmt: skip
     for megabytes in range(0, top + 1, 50):
         y = 290 - 260 * megabytes / top
         parts.append(f'<path d="M50 {y:.1f}H600" stroke="#ddd"/>')

@@ -207,17 +207,15 @@ class RunningJob:
     def document(self, keys: Iterable[StepKey], began_ns: int | None = None) -> Document:
         """Return setup and some steps as a document; `began_ns` and errors as of `assemble`."""
         wanted = set(keys)
-        sources = []
-        for rank, stream in self._streams.items():
-            marker = self._ends.get(rank)
-            sources.append(
-                StreamBytes(
-                    stream=stream.stream,
-                    data=stream.cells(wanted),
-                    is_verified=True,
-                    end=marker.end if marker else None,
-                )
+        sources = (
+            StreamBytes(
+                stream=stream.stream,
+                data=stream.cells(wanted),
+                is_verified=True,
+                end=self._ends[rank].end if rank in self._ends else None,
             )
+            for rank, stream in self._streams.items()
+        )
         return assemble(sources, decoded=self._definitions, began_ns=began_ns)
 
     def _discover(self) -> None:

@@ -34,6 +34,8 @@ class KeepSizes:
 
 _PART_BYTES: Final = 32 << 20
 """Of records that are assembled at a time, where that is more than one step."""
+_MOST_BYTES: Final = 128 << 20
+"""Of records of one step: to assemble it takes a dozen times as much memory."""
 _WAIT_S: Final = 10.0
 """Steps wait for others until they are worth a part, but not longer."""
 _RETRY_S: Final = 30.0
@@ -107,6 +109,14 @@ class StepKeeper:
         self.is_behind = taken >= self._sizes.free
         if any(stream.keeps_tensors for stream in self._job.streams()):
             self._is_off = True  # which records name a tensor is known at the end
+            return False
+        largest = max(map(self._job.bytes_of, self._job.held()), default=0)
+        if largest > _MOST_BYTES:
+            self._is_off = True
+            self._say(
+                f"steps are not written while the job runs: one takes {largest >> 20} MB of "
+                f"records, more than {_MOST_BYTES >> 20}; their records are kept until its end"
+            )
             return False
         life = self._job.life
         past = self._job.past()

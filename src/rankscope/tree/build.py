@@ -61,12 +61,13 @@ def assemble(
         TraceVersionError: a rank wrote a newer record format.
     """
     say = progress or (lambda _what, _part: None)
-    wanted = sorted(sources, key=lambda s: s.stream)
-    streams = []
+    wanted = sorted(sources, key=lambda s: s.stream, reverse=True)
+    streams: list[RankStream] = []
+    count = len(wanted)
     decoded = {} if decoded is None else decoded
-    for i, source in enumerate(wanted):
-        say("reading records", i / len(wanted))
-        streams.append(read_stream(source, decoded))
+    while wanted:
+        say("reading records", len(streams) / count)
+        streams.append(read_stream(wanted.pop(), decoded))  # whose bytes may go
     if not any(stream.received for stream in streams):
         raise TraceError("not one record was found: no rank has written anything yet")
     if settle is not None:
