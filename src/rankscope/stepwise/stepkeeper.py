@@ -92,12 +92,13 @@ class StepKeeper:
                 f"steps are not written any more while the job runs: {error}; their records are "
                 "kept until its end"
             )
-            self._is_off = True
+            self.close()
         return False
 
     def close(self) -> None:
         """Write nothing more."""
-        self._is_off = True
+        self._is_off, self.is_behind = True, False
+        self._job.drop(self._job.held())
         if self._tree is not None:
             self._tree.close()
 
@@ -108,11 +109,11 @@ class StepKeeper:
         taken = self._job.read(is_stopped)
         self.is_behind = taken >= self._sizes.free
         if any(stream.keeps_tensors for stream in self._job.streams()):
-            self._is_off = True  # which records name a tensor is known at the end
+            self.close()  # which records name a tensor is known at the end
             return False
         largest = max(map(self._job.bytes_of, self._job.held()), default=0)
         if largest > _MOST_BYTES:
-            self._is_off = True
+            self.close()
             self._say(
                 f"steps are not written while the job runs: one takes {largest >> 20} MB of "
                 f"records, more than {_MOST_BYTES >> 20}; their records are kept until its end"
