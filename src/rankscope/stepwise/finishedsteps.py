@@ -136,9 +136,12 @@ class RunningJob:
     def _is_past(self, rank: int, stream: SplitStream, key: StepKey) -> bool:
         if stream.is_over or rank in self._ends:
             return stream.is_read_out
-        if key.mode in stream.begun:
-            return stream.ended.get(key.mode, -1) >= key.step + _STEPS_PAST
-        return self._has_trained_on(stream, key)  # evaluation on some ranks alone
+        ended = stream.ended.get(key.mode, -1)
+        if ended >= key.step + _STEPS_PAST:
+            return True
+        # one that never evaluates takes no part; one that does may count fewer steps than others
+        is_behind = key.mode in stream.begun and ended < key.step
+        return not is_behind and self._has_trained_on(stream, key)
 
     def _has_trained_on(self, stream: SplitStream, key: StepKey) -> bool:
         """True for a step outside training, behind which a rank trained on without it."""
