@@ -141,6 +141,11 @@ class Launch:
                 return pid
         return 0
 
+    def beside(self) -> int:
+        """Process number of what goes with the job step by step; 0 where none lives."""
+        wanted = {b"rankscope.stepwise", str(self.out).encode()}
+        return next((pid for pid in pids() if wanted <= set(command_line(pid))), 0)
+
     def ranks(self) -> list[int]:
         """Process numbers of the ranks."""
         script = str(self.folder / "script.py").encode()

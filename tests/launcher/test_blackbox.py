@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +22,14 @@ from rankscope.tree.reader import open_trace
 from tests import forked
 from tests.lateaccelerator import why_not
 from tests.launcher.launches import Start, kill, launching, rankscope
+from tests.launcher.ways import installed
 from tests.ports import free_port
 from tests.waiting import wait_until
 
 pytestmark = [
     pytest.mark.launch,
     pytest.mark.xdist_group("blackbox"),
-    pytest.mark.skipif(
-        not entry_points(group="torchrun.logs_specs").select(name="rankscope"),
-        reason="needs the start-up file: an environment made by launcher/test",
-    ),
+    installed,
 ]
 ROOT = Path(__file__).parents[2]
 SCRIPT = """

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator
-from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from rankscope.tree.reader import open_trace
 from rankscope.tree.views import Trace
 from tests import forked
 from tests.launcher.launches import BIN, Launch, Start, kill, launching, rankscope
+from tests.launcher.ways import installed
 from tests.noted import remarks
 from tests.ports import free_port
 from tests.waiting import wait_until
@@ -25,10 +25,7 @@ from tests.waiting import wait_until
 pytestmark = [
     pytest.mark.launch,
     pytest.mark.xdist_group("capture"),
-    pytest.mark.skipif(
-        not entry_points(group="torchrun.logs_specs").select(name="rankscope"),
-        reason="needs the start-up file: an environment made by launcher/test",
-    ),
+    installed,
 ]
 SCRIPT = """
 import os, pathlib, sys, time

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
 
 from rankscope.tree.reader import open_trace
-from tests.launcher.launches import Launch, Start, command_line, kill, launching, pids
+from tests.launcher.launches import Start, kill, launching
+from tests.launcher.ways import installed
 from tests.waiting import wait_until
 
 pytestmark = [
     pytest.mark.launch,
     pytest.mark.xdist_group("growing"),
-    pytest.mark.skipif(
-        not entry_points(group="torchrun.logs_specs").select(name="rankscope"),
-        reason="needs the start-up file: an environment made by launcher/test",
-    ),
+    installed,
 ]
 SCRIPT = """
 import os, pathlib, sys, time
@@ -46,13 +43,6 @@ def launch(tmp_path: Path) -> Iterator[Start]:
         yield start
 
 
-def beside(job: Launch) -> int:
-    """Process number of what writes the steps, 0 where none lives."""
-    mark = str(job.out).encode()
-    found = (p for p in pids() if {b"rankscope.stepwise", mark} <= set(command_line(p)))
-    return next(found, 0)
-
-
 def test_a_dataset_grows_and_is_whole_in_the_end(launch: Start):
     duckdb = pytest.importorskip("duckdb", reason="the extra rankscope[viewers] is not installed")
     job = launch(["a", "b"], "--rs-steps", "all", "--rs-live-check", 0, "--rs-parquet", 1)
@@ -67,7 +57,7 @@ def test_a_dataset_grows_and_is_whole_in_the_end(launch: Start):
 
     assert wait_until(written, 60.0), job.logs
     before = written()
-    kill(beside(job))
+    kill(job.beside())
     assert wait_until(lambda: written() > before, 60.0), job.logs
     (job.meeting / "leave").touch()
     assert job.wait() == 0, job.logs

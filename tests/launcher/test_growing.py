@@ -8,7 +8,6 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
@@ -16,16 +15,14 @@ import pytest
 from rankscope.run.filepieces import bytes_on_disk
 from rankscope.tree.build import recover
 from rankscope.tree.reader import open_trace
-from tests.launcher.launches import Launch, Start, command_line, kill, launching, pids
+from tests.launcher.launches import Launch, Start, kill, launching
+from tests.launcher.ways import installed
 from tests.waiting import wait_until
 
 pytestmark = [
     pytest.mark.launch,
     pytest.mark.xdist_group("growing"),
-    pytest.mark.skipif(
-        not entry_points(group="torchrun.logs_specs").select(name="rankscope"),
-        reason="needs the start-up file: an environment made by launcher/test",
-    ),
+    installed,
 ]
 SCRIPT = """
 import os, pathlib, sys, time
@@ -69,13 +66,6 @@ def launch(tmp_path: Path) -> Iterator[Start]:
         yield start
 
 
-def beside(job: Launch) -> int:
-    """Process number of what writes the steps, 0 where none lives."""
-    mark = str(job.out).encode()
-    found = (p for p in pids() if {b"rankscope.stepwise", mark} <= set(command_line(p)))
-    return next(found, 0)
-
-
 def parts(job: Launch) -> int:
     """How many parts are written."""
     try:
@@ -114,7 +104,7 @@ def test_kills_cost_no_step_and_readers_see_whole_steps(launch: Start):
     reader.start()
     try:
         assert wait_until(lambda: parts(job) >= 2, 60.0), job.logs
-        for victim in (beside(job), job.companion("collector"), job.companion("relay")):
+        for victim in (job.beside(), job.companion("collector"), job.companion("relay")):
             before = parts(job)
             kill(victim)
             assert wait_until(lambda n=before: parts(job) > n, 60.0), job.logs
@@ -140,7 +130,7 @@ def test_a_job_that_is_killed_as_a_whole_has_its_steps_at_once(launch: Start, tm
     job = launch(["a", "b"], "--rs-steps", "all", "--rs-live-check", 0)
     job.trained()
     assert wait_until(lambda: parts(job) >= 2, 60.0), job.logs
-    victims = [job.process.pid, beside(job), job.companion("collector"), job.companion("relay")]
+    victims = [job.process.pid, job.beside(), job.companion("collector"), job.companion("relay")]
     for pid in (*job.ranks(), *filter(None, victims)):
         os.kill(pid, signal.SIGKILL)
     job.process.wait(60)

@@ -7,23 +7,20 @@ import os
 import shlex
 import subprocess
 import sys
-from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
 
 from rankscope.tree.reader import open_trace
 from tests import forked
+from tests.launcher.ways import installed
 from tests.ports import free_port
 from tests.waiting import wait_until
 
 pytestmark = [
     pytest.mark.launch,
     pytest.mark.xdist_group("lives"),
-    pytest.mark.skipif(
-        not entry_points(group="torchrun.logs_specs").select(name="rankscope"),
-        reason="needs the start-up file: an environment made by launcher/test",
-    ),
+    installed,
 ]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

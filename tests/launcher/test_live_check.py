@@ -5,23 +5,20 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
 
 from rankscope.tree.reader import open_trace
-from tests.launcher.launches import Launch, Start, command_line, kill, launching, pids
+from tests.launcher.launches import Start, kill, launching
+from tests.launcher.ways import installed
 from tests.stepwise.replayed import told
 from tests.waiting import wait_until
 
 pytestmark = [
     pytest.mark.launch,
     pytest.mark.xdist_group("standing"),
-    pytest.mark.skipif(
-        not entry_points(group="torchrun.logs_specs").select(name="rankscope"),
-        reason="needs the start-up file: an environment made by launcher/test",
-    ),
+    installed,
 ]
 SCRIPT = """
 import os, pathlib, sys, time
@@ -63,20 +60,13 @@ def launch(tmp_path: Path) -> Iterator[Start]:
         yield start
 
 
-def judge(job: Launch) -> int:
-    """Process number of the live check, 0 where none lives."""
-    mark = str(job.out).encode()
-    found = (p for p in pids() if {b"rankscope.stepwise", mark} <= set(command_line(p)))
-    return next(found, 0)
-
-
 def test_a_drift_is_on_stderr_while_the_job_runs(launch: Start, tmp_path: Path):
     job = launch(
         ["a", "b"], "--rs-steps", "every:4", "--rs-on-finding", f"cat >> {tmp_path / 'given'}"
     )
     job.trained()
-    assert wait_until(lambda: judge(job), 60.0), job.logs
-    kill(judge(job))  # it is started again
+    assert wait_until(lambda: job.beside(), 60.0), job.logs
+    kill(job.beside())  # it is started again
     kill(job.companion("collector"))  # and so is what starts it
     time.sleep(1.0)
     assert told(job.out) == []
@@ -94,7 +84,7 @@ def test_a_drift_is_on_stderr_while_the_job_runs(launch: Start, tmp_path: Path):
     assert found["step"] % 4 == 0
     trace = open_trace(job.out)
     assert trace.is_complete
-    assert wait_until(lambda: not judge(job))
+    assert wait_until(lambda: not job.beside())
 
 
 def test_it_can_be_switched_off(launch: Start):
@@ -102,7 +92,7 @@ def test_it_can_be_switched_off(launch: Start):
     (job.meeting / "drift").touch()
     job.trained()
     time.sleep(5.0)  # it would have come after three
-    assert not judge(job)
+    assert not job.beside()
     (job.meeting / "leave").touch()
     assert job.wait() == 0
     assert "mismatch" not in job.err and told(job.out) == []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +12,13 @@ import pytest
 
 from tests import forked
 from tests.launcher.launches import command_line, pids
+from tests.launcher.ways import installed
 from tests.waiting import wait_until
 
 pytestmark = [
     pytest.mark.launch,
     pytest.mark.xdist_group("lives"),
-    pytest.mark.skipif(
-        not entry_points(group="torchrun.logs_specs").select(name="rankscope"),
-        reason="needs the start-up file: an environment made by launcher/test",
-    ),
+    installed,
 ]
 
 BIN = Path(sys.executable).parent

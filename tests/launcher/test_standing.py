@@ -6,7 +6,6 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +16,13 @@ from rankscope.gather.stallmonitor import StallMonitor
 from rankscope.run.folders import read_run_header, streams
 from rankscope.run.stallrecords import stalls_in
 from tests.launcher.launches import Launch, Start, launching, rankscope
+from tests.launcher.ways import installed
 from tests.waiting import wait_until
 
 pytestmark = [
     pytest.mark.launch,
     pytest.mark.xdist_group("standing"),
-    pytest.mark.skipif(
-        not entry_points(group="torchrun.logs_specs").select(name="rankscope"),
-        reason="needs the start-up file: an environment made by launcher/test",
-    ),
+    installed,
 ]
 SCRIPT = """
 import os, pathlib, sys, time
