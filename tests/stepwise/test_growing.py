@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from rankscope.tree.build import build, recover
 from rankscope.tree.growingtree import GrowingTree
 from rankscope.tree.reader import open_trace
 from rankscope.tree.views import Trace
+from tests import forked
 from tests.diagnosis.paper import module, numbers, setup
 from tests.stepwise.growing import grown, keeper
 from tests.stepwise.test_paper_jobs import STEPS, job
@@ -264,3 +266,11 @@ def test_two_processes_do_not_write_one_tree(tmp_path: Path):
     second = GrowingTree.to_write(tmp_path)
     assert second is not None
     second.close()
+
+
+def test_the_process_ends_where_its_collector_was_gone_before_it_began(tmp_path: Path):
+    gone = forked.Popen([sys.executable, "-c", "pass"])
+    gone.wait(60)
+    command = [sys.executable, "-m", "rankscope.stepwise", "--out", str(tmp_path)]
+    done = forked.run([*command, "--traced-ranks", "2", "--parent", str(gone.pid)], timeout=60)
+    assert done.returncode == 0

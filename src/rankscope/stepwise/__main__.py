@@ -33,11 +33,13 @@ Look = Callable[[Callable[[], bool]], bool]
 
 
 def _go_along(
-    looks: Sequence[Look], is_behind: Callable[[], bool], is_stopped: Callable[[], bool]
+    looks: Sequence[Look],
+    is_behind: Callable[[], bool],
+    is_deserted: Callable[[], bool],
+    is_stopped: Callable[[], bool],
 ) -> None:
-    """Look until stopped, or until whoever started this has gone."""
-    parent = os.getppid()
-    while not is_stopped() and os.getppid() == parent:
+    """Look until stopped, or deserted by whoever started this."""
+    while not (is_stopped() or is_deserted()):
         began = time.monotonic()
         busy = [look(is_stopped) for look in looks]
         took = time.monotonic() - began
@@ -77,6 +79,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="trace folder")
     parser.add_argument("--traced-ranks", type=int, help="how many are traced")
     parser.add_argument("--on-finding", default="", help="shell command given each finding")
+    parser.add_argument("--parent", type=int, default=0, help="process without which to end")
     parser.add_argument("--no-verdicts", action="store_true", help="judge nothing")
     parser.add_argument("--keep-records", action="store_true", help="free nothing")
     parser.add_argument("--parquet", action="store_true", help="write a dataset too")
@@ -114,7 +117,12 @@ def main(arguments: list[str] | None = None) -> int:
     if not options.keep_records:
         looks.append(keeper.look)
     if not (out / TRACE_NAME).exists():
-        _go_along(looks, lambda: keeper.is_behind, lambda: bool(stopped))
+        _go_along(
+            looks,
+            lambda: keeper.is_behind,
+            lambda: options.parent not in (0, os.getppid()),
+            lambda: bool(stopped),
+        )
     keeper.close()
     return 0
 
