@@ -13,9 +13,10 @@ import pytest
 
 from rankscope.diagnosis.check import check
 from rankscope.record.call import Mode
+from rankscope.record.streams import EndReason
 from rankscope.run.filenames import REPLICA_FOLDER, TRACE_NAME
 from rankscope.spool.recordformat import StepEvent
-from rankscope.spool.replication import replica_path
+from rankscope.spool.replication import StreamEnd, replica_path, write_end
 from rankscope.spool.settledprefix import settled_to
 from rankscope.spool.streamreader import StreamReader
 from rankscope.tree.build import build, recover
@@ -139,6 +140,34 @@ def test_a_killed_job_is_recovered_whole(tmp_path: Path):
     recover([work], tmp_path / "recovered")
     assert said_of(open_trace(tmp_path / "recovered")) == said_of(open_trace(out))
     assert said_of(open_trace(work)) == said_of(open_trace(out))  # which lost nothing by that
+
+
+@pytest.mark.parametrize("which", ["", "spool"])
+def test_a_tree_that_was_built_without_all_records_is_recovered_whole(tmp_path: Path, which: str):
+    """As when a relay died, and the host that it was on still holds the end of the records."""
+    out, work = job(tmp_path), tmp_path / "work"
+    for _ in grown(out, work, pieces=9):
+        pass
+    for replica in (work / REPLICA_FOLDER).glob("*.cells"):
+        write_end(replica, StreamEnd(committed=1 << 40, end=EndReason.LOST))
+    build(work)
+    assert (work / TRACE_NAME).exists() and not open_trace(work).is_complete
+    recover([work / which], tmp_path / "recovered")
+    assert said_of(open_trace(tmp_path / "recovered")) == said_of(open_trace(out))
+    assert not (tmp_path / "recovered/steps/index.jsonl").exists()
+
+
+def test_without_its_index_a_tree_says_that_steps_are_gone(tmp_path: Path):
+    out, work = job(tmp_path), tmp_path / "work"
+    for _ in grown(out, work, pieces=9):
+        pass
+    (work / "steps/index.jsonl").unlink()
+    recover([work], tmp_path / "recovered")
+    for trace in (open_trace(work), open_trace(tmp_path / "recovered")):
+        assert not trace.is_complete
+        for rank in trace.completeness["ranks"]:
+            (note,) = rank["notes"]
+            assert "were freed when their steps were written" in note
 
 
 def test_a_step_that_comes_long_after_it_was_written_is_counted(tmp_path: Path):

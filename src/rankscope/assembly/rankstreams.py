@@ -89,6 +89,8 @@ class RankStream:
     """Which process wrote it (`spool.origin`), 0 where nothing arrived."""
     received: int
     """Valid bytes of the stream: those at hand, and those let go once their step was written."""
+    hidden_bytes: int = 0
+    """The latter."""
     dropped: int
     end: EndReason
     raised: dict[str, Any] | None = None
@@ -164,6 +166,7 @@ def read_stream(
         committed=committed,
         origin=origin_of(data[: found.committed_bytes]),
         received=received,
+        hidden_bytes=source.hidden_bytes,
         dropped=max(ended.dropped_records, int(gaps["records"].sum())),
         end=ended.reason or source.end or EndReason.RUNNING,
         raised=_raised(definitions),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -110,8 +111,9 @@ def build(
 ) -> None:
     """Turn the replicas (or moved segments) in `out`/spool into trace.json and values.safetensors.
 
-    The replicas are removed afterwards, unless they are to be kept or something is still missing:
-    then `rankscope recover` can join them with what hosts still hold.
+    The replicas, and the index of what they lack, are removed afterwards, unless they are to be
+    kept or something is still missing: then `rankscope recover` can join them with what hosts
+    still hold.
 
     Raises:
         TraceError: no records were found.
@@ -131,6 +133,8 @@ def build(
     )
     if has_all and not keep_spool:
         shutil.rmtree(out / REPLICA_FOLDER, ignore_errors=True)
+    if not (out / REPLICA_FOLDER).exists() or not tree.written:
+        tree.forget_index()  # beside records it says which steps these lack
 
 
 def _to_finish(out: Path) -> GrowingTree:
@@ -197,6 +201,7 @@ def recover(
 
     document = assemble(sources, settle=settle, progress=progress, began_ns=tree.began_ns)
     write_trace(document, out, inline_limit_bytes=inline_limit_bytes, progress=progress, tree=tree)
+    tree.forget_index()
     return document
 
 
@@ -205,7 +210,20 @@ def rest_of(streams: Iterable[RankStream], tree: GrowingTree) -> list[RankStream
     by_life: dict[int, set[tuple[int, int]]] = {}
     for name in tree.written:
         by_life.setdefault(name.incarnation, set()).add((name.mode, name.step))
-    return [without_steps(each, by_life.get(each.stream.incarnation, ())) for each in streams]
+    found = []
+    for each in streams:
+        written = by_life.get(each.stream.incarnation, ())
+        if each.hidden_bytes and not written:
+            each = replace(each, notes=(*each.notes, _lost(each.hidden_bytes)))
+        found.append(without_steps(each, written))
+    return found
+
+
+def _lost(hidden_bytes: int) -> str:
+    return (
+        f"{hidden_bytes} bytes of its records were freed when their steps were written into the "
+        f"tree, and {STEPS_FOLDER}/{INDEX_NAME}, which names these steps, is not there"
+    )
 
 
 def _refuse_mixture(streams: Iterable[RankStream]) -> None:

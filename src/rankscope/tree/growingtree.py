@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from rankscope.errors import TraceError, TraceVersionError
 from rankscope.record.call import Mode
-from rankscope.run.filenames import INDEX_FORMAT, INDEX_NAME, STEPS_FOLDER
+from rankscope.run.filenames import INDEX_FORMAT, INDEX_NAME, REPLICA_FOLDER, STEPS_FOLDER
 from rankscope.tree.nodesfile import nodes_path, write_nodes
 
 if TYPE_CHECKING:
@@ -302,7 +302,11 @@ class GrowingTree:
 def grown_in(folders: Sequence[Path]) -> GrowingTree:
     """Return the tree of the folder that has the most of one, a tree without a part where none has.
 
+    Of a folder of replicas it is the one of the trace folder that it lies in.
+
     Raises:
         TraceError, TraceVersionError: as `GrowingTree`.
     """
-    return max((GrowingTree(folder) for folder in folders), key=lambda tree: len(tree.written))
+    whole = [f.resolve() for f in folders]
+    places = [f.parent if f.name == REPLICA_FOLDER else f for f in whole]
+    return max((GrowingTree(place) for place in places), key=lambda tree: len(tree.written))

@@ -77,8 +77,6 @@ def write_trace(
         if text is None:
             text = _split(document, out / STEPS_FOLDER, say)
         _write(out / TRACE_NAME, text)
-        if tree is not None:
-            tree.forget_index()
         say("writing nodes", 1.0)
     except OSError as error:
         raise FolderError(
@@ -110,7 +108,6 @@ def _write_grown(document: Document, tree: GrowingTree) -> None:
         tree.out / TRACE_NAME,
         json_text({**head, "format": GROWN_FORMAT, "storage": storage, **body}),
     )
-    tree.forget_index()
 
 
 def _inline(document: Document, limit: int, say: Progress) -> list[str] | None:
