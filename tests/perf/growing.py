@@ -98,12 +98,12 @@ def plot(rows: Sequence[Mapping[str, float]], file: Path) -> None:
     """Draw what was read each second over the steps, as an SVG."""
     names = ["ranks", "relay", "collector", "beside", "host spool", "records"]
     colors = ["#4477aa", "#66ccee", "#228833", "#ee6677", "#aa3377", "#ccbb44"]
-    last = max(row["step"] for row in rows)
+    last = -(-max(row["step"] for row in rows) // 100) * 100
     most = max(row[name] for row in rows for name in names)
     top = 50 * (int(most) // 50 + 1)
-    parts = ['<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 760 330"',
+    parts = ['<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 800 330"',
              'font-family="sans-serif" font-size="12">',
-             '<rect width="760" height="330" fill="#fff"/>']  # fmt: skip
+             '<rect width="800" height="330" fill="#fff"/>']  # fmt: skip
     for megabytes in range(0, top + 1, 50):
         y = 290 - 260 * megabytes / top
         parts.append(f'<path d="M50 {y:.1f}H600" stroke="#ddd"/>')
