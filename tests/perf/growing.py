@@ -27,9 +27,7 @@ from rankscope.tree.reader import open_trace
 from tests.perf.assemble import rank_cells
 
 SCRIPT = """
-import atexit, os, sys, time
-if os.environ["RANK"] == "0":  # registered first, so called last
-    atexit.register(lambda: open(sys.argv[1], "w").write(f"over {time.time()}"))
+import os, sys, time
 import torch
 import torch.distributed as dist
 torch.set_num_threads(1)
@@ -49,6 +47,8 @@ for step in range(steps):
     if rank == 0 and step % 10 == 0:
         open(out, "w").write(str(step))
 dist.destroy_process_group()
+if rank == 0:
+    open(out, "w").write("over")
 """
 LEGEND = {
     "ranks": "a rank (memory)",
@@ -67,11 +67,7 @@ def megabytes_of(folder: Path) -> dict[str, float]:
     for process in Path("/proc").glob("[0-9]*"):
         try:
             words = (process / "cmdline").read_bytes()
-            if (
-                os.fsencode(folder) not in words
-                or b"torchrun" in words
-                or b"rankscope run" in words
-            ):
+            if os.fsencode(folder) not in words or b"\0run\0" in words:  # the launcher
                 continue
             lines = (process / "smaps_rollup").read_text().splitlines()
         except OSError:
@@ -192,14 +188,21 @@ def main() -> None:
         command += [options.ranks, folder / "script.py", folder / "at", options.steps]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         job = subprocess.Popen([*map(str, command)], env=environment)
-        rows, looked, torn = [], 0, 0
+        rows, looked, torn, gone = [], 0, 0, 0.0
         while job.poll() is None:
-            time.sleep(1.0)
-            try:
-                step = (folder / "at").read_text()
-            except OSError:
+            for _ in range(20):
+                time.sleep(0.05)
+                try:
+                    step = (folder / "at").read_text()
+                except OSError:
+                    step = ""
+                if step == "over":
+                    break
+            if not step:
                 continue
-            if step.startswith("over"):
+            if step == "over":
+                while not gone and job.poll() is None:
+                    gone = 0.0 if megabytes_of(folder)["ranks"] else time.time()
                 continue
             row = {"step": int(step or 0), **megabytes_of(folder)}
             row["host spool"] = on_disk(folder / "spool")
@@ -215,8 +218,7 @@ def main() -> None:
                     continue
                 looked += 1
                 torn += numbers != list(range(len(numbers)))
-        over = float((folder / "at").read_text().removeprefix("over "))
-        ended = (folder / "trace/trace.json").stat().st_mtime - over
+        ended = (folder / "trace/trace.json").stat().st_mtime - gone
         trace = open_trace(folder / "trace")
         print(f"{len(trace.steps)} steps, {trace.state}; from the last rank's end to the finished "
               f"trace {ended:.1f} s; {looked} readers meanwhile, {torn} saw a gap")  # fmt: skip
