@@ -184,6 +184,7 @@ class GrowingTree:
             return
         first_node = int(document.merged.group.searchsorted(steps[0]))
         part = self._write(document, steps, first_node)
+        self.sync()  # before a line says that they are there
         line = f"{json.dumps(part.as_fields())}\n".encode()
         if os.write(self._lock, line) < len(line):
             os.ftruncate(self._lock, self._size)
