@@ -13,14 +13,15 @@ from pathlib import Path
 from typing import Any, Final
 
 from rankscope.run.companions import companion_environment
+from rankscope.run.filenames import FINDINGS_NAME
 
 __all__ = ["NO_VERDICT", "VerdictAsker"]
 
 NO_VERDICT: Final[dict[str, Any]] = {"verdict": None, "age_s": None, "trouble": "", "findings": []}
 """The answer where there is none."""
 _VERDICT_S: Final = 600.0
-_MOST_JUDGED_BYTES: Final = 1 << 30
-"""Records; every one of them is read for each answer."""
+_MOST_JUDGED_BYTES: Final = 256 << 20
+"""Records; every step of them is judged for each answer. Of more the live check tells."""
 _NICE: Final = 10
 
 
@@ -44,6 +45,7 @@ class VerdictAsker:
             share: answering may take this part of the time: 4 for a fourth.
         """
         self._least_wait_s, self._share = least_wait_s, share
+        self._findings = folder / FINDINGS_NAME
         self._words = [sys.executable, "-m", "rankscope", "check", str(folder), "--json"]
         if layout is not None:
             self._words += ["--layout", str(layout)]
@@ -66,8 +68,13 @@ class VerdictAsker:
             return
         if received_bytes > _MOST_JUDGED_BYTES:
             self._trouble = (
-                f"not judged: {received_bytes / 1e9:.1f} GB of records; rankscope check judges them"
+                f"not judged as a whole: {received_bytes / 1e9:.1f} GB of records; rankscope check "
+                "judges them"
             )
+            told = self._told()
+            if told:
+                self._report = {"verdict": "fault", "findings": told}
+                self._judged_at = time.monotonic()
             return
         self._out.seek(0)
         self._out.truncate()
@@ -82,6 +89,17 @@ class VerdictAsker:
         )
         with contextlib.suppress(OSError):  # it has ended
             os.setpriority(os.PRIO_PROCESS, self._asked.pid, _NICE)
+
+    def _told(self) -> list[dict[str, Any]]:
+        """Return what the live check found so far."""
+        told = []
+        with contextlib.suppress(OSError):
+            for line in self._findings.read_text(errors="replace").splitlines():
+                with contextlib.suppress(ValueError):
+                    found = json.loads(line)
+                    if isinstance(found, dict) and "kind" in found:
+                        told.append({**found, "origin": True})
+        return told
 
     def wait(self, received_bytes: int) -> None:
         """Ask, and wait for the answer."""
