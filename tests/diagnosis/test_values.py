@@ -112,7 +112,7 @@ FOREIGN = Note.of(
 # ---- updates -------------------------------------------------------------------------------------
 
 
-def trained(rank: PaperRank, moved: dict[str, bool], *, note: Note | str = "", **how) -> None:
+def trained(rank: PaperRank, moved: dict[str, float], *, note: Note | str = "", **how) -> None:
     """One step in which some parameters move and others do not."""
     values = {name: numbers(n) for n, name in enumerate(moved)}
     setup(rank, values)
@@ -127,6 +127,14 @@ def trained(rank: PaperRank, moved: dict[str, bool], *, note: Note | str = "", *
 
 def test_a_parameter_that_stays_beside_others_that_move_is_told(tmp_path: Path):
     report = judged(tmp_path, 1, lambda rank: trained(rank, {"a.weight": True, "b.weight": False}))
+    assert origins(report) == [("parameter-not-updated", "params", "b", "param:weight", (0,))]
+
+
+def test_few_elements_may_stay_where_steps_are_as_small_as_their_spacing(tmp_path: Path):
+    tiny = {"a.weight": 2e-7, "b.weight": 0.0}
+    assert judged(tmp_path / "tiny", 1, lambda rank: trained(rank, tiny)).verdict is Verdict.CLEAN
+    small = {"a.weight": 2e-4, "b.weight": 0.0}
+    report = judged(tmp_path / "small", 1, lambda rank: trained(rank, small))
     assert origins(report) == [("parameter-not-updated", "params", "b", "param:weight", (0,))]
 
 

@@ -9,8 +9,9 @@ may be:
   learning rate of 0;
 * a gradient that is small beside those that moved something, by more than a factor of 1,000;
 * elements so large beside the step that it is less than half their spacing: norms' weights of 1 in
-  the first steps of a warm-up. How far the step goes is told by the parameters that moved, in
-  proportion to gradients (SGD) or alike (Adam), whichever is less;
+  the first steps of a warm-up, or a bias of few elements, none of them small. How far the step
+  goes is told by the parameters that moved, in proportion to gradients (SGD) or alike (Adam),
+  whichever is less;
 * parameters of two bytes an element, where an update of less than half their spacing is lost,
   unless a sibling's moved with a gradient of a quarter of the size, each beside its own elements.
 
@@ -49,6 +50,8 @@ _SMALL: Final = 1e-3
 _SURE: Final = 4.0
 """A narrow parameter should move where its gradient is, beside its elements, this many times as
 large as that of a sibling that moved."""
+_FEW: Final = 5.0
+"""With `_SURE`, twenty elements should have moved, where they are spread evenly."""
 _LEAST: Final = 1e-30
 
 
@@ -74,8 +77,9 @@ class _JudgedUpdate:
     distance: float
     """Root mean square of how far its elements went, by sketches, on ranks on which it moved."""
     lost: float
-    """Change of an element that may be lost on every rank on which it stayed; 0 where elements
-    are of both signs, because there are small ones among them."""
+    """Change that may be lost of every element, on every rank on which it stayed. Among elements of
+    both signs there are small ones, the more of them there are: of n, spread evenly up to the
+    largest, several lie below `_FEW` n-th parts of that."""
 
 
 def parameters_left(step_view: StepView, context: CheckContext) -> Iterator[Candidate]:
@@ -241,9 +245,11 @@ def _largest(values: SlotValues, places: Array) -> Array:
 
 
 def _smallest(values: SlotValues, places: Array) -> Array:
-    """Return how large every element is at least on each rank: 0 where both signs occur."""
+    """Return how large the smallest element is on each rank; where both signs occur, how large
+    some of them are at most."""
     low, high = values.column("min")[places], values.column("max")[places]
-    return np.asarray(np.where(low * high > 0, np.minimum(abs(low), abs(high)), 0.0))
+    share = _FEW * np.maximum(abs(low), abs(high)) / np.maximum(values.counts[places], 1)
+    return np.asarray(np.where(low * high > 0, np.minimum(abs(low), abs(high)), share))
 
 
 def _places(known: Array, ranks: Array) -> Array:
