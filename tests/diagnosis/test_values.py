@@ -131,7 +131,7 @@ def test_a_parameter_that_stays_beside_others_that_move_is_told(tmp_path: Path):
 
 
 def test_few_elements_may_stay_where_steps_are_as_small_as_their_spacing(tmp_path: Path):
-    tiny = {"a.weight": 2e-7, "b.weight": 0.0}
+    tiny = {"a.weight": 5e-8, "b.weight": 0.0}
     assert judged(tmp_path / "tiny", 1, lambda rank: trained(rank, tiny)).verdict is Verdict.CLEAN
     small = {"a.weight": 2e-4, "b.weight": 0.0}
     report = judged(tmp_path / "small", 1, lambda rank: trained(rank, small))
