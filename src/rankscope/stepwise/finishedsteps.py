@@ -62,6 +62,16 @@ class RunningJob:
         """Of the records of steps that are held."""
         return sum(stream.held_bytes for stream in self._streams.values())
 
+    @property
+    def kept_bytes(self) -> int:
+        """Of the records that hold for the whole job."""
+        return sum(stream.kept_bytes for stream in self._streams.values())
+
+    @property
+    def keeps_tensors(self) -> bool:
+        """Full tensors are kept of every step."""
+        return any(stream.keeps_tensors for stream in self._streams.values())
+
     def read(self, is_stopped: Callable[[], bool]) -> int:
         """Read what is new in every stream, a part of it where that is much; return the bytes."""
         self._discover()
@@ -186,9 +196,14 @@ class RunningJob:
         end."""
         return any(key in stream.with_tensors for stream in self._streams.values())
 
-    def streams(self) -> list[SplitStream]:
-        """Return the streams of this life."""
-        return [*self._streams.values()]
+    def settle(self) -> None:
+        """Free what was read but is not held, on disk: it stands in the tree.
+
+        Raises:
+            SpoolError, OSError: it cannot be.
+        """
+        for stream in self._streams.values():
+            stream.settle()
 
     def drop(self, keys: Iterable[StepKey]) -> None:
         """Let the records of steps go."""

@@ -20,6 +20,15 @@ from rankscope.tree.views import Trace
 __all__ = ["KeepSizes", "StepKeeper"]
 
 
+_PART_BYTES: Final = 32 << 20
+"""Of records that are assembled at a time, where that is more than one step."""
+_MOST_BYTES: Final = 128 << 20
+"""Of records of one step: to assemble it takes a dozen times as much memory."""
+_WAIT_S: Final = 10.0
+"""Steps wait for others until they are worth a part, but not longer."""
+_RETRY_S: Final = 30.0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeepSizes:
     """Bytes of records."""
@@ -30,15 +39,6 @@ class KeepSizes:
     """That are worth a part; 0 for any."""
     free: int = 16 << 20
     """That are freed at a time."""
-
-
-_PART_BYTES: Final = 32 << 20
-"""Of records that are assembled at a time, where that is more than one step."""
-_MOST_BYTES: Final = 128 << 20
-"""Of records of one step: to assemble it takes a dozen times as much memory."""
-_WAIT_S: Final = 10.0
-"""Steps wait for others until they are worth a part, but not longer."""
-_RETRY_S: Final = 30.0
 
 
 class StepKeeper:
@@ -108,36 +108,45 @@ class StepKeeper:
             return False
         taken = self._job.read(is_stopped)
         self.is_behind = taken >= self._sizes.free
-        if any(stream.keeps_tensors for stream in self._job.streams()):
+        if self._job.keeps_tensors:
             self.close()  # which records name a tensor is known at the end
             return False
         largest = max(map(self._job.bytes_of, self._job.held()), default=0)
         if largest > _MOST_BYTES:
-            self.close()
             self._say(
                 f"steps are not written while the job runs: one takes {largest >> 20} MB of "
                 f"records, more than {_MOST_BYTES >> 20}; their records are kept until its end"
             )
+            self.close()
             return False
-        life = self._job.life
-        past = self._job.past()
-        written = [k for k in past if StepName(life, k.mode, k.step) in tree.written]
-        self._unsettled += sum(map(self._job.bytes_of, written))  # by a process before this one
-        self._job.drop(written)
-        waiting = [k for k in self._job.past() if not self._job.has_tensors(k)]
-        size = sum(map(self._job.bytes_of, waiting))
-        setup = sum(stream.kept_bytes for stream in self._job.streams())  # read again for each part
-        worth = max(self._sizes.part, setup) if self._sizes.part else 0
-        is_due = size >= worth or self._waited_s() > _WAIT_S
-        if waiting and is_due:
-            for part in self._parts(waiting):
-                if is_stopped():
-                    return False
-                self._write(tree, part)
-        again = setup + self._job.held_bytes  # written anew each time
+        for part in self._parts(self._due(self._unwritten(tree))):
+            if is_stopped():
+                return False
+            self._write(tree, part)
+        again = self._job.kept_bytes + self._job.held_bytes  # written anew each time
         if self._unsettled >= max(self._sizes.free, 2 * again):
-            self._settle(tree)
+            tree.sync()
+            self._job.settle()
+            self._unsettled = 0
         return taken > 0
+
+    def _unwritten(self, tree: GrowingTree) -> list[StepKey]:
+        """Return the steps that can be written; let those go that a process before this one
+        wrote."""
+        past, life = self._job.past(), self._job.life
+        written = {k for k in past if StepName(life, k.mode, k.step) in tree.written}
+        self._unsettled += sum(map(self._job.bytes_of, written))
+        self._job.drop(written)
+        return [k for k in past if k not in written and not self._job.has_tensors(k)]
+
+    def _due(self, keys: list[StepKey]) -> list[StepKey]:
+        """Return the steps where they are worth a part, or have waited long, and none elsewhere.
+
+        Setup is read again for each part, so a part should be larger.
+        """
+        worth = max(self._sizes.part, self._job.kept_bytes) if self._sizes.part else 0
+        is_due = sum(map(self._job.bytes_of, keys)) >= worth or self._waited_s() > _WAIT_S
+        return keys if is_due else []
 
     def _waited_s(self) -> float:
         """Return how long ago a part was written, in units of what the last one took."""
@@ -174,9 +183,3 @@ class StepKeeper:
         self._job.drop(keys)
         self._written_at = time.monotonic()
         self._took_s = self._written_at - began
-
-    def _settle(self, tree: GrowingTree) -> None:
-        tree.sync()
-        for stream in self._job.streams():
-            stream.settle()
-        self._unsettled = 0

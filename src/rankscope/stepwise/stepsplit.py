@@ -82,8 +82,6 @@ class SplitStream:
         """Bytes of the stream that were read."""
         self.is_read_out = False
         """The last look found nothing new."""
-        self.has_skipped = False
-        """Steps were written into the tree, and freed, before they were read here."""
         self._path = replica_path(out, stream)
         self._kept: list[Cells] = []
         self._held: dict[StepKey, list[Cells]] = {}
@@ -168,7 +166,6 @@ class SplitStream:
         if settled_to(self._path) <= self.offset:
             return
         prefix = read_settled(self._path)
-        self.has_skipped = self.offset > 0
         for key in [*self._held]:
             self.drop(key)
         self._dropped.clear()
