@@ -7,7 +7,6 @@ spool/recordformat.py, in the order they were committed, and its definitions a d
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +20,7 @@ from rankscope.record.streams import EndReason, StreamId
 from rankscope.record.value import SKETCH_SIZE
 from rankscope.spool import recordformat
 from rankscope.spool.origin import origin_of
-from rankscope.spool.recordcolumns import Records, ending, records, unpack_map
+from rankscope.spool.recordcolumns import Records, ending, records, step_codes, unpack_map
 from rankscope.spool.recordformat import RecordKind
 
 __all__ = [
@@ -306,21 +305,20 @@ def _samples(found: Records) -> SampleSketches:
     return SampleSketches(heads, rows)
 
 
-def without_steps(stream: RankStream, written: Collection[tuple[int, int]]) -> RankStream:
+def without_steps(stream: RankStream, codes: NDArray[np.int64]) -> RankStream:
     """Return a stream without the records of some steps; setup stays.
 
     Args:
         stream: its records.
-        written: mode and number of each step.
+        codes: of these steps (`step_codes`), [steps].
     """
-    if not written:
+    if not len(codes):
         return stream
-    codes = np.array([mode << 32 | step for mode, step in written], np.int64)
-    is_gone = np.isin(_codes(stream.enters), codes)
+    is_gone = np.isin(step_codes(stream.enters["mode"], stream.enters["step"]), codes)
     is_gone &= stream.enters["phase"] != int(Phase.SETUP)
     gone = stream.enters["sequence"][is_gone]
     has_value = ~np.isin(stream.values["sequence"], gone)
-    is_gone_step = np.isin(_codes(stream.steps), codes)
+    is_gone_step = np.isin(step_codes(stream.steps["mode"], stream.steps["step"]), codes)
     return replace(
         stream,
         enters=stream.enters[~is_gone],
@@ -331,10 +329,6 @@ def without_steps(stream: RankStream, written: Collection[tuple[int, int]]) -> R
         errors=_without(stream.errors, gone),
         steps=stream.steps[~is_gone_step],
     )
-
-
-def _codes(rows: Array) -> NDArray[np.int64]:
-    return rows["mode"].astype(np.int64) << 32 | rows["step"].astype(np.int64)
 
 
 def _without(rows: Array, gone: Array) -> Array:

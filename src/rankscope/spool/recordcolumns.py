@@ -49,6 +49,7 @@ __all__ = [
     "ending",
     "open_replica",
     "records",
+    "step_codes",
     "unpack_map",
 ]
 
@@ -230,6 +231,11 @@ def ending(found: Records) -> Ending:
         return Ending(reason=reason, dropped_records=int(ends[-1]["dropped"]))
     _, gaps = found.columns(RecordKind.GAP)
     return Ending(reason=None, dropped_records=int(gaps["records"].sum()))
+
+
+def step_codes(modes: npt.NDArray[Any], steps: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    """Return one number for each step of a mode: its number in the low 32 bits, [len(steps)]."""
+    return modes.astype(np.int64) << 32 | steps.astype(np.int64)
 
 
 def unpack_map(packed: bytes) -> dict[str, Any]:

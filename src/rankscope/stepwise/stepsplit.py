@@ -19,7 +19,7 @@ from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
 from rankscope.record.streams import StreamId
 from rankscope.run.filepieces import piece_of
-from rankscope.spool.recordcolumns import Records, records
+from rankscope.spool.recordcolumns import Records, records, step_codes
 from rankscope.spool.recordformat import (
     CELL_BYTES,
     MAX_RECORD_CELLS,
@@ -185,11 +185,11 @@ class SplitStream:
         self._note_definitions(found)
         positions, enters = found.columns(RecordKind.ENTER)
         is_setup = enters["phase"] == int(Phase.SETUP)
-        own = self._steps_of(enters["mode"], enters["step"])
+        own = self._steps_of(step_codes(enters["mode"], enters["step"]))
         owners[positions] = np.where(is_setup, _KEPT, own)
         self._remember(enters["sequence"], owners[positions])
         positions, steps = found.columns(RecordKind.STEP)
-        owners[positions] = self._steps_of(steps["mode"], steps["step"])
+        owners[positions] = self._steps_of(step_codes(steps["mode"], steps["step"]))
         self._note_steps(steps)
         positions, values = found.value_heads()
         own = self._owners_of(values["sequence"])
@@ -237,9 +237,8 @@ class SplitStream:
                     trained = self.ended.get(int(Mode.TRAIN), -1)
                     self.trained_by_then[StepKey(mode, step)] = trained
 
-    def _steps_of(self, modes: NDArray[Any], steps: NDArray[Any]) -> NDArray[np.int64]:
+    def _steps_of(self, codes: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the number of the step of each record, `_LATE` where it was dropped."""
-        codes = modes.astype(np.int64) << 32 | steps.astype(np.int64)
         distinct, inverse = np.unique(codes, return_inverse=True)
         numbers = np.full(len(distinct), _LATE, np.int64)
         for i, code in enumerate(distinct.tolist()):

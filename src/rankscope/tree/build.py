@@ -28,6 +28,7 @@ from rankscope.record.streams import StreamId
 from rankscope.run.filenames import INDEX_NAME, REPLICA_FOLDER, STEPS_FOLDER
 from rankscope.run.outfolder import typed
 from rankscope.run.stallrecords import carry_stalls
+from rankscope.spool.recordcolumns import step_codes
 from rankscope.tree.document import Document
 from rankscope.tree.growingtree import GrowingTree, grown_in
 from rankscope.tree.header import completeness, run_header, step_notes
@@ -207,13 +208,12 @@ def recover(
 
 def rest_of(streams: Iterable[RankStream], tree: GrowingTree) -> list[RankStream]:
     """Return streams without the steps that stand in the tree."""
-    by_life: dict[int, set[tuple[int, int]]] = {}
-    for name in tree.written:
-        by_life.setdefault(name.incarnation, set()).add((name.mode, name.step))
+    names = np.array(sorted(tree.written), np.int64).reshape(-1, 3)
+    lives, codes = names[:, 0], step_codes(names[:, 1], names[:, 2])
     found = []
     for each in streams:
-        written = by_life.get(each.stream.incarnation, ())
-        if each.hidden_bytes and not written:
+        written = codes[lives == each.stream.incarnation]
+        if each.hidden_bytes and not len(written):
             each = replace(each, notes=(*each.notes, _lost(each.hidden_bytes)))
         found.append(without_steps(each, written))
     return found
