@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import functools
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rankscope.errors import TraceError
 from rankscope.run.filenames import (
     CELLS_SUFFIX,
     COLLECTOR_LOCK_NAME,
@@ -21,8 +19,8 @@ from rankscope.run.filenames import (
 )
 from rankscope.run.folders import is_held
 from rankscope.tree.digests import Columns
-from rankscope.tree.formats import load_json
-from rankscope.tree.nodesfile import listed_nodes, nodes_path, read_nodes
+from rankscope.tree.stepfiles import listed_nodes, nodes_path, read_nodes, values_path
+from rankscope.tree.tracejson import load_json
 
 if TYPE_CHECKING:
     from rankscope.chunks.tensorfiles import TensorRecords
@@ -30,7 +28,6 @@ if TYPE_CHECKING:
 
 __all__ = ["TraceFiles", "TraceSource", "columns_in", "wait_for_collector"]
 
-_VALUES_FILE = re.compile(r"values\.safetensors|steps/\d{6,}\.safetensors")
 _COUNTED_BY = {"values": "values.rank", "samples": "samples.sketch", "calls": "calls.rank"}
 _POLL_S = 0.1
 _OF_A_COLLECTOR = (COLLECTOR_NAME, COLLECTOR_LOG_NAME, COLLECTOR_LOCK_NAME, REPLICA_FOLDER)
@@ -110,11 +107,7 @@ def columns_in(
     from rankscope.tree.columns import map_columns  # numpy: a small tree is shown without
     from rankscope.tree.joinedcolumns import join_columns
 
-    paths = []
-    for name in (str(each["file"]) for each in files):
-        if not _VALUES_FILE.fullmatch(name):
-            raise TraceError(f"{folder}: {name!r} is no values file: the trace is damaged")
-        paths.append(folder / name)
+    paths = [values_path(folder, each) for each in files]
     if rest is None and len(paths) == 1:
         return map_columns(paths[0])
     made: list[Callable[[], Columns]] = [functools.partial(map_columns, path) for path in paths]

@@ -15,7 +15,6 @@ import errno
 import fcntl
 import json
 import os
-import re
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from rankscope.errors import TraceError, TraceVersionError
 from rankscope.record.call import Mode
 from rankscope.run.filenames import INDEX_FORMAT, INDEX_NAME, REPLICA_FOLDER, STEPS_FOLDER
-from rankscope.tree.nodesfile import nodes_path, write_nodes
+from rankscope.tree.stepfiles import nodes_path, values_path, write_nodes
 
 if TYPE_CHECKING:
     from rankscope.tree.document import Document
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
 __all__ = ["GrowingTree", "StepName", "TreePart", "grown_in", "step_name", "steps_of_parts"]
 
 _COUNTED: Final = ("values", "samples", "calls")
-_OF_A_PART: Final = re.compile(r"steps/\d{6,}\.(json|safetensors)")
 
 
 class StepName(NamedTuple):
@@ -221,18 +219,21 @@ class GrowingTree:
         Raises:
             OSError: a file cannot be read or written.
         """
+        folder = out / STEPS_FOLDER
         if self.written:
-            (out / STEPS_FOLDER).mkdir(mode=0o700, exist_ok=True)
+            folder.mkdir(mode=0o700, exist_ok=True)
+            known = self._read()[: self._size]  # another process may write on
+            (folder / INDEX_NAME).write_bytes(known)
         for part in self.parts():
-            for name in (part.values["file"], *(head["nodes_file"] for head in part.steps)):
-                source, target = self._file(str(name)), out / STEPS_FOLDER / Path(name).name
+            for source in (
+                values_path(self.out, part.values),
+                *(nodes_path(self.out, head) for head in part.steps),
+            ):
                 try:
-                    os.link(source, target)
+                    os.link(source, folder / source.name)
                 except OSError:  # another disk, or one without hard links
-                    shutil.copyfile(source, target)
-        if self.written:
-            shutil.copyfile(self._index, out / STEPS_FOLDER / INDEX_NAME)
-        self.out, self._index = out, out / STEPS_FOLDER / INDEX_NAME
+                    shutil.copyfile(source, folder / source.name)
+        self.out, self._index = out, folder / INDEX_NAME
 
     def forget_index(self) -> None:
         """Remove the index: trace.json says it all now."""
@@ -266,11 +267,6 @@ class GrowingTree:
             },
             began_ns=document.began_ns,
         )
-
-    def _file(self, name: str) -> Path:
-        if not _OF_A_PART.fullmatch(name):
-            raise TraceError(f"{self._index}: {name!r} is no file of a part: it is damaged")
-        return self.out / name
 
     def _count(self, part: TreePart) -> None:
         self.began_ns = part.began_ns if self.began_ns is None else self.began_ns

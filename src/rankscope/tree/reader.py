@@ -14,7 +14,7 @@ from rankscope.tree.damage import UNREADABLE
 from rankscope.tree.digests import Columns
 from rankscope.tree.finishedtrace import TraceFiles, columns_in, wait_for_collector
 from rankscope.tree.growingtree import GrowingTree, step_name
-from rankscope.tree.nodesfile import nodes_path, read_nodes
+from rankscope.tree.stepfiles import nodes_path, read_nodes
 from rankscope.tree.views import Trace
 
 if TYPE_CHECKING:

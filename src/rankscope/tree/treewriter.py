@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from rankscope.errors import FolderError
 from rankscope.run.filenames import (
     GROWN_FORMAT,
-    NODES_FORMAT,
     STEPS_FOLDER,
     TENSOR_FOLDER,
     TRACE_FORMAT,
@@ -23,7 +22,7 @@ from rankscope.run.outfolder import typed
 from rankscope.run.replacing import replacing
 from rankscope.tree.growingtree import step_name
 from rankscope.tree.jsontext import json_text
-from rankscope.tree.nodesfile import write_nodes
+from rankscope.tree.stepfiles import write_nodes
 
 if TYPE_CHECKING:
     from rankscope.tree.document import Document
@@ -31,8 +30,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "INLINE_LIMIT_BYTES",
-    "NODES_FORMAT",
-    "STEPS_FOLDER",
     "TRACE_FORMAT",
     "TRACE_NAME",
     "Progress",

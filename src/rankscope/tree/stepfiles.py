@@ -1,4 +1,7 @@
-"""One file of nodes: those of one step of a large trace, or of a tree that grows."""
+"""Files of one trace: nodes of a step, where they are not in trace.json, and values.
+
+A name from a file is taken only where it is one that a trace has.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from rankscope.errors import TraceError
-from rankscope.run.filenames import NODES_FORMAT, STEPS_FOLDER
+from rankscope.run.filenames import NODES_FORMAT, STEPS_FOLDER, VALUES_NAME
 from rankscope.run.replacing import replacing
-from rankscope.tree.formats import load_json
+from rankscope.tree.tracejson import load_json
 
-__all__ = ["listed_nodes", "nodes_path", "read_nodes", "write_nodes"]
+__all__ = ["listed_nodes", "nodes_path", "read_nodes", "values_path", "write_nodes"]
 
-_NAME = re.compile(rf"{STEPS_FOLDER}/\d{{6,}}\.json")
+_NODES = re.compile(rf"{STEPS_FOLDER}/\d{{6,}}\.json")
+_VALUES = re.compile(rf"{re.escape(VALUES_NAME)}|{STEPS_FOLDER}/\d{{6,}}\.safetensors")
 
 
 def write_nodes(
@@ -56,8 +60,20 @@ def nodes_path(folder: Path, head: Mapping[str, Any]) -> Path:
         TraceError: the file named is none that a trace has.
     """
     name = str(head["nodes_file"])
-    if not _NAME.fullmatch(name):
+    if not _NODES.fullmatch(name):
         raise TraceError(f"{folder}: {name!r} is no nodes file: the trace is damaged")
+    return folder / name
+
+
+def values_path(folder: Path, part: Mapping[str, Any]) -> Path:
+    """Return the values file of a trace, or of a part of it that names the file.
+
+    Raises:
+        TraceError: the file named is none that a trace has.
+    """
+    name = str(part["file"])
+    if not _VALUES.fullmatch(name):
+        raise TraceError(f"{folder}: {name!r} is no values file: the trace is damaged")
     return folder / name
 
 
