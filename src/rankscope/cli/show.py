@@ -133,8 +133,9 @@ def _judged(trace: Trace) -> tuple[Report | None, str]:
     nodes = [folder / TRACE_NAME, *(folder / STEPS_FOLDER).glob("*.json")]
     if not trace.is_written:
         suffixes = (CELLS_SUFFIX, SETTLED_SUFFIX)
-        nodes = [one for each in suffixes for one in (folder / REPLICA_FOLDER).glob(f"*{each}")]
-    sizes = [_size(nodes), _size([folder / VALUES_NAME])]
+        nodes += [one for each in suffixes for one in (folder / REPLICA_FOLDER).glob(f"*{each}")]
+    parts = [folder / VALUES_NAME, *(folder / STEPS_FOLDER).glob("*.safetensors")]
+    sizes = [_size(nodes), _size(parts)]
     if sizes[0] > _MOST_NODES_BYTES or sizes[1] > _MOST_VALUES_BYTES:
         return None, f"{sum(sizes) / 1e9:.1f} GB of records take longer"
     from rankscope.diagnosis.check import check

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from rankscope.run.companions import companion_environment
-from rankscope.run.filenames import FINDINGS_NAME
+from rankscope.run.findingnotices import findings_in
 
 __all__ = ["NO_VERDICT", "VerdictAsker"]
 
@@ -45,7 +45,7 @@ class VerdictAsker:
             share: answering may take this part of the time: 4 for a fourth.
         """
         self._least_wait_s, self._share = least_wait_s, share
-        self._findings = folder / FINDINGS_NAME
+        self._folder = folder
         self._words = [sys.executable, "-m", "rankscope", "check", str(folder), "--json"]
         if layout is not None:
             self._words += ["--layout", str(layout)]
@@ -71,7 +71,7 @@ class VerdictAsker:
                 f"not judged as a whole: {received_bytes / 1e9:.1f} GB of records; rankscope check "
                 "judges them"
             )
-            told = self._told()
+            told = [{**each, "origin": True} for each in findings_in(self._folder)]
             if told:
                 self._report = {"verdict": "fault", "findings": told}
                 self._judged_at = time.monotonic()
@@ -89,17 +89,6 @@ class VerdictAsker:
         )
         with contextlib.suppress(OSError):  # it has ended
             os.setpriority(os.PRIO_PROCESS, self._asked.pid, _NICE)
-
-    def _told(self) -> list[dict[str, Any]]:
-        """Return what the live check found so far."""
-        told = []
-        with contextlib.suppress(OSError):
-            for line in self._findings.read_text(errors="replace").splitlines():
-                with contextlib.suppress(ValueError):
-                    found = json.loads(line)
-                    if isinstance(found, dict) and "kind" in found:
-                        told.append({**found, "origin": True})
-        return told
 
     def wait(self, received_bytes: int) -> None:
         """Ask, and wait for the answer."""

@@ -1,4 +1,4 @@
-"""What the live check writes into findings.jsonl, as lines for people, each thing once.
+"""What the live check wrote into findings.jsonl: as it is, or as lines for people, each once.
 
 No numpy here: the launcher reads it too, in a thread beside torchrun.
 """
@@ -17,10 +17,25 @@ from rankscope.run.filenames import FINDINGS_NAME
 from rankscope.run.filepieces import piece_of
 from rankscope.run.outfolder import typed
 
-__all__ = ["FindingNotices"]
+__all__ = ["FindingNotices", "findings_in"]
 
 _MOST_BYTES: Final = 4 << 20
 """Read in one look."""
+
+
+def findings_in(folder: Path) -> list[dict[str, Any]]:
+    """Return what the live check found so far, [] where no file can be read.
+
+    A line that is damaged, or not yet whole, is left out.
+    """
+    found = []
+    with contextlib.suppress(OSError):
+        for line in (folder / FINDINGS_NAME).read_text(errors="replace").splitlines():
+            with contextlib.suppress(ValueError):
+                fields = json.loads(line)
+                if isinstance(fields, dict) and "kind" in fields:
+                    found.append(fields)
+    return found
 
 
 class FindingNotices:

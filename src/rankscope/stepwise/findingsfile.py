@@ -16,6 +16,7 @@ from rankscope.record.ranklists import ranks_named
 from rankscope.record.timetext import utc_text
 from rankscope.record.visibletext import visible
 from rankscope.run.filenames import FINDINGS_FORMAT, FINDINGS_NAME
+from rankscope.run.findingnotices import findings_in
 from rankscope.stepwise.stepsplit import StepKey
 
 __all__ = ["FindingsFile"]
@@ -36,11 +37,9 @@ class FindingsFile:
         self._path = out / FINDINGS_NAME
         self._notices: set[str] = set()
         self._told: set[tuple[str, tuple[int, ...]]] = set()
-        with contextlib.suppress(OSError):
-            for line in self._path.read_text(errors="replace").splitlines():
-                with contextlib.suppress(ValueError, KeyError, TypeError):
-                    told = json.loads(line)
-                    self._told.add((str(told["kind"]), tuple(map(int, told["ranks"]))))
+        for told in findings_in(out):
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                self._told.add((str(told["kind"]), tuple(map(int, told["ranks"]))))
 
     def add(self, findings: Sequence[Finding], ended_ns: Mapping[StepKey, int]) -> list[str]:
         """Append what is new among the findings of one look; return its lines.
