@@ -246,7 +246,9 @@ def test_definitions_that_make_no_sense_cost_only_what_names_them(tmp_path):
     (node,) = open_trace(tmp_path / "out").walk()
     assert [slot.slot for slot in node.slots] == ["output"]
     assert document.completeness["ranks"][0]["notes"] == [
-        "1 values name a call or a description that is not there"
+        "2 definitions are set aside, which no rank writes: shape of a meta is 'nonsense'; "
+        "shape of a meta is None",
+        "1 values name a call or a description that is not there",
     ]
 
 

@@ -58,7 +58,14 @@ def write_job(folder: Path, *, steps: int, values: int = 20, rank: int = 0) -> N
             {"kind": "slot", "name": "grad:weight"},
             {"kind": "meta", "dtype": "float32", "shape": [1]},
             {"kind": "module", "root": 2, "path": "", "class": "Net"},
-            {"kind": "collective", "op": "all_reduce", "group": "0", "members": [0, 1], "async": 0},
+            {
+                "kind": "collective",
+                "op": "all_reduce",
+                "group": "0",
+                "members": [0, 1],
+                "async": False,
+                "issuer": "forward",
+            },
         ),
         1,
     ):

@@ -7,6 +7,8 @@ spool/recordformat.py, in the order they were committed, and its definitions a d
 from __future__ import annotations
 
 import itertools
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,14 +16,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.errors import SpoolError, TraceVersionError
-from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
 from rankscope.record.streams import EndReason, StreamId
 from rankscope.record.value import SKETCH_SIZE
 from rankscope.spool import recordformat
+from rankscope.spool.definitions import Decoded, decode_definition
 from rankscope.spool.origin import origin_of
-from rankscope.spool.recordcolumns import Records, ending, records, step_codes, unpack_map
-from rankscope.spool.recordformat import RecordKind
+from rankscope.spool.recordcolumns import Records, ending, records, step_codes
+from rankscope.spool.recordformat import NO_SEQUENCE, RecordKind
+from rankscope.spool.soundness import (
+    KNOWN_MODES,
+    KNOWN_PHASES,
+    count_unsound,
+    sound_digests,
+    sound_rows,
+)
 
 __all__ = [
     "RankStream",
@@ -109,9 +118,7 @@ class RankStream:
         return len(self.enters) + len(self.exits) + len(self.values) + len(self.samples.heads)
 
 
-def read_stream(
-    source: StreamBytes, decoded: dict[bytes, dict[str, Any] | None] | None = None
-) -> RankStream:
+def read_stream(source: StreamBytes, decoded: Decoded | None = None) -> RankStream:
     """Return the records of one stream; what follows the first damaged cell is left out.
 
     Args:
@@ -124,44 +131,46 @@ def read_stream(
     """
     data = source.data if isinstance(source.data, bytes) else source.data.view(np.ndarray)
     found = records(data, is_verified=source.is_verified)
-    definitions, rejected = definitions_in(found, {} if decoded is None else decoded)
+    definitions, refused = definitions_in(found, {} if decoded is None else decoded)
     identity = next((d for d in definitions.values() if d["kind"] == "rank"), {})
     version = identity.get("format", recordformat.FORMAT_VERSION)
-    if isinstance(version, int) and version > recordformat.FORMAT_VERSION:
+    if version > recordformat.FORMAT_VERSION:
         raise TraceVersionError(
             f"rank {source.stream.rank} wrote records of format {version}, this rankscope reads up "
             f"to {recordformat.FORMAT_VERSION}: use the version that made the trace, or a newer one"
         )
-    _, values, has_digest = found.values()
     ended = ending(found)
-    gaps = found.columns(RecordKind.GAP)[1]
-    enters, left_out = _known_calls(found.columns(RecordKind.ENTER)[1])
-    if len(left_out) or not _IS_PHASE[values["phase"]].all():
-        of_known = _IS_PHASE[values["phase"]] & ~np.isin(values["sequence"], left_out)
-        maker = dict(identity.get("versions") or {}).get("rankscope")
-        rejected.append(
-            f"{len(left_out)} calls and {int((~of_known).sum())} values are left out, which are of "
-            f"phases or modes that this rankscope does not know: read them with "
-            + (f"rankscope {maker}" if maker else "the rankscope that recorded them")
-        )
-        values, has_digest = values[of_known], has_digest[of_known]
+    notes = list(source.notes)
+    enters, values, has_digest, unsound = _calls_and_values(found, identity, notes)
+    rows = {}
+    for kind in (RecordKind.EXIT, RecordKind.STEP, RecordKind.GAP, RecordKind.ERROR,
+                 RecordKind.TENSOR):  # fmt: skip
+        every = found.all_columns(kind)[1]
+        rows[kind] = every[sound_rows(kind, every)]
+        unsound += count_unsound(kind, every)
+    unsound += count_unsound(RecordKind.END, found.all_columns(RecordKind.END)[1])
+    samples, wrong = _samples(found)
+    unsound += wrong
+    notes += _set_aside("definition", refused)
+    notes += _set_aside("record", unsound)
     received = found.committed_bytes + source.hidden_bytes
     committed = source.committed
     if committed is None and ended.reason is not None:
         committed = received
+    gaps = rows[RecordKind.GAP]
     return RankStream(
         stream=source.stream,
         identity=identity,
         definitions=definitions,
         enters=enters,
-        exits=found.columns(RecordKind.EXIT)[1],
+        exits=rows[RecordKind.EXIT],
         values=values,
         has_digest=has_digest,
-        samples=_samples(found),
-        steps=_of_known_modes(found.columns(RecordKind.STEP)[1]),
-        gaps=_of_known_modes(gaps),
-        errors=found.columns(RecordKind.ERROR)[1],
-        tensors=found.columns(RecordKind.TENSOR)[1],
+        samples=samples,
+        steps=rows[RecordKind.STEP],
+        gaps=gaps,
+        errors=rows[RecordKind.ERROR],
+        tensors=rows[RecordKind.TENSOR],
         committed=committed,
         origin=origin_of(data[: found.committed_bytes]),
         received=received,
@@ -169,21 +178,66 @@ def read_stream(
         dropped=max(ended.dropped_records, int(gaps["records"].sum())),
         end=ended.reason or source.end or EndReason.RUNNING,
         raised=_raised(definitions),
-        notes=(*source.notes, *rejected),
+        notes=tuple(notes),
         kept_notes=_not_kept(definitions),
     )
 
 
-_NUMBERS = np.arange(256)
-_IS_PHASE = np.isin(_NUMBERS, [int(phase) for phase in Phase])
-_IS_MODE = np.isin(_NUMBERS, [int(mode) for mode in Mode])
-"""By number: a newer rankscope may have added more."""
+def _calls_and_values(
+    found: Records, identity: Mapping[str, Any], notes: list[str]
+) -> tuple[Array, Array, NDArray[np.bool_], Counter[str]]:
+    """Return calls, values, which of those have a digest, and what was set aside for which reason.
+
+    Args:
+        found: records.
+        identity: the definition of kind "rank".
+        notes: one is added where a newer rankscope wrote some of them.
+    """
+    enters, left_out = _known_calls(found.all_columns(RecordKind.ENTER)[1])
+    _, values, has_digest = found.all_values()
+    if len(left_out) or not KNOWN_PHASES[values["phase"]].all():
+        of_known = KNOWN_PHASES[values["phase"]] & ~np.isin(values["sequence"], left_out)
+        maker = identity.get("versions", {}).get("rankscope")
+        notes.append(
+            f"{len(left_out)} calls and {int((~of_known).sum())} values are left out, which are of "
+            f"phases or modes that this rankscope does not know: read them with "
+            + (f"rankscope {maker}" if maker else "the rankscope that recorded them")
+        )
+        values, has_digest = values[of_known], has_digest[of_known]
+    unsound = count_unsound(RecordKind.ENTER, enters) + count_unsound(RecordKind.VALUE, values)
+    enters = enters[sound_rows(RecordKind.ENTER, enters)]
+    is_sound = sound_rows(RecordKind.VALUE, values)
+    if not is_sound.all():
+        values, has_digest = values[is_sound], has_digest[is_sound]
+    is_wrong = has_digest & ~sound_digests(values)
+    if is_wrong.any():
+        unsound["digest whose counts contradict each other"] = int(is_wrong.sum())
+        has_digest = has_digest & ~is_wrong
+    is_early = (enters["parent"] != NO_SEQUENCE) & (enters["parent"] >= enters["sequence"])
+    if is_early.any():  # a call inside itself would never end
+        unsound["place of a call inside one that began later"] = int(is_early.sum())
+        enters["parent"][is_early] = NO_SEQUENCE
+    return enters, values, has_digest, unsound
+
+
+def _set_aside(what: str, reasons: Counter[str]) -> Iterator[str]:
+    """Yield the note on what was set aside of a stream, where anything was."""
+    if not reasons:
+        return
+    count = reasons.total()
+    listed = [f"{reason} ({n} times)" if n > 1 else reason for reason, n in reasons.most_common(5)]
+    more = len(reasons) - len(listed)
+    are = "s are" if count > 1 else " is"
+    yield (
+        f"{count} {what}{are} set aside, which no rank writes: "
+        + "; ".join([*listed, *([f"{more} more reasons"] if more else [])])
+    )
 
 
 def _known_calls(enters: Array) -> tuple[Array, NDArray[np.uint64]]:
     """Return the calls of known phases and modes, and the sequence numbers of all others, of those
     inside them too."""
-    is_known = _IS_PHASE[enters["phase"]] & _IS_MODE[enters["mode"]]
+    is_known = KNOWN_PHASES[enters["phase"]] & KNOWN_MODES[enters["mode"]]
     left_out = enters["sequence"][~is_known]
     while len(left_out):
         inside = is_known & np.isin(enters["parent"], left_out)
@@ -192,11 +246,6 @@ def _known_calls(enters: Array) -> tuple[Array, NDArray[np.uint64]]:
         is_known &= ~inside
         left_out = enters["sequence"][~is_known]
     return enters, left_out
-
-
-def _of_known_modes(rows: Array) -> Array:
-    is_known = _IS_MODE[rows["mode"]]
-    return rows if is_known.all() else rows[is_known]
 
 
 def _raised(definitions: dict[int, dict[str, Any]]) -> dict[str, Any] | None:
@@ -227,9 +276,9 @@ def _not_kept(definitions: dict[int, dict[str, Any]]) -> tuple[str, ...]:
 
 
 def definitions_in(
-    found: Records, decoded: dict[bytes, dict[str, Any] | None]
-) -> tuple[dict[int, dict[str, Any]], list[str]]:
-    """Return the definitions by number, and a line for those that cannot be read.
+    found: Records, decoded: Decoded
+) -> tuple[dict[int, dict[str, Any]], Counter[str]]:
+    """Return the definitions by number, and how many were set aside for which reason.
 
     Args:
         found: records.
@@ -238,42 +287,31 @@ def definitions_in(
     positions = found.positions(RecordKind.DEFINITION)
     raw = found.cells_of(positions).tobytes()
     definitions: dict[int, dict[str, Any]] = {}
-    rejected: list[str] = []
+    refused: Counter[str] = Counter()
     ends = np.cumsum(found.size[positions]) * recordformat.CELL_BYTES
     for packed in [raw[begin:end] for begin, end in itertools.pairwise([0, *ends.tolist()])]:
-        if packed not in decoded:
+        definition = decoded.get(packed)
+        if definition is None:
             try:
-                decoded[packed] = _decode(packed)
+                definition = decode_definition(_payload(packed))
             except SpoolError as error:
-                decoded[packed] = None
-                rejected.append(f"a definition cannot be read: {error}")
-        definition = decoded[packed]
-        if definition is not None:
+                definition = str(error)
+            decoded[packed] = definition
+        if isinstance(definition, str):
+            refused[definition] += 1
+        else:
             definitions[definition["id"]] = definition
-    return definitions, rejected
+    return definitions, refused
 
 
-def _decode(packed: bytes) -> dict[str, Any]:
-    """Return the map in the cells of one definition.
-
-    Raises:
-        SpoolError: it is no msgpack map with a number `id` and a text `kind`.
-    """
+def _payload(packed: bytes) -> bytes:
     step, head = recordformat.CELL_BYTES, recordformat.HEADER_BYTES
-    payload = b"".join(packed[at + head : at + step] for at in range(0, len(packed), step))
-    (length,) = recordformat.DEFINITION_LENGTH.unpack_from(payload)
-    start = recordformat.DEFINITION_LENGTH.size
-    if not 0 < length <= len(payload) - start:
-        raise SpoolError(f"length {length} in a record of {len(payload)} bytes")
-    definition = unpack_map(payload[start : start + length])
-    number, kind = definition.get("id"), definition.get("kind")
-    if type(number) is not int or number < 1 or not isinstance(kind, str):
-        raise SpoolError(f"id {number!r} and kind {kind!r} are not a number and a text")
-    return definition
+    return b"".join(packed[at + head : at + step] for at in range(0, len(packed), step))
 
 
-def _samples(found: Records) -> SampleSketches:
-    """Read all samples records at once, those of one shape together: there may be one per value."""
+def _samples(found: Records) -> tuple[SampleSketches, Counter[str]]:
+    """Read all samples records at once, those of one shape together: there may be one per value.
+    Return what was set aside too."""
     positions = found.positions(RecordKind.SAMPLES)
     starts, sizes = found.start[positions], found.size[positions]
     head = recordformat.SAMPLES_DTYPE.itemsize
@@ -287,6 +325,7 @@ def _samples(found: Records) -> SampleSketches:
     fits = (heads["size"] == SKETCH_SIZE) & (
         head + counts * SKETCH_SIZE * 4 <= sizes * recordformat.PAYLOAD_BYTES
     )
+    wrong = Counter({"SAMPLES of another size than they say": int((~fits).sum())})
     heads, starts, sizes, counts = heads[fits], starts[fits], sizes[fits], counts[fits]
     rows = np.empty((int(counts.sum()), SKETCH_SIZE), np.float32)
     firsts = np.cumsum(counts) - counts
@@ -302,7 +341,7 @@ def _samples(found: Records) -> SampleSketches:
         rows[where] = (
             np.ascontiguousarray(flat).view("<f4").reshape(len(chosen), count, SKETCH_SIZE)
         )
-    return SampleSketches(heads, rows)
+    return SampleSketches(heads, rows), +wrong
 
 
 def without_steps(stream: RankStream, codes: NDArray[np.int64]) -> RankStream:

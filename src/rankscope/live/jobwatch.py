@@ -20,13 +20,14 @@ from rankscope.assembly.interning import roots_of
 from rankscope.assembly.rootnames import join_path, name_roots
 from rankscope.errors import SpoolError
 from rankscope.live.streamfollower import StreamFollower
-from rankscope.live.streamtail import Decoded, EndedStep, EnteredCall, StreamTail
+from rankscope.live.streamtail import EndedStep, EnteredCall, StreamTail
 from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
 from rankscope.record.rankplace import RankPlace, step_label
 from rankscope.record.streams import EndReason, StreamId
 from rankscope.run.folders import find_runs, stream_folder, streams
 from rankscope.run.locks import is_alive
+from rankscope.spool.definitions import Decoded
 from rankscope.spool.replication import read_end, replica_path, replicated
 from rankscope.tree.unfinished import spool_bases
 

@@ -14,10 +14,11 @@ from typing import Final
 import numpy as np
 
 from rankscope.errors import SpoolError
-from rankscope.live.streamtail import Decoded, StreamTail
+from rankscope.live.streamtail import StreamTail
 from rankscope.record.streams import StreamId
 from rankscope.run.filepieces import piece_of
 from rankscope.run.folders import segment_path
+from rankscope.spool.definitions import Decoded
 from rankscope.spool.origin import UNKNOWN, origin_of
 from rankscope.spool.recordcolumns import Records, records
 from rankscope.spool.recordformat import (

@@ -20,13 +20,13 @@ from rankscope.record.notes import Note, NoteKind
 from rankscope.record.phases import Phase
 from rankscope.record.streams import EndReason
 from rankscope.record.value import ValueFlag
+from rankscope.spool.definitions import Decoded
 from rankscope.spool.recordcolumns import Records, ending
 from rankscope.spool.recordformat import NO_SEQUENCE, RecordKind, StepEvent
 
 __all__ = ["EndedStep", "EnteredCall", "StreamTail"]
 
 Rows = NDArray[Any]
-Decoded = dict[bytes, "dict[str, Any] | None"]
 _OPTIMIZER: Final = (int(Phase.GRADS), int(Phase.PARAMS))
 _KEPT_KINDS: Final = frozenset({"rank", "root", "inside", "module", "collective", "slot"})
 _KEPT_STEPS: Final = 32
@@ -271,7 +271,8 @@ class StreamTail:
         is_loss &= (heads["count"] == 1) & self._is_slot(heads["slot"], "output")
         if not (is_grad.any() or is_loss.any()):
             return
-        _, rows, _ = found.values()
+        _, rows, has_digest = found.values()
+        is_grad, is_loss = is_grad & has_digest, is_loss & has_digest
         wrong = rows["nan"] + rows["posinf"] + rows["neginf"]
         for place in np.flatnonzero(is_loss).tolist():
             number = float(rows["mean"][place]) if not wrong[place] else math.nan

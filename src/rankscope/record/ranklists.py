@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from rankscope.errors import TraceError
+from rankscope.record.streams import MAX_RANKS
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["RankTexts", "parse_ranks", "ranks_named", "ranks_text"]
+__all__ = ["RankTexts", "others_text", "parse_ranks", "ranks_named", "ranks_text"]
+
+_PART: Final = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
+_SHORT: Final = 6
+"""Characters below which a number costs nothing to make."""
+_SHOWN: Final = 60
 
 
 class RankTexts:
@@ -47,18 +54,40 @@ def ranks_named(ranks: Iterable[int] | str) -> str:
     return f"rank {text}" if text.isdecimal() else f"ranks {text}"
 
 
-def parse_ranks(text: str) -> tuple[int, ...]:
+def others_text(ranks: Iterable[int], world_size: int) -> str:
+    """Return the ranks of a world that are not among some, folded: as long as the list of these,
+    however large the world is said to be."""
+    runs: list[tuple[int, int]] = []
+    begin = 0
+    for rank in sorted({*ranks, world_size}):
+        if begin < rank <= world_size:
+            runs.append((begin, rank - 1))
+        begin = rank + 1
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def parse_ranks(text: str, world_size: int = MAX_RANKS) -> tuple[int, ...]:
     """Return the ranks that `ranks_text` wrote, sorted.
 
+    Args:
+        text: the list.
+        world_size: no rank is as high.
+
     Raises:
-        TraceError: the text is no list of ranks.
+        TraceError: the text is no list of ranks of this world.
     """
-    if text.isdecimal():  # one rank: what small traces ask for thousands of times
-        return (int(text),)
+    if len(text) < _SHORT and text.isascii() and text.isdecimal() and int(text) < world_size:
+        return (int(text),)  # one rank: what small traces ask for thousands of times
     ranks: list[int] = []
+    behind = 0
     for part in filter(None, text.split(",")):
-        first, _, last = part.partition("-")
-        if not first.isdecimal() or (last and not last.isdecimal()):
-            raise TraceError(f"{text!r} is no list of ranks: expected one like 0-3,8")
-        ranks.extend(range(int(first), int(last or first) + 1))
+        found = _PART.fullmatch(part)
+        first, last = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
+        if not behind <= first <= last < world_size:
+            shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+            raise TraceError(
+                f"{shown!r} is no list of ranks in a world of {world_size}: expected one like 0-3,8"
+            )
+        ranks.extend(range(first, last + 1))
+        behind = last + 1
     return tuple(ranks)

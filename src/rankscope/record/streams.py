@@ -35,7 +35,7 @@ class EndReason(str, enum.Enum):
     """The end record was committed while an uncaught exception ended the program."""
 
 
-MAX_RANKS = 1 << 24
+MAX_RANKS = 1 << 20
 """More ranks than these no job has; a count or a rank from outside is checked against it."""
 MAX_INCARNATIONS = 1 << 16
 MINIMUM_LIMIT_BYTES = 64 << 10

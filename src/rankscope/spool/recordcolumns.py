@@ -13,15 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgpack  # type: ignore[import-untyped]  # ships no annotations
 import numpy as np
 import numpy.typing as npt
 
 from rankscope.errors import SpoolError
 from rankscope.record.streams import EndReason
+from rankscope.spool.definitions import decode_definition
 from rankscope.spool.recordformat import (
     CELL_BYTES,
-    DEFINITION_LENGTH,
     END_DTYPE,
     END_REASONS,
     ENTER_DTYPE,
@@ -40,6 +39,7 @@ from rankscope.spool.recordformat import (
     RecordKind,
 )
 from rankscope.spool.settledprefix import read_replica
+from rankscope.spool.soundness import sound_rows
 from rankscope.spool.validprefix import Cells, as_cells, cell_heads, committed_heads
 
 __all__ = [
@@ -50,7 +50,6 @@ __all__ = [
     "open_replica",
     "records",
     "step_codes",
-    "unpack_map",
 ]
 
 COLUMNS: Mapping[RecordKind, np.dtype[Any]] = {
@@ -75,7 +74,7 @@ class DefinitionsRead:
 
     found: tuple[dict[str, Any], ...]
     rejected: tuple[str, ...]
-    """One line for each record that did not decode to a map with an `id` and a `kind`."""
+    """One line for each record that is no definition of its kind."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,11 +112,24 @@ class Records:
         return np.flatnonzero(self.kind == kind)
 
     def columns(self, kind: RecordKind) -> tuple[Positions, Structured]:
-        """Positions and fields of the records of a kind in `COLUMNS`."""
+        """Positions and fields of the records of a kind in `COLUMNS` that make sense."""
+        return _sound(kind, *self.all_columns(kind))
+
+    def all_columns(self, kind: RecordKind) -> tuple[Positions, Structured]:
+        """The same with those that make no sense (`soundness`)."""
         return self._one_cell(self.positions(kind), COLUMNS[kind])
 
     def values(self) -> tuple[Positions, Structured, npt.NDArray[np.bool_]]:
-        """Positions, VALUE_DTYPE rows, and which have a digest (else its fields are 0)."""
+        """Positions, VALUE_DTYPE rows, and which have a digest (else its fields are 0), of the
+        values that make sense."""
+        positions, rows, has_digest = self.all_values()
+        is_sound = sound_rows(RecordKind.VALUE, rows)
+        if is_sound.all():
+            return positions, rows, has_digest
+        return positions[is_sound], rows[is_sound], has_digest[is_sound]
+
+    def all_values(self) -> tuple[Positions, Structured, npt.NDArray[np.bool_]]:
+        """The same with those that make no sense."""
         positions = self.positions(RecordKind.VALUE)
         has_digest = self.size[positions] == VALUE_CELLS
         rows = np.zeros(len(positions), VALUE_DTYPE)
@@ -134,8 +146,10 @@ class Records:
         return positions, rows, has_digest
 
     def value_heads(self) -> tuple[Positions, Structured]:
-        """Positions of the values, and VALUE_HEAD_DTYPE rows: what stands before a digest."""
-        return self._one_cell(self.positions(RecordKind.VALUE), VALUE_HEAD_DTYPE)
+        """Positions of the values that make sense, and VALUE_HEAD_DTYPE rows: what stands before a
+        digest."""
+        found = self._one_cell(self.positions(RecordKind.VALUE), VALUE_HEAD_DTYPE)
+        return _sound(RecordKind.VALUE, *found)
 
     def samples(self) -> tuple[Positions, Structured, list[npt.NDArray[np.float32]]]:
         """Positions, SAMPLES_DTYPE heads, and the [count, size] sketches of each."""
@@ -164,11 +178,11 @@ class Records:
         return self.cells.take(wanted, axis=0)
 
     def definitions(self) -> DefinitionsRead:
-        """Decode the definitions; what is no map with an `id` and a `kind` is set aside."""
+        """Decode the definitions; what is none of its kind is set aside."""
         found, rejected = [], []
         for position in self.positions(RecordKind.DEFINITION):
             try:
-                found.append(_definition(self.payload(int(position))))
+                found.append(decode_definition(self.payload(int(position))))
             except SpoolError as error:
                 rejected.append(f"definition in cell {self.start[position]}: {error}")
         return DefinitionsRead(found=tuple(found), rejected=tuple(rejected))
@@ -185,6 +199,13 @@ class Records:
         taken = self.cells.take(self.start[positions], axis=0)
         # the fields as they lie in the cells that were taken: no second copy
         return positions, taken.view(cell).reshape(-1)["fields"]
+
+
+def _sound(
+    kind: RecordKind, positions: Positions, rows: Structured
+) -> tuple[Positions, Structured]:
+    is_sound = sound_rows(kind, rows)
+    return (positions, rows) if is_sound.all() else (positions[is_sound], rows[is_sound])
 
 
 def _copy_payloads(cells: Cells, starts: Positions, flat: npt.NDArray[np.uint8]) -> None:
@@ -236,42 +257,3 @@ def ending(found: Records) -> Ending:
 def step_codes(modes: npt.NDArray[Any], steps: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
     """Return one number for each step of a mode: its number in the low 32 bits, [len(steps)]."""
     return modes.astype(np.int64) << 32 | steps.astype(np.int64)
-
-
-def unpack_map(packed: bytes) -> dict[str, Any]:
-    """Decode one msgpack map with text keys; no extension types, no length beyond the bytes given.
-
-    Raises:
-        SpoolError: it is anything else.
-    """
-    size = len(packed)
-    try:
-        decoded = msgpack.unpackb(
-            packed,
-            raw=False,
-            strict_map_key=True,
-            use_list=True,
-            max_ext_len=0,
-            max_str_len=size,
-            max_bin_len=size,
-            max_array_len=size,
-            max_map_len=size,
-        )
-    except (ValueError, msgpack.UnpackException, RecursionError) as error:
-        raise SpoolError(f"{size} bytes are no msgpack map: {error}") from error
-    if not isinstance(decoded, dict) or not all(isinstance(key, str) for key in decoded):
-        raise SpoolError(f"expected a msgpack map with text keys, found {type(decoded).__name__}")
-    return decoded
-
-
-def _definition(payload: bytes) -> dict[str, Any]:
-    (length,) = DEFINITION_LENGTH.unpack_from(payload)
-    if not 0 < length <= len(payload) - DEFINITION_LENGTH.size:
-        raise SpoolError(f"length {length} in a record of {len(payload)} bytes")
-    entry = unpack_map(payload[DEFINITION_LENGTH.size : DEFINITION_LENGTH.size + length])
-    number, kind = entry.get("id"), entry.get("kind")
-    if not isinstance(number, int) or isinstance(number, bool) or not 0 < number < 1 << 32:
-        raise SpoolError(f"id {number!r} is no definition number")
-    if not isinstance(kind, str):
-        raise SpoolError(f"kind {kind!r} is no text")
-    return entry

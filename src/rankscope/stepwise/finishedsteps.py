@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from rankscope.assembly.rankstreams import StreamBytes
 from rankscope.errors import SpoolError
 from rankscope.record.call import Mode
+from rankscope.spool.definitions import Decoded
 from rankscope.spool.replication import StreamEnd, read_end, replica_path, replicated
 from rankscope.stepwise.stepsplit import SplitStream, StepKey
 from rankscope.tree.build import assemble
@@ -51,7 +52,7 @@ class RunningJob:
         """Incarnation of the job that is read."""
         self._seen_at: dict[StepKey, float] = {}
         """When a step was first seen to have ended on some rank."""
-        self._definitions: dict[bytes, dict[str, Any] | None] = {}
+        self._definitions: Decoded = {}
         self._ends: dict[int, StreamEnd] = {}
         """End markers by rank, as of the last look."""
         self.trouble: dict[int, str] = {}

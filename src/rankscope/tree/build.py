@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -23,11 +22,12 @@ from rankscope.assembly.rankstreams import RankStream, StreamBytes, read_stream,
 from rankscope.assembly.sources import find_streams
 from rankscope.assembly.tables import build_tables
 from rankscope.chunks.tensorfiles import TensorRecords
-from rankscope.errors import FolderError, TraceError
+from rankscope.errors import FolderError, TraceError, TraceVersionError
 from rankscope.record.streams import StreamId
 from rankscope.run.filenames import INDEX_NAME, REPLICA_FOLDER, STEPS_FOLDER
 from rankscope.run.outfolder import typed
 from rankscope.run.stallrecords import carry_stalls
+from rankscope.spool.definitions import Decoded
 from rankscope.spool.recordcolumns import step_codes
 from rankscope.tree.document import Document
 from rankscope.tree.growingtree import GrowingTree, grown_in
@@ -46,7 +46,7 @@ def assemble(
     *,
     settle: Callable[[list[RankStream]], list[RankStream]] | None = None,
     progress: Progress | None = None,
-    decoded: dict[bytes, dict[str, Any] | None] | None = None,
+    decoded: Decoded | None = None,
     began_ns: int | None = None,
 ) -> Document:
     """Return the trace that streams make together, in memory.
@@ -60,16 +60,19 @@ def assemble(
 
     Raises:
         TraceError: there is not one record in them.
-        TraceVersionError: a rank wrote a newer record format.
+        TraceVersionError: every rank wrote a newer record format.
     """
     say = progress or (lambda _what, _part: None)
     wanted = sorted(sources, key=lambda s: s.stream, reverse=True)
     streams: list[RankStream] = []
     count = len(wanted)
     decoded = {} if decoded is None else decoded
+    newer: list[TraceVersionError] = []
     while wanted:
         say("reading records", len(streams) / count)
-        streams.append(read_stream(wanted.pop(), decoded))  # whose bytes may go
+        streams.append(_read(wanted.pop(), decoded, newer))  # whose bytes may go
+    if len(newer) == count:
+        raise newer[0]
     if not any(stream.received for stream in streams):
         raise TraceError("not one record was found: no rank has written anything yet")
     if settle is not None:
@@ -101,6 +104,15 @@ def assemble(
         notes=notes,
         tensors=tensors,
     )
+
+
+def _read(source: StreamBytes, decoded: Decoded, newer: list[TraceVersionError]) -> RankStream:
+    """Return the records of a stream; none of one of a newer format, whose error is added."""
+    try:
+        return read_stream(source, decoded)
+    except TraceVersionError as error:
+        newer.append(error)
+        return read_stream(replace(source, data=b"", notes=(*source.notes, str(error))))
 
 
 def build(

@@ -42,11 +42,11 @@ class Fold:
     requires_grad: bool
 
 
-def read_fold(data: Mapping[str, Any]) -> Fold:
-    """Return one entry of a slot's "values"."""
+def read_fold(data: Mapping[str, Any], world_size: int) -> Fold:
+    """Return one entry of a slot's "values", of a trace of so many ranks."""
     digest = data.get("digest")
     return Fold(
-        ranks=parse_ranks(data["ranks"]),
+        ranks=parse_ranks(data["ranks"], world_size),
         shape=tuple(data["shape"]),
         digest=None if digest is None else _digest(digest),
         flags=tuple(data.get("flags", ())),
@@ -71,9 +71,9 @@ def column_digest(columns: Columns, row: int) -> Digest:
     return Digest.of(numbers, int(columns["values.hash"][row]), sketch)
 
 
-def read_combined(data: Mapping[str, Any]) -> Combined:
-    """Return one entry of a slot's "combined"."""
-    ranks, digest = parse_ranks(data["ranks"]), data.get("digest")
+def read_combined(data: Mapping[str, Any], world_size: int) -> Combined:
+    """Return one entry of a slot's "combined", of a trace of so many ranks."""
+    ranks, digest = parse_ranks(data["ranks"], world_size), data.get("digest")
     note = Note.read(data["note"], data.get("fact")) if "note" in data else None
     if digest is None:
         return Combined(ranks=ranks, note=note)

@@ -9,9 +9,10 @@ from typing import Any
 from rankscope.assembly.declaredlayouts import layout_header
 from rankscope.assembly.interning import MeshFamily, mesh_of
 from rankscope.assembly.rankstreams import RankStream
+from rankscope.errors import TraceError
 from rankscope.record.call import Mode
 from rankscope.record.notes import Note
-from rankscope.record.ranklists import ranks_text
+from rankscope.record.ranklists import others_text, parse_ranks, ranks_text
 from rankscope.record.streams import EndReason, StreamState
 from rankscope.record.timetext import utc_text
 from rankscope.record.value import MAX_SAMPLES, SKETCH_SIZE
@@ -29,7 +30,7 @@ def run_header(streams: Sequence[RankStream]) -> dict[str, Any]:
     return {
         "id": str(first.get("run_id", "")),
         "created": utc_text(created),
-        "world_size": max((int(i.get("world_size", 1)) for i in identities), default=0),
+        "world_size": _world_size(streams),
         "ranks": [_rank(stream) for stream in streams],
         "hosts": _hosts(streams),
         "meshes": _meshes(streams),
@@ -142,8 +143,8 @@ def completeness(streams: Sequence[RankStream], not_understood: Sequence[int]) -
         streams: in rank order.
         not_understood: per stream, values that name a call or definition which is not there.
     """
-    world = max((int(s.identity.get("world_size", 1)) for s in streams), default=0)
-    missing = sorted(_to_be_traced(streams, world) - {s.stream.rank for s in streams})
+    world = _world_size(streams)
+    missing = _missing(streams, world)
     ranks = [_state(stream, lost) for stream, lost in zip(streams, not_understood)]
     last = {s.stream.rank: s.stream.incarnation for s in streams}
     # a rank that was restarted ended without a word: what counts is that all it wrote has arrived
@@ -155,16 +156,24 @@ def completeness(streams: Sequence[RankStream], not_understood: Sequence[int]) -
             for state in ranks
         )
     )
-    return {"complete": complete, "missing": ranks_text(missing), "ranks": ranks}
+    return {"complete": complete, "missing": missing, "ranks": ranks}
 
 
-def _to_be_traced(streams: Sequence[RankStream], world: int) -> set[int]:
-    """Return the ranks that were selected: all, unless the setting `ranks` lists some."""
-    ranks = set(range(world))
-    listed = _shared(streams, "settings").get("ranks", "all").split(",")
-    if not all(rank.isdecimal() for rank in listed):
-        return ranks
-    return ranks & {int(rank) for rank in listed}
+def _world_size(streams: Sequence[RankStream]) -> int:
+    """Return how many ranks the job has, as its ranks say, and at least as many as wrote."""
+    said = max((int(s.identity.get("world_size", 1)) for s in streams), default=0)
+    return max(said, *(s.stream.rank + 1 for s in streams), 0)
+
+
+def _missing(streams: Sequence[RankStream], world: int) -> str:
+    """Return the ranks that were selected (all, unless the setting `ranks` lists some) and have
+    written nothing, folded."""
+    found = {stream.stream.rank for stream in streams}
+    try:
+        chosen = parse_ranks(_shared(streams, "settings").get("ranks", "all"))
+    except TraceError:  # "all"
+        return others_text(found, world)
+    return ranks_text(rank for rank in set(chosen) - found if rank < world)
 
 
 def _is_whole(state: Mapping[str, Any]) -> bool:

@@ -17,6 +17,7 @@ from rankscope.layout.placement import (
     parse_placement,
 )
 from rankscope.record.ranklists import parse_ranks
+from rankscope.record.streams import MAX_RANKS
 from rankscope.record.value import Digest, Samples
 from rankscope.record.wholestatistics import Combined
 from rankscope.tree.damage import damaged_is_trace_error
@@ -33,6 +34,8 @@ class Whereabouts:
     meshes: Mapping[str, tuple[Mesh, ...]]
     file: Path
     """What their own data was read from."""
+    world_size: int = MAX_RANKS
+    """No rank is as high."""
 
 
 _SOURCES = frozenset(source.value for source in LayoutSource)
@@ -57,7 +60,7 @@ class SlotView:
     @property
     def ranks(self) -> tuple[int, ...]:
         """Ranks that have a value here."""
-        return parse_ranks(self.data["ranks"])
+        return parse_ranks(self.data["ranks"], self._where.world_size)
 
     @property
     def dtype(self) -> str:
@@ -123,7 +126,7 @@ class SlotView:
     def folds(self) -> tuple[Fold, ...]:
         """The distinct values; in a large trace, ranks of the same shape together, without
         numbers."""
-        return tuple(read_fold(each) for each in self.data["values"])
+        return tuple(read_fold(each, self._where.world_size) for each in self.data["values"])
 
     @property
     def distinct(self) -> int:
@@ -140,7 +143,9 @@ class SlotView:
     def combined(self) -> tuple[Combined, ...]:
         """Global statistics, one per mesh that gives another result; () where nothing is
         sharded."""
-        return tuple(read_combined(each) for each in self.data.get("combined", ()))
+        return tuple(
+            read_combined(each, self._where.world_size) for each in self.data.get("combined", ())
+        )
 
     @property
     def rows(self) -> range:
@@ -164,7 +169,7 @@ class SlotView:
         return {
             rank: tuple(each["shape"])
             for each in self.data["values"]
-            for rank in parse_ranks(each["ranks"])
+            for rank in parse_ranks(each["ranks"], self._where.world_size)
         }
 
     def references(self) -> dict[int, tuple[int, int]]:
@@ -179,12 +184,12 @@ class SlotView:
     @property
     def not_kept(self) -> tuple[int, ...]:
         """Ranks whose full tensor was asked for and could not be kept."""
-        return parse_ranks(self.data.get("not_kept", ""))
+        return parse_ranks(self.data.get("not_kept", ""), self._where.world_size)
 
     def ranges(self, rank: int) -> tuple[Ranges, ...] | None:
         """Return the global indices a rank holds, None where the layout is unknown."""
         for each in self.data["values"]:
-            if "ranges" in each and rank in parse_ranks(each["ranks"]):
+            if "ranges" in each and rank in parse_ranks(each["ranks"], self._where.world_size):
                 return tuple(tuple((a, b) for a, b in dim) for dim in each["ranges"])
         layout, shape = self.layout(rank), self.global_shape
         at = layout.mesh.coordinate(rank) if layout.mesh else None

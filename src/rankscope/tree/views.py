@@ -271,7 +271,7 @@ class Node:
     @property
     def ranks(self) -> tuple[int, ...]:
         """Ranks that made the call."""
-        return parse_ranks(self.ranks_text)
+        return parse_ranks(self.ranks_text, self._where.world_size)
 
     @property
     def ranks_text(self) -> str:
@@ -306,7 +306,11 @@ class Node:
         """How it ended, by ranks."""
         listed = self.data.get("outcomes") or [{"ranks": self.data["ranks"], "status": self.status}]
         return tuple(
-            CallOutcome(ranks=parse_ranks(o["ranks"]), status=o["status"], error=o.get("error", ""))
+            CallOutcome(
+                ranks=parse_ranks(o["ranks"], self._where.world_size),
+                status=o["status"],
+                error=o.get("error", ""),
+            )
             for o in listed
         )
 
@@ -314,7 +318,11 @@ class Node:
     def errors(self) -> tuple[CallOutcome, ...]:
         """Failures inside rankscope while it watched this call."""
         return tuple(
-            CallOutcome(ranks=parse_ranks(e["ranks"]), status="error", error=e["error"])
+            CallOutcome(
+                ranks=parse_ranks(e["ranks"], self._where.world_size),
+                status="error",
+                error=e["error"],
+            )
             for e in self.data.get("errors", ())
         )
 
@@ -360,7 +368,10 @@ class Step:
         self.step = int(head.get("step", 0))
         self.incarnation = int(head.get("incarnation", 0))
         self.notes = tuple(
-            RanksNote(parse_ranks(each["ranks"]), Note.read(each["note"], each.get("fact")))
+            RanksNote(
+                parse_ranks(each["ranks"], where.world_size),
+                Note.read(each["note"], each.get("fact")),
+            )
             for each in head.get("notes", ())
         )
 
@@ -411,7 +422,7 @@ class Trace:
         """Set by `rankscope.open_trace`."""
         self._columns: Columns | None = None
         self._source = source
-        where = Whereabouts(self.columns, meshes, path)
+        where = Whereabouts(self.columns, meshes, path, self.run["world_size"])
         self._passed_over: set[str] = set()
         every = [
             Step(source, group, self, where)

@@ -1,0 +1,237 @@
+"""Definitions: what a DEFINITION record says, checked against the fields of its kind.
+
+A record whose cells are valid may still hold anything: a rank's memory was damaged, another program
+wrote it, somebody made it up. Here is the one place where the bytes become a map, and where every
+field gets the type and the bounds that all later code counts on. A definition that does not keep to
+them is refused with a reason, and the caller sets it aside. What it leaves out of a definition that
+it takes: fields that no reader knows, and all fields of a kind that only a newer rankscope writes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import msgpack  # type: ignore[import-untyped]  # ships no annotations
+
+from rankscope.errors import SpoolError
+from rankscope.record.streams import MAX_INCARNATIONS, MAX_RANKS
+from rankscope.spool.recordformat import DEFINITION_LENGTH, FORMAT_VERSION
+
+__all__ = ["Decoded", "decode_definition", "unpack_map"]
+
+Decoded = dict[bytes, "dict[str, Any] | str"]
+"""Definitions by their bytes; of one that was refused the reason."""
+
+_NUMBERS: Final = 1 << 32
+_INTEGERS: Final = 1 << 63
+_LATEST_NS: Final = 1 << 62
+"""The year 2116: sums and differences of two such times fit in 64 bits."""
+_MOST_DIMS: Final = 64
+"""Of a tensor or a mesh; torch has no more."""
+_SHOWN: Final = 60
+
+Check = Callable[[Any], bool]
+
+
+def _text(value: Any) -> bool:
+    return type(value) is str
+
+
+def _flag(value: Any) -> bool:
+    return type(value) is bool
+
+
+def _within(low: int, end: int) -> Check:
+    return lambda value: type(value) is int and low <= value < end
+
+
+_number = _within(0, _NUMBERS)
+_integer = _within(-_INTEGERS, _INTEGERS)
+_size = _within(0, _INTEGERS)
+_rank = _within(0, MAX_RANKS)
+_time = _within(0, _LATEST_NS)
+
+
+def _list(check: Check, most: int | None = None) -> Check:
+    def is_list(value: Any) -> bool:
+        return (
+            type(value) is list and (most is None or len(value) <= most) and all(map(check, value))
+        )
+
+    return is_list
+
+
+def _or_none(check: Check) -> Check:
+    return lambda value: value is None or check(value)
+
+
+def _texts_by_name(value: Any) -> bool:
+    return type(value) is dict and all(type(k) is str is type(v) for k, v in value.items())
+
+
+def _fact(value: Any) -> bool:
+    """True for the fields of a note, whichever it is: one of a newer rankscope stays a text."""
+    return type(value) is dict and all(
+        type(k) is str and type(v) in (str, int, bool, float, type(None)) for k, v in value.items()
+    )
+
+
+def _distinct_ranks(value: Any) -> bool:
+    return type(value) is list and all(map(_rank, value)) and len(set(value)) == len(value)
+
+
+def _pair(value: Any) -> bool:
+    return (
+        type(value) is list and len(value) == 2 and all(map(_size, value)) and value[0] <= value[1]
+    )
+
+
+_shape = _list(_size, _MOST_DIMS)
+_texts = _list(_text)
+
+_FIELDS: Final[Mapping[str, Mapping[str, Check]]] = {
+    "rank": {
+        "rank": _rank, "world_size": _within(1, MAX_RANKS + 1), "local_rank": _rank,
+        "local_world_size": _within(0, MAX_RANKS + 1),
+        "incarnation": _within(0, MAX_INCARNATIONS), "host": _text, "pid": _size,
+        "format": _number, "run_id": _text, "wall_ns": _time, "monotonic_ns": _time,
+        "versions": _texts_by_name, "argv": _texts, "settings": _texts_by_name,
+        "environment": _texts_by_name,
+    },
+    "root": {"class": _text, "parameters": _size, "preferred": _flag},
+    "inside": {"root": _number, "in": _number, "path": _text},
+    "module": {
+        "root": _number, "path": _text, "raw_path": _text, "class": _text, "wrappers": _texts,
+        "opaque": _flag,
+    },
+    "mark": {
+        "module": _number, "name": _text, "axis": _text, "placement": _text,
+        "members": _or_none(_distinct_ranks),
+    },
+    "slot": {"name": _text},
+    "meta": {
+        "dtype": _text, "device": _text, "shape": _shape, "global_shape": _or_none(_shape),
+        "source": _text, "mesh": _number, "placements": _texts,
+        "ranges": _or_none(_list(_list(_pair), _MOST_DIMS)), "note": _or_none(_text),
+        "requires_grad": _flag,
+    },
+    "mesh": {
+        "axes": _texts, "shape": _list(_within(1, MAX_RANKS + 1), _MOST_DIMS),
+        "ranks": _distinct_ranks, "device": _text,
+    },
+    "text": {"text": _text, "fact": _fact},
+    "group": {
+        "name": _text, "ranks": _distinct_ranks, "backend": _text, "description": _or_none(_text),
+    },
+    "collective": {
+        "op": _text, "group": _text, "members": _distinct_ranks, "async": _flag, "issuer": _text,
+        "reduce": _or_none(_text), "src": _or_none(_integer), "dst": _or_none(_integer),
+        "peer": _or_none(_integer), "tag": _or_none(_integer), "object": _flag, "since": _text,
+        "at": _text,
+    },
+    "layout": {"file": _text, "text": _text},
+    "raised": {"error": _text, "causes": _texts, "where": _text},
+    "not_kept": {"reason": _text, "text": _text},
+}  # fmt: skip
+"""What each field of a kind has to be; all lists of ranks are in the order of their group."""
+_NEEDED: Final[Mapping[str, frozenset[str]]] = {
+    "rank": frozenset({"rank"}),
+    "root": frozenset({"class", "parameters"}),
+    "inside": frozenset({"root", "in", "path"}),
+    "module": frozenset({"root", "path", "class"}),
+    "mark": frozenset({"module", "name", "axis", "placement"}),
+    "slot": frozenset({"name"}),
+    "meta": frozenset({"dtype", "shape"}),
+    "mesh": frozenset({"axes", "shape", "ranks"}),
+    "text": frozenset({"text"}),
+    "group": frozenset({"name", "ranks"}),
+    "collective": frozenset({"op", "group", "members", "async", "issuer"}),
+}
+"""Fields without which a definition says nothing; spools of an older rankscope lack others."""
+_OF_ONE_HOST: Final = frozenset({"copied"})
+"""Kinds that stay as they are: the process that wrote them reads them."""
+
+
+def decode_definition(payload: bytes) -> dict[str, Any]:
+    """Return the definition in the payload of a DEFINITION record.
+
+    Raises:
+        SpoolError: it is none, or a field of it is not what its kind has there.
+    """
+    start = DEFINITION_LENGTH.size
+    (length,) = DEFINITION_LENGTH.unpack_from(payload)
+    if not 0 < length <= len(payload) - start:
+        raise SpoolError("its length is not that of its record")
+    found = unpack_map(payload[start : start + length])
+    number, kind = found.get("id"), found.get("kind")
+    if type(number) is not int or not 0 < number < _NUMBERS:
+        raise SpoolError(f"its id is {_shown(number)}")
+    if type(kind) is not str:
+        raise SpoolError(f"its kind is {_shown(kind)}")
+    version = found.get("format")
+    if kind == "rank" and type(version) is int and FORMAT_VERSION < version < _NUMBERS:
+        return {"id": number, "kind": kind, "format": version}  # whoever reads it refuses that
+    fields = _FIELDS.get(kind)
+    if fields is None:
+        return found if kind in _OF_ONE_HOST else {"id": number, "kind": kind}
+    taken: dict[str, Any] = {"id": number, "kind": kind}
+    for name, check in fields.items():
+        if name in found:
+            value = taken[name] = found[name]
+            if not check(value):
+                raise SpoolError(f"{name} of a {kind} is {_shown(value)}")
+    missing = _NEEDED.get(kind, frozenset()) - taken.keys()
+    if missing:
+        raise SpoolError(f"a {kind} has no {', '.join(sorted(missing))}")
+    _check_together(kind, taken)
+    return taken
+
+
+def _check_together(kind: str, taken: Mapping[str, Any]) -> None:
+    """Refuse fields that contradict each other.
+
+    Raises:
+        SpoolError: they do.
+    """
+    if kind == "rank" and taken["rank"] >= taken.get("world_size", MAX_RANKS):
+        raise SpoolError(f"rank {taken['rank']} in a world of {taken['world_size']}")
+    if kind == "mesh":
+        axes, shape, ranks = taken["axes"], taken["shape"], taken["ranks"]
+        if len(axes) != len(shape) or math.prod(shape) != len(ranks):
+            raise SpoolError(f"a mesh of {len(axes)} axes has {len(ranks)} ranks")
+
+
+def _shown(value: Any) -> str:
+    """Return a few words of a value, however large it is."""
+    if isinstance(value, (list, dict)):
+        return f"a {type(value).__name__} of {len(value)}"
+    text = repr(value[:_SHOWN] if isinstance(value, (str, bytes)) else value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def unpack_map(packed: bytes) -> dict[str, Any]:
+    """Decode one msgpack map with text keys; no extension types, no length beyond the bytes given.
+
+    Raises:
+        SpoolError: it is anything else.
+    """
+    size = len(packed)
+    try:
+        decoded = msgpack.unpackb(
+            packed,
+            raw=False,
+            strict_map_key=True,
+            use_list=True,
+            max_ext_len=0,
+            max_str_len=size,
+            max_bin_len=size,
+            max_array_len=size,
+            max_map_len=size,
+        )
+    except (ValueError, TypeError, msgpack.UnpackException, RecursionError, OverflowError) as error:
+        raise SpoolError(f"{size} bytes are no msgpack map: {error}") from error
+    if not isinstance(decoded, dict) or not all(isinstance(key, str) for key in decoded):
+        raise SpoolError(f"expected a msgpack map with text keys, found {type(decoded).__name__}")
+    return decoded

@@ -1,0 +1,116 @@
+"""Which records make sense: bounds on the numbers of records whose cells are valid.
+
+A valid crc says that the bytes are those which were written, not that a rank wrote them. What all
+later code counts on is checked here by column, once, where records become columns: a time that can
+be added to another, a phase and a mode that are known, counts that fit each other. A record that
+does not keep to it is set aside, and counted with its reason.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.record.call import Mode
+from rankscope.record.phases import Phase
+from rankscope.record.statistics import COUNTS, NONFINITE
+from rankscope.spool.recordformat import RecordKind
+
+__all__ = ["KNOWN_MODES", "KNOWN_PHASES", "count_unsound", "sound_digests", "sound_rows"]
+
+Rows = NDArray[Any]
+Mask = NDArray[np.bool_]
+
+_LATEST_NS: Final = 1 << 62
+"""Sums and differences of two times below it fit in 64 bits."""
+_MOST: Final = 1 << 48
+"""Bytes, records or elements; more of them no rank has."""
+_NUMBERS: Final = np.arange(256)
+KNOWN_PHASES: Final[Mask] = np.isin(_NUMBERS, [int(phase) for phase in Phase])
+KNOWN_MODES: Final[Mask] = np.isin(_NUMBERS, [int(mode) for mode in Mode])
+"""By number: a newer rankscope may have added more."""
+
+
+def _in_time(rows: Rows) -> Mask:
+    times = rows["time_ns"]
+    return (times >= 0) & (times < _LATEST_NS)
+
+
+def _few(*names: str) -> Callable[[Rows], Mask]:
+    return lambda rows: np.logical_and.reduce([rows[name] < _MOST for name in names])
+
+
+def _in_mode(rows: Rows) -> Mask:
+    known: Mask = KNOWN_MODES[rows["mode"]]
+    return known
+
+
+def _in_phase(rows: Rows) -> Mask:
+    known: Mask = KNOWN_PHASES[rows["phase"]]
+    return known
+
+
+_TIME: Final = ("time out of range", _in_time)
+_MODE: Final = ("unknown mode", _in_mode)
+_PHASE: Final = ("unknown phase", _in_phase)
+_RULES: Final[Mapping[RecordKind, tuple[tuple[str, Callable[[Rows], Mask]], ...]]] = {
+    RecordKind.ENTER: (_TIME, _MODE, _PHASE),
+    RecordKind.EXIT: (_TIME,),
+    RecordKind.VALUE: (_TIME, _PHASE, ("element count out of range", _few("count"))),
+    RecordKind.STEP: (_TIME, _MODE),
+    RecordKind.ERROR: (_TIME,),
+    RecordKind.TENSOR: (("place out of range", _few("offset", "nbytes")),),
+    RecordKind.GAP: (
+        _TIME,
+        _MODE,
+        ("counts out of range", _few("records", "bytes")),
+        ("steps in the wrong order", lambda rows: rows["first_step"] <= rows["last_step"]),
+    ),
+    RecordKind.END: (_TIME, ("counts out of range", _few("records", "dropped"))),
+}
+
+
+def sound_rows(kind: RecordKind, rows: Rows) -> Mask:
+    """Return which rows of a kind of record make sense, [rows].
+
+    Args:
+        kind: not a definition, nor samples.
+        rows: fields of its dtype, or of the head of a value.
+    """
+    is_sound = np.ones(len(rows), bool)
+    for _, rule in _RULES.get(kind, ()):
+        is_sound &= rule(rows)
+    return is_sound
+
+
+def count_unsound(kind: RecordKind, rows: Rows) -> Counter[str]:
+    """Return how many rows break which rule, each counted for the first it breaks."""
+    left = np.ones(len(rows), bool)
+    found: Counter[str] = Counter()
+    for reason, rule in _RULES.get(kind, ()):
+        holds = rule(rows)
+        broken = int((left & ~holds).sum())
+        if broken:
+            found[f"{kind.name} with {reason}"] = broken
+        left &= holds
+    return found
+
+
+def sound_digests(rows: Rows) -> Mask:
+    """Return which digests have counts that fit each other, [rows].
+
+    Args:
+        rows: whole records of values.
+    """
+    left = rows["count"]
+    fits = np.ones(len(rows), bool)
+    for name in NONFINITE:
+        fits &= rows[name] <= left
+        left = left - np.where(fits, rows[name], 0)
+    for name in set(COUNTS) - {"count", *NONFINITE}:
+        fits &= rows[name] <= left
+    return fits
