@@ -92,10 +92,11 @@ class Host:
         )
         write_run_header(self.folder, header)
 
-    def relay(self) -> subprocess.Popen[str]:
-        return self._start(relay_command(self.folder), "relay")
+    def relay(self, *, fresh: bool = False) -> subprocess.Popen[str]:
+        return self._start(relay_command(self.folder), "relay", fresh=fresh)
 
-    def collector(self, **options: object) -> subprocess.Popen[str]:
+    def collector(self, *, fresh: bool = False, **options: object) -> subprocess.Popen[str]:
+        """Start one; a fresh process occupies what it would outside of the tests."""
         bind = [] if self.address == SHARED else [self.address]
         options = {
             "keep_spool": True,
@@ -104,7 +105,9 @@ class Host:
             **options,
         }
         return self._start(
-            collector_command(self.out, bind=options.pop("bind", bind), **options), "collector"
+            collector_command(self.out, bind=options.pop("bind", bind), **options),
+            "collector",
+            fresh=fresh,
         )
 
     def rank(
@@ -147,9 +150,10 @@ class Host:
             if process.stdout:
                 process.stdout.close()
 
-    def _start(self, command: list[str], name: str) -> subprocess.Popen[str]:
+    def _start(self, command: list[str], name: str, *, fresh: bool) -> subprocess.Popen[str]:
+        start = subprocess.Popen if fresh else forked.Popen
         with (self.folder.parent / f"{name}.log").open("a") as log:
-            process = forked.Popen(command, env=environment(), stderr=log, text=True)
+            process = start(command, env=environment(), stderr=log, text=True)
         self.processes.append(process)
         return process
 

@@ -3,7 +3,6 @@
 import random
 import zlib
 
-import msgpack
 import pytest
 import zmq
 
@@ -23,7 +22,7 @@ from rankscope.gather.protocol import (
 )
 from rankscope.record.streams import EndReason, StreamId
 from rankscope.spool.replication import read_end, replica_path
-from tests.gather.test_protocol import BROKEN
+from tests.gather.test_protocol import BROKEN, pack
 from tests.spool.streams import write_some
 from tests.waiting import wait_until
 
@@ -74,7 +73,7 @@ def test_nothing_broken_reaches_a_replica_or_stops_the_collector(sender, tmp_pat
         )
     assert ask(socket, frame(64, whole[64:])) == StreamOffset(STREAM, 0)
     assert ask(socket, frame(1 << 40, whole)) == StreamOffset(STREAM, 0)
-    socket.send_multipart([msgpack.packb([3, 0, 0, ORIGIN, 0, zlib.crc32(whole) ^ 1]), whole])
+    socket.send_multipart([pack(3, 0, 0, ORIGIN, 0, zlib.crc32(whole) ^ 1), whole])
     assert ask(socket, OpenStream(STREAM, ORIGIN)) == StreamOffset(STREAM, 0)
     assert replica_path(host.out, STREAM).read_bytes() == b""
     assert ask(socket, frame(0, whole)) == StreamOffset(STREAM, len(whole))
@@ -148,7 +147,7 @@ def test_a_message_longer_than_any_frame_is_cut_off_and_others_go_on(sender):
     other = context.socket(zmq.DEALER)
     other.setsockopt(zmq.LINGER, 0)
     other.connect(host.address)
-    other.send_multipart([msgpack.packb([3, 0, 0, ORIGIN, 0, 0]), bytes(64 << 20)])
+    other.send_multipart([pack(3, 0, 0, ORIGIN, 0, 0), bytes(64 << 20)])
     assert ask(socket, OpenStream(STREAM, ORIGIN)) == StreamOffset(STREAM, 0)
     other.close()
     context.term()

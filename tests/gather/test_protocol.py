@@ -65,22 +65,28 @@ def test_a_message_comes_out_as_it_went_in(message):
     assert decode(encode(message)) == message
 
 
+def sealed(header: bytes) -> bytes:
+    """A header with its right crc."""
+    return header + zlib.crc32(header).to_bytes(4, "little")
+
+
 def pack(*fields: object) -> bytes:
-    return msgpack.packb(fields)
+    return sealed(msgpack.packb(fields))
 
 
 BROKEN = {
     "no parts": [],
     "an empty header": [b""],
     "three parts": [pack(6), b"x", b"y"],
-    "no msgpack": [b"\xc1"],
-    "a map": [msgpack.packb({"a": 1})],
+    "no msgpack": [sealed(b"\xc1")],
+    "a map": [sealed(msgpack.packb({"a": 1}))],
+    "a header without its crc": [msgpack.packb([6])],
     "an empty array": [pack()],
     "an unknown verb": [pack(99)],
     "a verb that is a text": [pack("3")],
     "too many fields": [pack(*range(20))],
     "a missing field": [pack(2, 3)],
-    "an extension type": [msgpack.packb([2, 3, msgpack.ExtType(1, b"x")])],
+    "an extension type": [sealed(msgpack.packb([2, 3, msgpack.ExtType(1, b"x")]))],
     "a negative rank": [pack(2, -1, 0, 7)],
     "a rank out of range": [pack(2, 1 << 24, 0, 7)],
     "an incarnation out of range": [pack(2, 0, 1 << 16, 7)],
@@ -109,8 +115,8 @@ BROKEN = {
     "an unknown reason": [pack(4, 0, 0, 7, 64, 17)],
     "a long header": [pack(15, "x" * 5000)],
     "a long text": [pack(13, 0, 0, "x" * 300)],
-    "a header that claims 4 billion fields": [b"\xdd\xff\xff\xff\xff"],
-    "nesting": [b"\x91" * 1000],
+    "a header that claims 4 billion fields": [sealed(b"\xdd\xff\xff\xff\xff")],
+    "nesting": [sealed(b"\x91" * 1000)],
 }
 
 
@@ -118,6 +124,17 @@ BROKEN = {
 def test_what_is_no_message_is_refused(name):
     with pytest.raises(WireError):
         decode(BROKEN[name])
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_no_bit_of_a_message_can_flip_unseen(message):
+    parts = encode(message)
+    for which, part in enumerate(parts):
+        for bit in range(8 * len(part)):
+            flipped = bytearray(part)
+            flipped[bit // 8] ^= 1 << bit % 8
+            with pytest.raises(WireError):
+                decode([*parts[:which], bytes(flipped), *parts[which + 1 :]])
 
 
 def test_mutated_messages_decode_to_messages_in_range_or_not_at_all():
@@ -128,7 +145,7 @@ def test_mutated_messages_decode_to_messages_in_range_or_not_at_all():
             part = chosen.choice(parts)
             part[chosen.randrange(len(part))] = chosen.randrange(256)
         try:
-            message = decode([bytes(part) for part in parts])
+            message = decode([sealed(bytes(parts[0][:-4])), *(bytes(part) for part in parts[1:])])
         except WireError:
             continue
         assert decode(encode(message)) == message

@@ -19,6 +19,7 @@ import zmq
 
 from rankscope.errors import BindError, FolderError, SpoolError, WireError
 from rankscope.gather.address import check_address
+from rankscope.gather.arrivals import MemoryBound, receive_parts
 from rankscope.gather.chunkmessages import (
     ChunkEnded,
     ChunkFrame,
@@ -29,6 +30,7 @@ from rankscope.gather.chunkstore import ReceivedChunks
 from rankscope.gather.log import log
 from rankscope.gather.protocol import (
     LONGEST_MESSAGE,
+    MOST_PARTS,
     PROTOCOL_VERSION,
     Beat,
     BeatSeen,
@@ -61,6 +63,8 @@ _RECEIVE_QUEUE = 2
 _BATCH = 256
 """Messages taken before anything else is looked at."""
 _FAREWELL_S = 3.0
+_TO_BUILD_BYTES = 1 << 30
+"""Granted to the building of a tree, before relays are cut off for what they send meanwhile."""
 _ANOTHER_RUN = (
     "this collector gathers another run: give each run a trace folder and a collector of its own"
 )
@@ -115,6 +119,7 @@ class Intake:
         self._socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
         self._socket.setsockopt(zmq.LINGER, 500)
         self.addresses = [self._bind(address) for address in bind]
+        self._bound = MemoryBound(self.addresses, lambda: len(self._peers))
         self._is_published = False
         self._publish()
 
@@ -124,7 +129,7 @@ class Intake:
             return
         for _ in range(_BATCH):
             try:
-                identity, *parts = self._socket.recv_multipart(zmq.DONTWAIT)
+                identity, *parts = receive_parts(self._socket, 1 + MOST_PARTS)
             except zmq.Again:
                 return
             self._take(identity, parts)
@@ -157,6 +162,10 @@ class Intake:
         """What the disk said to the last frame, or to the last small file."""
         return self._replicas.trouble or self._trouble
 
+    def building(self) -> None:
+        """The tree is built now, in this process."""
+        self._bound.grant(_TO_BUILD_BYTES)
+
     def farewell(self) -> None:
         """Say Done to every relay until all have left, for a few seconds at most."""
         deadline = time.monotonic() + _FAREWELL_S
@@ -170,6 +179,7 @@ class Intake:
 
     def close(self) -> None:
         """Close the sockets and files."""
+        self._bound.close()
         self._replicas.close()
         self._chunks.close()
         self._socket.close()

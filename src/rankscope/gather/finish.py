@@ -71,6 +71,9 @@ class StreamSource(Protocol):
     def trouble(self) -> str:
         """Why nothing can be written just now; empty where it can."""
 
+    def building(self) -> None:
+        """The tree is built now: what this process occupies is its own."""
+
     def farewell(self) -> None:
         """Tell the relays that the run is finished."""
 
@@ -228,6 +231,7 @@ def _gather_and_build(
         observer.quiet()
         log("nothing happened before which the ranks would have held steps: there is no trace")
         return ExitOutcome.DONE
+    source.building()
     outcome = _build(options.out, keep_spool=options.keep_spool, observer=observer)
     return ExitOutcome.NO_ROOM if outcome is ExitOutcome.UNFINISHED and source.trouble else outcome
 

@@ -15,6 +15,7 @@ import zmq
 
 from rankscope.errors import FolderError, RankscopeError, SpoolError, WireError
 from rankscope.gather.address import check_address
+from rankscope.gather.arrivals import MemoryBound, receive_parts
 from rankscope.gather.chunkmessages import (
     ChunkAt,
     ChunkFrame,
@@ -23,7 +24,8 @@ from rankscope.gather.chunkmessages import (
 )
 from rankscope.gather.log import log
 from rankscope.gather.protocol import (
-    LONGEST_MESSAGE,
+    LONGEST_ANSWER,
+    MOST_PARTS,
     PROTOCOL_VERSION,
     WINDOW_BYTES,
     Beat,
@@ -57,6 +59,9 @@ __all__ = ["Link", "SharedLink", "SocketLink"]
 _BEAT_S = 0.25
 _SHARED_BEAT_S = 1.0
 _SEND_QUEUE = 64
+_BATCH = 1024
+"""Answers taken before anything is sent."""
+_MOST_REFUSED_LOGGED = 10
 _RECONNECT_MS = 50
 _MOST_RECONNECT_MS = 1000
 
@@ -108,10 +113,11 @@ class SocketLink:
         self.heard_at = float("-inf")
         self._beat_at = float("-inf")
         self._first = 0
+        self._refused = 0
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.ROUTING_ID, f"relay-{name}".encode())
-        self._socket.setsockopt(zmq.MAXMSGSIZE, LONGEST_MESSAGE)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, LONGEST_ANSWER)
         self._socket.setsockopt(zmq.SNDHWM, _SEND_QUEUE)
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
         self._socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
@@ -119,6 +125,7 @@ class SocketLink:
         self._socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
         self._socket.setsockopt(zmq.LINGER, 500)
         self._socket.connect(check_address(header.collector))
+        self._bound = MemoryBound([header.collector], peers=lambda: 1)
         log(f"relaying run {header.run_id} to {header.collector}")
 
     @property
@@ -147,6 +154,7 @@ class SocketLink:
         """Leave."""
         if self.is_done:
             self._send(Bye())
+        self._bound.close()
         self._socket.close()
         self._context.term()
 
@@ -187,17 +195,20 @@ class SocketLink:
 
     def _receive(self, shipments: dict[StreamId, Shipment], now: float) -> bool:
         was_busy = False
-        while True:
+        for _ in range(_BATCH):
             try:
-                message = decode(self._socket.recv_multipart(zmq.DONTWAIT))
+                message = decode(receive_parts(self._socket, MOST_PARTS))
             except zmq.Again:
-                return was_busy
+                break
             except WireError as error:
-                log(f"refused a message: {error}")
+                self._refused += 1
+                if self._refused <= _MOST_REFUSED_LOGGED:
+                    log(f"refused a message: {error}")
                 continue
             self.heard_at = now
             was_busy = was_busy or not isinstance(message, BeatSeen)
             self._take(message, shipments, now)
+        return was_busy
 
     def _take(self, message: Message, shipments: dict[StreamId, Shipment], now: float) -> None:
         match message:

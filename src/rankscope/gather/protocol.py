@@ -17,8 +17,9 @@
     Bye()                              ->
 
 A header is a msgpack array: verb, then whole numbers and short texts, as the table at the end of
-this file lists them. Every number is checked against its range; what does not fit is a WireError
-and changes nothing. A lost message costs time. A collector answers nobody who has not said Hello.
+this file lists them; behind it stands its CRC-32, in 4 bytes. Every number is checked against its
+range; what does not fit is a WireError and changes nothing. A lost message costs time. A collector
+answers nobody who has not said Hello.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ __all__ = [
     "CHUNK_FRAME_BYTES",
     "CHUNK_WINDOW_BYTES",
     "FRAME_BYTES",
+    "LONGEST_ANSWER",
     "LONGEST_MESSAGE",
+    "MOST_PARTS",
     "PROTOCOL_VERSION",
     "WINDOW_BYTES",
     "Beat",
@@ -68,7 +71,7 @@ __all__ = [
     "encode",
 ]
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 FRAME_BYTES = 64 << 10
 """Records in one frame, more only where a single record is longer."""
 WINDOW_BYTES = 1 << 20
@@ -80,6 +83,11 @@ CHUNK_WINDOW_BYTES = 1 << 20
 LONGEST_BODY = MAX_RECORD_CELLS * CELL_BYTES
 _LONGEST_HEADER = 4096
 LONGEST_MESSAGE = LONGEST_BODY + _LONGEST_HEADER
+"""Of one part of a message to a collector."""
+LONGEST_ANSWER = _LONGEST_HEADER
+"""Of one part of a message to a relay, which has no body."""
+MOST_PARTS = 2
+_CRC_BYTES = 4
 _LONGEST_TEXT = 256
 _LARGEST_OFFSET = 1 << 48
 
@@ -211,7 +219,8 @@ def encode(message: Message) -> list[bytes]:
     header: list[object] = [verb]
     for field, name in zip(shape.fields, shape.names):
         header += field.write(getattr(message, name))
-    parts = [msgpack.packb(header)]
+    packed = msgpack.packb(header)
+    parts = [packed + zlib.crc32(packed).to_bytes(_CRC_BYTES, "little")]
     return [*parts, message.body] if isinstance(message, (RecordFrame, ChunkFrame)) else parts
 
 
@@ -221,7 +230,7 @@ def decode(parts: Sequence[bytes]) -> Message:
     Raises:
         WireError: they are no message of this protocol, or a number is out of range.
     """
-    if not 1 <= len(parts) <= 2 or not 0 < len(parts[0]) <= _LONGEST_HEADER:
+    if not 1 <= len(parts) <= MOST_PARTS or not _CRC_BYTES < len(parts[0]) <= _LONGEST_HEADER:
         raise WireError(f"a message of {len(parts)} parts, expected a header and at most a body")
     verb, *rest = _unpack(parts[0])
     shape = _SHAPES.get(verb) if isinstance(verb, int) else None
@@ -242,7 +251,12 @@ def decode(parts: Sequence[bytes]) -> Message:
     return message
 
 
-def _unpack(header: bytes) -> list[object]:
+def _unpack(part: bytes) -> list[object]:
+    header, crc = part[:-_CRC_BYTES], part[-_CRC_BYTES:]
+    if zlib.crc32(header).to_bytes(_CRC_BYTES, "little") != crc:
+        raise WireError(
+            "a header whose crc is wrong: damaged on its way, or of another version of rankscope"
+        )
     try:
         unpacked = msgpack.unpackb(
             header,

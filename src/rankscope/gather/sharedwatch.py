@@ -111,6 +111,9 @@ class SharedWatch:
         """Relays write by themselves, and say so in their own logs."""
         return ""
 
+    def building(self) -> None:
+        """Nothing to do: nobody sends anything here."""
+
     def farewell(self) -> None:
         """Nothing to do: relays see the tree appear."""
 
