@@ -332,12 +332,16 @@ class TracedJob:
             speak: takes the last lines, now or later: how the job failed, where the trace is.
             error: what left torchrun; None where the job did not fail.
         """
-        try:
-            line = self.finish()
-        except (RankscopeError, OSError) as problem:
-            line = f"the trace in {self._out} was not finished: {problem}"
-        if line:
-            for each in filter(None, (failure_line(error, self._out), line)):
+        from rankscope.agent.guard import attempt, text_of  # loads torch, as the job has by now
+
+        lines: list[str] = []
+        problem = attempt(lambda: lines.append(self.finish()))
+        if problem is not None:
+            why = str(problem) if isinstance(problem, RankscopeError) else text_of(problem)
+            lines = [f"the trace in {self._out} was not finished: {why}"]
+        if any(lines):
+            attempt(lambda: lines.insert(0, failure_line(error, self._out)))
+            for each in filter(None, lines):
                 speak(each)
 
 

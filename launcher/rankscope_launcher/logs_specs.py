@@ -14,6 +14,7 @@ from collections.abc import Mapping
 
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, LogsDest
 
+from rankscope.agent.guard import attempt, text_of
 from rankscope.errors import RankscopeError
 from rankscope.settings import as_variables, is_enabled, misspelt_variables, settings_from
 from rankscope_launcher.job import JobShape, TracedJob, new_run_id
@@ -37,17 +38,19 @@ class RankscopeLogsSpecs(DefaultLogsSpecs):
 
 def _trace(worker: Mapping[str, str]) -> None:
     """Start tracing this host's ranks; what is wrong is said once, and they train untraced."""
+    error = attempt(_start, worker)
+    if error is not None:
+        os.environ["RANKSCOPE"] = "0"  # nor shall the ranks try on their own
+        is_ours = isinstance(error, (RankscopeError, OSError, ValueError))
+        say(as_variables(f"not tracing: {error if is_ours else text_of(error)}"))
+
+
+def _start(worker: Mapping[str, str]) -> None:
     misspelt = misspelt_variables()
     if misspelt and not is_enabled():  # else this process said it when it imported torch
         say(misspelt)
-    try:
-        settings = settings_from()
-        job = TracedJob.prepare(settings, _shape(worker))
-        job.start()
-    except (RankscopeError, OSError, ValueError) as error:
-        os.environ["RANKSCOPE"] = "0"  # nor shall the ranks try on their own
-        say(as_variables(f"not tracing: {error}"))
-        return
+    job = TracedJob.prepare(settings_from(), _shape(worker))
+    job.start()
     os.environ.update(job.environment({}))
     # torchrun raises when a rank fails; its traceback is printed before this runs
     atexit.register(lambda: job.close(error=getattr(sys, "last_value", None)))

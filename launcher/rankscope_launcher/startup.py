@@ -7,6 +7,7 @@ torch is merely looked for (`importlib.util.find_spec`, as many libraries do) mu
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
@@ -28,8 +29,9 @@ class _AfterTorch(MetaPathFinder):
         if fullname != "torch":
             return None
         for finder in list(sys.meta_path):
-            if not isinstance(finder, _AfterTorch):
-                spec = finder.find_spec(fullname, path, target)
+            find = getattr(finder, "find_spec", None)  # very old finders have none
+            if find is not None and not isinstance(finder, _AfterTorch):
+                spec: ModuleSpec | None = find(fullname, path, target)
                 if spec is not None:
                     if spec.loader is not None:
                         spec.loader = _ArmingLoader(spec.loader)
@@ -80,10 +82,8 @@ def _arm() -> None:
         if os.environ.get(_SAID_VARIABLE) == text:
             return  # the process that started this one has said it
         os.environ[_SAID_VARIABLE] = text
-        if sys.stderr is None:  # print would take it for stdout
-            return
-        print(
-            f"rankscope: process {os.getpid()} goes on untraced: {text}. "
-            "Check that rankscope and torch are in the same environment, or unset RANKSCOPE.",
-            file=sys.stderr,
-        )
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, full, or None
+            sys.stderr.write(
+                f"rankscope: process {os.getpid()} goes on untraced: {text}. Check that rankscope "
+                "and torch are in the same environment, or unset RANKSCOPE.\n"
+            )

@@ -7,15 +7,15 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from torch import nn
 
 from rankscope.agent.activation import arm, close, current_session, hold
-from rankscope.agent.guard import Guard, attempt, say, text_of
+from rankscope.agent.guard import attempt, say, text_of
 from rankscope.agent.hooks.callvalues import CallOptions
 from rankscope.agent.join import define_rank, who_am_i
 from rankscope.agent.recorder import Recorder
@@ -44,7 +44,7 @@ from rankscope.spool.writer import SpoolWriter
 _T = TypeVar("_T")
 _End = Callable[[], object]
 
-__all__ = ["RankBlock", "begin_rank_block", "trace_block"]
+__all__ = ["RankBlock", "begin_block", "begin_rank_block"]
 
 
 _TRACED_ALREADY = "not tracing this block: this process is traced already"
@@ -65,18 +65,12 @@ class Begun(NamedTuple):
     """Why `out` is None."""
 
 
-@contextmanager
-def trace_block(model: nn.Module | None, given: Mapping[str, object]) -> Iterator[Begun]:
-    """Trace what runs inside; yields the trace folder, or why there is none.
+def begin_block(model: nn.Module | None, given: Mapping[str, object]) -> tuple[Begun, _End]:
+    """Trace from here on; return the trace folder, or why there is none, and what ends the trace.
 
-    Tracing problems are said on stderr and never raised into the block; the block's own exception
-    passes through after the tree is written.
+    Neither raises: what fails is said on stderr.
     """
-    begun, end = _guarded(lambda: _begin(model, given), lambda why: (Begun(None, why), _nothing))
-    try:
-        yield begun
-    finally:
-        end()
+    return _guarded(lambda: _begin(model, given), lambda why: (Begun(None, why), _nothing))
 
 
 def _begin(model: nn.Module | None, given: Mapping[str, object]) -> tuple[Begun, _End]:
@@ -349,12 +343,14 @@ class _TracedBlock:
         """Close the spool and build the tree; a failure is said, and the records stay where they
         are.
         """
-        hold(None)
-        Guard(self._say_unfinished).hook(self._finish)()
+        error = attempt(self._finish)
+        if error is not None:
+            attempt(self._say_unfinished, error)
 
     def _finish(self) -> None:
         from rankscope.tree.build import build
 
+        hold(None)
         self.session.close(EndReason.CLOSED)
         self._take_rest()
         build(self.out, keep_spool=self._keep_spool)

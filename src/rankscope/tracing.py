@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import nn
@@ -23,20 +26,12 @@ def attach(**settings: object) -> None:
     for ever. With arguments (any setting by its keyword: `steps="0-2"`, `out="trace"`) it traces.
     What is wrong with a setting is said once on stderr; the program goes on untraced.
     """
-    try:
-        from rankscope.settings import is_enabled
-
-        if not settings and not is_enabled():
-            return
-        from rankscope.agent.activation import arm
-        from rankscope.agent.guard import attempt, say, text_of
-    except (ImportError, OSError) as missing:
-        _say_not_loaded(missing)
+    variables, _ = _loaded("rankscope.settings")
+    if variables is None or not (settings or variables.is_enabled()):
         return
-
-    error = attempt(lambda: arm(settings))
-    if error is not None:
-        say(f"not tracing: {text_of(error)}")
+    activation, _ = _loaded("rankscope.agent.activation")
+    if activation is not None:
+        activation.attach(settings)
 
 
 def step() -> None:
@@ -45,8 +40,6 @@ def step() -> None:
     For loops in which neither an optimizer nor the next root forward marks the end of a step. After
     the first call only this function closes train steps. Does nothing where nothing is traced.
     """
-    import sys
-
     arming = sys.modules.get("rankscope.agent.activation")
     session = arming.current_session() if arming is not None else None
     if session is not None:
@@ -109,16 +102,17 @@ class TraceHandle:
         return open_trace(self.path)
 
 
-def _say_not_loaded(error: Exception) -> str:
-    """Say that a process which may open no more files cannot load the code that traces; return what
-    was said.
+def _loaded(name: str) -> tuple[Any, str]:
+    """Return a module of ours and ""; None and what was said where it cannot be loaded, as in a
+    process that may open no more files.
     """
-    import sys
-
-    problem = f"not tracing: rankscope cannot be loaded ({error})"
-    if sys.stderr is not None:
-        print(f"rankscope: {problem}", file=sys.stderr)  # noqa: T201  # nothing else is loaded
-    return problem
+    try:
+        return importlib.import_module(name), ""
+    except Exception as error:  # noqa: BLE001  # the program goes on, whatever is wrong with ours
+        problem = f"not tracing: rankscope cannot be loaded ({type(error).__name__}: {error})"
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # stderr may be closed, or None
+        sys.stderr.write(f"rankscope: {problem}\n")
+    return None, problem
 
 
 @contextmanager
@@ -134,14 +128,17 @@ def trace(
 
     In a job of several ranks every rank must enter the block, with the same `out`. The tree is in
     place when the block ends; leaving it by an exception writes what was seen until then.
+
+    Nothing that fails in rankscope is raised into the block, a wrong setting or a full disk as
+    little as anything else: it is said once on stderr, the block runs untraced, and `open` of what
+    this hands out raises it.
     """
-    problem = ""
+    block, problem = _loaded("rankscope.block")
+    path, end = None, None
+    if block is not None:
+        (path, problem), end = block.begin_block(model, {"steps": "all", "out": out, **settings})
     try:
-        from rankscope.block import trace_block
-    except (ImportError, OSError) as error:
-        problem = _say_not_loaded(error)
-    if problem:  # out here, so that what the block raises is not raised while handling another
-        yield TraceHandle(None, problem)
-        return
-    with trace_block(model, {"steps": "all", "out": out, **settings}) as (path, problem):
         yield TraceHandle(path, problem)
+    finally:
+        if end is not None:
+            end()

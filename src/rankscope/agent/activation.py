@@ -27,7 +27,7 @@ from rankscope.settings import (
     settings_from,
 )
 
-__all__ = ["arm", "close", "current_session", "hold"]
+__all__ = ["arm", "attach", "close", "current_session", "hold"]
 
 _OWNER_VARIABLE = "RANKSCOPE_OWNER"
 """rank/local rank:pid of a process that traces, for those it starts."""
@@ -55,6 +55,13 @@ def hold(session: Session | None) -> None:
     """
     global _session, _given
     _session, _given = session, None
+
+
+def attach(given: Mapping[str, object] | None = None) -> None:
+    """Arm tracing from inside a program; whatever fails is said once, and never raised."""
+    error = attempt(arm, given)
+    if error is not None:
+        say(f"not tracing: {text_of(error)}")
 
 
 def arm(given: Mapping[str, object] | None = None) -> Session | None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NoReturn
 
-from rankscope.agent.guard import describe_error
+from rankscope.agent.guard import attempt, describe_error
 from rankscope.agent.hooks.pythonstack import call_site, raise_site
 
 __all__ = ["Raised", "forget_exits", "note_exits", "uncaught", "what_ends_the_program"]
@@ -115,9 +115,14 @@ def _noting_exit(*status: object) -> NoReturn:
     try:
         _exit(*status)  # type: ignore[arg-type]  # as the program gave it
     except SystemExit as error:
-        if error.code not in _UNREMARKABLE and threading.current_thread() is _MAIN:
-            mark = _Mark(_raised_of(error, call_site()))  # noqa: F841  # a local of the traceback's frame
+        marks: list[_Mark] = []  # a local of the traceback's frame
+        attempt(_mark, error, marks)
         raise
+
+
+def _mark(error: SystemExit, marks: list[_Mark]) -> None:
+    if error.code not in _UNREMARKABLE and threading.current_thread() is _MAIN:
+        marks.append(_Mark(_raised_of(error, call_site())))
 
 
 _MAIN = threading.main_thread()

@@ -40,15 +40,16 @@ def say(text: str) -> None:
     stream = sys.stderr
     if stream is None:  # print would take it for stdout
         return
-    line, is_own = f"rankscope: {text}\n", stream is sys.__stderr__
-    try:
-        if not is_own:
-            stream.write(line)
-        stream.flush()
-        if is_own:
-            os.write(stream.fileno(), line.encode(errors="backslashreplace"))
-    except (OSError, ValueError, AttributeError):  # a closed stderr must not hurt the job
-        return
+    attempt(_write, stream, f"rankscope: {text}\n")  # a closed stderr must not hurt the job
+
+
+def _write(stream: Any, line: str) -> None:
+    is_own = stream is sys.__stderr__
+    if not is_own:
+        stream.write(line)
+    stream.flush()
+    if is_own:
+        os.write(stream.fileno(), line.encode(errors="backslashreplace"))
 
 
 class GuardedHook:
@@ -161,17 +162,18 @@ def _codes_of_signal_handlers() -> set[object]:
     codes: set[object] = set()
     for number in signal.valid_signals():
         handler: Any = signal.getsignal(number)
-        if not callable(handler):
-            continue
-        while isinstance(handler, functools.partial):
-            handler = handler.func
-        handler = getattr(handler, "__func__", handler)
-        code = getattr(handler, "__code__", None)
-        if code is None:
-            code = getattr(type(handler).__call__, "__code__", None)
-        if code is not None:
-            codes.add(code)
-    return codes
+        if callable(handler):
+            with contextlib.suppress(Exception):  # an object of the program may refuse to be asked
+                codes.add(_code_of(handler))
+    return codes - {None}
+
+
+def _code_of(handler: Any) -> object:
+    while isinstance(handler, functools.partial):
+        handler = handler.func
+    handler = getattr(handler, "__func__", handler)
+    code = getattr(handler, "__code__", None)
+    return getattr(type(handler).__call__, "__code__", None) if code is None else code
 
 
 def describe_error(error: BaseException) -> str:

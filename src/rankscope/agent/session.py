@@ -93,6 +93,7 @@ class Session:
         """Set when all that an open spool gives is there."""
         self._is_closed = False
         self.guard = Guard(self._failed)
+        self._step = self.guard.hook(self._step_now)
         self._perturbation = Perturbation(settings.perturb) if settings.perturb else None
         self._steps = steps = Stepping(settings, self.guard, self._open, self.close)
         self._machine, self._hooks, self._table = steps.machine, steps.hooks, steps.table
@@ -237,7 +238,10 @@ class Session:
             self._perturbation.remove()
 
     def step(self) -> None:
-        """Close the current train step by hand."""
+        """Close the current train step by hand; never raises."""
+        self._step()
+
+    def _step_now(self) -> None:
         self._machine.step()
         if not self._is_closed:
             self._hooks.watch_for_step()

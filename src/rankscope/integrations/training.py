@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from rankscope.agent.activation import arm, close, current_session
+from rankscope.agent.activation import attach, close, current_session
 from rankscope.agent.guard import attempt, say, text_of
 from rankscope.diagnosis.check import check
 from rankscope.diagnosis.verdictwords import verdict_rest, where_line
@@ -50,9 +50,7 @@ class TracedTraining:
             _running.end()
         if current_session() is not None:
             return
-        error = attempt(arm, self._settings)
-        if error is not None:
-            say(f"not tracing: {text_of(error)}")
+        attach(self._settings)
         self._is_running = current_session() is not None
         _running = self if self._is_running else None
         if has_steps:
