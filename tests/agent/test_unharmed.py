@@ -79,6 +79,20 @@ def test_no_tensor_and_no_module_outlives_its_step_because_of_us(tmp_path: Path)
     trace(tmp_path, body)
 
 
+def test_blocks_one_after_the_other_leave_no_object_behind(tmp_path: Path) -> None:
+    model = Net()
+
+    def blocks(names: str) -> int:
+        for name in names:
+            with rankscope.trace(model, out=tmp_path / name, spool=tmp_path):
+                model(torch.ones(1, 8))
+        gc.collect()
+        return len(gc.get_objects())
+
+    settled = blocks("abcd")
+    assert blocks("efghijkl") - settled < 8  # one object a block, the least that could be left
+
+
 def test_a_failure_inside_a_hook_never_reaches_the_program_and_is_written_down(
     tmp_path: Path,
 ) -> None:

@@ -89,6 +89,7 @@ def arm(given: Mapping[str, object] | None = None) -> Session | None:
         return None
     _given = dict(given or {})
     _session = Session(settings, lambda: _open(settings))
+    atexit.unregister(close)  # of an earlier session: each would stay until the end
     atexit.register(close)
     note_exits()
     if not _watches_forks:

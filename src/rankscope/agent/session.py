@@ -99,8 +99,7 @@ class Session:
         self._machine, self._hooks, self._table = steps.machine, steps.hooks, steps.table
         if preferred_root is not None:
             steps.preferred.append(preferred_root)
-        myself = weakref.ref(self)
-        os.register_at_fork(after_in_child=lambda: _disarm(myself()))
+        _sessions.add(self)
 
     def _open(self) -> bool:
         """Open the spool at the first call that matters; False where this process is not traced."""
@@ -312,6 +311,13 @@ class Session:
         return output
 
 
-def _disarm(session: Session | None) -> None:
-    if session is not None:
+_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+"""Those of this process."""
+
+
+def _disarm_in_child() -> None:
+    for session in [*_sessions]:
         session.disarm()
+
+
+os.register_at_fork(after_in_child=_disarm_in_child)  # once: what is registered stays for good
