@@ -101,7 +101,7 @@ def test_a_message_that_never_ends_is_cut_off_and_the_job_beside_it_loses_nothin
     relay = host.relay(fresh=True)
     flooding = flood("relay", host.address, part_bytes)
     host.processes.append(flooding)
-    rank = host.rank(0, batches=30, pause_ms=30)
+    rank = host.rank(0, batches=40, pause_ms=100)
     sent, cut = finish(flooding)
     occupied = most_bytes(collector)
     assert rank.wait(timeout=60) == 0

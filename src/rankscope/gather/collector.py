@@ -63,7 +63,8 @@ _RECEIVE_QUEUE = 2
 _BATCH = 256
 """Messages taken before anything else is looked at."""
 _FAREWELL_S = 3.0
-_TO_BUILD_BYTES = 1 << 30
+_LEAST_TO_BUILD_BYTES = 64 << 20
+_MOST_TO_BUILD_BYTES = 1 << 30
 """Granted to the building of a tree, before relays are cut off for what they send meanwhile."""
 _ANOTHER_RUN = (
     "this collector gathers another run: give each run a trace folder and a collector of its own"
@@ -164,7 +165,8 @@ class Intake:
 
     def building(self) -> None:
         """The tree is built now, in this process."""
-        self._bound.grant(_TO_BUILD_BYTES)
+        held = sum(replicated(self._out).values())
+        self._bound.grant(min(_LEAST_TO_BUILD_BYTES + 4 * held, _MOST_TO_BUILD_BYTES))
 
     def farewell(self) -> None:
         """Say Done to every relay until all have left, for a few seconds at most."""
