@@ -1,10 +1,11 @@
 """What the collector takes in, against the bar: 2 million records a second in less than 256 MB.
 
-    python tests/perf/collector.py [relays] [MB per relay]
+    python -m tests.perf.collector [relays] [MB per relay]
 
 Relays are played by one process that sends ready frames over `ipc://`, each as its own connection
 with the real window: the collector alone is what is measured. Prints ratios to the bars; on a
-machine shared with others look at CPU time per record.
+machine shared with others look at CPU time per record. Each intake is measured twice: as relays ask
+for it, which have every segment put on disk before they free it, and without that.
 """
 
 from __future__ import annotations
@@ -22,12 +23,15 @@ import zmq
 
 from rankscope.gather.protocol import (
     FRAME_BYTES,
+    PROTOCOL_VERSION,
     WINDOW_BYTES,
     Ended,
     Hello,
     OpenStream,
     RecordFrame,
     StreamOffset,
+    Sync,
+    Synced,
     decode,
     encode,
 )
@@ -36,11 +40,12 @@ from rankscope.run.companions import collector_command, companion_environment
 from rankscope.spool.recordcolumns import records
 from rankscope.spool.recordformat import RecordKind
 from rankscope.spool.streamreader import StreamReader
-from rankscope.spool.writer import SpoolWriter
+from rankscope.spool.writer import DEFAULT_SEGMENT_BYTES, SpoolWriter
 from tests.spool.streams import enter, value
 
 RECORDS_BAR = 2e6
 RSS_BAR_MB = 256
+ORIGIN = 1
 
 
 def frames(folder: Path) -> tuple[list[bytes], int]:
@@ -59,22 +64,31 @@ def frames(folder: Path) -> tuple[list[bytes], int]:
 class Sender:
     """One connection with its own stream and window."""
 
-    def __init__(self, context: zmq.Context, address: str, rank: int, bodies: list[bytes]) -> None:
+    def __init__(
+        self,
+        context: zmq.Context,
+        address: str,
+        rank: int,
+        bodies: list[bytes],
+        *,
+        is_syncing: bool,
+    ) -> None:
         self.stream = StreamId(rank=rank, incarnation=0)
         self.bodies = bodies
-        self.sent = self.acked = self.number = 0
+        self.sent = self.acked = self.synced = self.number = 0
+        self.to_sync = DEFAULT_SEGMENT_BYTES if is_syncing else 1 << 62
         self.socket = context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.ROUTING_ID, f"relay-{rank}".encode())
         self.socket.connect(address)
-        self.socket.send_multipart(encode(Hello(1, "perf")))
-        self.socket.send_multipart(encode(OpenStream(self.stream)))
+        self.socket.send_multipart(encode(Hello(PROTOCOL_VERSION, "perf", "perf")))
+        self.socket.send_multipart(encode(OpenStream(self.stream, ORIGIN)))
 
     def fill(self, crcs: list[int], total: int) -> None:
         while self.number < total and self.sent - self.acked < WINDOW_BYTES:
             which = self.number % len(self.bodies)
             body = self.bodies[which]
-            message = encode(RecordFrame(self.stream, self.sent, crcs[which], body))
+            message = encode(RecordFrame(self.stream, ORIGIN, self.sent, crcs[which], body))
             self.socket.send_multipart(message, copy=False)
             self.sent += len(body)
             self.number += 1
@@ -87,6 +101,11 @@ class Sender:
                 return
             if isinstance(message, StreamOffset):
                 self.acked = message.offset
+                if self.acked >= self.to_sync:
+                    self.to_sync += DEFAULT_SEGMENT_BYTES
+                    self.socket.send_multipart(encode(Sync(self.stream, ORIGIN)))
+            elif isinstance(message, Synced):
+                self.synced = message.offset
 
 
 def children_cpu_s(pid: int) -> float:
@@ -101,19 +120,24 @@ def peak_rss_mb(pid: int) -> float:
     return 0.0
 
 
-def measure(relays: int, megabytes: int) -> None:
+def measure(relays: int, megabytes: int, *, is_syncing: bool) -> float:
+    """Measure one intake; return its bytes per second."""
     base = Path(tempfile.mkdtemp(prefix="rankscope-perf"))
     bodies, record_count = frames(base / "spool")
     crcs = [zlib.crc32(body) for body in bodies]
     total = max(1, megabytes * 1_000_000 // FRAME_BYTES)
     address = f"ipc://{base}/c.sock"
-    command = collector_command(base / "out", bind=[address], world_size=relays + 1)
+    command = collector_command(
+        base / "out", bind=[address], world_size=relays + 1, live_check=False, keep_spool=True
+    )
     collector = subprocess.Popen(command, env=companion_environment(), stderr=subprocess.DEVNULL)
     while not (base / "out" / "collector.json").exists():
         time.sleep(0.05)
     context = zmq.Context()
     context.set(zmq.MAX_SOCKETS, 8192)
-    senders = [Sender(context, address, rank, bodies) for rank in range(relays)]
+    senders = [
+        Sender(context, address, rank, bodies, is_syncing=is_syncing) for rank in range(relays)
+    ]
     poller = zmq.Poller()
     for sender in senders:
         poller.register(sender.socket, zmq.POLLIN)
@@ -131,7 +155,9 @@ def measure(relays: int, megabytes: int) -> None:
     taken = sum(sender.sent for sender in senders)
     per_record = len(b"".join(bodies)) / record_count
     rate, rss = taken / per_record / wall, peak_rss_mb(collector.pid)
-    print(f"{relays} relays, {taken / 1e6:.0f} MB: {taken / wall / 1e6:.0f} MB/s")
+    behind = sum(sender.acked - sender.synced for sender in senders) / 1e6
+    how = f"every segment put on disk, {behind:.0f} MB behind" if is_syncing else "none put on disk"
+    print(f"{relays} relays, {taken / 1e6:.0f} MB, {how}: {taken / wall / 1e6:.0f} MB/s")
     print(
         f"  {rate / 1e6:.2f} M records/s of {per_record:.0f} bytes: "
         f"{rate / RECORDS_BAR:.2f}x the bar"
@@ -139,12 +165,15 @@ def measure(relays: int, megabytes: int) -> None:
     print(f"  {taken / per_record / cpu / 1e6:.2f} M records per second of its own CPU time")
     print(f"  peak RSS {rss:.0f} MB: {rss / RSS_BAR_MB:.2f}x the bar (lower is better)")
     for sender in senders:
-        sender.socket.send_multipart(encode(Ended(sender.stream, sender.sent, EndReason.EXIT)))
+        sender.socket.send_multipart(
+            encode(Ended(sender.stream, ORIGIN, sender.sent, EndReason.EXIT))
+        )
         sender.socket.close()
     collector.kill()
     collector.wait()
     context.term()
     subprocess.run(["rm", "-rf", str(base)], check=True)
+    return taken / wall
 
 
 if __name__ == "__main__":
@@ -154,4 +183,6 @@ if __name__ == "__main__":
     for relays, megabytes in (
         [tuple(chosen)] if len(chosen) == 2 else [(4, 100), (64, 8), (1024, 1)]
     ):
-        measure(relays, megabytes)
+        without = measure(relays, megabytes, is_syncing=False)
+        ratio = measure(relays, megabytes, is_syncing=True) / without
+        print(f"  putting on disk leaves {ratio:.2f} of the rate without")

@@ -86,6 +86,8 @@ class ChunkShipment:
         elif answer.chunk != self._number:
             return
         elif isinstance(answer, ChunkSeen):
+            if self._end is None:
+                return  # nobody was told that all of it was sent
             chunk_path(self._folder, self._number).unlink(missing_ok=True)
             self._let_go()
         elif not self._is_open or (self._end is not None and answer.offset < self._size):

@@ -45,10 +45,12 @@ from rankscope.gather.protocol import (
     Refused,
     Rejected,
     StreamOffset,
+    Sync,
+    Synced,
     decode,
     encode,
 )
-from rankscope.gather.replica import ReplicaFiles
+from rankscope.gather.replica import BackgroundSync, ReplicaFiles
 from rankscope.gather.waitingrule import JobState, PeerState, StreamProgress
 from rankscope.record.streams import EndReason, StreamId
 from rankscope.run.filenames import COLLECTOR_NAME
@@ -102,6 +104,11 @@ class Intake:
         self._world_size = world_size
         self._replicas = ReplicaFiles(out)
         self._chunks = ReceivedChunks(out)
+        self._sync = BackgroundSync()
+        self._syncing: dict[StreamId, tuple[bytes, StreamId]] = {}
+        """Who asked for it, and what that relay calls the stream."""
+        self._unsynced: set[StreamId] = set()
+        """Replicas of which the disk lost something: no segment of theirs is freed any more."""
         self._ends: dict[StreamId, EndReason | None] = {}
         for stream in replicated(out):
             marker = read_end(replica_path(out, stream))
@@ -126,6 +133,7 @@ class Intake:
 
     def work(self, timeout_s: float) -> None:
         """Take in at most a batch of messages; wait for the first at most `timeout_s`."""
+        self._tell_synced()
         if not self._socket.poll(int(timeout_s * 1000)):
             return
         for _ in range(_BATCH):
@@ -169,7 +177,12 @@ class Intake:
         self._bound.grant(min(_LEAST_TO_BUILD_BYTES + 4 * held, _MOST_TO_BUILD_BYTES))
 
     def farewell(self) -> None:
-        """Say Done to every relay until all have left, for a few seconds at most."""
+        """Say Done to every relay until all have left, for a few seconds at most.
+
+        Told so a relay removes its spools: what it sent has to outlast a loss of power by then.
+        """
+        self._replicas.sync_all()
+        self._report()
         deadline = time.monotonic() + _FAREWELL_S
         while time.monotonic() < deadline:
             waiting = [identity for identity, peer in self._peers.items() if not peer.has_left]
@@ -182,6 +195,7 @@ class Intake:
     def close(self) -> None:
         """Close the sockets and files."""
         self._bound.close()
+        self._sync.close()
         self._replicas.close()
         self._chunks.close()
         self._socket.close()
@@ -243,6 +257,8 @@ class Intake:
                 return self._append(message)
             case OpenStream(stream, origin):
                 return self._open(stream, origin)
+            case Sync(stream, origin):
+                return self._begin_sync(identity, stream, origin)
             case Ended():
                 return self._end(message)
             case ChunkOpen(stream) | ChunkFrame(stream) | ChunkEnded(stream):
@@ -337,6 +353,29 @@ class Intake:
         if length == offset + len(frame.body):
             self.progress_at = time.monotonic()
         return StreamOffset(stream, length)
+
+    def _begin_sync(self, identity: bytes, stream: StreamId, origin: int) -> Message | None:
+        """Have a replica put on disk: the relay is told when that is done."""
+        try:
+            place = self._opened(stream, origin)
+            if place not in self._unsynced and place not in self._syncing:
+                self._sync.add(self._replicas.to_sync(place))
+                self._syncing[place] = identity, stream
+        except FolderError as error:
+            log(str(error))
+            return Refused(stream, str(error))
+        except OSError:
+            return None  # too many open files: it asks again
+        return None
+
+    def _tell_synced(self) -> None:
+        for place, length, trouble in self._sync.finished():
+            identity, stream = self._syncing.pop(place)
+            if trouble:
+                self._unsynced.add(place)
+                log(f"{place.name}: cannot be put on disk: {trouble}; its host keeps all of it")
+            else:
+                self._send(identity, Synced(stream, length))
 
     def _opened(self, stream: StreamId, origin: int) -> StreamId:
         """Return where the records of a stream go that a relay opened, here or before a restart.

@@ -41,6 +41,8 @@ from rankscope.gather.protocol import (
     Refused,
     Rejected,
     StreamOffset,
+    Sync,
+    Synced,
     decode,
     encode,
 )
@@ -215,6 +217,9 @@ class SocketLink:
             case StreamOffset(stream, offset):
                 if stream in shipments:
                     shipments[stream].take_offset(offset, now)
+            case Synced(stream, offset):
+                if stream in shipments:
+                    shipments[stream].take_synced(offset)
             case EndedSeen(stream):
                 if stream in shipments:
                     shipments[stream].take_end_seen()
@@ -354,6 +359,8 @@ class SharedLink:
                 if self._replicas.trouble:
                     self._note_trouble("", now)  # which it reports itself
                     return False
+            case Sync():
+                shipment.take_synced(self._replicas.sync(place))
             case Ended():
                 shipment.take_end_seen()
         self._trouble, self.trouble_at = "", None

@@ -4,6 +4,7 @@
     Hello(version, host, run id)       ->  <-    Rejected(reason), where it gathers another run
     Open(stream)                       ->  <-    At(stream, offset it holds)
     Frame(stream, offset, crc) + body  ->  <-    At(stream, offset after writing)
+    Sync(stream, origin)               ->  <-    Synced(stream, offset that is on disk)
     Ended(stream, committed, ...)      ->  <-    EndedSeen(stream), once the end marker is written
     Beat(alive, held, job, restarts)  ->  <-    BeatSeen()
     Stands(since, noticed, over, ..)   ->        with each Beat, once this host stood still
@@ -67,6 +68,8 @@ __all__ = [
     "Refused",
     "Rejected",
     "StreamOffset",
+    "Sync",
+    "Synced",
     "decode",
     "encode",
 ]
@@ -120,6 +123,22 @@ class RecordFrame:
     crc: int
     """CRC-32 of the body."""
     body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Sync:
+    """See that what you hold of this stream is on disk: segments of it are to be freed here."""
+
+    stream: StreamId
+    origin: int
+
+
+@dataclass(frozen=True, slots=True)
+class Synced:
+    """The first `offset` bytes of this stream outlast a loss of power."""
+
+    stream: StreamId
+    offset: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +213,8 @@ Message = (
     Hello
     | OpenStream
     | RecordFrame
+    | Sync
+    | Synced
     | Ended
     | Beat
     | Stall
@@ -377,6 +398,8 @@ _SHAPES: Mapping[int, _MessageShape] = {
     17: _shape(ChunkSeen, _STREAM, _CHUNK),
     18: _shape(ChunksRefused, _STREAM, _TEXT),
     19: _shape(Stall, _TIME, _TIME, _TIME, _member((False, True)), _TEXT, _TEXT),
+    20: _shape(Sync, _STREAM, _ORIGIN),
+    21: _shape(Synced, _STREAM, _OFFSET),
 }
 """Every message by its verb. Never renumber."""
 _VERB_OF: Mapping[type[object], int] = {shape.kind: verb for verb, shape in _SHAPES.items()}

@@ -15,9 +15,12 @@ import os
 import resource
 import socket
 import stat
+import threading
 from collections import OrderedDict
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from queue import Empty, SimpleQueue
 
 from rankscope.errors import FolderError, SpoolError
 from rankscope.record.streams import MAX_INCARNATIONS, StreamId
@@ -25,10 +28,10 @@ from rankscope.run.filenames import REPLICA_FOLDER, RUN_ID_NAME
 from rankscope.run.filepieces import bytes_on_disk
 from rankscope.spool.origin import UNKNOWN, origin_of, origin_text
 from rankscope.spool.recordformat import CELL_BYTES
-from rankscope.spool.replication import replica_path
+from rankscope.spool.replication import replica_path, replicated
 from rankscope.spool.validprefix import valid_prefix
 
-__all__ = ["ReplicaFiles"]
+__all__ = ["BackgroundSync", "ReplicaFiles", "Unsynced"]
 
 DEFAULT_QUOTA_BYTES = 64 << 30
 _OPEN_FILES = 256
@@ -39,6 +42,75 @@ _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 
 def _origin_path(out: Path, stream: StreamId) -> Path:
     return out / REPLICA_FOLDER / f"{stream.name}.origin"
+
+
+@dataclass(frozen=True, slots=True)
+class Unsynced:
+    """Bytes of a replica that may be in the memory of this host only."""
+
+    stream: StreamId
+    length: int
+    descriptor: int
+    """One of its own, which is closed afterwards."""
+    new: Path | None
+    """The replica's path where its name has to be put on disk too."""
+
+    def put_on_disk(self) -> None:
+        """Wait until the bytes outlast a loss of power.
+
+        Raises:
+            OSError: they do not. What the disk refused once it may have forgotten.
+        """
+        try:
+            os.fdatasync(self.descriptor)
+            if self.new is not None:
+                for path in (self.new.with_suffix(".origin"), self.new.parent):
+                    with contextlib.suppress(FileNotFoundError):
+                        _sync_by_name(path)
+        finally:
+            os.close(self.descriptor)
+
+
+def _sync_by_name(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class BackgroundSync:
+    """Puts replicas on disk in a thread of its own: intake does not wait for the disk."""
+
+    def __init__(self) -> None:
+        self._waiting: SimpleQueue[Unsynced | None] = SimpleQueue()
+        self._finished: SimpleQueue[tuple[StreamId, int, str]] = SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="sync", daemon=True)
+        self._thread.start()
+
+    def add(self, unsynced: Unsynced) -> None:
+        """Have this put on disk."""
+        self._waiting.put(unsynced)
+
+    def finished(self) -> Iterator[tuple[StreamId, int, str]]:
+        """Yield streams, how many bytes of each are on disk, and why none are, mostly empty."""
+        with contextlib.suppress(Empty):
+            while True:
+                yield self._finished.get_nowait()
+
+    def close(self) -> None:
+        """Finish what was begun."""
+        self._waiting.put(None)
+        self._thread.join()
+
+    def _work(self) -> None:
+        while (unsynced := self._waiting.get()) is not None:
+            try:
+                unsynced.put_on_disk()
+            except OSError as error:
+                self._finished.put((unsynced.stream, 0, str(error.strerror)))
+            else:
+                self._finished.put((unsynced.stream, unsynced.length, ""))
 
 
 class ReplicaFiles:
@@ -55,6 +127,8 @@ class ReplicaFiles:
         self._lengths: dict[StreamId, int] = {}
         self._open: OrderedDict[StreamId, int] = OrderedDict()
         self._places: dict[tuple[StreamId, int], StreamId] = {}
+        self._named: set[StreamId] = set()
+        """Whose files have their names on disk."""
         self._run_id = ""
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         if limit == resource.RLIM_INFINITY:
@@ -185,6 +259,45 @@ class ReplicaFiles:
             self.trouble = ""
         self._lengths[stream] = length + len(body)
         return self._lengths[stream]
+
+    def to_sync(self, stream: StreamId) -> Unsynced:
+        """Return what is to be put on disk for what is held of a stream to outlast a crash.
+
+        Raises:
+            FolderError: its replica cannot be opened.
+        """
+        descriptor = os.dup(self._descriptor(stream))
+        path = replica_path(self._out, stream)
+        is_new = stream not in self._named
+        self._named.add(stream)
+        return Unsynced(stream, self._lengths[stream], descriptor, path if is_new else None)
+
+    def sync(self, stream: StreamId) -> int:
+        """Wait until what is held of a stream is on disk; return for how many bytes that is so.
+
+        Raises:
+            FolderError: its replica cannot be opened, or the disk has lost what it was given.
+        """
+        unsynced = self.to_sync(stream)
+        try:
+            unsynced.put_on_disk()
+        except OSError as error:
+            raise FolderError(
+                f"{replica_path(self._out, stream)}: cannot be put on disk: {error.strerror}"
+            ) from error
+        return unsynced.length
+
+    def sync_all(self) -> None:
+        """Wait until every replica that is left is on disk, and the name of the tree."""
+        folder = self._out / REPLICA_FOLDER
+        replicas = (replica_path(self._out, stream) for stream in replicated(self._out))
+        for path in (*replicas, folder, self._out):
+            try:
+                _sync_by_name(path)
+            except FileNotFoundError:
+                pass  # the tree holds what it held
+            except OSError as error:
+                self.reports.append(f"{path}: cannot be put on disk: {error.strerror}")
 
     def close(self) -> None:
         """Close every file."""

@@ -2,7 +2,9 @@
 
 A shipment asks for the offset the other side holds, sends whole records from there with a bounded
 amount in flight, and asks again after a time without progress. The acknowledged offset is all it
-ever believes, so a lost message, a restarted collector or a restarted relay costs time only.
+ever believes, and that only where it fits what was sent or what lies here, so a lost or damaged
+message, a restarted collector or a restarted relay costs time only. A segment is freed once the
+other side says that its records are on disk over there.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from rankscope.gather.protocol import (
     Message,
     OpenStream,
     RecordFrame,
+    Sync,
 )
 from rankscope.record.streams import EndReason, StreamId
 from rankscope.run.folders import stream_folder
@@ -33,6 +36,9 @@ from rankscope.spool.recordformat import CELL_BYTES, END_REASONS, RecordKind
 from rankscope.spool.streamreader import StreamReader
 
 __all__ = ["GO_BACK_S", "Shipment", "end_reason"]
+
+_MOST_DISBELIEVED = 3
+"""How often a dead rank's shipment is told of an offset that cannot be before it gives way."""
 
 
 def end_reason(reader: StreamReader, offset: int) -> EndReason | None:
@@ -66,6 +72,14 @@ class Shipment:
         self.reader = StreamReader(self.folder)
         self.acked = 0
         self.sent = 0
+        self._most_sent = 0
+        """No acknowledgement goes beyond it."""
+        self._synced = 0
+        """On disk over there."""
+        self._lowest = 0
+        """What lies before was freed."""
+        self._sync_asked_at = float("-inf")
+        self._disbelieved = 0
         self.is_open = False
         """The other side said which offset it holds."""
         self.is_done = False
@@ -124,6 +138,9 @@ class Shipment:
             return self._ask(now, OpenStream(self.stream, self.origin))
         if self._end is not None:
             return self._ask(now, self._end)
+        if self._has_to_free() and now - self._sync_asked_at > GO_BACK_S:
+            self._sync_asked_at = now
+            return Sync(self.stream, self.origin)
         try:
             message = self._next_frame(now, window_bytes)
         except SpoolError as error:
@@ -136,19 +153,30 @@ class Shipment:
         return self.chunks.next_message(now, is_over=self._is_over)
 
     def take_offset(self, offset: int, now: float) -> None:
-        """The other side holds `offset` bytes."""
+        """The other side holds `offset` bytes; an offset that cannot be is not believed."""
         if not self.is_open:
+            if not self._can_be(offset):
+                return
             self.is_open = True
             self.acked = self.sent = offset
-            self.reader.free_below(offset)
+            self._most_sent = max(self._most_sent, offset)
+            self._lowest = self.reader.lowest()
             self._asked_at = float("-inf")
+        elif offset > self._most_sent:
+            self.is_open = False  # out of step: asked anew
+            return
         elif offset > self.acked:
             self.acked = offset
             self.sent = max(self.sent, offset)
-            self.reader.free_below(offset)
         else:
             return
         self._progress_at = now
+
+    def take_synced(self, offset: int) -> None:
+        """The first `offset` bytes are on disk over there: their segments may be freed here."""
+        self._synced = max(self._synced, min(offset, self.acked))
+        self._sync_asked_at = float("-inf")
+        self._free()
 
     def take_back(self, frame: RecordFrame | ChunkFrame) -> None:
         """This frame could not be sent just now."""
@@ -170,6 +198,42 @@ class Shipment:
         log(f"{self.stream.name} was refused: {reason}")
         self.is_done = self.is_refused = True
         self.reader.close()
+
+    def _can_be(self, offset: int) -> bool:
+        """True where the other side may hold this much: a record that lies here ends there.
+
+        Of a dead rank whose host lost what it had not written (a crash) more is there than here.
+        """
+        try:
+            if self.reader.ends_record(offset):
+                self._disbelieved = 0
+                return True
+            committed = self.reader.committed()
+        except SpoolError as error:
+            return not _is_short_of_files(error)  # the next read says what is wrong
+        self._disbelieved += 1
+        if self._disbelieved == 1:
+            log(f"{self.stream.name}: {offset} bytes are said to be there, {committed} lie here")
+        if self._disbelieved >= _MOST_DISBELIEVED and not is_alive(self.folder):
+            self._is_broken, self.is_open, self.is_alive = True, True, False
+            end = max(offset, committed)
+            self._end = Ended(self.stream, self.origin, end, EndReason.LOST)
+            self._asked_at = float("-inf")
+        return False
+
+    def _has_to_free(self) -> bool:
+        """True where a segment could be freed if its records were on disk over there."""
+        size = self.reader.segment_bytes
+        if not size or self.acked // size <= self._lowest // size:
+            return False
+        if self._synced // size > self._lowest // size:
+            self._free()  # nothing followed the segment when that was said
+            return False
+        return True
+
+    def _free(self) -> None:
+        if self.reader.free_below(self._synced):
+            self._lowest = self.reader.lowest()
 
     def _knows_origin(self) -> bool:
         """True once it is known who wrote this stream, or that nobody ever will."""
@@ -201,6 +265,7 @@ class Shipment:
                 self._progress_at = now
             frame = RecordFrame(self.stream, self.origin, self.sent, zlib.crc32(body), body)
             self.sent += len(body)
+            self._most_sent = max(self._most_sent, self.sent)
             return frame
         if self.in_flight:
             return None

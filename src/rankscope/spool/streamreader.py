@@ -9,9 +9,10 @@ from types import TracebackType
 
 from rankscope.errors import SpoolError
 from rankscope.run.folders import segment_indexes, segment_path
+from rankscope.spool.crc import cell_crcs
 from rankscope.spool.origin import UNKNOWN, keep_origin, kept_origin, origin_of
 from rankscope.spool.recordformat import CELL_BYTES
-from rankscope.spool.validprefix import valid_prefix
+from rankscope.spool.validprefix import as_cells, valid_prefix
 
 __all__ = ["StreamReader"]
 
@@ -91,6 +92,28 @@ class StreamReader:
         except OSError as error:
             raise SpoolError(f"{self.folder}: cannot be read: {error.strerror}") from error
         return chunk[: valid_prefix(chunk)]
+
+    def ends_record(self, offset: int) -> bool:
+        """True where a whole record ends at `offset`, or all before it was freed or never was.
+
+        Raises:
+            SpoolError: the segment before it cannot be read.
+        """
+        if offset <= self.lowest():
+            return True
+        size = self.segment_bytes
+        if not size or offset % CELL_BYTES:
+            return False
+        index, at = divmod(offset - CELL_BYTES, size)
+        if not self._open(index):
+            return False
+        try:
+            cell = os.pread(self._descriptor, CELL_BYTES, at)
+        except OSError as error:
+            raise SpoolError(f"{self.folder}: cannot be read: {error.strerror}") from error
+        if len(cell) < CELL_BYTES or cell[4] == 0 or cell[6:8] != bytes(2):
+            return False
+        return int.from_bytes(cell[:4], "little") == int(cell_crcs(as_cells(cell))[0])
 
     def committed(self, offset: int | None = None) -> int:
         """Stream offset where the committed records end, walking from `offset` (or the lowest)."""
