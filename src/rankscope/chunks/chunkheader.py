@@ -57,6 +57,7 @@ CHECKSUM_DIGITS: Final = 16
 _CHUNK_NAME: Final = re.compile(r"(\d{6,9})\.safetensors")
 _FOLDER_NAME: Final = re.compile(r"rank(\d{5,8})(?:\.([1-9]\d{0,4}))?")
 _UNRECORDED: Final = "unrecorded."
+_MOST_DIMS: Final = 64
 _REFERENCE: Final = re.compile(r"[1-9][0-9]{0,19}")
 
 
@@ -209,8 +210,9 @@ def parse_header(text: bytes, data_bytes: int) -> ChunkHeader:
 def _held(key: str, entry: Any, checksum: int) -> HeldTensor:
     dtype, shape = TORCH_NAMES[entry["dtype"]], tuple(entry["shape"])
     begin, end = entry["data_offsets"]
-    if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
-        raise ValueError(f"tensor {key!r} has shape {shape} at {begin}..{end}")
+    numbers = (*shape, begin, end)
+    if len(shape) > _MOST_DIMS or not all(type(n) is int and 0 <= n < 1 << 63 for n in numbers):
+        raise ValueError(f"tensor {key!r} has no shape and place that a tensor can have")
     if STORED_TYPES[dtype].nbytes(shape) != end - begin:
         raise ValueError(f"tensor {key!r} of {dtype} {list(shape)} takes {end - begin} bytes")
     is_reference = _REFERENCE.fullmatch(key) is not None

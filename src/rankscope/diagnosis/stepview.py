@@ -11,6 +11,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from rankscope.errors import TraceError
 from rankscope.record.call import Mode
 from rankscope.record.notes import RanksNote
 from rankscope.record.phases import Phase
@@ -80,6 +81,8 @@ class SlotValues:
         else:
             self._rows = np.concatenate([np.arange(v.rows.start, v.rows.stop) for v in views])
         ranks = columns["values.rank"][self._rows]
+        if len(ranks) != sum(len(view.rows) for view in views):
+            raise TraceError(f"{call.path or '(root)'}:{self.slot}: its values are not in the file")
         self._order = None if (ranks[1:] > ranks[:-1]).all() else np.argsort(ranks, kind="stable")
         self.ranks: Array = ranks if self._order is None else ranks[self._order]
 

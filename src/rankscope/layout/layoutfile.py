@@ -12,6 +12,7 @@ together; two that place it differently along one axis contradict each other, an
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ else:
 
 __all__ = ["LayoutEntry", "LayoutFile", "layout_given"]
 
+_SIZE = re.compile(r"[1-9][0-9]{0,8}")
 _KEYS: Final = frozenset({"path", "slot", "placements"})
 _KINDS: Final = {
     "input": ("input", "grad_input"),
@@ -101,7 +103,7 @@ class LayoutFile:
         """
         try:
             content = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
+        except (ValueError, RecursionError) as error:  # its own error is a ValueError
             raise LayoutError(f"layout file {name}: is no TOML: {error}") from error
         unknown = sorted(set(content) - {"axes", "layout"})
         if unknown:
@@ -162,7 +164,7 @@ def _axes(text: object, name: str) -> dict[str, int]:
     axes: dict[str, int] = {}
     for part in text.split(","):
         axis, _, size = (each.strip() for each in part.partition("="))
-        if not axis or not size.isdigit() or int(size) < 1 or axis in axes:
+        if not axis or not _SIZE.fullmatch(size) or axis in axes:
             raise LayoutError(message)
         axes[axis] = int(size)
     return axes

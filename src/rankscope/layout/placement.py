@@ -38,6 +38,7 @@ __all__ = [
 Ranges = tuple[tuple[int, int], ...]
 """Half-open index ranges [start, stop) of one tensor dim, in the order the elements are held."""
 
+_WHOLE = re.compile(r"-?[0-9]{1,9}")
 _TEXT = re.compile(r"^(\w+)\((.*)\)$")
 
 
@@ -197,7 +198,7 @@ def parse_placement(text: str) -> Placement:
     for name in facts.arguments:
         value = values.setdefault(name, _UNTOLD.get(name))
         if name != "reduce_op" and isinstance(value, str):
-            if not value.lstrip("-").isdecimal():
+            if not _WHOLE.fullmatch(value):
                 return other
             values[name] = int(value)
         elif value is None:

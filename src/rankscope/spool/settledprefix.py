@@ -91,12 +91,14 @@ def read_settled(replica: Path) -> SettledPrefix:
     try:
         with path.open("rb") as file:
             settled, size, late, crc = _numbers(path, file.read(_HEAD_BYTES))
+            if size != os.fstat(file.fileno()).st_size - _HEAD_BYTES:
+                raise _damaged(path)
             kept = file.read(size)
     except FileNotFoundError:
         return NOTHING_SETTLED
     except OSError as error:
         raise SpoolError(f"{path}: cannot be read: {error.strerror}") from error
-    if len(kept) != size or zlib.crc32(kept) != crc:
+    if zlib.crc32(kept) != crc:
         raise _damaged(path)
     try:
         return SettledPrefix(settled, kept, late)

@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 from rankscope.errors import TraceError
 from rankscope.record.call import CallStatus
 from rankscope.record.statistics import ADDED, COUNTS, NUMBERS
+from rankscope.record.streams import MAX_RANKS
+from rankscope.record.value import SKETCH_SIZE
 from rankscope.run.filenames import VALUES_NAME
 from rankscope.run.replacing import replacing
 from rankscope.tree.document import Document
@@ -31,6 +33,16 @@ _DTYPES = {
 }  # fmt: skip
 _NAMES = {np.dtype(text): name for name, text in _DTYPES.items()}
 _MAX_HEADER = 1 << 20
+_SKETCHES = frozenset({"values.sketch", "samples.sketch"})
+_KINDS = {
+    **{f"values.{name}": "u" for name in (*COUNTS, "hash", "node", "reference", "flags")},
+    **{f"values.{name}": "f" for name in (*NUMBERS, "sketch")},
+    **{f"values.{name}": "iu" for name in ("rank", "incarnation", "chunk", "slot", "time_ns")},
+    **{f"values.sample_{name}": "i" for name in ("row", "count", "dim")},
+    "values.digested": "b", "samples.sketch": "f", "calls.rank": "i", "calls.node": "u",
+    "calls.status": "u", "calls.issued": "u", "calls.start_ns": "i", "calls.duration_ns": "i",
+}  # fmt: skip
+"""Kind of number of each column, as numpy calls it."""
 Column = NDArray[Any]
 _PLAIN = (*COUNTS, *NUMBERS, "hash", "sketch")
 
@@ -129,11 +141,27 @@ def _shape(column: Column) -> tuple[str, tuple[int, ...], int]:
     return _NAMES[column.dtype.newbyteorder("<")], column.shape, column.size * column.dtype.itemsize
 
 
-def map_columns(path: Path) -> dict[str, Column]:
+class _FileColumns(dict[str, Column]):
+    """The columns of one file; to ask for one that it lacks is an error of the file."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._path = path
+
+    def __missing__(self, name: str) -> Column:
+        raise TraceError(f"{self._path}: has no column {name}: the file is damaged")
+
+
+def map_columns(path: Path, world_size: int = MAX_RANKS) -> dict[str, Column]:
     """Return every column of a values file, mapped and not copied.
 
+    Args:
+        path: of the file.
+        world_size: no rank is as high.
+
     Raises:
-        TraceError: the file is missing, or no safetensors file whose header fits its size.
+        TraceError: the file is missing, or no safetensors file whose header fits its size, or its
+            columns do not fit each other; asking for a column that is not there raises it too.
     """
     try:
         size = path.stat().st_size
@@ -151,19 +179,15 @@ def map_columns(path: Path) -> dict[str, Column]:
         )
     except OSError as error:
         raise TraceError(f"{path}: cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TraceError(f"{path}: its header is no JSON ({error}): the file is damaged") from error
-    columns: dict[str, Column] = {}
+    columns = _FileColumns(path)
     try:
         for name, entry in header.items():
             if name != "__metadata__":
-                first, last = entry["data_offsets"]
-                if not 0 <= first <= last <= len(data):
-                    raise ValueError(f"{name} at {first}..{last} of {len(data)}")
-                columns[name] = (
-                    data[first:last].view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
-                )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+                columns[name] = _column(name, entry, data)
+        _check_together(columns, world_size)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise TraceError(
             f"{path}: a column does not fit the file ({error}): the file is damaged"
         ) from error
@@ -171,3 +195,39 @@ def map_columns(path: Path) -> dict[str, Column]:
         if name not in columns and "values.rank" in columns:  # written before there was such a one
             columns[name] = np.broadcast_to(np.float64(np.nan), columns["values.rank"].shape)
     return columns
+
+
+def _column(name: str, entry: Mapping[str, Any], data: Column) -> Column:
+    """Return one column as its entry in the header describes it.
+
+    Raises:
+        KeyError, TypeError, ValueError: the entry does not fit the data, or the column.
+    """
+    first, last = entry["data_offsets"]
+    if not 0 <= first <= last <= len(data):
+        raise ValueError(f"{name} is not inside the {len(data)} bytes of the file")
+    shape, dtype = tuple(entry["shape"]), np.dtype(_DTYPES[entry["dtype"]])
+    rows, *inner = shape
+    if inner != ([SKETCH_SIZE] if name in _SKETCHES else []):
+        raise ValueError(f"{name} has another shape than a column of its name")
+    if name in _KINDS and dtype.kind not in _KINDS[name]:
+        raise ValueError(f"{name} is of {dtype.name}")
+    if rows * int(np.prod(inner, dtype=np.int64)) * dtype.itemsize != last - first:
+        raise ValueError(f"{name} has other bytes than its rows take")
+    return data[first:last].view(dtype).reshape(shape)
+
+
+def _check_together(columns: Mapping[str, Column], world_size: int) -> None:
+    """Refuse columns of one table that have other rows than each other, and ranks that nobody is.
+
+    Raises:
+        ValueError: there are such.
+    """
+    rows: dict[str, int] = {}
+    for name, column in columns.items():
+        if rows.setdefault(name.partition(".")[0], len(column)) != len(column):
+            raise ValueError(f"{name} has {len(column)} rows, and columns beside it have others")
+    for name in ("values.rank", "calls.rank"):
+        ranks = columns[name] if name in columns else np.empty(0, np.int32)
+        if len(ranks) and not 0 <= int(ranks.min()) <= int(ranks.max()) < world_size:
+            raise ValueError(f"{name} is outside a world of {world_size}")

@@ -84,7 +84,8 @@ class TraceFiles:
     def columns(self) -> Columns:
         """Return the value columns, mapped."""
         values = self.head["storage"]["values"]
-        return columns_in(self._folder, [{"file": values}] if isinstance(values, str) else values)
+        files = [{"file": values}] if isinstance(values, str) else values
+        return columns_in(self._folder, files, self.head["run"]["world_size"])
 
     def tensors(self) -> Mapping[StreamId, TensorRecords]:
         """Return {}: the chunks of a finished trace need no records."""
@@ -92,13 +93,17 @@ class TraceFiles:
 
 
 def columns_in(
-    folder: Path, files: Sequence[Mapping[str, Any]], rest: Columns | None = None
+    folder: Path,
+    files: Sequence[Mapping[str, Any]],
+    world_size: int,
+    rest: Columns | None = None,
 ) -> Columns:
     """Return the value columns that lie in one file, or in several with rows counted through.
 
     Args:
         folder: the trace folder.
         files: {"file", "values", "samples", "calls"} of each; of a single one the name alone.
+        world_size: no rank is as high.
         rest: columns in memory whose rows come behind.
 
     Raises:
@@ -109,8 +114,10 @@ def columns_in(
 
     paths = [values_path(folder, each) for each in files]
     if rest is None and len(paths) == 1:
-        return map_columns(paths[0])
-    made: list[Callable[[], Columns]] = [functools.partial(map_columns, path) for path in paths]
+        return map_columns(paths[0], world_size)
+    made: list[Callable[[], Columns]] = [
+        functools.partial(map_columns, path, world_size) for path in paths
+    ]
     if rest is None:
         return join_columns(made, files)
     counts = {kind: len(rest[column]) for kind, column in _COUNTED_BY.items()}

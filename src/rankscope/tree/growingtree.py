@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from rankscope.errors import TraceError, TraceVersionError
 from rankscope.record.call import Mode
 from rankscope.run.filenames import INDEX_FORMAT, INDEX_NAME, REPLICA_FOLDER, STEPS_FOLDER
+from rankscope.tree.schemacheck import check_json
 from rankscope.tree.stepfiles import nodes_path, values_path, write_nodes
 
 if TYPE_CHECKING:
@@ -91,11 +92,12 @@ class TreePart:
         """Return the part of a line.
 
         Raises:
-            ValueError, KeyError, TypeError: it is none.
+            ValueError, KeyError, TypeError, RecursionError, TraceError: it is none.
         """
         fields = json.loads(line)
         if fields["format"] != INDEX_FORMAT:
             raise ValueError(f"format {fields['format']}")
+        check_json(fields, "index", Path(INDEX_NAME))
         part = cls(
             steps=tuple(fields["steps"]), values=fields["values"], began_ns=int(fields["began_ns"])
         )
@@ -286,7 +288,7 @@ class GrowingTree:
         for line in raw[: self._size].decode(errors="replace").splitlines():
             try:
                 yield TreePart.read(line)
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, RecursionError, TraceError) as error:
                 if f'"{INDEX_FORMAT}"' not in line and '"rankscope.index/' in line:
                     raise TraceVersionError(
                         f"{self._index}: written by a newer rankscope; use that, or a newer one"

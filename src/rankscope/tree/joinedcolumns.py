@@ -13,6 +13,7 @@ from typing import Any, Final, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from rankscope.errors import TraceError
 from rankscope.tree.digests import Columns
 
 __all__ = ["JoinedColumn", "as_arrays", "join_columns"]
@@ -113,6 +114,10 @@ def join_columns(
     Args:
         files: opens each.
         counts: of each file {"values", "samples", "calls": rows}.
+
+    Raises:
+        TraceError: a file holds other rows than that, or other columns than the first; shows when
+            a column of it is asked for.
     """
     opened: OrderedDict[int, Columns] = OrderedDict()
 
@@ -122,6 +127,13 @@ def join_columns(
             found = opened[number] = {
                 name: np.asarray(column) for name, column in files[number]().items()
             }
+            for name, column in found.items():
+                said = counts[number].get(name.partition(".")[0], len(column))
+                if len(column) != said:
+                    raise TraceError(
+                        f"values file {number + 1} of {len(files)}: {name} has {len(column)} rows, "
+                        f"the trace says {said}: the trace is damaged"
+                    )
             if len(opened) > _MOST_OPEN:
                 opened.popitem(last=False)
         opened.move_to_end(number)
@@ -129,7 +141,17 @@ def join_columns(
 
     def joined(name: str) -> Array:
         rows = [int(each[name.partition(".")[0]]) for each in counts]
-        column = JoinedColumn(lambda number: columns(number)[name], rows)
+
+        def of_file(number: int) -> Array:
+            found = columns(number).get(name)
+            if found is None:
+                raise TraceError(
+                    f"values file {number + 1} of {len(files)} has no column {name}: the trace is "
+                    "damaged"
+                )
+            return found
+
+        column = JoinedColumn(of_file, rows)
         return cast(Array, column)  # it is asked for rows as an array is
 
     return {name: joined(name) for name in columns(0)}

@@ -87,7 +87,9 @@ class GrownSource:
 
     def columns(self) -> Columns:
         """Return the value columns."""
-        return columns_in(self._folder, self._files, self._rest.columns())
+        return columns_in(
+            self._folder, self._files, self.head["run"]["world_size"], self._rest.columns()
+        )
 
     def tensors(self) -> Mapping[StreamId, TensorRecords]:
         """Return what the records say of chunks that are still written."""

@@ -150,7 +150,10 @@ class SlotView:
     @property
     def rows(self) -> range:
         """Rows of the value columns, one per rank."""
-        return range(*self.data["rows"])
+        first, last = self.data["rows"]
+        if not 0 <= last - first <= self._where.world_size:
+            raise ValueError(f"rows {first} to {last} are not those of the ranks")
+        return range(first, last)
 
     def per_rank(self) -> dict[int, Digest | None]:
         """Return each rank's numbers, None where a value was not digested."""

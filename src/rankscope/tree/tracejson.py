@@ -9,10 +9,11 @@ from typing import Any
 
 import rankscope
 from rankscope.errors import TraceError, TraceVersionError
+from rankscope.tree.schemacheck import check_json
 
 __all__ = ["load_json"]
 
-_FORMAT = re.compile(r"rankscope\.(trace|nodes)/(\d+)")
+_FORMAT = re.compile(r"rankscope\.(trace|nodes)/([0-9]{1,9})")
 _NEWEST = {"trace": 2, "nodes": 1}
 
 
@@ -28,7 +29,7 @@ def load_json(path: Path, kind: str) -> dict[str, Any]:
         TraceVersionError: it is of a newer format.
     """
     try:
-        data = json.loads(path.read_bytes())
+        data = json.loads(path.read_bytes(), parse_constant=_refuse)
     except OSError as error:
         raise TraceError(f"{path}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
@@ -40,7 +41,8 @@ def load_json(path: Path, kind: str) -> dict[str, Any]:
         )
     if int(found[2]) > _NEWEST[kind]:
         run = data.get("run")
-        maker = run.get("versions", {}).get("rankscope") if isinstance(run, dict) else None
+        versions = run.get("versions") if isinstance(run, dict) else None
+        maker = versions.get("rankscope") if isinstance(versions, dict) else None
         needed = f"rankscope {maker} or newer" if maker else "a newer rankscope"
         if maker == rankscope.__version__:  # between two releases
             needed = f"the rankscope {maker} that wrote it, a newer build than this one"
@@ -48,5 +50,10 @@ def load_json(path: Path, kind: str) -> dict[str, Any]:
             f"{path}: format {found[0]}, this rankscope reads up to "
             f"rankscope.{kind}/{_NEWEST[kind]}; install {needed}"
         )
+    check_json(data, kind, path)
     checked: dict[str, Any] = data
     return checked
+
+
+def _refuse(word: str) -> None:
+    raise ValueError(f"{word} is no JSON")
