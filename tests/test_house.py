@@ -294,6 +294,16 @@ def test_rules_and_exports_read_a_tree_through_its_typed_views() -> None:
             assert not raw, f"{path}: {raw}"
 
 
+def test_commands_print_in_one_way() -> None:
+    """Every line passes `cli/printing.py`, which lets no text of a file order a terminal about; the
+    screen of `top` moves the cursor itself, and `app.py` says what went wrong before all else."""
+    for path in sorted((SOURCE / "cli").glob("*.py")):
+        if path.name not in ("printing.py", "topscreen.py", "app.py", "terminal.py"):
+            text = path.read_text()
+            for word in ("typer.echo", "stdout.write", "stderr.write", "print("):
+                assert f" {word}" not in text, f"{path}: {word}: use rankscope.cli.printing.echo"
+
+
 def test_private_names_of_torch_stand_in_one_folder() -> None:
     theirs = SOURCE / "capture" / "torch_internals"
     assert any("torch._C" in path.read_text() for path in theirs.glob("*.py"))

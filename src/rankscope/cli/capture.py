@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rankscope.cli.arguments import TraceArgument
+from rankscope.cli.printing import echo
 
 if TYPE_CHECKING:
     from rankscope.live.ordering import Ordering, Progress
@@ -60,13 +61,13 @@ def command(
         ordering.place(steps=steps, paths=globs, tensors=kept)
         besides = f", with the modules {','.join(globs)}" if globs else ""
         besides += f", full tensors of {','.join(kept)}" if kept else ""
-        typer.echo(f"ordered: the next {_count(steps)} of all traced ranks{besides}")
+        echo(f"ordered: the next {_count(steps)} of all traced ranks{besides}")
         if waits:
             _follow(ordering, seconds, has_wishes=steps > 1 or bool(globs or kept))
         else:
-            typer.echo(_reading(ordering))
+            echo(_reading(ordering))
     except KeyboardInterrupt:
-        typer.echo("rankscope: the order stands", err=True)
+        echo("rankscope: the order stands", err=True)
         raise typer.Exit(EXIT_INTERRUPTED) from None
     finally:
         ordering.close()
@@ -85,13 +86,13 @@ def _follow(ordering: Ordering, seconds: float, *, has_wishes: bool) -> None:
         now = time.monotonic()
         if found.first >= 0 and not is_first_said:
             is_first_said = True
-            typer.echo(f"{_steps(found)} {'are held and sent' if found.is_held else 'it is'}")
+            echo(f"{_steps(found)} {'are held and sent' if found.is_held else 'it is'}")
             if found.is_held and has_wishes:
-                typer.echo("of a job that holds its last steps back these are all one can have")
+                echo("of a job that holds its last steps back these are all one can have")
         if found.untold and not are_untold_said and now - began > _TOLD_S:
             are_untold_said = True
             for host, ranks in found.untold:
-                typer.echo(
+                echo(
                     f"rankscope: {ranks_named(ranks)} on {host or 'an unknown host'}: no relay "
                     "there has seen the order in this folder",
                     err=True,
@@ -101,21 +102,19 @@ def _follow(ordering: Ordering, seconds: float, *, has_wishes: bool) -> None:
         time.sleep(_LOOK_S)
     if not found.is_job_over and found.first >= 0:
         for line in _came(found):
-            typer.echo(line)
+            echo(line)
     if found.is_complete:
-        typer.echo(_reading(ordering, found))
+        echo(_reading(ordering, found))
         return
     if found.is_job_over and found.first >= 0:
-        typer.echo(f"the job ended meanwhile: what came of {_steps(found)} is in the trace")
-        typer.echo(_reading(ordering, found))
+        echo(f"the job ended meanwhile: what came of {_steps(found)} is in the trace")
+        echo(_reading(ordering, found))
     elif found.is_job_over:
-        typer.echo("the job ended before any rank took the order")
+        echo("the job ended before any rank took the order")
     elif found.first < 0:
-        typer.echo(f"no rank has taken the order in {seconds:g} s; it stands until the job ends")
+        echo(f"no rank has taken the order in {seconds:g} s; it stands until the job ends")
     else:
-        typer.echo(
-            f"{ranks_named(found.waited_for)} not there after {seconds:g} s; the order stands"
-        )
+        echo(f"{ranks_named(found.waited_for)} not there after {seconds:g} s; the order stands")
     raise typer.Exit(EXIT_NOT_THERE)
 
 

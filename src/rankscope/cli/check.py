@@ -13,6 +13,7 @@ from rankscope.cli.arguments import (
     TraceArgument,
     part_of,
 )
+from rankscope.cli.printing import echo
 
 __all__ = ["command"]
 
@@ -45,14 +46,14 @@ def command(
     with progress() as say:
         report = check(found, layouts, progress=say)
     if as_json:
-        typer.echo(json.dumps(report_json(report)))
+        echo(json.dumps(report_json(report)))
     else:
         columns = width()
         for line in report_lines(found, report, Paint(sys.stdout), is_all=is_all, layout=given):
             for row in fitted(line, columns):
-                typer.echo(row)
+                echo(row)
     if report.verdict is not Verdict.CLEAN:
         raise typer.Exit(EXIT_FINDING)
     if report.coverage < required:
-        typer.echo(f"rankscope: {coverage_line(report, required, given)}", err=True)
+        echo(f"rankscope: {coverage_line(report, required, given)}", err=True)
         raise typer.Exit(EXIT_COVERAGE)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
+from rankscope.cli.printing import echo
 from rankscope.record.graceseconds import DRAIN_SECONDS, FINISH_SECONDS
 
 if TYPE_CHECKING:
@@ -199,4 +200,4 @@ def _stop_signals() -> Iterator[Callable[[], bool]]:
 
 
 def _say(line: str) -> None:
-    typer.echo(f"rankscope: {line}", err=True)
+    echo(f"rankscope: {line}", err=True)

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Optional
 import typer
 
 from rankscope.cli.arguments import EXIT_COVERAGE, CoverageOption, LayoutOption, part_of
+from rankscope.cli.printing import echo
 
 __all__ = ["command"]
 
@@ -125,12 +126,12 @@ def command(
         lines = matrix_lines(ref, [*zip(tests, reports)], paint)
     if as_json:
         named = [{"run": str(test), **data} for test, (_, _, data) in zip(tests, found)]
-        typer.echo(json.dumps(named if is_matrix else found[0][2]))
+        echo(json.dumps(named if is_matrix else found[0][2]))
     else:
         columns = width()
         for line in lines:
             for row in fitted(line, columns):
-                typer.echo(row)
+                echo(row)
     if any(report.verdict is not Verdict.CLEAN for report in reports):
         raise typer.Exit(EXIT_FINDING)
     report = min(reports, key=lambda each: each.coverage)
@@ -140,5 +141,5 @@ def command(
             f"({report.coverage:.1%}), --require-coverage asks for {required:.1%}: trace both runs "
             f"with the same options, and say with --map and --layout what their names do not"
         )
-        typer.echo(f"rankscope: {told}", err=True)
+        echo(f"rankscope: {told}", err=True)
         raise typer.Exit(EXIT_COVERAGE)

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
+from rankscope.cli.printing import echo
+
 if TYPE_CHECKING:
     from rankscope.cli.terminal import Paint
     from rankscope.doctor.condition import Condition
@@ -69,7 +71,7 @@ def command(
     for condition in examine(question):
         found.append(condition)
         if not as_json:
-            typer.echo(_line(condition, paint))
+            echo(_line(condition, paint))
     has_failed = any(condition.status is Status.FAILED for condition in found)
     if as_json:
         report = {
@@ -81,7 +83,7 @@ def command(
                 for c in found
             ],
         }
-        typer.echo(json.dumps(report))
+        echo(json.dumps(report))
     raise typer.Exit(EXIT_FAILED if has_failed else 0)
 
 

@@ -8,6 +8,7 @@ from typing import Annotated, Optional
 import typer
 
 from rankscope.cli.arguments import TraceArgument
+from rankscope.cli.printing import echo
 from rankscope.errors import SettingError
 
 __all__ = ["command"]
@@ -74,12 +75,10 @@ def command(
         raise SettingError("--layout: says how global tensors are put together; give --global")
     found = opened(trace)
     if not found.is_complete:
-        typer.echo(
-            f"rankscope: {found.path} is incomplete: see rankscope verify {found.path}", err=True
-        )
+        echo(f"rankscope: {found.path} is incomplete: see rankscope verify {found.path}", err=True)
     with progress() as say:
         first, *more = export(found, format_name, out, selection, say, options)
-    typer.echo(f"{out}: {first}")
+    echo(f"{out}: {first}")
     for line in more:
-        typer.echo(f"rankscope: {line}", err=True)
+        echo(f"rankscope: {line}", err=True)
     say_unread(found)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Optional
 import typer
 
 from rankscope.cli.arguments import TraceArgument
+from rankscope.cli.printing import echo
 
 if TYPE_CHECKING:
     from rankscope.diagnosis.layoutproposal import LayoutProposal
@@ -37,7 +38,7 @@ def command(
     text = "\n".join(proposal_lines(propose_layout(found), str(found.path))) + "\n"
     say_unread(found)
     if out is None:
-        typer.echo(text, nl=False)
+        echo(text, is_line=False, end="")
         return
     try:
         with out.open("x") as file:
@@ -48,7 +49,7 @@ def command(
         raise LayoutError(
             f"{out}: cannot be written: {error.strerror}; give another file with --out"
         ) from None
-    typer.echo(f"{out}: look it over, then: rankscope check {found.path} --layout {out}")
+    echo(f"{out}: look it over, then: rankscope check {found.path} --layout {out}")
 
 
 def proposal_lines(proposal: LayoutProposal, source: str) -> Iterator[str]:

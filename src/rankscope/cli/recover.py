@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from rankscope.cli.printing import echo
+
 __all__ = ["command"]
 
 
@@ -44,7 +46,7 @@ def command(
     state = document.completeness
     ranks = len({rank["rank"] for rank in state["ranks"]})
     word = "complete" if state["complete"] else f"incomplete: see {typed('verify', out)}"
-    typer.echo(f"{out}: {ranks} of {document.run['world_size']} ranks, {word}")
+    echo(f"{out}: {ranks} of {document.run['world_size']} ranks, {word}")
     # where anything is missing the spools may be needed again, with what another host holds
     if not state["missing"] and all(r["committed"] == r["received"] for r in state["ranks"]):
         for folder in () if keep_spool else folders:
@@ -58,4 +60,4 @@ def _remove(folder: Path, out: Path) -> None:
 
     tree = out / TRACE_NAME
     if is_abandoned(folder) and not remove_run(folder, lambda s: is_in_tree(folder, s, tree)):
-        typer.echo(f"removed {folder}: all of it is in {out}")
+        echo(f"removed {folder}: all of it is in {out}")

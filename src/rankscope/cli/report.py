@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from rankscope.cli.arguments import LayoutOption, TraceArgument
+from rankscope.cli.printing import echo
 
 __all__ = ["command"]
 
@@ -40,4 +41,4 @@ def command(
     with progress() as say:
         write_page(found, out, layouts=layouts, wish=wish, layout_file=given, progress=say)
     say_unread(found)
-    typer.echo(f"{out}: {out.stat().st_size / 1e6:.1f} MB; open it in a browser")
+    echo(f"{out}: {out.stat().st_size / 1e6:.1f} MB; open it in a browser")

@@ -8,6 +8,7 @@ from typing import Annotated, Optional
 import typer
 
 from rankscope.cli.arguments import LayoutOption, TraceArgument
+from rankscope.cli.printing import echo
 
 __all__ = ["command"]
 
@@ -48,12 +49,12 @@ def command(
         return content, found.is_live
 
     server = PageServer(PageSource(make), host=host, port=port, certificate=certificate, key=key)
-    typer.echo(server.url)
-    typer.echo("rankscope: the token lets in whoever has this URL; Ctrl-C ends", err=True)
+    echo(server.url)
+    echo("rankscope: the token lets in whoever has this URL; Ctrl-C ends", err=True)
     if is_loopback(host):
         told = f"ssh -L {server.port}:127.0.0.1:{server.port} THIS_HOST"
-        typer.echo(f"rankscope: served to this machine alone; from another: {told}", err=True)
+        echo(f"rankscope: served to this machine alone; from another: {told}", err=True)
     try:
         server.serve()
     except KeyboardInterrupt:
-        typer.echo("rankscope: ended", err=True)
+        echo("rankscope: ended", err=True)

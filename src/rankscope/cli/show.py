@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Optional
 import typer
 
 from rankscope.cli.arguments import TraceArgument
+from rankscope.cli.printing import echo
 from rankscope.record.statistics import COUNTS, NUMBERS
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ def command(
     found = opened(trace)
     for line in tree_lines(found, view, Paint(sys.stdout)):
         for row in fitted(line, columns):
-            typer.echo(row)
+            echo(row)
     say_unread(found)
 
 
@@ -112,7 +113,7 @@ def _show_summary(place: Path | None) -> None:
     for row in summary_lines(
         found, report, Paint(sys.stdout), width(), unjudged=unjudged, place=named
     ):
-        typer.echo(row)
+        echo(row)
     say_unread(found)
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import typer
-
+from rankscope.cli.printing import echo
 from rankscope.cli.terminal import opened, visible
 from rankscope.errors import SelectionError, SettingError
 from rankscope.layout.layoutfile import LayoutFile
@@ -49,19 +48,19 @@ def run_tensor(
     trace = opened(path)
     if not is_handed_out:
         for line in listing_lines(trace, wanted):
-            typer.echo(line)
+            echo(line)
         return
     asked = asked_tensors(trace, wanted, _say, rank=rank, is_global=is_global, layouts=layouts)
     if is_printed:
         for headline, numbers in printed(asked):
-            typer.echo(f"{visible(headline)}\n{numbers}")
+            echo(f"{visible(headline)}\n{numbers}", is_line=False)
     if out is not None:
         size = save_tensors(out, asked)
-        typer.echo(f"{out}: {len(asked)} tensors, {_size(size)}", err=is_printed)
+        echo(f"{out}: {len(asked)} tensors, {_size(size)}", err=is_printed)
 
 
 def _say(line: str) -> None:
-    typer.echo(visible(f"rankscope: {line}"), err=True)
+    echo(visible(f"rankscope: {line}"), err=True)
 
 
 def listing_lines(trace: Trace, wanted: Wanted) -> Iterator[str]:

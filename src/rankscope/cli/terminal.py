@@ -4,7 +4,6 @@ second."""
 from __future__ import annotations
 
 import itertools
-import os
 import re
 import shutil
 import sys
@@ -15,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
+from rankscope.cli.printing import Paint, echo
 from rankscope.record.visibletext import visible
 from rankscope.tree.reader import open_trace
 from rankscope.tree.treewriter import Progress
@@ -22,25 +22,12 @@ from rankscope.tree.views import Trace
 
 __all__ = ["Paint", "cut", "fitted", "opened", "progress", "say_unread", "visible", "width"]
 
-_CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
 _COLOR = re.compile(r"(\x1b\[\d+m)")
 _PLAIN = "\x1b[0m"
 _PART = re.compile(r"( {2,}|^)((?:\S| (?! ))+)")
 _FIRST_S = 1.0
 """Nothing is said about work that is done sooner."""
 _EVERY_S = 0.2
-
-
-class Paint:
-    """Puts colours around text, or nothing where the stream is no terminal or NO_COLOR is set."""
-
-    def __init__(self, stream: TextIO) -> None:
-        is_plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
-        self._is_on = stream.isatty() and not is_plain
-
-    def __call__(self, style: str, text: str) -> str:
-        """Return the text in a style of `_CODES`."""
-        return f"\x1b[{_CODES[style]}m{text}{_PLAIN}" if self._is_on and text else text
 
 
 def width() -> int:
@@ -137,9 +124,10 @@ def opened(path: Path | None) -> Trace:
     with progress() as say:
         trace = open_trace(path, progress=say)
     if not trace.is_written:
-        sys.stderr.write(
+        echo(
             f"rankscope: {trace.path} holds no finished tree; "
-            "this is what its ranks have sent so far\n"
+            "this is what its ranks have sent so far",
+            err=True,
         )
     return trace
 
@@ -148,4 +136,4 @@ def say_unread(trace: Trace) -> None:
     """Say on stderr what of a trace was passed over because only a newer rankscope knows it; once
     all that a command needs has been read."""
     if trace.unread:
-        sys.stderr.write(f"rankscope: {trace.path}: {trace.unread}\n")
+        echo(f"rankscope: {trace.path}: {trace.unread}", err=True)

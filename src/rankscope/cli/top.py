@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from rankscope.cli.arguments import LayoutOption, TraceArgument
+from rankscope.cli.printing import echo
 
 __all__ = ["command"]
 
@@ -57,11 +58,11 @@ def command(
         if once:
             found = shown.one()
             if as_json:
-                typer.echo(json.dumps(found))
+                echo(json.dumps(found))
             else:
                 columns = width()
                 for line in screen_lines(found, Paint(sys.stdout), columns, 0):
-                    typer.echo(line)
+                    echo(line)
             if found["check"]["verdict"] == "fault":
                 raise typer.Exit(EXIT_FINDING)
             return

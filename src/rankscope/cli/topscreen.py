@@ -13,6 +13,7 @@ import tty
 from collections.abc import Iterator
 from typing import Final, Protocol
 
+from rankscope.cli.printing import shown
 from rankscope.cli.terminal import Paint
 from rankscope.cli.toptext import screen_lines
 from rankscope.errors import RankscopeError
@@ -69,7 +70,7 @@ def show_until_left(source: Source) -> None:
 
 def _draw(lines: list[str]) -> None:
     """Write over the last screen; nothing flickers, because nothing is cleared before it."""
-    text = "".join(f"{line}\x1b[K\r\n" for line in lines)
+    text = "".join(f"{shown(line)}\x1b[K\r\n" for line in lines)
     sys.stdout.write(f"\x1b[H{text.removesuffix(chr(13) + chr(10))}\x1b[J")
     sys.stdout.flush()
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rankscope.cli.arguments import TraceArgument
+from rankscope.cli.printing import echo
 
 if TYPE_CHECKING:
     from rankscope.cli.terminal import Paint
@@ -38,13 +39,13 @@ def command(
     found = opened(trace)
     damaged = _damaged(found)
     if as_json:
-        typer.echo(json.dumps(_report(found, damaged)))
+        echo(json.dumps(_report(found, damaged)))
     else:
         paint = Paint(sys.stdout)
         for line in _lines(found, paint):
-            typer.echo(line)
+            echo(line)
         for line in damaged:
-            typer.echo(paint("red", line))
+            echo(paint("red", line))
     raise typer.Exit(0 if found.is_complete and not damaged else EXIT_INCOMPLETE)
 
 

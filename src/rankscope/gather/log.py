@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from rankscope.record.visibletext import visible
+
 __all__ = ["ExitOutcome", "log", "log_into"]
 
 
@@ -32,7 +34,7 @@ _files: list[Path] = []
 
 def log(line: str) -> None:
     """Write one line with the time."""
-    text = f"{time.strftime('%H:%M:%S')} rankscope: {line}\n"
+    text = f"{time.strftime('%H:%M:%S')} rankscope: {visible(line)}\n"
     try:
         if _files:
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
