@@ -287,7 +287,8 @@ def test_an_evaluation_counts_only_while_a_call_is_open(tmp_path: Path, writer: 
 def test_a_collective_counts_where_the_program_waits_for_it(tmp_path: Path, writer: SpoolWriter):
     for number, is_async in ((7, True), (8, False)):
         fields = {"id": number, "kind": "collective", "op": "all_reduce", "async": is_async}
-        writer.define(msgpack.packb(fields))
+        of_whom = {"group": "0", "members": [0, 1], "issuer": "call"}
+        writer.define(msgpack.packb({**fields, **of_whom}))
     pen = Pen(writer)
     pen.begin()
     pen.leave(pen.call(Phase.PARAMS))

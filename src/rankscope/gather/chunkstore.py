@@ -11,7 +11,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from rankscope.chunks.chunkheader import chunk_folder, chunk_path
+from rankscope.chunks.chunkheader import chunk_folder, chunk_numbers, chunk_path
 from rankscope.gather.chunkmessages import (
     ChunkAt,
     ChunkEnded,
@@ -30,6 +30,10 @@ from rankscope.record.streams import StreamId
 __all__ = ["ReceivedChunks"]
 
 DEFAULT_QUOTA_BYTES = 1 << 40
+_PART_SUFFIX = ".part"
+MOST_CHUNKS = 100_000
+"""Of one stream."""
+_MOST_OPEN = 256
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 
@@ -97,7 +101,7 @@ class ReceivedChunks:
         """
         if frame.offset != length:
             return length
-        if self._whole.get(frame.stream, 0) + length + len(frame.body) > self._quota_bytes:
+        if self._whole_bytes(frame.stream) + length + len(frame.body) > self._quota_bytes:
             raise OSError(0, f"more than {self._quota_bytes} bytes, the quota of one stream")
         rest, at = memoryview(frame.body), length
         try:
@@ -116,8 +120,9 @@ class ReceivedChunks:
             log(f"chunk {chunk} of {stream.name} is not what was sent: it is taken again")
             os.ftruncate(descriptor, 0)
             return ChunkAt(stream, chunk, 0)
+        os.fsync(descriptor)  # the relay removes its own once it is told
         os.replace(self._part(stream, chunk), self._path(stream, chunk))
-        self._whole[stream] = self._whole.get(stream, 0) + length
+        self._whole[stream] = self._whole_bytes(stream) + length
         self._forget(stream)
         return ChunkSeen(stream, chunk)
 
@@ -138,9 +143,33 @@ class ReceivedChunks:
         self._forget(stream)
         part = self._part(stream, chunk)
         part.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._make_room(part)
         descriptor = os.open(part, _FLAGS, 0o600)
         self._open[stream] = chunk, descriptor
         return descriptor
+
+    def _make_room(self, part: Path) -> None:
+        """See that a stream has no more than one chunk that is not whole, and few open files.
+
+        Raises:
+            OSError: the stream has as many chunks as one may have.
+        """
+        names = os.listdir(part.parent)
+        if len(names) > MOST_CHUNKS:
+            raise OSError(0, f"more than {MOST_CHUNKS} chunks of one stream")
+        for name in names:
+            if name.endswith(_PART_SUFFIX) and name != part.name:
+                (part.parent / name).unlink(missing_ok=True)  # a relay sends one after another
+        while len(self._open) >= _MOST_OPEN:
+            self._forget(next(iter(self._open)))
+
+    def _whole_bytes(self, stream: StreamId) -> int:
+        """Bytes of the chunks of a stream that are whole, also of those before a restart."""
+        if stream not in self._whole:
+            folder = chunk_folder(self._out, stream)
+            sizes = (chunk_path(folder, number).stat().st_size for number in chunk_numbers(folder))
+            self._whole[stream] = sum(sizes)
+        return self._whole[stream]
 
     def _forget(self, stream: StreamId) -> None:
         held = self._open.pop(stream, None)
@@ -151,4 +180,4 @@ class ReceivedChunks:
         return chunk_path(chunk_folder(self._out, stream), chunk)
 
     def _part(self, stream: StreamId, chunk: int) -> Path:
-        return self._path(stream, chunk).with_suffix(".part")
+        return self._path(stream, chunk).with_suffix(_PART_SUFFIX)

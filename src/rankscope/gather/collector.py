@@ -72,6 +72,13 @@ _ANOTHER_RUN = (
     "this collector gathers another run: give each run a trace folder and a collector of its own"
 )
 """All that a stranger is told: whoever knows the id of a run is taken for a relay of it."""
+_LEAST_PEERS = 64
+_PEERS_A_RANK = 4
+"""Relays that may be known: one a host, and some for hosts that were replaced."""
+_GONE_S = 60.0
+"""A relay that was silent for so long makes room for another."""
+_MOST_COMPLAINTS = 100
+"""Lines in the log about what is refused: who sends it may send it for ever."""
 _MOST_REJECTED = 100
 """Relays of other runs that are remembered, so that each is logged once."""
 
@@ -115,6 +122,7 @@ class Intake:
             self._ends[stream] = marker.end if marker else None
         self._peers: dict[bytes, _Peer] = {}
         self._refused = 0
+        self._complaints = 0
         self._rejected: set[bytes] = set()
         self._trouble = ""
         self.progress_at = time.monotonic()
@@ -291,6 +299,9 @@ class Intake:
         if peer is not None and peer.is_admitted:
             return None
         name = f"relay {identity.decode(errors='replace')} on {hello.host or 'unknown host'}"
+        if peer is None and not self._has_room_for_a_peer():
+            self._complain(f"{name} is not heard: {len(self._peers)} relays are known already")
+            return None
         if hello.version != PROTOCOL_VERSION:
             reason = (
                 f"{name} speaks protocol {hello.version}, not {PROTOCOL_VERSION}: "
@@ -315,6 +326,22 @@ class Intake:
         self._peers[identity] = _Peer(host=hello.host, is_admitted=True)
         return None
 
+    def _has_room_for_a_peer(self) -> bool:
+        """True where another relay may be known; one that fell silent is forgotten for it."""
+        if len(self._peers) < max(_LEAST_PEERS, _PEERS_A_RANK * self._world_size):
+            return True
+        oldest = min(self._peers, key=lambda one: self._peers[one].heard_at)
+        if time.monotonic() - self._peers[oldest].heard_at < _GONE_S:
+            return False
+        del self._peers[oldest]
+        return True
+
+    def _complain(self, text: str) -> None:
+        """Log what is refused, as long as the log has room for it."""
+        self._complaints += 1
+        if self._complaints <= _MOST_COMPLAINTS:
+            log(text)
+
     def _reject(self, identity: bytes, name: str, noted: str, told: str) -> Rejected:
         """Turn a relay away; each is logged once."""
         if identity not in self._rejected and len(self._rejected) < _MOST_REJECTED:
@@ -329,7 +356,7 @@ class Intake:
             place = self._replicas.place(stream, origin)
             length = self._replicas.length(place)
         except FolderError as error:
-            log(str(error))
+            self._complain(str(error))
             return Refused(stream, str(error))
         except SpoolError as error:
             self._note_trouble(str(error))
@@ -347,7 +374,7 @@ class Intake:
             place = self._opened(stream, frame.origin)
             length = self._replicas.append(place, offset, frame.body)
         except FolderError as error:
-            log(str(error))
+            self._complain(str(error))
             return Refused(stream, str(error))
         self._report()
         if length == offset + len(frame.body):
@@ -362,7 +389,7 @@ class Intake:
                 self._sync.add(self._replicas.to_sync(place))
                 self._syncing[place] = identity, stream
         except FolderError as error:
-            log(str(error))
+            self._complain(str(error))
             return Refused(stream, str(error))
         except OSError:
             return None  # too many open files: it asks again
@@ -399,7 +426,7 @@ class Intake:
             place = self._opened(stream, ended.origin)
             length = self._replicas.length(place)
         except FolderError as error:
-            log(str(error))
+            self._complain(str(error))
             return Refused(stream, str(error))
         if committed < length or reason is EndReason.RUNNING:
             raise WireError(f"{stream.name} ended {reason.value} at {committed}, {length} are here")

@@ -24,7 +24,7 @@ from queue import Empty, SimpleQueue
 
 from rankscope.errors import FolderError, SpoolError
 from rankscope.record.streams import MAX_INCARNATIONS, StreamId
-from rankscope.run.filenames import REPLICA_FOLDER, RUN_ID_NAME
+from rankscope.run.filenames import CELLS_SUFFIX, REPLICA_FOLDER, RUN_ID_NAME
 from rankscope.run.filepieces import bytes_on_disk
 from rankscope.spool.origin import UNKNOWN, origin_of, origin_text
 from rankscope.spool.recordformat import CELL_BYTES
@@ -34,6 +34,9 @@ from rankscope.spool.validprefix import valid_prefix
 __all__ = ["BackgroundSync", "ReplicaFiles", "Unsynced"]
 
 DEFAULT_QUOTA_BYTES = 64 << 30
+"""Of the disk, for all lives of a rank together."""
+MOST_LIVES = 256
+"""Streams of one rank, whatever their numbers: more restarts are a fault, or somebody's attack."""
 _OPEN_FILES = 256
 _SHARE_OF_LIMIT = 4
 """Replicas may use this part (1/4) of the process's file descriptors."""
@@ -129,6 +132,10 @@ class ReplicaFiles:
         self._places: dict[tuple[StreamId, int], StreamId] = {}
         self._named: set[StreamId] = set()
         """Whose files have their names on disk."""
+        self._counts: dict[int, int] = {}
+        """Lives of a rank that are here."""
+        self._held: dict[int, int] = {}
+        """Bytes of a rank on disk, or more where some were freed since they were counted."""
         self._run_id = ""
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         if limit == resource.RLIM_INFINITY:
@@ -175,7 +182,12 @@ class ReplicaFiles:
         place = self.placed(stream, origin)
         while place is None:
             free = next(one for one in self._lives(stream) if self._holder(one) is None)
+            if self._count(stream.rank) >= MOST_LIVES:
+                raise FolderError(
+                    f"{stream.name}: {MOST_LIVES} lives of this rank are here, no more are taken"
+                )
             _first_word(_origin_path(self._out, free), origin_text(origin))
+            self._counts[stream.rank] += 1
             place = self.placed(stream, origin)  # another host may have been quicker
             if place not in (None, stream):
                 self.reports.append(
@@ -239,9 +251,9 @@ class ReplicaFiles:
         if offset != length:
             return length
         descriptor = self._descriptor(stream)
-        if length + len(body) > self._quota_bytes and self._is_used_up(descriptor, len(body)):
+        if not self._has_room(stream.rank, len(body)):
             raise FolderError(
-                f"{stream.name}: would exceed {self._quota_bytes} bytes, the quota of one stream"
+                f"{stream.name}: would exceed {self._quota_bytes} bytes, the quota of one rank"
             )
         rest = memoryview(body)
         try:
@@ -257,6 +269,7 @@ class ReplicaFiles:
         if self.trouble:
             self.reports.append("the disk takes records again")
             self.trouble = ""
+        self._held[stream.rank] += len(body)
         self._lengths[stream] = length + len(body)
         return self._lengths[stream]
 
@@ -304,10 +317,26 @@ class ReplicaFiles:
         while self._open:
             os.close(self._open.popitem()[1])
 
-    def _is_used_up(self, descriptor: int, more_bytes: int) -> bool:
-        """True where the replica would occupy more of the disk: its settled begin may be freed."""
-        status = os.fstat(descriptor)
-        return bytes_on_disk(status) + more_bytes > self._quota_bytes
+    def _count(self, rank: int) -> int:
+        """How many lives of a rank are here."""
+        if rank not in self._counts:
+            names = _files_of(self._out, rank)
+            self._counts[rank] = len({name.rpartition(".")[0] for name in names})
+        return self._counts[rank]
+
+    def _has_room(self, rank: int, more_bytes: int) -> bool:
+        """True where the replicas of a rank may occupy more of the disk. Their settled begin may
+        have been freed since they were counted, so that is done again before anything is refused.
+        """
+        if rank not in self._held or self._held[rank] + more_bytes > self._quota_bytes:
+            folder, held = self._out / REPLICA_FOLDER, 0
+            for name in _files_of(self._out, rank):
+                if not name.endswith(CELLS_SUFFIX):
+                    continue
+                with contextlib.suppress(OSError):
+                    held += bytes_on_disk((folder / name).lstat())
+            self._held[rank] = held
+        return self._held[rank] + more_bytes <= self._quota_bytes
 
     def _descriptor(self, stream: StreamId) -> int:
         descriptor = self._open.get(stream)
@@ -369,6 +398,16 @@ class ReplicaFiles:
             return False
         os.close(self._open.popitem(last=False)[1])
         return True
+
+
+def _files_of(out: Path, rank: int) -> list[str]:
+    """Names of the files that belong to replicas of a rank."""
+    stem = StreamId(rank=rank, incarnation=0).name.rpartition(".")[0]
+    try:
+        names = os.listdir(out / REPLICA_FOLDER)
+    except OSError:
+        return []
+    return [name for name in names if name.startswith(f"{stem}.")]
 
 
 def _first_word(path: Path, word: str) -> str:
