@@ -119,6 +119,11 @@ class Ending:
                 f"the collector at {address} gathers another run and took nothing of this "
                 f"one; build its tree from the records here: {self._recover()}"
             )
+        if code == ExitOutcome.STRANGE:
+            return (
+                f"the collector at {address} and this host have keys that do not fit, so nothing "
+                f"was sent (see --rs-keys); build the tree from the records here: {self._recover()}"
+            )
         return (
             f"the collector at {address} has not finished the trace; what it will not have "
             f"taken stays here: {self._recover()}"

@@ -24,7 +24,6 @@ from types import FrameType
 from rankscope.capture.device.hostgpus import compilers_of_host
 from rankscope.capture.kernel import build as build_kernel
 from rankscope.errors import RankscopeError, SettingError
-from rankscope.gather.address import check_address
 from rankscope.gather.log import ExitOutcome
 from rankscope.run.companions import (
     collector_command,
@@ -114,13 +113,13 @@ class TracedJob:
 
         Raises:
             SettingError: several hosts, but no folder or collector they have in common.
-            BindError: the collector's address is not one of this host.
+            BindError: the collector's address may not be used.
+            KeysError: the keys cannot be used.
             FolderError: the trace folder cannot be used.
             SpoolError: the spool folder cannot be used, or a disk has no room.
         """
         collection = Collection.asked(settings.collector, is_one_host=shape.hosts == 1)
-        if collection.is_elsewhere:
-            check_address(collection.address)
+        collection.check(settings.keys)
         if collection.is_shared and shape.hosts > 1 and settings.out is None:
             raise SettingError(
                 f"{shape.hosts} hosts: expected one trace folder that all of them see; "
@@ -154,6 +153,8 @@ class TracedJob:
         variables = {s.variable: given[s.field] for s in SETTINGS if s.field in given}
         if self._settings.spool is not None:
             variables["RANKSCOPE_SPOOL"] = str(self._settings.spool)
+        if self._settings.keys is not None:
+            variables["RANKSCOPE_KEYS"] = str(self._settings.keys)
         if self._settings.steps.file is not None:  # its path made whole here, not in the script
             variables["RANKSCOPE_STEPS"] = self._settings.steps.text
         if not self._collection.is_elsewhere:

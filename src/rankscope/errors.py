@@ -10,6 +10,7 @@
     │   └── ChunkFullError    a tensor that would go beyond the budget
     ├── WireError             a message from the network that breaks the protocol
     ├── BindError             an address rankscope will not listen on
+    ├── KeysError             a key file that cannot be used, or must not
     ├── TraceError            a trace that cannot be read
     │   └── TraceVersionError a trace written in a format newer than this reader
     ├── ReplayError           a recorded call that a module cannot be handed
@@ -32,6 +33,7 @@ __all__ = [
     "ChunkFullError",
     "FolderBusyError",
     "FolderError",
+    "KeysError",
     "LayoutError",
     "RankscopeError",
     "ReplayError",
@@ -92,6 +94,10 @@ class WireError(RankscopeError):
 
 class BindError(RankscopeError):
     """An address rankscope will not listen on."""
+
+
+class KeysError(RankscopeError):
+    """A key file that cannot be used, or that others could read."""
 
 
 class TraceError(RankscopeError):

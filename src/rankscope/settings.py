@@ -293,7 +293,14 @@ SETTINGS: tuple[Setting, ...] = (
         parse=str,
         default="",
         metavar="ADDRESS",
-        help="address of a collector already running, such as tcp://127.0.0.1:7777",
+        help="a collector already running: ipc:///path, or tcp://HOST:PORT with keys; or shared",
+    ),
+    Setting(
+        name="keys",
+        parse=_parse_path,
+        default="",
+        metavar="FILE",
+        help="keys to a collector on TCP: FILE.relay, made by `rankscope keys new FILE`",
     ),
     Setting(
         name="metrics",
@@ -397,6 +404,7 @@ class Settings:
     spool_bytes: int
     keep_spool: bool
     collector: str
+    keys: Path | None
     metrics: int | None
     """Port of the collector's metrics, None for none."""
     live_check: bool

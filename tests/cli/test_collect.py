@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 
 from rankscope.run.folders import SHARED, mark_job_over
+from rankscope.run.keyfile import relays_file
 from rankscope.tree.reader import open_trace
 from tests import forked
 from tests.cli.test_commands import rankscope
 from tests.gather.jobs import Host, environment
+from tests.keyed import key_file
 from tests.ports import free_port
 from tests.waiting import wait_until
 
@@ -78,12 +80,18 @@ def test_ranks_started_one_by_one_make_a_whole_trace_in_the_collectors_folder(
     way: str, collect: Start, address: str, tmp_path: Path
 ):
     out = tmp_path / "trace"
-    collector = collect(*(["--bind", address] if way == "bind" else ["--shared"]))
+    collector = collect(
+        *(["--bind", address, "--keys", key_file()] if way == "bind" else ["--shared"])
+    )
     variables = {
         "RANKSCOPE": "1",
         "RANKSCOPE_SPOOL": str(tmp_path / "spool"),
         "RANKSCOPE_COLLECTOR": address if way == "bind" else SHARED,
-        **({"RANKSCOPE_OUT": str(out)} if way == "shared" else {}),
+        **(
+            {"RANKSCOPE_OUT": str(out)}
+            if way == "shared"
+            else {"RANKSCOPE_KEYS": str(relays_file(key_file()))}
+        ),
         "WORLD_SIZE": "2",
     }
     ranks = [
@@ -112,7 +120,7 @@ def test_it_writes_a_dataset_too(host: Host, collect: Start):
     parquet = pytest.importorskip(
         "pyarrow.parquet", reason="the extra rankscope[parquet] is missing"
     )
-    collector = collect("--bind", host.address, "--parquet")
+    collector = collect("--bind", host.address, "--keys", host.keys, "--parquet")
     host.relay()
     assert [rank.wait(120) for rank in [host.rank(0), host.rank(1)]] == [0, 0]
     ended(collector)
@@ -125,7 +133,7 @@ def test_a_dataset_that_cannot_be_finished_is_said_and_costs_the_tree_nothing(
     host: Host, collect: Start
 ):
     pytest.importorskip("pyarrow", reason="the extra rankscope[parquet] is missing")
-    collector = collect("--bind", host.address, "--parquet")
+    collector = collect("--bind", host.address, "--keys", host.keys, "--parquet")
     (host.out / "parquet").touch()  # where the folder should be
     host.relay()
     assert [rank.wait(120) for rank in [host.rank(0), host.rank(1)]] == [0, 0]
@@ -153,7 +161,7 @@ def test_without_pyarrow_it_refuses_a_dataset(tmp_path: Path):
 def test_a_run_that_lost_a_rank_is_code_1_and_names_the_command_that_says_more(
     host: Host, collect: Start
 ):
-    collector = collect("--bind", host.address)
+    collector = collect("--bind", host.address, "--keys", host.keys)
     host.relay()
     killed = host.rank(1, hangs=True)
     assert killed.stdout is not None
@@ -167,7 +175,7 @@ def test_a_run_that_lost_a_rank_is_code_1_and_names_the_command_that_says_more(
 
 
 def test_fewer_traced_ranks_than_the_world_has_are_not_waited_for(host: Host, collect: Start):
-    collector = collect("--bind", host.address, "--ranks", "1,7")
+    collector = collect("--bind", host.address, "--keys", host.keys, "--ranks", "1,7")
     host.relay()
     assert host.rank(1).wait(120) == 0
     ended(collector)
@@ -175,7 +183,7 @@ def test_fewer_traced_ranks_than_the_world_has_are_not_waited_for(host: Host, co
 
 
 def test_the_first_ctrl_c_builds_the_tree_from_what_is_there(host: Host, collect: Start):
-    collector = collect("--bind", host.address)
+    collector = collect("--bind", host.address, "--keys", host.keys)
     host.relay()
     rank = host.rank(0, hangs=True)
     assert rank.stdout is not None
@@ -210,10 +218,11 @@ def test_a_stop_before_any_record_came_says_so(collect: Start, tmp_path: Path):
 
 
 def test_a_second_collector_on_one_folder_is_refused(collect: Start, address: str, tmp_path: Path):
-    collect("--bind", address)
+    collect("--bind", address, "--keys", key_file())
     code, out, err = rankscope(
-        "collect", "--out", tmp_path / "trace", "--world-size", 2, "--bind", "tcp://127.0.0.1:*"
-    )
+        "collect", "--out", tmp_path / "trace", "--world-size", 2, "--bind", "tcp://127.0.0.1:*",
+        "--keys", key_file(),
+    )  # fmt: skip
     assert (code, out) == (2, "")
     assert "another collector is at work there" in err
     assert len(err.splitlines()) == 1
@@ -222,8 +231,15 @@ def test_a_second_collector_on_one_folder_is_refused(collect: Start, address: st
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--bind", "tcp://0.0.0.0:7777"], "anybody on the network"),
-        (["--bind", "127.0.0.1:7777"], "expected ipc:///path or tcp://127.0.0.1:PORT"),
+        (["--bind", "tcp://127.0.0.1:7777"], "rankscope keys new FILE"),
+        (["--bind", "127.0.0.1:7777"], "expected ipc:///path or tcp://HOST:PORT"),
+        (["--keys", "/dev/null"], "--keys are those of TCP"),
+        (["--bind", "tcp://127.0.0.1:7777", "--keys", "/dev/null"], "others may read these keys"),
+        (["--bind", "tcp://127.0.0.1:7777", "--keys", "nowhere"], "cannot be read"),
+        (
+            ["--bind", "tcp://127.0.0.1:7777", "--keys", str(relays_file(key_file()))],
+            "has the keys of the relays",
+        ),
         (["--bind", "tcp://127.0.0.1:7777", "--shared"], "leave --bind away"),
         (["--ranks", "5-6"], "none of these is in a world of 2"),
         (["--ranks", "first"], "ranks: "),

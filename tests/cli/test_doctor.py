@@ -12,6 +12,7 @@ import sys
 import tempfile
 import venv
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,9 +22,13 @@ from rankscope.doctor.condition import Condition, Status
 from rankscope.doctor.host import clock_from
 from rankscope.doctor.interpreter import interpreter_conditions
 from rankscope.doctor.job import Question, job_conditions
+from rankscope.gather.collector import Intake
+from rankscope.gather.curve import new_keys
+from rankscope.run.keyfile import read_keys, relays_file, write_keys
 from rankscope.run.mounts import mount_of
 from rankscope.tree.reader import open_trace
 from tests import forked
+from tests.keyed import key_file
 
 PLAIN = {name: text for name, text in os.environ.items() if not name.startswith("RANKSCOPE")}
 SOURCES = [str(Path(rankscope.__file__).parents[1]), str(Path(__file__).parents[2] / "launcher")]
@@ -70,7 +75,7 @@ def test_where_all_is_well_nothing_is_named_and_nothing_stays_behind(tmp_path: P
         ({"WORLD_SIZE": "2"}, "ranks", "unset WORLD_SIZE"),
         ({"RANK": "4", "WORLD_SIZE": "4"}, "ranks", "is no rank"),
         ({"RANK": "one", "WORLD_SIZE": "4"}, "ranks", "is no rank"),
-        ({"RANKSCOPE_COLLECTOR": "tcp://127.0.0.1:1"}, "collector", "rankscope collect --bind"),
+        ({"RANKSCOPE_COLLECTOR": "tcp://127.0.0.1:1"}, "collector", "rankscope keys new FILE"),
         ({"RANKSCOPE_COLLECTOR": "tcp://192.0.2.1:7777"}, "collector", "give another --collector"),
         ({"RANKSCOPE_COLLECTOR": "ipc://relative"}, "collector", "absolute path"),
         ({"RANKSCOPE_COLLECTOR": "ipc:///" + "x" * 200}, "collector", "107"),
@@ -81,10 +86,31 @@ def test_what_the_environment_says_wrong_is_named(tmp_path: Path, environ, name,
     names(asked(tmp_path, environ), name, words)
 
 
-def test_a_collector_that_listens_is_reached(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
+def test_a_collector_that_listens_is_reached_and_its_keys_are_tried(tmp_path: Path) -> None:
+    path = tmp_path / "sock"
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(path))
+        server.listen()
+        assert asked(tmp_path, collector=f"ipc://{path}") == {}
+    ours, theirs = read_keys(key_file(), is_collector=True), new_keys()
+    write_keys(tmp_path / "other", theirs)
+    write_keys(tmp_path / "half", replace(theirs, collector_public=ours.collector_public))
+    intake = Intake(tmp_path / "out", ["tcp://127.0.0.1:*"], world_size=1, keys=ours)
+    try:
+        (address,) = intake.addresses
+        keys = {"keys": str(relays_file(key_file()))}
+        assert asked(tmp_path, collector=address, **keys) == {}
+        found = asked(tmp_path, collector=address, keys=str(tmp_path / "other.relay"))
+        names(found, "collector", "has other keys, or none")
+        found = asked(tmp_path, collector=address, keys=str(tmp_path / "half.relay"))
+        names(found, "collector", "does not know the relay key")
+        found = asked(tmp_path, collector=address, keys=str(tmp_path / "other"))
+        names(found, "collector", "not the secret key of the relays")
+    finally:
+        intake.close()
+    with socket.create_server(("127.0.0.1", 0)) as server:  # speaks no ZeroMQ
         address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
-        assert asked(tmp_path, collector=address) == {}
+        names(asked(tmp_path, collector=address, **keys), "collector", "no answer")
 
 
 def test_a_trace_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rankscope.record.streams import StreamId
+from rankscope.run.address import is_tcp
 from rankscope.run.companions import (
     collector_command,
     companion_environment,
@@ -24,7 +25,9 @@ from rankscope.run.folders import (
     stream_folder,
     write_run_header,
 )
+from rankscope.run.keyfile import relays_file
 from tests import forked
+from tests.keyed import key_file
 
 RANK = """
 import os, sys, time
@@ -82,13 +85,15 @@ class Host:
         self.folder = host_run_folder(spool_base(base), run_key(run_id))
         self.world_size = world_size
         self.address = address or ipc_address(self.folder)
+        self.keys = key_file() if is_tcp(self.address) else None
         self.processes: list[subprocess.Popen[str]] = []
+        half = {} if self.keys is None else {"keys": str(relays_file(self.keys))}
         header = RunHeader(
             run_id=run_id,
             out=out,
             collector=self.address,
             world_size=world_size,
-            settings=settings or {},
+            settings={**half, **(settings or {})},
         )
         write_run_header(self.folder, header)
 
@@ -102,6 +107,7 @@ class Host:
             "keep_spool": True,
             "drain_seconds": 60.0,  # ranks start at their own pace; who wants it short says so
             "world_size": self.world_size,
+            "keys": self.keys,
             **options,
         }
         return self._start(

@@ -6,8 +6,7 @@ import zlib
 import msgpack
 import pytest
 
-from rankscope.errors import BindError, WireError
-from rankscope.gather.address import check_address
+from rankscope.errors import WireError
 from rankscope.gather.chunkmessages import (
     ChunkAt,
     ChunkEnded,
@@ -149,47 +148,3 @@ def test_mutated_messages_decode_to_messages_in_range_or_not_at_all():
         except WireError:
             continue
         assert decode(encode(message)) == message
-
-
-@pytest.mark.parametrize(
-    "address",
-    [
-        "ipc:///tmp/x.sock",
-        "tcp://127.0.0.1:1",
-        "tcp://127.8.8.8:*",
-        "tcp://localhost:7",
-        "tcp://[::1]:7",
-    ],
-)
-def test_addresses_of_this_host_may_be_used(address):
-    assert check_address(address) == address
-
-
-@pytest.mark.parametrize(
-    "address", ["tcp://0.0.0.0:1", "tcp://*:1", "tcp://10.0.0.1:1", "tcp://eth0:1", "tcp://head:1"]
-)
-def test_addresses_of_the_network_are_refused_with_the_two_ways_out(address):
-    with pytest.raises(BindError, match=r"keys .* a trace folder every host sees"):
-        check_address(address)
-
-
-@pytest.mark.parametrize(
-    "address",
-    [
-        "",
-        "udp://127.0.0.1:1",
-        "tcp://127.0.0.1",
-        "tcp://127.0.0.1:99999",
-        "ipc://relative",
-        "inproc://x",
-    ],
-)
-def test_what_is_no_address_is_refused(address):
-    with pytest.raises(BindError):
-        check_address(address)
-
-
-def test_a_socket_path_longer_than_the_system_allows_is_refused_before_it_is_bound():
-    assert check_address("ipc:///" + "x" * 106)
-    with pytest.raises(BindError, match="107 bytes, this one has 108"):
-        check_address("ipc:///" + "x" * 107)

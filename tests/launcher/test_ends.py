@@ -19,8 +19,10 @@ from typing import Any
 import pytest
 
 from rankscope.record.call import Mode
+from rankscope.run.keyfile import relays_file
 from rankscope.tree.reader import open_trace
 from tests import forked
+from tests.keyed import key_file
 from tests.launcher.launches import (
     Launch,
     kill,
@@ -329,7 +331,8 @@ def test_a_killed_launcher_leaves_a_tree_or_what_recover_makes_one_of(launch: St
 
 def test_a_job_that_is_over_while_its_collector_is_down_names_what_finishes_it(launch: Start):
     address = f"tcp://127.0.0.1:{free_port()}"
-    job = launch("job", ["exit"], "--rs-collector", address, "--rs-finish-seconds", 1)
+    keys = ["--rs-keys", relays_file(key_file())]
+    job = launch("job", ["exit"], "--rs-collector", address, *keys, "--rs-finish-seconds", 1)
     assert job.wait() == 0
     assert f"the collector at {address} has not finished the trace" in job.last_line
     relay = job.companion("relay")

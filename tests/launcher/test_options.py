@@ -66,6 +66,7 @@ def refusal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["--nproc-per-node", "many", "a.py"], "nproc_per_node"),
         (["--nnodes", "2", "a.py"], "give every host the same --rs-out"),
         (["--rs-collector", "tcp://10.1.2.3:7", "a.py"], "--rs-collector shared"),
+        (["--rs-keys", "nowhere", "--rs-collector", "tcp://h:7", "a.py"], "rankscope keys new"),
         (["--rs-spool-bytes", "1", "a.py"], "64K or more"),
         (["--rs-spool-bytes", "9000T", "a.py"], "choose another disk with --rs-spool"),
     ],

@@ -188,6 +188,7 @@ def _prepare(
         own = f"{identity.host}/{run_folder.name}"
         is_head = agree(store, "head", own) == own
     collection = Collection.asked(settings.collector, is_one_host=is_alone)
+    collection.check(settings.keys)
     request = RunRequest(
         run_id=f"{time.strftime('%Y%m%d-%H%M%S')}-{run_folder.name[:8]}",
         key=run_folder.name,

@@ -38,6 +38,7 @@ COMMANDS = (
     "export",
     "verify",
     "recover",
+    "keys",
 )
 """In the order the help lists them."""
 EXIT_TROUBLE = 2
@@ -60,6 +61,7 @@ _HELP = """One trace for the whole distributed job: every module call on every r
   rankscope export --format jsonl --out FILE  for jq and pandas; also perfetto, parquet
   rankscope verify                            is everything there? per rank, exit 1 if not
   rankscope recover SPOOL... --out NEW        a tree from what a killed job left behind
+  rankscope keys new FILE                     keys for a collector on TCP
 
 \b
 A trace is a folder: trace.json (the tree), values.safetensors (the numbers of every rank).

@@ -34,8 +34,12 @@ def command(
     ] = None,
     bind: Annotated[
         str,
-        typer.Option(metavar="ADDRESS", help="Where to listen: tcp://127.0.0.1:7777, ipc:///path."),
+        typer.Option(metavar="ADDRESS", help="Where to listen: ipc:///path, or tcp://HOST:PORT."),
     ] = "",
+    keys: Annotated[
+        Optional[Path],  # noqa: UP045  # as above
+        typer.Option(metavar="FILE", help="Key file of TCP, made by `rankscope keys new`."),
+    ] = None,
     shared: Annotated[
         bool,
         typer.Option("--shared", help="Listen nowhere: every host writes into --out; the default."),
@@ -71,9 +75,10 @@ def command(
     Exit code 0: the trace is complete; 1: anything is missing; 2: it could not start.
     """
     from rankscope.errors import SettingError
-    from rankscope.gather.address import check_address
     from rankscope.gather.finish import CollectorOptions
+    from rankscope.run.address import check_address, is_tcp
     from rankscope.run.companions import dataset_trouble, metrics_trouble
+    from rankscope.run.keyfile import read_keys
     from rankscope.run.outfolder import claim_out, default_out
     from rankscope.settings import settings_from
 
@@ -81,8 +86,11 @@ def command(
         raise SettingError("--shared listens nowhere: leave --bind away, or --shared")
     selected = settings_from({"ranks": ranks}, {}).ranks
     traced_ranks = _count(selected, world_size)
+    if keys is not None and not is_tcp(bind):
+        raise SettingError("--keys are those of TCP: give --bind tcp://HOST:PORT, or no keys")
+    own = None if keys is None else read_keys(keys.expanduser(), is_collector=True)
     if bind:
-        check_address(bind)  # before a folder is made
+        check_address(bind, has_keys=own is not None)  # before a folder is made
     trouble = "" if metrics is None else metrics_trouble(metrics)
     if trouble:
         raise SettingError(f"--metrics {metrics}: {trouble}")
@@ -103,6 +111,7 @@ def command(
         live_check=live_check,
         on_finding=on_finding,
         parquet=parquet,
+        keys=own,
     )
     raise typer.Exit(_collect(options))
 

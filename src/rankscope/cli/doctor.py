@@ -29,6 +29,7 @@ def command(
     collector: Annotated[
         str, typer.Option(metavar="ADDRESS", help="Address of a collector already running.")
     ] = "",
+    keys: Annotated[str, typer.Option(metavar="FILE", help="Key file of that collector.")] = "",
     nproc_per_node: Annotated[
         Optional[int],  # noqa: UP045  # typer reads it on 3.10
         typer.Option(min=1, help="Ranks on this host; default what a launcher's variables say."),
@@ -55,7 +56,7 @@ def command(
 
     given = {
         "out": out, "spool": spool, "spool_bytes": spool_bytes,
-        "steps": steps, "ranks": ranks, "collector": collector,
+        "steps": steps, "ranks": ranks, "collector": collector, "keys": keys,
     }  # fmt: skip
     try:
         command = tuple(shlex.split(python))

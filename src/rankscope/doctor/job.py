@@ -13,9 +13,11 @@ from rankscope.agent.identity import identify, placed
 from rankscope.doctor.condition import Condition
 from rankscope.doctor.host import clock, descriptors, kernel, leftovers, spool_conditions
 from rankscope.doctor.interpreter import interpreter_conditions
-from rankscope.errors import RankscopeError
-from rankscope.gather.address import check_address
+from rankscope.errors import KeysError, RankscopeError
+from rankscope.gather.curve import handshake_trouble
 from rankscope.record.streams import MAX_RANKS
+from rankscope.run.address import check_address, is_tcp
+from rankscope.run.keyfile import read_keys
 from rankscope.run.mounts import mount_of
 from rankscope.run.outfolder import default_out, prepare_out
 from rankscope.run.prepare import Collection
@@ -173,7 +175,12 @@ def _collector(settings: Settings) -> Condition:
         return Condition.ok("collector", address or "started with the job")
     remedy = f"start it: rankscope collect --bind {address} --world-size N --out DIR"
     try:
-        check_address(address)
+        check_address(address, has_keys=settings.keys is not None)
+        keys = None
+        if settings.keys is not None and is_tcp(address):
+            keys = read_keys(settings.keys, is_collector=False)
+    except KeysError as error:
+        return Condition.failed("collector", str(error), "give other --keys")
     except RankscopeError as error:
         return Condition.failed("collector", as_variables(str(error)), "give another --collector")
     try:
@@ -182,7 +189,11 @@ def _collector(settings: Settings) -> Condition:
         return Condition.failed(
             "collector", f"{address} does not answer: {error.strerror or error}", remedy
         )
-    return Condition.ok("collector", f"{address} answers")
+    trouble = "" if keys is None else handshake_trouble(address, keys, _CONNECT_S)
+    if trouble:
+        return Condition.failed("collector", trouble, "give both sides the same --keys")
+    known = "" if keys is None else ", and knows these keys"
+    return Condition.ok("collector", f"{address} answers{known}")
 
 
 def _connect(address: str) -> None:

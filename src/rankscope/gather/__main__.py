@@ -14,6 +14,7 @@ from types import FrameType
 from rankscope.errors import RankscopeError
 from rankscope.gather.log import ExitOutcome, log
 from rankscope.record.graceseconds import DRAIN_SECONDS, FINISH_SECONDS
+from rankscope.run.keyfile import read_keys
 
 __all__ = ["main"]
 
@@ -45,6 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
                 live_check=not options.no_live_check,
                 on_finding=options.on_finding,
                 parquet=options.parquet,
+                keys=None if options.keys is None else read_keys(options.keys, is_collector=True),
             ),
             is_stopped,
         )
@@ -78,6 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     collector.add_argument("--no-live-check", action="store_true", help="judge nothing meanwhile")
     collector.add_argument("--on-finding", default="", help="shell command given each finding")
     collector.add_argument("--parquet", action="store_true", help="write a dataset too")
+    collector.add_argument("--keys", type=Path, help="key file of TCP addresses")
     return parser
 
 

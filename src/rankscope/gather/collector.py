@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import zmq
+from zmq.auth.thread import ThreadAuthenticator
 
 from rankscope.errors import BindError, FolderError, SpoolError, WireError
-from rankscope.gather.address import check_address
 from rankscope.gather.arrivals import MemoryBound, receive_parts
 from rankscope.gather.chunkmessages import (
     ChunkEnded,
@@ -27,6 +27,7 @@ from rankscope.gather.chunkmessages import (
     ChunksRefused,
 )
 from rankscope.gather.chunkstore import ReceivedChunks
+from rankscope.gather.curve import admit_relays
 from rankscope.gather.log import log
 from rankscope.gather.protocol import (
     LONGEST_MESSAGE,
@@ -53,7 +54,9 @@ from rankscope.gather.protocol import (
 from rankscope.gather.replica import BackgroundSync, ReplicaFiles
 from rankscope.gather.waitingrule import JobState, PeerState, StreamProgress
 from rankscope.record.streams import EndReason, StreamId
+from rankscope.run.address import check_address, is_tcp
 from rankscope.run.filenames import COLLECTOR_NAME
+from rankscope.run.keyfile import CurveKeys
 from rankscope.run.replacing import write_by_rename
 from rankscope.run.stallrecords import Stall, keep_stall
 from rankscope.spool.replication import StreamEnd, read_end, replica_path, replicated, write_end
@@ -98,15 +101,24 @@ class _Peer:
 class Intake:
     """Streams that arrive over sockets."""
 
-    def __init__(self, out: Path, bind: Sequence[str], *, world_size: int) -> None:
+    def __init__(
+        self, out: Path, bind: Sequence[str], *, world_size: int, keys: CurveKeys | None = None
+    ) -> None:
         """Bind, publish `collector.json`, and pick up the replicas that are there.
+
+        Args:
+            out: the trace folder.
+            bind: addresses.
+            world_size: ranks of the job.
+            keys: of TCP addresses.
 
         Raises:
             BindError: an address may not or cannot be bound.
+            KeysError: the keys are none.
             FolderError: the trace folder cannot be written.
         """
         for address in bind:
-            check_address(address)
+            check_address(address, has_keys=keys is not None)
         self._out = out
         self._world_size = world_size
         self._replicas = ReplicaFiles(out)
@@ -134,7 +146,11 @@ class Intake:
         # No zmq heartbeats: libzmq aborts when one falls due on a peer that left while unread.
         self._socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
         self._socket.setsockopt(zmq.LINGER, 500)
-        self.addresses = [self._bind(address) for address in bind]
+        self._authenticator: ThreadAuthenticator | None = None
+        self.addresses = [self._bind(address) for address in bind if not is_tcp(address)]
+        if keys is not None:  # for what is bound from here on
+            self._authenticator = admit_relays(self._socket, keys)
+        self.addresses += [self._bind(address) for address in bind if is_tcp(address)]
         self._bound = MemoryBound(self.addresses, lambda: len(self._peers))
         self._is_published = False
         self._publish()
@@ -207,6 +223,8 @@ class Intake:
         self._replicas.close()
         self._chunks.close()
         self._socket.close()
+        if self._authenticator is not None:
+            self._authenticator.stop()
         self._context.term()
         for address in self.addresses:
             if address.startswith("ipc://"):

@@ -42,6 +42,7 @@ from rankscope.run.filenames import (
     TRACE_NAME,
 )
 from rankscope.run.folders import FolderLock
+from rankscope.run.keyfile import CurveKeys
 from rankscope.run.outfolder import typed
 from rankscope.spool.recordcolumns import open_replica
 from rankscope.spool.replication import replica_path, replicated
@@ -112,6 +113,8 @@ class CollectorOptions:
     """Shell command given what is found then, "" for none."""
     parquet: bool = False
     """Write steps into a Parquet dataset too."""
+    keys: CurveKeys | None = None
+    """Of TCP addresses."""
 
 
 class Observer:
@@ -158,7 +161,9 @@ def collect(
             return ExitOutcome.DONE
         watching = observer or Observer()
         if options.bind:
-            source = intake = Intake(options.out, options.bind, world_size=options.world_size)
+            source = intake = Intake(
+                options.out, options.bind, world_size=options.world_size, keys=options.keys
+            )
             watching.listening(intake.addresses)
         else:
             source = SharedWatch(options.out)

@@ -9,12 +9,12 @@ import contextlib
 import os
 import socket
 import time
+from pathlib import Path
 from typing import Protocol
 
 import zmq
 
 from rankscope.errors import FolderError, RankscopeError, SpoolError, WireError
-from rankscope.gather.address import check_address
 from rankscope.gather.arrivals import MemoryBound, receive_parts
 from rankscope.gather.chunkmessages import (
     ChunkAt,
@@ -22,6 +22,7 @@ from rankscope.gather.chunkmessages import (
     ChunkSeen,
     ChunksRefused,
 )
+from rankscope.gather.curve import Handshake
 from rankscope.gather.log import log
 from rankscope.gather.protocol import (
     LONGEST_ANSWER,
@@ -51,8 +52,10 @@ from rankscope.gather.sharedwatch import SharedHostState, write_host_state
 from rankscope.gather.shipping import Shipment
 from rankscope.gather.waitingrule import JobState
 from rankscope.record.streams import StreamId
+from rankscope.run.address import check_address, is_tcp
 from rankscope.run.filenames import REPLICA_FOLDER, TRACE_NAME
 from rankscope.run.folders import RunHeader
+from rankscope.run.keyfile import read_keys
 from rankscope.run.stallrecords import Stall, keep_stall
 from rankscope.spool.replication import StreamEnd, replica_path, write_end
 
@@ -85,6 +88,11 @@ class Link(Protocol):
     def is_done(self) -> bool:
         """True once the tree is built."""
 
+    @property
+    def strangeness(self) -> str:
+        """Why the other side is not who it should be, or does not know this one; empty as long as
+        that is not known."""
+
     def exchange(self, shipments: dict[StreamId, Shipment], now: float, job: JobState) -> bool:
         """Send and receive what can be; True where anything was."""
 
@@ -102,7 +110,8 @@ class SocketLink:
         """Connect, which never waits.
 
         Raises:
-            BindError: the address is none of this host.
+            BindError: the address may not be used.
+            KeysError: its keys cannot be read.
         """
         self._header = header
         self._job = JobState.UNKNOWN
@@ -126,7 +135,15 @@ class SocketLink:
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, _MOST_RECONNECT_MS)
         self._socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
         self._socket.setsockopt(zmq.LINGER, 500)
-        self._socket.connect(check_address(header.collector))
+        keys = header.settings.get("keys")
+        address = check_address(header.collector, has_keys=bool(keys))
+        self._handshake: Handshake | None = None
+        if keys and is_tcp(address):
+            self._handshake = Handshake(
+                self._socket, address, read_keys(Path(keys), is_collector=False)
+            )
+        else:
+            self._socket.connect(address)
         self._bound = MemoryBound([header.collector], peers=lambda: 1)
         log(f"relaying run {header.run_id} to {header.collector}")
 
@@ -135,8 +152,15 @@ class SocketLink:
         """True once the collector said so."""
         return self._is_done
 
+    @property
+    def strangeness(self) -> str:
+        """Why the handshake fails; empty without keys."""
+        return "" if self._handshake is None else self._handshake.trouble
+
     def exchange(self, shipments: dict[StreamId, Shipment], now: float, job: JobState) -> bool:
         """Send and receive what can be; True where anything was."""
+        if self._handshake is not None:
+            self._handshake.look(now)
         was_busy = self._receive(shipments, now)
         held = sum(not shipment.is_refused for shipment in shipments.values())
         has_news = job is not self._job or self.stall != self._sent or held != self._held
@@ -157,6 +181,8 @@ class SocketLink:
         if self.is_done:
             self._send(Bye())
         self._bound.close()
+        if self._handshake is not None:
+            self._handshake.close()
         self._socket.close()
         self._context.term()
 
@@ -268,6 +294,11 @@ class SharedLink:
         self._is_claimed = False
         self._replicas = ReplicaFiles(self._out)
         log(f"writing run {header.run_id} into the shared folder {self._out}")
+
+    @property
+    def strangeness(self) -> str:
+        """Empty: the file system says who may write."""
+        return ""
 
     @property
     def is_done(self) -> bool:

@@ -27,6 +27,8 @@ class ExitOutcome(enum.IntEnum):
     """The trace folder could not be written: the records are kept."""
     REJECTED = 5
     """The collector gathers another run: the records are kept."""
+    STRANGE = 6
+    """Collector and relay have keys that do not fit: the records are kept."""
 
 
 _files: list[Path] = []

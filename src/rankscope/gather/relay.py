@@ -152,6 +152,9 @@ class _Relay:
             if self._sees_tree(now - link.heard_at):
                 break
             silent_s = now - max(link.heard_at, started)
+            if link.strangeness and silent_s > _ABANDONED_S and not self._has_work_left():
+                log(f"nothing was sent: {link.strangeness}")
+                return ExitOutcome.STRANGE
             if silent_s > _ABANDONED_S and self._is_abandoned(silent_s):
                 log(f"no collector for {silent_s:.0f} s")
                 return ExitOutcome.UNFINISHED if self._shipments else ExitOutcome.DONE
@@ -189,6 +192,10 @@ class _Relay:
         if has_own and self._header is not None:  # of a launcher that is over, or was killed
             return not is_held(self._header.out / COLLECTOR_LOCK_NAME)
         return silent_s > _PATIENCE_S
+
+    def _has_work_left(self) -> bool:
+        """True while ranks run, or may come."""
+        return self._has_alive() or self._job is JobState.LAUNCHED
 
     def _told_job(self) -> JobState:
         """What others are told of the job: it is not over while a black box has more to say."""

@@ -62,6 +62,7 @@ def collector_command(
     live_check: bool = True,
     on_finding: str = "",
     parquet: bool = False,
+    keys: Path | None = None,
 ) -> list[str]:
     """The command that collects a run into `out`.
 
@@ -77,6 +78,7 @@ def collector_command(
         live_check: judge steps while the job runs.
         on_finding: shell command given what is found then, "" for none.
         parquet: write steps into a Parquet dataset too.
+        keys: key file of TCP addresses.
     """
     command = [*_module(), "collector", "--out", str(out), "--world-size", str(world_size)]
     if bind:
@@ -92,6 +94,8 @@ def collector_command(
         command += ["--on-finding", on_finding]
     if parquet:
         command += ["--parquet"]
+    if keys is not None:
+        command += ["--keys", str(keys)]
     return [*command, "--keep-spool"] if keep_spool else command
 
 

@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rankscope.run.address import check_address
 from rankscope.run.companions import ipc_address
 from rankscope.run.folders import (
     SHARED,
@@ -22,6 +23,7 @@ from rankscope.run.folders import (
     spool_base,
     write_run_header,
 )
+from rankscope.run.keyfile import read_keys
 from rankscope.run.outfolder import (
     check_budget,
     claim_out,
@@ -53,6 +55,21 @@ class Collection:
         """Return what `run.json` says."""
         is_local = header.collector == ipc_address(run_folder)
         return cls("" if is_local else header.collector)
+
+    def check(self, keys: Path | None) -> None:
+        """See that relays may send there, before anything is made.
+
+        Args:
+            keys: the key file.
+
+        Raises:
+            BindError: the address may not be used.
+            KeysError: the keys cannot be.
+        """
+        if self.is_elsewhere:
+            if keys is not None:
+                read_keys(keys, is_collector=False)
+            check_address(self.address, has_keys=keys is not None)
 
     @property
     def is_here(self) -> bool:

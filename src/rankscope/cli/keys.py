@@ -1,0 +1,35 @@
+"""`rankscope keys`: make the keys by which a collector and its relays know each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = ["command"]
+
+
+def command(
+    what: Annotated[str, typer.Argument(metavar="new", help="`new`: make keys.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Where to; it must not exist.")],
+) -> None:
+    """Make the keys of a collector on TCP: FILE for the collector, FILE.relay for training hosts.
+
+    Exit code 0: made; 2: a file exists or cannot be written.
+    """
+    from rankscope.errors import SettingError
+    from rankscope.gather.curve import new_keys
+    from rankscope.run.keyfile import relays_file, write_keys
+
+    if what != "new":
+        raise SettingError(f"keys {what!r}: expected `rankscope keys new FILE`")
+    whole = file.expanduser()
+    write_keys(whole, new_keys())
+    typer.echo(
+        f"{whole}: for the collector: rankscope collect --bind tcp://HOST:PORT --keys {whole}"
+    )
+    typer.echo(
+        f"{relays_file(whole)}: for every training host: rankscope run --rs-collector "
+        f"tcp://HOST:PORT --rs-keys {relays_file(whole)}"
+    )

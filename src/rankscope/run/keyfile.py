@@ -1,0 +1,127 @@
+"""Key files: by what a collector and the relays of its run know each other over TCP.
+
+Two pairs of CURVE keys, as Z85 text, in two files: each side has its own secret key and the other's
+public one. Whoever steals the relays' file cannot pose as the collector, nor the other way round.
+No zmq here: a rank looks at the file before it has a relay started.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from rankscope.errors import KeysError
+
+__all__ = ["KEYS_FORMAT", "CurveKeys", "read_keys", "relays_file", "write_keys"]
+
+KEYS_FORMAT: Final = "rankscope.keys/1"
+_KEY: Final = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
+"""32 bytes as Z85 (ZeroMQ RFC 32)."""
+_MOST_BYTES: Final = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CurveKeys:
+    """The keys of one file."""
+
+    collector_public: str
+    collector_secret: str = field(default="", repr=False)
+    """"" in the relays' file."""
+    relay_public: str
+    relay_secret: str = field(default="", repr=False)
+    """"" in the collector's file."""
+
+
+def relays_file(path: Path) -> Path:
+    """Return the name of the relays' file beside that of the collector."""
+    return path.with_name(f"{path.name}.relay")
+
+
+def write_keys(path: Path, keys: CurveKeys) -> None:
+    """Write the collector's file, and beside it the relays'; both 0600.
+
+    Raises:
+        KeysError: one of them exists, or cannot be written.
+    """
+    collector: dict[str, str] = {"public": keys.collector_public}
+    relay: dict[str, str] = {"public": keys.relay_public}
+    of_collector = {"collector": {**collector, "secret": keys.collector_secret}, "relay": relay}
+    of_relays = {"collector": collector, "relay": {**relay, "secret": keys.relay_secret}}
+    for place, pairs in ((path, of_collector), (relays_file(path), of_relays)):
+        fields = {"format": KEYS_FORMAT, **pairs}
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            with os.fdopen(os.open(place, flags, 0o600), "w") as file:
+                file.write(json.dumps(fields, indent=1) + "\n")
+        except FileExistsError:
+            raise KeysError(
+                f"{place}: exists already", "choose another name, or remove it"
+            ) from None
+        except OSError as error:
+            raise KeysError(f"{place}: cannot be written: {error.strerror}") from error
+
+
+def read_keys(path: Path, *, is_collector: bool) -> CurveKeys:
+    """Return the keys of a file that nobody else may read.
+
+    Args:
+        path: the file, or a link to it.
+        is_collector: whose secret key is needed: the collector's, or the relays'.
+
+    Raises:
+        KeysError: it cannot be read, others may read it, or it is no such file.
+    """
+    try:
+        with path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            text = file.read(_MOST_BYTES)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise KeysError(
+            f"{path}: the keys cannot be read: {reason}", "make them: rankscope keys new FILE"
+        ) from error
+    if status.st_uid not in (os.geteuid(), 0) or status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise KeysError(
+            f"{path}: others may read these keys, or own them (mode {status.st_mode & 0o777:o}, "
+            f"user {status.st_uid})",
+            f"chmod 600 {path}, and make new ones if anybody else uses this machine",
+        )
+    try:
+        fields = json.loads(text)
+        if fields["format"] != KEYS_FORMAT:
+            raise ValueError(f"format {fields['format']!r:.60}")
+        collector, relay = fields["collector"], fields["relay"]
+        keys = CurveKeys(
+            collector_public=_key(collector, "public"),
+            collector_secret=_key(collector, "secret") if "secret" in collector else "",
+            relay_public=_key(relay, "public"),
+            relay_secret=_key(relay, "secret") if "secret" in relay else "",
+        )
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise KeysError(
+            f"{path}: is no key file of format {KEYS_FORMAT}", "make one: rankscope keys new FILE"
+        ) from error
+    if not (keys.collector_secret if is_collector else keys.relay_secret):
+        whose, other = ("collector", "relays") if is_collector else ("relays", "collector")
+        raise KeysError(
+            f"{path}: has the keys of the {other}, and not the secret key of the {whose}",
+            "`rankscope keys new FILE` makes FILE for the collector, FILE.relay for the job",
+        )
+    return keys
+
+
+def _key(fields: Mapping[str, Any], name: str) -> str:
+    """Return one key.
+
+    Raises:
+        ValueError, KeyError, TypeError: there is none.
+    """
+    if not _KEY.fullmatch(fields[name]):
+        raise ValueError(name)
+    return str(fields[name])
