@@ -18,6 +18,7 @@ def command(
 
     Exit code 0: made; 2: a file exists or cannot be written.
     """
+    from rankscope.cli.printing import echo
     from rankscope.errors import SettingError
     from rankscope.gather.curve import new_keys
     from rankscope.run.keyfile import relays_file, write_keys
@@ -26,10 +27,8 @@ def command(
         raise SettingError(f"keys {what!r}: expected `rankscope keys new FILE`")
     whole = file.expanduser()
     write_keys(whole, new_keys())
-    typer.echo(
-        f"{whole}: for the collector: rankscope collect --bind tcp://HOST:PORT --keys {whole}"
-    )
-    typer.echo(
+    echo(f"{whole}: for the collector: rankscope collect --bind tcp://HOST:PORT --keys {whole}")
+    echo(
         f"{relays_file(whole)}: for every training host: rankscope run --rs-collector "
         f"tcp://HOST:PORT --rs-keys {relays_file(whole)}"
     )
