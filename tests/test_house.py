@@ -40,7 +40,7 @@ ROOMS = {
     "live": {"errors", "record", "run", "spool", "assembly", "tree"},
     "stepwise": {"errors", "record", "run", "spool", "assembly", "tree", "diagnosis", "export"},
     "gather": {"errors", "record", "run", "spool", "chunks", "tree", "live"},
-    "doctor": {"errors", "record", "settings", "run", "gather", "agent", "capture"},
+    "doctor": {"errors", "record", "settings", "run", "gather", "agent", "capture", "tree"},
     "block": {
         *("errors", "record", "settings", "run", "spool", "chunks"),
         *("capture", "agent", "assembly", "tree"),
@@ -82,7 +82,10 @@ ONE_FILE = {
     "verl": "integrations/verl.py",
 }
 """Optional package -> the only file that may import it."""
-ALONE = {("tensors/rebuild.py", "torch"), ("tensors/exactdistance.py", "torch")}
+ALONE = {
+    *(("tensors/rebuild.py", "torch"), ("tensors/exactdistance.py", "torch")),
+    ("doctor/scriptprobe.py", "torch"),  # runs in a process of its own, in the place of a script
+}
 """Single files of other rooms that may know a package: nothing imports them before a tensor is
 asked for (the list below is without torch)."""
 LAZY_DOORS = {"rankscope", "rankscope.compat"}

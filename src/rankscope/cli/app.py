@@ -82,6 +82,10 @@ class _Command(TyperCommand):
         Raises:
             SettingError: an option that there is not.
         """
+        has_script = any("--script" in parameter.opts for parameter in self.get_params(ctx))
+        if has_script and "--script" in args[:-1]:  # what follows the script is its own
+            after = args.index("--script") + 2
+            args = [*args[:after], "--", *args[after:]]
         try:
             return super().parse_args(ctx, args)
         except _UsageError as error:

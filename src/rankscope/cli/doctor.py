@@ -40,10 +40,30 @@ def command(
         typer.Option(metavar="COMMAND", help="Interpreter of the ranks; default this one."),
     ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    script_steps: Annotated[
+        int, typer.Option(min=1, help="With --script: optimizer steps of each run.")
+    ] = 3,
+    seed: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(
+            help="With --script: seed of all generators before it begins; -1 for none.", min=-1
+        ),
+    ] = 0,
+    script: Annotated[
+        str,
+        typer.Option(
+            metavar="FILE ARGUMENTS...",
+            help="Run this script, untraced and traced, and compare what it computes bitwise. "
+            "Give it last: what follows is its own.",
+        ),
+    ] = "",
+    arguments: Annotated[Optional[list[str]], typer.Argument(hidden=True)] = None,  # noqa: UP045
 ) -> None:
     """Ask everything a traced job needs of this host: one line each, and what to do where it fails.
+    With --script, ask whether that script computes the same with tracing on.
 
-    Exit code 0: a job would be traced; 1: something failed; 2: the question cannot be understood.
+    Exit code 0: a job would be traced, and the same; 1: something failed; 2: the question cannot
+    be understood.
     """
     import json
     import shlex
@@ -52,6 +72,7 @@ def command(
     from rankscope.cli.terminal import Paint
     from rankscope.doctor.condition import Status
     from rankscope.doctor.job import Question, examine
+    from rankscope.doctor.script import ScriptQuestion, script_conditions
     from rankscope.errors import SettingError
 
     given = {
@@ -62,14 +83,33 @@ def command(
         command = tuple(shlex.split(python))
     except ValueError as error:
         raise SettingError(f"--python {python!r}: {error}; quote it as a shell would") from None
-    question = Question(
-        settings={name: text for name, text in given.items() if text},
-        local_ranks=nproc_per_node,
-        hosts=nnodes,
-        python=command or (sys.executable,),
-    )
+    settings = {name: text for name, text in given.items() if text}
+    python_of_ranks = command or (sys.executable,)
+    if script:
+        conditions = script_conditions(
+            ScriptQuestion(
+                script=script,
+                arguments=tuple(arguments or ()),
+                ranks=nproc_per_node,
+                steps=script_steps,
+                seed=None if seed == -1 else seed,
+                settings=settings,
+                python=python_of_ranks,
+            )
+        )
+    elif arguments:
+        raise SettingError(f"{arguments[0]}: what is run is named with --script {arguments[0]}")
+    else:
+        conditions = examine(
+            Question(
+                settings=settings,
+                local_ranks=nproc_per_node,
+                hosts=nnodes,
+                python=python_of_ranks,
+            )
+        )
     paint, found = Paint(sys.stdout), []
-    for condition in examine(question):
+    for condition in conditions:
         found.append(condition)
         if not as_json:
             echo(_line(condition, paint))
