@@ -53,7 +53,7 @@ class ScriptQuestion:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _RankRun:
+class _RankValues:
     """What one rank computed in one run (`doctor.scriptprobe`)."""
 
     values: tuple[tuple[str, str], ...]
@@ -63,10 +63,10 @@ class _RankRun:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Run:
+class _ScriptRun:
     """One run of the script."""
 
-    ranks: Mapping[int, _RankRun]
+    ranks: Mapping[int, _RankValues]
     trouble: str
     """Why it cannot be used, "" where it can."""
 
@@ -138,7 +138,7 @@ def _conditions(
         yield Condition.ok("traced", f"bitwise the same as the untraced runs; {recorded}")
 
 
-def _script(question: ScriptQuestion, run: _Run) -> Condition:
+def _script(question: ScriptQuestion, run: _ScriptRun) -> Condition:
     name = Path(question.script).name
     ranks = f" on {len(run.ranks)} ranks" if question.ranks else ""
     if not run.steps:
@@ -176,7 +176,7 @@ def _of_options(question: ScriptQuestion, trouble: str) -> str:
 
 def _run(
     question: ScriptQuestion, environ: Mapping[str, str], folder: Path, out: Path | None = None
-) -> _Run:
+) -> _ScriptRun:
     """Run the script once, traced into `out` where that is given."""
     folder.mkdir()
     kept = {n: v for n, v in environ.items() if out is not None or not n.startswith("RANKSCOPE")}
@@ -191,7 +191,7 @@ def _run(
     ranks = {}
     for path in folder.glob("rank*.json"):
         found = json.loads(path.read_bytes())
-        ranks[int(path.stem.removeprefix("rank"))] = _RankRun(
+        ranks[int(path.stem.removeprefix("rank"))] = _RankValues(
             values=tuple((name, value) for name, value in found["values"]),
             losses=found["losses"],
             steps=found["steps"],
@@ -205,10 +205,10 @@ def _run(
         words = "; ".join(broken) or f"ended with {code}"
         trouble = f"{question.script} did not run: {words}"
         trouble += f"; its last words: {said}" if said else ""
-    return _Run(ranks=ranks, trouble=trouble)
+    return _ScriptRun(ranks=ranks, trouble=trouble)
 
 
-def _is_broken(rank: _RankRun) -> bool:
+def _is_broken(rank: _RankValues) -> bool:
     return rank.ended not in ("stopped", "came to its end")
 
 
@@ -260,7 +260,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 # ---- two runs ------------------------------------------------------------------------------------
 
 
-def _difference(one: _Run, other: _Run) -> str:
+def _difference(one: _ScriptRun, other: _ScriptRun) -> str:
     """Return the first thing in which two runs differ, in words; "" where they are the same."""
     if other.trouble:
         return other.trouble
@@ -285,7 +285,7 @@ def _difference(one: _Run, other: _Run) -> str:
     return f"{first} (and {count - 1} values more)" if count > 1 else first
 
 
-def _numbers(name: str, mine: _RankRun, yours: _RankRun) -> str:
+def _numbers(name: str, mine: _RankValues, yours: _RankValues) -> str:
     pair = mine.losses.get(name, math.nan), yours.losses.get(name, math.nan)
     return "" if any(map(math.isnan, pair)) else f", {pair[0]!r} and {pair[1]!r}"
 

@@ -38,7 +38,7 @@ import rankscope
 __all__ = ["main"]
 
 
-class _Probe:
+class _ScriptProbe:
     """What one rank computed so far."""
 
     def __init__(self, folder: Path, steps: int) -> None:
@@ -169,7 +169,7 @@ def main(arguments: list[str], environ: Mapping[str, str] = os.environ) -> None:
         np.random.seed(int(seed))
         random.seed(int(seed))
     rankscope.attach()  # where the variable asks for a trace, and no start-up file has done it
-    probe = _Probe(folder, steps)
+    probe = _ScriptProbe(folder, steps)
     probe.put_on()
     sys.argv = arguments[3:]
     sys.path[0] = os.path.dirname(os.path.abspath(script))
