@@ -173,18 +173,16 @@ def main(arguments: list[str], environ: Mapping[str, str] = os.environ) -> None:
     probe.put_on()
     sys.argv = arguments[3:]
     sys.path[0] = os.path.dirname(os.path.abspath(script))
-    ended = "came to its end"
     try:
         runpy.run_path(script, run_name="__main__")
-    except SystemExit as leaving:
-        if leaving.code not in (None, 0):
-            ended = f"ended with {leaving.code}"
-        raise
-    except BaseException as error:
-        ended = f"{type(error).__name__}: {error}"[:500]
-        raise
     finally:
-        probe.end(ended)
+        probe.end(_how_it_ended(sys.exc_info()[1]))
+
+
+def _how_it_ended(error: BaseException | None) -> str:
+    if isinstance(error, SystemExit):
+        return f"ended with {error.code}" if error.code not in (None, 0) else "came to its end"
+    return "came to its end" if error is None else f"{type(error).__name__}: {error}"[:500]
 
 
 if __name__ == "__main__":
