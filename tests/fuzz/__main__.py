@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import os
 import random
 import resource
@@ -54,13 +55,20 @@ def _ring(_number: int, _frame: FrameType | None) -> None:
     raise TookTooLongError
 
 
-@contextlib.contextmanager
-def limits(most_bytes: int = MOST_BYTES) -> Iterator[None]:
-    """Allow this process so much more memory than it has mapped, and ring after a minute."""
+def allow(most_bytes: int = MOST_BYTES) -> None:
+    """Allow this process so much more memory than it has mapped now."""
+    gc.collect()
     mapped = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    resource.setrlimit(resource.RLIMIT_AS, (mapped + most_bytes, hard))
+
+
+@contextlib.contextmanager
+def limits() -> Iterator[None]:
+    """Limit memory, and ring after a minute, while the block runs."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     before = signal.signal(signal.SIGALRM, _ring)
-    resource.setrlimit(resource.RLIMIT_AS, (mapped + most_bytes, hard))
+    allow()
     try:
         yield
     finally:
@@ -68,12 +76,17 @@ def limits(most_bytes: int = MOST_BYTES) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def fuzz(decoder: Decoder, inputs: int, seed: int) -> Outcome:
-    """Give a decoder so many damaged inputs."""
+def fuzz(decoder: Decoder, inputs: int, seed: int, *, is_limited: bool = False) -> Outcome:
+    """Give a decoder so many damaged inputs.
+
+    `is_limited`: inside `limits`; what earlier inputs left behind is not counted for ever.
+    """
     made = decoder.make(random.Random(f"{seed}/{decoder.name}"))
     outcome = Outcome()
     begin = time.perf_counter()
-    for _ in range(inputs):
+    for number in range(inputs):
+        if is_limited and number % 256 == 0:
+            allow()
         given = next(made)
         outcome.inputs += 1
         signal.setitimer(signal.ITIMER_REAL, MOST_SECONDS)
@@ -119,7 +132,12 @@ def main() -> int:
             next(each.make(random.Random(0)))  # what it needs is there before memory is limited
         with limits():
             for each in chosen:
-                found = fuzz(each, max(1, round(options.inputs * each.share / total)), options.seed)
+                found = fuzz(
+                    each,
+                    max(1, round(options.inputs * each.share / total)),
+                    options.seed,
+                    is_limited=True,
+                )
                 faults += found.faults.total()
                 print(
                     f"{each.name:>14}: {found.inputs:>9} inputs, {found.refused:>9} refused, "

@@ -104,6 +104,8 @@ class RankStream:
     raised: dict[str, Any] | None = None
     """The exception that ended the program: error, causes, where; None where none is known."""
     notes: tuple[str, ...] = ()
+    has_set_aside: bool = False
+    """True where records or definitions were set aside: the bytes say more than the columns."""
     kept_notes: tuple[str, ...] = ()
     """What was not kept of the full tensors that were asked for, and what became of the chunks."""
 
@@ -179,6 +181,7 @@ def read_stream(source: StreamBytes, decoded: Decoded | None = None) -> RankStre
         end=ended.reason or source.end or EndReason.RUNNING,
         raised=_raised(definitions),
         notes=tuple(notes),
+        has_set_aside=len(notes) > len(source.notes),
         kept_notes=_not_kept(definitions),
     )
 

@@ -47,8 +47,10 @@ def command(
     ranks = len({rank["rank"] for rank in state["ranks"]})
     word = "complete" if state["complete"] else f"incomplete: see {typed('verify', out)}"
     echo(f"{out}: {ranks} of {document.run['world_size']} ranks, {word}")
-    # where anything is missing the spools may be needed again, with what another host holds
-    if not state["missing"] and all(r["committed"] == r["received"] for r in state["ranks"]):
+    # where anything is missing the spools may be needed again, with what another host holds; and
+    # where records were set aside, by somebody who knows more of them
+    has_all = all(rank["committed"] == rank["received"] for rank in state["ranks"])
+    if has_all and document.took_all and not state["missing"]:
         for folder in () if keep_spool else folders:
             _remove(folder, out)
 

@@ -50,10 +50,15 @@ def command(
 
 
 def _damaged(trace: Trace) -> list[str]:
-    """Return what is wrong with kept tensors; those of a rank that lives are not read."""
+    """Return what is wrong with files of the tree, and with kept tensors; those of a rank that
+    lives are not read."""
     from rankscope.tensors.listing import tensor_faults
 
-    return [] if trace.is_live else list(tensor_faults(trace.path))
+    inside = f"{trace.path}/"
+    return [
+        *(line.removeprefix(inside) for line in trace.faults()),
+        *([] if trace.is_live else tensor_faults(trace.path)),
+    ]
 
 
 def _report(trace: Trace, damaged: list[str]) -> dict[str, Any]:

@@ -38,6 +38,8 @@ __all__ = [
 Ranges = tuple[tuple[int, int], ...]
 """Half-open index ranges [start, stop) of one tensor dim, in the order the elements are held."""
 
+_MOST_SPLITS = 1 << 16
+"""Torch's split factor is a product of sizes of mesh axes; a dim is cut into as many pieces."""
 _WHOLE = re.compile(r"-?[0-9]{1,9}")
 _TEXT = re.compile(r"^(\w+)\((.*)\)$")
 
@@ -201,6 +203,8 @@ def parse_placement(text: str) -> Placement:
             if not _WHOLE.fullmatch(value):
                 return other
             values[name] = int(value)
+            if name == "split_factor" and values[name] > _MOST_SPLITS:
+                return other
         elif value is None:
             return other
     return Placement(kind=kind, **values)

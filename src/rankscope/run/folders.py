@@ -142,7 +142,7 @@ def find_runs(bases: Iterable[Path], run_id: str) -> list[Path]:
     """Return the run folders of one run on this host, in these spool bases."""
     found = []
     for base in bases:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):  # a name that no file can have
             for folder in sorted(base.iterdir()):
                 with contextlib.suppress(SpoolError):
                     if read_run_header(folder).run_id == run_id:

@@ -36,6 +36,7 @@ from rankscope.tree.treewriter import INLINE_LIMIT_BYTES, TRACE_NAME, Progress, 
 
 __all__ = ["assemble", "build", "recover", "rest_of"]
 
+_MOST_FAULTS = 20
 _MOST_WAIT_S = 30.0
 _LOOK_S = 0.05
 _NEVER = np.iinfo(np.int64).max
@@ -85,6 +86,7 @@ def assemble(
     mark_layouts(tables, vocabulary, run, streams)
     declare_layouts(tables, vocabulary, run, ranks)
     whole = completeness(streams, tables.orphans)
+    took_all = not any(stream.has_set_aside for stream in streams)
     offsets = np.array([stream.clock_offset_ns for stream in streams], np.int64)
     tensors: dict[StreamId, TensorRecords] = {
         s.stream: (s.tensors, s.definitions) for s in streams if len(s.tensors)
@@ -103,6 +105,7 @@ def assemble(
         clock_offsets=offsets,
         notes=notes,
         tensors=tensors,
+        took_all=took_all,
     )
 
 
@@ -125,8 +128,8 @@ def build(
     """Turn the replicas (or moved segments) in `out`/spool into trace.json and values.safetensors.
 
     The replicas, and the index of what they lack, are removed afterwards, unless they are to be
-    kept or something is still missing: then `rankscope recover` can join them with what hosts
-    still hold.
+    kept, or something is still missing or was set aside: then `rankscope recover` can join them
+    with what hosts still hold.
 
     Raises:
         TraceError: no records were found.
@@ -141,8 +144,10 @@ def build(
     )
     write_trace(document, out, inline_limit_bytes=inline_limit_bytes, progress=progress, tree=tree)
     tree.close()
-    has_all = not document.completeness["missing"] and all(
-        rank["committed"] == rank["received"] for rank in document.completeness["ranks"]
+    has_all = (
+        document.took_all
+        and not document.completeness["missing"]
+        and all(rank["committed"] == rank["received"] for rank in document.completeness["ranks"])
     )
     if has_all and not keep_spool:
         shutil.rmtree(out / REPLICA_FOLDER, ignore_errors=True)
@@ -207,9 +212,11 @@ def recover(
             lives = {(s.stream.rank, s.origin): s.stream for s in streams}
             carry_chunks(folders, out, lives)
             carry_stalls(folders, out)
-            tree.carry_to(out)
+            faults = tree.carry_to(out)
         except OSError as error:
             raise FolderError(f"{out}: cannot be made: {error.strerror}") from error
+        named = tuple(f"written while the job ran, and damaged since: {one}" for one in faults)
+        streams = [replace(each, notes=(*each.notes, *named[:_MOST_FAULTS])) for each in streams]
         return [finish_kept(out, each) for each in rest_of(streams, tree)]
 
     document = assemble(sources, settle=settle, progress=progress, began_ns=tree.began_ns)

@@ -43,6 +43,8 @@ class Document:
     """Per group, what ranks noted about the step."""
     tensors: Mapping[StreamId, TensorRecords]
     """Of the streams that kept full tensors."""
+    took_all: bool = True
+    """False where records were set aside: their bytes say more than the tree."""
     began_ns: int
     """Wall clock of the first call of the run: what `start_us` counts from."""
     first_row: int = 0

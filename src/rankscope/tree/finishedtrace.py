@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from rankscope.errors import TraceError
 from rankscope.run.filenames import (
     CELLS_SUFFIX,
     COLLECTOR_LOCK_NAME,
@@ -55,6 +56,9 @@ class TraceSource(Protocol):
     def tensors(self) -> Mapping[StreamId, TensorRecords]:
         """Return what the records say of chunks that are still written."""
 
+    def faults(self) -> Iterator[str]:
+        """Yield what is wrong with each file that nodes or columns lie in."""
+
 
 class TraceFiles:
     """A finished trace folder."""
@@ -90,6 +94,48 @@ class TraceFiles:
     def tensors(self) -> Mapping[StreamId, TensorRecords]:
         """Return {}: the chunks of a finished trace need no records."""
         return {}
+
+    def faults(self) -> Iterator[str]:
+        """Yield what is wrong with each file that nodes or columns lie in."""
+        values = self.head["storage"]["values"]
+        listed = [{"file": values}] if isinstance(values, str) else values
+        heads = [head for _, head in self.groups if "nodes_file" in head]
+        yield from file_faults(self._folder, heads, listed, self.head["run"]["world_size"])
+
+
+def file_faults(
+    folder: Path,
+    heads: Iterable[Mapping[str, Any]],
+    values: Iterable[Mapping[str, Any]],
+    world_size: int,
+) -> Iterator[str]:
+    """Read files of a trace from begin to end, and yield what is wrong with each.
+
+    Args:
+        folder: the trace folder.
+        heads: of the steps whose nodes lie in files of their own.
+        values: {"file", "values", "samples", "calls"} of each values file, or the file alone.
+        world_size: no rank is as high.
+    """
+    from rankscope.tree.columns import map_columns  # numpy: as below
+
+    for head in heads:
+        try:
+            read_nodes(nodes_path(folder, head))
+        except TraceError as error:
+            yield str(error)
+    for part in values:
+        try:
+            path = values_path(folder, part)
+            found = map_columns(path, world_size)
+            for kind, column in _COUNTED_BY.items():
+                if len(found[column]) != part.get(kind, len(found[column])):
+                    raise TraceError(
+                        f"{path}: {column} has {len(found[column])} rows, the trace says "
+                        f"{part[kind]}: the file is damaged"
+                    )
+        except TraceError as error:
+            yield str(error)
 
 
 def columns_in(

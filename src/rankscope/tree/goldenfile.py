@@ -26,6 +26,7 @@ from rankscope.errors import TraceError, TraceVersionError
 from rankscope.record.phases import Phase
 from rankscope.record.statistics import COUNTS, NUMBERS
 from rankscope.run.replacing import replacing
+from rankscope.tree.damage import UNREADABLE
 from rankscope.tree.digests import Columns
 from rankscope.tree.finishedtrace import TraceSource
 from rankscope.tree.views import Trace
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
 __all__ = ["GoldenFile", "is_golden", "write_golden"]
 
 GOLDEN_FORMAT: Final = "rankscope.golden/1"
+_MOST_BYTES: Final = 128 << 20
+_MOST_MEMORY: Final = 128 << 20
+"""Of the decompressor; the strongest preset takes 65 MiB."""
 _MAGIC: Final = b"\xfd7zXZ\x00"
 _LEFT_OUT: Final = frozenset(
     phase.word for phase in (Phase.RECOMPUTE, Phase.ACCUMULATED, Phase.COLLECTIVE)
@@ -105,7 +109,7 @@ class GoldenFile:
         """
         self._file = file
         try:
-            raw = lzma.decompress(file.read_bytes())
+            raw = _inflated(file.read_bytes())
             line, _, rest = raw.partition(b"\n")
             head = json.loads(line)
             known, _, number = str(head["format"]).partition("/")
@@ -115,7 +119,7 @@ class GoldenFile:
                 raise TraceVersionError(f"{file}: format {head['format']}: use a newer rankscope")
             self._columns = dict(_unpacked(head["columns"], rest))
             self.head: Mapping[str, Any] = head["trace"]
-        except (OSError, lzma.LZMAError, ValueError, KeyError, TypeError, EOFError) as error:
+        except (OSError, lzma.LZMAError, RecursionError, *UNREADABLE, EOFError) as error:
             raise TraceError(f"{file}: no golden trace, or a damaged one: {error}") from error
         self.groups: list[tuple[bool, dict[str, Any]]] = [
             (kind == "setup", group) for kind in ("setup", "steps") for group in self.head[kind]
@@ -138,9 +142,26 @@ class GoldenFile:
         """Return {}: no tensor is kept."""
         return {}
 
+    def faults(self) -> Iterator[str]:
+        """Yield nothing: the file was read whole."""
+        yield from ()
+
     def trace(self) -> Trace:
         """Return the trace."""
         return Trace(self, self._file)
+
+
+def _inflated(packed: bytes) -> bytes:
+    """Return what was compressed.
+
+    Raises:
+        LZMAError, ValueError: it is damaged, or more than a golden trace takes.
+    """
+    inflating = lzma.LZMADecompressor(memlimit=_MOST_MEMORY)
+    raw = inflating.decompress(packed, _MOST_BYTES)
+    if not inflating.eof:
+        raise ValueError(f"it is cut short, or larger than {_MOST_BYTES} bytes")
+    return raw
 
 
 def _unpacked(listed: Any, data: bytes) -> Iterator[tuple[str, Column]]:

@@ -24,7 +24,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from rankscope.errors import TraceError, TraceVersionError
 from rankscope.record.call import Mode
+from rankscope.record.streams import MAX_RANKS
 from rankscope.run.filenames import INDEX_FORMAT, INDEX_NAME, REPLICA_FOLDER, STEPS_FOLDER
+from rankscope.tree.finishedtrace import file_faults
 from rankscope.tree.schemacheck import check_json
 from rankscope.tree.stepfiles import nodes_path, values_path, write_nodes
 
@@ -215,8 +217,11 @@ class GrowingTree:
         self.sync()
         return part
 
-    def carry_to(self, out: Path) -> None:
+    def carry_to(self, out: Path) -> list[str]:
         """Put every part into a new trace folder, as hard links where that can be, and go on there.
+
+        Returns:
+            which files of the parts are damaged or not there.
 
         Raises:
             OSError: a file cannot be read or written.
@@ -226,16 +231,21 @@ class GrowingTree:
             folder.mkdir(mode=0o700, exist_ok=True)
             known = self._read()[: self._size]  # another process may write on
             (folder / INDEX_NAME).write_bytes(known)
+        faults: list[str] = []
         for part in self.parts():
+            faults += file_faults(self.out, part.steps, [part.values], MAX_RANKS)
             for source in (
                 values_path(self.out, part.values),
                 *(nodes_path(self.out, head) for head in part.steps),
             ):
+                if not source.exists():
+                    continue
                 try:
                     os.link(source, folder / source.name)
                 except OSError:  # another disk, or one without hard links
                     shutil.copyfile(source, folder / source.name)
         self.out, self._index = out, folder / INDEX_NAME
+        return faults
 
     def forget_index(self) -> None:
         """Remove the index: trace.json says it all now."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Union
 
@@ -12,7 +12,7 @@ from rankscope.errors import FolderError, TraceError
 from rankscope.run.filenames import CELLS_SUFFIX, REPLICA_FOLDER, TRACE_FORMAT, TRACE_NAME, Progress
 from rankscope.tree.damage import UNREADABLE
 from rankscope.tree.digests import Columns
-from rankscope.tree.finishedtrace import TraceFiles, columns_in, wait_for_collector
+from rankscope.tree.finishedtrace import TraceFiles, columns_in, file_faults, wait_for_collector
 from rankscope.tree.growingtree import GrowingTree, step_name
 from rankscope.tree.stepfiles import nodes_path, read_nodes
 from rankscope.tree.views import Trace
@@ -56,6 +56,10 @@ class RecordSource:
         """Return what the records say of chunks that are still written."""
         return self._document.tensors
 
+    def faults(self) -> Iterator[str]:
+        """Yield nothing: what is wrong with the records stands beside their rank."""
+        yield from ()
+
 
 class GrownSource:
     """A trace whose job still runs: steps that are written, and the rest in memory."""
@@ -94,6 +98,11 @@ class GrownSource:
     def tensors(self) -> Mapping[StreamId, TensorRecords]:
         """Return what the records say of chunks that are still written."""
         return self._rest.tensors()
+
+    def faults(self) -> Iterator[str]:
+        """Yield what is wrong with each file of the steps that are written."""
+        heads = [head for place, (_, head) in zip(self._places, self.groups) if place < 0]
+        yield from file_faults(self._folder, heads, self._files, self.head["run"]["world_size"])
 
 
 def newest_trace(base: Path | None = None) -> Path:

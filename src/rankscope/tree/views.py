@@ -477,6 +477,10 @@ class Trace:
             self._columns = self._source.columns()
         return self._columns
 
+    def faults(self) -> Iterator[str]:
+        """Read every file that nodes and columns lie in, and yield what is wrong with each."""
+        return self._source.faults()
+
     @cached_property
     def tensor_files(self) -> TensorFiles:
         """The full tensors that were kept: found by rank, incarnation and the reference in
