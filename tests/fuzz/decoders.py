@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import lzma
 import random
 import re
 import shutil
@@ -25,6 +26,7 @@ from rankscope.assembly.rankstreams import StreamBytes, read_stream
 from rankscope.assembly.sources import find_streams
 from rankscope.chunks.chunkheader import parse_header
 from rankscope.cli.app import main
+from rankscope.diagnosis.comparison.diff import diff
 from rankscope.errors import RankscopeError
 from rankscope.gather.protocol import decode, encode
 from rankscope.gather.sharedwatch import read_host_states
@@ -56,7 +58,7 @@ from rankscope.spool.settledprefix import SettledPrefix, read_settled, settled_t
 from rankscope.tree.build import assemble
 from rankscope.tree.columns import map_columns
 from rankscope.tree.growingtree import TreePart
-from rankscope.tree.reader import RecordSource, open_trace
+from rankscope.tree.reader import RecordSource, open_trace, opened_trace
 from rankscope.tree.schemacheck import check_json
 from rankscope.tree.treewriter import write_trace
 from rankscope.tree.views import Trace
@@ -152,11 +154,13 @@ def _messages(rng: random.Random) -> Iterator[list[bytes]]:
     sound = [encode(message) for message in MESSAGES]
     while True:
         parts = list(rng.choice(sound))
-        how = rng.random()
+        header, how = parts[0][:-4], rng.random()
         if how < 0.6:
-            header = nested(rng, msgpack.unpackb(parts[0]), most=2)
-            parts[0] = samples.packed(header)
+            header = samples.packed(nested(rng, msgpack.unpackb(header), most=2))
         elif how < 0.9:
+            header = raw(rng, header)
+        parts[0] = header + zlib.crc32(header).to_bytes(4, "little")
+        if rng.random() < 0.1:
             parts[0] = raw(rng, parts[0])
         if len(parts) > 1 and rng.random() < 0.3:
             parts[1] = raw(rng, parts[1])
@@ -394,6 +398,30 @@ def run_command(command: list[str], folder: Path) -> str:
 UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2066-\u2069]")
 
 
+def _golden(rng: random.Random) -> Iterator[bytes]:
+    """Damaged golden traces, packed again."""
+    raw_bytes = lzma.decompress(samples.golden("by_hand").read_bytes())
+    line, _, rest = raw_bytes.partition(b"\n")
+    head = json.loads(line)
+    while True:
+        damage = rng.choice((gentle, nested))
+        if rng.random() < 0.8:
+            data = _json_bytes(damage(rng, head)) + b"\n" + rest
+        else:
+            data = raw(rng, raw_bytes)
+        packed = lzma.compress(data, preset=0)
+        yield packed if rng.random() < 0.9 else raw(rng, packed)
+
+
+def _take_golden(data: bytes) -> None:
+    path = _place() / "golden.xz"
+    path.write_bytes(data)
+    found = opened_trace(path)
+    for node in found.walk():
+        _ = (node.key, node.ranks, [(view.layout(), view.per_rank()) for view in node.slots])
+    diff(found, open_trace(samples.tree("by_hand")))
+
+
 def _opened(rng: random.Random) -> Iterator[tuple[str, bytes]]:
     head = json.loads((samples.tree("by_hand") / TRACE_NAME).read_bytes())
     while True:
@@ -461,6 +489,7 @@ DECODERS = (
     Decoder(name="small-files", make=_small_files, take=_take_small_file, share=0.03),
     Decoder(name="values", make=_value_files, take=_take_values, share=0.005),
     Decoder(name="opened", make=_opened, take=_take_opened, share=0.0008),
+    Decoder(name="golden", make=_golden, take=_take_golden, share=0.0002),
     Decoder(name="commands", make=_traces, take=_take_trace, share=0.0004),
 )
 

@@ -19,6 +19,8 @@ from rankscope.run.stallrecords import Stall, keep_stall
 from rankscope.spool.recordcolumns import records
 from rankscope.spool.recordformat import DEFINITION_LENGTH, FIRST, PAYLOAD_BYTES, RecordKind
 from rankscope.tree.build import recover
+from rankscope.tree.finishedtrace import TraceFiles
+from rankscope.tree.goldenfile import write_golden
 from tests.stepwise.growing import grown
 from tests.tree.record_golden import unpacked
 
@@ -50,7 +52,7 @@ def clear() -> None:
     """Remove the folder."""
     if scratch.cache_info().currsize:
         shutil.rmtree(scratch(), ignore_errors=True)
-        for each in (scratch, job, tree, compact_tree, growing_tree):
+        for each in (scratch, job, tree, compact_tree, growing_tree, golden):
             each.cache_clear()
 
 
@@ -87,6 +89,14 @@ def growing_tree(name: str) -> Path:
     for _ in grown(job(name), out, pieces=4):
         pass
     return out
+
+
+@functools.cache
+def golden(name: str) -> Path:
+    """The golden file of a golden job's trace."""
+    path = scratch() / f"golden-{name}.xz"
+    write_golden(TraceFiles(tree(name)), path, has_samples=True)
+    return path
 
 
 def replicas(name: str) -> list[Path]:

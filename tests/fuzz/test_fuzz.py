@@ -29,7 +29,7 @@ from tests.fuzz.__main__ import fuzz
 from tests.fuzz.decoders import DECODERS, Decoder
 from tests.fuzz.mutations import gentle, nested, raw, sealed
 
-_FEW = {"built": 12, "opened": 25, "commands": 30, "records": 100, "values": 200}
+_FEW = {"built": 12, "opened": 25, "golden": 15, "commands": 30, "records": 100, "values": 200}
 """Of those that take milliseconds each; of the others a thousand."""
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,14 @@ from rankscope.run.filenames import VALUES_NAME
 from rankscope.run.replacing import replacing
 from rankscope.tree.document import Document
 
-__all__ = ["VALUES_FORMAT", "VALUES_NAME", "columns_of", "map_columns", "write_columns"]
+__all__ = [
+    "VALUES_FORMAT",
+    "VALUES_NAME",
+    "check_columns",
+    "columns_of",
+    "map_columns",
+    "write_columns",
+]
 
 VALUES_FORMAT = "rankscope.values/1"
 _DTYPES = {
@@ -141,11 +149,12 @@ def _shape(column: Column) -> tuple[str, tuple[int, ...], int]:
     return _NAMES[column.dtype.newbyteorder("<")], column.shape, column.size * column.dtype.itemsize
 
 
-class _FileColumns(dict[str, Column]):
+class FileColumns(dict[str, Column]):
     """The columns of one file; to ask for one that it lacks is an error of the file."""
 
-    def __init__(self, path: Path) -> None:
-        super().__init__()
+    def __init__(self, path: Path, columns: Iterable[tuple[str, Column]] = ()) -> None:
+        """Hold columns of a file at this path."""
+        super().__init__(columns)
         self._path = path
 
     def __missing__(self, name: str) -> Column:
@@ -181,12 +190,12 @@ def map_columns(path: Path, world_size: int = MAX_RANKS) -> dict[str, Column]:
         raise TraceError(f"{path}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise TraceError(f"{path}: its header is no JSON ({error}): the file is damaged") from error
-    columns = _FileColumns(path)
+    columns = FileColumns(path)
     try:
         for name, entry in header.items():
             if name != "__metadata__":
                 columns[name] = _column(name, entry, data)
-        _check_together(columns, world_size)
+        check_columns(columns, world_size)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise TraceError(
             f"{path}: a column does not fit the file ({error}): the file is damaged"
@@ -207,24 +216,28 @@ def _column(name: str, entry: Mapping[str, Any], data: Column) -> Column:
     if not 0 <= first <= last <= len(data):
         raise ValueError(f"{name} is not inside the {len(data)} bytes of the file")
     shape, dtype = tuple(entry["shape"]), np.dtype(_DTYPES[entry["dtype"]])
-    rows, *inner = shape
-    if inner != ([SKETCH_SIZE] if name in _SKETCHES else []):
-        raise ValueError(f"{name} has another shape than a column of its name")
-    if name in _KINDS and dtype.kind not in _KINDS[name]:
-        raise ValueError(f"{name} is of {dtype.name}")
-    if rows * int(np.prod(inner, dtype=np.int64)) * dtype.itemsize != last - first:
+    if math.prod(shape) * dtype.itemsize != last - first:
         raise ValueError(f"{name} has other bytes than its rows take")
     return data[first:last].view(dtype).reshape(shape)
 
 
-def _check_together(columns: Mapping[str, Column], world_size: int) -> None:
-    """Refuse columns of one table that have other rows than each other, and ranks that nobody is.
+def check_columns(columns: Mapping[str, Column], world_size: int) -> None:
+    """Refuse columns of another kind or shape than their name says, columns of one table that have
+    other rows than each other, and ranks that nobody is.
+
+    Args:
+        columns: as they were read.
+        world_size: no rank is as high.
 
     Raises:
         ValueError: there are such.
     """
     rows: dict[str, int] = {}
     for name, column in columns.items():
+        if column.ndim < 1 or [*column.shape[1:]] != ([SKETCH_SIZE] if name in _SKETCHES else []):
+            raise ValueError(f"{name} has another shape than a column of its name")
+        if name in _KINDS and column.dtype.kind not in _KINDS[name]:
+            raise ValueError(f"{name} is of {column.dtype.name}")
         if rows.setdefault(name.partition(".")[0], len(column)) != len(column):
             raise ValueError(f"{name} has {len(column)} rows, and columns beside it have others")
     for name in ("values.rank", "calls.rank"):

@@ -25,10 +25,14 @@ from numpy.typing import NDArray
 from rankscope.errors import TraceError, TraceVersionError
 from rankscope.record.phases import Phase
 from rankscope.record.statistics import COUNTS, NUMBERS
+from rankscope.record.value import SKETCH_SIZE
+from rankscope.run.filenames import TRACE_FORMAT, VALUES_NAME
 from rankscope.run.replacing import replacing
+from rankscope.tree.columns import FileColumns, check_columns
 from rankscope.tree.damage import UNREADABLE
 from rankscope.tree.digests import Columns
 from rankscope.tree.finishedtrace import TraceSource
+from rankscope.tree.schemacheck import check_json
 from rankscope.tree.views import Trace
 
 if TYPE_CHECKING:
@@ -51,6 +55,14 @@ _OF_NODE: Final = ("id", "path", "class", "wrappers", "phase", "micro_batch", "o
 _OF_SLOT: Final = ("slot", "ranks", "dtype", "device", "shape", "layout", "disagree", "rows")
 _OF_VALUE: Final = ("ranks", "shape", "ranges", "flags")
 _NO_TIME: Final = {"start_us": 0.0, "min_us": None, "max_us": None, "slowest": None}
+_LEFT_OUT_OF_RUN: Final[Mapping[str, Any]] = {
+    "created": "", "groups": [], "argv": [], "environment": {}, "differs": [],
+    "digest": {"sketch_size": SKETCH_SIZE, "hash": "", "max_samples": 0},
+}  # fmt: skip
+_LEFT_OUT_OF_RANK: Final[Mapping[str, Any]] = {
+    "host": "", "origin": "0" * 16, "committed": None, "received": 0, "dropped": 0, "gaps": [],
+    "notes": [],
+}  # fmt: skip
 _PLAIN: Final = (*COUNTS, *NUMBERS, "sketch", "hash", "rank", "flags", "digested")
 _OF_SAMPLES: Final = ("sample_row", "sample_count", "sample_dim")
 Column = NDArray[Any]
@@ -117,8 +129,10 @@ class GoldenFile:
                 raise ValueError(f"its format is {head['format']!r}")
             if number != GOLDEN_FORMAT.partition("/")[2]:
                 raise TraceVersionError(f"{file}: format {head['format']}: use a newer rankscope")
-            self._columns = dict(_unpacked(head["columns"], rest))
             self.head: Mapping[str, Any] = head["trace"]
+            check_json(_filled(self.head), "trace", file)
+            self._columns = FileColumns(file, _unpacked(head["columns"], rest))
+            check_columns(self._columns, self.head["run"]["world_size"])
         except (OSError, lzma.LZMAError, RecursionError, *UNREADABLE, EOFError) as error:
             raise TraceError(f"{file}: no golden trace, or a damaged one: {error}") from error
         self.groups: list[tuple[bool, dict[str, Any]]] = [
@@ -149,6 +163,21 @@ class GoldenFile:
     def trace(self) -> Trace:
         """Return the trace."""
         return Trace(self, self._file)
+
+
+def _filled(head: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the trace with all that a golden file leaves out, as far as the schema wants it."""
+    run, completeness = head["run"], head["completeness"]
+    return {
+        **head,
+        "format": TRACE_FORMAT,
+        "run": {**_LEFT_OUT_OF_RUN, **run},
+        "completeness": {
+            **completeness,
+            "ranks": [{**_LEFT_OUT_OF_RANK, **rank} for rank in completeness["ranks"]],
+        },
+        "storage": {"values": VALUES_NAME, "numbers": "columns"},
+    }
 
 
 def _inflated(packed: bytes) -> bytes:
