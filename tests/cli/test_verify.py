@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
+import sys
 from pathlib import Path
+
+from safetensors import safe_open
 
 from rankscope.run.folders import RunHeader, host_run_folder, run_key, spool_base, write_run_header
 from rankscope.tree.build import build
 from rankscope.tree.reader import open_trace
+from tests import forked
 from tests.cli.test_commands import rankscope
 from tests.tree.ranks_on_paper import PaperRank
 
@@ -64,3 +69,88 @@ def test_recover_leaves_spools_that_are_asked_for_or_still_needed(tmp_path: Path
     assert code == 0
     assert "incomplete" in out
     assert run_folder.is_dir()
+
+
+KEEPS = """
+import rankscope, sys, torch
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+with rankscope.trace(model, out=sys.argv[1], tensors="**", keep_spool=True, spool=sys.argv[2]):
+    for _ in range(3):
+        model(torch.randn(2, 4)).sum().backward()
+"""
+
+
+def kept_tensors(trace: Path) -> int:
+    return sum(
+        len(safe_open(path, "np").keys()) for path in (trace / "tensors").rglob("*.safetensors")
+    )
+
+
+def trace_without_records(folder: Path) -> tuple[Path, Path]:
+    """A trace with full tensors that lacks its rank's last record and has none of its own any more,
+    and the host's run folder that has all records.
+    """
+    script, disk = folder / "script.py", folder / "disk"
+    script.write_text(KEEPS)
+    forked.run([sys.executable, str(script), folder / "trace", disk], check=True)
+    run_id = json.loads((folder / "trace/trace.json").read_text())["run"]["id"]
+    run_folder = host_run_folder(spool_base(disk), run_key("this"))
+    header = RunHeader(run_id=run_id, out=folder / "t", collector="shared", world_size=1)
+    write_run_header(run_folder, header)
+    (replica,) = (folder / "trace/spool").glob("*.cells")
+    spool = run_folder / replica.stem
+    spool.mkdir()
+    whole = replica.read_bytes()
+    (spool / "000000.cells").write_bytes(whole)
+    replica.write_bytes(whole[:-64])  # without the record of its end
+    replica.with_suffix(".json").unlink()
+    code, _, err = rankscope("recover", folder / "trace", "--out", folder / "cut")
+    assert code == 0, err
+    return folder / "cut", run_folder
+
+
+def test_the_command_that_is_named_makes_a_trace_with_no_tensor_less(tmp_path: Path):
+    cut, run_folder = trace_without_records(tmp_path)
+    before = kept_tensors(cut)
+    assert before > 20
+    code, out, _ = rankscope("verify", cut)
+    assert code == 1
+    command = out.splitlines()[-1].removeprefix("this host still holds records: rankscope ")
+    assert str(run_folder) in command
+    code, _, err = rankscope(*command.split())
+    assert code == 0, err
+    whole = Path(command.split()[-1])
+    assert rankscope("verify", whole)[0] == 0
+    assert kept_tensors(whole) == before
+
+
+def test_no_command_is_named_that_would_lose_what_the_trace_has(tmp_path: Path):
+    cut, run_folder = trace_without_records(tmp_path)
+    (segment,) = run_folder.glob("rank*/*.cells")
+    segment.rename(segment.with_name("000001.cells"))  # the first one was freed
+    code, out, _ = rankscope("verify", cut)
+    assert code == 1
+    assert "rankscope recover" not in out
+    assert f"this host still holds records in {run_folder}, but the trace was written" in out
+
+
+def test_a_spool_that_holds_nothing_more_is_not_advised(tmp_path: Path):
+    """As where a relay was killed after its last word: steps were dropped, and nothing brings them
+    back."""
+    base = spool_base(tmp_path / "disk")
+    run_folder = host_run_folder(base, run_key("this"))
+    header = RunHeader(run_id="run-1", out=tmp_path / "t", collector="shared", world_size=1)
+    write_run_header(run_folder, header)
+    identity = {"settings": {"spool": str(tmp_path / "disk")}}
+    rank = PaperRank(run_folder, host=os.uname().nodename, identity=identity)
+    with rank.call():
+        pass
+    rank.gap(records=3, first=1, last=2)
+    rank.end()
+    rank.ship(tmp_path / "trace")
+    build(tmp_path / "trace")
+    code, out, _ = rankscope("verify", tmp_path / "trace")
+    assert code == 1
+    assert "spool full" in out
+    assert "rankscope recover" not in out

@@ -113,27 +113,43 @@ def _lines(trace: Trace, paint: Paint) -> Iterator[str]:
 
 
 def _what_to_add(trace: Trace) -> Iterator[str]:
-    """Name the command that adds what this host's spool holds, or where other hosts' would be."""
+    """Name the command that adds what this host's spool holds, or where other hosts' would be.
+
+    The trace folder always goes with the spools: it holds full tensors, and maybe records, that
+    are nowhere else. No command is named that would lose what the trace has.
+    """
     import os
 
-    from rankscope.run.filenames import REPLICA_FOLDER
-    from rankscope.run.folders import find_runs
+    from rankscope.gather.cleanup import is_in_tree
+    from rankscope.run.eventboard import held_anything
+    from rankscope.run.filenames import REPLICA_FOLDER, TRACE_NAME
+    from rankscope.run.folders import find_runs, streams
     from rankscope.run.outfolder import typed
-    from rankscope.tree.unfinished import spool_bases
+    from rankscope.tree.unfinished import begin_in, spool_bases
 
     state, bases = trace.completeness, spool_bases(trace.run)
-    held = find_runs(bases, str(trace.run["id"]))
+    runs = find_runs(bases, str(trace.run["id"]))
+    tree = trace.path / TRACE_NAME
+    held = [
+        run
+        for run in runs
+        if held_anything(run) or not all(is_in_tree(run, one, tree) for one in streams(run))
+    ]
     lacking = {r["host"] for r in state["ranks"] if r["committed"] != r["received"]}
-    if held:
-        kept = [trace.path] if (trace.path / REPLICA_FOLDER).is_dir() else []
-        command = typed("recover", *held, *kept, out=f"{trace.path}-whole")
+    if held and ((trace.path / REPLICA_FOLDER).is_dir() or begin_in(held, state["ranks"])):
+        command = typed("recover", *held, trace.path, out=f"{trace.path}-whole")
         yield f"this host still holds records: {command}"
+    elif held:
+        yield (
+            f"this host still holds records in {', '.join(map(str, held))}, but the trace was "
+            f"written without its own: a trace of those alone would lack what this one has"
+        )
     elif not trace.is_written:
         yield (
             "nobody is at work here who would write the tree: "
             + typed("recover", trace.path, out=f"{trace.path}-whole")
         )
-    lacking -= {os.uname().nodename} if held else set()
+    lacking -= {os.uname().nodename} if runs else set()
     if lacking:
         yield (
             f"{', '.join(sorted(lacking)) or 'a host'} may still hold records, in a folder below "

@@ -130,7 +130,7 @@ class _Relay:
 
     def _ship(self, link: Link) -> ExitOutcome:
         """Ship until told that the run is finished, or until nobody is there to tell."""
-        started = time.monotonic()
+        alive_at = time.monotonic()
         while not link.is_done:
             if link.rejection:
                 log(link.rejection)
@@ -151,7 +151,10 @@ class _Relay:
                 return ExitOutcome.NO_ROOM
             if self._sees_tree(now - link.heard_at):
                 break
-            silent_s = now - max(link.heard_at, started)
+            silent_s = now - max(link.heard_at, alive_at)
+            if silent_s > _SILENT_S and self._has_alive():
+                alive_at = now  # as long as a rank lives nobody is waited for in vain
+                continue
             if link.strangeness and silent_s > _ABANDONED_S and not self._has_work_left():
                 log(f"nothing was sent: {link.strangeness}")
                 return ExitOutcome.STRANGE
@@ -159,7 +162,7 @@ class _Relay:
                 log(f"no collector for {silent_s:.0f} s")
                 return ExitOutcome.UNFINISHED if self._shipments else ExitOutcome.DONE
             has_any = self._shipments or (box is not None and box.streams)
-            if not has_any and now - started > _FIRST_STREAM_S:
+            if not has_any and now - alive_at > _FIRST_STREAM_S:
                 log("no rank ever traced")
                 return ExitOutcome.UNFINISHED
         return ExitOutcome.DONE
@@ -185,9 +188,7 @@ class _Relay:
         return silent_s > _SILENT_S and self._tree.exists() and not self._has_alive()
 
     def _is_abandoned(self, silent_s: float) -> bool:
-        """True where this silence means that no collector will come any more."""
-        if self._has_alive():
-            return False
+        """True where this silence since the last rank means that no collector will come."""
         has_own = self._own_socket is not None and self._job is JobState.OVER
         if has_own and self._header is not None:  # of a launcher that is over, or was killed
             return not is_held(self._header.out / COLLECTOR_LOCK_NAME)

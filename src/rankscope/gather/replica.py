@@ -260,7 +260,7 @@ class ReplicaFiles:
             while rest:
                 rest = rest[os.pwrite(descriptor, rest, length + len(body) - len(rest)) :]
         except OSError as error:
-            os.ftruncate(descriptor, length)
+            self._take_back(stream, descriptor, length)
             if not self.trouble:
                 path = replica_path(self._out, stream)
                 self.trouble = f"{path}: cannot be written: {error.strerror}"
@@ -311,6 +311,18 @@ class ReplicaFiles:
                 pass  # the tree holds what it held
             except OSError as error:
                 self.reports.append(f"{path}: cannot be put on disk: {error.strerror}")
+
+    def _take_back(self, stream: StreamId, descriptor: int, length: int) -> None:
+        """Undo half a write; where even that fails, the file is opened anew for the next one.
+
+        A file system that failed, or went read-only, is of no use to whoever has files of it open;
+        what it holds once it is back may be less.
+        """
+        try:
+            os.ftruncate(descriptor, length)
+        except OSError:
+            os.close(self._open.pop(stream))
+            del self._lengths[stream]
 
     def close(self) -> None:
         """Close every file."""
@@ -418,11 +430,15 @@ def _first_word(path: Path, word: str) -> str:
     """
     draft = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.new")
     try:
-        draft.write_text(word)
+        with draft.open("w") as file:
+            file.write(word)
+            file.flush()
+            os.fsync(file.fileno())  # else a crash of the host may leave its name alone
         try:
             os.link(draft, path)  # one of several hosts wins, and its file is whole
         except FileExistsError:
-            pass
+            if not path.stat().st_size:  # as of a host that crashed
+                os.replace(draft, path)
         except OSError:  # a disk without hard links
             if not path.exists():
                 os.replace(draft, path)

@@ -128,8 +128,8 @@ def build(
     """Turn the replicas (or moved segments) in `out`/spool into trace.json and values.safetensors.
 
     The replicas, and the index of what they lack, are removed afterwards, unless they are to be
-    kept, or something is still missing or was set aside: then `rankscope recover` can join them
-    with what hosts still hold.
+    kept, or something is still missing (full tensors too) or was set aside: then `rankscope
+    recover` can join them with what hosts still hold.
 
     Raises:
         TraceError: no records were found.
@@ -147,7 +147,10 @@ def build(
     has_all = (
         document.took_all
         and not document.completeness["missing"]
-        and all(rank["committed"] == rank["received"] for rank in document.completeness["ranks"])
+        and all(
+            rank["committed"] == rank["received"] and not rank["notes"]
+            for rank in document.completeness["ranks"]
+        )
     )
     if has_all and not keep_spool:
         shutil.rmtree(out / REPLICA_FOLDER, ignore_errors=True)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from rankscope.errors import SpoolError
 from rankscope.run.filenames import COLLECTOR_LOCK_NAME, HOST_STATE_PREFIX, REPLICA_FOLDER
 from rankscope.run.folders import find_runs, is_held, spool_base, stream_folder, streams
 from rankscope.run.liveness import is_abandoned
 from rankscope.run.locks import is_alive
+from rankscope.spool.origin import origin_text
 from rankscope.spool.replication import read_end, replica_path, replicated
+from rankscope.spool.streamreader import StreamReader
 
-__all__ = ["is_about_to_end", "is_at_work", "spool_bases"]
+__all__ = ["begin_in", "is_about_to_end", "is_at_work", "spool_bases"]
 
 _SILENT_S = 30.0
 """Relays of other hosts leave a word in a shared folder every second."""
@@ -55,3 +59,27 @@ def spool_bases(run: Mapping[str, Any]) -> list[Path]:
     """Return the folders in which a host keeps the spools of a run."""
     chosen = run["settings"].get("spool")
     return sorted({spool_base(None), spool_base(Path(chosen) if chosen else None)})
+
+
+def begin_in(run_folders: Iterable[Path], ranks: Iterable[Mapping[str, Any]]) -> bool:
+    """True where spools of this host hold as much as a trace of each rank that it has records of,
+    from the first byte on: a new trace of these spools lacks nothing of it.
+
+    Args:
+        run_folders: the host's folders of the run.
+        ranks: as `completeness` of the trace has them.
+    """
+    held: dict[tuple[int, str], int] = {}
+    for run_folder in run_folders:
+        for stream in streams(run_folder):
+            with (
+                contextlib.suppress(SpoolError),
+                StreamReader(stream_folder(run_folder, stream)) as reader,
+            ):
+                if not reader.lowest():
+                    held[stream.rank, origin_text(reader.origin())] = reader.committed()
+    return all(
+        held.get((rank["rank"], rank["origin"]), 0) >= rank["received"]
+        for rank in ranks
+        if rank["received"]
+    )

@@ -1,0 +1,1 @@
+"""Fault schedules: jobs whose processes, disks and links fail, and what of them is in the tree."""

@@ -1,0 +1,264 @@
+"""The faults of schedules: what each does to a job, what undoes it, and which jobs can have it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tests.soak.job import Job
+from tests.waiting import wait_until
+
+__all__ = ["KINDS", "Fault", "Kind", "nothing"]
+
+Act = Callable[[Job, random.Random], object]
+
+
+def nothing(job: Job, chosen: random.Random) -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """One kind of fault."""
+
+    inject: Act = nothing
+    heal: Act = nothing
+    lasts_s: tuple[float, float] = (0.0, 0.0)
+    before: Act = nothing
+    """Done before the job starts."""
+    ways: tuple[str, ...] = ("direct", "launched")
+    transports: tuple[str, ...] = ("own", "shared", "proxied")
+    trace_disk: str = ""
+    spool_disk: str = ""
+    ends: str = ""
+    restarts: int = 0
+    is_stepwise: bool = False
+    """About the process beside the job's steps, which comes after three seconds."""
+    heals_after_job: bool = False
+    may_need_recover: bool = False
+    """Nobody is left who would build a tree; `rankscope recover` does."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """One fault of a schedule."""
+
+    name: str
+    at_s: float
+    """Since every rank has made a step."""
+    lasts_s: float
+    seed: int
+
+
+def _signal(job: Job, role: str, number: int, chosen: random.Random) -> None:
+    pids = job.pids(role)
+    if role == "rank" and pids:
+        pids = [chosen.choice(pids)]
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            os.kill(pid, number)
+
+
+def kill(role: str) -> Act:
+    return lambda job, chosen: _signal(job, role, signal.SIGKILL, chosen)
+
+
+def stop(role: str) -> Act:
+    return lambda job, chosen: _signal(job, role, signal.SIGSTOP, chosen)
+
+
+def go_on(job: Job, chosen: random.Random) -> None:
+    for pid in job.pids("any"):
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGCONT)
+
+
+def terminate_launcher(job: Job, chosen: random.Random) -> None:
+    _signal(job, "launcher", signal.SIGTERM, chosen)
+
+
+def hold_down(*roles: str) -> Act:
+    def act(job: Job, chosen: random.Random) -> None:
+        job.held_down.update(roles)
+        for role in roles:
+            _signal(job, role, signal.SIGKILL, chosen)
+
+    return act
+
+
+def bring_back(*roles: str) -> Act:
+    def act(job: Job, chosen: random.Random) -> None:
+        for role in roles:
+            job.held_down.discard(role)
+            if not job.pids(role) and not job.has_tree():
+                job.start_companion(role)
+
+    return act
+
+
+def do_not_start(role: str) -> Act:
+    return lambda job, chosen: job.held_down.add(role)
+
+
+def leave_out_a_rank(job: Job, chosen: random.Random) -> None:
+    job.absent.add(chosen.randrange(job.shape.ranks))
+
+
+def start_left_out_rank(job: Job, chosen: random.Random) -> None:
+    while job.absent:
+        job.start_rank(job.absent.pop())
+
+
+def in_another_time(role: str) -> Act:
+    """Start a companion again where monotonic and boot time are a day ahead."""
+
+    def act(job: Job, chosen: random.Random) -> None:
+        ahead = ["--monotonic", "86400", "--boottime", "86400"]
+        job.prefix[role] = ["unshare", "--time", *ahead, "--fork", "--kill-child"]
+        _signal(job, role, signal.SIGKILL, chosen)
+
+    return act
+
+
+def spoil(*ways: str, cuts: bool = False) -> Act:
+    def act(job: Job, chosen: random.Random) -> None:
+        assert job.proxy is not None
+        job.proxy.spoils.update(ways)
+        if cuts:
+            job.proxy.cut()
+
+    return act
+
+
+def spoil_no_more(*ways: str) -> Act:
+    def act(job: Job, chosen: random.Random) -> None:
+        assert job.proxy is not None
+        job.proxy.spoils.difference_update(ways)
+
+    return act
+
+
+def fill(what: str) -> Act:
+    return lambda job, chosen: job.disks[what].fill()
+
+
+def make_room(what: str) -> Act:
+    return lambda job, chosen: job.disks[what].make_room()
+
+
+def replace_disk(job: Job, chosen: random.Random) -> None:
+    """As an operator does: whoever uses it is ended, it is mounted again, they are started."""
+    roles = ("collector", "relay", "stepwise")
+    job.held_down.update(roles)
+    for role in roles:
+        _signal(job, role, signal.SIGKILL, chosen)
+    wait_until(lambda: not any(job.pids(role) for role in roles), 20)
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            job.disks["trace"].replace()
+            break
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
+    bring_back("collector", "relay")(job, chosen)
+
+
+_HOST = ("direct",)
+_LAUNCHER = ("launched",)
+_PROXY = ("proxied",)
+
+KINDS = {
+    "rank killed": Kind(inject=kill("rank")),
+    "rank stopped": Kind(inject=stop("rank"), heal=go_on, lasts_s=(0.5, 6)),
+    "rank never starts": Kind(before=leave_out_a_rank, ways=_HOST),
+    "rank starts late": Kind(before=leave_out_a_rank, inject=start_left_out_rank, ways=_HOST),
+    "rank raises": Kind(ends="raise"),
+    "rank leaves by os._exit": Kind(ends="os._exit"),
+    "ranks restarted": Kind(restarts=2, ways=_LAUNCHER),
+    "relay killed": Kind(inject=kill("relay")),
+    "relay stopped": Kind(inject=stop("relay"), heal=go_on, lasts_s=(0.5, 12)),
+    "relay down": Kind(
+        inject=hold_down("relay"), heal=bring_back("relay"), lasts_s=(1, 8), ways=_HOST
+    ),
+    "collector killed": Kind(inject=kill("collector")),
+    "collector stopped": Kind(inject=stop("collector"), heal=go_on, lasts_s=(0.5, 12)),
+    "collector down at the end": Kind(
+        inject=hold_down("collector"),
+        heal=bring_back("collector"),
+        lasts_s=(0, 5),
+        heals_after_job=True,
+        ways=_HOST,
+    ),
+    "collector comes late": Kind(
+        before=do_not_start("collector"),
+        heal=bring_back("collector"),
+        lasts_s=(0, 5),
+        heals_after_job=True,
+        ways=_HOST,
+    ),
+    "stepwise killed": Kind(inject=kill("stepwise"), is_stepwise=True),
+    "stepwise stopped": Kind(
+        inject=stop("stepwise"), heal=go_on, lasts_s=(0.5, 6), is_stepwise=True
+    ),
+    "launcher killed": Kind(inject=kill("launcher"), ways=_LAUNCHER, may_need_recover=True),
+    "launcher terminated": Kind(inject=terminate_launcher, ways=_LAUNCHER),
+    "host suspended": Kind(inject=stop("any"), heal=go_on, lasts_s=(1, 12)),
+    "relay's clock a day ahead": Kind(inject=in_another_time("relay"), ways=_HOST),
+    "collector's clock a day ahead": Kind(inject=in_another_time("collector"), ways=_HOST),
+    "link cut": Kind(inject=spoil(cuts=True), transports=_PROXY, ways=_HOST),
+    "link refused": Kind(
+        inject=spoil("refuse", cuts=True),
+        heal=spoil_no_more("refuse"),
+        lasts_s=(1, 8),
+        transports=_PROXY,
+        ways=_HOST,
+    ),
+    "link stalls": Kind(
+        inject=spoil("stall"),
+        heal=spoil_no_more("stall"),
+        lasts_s=(1, 10),
+        transports=_PROXY,
+        ways=_HOST,
+    ),
+    **{
+        f"link {way}s": Kind(
+            inject=spoil(way),
+            heal=spoil_no_more(way),
+            lasts_s=(0.5, 3),
+            transports=_PROXY,
+            ways=_HOST,
+        )
+        for way in ("truncate", "duplicate", "flip")
+    },
+    "trace disk full": Kind(
+        inject=fill("trace"), heal=make_room("trace"), lasts_s=(1, 6), trace_disk="tmpfs"
+    ),
+    "spool disk full": Kind(
+        inject=fill("spool"),
+        heal=make_room("spool"),
+        lasts_s=(1, 6),
+        spool_disk="tmpfs",
+        ways=_HOST,
+    ),
+    "trace disk fails": Kind(
+        inject=lambda job, chosen: job.disks["trace"].fail(),
+        heal=replace_disk,
+        lasts_s=(0.5, 4),
+        trace_disk="ext4",
+        ways=_HOST,
+    ),
+    "trace disk read-only": Kind(
+        inject=lambda job, chosen: job.disks["trace"].forbid_writing(),
+        heal=replace_disk,
+        lasts_s=(0.5, 4),
+        trace_disk="ext4",
+        ways=_HOST,
+    ),
+}

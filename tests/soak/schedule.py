@@ -1,0 +1,256 @@
+"""A schedule: a job and the faults it meets, drawn from a seed, played, and judged."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.soak.disks import can_mount
+from tests.soak.faults import KINDS, Fault, Kind, nothing
+from tests.soak.job import Job, Shape
+from tests.soak.oracle import Findings, accounts, compare
+
+__all__ = ["Outcome", "Schedule", "draw", "play"]
+
+_JOB_S = 4.0
+_STEPS_PER_S = 18
+_STEPWISE_JOB_S = 7.0
+_BEGIN_S = 120.0
+_MOST_JOB_S = 120.0
+_MOST_END_S = 90.0
+_MOST_LEAVE_S = 30.0
+_GONE_S = 3.0
+LATEST_END_S = 60.0
+"""After the last fault, or after the last rank where that ended later, the tree has to be there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """A job and its faults."""
+
+    seed: int
+    shape: Shape
+    faults: tuple[Fault, ...]
+
+    @property
+    def name(self) -> str:
+        return " + ".join(
+            f"{fault.name} at {fault.at_s:.1f}"
+            + (f" for {fault.lasts_s:.1f}" if fault.lasts_s else "")
+            for fault in self.faults
+        )
+
+
+@dataclass
+class Outcome:
+    """What came of a schedule."""
+
+    schedule: Schedule
+    findings: Findings = field(default_factory=Findings)
+    end_s: float = 0.0
+    """From the last fault, or the last rank's end, to the tree."""
+    leave_s: float = 0.0
+    """From then until no process of the job was left."""
+    how: str = ""
+    """`tree`, `recover`, or what went wrong."""
+    late: int = 0
+    """Calls and values that only the command brought in that `verify` prints."""
+    troubles: list[str] = field(default_factory=list)
+
+    @property
+    def is_right(self) -> bool:
+        return not self.troubles and self.findings.is_right and self.findings.calls > 0
+
+
+def kinds_here() -> list[str]:
+    """Return the faults that can be had on this machine."""
+    return [
+        name
+        for name, kind in KINDS.items()
+        if can_mount() or not (kind.trace_disk or kind.spool_disk or "clock" in name)
+    ]
+
+
+def draw(seed: int, *, is_mixed: bool) -> Schedule:
+    """Draw a schedule: the same seed gives the same one, on a machine with the same rights.
+
+    Single faults go through all kinds in turn.
+    """
+    chosen = random.Random(f"{seed} {is_mixed}")
+    names = kinds_here()
+    if is_mixed:
+        while True:
+            picked = [chosen.choice(names) for _ in range(chosen.randint(2, 5))]
+            if _is_possible([KINDS[name] for name in picked]):
+                break
+    else:
+        picked = [names[seed % len(names)]]
+    kinds = [KINDS[name] for name in picked]
+    way = chosen.choice([w for w in ("direct", "launched") if all(w in k.ways for k in kinds)])
+    transports = [
+        t for t in KINDS["rank killed"].transports if all(t in k.transports for k in kinds)
+    ]
+    is_stepwise = any(kind.is_stepwise for kind in kinds) or chosen.random() < 0.2
+    seconds = _STEPWISE_JOB_S if is_stepwise else _JOB_S
+    restarts = max(kind.restarts for kind in kinds)
+    shape = Shape(
+        way=way,
+        transport="own" if way == "launched" else chosen.choice(transports),
+        ranks=chosen.choice([2, 3]) if way == "direct" else 2,
+        steps=int(seconds * _STEPS_PER_S),
+        ends=next((kind.ends for kind in kinds if kind.ends), "exit"),
+        gloo=way == "launched" and "launcher killed" not in picked and chosen.random() < 0.5,
+        restarts=restarts,
+        trace_disk=next((kind.trace_disk for kind in kinds if kind.trace_disk), ""),
+        spool_disk=next((kind.spool_disk for kind in kinds if kind.spool_disk), ""),
+        pause_ms=45,
+        parquet=is_stepwise,
+        spool_mebibytes=chosen.choice([2, 8]),
+    )
+    faults = []
+    for name, kind in zip(picked, kinds):
+        first = 3.5 if kind.is_stepwise else 0.1
+        last = seconds - 0.5 if kind.is_stepwise or "rank" in name else seconds + 1.0
+        faults.append(
+            Fault(
+                name=name,
+                at_s=chosen.uniform(first, last),
+                lasts_s=chosen.uniform(*kind.lasts_s),
+                seed=chosen.randrange(1 << 30),
+            )
+        )
+    return Schedule(seed=seed, shape=shape, faults=tuple(faults))
+
+
+def _is_possible(kinds: list[Kind]) -> bool:
+    """True where one job can have all of them."""
+    ways = {w for w in ("direct", "launched") if all(w in kind.ways for kind in kinds)}
+    transports = set(KINDS["rank killed"].transports)
+    for kind in kinds:
+        transports &= {*kind.transports}
+    if ways == {"launched"}:
+        transports &= {"own"}
+    disks = [
+        {getattr(kind, what) for kind in kinds} - {""} for what in ("trace_disk", "spool_disk")
+    ]
+    once = [kind for kind in kinds if kind.before is not nothing or kind.ends or kind.restarts]
+    return bool(ways and transports) and all(len(one) < 2 for one in disks) and len(once) < 2
+
+
+def play(schedule: Schedule, folder: Path, *, keep: bool = False) -> Outcome:
+    """Run a job with its faults, wait for its end, hold its trace to what the programs wrote."""
+    outcome = Outcome(schedule)
+    job = Job(folder / f"{schedule.seed}", schedule.shape, schedule.seed)
+    is_wrong = True
+    try:
+        last = _play(job, schedule, outcome)
+        _judge(job, schedule, outcome, last)
+        is_wrong = not outcome.is_right
+    except Exception as error:  # one schedule that fails is a row of the table
+        outcome.how = "failed"
+        outcome.troubles.append(f"{type(error).__name__}: {error}")
+    finally:
+        job.close(keep=keep and is_wrong)
+    return outcome
+
+
+def _play(job: Job, schedule: Schedule, outcome: Outcome) -> float:
+    """Run the job and its faults; return when the last fault was over and the last rank gone."""
+    for fault in schedule.faults:
+        KINDS[fault.name].before(job, random.Random(fault.seed))
+    job.start()
+    deadline = time.monotonic() + _BEGIN_S
+    while not job.has_begun():
+        if time.monotonic() > deadline:
+            raise TimeoutError("the ranks did not begin")
+        job.tend()
+        time.sleep(0.02)
+    began = time.monotonic()
+    waiting = [(began + fault.at_s, "inject", fault) for fault in schedule.faults]
+    healing: list[Fault] = []
+    last, ended_at, is_marked = began, 0.0, False
+    while True:
+        now = time.monotonic()
+        for event in sorted(waiting, key=lambda one: one[0]):
+            at, what, fault = event
+            if at > now:
+                continue
+            waiting.remove(event)
+            kind, chosen = KINDS[fault.name], random.Random(fault.seed)
+            if what == "heal":
+                kind.heal(job, chosen)
+            else:
+                kind.inject(job, chosen)
+                if kind.heals_after_job:
+                    healing.append(fault)
+                elif fault.lasts_s:
+                    waiting.append((time.monotonic() + fault.lasts_s, "heal", fault))
+            last = time.monotonic()
+        job.tend()
+        is_over = job.are_ranks_over() and not any(what == "inject" for _, what, _ in waiting)
+        if is_over and not ended_at:
+            ended_at = time.monotonic()
+            waiting += [(ended_at + fault.lasts_s, "heal", fault) for fault in healing]
+            healing = []
+        if ended_at and not is_marked and job.is_program_over():
+            job.mark_over()
+            is_marked = True
+        if ended_at and not waiting:
+            return max(last, ended_at)
+        if now - began > _MOST_JOB_S:
+            raise TimeoutError("the ranks did not end")
+        time.sleep(0.02)
+
+
+def _judge(job: Job, schedule: Schedule, outcome: Outcome, last: float) -> None:
+    left_at = 0.0
+    while not job.has_tree() and time.monotonic() - last < _MOST_END_S:
+        if job.is_program_over():
+            job.mark_over()
+        if job.has_left():
+            if left_at and time.monotonic() - left_at > _GONE_S:
+                break
+            left_at = left_at or time.monotonic()
+        else:
+            left_at = 0.0
+        job.tend()
+        time.sleep(0.02)
+    outcome.end_s = time.monotonic() - last
+    trace, outcome.how = job.out, "tree"
+    if not job.has_tree():
+        may = any(KINDS[fault.name].may_need_recover for fault in schedule.faults)
+        trace, said = job.recover()
+        outcome.how = "recover"
+        if not (trace / "trace.json").exists():
+            outcome.how = "no tree"
+            outcome.troubles.append(f"no tree: {said.strip()[-300:]}")
+            return
+        if not may:
+            outcome.troubles.append("a tree by recover alone")
+    if outcome.end_s > LATEST_END_S:
+        outcome.troubles.append(f"the end came {outcome.end_s:.0f} s after the last fault")
+    left = time.monotonic()
+    while not job.has_left() and time.monotonic() - left < _MOST_LEAVE_S:
+        job.mark_over()
+        job.tend()
+        time.sleep(0.05)
+    outcome.leave_s = time.monotonic() - left
+    if not job.has_left():
+        roles = [
+            role
+            for role in ("launcher", "rank", "relay", "collector", "stepwise")
+            if job.pids(role)
+        ]
+        outcome.troubles.append(f"still there after {outcome.leave_s:.0f} s: {', '.join(roles)}")
+    outcome.findings = compare(trace, accounts(job.accounts))
+    if outcome.how == "tree" and outcome.findings.lost and not outcome.findings.is_complete:
+        better = job.follow_advice()
+        if better is not None:
+            outcome.late, outcome.how = outcome.findings.lost, "tree, then recover"
+            outcome.findings = compare(better, accounts(job.accounts))
+    with contextlib.suppress(OSError):
+        if outcome.how == "tree" and outcome.findings.is_complete and job.run_folders():
+            outcome.troubles.append("the run folder is still there")
