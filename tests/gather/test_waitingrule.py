@@ -14,6 +14,9 @@ LAUNCHER_GONE = PeerState(silent_s=60.0, job=JobState.LAUNCHED)
 UNTOLD = PeerState(silent_s=0.1, job=JobState.OVER, held=2)
 EARLIER = PeerState(silent_s=0.1, job=JobState.UNKNOWN, held=4)
 EARLIER_OVER = PeerState(silent_s=0.1, job=JobState.OVER, held=4)
+THROUGH = PeerState(silent_s=0.1, job=JobState.OVER, held=1, alive=0)
+ENDED = PeerState(silent_s=0.1, job=JobState.UNKNOWN, held=1, alive=0)
+NOT_BEGUN = PeerState(silent_s=0.1, job=JobState.UNKNOWN, held=0, alive=0)
 ELASTIC = PeerState(silent_s=0.1, job=JobState.UNKNOWN, max_restarts=1)
 
 
@@ -60,6 +63,33 @@ def decided(known, peers, *, idle_s=0.0, expected_ranks=2):
         ("ranks run, relays gone just now", streams(RUNNING, RUNNING), [GONE], 5, Decision.WAIT),
         ("ranks run, relays gone", streams(RUNNING, RUNNING), [GONE], 10, Decision.INCOMPLETE),
         ("one relay gone, one alive", streams(RUNNING, RUNNING), [GONE, ALIVE], 99, Decision.WAIT),
+        (
+            "one host died",
+            streams(EXIT, RUNNING),
+            [THROUGH, LAUNCHER_GONE],
+            10,
+            Decision.INCOMPLETE,
+        ),
+        ("one host died now", streams(EXIT, RUNNING), [THROUGH, LAUNCHER_GONE], 5, Decision.WAIT),
+        (
+            "one host died before it was heard of a rank",
+            streams(EXIT),
+            [THROUGH, LAUNCHER_GONE],
+            10,
+            Decision.INCOMPLETE,
+        ),
+        ("one host died, untold", streams(EXIT, RUNNING), [ENDED, GONE], 10, Decision.INCOMPLETE),
+        ("one host died, a rank lives", streams(RUNNING, RUNNING), [OVER, GONE], 99, Decision.WAIT),
+        ("one host died, one begins", streams(RUNNING), [NOT_BEGUN, GONE], 99, Decision.WAIT),
+        (
+            "one host died, one launcher works",
+            streams(EXIT, RUNNING),
+            [THROUGH, LAUNCHED, GONE],
+            99,
+            Decision.WAIT,
+        ),
+        ("one host died, nobody traced", [], [THROUGH, GONE], 10, Decision.WAIT),
+        ("one host died, nobody ever traced", [], [THROUGH, GONE], 60, Decision.NOTHING),
         ("over, a stream stopped", streams(EXIT, RUNNING), [OVER], 30, Decision.WAIT),
         (
             "over, a stream stopped long ago",

@@ -19,6 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from tests.soak.disks import can_mount, in_namespace
+from tests.soak.hosts import can_have_hosts, draw_hosts, play_hosts
 from tests.soak.job import kill_all
 from tests.soak.schedule import Outcome, draw, play
 
@@ -27,6 +28,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
     parser.add_argument("--single", type=int, default=0, help="schedules of one fault")
     parser.add_argument("--mixed", type=int, default=0, help="schedules of two to five faults")
+    parser.add_argument("--hosts", type=int, default=0, help="jobs on three hosts, one fault each")
     parser.add_argument("--seed", type=int, default=0, help="of the first schedule of either sort")
     parser.add_argument("--at-once", type=int, default=4, help="jobs side by side")
     parser.add_argument("--keep", type=Path, help="new folder; keep what failed")
@@ -37,6 +39,8 @@ def main() -> int:
         print("without the right to mount: no faults of disks and clocks", file=sys.stderr)
     folder = Path(tempfile.mkdtemp(prefix="soak-")) if given.keep is None else given.keep
     folder.mkdir(exist_ok=True)
+    if given.hosts and not can_have_hosts():
+        parser.error("--hosts needs the right to make network namespaces, and the command ip")
     wanted = [(n, False) for n in range(given.seed, given.seed + given.single)]
     wanted += [(n, True) for n in range(given.seed, given.seed + given.mixed)]
     outcomes = []
@@ -50,6 +54,10 @@ def main() -> int:
                 keep=given.keep is not None,
             )
             for seed, is_mixed in wanted
+        ]
+        waiting += [
+            pool.submit(play_hosts, draw_hosts(seed), folder / "hosts", keep=given.keep is not None)
+            for seed in range(given.seed, given.seed + given.hosts)
         ]
         for done in as_completed(waiting):
             outcome = done.result()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 __all__ = ["Disk", "can_mount", "in_namespace"]
 
-_MARK = "RANKSCOPE_SOAK_NAMESPACE"
+_MARK = "SOAK_NAMESPACE"
 _SHUTDOWN = 0x8004587D
 """EXT4_IOC_SHUTDOWN: from then on every use of that file system is an input/output error."""
 

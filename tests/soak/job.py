@@ -26,7 +26,7 @@ from tests.gather.jobs import Host, environment
 from tests.soak.disks import Disk
 from tests.soak.proxy import Proxy, addresses
 
-__all__ = ["Job", "Shape", "kill_all"]
+__all__ = ["Job", "Shape", "kill_all", "processes"]
 
 _PROGRAM = Path(__file__).with_name("program.py")
 _BIN = Path(sys.executable).parent
@@ -69,7 +69,7 @@ class Job:
         for what, kind in (("trace", shape.trace_disk), ("spool", shape.spool_disk)):
             if kind:
                 self.disks[what] = Disk(
-                    folder / f"{what}-disk", kind, 24 if what == "trace" else 64
+                    folder / f"{what}-disk", kind, 96 if what == "trace" else 64
                 )
         base = folder / "spool-disk" if shape.spool_disk else folder / "host"
         base.mkdir(exist_ok=True)
@@ -186,7 +186,7 @@ class Job:
         program = str(_PROGRAM).encode()
         return [
             pid
-            for pid, parts in _processes(self.folder)
+            for pid, parts in processes(self.folder)
             if role == "any"
             or (
                 words[role] in parts
@@ -284,7 +284,7 @@ class Job:
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def _processes(folder: Path) -> list[tuple[int, list[bytes]]]:
+def processes(folder: Path) -> list[tuple[int, list[bytes]]]:
     """Return the living processes whose command names something in a folder, with that command."""
     mark, found = str(folder).encode() + b"/", []
     for name in os.listdir("/proc"):
@@ -300,7 +300,7 @@ def _processes(folder: Path) -> list[tuple[int, list[bytes]]]:
 def kill_all(folder: Path) -> None:
     """End every process that works in a folder."""
     deadline = time.monotonic() + 20
-    while (left := _processes(folder)) and time.monotonic() < deadline:
+    while (left := processes(folder)) and time.monotonic() < deadline:
         for pid, _ in left:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)

@@ -13,6 +13,7 @@ import argparse
 import os
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -83,13 +84,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--pause-ms", type=float, default=20.0)
     parser.add_argument("--gloo", action="store_true", help="ranks reduce their gradients")
+    parser.add_argument("--gloo-timeout", type=float, default=300.0, help="seconds")
     parser.add_argument("--ends", choices=["exit", "raise", "os._exit"], default="exit")
     parser.add_argument("--fails-until-life", type=int, default=0)
     given = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(RANK)
     if given.gloo:
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", timeout=timedelta(seconds=given.gloo_timeout))
     account = Account(given.folder)
     model = Model(account)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)

@@ -21,8 +21,11 @@ _STEPWISE_JOB_S = 7.0
 _BEGIN_S = 120.0
 _MOST_JOB_S = 120.0
 _MOST_END_S = 90.0
-_MOST_LEAVE_S = 30.0
+_MOST_LEAVE_S = 60.0
 _GONE_S = 3.0
+_WITHOUT_GLOO = {"launcher killed", "ranks restarted"}
+"""The store dies with the launcher; gloo may fail to connect in a restart, whoever watches."""
+_LOOK_S = 0.1
 LATEST_END_S = 60.0
 """After the last fault, or after the last rank where that ended later, the tree has to be there."""
 
@@ -102,7 +105,7 @@ def draw(seed: int, *, is_mixed: bool) -> Schedule:
         ranks=chosen.choice([2, 3]) if way == "direct" else 2,
         steps=int(seconds * _STEPS_PER_S),
         ends=next((kind.ends for kind in kinds if kind.ends), "exit"),
-        gloo=way == "launched" and "launcher killed" not in picked and chosen.random() < 0.5,
+        gloo=way == "launched" and not {*picked} & _WITHOUT_GLOO and chosen.random() < 0.5,
         restarts=restarts,
         trace_disk=next((kind.trace_disk for kind in kinds if kind.trace_disk), ""),
         spool_disk=next((kind.spool_disk for kind in kinds if kind.spool_disk), ""),
@@ -167,7 +170,7 @@ def _play(job: Job, schedule: Schedule, outcome: Outcome) -> float:
         if time.monotonic() > deadline:
             raise TimeoutError("the ranks did not begin")
         job.tend()
-        time.sleep(0.02)
+        time.sleep(_LOOK_S)
     began = time.monotonic()
     waiting = [(began + fault.at_s, "inject", fault) for fault in schedule.faults]
     healing: list[Fault] = []
@@ -190,7 +193,7 @@ def _play(job: Job, schedule: Schedule, outcome: Outcome) -> float:
                     waiting.append((time.monotonic() + fault.lasts_s, "heal", fault))
             last = time.monotonic()
         job.tend()
-        is_over = job.are_ranks_over() and not any(what == "inject" for _, what, _ in waiting)
+        is_over = not any(what == "inject" for _, what, _ in waiting) and job.are_ranks_over()
         if is_over and not ended_at:
             ended_at = time.monotonic()
             waiting += [(ended_at + fault.lasts_s, "heal", fault) for fault in healing]
@@ -202,7 +205,7 @@ def _play(job: Job, schedule: Schedule, outcome: Outcome) -> float:
             return max(last, ended_at)
         if now - began > _MOST_JOB_S:
             raise TimeoutError("the ranks did not end")
-        time.sleep(0.02)
+        time.sleep(_LOOK_S)
 
 
 def _judge(job: Job, schedule: Schedule, outcome: Outcome, last: float) -> None:
@@ -217,7 +220,7 @@ def _judge(job: Job, schedule: Schedule, outcome: Outcome, last: float) -> None:
         else:
             left_at = 0.0
         job.tend()
-        time.sleep(0.02)
+        time.sleep(_LOOK_S)
     outcome.end_s = time.monotonic() - last
     trace, outcome.how = job.out, "tree"
     if not job.has_tree():
@@ -236,7 +239,7 @@ def _judge(job: Job, schedule: Schedule, outcome: Outcome, last: float) -> None:
     while not job.has_left() and time.monotonic() - left < _MOST_LEAVE_S:
         job.mark_over()
         job.tend()
-        time.sleep(0.05)
+        time.sleep(_LOOK_S)
     outcome.leave_s = time.monotonic() - left
     if not job.has_left():
         roles = [

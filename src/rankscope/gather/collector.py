@@ -180,6 +180,7 @@ class Intake:
                 job=peer.beat.job,
                 max_restarts=peer.beat.max_restarts,
                 held=peer.beat.held,
+                alive=peer.beat.alive,
             )
             for peer in self._peers.values()
         ]
@@ -265,6 +266,9 @@ class Intake:
             if self._refused <= 10:
                 log(f"refused a message: {error}")
             return
+        except SpoolError as error:  # the disk may come back: it asks again
+            self._note_trouble(str(error))
+            answer = None
         if identity in self._peers:
             self._peers[identity].heard_at = time.monotonic()
         if answer is not None:

@@ -67,6 +67,8 @@ _SEND_QUEUE = 64
 _BATCH = 1024
 """Answers taken before anything is sent."""
 _MOST_REFUSED_LOGGED = 10
+_SILENT_S = 5.0
+"""A collector answers every beat; one that says nothing for so long is connected to again."""
 _RECONNECT_MS = 50
 _MOST_RECONNECT_MS = 1000
 
@@ -136,7 +138,8 @@ class SocketLink:
         self._socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
         self._socket.setsockopt(zmq.LINGER, 500)
         keys = header.settings.get("keys")
-        address = check_address(header.collector, has_keys=bool(keys))
+        self._address = address = check_address(header.collector, has_keys=bool(keys))
+        self._connected_at = time.monotonic()
         self._handshake: Handshake | None = None
         if keys and is_tcp(address):
             self._handshake = Handshake(
@@ -162,6 +165,8 @@ class SocketLink:
         if self._handshake is not None:
             self._handshake.look(now)
         was_busy = self._receive(shipments, now)
+        if now - max(self.heard_at, self._connected_at) > _SILENT_S:
+            self._connect_again(now)
         held = sum(not shipment.is_refused for shipment in shipments.values())
         has_news = job is not self._job or self.stall != self._sent or held != self._held
         if now - self._beat_at > _BEAT_S or has_news:
@@ -185,6 +190,16 @@ class SocketLink:
             self._handshake.close()
         self._socket.close()
         self._context.term()
+
+    def _connect_again(self, now: float) -> None:
+        """Begin anew: libzmq never does where what it read was no message (a flipped bit), and
+        nobody tells it that the other side of a connection is gone without a word."""
+        self._connected_at = now
+        if self.strangeness:
+            return  # the handshake is tried again by itself
+        with contextlib.suppress(zmq.ZMQError):  # it may have let go of the address
+            self._socket.disconnect(self._address)
+        self._socket.connect(self._address)
 
     def _greet(self, beat: Beat) -> bool:
         """Say who this is and what it holds; False where that cannot be sent now.
@@ -316,7 +331,13 @@ class SharedLink:
             self._job = job
             self._beat += 1
             self._beat_at = now
-            state = SharedHostState(beat=self._beat, job=job, max_restarts=self._max_restarts)
+            state = SharedHostState(
+                beat=self._beat,
+                job=job,
+                max_restarts=self._max_restarts,
+                alive=sum(shipment.is_alive for shipment in shipments.values()),
+                held=sum(not shipment.is_refused for shipment in shipments.values()),
+            )
             with contextlib.suppress(SpoolError):  # the folder goes once the tree is there
                 write_host_state(self._out, self._name, state)
         self._tell()
@@ -378,21 +399,21 @@ class SharedLink:
             if isinstance(message, Ended):
                 end = StreamEnd(committed=message.committed, end=message.reason)
                 write_end(replica_path(self._out, place), end)
-        except SpoolError as error:  # the disk is full: asked again
+            match message:
+                case OpenStream():
+                    shipment.take_offset(self._replicas.length(place), now)
+                    return True
+                case RecordFrame(_, _, offset, _, body):
+                    shipment.take_offset(self._replicas.append(place, offset, body), now)
+                    if self._replicas.trouble:
+                        self._note_trouble("", now)  # which it reports itself
+                        return False
+                case Sync():
+                    shipment.take_synced(self._replicas.sync(place))
+                case Ended():
+                    shipment.take_end_seen()
+        except SpoolError as error:  # the disk is full, or failed: asked again
             self._note_trouble(str(error), now)
             return False
-        match message:
-            case OpenStream():
-                shipment.take_offset(self._replicas.length(place), now)
-                return True
-            case RecordFrame(_, _, offset, _, body):
-                shipment.take_offset(self._replicas.append(place, offset, body), now)
-                if self._replicas.trouble:
-                    self._note_trouble("", now)  # which it reports itself
-                    return False
-            case Sync():
-                shipment.take_synced(self._replicas.sync(place))
-            case Ended():
-                shipment.take_end_seen()
         self._trouble, self.trouble_at = "", None
         return True

@@ -41,6 +41,8 @@ _OPEN_FILES = 256
 _SHARE_OF_LIMIT = 4
 """Replicas may use this part (1/4) of the process's file descriptors."""
 _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
+_PASSING = (errno.EIO, errno.EROFS, errno.ESTALE, errno.ENOSPC, errno.EDQUOT)
+"""What a disk says that is full, failed, went read-only or was remounted: it may come back."""
 
 
 def _origin_path(out: Path, stream: StreamId) -> Path:
@@ -177,7 +179,7 @@ class ReplicaFiles:
 
         Raises:
             FolderError: every life is taken, or a replica cannot be read.
-            SpoolError: it cannot be noted, now.
+            SpoolError: one cannot be read, or the place not be noted, now.
         """
         place = self.placed(stream, origin)
         while place is None:
@@ -201,6 +203,7 @@ class ReplicaFiles:
 
         Raises:
             FolderError: every life is taken, or a replica cannot be read.
+            SpoolError: it cannot be read, now.
         """
         place = self._places.get((stream, origin))
         if place is not None:
@@ -236,6 +239,7 @@ class ReplicaFiles:
 
         Raises:
             FolderError: the replica cannot be opened.
+            SpoolError: the same, now.
         """
         if stream not in self._lengths:
             self._descriptor(stream)
@@ -246,6 +250,7 @@ class ReplicaFiles:
 
         Raises:
             FolderError: the quota is used up; a disk that refuses is reported and tried again.
+            SpoolError: the replica cannot be opened, now.
         """
         length = self.length(stream)
         if offset != length:
@@ -359,7 +364,7 @@ class ReplicaFiles:
         try:
             descriptor = self._open_file(path)
         except OSError as error:
-            raise FolderError(f"{path}: cannot be opened: {error.strerror}") from error
+            raise _trouble(f"{path}: cannot be opened: {error.strerror}", error) from error
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             os.close(descriptor)
@@ -369,9 +374,13 @@ class ReplicaFiles:
                 whole = self._valid_prefix(path)
             except SpoolError as error:
                 os.close(descriptor)
-                raise FolderError(str(error)) from error
+                raise _trouble(str(error), error.__cause__) from error
             if whole != status.st_size:
-                os.ftruncate(descriptor, whole)
+                try:
+                    os.ftruncate(descriptor, whole)
+                except OSError as error:
+                    os.close(descriptor)
+                    raise _trouble(f"{path}: cannot be cut: {error.strerror}", error) from error
                 self.reports.append(
                     f"{path}: cut from {status.st_size} to {whole} valid bytes"
                     if whole < status.st_size
@@ -455,6 +464,7 @@ def _origin_in(replica: Path) -> int:
 
     Raises:
         FolderError: it cannot be read.
+        SpoolError: the same, now.
     """
     try:
         with replica.open("rb") as file:
@@ -463,4 +473,10 @@ def _origin_in(replica: Path) -> int:
     except FileNotFoundError:
         return UNKNOWN
     except OSError as error:
-        raise FolderError(f"{replica}: cannot be read: {error.strerror}") from error
+        raise _trouble(f"{replica}: cannot be read: {error.strerror}", error) from error
+
+
+def _trouble(text: str, cause: BaseException | None) -> FolderError | SpoolError:
+    """Return the error to raise: one that passes where the disk may come back."""
+    is_passing = isinstance(cause, OSError) and cause.errno in _PASSING
+    return SpoolError(text) if is_passing else FolderError(text)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rankscope.errors import SpoolError
@@ -26,6 +26,8 @@ class SharedHostState:
     beat: int
     job: JobState
     max_restarts: int
+    alive: int
+    held: int
 
 
 def write_host_state(out: Path, relay: str, state: SharedHostState) -> None:
@@ -35,7 +37,7 @@ def write_host_state(out: Path, relay: str, state: SharedHostState) -> None:
         SpoolError: it cannot be written.
     """
     path = out / REPLICA_FOLDER / f"{HOST_STATE_PREFIX}{relay}.json"
-    fields = {"beat": state.beat, "job": int(state.job), "max_restarts": state.max_restarts}
+    fields = {**asdict(state), "job": int(state.job)}
     write_by_rename(path, json.dumps(fields) + "\n")
 
 
@@ -55,6 +57,8 @@ def read_host_states(out: Path) -> dict[str, SharedHostState]:
                 beat=int(fields["beat"]),
                 job=JobState(fields["job"]),
                 max_restarts=int(fields["max_restarts"]),
+                alive=int(fields["alive"]),
+                held=int(fields["held"]),
             )
         except (SpoolError, KeyError, TypeError, ValueError):
             continue
@@ -90,7 +94,13 @@ class SharedWatch:
                 since = now
             self._beats[name] = (state.beat, since)
             self._peers.append(
-                PeerState(silent_s=now - since, job=state.job, max_restarts=state.max_restarts)
+                PeerState(
+                    silent_s=now - since,
+                    job=state.job,
+                    max_restarts=state.max_restarts,
+                    held=state.held,
+                    alive=state.alive,
+                )
             )
 
     def streams(self) -> list[StreamProgress]:

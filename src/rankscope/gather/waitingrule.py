@@ -62,6 +62,8 @@ class PeerState:
     """How often ranks may come back after an exception, where the job's state is UNKNOWN."""
     held: int = 0
     """Streams that lie on its host, told of or not."""
+    alive: int = 1
+    """Ranks of its host that live, as far as it has seen."""
 
 
 def decide(
@@ -102,19 +104,30 @@ def decide(
         return Decision.COMPLETE
     is_job_over = bool(peers) and all(peer.job is JobState.OVER for peer in peers)
     is_deserted = bool(peers) and all(peer.silent_s >= silence_s for peer in peers)
+    living = [peer for peer in peers if peer.silent_s < silence_s]
+    # Relays of hosts that are through wait for this collector: their words are no sign of work.
+    is_waited_for = bool(living) and len(living) < len(peers) and all(map(_is_through, living))
     if is_known and is_job_over:
         return Decision.INCOMPLETE
     if idle_s < drain_s or (not is_told and idle_s < finish_s):
         return Decision.WAIT
-    if has_ended or (streams and is_deserted):
+    if has_ended or (streams and (is_deserted or is_waited_for)):
         return Decision.INCOMPLETE
     if streams and is_job_over and idle_s >= finish_s:
         return Decision.INCOMPLETE
     if not streams and is_job_over:
         return Decision.NOTHING
-    if not streams and is_deserted and idle_s >= finish_s:  # a relay that starts may be slow once
+    if (
+        not streams and (is_deserted or is_waited_for) and idle_s >= finish_s
+    ):  # a relay that starts may be slow once
         return Decision.NOTHING
     return Decision.WAIT
+
+
+def _is_through(peer: PeerState) -> bool:
+    """True where no rank of this relay's host lives, or will come."""
+    has_had_ranks = peer.job is JobState.OVER or (peer.job is JobState.UNKNOWN and peer.held > 0)
+    return has_had_ranks and not peer.alive
 
 
 def _is_final(progress: StreamProgress, max_restarts: int) -> bool:
