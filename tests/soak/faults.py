@@ -41,7 +41,7 @@ class Kind:
     """About the process beside the job's steps, which comes after three seconds."""
     heals_after_job: bool = False
     may_need_recover: bool = False
-    """Nobody is left who would build a tree; `rankscope recover` does."""
+    """Nobody is left who would build a tree, or it could not be written: `rankscope recover`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,7 +238,11 @@ KINDS = {
         for way in ("truncate", "duplicate", "flip")
     },
     "trace disk full": Kind(
-        inject=fill("trace"), heal=make_room("trace"), lasts_s=(1, 6), trace_disk="tmpfs"
+        inject=fill("trace"),
+        heal=make_room("trace"),
+        lasts_s=(1, 6),
+        trace_disk="tmpfs",
+        may_need_recover=True,
     ),
     "spool disk full": Kind(
         inject=fill("spool"),
@@ -253,6 +257,7 @@ KINDS = {
         lasts_s=(0.5, 4),
         trace_disk="ext4",
         ways=_HOST,
+        may_need_recover=True,
     ),
     "trace disk read-only": Kind(
         inject=lambda job, chosen: job.disks["trace"].forbid_writing(),
@@ -260,5 +265,6 @@ KINDS = {
         lasts_s=(0.5, 4),
         trace_disk="ext4",
         ways=_HOST,
+        may_need_recover=True,
     ),
 }
