@@ -5,6 +5,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -524,3 +525,45 @@ def test_a_spool_that_grew_behind_its_end_is_not_removed(tmp_path):
     assert shipment.is_delivered()
     writer.write(RecordKind.ENTER, enter(1))
     assert not shipment.is_delivered()
+
+
+@pytest.mark.parametrize("way", ["socket", SHARED])
+def test_a_host_that_died_is_not_waited_for_when_the_others_are_through(hosts, way):
+    """Its ranks and its relay are gone without a word; the other host's relay goes on beating."""
+    address = SHARED if way == SHARED else f"ipc://{tempfile.mkdtemp()}/c"
+    well, dead = hosts("well", address=address), hosts("dead", address=address)
+    collector = well.collector(drain_seconds=1.0)
+    relays = [well.relay(), dead.relay()]
+    dying = dead.rank(1, hangs=True)
+    assert has_arrived(well, 1)
+    assert well.rank(0).wait(120) == 0
+    for process in (relays[1], dying):
+        process.kill()
+        process.wait()
+    mark_job_over(well.folder)
+    assert (collector.wait(120), relays[0].wait(120)) == (0, 0), well.log("collector")
+    ranks = json.loads((well.out / "trace.json").read_text())["completeness"]["ranks"]
+    assert [(rank["rank"], rank["end"]) for rank in ranks] == [(0, "exit"), (1, "running")]
+    assert dead.folder.exists()
+
+
+def test_a_relay_that_read_garbage_connects_again(hosts, tmp_path):
+    """libzmq lets go of an address for good where what comes from there is no message."""
+    folder = Path(tempfile.mkdtemp())
+    host = hosts(world_size=1, address=f"ipc://{folder}/c")
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.bind(f"{folder}/c")
+        stranger.listen()
+        stranger.settimeout(60)
+        relay = host.relay()
+        connection, _ = stranger.accept()
+        connection.sendall(greeting + b"\xff" * 64)
+        while connection.recv(4096):  # until it hangs up
+            pass
+        connection.close()
+    os.unlink(f"{folder}/c")
+    collector = host.collector()
+    assert host.rank(0).wait(120) == 0
+    assert (collector.wait(120), relay.wait(120)) == (0, 0)
+    assert_replica_is_whole(host.out, 0, 3)

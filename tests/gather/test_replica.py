@@ -3,15 +3,17 @@
 import os
 import random
 import resource
+import shutil
 
 import pytest
 
 from rankscope.assembly.sources import find_streams
-from rankscope.errors import FolderError
+from rankscope.errors import FolderError, SpoolError
 from rankscope.gather.replica import ReplicaFiles
 from rankscope.record.streams import StreamId
 from rankscope.spool.replication import replica_path, replicated
 from rankscope.spool.settledprefix import free, write_settled
+from tests.soak.disks import Disk
 from tests.spool.streams import settle, settled, write_some
 from tests.spool.test_reader import record_ends
 
@@ -204,3 +206,50 @@ def test_more_streams_than_open_files_all_grow(tmp_path):
             assert replicas.append(rank, turn * 64, bytes([turn]) * 64) == turn * 64 + 64
     replicas.close()
     assert replicated(tmp_path / "out") == dict.fromkeys(ranks, 192)
+
+
+def test_a_name_of_which_a_crash_of_the_host_left_nothing_is_written_again(tmp_path):
+    """A file system may keep a file's name and lose its bytes."""
+    first = ReplicaFiles(tmp_path / "out")
+    first.claim("run-1")
+    first.close()
+    (tmp_path / "out/spool/run-id").write_text("")
+    again = ReplicaFiles(tmp_path / "out")
+    again.claim("run-1")
+    again.close()
+    assert (tmp_path / "out/spool/run-id").read_text() == "run-1"
+    with pytest.raises(FolderError, match="gathers run run-1"):
+        ReplicaFiles(tmp_path / "out").claim("run-2")
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """A file system that fails when told to; skipped where none may be mounted."""
+    if os.getuid() or not shutil.which("mkfs.ext4"):
+        pytest.skip("only root may mount a disk, and mkfs.ext4 makes it")
+    try:
+        disk = Disk(tmp_path / "disk", "ext4", 16)
+    except OSError as error:
+        pytest.skip(f"no disk can be mounted here: {error}")
+    yield disk
+    disk.remove()
+
+
+@pytest.mark.parametrize("how", ["fail", "forbid_writing"])
+def test_a_replica_whose_disk_fails_goes_on_once_it_is_back(tmp_path, disk, how):
+    whole = write_some(tmp_path / "s", 40)
+    half = record_ends(whole)[30]
+    out = disk.place / "out"
+    replicas = ReplicaFiles(out)
+    assert replicas.append(STREAM, 0, whole[:half]) == half
+    replicas.sync(STREAM)
+    getattr(disk, how)()
+    assert replicas.append(STREAM, half, whole[half:]) == half
+    with pytest.raises(SpoolError):
+        replicas.length(STREAM)
+    assert replicas.trouble
+    disk.replace()
+    assert replicas.length(STREAM) == half
+    assert replicas.append(STREAM, half, whole[half:]) == len(whole)
+    replicas.close()
+    assert replica_path(out, STREAM).read_bytes() == whole
