@@ -80,6 +80,7 @@ class Host:
         world_size: int = 2,
         run_id: str = "test",
         settings: Mapping[str, str] | None = None,
+        agent: str = "",
     ) -> None:
         self.out = out
         self.folder = host_run_folder(spool_base(base), run_key(run_id))
@@ -94,6 +95,7 @@ class Host:
             collector=self.address,
             world_size=world_size,
             settings={**half, **(settings or {})},
+            agent=agent,
         )
         write_run_header(self.folder, header)
 

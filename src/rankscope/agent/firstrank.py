@@ -147,6 +147,13 @@ def _run_name(identity: RankIdentity, environ: Mapping[str, str], store: Store |
     return agree(store, f"run on {identity.host}", own)
 
 
+def _starter(identity: RankIdentity, environ: Mapping[str, str]) -> str:
+    """Name the process after whose end no rank of this host begins any more."""
+    if identity.world_size == 1 and not restarts_left(environ):
+        return process_name(identity.pid)  # what started it may be a shell
+    return _launcher(identity, environ)
+
+
 def _launcher(identity: RankIdentity, environ: Mapping[str, str]) -> str:
     """Name the process that started the ranks of this host."""
     found = placed(environ)
@@ -202,7 +209,7 @@ def _prepare(
         tensor_budget=settings.tensor_budget if settings.tensors else None,
         settings=settings.as_text(),
         max_restarts=identity.incarnation + restarts_left(environ),
-        agent=_launcher(identity, environ) if restarts_left(environ) else "",
+        agent=_starter(identity, environ),
         collects=0 if collection.is_elsewhere else settings.traced_of(identity.world_size),
     )
     if is_head or store is None:

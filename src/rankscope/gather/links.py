@@ -78,6 +78,8 @@ class Link(Protocol):
 
     heard_at: float
     """Monotonic time of the other side's last word."""
+    is_reached: bool
+    """What is sent finds its way to somebody."""
     rejection: str
     """Why nothing of this run is taken; empty as long as it is."""
     stall: Stall | None
@@ -119,6 +121,7 @@ class SocketLink:
         self._job = JobState.UNKNOWN
         self._held = 0
         self._is_done = False
+        self.is_reached = False
         self.rejection = ""
         self.stall: Stall | None = None
         self._sent: Stall | None = None
@@ -280,7 +283,9 @@ class SocketLink:
             self._socket.send_multipart(encode(message), zmq.DONTWAIT)
         except zmq.ZMQError:
             self._beat_at = float("-inf")  # who listens next may be another collector
+            self.is_reached = False
             return False
+        self.is_reached = True
         return True
 
 
@@ -300,6 +305,7 @@ class SharedLink:
         self._beat = os.getpid() << 20
         self._beat_at = float("-inf")
         self.heard_at = time.monotonic()
+        self.is_reached = True
         self.rejection = ""
         self.stall: Stall | None = None
         self._sent: Stall | None = None

@@ -22,7 +22,7 @@ from rankscope.gather.orderwatch import OrderWatch
 from rankscope.gather.shipping import Shipment
 from rankscope.gather.stallmonitor import StallMonitor
 from rankscope.gather.waitingrule import JobState
-from rankscope.record.graceseconds import DRAIN_SECONDS
+from rankscope.record.graceseconds import DRAIN_SECONDS, FINISH_SECONDS
 from rankscope.record.streams import StreamId
 from rankscope.run.filenames import (
     COLLECTOR_LOCK_NAME,
@@ -88,6 +88,7 @@ class _Relay:
         """Where the ranks hold their last steps back."""
         self._orders: OrderWatch | None = None
         self._drain_s = DRAIN_SECONDS
+        self._finish_s = FINISH_SECONDS
         self._own_socket: Path | None = None
         """Of a collector that was started for this host's run alone."""
 
@@ -102,6 +103,8 @@ class _Relay:
         self._agent, self._max_restarts = header.agent, header.max_restarts
         with contextlib.suppress(ValueError):
             self._drain_s = float(header.settings.get("drain-seconds", DRAIN_SECONDS))
+        with contextlib.suppress(ValueError):
+            self._finish_s = float(header.settings.get("finish-seconds", FINISH_SECONDS))
         if collection.is_here:
             self._own_socket = Path(header.collector.removeprefix("ipc://"))
         name = relay_name(self._run_folder)
@@ -158,7 +161,7 @@ class _Relay:
             if link.strangeness and silent_s > _ABANDONED_S and not self._has_work_left():
                 log(f"nothing was sent: {link.strangeness}")
                 return ExitOutcome.STRANGE
-            if silent_s > _ABANDONED_S and self._is_abandoned(silent_s):
+            if self._is_abandoned(silent_s, is_reached=link.is_reached):
                 log(f"no collector for {silent_s:.0f} s")
                 return ExitOutcome.UNFINISHED if self._shipments else ExitOutcome.DONE
             has_any = self._shipments or (box is not None and box.streams)
@@ -187,11 +190,19 @@ class _Relay:
         """The collector may have gone before its Done arrived: on its own host the tree tells."""
         return silent_s > _SILENT_S and self._tree.exists() and not self._has_alive()
 
-    def _is_abandoned(self, silent_s: float) -> bool:
-        """True where this silence since the last rank means that no collector will come."""
-        has_own = self._own_socket is not None and self._job is JobState.OVER
-        if has_own and self._header is not None:  # of a launcher that is over, or was killed
-            return not is_held(self._header.out / COLLECTOR_LOCK_NAME)
+    def _is_abandoned(self, silent_s: float, *, is_reached: bool) -> bool:
+        """True where this silence since the last rank means that no collector will come.
+
+        Args:
+            silent_s: how long nobody answered.
+            is_reached: somebody listens all the same, and may be building the tree.
+        """
+        is_over = self._job is JobState.OVER
+        if is_over and self._own_socket is not None and self._header is not None:
+            is_held_here = is_held(self._header.out / COLLECTOR_LOCK_NAME)
+            return silent_s > _ABANDONED_S and not is_held_here  # its launcher is over, or killed
+        if is_over and not is_reached and silent_s > max(self._finish_s, _SILENT_S):
+            return True
         return silent_s > _PATIENCE_S
 
     def _has_work_left(self) -> bool:
@@ -239,12 +250,16 @@ class _Relay:
                 )
 
     def _job_state(self) -> JobState:
-        """A launcher holds a lock while it lives; ranks that outlive a killed one say the rest."""
+        """A launcher of ours holds a lock while it lives, any other is a process that lives; ranks
+        that outlive a killed one say the rest."""
         if self._is_stopped() or (self._run_folder / JOB_OVER_NAME).exists():
             return JobState.OVER
         lock = self._run_folder / LAUNCHER_LOCK_NAME
         if not lock.exists():
-            return JobState.LAUNCHED if self._may_restart() else JobState.UNKNOWN
+            if self._may_restart():
+                return JobState.LAUNCHED
+            has_agent = not self._agent or is_process_alive(self._agent)
+            return JobState.UNKNOWN if has_agent or self._has_alive() else JobState.OVER
         if is_held(lock):
             return JobState.LAUNCHED
         return JobState.UNKNOWN if self._has_alive() else JobState.OVER

@@ -72,7 +72,8 @@ class RunHeader:
     max_restarts: int = 0
     """How often ranks may come back, where no launcher of ours says when the job is over."""
     agent: str = ""
-    """The process that may start them again (`run.processes`), "" where none will."""
+    """The process that started the ranks of this host, and may start them again
+    (`run.processes`); "" where a launcher of ours says when the job is over."""
     collects: int = 0
     """Ranks the collector of this host waits for; 0 where it is not the ranks that start one."""
     keeps_apart: bool = False
