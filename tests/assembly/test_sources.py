@@ -10,7 +10,7 @@ import pytest
 from rankscope.assembly.rankstreams import read_stream
 from rankscope.assembly.sources import find_streams
 from rankscope.errors import FolderError, TraceError, TraceVersionError
-from rankscope.run.folders import segment_path
+from rankscope.run.folders import segment_indexes, segment_path
 from rankscope.spool.recordformat import RecordKind
 from rankscope.spool.streamreader import StreamReader
 from rankscope.tree.build import build, recover
@@ -70,7 +70,7 @@ def test_a_spool_or_replica_torn_at_any_byte_gives_exactly_its_committed_prefix(
         assert bytes(found.data) == whole[:last]
 
 
-def test_a_bit_flipped_anywhere_in_a_spool_gives_the_records_before_it(tmp_path):
+def test_a_bit_flipped_anywhere_in_a_spool_costs_the_one_record_it_is_in(tmp_path):
     whole = write_some(tmp_path / "written", 6)
     ends = record_ends(whole)
     folder = tmp_path / "spool/rank00000.0"
@@ -82,7 +82,15 @@ def test_a_bit_flipped_anywhere_in_a_spool_gives_the_records_before_it(tmp_path)
         damaged[at] ^= 1 << chosen.randrange(8)
         segment_path(folder, 0).write_bytes(bytes(damaged).ljust(SMALL // 8, b"\0"))
         (found,) = find_streams([tmp_path / "spool"])
-        assert bytes(found.data) == whole[: max(end for end in ends if end <= at)]
+        begin = max(end for end in ends if end <= at)
+        behind = min(end for end in ends if end > at)
+        # whose the records are stands in the first: without it they are nobody's
+        assert bytes(found.data) == (whole[:begin] + whole[behind:] if begin else b"")
+        if begin and behind < len(whole):
+            assert found.notes == (
+                f"bytes {begin}..{behind} are missing: add the trace folder or spool that has them",
+            )
+            assert found.committed == len(whole)
 
 
 def test_a_replica_and_the_segments_behind_it_are_joined(tmp_path):
@@ -117,6 +125,52 @@ def test_a_hole_between_replica_and_segments_is_said(tmp_path):
     (state,) = document.completeness["ranks"]
     assert not state["complete"]
     assert "are missing" in state["notes"][0]
+
+
+def test_segments_behind_holes_are_read_and_each_hole_is_named(tmp_path):
+    rank = busy_rank(tmp_path / "spools")
+    rank.end()
+    indexes = segment_indexes(rank.folder)
+    size = segment_path(rank.folder, 0).stat().st_size
+    pieces = [segment_path(rank.folder, index).read_bytes() for index in indexes]
+    assert len(pieces) > 4
+    for lost in (1, 3):
+        segment_path(rank.folder, lost).unlink()
+    (found,) = find_streams([tmp_path / "spools"])
+    kept = b"".join(piece for index, piece in enumerate(pieces) if index not in (1, 3))
+    assert bytes(found.data) == kept[: len(found.data)]
+    assert not any(kept[len(found.data) :])
+    assert [note.partition(" are")[0] for note in found.notes] == [
+        f"bytes {index * size}..{(index + 1) * size}" for index in (1, 3)
+    ]
+    assert found.committed == len(found.data) + 2 * size
+    recover([tmp_path / "spools"], tmp_path / "out")
+    trace = open_trace(tmp_path / "out")
+    assert not trace.is_complete
+    assert 80 < len(trace.steps) < 200
+    read_valid(tmp_path / "out")
+
+
+def test_what_is_damaged_in_one_place_is_taken_from_another(tmp_path):
+    rank = busy_rank(tmp_path / "spools")
+    rank.end()
+    out = tmp_path / "unfinished"
+    replica = rank.ship(out)
+    whole = replica.read_bytes()
+    damaged = bytearray(whole)
+    for at in (20 << 10, 50 << 10):
+        damaged[at] ^= 1
+    replica.write_bytes(damaged)
+    path = segment_path(rank.folder, 2)
+    segment = bytearray(path.read_bytes())
+    segment[100] ^= 1
+    path.write_bytes(segment)
+    (found,) = find_streams([out, tmp_path / "spools"])
+    assert bytes(found.data) == whole
+    assert found.notes == ()
+    (alone,) = find_streams([out])
+    assert len(whole) - len(alone.data) < 4096
+    assert len(alone.notes) == 2
 
 
 def test_a_settled_replica_gives_the_same_records_but_for_those_let_go(tmp_path):

@@ -11,6 +11,7 @@ and a replica its beginning; together they are the whole. What processes of one 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,15 +22,15 @@ from rankscope.assembly.rankstreams import Array, StreamBytes
 from rankscope.errors import FolderError, SpoolError
 from rankscope.record.streams import EndReason, StreamId
 from rankscope.run.filenames import CELLS_SUFFIX, REPLICA_FOLDER
-from rankscope.run.folders import segment_indexes, stream_named
+from rankscope.run.folders import segment_indexes, segment_path, stream_named
 from rankscope.run.locks import is_alive
 from rankscope.spool.origin import UNKNOWN, first_record, origin_of
 from rankscope.spool.recordcolumns import records
 from rankscope.spool.recordformat import CELL_BYTES, MAX_RECORD_CELLS
 from rankscope.spool.replication import StreamEnd, read_end
-from rankscope.spool.settledprefix import NOTHING_SETTLED, read_replica
+from rankscope.spool.settledprefix import NOTHING_SETTLED, lock_for_reading, read_replica
 from rankscope.spool.streamreader import StreamReader
-from rankscope.spool.validprefix import valid_prefix
+from rankscope.spool.validprefix import as_cells, valid_prefix, valid_runs
 
 __all__ = ["find_streams", "origins_in"]
 
@@ -152,7 +153,7 @@ def _began_ns(data: Array | bytes) -> int:
 
 def _join(found: _StreamCopies) -> StreamBytes:
     """Put together what several places hold of one stream: the longest replica, then segments
-    behind it."""
+    behind it, then whatever is whole behind a hole."""
     best: Path | None = None
     length = 0
     for path, valid in found.replicas:
@@ -167,20 +168,25 @@ def _join(found: _StreamCopies) -> StreamBytes:
     pieces = [data]
     committed: int | None = None
     alive = False
+    lowest_of_all = 0
     for folder in found.segments:
         with StreamReader(folder) as reader:
             lowest = reader.lowest()
-            if lowest > length:
-                notes.append(
-                    f"bytes {length}..{lowest} are missing: "
-                    "add the trace folder or spool that has them"
-                )
-                continue
-            for chunk in reader.chunks(length):
+            lowest_of_all = max(lowest_of_all, lowest)
+            for chunk in reader.chunks(length) if lowest <= length else ():
                 pieces.append(np.frombuffer(chunk, np.uint8))
                 length += len(chunk)
             committed = max(committed or 0, reader.committed(max(length, lowest)))
         alive = alive or is_alive(folder)
+    if length:
+        for begin, until, run in _behind_holes(found, length):
+            if begin > length:
+                notes.append(_missing(length, begin))
+                committed = max(committed or 0, until)
+            pieces.append(run)
+            length = until
+    elif lowest_of_all:
+        notes.append(_missing(0, lowest_of_all))  # whose the records are stood there
     marker = _latest(read_end(path) for path, _ in found.replicas)
     if marker is not None:
         committed = max(committed or 0, marker.committed)
@@ -196,6 +202,50 @@ def _join(found: _StreamCopies) -> StreamBytes:
         hidden_bytes=prefix.hidden_bytes,
         notes=tuple(notes),
     )
+
+
+def _missing(begin: int, end: int) -> str:
+    return f"bytes {begin}..{end} are missing: add the trace folder or spool that has them"
+
+
+def _behind_holes(found: _StreamCopies, length: int) -> Iterator[tuple[int, int, Array]]:
+    """Yield what is held of a stream behind the bytes that are whole, in order: the begin and the
+    end of each run of whole records in the stream, and its bytes.
+
+    Args:
+        found: where the stream lies.
+        length: so many bytes of it are whole.
+    """
+    runs: list[tuple[int, int, Array]] = []
+    for path, _ in found.replicas:
+        runs += _runs_in(path, 0, length)
+    for folder in found.segments:
+        with StreamReader(folder) as reader:
+            for index in segment_indexes(folder):
+                begin = index * reader.segment_bytes
+                if begin + reader.segment_bytes > length:
+                    runs += _runs_in(segment_path(folder, index), begin, length)
+    for begin, end, run in sorted(runs, key=lambda one: one[:2]):
+        if end > length:
+            yield max(begin, length), end, run[max(0, length - begin) :]
+            length = end
+
+
+def _runs_in(path: Path, begin: int, length: int) -> Iterator[tuple[int, int, Array]]:
+    """Yield the runs of whole records of one file behind `length`; its first byte is `begin`."""
+    skipped = max(0, length - begin)
+    try:
+        with path.open("rb") as file:
+            lock_for_reading(file.fileno())
+            if os.fstat(file.fileno()).st_size < skipped + CELL_BYTES:
+                return
+            data: Array = np.memmap(file, np.uint8, "r", skipped)
+    except OSError:
+        return  # its readable begin is all there is
+    for first, last in valid_runs(as_cells(data)):
+        bounds = first * CELL_BYTES, last * CELL_BYTES
+        start = begin + skipped
+        yield start + bounds[0], start + bounds[1], data[slice(*bounds)].view(np.ndarray)
 
 
 def _late(count: int) -> Iterator[str]:

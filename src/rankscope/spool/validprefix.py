@@ -7,6 +7,7 @@ reads past the first cell that fails: behind it may be a record half written, or
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -25,9 +26,12 @@ __all__ = [
     "committed_heads",
     "valid_prefix",
     "valid_prefix_of",
+    "valid_runs",
 ]
 
 _CHUNK = 4 << 20
+_WINDOW = _CHUNK // CELL_BYTES
+"""Cells that are looked through at a time for the next record behind damage."""
 Cells = npt.NDArray[np.uint8]
 Heads = npt.NDArray[np.uint32]
 """Bytes 4..8 of cells as numbers."""
@@ -69,6 +73,31 @@ def committed_heads(cells: Cells) -> Heads:
         lowest = max(0, end - MAX_RECORD_CELLS)
         end = lowest + int(np.flatnonzero(heads[lowest:end] & _FIRST_BIT)[-1])
     return heads[:end]
+
+
+def valid_runs(cells: Cells) -> Iterator[tuple[int, int]]:
+    """Yield the first cell of each run of whole valid records, and the one behind its last.
+
+    Behind damage the next record is found by its first cell: its crc is right and its flag is set.
+
+    Args:
+        cells: [N, 64], from any cell of a stream on.
+    """
+    at = 0
+    while at < len(cells):
+        window = cells[at : at + _WINDOW + MAX_RECORD_CELLS]
+        count = committed_cells(window)
+        if count:
+            yield at, at + count
+            at += count
+            continue
+        here = window[:_WINDOW]
+        is_first = cell_heads(np.ascontiguousarray(here)) & _FLAGS == _FIRST_BIT
+        candidates = np.flatnonzero(is_first)
+        stored = np.ascontiguousarray(here[candidates, :4]).view("<u4").reshape(-1)
+        candidates = candidates[stored == cell_crcs(here[candidates])]
+        behind = candidates[candidates > 0]
+        at += int(behind[0]) if len(behind) else len(here)
 
 
 def cell_heads(cells: Cells) -> Heads:
