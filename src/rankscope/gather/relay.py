@@ -199,8 +199,8 @@ class _Relay:
         """
         is_over = self._job is JobState.OVER
         if is_over and self._own_socket is not None and self._header is not None:
-            is_held_here = is_held(self._header.out / COLLECTOR_LOCK_NAME)
-            return silent_s > _ABANDONED_S and not is_held_here  # its launcher is over, or killed
+            # its launcher is over, or was killed
+            return silent_s > _ABANDONED_S and not is_held(self._header.out / COLLECTOR_LOCK_NAME)
         if is_over and not is_reached and silent_s > max(self._finish_s, _SILENT_S):
             return True
         return silent_s > _PATIENCE_S
