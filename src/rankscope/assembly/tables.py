@@ -271,11 +271,14 @@ def _fold_event_owners(tables: Tables) -> None:
     two."""
     calls = tables.calls
     parent = calls["parent"]
-    up = calls[np.maximum(parent, 0)]
-    same = (parent >= 0) & np.isin(calls["phase"], _EVENT_PHASES)
-    same &= (up["path"] == calls["path"]) & (up["phase"] == calls["phase"])
-    if not same.any():
+    inside = np.flatnonzero((parent >= 0) & np.isin(calls["phase"], _EVENT_PHASES))
+    is_owner = np.ones(len(inside), np.bool_)
+    for name in ("path", "phase"):  # column by column: rows are wide
+        is_owner &= calls[name][parent[inside]] == calls[name][inside]
+    if not is_owner.any():
         return
+    same = np.zeros(len(calls), np.bool_)
+    same[inside[is_owner]] = True
     kept = np.arange(len(calls))
     kept[same] = parent[same]
     calls["parent"] = np.where(parent >= 0, kept[np.maximum(parent, 0)], -1)
