@@ -1,6 +1,6 @@
 """What a job of many ranks costs the hosts that gather it: intake, latency, memory, disk, the tree.
 
-    python -m tests.perf.scale [--ranks 64 256 1024] [--modules 2000] [--steps 4] [--digests] [--svg FILE]
+    python -m tests.perf.scale [--ranks 64 256 1024] [--modules 2000] [--steps 4] [--digests]
 
 Ranks without torch: each has a spool, and writes the records of a step into it by the writer that
 real ranks use. Eight ranks make a host, with a real relay; one real collector takes them all, over
@@ -216,13 +216,9 @@ def _gathered(
     for number in range(WRITERS):
         words = [sys.executable, "-m", "tests.perf.scale", "--write", *folders[number::WRITERS]]
         words += ["--ranks", str(ranks), "--modules", str(modules)]
+        words += ["--digests"] * has_digests
         playing.append(
-            subprocess.Popen(
-                words + ["--digests"] * has_digests,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )  # fmt: skip
+            subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         )
     for one in playing:
         assert one.stdout is not None and one.stdout.readline() == "ready\n"
@@ -253,10 +249,8 @@ def _gathered(
                 raise TimeoutError(f"{here()} of {committed} bytes after {MOST_S} s")
             time.sleep(0.02)
         behind = max(behind, time.monotonic() - written)
-        most = [
-            max(most[0], occupied(collector.pid)),
-            max(most[1], *(occupied(r.pid) for r in relays)),
-        ]
+        most[0] = max(most[0], occupied(collector.pid))
+        most[1] = max(most[1], *(occupied(one.pid) for one in relays))
     wall = time.monotonic() - began
     spent = [cpu_s(collector.pid) - spent[0], sum(cpu_s(one.pid) for one in relays) - spent[1]]
     megabytes = (here() - before) / 1e6
@@ -300,8 +294,9 @@ def table(rows: Sequence[Row]) -> str:
     ]
     for row in rows:
         relays = max(1, row.ranks // RANKS_A_HOST)
+        million = row.records / 1e6
         lines.append(
-            f"| {row.ranks:,} | {row.records / 1e6:.1f} M, {row.megabytes:.0f} | {row.wall_s:.1f} s "
+            f"| {row.ranks:,} | {million:.1f} M, {row.megabytes:.0f} | {row.wall_s:.1f} s "
             f"| {row.behind_s:.1f} s | {row.collector_s:.1f} s: "
             f"{row.records / row.collector_s / 1e6:.1f} M records/s, "
             f"{row.megabytes / row.collector_s:.0f} MB/s | {row.relays_s / relays:.2f} s "
@@ -321,7 +316,7 @@ def main() -> None:
     parser.add_argument("--digests", action="store_true")
     parser.add_argument("--write", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     if options.write:
         (ranks,) = options.ranks
