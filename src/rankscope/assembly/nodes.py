@@ -86,7 +86,7 @@ def merge(tables: Tables, vocabulary: Vocabulary, paths: list[str]) -> Merged:
     """
     calls = tables.calls
     code, count = factorize(*(calls[name] for name in KEY_COLUMNS))
-    by_node = np.lexsort((calls["stream"], code))
+    by_node = _by_stream(code, calls["stream"])
     first = by_node[np.searchsorted(code[by_node], np.arange(count))]
     group_of, groups = _groups(calls, first)
     parent = _parents(calls, code, by_node, group_of, count)
@@ -94,7 +94,7 @@ def merge(tables: Tables, vocabulary: Vocabulary, paths: list[str]) -> Merged:
     number = np.empty(count, np.int64)
     number[walk] = np.arange(count)
     node = number[code]
-    by_node = np.lexsort((calls["stream"], node))
+    by_node = _by_stream(node, calls["stream"])
     parent = np.where(parent[walk] >= 0, number[np.maximum(parent[walk], 0)], -1)
     merged_calls = calls[by_node]
     call_start = np.searchsorted(node[by_node], np.arange(count + 1))
@@ -112,6 +112,12 @@ def merge(tables: Tables, vocabulary: Vocabulary, paths: list[str]) -> Merged:
         forward_ordinal=merged_calls["forward_ordinal"][call_start[:-1]],
         **slots,
     )
+
+
+def _by_stream(node: NDArray[np.int64], stream: NDArray[Any]) -> NDArray[np.int64]:
+    """Return the order of rows by node, and of one node by stream."""
+    streams = int(stream.max(initial=0)) + 1
+    return np.argsort(node * streams + stream, kind="stable")
 
 
 def _groups(

@@ -24,6 +24,8 @@ from rankscope.spool.recordformat import NO_SEQUENCE
 
 __all__ = ["Tables", "build_tables", "factorize"]
 
+_MOST_SPARSE = 4
+"""Numbers of a span for each row of a column whose values are counted and not sorted."""
 _EVENT_PHASES = sorted(Phase.having(lambda facts: facts.is_event))
 
 CALL_DTYPE = np.dtype(
@@ -76,16 +78,33 @@ def factorize(*columns: NDArray[Any]) -> tuple[NDArray[np.int64], int]:
     how many there are."""
     codes, count = np.zeros(len(columns[0]), np.int64), 1
     for column in columns:
-        distinct, own = np.unique(column, return_inverse=True)
+        own, distinct = _numbered(column)
         if (
-            count * max(len(distinct), 1) >= 1 << 62
+            count * max(distinct, 1) >= 1 << 62
         ):  # never with real traces: shrink before it overflows
-            _, codes = np.unique(codes, return_inverse=True)
-            count = int(codes.max(initial=-1)) + 1
-        codes = codes * len(distinct) + own.reshape(-1)
-        count *= len(distinct)
-    distinct, codes = np.unique(codes, return_inverse=True)
-    return codes.reshape(-1).astype(np.int64), len(distinct)
+            codes, count = _numbered(codes)
+        codes = codes * distinct + own
+        count *= distinct
+    return _numbered(codes)
+
+
+def _numbered(column: NDArray[Any]) -> tuple[NDArray[np.int64], int]:
+    """Return the number of each value among the distinct ones, sorted, and how many there are."""
+    if not len(column):
+        return np.empty(0, np.int64), 0
+    low, high = int(column.min()), int(column.max())
+    if high - low > max(_MOST_SPARSE * len(column), 1 << 16):
+        distinct, numbers = np.unique(column, return_inverse=True)
+        return numbers.reshape(-1).astype(np.int64), len(distinct)
+    # values lie close together: counting them takes one pass, sorting them twenty
+    if column.dtype.kind == "u":  # may be beyond what a signed number holds
+        places = (column - column.dtype.type(low)).astype(np.int64)
+    else:
+        places = column.astype(np.int64) - low
+    is_there = np.zeros(high - low + 1, np.bool_)
+    is_there[places] = True
+    number = np.cumsum(is_there) - 1
+    return number[places], int(number[-1]) + 1
 
 
 def build_tables(streams: Sequence[RankStream], vocabulary: Vocabulary) -> Tables:
@@ -297,11 +316,11 @@ def _renumber_repeats(calls: NDArray[Any]) -> None:
     sequence."""
     names = ("stream", "mode", "step", "micro_batch", "phase", "path")
     group, _ = factorize(*(calls[name] for name in names))
+    if factorize(group, calls["ordinal"])[1] == len(calls):
+        return
     order = np.lexsort((calls["sequence"], calls["ordinal"], group))
     sorted_group, ordinal = group[order], calls["ordinal"][order]
     repeats = (sorted_group[1:] == sorted_group[:-1]) & (ordinal[1:] == ordinal[:-1])
-    if not repeats.any():
-        return
     touched = np.isin(sorted_group, np.unique(sorted_group[1:][repeats]))
     starts = np.flatnonzero(np.concatenate([[True], sorted_group[1:] != sorted_group[:-1]]))
     position = np.arange(len(order)) - np.repeat(starts, np.diff([*starts, len(order)]))
