@@ -116,13 +116,13 @@ def _parse_seconds(text: str) -> float:
 
 
 def _parse_port(text: str) -> int:
-    if not text.isdecimal() or not 0 < int(text) < 1 << 16:
+    if not re.fullmatch("[0-9]{1,5}", text) or not 0 < int(text) < 1 << 16:
         raise SettingError(f"{text!r} is no port: write a number from 1 to 65535")
     return int(text)
 
 
 def _parse_whole(text: str) -> int:
-    if not text.lstrip("-").isdecimal():
+    if not re.fullmatch("-?[0-9]{1,18}", text):
         raise SettingError(f"{text!r} is not a whole number")
     return int(text)
 

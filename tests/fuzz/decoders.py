@@ -35,6 +35,7 @@ from rankscope.layout.placement import parse_placement
 from rankscope.live.streamtail import StreamTail
 from rankscope.record.notes import Note
 from rankscope.record.ranklists import parse_ranks
+from rankscope.record.stepselection import StepSelection
 from rankscope.record.streams import StreamId
 from rankscope.run.filenames import (
     FINDINGS_NAME,
@@ -50,6 +51,7 @@ from rankscope.run.findingnotices import findings_in
 from rankscope.run.folders import RUN_NAME, RunHeader, read_run_header, write_run_header
 from rankscope.run.orders import Order, seen_by
 from rankscope.run.stallrecords import stalls_in
+from rankscope.settings import SETTINGS
 from rankscope.spool.definitions import decode_definition
 from rankscope.spool.recordcolumns import COLUMNS, ending, records
 from rankscope.spool.recordformat import DEFINITION_LENGTH
@@ -177,6 +179,8 @@ _TEXTS: tuple[tuple[str, Take], ...] = (
     ('axes = "dp=1,tp=2"\n[[layout]]\npath = "a"\nslot = "output"\n'
      'placements = { tp = "Shard(0)" }\n', LayoutFile.parse),
     ("train steps 3-4 of 40000 were asked for", Note.read),
+    ("0-2,10,every:100,last:20,watch:a.*:output", StepSelection.parse),
+    *((each.default or "1", each.parse) for each in SETTINGS),
 )  # fmt: skip
 
 
@@ -452,45 +456,45 @@ def _walk(trace: Trace) -> None:
 
 
 DECODERS = (
-    Decoder(name="definitions", make=_definitions, take=_take_definition, share=0.30),
+    Decoder(name="definitions", make=_definitions, take=_take_definition, share=0.45),
     Decoder(
         name="cells",
         make=lambda rng: _some(rng, [samples.small_stream()[:2048]], raw),
         take=_columns,
-        share=0.12,
+        share=0.03,
     ),
     Decoder(
         name="records",
         make=lambda rng: _some(rng, [samples.small_stream()], sealed),
         take=_stream,
-        share=0.02,
+        share=0.002,
     ),
     Decoder(
         name="built",
         make=_redefined,
         take=_tree,
-        share=0.0004,
+        share=0.0001,
     ),
-    Decoder(name="messages", make=_messages, take=decode, share=0.30),
-    Decoder(name="texts", make=_texts, take=lambda pair: pair[1](pair[0]), share=0.15),
+    Decoder(name="messages", make=_messages, take=decode, share=0.4),
+    Decoder(name="texts", make=_texts, take=lambda pair: pair[1](pair[0]), share=0.06),
     Decoder(name="facts", make=_facts, take=lambda fact: Note.read("", fact), share=0.02),
     Decoder(
         name="chunk-headers",
         make=_chunk_headers,
         take=lambda given: parse_header(*given),
-        share=0.03,
+        share=0.01,
     ),
     Decoder(
         name="index",
         make=_index_lines,
         take=lambda line: _index_line(line.decode(errors="replace")),
-        share=0.02,
+        share=0.01,
     ),
-    Decoder(name="small-files", make=_small_files, take=_take_small_file, share=0.03),
-    Decoder(name="values", make=_value_files, take=_take_values, share=0.005),
-    Decoder(name="opened", make=_opened, take=_take_opened, share=0.0008),
-    Decoder(name="golden", make=_golden, take=_take_golden, share=0.0002),
-    Decoder(name="commands", make=_traces, take=_take_trace, share=0.0004),
+    Decoder(name="small-files", make=_small_files, take=_take_small_file, share=0.015),
+    Decoder(name="values", make=_value_files, take=_take_values, share=0.002),
+    Decoder(name="opened", make=_opened, take=_take_opened, share=0.0003),
+    Decoder(name="golden", make=_golden, take=_take_golden, share=0.0001),
+    Decoder(name="commands", make=_traces, take=_take_trace, share=0.0002),
 )
 
 

@@ -429,7 +429,7 @@ def _age_s(tail: StreamTail, *, is_here: bool) -> float | None:
 
 def _whole_number(settings: object, name: str) -> int | None:
     text = settings.get(name) if isinstance(settings, dict) else None
-    return int(text) if isinstance(text, str) and text.isdecimal() else None
+    return int(text) if isinstance(text, str) and text.isdecimal() and len(text) < 20 else None
 
 
 # ---- ranks beside each other -----------------------------------------------------------------

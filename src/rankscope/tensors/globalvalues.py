@@ -314,7 +314,7 @@ class _Planning:
 
     @property
     def _batch_dim(self) -> int:
-        return int(self._trace.run["settings"].get("batch-dim", 0))
+        return self._trace.batch_dim
 
     def _step(self) -> Step:
         """Return the step whose root inputs tell the data axes: the value's own, else the first."""

@@ -140,7 +140,7 @@ def _infer(trace: Trace, step: Step, wanted: frozenset[int], declared: Mesh | No
         mesh=mesh,
         replicas=tuple(each.axis for each in facts if each.use is AxisUse.REPLICAS),
         data=tuple(data),
-        samples=_samples(inputs, mesh, data, int(trace.run["settings"].get("batch-dim", 0))),
+        samples=_samples(inputs, mesh, data, trace.batch_dim),
         why_not="" if data else "; ".join(reasons),
     )
 

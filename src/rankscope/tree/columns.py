@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from rankscope.record.value import SKETCH_SIZE
 from rankscope.run.filenames import VALUES_NAME
 from rankscope.run.replacing import replacing
 from rankscope.tree.document import Document
+from rankscope.tree.joinedcolumns import FileColumns
 
 __all__ = [
     "VALUES_FORMAT",
@@ -147,18 +148,6 @@ def write_columns(path: Path, columns: Mapping[str, Callable[[], Column]]) -> No
 
 def _shape(column: Column) -> tuple[str, tuple[int, ...], int]:
     return _NAMES[column.dtype.newbyteorder("<")], column.shape, column.size * column.dtype.itemsize
-
-
-class FileColumns(dict[str, Column]):
-    """The columns of one file; to ask for one that it lacks is an error of the file."""
-
-    def __init__(self, path: Path, columns: Iterable[tuple[str, Column]] = ()) -> None:
-        """Hold columns of a file at this path."""
-        super().__init__(columns)
-        self._path = path
-
-    def __missing__(self, name: str) -> Column:
-        raise TraceError(f"{self._path}: has no column {name}: the file is damaged")
 
 
 def map_columns(path: Path, world_size: int = MAX_RANKS) -> dict[str, Column]:

@@ -28,10 +28,11 @@ from rankscope.record.statistics import COUNTS, NUMBERS
 from rankscope.record.value import SKETCH_SIZE
 from rankscope.run.filenames import TRACE_FORMAT, VALUES_NAME
 from rankscope.run.replacing import replacing
-from rankscope.tree.columns import FileColumns, check_columns
+from rankscope.tree.columns import check_columns
 from rankscope.tree.damage import UNREADABLE
 from rankscope.tree.digests import Columns
 from rankscope.tree.finishedtrace import TraceSource
+from rankscope.tree.joinedcolumns import FileColumns
 from rankscope.tree.schemacheck import check_json
 from rankscope.tree.views import Trace
 

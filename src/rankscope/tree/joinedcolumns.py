@@ -7,7 +7,8 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final, cast
 
 import numpy as np
@@ -16,11 +17,23 @@ from numpy.typing import NDArray
 from rankscope.errors import TraceError
 from rankscope.tree.digests import Columns
 
-__all__ = ["JoinedColumn", "as_arrays", "join_columns"]
+__all__ = ["FileColumns", "JoinedColumn", "as_arrays", "join_columns"]
 
 Array = NDArray[Any]
 _MOST_OPEN: Final = 64
 """Files mapped at a time; each takes a file descriptor."""
+
+
+class FileColumns(dict[str, Array]):
+    """The columns of one file; to ask for one that it lacks is an error of the file."""
+
+    def __init__(self, file: Path, columns: Iterable[tuple[str, Array]] = ()) -> None:
+        """Hold columns of a file."""
+        super().__init__(columns)
+        self.file = file
+
+    def __missing__(self, name: str) -> Array:
+        raise TraceError(f"{self.file}: has no column {name}: the file is damaged")
 
 
 class JoinedColumn:
@@ -162,6 +175,8 @@ def as_arrays(columns: Mapping[str, Any]) -> dict[str, Array]:
     lie in several files stay there: they may be more than memory holds.
     """
     found: dict[str, Array] = {}
+    if isinstance(columns, FileColumns):
+        found = FileColumns(columns.file)
     for name, column in columns.items():
         is_joined: bool = type(column) is JoinedColumn
         found[name] = column if is_joined else np.asarray(column)

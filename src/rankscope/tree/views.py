@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -462,6 +463,18 @@ class Trace:
     def is_complete(self) -> bool:
         """True where every record of every rank is here and every rank ended in order."""
         return bool(self.completeness["complete"]) and self.is_written
+
+    @property
+    def batch_dim(self) -> int:
+        """Dimension of activations that counts samples, as the job was told.
+
+        Raises:
+            TraceError: what stands there is no dimension.
+        """
+        text = self.run["settings"].get("batch-dim", "0")
+        if not re.fullmatch("-?[0-9]{1,2}", text, re.ASCII):
+            raise TraceError(f"{self.path}: batch-dim is {text[:60]!r}: the trace is damaged")
+        return int(text)
 
     @property
     def state(self) -> str:

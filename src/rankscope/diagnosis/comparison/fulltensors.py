@@ -96,7 +96,7 @@ class FullTensors:
         self._partner: Array | None = None
         """[samples of the test] which sample of the reference each is, by the bytes of the root's
         inputs, where no sketches tell it."""
-        self._batch_dims = [int(t.run["settings"].get("batch-dim", 0)) for t in traces]
+        self._batch_dims = [trace.batch_dim for trace in traces]
         self._compared = 0
         self._unread: Counter[str] = Counter()
         """Why values of which something was kept could not be read."""
