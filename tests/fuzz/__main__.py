@@ -4,6 +4,7 @@
     python -m tests.fuzz --inputs 50000 --only definitions    # of one
 
 Each input is made from the seed, the decoder's name and its number, so that a fault comes again.
+Ctrl-C ends the decoder at hand and goes on with the next.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from tests.fuzz.decoders import DECODERS, Decoder
 
 MOST_BYTES = 500 << 20
 MOST_SECONDS = 60
+_ANEW_S = 30.0
+"""After so long the limit counts from what is mapped then."""
 
 
 @dataclass
@@ -84,9 +87,11 @@ def fuzz(decoder: Decoder, inputs: int, seed: int, *, is_limited: bool = False) 
     made = decoder.make(random.Random(f"{seed}/{decoder.name}"))
     outcome = Outcome()
     begin = time.perf_counter()
+    allowed = begin
     for number in range(inputs):
-        if is_limited and number % 256 == 0:
+        if is_limited and number % 256 == 0 and time.perf_counter() - allowed > _ANEW_S:
             allow()
+            allowed = time.perf_counter()
         given = next(made)
         outcome.inputs += 1
         signal.setitimer(signal.ITIMER_REAL, MOST_SECONDS)
@@ -94,6 +99,9 @@ def fuzz(decoder: Decoder, inputs: int, seed: int, *, is_limited: bool = False) 
             decoder.take(given)
         except RankscopeError:
             outcome.refused += 1
+        except KeyboardInterrupt:
+            outcome.inputs -= 1
+            break
         except Exception as error:
             place = _place(error)
             outcome.faults[place] += 1

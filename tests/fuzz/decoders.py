@@ -461,19 +461,19 @@ DECODERS = (
         name="cells",
         make=lambda rng: _some(rng, [samples.small_stream()[:2048]], raw),
         take=_columns,
-        share=0.03,
+        share=0.01,
     ),
     Decoder(
         name="records",
         make=lambda rng: _some(rng, [samples.small_stream()], sealed),
         take=_stream,
-        share=0.002,
+        share=0.001,
     ),
     Decoder(
         name="built",
         make=_redefined,
         take=_tree,
-        share=0.0001,
+        share=4e-05,
     ),
     Decoder(name="messages", make=_messages, take=decode, share=0.4),
     Decoder(name="texts", make=_texts, take=lambda pair: pair[1](pair[0]), share=0.06),
@@ -491,10 +491,10 @@ DECODERS = (
         share=0.01,
     ),
     Decoder(name="small-files", make=_small_files, take=_take_small_file, share=0.015),
-    Decoder(name="values", make=_value_files, take=_take_values, share=0.002),
-    Decoder(name="opened", make=_opened, take=_take_opened, share=0.0003),
+    Decoder(name="values", make=_value_files, take=_take_values, share=0.001),
+    Decoder(name="opened", make=_opened, take=_take_opened, share=0.0002),
     Decoder(name="golden", make=_golden, take=_take_golden, share=0.0001),
-    Decoder(name="commands", make=_traces, take=_take_trace, share=0.0002),
+    Decoder(name="commands", make=_traces, take=_take_trace, share=0.00012),
 )
 
 
