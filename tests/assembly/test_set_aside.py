@@ -237,3 +237,27 @@ def test_verify_names_damaged_values_and_show_shows_the_rest(tmp_path):
     )
     for command in (["show"], ["show", "--full"], ["check"]):
         assert run_command(command, tmp_path / "trace")
+
+
+def test_a_stream_whose_settled_begin_is_damaged_is_named_and_the_others_are_built(tmp_path):
+    job = changed_job(tmp_path / "job", lambda fields: None)
+    (job / REPLICA_FOLDER / "rank00001.0.settled").write_bytes(b"rsSETTL1" + bytes(80))
+    recover([job], tmp_path / "out")
+    zero, one = open_trace(tmp_path / "out").completeness["ranks"]
+    assert zero["complete"] and not one["complete"] and one["received"] == 0
+    assert "rank00001.0.settled: is damaged" in one["notes"][0]
+    assert run_command(["show"], job)
+
+
+def test_a_segment_that_is_none_costs_only_its_stream(tmp_path):
+    for number in range(2):
+        rank = PaperRank(tmp_path / "spools", number, 2)
+        with rank.call() as call:
+            rank.value(call, "output", np.arange(6, dtype=np.float32))
+        rank.end()
+    (segment,) = (tmp_path / "spools" / "rank00001.0").glob("*.cells")
+    segment.write_bytes(segment.read_bytes()[:100])
+    recover([tmp_path / "spools"], tmp_path / "out")
+    zero, one = open_trace(tmp_path / "out").completeness["ranks"]
+    assert zero["complete"] and not one["complete"]
+    assert "100 bytes are no segment" in one["notes"][0]

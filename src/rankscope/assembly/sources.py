@@ -11,6 +11,7 @@ and a replica its beginning; together they are the whole. What processes of one 
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -38,6 +39,10 @@ _FIRST_BYTES = MAX_RECORD_CELLS * CELL_BYTES
 """The first record of a stream is whole in so many."""
 
 
+_Length = int | SpoolError | None
+"""Valid bytes of a replica, or why it cannot be read; None of a stream folder."""
+
+
 @dataclass(slots=True)
 class _StreamCopies:
     """What several places hold of one process's stream."""
@@ -47,11 +52,15 @@ class _StreamCopies:
     replicas: list[tuple[Path, int]] = field(default_factory=list)
     """Each with its valid length."""
     segments: list[Path] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+    """Why files of it cannot be read."""
 
-    def add(self, entry: Path, length: int | None) -> None:
-        """Add a replica of this valid length, or a stream folder (no length)."""
+    def add(self, entry: Path, length: _Length) -> None:
+        """Add a replica of this valid length, one that cannot be read, or a stream folder."""
         if length is None:
             self.segments.append(entry)
+        elif isinstance(length, SpoolError):
+            self.faults.append(str(length))
         else:
             self.replicas.append((entry, length))
 
@@ -64,7 +73,9 @@ def find_streams(folders: Sequence[Path]) -> list[StreamBytes]:
 
     Raises:
         FolderError: one of them does not exist.
-        SpoolError: a file cannot be read.
+        SpoolError: a folder cannot be listed.
+
+    A file that cannot be read is named in the notes of its stream.
     """
     entries = []
     for folder in folders:
@@ -90,13 +101,17 @@ def _entries(folder: Path) -> list[Path]:
     return [entry for place in places for entry in sorted(place.iterdir())]
 
 
-def _places(entries: Sequence[Path]) -> Iterator[tuple[StreamId, Path, int | None]]:
-    """Yield every replica with its valid length, then every stream folder (no length)."""
+def _places(entries: Sequence[Path]) -> Iterator[tuple[StreamId, Path, _Length]]:
+    """Yield every replica with its valid length, or why it cannot be read, then every stream folder
+    (no length)."""
     replicas = [(one, one.stem, True) for one in entries if one.suffix == CELLS_SUFFIX]
     for entry, name, is_file in replicas + [(one, one.name, False) for one in entries]:
         stream = stream_named(name)
         if stream is not None and (entry.is_file() if is_file else segment_indexes(entry)):
-            yield stream, entry, valid_prefix(entry) if is_file else None
+            try:
+                yield stream, entry, valid_prefix(entry) if is_file else None
+            except SpoolError as error:
+                yield stream, entry, error
 
 
 def _by_process(entries: Sequence[Path]) -> list[_StreamCopies]:
@@ -106,7 +121,7 @@ def _by_process(entries: Sequence[Path]) -> list[_StreamCopies]:
     gone) goes to the process of that rank and life that is known first.
     """
     found: dict[tuple[int, int], _StreamCopies] = {}
-    vague: list[tuple[StreamId, Path, int | None]] = []
+    vague: list[tuple[StreamId, Path, _Length]] = []
     for stream, entry, length in _places(entries):
         origin = _origin(entry, length)
         if origin == UNKNOWN:
@@ -122,15 +137,17 @@ def _by_process(entries: Sequence[Path]) -> list[_StreamCopies]:
     return every
 
 
-def _origin(entry: Path, length: int | None) -> int:
+def _origin(entry: Path, length: _Length) -> int:
     """Return which process wrote a replica of this length, or a stream folder (no length)."""
-    if length is not None:
-        return origin_of(read_replica(entry, min(length, _FIRST_BYTES))[0]) if length else UNKNOWN
+    if isinstance(length, SpoolError) or length == 0:
+        return UNKNOWN
     try:
+        if length is not None:
+            return origin_of(read_replica(entry, min(length, _FIRST_BYTES))[0])
         with StreamReader(entry) as reader:
             return reader.origin()
     except SpoolError:
-        return UNKNOWN  # its begin was freed, and by whom it was written not noted
+        return UNKNOWN  # its begin was freed, and by whom it was written not noted; or damaged
 
 
 def _told_apart(streams: Sequence[StreamBytes]) -> list[StreamBytes]:
@@ -161,22 +178,29 @@ def _join(found: _StreamCopies) -> StreamBytes:
             best, length = path, valid
     data: Array = np.empty(0, np.uint8)
     prefix = NOTHING_SETTLED
+    notes = list(found.faults)
     if best is not None and length:
-        data, prefix = read_replica(best, length)
+        try:
+            data, prefix = read_replica(best, length)
+        except SpoolError as error:
+            notes.append(str(error))
         length = len(data) + prefix.hidden_bytes  # more where it has grown and was settled since
-    notes = list(_late(prefix.late_records))
+    notes += _late(prefix.late_records)
     pieces = [data]
     committed: int | None = None
     alive = False
     lowest_of_all = 0
     for folder in found.segments:
         with StreamReader(folder) as reader:
-            lowest = reader.lowest()
-            lowest_of_all = max(lowest_of_all, lowest)
-            for chunk in reader.chunks(length) if lowest <= length else ():
-                pieces.append(np.frombuffer(chunk, np.uint8))
-                length += len(chunk)
-            committed = max(committed or 0, reader.committed(max(length, lowest)))
+            try:
+                lowest = reader.lowest()
+                lowest_of_all = max(lowest_of_all, lowest)
+                for chunk in reader.chunks(length) if lowest <= length else ():
+                    pieces.append(np.frombuffer(chunk, np.uint8))
+                    length += len(chunk)
+                committed = max(committed or 0, reader.committed(max(length, lowest)))
+            except SpoolError as error:
+                notes.append(str(error))
         alive = alive or is_alive(folder)
     if length:
         for begin, until, run in _behind_holes(found, length):
@@ -220,7 +244,7 @@ def _behind_holes(found: _StreamCopies, length: int) -> Iterator[tuple[int, int,
     for path, _ in found.replicas:
         runs += _runs_in(path, 0, length)
     for folder in found.segments:
-        with StreamReader(folder) as reader:
+        with StreamReader(folder) as reader, contextlib.suppress(SpoolError):  # named already
             for index in segment_indexes(folder):
                 begin = index * reader.segment_bytes
                 if begin + reader.segment_bytes > length:

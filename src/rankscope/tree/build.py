@@ -75,7 +75,8 @@ def assemble(
     if len(newer) == count:
         raise newer[0]
     if not any(stream.received for stream in streams):
-        raise TraceError("not one record was found: no rank has written anything yet")
+        why = next((n for s in streams for n in s.notes), "no rank has written anything yet")
+        raise TraceError(f"not one record was found: {why}")
     if settle is not None:
         streams = settle(streams)
     say("merging ranks", 0.0)
