@@ -15,6 +15,7 @@ from pathlib import Path
 
 from rankscope.gather.log import ExitOutcome
 from rankscope.run.companions import companion_environment
+from rankscope.run.ownership import open_own_log
 
 __all__ = ["Companion", "CompanionWatch"]
 
@@ -68,8 +69,7 @@ class Companion:
         self._process.terminate()
 
     def _start(self) -> subprocess.Popen[bytes]:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-        descriptor = os.open(self._log, flags, 0o600)
+        descriptor = open_own_log(self._log)
         try:
             return subprocess.Popen(
                 self._command,

@@ -104,7 +104,7 @@ def _guarded(begin: Callable[[], _T], otherwise: Callable[[str], _T]) -> _T:
         return made[0]
     text = str(error) if isinstance(error, RankscopeError) else text_of(error)
     problem = as_keywords(f"not tracing: {text}")
-    say(problem)
+    attempt(say, problem)
     return otherwise(problem)
 
 

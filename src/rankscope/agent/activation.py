@@ -61,7 +61,7 @@ def attach(given: Mapping[str, object] | None = None) -> None:
     """Arm tracing from inside a program; whatever fails is said once, and never raised."""
     error = attempt(arm, given)
     if error is not None:
-        say(f"not tracing: {text_of(error)}")
+        attempt(say, f"not tracing: {text_of(error)}")
 
 
 def arm(given: Mapping[str, object] | None = None) -> Session | None:
@@ -144,7 +144,7 @@ def close(reason: EndReason = EndReason.EXIT) -> Path | None:
     found: list[Path | None] = []
     error = attempt(lambda: found.append(_close(reason)))
     if error is not None:
-        say(f"the trace was not ended in order ({text_of(error)}); the job goes on")
+        attempt(say, f"the trace was not ended in order ({text_of(error)}); the job goes on")
     return found[0] if found else None
 
 

@@ -119,7 +119,7 @@ class Guard:
             self.is_failing = False
         if second is not None and self.failures == 1:  # the spool may be what failed: said once
             text = f"{text_of(second)} after {text_of(error)}"
-            say(f"cannot record a failure ({text}); the job goes on")
+            attempt(say, f"cannot record a failure ({text}); the job goes on")
 
 
 def text_of(error: BaseException) -> str:

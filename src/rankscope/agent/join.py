@@ -46,6 +46,7 @@ from rankscope.run.outfolder import (
     announced,
     typed,
 )
+from rankscope.run.ownership import own_subfolder
 from rankscope.run.prepare import Collection
 from rankscope.run.processes import started_at
 from rankscope.settings import Settings
@@ -185,9 +186,7 @@ def _spools(settings: Settings, run_folder: Path) -> Path:
     """Return the folder in which the ranks of this host have their spools."""
     if not settings.steps.last:
         return run_folder
-    held = run_folder / HELD_FOLDER
-    held.mkdir(mode=0o700, exist_ok=True)
-    return held
+    return own_subfolder(run_folder / HELD_FOLDER)
 
 
 def _open_spool(

@@ -18,6 +18,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from rankscope.capture.torch_internals.distributed import default_store
 from rankscope.errors import FolderError
 from rankscope.run.filenames import REPLICA_FOLDER, RUN_MARK_PREFIX
+from rankscope.run.ownership import own_subfolder
 
 __all__ = [
     "Rendezvous",
@@ -131,7 +132,7 @@ def leave_mark(out: Path, run_id: str) -> None:
     """
     mark = _mark(out, run_id)
     try:
-        mark.parent.mkdir(mode=0o700, exist_ok=True)
+        own_subfolder(mark.parent)
         mark.touch(mode=0o600)
     except OSError as error:
         raise FolderError(f"{mark}: cannot be made: {error.strerror}; see --rs-out") from error

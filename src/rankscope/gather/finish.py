@@ -44,6 +44,7 @@ from rankscope.run.filenames import (
 from rankscope.run.folders import FolderLock
 from rankscope.run.keyfile import CurveKeys
 from rankscope.run.outfolder import typed
+from rankscope.run.ownership import check_folder_found
 from rankscope.spool.recordcolumns import open_replica
 from rankscope.spool.replication import replica_path, replicated
 
@@ -151,6 +152,7 @@ def collect(
     """
     try:
         options.out.mkdir(mode=0o700, parents=True, exist_ok=True)
+        check_folder_found(options.out, "--out")
     except OSError as error:
         raise FolderError(f"{options.out}: cannot be made: {error.strerror}") from error
     lock = FolderLock(options.out / COLLECTOR_LOCK_NAME, "collector")

@@ -26,6 +26,7 @@ from rankscope.errors import FolderError, SpoolError
 from rankscope.record.streams import MAX_INCARNATIONS, StreamId
 from rankscope.run.filenames import CELLS_SUFFIX, REPLICA_FOLDER, RUN_ID_NAME
 from rankscope.run.filepieces import bytes_on_disk
+from rankscope.run.ownership import own_subfolder
 from rankscope.spool.origin import UNKNOWN, origin_of, origin_text
 from rankscope.spool.recordformat import CELL_BYTES
 from rankscope.spool.replication import replica_path, replicated
@@ -149,7 +150,7 @@ class ReplicaFiles:
         """One line for each replica that was cut to its valid prefix, and for each new trouble."""
         try:
             out.mkdir(mode=0o700, parents=True, exist_ok=True)
-            (out / REPLICA_FOLDER).mkdir(mode=0o700, exist_ok=True)
+            own_subfolder(out / REPLICA_FOLDER)
         except OSError as error:
             raise FolderError(f"{out}: cannot be made: {error.strerror}; see --rs-out") from error
 

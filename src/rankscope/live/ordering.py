@@ -24,6 +24,7 @@ from rankscope.run.orders import (
     seen_by,
     taken_in,
 )
+from rankscope.run.ownership import own_subfolder
 from rankscope.tree.unfinished import is_at_work, spool_bases
 
 __all__ = ["Ordering", "Progress"]
@@ -112,8 +113,7 @@ class Ordering:
             )
         self._refuse_second()
         if not self._elsewhere:
-            replicas = self.folder / REPLICA_FOLDER
-            replicas.mkdir(mode=0o700, exist_ok=True)
+            replicas = own_subfolder(self.folder / REPLICA_FOLDER)
             put_order(replicas, order)
         for run_folder in self._elsewhere:
             put_order(run_folder, order)

@@ -19,7 +19,8 @@ from pathlib import Path
 from rankscope.errors import SpoolError
 from rankscope.record.graceseconds import DRAIN_SECONDS, FINISH_SECONDS
 from rankscope.run.filenames import COLLECTOR_SOCKET_NAME
-from rankscope.run.folders import spool_base
+from rankscope.run.folders import private_folder, spool_base
+from rankscope.run.ownership import open_own_log
 from rankscope.run.processes import process_name
 
 __all__ = [
@@ -143,15 +144,18 @@ def metrics_trouble(port: int) -> str:
 
 
 def ipc_address(run_folder: Path) -> str:
-    """An `ipc://` address beside the spools, or a short one where that path is too long."""
+    """An `ipc://` address beside the spools, or a short one where that path is too long.
+
+    Raises:
+        SpoolError: the folder of the short one is another user's, or open to others.
+    """
     path = run_folder / COLLECTOR_SOCKET_NAME
     if len(os.fsencode(path)) > LONGEST_IPC_PATH:
         key = hashlib.blake2b(os.fsencode(run_folder.absolute()), digest_size=10).hexdigest()
         base = spool_base(None)
         if len(os.fsencode(base)) + len(key) + 6 > LONGEST_IPC_PATH:
             base = spool_base(Path("/tmp"))
-        base.mkdir(mode=0o700, parents=True, exist_ok=True)
-        path = base / f"{key}.sock"
+        path = private_folder(base, base) / f"{key}.sock"
     return f"ipc://{path}"
 
 
@@ -196,17 +200,17 @@ def start_daemon(
     Raises:
         SpoolError: it could not be started.
     """
-    streams = f"exec 3>&1 </dev/null >>{shlex.quote(str(log.absolute()))} 2>&1"
-    line = f"{streams}; {shlex.join(command)} 3>&- & echo $! >&3"
+    line = f"exec 3>&1 >&2; {shlex.join(command)} 3>&- & echo $! >&3"
+    output = -1
     try:
-        log.touch(mode=0o600)
+        output = open_own_log(log)
         done = subprocess.run(
             ["/bin/sh", "-c", line],
             env=companion_environment(environ),
             cwd=folder,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=output,
             close_fds=True,
             start_new_session=True,
             timeout=_START_S,
@@ -214,6 +218,9 @@ def start_daemon(
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise SpoolError(f"{shlex.join(command)}: cannot be started: {error}; see {log}") from error
+    finally:
+        if output >= 0:
+            os.close(output)
     if done.returncode:
         raise SpoolError(
             f"{shlex.join(command)}: the shell ended with {done.returncode}; see {log}"

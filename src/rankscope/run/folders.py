@@ -38,6 +38,7 @@ __all__ = [
     "host_run_folder",
     "is_held",
     "mark_job_over",
+    "private_folder",
     "read_run_header",
     "remove_run_folder",
     "run_key",
@@ -106,20 +107,34 @@ def host_run_folder(base: Path, key: str) -> Path:
     if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", key):
         raise SpoolError(f"run key {key!r} is no file name; use run_key(run_id)")
     for folder in (base, base / key):
-        try:
-            _make_private(folder, base)
-            status = folder.lstat()
-        except OSError as error:
-            raise SpoolError(
-                f"{folder}: cannot be made: {error.strerror}", "choose another with --rs-spool"
-            ) from error
-        if status.st_uid != os.getuid() or status.st_mode & 0o077 or folder.is_symlink():
-            raise SpoolError(
-                f"{folder}: belongs to another user, is a link or is open to others "
-                f"(mode {status.st_mode & 0o777:o})",
-                "remove it, or choose another with --rs-spool",
-            )
+        private_folder(folder, base)
     return base / key
+
+
+def private_folder(folder: Path, base: Path) -> Path:
+    """Make a folder of this user alone (0700), or take the one that is there; return it.
+
+    Args:
+        folder: the folder.
+        base: itself, or what it lies in, which may vanish meanwhile.
+
+    Raises:
+        SpoolError: it cannot be made, belongs to somebody else, or is open to others.
+    """
+    try:
+        _make_private(folder, base)
+        status = folder.lstat()
+    except OSError as error:
+        raise SpoolError(
+            f"{folder}: cannot be made: {error.strerror}", "choose another with --rs-spool"
+        ) from error
+    if status.st_uid != os.getuid() or status.st_mode & 0o077 or folder.is_symlink():
+        raise SpoolError(
+            f"{folder}: belongs to another user, is a link or is open to others "
+            f"(mode {status.st_mode & 0o777:o})",
+            "remove it, or choose another with --rs-spool",
+        )
+    return folder
 
 
 def _make_private(folder: Path, base: Path) -> None:

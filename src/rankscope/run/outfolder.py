@@ -21,6 +21,7 @@ from rankscope.run.filenames import (
     STEPS_FOLDER,
     TENSOR_FOLDER,
 )
+from rankscope.run.ownership import check_folder_found
 
 __all__ = [
     "announced",
@@ -76,9 +77,12 @@ def prepare_out(path: Path, option: str = "--rs-out") -> Path:
         FolderError: it holds something, is no folder, or cannot be written; says what to do.
     """
     try:
+        is_new = not path.exists()
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         if next(path.iterdir(), None) is not None:
             raise FolderError(f"{path} is not empty: give a new folder with {option}, or remove it")
+        if not is_new:
+            check_folder_found(path, option)
     except FileExistsError:
         raise FolderError(
             f"{path} is a file, not a folder: give another name with {option}"
@@ -102,6 +106,7 @@ def claim_out(path: Path, option: str = "--rs-out") -> Path:
     for is_last in (False, True):  # another host may be quicker by the blink of an eye
         try:
             if path.is_dir() and set(os.listdir(path)) <= _OF_A_COLLECTOR:
+                check_folder_found(path, option)
                 break
             prepare_out(path, option)
         except FolderError:

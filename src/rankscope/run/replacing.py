@@ -46,8 +46,9 @@ def replacing(path: Path, *, is_synced: bool = True) -> Iterator[BinaryIO]:
         OSError: it cannot be written; the draft is gone then: a full disk has better use for it.
     """
     draft = path.with_name(f".{path.name}.{os.getpid()}.new")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
+        draft.unlink(missing_ok=True)  # of a process that died with our number, or somebody's
         with os.fdopen(os.open(draft, flags, 0o600), "wb") as file:
             yield file
             if is_synced:

@@ -18,6 +18,7 @@ from typing import Any
 from rankscope.errors import SpoolError
 from rankscope.record.timetext import utc_text
 from rankscope.run.filenames import STALL_FOLDER
+from rankscope.run.ownership import own_subfolder
 from rankscope.run.replacing import read_json_map, write_by_rename
 
 __all__ = [
@@ -141,7 +142,7 @@ def keep_stall(folder: Path, relay: str, stall: Stall) -> None:
     others = [s for s in _read(path) if abs(s.since_ns - stall.since_ns) > _SAME_NS]
     kept = sorted([*others, stall], key=lambda s: s.since_ns)[-_MOST:]
     try:
-        path.parent.mkdir(mode=0o700, exist_ok=True)
+        own_subfolder(path.parent)
     except OSError as error:
         raise SpoolError(f"{path.parent}: cannot be made: {error.strerror}") from error
     text = json.dumps({"format": _FORMAT, "stalls": [s.as_fields() for s in kept]}, indent=1)

@@ -26,6 +26,7 @@ from rankscope.errors import TraceError, TraceVersionError
 from rankscope.record.call import Mode
 from rankscope.record.streams import MAX_RANKS
 from rankscope.run.filenames import INDEX_FORMAT, INDEX_NAME, REPLICA_FOLDER, STEPS_FOLDER
+from rankscope.run.ownership import own_subfolder
 from rankscope.tree.finishedtrace import file_faults
 from rankscope.tree.schemacheck import check_json
 from rankscope.tree.stepfiles import nodes_path, values_path, write_nodes
@@ -142,7 +143,7 @@ class GrowingTree:
             OSError: it cannot be written.
             TraceError, TraceVersionError: as for the tree.
         """
-        (out / STEPS_FOLDER).mkdir(mode=0o700, exist_ok=True)
+        own_subfolder(out / STEPS_FOLDER)
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
         with contextlib.ExitStack() as closing:
             descriptor = os.open(out / STEPS_FOLDER / INDEX_NAME, flags, 0o600)
@@ -212,7 +213,7 @@ class GrowingTree:
         Raises:
             OSError: a file cannot be written.
         """
-        (self.out / STEPS_FOLDER).mkdir(mode=0o700, exist_ok=True)
+        own_subfolder(self.out / STEPS_FOLDER)
         part = self._write(document, [*range(len(document.merged.groups))], 0)
         self.sync()
         return part

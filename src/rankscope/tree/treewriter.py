@@ -19,6 +19,7 @@ from rankscope.run.filenames import (
     Progress,
 )
 from rankscope.run.outfolder import typed
+from rankscope.run.ownership import own_subfolder
 from rankscope.run.replacing import replacing
 from rankscope.tree.growingtree import step_name
 from rankscope.tree.jsontext import json_text
@@ -124,7 +125,7 @@ def _inline(document: Document, limit: int, say: Progress) -> list[str] | None:
 
 def _split(document: Document, folder: Path, say: Progress) -> list[str]:
     """Write one nodes file per group; return trace.json's text, which names them."""
-    folder.mkdir(mode=0o700, exist_ok=True)
+    own_subfolder(folder)
     body: dict[str, list[dict[str, Any]]] = {"setup": [], "steps": []}
     heads = document.heads()
     for group, head in enumerate(heads):
