@@ -4,6 +4,7 @@ ends.
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import time
@@ -87,7 +88,7 @@ def _begin(model: nn.Module | None, given: Mapping[str, object]) -> tuple[Begun,
         out = given.get("out")
         begun = Begun(Path(str(out)).absolute(), "") if out else Begun(None, _UNNAMED)
         arm(given)
-        return begun, lambda: close(EndReason.CLOSED)
+        return begun, functools.partial(close, EndReason.CLOSED)
     block = _TracedBlock(model, _settings(given), None, None, None)
     return Begun(block.out, ""), block.finish
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -128,8 +129,13 @@ def test_a_planted_draft_is_removed_and_not_written_into(tmp_path: Path):
 
 @pytest.mark.parametrize("planted", ["open to others", "link", "stranger"])
 def test_a_socket_folder_in_the_temporary_directory_is_checked(
-    planted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    planted: str, monkeypatch: pytest.MonkeyPatch
 ):
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:  # a socket's path is short
+        _plant_and_ask(planted, Path(short), monkeypatch)
+
+
+def _plant_and_ask(planted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     base = spool_base(None)
     if planted == "link":

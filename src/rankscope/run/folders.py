@@ -327,8 +327,10 @@ class FolderLock:
                 raise SpoolError(f"{path}: cannot be made: {error.strerror}") from error
             if _is_file_at(path, descriptor):
                 self._descriptor = descriptor
-            else:  # whoever held it removed the file meanwhile: that lock keeps nobody out
-                os.close(descriptor)
+                continue
+            os.close(descriptor)  # whoever held it removed the file: that lock keeps nobody out
+            if time.monotonic() > deadline:
+                raise SpoolError(f"{path}: is not what was opened under that name")
 
     def remove(self) -> None:
         """Give the lock up and remove its file; whoever waits for it makes a new one."""
