@@ -38,7 +38,10 @@ def peers():
     if role == "relay":
         while True:
             peer = socket.socket(socket.AF_UNIX)
-            peer.connect(path)
+            try:
+                peer.connect(path)
+            except OSError:
+                return  # the collector is through
             yield peer
     server = socket.socket(socket.AF_UNIX)
     server.bind(path)
@@ -54,16 +57,21 @@ else:
     part = b"\\x03" + part_bytes.to_bytes(8, "big") + bytes(part_bytes)
 block = part * max(1, (1 << 20) // len(part))
 end, sent, cut = time.monotonic() + seconds, 0, 0
+
+def goes_on():  # on a busy machine longer: until it was cut off
+    now = time.monotonic()
+    return now < end or (cut < 2 and now < end + 60)
+
 for peer in peers():
     try:
         greet(peer)
-        while time.monotonic() < end:
+        while goes_on():
             peer.sendall(block)
             sent += len(block)
     except OSError:
         cut += 1
     peer.close()
-    if time.monotonic() >= end:
+    if not goes_on():
         break
 print(sent, cut, flush=True)
 """
@@ -87,7 +95,7 @@ def most_bytes(process: subprocess.Popen[str]) -> int:
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, int]:
     """Bytes a flood sent, and how often it was cut off."""
-    sent, cut = process.communicate(timeout=60)[0].split()[-2:]
+    sent, cut = process.communicate(timeout=120)[0].split()[-2:]
     return int(sent), int(cut)
 
 
@@ -118,11 +126,10 @@ def test_a_message_that_never_ends_is_cut_off_and_the_job_beside_it_loses_nothin
     assert "cut off" in host.log("collector")
 
 
-@pytest.mark.parametrize("part_bytes", [0, 4000])
-def test_a_false_collector_cannot_fill_the_memory_of_a_training_host(hosts, part_bytes):
+def test_a_false_collector_cannot_fill_the_memory_of_a_training_host(hosts):
     host = hosts(world_size=1)
     host.rank(0, batches=3).wait(timeout=60)
-    flooding = flood("collector", host.address, part_bytes)
+    flooding = flood("collector", host.address, 4000)
     host.processes.append(flooding)
     assert flooding.stdout is not None
     assert flooding.stdout.readline() == "listening\n"
