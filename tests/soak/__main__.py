@@ -13,6 +13,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict
@@ -20,7 +21,7 @@ from pathlib import Path
 
 from tests.soak.disks import can_mount, in_namespace
 from tests.soak.hosts import can_have_hosts, draw_hosts, play_hosts
-from tests.soak.job import kill_all
+from tests.soak.job import kill_all, start_nothing_more
 from tests.soak.schedule import Outcome, draw, play
 
 
@@ -75,6 +76,8 @@ def main() -> int:
 
 def end_all(folder: Path) -> None:
     """End every process of every job, then this one: nothing is left behind."""
+    start_nothing_more()
+    time.sleep(0.2)
     kill_all(folder)
     os._exit(1)
 

@@ -32,7 +32,7 @@ class Kind:
     before: Act = nothing
     """Done before the job starts."""
     ways: tuple[str, ...] = ("direct", "launched")
-    transports: tuple[str, ...] = ("own", "shared", "proxied")
+    transports: tuple[str, ...] = ("own", "shared", "proxied", "keyed")
     trace_disk: str = ""
     spool_disk: str = ""
     ends: str = ""
@@ -172,7 +172,7 @@ def replace_disk(job: Job, chosen: random.Random) -> None:
 
 _HOST = ("direct",)
 _LAUNCHER = ("launched",)
-_PROXY = ("proxied",)
+_PROXY = ("proxied", "keyed")
 
 KINDS = {
     "rank killed": Kind(inject=kill("rank")),

@@ -17,6 +17,7 @@ import sys
 import time
 from pathlib import Path
 
+from rankscope.run.keyfile import relays_file
 from tests import forked
 from tests.gather.jobs import environment
 from tests.soak.disks import can_mount
@@ -34,6 +35,7 @@ _RANKS = 2
 _GLOO_S = 10
 _MOST_JOB_S = 150.0
 _LOOK_S = 0.2
+_COLLECTOR = "tcp://10.77.0.1:7777"
 FAULTS = {
     "a host dies": (0.0, 0.0),
     "a host is cut off and comes back": (2.0, 30.0),
@@ -45,14 +47,15 @@ FAULTS = {
 
 def can_have_hosts() -> bool:
     """True where network namespaces may be made, in a mount namespace that ends with the tool."""
-    name = f"soak-probe-{os.getpid()}"
-    if (
-        not can_mount()
-        or not shutil.which("ip")
-        or subprocess.run(["ip", "netns", "add", name]).returncode
-    ):
+    if not can_mount() or not shutil.which("ip"):
         return False
-    _ip("netns", "del", name)
+    try:
+        Path("/run/netns").mkdir(exist_ok=True)
+        _run("mount", "-t", "tmpfs", "tmpfs", "/run/netns")  # names go with the tool too
+        _ip("netns", "add", "probe")
+        _ip("netns", "del", "probe")
+    except OSError:
+        return False
     return True
 
 
@@ -67,7 +70,11 @@ def draw_hosts(seed: int) -> Schedule:
         seed=chosen.randrange(1 << 30),
     )
     shape = Shape(
-        way=f"{_HOSTS} hosts", transport="shared", ranks=_HOSTS * _RANKS, steps=100, gloo=True
+        way=f"{_HOSTS} hosts",
+        transport="keyed" if seed // len(FAULTS) % 2 else "shared",
+        ranks=_HOSTS * _RANKS,
+        steps=100,
+        gloo=True,
     )
     return Schedule(seed=seed, shape=shape, faults=(fault,))
 
@@ -148,6 +155,8 @@ def _play(network: Network, schedule: Schedule, place: Path) -> float:
     """Return when the fault was over and the last rank of a living host gone."""
     (fault,) = schedule.faults
     chosen = random.Random(fault.seed)
+    if schedule.shape.transport == "keyed":
+        _collect(network, place)
     launchers = [_start(network, host, schedule, place) for host in range(_HOSTS)]
     deadline = time.monotonic() + _MOST_JOB_S
     while len([*_stepped(place)]) < _HOSTS * _RANKS:
@@ -191,23 +200,42 @@ def _stepped(place: Path) -> list[Path]:
     return [path for path in (place / "accounts").iterdir() if b"\nstep" in path.read_bytes()]
 
 
+def _collect(network: Network, place: Path) -> None:
+    """Start a collector by hand on the first host, for hosts without a common folder."""
+    keys = place / "keys"
+    forked.run([_BIN / "rankscope", "keys", "new", keys], check=True, capture_output=True)
+    words = [str(_BIN / "rankscope"), "collect", "--out", str(place / "trace"), "--bind"]
+    words += [_COLLECTOR, "--keys", str(keys), "--world-size", str(_HOSTS * _RANKS)]
+    _inside(network, 0, words, place / "collector.log")
+
+
 def _start(network: Network, host: int, schedule: Schedule, place: Path) -> subprocess.Popen[bytes]:
-    words = [str(_BIN / "rankscope"), "run", "--rs-out", str(place / "trace")]
+    words = [str(_BIN / "rankscope"), "run"]
+    if schedule.shape.transport == "keyed":
+        relays = str(relays_file(place / "keys"))
+        words += ["--rs-collector", _COLLECTOR, "--rs-keys", relays]
+    else:
+        words += ["--rs-out", str(place / "trace")]
     words += ["--rs-spool", str(place / f"host{host}"), "--rs-steps", "all"]
     words += ["--nnodes", str(_HOSTS), "--nproc-per-node", str(_RANKS)]
     words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{address(0)}:29400"]
     words += ["--rdzv-id", "soak", "--local-addr", address(host), str(_PROGRAM)]
     words += [str(place / "accounts"), "--steps", str(schedule.shape.steps), "--gloo"]
     words += ["--gloo-timeout", str(_GLOO_S), "--pause-ms", "50"]
+    return _inside(network, host, words, place / f"host{host}.log")
+
+
+def _inside(network: Network, host: int, words: list[str], log: Path) -> subprocess.Popen[bytes]:
+    """Run a command on a host."""
     inside = shlex.join([sys.executable, "-m", "tests.soak.hosts", *words])
-    with (place / f"host{host}.log").open("a") as log:
+    with log.open("a") as file:
         return subprocess.Popen(
             ["ip", "netns", "exec", network.hosts[host], "unshare", "--uts", "sh", "-c"]
             + [f"hostname node{host} && exec {inside}"],
             env={**os.environ, "GLOO_SOCKET_IFNAME": "eth0"},
             stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
+            stdout=file,
+            stderr=file,
         )
 
 

@@ -14,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,11 +27,12 @@ from tests.gather.jobs import Host, environment
 from tests.soak.disks import Disk
 from tests.soak.proxy import Proxy, addresses
 
-__all__ = ["Job", "Shape", "kill_all", "processes"]
+__all__ = ["Job", "Shape", "kill_all", "processes", "start_nothing_more"]
 
 _PROGRAM = Path(__file__).with_name("program.py")
 _BIN = Path(sys.executable).parent
 _FINAL = tuple(ExitOutcome)
+_ending = threading.Event()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +43,7 @@ class Shape:
     """`direct` or `launched`."""
     transport: str
     """`own`: a socket in the run folder. `shared`: relays write the trace folder. `proxied`: a
-    socket with a proxy before it."""
+    socket with a proxy before it. `keyed`: the same on TCP, with keys."""
     ranks: int
     steps: int
     pause_ms: int = 20
@@ -91,8 +93,8 @@ class Job:
         address, self._bind = "", []
         if shape.transport == "shared":
             address = SHARED
-        elif shape.transport == "proxied":
-            address, back = addresses(folder)
+        elif shape.transport in ("proxied", "keyed"):
+            address, back = addresses(folder, shape.transport)
             self.proxy = Proxy(address, back, seed)
             self._bind = [back]
         self._host = Host(
@@ -119,6 +121,7 @@ class Job:
             "RANKSCOPE": "1",
             "RANKSCOPE_RUN_FOLDER": str(self._host.folder),
             "RANKSCOPE_OUT": str(self.out),
+            "RANKSCOPE_SPOOL": str(self._base),
             "RANKSCOPE_STEPS": "all",
             "RANKSCOPE_SPOOL_BYTES": f"{self.shape.spool_mebibytes << 20}",
             "RANK": str(rank),
@@ -200,7 +203,7 @@ class Job:
 
     def tend(self) -> None:
         """Start companions again that were killed, as a launcher does."""
-        for role, process in self._companions.items():
+        for role, process in () if _ending.is_set() else self._companions.items():
             code = process.poll()
             if code is not None and code not in _FINAL and role not in self.held_down:
                 self.start_companion(role)
@@ -297,6 +300,11 @@ def processes(folder: Path) -> list[tuple[int, list[bytes]]]:
     return sorted(found)
 
 
+def start_nothing_more() -> None:
+    """From here on jobs start no process: the tool is about to end."""
+    _ending.set()
+
+
 def kill_all(folder: Path) -> None:
     """End every process that works in a folder."""
     deadline = time.monotonic() + 20
@@ -316,4 +324,6 @@ def host_command(
     if role == "relay":
         return relay_command(host.folder)
     own = [] if host.address == SHARED else [host.address]
-    return collector_command(host.out, bind=bind or own, world_size=host.world_size, **options)
+    return collector_command(
+        host.out, bind=bind or own, world_size=host.world_size, keys=host.keys, **options
+    )

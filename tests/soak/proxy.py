@@ -9,22 +9,34 @@ import threading
 import time
 from pathlib import Path
 
+from tests.ports import free_port
+
 __all__ = ["Proxy", "addresses"]
 
 _CHUNK = 16384
 _TIMEOUT_S = 0.1
 
 
-def addresses(folder: Path) -> tuple[str, str]:
-    """Return where a proxy listens, and where the collector behind it does."""
+def addresses(folder: Path, transport: str) -> tuple[str, str]:
+    """Return where a proxy listens, and where the collector behind it does: `proxied` on Unix
+    sockets, `keyed` on TCP, which has keys."""
+    if transport == "keyed":
+        return f"tcp://127.0.0.1:{free_port()}", f"tcp://127.0.0.1:{free_port()}"
     return f"ipc://{folder / 'front.sock'}", f"ipc://{folder / 'back.sock'}"
+
+
+def _family_and_place(address: str) -> tuple[socket.AddressFamily, str | tuple[str, int]]:
+    if address.startswith("tcp://"):
+        host, _, port = address.removeprefix("tcp://").rpartition(":")
+        return socket.AF_INET, (host, int(port))
+    return socket.AF_UNIX, address.removeprefix("ipc://")
 
 
 class Proxy:
     """Passes on what both sides send, and spoils it while told to."""
 
     def __init__(self, front: str, back: str, seed: int) -> None:
-        self._back = back.removeprefix("ipc://")
+        self._back = _family_and_place(back)
         self._random = random.Random(seed)
         self._lock = threading.Lock()
         self._pairs: list[tuple[socket.socket, socket.socket]] = []
@@ -33,8 +45,9 @@ class Proxy:
         """What is being done: `refuse`, `stall`, `truncate`, `duplicate`, `flip`."""
         self.spoiled = 0
         """How often bytes were changed, cut or sent twice."""
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(front.removeprefix("ipc://"))
+        family, place = _family_and_place(front)
+        self._listener = socket.socket(family)
+        self._listener.bind(place)
         self._listener.listen(16)
         self._listener.settimeout(_TIMEOUT_S)
         threading.Thread(target=self._accept, daemon=True).start()
@@ -60,11 +73,12 @@ class Proxy:
                 continue
             except OSError:
                 return
-            server = socket.socket(socket.AF_UNIX)
+            family, place = self._back
+            server = socket.socket(family)
             try:
                 if "refuse" in self.spoils:
                     raise OSError("refused")
-                server.connect(self._back)
+                server.connect(place)
             except OSError:
                 client.close()
                 server.close()
