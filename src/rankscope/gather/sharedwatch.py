@@ -57,8 +57,8 @@ def read_host_states(out: Path) -> dict[str, SharedHostState]:
                 beat=int(fields["beat"]),
                 job=JobState(fields["job"]),
                 max_restarts=int(fields["max_restarts"]),
-                alive=int(fields["alive"]),
-                held=int(fields["held"]),
+                alive=int(fields.get("alive", 1)),
+                held=int(fields.get("held", 0)),
             )
         except (SpoolError, KeyError, TypeError, ValueError):
             continue
