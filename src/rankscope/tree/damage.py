@@ -15,7 +15,7 @@ from rankscope.errors import TraceError
 
 __all__ = ["UNREADABLE", "damaged_is_trace_error"]
 
-UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, IndexError)
+UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError)
 """What reading JSON of another shape than expected raises."""
 T = TypeVar("T")
 
