@@ -28,9 +28,9 @@ from rankscope.agent.steps.chosen import Agreement
 from rankscope.agent.steps.touchedfile import OrderWays
 from rankscope.agent.values.tensorpolicy import make_recorder, tensor_store_of_run
 from rankscope.agent.watchingrecorder import WatchingRecorder
-from rankscope.errors import LayoutError
+from rankscope.errors import LayoutError, SpoolError
 from rankscope.layout.layoutfile import LayoutFile
-from rankscope.record.streams import EndReason, RankIdentity, StreamId
+from rankscope.record.streams import MAX_INCARNATIONS, EndReason, RankIdentity, StreamId
 from rankscope.run.eventboard import EventBoard, event_folder
 from rankscope.run.filenames import (
     HELD_FOLDER,
@@ -158,6 +158,8 @@ def join_run(settings: Settings, environ: Mapping[str, str] = os.environ) -> Joi
         return None  # a child that inherited RANK
     identity = replace(identity, incarnation=_life(identity, earlier, environ))
     while stream_folder(spools, identity.stream).exists():
+        if identity.incarnation + 1 >= MAX_INCARNATIONS:
+            raise SpoolError(f"{spools}: there are records of every life that a rank may have")
         identity = replace(identity, incarnation=identity.incarnation + 1)
     writer, recorder = _open_spool(settings, identity, run_folder, header)
     define_rank(recorder, identity, header.run_id, settings)
