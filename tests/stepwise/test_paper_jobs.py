@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import resource
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +15,7 @@ from rankscope.diagnosis.check import check
 from rankscope.record.finding import Severity
 from rankscope.record.phases import Phase
 from rankscope.record.streams import StreamId
+from rankscope.run.filenames import FINDINGS_NAME
 from rankscope.spool.recordcolumns import records
 from rankscope.spool.recordformat import CELL_BYTES, RecordKind, StepEvent
 from rankscope.spool.replication import replica_path
@@ -225,3 +229,24 @@ def test_several_places_of_one_kind_are_one_line(tmp_path: Path, work: Path):
     assert lines and all(line["kind"] == "nonfinite-origin" for line in lines)
     assert len(lines) <= 2
     assert json.dumps(lines[0]["others"]).count("path") == len(lines[0]["others"])
+
+
+def test_what_a_full_disk_does_not_take_is_told_once_there_is_room(tmp_path: Path) -> None:
+    file = FindingsFile(tmp_path)
+    file.say("before: there is room")
+    _, hard = before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        size = (tmp_path / FINDINGS_NAME).stat().st_size
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, hard))  # a part of a line fits
+        file.say("first: no room")
+        file.say("second: no room")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+    file.say("after: room again")
+    told = []
+    for line in (tmp_path / FINDINGS_NAME).read_text().splitlines():
+        with contextlib.suppress(ValueError):  # the part that fitted
+            told.append(json.loads(line)["notice"].partition(":")[0])
+    assert told == ["before", "first", "second", "after"]

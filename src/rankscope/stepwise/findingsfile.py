@@ -23,6 +23,8 @@ __all__ = ["FindingsFile"]
 
 _MOST_NOTICES: Final = 16
 _MOST_NAMED: Final = 100
+_MOST_WAITING: Final = 1000
+"""Lines that a full disk may keep from being written."""
 
 
 class FindingsFile:
@@ -37,6 +39,8 @@ class FindingsFile:
         self._path = out / FINDINGS_NAME
         self._notices: set[str] = set()
         self._told: set[tuple[str, tuple[int, ...]]] = set()
+        self._waiting: list[str] = []
+        self._is_torn = False
         for told in findings_in(out):
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 self._told.add((str(told["kind"]), tuple(map(int, told["ranks"]))))
@@ -72,11 +76,20 @@ class FindingsFile:
         self._append([json.dumps(fields)])
 
     def _append(self, lines: Sequence[str]) -> None:
-        if not lines:
+        """Append lines, those first that a full disk did not take before."""
+        self._waiting = [*self._waiting, *lines][:_MOST_WAITING]
+        if not self._waiting:
             return
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-        with os.fdopen(os.open(self._path, flags, 0o600), "w") as file:
-            file.write("".join(f"{line}\n" for line in lines))
+        text = "".join(f"{line}\n" for line in self._waiting)
+        try:
+            with os.fdopen(os.open(self._path, flags, 0o600), "w") as file:
+                file.write(f"\n{text}" if self._is_torn else text)
+        except OSError:
+            self._is_torn = True  # a part of a line may be there
+        else:
+            self._is_torn = False
+            self._waiting = []
 
 
 def _line(findings: Sequence[Finding], now_ns: int, ended_ns: int) -> str:
