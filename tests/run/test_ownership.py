@@ -26,7 +26,9 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a fol
 @as_root
 @pytest.mark.parametrize("take", [prepare_out, claim_out])
 def test_an_empty_trace_folder_of_another_user_is_refused(take, tmp_path: Path):
-    folder = tmp_path / "trace"
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared").chmod(0o1777)
+    folder = tmp_path / "shared" / "trace"
     folder.mkdir()
     os.chown(folder, STRANGER, STRANGER)
     with pytest.raises(FolderError, match=f"uid {STRANGER}.*--rs-out"):
@@ -35,8 +37,23 @@ def test_an_empty_trace_folder_of_another_user_is_refused(take, tmp_path: Path):
 
 
 @as_root
-def test_a_block_into_a_folder_of_another_user_runs_untraced(tmp_path: Path, capsys):
+def test_root_takes_a_folder_that_its_owner_alone_could_have_put_there(tmp_path: Path):
+    """As one that a user binds into a container."""
     folder = tmp_path / "trace"
+    folder.mkdir()
+    os.chown(folder, STRANGER, STRANGER)
+    assert claim_out(folder) == folder
+    assert prepare_out(folder) == folder
+    (folder / "spool").symlink_to(tmp_path)
+    with pytest.raises(FolderError, match="spool is a link"):
+        claim_out(folder)
+
+
+@as_root
+def test_a_block_into_a_folder_of_another_user_runs_untraced(tmp_path: Path, capsys):
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared").chmod(0o1777)
+    folder = tmp_path / "shared" / "trace"
     folder.mkdir(mode=0o777)
     os.chown(folder, STRANGER, STRANGER)
     with rankscope.trace(out=folder) as traced:

@@ -31,7 +31,7 @@ def check_folder_found(path: Path, option: str = "--rs-out") -> None:
         OSError: it cannot be read.
     """
     owner = os.stat(path).st_uid
-    if owner not in _our_names(path):
+    if owner not in _our_names(path) and not _is_given_to_root(path):
         raise FolderError(
             f"{path} belongs to another user (uid {owner}), who could send what is written there "
             f"anywhere: name a new folder, or one of your own, with {option}"
@@ -77,6 +77,17 @@ def open_own_log(path: Path) -> int:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def _is_given_to_root(folder: Path) -> bool:
+    """True where this is root, and nobody could have put the folder there but its owner or root: a
+    user's own folder, bound into a container.
+    """
+    if os.getuid() != 0:
+        return False
+    above = os.stat(folder.absolute().parent)
+    is_closed = not above.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return is_closed and above.st_uid in (0, os.stat(folder).st_uid)
 
 
 def _our_names(folder: Path) -> set[int]:
