@@ -1,6 +1,7 @@
 """What a job of many ranks costs the hosts that gather it: intake, latency, memory, disk, the tree.
 
     python -m tests.perf.scale [--ranks 64 256 1024] [--modules 2000] [--steps 4] [--digests]
+        [--ranks-a-host 8]
 
 Ranks without torch: each has a spool, and writes the records of a step into it by the writer that
 real ranks use. Eight ranks make a host, with a real relay; one real collector takes them all, over
@@ -49,7 +50,6 @@ from rankscope.spool.recordformat import (
 from rankscope.spool.writer import SpoolWriter
 from rankscope.tree.reader import open_trace
 
-RANKS_A_HOST = 8
 WRITERS = 2
 SPOOL_BYTES = 8 << 20
 MOST_S = 900.0
@@ -61,8 +61,8 @@ def definitions(rank: int, ranks: int, modules: int) -> list[dict[str, Any]]:
     return [
         {
             "kind": "rank", "format": 1, "run_id": "scale", "rank": rank, "world_size": ranks,
-            "local_rank": rank % RANKS_A_HOST, "local_world_size": RANKS_A_HOST, "incarnation": 0,
-            "host": f"h{rank // RANKS_A_HOST}", "pid": 1, "wall_ns": 10**18, "monotonic_ns": 0,
+            "local_rank": rank % 8, "local_world_size": 8, "incarnation": 0,
+            "host": f"h{rank // 8}", "pid": 1, "wall_ns": 10**18, "monotonic_ns": 0,
         },
         {"kind": "root", "class": "Model", "parameters": 10**9, "has_parameters": True},
         {
@@ -151,6 +151,7 @@ class Row:
     """Processor time of the collector for that."""
     relays_s: float
     """Of all relays."""
+    relays: int
     collector_mb: float
     relay_mb: float
     """The largest of them."""
@@ -162,7 +163,9 @@ class Row:
 
 
 @contextmanager
-def job(base: Path, ranks: int) -> Iterator[tuple[subprocess.Popen[bytes], list[Any], list[Path]]]:
+def job(
+    base: Path, ranks: int, ranks_a_host: int
+) -> Iterator[tuple[subprocess.Popen[bytes], list[Any], list[Path]]]:
     """Start a collector and the relays; yield them and the run folders of the hosts."""
     out, address = base / "out", f"ipc://{base}/c.sock"
     options = {"live_check": False, "keep_spool": True, "drain_seconds": 120.0}
@@ -179,18 +182,18 @@ def job(base: Path, ranks: int) -> Iterator[tuple[subprocess.Popen[bytes], list[
 
         collector = start(collector_command(out, bind=[address], world_size=ranks, **options))
         hosts = []
-        for host in range(-(-ranks // RANKS_A_HOST)):
+        for host in range(-(-ranks // ranks_a_host)):
             hosts.append(host_run_folder(spool_base(base / f"h{host}"), run_key("scale")))
             header = RunHeader(run_id="scale", out=out, collector=address, world_size=ranks)
             write_run_header(hosts[-1], header)
         yield collector, [start(relay_command(host)) for host in hosts], hosts
 
 
-def measure(ranks: int, modules: int, steps: int, *, has_digests: bool) -> Row:
+def measure(ranks: int, modules: int, steps: int, *, has_digests: bool, ranks_a_host: int) -> Row:
     """Gather a job of so many ranks."""
     base = Path(tempfile.mkdtemp(prefix="scale-"))
     try:
-        with job(base, ranks) as (collector, relays, hosts):
+        with job(base, ranks, ranks_a_host) as (collector, relays, hosts):
             return _gathered(
                 base, collector, relays, hosts, (ranks, modules, steps), has_digests=has_digests
             )
@@ -209,7 +212,7 @@ def _gathered(
 ) -> Row:
     ranks, modules, steps = size
     folders = [
-        str(stream_folder(hosts[rank // RANKS_A_HOST], StreamId(rank=rank, incarnation=0)))
+        str(stream_folder(hosts[rank * len(hosts) // ranks], StreamId(rank=rank, incarnation=0)))
         for rank in range(ranks)
     ]
     playing = []
@@ -277,6 +280,7 @@ def _gathered(
         behind_s=behind,
         collector_s=spent[0],
         relays_s=spent[1],
+        relays=len(relays),
         collector_mb=most[0],
         relay_mb=most[1],
         tree_s=tree_s,
@@ -293,13 +297,12 @@ def table(rows: Sequence[Row]) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        relays = max(1, row.ranks // RANKS_A_HOST)
         million = row.records / 1e6
         lines.append(
             f"| {row.ranks:,} | {million:.1f} M, {row.megabytes:.0f} | {row.wall_s:.1f} s "
             f"| {row.behind_s:.1f} s | {row.collector_s:.1f} s: "
             f"{row.records / row.collector_s / 1e6:.1f} M records/s, "
-            f"{row.megabytes / row.collector_s:.0f} MB/s | {row.relays_s / relays:.2f} s "
+            f"{row.megabytes / row.collector_s:.0f} MB/s | {row.relays_s / row.relays:.2f} s "
             f"| {row.collector_mb:.0f}, {row.relay_mb:.0f} "
             f"| {row.tree_s:.1f} s ({row.records / row.tree_s / 1e6:.2f} M records/s), "
             f"{row.tree_mb:.0f}, {row.tree_bytes:.0f} |"
@@ -314,6 +317,7 @@ def main() -> None:
     parser.add_argument("--modules", type=int, default=2000)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--digests", action="store_true")
+    parser.add_argument("--ranks-a-host", type=int, default=8)
     parser.add_argument("--write", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -324,7 +328,15 @@ def main() -> None:
         return
     rows = []
     for ranks in options.ranks:
-        rows.append(measure(ranks, options.modules, options.steps, has_digests=options.digests))
+        rows.append(
+            measure(
+                ranks,
+                options.modules,
+                options.steps,
+                has_digests=options.digests,
+                ranks_a_host=options.ranks_a_host,
+            )
+        )
         print(rows[-1], flush=True)
     print(table(rows))
 
