@@ -92,7 +92,10 @@ def test_a_file_that_is_damaged_anywhere_is_an_error_that_names_it(replica: Path
     for size in (0, 1, 43, 44, len(good) - 1):
         path.write_bytes(good[:size])
         with pytest.raises(SpoolError, match=r"rank00000.0.settled: is damaged"):
-            find_streams([replica.parents[1]])
+            read_settled(replica)
+        (found,) = find_streams([replica.parents[1]])  # the streams of other ranks are read
+        assert not len(found.data)
+        assert "rank00000.0.settled: is damaged" in " ".join(found.notes)
     path.write_bytes(b"")
     for reads in (settled_to, valid_prefix, open_replica):
         with pytest.raises(SpoolError, match="is damaged"):
