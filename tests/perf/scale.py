@@ -103,7 +103,7 @@ def write(folders: Sequence[str], ranks: int, modules: int, *, has_digests: bool
                     ENTER.pack(call, parent, began + call, module, step, 0, 0, 1, 0, 0, 2, 0),
                 )
                 if has_digests:
-                    numbers = (rank * 0.001 + call, 1.0, 2.0, 3.0, 4.0, *range(12))
+                    numbers = (0, 0, 0, 0, *(rank * 0.001 + call + n for n in range(13)))
                     head = (call, began + call, 4, 3, 0, 1, 0, 131072, hash((rank, call)) & MASK, 0)
                     writer.write(RecordKind.VALUE, VALUE.pack(*head, *numbers))
                 writer.write(RecordKind.EXIT, EXIT.pack(call, began + call + 9, 0, 0, 0))
