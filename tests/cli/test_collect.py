@@ -234,7 +234,7 @@ def test_a_second_collector_on_one_folder_is_refused(collect: Start, address: st
         (["--bind", "tcp://127.0.0.1:7777"], "rankscope keys new FILE"),
         (["--bind", "127.0.0.1:7777"], "expected ipc:///path or tcp://HOST:PORT"),
         (["--keys", "/dev/null"], "--keys are those of TCP"),
-        (["--bind", "tcp://127.0.0.1:7777", "--keys", "/dev/null"], "others may read these keys"),
+        (["--bind", "tcp://127.0.0.1:7777", "--keys", "/dev/null"], "it is no file"),
         (["--bind", "tcp://127.0.0.1:7777", "--keys", "nowhere"], "cannot be read"),
         (
             ["--bind", "tcp://127.0.0.1:7777", "--keys", str(relays_file(key_file()))],

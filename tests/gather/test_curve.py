@@ -15,7 +15,7 @@ import zmq
 
 from rankscope.errors import KeysError
 from rankscope.gather.collector import Intake
-from rankscope.gather.curve import Handshake, admit_relays, handshake_trouble, new_keys
+from rankscope.gather.curve import Admission, Handshake, handshake_trouble, new_keys
 from rankscope.gather.links import SocketLink
 from rankscope.gather.log import ExitOutcome
 from rankscope.gather.protocol import PROTOCOL_VERSION, Beat, Hello, encode
@@ -95,7 +95,9 @@ def test_a_relay_with_the_keys_is_taken(intake: Intake, dealer: Dealers) -> None
 
 
 @pytest.mark.parametrize("who", ["no keys", "own keys", "the collector's keys", "other collector"])
-def test_nobody_else_gets_a_word_in(intake: Intake, dealer: Dealers, who: str) -> None:
+def test_nobody_else_gets_a_word_in(
+    intake: Intake, dealer: Dealers, who: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     keys, other = ours(), new_keys()
     options = {
         "no keys": {},
@@ -114,6 +116,8 @@ def test_nobody_else_gets_a_word_in(intake: Intake, dealer: Dealers, who: str) -
     stranger.connect(intake.addresses[0])
     say_hello(stranger, intake)
     assert not intake.peers() and not intake.streams()
+    assert intake.has_refused_keys
+    assert "turned a connection away: " in capfd.readouterr().err
 
 
 def test_strangers_are_logged_and_not_for_ever(
@@ -177,7 +181,7 @@ def test_a_false_collector_gets_no_record_and_frees_none(tmp_path: Path) -> None
     false = context.socket(zmq.ROUTER)
     false.setsockopt(zmq.LINGER, 0)
     would_let_in = replace(new_keys(), relay_public=ours().relay_public)
-    authenticator = admit_relays(false, would_let_in)
+    admission = Admission(false, would_let_in)
     port = false.bind_to_random_port("tcp://127.0.0.1")
     header = RunHeader(
         run_id="run",
@@ -200,7 +204,7 @@ def test_a_false_collector_gets_no_record_and_frees_none(tmp_path: Path) -> None
         link.close()
         for shipment in shipments.values():
             shipment.reader.close()
-        authenticator.stop()
+        admission.close()
         false.close()
         context.term()
 

@@ -99,7 +99,23 @@ def test_the_command_makes_both_and_says_whose_each_is(tmp_path: Path) -> None:
     assert first.startswith(f"{tmp_path}/keys: ") and "rankscope collect" in first
     assert second.startswith(f"{tmp_path}/keys.relay: ") and "--rs-keys" in second
     assert read_keys(tmp_path / "keys", is_collector=True)
-    for words, said in ((["new", "keys"], "exists already"), (["old", "x"], "keys new FILE")):
+    (tmp_path / "half.relay").touch()
+    for words, said in (
+        (["new", "keys"], "exists already"),
+        (["new", "half"], "half.relay: exists already"),
+        (["new", "x" * 250], "cannot be written"),
+        (["new", ""], "expected the name of a file"),
+        (["old", "x"], "keys new FILE"),
+    ):
         refused = rankscope("keys", *words, cwd=tmp_path)
         assert (refused.returncode, refused.stdout) == (2, "")
         assert said in refused.stderr
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"keys", "keys.relay", "half.relay"}, "no half of a pair"
+
+
+def test_what_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    for place in (tmp_path / "pipe", tmp_path, Path("/dev/null")):
+        with pytest.raises(KeysError, match="cannot be read: "):
+            read_keys(place, is_collector=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
@@ -67,6 +68,7 @@ def command(
     """
     import json
     import shlex
+    import signal
     import sys
 
     from rankscope.cli.terminal import Paint
@@ -108,11 +110,15 @@ def command(
                 python=python_of_ranks,
             )
         )
+    if script:  # what it started ends with it, however it is ended
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
     paint, found = Paint(sys.stdout), []
     for condition in conditions:
         found.append(condition)
         if not as_json:
-            echo(_line(condition, paint))
+            for line in _lines(condition, paint):
+                echo(line)
     has_failed = any(condition.status is Status.FAILED for condition in found)
     if as_json:
         report = {
@@ -128,7 +134,8 @@ def command(
     raise typer.Exit(EXIT_FAILED if has_failed else 0)
 
 
-def _line(condition: Condition, paint: Paint) -> str:
+def _lines(condition: Condition, paint: Paint) -> Iterator[str]:
     word = condition.status.value
-    line = f"{paint(_COLORS[word], f'{word:<7}')} {condition.name:<13} {condition.found}"
-    return f"{line}\n{'':<21} -> {condition.remedy}" if condition.remedy else line
+    yield f"{paint(_COLORS[word], f'{word:<7}')} {condition.name:<13} {condition.found}"
+    if condition.remedy:
+        yield f"{'':<21} -> {condition.remedy}"

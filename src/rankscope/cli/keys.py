@@ -18,6 +18,8 @@ def command(
 
     Exit code 0: made; 2: a file exists or cannot be written.
     """
+    import shlex
+
     from rankscope.cli.printing import echo
     from rankscope.errors import SettingError
     from rankscope.gather.curve import new_keys
@@ -25,10 +27,13 @@ def command(
 
     if what != "new":
         raise SettingError(f"keys {what!r}: expected `rankscope keys new FILE`")
+    if not file.name:
+        raise SettingError(f"keys new '{file}': expected the name of a file to make")
     whole = file.expanduser()
     write_keys(whole, new_keys())
-    echo(f"{whole}: for the collector: rankscope collect --bind tcp://HOST:PORT --keys {whole}")
+    own, theirs = (shlex.quote(str(one)) for one in (whole, relays_file(whole)))
+    echo(f"{whole}: for the collector: rankscope collect --bind tcp://HOST:PORT --keys {own}")
     echo(
         f"{relays_file(whole)}: for every training host: rankscope run --rs-collector "
-        f"tcp://HOST:PORT --rs-keys {relays_file(whole)}"
+        f"tcp://HOST:PORT --rs-keys {theirs}"
     )

@@ -173,7 +173,8 @@ def _collector(settings: Settings) -> Condition:
     address = settings.collector
     if not Collection.asked(address).is_elsewhere:
         return Condition.ok("collector", address or "started with the job")
-    remedy = f"start it: rankscope collect --bind {address} --world-size N --out DIR"
+    keyed = " --keys FILE" if is_tcp(address) else ""
+    remedy = f"start it: rankscope collect --bind {address}{keyed} --world-size N --out DIR"
     try:
         check_address(address, has_keys=settings.keys is not None)
         keys = None

@@ -160,7 +160,8 @@ def _not_repeatable(difference: str) -> Condition:
         "repeatable",
         f"two untraced runs differ: {difference}; the script is not deterministic by itself, and "
         "nothing can be said of tracing",
-        "look for times, seeds of its own, threads or set order; "
+        "look for times, seeds of its own, threads, set order, or files that it writes and reads "
+        "again (a checkpoint); "
         "torch.use_deterministic_algorithms(True) and OMP_NUM_THREADS=1 help; then ask again",
     )
 

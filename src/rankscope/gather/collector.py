@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import zmq
-from zmq.auth.thread import ThreadAuthenticator
 
 from rankscope.errors import BindError, FolderError, SpoolError, WireError
 from rankscope.gather.arrivals import MemoryBound, receive_parts
@@ -27,7 +26,7 @@ from rankscope.gather.chunkmessages import (
     ChunksRefused,
 )
 from rankscope.gather.chunkstore import ReceivedChunks
-from rankscope.gather.curve import admit_relays
+from rankscope.gather.curve import Admission
 from rankscope.gather.log import log
 from rankscope.gather.protocol import (
     LONGEST_MESSAGE,
@@ -146,10 +145,10 @@ class Intake:
         # No zmq heartbeats: libzmq aborts when one falls due on a peer that left while unread.
         self._socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
         self._socket.setsockopt(zmq.LINGER, 500)
-        self._authenticator: ThreadAuthenticator | None = None
+        self._admission: Admission | None = None
         self.addresses = [self._bind(address) for address in bind if not is_tcp(address)]
         if keys is not None:  # for what is bound from here on
-            self._authenticator = admit_relays(self._socket, keys)
+            self._admission = Admission(self._socket, keys)
         self.addresses += [self._bind(address) for address in bind if is_tcp(address)]
         self._bound = MemoryBound(self.addresses, lambda: len(self._peers))
         self._is_published = False
@@ -158,6 +157,8 @@ class Intake:
     def work(self, timeout_s: float) -> None:
         """Take in at most a batch of messages; wait for the first at most `timeout_s`."""
         self._tell_synced()
+        if self._admission is not None:
+            self._admission.look()
         if not self._socket.poll(int(timeout_s * 1000)):
             return
         for _ in range(_BATCH):
@@ -184,6 +185,11 @@ class Intake:
             )
             for peer in self._peers.values()
         ]
+
+    @property
+    def has_refused_keys(self) -> bool:
+        """True once a connection was turned away, which the log says."""
+        return self._admission is not None and self._admission.refused > 0
 
     def excuse(self, seconds: float) -> None:
         """Move every clock on by the time the collector was away."""
@@ -223,9 +229,9 @@ class Intake:
         self._sync.close()
         self._replicas.close()
         self._chunks.close()
+        if self._admission is not None:
+            self._admission.close()
         self._socket.close()
-        if self._authenticator is not None:
-            self._authenticator.stop()
         self._context.term()
         for address in self.addresses:
             if address.startswith("ipc://"):

@@ -17,7 +17,7 @@ from rankscope.errors import KeysError
 from rankscope.gather.log import log
 from rankscope.run.keyfile import CurveKeys
 
-__all__ = ["Handshake", "admit_relays", "handshake_trouble", "new_keys"]
+__all__ = ["Admission", "Handshake", "handshake_trouble", "new_keys"]
 
 _DOMAIN: Final = b"rankscope"
 _MOST_LOGGED: Final = 10
@@ -40,43 +40,54 @@ def new_keys() -> CurveKeys:
     )
 
 
-def admit_relays(socket: zmq.Socket[bytes], keys: CurveKeys) -> ThreadAuthenticator:
-    """Have a socket, before it is bound, take connections of this run's relays alone.
+class Admission:
+    """Has a collector's socket take connections of this run's relays alone."""
 
-    Returns:
-        Who is asked about each connection; stop it before the context ends.
+    def __init__(self, socket: zmq.Socket[bytes], keys: CurveKeys) -> None:
+        """Set the socket up, for what it is bound to from here on.
 
-    Raises:
-        KeysError: the pair of the collector is none.
-    """
-    _check_pair(keys.collector_public, keys.collector_secret, "collector")
-    authenticator = ThreadAuthenticator(socket.context)
-    authenticator.configure_curve_callback(_DOMAIN.decode(), _AllowList(keys.relay_public))
-    authenticator.start()
-    socket.setsockopt(zmq.CURVE_SERVER, 1)
-    socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.collector_public.encode())
-    socket.setsockopt(zmq.CURVE_SECRETKEY, keys.collector_secret.encode())
-    socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
-    # should the one who is asked be gone, everybody is refused: libzmq lets all in otherwise
-    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
-    return authenticator
-
-
-class _AllowList:
-    """The one relay key that is let in."""
-
-    def __init__(self, relay_public: str) -> None:
-        self._relay_public = relay_public.encode()
-        self._refused = 0
+        Raises:
+            KeysError: the pair of the collector is none.
+        """
+        _check_pair(keys.collector_public, keys.collector_secret, "collector")
+        self._relay_public = keys.relay_public.encode()
+        self._authenticator = ThreadAuthenticator(socket.context)
+        self._authenticator.configure_curve_callback(_DOMAIN.decode(), self)
+        self._authenticator.start()
+        socket.setsockopt(zmq.CURVE_SERVER, 1)
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.collector_public.encode())
+        socket.setsockopt(zmq.CURVE_SECRETKEY, keys.collector_secret.encode())
+        socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
+        # should the one who is asked be gone, everybody is refused: libzmq lets all in otherwise
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+        self._socket = socket
+        self._events = socket.get_monitor_socket(sum(_FAILURES))
+        self.refused = 0
+        """Connections that were turned away."""
 
     def callback(self, domain: str, key: bytes) -> bool:
         """Say whether a connection with this public key is taken (of pyzmq's protocol)."""
-        if key == self._relay_public:
-            return True
-        self._refused += 1
-        if self._refused <= _MOST_LOGGED:
-            log("turned a connection away: its key is not the relay key of this run")
-        return False
+        return key == self._relay_public
+
+    def look(self) -> None:
+        """Log the first connections that were turned away since the last look."""
+        while self._events.poll(0):
+            event = recv_monitor_message(self._events)["event"]
+            self.refused += 1
+            if self.refused <= _MOST_LOGGED:
+                is_known = event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
+                key = (
+                    "its key is not the relay key of this run"
+                    if is_known
+                    else "it has other keys, or none"
+                )
+                log(f"turned a connection away: {key}")
+
+    def close(self) -> None:
+        """Let nobody in any more; before the socket is closed."""
+        self._socket.disable_monitor()
+        self._events.close(0)
+        self._authenticator.stop()
 
 
 class Handshake:

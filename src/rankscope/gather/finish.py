@@ -158,6 +158,7 @@ def collect(
     lock = FolderLock(options.out / COLLECTOR_LOCK_NAME, "collector")
     is_late = (options.out / TRACE_NAME).exists()
     source: StreamSource | None = None
+    intake: Intake | None = None
     try:
         if is_late and not _may_be_called(options.bind):
             return ExitOutcome.DONE
@@ -180,7 +181,8 @@ def collect(
         (options.out / COLLECTOR_NAME).unlink(missing_ok=True)
         source.close()  # nobody waits for a dataset but who asked for it
         source = None
-        if _finish_dataset(options) and outcome is ExitOutcome.DONE:
+        has_news = intake is not None and intake.has_refused_keys
+        if _finish_dataset(options) and outcome is ExitOutcome.DONE and not has_news:
             (options.out / COLLECTOR_LOG_NAME).unlink(missing_ok=True)
         return outcome
     finally:

@@ -7,6 +7,7 @@ No zmq here: a rank looks at the file before it has a relay started.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -53,18 +54,22 @@ def write_keys(path: Path, keys: CurveKeys) -> None:
     relay: dict[str, str] = {"public": keys.relay_public}
     of_collector = {"collector": {**collector, "secret": keys.collector_secret}, "relay": relay}
     of_relays = {"collector": collector, "relay": {**relay, "secret": keys.relay_secret}}
-    for place, pairs in ((path, of_collector), (relays_file(path), of_relays)):
-        fields = {"format": KEYS_FORMAT, **pairs}
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        try:
+    made: list[Path] = []
+    try:
+        for place, pairs in ((path, of_collector), (relays_file(path), of_relays)):
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
             with os.fdopen(os.open(place, flags, 0o600), "w") as file:
-                file.write(json.dumps(fields, indent=1) + "\n")
-        except FileExistsError:
+                made.append(place)
+                file.write(json.dumps({"format": KEYS_FORMAT, **pairs}, indent=1) + "\n")
+    except (OSError, ValueError) as error:
+        for one in made:  # no half of a pair
+            one.unlink(missing_ok=True)
+        if isinstance(error, FileExistsError):
             raise KeysError(
-                f"{place}: exists already", "choose another name, or remove it"
+                f"{error.filename}: exists already", "choose another name, or remove it"
             ) from None
-        except OSError as error:
-            raise KeysError(f"{place}: cannot be written: {error.strerror}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise KeysError(f"{path}: cannot be written: {reason}", "choose another name") from error
 
 
 def read_keys(path: Path, *, is_collector: bool) -> CurveKeys:
@@ -78,8 +83,10 @@ def read_keys(path: Path, *, is_collector: bool) -> CurveKeys:
         KeysError: it cannot be read, others may read it, or it is no such file.
     """
     try:
-        with path.open("rb") as file:
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
             status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise OSError(errno.EINVAL, "it is no file")
             text = file.read(_MOST_BYTES)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error

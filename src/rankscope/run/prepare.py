@@ -13,7 +13,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rankscope.run.address import check_address
+from rankscope.errors import KeysError
+from rankscope.run.address import check_address, is_tcp
 from rankscope.run.companions import ipc_address
 from rankscope.run.folders import (
     SHARED,
@@ -66,6 +67,11 @@ class Collection:
             BindError: the address may not be used.
             KeysError: the keys cannot be.
         """
+        if keys is not None and not is_tcp(self.address):
+            raise KeysError(
+                f"{keys}: keys are those of a collector on TCP, and none is named",
+                "name it with --rs-collector tcp://HOST:PORT, or leave --rs-keys away",
+            )
         if self.is_elsewhere:
             if keys is not None:
                 read_keys(keys, is_collector=False)
