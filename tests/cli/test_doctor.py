@@ -29,6 +29,7 @@ from rankscope.run.mounts import mount_of
 from rankscope.tree.reader import open_trace
 from tests import forked
 from tests.keyed import key_file
+from tests.launcher.launches import rankscope as command
 
 PLAIN = {name: text for name, text in os.environ.items() if not name.startswith("RANKSCOPE")}
 SOURCES = [str(Path(rankscope.__file__).parents[1]), str(Path(__file__).parents[2] / "launcher")]
@@ -363,3 +364,13 @@ def test_json_holds_every_condition_and_the_verdict(tmp_path: Path) -> None:
 
 def test_a_question_that_cannot_be_understood_ends_with_2(tmp_path: Path) -> None:
     assert doctor(tmp_path, "--nproc-per-node", "none").returncode == 2
+
+
+def test_a_remedy_stands_on_a_line_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "something").touch()
+    done = command("doctor", "--out", tmp_path / "full", "--spool", tmp_path)
+    lines = done.stdout.splitlines()
+    (at,) = (i for i, line in enumerate(lines) if line.startswith("failed  trace folder"))
+    assert lines[at].endswith("or remove it")
+    assert lines[at + 1].strip() == "-> give another with --out"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 from tests import forked
 from tests.launcher.ways import RANKSCOPE, installed
+from tests.waiting import wait_until
 
 pytestmark = [installed, pytest.mark.launch]
 
@@ -106,3 +108,25 @@ def test_without_such_a_file_the_question_is_not_understood(tmp_path: Path):
     )
     assert done.returncode == 2
     assert "nothing.py: no such file" in done.stderr
+
+
+def test_what_it_started_ends_with_it(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import os, time, torch\nopen('pid', 'w').write(str(os.getpid()))\ntime.sleep(600)\n"
+    )
+    asked = forked.Popen(
+        [RANKSCOPE, "doctor", "--script", "train.py"],
+        stdout=subprocess.DEVNULL,
+        cwd=tmp_path,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
+    try:
+        assert wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
+        asked.terminate()
+        assert asked.wait(60) == 128 + signal.SIGTERM
+        script = Path("/proc") / (tmp_path / "pid").read_text()
+        assert wait_until(lambda: not script.exists())
+        assert not list(tmp_path.glob("rankscope-doctor-*"))
+    finally:
+        if asked.poll() is None:
+            asked.kill()

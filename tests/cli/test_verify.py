@@ -154,3 +154,15 @@ def test_a_spool_that_holds_nothing_more_is_not_advised(tmp_path: Path):
     assert code == 1
     assert "spool full" in out
     assert "rankscope recover" not in out
+
+
+def test_tensors_that_were_removed_are_named(tmp_path: Path):
+    (tmp_path / "script.py").write_text(KEEPS)
+    words = [sys.executable, str(tmp_path / "script.py"), tmp_path / "trace", tmp_path / "disk"]
+    forked.run(words, check=True)
+    assert rankscope("verify", tmp_path / "trace")[0] == 0
+    for path in (tmp_path / "trace/tensors").rglob("*.safetensors"):
+        path.unlink()
+    code, out, _ = rankscope("verify", tmp_path / "trace")
+    assert code == 1
+    assert "tensors/rank00000/000001.safetensors: is not there" in out

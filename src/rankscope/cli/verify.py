@@ -52,12 +52,12 @@ def command(
 def _damaged(trace: Trace) -> list[str]:
     """Return what is wrong with files of the tree, and with kept tensors; those of a rank that
     lives are not read."""
-    from rankscope.tensors.listing import tensor_faults
+    from rankscope.tensors.listing import missing_chunks, tensor_faults
 
     inside = f"{trace.path}/"
     return [
         *(line.removeprefix(inside) for line in trace.faults()),
-        *([] if trace.is_live else tensor_faults(trace.path)),
+        *([] if trace.is_live else (*tensor_faults(trace.path), *missing_chunks(trace))),
     ]
 
 

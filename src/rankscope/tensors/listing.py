@@ -7,15 +7,23 @@ from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 
-from rankscope.chunks.chunkheader import chunk_numbers, chunk_path, stream_of_folder
+import numpy as np
+
+from rankscope.chunks.chunkheader import (
+    chunk_folder,
+    chunk_numbers,
+    chunk_path,
+    stream_of_folder,
+)
 from rankscope.chunks.finishing import damaged
 from rankscope.errors import ChunkError
 from rankscope.record.dtypes import STORED_TYPES
+from rankscope.record.streams import StreamId
 from rankscope.run.filenames import TENSOR_FOLDER
 from rankscope.tree.slotview import SlotView
 from rankscope.tree.views import Node, Trace
 
-__all__ = ["Kept", "Listing", "list_tensors", "tensor_faults"]
+__all__ = ["Kept", "Listing", "list_tensors", "missing_chunks", "tensor_faults"]
 
 
 def tensor_faults(trace: Path) -> Iterator[str]:
@@ -36,6 +44,20 @@ def tensor_faults(trace: Path) -> Iterator[str]:
             if lost:
                 are = "tensor is" if lost == 1 else "tensors are"
                 yield f"{name}: {lost} {are} not what the rank wrote: the file was damaged"
+
+
+def missing_chunks(trace: Trace) -> Iterator[str]:
+    """Yield a line for each chunk that values of a finished trace lie in and that is not there."""
+    columns = trace.columns()
+    if "values.chunk" not in columns:  # written before values named their chunk
+        return
+    names = ("values.rank", "values.incarnation", "values.chunk")
+    rows = np.stack([np.asarray(columns[name], np.int64) for name in names], axis=1)
+    for rank, incarnation, number in np.unique(rows[rows[:, 2] > 0], axis=0).tolist():
+        stream = StreamId(rank=rank, incarnation=incarnation)
+        name = chunk_path(chunk_folder(trace.path, stream), number)
+        if not name.is_file():
+            yield f"{name.relative_to(trace.path)}: is not there, and tensors were kept in it"
 
 
 @dataclass(slots=True)
