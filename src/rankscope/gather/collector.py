@@ -27,7 +27,7 @@ from rankscope.gather.chunkmessages import (
 )
 from rankscope.gather.chunkstore import ReceivedChunks
 from rankscope.gather.curve import Admission
-from rankscope.gather.log import log
+from rankscope.gather.log import FewLines, log
 from rankscope.gather.protocol import (
     LONGEST_MESSAGE,
     MOST_PARTS,
@@ -79,8 +79,9 @@ _PEERS_A_RANK = 4
 """Relays that may be known: one a host, and some for hosts that were replaced."""
 _GONE_S = 60.0
 """A relay that was silent for so long makes room for another."""
+_MOST_BROKEN = 10
 _MOST_COMPLAINTS = 100
-"""Lines in the log about what is refused: who sends it may send it for ever."""
+"""Lines in the log about messages that break the protocol, and about others that are refused."""
 _MOST_REJECTED = 100
 """Relays of other runs that are remembered, so that each is logged once."""
 
@@ -132,8 +133,8 @@ class Intake:
             marker = read_end(replica_path(out, stream))
             self._ends[stream] = marker.end if marker else None
         self._peers: dict[bytes, _Peer] = {}
-        self._refused = 0
-        self._complaints = 0
+        self._broken = FewLines(_MOST_BROKEN)
+        self._complaints = FewLines(_MOST_COMPLAINTS)
         self._rejected: set[bytes] = set()
         self._trouble = ""
         self.progress_at = time.monotonic()
@@ -268,9 +269,7 @@ class Intake:
             message = decode(parts)
             answer = self._answer(identity, message)
         except WireError as error:
-            self._refused += 1
-            if self._refused <= 10:
-                log(f"refused a message: {error}")
+            self._broken.log(f"refused a message: {error}")
             return
         except SpoolError as error:  # the disk may come back: it asks again
             self._note_trouble(str(error))
@@ -328,7 +327,9 @@ class Intake:
             return None
         name = f"relay {identity.decode(errors='replace')} on {hello.host or 'unknown host'}"
         if peer is None and not self._has_room_for_a_peer():
-            self._complain(f"{name} is not heard: {len(self._peers)} relays are known already")
+            self._complaints.log(
+                f"{name} is not heard: {len(self._peers)} relays are known already"
+            )
             return None
         if hello.version != PROTOCOL_VERSION:
             reason = (
@@ -364,12 +365,6 @@ class Intake:
         del self._peers[oldest]
         return True
 
-    def _complain(self, text: str) -> None:
-        """Log what is refused, as long as the log has room for it."""
-        self._complaints += 1
-        if self._complaints <= _MOST_COMPLAINTS:
-            log(text)
-
     def _reject(self, identity: bytes, name: str, noted: str, told: str) -> Rejected:
         """Turn a relay away; each is logged once."""
         if identity not in self._rejected and len(self._rejected) < _MOST_REJECTED:
@@ -384,7 +379,7 @@ class Intake:
             place = self._replicas.place(stream, origin)
             length = self._replicas.length(place)
         except FolderError as error:
-            self._complain(str(error))
+            self._complaints.log(str(error))
             return Refused(stream, str(error))
         except SpoolError as error:
             self._note_trouble(str(error))
@@ -402,7 +397,7 @@ class Intake:
             place = self._opened(stream, frame.origin)
             length = self._replicas.append(place, offset, frame.body)
         except FolderError as error:
-            self._complain(str(error))
+            self._complaints.log(str(error))
             return Refused(stream, str(error))
         self._report()
         if length == offset + len(frame.body):
@@ -417,7 +412,7 @@ class Intake:
                 self._sync.add(self._replicas.to_sync(place))
                 self._syncing[place] = identity, stream
         except FolderError as error:
-            self._complain(str(error))
+            self._complaints.log(str(error))
             return Refused(stream, str(error))
         except OSError:
             return None  # too many open files: it asks again
@@ -454,7 +449,7 @@ class Intake:
             place = self._opened(stream, ended.origin)
             length = self._replicas.length(place)
         except FolderError as error:
-            self._complain(str(error))
+            self._complaints.log(str(error))
             return Refused(stream, str(error))
         if committed < length or reason is EndReason.RUNNING:
             raise WireError(f"{stream.name} ended {reason.value} at {committed}, {length} are here")

@@ -1,4 +1,4 @@
-"""CurveKeys on TCP sockets: both sides prove who they are before one byte of a record goes over.
+"""Keys on TCP sockets: both sides prove who they are before one byte of a record goes over.
 
 A collector takes a connection only from who holds the relay key of its file (ZAP), a relay only to
 who holds the collector's secret key. Everything is encrypted (CURVE, ZeroMQ RFC 26).
@@ -14,7 +14,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import recv_monitor_message
 
 from rankscope.errors import KeysError
-from rankscope.gather.log import log
+from rankscope.gather.log import FewLines, log
 from rankscope.run.keyfile import CurveKeys
 
 __all__ = ["Admission", "Handshake", "handshake_trouble", "new_keys"]
@@ -62,8 +62,12 @@ class Admission:
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
         self._socket = socket
         self._events = socket.get_monitor_socket(sum(_FAILURES))
-        self.refused = 0
-        """Connections that were turned away."""
+        self._refused = FewLines(_MOST_LOGGED)
+
+    @property
+    def refused(self) -> int:
+        """How many connections were turned away."""
+        return self._refused.count
 
     def callback(self, domain: str, key: bytes) -> bool:
         """Say whether a connection with this public key is taken (of pyzmq's protocol)."""
@@ -73,15 +77,10 @@ class Admission:
         """Log the first connections that were turned away since the last look."""
         while self._events.poll(0):
             event = recv_monitor_message(self._events)["event"]
-            self.refused += 1
-            if self.refused <= _MOST_LOGGED:
-                is_known = event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
-                key = (
-                    "its key is not the relay key of this run"
-                    if is_known
-                    else "it has other keys, or none"
-                )
-                log(f"turned a connection away: {key}")
+            why = "it has other keys, or none"
+            if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                why = "its key is not the relay key of this run"
+            self._refused.log(f"turned a connection away: {why}")
 
     def close(self) -> None:
         """Let nobody in any more; before the socket is closed."""

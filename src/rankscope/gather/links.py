@@ -23,7 +23,7 @@ from rankscope.gather.chunkmessages import (
     ChunksRefused,
 )
 from rankscope.gather.curve import Handshake
-from rankscope.gather.log import log
+from rankscope.gather.log import FewLines, log
 from rankscope.gather.protocol import (
     LONGEST_ANSWER,
     MOST_PARTS,
@@ -129,7 +129,7 @@ class SocketLink:
         self.heard_at = float("-inf")
         self._beat_at = float("-inf")
         self._first = 0
-        self._refused = 0
+        self._refused = FewLines(_MOST_REFUSED_LOGGED)
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.ROUTING_ID, f"relay-{name}".encode())
@@ -247,9 +247,7 @@ class SocketLink:
             except zmq.Again:
                 break
             except WireError as error:
-                self._refused += 1
-                if self._refused <= _MOST_REFUSED_LOGGED:
-                    log(f"refused a message: {error}")
+                self._refused.log(f"refused a message: {error}")
                 continue
             self.heard_at = now
             was_busy = was_busy or not isinstance(message, BeatSeen)

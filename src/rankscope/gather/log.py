@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rankscope.record.visibletext import visible
 
-__all__ = ["ExitOutcome", "log", "log_into"]
+__all__ = ["ExitOutcome", "FewLines", "log", "log_into"]
 
 
 class ExitOutcome(enum.IntEnum):
@@ -48,6 +48,21 @@ def log(line: str) -> None:
             os.write(2, text.encode(errors="backslashreplace"))
     except (OSError, ValueError):
         pass  # whoever read the other end is gone; the records still have to be gathered
+
+
+class FewLines:
+    """Lines about what others do, who may do it for ever: the first of them are logged."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.count = 0
+        """How many there were."""
+
+    def log(self, line: str) -> None:
+        """Write one more line, as long as there were few."""
+        self.count += 1
+        if self.count <= self._most:
+            log(line)
 
 
 @contextmanager
