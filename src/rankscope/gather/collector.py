@@ -50,7 +50,8 @@ from rankscope.gather.protocol import (
     decode,
     encode,
 )
-from rankscope.gather.replica import BackgroundSync, ReplicaFiles
+from rankscope.gather.replica import ReplicaFiles
+from rankscope.gather.replicasync import BackgroundSync
 from rankscope.gather.waitingrule import JobState, PeerState, StreamProgress
 from rankscope.record.streams import EndReason, StreamId
 from rankscope.run.address import check_address, is_tcp

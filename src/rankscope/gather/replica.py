@@ -15,14 +15,12 @@ import os
 import resource
 import socket
 import stat
-import threading
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from queue import Empty, SimpleQueue
 
 from rankscope.errors import FolderError, SpoolError
+from rankscope.gather.replicasync import Unsynced, sync_by_name
 from rankscope.record.streams import MAX_INCARNATIONS, StreamId
 from rankscope.run.filenames import CELLS_SUFFIX, REPLICA_FOLDER, RUN_ID_NAME
 from rankscope.run.filepieces import bytes_on_disk
@@ -32,7 +30,7 @@ from rankscope.spool.recordformat import CELL_BYTES
 from rankscope.spool.replication import replica_path, replicated
 from rankscope.spool.validprefix import valid_prefix
 
-__all__ = ["BackgroundSync", "ReplicaFiles", "Unsynced"]
+__all__ = ["ReplicaFiles"]
 
 DEFAULT_QUOTA_BYTES = 64 << 30
 """Of the disk, for all lives of a rank together."""
@@ -48,75 +46,6 @@ _PASSING = (errno.EIO, errno.EROFS, errno.ESTALE, errno.ENOSPC, errno.EDQUOT)
 
 def _origin_path(out: Path, stream: StreamId) -> Path:
     return out / REPLICA_FOLDER / f"{stream.name}.origin"
-
-
-@dataclass(frozen=True, slots=True)
-class Unsynced:
-    """Bytes of a replica that may be in the memory of this host only."""
-
-    stream: StreamId
-    length: int
-    descriptor: int
-    """One of its own, which is closed afterwards."""
-    new: Path | None
-    """The replica's path where its name has to be put on disk too."""
-
-    def put_on_disk(self) -> None:
-        """Wait until the bytes outlast a loss of power.
-
-        Raises:
-            OSError: they do not. What the disk refused once it may have forgotten.
-        """
-        try:
-            os.fdatasync(self.descriptor)
-            if self.new is not None:
-                for path in (self.new.with_suffix(".origin"), self.new.parent):
-                    with contextlib.suppress(FileNotFoundError):
-                        _sync_by_name(path)
-        finally:
-            os.close(self.descriptor)
-
-
-def _sync_by_name(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-class BackgroundSync:
-    """Puts replicas on disk in a thread of its own: intake does not wait for the disk."""
-
-    def __init__(self) -> None:
-        self._waiting: SimpleQueue[Unsynced | None] = SimpleQueue()
-        self._finished: SimpleQueue[tuple[StreamId, int, str]] = SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name="sync", daemon=True)
-        self._thread.start()
-
-    def add(self, unsynced: Unsynced) -> None:
-        """Have this put on disk."""
-        self._waiting.put(unsynced)
-
-    def finished(self) -> Iterator[tuple[StreamId, int, str]]:
-        """Yield streams, how many bytes of each are on disk, and why none are, mostly empty."""
-        with contextlib.suppress(Empty):
-            while True:
-                yield self._finished.get_nowait()
-
-    def close(self) -> None:
-        """Finish what was begun."""
-        self._waiting.put(None)
-        self._thread.join()
-
-    def _work(self) -> None:
-        while (unsynced := self._waiting.get()) is not None:
-            try:
-                unsynced.put_on_disk()
-            except OSError as error:
-                self._finished.put((unsynced.stream, 0, str(error.strerror)))
-            else:
-                self._finished.put((unsynced.stream, unsynced.length, ""))
 
 
 class ReplicaFiles:
@@ -312,7 +241,7 @@ class ReplicaFiles:
         replicas = (replica_path(self._out, stream) for stream in replicated(self._out))
         for path in (*replicas, folder, self._out):
             try:
-                _sync_by_name(path)
+                sync_by_name(path)
             except FileNotFoundError:
                 pass  # the tree holds what it held
             except OSError as error:
