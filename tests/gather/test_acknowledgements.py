@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,12 @@ import zmq
 
 from rankscope.gather.chunkmessages import ChunkOpen, ChunkSeen
 from rankscope.gather.chunkshipping import ChunkShipment
+from rankscope.gather.collector import Intake
 from rankscope.gather.protocol import (
+    PROTOCOL_VERSION,
+    Done,
     Ended,
+    Hello,
     OpenStream,
     RecordFrame,
     StreamOffset,
@@ -24,7 +29,7 @@ from rankscope.record.streams import EndReason, StreamId
 from rankscope.run.folders import segment_indexes, stream_folder
 from rankscope.spool.recordformat import RecordKind
 from rankscope.spool.writer import SpoolWriter
-from tests.spool.streams import enter, rank_definition
+from tests.spool.streams import enter, rank_definition, write_some
 from tests.waiting import wait_until
 
 STREAM = StreamId(rank=0, incarnation=0)
@@ -159,3 +164,37 @@ def test_a_segment_stays_until_its_records_are_on_disk_where_they_went(hosts):
         assert segment_indexes(folder)[0] == 0
         assert held > 1 << 19
         assert wait_until(is_freed, 60)
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_done_is_said_only_where_all_records_are_on_disk(tmp_path, capfd, is_lost):
+    """Told so a relay removes its spools: they would be the last copy of what the disk lost."""
+    whole = write_some(tmp_path / "s", 20)
+    replica = tmp_path / "out" / "spool" / f"{STREAM.name}.cells"
+    address = f"ipc://{tmp_path}/socket"
+    intake = Intake(tmp_path / "out", [address], world_size=1)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
+        peer.setsockopt(zmq.LINGER, 0)
+        peer.connect(address)
+        for message in (
+            Hello(PROTOCOL_VERSION, "here", "test"),
+            OpenStream(STREAM, 1),
+            RecordFrame(STREAM, 1, 0, zlib.crc32(whole), whole),
+        ):
+            peer.send_multipart(encode(message))
+
+        def is_taken() -> bool:
+            intake.work(0.01)
+            return replica.exists() and replica.stat().st_size == len(whole)
+
+        assert wait_until(is_taken, 20)
+        if is_lost:  # as a disk that failed: what was written cannot be reached any more
+            replica.rename(tmp_path / "gone")
+            replica.symlink_to(tmp_path / "gone")
+        intake.farewell()
+        told = []
+        while peer.poll(200):
+            told.append(decode(peer.recv_multipart()))
+        intake.close()
+    assert (Done() in told) == (not is_lost)
+    assert ("hosts keep their records" in capfd.readouterr().err) == is_lost

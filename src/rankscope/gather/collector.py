@@ -213,9 +213,13 @@ class Intake:
         """Say Done to every relay until all have left, for a few seconds at most.
 
         Told so a relay removes its spools: what it sent has to outlast a loss of power by then.
+        Where the disk refuses, nothing is said.
         """
-        self._replicas.sync_all()
+        is_on_disk = self._replicas.sync_all()
         self._report()
+        if not is_on_disk:
+            log("the hosts keep their records: here they may not outlast this process")
+            return
         deadline = time.monotonic() + _FAREWELL_S
         while time.monotonic() < deadline:
             waiting = [identity for identity, peer in self._peers.items() if not peer.has_left]

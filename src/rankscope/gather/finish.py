@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import subprocess
 import time
@@ -178,7 +179,8 @@ def collect(
             with _metrics(options), _stepwise(options) as stepwise:
                 outcome = _gather_and_build(options, source, is_stopped, watching, stepwise)
         source.farewell()
-        (options.out / COLLECTOR_NAME).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the disk has failed, which was said
+            (options.out / COLLECTOR_NAME).unlink(missing_ok=True)
         source.close()  # nobody waits for a dataset but who asked for it
         source = None
         has_news = intake is not None and intake.has_refused_keys
@@ -336,7 +338,7 @@ def _build(out: Path, *, keep_spool: bool, observer: Observer) -> ExitOutcome:
 def _finish_dataset(options: CollectorOptions) -> bool:
     """Have what the dataset lacks written; True where it is whole, or none was asked for, or there
     is no tree to write it from."""
-    if not options.parquet or not (options.out / TRACE_NAME).exists():
+    if not options.parquet or not os.path.exists(options.out / TRACE_NAME):
         return True
     most_s = max(options.finish_s, FINISH_SECONDS)
     try:

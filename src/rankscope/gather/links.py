@@ -322,16 +322,19 @@ class SharedLink:
     @property
     def is_done(self) -> bool:
         """True once the tree is there, or the records are gone because there is to be none."""
-        if (self._out / TRACE_NAME).exists():
-            return True
-        return self._is_claimed and not (self._out / REPLICA_FOLDER).exists()
+        try:
+            if (self._out / TRACE_NAME).exists():
+                return True
+            return self._is_claimed and not (self._out / REPLICA_FOLDER).exists()
+        except OSError:  # a disk that failed says nothing of either
+            return False
 
     def exchange(self, shipments: dict[StreamId, Shipment], now: float, job: JobState) -> bool:
         """Append what is committed; True where anything was."""
         if not self._is_claimed and not self._claim(now):
             return False
         is_due = now - self._beat_at > _SHARED_BEAT_S or job is not self._job
-        if is_due and (self._out / REPLICA_FOLDER).exists():
+        if is_due and os.path.exists(self._out / REPLICA_FOLDER):
             self._job = job
             self._beat += 1
             self._beat_at = now

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import socket
 import time
 from collections.abc import Callable
@@ -188,7 +189,7 @@ class _Relay:
 
     def _sees_tree(self, silent_s: float) -> bool:
         """The collector may have gone before its Done arrived: on its own host the tree tells."""
-        return silent_s > _SILENT_S and self._tree.exists() and not self._has_alive()
+        return silent_s > _SILENT_S and os.path.exists(self._tree) and not self._has_alive()
 
     def _is_abandoned(self, silent_s: float, *, is_reached: bool) -> bool:
         """True where this silence since the last rank means that no collector will come.

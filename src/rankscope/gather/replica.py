@@ -235,8 +235,10 @@ class ReplicaFiles:
             ) from error
         return unsynced.length
 
-    def sync_all(self) -> None:
-        """Wait until every replica that is left is on disk, and the name of the tree."""
+    def sync_all(self) -> bool:
+        """Wait until every replica that is left is on disk, and the name of the tree; False where
+        one is not, which is reported."""
+        is_on_disk = True
         folder = self._out / REPLICA_FOLDER
         replicas = (replica_path(self._out, stream) for stream in replicated(self._out))
         for path in (*replicas, folder, self._out):
@@ -246,6 +248,8 @@ class ReplicaFiles:
                 pass  # the tree holds what it held
             except OSError as error:
                 self.reports.append(f"{path}: cannot be put on disk: {error.strerror}")
+                is_on_disk = False
+        return is_on_disk
 
     def _take_back(self, stream: StreamId, descriptor: int, length: int) -> None:
         """Undo half a write; where even that fails, the file is opened anew for the next one.
