@@ -27,7 +27,7 @@ from rankscope.spool.recordformat import NO_SEQUENCE, RecordKind
 from rankscope.spool.soundness import (
     KNOWN_MODES,
     KNOWN_PHASES,
-    count_unsound,
+    judged,
     sound_digests,
     sound_rows,
 )
@@ -144,13 +144,12 @@ def read_stream(source: StreamBytes, decoded: Decoded | None = None) -> RankStre
     ended = ending(found)
     notes = list(source.notes)
     enters, values, has_digest, unsound = _calls_and_values(found, identity, notes)
-    rows = {}
+    rows: dict[RecordKind, Array] = {}
     for kind in (RecordKind.EXIT, RecordKind.STEP, RecordKind.GAP, RecordKind.ERROR,
                  RecordKind.TENSOR):  # fmt: skip
-        every = found.all_columns(kind)[1]
-        rows[kind] = every[sound_rows(kind, every)]
-        unsound += count_unsound(kind, every)
-    unsound += count_unsound(RecordKind.END, found.all_columns(RecordKind.END)[1])
+        rows[kind], wrong = sound_rows(kind, found.all_columns(kind)[1])
+        unsound += wrong
+    unsound += judged(RecordKind.END, found.all_columns(RecordKind.END)[1])[1]
     samples, wrong = _samples(found)
     unsound += wrong
     notes += _set_aside("definition", refused)
@@ -207,10 +206,10 @@ def _calls_and_values(
             + (f"rankscope {maker}" if maker else "the rankscope that recorded them")
         )
         values, has_digest = values[of_known], has_digest[of_known]
-    unsound = count_unsound(RecordKind.ENTER, enters) + count_unsound(RecordKind.VALUE, values)
-    enters = enters[sound_rows(RecordKind.ENTER, enters)]
-    is_sound = sound_rows(RecordKind.VALUE, values)
-    if not is_sound.all():
+    enters, unsound = sound_rows(RecordKind.ENTER, enters)
+    is_sound, wrong = judged(RecordKind.VALUE, values)
+    unsound += wrong
+    if is_sound is not None:
         values, has_digest = values[is_sound], has_digest[is_sound]
     is_wrong = has_digest & ~sound_digests(values)
     if is_wrong.any():
@@ -219,6 +218,7 @@ def _calls_and_values(
     is_early = (enters["parent"] != NO_SEQUENCE) & (enters["parent"] >= enters["sequence"])
     if is_early.any():  # a call inside itself would never end
         unsound["place of a call inside one that began later"] = int(is_early.sum())
+        enters = enters.copy()  # the bytes of the stream are not ours to change
         enters["parent"][is_early] = NO_SEQUENCE
     return enters, values, has_digest, unsound
 

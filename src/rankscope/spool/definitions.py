@@ -17,7 +17,7 @@ import msgpack  # type: ignore[import-untyped]  # ships no annotations
 
 from rankscope.errors import SpoolError
 from rankscope.record.streams import MAX_INCARNATIONS, MAX_RANKS
-from rankscope.spool.recordformat import DEFINITION_LENGTH, FORMAT_VERSION
+from rankscope.spool.recordformat import DEFINITION_LENGTH, FORMAT_VERSION, LATEST_NS
 
 __all__ = ["Decoded", "decode_definition", "unpack_map"]
 
@@ -26,8 +26,6 @@ Decoded = dict[bytes, "dict[str, Any] | str"]
 
 _NUMBERS: Final = 1 << 32
 _INTEGERS: Final = 1 << 63
-_LATEST_NS: Final = 1 << 62
-"""The year 2116: sums and differences of two such times fit in 64 bits."""
 _MOST_DIMS: Final = 64
 """Of a tensor or a mesh; torch has no more."""
 _SHOWN: Final = 60
@@ -51,7 +49,7 @@ _number = _within(0, _NUMBERS)
 _integer = _within(-_INTEGERS, _INTEGERS)
 _size = _within(0, _INTEGERS)
 _rank = _within(0, MAX_RANKS)
-_time = _within(0, _LATEST_NS)
+_time = _within(0, LATEST_NS)
 
 
 def _list(check: Check, most: int | None = None) -> Check:

@@ -39,7 +39,7 @@ from rankscope.spool.recordformat import (
     RecordKind,
 )
 from rankscope.spool.settledprefix import read_replica
-from rankscope.spool.soundness import sound_rows
+from rankscope.spool.soundness import judged
 from rankscope.spool.validprefix import Cells, as_cells, cell_heads, committed_heads
 
 __all__ = [
@@ -123,8 +123,8 @@ class Records:
         """Positions, VALUE_DTYPE rows, and which have a digest (else its fields are 0), of the
         values that make sense."""
         positions, rows, has_digest = self.all_values()
-        is_sound = sound_rows(RecordKind.VALUE, rows)
-        if is_sound.all():
+        is_sound, _ = judged(RecordKind.VALUE, rows)
+        if is_sound is None:
             return positions, rows, has_digest
         return positions[is_sound], rows[is_sound], has_digest[is_sound]
 
@@ -204,8 +204,8 @@ class Records:
 def _sound(
     kind: RecordKind, positions: Positions, rows: Structured
 ) -> tuple[Positions, Structured]:
-    is_sound = sound_rows(kind, rows)
-    return (positions, rows) if is_sound.all() else (positions[is_sound], rows[is_sound])
+    is_sound, _ = judged(kind, rows)
+    return (positions, rows) if is_sound is None else (positions[is_sound], rows[is_sound])
 
 
 def _copy_payloads(cells: Cells, starts: Positions, flat: npt.NDArray[np.uint8]) -> None:

@@ -45,6 +45,7 @@ __all__ = [
     "GAP_DTYPE",
     "HEADER",
     "HEADER_BYTES",
+    "LATEST_NS",
     "MAX_RECORD_CELLS",
     "NO_MICRO_BATCH",
     "NO_SEQUENCE",
@@ -71,6 +72,8 @@ PAYLOAD_BYTES = CELL_BYTES - HEADER_BYTES
 FIRST = 1
 """Flag of a record's first cell."""
 MAX_RECORD_CELLS = 1 << 16
+LATEST_NS = 1 << 62
+"""The year 2116: sums and differences of two times below it fit in 64 bits."""
 
 HEADER = struct.Struct("<IBBH")
 """crc, kind, flags, left."""

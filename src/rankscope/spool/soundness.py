@@ -18,15 +18,13 @@ from numpy.typing import NDArray
 from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
 from rankscope.record.statistics import COUNTS, NONFINITE
-from rankscope.spool.recordformat import RecordKind
+from rankscope.spool.recordformat import LATEST_NS, RecordKind
 
-__all__ = ["KNOWN_MODES", "KNOWN_PHASES", "count_unsound", "sound_digests", "sound_rows"]
+__all__ = ["KNOWN_MODES", "KNOWN_PHASES", "judged", "sound_digests", "sound_rows"]
 
 Rows = NDArray[Any]
 Mask = NDArray[np.bool_]
 
-_LATEST_NS: Final = 1 << 62
-"""Sums and differences of two times below it fit in 64 bits."""
 _MOST: Final = 1 << 48
 """Bytes, records or elements; more of them no rank has."""
 _NUMBERS: Final = np.arange(256)
@@ -37,7 +35,7 @@ KNOWN_MODES: Final[Mask] = np.isin(_NUMBERS, [int(mode) for mode in Mode])
 
 def _in_time(rows: Rows) -> Mask:
     times = rows["time_ns"]
-    return (times >= 0) & (times < _LATEST_NS)
+    return (times >= 0) & (times < LATEST_NS)
 
 
 def _few(*names: str) -> Callable[[Rows], Mask]:
@@ -74,30 +72,33 @@ _RULES: Final[Mapping[RecordKind, tuple[tuple[str, Callable[[Rows], Mask]], ...]
 }
 
 
-def sound_rows(kind: RecordKind, rows: Rows) -> Mask:
-    """Return which rows of a kind of record make sense, [rows].
+def judged(kind: RecordKind, rows: Rows) -> tuple[Mask | None, Counter[str]]:
+    """Return which rows of a kind of record make sense, [rows], None where all of them do, and how
+    many break which rule, each counted for the first it breaks.
 
     Args:
         kind: not a definition, nor samples.
         rows: fields of its dtype, or of the head of a value.
     """
-    is_sound = np.ones(len(rows), bool)
-    for _, rule in _RULES.get(kind, ()):
-        is_sound &= rule(rows)
-    return is_sound
-
-
-def count_unsound(kind: RecordKind, rows: Rows) -> Counter[str]:
-    """Return how many rows break which rule, each counted for the first it breaks."""
-    left = np.ones(len(rows), bool)
+    is_sound: Mask | None = None
     found: Counter[str] = Counter()
     for reason, rule in _RULES.get(kind, ()):
         holds = rule(rows)
+        if holds.all():
+            continue
+        left = np.ones(len(rows), bool) if is_sound is None else is_sound
         broken = int((left & ~holds).sum())
         if broken:
             found[f"{kind.name} with {reason}"] = broken
-        left &= holds
-    return found
+        is_sound = left & holds
+    return is_sound, found
+
+
+def sound_rows(kind: RecordKind, rows: Rows) -> tuple[Rows, Counter[str]]:
+    """Return the rows that make sense, the same array where all of them do, and what was set aside
+    for which reason, as of `judged`."""
+    is_sound, found = judged(kind, rows)
+    return (rows if is_sound is None else rows[is_sound]), found
 
 
 def sound_digests(rows: Rows) -> Mask:
