@@ -79,9 +79,7 @@ def factorize(*columns: NDArray[Any]) -> tuple[NDArray[np.int64], int]:
     codes, count = np.zeros(len(columns[0]), np.int64), 1
     for column in columns:
         own, distinct = _numbered(column)
-        if (
-            count * max(distinct, 1) >= 1 << 62
-        ):  # never with real traces: shrink before it overflows
+        if count * max(distinct, 1) >= 1 << 62:  # never in real traces: before it overflows
             codes, count = _numbered(codes)
         codes = codes * distinct + own
         count *= distinct

@@ -14,11 +14,13 @@ from typing import Final, TextIO
 
 from rankscope.record.visibletext import visible
 
-__all__ = ["Paint", "echo", "shown"]
+__all__ = ["COLORS", "PLAIN", "Paint", "echo", "shown"]
 
 _CODES: Final = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
-_PLAIN: Final = "\x1b[0m"
-_OURS: Final = re.compile(f"(\x1b\\[(?:0|{'|'.join(_CODES.values())})m)")
+PLAIN: Final = "\x1b[0m"
+"""Ends a style."""
+COLORS: Final = re.compile(f"(\x1b\\[(?:0|{'|'.join(_CODES.values())})m)")
+"""What commands put around text, in a group of its own."""
 
 
 class Paint:
@@ -29,7 +31,7 @@ class Paint:
 
     def __call__(self, style: str, text: str) -> str:
         """Return the text in a style of `_CODES`."""
-        return f"\x1b[{_CODES[style]}m{text}{_PLAIN}" if self._is_on and text else text
+        return f"\x1b[{_CODES[style]}m{text}{PLAIN}" if self._is_on and text else text
 
 
 def _has_colors(stream: TextIO) -> bool:
@@ -49,7 +51,7 @@ def shown(line: str, *, has_colors: bool = True) -> str:
     if not has_colors:
         return visible(line)
     return "".join(
-        part if number % 2 else visible(part) for number, part in enumerate(_OURS.split(line))
+        part if number % 2 else visible(part) for number, part in enumerate(COLORS.split(line))
     )
 
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
-from rankscope.cli.printing import Paint, echo
+from rankscope.cli.printing import COLORS, PLAIN, Paint, echo
 from rankscope.record.visibletext import visible
 from rankscope.tree.reader import open_trace
 from rankscope.tree.treewriter import Progress
@@ -22,8 +22,6 @@ from rankscope.tree.views import Trace
 
 __all__ = ["Paint", "cut", "fitted", "opened", "progress", "say_unread", "visible", "width"]
 
-_COLOR = re.compile(r"(\x1b\[\d+m)")
-_PLAIN = "\x1b[0m"
 _PART = re.compile(r"( {2,}|^)((?:\S| (?! ))+)")
 _FIRST_S = 1.0
 """Nothing is said about work that is done sooner."""
@@ -64,9 +62,9 @@ def cut(line: str, columns: int) -> str:
     if _length(line) <= columns:
         return line
     left, kept, is_painted = max(columns - 3, 0), [], False
-    for part in _COLOR.split(line):
-        if _COLOR.fullmatch(part):
-            is_painted = part != _PLAIN
+    for part in COLORS.split(line):
+        if COLORS.fullmatch(part):
+            is_painted = part != PLAIN
             kept.append(part)
         else:
             begin = _begin(part, left)
@@ -74,7 +72,7 @@ def cut(line: str, columns: int) -> str:
             left -= _length(begin)
             if begin != part:
                 break
-    return "".join(kept) + "..."[:columns] + (_PLAIN if is_painted else "")
+    return "".join(kept) + "..."[:columns] + (PLAIN if is_painted else "")
 
 
 def _begin(text: str, columns: int) -> str:
@@ -87,7 +85,7 @@ def _begin(text: str, columns: int) -> str:
 
 def _length(text: str) -> int:
     """Return the columns that a line takes on a terminal."""
-    plain = _COLOR.sub("", text)
+    plain = COLORS.sub("", text)
     return len(plain) if plain.isascii() else sum(map(_columns, plain))
 
 

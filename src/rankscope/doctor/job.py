@@ -16,8 +16,7 @@ from rankscope.doctor.interpreter import interpreter_conditions
 from rankscope.errors import KeysError, RankscopeError
 from rankscope.gather.curve import handshake_trouble
 from rankscope.record.streams import MAX_RANKS
-from rankscope.run.address import check_address, is_tcp
-from rankscope.run.keyfile import read_keys
+from rankscope.run.address import is_tcp
 from rankscope.run.mounts import mount_of
 from rankscope.run.outfolder import default_out, prepare_out
 from rankscope.run.prepare import Collection
@@ -171,19 +170,17 @@ def _trace_folder(settings: Settings, hosts: int) -> Condition:
 def _collector(settings: Settings) -> Condition:
     """Say whether the collector that was named can be reached."""
     address = settings.collector
-    if not Collection.asked(address).is_elsewhere:
-        return Condition.ok("collector", address or "started with the job")
+    collection = Collection.asked(address)
     keyed = " --keys FILE" if is_tcp(address) else ""
     remedy = f"start it: rankscope collect --bind {address}{keyed} --world-size N --out DIR"
     try:
-        check_address(address, has_keys=settings.keys is not None)
-        keys = None
-        if settings.keys is not None and is_tcp(address):
-            keys = read_keys(settings.keys, is_collector=False)
+        keys = collection.check(settings.keys)
     except KeysError as error:
-        return Condition.failed("collector", str(error), "give other --keys")
+        return Condition.failed("collector", as_variables(str(error)), "give other --keys")
     except RankscopeError as error:
         return Condition.failed("collector", as_variables(str(error)), "give another --collector")
+    if not collection.is_elsewhere:
+        return Condition.ok("collector", address or "started with the job")
     try:
         _connect(address)
     except OSError as error:

@@ -170,11 +170,10 @@ class SocketLink:
         was_busy = self._receive(shipments, now)
         if now - max(self.heard_at, self._connected_at) > _SILENT_S:
             self._connect_again(now)
-        held = sum(not shipment.is_refused for shipment in shipments.values())
+        held = _held(shipments)
         has_news = job is not self._job or self.stall != self._sent or held != self._held
         if now - self._beat_at > _BEAT_S or has_news:
-            alive = sum(shipment.is_alive for shipment in shipments.values())
-            if not self._greet(Beat(alive, held, job, self._header.max_restarts)):
+            if not self._greet(Beat(_alive(shipments), held, job, self._header.max_restarts)):
                 return was_busy
             self._job, self._held, self._sent = job, held, self.stall
             self._beat_at = now
@@ -342,8 +341,8 @@ class SharedLink:
                 beat=self._beat,
                 job=job,
                 max_restarts=self._max_restarts,
-                alive=sum(shipment.is_alive for shipment in shipments.values()),
-                held=sum(not shipment.is_refused for shipment in shipments.values()),
+                alive=_alive(shipments),
+                held=_held(shipments),
             )
             with contextlib.suppress(SpoolError):  # the folder goes once the tree is there
                 write_host_state(self._out, self._name, state)
@@ -424,3 +423,13 @@ class SharedLink:
             return False
         self._trouble, self.trouble_at = "", None
         return True
+
+
+def _alive(shipments: dict[StreamId, Shipment]) -> int:
+    """Return how many of these streams have a rank that lives."""
+    return sum(shipment.is_alive for shipment in shipments.values())
+
+
+def _held(shipments: dict[StreamId, Shipment]) -> int:
+    """Return how many of these streams were not refused."""
+    return sum(not shipment.is_refused for shipment in shipments.values())

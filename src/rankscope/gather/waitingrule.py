@@ -103,23 +103,20 @@ def decide(
     if is_known and all(_is_final(one, restarts) for one in newest.values()):
         return Decision.COMPLETE
     is_job_over = bool(peers) and all(peer.job is JobState.OVER for peer in peers)
-    is_deserted = bool(peers) and all(peer.silent_s >= silence_s for peer in peers)
     living = [peer for peer in peers if peer.silent_s < silence_s]
     # Relays of hosts that are through wait for this collector: their words are no sign of work.
-    is_waited_for = bool(living) and len(living) < len(peers) and all(map(_is_through, living))
+    is_deserted = len(living) < len(peers) and all(map(_is_through, living))
     if is_known and is_job_over:
         return Decision.INCOMPLETE
     if idle_s < drain_s or (not is_told and idle_s < finish_s):
         return Decision.WAIT
-    if has_ended or (streams and (is_deserted or is_waited_for)):
+    if has_ended or (streams and is_deserted):
         return Decision.INCOMPLETE
     if streams and is_job_over and idle_s >= finish_s:
         return Decision.INCOMPLETE
     if not streams and is_job_over:
         return Decision.NOTHING
-    if (
-        not streams and (is_deserted or is_waited_for) and idle_s >= finish_s
-    ):  # a relay that starts may be slow once
+    if not streams and is_deserted and idle_s >= finish_s:  # a relay that starts may be slow once
         return Decision.NOTHING
     return Decision.WAIT
 

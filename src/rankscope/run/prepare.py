@@ -24,7 +24,7 @@ from rankscope.run.folders import (
     spool_base,
     write_run_header,
 )
-from rankscope.run.keyfile import read_keys
+from rankscope.run.keyfile import CurveKeys, read_keys
 from rankscope.run.outfolder import (
     check_budget,
     claim_out,
@@ -57,8 +57,9 @@ class Collection:
         is_local = header.collector == ipc_address(run_folder)
         return cls("" if is_local else header.collector)
 
-    def check(self, keys: Path | None) -> None:
-        """See that relays may send there, before anything is made.
+    def check(self, keys: Path | None) -> CurveKeys | None:
+        """See that relays may send there, before anything is made; return the keys they use, None
+        without.
 
         Args:
             keys: the key file.
@@ -72,10 +73,10 @@ class Collection:
                 f"{keys}: keys are those of a collector on TCP, and none is named",
                 "name it with --rs-collector tcp://HOST:PORT, or leave --rs-keys away",
             )
+        found = None if keys is None else read_keys(keys, is_collector=False)
         if self.is_elsewhere:
-            if keys is not None:
-                read_keys(keys, is_collector=False)
             check_address(self.address, has_keys=keys is not None)
+        return found
 
     @property
     def is_here(self) -> bool:

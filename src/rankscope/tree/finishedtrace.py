@@ -85,11 +85,14 @@ class TraceFiles:
         head, file = self.groups[group][1], self.file(group)
         return read_nodes(file) if "nodes_file" in head else listed_nodes(head, file)
 
+    @property
+    def _values_files(self) -> list[dict[str, Any]]:
+        values = self.head["storage"]["values"]
+        return [{"file": values}] if isinstance(values, str) else values
+
     def columns(self) -> Columns:
         """Return the value columns, mapped."""
-        values = self.head["storage"]["values"]
-        files = [{"file": values}] if isinstance(values, str) else values
-        return columns_in(self._folder, files, self.head["run"]["world_size"])
+        return columns_in(self._folder, self._values_files, self.head["run"]["world_size"])
 
     def tensors(self) -> Mapping[StreamId, TensorRecords]:
         """Return {}: the chunks of a finished trace need no records."""
@@ -97,10 +100,9 @@ class TraceFiles:
 
     def faults(self) -> Iterator[str]:
         """Yield what is wrong with each file that nodes or columns lie in."""
-        values = self.head["storage"]["values"]
-        listed = [{"file": values}] if isinstance(values, str) else values
         heads = [head for _, head in self.groups if "nodes_file" in head]
-        yield from file_faults(self._folder, heads, listed, self.head["run"]["world_size"])
+        world_size = self.head["run"]["world_size"]
+        yield from file_faults(self._folder, heads, self._values_files, world_size)
 
 
 def file_faults(

@@ -37,6 +37,14 @@ class Whereabouts:
     world_size: int = MAX_RANKS
     """No rank is as high."""
 
+    def ranks(self, text: str) -> tuple[int, ...]:
+        """Return the ranks of a list.
+
+        Raises:
+            ValueError: it is none, or one of them is beyond the world.
+        """
+        return parse_ranks(text, self.world_size)
+
 
 _SOURCES = frozenset(source.value for source in LayoutSource)
 _UNKNOWN: Mapping[str, Any] = {"source": LayoutSource.UNKNOWN.value}
@@ -60,7 +68,7 @@ class SlotView:
     @property
     def ranks(self) -> tuple[int, ...]:
         """Ranks that have a value here."""
-        return parse_ranks(self.data["ranks"], self._where.world_size)
+        return self._where.ranks(self.data["ranks"])
 
     @property
     def dtype(self) -> str:
@@ -172,7 +180,7 @@ class SlotView:
         return {
             rank: tuple(each["shape"])
             for each in self.data["values"]
-            for rank in parse_ranks(each["ranks"], self._where.world_size)
+            for rank in self._where.ranks(each["ranks"])
         }
 
     def references(self) -> dict[int, tuple[int, int]]:
@@ -187,12 +195,12 @@ class SlotView:
     @property
     def not_kept(self) -> tuple[int, ...]:
         """Ranks whose full tensor was asked for and could not be kept."""
-        return parse_ranks(self.data.get("not_kept", ""), self._where.world_size)
+        return self._where.ranks(self.data.get("not_kept", ""))
 
     def ranges(self, rank: int) -> tuple[Ranges, ...] | None:
         """Return the global indices a rank holds, None where the layout is unknown."""
         for each in self.data["values"]:
-            if "ranges" in each and rank in parse_ranks(each["ranks"], self._where.world_size):
+            if "ranges" in each and rank in self._where.ranks(each["ranks"]):
                 return tuple(tuple((a, b) for a, b in dim) for dim in each["ranges"])
         layout, shape = self.layout(rank), self.global_shape
         at = layout.mesh.coordinate(rank) if layout.mesh else None

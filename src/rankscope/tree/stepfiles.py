@@ -59,10 +59,7 @@ def nodes_path(folder: Path, head: Mapping[str, Any]) -> Path:
     Raises:
         TraceError: the file named is none that a trace has.
     """
-    name = str(head["nodes_file"])
-    if not _NODES.fullmatch(name):
-        raise TraceError(f"{folder}: {name!r} is no nodes file: the trace is damaged")
-    return folder / name
+    return _named(folder, str(head["nodes_file"]), _NODES, "nodes")
 
 
 def values_path(folder: Path, part: Mapping[str, Any]) -> Path:
@@ -71,9 +68,12 @@ def values_path(folder: Path, part: Mapping[str, Any]) -> Path:
     Raises:
         TraceError: the file named is none that a trace has.
     """
-    name = str(part["file"])
-    if not _VALUES.fullmatch(name):
-        raise TraceError(f"{folder}: {name!r} is no values file: the trace is damaged")
+    return _named(folder, str(part["file"]), _VALUES, "values")
+
+
+def _named(folder: Path, name: str, pattern: re.Pattern[str], what: str) -> Path:
+    if not pattern.fullmatch(name):
+        raise TraceError(f"{folder}: {name!r} is no {what} file: the trace is damaged")
     return folder / name
 
 

@@ -15,7 +15,7 @@ from rankscope.layout.placement import Layout, Mesh
 from rankscope.record.call import CallKey, CallStatus, Mode
 from rankscope.record.notes import BLACK_BOX, Note, RanksNote
 from rankscope.record.phases import Phase
-from rankscope.record.ranklists import parse_ranks, ranks_named
+from rankscope.record.ranklists import ranks_named
 from rankscope.record.statistics import STATISTICS
 from rankscope.record.value import Digest, Samples
 from rankscope.record.wholestatistics import Combined
@@ -272,7 +272,7 @@ class Node:
     @property
     def ranks(self) -> tuple[int, ...]:
         """Ranks that made the call."""
-        return parse_ranks(self.ranks_text, self._where.world_size)
+        return self._where.ranks(self.ranks_text)
 
     @property
     def ranks_text(self) -> str:
@@ -308,7 +308,7 @@ class Node:
         listed = self.data.get("outcomes") or [{"ranks": self.data["ranks"], "status": self.status}]
         return tuple(
             CallOutcome(
-                ranks=parse_ranks(o["ranks"], self._where.world_size),
+                ranks=self._where.ranks(o["ranks"]),
                 status=o["status"],
                 error=o.get("error", ""),
             )
@@ -320,7 +320,7 @@ class Node:
         """Failures inside rankscope while it watched this call."""
         return tuple(
             CallOutcome(
-                ranks=parse_ranks(e["ranks"], self._where.world_size),
+                ranks=self._where.ranks(e["ranks"]),
                 status="error",
                 error=e["error"],
             )
@@ -370,7 +370,7 @@ class Step:
         self.incarnation = int(head.get("incarnation", 0))
         self.notes = tuple(
             RanksNote(
-                parse_ranks(each["ranks"], where.world_size),
+                where.ranks(each["ranks"]),
                 Note.read(each["note"], each.get("fact")),
             )
             for each in head.get("notes", ())
