@@ -5,6 +5,7 @@ They are mounted in a mount namespace that ends with the tool (`in_namespace`), 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import subprocess
@@ -64,10 +65,13 @@ class Disk:
         (self.place / "ballast").unlink(missing_ok=True)
 
     def fail(self) -> None:
-        """Every use is an input/output error from here on."""
+        """Every use is an input/output error from here on; one that is read-only stays that."""
         folder = os.open(self.place, os.O_RDONLY)
         try:
             fcntl.ioctl(folder, _SHUTDOWN, (0).to_bytes(4, "little"))
+        except OSError as error:
+            if error.errno != errno.EROFS:
+                raise
         finally:
             os.close(folder)
 

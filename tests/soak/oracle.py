@@ -85,14 +85,12 @@ def accounts(folder: Path) -> list[Account]:
     return found
 
 
-def compare(trace: Path, told: list[Account], *, had_full_spool: bool = False) -> Findings:
+def compare(trace: Path, told: list[Account]) -> Findings:
     """Hold a finished trace to what the programs wrote down.
 
     Args:
         trace: the folder.
         told: what they wrote.
-        had_full_spool: the disk of the spools was full for a time. A rank that ended then could not
-            even write that it dropped steps, so the trace says that its end is lost.
     """
     document = json.loads((trace / "trace.json").read_bytes())
     found = Findings(is_complete=document["completeness"]["complete"])
@@ -102,19 +100,12 @@ def compare(trace: Path, told: list[Account], *, had_full_spool: bool = False) -
         (rank["rank"], rank["incarnation"], step)
         for rank in document["completeness"]["ranks"]
         for gap in rank["gaps"]
-        for step in range(gap["first_step"], gap["last_step"] + 1)
-    }
-    cut_off = {
-        (rank["rank"], rank["incarnation"])
-        for rank in document["completeness"]["ranks"]
-        if had_full_spool and rank["end"] == "lost"
+        for step in range(gap["first_step"], _end(gap, told))
     }
     for one in told:
         life = lives.get((one.rank, one.pid), -1)
         here = {(step, path) for rank, at, step, path in calls if (rank, at) == (one.rank, life)}
         found.calls += len(one.calls)
-        if (one.rank, life) in cut_off:
-            left_out |= {(one.rank, life, step) for step, _ in one.calls}
         for step, path in one.calls:
             _take(found, (one.rank, life, step), path, (step, path) in here, left_out)
         invented = here - {*one.calls}
@@ -128,6 +119,13 @@ def compare(trace: Path, told: list[Account], *, had_full_spool: bool = False) -
                 found.wrong += 1
                 found.note(f"rank {one.rank} step {step} {path}: {recorded}, but it was {seen}")
     return found
+
+
+def _end(gap: dict[str, Any], told: list[Account]) -> int:
+    """Return the step behind a gap: one that the rank could not end goes up to its last step."""
+    if gap["last_step"] is not None:
+        return int(gap["last_step"]) + 1
+    return max((step for one in told for step, _ in one.calls), default=0) + 1
 
 
 def _take(

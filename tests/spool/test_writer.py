@@ -9,12 +9,19 @@ import threading
 import msgpack
 import pytest
 
+from rankscope.assembly.rankstreams import StreamBytes, read_stream
 from rankscope.errors import SpoolError
-from rankscope.record.streams import EndReason
+from rankscope.record.streams import EndReason, StreamId
 from rankscope.run.folders import segment_indexes, segment_path
 from rankscope.run.locks import is_alive
 from rankscope.spool.recordcolumns import ending, records
-from rankscope.spool.recordformat import CELL_BYTES, PAYLOAD_BYTES, RecordKind, StepEvent
+from rankscope.spool.recordformat import (
+    CELL_BYTES,
+    PAYLOAD_BYTES,
+    TO_ITS_END,
+    RecordKind,
+    StepEvent,
+)
 from rankscope.spool.streamreader import StreamReader
 from rankscope.spool.writer import SpoolWriter
 from tests.spool.streams import SMALL, enter, rank_definition, step, stream_bytes, value, write_some
@@ -105,6 +112,8 @@ def test_a_full_spool_drops_whole_steps_tells_which_and_resumes_when_room_is_fre
     found = records(bytes(received))
     assert found.committed_bytes == len(received)
     _, gaps = found.columns(RecordKind.GAP)
+    assert gaps["records"][0] == 0, "that dropping began"
+    gaps = gaps[1:]
     assert len(gaps) == 1
     assert (gaps[0]["first_step"], gaps[0]["last_step"]) == (1, 3)
     # Dropped: the rest of step 1 and its end, and steps 2 and 3 with their marks.
@@ -149,7 +158,8 @@ def test_a_spool_full_to_the_end_still_says_so(tmp_path):
     found = records(stream_bytes(tmp_path / "s"))
     assert ending(found).reason is EndReason.EXIT
     assert ending(found).dropped_records == writer.dropped_records > 0
-    assert len(found.columns(RecordKind.GAP)[1]) == 1
+    assert len(found.columns(RecordKind.GAP)[1]) == 2, "that dropping began, and how much it was"
+    assert len(gaps_in(stream_bytes(tmp_path / "s"))) == 1
     assert sum(segment_path(tmp_path / "s", i).stat().st_size for i in range(8)) <= SMALL
 
 
@@ -161,6 +171,7 @@ def test_train_and_eval_steps_dropped_together_get_a_gap_each(tmp_path):
     writer.write(RecordKind.STEP, STEP.pack(0, 5, 1, StepEvent.BEGIN, 0))
     writer.close()
     _, gaps = records(stream_bytes(tmp_path / "s")).columns(RecordKind.GAP)
+    gaps = gaps[gaps["records"] > 0]
     assert sorted(gaps["mode"].tolist()) == [0, 1]
     assert gaps[gaps["mode"] == 1]["first_step"].tolist() == [5]
 
@@ -289,3 +300,61 @@ def test_the_stream_grows_by_whole_cells_only(tmp_path):
     writer.write(RecordKind.VALUE, value(1))
     assert writer.committed_bytes == 5 * CELL_BYTES
     writer.close()
+
+
+def gaps_in(received: bytes) -> list[tuple[int, int, int]]:
+    """Return (first step, last step, records) of each gap, as assembly reads them."""
+    gaps = read_stream(StreamBytes(stream=StreamId(rank=0, incarnation=0), data=received)).gaps
+    return list(zip(*(gaps[name].tolist() for name in ("first_step", "last_step", "records"))))
+
+
+def test_a_rank_that_is_killed_while_it_drops_has_said_from_which_step_on(tmp_path):
+    writer = SpoolWriter(tmp_path / "s", limit_bytes=SMALL)
+    write_step(writer, 0, 100)
+    taken = write_step(writer, 1, 9000)
+    write_step(writer, 2, 10)
+    assert gaps_in(stream_bytes(tmp_path / "s")) == [(1, TO_ITS_END, 0)]
+    received = bytearray()
+    with StreamReader(tmp_path / "s") as reader:
+        for piece in reader.chunks():
+            received += piece
+        reader.free_below(len(received))
+        assert write_step(writer, 3, 10) == 10
+        for piece in reader.chunks(len(received)):
+            received += piece
+        first = (1, 2, 9000 - taken + 1 + 12)
+        assert gaps_in(bytes(received)) == [first], "it has said how many by now"
+        write_step(writer, 4, 9000)
+        for piece in reader.chunks(len(received)):
+            received += piece
+    assert gaps_in(bytes(received)) == [first, (4, TO_ITS_END, 0)]
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_a_full_disk_leaves_room_to_say_so_and_to_end_in_order(tmp_path, closes):
+    """A file size limit stands for the full disk, as above."""
+    code = f"""
+        import os, resource
+        from pathlib import Path
+        from rankscope.spool.writer import SpoolWriter
+        from tests.spool.test_writer import write_step
+        writer = SpoolWriter(Path({str(tmp_path / "s")!r}), limit_bytes={SMALL})
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, 1 << 14))
+        print(*(write_step(writer, number, 1000) for number in range(4)))
+        if {closes}:
+            writer.close()
+        os._exit(print(end="", flush=True) or 0)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True, text=True, check=True, cwd=os.getcwd(), timeout=300,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    taken = [*map(int, done.stdout.split())]
+    assert sum(taken) < 4000
+    first = next(number for number, count in enumerate(taken) if count < 1000)
+    received = stream_bytes(tmp_path / "s")
+    assert ending(records(received)).reason is (EndReason.EXIT if closes else None)
+    ((begin, last, dropped),) = gaps_in(received)
+    assert (begin, last) == (first, 3 if closes else TO_ITS_END)
+    assert (dropped > 4000 - sum(taken)) == closes

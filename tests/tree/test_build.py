@@ -13,7 +13,7 @@ from rankscope.record.call import CallStatus
 from rankscope.record.notes import Note, NoteKind, RanksNote
 from rankscope.record.phases import Phase
 from rankscope.record.value import ValueFlag
-from rankscope.spool.recordformat import StepEvent
+from rankscope.spool.recordformat import TO_ITS_END, StepEvent
 from rankscope.tree.build import build
 from rankscope.tree.reader import open_trace
 from tests.tree.jobs import GRID, NONE, WEIGHT, grid_job, piece, read_valid
@@ -411,6 +411,28 @@ def test_gaps_and_drops_make_a_trace_incomplete(spools, out):
     assert not state["complete"]
     assert state["ranks"][0]["dropped"] == 12
     assert state["ranks"][0]["gaps"][0]["first_step"] == 3
+
+
+@pytest.mark.parametrize("lives", [1, 2])
+def test_a_rank_that_was_killed_while_it_dropped_leaves_an_open_gap(spools, out, lives):
+    """Also where that was an earlier life: what it dropped is missing all the same."""
+    for life in range(lives):
+        rank = PaperRank(spools, incarnation=life)
+        with rank.call():
+            pass
+        if life == 0:
+            rank.gap(0, 3, TO_ITS_END)
+        if life < lives - 1 or lives == 1:
+            rank.ship(out)
+    if lives == 2:
+        rank.end()
+        rank.ship(out)
+    build(out)
+    state = read_valid(out)["completeness"]
+    assert not state["complete"]
+    assert state["ranks"][0]["gaps"] == [
+        {"mode": "train", "first_step": 3, "last_step": None, "records": None, "bytes": None}
+    ]
 
 
 def test_a_rank_that_sent_nothing_is_named_as_missing(spools, out):

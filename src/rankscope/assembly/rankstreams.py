@@ -89,6 +89,7 @@ class RankStream:
     samples: SampleSketches
     steps: Array
     gaps: Array
+    """GAP_DTYPE: what was dropped; up to `TO_ITS_END` where the rank ended before it said more."""
     errors: Array
     tensors: Array
     """TENSOR_DTYPE, in the order they were committed."""
@@ -158,7 +159,7 @@ def read_stream(source: StreamBytes, decoded: Decoded | None = None) -> RankStre
     committed = source.committed
     if committed is None and ended.reason is not None:
         committed = received
-    gaps = rows[RecordKind.GAP]
+    gaps = _gaps(rows[RecordKind.GAP], has_ended=ended.reason is not None)
     return RankStream(
         stream=source.stream,
         identity=identity,
@@ -221,6 +222,14 @@ def _calls_and_values(
         enters = enters.copy()  # the bytes of the stream are not ours to change
         enters["parent"][is_early] = NO_SEQUENCE
     return enters, values, has_digest, unsound
+
+
+def _gaps(rows: Array, *, has_ended: bool) -> Array:
+    """Return what was dropped, and where dropping began if nothing follows that says how much."""
+    stays = rows["records"] > 0
+    if len(rows) and not has_ended:
+        stays[-1] |= rows["last_step"][-1] == recordformat.TO_ITS_END
+    return rows if stays.all() else rows[stays]
 
 
 def _set_aside(what: str, reasons: Counter[str]) -> Iterator[str]:

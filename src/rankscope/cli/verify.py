@@ -160,6 +160,12 @@ def _what_to_add(trace: Trace) -> Iterator[str]:
 
 def _remarks(rank: Mapping[str, Any]) -> Iterator[str]:
     for gap in rank["gaps"]:
+        if gap["last_step"] is None:
+            yield (
+                f"spool full: of {gap['mode']} steps from {gap['first_step']} on records are lost; "
+                f"the rank ended before it could say how many"
+            )
+            continue
         steps = f"{gap['first_step']}-{gap['last_step']}"
         lost = f"{gap['records']} records ({gap['bytes']} bytes)"
         yield f"spool full: {gap['mode']} steps {steps} lost {lost}"

@@ -6,9 +6,9 @@ collective it stands, and which members of that collective's group did not issue
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -60,9 +60,30 @@ def ended_badly(
     last = last_calls(step_views, context)
     if trace.is_live:
         last = without_recent(last, step_views, context)
-    hangs = list(hangs_of(step_views, context, last, ends))
+    unrecorded = _unrecorded(trace, last)
+    # what others wait for may be what a full spool had no room for
+    hangs = [] if unrecorded else list(hangs_of(step_views, context, last, ends))
     yield from hangs
-    yield from _crashes(trace, context, last, ends, is_explained=bool(hangs))
+    yield from _crashes(trace, context, last, unrecorded, is_explained=bool(hangs))
+
+
+def _unrecorded(trace: Trace, last: dict[int, LastCall]) -> dict[int, str]:
+    """Return {rank: the step} of ranks of whose end nothing is recorded, because their spool was
+    full from that step on."""
+    found = {}
+    for rank in trace.completeness["ranks"]:
+        for gap in rank["gaps"][-1:]:
+            if not _is_behind(last.get(rank["rank"]), gap):
+                found[rank["rank"]] = f"{gap['mode']} step {gap['first_step']}"
+    return found
+
+
+def _is_behind(call: LastCall | None, gap: Mapping[str, Any]) -> bool:
+    """True where a rank was recorded again after a gap."""
+    if call is None or gap["last_step"] is None:
+        return False
+    step = call.step_view
+    return step.mode.word != gap["mode"] or step.step > int(gap["last_step"])
 
 
 # ---- crashes -------------------------------------------------------------------------------------
@@ -72,7 +93,7 @@ def _crashes(
     trace: Trace,
     context: CheckContext,
     last: dict[int, LastCall],
-    ends: dict[int, str],
+    unrecorded: dict[int, str],
     *,
     is_explained: bool,
 ) -> Iterator[Candidate]:
@@ -82,7 +103,7 @@ def _crashes(
         trace: the trace.
         context: what is known beyond one step.
         last: {rank: what it did last}
-        ends: {rank: how its stream ends}
+        unrecorded: as of `_unrecorded`.
         is_explained: a hang was found.
     """
     # One crash ends a whole job: peers raise because it is gone ("connection closed"), and the
@@ -92,6 +113,8 @@ def _crashes(
     # (3) killed ranks, where (1) and (2) name nobody that raised and some rank was not killed: were
     # all gone, the whole job was ended from outside. Where a hang was found (`is_explained`), the
     # ranks that were killed or lost a peer ended because of it, and are not named.
+    ends = ends_of(trace)
+    in_order = {rank: call for rank, call in last.items() if rank not in unrecorded}
     incarnations = {rank["rank"]: rank["incarnation"] for rank in trace.completeness["ranks"]}
     errors = {c.rank: _end_of(c) for c in crashes(trace) if c.incarnation == incarnations[c.rank]}
     raised = {rank for rank, end in ends.items() if end == EndReason.RAISED.value}
@@ -105,12 +128,12 @@ def _crashes(
     if own.keys() == {_UNKNOWN}:
         # None of them says why: those that others left behind went first. Where that leaves out the
         # ranks that raised, the killed ones are named below, and not they.
-        first = _stopped_first([*own[_UNKNOWN], *lost], last, context)
+        first = _stopped_first([*own[_UNKNOWN], *lost], in_order, context)
         alone = [rank for rank in first if rank in raised]
         if first:
             own = {_UNKNOWN: alone} if alone else {}
             lost = [rank for rank in first if rank in lost]
-        elif at := [r for r in lost if r in last and _is_beside(r, own[_UNKNOWN], last)]:
+        elif at := [r for r in lost if r in in_order and _is_beside(r, own[_UNKNOWN], in_order)]:
             doubt = f"{_NAMELESS}; {ranks_named(at)}, last in the same place, may have gone first"
             own = {replace(_UNKNOWN, text=doubt): own[_UNKNOWN]}
     for end, ranks in own.items():
@@ -118,6 +141,8 @@ def _crashes(
     if lost and not own and not is_explained and len(lost) < len(ends):
         call = last[lost[0]].call if lost[0] in last else None
         text = "gone without an exception: killed by a signal, aborted, or left by os._exit"
+        if lost[0] in unrecorded:
+            text += f"; its spool was full, nothing is recorded of it from {unrecorded[lost[0]]} on"
         gone = replace(_UNKNOWN, path=call.path if call else "", text=text)
         yield from _crash(lost, gone, last, ends, context, call)
 

@@ -1,7 +1,8 @@
 """What a full spool leaves unwritten: definitions that wait for room, and counts of what was lost.
 
 Definitions are never dropped, because later records name them. Of everything else that finds no
-room only a GAP record per mode remains: which steps, how many records and bytes.
+room only a GAP record per mode remains: which steps, how many records and bytes. A first one says
+as soon as records are dropped from which step on: who is killed meanwhile says no more.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from rankscope.spool.recordformat import GAP, PAYLOAD_BYTES, RecordKind
+from rankscope.spool.recordformat import GAP, PAYLOAD_BYTES, TO_ITS_END, RecordKind
 
 __all__ = ["Backlog"]
 
@@ -24,7 +25,16 @@ _Gap = list[int]
 class Backlog:
     """What one stream has left unwritten. The writer's lock guards all of it but `outside`."""
 
-    __slots__ = ("_bytes", "_gaps", "definitions", "dropped", "mode", "outside", "step")
+    __slots__ = (
+        "_bytes",
+        "_gaps",
+        "_has_begun",
+        "definitions",
+        "dropped",
+        "mode",
+        "outside",
+        "step",
+    )
 
     def __init__(self) -> None:
         self.step, self.mode = 0, 0
@@ -32,6 +42,8 @@ class Backlog:
         self.definitions: list[bytes] = []
         self._bytes = 0
         self._gaps: dict[int, _Gap] = {}
+        self._has_begun = False
+        """The stream says that records are dropped, and not yet how many were."""
         self.dropped = 0
         """Records counted as dropped so far."""
         self.outside: list[int] = []
@@ -59,6 +71,12 @@ class Backlog:
         gap[2] += 1
         gap[3] += size
 
+    def begin(self, write: Callable[[RecordKind, bytes], bool]) -> None:
+        """Say that records are dropped from here on, once until `settle`; `write` as there."""
+        if not self._has_begun:
+            packed = GAP.pack(time.monotonic_ns(), 0, 0, self.step, TO_ITS_END, self.mode)
+            self._has_begun = write(RecordKind.GAP, packed)
+
     def settle(self, write: Callable[[RecordKind, bytes], bool]) -> bool:
         """Write what waits, definitions first; False where one of those found no room.
 
@@ -69,10 +87,13 @@ class Backlog:
             self._bytes -= len(self.definitions.pop(0))
         while self.outside:
             self.count(self.outside.pop())
+        if self._has_begun and not self._gaps:  # only definitions had to wait
+            self._gaps[self.mode] = [self.step, self.step, 0, 0]
         for mode in list(self._gaps):
             first, last, records, lost = self._gaps[mode]
             packed = GAP.pack(time.monotonic_ns(), records, lost, first, last, mode)
             if not write(RecordKind.GAP, packed):
                 break
             del self._gaps[mode]
+            self._has_begun = False
         return not self.definitions

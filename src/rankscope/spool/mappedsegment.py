@@ -100,5 +100,4 @@ def first_segment(folder: Path, size_bytes: int) -> Segment:
             f"({error.strerror}; {found.f_bavail * found.f_frsize >> 10} KiB free); "
             f"choose another disk with --rs-spool or less with --rs-spool-bytes"
         ) from error
-    segment.data_end = segment.end
     return segment

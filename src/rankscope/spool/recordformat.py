@@ -56,6 +56,7 @@ __all__ = [
     "STEP_DTYPE",
     "TENSOR",
     "TENSOR_DTYPE",
+    "TO_ITS_END",
     "VALUE",
     "VALUE_CELLS",
     "VALUE_DTYPE",
@@ -210,7 +211,12 @@ TENSOR_DTYPE = np.dtype(
 )  # fmt: skip
 
 GAP = struct.Struct("<qQQIIBxxx")
-"""time_ns, records dropped, bytes dropped, first step, last step, mode."""
+"""time_ns, records dropped, bytes dropped, first step, last step, mode.
+
+One that has dropped nothing and `TO_ITS_END` as its last step says that dropping began; the next
+one says what was dropped.
+"""
+TO_ITS_END = (1 << 32) - 1
 
 GAP_DTYPE = np.dtype(
     [

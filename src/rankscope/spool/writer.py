@@ -53,8 +53,8 @@ __all__ = ["DEFAULT_SEGMENT_BYTES", "SpoolWriter"]
 
 DEFAULT_SEGMENT_BYTES: Final = 16 << 20
 _SEGMENTS_PER_LIMIT: Final = 8
-_RESERVED: Final = (RecordKind.DEFINITION, RecordKind.GAP, RecordKind.END)
-"""May use the part of the last segment that data may not."""
+_LAST_WORDS_BYTES: Final = 4 * CELL_BYTES
+"""Of each segment, for GAP and END alone: the next one may not be had."""
 _writers: weakref.WeakSet[SpoolWriter] = weakref.WeakSet()
 
 
@@ -106,6 +106,7 @@ class SpoolWriter:
         self._lock = _claim(folder)
         try:
             first = first_segment(folder, self._segment_bytes)
+            first.data_end = first.end - _LAST_WORDS_BYTES
             self._segment, self._kept = first, [first]
         except SpoolError:
             self._lock.release()
@@ -256,7 +257,7 @@ class SpoolWriter:
             return self._write_definition(payload)
         if not self._is_dropping and self._backlog.definitions:
             self._settle()
-        if not self._is_dropping and self._make_room(cells, is_reserved=kind in _RESERVED):
+        if not self._is_dropping and self._make_room(cells, kind):
             put(self._segment, kind, payload)
             return True
         self._start_dropping()
@@ -265,7 +266,7 @@ class SpoolWriter:
 
     def _write_definition(self, payload: bytes) -> bool:
         cells = max(1, -(-len(payload) // PAYLOAD_BYTES))
-        if not self._backlog.definitions and self._make_room(cells, is_reserved=True):
+        if not self._backlog.definitions and self._make_room(cells, RecordKind.DEFINITION):
             put(self._segment, RecordKind.DEFINITION, payload)
             return True
         if not self._backlog.keep(payload):
@@ -305,12 +306,14 @@ class SpoolWriter:
 
     def _put_reserved(self, kind: RecordKind, payload: bytes) -> bool:
         cells = max(1, -(-len(payload) // PAYLOAD_BYTES))
-        if not self._make_room(cells, is_reserved=True):
+        if not self._make_room(cells, kind):
             return False
         put(self._segment, kind, payload)
         return True
 
     def _start_dropping(self) -> None:
+        if not self._is_dropping:
+            self._backlog.begin(self._put_reserved)
         self._is_dropping = True
         segment = self._segment
         if isinstance(segment, Segment):
@@ -318,24 +321,27 @@ class SpoolWriter:
 
     # ---- segments ---------------------------------------------------------------------------
 
-    def _make_room(self, cells: int, *, is_reserved: bool) -> bool:
+    def _make_room(self, cells: int, kind: int) -> bool:
         """Make the current segment one with room for `cells` more; False where there is none."""
         segment = self._segment
         if not self._is_dropping:
             self._refresh_data_end()
         needed = segment.at + cells * CELL_BYTES
-        if needed <= (segment.end if is_reserved else segment.data_end):
-            return True
-        if not is_reserved and segment.data_end < segment.end:
-            return False
-        return self._roll_over()
+        if kind in (RecordKind.GAP, RecordKind.END):
+            end = segment.end
+        elif kind == RecordKind.DEFINITION:
+            end = segment.end - _LAST_WORDS_BYTES
+        else:
+            end = segment.data_end
+        return needed <= end or self._roll_over()
 
     def _refresh_data_end(self) -> None:
-        """Allow data up to the end, or to the middle where this is the last segment allowed."""
+        """Allow data up to the last words, or to the middle of the last segment allowed."""
         segment = self._segment
         self._kept = [kept for kept in self._kept if kept is segment or kept.exists()]
         is_last = len(self._kept) >= self._segments_allowed
-        segment.data_end = _middle(segment.end) if is_last else segment.end
+        usual = segment.end - _LAST_WORDS_BYTES
+        segment.data_end = _middle(segment.end) if is_last else usual
 
     def _roll_over(self) -> bool:
         """Go on in a new segment where the limit and the disk allow one."""

@@ -17,7 +17,7 @@ from rankscope.record.streams import EndReason, StreamState
 from rankscope.record.timetext import utc_text
 from rankscope.record.value import MAX_SAMPLES, SKETCH_SIZE
 from rankscope.spool.origin import origin_text
-from rankscope.spool.recordformat import NO_SEQUENCE
+from rankscope.spool.recordformat import NO_SEQUENCE, TO_ITS_END
 
 __all__ = ["completeness", "run_header", "step_notes", "stream_state"]
 
@@ -178,7 +178,7 @@ def _missing(streams: Sequence[RankStream], world: int) -> str:
 
 def _is_whole(state: Mapping[str, Any]) -> bool:
     whole: bool = (
-        state["committed"] == state["received"] and not state["dropped"] and not state["notes"]
+        state["committed"] == state["received"] and not state["gaps"] and not state["notes"]
     )
     return whole
 
@@ -206,16 +206,7 @@ def _state(stream: RankStream, lost: int) -> dict[str, Any]:
         "dropped": state.dropped_records,
         "end": state.end.value,
         "complete": state.is_complete and not notes,
-        "gaps": [
-            {
-                "mode": Mode(int(gap["mode"])).word,
-                "first_step": int(gap["first_step"]),
-                "last_step": int(gap["last_step"]),
-                "records": int(gap["records"]),
-                "bytes": int(gap["bytes"]),
-            }
-            for gap in stream.gaps
-        ],
+        "gaps": [_gap(gap) for gap in stream.gaps],
         "errors": [str(note) for note in errors],
         "notes": [
             *notes,
@@ -225,6 +216,13 @@ def _state(stream: RankStream, lost: int) -> dict[str, Any]:
         **kept,
         **raised,
     }
+
+
+def _gap(gap: Any) -> dict[str, Any]:
+    found = {"mode": Mode(int(gap["mode"])).word, "first_step": int(gap["first_step"])}
+    if gap["last_step"] == TO_ITS_END:
+        return {**found, "last_step": None, "records": None, "bytes": None}
+    return found | {name: int(gap[name]) for name in ("last_step", "records", "bytes")}
 
 
 def _note(stream: RankStream, number: int) -> Note:
