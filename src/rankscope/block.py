@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from torch import nn
 
@@ -42,7 +42,6 @@ from rankscope.spool.replication import StreamEnd, replica_path, write_end
 from rankscope.spool.streamreader import StreamReader
 from rankscope.spool.writer import SpoolWriter
 
-_T = TypeVar("_T")
 _End = Callable[[], object]
 
 __all__ = ["RankBlock", "begin_block", "begin_rank_block"]
@@ -71,7 +70,14 @@ def begin_block(model: nn.Module | None, given: Mapping[str, object]) -> tuple[B
 
     Neither raises: what fails is said on stderr.
     """
-    return _guarded(lambda: _begin(model, given), lambda why: (Begun(None, why), _nothing))
+    made: list[tuple[Begun, _End]] = []
+
+    def begin() -> None:
+        (out, problem), end = _begin(model, given)
+        made.append((Begun(out, problem), functools.partial(attempt, end)))
+
+    problem = _guarded(begin)
+    return made[0] if made else (Begun(None, problem), _nothing)
 
 
 def _begin(model: nn.Module | None, given: Mapping[str, object]) -> tuple[Begun, _End]:
@@ -93,20 +99,19 @@ def _begin(model: nn.Module | None, given: Mapping[str, object]) -> tuple[Begun,
     return Begun(block.out, ""), block.finish
 
 
-def _guarded(begin: Callable[[], _T], otherwise: Callable[[str], _T]) -> _T:
-    """Return what `begin` does; where that fails, say why once and return `otherwise` of it.
+def _guarded(begin: Callable[[], None]) -> str:
+    """Begin; where that fails, say why once and return it, "" else.
 
     All that happens before a block runs happens in here, so nothing of it can be raised into the
     program.
     """
-    made: list[_T] = []
-    error = attempt(lambda: made.append(begin()))
+    error = attempt(begin)
     if error is None:
-        return made[0]
+        return ""
     text = str(error) if isinstance(error, RankscopeError) else text_of(error)
     problem = as_keywords(f"not tracing: {text}")
     attempt(say, problem)
-    return otherwise(problem)
+    return problem
 
 
 def _settings(given: Mapping[str, object]) -> Settings:
@@ -192,10 +197,13 @@ def begin_rank_block(
     if current_session() is not None:
         say(_TRACED_ALREADY)
         return None
-    return _guarded(
-        lambda: RankBlock(_TracedBlock(model, _settings(given), options, look, recorder)),
-        lambda why: None,
-    )
+    made: list[RankBlock] = []
+
+    def begin() -> None:
+        made.append(RankBlock(_TracedBlock(model, _settings(given), options, look, recorder)))
+
+    _guarded(begin)
+    return made[0] if made else None
 
 
 class _TracedBlock:
