@@ -58,7 +58,7 @@ class CallFacts:
     def __init__(self, merged: Merged, rank_of_stream: NDArray[np.int64], began_ns: int) -> None:
         """Make the columns; `began_ns`: wall clock at which the run began."""
         calls, first = merged.calls, merged.call_start[:-1]
-        heads = calls[first]
+        heads = calls.chosen(first)
         shortest, longest, slowest = _durations(merged, rank_of_stream)
         returned = (calls["status"] == CallStatus.RETURNED) & _same(merged, calls["text"])
         self._is_ended = slowest >= 0

@@ -118,7 +118,7 @@ def described_slots(
     rows = np.flatnonzero(wanted & is_tensor[tables.description] if len(wanted) else wanted)
     if not len(rows):
         return
-    calls = tables.calls[tables.call[rows]]
+    calls = tables.calls.chosen(tables.call[rows])
     group, groups = factorize(*(calls[name] for name in _CALL), slot[rows])
     order = np.lexsort((calls["stream"], group))
     bounds = np.searchsorted(group[order], np.arange(groups + 1))

@@ -236,8 +236,9 @@ class _AxisGroups:
             return (path, slot[6:]) in cut or None if slot.startswith("param:") else None
 
         for rows, _, _ in described_slots(tables, self._vocabulary, is_cut):
-            call = tables.calls[tables.call[rows[0]]]
-            if call["phase"] != Phase.SETUP or call["incarnation"] != incarnation:
+            call = tables.call[rows[0]]
+            of_setup = tables.calls["phase"][call] == Phase.SETUP
+            if not of_setup or tables.calls["incarnation"][call] != incarnation:
                 continue
             values, has_digest = tables.values[rows], tables.has_digest[rows]
             if (values["min"] < values["max"]).any():

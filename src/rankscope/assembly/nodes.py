@@ -15,6 +15,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from rankscope.assembly.calltable import CallTable
 from rankscope.assembly.interning import Interned, Vocabulary
 from rankscope.assembly.tables import Tables, factorize
 from rankscope.record.call import Mode
@@ -45,8 +46,8 @@ class Merged:
     children after their parent, siblings by the time of the lowest rank that made the call.
     """
 
-    calls: NDArray[Any]
-    """CALL_DTYPE sorted by node, then rank."""
+    calls: CallTable
+    """Sorted by node, then rank."""
     call_start: NDArray[np.int64]
     """[nodes + 1] first row in `calls` of each node."""
     parent: NDArray[np.int64]
@@ -96,7 +97,7 @@ def merge(tables: Tables, vocabulary: Vocabulary, paths: list[str]) -> Merged:
     node = number[code]
     by_node = _by_stream(node, calls["stream"])
     parent = np.where(parent[walk] >= 0, number[np.maximum(parent[walk], 0)], -1)
-    merged_calls = calls[by_node]
+    merged_calls = calls.chosen(by_node)
     call_start = np.searchsorted(node[by_node], np.arange(count + 1))
     slots = _slots(
         tables, vocabulary, node[tables.call] if len(tables.call) else np.empty(0, np.int64), count
@@ -108,7 +109,7 @@ def merge(tables: Tables, vocabulary: Vocabulary, paths: list[str]) -> Merged:
         depth=depth,
         group=group_of[walk],
         groups=groups,
-        identity=_identities(merged_calls[call_start[:-1]], paths),
+        identity=_identities(merged_calls.chosen(call_start[:-1]), paths),
         forward_ordinal=merged_calls["forward_ordinal"][call_start[:-1]],
         **slots,
     )
@@ -121,11 +122,11 @@ def _by_stream(node: NDArray[np.int64], stream: NDArray[Any]) -> NDArray[np.int6
 
 
 def _groups(
-    calls: NDArray[Any], first: NDArray[np.int64]
+    calls: CallTable, first: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], list[tuple[int, bool, int, int]]]:
     """Number the groups: setup before steps, train before eval, by step; one incarnation after
     another."""
-    heads = calls[first]
+    heads = calls.chosen(first)
     setup = heads["phase"] == Phase.SETUP
     columns = (
         heads["incarnation"], ~setup, np.where(setup, Mode.TRAIN, heads["mode"]), np.where(setup, 0,
@@ -141,7 +142,7 @@ def _groups(
 
 
 def _parents(
-    calls: NDArray[Any],
+    calls: CallTable,
     code: NDArray[np.int64],
     by_node: NDArray[np.int64],
     group: NDArray[np.int64],
@@ -199,7 +200,7 @@ def _walk(
     return np.array(order, np.int64), np.array(depths, np.int64)
 
 
-def _identities(heads: NDArray[Any], paths: list[str]) -> NDArray[np.uint64]:
+def _identities(heads: CallTable, paths: list[str]) -> NDArray[np.uint64]:
     """Return a 64-bit id per node that depends on its key alone, so it is the same in every
     trace."""
     columns = [heads[name].tolist() for name in KEY_COLUMNS]

@@ -7,6 +7,7 @@ seen.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rankscope.assembly.calltable import CallTable
 from rankscope.assembly.interning import Interned, Vocabulary
 from rankscope.assembly.rankstreams import RankStream
 from rankscope.chunks.tensorfiles import standing_references
@@ -28,28 +30,12 @@ _MOST_SPARSE = 4
 """Numbers of a span for each row of a column whose values are counted and not sorted."""
 _EVENT_PHASES = sorted(Phase.having(lambda facts: facts.is_event))
 
-CALL_DTYPE = np.dtype(
-    [
-        ("stream", "<i4"), ("incarnation", "<i4"), ("sequence", "<u8"), ("parent", "<i8"),
-        ("start", "<i8"), ("end", "<i8"), ("module", "<i4"),
-        ("path", "<i4"), ("step", "<u4"), ("micro_batch", "<i8"),
-        ("ordinal", "<i8"), ("forward_ordinal", "<i8"),
-        ("pass", "<i4"), ("phase", "u1"), ("mode", "u1"), ("status", "u1"), ("text", "<i4"),
-        ("collective", "<i4"), ("number", "<u4"), ("issued", "<u8"), ("is_backward", "?"),
-    ]
-)  # fmt: skip
-"""`parent` is a row of this table or -1; `start` and `end` are wall-clock ns; `text` and
-`collective` -1 for none; `number` counts collectives of one channel, and `issued` those of a
-group by torch's own count; `is_backward` for what
-backward issued."""
-
 
 @dataclass(slots=True)
 class Tables:
     """Calls and values of all streams."""
 
-    calls: NDArray[Any]
-    """CALL_DTYPE."""
+    calls: CallTable
     values: NDArray[Any]
     """VALUE_DTYPE of spool/recordformat.py, streams behind each other."""
     call: NDArray[np.int64]
@@ -109,26 +95,27 @@ def build_tables(streams: Sequence[RankStream], vocabulary: Vocabulary) -> Table
     """Return the two tables; streams in the order of the vocabulary's lookups."""
     paths = Interned[str]()
     path_of = np.array([paths.number(m.path) for m in vocabulary.modules.items], np.int64)
-    calls: list[NDArray[Any]] = []
+    calls = CallTable.zeros(sum(len(stream.enters) for stream in streams))
     parts: list[dict[str, NDArray[Any]]] = []
     errors: list[tuple[int, int, int]] = []
     orphans: list[int] = []
     first_row = first_sample = 0
     for number, stream in enumerate(streams):
-        own, order = _calls(number, stream, vocabulary, path_of, first_row)
-        part = _values(number, stream, vocabulary, order, first_row, first_sample)
+        recorded = _Sequences(stream.enters["sequence"])
+        own = calls.chosen(slice(first_row, first_row + len(stream.enters)))
+        _fill(own, number, stream, vocabulary, path_of, recorded, first_row)
+        part = _values(number, stream, vocabulary, recorded, first_row, first_sample)
         known = (part["call"] >= 0) & (part["slot"] >= 0) & (part["description"] >= 0)
         orphans.append(int((~known).sum()))
         parts.append(
             {name: column[known] for name, column in part.items()} if orphans[-1] else part
         )
-        rows = _find(order, stream.enters["sequence"], stream.errors["sequence"])
+        rows = recorded.find(stream.errors["sequence"])
         texts = _take(vocabulary.text_lookup[number], stream.errors["text"])
         errors += [
             (number, row + first_row if row >= 0 else -1, t)
             for row, t in zip(rows.tolist(), texts.tolist())
         ]
-        calls.append(own)
         first_row += len(own)
         first_sample += len(stream.samples.rows)
     joined = (
@@ -136,9 +123,8 @@ def build_tables(streams: Sequence[RankStream], vocabulary: Vocabulary) -> Table
         if parts
         else {}
     )
-    table = np.concatenate(calls) if calls else np.empty(0, CALL_DTYPE)
     tables = Tables(
-        calls=table,
+        calls=calls,
         samples=np.concatenate([np.empty((0, 8), np.float32), *(s.samples.rows for s in streams)]),
         errors=errors,
         orphans=orphans,
@@ -146,7 +132,9 @@ def build_tables(streams: Sequence[RankStream], vocabulary: Vocabulary) -> Table
         **joined,
     )
     _fold_event_owners(tables)
-    _renumber_repeats(tables.calls)
+    first_rows = np.searchsorted(tables.calls["stream"], np.arange(len(streams) + 1)).tolist()
+    for begin, end in itertools.pairwise(first_rows):
+        _renumber_repeats(tables.calls.chosen(slice(begin, end)))
     tables.calls["forward_ordinal"] = tables.calls["ordinal"]
     _derive_calls(tables, np.array([s.clock_offset_ns for s in streams], np.int64))
     return tables
@@ -157,30 +145,47 @@ def _take(lookup: NDArray[np.int64], numbers: NDArray[Any]) -> NDArray[np.int64]
     return np.where(known, lookup[np.where(known, numbers, 0).astype(np.int64)], -1)
 
 
-def _find(
-    order: NDArray[np.int64], sequences: NDArray[Any], wanted: NDArray[Any]
-) -> NDArray[np.int64]:
-    """Return the index in `sequences` (sorted by `order`) of each wanted sequence, -1 where there
-    is none."""
-    if not len(sequences):
-        return np.full(len(wanted), -1, np.int64)
-    at = np.minimum(np.searchsorted(sequences, wanted, sorter=order), len(sequences) - 1)
-    rows = order[at]
-    return np.where(sequences[rows] == wanted, rows, -1)
+class _Sequences:
+    """Finds rows by a number that each of them has."""
+
+    def __init__(self, numbers: NDArray[Any]) -> None:
+        """Sort the numbers, unless they follow on each other, as those of a rank's calls do."""
+        numbers = np.ascontiguousarray(numbers)
+        self._count = len(numbers)
+        is_dense = self._count > 0 and bool((np.diff(numbers) == 1).all())
+        self._first = numbers[0] if is_dense else None
+        self._order = None if is_dense else np.argsort(numbers, kind="stable")
+        self._sorted = numbers if self._order is None else numbers[self._order]
+
+    def find(self, wanted: NDArray[Any]) -> NDArray[np.int64]:
+        """Return the row of each wanted number, -1 where there is none."""
+        if not self._count:
+            return np.full(len(wanted), -1, np.int64)
+        if self._order is None:
+            at = (wanted - self._first).astype(np.int64)
+            return np.where((at >= 0) & (at < self._count), at, -1)
+        at = np.minimum(np.searchsorted(self._sorted, wanted), self._count - 1)
+        return np.where(self._sorted[at] == wanted, self._order[at], -1)
 
 
-def _calls(
-    number: int, stream: RankStream, vocabulary: Vocabulary, path_of: NDArray[Any], first_row: int
-) -> tuple[NDArray[Any], NDArray[np.int64]]:
+def _fill(
+    own: CallTable,
+    number: int,
+    stream: RankStream,
+    vocabulary: Vocabulary,
+    path_of: NDArray[Any],
+    recorded: _Sequences,
+    first_row: int,
+) -> None:
+    """Fill the rows of a stream's calls."""
     enters, exits, offset = stream.enters, stream.exits, stream.clock_offset_ns
-    own = np.zeros(len(enters), CALL_DTYPE)
-    order = np.argsort(enters["sequence"], kind="stable")
-    parent = _find(order, enters["sequence"], enters["parent"])
+    parent = recorded.find(enters["parent"])
     parent[enters["parent"] == NO_SEQUENCE] = -1
     own["stream"], own["sequence"] = number, enters["sequence"]
     own["incarnation"] = stream.stream.incarnation
     own["parent"] = np.where(parent >= 0, parent + first_row, -1)
-    own["start"] = own["end"] = enters["time_ns"] + offset
+    own["start"] = enters["time_ns"] + offset
+    own["end"] = own["start"]
     own["module"] = np.maximum(_take(vocabulary.module_lookup[number], enters["module"]), 0)
     own["path"] = path_of[own["module"]]
     own["step"], own["ordinal"] = enters["step"], enters["ordinal"]
@@ -192,26 +197,26 @@ def _calls(
     own["number"] = enters["number"]
     issuers = [kind.issuer == "backward" for kind in vocabulary.collectives.items]
     own["is_backward"] = np.array([*issuers, False])[own["collective"]]
-    at = _find(order, enters["sequence"], exits["sequence"])
-    exits, at = exits[at >= 0], at[at >= 0]
+    at = recorded.find(exits["sequence"])
+    if (at < 0).any():
+        exits, at = exits[at >= 0], at[at >= 0]
     own["end"][at] = exits["time_ns"] + offset
     own["status"][at], own["issued"][at] = exits["status"], exits["issued"]
     own["text"][at] = _take(vocabulary.text_lookup[number], exits["text"])
-    return own, order
 
 
 def _values(
     number: int,
     stream: RankStream,
     vocabulary: Vocabulary,
-    order: NDArray[np.int64],
+    recorded: _Sequences,
     first_row: int,
     first_sample: int,
 ) -> dict[str, NDArray[Any]]:
     values, rows = _standing(stream.values)
     values, chunk = _kept(values, stream)
     heads = stream.samples.heads
-    call = _find(order, stream.enters["sequence"], values["sequence"])
+    call = recorded.find(values["sequence"])
     start = np.full(len(values), -1, np.int64)
     count, dim = np.zeros(len(values), np.int32), np.zeros(len(values), np.int32)
     if len(heads):
@@ -219,8 +224,7 @@ def _values(
         both = [np.concatenate([values[n], heads[n]]).astype(np.uint64) for n in names]
         codes, _ = factorize(*both)
         of_value, of_head = codes[: len(values)], codes[len(values) :]
-        by_code = np.argsort(of_value, kind="stable")
-        at = _find(by_code, of_value, of_head)
+        at = _Sequences(of_value).find(of_head)
         firsts = (
             np.concatenate([[0], np.cumsum(heads["count"], dtype=np.int64)])[:-1] + first_sample
         )
@@ -306,13 +310,17 @@ def _fold_event_owners(tables: Tables) -> None:
     tables.errors = [
         (s, int(rows[kept[row]]) if row >= 0 else -1, text) for s, row, text in tables.errors
     ]
-    tables.calls = calls[~same]
+    tables.calls = calls.chosen(~same)
 
 
-def _renumber_repeats(calls: NDArray[Any]) -> None:
-    """Give calls of one rank that share a key (two losses of one class) ordinals in order of their
-    sequence."""
-    names = ("stream", "mode", "step", "micro_batch", "phase", "path")
+def _renumber_repeats(calls: CallTable) -> None:
+    """Give calls of one stream that share a key (two losses of one class) ordinals in order of
+    their sequence.
+
+    Args:
+        calls: those of the stream.
+    """
+    names = ("mode", "step", "micro_batch", "phase", "path")
     group, _ = factorize(*(calls[name] for name in names))
     if factorize(group, calls["ordinal"])[1] == len(calls):
         return
@@ -348,7 +356,7 @@ def _derive_calls(tables: Tables, clock_offset: NDArray[np.int64]) -> None:
     keys, inverse = np.unique(source * span + kind, return_inverse=True)
     inverse = inverse.reshape(-1)
     origin, kind = keys // span, keys % span
-    derived = calls[origin].copy()
+    derived = calls.chosen(origin)
     derived["phase"], derived["pass"] = kind >> 16, kind & 0xFFFF
     times = values["time_ns"][away]
     first = np.full(len(keys), np.iinfo(np.int64).max)
@@ -368,12 +376,10 @@ def _derive_calls(tables: Tables, clock_offset: NDArray[np.int64]) -> None:
     # The values move to their new rows; nothing may look `calls` up by `tables.call[away]` after.
     tables.call[away] = inverse + len(calls)
     _hang_below_backward(calls, derived, origin)
-    tables.calls = np.concatenate([calls, derived])
+    tables.calls = calls.followed_by(derived)
 
 
-def _hang_below_backward(
-    calls: NDArray[Any], derived: NDArray[Any], origin: NDArray[np.int64]
-) -> None:
+def _hang_below_backward(calls: CallTable, derived: CallTable, origin: NDArray[np.int64]) -> None:
     """Make collectives that backward issued children of the backward call that ran then, in place:
     records know the forward call alone."""
     issued = np.flatnonzero((calls["collective"] >= 0) & calls["is_backward"])
@@ -390,7 +396,7 @@ def _hang_below_backward(
 
 
 def _derived_parents(
-    calls: NDArray[Any],
+    calls: CallTable,
     keys: NDArray[np.int64],
     origin: NDArray[np.int64],
     kind: NDArray[np.int64],
@@ -414,7 +420,7 @@ def _derived_parents(
     return result
 
 
-def _number_passes(derived: NDArray[Any]) -> None:
+def _number_passes(derived: CallTable) -> None:
     """Make one ordinal of graph task and forward ordinal, the same on every rank: task first, then
     call."""
     names = ("incarnation", "mode", "step", "micro_batch", "phase", "path")

@@ -171,7 +171,7 @@ class _Renderer:
     def _collectives(self, facts: NodeFacts) -> dict[str, Any]:
         """What a collective is, by ranks where they differ."""
         rows = slice(facts.first_call, facts.last_call)
-        calls, ranks = self._merged.calls[rows], self._call_ranks[rows]
+        calls, ranks = self._merged.calls.chosen(rows), self._call_ranks[rows]
         keys = np.stack([calls["collective"].astype(np.int64), calls["number"]], axis=1)
         distinct, first, inverse = np.unique(keys, axis=0, return_index=True, return_inverse=True)
         known = self._document.vocabulary.collectives.items
@@ -224,7 +224,7 @@ class _Renderer:
         return result
 
     def _outcome(self, facts: NodeFacts) -> dict[str, Any]:
-        calls = self._merged.calls[facts.first_call : facts.last_call]
+        calls = self._merged.calls.chosen(slice(facts.first_call, facts.last_call))
         ranks = self._call_ranks[facts.first_call : facts.last_call]
         keys = np.stack([calls["status"].astype(np.int64), calls["text"].astype(np.int64)], axis=1)
         distinct, inverse = np.unique(keys, axis=0, return_inverse=True)
