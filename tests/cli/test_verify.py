@@ -7,6 +7,7 @@ import os
 import sys
 from pathlib import Path
 
+import numpy as np
 from safetensors import safe_open
 
 from rankscope.run.folders import RunHeader, host_run_folder, run_key, spool_base, write_run_header
@@ -14,6 +15,7 @@ from rankscope.tree.build import build
 from rankscope.tree.reader import open_trace
 from tests import forked
 from tests.cli.test_commands import rankscope
+from tests.tree.jobs import grid_job
 from tests.tree.ranks_on_paper import PaperRank
 
 
@@ -166,3 +168,24 @@ def test_tensors_that_were_removed_are_named(tmp_path: Path):
     code, out, _ = rankscope("verify", tmp_path / "trace")
     assert code == 1
     assert "tensors/rank00000/000001.safetensors: is not there" in out
+
+
+def test_one_changed_bit_of_any_column_is_seen(tmp_path: Path):
+    """Also where the number is one that a rank may have."""
+    grid_job(tmp_path / "spools", tmp_path / "trace")
+    build(tmp_path / "trace")
+    path = tmp_path / "trace/values.safetensors"
+    whole = path.read_bytes()
+    assert rankscope("verify", tmp_path / "trace")[0] == 0
+    begin = 8 + int.from_bytes(whole[:8], "little")
+    with safe_open(path, "np") as file:
+        assert len(file.metadata()["xxh3_64"]) == 16
+    places = json.loads(whole[8:begin])
+    changed = bytearray(whole)
+    changed[begin + places["values.mean"]["data_offsets"][0]] ^= 1
+    path.write_bytes(changed)
+    with safe_open(path, "np") as file:
+        assert np.isfinite(file.get_tensor("values.mean")).all()
+    code, out, _ = rankscope("verify", tmp_path / "trace")
+    assert code == 1
+    assert "values.safetensors: was changed since it was written" in out

@@ -47,7 +47,7 @@ def layout_header(streams: Sequence[RankStream]) -> dict[str, Any]:
 
 def _given(stream: RankStream) -> tuple[str, str] | None:
     """Return name and text of the file a rank was given; it is recorded in pieces, in order."""
-    pieces = [d for _, d in sorted(stream.definitions.items()) if d["kind"] == "layout"]
+    pieces = [d for _, d in sorted(stream.defined("layout").items())]
     if not pieces:
         return None
     return str(pieces[0].get("file", "")), "".join(str(d.get("text", "")) for d in pieces)

@@ -147,25 +147,27 @@ def build_vocabulary(streams: Sequence[RankStream]) -> Vocabulary:
     """Return the common numbers for the definitions of all streams (lowest rank first)."""
     vocabulary = Vocabulary()
     vocabulary.modules.number(UNKNOWN_MODULE)
-    names = name_roots([roots_of(stream.definitions) for stream in streams])
+    names = name_roots(
+        [roots_of({**stream.defined("root"), **stream.defined("inside")}) for stream in streams]
+    )
     # ranks share the dicts of equal definitions: what was numbered once is known by identity
-    seen: dict[tuple[int, object], int] = {}
+    seen: dict[object, dict[int, int]] = {}
     for stream, roots in zip(streams, names):
         # numbers count up from 1: one far beyond their count is damage, and must not cost memory
         size = min(max(stream.definitions, default=0), 2 * len(stream.definitions) + 65_536) + 1
         lookups = {kind: np.full(size, -1, np.int64) for kind in _KINDS}
-        for number, definition in stream.definitions.items():
-            if definition["kind"] in lookups and number < size:
-                key = (id(definition), _context(definition, roots, stream.definitions))
-                item = seen.get(key)
+        for kind, lookup in lookups.items():
+            known = seen.setdefault(_context(kind, stream, roots), {})
+            for number, definition in stream.defined(kind).items():
+                item = known.get(id(definition))
                 if item is None:
                     try:
-                        item = seen[key] = _number(
-                            vocabulary, definition, roots, stream.definitions
-                        )
+                        item = _number(vocabulary, definition, roots, stream.definitions)
                     except (KeyError, TypeError, ValueError, LayoutError):
                         continue  # written by something else: what names it is counted
-                lookups[definition["kind"]][number] = item
+                    known[id(definition)] = item
+                if number < size:
+                    lookup[number] = item
         vocabulary.module_lookup.append(lookups["module"])
         vocabulary.slot_lookup.append(lookups["slot"])
         vocabulary.description_lookup.append(lookups["meta"])
@@ -174,15 +176,14 @@ def build_vocabulary(streams: Sequence[RankStream]) -> Vocabulary:
     return vocabulary
 
 
-def _context(
-    definition: Mapping[str, Any],
-    roots: Mapping[int, str],
-    definitions: Mapping[int, Mapping[str, Any]],
-) -> object:
-    """Return what else a definition's meaning depends on: the path of its root, or its mesh."""
-    if definition["kind"] == "module":
-        return roots.get(definition.get("root", 0))
-    return id(definitions.get(definition.get("mesh", 0)))
+def _context(kind: str, stream: RankStream, roots: Mapping[int, str]) -> object:
+    """Return what else the meaning of definitions of a kind depends on: paths of roots, or which
+    meshes there are."""
+    if kind == "module":
+        return kind, *sorted(roots.items())
+    if kind == "meta":
+        return kind, *sorted((number, id(mesh)) for number, mesh in stream.defined("mesh").items())
+    return kind
 
 
 def _number(

@@ -81,9 +81,7 @@ def _marks(vocabulary: Vocabulary, streams: Sequence[RankStream]) -> _Marks:
     found: dict[tuple[str, str], dict[int, ParameterMark]] = {}
     for number, stream in enumerate(streams):
         lookup = vocabulary.module_lookup[number]
-        for definition in stream.definitions.values():
-            if definition["kind"] != "mark":
-                continue
+        for definition in stream.defined("mark").values():
             try:
                 module = int(lookup[int(definition["module"])])
                 mark = mark_of(definition)
@@ -184,8 +182,8 @@ class _AxisGroups:
         """Return {stream: members} of the groups that the framework describes so."""
         found: dict[int, Members] = {}
         for number, stream in enumerate(self._streams):
-            for definition in stream.definitions.values():
-                if definition["kind"] == "group" and definition.get("description") == description:
+            for definition in stream.defined("group").values():
+                if definition.get("description") == description:
                     members = tuple(map(int, definition["ranks"]))
                     if description and stream.stream.rank in members:
                         found[number] = members

@@ -38,6 +38,26 @@ UNFOLDED_FLAGS = np.uint32(
 KEY_COLUMNS = ("incarnation", "mode", "step", "micro_batch", "phase", "path", "ordinal")
 
 
+class SortedValues:
+    """The values of the tables in another order: a copy of so much would cost more than all that is
+    made of it."""
+
+    __slots__ = ("_order", "_values")
+
+    def __init__(self, values: NDArray[Any], order: NDArray[np.int64]) -> None:
+        """Hold VALUE_DTYPE rows, [values], and which of them comes where."""
+        self._values, self._order = values, order
+
+    def column(self, name: str) -> NDArray[Any]:
+        """Return one field of all values."""
+        column: NDArray[Any] = self._values[name][self._order]
+        return column
+
+    def rows(self, which: NDArray[np.int64] | slice) -> NDArray[Any]:
+        """Return some values."""
+        return self._values[self._order[which]]
+
+
 @dataclass(slots=True, kw_only=True)
 class Merged:
     """Nodes, entries and folds as ranges over sorted calls and values.
@@ -61,8 +81,8 @@ class Merged:
     """[nodes] stable id."""
     forward_ordinal: NDArray[np.int64]
     """[nodes] ordinal of the forward call behind a derived node."""
-    values: NDArray[Any]
-    """VALUE_DTYPE sorted by entry, fold, rank."""
+    values: SortedValues
+    """Sorted by entry, fold, rank."""
     order: NDArray[np.int64]
     """[values] where each sorted value stood in the tables."""
     value_node: NDArray[np.int64]
@@ -218,7 +238,7 @@ def _identities(heads: CallTable, paths: list[str]) -> NDArray[np.uint64]:
 
 def _slots(
     tables: Tables, vocabulary: Vocabulary, node: NDArray[np.int64], nodes: int
-) -> dict[str, NDArray[Any]]:
+) -> dict[str, Any]:
     """Sort values into entries and folds."""
     stream = tables.calls["stream"][tables.call] if len(tables.call) else np.empty(0, np.int32)
     shared: Interned[Any] = Interned()
@@ -231,17 +251,21 @@ def _slots(
     entry, entries = factorize(pair, variant)
     fold, folds = factorize(entry, piece, flags, tables.values["count"], tables.values["hash"])
     seen = _first_seen(pair, pairs, stream, tables.values["time_ns"])
-    lowest = np.full(folds, np.iinfo(np.int64).max)
-    np.minimum.at(lowest, fold, stream)
-    first_of_entry = np.full(entries, np.iinfo(np.int64).max)
-    np.minimum.at(first_of_entry, entry, stream)
-    order = np.lexsort(
-        (stream, fold, lowest[fold], entry, first_of_entry[entry], pair, seen[pair], node)
-    )
+    # folds are sorted, of which there are few, and then the values by the place of their fold
+    row = np.empty(folds, np.int64)
+    row[fold] = np.arange(len(fold))
+    entry_of, pair_of = entry[row], pair[row]
+    by_place = np.lexsort(
+        (_lowest(stream, fold, folds), entry_of, _lowest(stream, entry, entries)[entry_of],
+         pair_of, seen[pair_of], node[row])
+    )  # fmt: skip
+    place = np.empty(folds, np.int64)
+    place[by_place] = np.arange(folds)
+    order = _by_stream(place[fold], stream)
     entry_start = _starts(entry[order])
     fold_start = _starts(fold[order])
     return {
-        "values": tables.values[order],
+        "values": SortedValues(tables.values, order),
         "order": order,
         "value_node": node[order],
         "value_stream": stream[order],
@@ -265,9 +289,17 @@ def _first_seen(
 ) -> NDArray[np.int64]:
     """Return per slot of a node its place by lowest rank and time: the order slots are listed
     in."""
-    order = np.lexsort((time, stream, pair))
-    first = order[np.searchsorted(pair[order], np.arange(pairs))]
     # ranks have clocks of their own: slots only later ranks have come behind those of the lowest
+    lowest = _lowest(stream, pair, pairs)
+    of_lowest = stream == lowest[pair]
+    earliest = _lowest(time[of_lowest], pair[of_lowest], pairs)
     place = np.empty(pairs, np.int64)
-    place[np.lexsort((time[first], stream[first]))] = np.arange(pairs)
+    place[np.lexsort((earliest, lowest))] = np.arange(pairs)
     return place
+
+
+def _lowest(column: NDArray[Any], group: NDArray[np.int64], groups: int) -> NDArray[np.int64]:
+    """Return the smallest number in each group."""
+    lowest = np.full(groups, np.iinfo(np.int64).max)
+    np.minimum.at(lowest, group, column)
+    return lowest

@@ -7,7 +7,7 @@ spool/recordformat.py, in the order they were committed, and its definitions a d
 from __future__ import annotations
 
 import itertools
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -81,6 +81,8 @@ class RankStream:
     identity: dict[str, Any]
     """The definition of kind "rank"; {} where not even that arrived."""
     definitions: dict[int, dict[str, Any]]
+    by_kind: Mapping[str, Mapping[int, dict[str, Any]]]
+    """The same, of each kind by itself."""
     enters: Array
     exits: Array
     values: Array
@@ -110,6 +112,10 @@ class RankStream:
     kept_notes: tuple[str, ...] = ()
     """What was not kept of the full tensors that were asked for, and what became of the chunks."""
 
+    def defined(self, kind: str) -> Mapping[int, dict[str, Any]]:
+        """Return the definitions of a kind, by number."""
+        return self.by_kind.get(kind, {})
+
     @property
     def clock_offset_ns(self) -> int:
         """What to add to this rank's time_ns to get wall-clock time."""
@@ -135,7 +141,10 @@ def read_stream(source: StreamBytes, decoded: Decoded | None = None) -> RankStre
     data = source.data if isinstance(source.data, bytes) else source.data.view(np.ndarray)
     found = records(data, is_verified=source.is_verified)
     definitions, refused = definitions_in(found, {} if decoded is None else decoded)
-    identity = next((d for d in definitions.values() if d["kind"] == "rank"), {})
+    by_kind: dict[str, dict[int, dict[str, Any]]] = defaultdict(dict)
+    for number, definition in definitions.items():
+        by_kind[definition["kind"]][number] = definition
+    identity = next(iter(by_kind["rank"].values()), {})
     version = identity.get("format", recordformat.FORMAT_VERSION)
     if version > recordformat.FORMAT_VERSION:
         raise TraceVersionError(
@@ -164,6 +173,7 @@ def read_stream(source: StreamBytes, decoded: Decoded | None = None) -> RankStre
         stream=source.stream,
         identity=identity,
         definitions=definitions,
+        by_kind=dict(by_kind),
         enters=enters,
         exits=rows[RecordKind.EXIT],
         values=values,
@@ -179,10 +189,10 @@ def read_stream(source: StreamBytes, decoded: Decoded | None = None) -> RankStre
         hidden_bytes=source.hidden_bytes,
         dropped=max(ended.dropped_records, int(gaps["records"].sum())),
         end=ended.reason or source.end or EndReason.RUNNING,
-        raised=_raised(definitions),
+        raised=_raised(by_kind["raised"]),
         notes=tuple(notes),
         has_set_aside=len(notes) > len(source.notes),
-        kept_notes=_not_kept(definitions),
+        kept_notes=_not_kept(by_kind["not_kept"]),
     )
 
 
@@ -262,14 +272,14 @@ def _known_calls(enters: Array) -> tuple[Array, NDArray[np.uint64]]:
 
 def _raised(definitions: dict[int, dict[str, Any]]) -> dict[str, Any] | None:
     """Return what a rank wrote of the exception that ended its program, on one line each."""
-    found = [d for d in definitions.values() if d["kind"] == "raised"]
-    if not found:
+    if not definitions:
         return None
-    causes = found[-1].get("causes")
+    *_, last = definitions.values()
+    causes = last.get("causes")
     return {
-        "error": _one_line(found[-1].get("error")),
+        "error": _one_line(last.get("error")),
         "causes": [_one_line(c) for c in causes] if isinstance(causes, (list, tuple)) else [],
-        "where": _one_line(found[-1].get("where")),
+        "where": _one_line(last.get("where")),
     }
 
 
@@ -279,11 +289,7 @@ def _one_line(text: object) -> str:
 
 def _not_kept(definitions: dict[int, dict[str, Any]]) -> tuple[str, ...]:
     """Return what a rank noted of tensors it did not keep, the latest for each reason."""
-    latest = {
-        str(d.get("reason")): str(d.get("text"))
-        for d in definitions.values()
-        if d["kind"] == "not_kept"
-    }
+    latest = {str(d.get("reason")): str(d.get("text")) for d in definitions.values()}
     return tuple(latest.values())
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from rankscope.errors import TraceError
@@ -29,6 +30,7 @@ from rankscope.tree.joinedcolumns import FileColumns
 __all__ = [
     "VALUES_FORMAT",
     "VALUES_NAME",
+    "check_bytes",
     "check_columns",
     "columns_of",
     "map_columns",
@@ -42,6 +44,11 @@ _DTYPES = {
 }  # fmt: skip
 _NAMES = {np.dtype(text): name for name, text in _DTYPES.items()}
 _MAX_HEADER = 1 << 20
+_CHECKSUM = "xxh3_64"
+"""Of all bytes behind the header."""
+_MANY = 10**15
+"""More rows, or bytes, no file has."""
+_MOST = (1 << 64) - 1
 _SKETCHES = frozenset({"values.sketch", "samples.sketch"})
 _KINDS = {
     **{f"values.{name}": "u" for name in (*COUNTS, "hash", "node", "reference", "flags")},
@@ -69,9 +76,11 @@ def columns_of(document: Document, first_node: int = 0) -> dict[str, Callable[[]
     call_node = np.repeat(nodes, np.diff(merged.call_start))
     made: dict[str, Callable[[], Column]] = {
         "values.node": lambda: merged.identity[merged.value_node],
-        **{f"values.{name}": functools.partial(values.__getitem__, name) for name in _PLAIN},
-        "values.reference": lambda: values["reference"],
-        "values.time_ns": lambda: values["time_ns"] + document.clock_offsets[merged.value_stream],
+        **{f"values.{name}": functools.partial(values.column, name) for name in _PLAIN},
+        "values.reference": lambda: values.column("reference"),
+        "values.time_ns": lambda: (
+            values.column("time_ns") + document.clock_offsets[merged.value_stream]
+        ),
         "values.sample_row": lambda: _sample_rows(document),
         "calls.node": lambda: merged.identity[call_node],
         "calls.issued": lambda: calls["issued"],
@@ -85,7 +94,7 @@ def columns_of(document: Document, first_node: int = 0) -> dict[str, Callable[[]
             np.uint32
         ),
         "values.chunk": lambda: tables.chunk[order],
-        "values.flags": lambda: values["flags"],
+        "values.flags": lambda: values.column("flags"),
         "values.sample_count": lambda: tables.sample_count[order],
         "values.sample_dim": lambda: tables.sample_dim[order],
         "samples.sketch": lambda: tables.samples,
@@ -124,30 +133,45 @@ def _slot_places(document: Document) -> Column:
 def write_columns(path: Path, columns: Mapping[str, Callable[[], Column]]) -> None:
     """Write columns as a safetensors file, under another name until it is whole.
 
+    Each is made once, and one at a time: the header, which says where they are, is written last.
+
     Raises:
         OSError: the file cannot be written.
     """
-    shapes = {name: _shape(make()) for name, make in columns.items()}
-    header: dict[str, Any] = {"__metadata__": {"format": VALUES_FORMAT}}
-    offset = 0
-    for name, (dtype, shape, size) in shapes.items():
-        header[name] = {
-            "dtype": dtype,
-            "shape": list(shape),
-            "data_offsets": [offset, offset + size],
-        }
-        offset += size
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 64)
+    widest = {"dtype": "BOOL", "shape": [_MANY, _MANY], "data_offsets": [_MANY, _MANY]}
+    room = len(_header(dict.fromkeys(columns, widest), ~0)) + 63 & ~63
+    found: dict[str, Any] = {}
+    offset, checksum = 0, xxhash.xxh3_64()
     with replacing(path) as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for make in columns.values():
+        file.seek(8 + room)
+        for name, make in columns.items():
             column = np.ascontiguousarray(make())
-            file.write(column.reshape(-1).view(np.uint8).data)
+            begin, offset = offset, offset + column.nbytes
+            dtype = _NAMES[column.dtype.newbyteorder("<")]
+            found[name] = {"dtype": dtype, "shape": column.shape, "data_offsets": [begin, offset]}
+            data = column.reshape(-1).view(np.uint8).data
+            checksum.update(data)
+            file.write(data)
+        file.seek(0)
+        file.write(room.to_bytes(8, "little") + _header(found, checksum.intdigest()).ljust(room))
 
 
-def _shape(column: Column) -> tuple[str, tuple[int, ...], int]:
-    return _NAMES[column.dtype.newbyteorder("<")], column.shape, column.size * column.dtype.itemsize
+def _header(columns: Mapping[str, Any], checksum: int) -> bytes:
+    about = {"format": VALUES_FORMAT, _CHECKSUM: f"{checksum & _MOST:016x}"}
+    return json.dumps({"__metadata__": about, **columns}, separators=(",", ":")).encode()
+
+
+def check_bytes(path: Path) -> None:
+    """Hold the columns of a values file to the checksum in its header, where there is one.
+
+    Raises:
+        TraceError: they were changed since, or the file cannot be read.
+    """
+    header, data = _opened(path)
+    about = header.get("__metadata__")
+    wanted = about.get(_CHECKSUM) if isinstance(about, dict) else None
+    if wanted is not None and wanted != xxhash.xxh3_64_hexdigest(data.data):
+        raise TraceError(f"{path}: was changed since it was written: the file is damaged")
 
 
 def map_columns(path: Path, world_size: int = MAX_RANKS) -> dict[str, Column]:
@@ -160,6 +184,29 @@ def map_columns(path: Path, world_size: int = MAX_RANKS) -> dict[str, Column]:
     Raises:
         TraceError: the file is missing, or no safetensors file whose header fits its size, or its
             columns do not fit each other; asking for a column that is not there raises it too.
+    """
+    header, data = _opened(path)
+    columns = FileColumns(path)
+    try:
+        for name, entry in header.items():
+            if name != "__metadata__":
+                columns[name] = _column(name, entry, data)
+        check_columns(columns, world_size)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise TraceError(
+            f"{path}: a column does not fit the file ({error}): the file is damaged"
+        ) from error
+    for name in (f"values.{each.name}" for each in ADDED):
+        if name not in columns and "values.rank" in columns:  # written before there was such a one
+            columns[name] = np.broadcast_to(np.float64(np.nan), columns["values.rank"].shape)
+    return columns
+
+
+def _opened(path: Path) -> tuple[dict[str, Any], Column]:
+    """Return the header of a safetensors file, and its other bytes, mapped.
+
+    Raises:
+        TraceError: the file is missing, or none whose header fits its size.
     """
     try:
         size = path.stat().st_size
@@ -179,20 +226,9 @@ def map_columns(path: Path, world_size: int = MAX_RANKS) -> dict[str, Column]:
         raise TraceError(f"{path}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise TraceError(f"{path}: its header is no JSON ({error}): the file is damaged") from error
-    columns = FileColumns(path)
-    try:
-        for name, entry in header.items():
-            if name != "__metadata__":
-                columns[name] = _column(name, entry, data)
-        check_columns(columns, world_size)
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise TraceError(
-            f"{path}: a column does not fit the file ({error}): the file is damaged"
-        ) from error
-    for name in (f"values.{each.name}" for each in ADDED):
-        if name not in columns and "values.rank" in columns:  # written before there was such a one
-            columns[name] = np.broadcast_to(np.float64(np.nan), columns["values.rank"].shape)
-    return columns
+    if not isinstance(header, dict):
+        raise TraceError(f"{path}: its header is no JSON object: the file is damaged")
+    return header, data
 
 
 def _column(name: str, entry: Mapping[str, Any], data: Column) -> Column:

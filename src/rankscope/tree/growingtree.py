@@ -274,7 +274,7 @@ class GrowingTree:
             steps=tuple(heads),
             values={
                 "file": f"{STEPS_FOLDER}/{values.name}",
-                "values": len(merged.values) - int(merged.entry_start[first]),
+                "values": len(merged.order) - int(merged.entry_start[first]),
                 "samples": len(document.tables.samples),
                 "calls": len(merged.calls) - int(merged.call_start[first_node]),
             },

@@ -64,9 +64,7 @@ def _hosts(streams: Sequence[RankStream]) -> list[dict[str, Any]]:
 
 
 def _defined(streams: Sequence[RankStream], kind: str) -> list[tuple[int, dict[str, Any]]]:
-    return [
-        (s.stream.rank, d) for s in streams for d in s.definitions.values() if d["kind"] == kind
-    ]
+    return [(s.stream.rank, d) for s in streams for d in s.defined(kind).values()]
 
 
 def _meshes(streams: Sequence[RankStream]) -> list[dict[str, Any]]:

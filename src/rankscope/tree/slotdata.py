@@ -74,8 +74,9 @@ class SlotData:
         self._description = tables.description[order]
         self._has_digest = tables.has_digest[order]
         self._samples = (tables.sample_dim, tables.sample_count, tables.sample_start)
-        self._is_kept = merged.values["reference"] != 0
-        self._is_missed = (merged.values["flags"] & np.uint32(ValueFlag.NOT_KEPT)) != 0
+        flags = merged.values.column("flags")
+        self._is_kept = merged.values.column("reference") != 0
+        self._is_missed = (flags & np.uint32(ValueFlag.NOT_KEPT)) != 0
         self._has_tensors = bool(self._is_kept.any() or self._is_missed.any())
         self._slot = tables.slot[order[merged.entry_start[:-1]]].tolist()
         self._entry_description = self._description[merged.entry_start[:-1]].tolist()
@@ -192,7 +193,7 @@ class SlotData:
         """Return the values of folds `first` to `last` (excluded), each with its numbers."""
         bounds = self._merged.fold_start[first : last + 1]
         heads = bounds[:-1]
-        rows = self._merged.values[heads]
+        rows = self._merged.values.rows(heads)
         has_digest = self._has_digest[heads]
         digests = _digests(rows) if has_digest.any() else itertools.repeat({})
         sampled = self._merged.order[heads]
@@ -217,7 +218,7 @@ class SlotData:
         part = slice(begin, end)
         merged = self._merged
         found = self._whole.combine(
-            merged.values[part], self._description[part], merged.value_stream[part],
+            merged.values.rows(part), self._description[part], merged.value_stream[part],
             self._has_digest[part],
         )  # fmt: skip
         return [_combined(each) for each in found]
@@ -227,7 +228,7 @@ class SlotData:
         bounds = self._merged.entry_start[first : last + 1]
         begin, end = int(bounds[0]), int(bounds[-1])
         starts = bounds[:-1] - begin
-        rows, has_digest = self._merged.values[begin:end], self._has_digest[begin:end]
+        rows, has_digest = self._merged.values.rows(slice(begin, end)), self._has_digest[begin:end]
         flags = (rows["flags"] & ~UNFOLDED_FLAGS).astype(np.int64)
         key = self._piece_of_description[self._description[begin:end]] << 32 | flags
         is_one = np.minimum.reduceat(key, starts) == np.maximum.reduceat(key, starts)
@@ -244,7 +245,7 @@ class SlotData:
                     "ranks": self._texts.text(self._ranks[at + part]),
                     **self._piece(
                         int(self._description[at + part[0]]),
-                        int(self._merged.values["flags"][at + part[0]]),
+                        int(rows["flags"][at - begin + part[0]]),
                     ),
                 }
                 for part in parts
