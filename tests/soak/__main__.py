@@ -32,7 +32,7 @@ def main() -> int:
     parser.add_argument("--hosts", type=int, default=0, help="jobs on three hosts, one fault each")
     parser.add_argument("--seed", type=int, default=0, help="of the first schedule of either sort")
     parser.add_argument("--at-once", type=int, default=4, help="jobs side by side")
-    parser.add_argument("--keep", type=Path, help="new folder; keep what failed")
+    parser.add_argument("--keep", type=Path, help="new folder; keep what failed, or took long")
     parser.add_argument("--log", type=Path, help="append one JSON object per schedule")
     given = parser.parse_args()
     in_namespace("tests.soak")

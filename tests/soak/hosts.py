@@ -138,7 +138,7 @@ def play_hosts(schedule: Schedule, folder: Path, *, keep: bool = False) -> Outco
     finally:
         kill_all(place)
         network.remove()
-    if outcome.is_right or not keep:
+    if not (keep and outcome.is_worth_a_look):
         shutil.rmtree(place, ignore_errors=True)
     return outcome
 

@@ -26,6 +26,7 @@ _GONE_S = 3.0
 _WITHOUT_GLOO = {"launcher killed", "ranks restarted"}
 """The store dies with the launcher; gloo may fail to connect in a restart, whoever watches."""
 _LOOK_S = 0.1
+_SLOW_S = 30.0
 LATEST_END_S = 60.0
 """After the last fault, or after the last rank where that ended later, the tree has to be there."""
 
@@ -62,6 +63,10 @@ class Outcome:
     late: int = 0
     """Calls and values that only the command brought in that `verify` prints."""
     troubles: list[str] = field(default_factory=list)
+
+    @property
+    def is_worth_a_look(self) -> bool:
+        return not self.is_right or self.end_s > _SLOW_S
 
     @property
     def is_right(self) -> bool:
@@ -147,16 +152,16 @@ def play(schedule: Schedule, folder: Path, *, keep: bool = False) -> Outcome:
     """Run a job with its faults, wait for its end, hold its trace to what the programs wrote."""
     outcome = Outcome(schedule)
     job = Job(folder / f"{schedule.seed}", schedule.shape, schedule.seed)
-    is_wrong = True
+    is_kept = keep
     try:
         last = _play(job, schedule, outcome)
         _judge(job, schedule, outcome, last)
-        is_wrong = not outcome.is_right
+        is_kept = keep and outcome.is_worth_a_look
     except Exception as error:  # one schedule that fails is a row of the table
         outcome.how = "failed"
         outcome.troubles.append(f"{type(error).__name__}: {error}")
     finally:
-        job.close(keep=keep and is_wrong)
+        job.close(keep=is_kept)
     return outcome
 
 
