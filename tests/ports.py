@@ -20,3 +20,13 @@ def free_port() -> str:
                 continue
             return str(port)
     raise RuntimeError("no free port below the ephemeral ones in 100 tries")
+
+
+def has_ipv6() -> bool:
+    """True where the loopback has an IPv6 address."""
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True

@@ -29,7 +29,7 @@ from rankscope.spool.validprefix import valid_prefix
 from rankscope.spool.writer import SpoolWriter
 from tests import forked
 from tests.gather.jobs import environment
-from tests.ports import free_port
+from tests.ports import free_port, has_ipv6
 from tests.spool.streams import enter, rank_definition
 from tests.spool.test_interruption import numbers_in
 from tests.waiting import wait_until
@@ -152,6 +152,15 @@ def test_rank_relay_and_collector_killed_at_random_lose_and_double_nothing(hosts
     assert all(rank["committed"] == rank["received"] for rank in ranks)
     assert ranks[1]["received"] == path.stat().st_size
     assert not host.folder.exists()
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6 loopback")
+def test_a_job_is_gathered_over_ipv6(hosts):
+    host = hosts(address=f"tcp://[::1]:{free_port()}", world_size=1)
+    collector, relay = host.collector(), host.relay()
+    assert host.rank(0).wait(120) == 0
+    assert (collector.wait(120), relay.wait(120)) == (0, 0)
+    assert_replica_is_whole(host.out, 0, 3)
 
 
 def test_a_relay_of_another_run_is_turned_away_and_keeps_its_records(hosts):

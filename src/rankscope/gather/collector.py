@@ -54,7 +54,7 @@ from rankscope.gather.replica import ReplicaFiles
 from rankscope.gather.replicasync import BackgroundSync
 from rankscope.gather.waitingrule import JobState, PeerState, StreamProgress
 from rankscope.record.streams import EndReason, StreamId
-from rankscope.run.address import check_address, is_tcp
+from rankscope.run.address import check_address, is_ipv6, is_tcp
 from rankscope.run.filenames import COLLECTOR_NAME
 from rankscope.run.keyfile import CurveKeys
 from rankscope.run.replacing import write_by_rename
@@ -249,6 +249,7 @@ class Intake:
                 Path(address.removeprefix("ipc://")).parent.mkdir(
                     mode=0o700, parents=True, exist_ok=True
                 )
+            self._socket.setsockopt(zmq.IPV6, is_ipv6(address))
             self._socket.bind(address)
         except (zmq.ZMQError, OSError) as error:
             raise BindError(f"{address}: cannot be listened on: {error}") from error

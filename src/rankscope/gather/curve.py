@@ -15,6 +15,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from rankscope.errors import KeysError
 from rankscope.gather.log import FewLines, log
+from rankscope.run.address import is_ipv6
 from rankscope.run.keyfile import CurveKeys
 
 __all__ = ["Admission", "Handshake", "handshake_trouble", "new_keys"]
@@ -103,6 +104,7 @@ class Handshake:
             KeysError: the pair of the relay is none.
         """
         _check_pair(keys.relay_public, keys.relay_secret, "relay")
+        socket.setsockopt(zmq.IPV6, is_ipv6(address))
         socket.setsockopt(zmq.CURVE_SERVERKEY, keys.collector_public.encode())
         socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.relay_public.encode())
         socket.setsockopt(zmq.CURVE_SECRETKEY, keys.relay_secret.encode())

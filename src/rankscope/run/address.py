@@ -8,7 +8,7 @@ import re
 from rankscope.errors import BindError
 from rankscope.run.companions import LONGEST_IPC_PATH
 
-__all__ = ["check_address", "is_tcp"]
+__all__ = ["check_address", "is_ipv6", "is_tcp"]
 
 _TCP = re.compile(r"tcp://(\[[^\]]+\]|[^:/\s]+):(\d{1,5}|\*)")
 
@@ -16,6 +16,11 @@ _TCP = re.compile(r"tcp://(\[[^\]]+\]|[^:/\s]+):(\d{1,5}|\*)")
 def is_tcp(address: str) -> bool:
     """True for an address that others than this user may reach."""
     return address.startswith("tcp://")
+
+
+def is_ipv6(address: str) -> bool:
+    """True for a literal IPv6 address; of a name the resolver decides, and may name IPv4."""
+    return address.startswith("tcp://[")
 
 
 def check_address(address: str, *, has_keys: bool) -> str:
