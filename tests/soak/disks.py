@@ -5,7 +5,6 @@ They are mounted in a mount namespace that ends with the tool (`in_namespace`), 
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import subprocess
@@ -40,6 +39,7 @@ class Disk:
 
     def __init__(self, place: Path, kind: str, mebibytes: int) -> None:
         self.place, self._kind = place, kind
+        self._has_failed = False
         self._image = place.with_suffix(".image")
         place.mkdir()
         if kind == "ext4":
@@ -65,24 +65,28 @@ class Disk:
         (self.place / "ballast").unlink(missing_ok=True)
 
     def fail(self) -> None:
-        """Every use is an input/output error from here on; one that is read-only stays that."""
+        """Every use is an input/output error from here on, unless it has failed already."""
+        if self._has_failed:
+            return
+        self._has_failed = True
         folder = os.open(self.place, os.O_RDONLY)
         try:
             fcntl.ioctl(folder, _SHUTDOWN, (0).to_bytes(4, "little"))
-        except OSError as error:
-            if error.errno != errno.EROFS:
-                raise
         finally:
             os.close(folder)
 
     def forbid_writing(self) -> None:
         """As the kernel does after an error of the device: read-only, open files too."""
+        if self._has_failed:
+            return
+        self._has_failed = True
         _run("mount", "-o", "remount,abort", str(self.place))
 
     def replace(self) -> None:
         """Mount it again; nobody may have a file of it open."""
         _run("umount", str(self.place))
         self._mount()
+        self._has_failed = False
 
     def remove(self) -> None:
         subprocess.run(["umount", "--lazy", str(self.place)], capture_output=True, check=False)
