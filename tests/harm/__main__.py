@@ -66,6 +66,9 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--way", action="append", choices=list(WAYS))
     parser.add_argument("--how", action="append", choices=HOWS)
+    parser.add_argument(
+        "--new", action="store_true", help="leave out sites that a way before these passes too"
+    )
     parser.add_argument("--most", type=int, default=0, help="failures of each way, 0 for all")
     parser.add_argument("--module", default="", help="only sites of modules that begin so")
     parser.add_argument("--line", type=int, default=0)
@@ -80,8 +83,11 @@ def main() -> int:
     failed = 0
     base = Path(tempfile.mkdtemp(prefix="harm-"))
     try:
-        for name in options.way or WAYS:
-            failed += _examine(name, WAYS[name], options, known, base)
+        for name, way in WAYS.items():
+            if not options.way or name in options.way:
+                failed += _examine(name, way, options, known, base)
+            elif options.new:
+                known.update(site.number for site in _passed(way, base)[0])
     finally:
         _end_companions(base)
         shutil.rmtree(base, ignore_errors=True)
@@ -99,15 +105,11 @@ def _end_companions(base: Path) -> None:
 def _examine(name: str, way: Way, options: argparse.Namespace, known: set[int], base: Path) -> int:
     begun = time.monotonic()
     plain = _finished(_start(way, base, None, "plain"))
-    for module in _finished(_start(way, base, None, "watch")).result(0)["modules"]:
-        with contextlib.suppress(ImportError):  # here, so that forks number their sites alike
-            importlib.import_module(module)
-    watched = _finished(_start(way, base, None, "watch"))
+    sites, watched = _passed(way, base)
     if _problem(plain, plain, way) or _problem(watched, plain, way):
         print(name, _problem(plain, plain, way) or _problem(watched, plain, way))
         print(watched.said(0))
         return 1
-    sites = [SITES[n] for n in watched.result(0)["sites"]]
     new = [s for s in sites if s.number not in known and not allowed.is_outermost(s)]
     known.update(s.number for s in new)
     faults = [
@@ -151,6 +153,15 @@ def _examine(name: str, way: Way, options: argparse.Namespace, known: set[int], 
         flush=True,
     )
     return bad
+
+
+def _passed(way: Way, base: Path) -> tuple[list[Site], Run]:
+    """Return the sites that a training passes, and the run that told."""
+    for module in _finished(_start(way, base, None, "watch")).result(0)["modules"]:
+        with contextlib.suppress(ImportError):  # here, so that forks number their sites alike
+            importlib.import_module(module)
+    watched = _finished(_start(way, base, None, "watch"))
+    return [SITES[n] for n in watched.result(0).get("sites", ())], watched
 
 
 def _start(way: Way, base: Path, site: Site | None, how: str) -> Run:
