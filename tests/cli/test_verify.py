@@ -8,10 +8,13 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 from safetensors import safe_open
 
+from rankscope.errors import TraceError
 from rankscope.run.folders import RunHeader, host_run_folder, run_key, spool_base, write_run_header
 from rankscope.tree.build import build
+from rankscope.tree.columns import check_bytes
 from rankscope.tree.reader import open_trace
 from tests import forked
 from tests.cli.test_commands import rankscope
@@ -189,3 +192,7 @@ def test_one_changed_bit_of_any_column_is_seen(tmp_path: Path):
     code, out, _ = rankscope("verify", tmp_path / "trace")
     assert code == 1
     assert "values.safetensors: was changed since it was written" in out
+    for name in (b"values.mean", b"xxh3_64"):  # the header is held to it too
+        path.write_bytes(whole.replace(name, name[:-1] + b"X", 1))
+        with pytest.raises(TraceError, match="was changed"):
+            check_bytes(path)

@@ -10,7 +10,7 @@ import pytest
 from rankscope.record.call import CallStatus
 from rankscope.record.finding import Kind, Verdict
 from rankscope.record.streams import EndReason
-from rankscope.spool.recordformat import NO_SEQUENCE, TO_ITS_END
+from rankscope.spool.recordformat import NO_SEQUENCE
 from tests.diagnosis.paper import collective, judged, module, numbers, origins, setup
 from tests.tree.ranks_on_paper import PaperRank
 
@@ -324,35 +324,3 @@ def test_where_nothing_tells_who_ended_first_both_are_told(tmp_path: Path):
     ends = {0: EndReason.RAISED, 1: EndReason.LOST}
     (finding,) = judged(tmp_path, 2, write, ends=ends).origins
     assert "rank 1, last in the same place, may have gone first" in finding.message
-
-
-@pytest.mark.parametrize("is_full", [False, True])
-def test_what_a_full_spool_had_no_room_for_is_no_sign_of_who_stopped_first(tmp_path, is_full):
-    """Rank 1 was last recorded in `a`, and is gone; rank 0 raised later, outside of any call."""
-
-    def write(rank: PaperRank) -> None:
-        top = rank.enter(class_name="Model")
-        first = rank.enter("a", parent=top)
-        if rank.rank:
-            if is_full:
-                rank.gap(0, 0, TO_ITS_END)
-            return
-        rank.exit(first)
-        with rank.call("b", parent=top):
-            pass
-        rank.exit(top)
-
-    report = judged(tmp_path, 2, write, ends={0: EndReason.RAISED, 1: EndReason.LOST})
-    assert [(f[0], f[4]) for f in origins(report)] == [("crash", (0,) if is_full else (1,))]
-
-
-def test_of_a_rank_that_is_gone_it_is_said_where_its_records_stop(tmp_path):
-    def write(rank: PaperRank) -> None:
-        with rank.call(class_name="Model"):
-            pass
-        if rank.rank:
-            rank.gap(0, 0, TO_ITS_END)
-
-    report = judged(tmp_path, 2, write, ends={1: EndReason.LOST})
-    assert [(f[0], f[4]) for f in origins(report)] == [("crash", (1,))]
-    assert "nothing is recorded of it from train step 0 on" in report.findings[0].message

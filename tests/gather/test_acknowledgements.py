@@ -166,8 +166,8 @@ def test_a_segment_stays_until_its_records_are_on_disk_where_they_went(hosts):
         assert wait_until(is_freed, 60)
 
 
-@pytest.mark.parametrize("is_lost", [False, True])
-def test_done_is_said_only_where_all_records_are_on_disk(tmp_path, capfd, is_lost):
+@pytest.mark.parametrize("how", ["", "now", "before", "unlisted"])
+def test_done_is_said_only_where_all_records_are_on_disk(tmp_path, capfd, how):
     """Told so a relay removes its spools: they would be the last copy of what the disk lost."""
     whole = write_some(tmp_path / "s", 20)
     replica = tmp_path / "out" / "spool" / f"{STREAM.name}.cells"
@@ -188,13 +188,18 @@ def test_done_is_said_only_where_all_records_are_on_disk(tmp_path, capfd, is_los
             return replica.exists() and replica.stat().st_size == len(whole)
 
         assert wait_until(is_taken, 20)
-        if is_lost:  # as a disk that failed: what was written cannot be reached any more
+        if how == "now":  # as a disk that failed: what was written cannot be reached any more
             replica.rename(tmp_path / "gone")
             replica.symlink_to(tmp_path / "gone")
+        if how == "before":  # the kernel tells a disk's error once, to whoever asked first
+            intake._unsynced.add(STREAM)
+        if how == "unlisted":
+            replica.parent.rename(tmp_path / "gone")
+            replica.parent.touch()
         intake.farewell()
         told = []
         while peer.poll(200):
             told.append(decode(peer.recv_multipart()))
         intake.close()
-    assert (Done() in told) == (not is_lost)
-    assert ("hosts keep their records" in capfd.readouterr().err) == is_lost
+    assert (Done() in told) == (not how)
+    assert ("hosts keep their records" in capfd.readouterr().err) == bool(how)

@@ -318,3 +318,20 @@ def test_only_what_no_right_program_has_is_told(run_folder: Path):
         assert not train("output", Phase.FORWARD)
     assert train("grad:weight", Phase.GRADS, nan=1) == ["nonfinite"]
     rank.writer.close()
+
+
+def test_a_step_that_did_not_fit_long_ago_is_no_gap_up_to_the_end(run_folder: Path):
+    child = os.fork()
+    if not child:
+        rank = Rank(run_folder, steps=5, limit=2 << 20)
+        for step in range(30):
+            rank.step(step, calls=20_000 if step == 20 else 20)
+        os._exit(0 if rank.writer.dropped_records else 9)
+    assert os.waitpid(child, 0)[1] == 0
+    held = HeldStream(run_folder, STREAM)
+    held.copy([Window(Mode.TRAIN, 24, 29, 29, "it happened")], is_final=True)
+    found = copied(run_folder)
+    assert {step for step, _ in shapes(found)} == {*range(24, 30)}
+    assert found.end is EndReason.LOST
+    assert not len(found.gaps)
+    assert found.full_from is None

@@ -238,6 +238,14 @@ class Job:
         """True once no process of the job is there."""
         return not self.pids("any")
 
+    def untraced(self) -> set[int]:
+        """Return the ranks that said that they are not traced."""
+        return {
+            rank
+            for rank in self._ranks
+            if "rankscope: not tracing" in (self.folder / f"rank{rank}.log").read_text()
+        }
+
     def run_folders(self) -> list[Path]:
         return [path.parent for path in self._base.glob("rankscope-*/*/run.json")]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -85,12 +85,14 @@ def accounts(folder: Path) -> list[Account]:
     return found
 
 
-def compare(trace: Path, told: list[Account]) -> Findings:
+def compare(trace: Path, told: list[Account], untraced: Collection[int] = ()) -> Findings:
     """Hold a finished trace to what the programs wrote down.
 
     Args:
         trace: the folder.
         told: what they wrote.
+        untraced: ranks that said on stderr that they are not traced, as where there is no room for
+            a spool; the trace has to say that they are missing.
     """
     document = json.loads((trace / "trace.json").read_bytes())
     found = Findings(is_complete=document["completeness"]["complete"])
@@ -102,7 +104,10 @@ def compare(trace: Path, told: list[Account]) -> Findings:
         for gap in rank["gaps"]
         for step in range(gap["first_step"], _end(gap, told))
     }
+    missing = {*_ranks(document["completeness"]["missing"])} & {*untraced}
     for one in told:
+        if one.rank in missing:
+            left_out |= {(one.rank, -1, step) for step, _ in one.calls}
         life = lives.get((one.rank, one.pid), -1)
         here = {(step, path) for rank, at, step, path in calls if (rank, at) == (one.rank, life)}
         found.calls += len(one.calls)

@@ -253,12 +253,13 @@ def _judge(job: Job, schedule: Schedule, outcome: Outcome, last: float) -> None:
             if job.pids(role)
         ]
         outcome.troubles.append(f"still there after {outcome.leave_s:.0f} s: {', '.join(roles)}")
-    outcome.findings = compare(trace, accounts(job.accounts))
+    untraced = job.untraced()
+    outcome.findings = compare(trace, accounts(job.accounts), untraced)
     if outcome.how == "tree" and outcome.findings.lost and not outcome.findings.is_complete:
         better = job.follow_advice()
         if better is not None:
             outcome.late, outcome.how = outcome.findings.lost, "tree, then recover"
-            outcome.findings = compare(better, accounts(job.accounts))
+            outcome.findings = compare(better, accounts(job.accounts), untraced)
     with contextlib.suppress(OSError):
         if outcome.how == "tree" and outcome.findings.is_complete and job.run_folders():
             outcome.troubles.append("the run folder is still there")

@@ -304,10 +304,10 @@ class PaperRank:
         packed = recordformat.ERROR.pack(number, self.now(), self.said(text), 0)
         self.writer.write(RecordKind.ERROR, packed)
 
-    def gap(self, records: int, first: int, last: int) -> None:
-        self.writer.write(
-            RecordKind.GAP, recordformat.GAP.pack(self.now(), records, records * 64, first, last, 0)
-        )
+    def gap(self, records: int, first: int, last: int, mode: str = "train") -> None:
+        bounds = first, last, MODES[mode]
+        packed = recordformat.GAP.pack(self.now(), records, records * 64, *bounds)
+        self.writer.write(RecordKind.GAP, packed)
 
     def end(self, reason: EndReason = EndReason.EXIT) -> None:
         self.writer.close(reason)

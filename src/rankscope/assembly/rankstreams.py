@@ -92,6 +92,8 @@ class RankStream:
     steps: Array
     gaps: Array
     """GAP_DTYPE: what was dropped; up to `TO_ITS_END` where the rank ended before it said more."""
+    full_from: tuple[int, int] | None
+    """Mode and step from which on nothing was recorded to the end, because the spool was full."""
     errors: Array
     tensors: Array
     """TENSOR_DTYPE, in the order they were committed."""
@@ -168,7 +170,8 @@ def read_stream(source: StreamBytes, decoded: Decoded | None = None) -> RankStre
     committed = source.committed
     if committed is None and ended.reason is not None:
         committed = received
-    gaps = _gaps(rows[RecordKind.GAP], has_ended=ended.reason is not None)
+    full_from = _full_from(found)
+    gaps = _gaps(rows[RecordKind.GAP], is_open=full_from is not None and ended.reason is None)
     return RankStream(
         stream=source.stream,
         identity=identity,
@@ -181,6 +184,7 @@ def read_stream(source: StreamBytes, decoded: Decoded | None = None) -> RankStre
         samples=samples,
         steps=rows[RecordKind.STEP],
         gaps=gaps,
+        full_from=full_from,
         errors=rows[RecordKind.ERROR],
         tensors=rows[RecordKind.TENSOR],
         committed=committed,
@@ -234,10 +238,22 @@ def _calls_and_values(
     return enters, values, has_digest, unsound
 
 
-def _gaps(rows: Array, *, has_ended: bool) -> Array:
-    """Return what was dropped, and where dropping began if nothing follows that says how much."""
+def _full_from(found: Records) -> tuple[int, int] | None:
+    """Return mode and step with which dropping began, where no call was recorded behind that."""
+    positions, rows = found.columns(RecordKind.GAP)
+    began = np.flatnonzero((rows["records"] == 0) & (rows["last_step"] == recordformat.TO_ITS_END))
+    if not len(began):
+        return None
+    of_calls = (RecordKind.ENTER, RecordKind.EXIT, RecordKind.VALUE)
+    if np.isin(found.kind[positions[began[-1]] :], of_calls).any():
+        return None
+    return int(rows["mode"][began[-1]]), int(rows["first_step"][began[-1]])
+
+
+def _gaps(rows: Array, *, is_open: bool) -> Array:
+    """Return what was dropped, and where dropping began if the stream ends before it says more."""
     stays = rows["records"] > 0
-    if len(rows) and not has_ended:
+    if is_open and len(rows):
         stays[-1] |= rows["last_step"][-1] == recordformat.TO_ITS_END
     return rows if stays.all() else rows[stays]
 

@@ -163,7 +163,11 @@ def _remarks(rank: Mapping[str, Any]) -> Iterator[str]:
         if gap["last_step"] is None:
             yield (
                 f"spool full: of {gap['mode']} steps from {gap['first_step']} on records are lost; "
-                f"the rank ended before it could say how many"
+                + (
+                    "how many is not said yet"
+                    if rank["end"] == "running"
+                    else "the rank ended before it could say how many"
+                )
             )
             continue
         steps = f"{gap['first_step']}-{gap['last_step']}"

@@ -70,20 +70,21 @@ def ended_badly(
 def _unrecorded(trace: Trace, last: dict[int, LastCall]) -> dict[int, str]:
     """Return {rank: the step} of ranks of whose end nothing is recorded, because their spool was
     full from that step on."""
-    found = {}
-    for rank in trace.completeness["ranks"]:
-        for gap in rank["gaps"][-1:]:
-            if not _is_behind(last.get(rank["rank"]), gap):
-                found[rank["rank"]] = f"{gap['mode']} step {gap['first_step']}"
-    return found
+    of_last_life = {rank["rank"]: rank.get("full_from") for rank in trace.completeness["ranks"]}
+    return {
+        rank: f"{since['mode']} step {since['step']}"
+        for rank, since in of_last_life.items()
+        if since is not None and not _is_behind(last.get(rank), since)
+    }
 
 
-def _is_behind(call: LastCall | None, gap: Mapping[str, Any]) -> bool:
-    """True where a rank was recorded again after a gap."""
-    if call is None or gap["last_step"] is None:
+def _is_behind(call: LastCall | None, since: Mapping[str, Any]) -> bool:
+    """True where a rank was recorded later: calls of steps that are written are gone from records,
+    and so is what followed when that was seen."""
+    if call is None:
         return False
     step = call.step_view
-    return step.mode.word != gap["mode"] or step.step > int(gap["last_step"])
+    return step.mode.word == since["mode"] and step.step > int(since["step"])
 
 
 # ---- crashes -------------------------------------------------------------------------------------

@@ -215,9 +215,11 @@ class Intake:
         Told so a relay removes its spools: what it sent has to outlast a loss of power by then.
         Where the disk refuses, nothing is said.
         """
+        self._sync.close()
+        self._tell_synced()
         is_on_disk = self._replicas.sync_all()
         self._report()
-        if not is_on_disk:
+        if self._unsynced or not is_on_disk:  # a disk says only once that it lost something
             log("the hosts keep their records: here they may not outlast this process")
             return
         deadline = time.monotonic() + _FAREWELL_S

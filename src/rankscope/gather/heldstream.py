@@ -441,8 +441,6 @@ def _gaps(found: Records, windows: Sequence[Window], mode: Mode) -> NDArray[np.b
     """[R] True for what says that records of steps that are asked for were dropped."""
     chosen = np.zeros(len(found), bool)
     positions, rows = found.columns(RecordKind.GAP)
-    has_more = (rows["records"] == 0) & (np.arange(len(rows)) < len(rows) - 1)
-    positions, rows = positions[~has_more], rows[~has_more]  # the next one says what was dropped
     for window in windows:
         is_of = (rows["mode"] == int(mode)) & (rows["first_step"] <= window.last)
         chosen[positions[is_of & (rows["last_step"] >= max(0, window.first))]] = True

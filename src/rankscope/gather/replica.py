@@ -240,7 +240,11 @@ class ReplicaFiles:
         one is not, which is reported."""
         is_on_disk = True
         folder = self._out / REPLICA_FOLDER
-        replicas = (replica_path(self._out, stream) for stream in replicated(self._out))
+        try:
+            replicas = [replica_path(self._out, stream) for stream in replicated(self._out)]
+        except OSError as error:
+            self.reports.append(f"{folder}: cannot be listed: {error.strerror}")
+            return False
         for path in (*replicas, folder, self._out):
             try:
                 sync_by_name(path)

@@ -75,7 +75,7 @@ class BackgroundSync:
                 yield self._finished.get_nowait()
 
     def close(self) -> None:
-        """Finish what was begun."""
+        """Finish what was begun; nothing may be added any more."""
         self._waiting.put(None)
         self._thread.join()
 

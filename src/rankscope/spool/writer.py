@@ -53,7 +53,7 @@ __all__ = ["DEFAULT_SEGMENT_BYTES", "SpoolWriter"]
 
 DEFAULT_SEGMENT_BYTES: Final = 16 << 20
 _SEGMENTS_PER_LIMIT: Final = 8
-_LAST_WORDS_BYTES: Final = 4 * CELL_BYTES
+_LAST_WORDS_BYTES: Final = 8 * CELL_BYTES
 """Of each segment, for GAP and END alone: the next one may not be had."""
 _writers: weakref.WeakSet[SpoolWriter] = weakref.WeakSet()
 

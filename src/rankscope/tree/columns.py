@@ -45,10 +45,10 @@ _DTYPES = {
 _NAMES = {np.dtype(text): name for name, text in _DTYPES.items()}
 _MAX_HEADER = 1 << 20
 _CHECKSUM = "xxh3_64"
-"""Of all bytes behind the header."""
+"""Of all bytes behind the header, and then of the header with `_NOT_YET` in its place."""
+_NOT_YET = b"0" * 16
 _MANY = 10**15
 """More rows, or bytes, no file has."""
-_MOST = (1 << 64) - 1
 _SKETCHES = frozenset({"values.sketch", "samples.sketch"})
 _KINDS = {
     **{f"values.{name}": "u" for name in (*COUNTS, "hash", "node", "reference", "flags")},
@@ -139,7 +139,7 @@ def write_columns(path: Path, columns: Mapping[str, Callable[[], Column]]) -> No
         OSError: the file cannot be written.
     """
     widest = {"dtype": "BOOL", "shape": [_MANY, _MANY], "data_offsets": [_MANY, _MANY]}
-    room = len(_header(dict.fromkeys(columns, widest), ~0)) + 63 & ~63
+    room = len(_header(dict.fromkeys(columns, widest))) + 63 & ~63
     found: dict[str, Any] = {}
     offset, checksum = 0, xxhash.xxh3_64()
     with replacing(path) as file:
@@ -152,25 +152,32 @@ def write_columns(path: Path, columns: Mapping[str, Callable[[], Column]]) -> No
             data = column.reshape(-1).view(np.uint8).data
             checksum.update(data)
             file.write(data)
+        header = _header(found).ljust(room)
+        checksum.update(header)
         file.seek(0)
-        file.write(room.to_bytes(8, "little") + _header(found, checksum.intdigest()).ljust(room))
+        file.write(room.to_bytes(8, "little"))
+        file.write(header.replace(_NOT_YET, checksum.hexdigest().encode(), 1))
 
 
-def _header(columns: Mapping[str, Any], checksum: int) -> bytes:
-    about = {"format": VALUES_FORMAT, _CHECKSUM: f"{checksum & _MOST:016x}"}
+def _header(columns: Mapping[str, Any]) -> bytes:
+    about = {"format": VALUES_FORMAT, _CHECKSUM: _NOT_YET.decode()}
     return json.dumps({"__metadata__": about, **columns}, separators=(",", ":")).encode()
 
 
 def check_bytes(path: Path) -> None:
-    """Hold the columns of a values file to the checksum in its header, where there is one.
+    """Hold a values file to the checksum in its header, where there is one.
 
     Raises:
         TraceError: they were changed since, or the file cannot be read.
     """
-    header, data = _opened(path)
+    text, header, data = _opened(path)
     about = header.get("__metadata__")
+    if about == {"format": VALUES_FORMAT}:
+        return  # written before there was one
     wanted = about.get(_CHECKSUM) if isinstance(about, dict) else None
-    if wanted is not None and wanted != xxhash.xxh3_64_hexdigest(data.data):
+    found = xxhash.xxh3_64(data.data)
+    found.update(text.replace(str(wanted).encode(), _NOT_YET, 1))
+    if wanted != found.hexdigest():
         raise TraceError(f"{path}: was changed since it was written: the file is damaged")
 
 
@@ -185,7 +192,7 @@ def map_columns(path: Path, world_size: int = MAX_RANKS) -> dict[str, Column]:
         TraceError: the file is missing, or no safetensors file whose header fits its size, or its
             columns do not fit each other; asking for a column that is not there raises it too.
     """
-    header, data = _opened(path)
+    _, header, data = _opened(path)
     columns = FileColumns(path)
     try:
         for name, entry in header.items():
@@ -202,8 +209,9 @@ def map_columns(path: Path, world_size: int = MAX_RANKS) -> dict[str, Column]:
     return columns
 
 
-def _opened(path: Path) -> tuple[dict[str, Any], Column]:
-    """Return the header of a safetensors file, and its other bytes, mapped.
+def _opened(path: Path) -> tuple[bytes, dict[str, Any], Column]:
+    """Return the header of a safetensors file as it stands there and decoded, and its other bytes,
+    mapped.
 
     Raises:
         TraceError: the file is missing, or none whose header fits its size.
@@ -216,7 +224,8 @@ def _opened(path: Path) -> tuple[dict[str, Any], Column]:
                 raise TraceError(
                     f"{path}: header of {length} bytes in a file of {size}: the file is damaged"
                 )
-            header = json.loads(file.read(length))
+            text = file.read(length)
+        header = json.loads(text)
         data: Column = (
             np.memmap(path, np.uint8, "r", 8 + length)
             if size > 8 + length
@@ -228,7 +237,7 @@ def _opened(path: Path) -> tuple[dict[str, Any], Column]:
         raise TraceError(f"{path}: its header is no JSON ({error}): the file is damaged") from error
     if not isinstance(header, dict):
         raise TraceError(f"{path}: its header is no JSON object: the file is damaged")
-    return header, data
+    return text, header, data
 
 
 def _column(name: str, entry: Mapping[str, Any], data: Column) -> Column:

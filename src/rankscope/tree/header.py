@@ -205,6 +205,7 @@ def _state(stream: RankStream, lost: int) -> dict[str, Any]:
         "end": state.end.value,
         "complete": state.is_complete and not notes,
         "gaps": [_gap(gap) for gap in stream.gaps],
+        **_full_from(stream),
         "errors": [str(note) for note in errors],
         "notes": [
             *notes,
@@ -214,6 +215,13 @@ def _state(stream: RankStream, lost: int) -> dict[str, Any]:
         **kept,
         **raised,
     }
+
+
+def _full_from(stream: RankStream) -> dict[str, Any]:
+    if stream.full_from is None:
+        return {}
+    mode, step = stream.full_from
+    return {"full_from": {"mode": Mode(mode).word, "step": step}}
 
 
 def _gap(gap: Any) -> dict[str, Any]:
