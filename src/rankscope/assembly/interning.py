@@ -152,12 +152,21 @@ def build_vocabulary(streams: Sequence[RankStream]) -> Vocabulary:
     )
     # ranks share the dicts of equal definitions: what was numbered once is known by identity
     seen: dict[object, dict[int, int]] = {}
+    # and most ranks have the same under the same numbers as the one before them
+    before: dict[object, tuple[Mapping[int, dict[str, Any]], Lookup]] = {}
     for stream, roots in zip(streams, names):
         # numbers count up from 1: one far beyond their count is damage, and must not cost memory
         size = min(max(stream.definitions, default=0), 2 * len(stream.definitions) + 65_536) + 1
-        lookups = {kind: np.full(size, -1, np.int64) for kind in _KINDS}
-        for kind, lookup in lookups.items():
-            known = seen.setdefault(_context(kind, stream, roots), {})
+        lookups: dict[str, Lookup] = {}
+        for kind in _KINDS:
+            context = _context(kind, stream, roots)
+            earlier, lookup = before.get(context, ({}, np.empty(0, np.int64)))
+            if len(lookup) == size and stream.defined(kind) == earlier:
+                lookups[kind] = lookup
+                continue
+            lookup = lookups[kind] = np.full(size, -1, np.int64)
+            before[context] = stream.defined(kind), lookup
+            known = seen.setdefault(context, {})
             for number, definition in stream.defined(kind).items():
                 item = known.get(id(definition))
                 if item is None:
