@@ -1,6 +1,6 @@
 """How fast records become a trace, and what a large one costs: prints figures, asserts nothing.
 
-    python tests/perf/assemble.py [--ranks 256] [--modules 2000] [--values 3]
+    python -m tests.perf.assemble [--ranks 256] [--modules 2000] [--values 3] [--steps 1]
 
 The streams are made without the spool writer (it would take longer than what is measured): cells
 with valid crcs, one template of a rank's records with that rank's numbers in it. Besides
@@ -190,13 +190,15 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=256)
     parser.add_argument("--modules", type=int, default=2000)
     parser.add_argument("--values", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=1)
     chosen = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="rankscope-perf-"))
     try:
         sources = []
         for rank in range(chosen.ranks):
             path = folder / f"{rank}.cells"
-            rank_cells(rank, chosen.ranks, chosen.modules, chosen.values).tofile(path)
+            made = rank_cells(rank, chosen.ranks, chosen.modules, chosen.values, steps=chosen.steps)
+            made.tofile(path)
             sources.append(
                 StreamBytes(
                     stream=StreamId(rank=rank, incarnation=0), data=np.memmap(path, np.uint8, "r")
