@@ -44,7 +44,8 @@ def write(
         FolderError, TraceError: no trace there, a damaged one, or a file that cannot be written.
         LayoutError: the layout file cannot be read, or is for another number of ranks.
     """
-    return _written(opened_trace(trace), Path(out), layout)[0]
+    with opened_trace(trace) as found:
+        return _written(found, Path(out), layout)[0]
 
 
 def to(
@@ -75,23 +76,28 @@ def to(
         known = ", ".join(_TRACKERS)
         raise TrackerError(f"{tracker!r} is no tracker that is known", f"choose from {known}")
     send = _TRACKERS[tracker](run)
-    found = opened_trace(trace)
-    with tempfile.TemporaryDirectory(prefix="rankscope-") as folder:
+    with (
+        opened_trace(trace) as found,
+        tempfile.TemporaryDirectory(prefix="rankscope-") as folder,
+    ):
         name = _PAGE_NAME if step is None else f"{_PAGE_NAME}-step{step}"
         page, report = _written(found, Path(folder) / f"{name}.html", layout)
         send(_facts(found, report), page, step)
     return report
 
 
-def fragment(found: Trace | Report) -> str:
+def fragment(shown: TraceLike | Report) -> str:
     """Return a trace or a report as a piece of HTML without script, as notebooks show it.
 
     Raises:
-        TraceError: the trace is damaged.
+        FolderError, TraceError: no trace is there, or a damaged one.
     """
     from rankscope.page.fragments import report_fragment, trace_fragment
 
-    return report_fragment(found) if isinstance(found, Report) else trace_fragment(found)
+    if isinstance(shown, Report):
+        return report_fragment(shown)
+    with opened_trace(shown) as trace:
+        return trace_fragment(trace)
 
 
 def _written(trace: Trace, out: Path, layout: str | Path | None) -> tuple[Path, Report]:

@@ -57,18 +57,20 @@ def save_golden(
 
     Raises:
         TraceError: the trace is not complete, or damaged.
-        FolderError: the file cannot be written.
+        FolderError: no trace is there, or the file cannot be written.
     """
     from rankscope.tree.finishedtrace import TraceFiles
     from rankscope.tree.goldenfile import write_golden
 
-    found = opened_trace(trace)
-    if not found.is_complete:
-        raise TraceError(f"{found.path}: a golden trace has to be complete; it is {found.state}")
-    try:
-        return write_golden(TraceFiles(found.path), Path(file), has_samples=has_samples)
-    except OSError as error:
-        raise FolderError(f"{file}: cannot be written: {error.strerror}") from error
+    with opened_trace(trace) as found:
+        if not found.is_complete:
+            raise TraceError(
+                f"{found.path}: a golden trace has to be complete; it is {found.state}"
+            )
+        try:
+            return write_golden(TraceFiles(found.path), Path(file), has_samples=has_samples)
+        except OSError as error:
+            raise FolderError(f"{file}: cannot be written: {error.strerror}") from error
 
 
 def _lines(report: Report) -> list[str]:

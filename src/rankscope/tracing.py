@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import nn
 
+    from rankscope.tree.reader import TraceLike
     from rankscope.tree.views import Trace
 
 __all__ = ["TraceHandle", "attach", "open_trace", "step", "trace"]
@@ -47,24 +47,25 @@ def step() -> None:
 
 
 def open_trace(
-    path: str | os.PathLike[str] | None = None,
+    path: TraceLike | None = None,
     *,
     wait_s: float = 60.0,
     progress: Callable[[str, float], None] | None = None,
 ) -> Trace:
-    """Open a trace folder.
+    """Open a trace; one that is open comes back as it is.
 
     A folder without trace.json is assembled in memory from what the ranks have sent so far, and
     says so (`is_written`, `is_live`); where every rank has ended and a collector is writing the
     tree, it is waited for.
 
     Args:
-        path: the folder, or the trace.json in it; default the newest rankscope-* folder here.
+        path: its folder, the trace.json in it, or what `with rankscope.trace(...)` gave; default
+            the newest rankscope-* folder here.
         wait_s: how long to wait for a collector that is finishing.
         progress: told what is being done, for anything that takes long.
 
     Raises:
-        FolderError: no such folder, or an empty one.
+        FolderError: no such folder, an empty one, or something else than a place of a trace.
         TraceError: not a trace, or a damaged one.
         TraceVersionError: a newer format than this reader knows.
     """

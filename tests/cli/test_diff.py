@@ -11,6 +11,7 @@ from torch import nn
 
 import rankscope
 from rankscope.cli.app import main
+from rankscope.errors import FolderError
 from rankscope.testing import assert_same
 
 
@@ -225,7 +226,7 @@ def test_folders_paths_and_handles_are_traces_and_anything_else_is_said_to_be_no
     assert rankscope.diff(folder, Path(folder)).verdict.value == "clean"
     assert rankscope.diff(handle, handle).command == "diff"
     assert_same(folder, rankscope.open_trace(folder))
-    with pytest.raises(TypeError, match="int is no trace: give an open trace, its folder, or"):
+    with pytest.raises(FolderError, match="int is no trace; give an open trace, its folder, or"):
         rankscope.diff(folder, 3)  # type: ignore[arg-type]
 
 

@@ -60,7 +60,7 @@ from rankscope.spool.settledprefix import SettledPrefix, read_settled, settled_t
 from rankscope.tree.build import assemble
 from rankscope.tree.columns import map_columns
 from rankscope.tree.growingtree import TreePart
-from rankscope.tree.reader import RecordSource, open_trace, opened_trace
+from rankscope.tree.reader import RecordSource, open_trace
 from rankscope.tree.schemacheck import check_json
 from rankscope.tree.treewriter import write_trace
 from rankscope.tree.views import Trace
@@ -420,7 +420,7 @@ def _golden(rng: random.Random) -> Iterator[bytes]:
 def _take_golden(data: bytes) -> None:
     path = _place() / "golden.xz"
     path.write_bytes(data)
-    found = opened_trace(path)
+    found = open_trace(path, takes_golden=True)
     for node in found.walk():
         _ = (node.key, node.ranks, [(view.layout(), view.per_rank()) for view in node.slots])
     diff(found, open_trace(samples.tree("by_hand")))

@@ -25,7 +25,7 @@ from rankscope.record.finding import Report, Severity
 from rankscope.record.ranklists import parse_ranks
 from rankscope.record.visibletext import visible
 from rankscope.testing import save_golden
-from rankscope.tree.reader import open_trace, opened_trace
+from rankscope.tree.reader import open_trace
 from rankscope.tree.views import Trace
 from tests.page.papertraces import PAPER
 
@@ -300,7 +300,7 @@ def test_a_golden_file_has_a_page_of_its_differences(trace_of, tmp_path: Path) -
     trace = open_trace(trace_of("clean") / "trace")
     golden = tmp_path / "clean.golden"
     save_golden(trace, golden)
-    page, report = diff_page(trace, opened_trace(golden))
+    page, report = diff_page(trace, open_trace(golden, takes_golden=True))
     assert report.verdict.value == "clean"
     assert "<title>" in page_html(page)
 

@@ -77,7 +77,6 @@ def command(
     from rankscope.page.diffpage import diff_page
     from rankscope.page.pagefile import write_file
     from rankscope.record.finding import Report, Verdict
-    from rankscope.tree.reader import opened_trace
     from rankscope.tree.views import Trace
 
     required = part_of(require_coverage)
@@ -92,11 +91,8 @@ def command(
     if html is not None and (is_exact or is_matrix):
         raise SettingError("--html shows distances of one run: leave out --exact and --matrix")
 
-    def read(path: Path) -> Trace:
-        return opened_trace(path) if path.is_file() else opened(path)
-
-    reference, runs = read(ref), [read(test) for test in tests]
-    again = None if noise is None else read(noise)
+    reference, *runs = [opened(path, takes_golden=True) for path in (ref, *tests)]
+    again = None if noise is None else opened(noise, takes_golden=True)
     paint = Paint(sys.stdout)
 
     def compared(test: Trace) -> tuple[Report, Iterator[str], dict[str, Any]]:

@@ -117,10 +117,10 @@ def progress(stream: TextIO | None = None) -> Iterator[Progress]:
             target.flush()
 
 
-def opened(path: Path | None) -> Trace:
+def opened(path: Path | None, *, takes_golden: bool = False) -> Trace:
     """Open a trace with progress shown, and say on stderr where it is not the finished tree."""
     with progress() as say:
-        trace = open_trace(path, progress=say)
+        trace = open_trace(path, progress=say, takes_golden=takes_golden)
     if not trace.is_written:
         echo(
             f"rankscope: {trace.path} holds no finished tree; "

@@ -54,6 +54,7 @@ from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.finding import Kind, Report
 from rankscope.run.filenames import Progress
 from rankscope.tree.joinedcolumns import as_arrays
+from rankscope.tree.reader import TraceLike, opened_trace
 from rankscope.tree.views import Step, Trace
 
 __all__ = ["check"]
@@ -92,7 +93,7 @@ _MOST_STALLS: Final = 16
 
 
 def check(
-    trace: Trace,
+    trace: TraceLike,
     layouts: LayoutFile | None = None,
     *,
     progress: Progress | None = None,
@@ -101,7 +102,7 @@ def check(
     """Say what is wrong in a trace, without a reference.
 
     Args:
-        trace: an open trace.
+        trace: open, its folder, or what `with rankscope.trace(...)` gave.
         layouts: declared layouts, for values that no DTensor describes.
         progress: told how far it is.
         each_step: handed every setup and step once the rules have been through it, with what they
@@ -109,8 +110,18 @@ def check(
 
     Raises:
         LayoutError: the layout file is for another number of ranks, or contradicts itself.
-        TraceError: the trace is damaged.
+        FolderError, TraceError: no trace is there, or a damaged one.
     """
+    with opened_trace(trace) as found:
+        return _checked(found, layouts, progress, each_step)
+
+
+def _checked(
+    trace: Trace,
+    layouts: LayoutFile | None,
+    progress: Progress | None,
+    each_step: Callable[[StepView, CheckContext], None] | None,
+) -> Report:
     context = _context(trace, layouts)
     steps = [*trace.setup, *trace.steps]
     candidates: list[Candidate] = []

@@ -10,7 +10,6 @@ from rankscope.agent.guard import attempt, say, text_of
 from rankscope.diagnosis.check import check
 from rankscope.diagnosis.verdictwords import verdict_rest, where_line
 from rankscope.record.streams import EndReason
-from rankscope.tracing import open_trace
 
 __all__ = ["TracedTraining"]
 
@@ -84,7 +83,7 @@ whose cell was interrupted."""
 
 
 def _say_verdict(path: Path) -> None:
-    report = check(open_trace(path))
+    report = check(path)
     say(f"{report.verdict.value}{verdict_rest(report)}")
     for first in report.origins[:1]:
         say(f"first: {first.message}")

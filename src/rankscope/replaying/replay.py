@@ -143,8 +143,22 @@ def replay(
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"{type(module).__name__} is no module: give the torch module to replay")
-    call = RecordedCall(opened_trace(trace), path, step, rank, mode, micro_batch, ordinal, layouts)
-    args, kwargs = ReplayInputs(call, arguments or {}, _device_of(module), dtype).made()
+    with opened_trace(trace) as source:
+        call = RecordedCall(source, path, step, rank, mode, micro_batch, ordinal, layouts)
+        inputs = ReplayInputs(call, arguments or {}, _device_of(module), dtype)
+        return _replayed(module, call, inputs, tolerance, with_grad=with_grad)
+
+
+def _replayed(
+    module: nn.Module,
+    call: RecordedCall,
+    inputs: ReplayInputs,
+    tolerance: float | None,
+    *,
+    with_grad: bool,
+) -> Replay:
+    path = call.node.path
+    args, kwargs = inputs.made()
     handed = [leaf for _, leaf in walk("input", (args, kwargs)) if is_tensor(leaf)]
     given: list[object] = []
     is_training = call.node.head.mode is Mode.TRAIN

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Union
 
@@ -27,6 +28,19 @@ __all__ = ["Openable", "RecordSource", "TraceLike", "newest_trace", "open_trace"
 _HEAD_BYTES = 4096
 _OURS = TRACE_FORMAT.partition("/")[0].encode()
 """Stands in the first bytes of every trace.json of ours."""
+_FOLDER = "give the trace folder that rankscope run named"
+
+
+class Openable(Protocol):
+    """What `with rankscope.trace(...)` hands out."""
+
+    def open(self) -> Trace:
+        """Return the finished trace."""
+
+
+TraceLike = Union[Trace, str, "os.PathLike[str]", Openable]
+"""What every function takes that reads a trace: open, its folder (or the trace.json in it), or what
+`with rankscope.trace(...) as` gave."""
 
 
 class RecordSource:
@@ -143,40 +157,47 @@ def _is_trace(folder: Path) -> bool:
 
 
 def open_trace(
-    path: str | os.PathLike[str] | None = None,
+    given: TraceLike | None = None,
     *,
     wait_s: float = 60.0,
     progress: Progress | None = None,
+    takes_golden: bool = False,
 ) -> Trace:
-    """Open a trace folder.
+    """Return the trace that is meant, the same object where it is open already.
 
     A folder without trace.json is assembled in memory from what the ranks have sent so far, and
     says so (`is_written`, `is_live`); where every rank has ended and a collector is about to write
     the tree, it is waited for.
 
     Args:
-        path: the folder, or the trace.json in it; default the one this is inside of, or the newest
-            rankscope-* folder here.
+        given: the trace; default the one this is inside of, or the newest rankscope-* folder here.
         wait_s: how long to wait for a collector that is finishing.
         progress: told what is being done, for anything that takes long.
+        takes_golden: a golden file is a trace too.
 
     Raises:
-        FolderError: no such folder, or an empty one.
+        FolderError: no such folder, an empty one, or something else than a place of a trace.
         TraceError: not a trace, or a damaged one.
         TraceVersionError: a newer format than this reader knows.
     """
-    folder = newest_trace() if path is None else Path(path)
+    if isinstance(given, Trace):
+        return given
+    if given is not None and not isinstance(given, (str, os.PathLike)):
+        handed = given.open() if hasattr(given, "open") else None
+        if not isinstance(handed, Trace):
+            raise _no_trace(given)
+        return handed
+    folder = newest_trace() if given is None else Path(given)
     if folder.name == TRACE_NAME and not folder.is_dir():
         folder = folder.parent
     if folder.is_file():
-        raise FolderError(
-            f"{folder}: is a file; give the trace folder that rankscope run named, or, to diff "
-            "alone, a golden trace that is not damaged"
-        )
+        from rankscope.tree.goldenfile import GoldenFile, is_golden  # numpy: as above
+
+        if takes_golden and is_golden(folder):
+            return _understood(folder, GoldenFile(folder).trace)
+        raise FolderError(f"{folder}: is a file", f"{_FOLDER}, or, to diff alone, a golden trace")
     if not folder.is_dir():
-        raise FolderError(
-            f"{folder}: no such folder; give the trace folder that rankscope run named"
-        )
+        raise FolderError(f"{folder}: no such folder", _FOLDER)
     deadline = time.monotonic() + wait_s
     wait_for_collector(folder, wait_s, progress)
     trace = _finished(folder) or _unfinished(folder, progress)
@@ -218,7 +239,7 @@ def _unfinished(folder: Path, progress: Progress | None) -> Trace:
         if finished is not None:
             return finished
         if not any(folder.iterdir()):
-            raise FolderError(f"{folder}: is empty; nothing has been traced into it yet")
+            raise FolderError(f"{folder}: is empty: nothing has been traced into it yet", _FOLDER)
         raise TraceError(
             f"{folder}: not a trace: it holds neither {TRACE_NAME} nor records in {REPLICA_FOLDER}/"
             "; ranks of a job record from its first forward on, and with --rs-steps last:N send "
@@ -251,37 +272,24 @@ def _understood(folder: Path, read: Any) -> Trace:
     return trace
 
 
-class Openable(Protocol):
-    """What `with rankscope.trace(...)` hands out."""
+@contextmanager
+def opened_trace(given: TraceLike, *, takes_golden: bool = False) -> Iterator[Trace]:
+    """Hand out the trace that is meant; one that is opened for it is closed at the end.
 
-    def open(self) -> Trace:
-        """Return the finished trace."""
-
-
-TraceLike = Union[Trace, str, "os.PathLike[str]", Openable]
-
-
-def opened_trace(given: TraceLike) -> Trace:
-    """Return a trace: as it is where it is open, else opened. A golden file is one too.
-
-    Raises:
-        TypeError: it is none.
-        FolderError, TraceError: as `open_trace`.
+    Args, Raises: as of `open_trace`, but that nothing stands for the newest.
     """
-    if isinstance(given, Trace):
-        return given
-    if isinstance(given, (str, os.PathLike)):
-        file = Path(given)
-        if file.is_file():
-            from rankscope.tree.goldenfile import GoldenFile, is_golden  # numpy: as above
+    if given is None:
+        raise _no_trace(given)
+    trace = open_trace(given, takes_golden=takes_golden)
+    try:
+        yield trace
+    finally:
+        if trace is not given:
+            trace.close()
 
-            if is_golden(file):
-                return _understood(file, GoldenFile(file).trace)
-        return open_trace(given)
-    found = given.open() if hasattr(given, "open") else None
-    if not isinstance(found, Trace):
-        raise TypeError(
-            f"{type(given).__name__} is no trace: give an open trace, its folder, or what "
-            "`with rankscope.trace(...) as` gave"
-        )
-    return found
+
+def _no_trace(given: object) -> FolderError:
+    return FolderError(
+        f"{type(given).__name__} is no trace",
+        "give an open trace, its folder, or what `with rankscope.trace(...) as` gave",
+    )

@@ -538,6 +538,13 @@ class Trace:
         )
         return list(dict.fromkeys(found))
 
+    def close(self) -> None:
+        """Let go of its files: each is unmapped with the last view of it. Nothing is read of the
+        trace afterwards."""
+        self.setup = self.steps = ()  # each knows the trace
+        self._columns = None
+        self.__dict__.pop("tensor_files", None)
+
     def walk(self) -> Iterator[Node]:
         """Yield every node: setup, then the steps."""
         for step in (*self.setup, *self.steps):

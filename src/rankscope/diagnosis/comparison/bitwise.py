@@ -19,7 +19,7 @@ from rankscope.diagnosis.comparison.alignment import AlignedValue, PathMap, alig
 from rankscope.diagnosis.comparison.datasamples import match_samples
 from rankscope.diagnosis.comparison.difference import Batches
 from rankscope.diagnosis.comparison.preflight import run_lines, step_line
-from rankscope.diagnosis.comparison.tracesides import TraceSide
+from rankscope.diagnosis.comparison.tracesides import TraceSide, two_sides
 from rankscope.diagnosis.comparison.unpaired import FEWEST_COMPARED, Partners
 from rankscope.diagnosis.stepview import SlotValues, StepView
 from rankscope.layout.layoutfile import LayoutFile
@@ -37,7 +37,7 @@ from rankscope.record.phases import Phase
 from rankscope.record.ranklists import ranks_named
 from rankscope.record.value import ValueFlag
 from rankscope.run.filenames import Progress
-from rankscope.tree.reader import TraceLike, opened_trace
+from rankscope.tree.reader import TraceLike
 from rankscope.tree.summary import counted
 
 __all__ = ["BitwiseReport", "diff_bitwise"]
@@ -88,20 +88,19 @@ def diff_bitwise(
 
     Raises:
         SettingError: a rule for paths is none.
-        TypeError: what was given is no trace.
-        TraceError: a trace is damaged.
+        FolderError, TraceError: no trace is there, or a damaged one.
     """
     rules = PathMap.of(paths)
-    sides = TraceSide(opened_trace(ref), layouts), TraceSide(opened_trace(test), layouts)
-    search = _Search(*sides, rules)
-    if sides[0].setup is not None and sides[1].setup is not None:
-        search.take(sides[0].setup, sides[1].setup)
-    common = [key for key in sides[0].steps if key in sides[1].steps]
-    for number, key in enumerate(common):
-        if progress is not None:
-            progress("comparing", number / len(common))
-        search.take(sides[0].view((key,)), sides[1].view((key,)))
-    return search.report()
+    with two_sides(ref, test, layouts) as sides:
+        search = _Search(*sides, rules)
+        if sides[0].setup is not None and sides[1].setup is not None:
+            search.take(sides[0].setup, sides[1].setup)
+        common = [key for key in sides[0].steps if key in sides[1].steps]
+        for number, key in enumerate(common):
+            if progress is not None:
+                progress("comparing", number / len(common))
+            search.take(sides[0].view((key,)), sides[1].view((key,)))
+        return search.report()
 
 
 class _Search:

@@ -41,7 +41,7 @@ from rankscope.diagnosis.comparison.rollouts import StepPair, paired_steps, whol
 from rankscope.diagnosis.comparison.sharednames import renumbered_modules
 from rankscope.diagnosis.comparison.stepdifferences import StepDifferences
 from rankscope.diagnosis.comparison.tolerances import Tolerances
-from rankscope.diagnosis.comparison.tracesides import StepKey, TraceSide
+from rankscope.diagnosis.comparison.tracesides import StepKey, TraceSide, two_sides
 from rankscope.diagnosis.comparison.unpaired import FEWEST_COMPARED, Partners
 from rankscope.diagnosis.comparison.wholevalues import WholeValues
 from rankscope.diagnosis.stepview import StepView
@@ -108,20 +108,19 @@ def diff(
 
     Raises:
         SettingError: a rule for paths is none, or `noise` is no second run of the reference.
-        TypeError: what was given is no trace.
         LayoutError: the layout file contradicts itself.
-        TraceError: a trace is damaged.
+        FolderError, TraceError: no trace is there, or a damaged one.
     """
     rules = PathMap.of(paths)
-    ours, theirs = TraceSide(opened_trace(ref), layouts), TraceSide(opened_trace(test), layouts)
     measured: _Noise = {}
     origin = ""
-    if noise is not None:
-        second = opened_trace(noise)
-        again = _Comparison(ours, TraceSide(second, layouts), PathMap())
-        origin = _measured_by(second, again.report(progress, measured), measured)
-    made = _Comparison(ours, theirs, rules, measured, origin, reads_tensors=tensors)
-    return made.report(progress, each_step=each_step)
+    with two_sides(ref, test, layouts) as (ours, theirs):
+        if noise is not None:
+            with opened_trace(noise, takes_golden=True) as second:
+                again = _Comparison(ours, TraceSide(second, layouts), PathMap())
+                origin = _measured_by(second, again.report(progress, measured), measured)
+        made = _Comparison(ours, theirs, rules, measured, origin, reads_tensors=tensors)
+        return made.report(progress, each_step=each_step)
 
 
 def distances(
@@ -141,8 +140,8 @@ def distances(
         {(mode, step) of the reference: {value: relative L2 distance}}.
     """
     found: _Noise = {}
-    ours, theirs = TraceSide(opened_trace(ref), layouts), TraceSide(opened_trace(test), layouts)
-    _Comparison(ours, theirs, PathMap.of(paths), reads_tensors=tensors).report(None, found)
+    with two_sides(ref, test, layouts) as (ours, theirs):
+        _Comparison(ours, theirs, PathMap.of(paths), reads_tensors=tensors).report(None, found)
     return found
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from numpy.typing import NDArray
@@ -22,12 +23,25 @@ from rankscope.layout.layoutfile import LayoutFile
 from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
 from rankscope.tree.joinedcolumns import as_arrays
+from rankscope.tree.reader import TraceLike, opened_trace
 from rankscope.tree.views import Step, Trace
 
-__all__ = ["StepKey", "TraceSide"]
+__all__ = ["StepKey", "TraceSide", "two_sides"]
 
 Array = NDArray[Any]
 StepKey = tuple[Mode, int]
+
+
+@contextmanager
+def two_sides(
+    ref: TraceLike, test: TraceLike, layouts: LayoutFile | None
+) -> Iterator[tuple[TraceSide, TraceSide]]:
+    """Open both traces, or golden files; closed at the end as `opened_trace` says."""
+    with (
+        opened_trace(ref, takes_golden=True) as ours,
+        opened_trace(test, takes_golden=True) as theirs,
+    ):
+        yield TraceSide(ours, layouts), TraceSide(theirs, layouts)
 
 
 class TraceSide:
