@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from importlib.metadata import entry_points
@@ -23,10 +24,17 @@ RANKS = {
     "tensor_parallel": 2,
     "pipeline": 2,
     "fsdp2_tp": 4,
+    "forgotten_all_reduce": 2,
 }
-FIRST_LOSS = {"tensor_parallel": "5.5509", "pipeline": "5.5509", "fsdp2_tp": "5.569"}
+FIRST_LOSS = {
+    "tensor_parallel": "5.5509",
+    "pipeline": "5.5509",
+    "fsdp2_tp": "5.569",
+    "forgotten_all_reduce": "5.490",
+}
 """Without dropout: of the whole batch, and of its first half."""
-
+README = EXAMPLES.with_name("README.md")
+RANKSCOPE = str(Path(sys.executable).with_name("rankscope"))
 
 Job = list["subprocess.Popen[str]"]
 
@@ -55,7 +63,7 @@ def train(name: str, check_file: Path, *options: str) -> Job:
 
 def train_traced(name: str, check_file: Path, *options: str, out: Path) -> Job:
     """Start an example under `rankscope run`."""
-    command = [str(Path(sys.executable).with_name("rankscope")), "run", "--rs-out", str(out)]
+    command = [RANKSCOPE, "run", "--rs-out", str(out)]
     command += ["--rs-steps", "all", "--nproc-per-node", str(RANKS[name])]
     script = str(EXAMPLES / f"{name}.py")
     return [begin([*command, script, "--check-file", str(check_file), *options])]
@@ -74,6 +82,18 @@ def bits(check_file: Path, rank: int) -> tuple[list[str], dict[str, tuple[str, b
     tensors = load_file(f"{stem}.safetensors")
     losses = json.loads(Path(f"{stem}.json").read_text())["losses"]
     return losses, {k: (f"{v.dtype}{v.shape}", v.tobytes()) for k, v in tensors.items()}
+
+
+def readme_answer() -> list[str]:
+    """Return what README's first console block shows of `rankscope check`."""
+    block = README.read_text().partition("```console\n")[2].partition("```")[0]
+    assert "examples/forgotten_all_reduce.py" in block
+    return block.partition("$ rankscope check\n")[2].splitlines()
+
+
+def without_numbers(lines: list[str]) -> list[str]:
+    """Numbers depend on processor, torch and steps; those in the names of modules stay."""
+    return [re.sub(r"(?<![\w.])-?\d[\d.e-]*", "N", line) for line in lines]
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
@@ -100,5 +120,10 @@ def test_losses_gradients_parameters_and_random_state_are_bitwise_those_of_an_un
         assert plain.startswith(f"step 0 loss {FIRST_LOSS[name]}")
     assert traced == plain
     assert (tmp_path / "trace/trace.json").exists()
+    if name == "forgotten_all_reduce":
+        verdict = begin([RANKSCOPE, "check", str(tmp_path / "trace")])
+        said = verdict.communicate(timeout=300)[0].splitlines()[:5]
+        assert without_numbers(said) == without_numbers(readme_answer())
+        assert verdict.returncode == 1
     for rank in range(RANKS[name]):
         assert bits(tmp_path / "traced", rank) == bits(tmp_path / "plain", rank)

@@ -84,12 +84,19 @@ def folder_of(place: Path, number: int) -> Path:
     return place / f"{number:04d}"
 
 
+def show(text: str) -> None:
+    """Put a text in the place of the last line, where that is on a terminal."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+
+
 def prove(pool: object, runs: Sequence[object], place: Path, options: argparse.Namespace) -> int:
     """Run every oracle; a fault must be proved, and its absence too."""
     from tests.faults.runs import proved
 
     wrong = 0
     for number, run in enumerate(runs):
+        show(f"{number + 1} of {len(runs)}: {run.label}")
         begun = time.monotonic()
         try:
             said = proved(pool, run, folder_of(place, number))
@@ -98,6 +105,7 @@ def prove(pool: object, runs: Sequence[object], place: Path, options: argparse.N
         else:
             is_right = bool(said) == run.setup.is_faulty
         wrong += not is_right
+        show("")
         mark = "proved" if is_right else "NOT PROVED"
         print(f"{mark:10} {run.label} ({time.monotonic() - begun:.1f} s): {said}", flush=True)
     print(f"{len(runs) - wrong} of {len(runs)} proofs hold")
@@ -113,9 +121,11 @@ def score(pool: object, runs: Sequence[object], place: Path, options: argparse.N
     outcomes = []
     with contextlib.suppress(KeyboardInterrupt):
         for number, run in enumerate(runs):
+            show(f"{number + 1} of {len(runs)}: {run.label}")
             folder = folder_of(place, number)
             outcome = scored(pool, run, folder, is_kept=options.keep is not None)
             outcomes.append(outcome)
+            show("")
             mark = "as expected" if board.is_perfect(outcome) else "WRONG"
             kept = f" [{folder}]" if options.keep else ""
             print(
@@ -123,6 +133,7 @@ def score(pool: object, runs: Sequence[object], place: Path, options: argparse.N
                 file=sys.stderr,
                 flush=True,
             )
+    show("")
     found = board.lines(outcomes)
     if options.json:
         print(json.dumps(board.as_json(found, outcomes), indent=1))
