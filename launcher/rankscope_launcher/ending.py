@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -17,21 +18,18 @@ from rankscope.run.filenames import CELLS_SUFFIX, COLLECTOR_LOG_NAME, REPLICA_FO
 from rankscope.run.folders import streams
 from rankscope.run.outfolder import announced, typed
 from rankscope.run.prepare import Collection
+from rankscope.run.reached import Reached
 from rankscope.tree.crashes import Crash, crashes
 from rankscope.tree.reader import open_trace
 from rankscope_launcher.companions import Companion
 
-__all__ = ["NOTHING", "Ending", "failure_line", "shown"]
+__all__ = ["Ending", "failure_line", "shown"]
 
 _NO_STEP = (NoteKind.NO_STEP_REACHED, NoteKind.NO_STEP_BEGUN)
 _LONGEST_ERROR = 300
 """Characters of an exception's text that the line repeats."""
 _NO_ROOM = "its disk is full, or cannot be written; make room first"
 
-NOTHING = (
-    "nothing was traced: no rank called a torch module, or rankscope is not installed in the "
-    "ranks' Python, or the ranks said above why they did not trace"
-)
 QUIET = (
     "nothing happened, so there is no trace: no rank crashed, was killed or stood still, all "
     "values were finite, no gradient norm{watched} leapt{touched}"
@@ -52,6 +50,8 @@ class Ending:
     """The setting."""
     was_held: bool = False
     """Ranks of this host held steps back."""
+    untraced: str = ""
+    """The line for a job of which no rank opened a spool."""
 
     def has_tree(self) -> bool:
         """True once the tree is in this host's trace folder."""
@@ -93,7 +93,7 @@ class Ending:
             touched = "" if self.steps.file is None else f", {self.steps.file} was not touched"
             watched = " and no watched value" if self.steps.watch else ""
             quiet = QUIET.format(touched=touched, watched=watched)
-            return quiet if self.was_held else NOTHING
+            return quiet if self.was_held else self.untraced
         why = f"the collector ended with code {code}, see {self.out / COLLECTOR_LOG_NAME}"
         if code == ExitOutcome.NO_ROOM:
             why = _NO_ROOM
@@ -137,7 +137,7 @@ class Ending:
         return typed("recover", *places, out=f"{shown(self.out)}-recovered")
 
 
-def failure_line(error: BaseException | None, out: Path) -> str:
+def failure_line(error: BaseException | None, out: Path, untraced: Sequence[Reached] = ()) -> str:
     """Return what the launcher says of a job that failed, "" where none did.
 
     torchrun notes when a rank failed in whole seconds, and peers fail within the same one. Of
@@ -147,6 +147,7 @@ def failure_line(error: BaseException | None, out: Path) -> str:
     Args:
         error: what left torchrun.
         out: the trace folder.
+        untraced: how far ranks came that opened no spool.
     """
     if error is None or (isinstance(error, SystemExit) and not error.code):
         return ""
@@ -167,6 +168,7 @@ def failure_line(error: BaseException | None, out: Path) -> str:
     if failure.exitcode < 0:
         return f"the job failed: rank {rank} first, killed by {failure.signal_name()}"
     text = next((str(c) for c in raised if c.rank == rank), "") or _crash_text(failure.message)
+    text = text or next((one.text for one in untraced if one.pid == failure.pid), "")
     return f"the job failed: rank {rank} first, with exit code {failure.exitcode}" + (
         f": {_one_line(text)}" if text else "; what it said stands above, or in its log"
     )

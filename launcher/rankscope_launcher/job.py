@@ -52,10 +52,12 @@ from rankscope.run.folders import (
 )
 from rankscope.run.outfolder import remove_empty
 from rankscope.run.prepare import Collection, PreparedRun, RunRequest, prepare_run
+from rankscope.run.reached import Reached, reached_by_ranks
 from rankscope.settings import SETTINGS, Settings
 from rankscope_launcher.companions import Companion, CompanionWatch, wait_for_end
-from rankscope_launcher.ending import NOTHING, Ending, failure_line, shown
+from rankscope_launcher.ending import Ending, failure_line, shown
 from rankscope_launcher.progress import Progress, StallNotices, say
+from rankscope_launcher.untraced import why_nothing
 
 __all__ = ["JobShape", "TracedJob"]
 
@@ -106,6 +108,7 @@ class TracedJob:
         self._is_over = False
         self._has_dataset = False
         self._was_held = False
+        self._untraced: list[Reached] = []
 
     @classmethod
     def prepare(cls, settings: Settings, shape: JobShape) -> TracedJob:
@@ -211,9 +214,12 @@ class TracedJob:
             say(trouble)
         return bool(trouble)
 
-    def finish(self) -> str:
+    def finish(self, error: BaseException | None = None) -> str:
         """Tell the companions that the job is over, wait for the tree as long as settings allow;
         return the line that says where it is, "" the second time.
+
+        Args:
+            error: what left torchrun; None where the job did not fail.
         """
         if self._is_over or self._relay is None:
             return ""
@@ -224,14 +230,16 @@ class TracedJob:
             self._life.release()
             if self._run_folder.is_dir():  # else everything in it was shipped, the relay has left
                 mark_job_over(self._run_folder)
+            self._untraced = reached_by_ranks(self._run_folder)
+            untraced = why_nothing(self._untraced, error)
             if self._nothing_came():
                 self._stop()
-                return NOTHING
+                return untraced
             if self._collection.is_shared and self._was_refused(self._collector):
                 self._collector = None  # two hosts of the run on one machine: the other one's does
             self._was_held = held_anything(self._run_folder)
             self._wait(is_hurried)
-            ending = self._ending()
+            ending = self._ending(untraced)
             has_no_room = ending.has_no_room()
             if has_no_room and self._collector is not None and self._shape.hosts == 1:
                 self._collector.stop()  # it watches the folder for this relay's word, for an hour
@@ -259,7 +267,7 @@ class TracedJob:
     def _was_refused(collector: Companion | None) -> bool:
         return collector is not None and collector.outcome() == ExitOutcome.REFUSED
 
-    def _ending(self) -> Ending:
+    def _ending(self, untraced: str = "") -> Ending:
         return Ending(
             out=self._out,
             run_folder=self._run_folder,
@@ -268,6 +276,7 @@ class TracedJob:
             collector=self._collector,
             steps=self._settings.steps,
             was_held=self._was_held,
+            untraced=untraced,
         )
 
     def _wait(self, is_hurried: Callable[[], bool]) -> None:
@@ -336,12 +345,12 @@ class TracedJob:
         from rankscope.agent.guard import attempt, text_of  # loads torch, as the job has by now
 
         lines: list[str] = []
-        problem = attempt(lambda: lines.append(self.finish()))
+        problem = attempt(lambda: lines.append(self.finish(error)))
         if problem is not None:
             why = str(problem) if isinstance(problem, RankscopeError) else text_of(problem)
             lines = [f"the trace in {self._out} was not finished: {why}"]
         if any(lines):
-            attempt(lambda: lines.insert(0, failure_line(error, self._out)))
+            attempt(lambda: lines.insert(0, failure_line(error, self._out, self._untraced)))
             for each in filter(None, lines):
                 speak(each)
 

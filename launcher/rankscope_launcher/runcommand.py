@@ -13,12 +13,15 @@ import hashlib
 import importlib.util
 import os
 import re
+import shlex
 import shutil
 import socket
 import sys
+import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
+from pathlib import Path
 from typing import Any, NoReturn
 
 from rankscope.errors import RankscopeError, SettingError
@@ -30,6 +33,8 @@ __all__ = ["main"]
 
 PREFIX = "--rs-"
 _PROGRAM = "rankscope run"
+_STARTERS = ("accelerate", "deepspeed", "horovodrun", "lightning", "mpiexec", "mpirun", "srun")
+"""Commands that start ranks, with options that are not torchrun's."""
 _OPTIONS = {PREFIX + setting.name: setting for setting in SETTINGS}
 
 
@@ -45,7 +50,7 @@ def main(arguments: Sequence[str]) -> None:
     try:
         line = _split(arguments)
         parsed = _parse(line)
-        if missing := _missing(parsed):
+        if missing := _missing(parsed, arguments):
             _refuse(SettingError(missing), code=1)  # as torchrun ends, only sooner
         settings, shape = settings_from(line.settings), _shape(parsed)
         if settings.layout is not None:
@@ -221,7 +226,7 @@ def _is_head(parsed: Any, endpoint: str) -> bool:
     return True
 
 
-def _missing(parsed: argparse.Namespace) -> str:
+def _missing(parsed: argparse.Namespace, arguments: Sequence[str]) -> str:
     """Return one line on a script, module or command that is not there, "" where the ranks will
     find it, or where only they can tell."""
     name = str(parsed.training_script)
@@ -237,10 +242,60 @@ def _missing(parsed: argparse.Namespace) -> str:
         if os.sep in name:
             return "" if os.path.exists(name) else f"{name}: no such command: nothing was started"
         return "" if shutil.which(name) else f"{name}: no such command on PATH: nothing was started"
-    if os.path.exists(name):
+    if os.path.exists(name) and _may_be_python(name):
         return ""
+    script_at = len(arguments) - len(parsed.training_script_args) - 1
+    if advice := _advice(list(arguments[:script_at]), list(arguments[script_at:])):
+        return f"nothing was started: {advice}"
     where = "" if os.path.isabs(name) else f" in {os.getcwd()}"
     return f"{name}: no such script{where}: nothing was started (a module is run with -m)"
+
+
+def _may_be_python(name: str) -> bool:
+    """False for a file that the Python of the ranks cannot run."""
+    if name.endswith((".py", ".pyc")) or not os.path.isfile(name) or os.environ.get("PYTHON_EXEC"):
+        return True  # a script fails with its own traceback, and a pipe can be read only once
+    try:
+        compile(Path(name).read_bytes(), name, "exec")
+    except (SyntaxError, ValueError):
+        return zipfile.is_zipfile(name)
+    except OSError:
+        pass
+    return True
+
+
+def _advice(before: Sequence[str], words: Sequence[str]) -> str:
+    """Return what to type where a command stands in the place of the script, "" for none.
+
+    Args:
+        before: the command line up to there.
+        words: the rest of it.
+    """
+    command, rest = os.path.basename(words[0]), words[1:]
+    if is_python := re.fullmatch(r"python[\d.]*", command) is not None:
+        while rest and rest[0].startswith("-") and rest[0] not in ("-m", "-c"):
+            rest = rest[2 if rest[0] in ("-W", "-X") else 1 :]
+        if list(rest[:2]) in (["-m", "torch.distributed.run"], ["-m", "torch.distributed.launch"]):
+            rest = rest[2:]
+    if (is_python or command == "torchrun") and rest and rest[0] != "-c":
+        left_out = shlex.join(words[: -len(rest)])
+        return f"leave out `{left_out}`: {_typed(*before, *rest)}"
+    if re.match(r"[A-Za-z_]\w*=", words[0]):
+        return f"put {words[0]} in front: {words[0]} {_typed(*before, *rest)}"
+    itself = f"starts the ranks itself: RANKSCOPE=1 {shlex.join(words)}"
+    if command in _STARTERS:
+        return f"{words[0]} {itself}"
+    if not shutil.which(words[0]) and not os.path.exists(words[0]):
+        return ""
+    as_command = _typed(*before, "--no-python", *words)
+    return (
+        f"{words[0]} is no Python script; as the command of each rank: {as_command}; "
+        f"where it {itself}"
+    )
+
+
+def _typed(*words: str) -> str:
+    return f"{_PROGRAM} {shlex.join(words)}"
 
 
 def _is_module(name: str) -> bool:

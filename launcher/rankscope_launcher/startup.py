@@ -7,6 +7,7 @@ torch is merely looked for (`importlib.util.find_spec`, as many libraries do) mu
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import sys
@@ -68,8 +69,32 @@ def install() -> None:
     """
     if "torch" in sys.modules:
         _arm()
-    elif not any(isinstance(finder, _AfterTorch) for finder in sys.meta_path):
+    elif not _is_waiting():
         sys.meta_path.insert(0, _AfterTorch())
+        _tell("python")
+        atexit.register(_tell_of_the_end, os.getpid())
+
+
+def _is_waiting() -> bool:
+    return any(isinstance(finder, _AfterTorch) for finder in sys.meta_path)
+
+
+def _tell_of_the_end(pid: int) -> None:
+    if _is_waiting() and os.getpid() == pid:  # no forked child
+        error = getattr(sys, "last_value", None)
+        _tell("no-torch", "" if error is None else f"{type(error).__name__}: {error}")
+
+
+def _tell(stage: str, text: str = "") -> None:
+    """Write a line of `rankscope.run.reached` for the launcher, where there is one."""
+    rank, folder = os.environ.get("RANK"), os.environ.get("RANKSCOPE_RUN_FOLDER")
+    if rank is None or folder is None:
+        return
+    with contextlib.suppress(Exception):  # an exception's text may raise, a disk may be full
+        descriptor = os.open(f"{folder}/reached", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        line = f"{rank} {os.getpid()} {stage} {' '.join(text.split())}"[:400]
+        os.write(descriptor, line.encode(errors="replace") + b"\n")
+        os.close(descriptor)
 
 
 def _arm() -> None:

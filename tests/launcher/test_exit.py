@@ -29,6 +29,11 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for _ in range(3):
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()"""
+TRAINS_ALONE = """import torch
+if os.environ["RANK"] == "0":
+    torch.nn.Linear(2, 2)(torch.ones(1, 2))"""
+STARTS_ANOTHER = """import subprocess, torch
+subprocess.run([sys.executable, "-c", "raise SystemExit(1)"])"""
 FAILURES = {
     "exits with 3": "sys.exit(3)",
     "raises": "raise RuntimeError('on purpose')",
@@ -65,8 +70,7 @@ def test_a_job_that_calls_no_module_keeps_code_and_stdout_and_is_told_so_without
     assert ours.stdout == plain.stdout
     lines = [line for line in ours.stderr.splitlines() if line.startswith("rankscope: ")]
     assert lines[0] == f"rankscope: tracing into {out}"
-    assert lines[1].startswith("rankscope: nothing was traced: ")
-    assert "or the ranks said above why" in lines[1] and len(lines) == 2
+    assert lines[1:] == ["rankscope: nothing was traced: no rank imported torch"]
     assert [path.name for path in tmp_path.iterdir()] == ["script.py"], "folders it made itself"
 
 
@@ -78,21 +82,59 @@ def last_lines(done: subprocess.CompletedProcess[str]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("failure", "how"),
+    ("ending", "how", "came_to"),
     [
-        ("exits with 3", "rank 0 first, with exit code 3; what it said stands above"),
-        ("raises", "rank 0 first, with exit code 1; what it said stands above"),
-        ("is killed", "rank 0 first, killed by SIGKILL"),
+        ("sys.exit(3)", "with exit code 3; what it said stands above", "imported torch"),
+        (
+            "import nosuch.part",
+            "with exit code 1: ModuleNotFoundError: No module named 'nosuch'",
+            "imported torch",
+        ),
+        (FAILURES["is killed"], "killed by SIGKILL", "imported torch"),
+        (
+            "import torch\nraise RuntimeError('on purpose')",
+            "with exit code 1: RuntimeError: on purpose at ",
+            "called a torch module",
+        ),
+        (f"import torch\n{FAILURES['is killed']}", "killed by SIGKILL", "called a torch module"),
     ],
 )
 def test_a_job_that_fails_before_any_module_is_said_to_have_failed_and_how(
-    failure: str, how: str, tmp_path: Path
+    ending: str, how: str, came_to: str, tmp_path: Path
 ):
-    """That nothing was traced is then no news, and never all there is to say."""
-    done = run(WRAPPER, "--rs-out", tmp_path / "t", script(tmp_path, FAILURES[failure]))
+    """That nothing was traced is then no news, and never all there is to say: nor are guesses."""
+    installed("ranks have the start-up file")
+    done = run(WRAPPER, "--rs-out", tmp_path / "t", script(tmp_path, ending))
     first, second = last_lines(done)
-    assert first.startswith(f"the job failed: {how}")
-    assert second.startswith("nothing was traced: ")
+    assert first.startswith(f"the job failed: rank 0 first, {how}")
+    assert second == f"nothing was traced: no rank {came_to} before the job failed"
+
+
+@pytest.mark.parametrize(
+    ("words", "ending", "line"),
+    [
+        (
+            ["--rs-ranks", "1", "--nproc-per-node", "2"],
+            TRAINS_ALONE,
+            "no rank but rank 0, left out",
+        ),
+        (["--no-python"], ENDS, "no rank started a Python that has rankscope (is it installed"),
+        ([], STARTS_ANOTHER, "no rank called a torch module"),
+    ],
+    ids=["left-out", "no-python", "children"],
+)
+def test_why_nothing_was_traced_is_what_the_ranks_came_to(
+    words: list[str], ending: str, line: str, tmp_path: Path
+):
+    installed("ranks have the start-up file")
+    path = script(tmp_path, ending)
+    if "--no-python" in words:
+        path.write_text("#!/bin/sh\ntrue\n")
+        path.chmod(0o755)
+    done = run(WRAPPER, "--rs-out", tmp_path / "t", *words, path)
+    assert done.returncode == 0, done.stderr
+    (last,) = last_lines(done)
+    assert last.startswith(f"nothing was traced: {line}")
 
 
 def test_the_rank_that_failed_first_is_told_with_its_exception_not_the_peers_that_were_ended(
@@ -177,12 +219,82 @@ def test_a_script_that_is_not_there_is_said_before_anything_starts(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("words", [["-m", "own.part"], ["-m", "timeit", "-n1", "pass"], ["folder"]])
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["python", "train.py"], "leave out `python`: rankscope run train.py"),
+        (
+            [
+                "--nproc-per-node",
+                "2",
+                "python3",
+                "-u",
+                "-W",
+                "error",
+                "-m",
+                "own.part",
+                "--lr",
+                "1",
+            ],
+            "leave out `python3 -u -W error`: rankscope run --nproc-per-node 2 -m own.part --lr 1",
+        ),
+        (
+            ["torchrun", "--nproc-per-node", "2", "train.py"],
+            "leave out `torchrun`: rankscope run --nproc-per-node 2 train.py",
+        ),
+        (
+            [sys.executable, "-m", "torch.distributed.run", "train.py", "a b"],
+            f"leave out `{sys.executable} -m torch.distributed.run`: rankscope run train.py 'a b'",
+        ),
+        (
+            ["accelerate", "launch", "train.py"],
+            "accelerate starts the ranks itself: RANKSCOPE=1 accelerate launch train.py",
+        ),
+        (
+            ["./script.sh", "8"],
+            "./script.sh is no Python script; as the command of each rank: "
+            "rankscope run --no-python ./script.sh 8; "
+            "where it starts the ranks itself: RANKSCOPE=1 ./script.sh 8",
+        ),
+        (["A=1", "train.py"], "put A=1 in front: A=1 rankscope run train.py"),
+        (
+            ["env", "A=1", "python", "train.py"],
+            "env is no Python script; as the command of each rank: "
+            "rankscope run --no-python env A=1 python train.py; "
+            "where it starts the ranks itself: RANKSCOPE=1 env A=1 python train.py",
+        ),
+    ],
+    ids=["python", "options", "torchrun", "module", "accelerate", "shell", "variable", "command"],
+)
+def test_what_people_type_in_place_of_the_script_is_told_with_the_line_that_works(
+    words: list[str], said: str, tmp_path: Path
+):
+    (tmp_path / "train.py").touch()
+    (tmp_path / "script.sh").write_text("#!/bin/sh\nexec true\n")
+    done = forked.run(
+        [*WRAPPER, "--rs-out", "t", *words],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=300,
+    )
+    assert (done.returncode, done.stdout) == (1, ""), done.stderr
+    expected = said.replace("rankscope run ", "rankscope run --rs-out t ")
+    assert done.stderr == f"rankscope run: nothing was started: {expected}\n"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["-m", "own.part"], ["-m", "timeit", "-n1", "pass"], ["folder"], ["python"], ["own/run"]],
+)
 def test_what_python_runs_that_is_no_script_is_not_refused(words: list[str], tmp_path: Path):
-    """A module here or anywhere on the path, a folder with __main__.py."""
+    """A module here or anywhere on the path, a folder with __main__.py, a file of any name that
+    Python can run: one that a shell can run as well, or one that has the name of a command."""
     for name in ("own/part.py", "folder/__main__.py"):
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).touch()
+    (tmp_path / "python").touch()
+    (tmp_path / "own/run").write_text('#!/bin/sh\n"exec" "python3" "$0"\n')
     done = forked.run([*WRAPPER, *words], capture_output=True, text=True, cwd=tmp_path, timeout=300)
     assert done.returncode == 0, done.stderr
 
@@ -269,7 +381,8 @@ def test_the_error_file_of_a_failed_rank_is_written_as_torchrun_does(tmp_path: P
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_the_job_as_it_ends_torchruns(number: signal.Signals, tmp_path: Path):
-    path = script(tmp_path, "import time; print('up', flush=True); time.sleep(60)")
+    ending = "import torch, time; print('up', flush=True); time.sleep(60)"
+    path = script(tmp_path, ending)
     starts = [[*TORCHRUN, "--master-port", "0"], [*WRAPPER, "--rs-out", str(tmp_path / "t")]]
     jobs = [
         forked.Popen([*start, str(path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -280,8 +393,9 @@ def test_a_signal_ends_the_job_as_it_ends_torchruns(number: signal.Signals, tmp_
         assert job.stdout.readline() == b"up\n"
         wait_until_it_watches(job.pid)
         job.send_signal(number)
-    for job in jobs:
-        job.communicate(timeout=300)
+    said = [job.communicate(timeout=300)[1].decode() for job in jobs]
+    came_to = f"no rank called a torch module before {number.name} ended the job"
+    assert f"rankscope: nothing was traced: {came_to}\n" in said[1]
     codes = [job.returncode for job in jobs]
     assert codes[0] == codes[1]
     assert codes[0] != 0

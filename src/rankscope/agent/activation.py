@@ -15,10 +15,13 @@ from torch.utils.data import get_worker_info
 from rankscope.agent.ending import forget_exits, note_exits, what_ends_the_program
 from rankscope.agent.guard import attempt, say, text_of
 from rankscope.agent.identity import placed
-from rankscope.agent.join import RUN_FOLDER_VARIABLE, Joined, join_run
+from rankscope.agent.join import RUN_FOLDER_VARIABLE, Joined, join_run, who_am_i
 from rankscope.agent.session import Opened, Session
+from rankscope.agent.steps.compiled import HIDDEN
+from rankscope.capture.torch_internals.compiling import dynamo_has_compiled
 from rankscope.errors import FolderError, RankscopeError, SettingError
 from rankscope.record.streams import EndReason
+from rankscope.run.reached import Stage, tell_reached
 from rankscope.settings import (
     Settings,
     as_keywords,
@@ -89,6 +92,7 @@ def arm(given: Mapping[str, object] | None = None) -> Session | None:
         return None
     _given = dict(given or {})
     _session = Session(settings, lambda: _open(settings))
+    _tell(Stage.TORCH)
     atexit.unregister(close)  # of an earlier session: each would stay until the end
     atexit.register(close)
     note_exits()
@@ -123,6 +127,8 @@ def _open(settings: Settings) -> Opened | None:
         _say_why_not(error, _given)
         return None
     if _joined is None:
+        if settings.ranks is not None and who_am_i().rank not in settings.ranks:
+            _tell(Stage.UNSELECTED)
         return None
     identity = _joined.opened.identity
     if not _owner()[0]:
@@ -160,6 +166,10 @@ def _close(reason: EndReason) -> Path | None:
     if raised is not None:
         reason = EndReason.RAISED
     session.close(reason, raised)
+    if joined is None and dynamo_has_compiled():
+        _tell(Stage.REFUSED, HIDDEN)
+    elif joined is None:
+        _tell(Stage.NO_CALL, "" if raised is None else f"{raised.error} at {raised.where}")
     if _owner() == (_ALONE, str(os.getpid())):
         del os.environ[_OWNER_VARIABLE]
     is_own = joined is not None and joined.opened.identity.pid == os.getpid()  # no forked child's
@@ -169,6 +179,7 @@ def _close(reason: EndReason) -> Path | None:
 def _say_why_not(error: RankscopeError, given: Mapping[str, object] | None) -> None:
     """Say why nothing is traced, in the words of whoever asked for it."""
     text = f"not tracing: {error}"
+    _tell(Stage.REFUSED, text)
     if given:
         text = as_keywords(text)
     elif not os.environ.get(RUN_FOLDER_VARIABLE):
@@ -177,6 +188,12 @@ def _say_why_not(error: RankscopeError, given: Mapping[str, object] | None) -> N
         _say_once_a_host(text)
     else:
         say(text)
+
+
+def _tell(stage: Stage, text: str = "") -> None:
+    """Tell our launcher, where there is one, how far this rank came."""
+    if folder := os.environ.get(RUN_FOLDER_VARIABLE):
+        tell_reached(folder, stage, text)
 
 
 def _say_once_a_host(text: str) -> None:

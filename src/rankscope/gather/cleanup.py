@@ -20,6 +20,7 @@ from rankscope.run.filenames import (
     LAUNCHER_LOCK_NAME,
     ORDER_FOLDER,
     ORDER_NAME,
+    REACHED_NAME,
     RELAY_LOCK_NAME,
     RELAY_LOG_NAME,
     RELAY_STARTED_NAME,
@@ -47,6 +48,7 @@ _OURS = (
     COLLECTOR_STARTED_NAME,
     COLLECTOR_SOCKET_NAME,
     ORDER_NAME,
+    REACHED_NAME,
 )
 """Files of a run folder that go with it."""
 

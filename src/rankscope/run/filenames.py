@@ -29,6 +29,7 @@ __all__ = [
     "ORDER_NAME",
     "ORDER_SEEN_PREFIX",
     "PARQUET_FOLDER",
+    "REACHED_NAME",
     "RELAY_LOCK_NAME",
     "RELAY_LOG_NAME",
     "RELAY_STARTED_NAME",
@@ -99,6 +100,8 @@ RELAY_LOG_NAME = "relay.log"
 JOB_OVER_NAME = "job-over"
 LAUNCHER_LOCK_NAME = "launcher.lock"
 START_LOCK_NAME = "start.lock"
+REACHED_NAME = "reached"
+"""How far ranks came that opened no spool (`run.reached`)."""
 RELAY_STARTED_NAME = "relay.started"
 COLLECTOR_STARTED_NAME = "collector.started"
 """Name the process that a rank started last as relay or collector: it takes its lock later."""
