@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pytest
@@ -172,3 +173,22 @@ def test_numbers_and_random_state_are_those_of_a_plain_forward(tmp_path: Path) -
     with ours(model, tmp_path):
         debugged = run()
     assert all(map(torch.equal, plain, debugged))
+
+
+def test_where_files_were_written_is_logged_as_information(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As there: one record for each forward, which nobody sees who has not asked for it."""
+    model = modules.Leaf()
+    with ours(model, tmp_path):
+        model(torch.ones(2, 4))
+    assert not caplog.records
+    with caplog.at_level(logging.INFO, logger="rankscope"), ours(model, tmp_path / "two"):
+        model(torch.ones(2, 4))
+        model(torch.ones(2, 4))
+    assert {record.levelname for record in caplog.records} == {"INFO"}
+    assert [record.getMessage().partition(" at ")[2] for record in caplog.records] == [
+        f"{tmp_path}/two/Leaf_debug_tree{mark}_FULL_TENSORS.json" for mark in ("", "_1")
+    ]
+    assert all(Path(record.getMessage().split()[-1]).exists() for record in caplog.records)
+    assert capfd.readouterr() == ("", "")

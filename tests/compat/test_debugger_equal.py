@@ -116,3 +116,39 @@ def test_a_frozen_parameter_is_printed_as_one(tmp_path: Path, as_text: bool) -> 
 
 def _files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"profile": "full"},
+        {"profile": "short", "threshold": 20},
+        {"precision": 7, "edgeitems": 1, "threshold": 5},
+        {"edgeitems": 0, "threshold": 0, "linewidth": 40, "sci_mode": False},
+    ],
+    ids=str,
+)
+def test_print_options_of_the_program_count_as_there(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """All but the length of a line and the notation, which both set themselves."""
+    import torch
+
+    from tests.compat.debugger_modules import NoParameters
+
+    shapes, model = ((), (3,), (40, 40), (2, 0), (3, 2, 50)), NoParameters()
+    for number, which in enumerate((theirs, ours)):
+        torch.manual_seed(0)
+        for place, shape in enumerate(shapes):
+            if 0 in shape and which is theirs:
+                continue  # an empty tensor ends the forward there
+            folder = tmp_path / f"{number}" / f"{place}"
+            torch.set_printoptions(**options)
+            before = torch._tensor_str.get_printoptions()
+            with which(model, folder):
+                model(torch.randn(shape))
+            if which is ours:
+                assert torch._tensor_str.get_printoptions() == before
+                if 0 not in shape:
+                    assert _files(folder) == _files(tmp_path / "0" / f"{place}"), shape
+            restored()

@@ -59,11 +59,18 @@ def test_tensors_and_statistics_are_written_as_torch_prints_them() -> None:
     choose = random.Random(3)
     torch.manual_seed(3)
     compared, arena = 0, Arena()
-    with torch._tensor_str.printoptions(sci_mode=True, linewidth=120):
-        for _ in range(600):
+    for number in range(600):
+        options = {
+            "threshold": choose.choice((0, 30, math.inf)),
+            "edgeitems": choose.choice((0, 1, 2, 5)),
+            "precision": choose.choice((0, 2, 7)),
+        }
+        chosen: dict[str, Any] = options if number % 2 else {}  # torch's own, or the program's
+        with torch._tensor_str.printoptions(sci_mode=True, linewidth=120, **chosen):
             tensor = some_tensor(choose)
             seen = glimpse_of(tensor, arena=arena)
-            assert tensor_text(seen) == str(tensor), (tensor.dtype, tensor.shape)
+            text = str(tensor)
+            assert tensor_text(seen) == text, (tensor.dtype, tensor.shape, chosen)
             if statistics_of(seen) and tensor.numel() > 1:
                 compared += 1
                 assert statistics_of(seen) == {

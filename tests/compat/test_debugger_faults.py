@@ -326,18 +326,6 @@ def test_print_options_of_the_program_stay(debugger: Debugger, tmp_path: Path) -
     assert torch._tensor_str.get_printoptions() == before
 
 
-def test_print_options_of_the_program_do_not_change_the_files(
-    debugger: Debugger, tmp_path: Path
-) -> None:
-    model = modules.NoParameters()
-    for number in (0, 1):
-        torch.set_printoptions(precision=4 - 2 * number, edgeitems=3 - number)
-        with debugger(model, tmp_path / f"{number}"):
-            model(x(40, 40))
-    assert tree(tmp_path / "0") == tree(tmp_path / "1")
-    assert call(tree(tmp_path / "0"), ".relu")["outputs"]["shape"] == "torch.Size([40, 40])"
-
-
 def test_no_warning_of_torch_reaches_the_program(debugger: Debugger, tmp_path: Path) -> None:
     model = modules.Told()
     with warnings.catch_warnings(), debugger(model, tmp_path):

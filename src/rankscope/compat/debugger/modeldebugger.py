@@ -10,6 +10,7 @@ docs/compat.md says what is the same as in transformers 5.23 and what is not.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from rankscope.compat.debugger.values import LocalValues, kernel_squares
 
 __all__ = ["model_addition_debugger_context"]
 
+_log = logging.getLogger(__name__)
 Ranks = int | Iterable[int] | Literal["all"]
 
 
@@ -75,9 +77,11 @@ def model_addition_debugger_context(
             found.trace, identity.rank, as_text=use_repr, held=found.held,
             has_files=found.has_files, squares=kernel_squares(),
         )  # fmt: skip
-        write_rank(
+        names = write_rank(
             folder, found.trace.steps, values, files, rank=identity.rank, is_root=found.is_root
         )
+        for name in names[::2]:  # each stands before the same without values
+            _log.info("Wrote model trace at %s", (folder / name).absolute())
 
     is_alone = identity.world_size == 1 or ranks == "all"
     block = DebuggerBlock(

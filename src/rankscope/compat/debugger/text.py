@@ -1,8 +1,9 @@
 """Tensors as `print` of torch writes them, in the options the debugger of transformers sets, and
 their statistics.
 
-Scientific notation, four digits, 120 columns, three items at each edge of what has more than a
-thousand; whatever options the program has set for itself stay as they are. What autograd would add
+Scientific notation and 120 columns; digits, items at each edge, and from how many elements on only
+the edges are shown, as the program has it when the tensor is looked at (`torch.set_printoptions`).
+Its options stay as they are. What autograd would add
 (`requires_grad`, `grad_fn`) is left out. The statistics are torch's own, because they have to agree
 with its last printed digit; so this file needs torch and is imported where a tensor is rendered.
 """
@@ -17,6 +18,8 @@ from typing import Final, NamedTuple
 
 import torch
 
+from rankscope.capture.torch_internals.printing import PrintOptions, print_options
+
 __all__ = [
     "Arena",
     "Glimpse",
@@ -29,9 +32,6 @@ __all__ = [
 ]
 
 _LINE: Final = 120
-_EDGE: Final = 3
-_MOST_WHOLE: Final = 1000
-"""A tensor of more elements is shown by its edges."""
 _PREFIX: Final = "tensor("
 _MEASURED: Final = frozenset({torch.float16, torch.float32, torch.bfloat16})
 _WIDENED: Final = frozenset(
@@ -69,7 +69,8 @@ class Arena:
 
 
 class Glimpse(NamedTuple):
-    """All that is written of a tensor, a few kB at most: the tensor itself may go."""
+    """All that is written of a tensor, a few kB unless the program prints tensors whole: the tensor
+    itself may go."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -79,6 +80,8 @@ class Glimpse(NamedTuple):
     """Mean, std, min and max; {} where none is defined."""
     odd: Mapping[str, int]
     """How many elements are not finite, by kind, where any are."""
+    options: PrintOptions
+    """As they were then."""
 
 
 def glimpse_of(
@@ -101,8 +104,9 @@ def glimpse_of(
         }
         found = {name: int(marks.sum()) for name, marks in counts.items()}
         odd = {name: count for name, count in found.items() if count}
-    items = None if arena is None else _items(tensor, arena)
-    return Glimpse(tensor.dtype, tuple(tensor.shape), items, numbers, odd)
+    options = print_options()
+    items = None if arena is None else _items(tensor, arena, options)
+    return Glimpse(tensor.dtype, tuple(tensor.shape), items, numbers, odd, options)
 
 
 def is_measured(dtype: torch.dtype) -> bool:
@@ -117,17 +121,20 @@ def tensor_text(seen: Glimpse, device: str = "cpu") -> str:
         seen: the tensor, with items.
         device: where it was when the program had it.
     """
-    dtype, shape = seen.dtype, seen.shape
+    dtype, shape, options = seen.dtype, seen.shape, seen.options
     count = math.prod(shape)
     if seen.items is None or not count:
         suffixes = _device(device)
         suffixes += [f"size={shape}"] if len(shape) != 1 else []
         suffixes += [f"dtype={dtype}"] if dtype != torch.get_default_dtype() else []
         return _with_suffixes(f"{_PREFIX}[]", suffixes)
-    is_cut = count > _MOST_WHOLE
-    texts, width = _texts(torch.frombuffer(seen.items, dtype=dtype))
-    body = _TextLayout(shape, width, is_cut).text(iter(texts), 0, len(_PREFIX))
-    return _with_suffixes(_PREFIX + body, _device(device) + _dtype(dtype))
+    suffixes = _device(device) + _size(shape, options) + _dtype(dtype)
+    if not len(seen.items):  # torch shows no item at no edge
+        return _with_suffixes(f"{_PREFIX}[...]", suffixes)
+    texts, width = _texts(torch.frombuffer(seen.items, dtype=dtype), options.precision)
+    edge = options.edgeitems if count > options.threshold else count
+    body = _TextLayout(shape, width, edge).text(iter(texts), 0, len(_PREFIX))
+    return _with_suffixes(_PREFIX + body, suffixes)
 
 
 def meta_text(shape: Sequence[int], dtype: str) -> str:
@@ -150,9 +157,10 @@ def statistics_of(seen: Glimpse, device: str = "cpu") -> dict[str, str]:
         seen: the tensor.
         device: where it was when the program had it.
     """
-    suffixes = _device(device) + _dtype(seen.dtype)
+    options = seen.options
+    suffixes = _device(device) + _size((), options) + _dtype(seen.dtype)
     return {
-        name: _with_suffixes(_PREFIX + _floats([found])[0][0], suffixes)
+        name: _with_suffixes(_PREFIX + _floats([found], options.precision)[0][0], suffixes)
         for name, found in seen.numbers.items()
     }
 
@@ -180,13 +188,13 @@ def _std(tensor: torch.Tensor, mean: float, squares: Squares | None) -> float:
 # ---------------------------------------------------------------------- numbers
 
 
-def _items(tensor: torch.Tensor, arena: Arena) -> memoryview:
+def _items(tensor: torch.Tensor, arena: Arena, options: PrintOptions) -> memoryview:
     """Return the bytes of the items that are shown: all, or those at the edges."""
-    shown = tensor
-    if tensor.numel() > _MOST_WHOLE:
+    shown, edge = tensor, options.edgeitems
+    if tensor.numel() > options.threshold:
         for dim, size in enumerate(tensor.shape):
-            if size > 2 * _EDGE:
-                low, high = shown.narrow(dim, 0, _EDGE), shown.narrow(dim, size - _EDGE, _EDGE)
+            if size > 2 * edge:
+                low, high = shown.narrow(dim, 0, edge), shown.narrow(dim, size - edge, edge)
                 shown = torch.cat((low, high), dim)
     items = arena.take(shown.numel() * shown.element_size())
     if items:
@@ -194,17 +202,17 @@ def _items(tensor: torch.Tensor, arena: Arena) -> memoryview:
     return items
 
 
-def _texts(shown: torch.Tensor) -> tuple[list[str], int]:
+def _texts(shown: torch.Tensor, precision: int) -> tuple[list[str], int]:
     """Return the text of every item, and the width of an item in its line."""
     if shown.dtype in _WIDENED:
         shown = shown.half()
     if shown.dtype.is_complex:
-        real, real_width = _floats(shown.real.tolist())
-        imag, imag_width = _floats(shown.imag.tolist())
+        real, real_width = _floats(shown.real.tolist(), precision)
+        imag, imag_width = _floats(shown.imag.tolist(), precision)
         joined = [a + _signed((b + "j").lstrip()) for a, b in zip(real, imag)]
         return joined, real_width + imag_width + 1
     if shown.dtype.is_floating_point:
-        return _floats(shown.tolist())
+        return _floats(shown.tolist(), precision)
     texts = [str(value) for value in shown.tolist()]
     width = max(map(len, texts))
     return [text.rjust(width) for text in texts], width
@@ -214,11 +222,11 @@ def _signed(text: str) -> str:
     return text if text[0] in "+-" else "+" + text
 
 
-def _floats(values: Sequence[float]) -> tuple[list[str], int]:
+def _floats(values: Sequence[float], precision: int) -> tuple[list[str], int]:
     """Return the texts of floats and their width, which only those decide that are neither zero nor
     infinite; where there are none of these all are written as whole numbers.
     """
-    texts = [f"{value:.4e}" for value in values]
+    texts = [f"{value:.{precision}e}" for value in values]
     ordinary = [len(text) for text, value in zip(texts, values) if value and math.isfinite(value)]
     if not ordinary:
         return [f"{value:.0f}." if math.isfinite(value) else str(value) for value in values], 1
@@ -232,10 +240,11 @@ def _floats(values: Sequence[float]) -> tuple[list[str], int]:
 class _TextLayout:
     """Puts the texts of a tensor's items into brackets and lines."""
 
-    def __init__(self, shape: Sequence[int], width: int, is_cut: bool) -> None:
+    def __init__(self, shape: Sequence[int], width: int, edge: int) -> None:
         self._shape = shape
         self._width = width
-        self._is_cut = is_cut
+        self._edge = edge
+        """Items at each end of a dim that is longer than both."""
 
     def text(self, items: Texts, dim: int, indent: int) -> str:
         """Return the text of what begins at `dim`, `indent` columns from the left."""
@@ -243,19 +252,19 @@ class _TextLayout:
         if not left:
             return next(items)
         size = self._shape[dim]
-        is_cut = self._is_cut and size > 2 * _EDGE
+        is_cut = size > 2 * self._edge
+        count = 2 * self._edge if is_cut else size
         if left == 1:
-            return self._row(items, 2 * _EDGE if is_cut else size, is_cut, indent)
-        count = 2 * _EDGE if is_cut else size
+            return self._row(items, count, is_cut, indent)
         parts = [self.text(items, dim + 1, indent + 1) for _ in range(count)]
         if is_cut:
-            parts.insert(_EDGE, "...")
+            parts.insert(self._edge, "...")
         return f"[{(',' + chr(10) * (left - 1) + ' ' * (indent + 1)).join(parts)}]"
 
     def _row(self, items: Texts, count: int, is_cut: bool, indent: int) -> str:
         row = [next(items) for _ in range(count)]
         if is_cut:
-            row.insert(_EDGE, " ...")
+            row.insert(self._edge, " ...")
         per_line = max(1, (_LINE - indent) // (self._width + 2))
         lines = [", ".join(row[at : at + per_line]) for at in range(0, len(row), per_line)]
         return f"[{(',' + chr(10) + ' ' * (indent + 1)).join(lines)}]"
@@ -276,6 +285,10 @@ def _with_suffixes(text: str, suffixes: Sequence[str]) -> str:
 
 def _device(device: str) -> list[str]:
     return [] if device == "cpu" else [f"device='{device}'"]
+
+
+def _size(shape: Sequence[int], options: PrintOptions) -> list[str]:
+    return [] if options.edgeitems else [f"size={tuple(shape)}"]
 
 
 def _dtype(dtype: torch.dtype) -> list[str]:
