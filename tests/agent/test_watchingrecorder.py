@@ -43,7 +43,7 @@ class Watching:
     def __init__(self, folder: Path, board: Path, watch: str, rank: int = 0) -> None:
         self.board = EventBoard(board)
         self.said: list[str] = []
-        self.writer = RingWriter(folder, limit_bytes=4 << 20, steps=5)
+        self.writer = RingWriter(folder, limit_bytes=4 << 20, steps=5, board=self.board)
         self.recorder = WatchingRecorder(
             self.writer, StepSelection.parse(f"last:5,{watch}"), self.board, rank, self.said.append
         )

@@ -196,10 +196,10 @@ def test_done_is_said_only_where_all_records_are_on_disk(tmp_path, capfd, how):
         if how == "unlisted":
             replica.parent.rename(tmp_path / "gone")
             replica.parent.touch()
-        intake.farewell()
+        intake.farewell(is_quiet=False)
         told = []
         while peer.poll(200):
             told.append(decode(peer.recv_multipart()))
         intake.close()
-    assert (Done() in told) == (not how)
+    assert (Done(False) in told) == (not how)
     assert ("hosts keep their records" in capfd.readouterr().err) == bool(how)

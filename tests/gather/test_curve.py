@@ -82,7 +82,7 @@ def say_hello(who: zmq.Socket[bytes], intake: Intake, seconds: float = 1.0) -> N
     """Say what a relay of the run says first, over and over."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        for message in (Hello(PROTOCOL_VERSION, "host", "run"), Beat(0, 0, JobState.OVER, 0)):
+        for message in (Hello(PROTOCOL_VERSION, "host", "run"), Beat(0, 0, JobState.OVER, 0, 0)):
             with contextlib.suppress(zmq.Again):
                 who.send_multipart(encode(message), zmq.DONTWAIT)
         intake.work(0.02)

@@ -16,7 +16,7 @@ from rankscope.assembly.sources import find_streams
 from rankscope.capture.describe import Described
 from rankscope.capture.reading import ValueNumbers
 from rankscope.gather.blackbox import black_box_of
-from rankscope.gather.heldstream import HeldStream, Window
+from rankscope.gather.heldstream import HeldStream
 from rankscope.gather.waitingrule import JobState
 from rankscope.layout.placement import Layout, LayoutSource
 from rankscope.record.call import Mode
@@ -24,12 +24,13 @@ from rankscope.record.phases import Phase
 from rankscope.record.stepselection import StepSelection
 from rankscope.record.streams import EndReason, StreamId
 from rankscope.record.value import ValueFlag, ValueMeta
-from rankscope.run.eventboard import EventBoard, Happening, event_folder
+from rankscope.run.eventboard import EventBoard, Happening, Window, event_folder
 from rankscope.run.filenames import HELD_FOLDER
 from rankscope.run.folders import RunHeader, stream_folder, write_run_header
 from rankscope.spool import ringwriter
 from rankscope.spool.recordformat import StepEvent
 from rankscope.spool.ringwriter import RingWriter
+from rankscope.tree.header import completeness
 
 STREAM = StreamId(rank=0, incarnation=0)
 LIMIT = 4 << 20
@@ -57,8 +58,8 @@ class Rank:
         self.header = header_of(run_folder, steps)
         self.stream = StreamId(rank=rank, incarnation=0)
         self.folder = stream_folder(run_folder / HELD_FOLDER, self.stream)
-        self.writer = RingWriter(self.folder, limit_bytes=limit, steps=steps)
         board = EventBoard(event_folder(run_folder, self.header, 0))
+        self.writer = RingWriter(self.folder, limit_bytes=limit, steps=steps, board=board)
         self.recorder = RingRecorder(self.writer, StepSelection.parse(f"last:{steps}"), board, rank)
         self.recorder.define("rank", rank=rank, world_size=1, wall_ns=1, monotonic_ns=1)
         self.root = self.recorder.define("root", **{"class": "Model"})
@@ -137,7 +138,7 @@ def test_disk_stays_within_the_limit_however_long_the_job_runs(run_folder: Path)
     assert rank.writer.dropped_records == 0
     rank.writer.close()
     held = HeldStream(run_folder, STREAM)
-    held.copy([Window(Mode.TRAIN, 2994, 2999, 2999, "it happened")], is_final=True)
+    held.copy([Window("watched", Mode.TRAIN, 2994, 2999, 2999, "it happened")], is_final=True)
     assert shapes(copied(run_folder)) == {(step, 1000 + step): 20 for step in range(2994, 3000)}
 
 
@@ -148,14 +149,19 @@ def test_steps_that_do_not_fit_leave_the_last_of_them_and_say_so(run_folder: Pat
         assert rank.disk() <= (1 << 20) * 5 // 8
     rank.writer.close()
     held = HeldStream(run_folder, STREAM)
-    held.copy([Window(Mode.TRAIN, 9, 59, 59, "it happened")], is_final=True)
+    held.copy([Window("watched", Mode.TRAIN, 9, 59, 59, "it happened")], is_final=True)
     found = copied(run_folder)
     steps = sorted({step for step, _ in shapes(found)})
     assert steps == [*range(steps[0], 60)]
     assert 9 < steps[0] < 58
     assert shapes(found) == {(step, 1000 + step): 200 for step in steps}
-    texts = [each["text"] for each in found.definitions.values() if each["kind"] == "text"]
-    assert f"black box: the spool had room for no step before {steps[0]}" in texts
+    whole = completeness([found], [0])
+    (asked,) = whole["asked"]
+    assert (asked["first"], asked["last"]) == (9, 59)
+    assert [lack["steps"] for lack in asked["missing"]] == [f"9-{steps[0] - 1}"]
+    assert not whole["complete"]
+    lack = f"train steps 9-{steps[0] - 1} are not there, which were asked for (it happened)"
+    assert any(note.startswith(lack) for note in whole["ranks"][0]["notes"])
 
 
 def test_a_copy_that_is_taken_up_again_and_again_has_every_record_once(run_folder: Path):
@@ -168,7 +174,9 @@ def test_a_copy_that_is_taken_up_again_and_again_has_every_record_once(run_folde
     for step in range(200):
         rank.begin(step, calls=chance.randrange(1, 60))
         if chance.random() < 0.05:
-            windows.append(Window(Mode.TRAIN, step - 5, step + chance.randrange(3), step, "x"))
+            windows.append(
+                Window("watched", Mode.TRAIN, step - 5, step + chance.randrange(3), step, "x")
+            )
             wanted |= {*range(max(0, windows[-1].first), windows[-1].last + 1)}
         for _ in range(chance.randrange(3)):
             held.copy(windows, is_final=False)
@@ -196,7 +204,7 @@ def test_a_copy_that_is_taken_up_again_and_again_has_every_record_once(run_folde
     assert found.dropped == 0
 
 
-def test_a_job_that_ends_in_order_leaves_who_the_rank_was_and_no_more(run_folder: Path):
+def test_of_a_job_that_ends_in_order_nothing_is_copied_until_somebody_asks(run_folder: Path):
     rank = Rank(run_folder, steps=5)
     for step in range(10):
         rank.step(step, calls=3)
@@ -208,11 +216,65 @@ def test_a_job_that_ends_in_order_leaves_who_the_rank_was_and_no_more(run_folder
     box.look(1.0, JobState.LAUNCHED, None)
     assert not list(run_folder.glob("rank*")), "another rank may still fail"
     box.look(2.0, JobState.OVER, None)
-    assert box.is_settled
+    assert box.is_settled and box.quiet_ranks == 1
+    assert not list(run_folder.glob("rank*"))
+    box.hear("vanished", "a host is gone without a word")
+    while not box.is_settled:
+        box.look(3.0, JobState.OVER, None)
+    assert not box.quiet_ranks
     found = copied(run_folder)
-    assert [each["kind"] for each in found.definitions.values()] == ["rank", "quiet", "copied"]
-    assert not len(found.enters) and not len(found.steps)
+    assert {step for step, _ in shapes(found)} == {*range(4, 10)}
     assert found.end is EndReason.EXIT
+    assert completeness([found], [0])["asked"][0]["missing"] == []
+
+
+def test_a_rank_keeps_what_is_asked_for_until_the_copy_has_it(run_folder: Path):
+    """The relay stands still: the ring would have been turned over many times."""
+    rank = Rank(run_folder, steps=5, limit=1 << 20)
+    for step in range(20):
+        rank.step(step, calls=20)
+    board = EventBoard(event_folder(run_folder, rank.header, 0))
+    board.tell(Happening(kind="nonfinite", mode=Mode.TRAIN, step=19, text="rank 0: not finite"))
+    for step in range(20, 600):
+        rank.step(step, calls=20)
+    assert rank.writer.dropping
+    box = black_box_of(run_folder, rank.header)
+    assert box is not None
+    for now in range(30):
+        box.look(float(now), JobState.LAUNCHED, None)
+        next(iter(box.streams.values()))._written_at = float("-inf")
+    for step in range(600, 700):  # it may go on, since the copy is there
+        rank.step(step, calls=20)
+    assert not rank.writer.dropping
+    rank.writer.close()
+    for now in range(30, 60):
+        box.look(float(now), JobState.OVER, None)
+    found = copied(run_folder)
+    assert {step for step, _ in shapes(found)} == {*range(14, 20)}
+    assert completeness([found], [0])["asked"][0]["missing"] == []
+
+
+def test_what_could_not_be_told_is_copied_all_the_same(run_folder: Path):
+    """The disk took no entry of the board: a file stands where its folder should be."""
+    rank = Rank(run_folder, steps=5, limit=1 << 20)
+    folder = event_folder(run_folder, rank.header, 0)
+    folder.touch()
+    for step in range(20):
+        rank.step(step, calls=20)
+    rank.recorder._tell("nonfinite", Mode.TRAIN, 19, "output is not finite")
+    for step in range(20, 600):
+        rank.step(step, calls=20)
+    rank.writer.close()
+    box = black_box_of(run_folder, rank.header)
+    assert box is not None
+    box.look(0.0, JobState.OVER, None)
+    assert not box.is_settled and "File exists" in box.trouble
+    folder.unlink()
+    for now in range(1, 30):
+        box.look(float(now), JobState.OVER, None)
+    assert box.is_settled and not box.quiet_ranks
+    found = copied(run_folder)
+    assert {step for step, _ in shapes(found)} == {*range(14, 20)}
 
 
 def test_what_one_rank_tells_is_copied_of_all_ranks(run_folder: Path):
@@ -329,7 +391,7 @@ def test_a_step_that_did_not_fit_long_ago_is_no_gap_up_to_the_end(run_folder: Pa
         os._exit(0 if rank.writer.dropped_records else 9)
     assert os.waitpid(child, 0)[1] == 0
     held = HeldStream(run_folder, STREAM)
-    held.copy([Window(Mode.TRAIN, 24, 29, 29, "it happened")], is_final=True)
+    held.copy([Window("watched", Mode.TRAIN, 24, 29, 29, "it happened")], is_final=True)
     found = copied(run_folder)
     assert {step for step, _ in shapes(found)} == {*range(24, 30)}
     assert found.end is EndReason.LOST

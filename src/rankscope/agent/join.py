@@ -203,8 +203,10 @@ def _open_spool(
     if not settings.steps.last:
         writer = SpoolWriter(folder, limit_bytes=settings.spool_bytes)
         return writer, make_recorder(writer, settings)
-    ring = RingWriter(folder, limit_bytes=settings.spool_bytes, steps=settings.steps.last)
     board = EventBoard(event_folder(run_folder, header, identity.incarnation))
+    ring = RingWriter(
+        folder, limit_bytes=settings.spool_bytes, steps=settings.steps.last, board=board
+    )
     if not settings.steps.watch:
         return ring, RingRecorder(ring, settings.steps, board, identity.rank)
     speaks = identity.rank == min(settings.ranks or (0,))

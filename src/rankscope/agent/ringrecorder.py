@@ -73,7 +73,7 @@ class RingRecorder(Recorder):
     def step(self, event: StepEvent, mode: Mode, step: int, note: Note | None = None) -> None:
         """Record that a traced step began or ended."""
         if event is StepEvent.BEGIN:
-            if self._ring.begin_step(mode):
+            if self._ring.begin_step(mode, step):
                 self._metas, self._collectives = {}, {}
             self._has_trained = self._has_trained or mode is Mode.TRAIN
             if mode is Mode.TRAIN or not self._has_trained:
@@ -154,5 +154,6 @@ class RingRecorder(Recorder):
             ]
             if not any(each.step >= step - self._steps for each in known):
                 self._board.tell(event)
-        except OSError as error:
-            self.error(None, f"{event.text}, which nobody could be told: {error}"[:500])
+        except OSError:  # a full disk: whoever copies the ring tells the others
+            if self._ring.hold(event.window(self._steps)):
+                self._define_in(self._ring.kept, "untold", {"entry": event.entry})

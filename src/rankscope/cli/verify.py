@@ -96,6 +96,10 @@ def _lines(trace: Trace, paint: Paint) -> Iterator[str]:
         crash = left.get((rank["rank"], rank["incarnation"]))
         texts = [*([f"raised: {crash}"] if crash else ()), *_remarks(rank)]
         yield from (f"{'':>6} {text}" for text in texts)
+    for event in state.get("asked", ()):
+        asked = f"{event['text']}: {event['mode']} steps {event['first']}-{event['last']} asked for"
+        lack = "; ".join(f"ranks {m['ranks']} lack {m['steps']}" for m in event["missing"])
+        yield paint("red", f"{asked}, {lack}") if lack else f"{asked}, and there"
     if state["missing"]:
         yield paint("red", f"nothing at all from {ranks_named(state['missing'])}")
     if trace.is_complete:

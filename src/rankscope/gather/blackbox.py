@@ -4,7 +4,10 @@ steps of all of them copied.
 A rank that ended otherwise than in order, a job that stands still, a touch of the watched file and
 an order are seen here; what stands in values is seen by the ranks. All of it goes on one board for
 each life of the job (`run.eventboard`), which says at which step it was: that is all hosts agree
-on.
+on. Hosts without a folder that all of them see tell each other by the collector (`hear`).
+
+A box is *quiet* once the ranks of its host have ended in order and nothing was told: then nothing
+is copied. What they held stays until the collector knows that all hosts are quiet.
 """
 
 from __future__ import annotations
@@ -15,19 +18,25 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from rankscope.errors import SettingError, SpoolError
-from rankscope.gather.heldstream import HeldStream, Window
+from rankscope.gather.heldstream import HeldStream
 from rankscope.gather.log import log
 from rankscope.gather.waitingrule import JobState
 from rankscope.record.call import Mode
 from rankscope.record.ranklists import ranks_named
 from rankscope.record.stepselection import StepSelection
 from rankscope.record.streams import EndReason, StreamId
-from rankscope.run.eventboard import ABSENT, EventBoard, Happening, event_folder, file_time
+from rankscope.run.eventboard import (
+    ABSENT,
+    EventBoard,
+    Happening,
+    Window,
+    event_folder,
+    file_time,
+)
 from rankscope.run.filenames import HELD_FOLDER
 from rankscope.run.folders import RunHeader, read_run_header, streams
 from rankscope.run.orders import Order
 from rankscope.run.stallrecords import Stall
-from rankscope.spool.ringwriter import MOST_AHEAD
 
 __all__ = ["BlackBox", "black_box_of", "copy_what_is_held"]
 
@@ -36,8 +45,6 @@ _SETTLED_S = 3.0
 """How long all ranks have to be gone where no launcher says that the job is over."""
 _WORDS = {EndReason.LOST: "killed, or gone without a word", EndReason.RAISED: "raised"}
 """How ranks end before which something happened."""
-_SUDDEN = ("ended", "stalled")
-"""Kinds of events that one rank's step stands for, while others may be a little ahead."""
 
 
 def black_box_of(run_folder: Path, header: RunHeader) -> BlackBox | None:
@@ -50,7 +57,8 @@ def black_box_of(run_folder: Path, header: RunHeader) -> BlackBox | None:
 
 
 def copy_what_is_held(run_folder: Path) -> None:
-    """Copy the last steps of ranks whose relay is gone, as far as anything happened to them.
+    """Copy the last steps of ranks whose relay is gone: those before anything that happened, else
+    the last.
 
     Raises:
         SpoolError: it is not known what the run was, or the disk takes nothing.
@@ -59,8 +67,9 @@ def copy_what_is_held(run_folder: Path) -> None:
     if box is None:
         return
     try:
-        while box.look(time.monotonic(), JobState.OVER, None):
-            pass
+        while box.look(time.monotonic(), JobState.OVER, None) or box.quiet_ranks:
+            if box.quiet_ranks:
+                box.hear("recovered", "rankscope recover asked for it")
         if not box.is_settled:
             raise SpoolError(f"{run_folder}: {box.trouble or 'a rank is still at work'}")
     finally:
@@ -86,7 +95,8 @@ class BlackBox:
         self.streams: dict[StreamId, HeldStream] = {}
         self._boards: dict[int, EventBoard] = {}
         self._judged: set[StreamId] = set()
-        self._said: set[tuple[int, int]] = set()
+        self._logged: dict[int, int] = {}
+        """How many events of each life the log has."""
         self._looked_at = float("-inf")
         self._alive_at = time.monotonic()
         self.order: Order | None = None
@@ -95,6 +105,8 @@ class BlackBox:
         """What was done about it: "steps 16-20", as far as this host is asked."""
         self.trouble = ""
         """What went wrong last."""
+        self.quiet_ranks = 0
+        """Ranks of this host where all of them ended in order and nothing happened; else 0."""
 
     @property
     def has_alive(self) -> bool:
@@ -103,8 +115,39 @@ class BlackBox:
 
     @property
     def is_settled(self) -> bool:
-        """True where every copy is whole."""
-        return all(held.is_done for held in self.streams.values())
+        """True where every copy is whole, or nothing is to be copied."""
+        return bool(self.quiet_ranks) or all(held.is_done for held in self.streams.values())
+
+    def happened(self) -> list[tuple[int, str]]:
+        """Return what was told on this host so far: the life of the job, and the board's entry."""
+        boards = self._boards.items()
+        return [(life, event.entry) for life, board in boards for event in board.events()]
+
+    def hear(self, kind: str, text: str) -> None:
+        """Tell here what happened elsewhere, at the furthest step of this host's ranks.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        if self.streams:
+            life = max(stream.incarnation for stream in self.streams)
+            mode, step = _furthest({s: h for s, h in self.streams.items() if s.incarnation == life})
+            event = Happening(kind=kind, mode=mode, step=step, text=text)
+            self._boards[life].tell_once(event)
+            self.quiet_ranks, self._looked_at = 0, float("-inf")
+
+    def hear_entry(self, life: int, entry: str) -> None:
+        """Take over an entry of another host's board.
+
+        Raises:
+            OSError: it cannot be written.
+            ValueError: it is none.
+        """
+        board = self._boards.setdefault(life, self._board(life))
+        event = Happening.read(entry)
+        if event not in board.events():
+            board.tell(event)
+        self.quiet_ranks = 0
 
     def look(self, now: float, job: JobState, stall: Stall | None) -> bool:
         """See what happened, and copy what is asked for; True where there is more to copy now.
@@ -127,8 +170,12 @@ class BlackBox:
             self._see_stall(stall)
             self._see_touch()
             self._see_order()
+            if is_final:
+                self._see_untold()
             windows = {life: self._windows(life) for life in self._boards}
-            for stream, held in self.streams.items():
+            is_quiet = is_final and not any(windows.values())
+            self.quiet_ranks = len({stream.rank for stream in self.streams}) if is_quiet else 0
+            for stream, held in self.streams.items() if not is_quiet else ():
                 if held.copy(windows[stream.incarnation], is_final=is_final):
                     has_more = True
         except (OSError, SpoolError) as error:  # a full disk: tried again
@@ -161,15 +208,11 @@ class BlackBox:
 
     def _windows(self, life: int) -> list[Window]:
         """Return which steps of one life are asked for by now."""
-        found = []
-        for number, event in enumerate(self._boards[life].events()):
-            if (life, number) not in self._said:
-                self._said.add((life, number))
-                log(f"{event.text} at {event.mode.word} step {event.step}")
-            ahead = MOST_AHEAD if event.kind in _SUDDEN else 0
-            first = event.step - self._steps
-            found.append(Window(event.mode, first, event.step + ahead, event.step, event.text))
-        return found
+        events = self._boards[life].events()
+        for event in events[self._logged.get(life, 0) :]:
+            log(f"{event.text} at {event.mode.word} step {event.step}")
+        self._logged[life] = len(events)
+        return [event.window(self._steps) for event in events]
 
     # ---- what happens --------------------------------------------------------------------------
 
@@ -191,6 +234,13 @@ class BlackBox:
             event = Happening(kind="ended", mode=mode, step=step, text=", ".join(said))
             self._boards[life].tell_once(event)
             self._judged.update(those)
+
+    def _see_untold(self) -> None:
+        """Tell what ranks saw that could not write it on the board."""
+        for stream, held in self.streams.items():
+            for event in held.untold():
+                if event not in self._boards[stream.incarnation].events():
+                    self._boards[stream.incarnation].tell(event)
 
     def _see_stall(self, stall: Stall | None) -> None:
         if stall is None or stall.over_ns or not self.streams:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rankscope.chunks.chunkheader import chunk_folder, chunk_numbers
 from rankscope.errors import ChunkError, SpoolError
+from rankscope.gather.heldstream import HeldStream
 from rankscope.record.streams import StreamId
 from rankscope.run.companions import ipc_address
 from rankscope.run.filenames import (
@@ -31,6 +32,7 @@ from rankscope.run.filenames import (
 )
 from rankscope.run.folders import remove_run_folder, stream_folder, streams
 from rankscope.run.locks import is_alive
+from rankscope.run.removal import Piece, Place, Reach, may_remove
 from rankscope.run.stallrecords import remove_stalls
 from rankscope.spool.origin import origin_text
 from rankscope.spool.streamreader import StreamReader
@@ -53,8 +55,15 @@ _OURS = (
 """Files of a run folder that go with it."""
 
 
-def remove_run(run_folder: Path, is_elsewhere: Callable[[StreamId], bool]) -> StreamId | None:
+def remove_run(
+    run_folder: Path, is_elsewhere: Callable[[StreamId], bool], *, is_quiet: bool = False
+) -> StreamId | None:
     """Remove a run folder whose streams are all elsewhere; else keep it, and return the first not.
+
+    Args:
+        run_folder: of a host.
+        is_elsewhere: says of a stream whether all of it, and its end, is on disk elsewhere.
+        is_quiet: no host of the job asks for what its ranks held back.
 
     Raises:
         SpoolError: the folder cannot be listed.
@@ -62,10 +71,19 @@ def remove_run(run_folder: Path, is_elsewhere: Callable[[StreamId], bool]) -> St
     found = streams(run_folder)
     held = run_folder / HELD_FOLDER
     for stream in streams(held) if held.is_dir() else ():
-        if stream not in found:
+        place = Place(
+            reach=_reach_of_copy(run_folder, stream),
+            is_asked=not is_quiet,
+            has_writer=is_alive(stream_folder(held, stream)),
+        )
+        if not may_remove(Piece.HELD, place):
             return stream
     for stream in found:
-        if not is_elsewhere(stream):
+        place = Place(
+            reach=Reach.DURABLE if is_elsewhere(stream) else Reach.BEGUN,
+            has_writer=is_alive(stream_folder(run_folder, stream)),
+        )
+        if not may_remove(Piece.STREAM, place):
             return stream
     for stream in found:
         shutil.rmtree(stream_folder(run_folder, stream), ignore_errors=True)
@@ -80,6 +98,16 @@ def remove_run(run_folder: Path, is_elsewhere: Callable[[StreamId], bool]) -> St
     Path(ipc_address(run_folder).removeprefix("ipc://")).unlink(missing_ok=True)  # maybe elsewhere
     remove_run_folder(run_folder)
     return None
+
+
+def _reach_of_copy(run_folder: Path, stream: StreamId) -> Reach:
+    """Return how far the copy of a held stream goes."""
+    try:
+        copy = HeldStream(run_folder, stream)
+    except SpoolError:
+        return Reach.BEGUN  # by another process, or it cannot be read
+    copy.close()
+    return Reach.COPIED if copy.is_done else Reach.BEGUN
 
 
 def is_in_tree(run_folder: Path, stream: StreamId, tree: Path) -> bool:

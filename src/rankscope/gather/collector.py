@@ -38,6 +38,8 @@ from rankscope.gather.protocol import (
     Done,
     Ended,
     EndedSeen,
+    Happened,
+    HappenedSeen,
     Hello,
     Message,
     OpenStream,
@@ -47,6 +49,7 @@ from rankscope.gather.protocol import (
     StreamOffset,
     Sync,
     Synced,
+    Vanished,
     decode,
     encode,
 )
@@ -83,6 +86,8 @@ _GONE_S = 60.0
 _MOST_BROKEN = 10
 _MOST_COMPLAINTS = 100
 """Lines in the log about messages that break the protocol, and about others that are refused."""
+_MOST_EVENTS = 4096
+"""Of all lives of a job; a relay tells at most 256 of each."""
 _MOST_REJECTED = 100
 """Relays of other runs that are remembered, so that each is logged once."""
 
@@ -91,12 +96,14 @@ _MOST_REJECTED = 100
 class _Peer:
     host: str = ""
     heard_at: float = field(default_factory=time.monotonic)
-    beat: Beat = field(default_factory=lambda: Beat(0, 0, JobState.UNKNOWN, 0))
+    beat: Beat = field(default_factory=lambda: Beat(0, 0, JobState.UNKNOWN, 0, 0))
     stall: Stall | None = None
     is_admitted: bool = False
     """Its run is the one gathered here. Until the disk takes the name of that run nobody knows:
     then a relay is heard, and nothing it brings is taken."""
     has_left: bool = False
+    events: set[tuple[int, str]] = field(default_factory=set)
+    """What its host knows of what happened before black boxes."""
 
 
 class Intake:
@@ -137,6 +144,10 @@ class Intake:
         self._broken = FewLines(_MOST_BROKEN)
         self._complaints = FewLines(_MOST_COMPLAINTS)
         self._rejected: set[bytes] = set()
+        self._events: set[tuple[int, str]] = set()
+        """All that relays told of what happened: the life of the job, and an entry of a board."""
+        self._vanished = ""
+        """What quiet hosts are told of one that is gone."""
         self._trouble = ""
         self.progress_at = time.monotonic()
         self._context = zmq.Context()
@@ -184,9 +195,14 @@ class Intake:
                 max_restarts=peer.beat.max_restarts,
                 held=peer.beat.held,
                 alive=peer.beat.alive,
+                quiet=peer.beat.quiet,
             )
             for peer in self._peers.values()
         ]
+
+    def ask_for_last(self, text: str) -> None:
+        """Have quiet hosts send what their ranks held back."""
+        self._vanished = text
 
     @property
     def has_refused_keys(self) -> bool:
@@ -209,7 +225,7 @@ class Intake:
         held = sum(replicated(self._out).values())
         self._bound.grant(min(_LEAST_TO_BUILD_BYTES + 4 * held, _MOST_TO_BUILD_BYTES))
 
-    def farewell(self) -> None:
+    def farewell(self, *, is_quiet: bool) -> None:
         """Say Done to every relay until all have left, for a few seconds at most.
 
         Told so a relay removes its spools: what it sent has to outlast a loss of power by then.
@@ -228,7 +244,7 @@ class Intake:
             if not waiting:
                 return
             for identity in waiting:
-                self._send(identity, Done())
+                self._send(identity, Done(is_quiet))
             self.work(0.1)
 
     def close(self) -> None:
@@ -315,7 +331,17 @@ class Intake:
                 return answer
             case Beat():
                 peer.beat = message
-                return BeatSeen()
+                for event in self._events - peer.events:
+                    self._send(identity, Happened(*event))
+                return Vanished(self._vanished) if message.quiet and self._vanished else BeatSeen()
+            case Happened(life, entry):
+                if len(self._events) < _MOST_EVENTS:
+                    self._events.add((life, entry))
+                peer.events |= {(life, entry)} & self._events
+                return HappenedSeen(life, entry)
+            case HappenedSeen(life, entry):
+                peer.events |= {(life, entry)} & self._events
+                return None
             case Stall():
                 self._note_stall(identity, message)
                 return None

@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from rankscope.errors import FolderError, SpoolError
+from rankscope.errors import FolderError
 from rankscope.gather.collector import Intake
-from rankscope.gather.heldstream import QUIET
 from rankscope.gather.log import ExitOutcome, log
 from rankscope.gather.sharedwatch import SharedWatch
 from rankscope.gather.stepwiseprocess import StepwiseProcess
 from rankscope.gather.waitingrule import (
     LEAST_SILENCE_S,
     Decision,
+    JobState,
     PeerState,
     StreamProgress,
     decide,
@@ -39,15 +39,13 @@ from rankscope.run.filenames import (
     COLLECTOR_NAME,
     PARQUET_FOLDER,
     REPLICA_FOLDER,
-    STEPS_FOLDER,
     TRACE_NAME,
 )
 from rankscope.run.folders import FolderLock
 from rankscope.run.keyfile import CurveKeys
 from rankscope.run.outfolder import typed
 from rankscope.run.ownership import check_folder_found
-from rankscope.spool.recordcolumns import open_replica
-from rankscope.spool.replication import replica_path, replicated
+from rankscope.spool.replication import replicated
 
 __all__ = ["CollectorOptions", "Observer", "StreamSource", "collect"]
 
@@ -70,6 +68,9 @@ class StreamSource(Protocol):
     def excuse(self, seconds: float) -> None:
         """The collector itself was away (suspended, starved): nobody was silent meanwhile."""
 
+    def ask_for_last(self, text: str) -> None:
+        """Have what ranks held back sent, although nothing happened on their hosts."""
+
     @property
     def trouble(self) -> str:
         """Why nothing can be written just now; empty where it can."""
@@ -77,8 +78,8 @@ class StreamSource(Protocol):
     def building(self) -> None:
         """The tree is built now: what this process occupies is its own."""
 
-    def farewell(self) -> None:
-        """Tell the relays that the run is finished."""
+    def farewell(self, *, is_quiet: bool) -> None:
+        """Tell the relays that the run is finished, and whether nothing happened in it."""
 
     def close(self) -> None:
         """Let everything go."""
@@ -88,8 +89,7 @@ _LOOK_S = 0.05
 _AWAY_S = 1.0
 _ORPHANS_S = 2.0
 _FIRST_RELAY_S = 3600.0
-_MOST_QUIET_BYTES = 1 << 20
-"""A stream before which nothing happened says no more than whose it is."""
+_VANISHED = "a host is gone without a word: its ranks never said how they ended"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,13 +172,17 @@ def collect(
         else:
             source = SharedWatch(options.out)
             watching.listening(())
-        outcome = ExitOutcome.DONE
+        outcome, is_quiet = ExitOutcome.DONE, False
         if is_late:
             _listen(source)
         else:
             with _metrics(options), _stepwise(options) as stepwise:
-                outcome = _gather_and_build(options, source, is_stopped, watching, stepwise)
-        source.farewell()
+                decision = _gather(options, source, is_stopped, watching, stepwise)
+                if stepwise is not None:
+                    stepwise.close()
+                outcome = _finish(options, source, decision, watching)
+                is_quiet = decision is Decision.QUIET
+        source.farewell(is_quiet=is_quiet)
         with contextlib.suppress(OSError):  # the disk has failed, which was said
             (options.out / COLLECTOR_NAME).unlink(missing_ok=True)
         source.close()  # nobody waits for a dataset but who asked for it
@@ -220,48 +224,28 @@ def _stepwise(
     return contextlib.closing(StepwiseProcess(command, options.out, from_bytes=from_bytes))
 
 
-def _gather_and_build(
-    options: CollectorOptions,
-    source: StreamSource,
-    is_stopped: Callable[[], bool],
-    observer: Observer,
-    stepwise: StepwiseProcess | None,
+def _finish(
+    options: CollectorOptions, source: StreamSource, decision: Decision, observer: Observer
 ) -> ExitOutcome:
-    decision = _gather(options, source, is_stopped, observer, stepwise)
-    if stepwise is not None:
-        stepwise.close()
+    """Make of what was gathered what the decision says."""
     log(f"{len(source.streams())} streams, {decision.value}")
     if decision is Decision.INCOMPLETE and not any(replicated(options.out).values()):
         log("no rank sent a record: there is nothing to build a tree from")
         decision = Decision.NOTHING
+    lost = [peer for peer in source.peers() if peer.job is not JobState.OVER and peer.alive]
+    if decision is Decision.NOTHING and lost:
+        log("a host with ranks is gone without a word, and no rank sent a record")
+        return ExitOutcome.NO_ROOM if source.trouble else ExitOutcome.UNFINISHED
     if decision is Decision.NOTHING:  # or nothing could be taken
         return ExitOutcome.NO_ROOM if source.trouble else ExitOutcome.DONE
-    if _is_quiet(options.out):
-        for name in (REPLICA_FOLDER, STEPS_FOLDER):
-            shutil.rmtree(options.out / name, ignore_errors=True)
+    if decision is Decision.QUIET:
+        shutil.rmtree(options.out / REPLICA_FOLDER, ignore_errors=True)  # holds no record
         observer.quiet()
         log("nothing happened before which the ranks would have held steps: there is no trace")
         return ExitOutcome.DONE
     source.building()
     outcome = _build(options.out, keep_spool=options.keep_spool, observer=observer)
     return ExitOutcome.NO_ROOM if outcome is ExitOutcome.UNFINISHED and source.trouble else outcome
-
-
-def _is_quiet(out: Path) -> bool:
-    """True where every rank held its steps back, and nothing ever happened."""
-    found = replicated(out)
-    try:
-        if not found or max(found.values()) > _MOST_QUIET_BYTES:
-            return False
-        return all(
-            any(
-                entry["kind"] == QUIET
-                for entry in open_replica(replica_path(out, stream)).definitions().found
-            )
-            for stream in found
-        )
-    except (SpoolError, OSError, ValueError):
-        return False
 
 
 def _gather(
@@ -295,7 +279,9 @@ def _gather(
             finish_s=0.0 if source.trouble else options.finish_s,  # nothing more can be taken
             least_silence_s=options.least_silence_s,
         )
-        if decision is not Decision.WAIT:
+        if decision is Decision.VANISHED:
+            source.ask_for_last(_VANISHED)
+        elif decision is not Decision.WAIT:
             return decision
         if not peers and not streams and now - started > options.first_relay_s:
             log("no relay ever came")

@@ -4,17 +4,22 @@ The records of the steps that are asked for are copied, with every definition, i
 usual kind, which is then shipped like any other. The copy grows by whole segments: each is filled
 beside its place and renamed to it, and ends with a note of how far it goes. So a relay that was
 killed goes on where its predecessor was, and nobody ever sees half of a segment.
+
+A copy says two things beside the records: what was asked for (definitions of kind "asked"), and
+which steps it has and which its rank no longer had (kind "copied", the last of them). A trace says
+by these, of each step that an event asked for, whether it is there.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import msgpack  # type: ignore[import-untyped]  # ships no annotations
 import numpy as np
@@ -26,6 +31,7 @@ from rankscope.gather.shipping import end_reason
 from rankscope.record.call import Mode
 from rankscope.record.notes import BLACK_BOX
 from rankscope.record.streams import EndReason, StreamId
+from rankscope.run.eventboard import Happening, Window, mark_copied
 from rankscope.run.filenames import HELD_FOLDER, KEPT_FOLDER
 from rankscope.run.folders import segment_indexes, segment_path, stream_folder
 from rankscope.run.locks import StreamLock, is_alive
@@ -42,15 +48,14 @@ from rankscope.spool.recordformat import (
     PAYLOAD_BYTES,
     SAMPLES_DTYPE,
     STEP,
+    TO_ITS_END,
     RecordKind,
     StepEvent,
 )
 from rankscope.spool.streamreader import StreamReader
 
-__all__ = ["QUIET", "HeldStream", "Window"]
+__all__ = ["HeldStream"]
 
-QUIET: Final = "quiet"
-"""Kind of the definition that ends the copy of a stream before which nothing happened."""
 _COPIED: Final = "copied"
 """Kind of the definition that says how far a copy goes."""
 _LAST_NUMBER: Final = 0xFFFF_FFFF
@@ -61,20 +66,14 @@ _ROOM: Final = 256 << 10
 _UNIT: Final = 1 << 20
 _BUDGET: Final = 16 << 20
 """Bytes looked at in one go, so that the relay answers in between."""
+_ALL: Final = 1 << 62
+"""Beyond every offset."""
 _PAUSE_S: Final = 1.0
 """Between two segments that are not full."""
 
 
-class Window(NamedTuple):
-    """Steps that are asked for, both ends included."""
-
-    mode: Mode
-    first: int
-    last: int
-    step: int
-    """The one at which it happened."""
-    text: str
-    """What happened."""
+_Runs = list[list[int]]
+"""Runs of steps, each [mode, first, last], in order and apart."""
 
 
 @dataclass(slots=True)
@@ -89,8 +88,16 @@ class _State:
     """Where the ring was read for the first time."""
     step: int = -1
     """The step whose records come next."""
-    copied: list[int] = field(default_factory=list)
+    copied: _Runs = field(default_factory=list)
     """Steps whose records were copied, as far as `high`."""
+    gone: _Runs = field(default_factory=list)
+    """Steps that the ring no longer had when it was read."""
+    torn: _Runs = field(default_factory=list)
+    """Steps of which it had a part, or of which the rank dropped records."""
+    hole: int = -1
+    """The first step that may have been let go before the next record that is read; -1 for none."""
+    dropping: list[int] = field(default_factory=list)
+    """Mode and step at which the rank began to drop records, while it did not say up to where."""
     calls: list[list[int]] = field(default_factory=list)
     """First and last number of the calls of runs of records copied since `ring` last began anew."""
     windows: int = 0
@@ -120,6 +127,10 @@ class HeldStream:
         self._lock: StreamLock | None = None
         self._buffer = bytearray()
         self._index = 0
+        self._last_asked = -1
+        """The last step asked for so far."""
+        self._marked = (0, 0)
+        """What the rank was told last of how far this copy goes."""
         self._written_at = float("-inf")
         self._end: EndReason | None = None
         if segment_indexes(self._target):
@@ -157,6 +168,15 @@ class HeldStream:
             self._end = end_reason(self._ring, end) or EndReason.LOST
             self._ring.close()
         return self._end
+
+    def untold(self) -> list[Happening]:
+        """Return what its rank saw happen and could not tell anybody."""
+        return [
+            Happening.read(entry["entry"])
+            for chunk in self.definitions.chunks()
+            for entry in records(chunk, is_verified=True).definitions().found
+            if entry["kind"] == "untold"
+        ]
 
     def last_step(self) -> tuple[Mode, int]:
         """Return the step that began last; eval steps count where it has not trained."""
@@ -211,27 +231,37 @@ class HeldStream:
             self._finish(windows)
         elif self._buffer and time.monotonic() - self._written_at > _PAUSE_S:
             self._write_segment()
+        else:
+            self._tell_rank()
         return False
 
     def _begin_anew(self, windows: Sequence[Window]) -> None:
         """Look at the whole ring once more, unless all that is asked for lies ahead."""
         state = self._state
-        copied = {*state.copied}
         is_behind = any(
-            step not in copied
+            not _has(state.copied, window.mode, step)
             for window in windows[state.windows :]
             for step in range(max(0, window.first), min(state.step, window.last) + 1)
         )
-        if is_behind or state.ring < self._ring.lowest():
+        lowest = self._ring.lowest()
+        if is_behind or state.ring < lowest:
             state.high = max(state.high, state.ring)
-            state.ring, state.step, state.calls = self._ring.lowest(), -1, []
-        state.windows = len(windows)
+            state.ring, state.step, state.calls = lowest, -1, []
+            state.hole, state.dropping = 0 if lowest else -1, []
+        after = self._copied_state()
+        asked = b""
+        for window in windows[state.windows :]:
+            first, last = window.asked
+            fields = {"event": window.kind, "mode": window.mode.word, "text": window.text}
+            asked += _defined(after, "asked", **fields, first=first, last=last)
+        after.windows = len(windows)
+        self._add(asked, after)
 
     def _copy_some(self, windows: Sequence[Window]) -> bool:
         """Copy records; True where more may be there."""
         state, looked_at = self._state, 0
         mode = Mode.TRAIN if any(w.mode is Mode.TRAIN for w in windows) else Mode.EVAL
-        last = max(w.last for w in windows)
+        last = self._last_asked = max(w.last for w in windows)
         while looked_at < _BUDGET:
             if state.step > last + 1:  # an accelerator hands out values in the step that follows
                 return False
@@ -243,7 +273,9 @@ class HeldStream:
                 if lowest <= state.ring:
                     raise
                 log(f"{self.stream.name}: bytes {state.ring} to {lowest} were let go too early")
-                state.ring = lowest
+                state.torn = _with(state.torn, mode, max(0, state.step), state.step)
+                state.hole = max(state.hole, state.step + 1)
+                state.ring, state.step = lowest, -1
                 continue
             if not chunk:
                 return False
@@ -272,21 +304,23 @@ class HeldStream:
         """Return the cells of a chunk that are asked for, and the state after it."""
         after = self._copied_state()
         is_known = after.ring < after.high  # it was read before: what was copied is not again
-        earlier = set(after.copied)
+        earlier = after.copied
         positions, rows = found.columns(RecordKind.STEP)
         begins = (rows["event"] == int(StepEvent.BEGIN)) & (rows["mode"] == int(mode))
         bounds = [0, *positions[begins].tolist(), len(found)]
         steps = [after.step, *rows["step"][begins].tolist()]
+        if after.hole >= 0 and len(steps) > 1:
+            after.gone = _with(after.gone, mode, after.hole, steps[1] - 1)
+            after.hole = -1
         wanted = np.zeros(len(found), bool)
         sequences = _sequences(found)
         for begin, end, step in zip(bounds, bounds[1:], steps):
             after.step = int(step)
             is_wanted = any(w.mode is mode and w.first <= step <= w.last for w in windows)
-            if not is_wanted or (is_known and step in earlier):
+            if not is_wanted or (is_known and _has(earlier, mode, step)):
                 continue
             wanted[begin:end] = True
-            if step not in after.copied:
-                after.copied.append(int(step))
+            after.copied = _with(after.copied, mode, max(0, after.step), after.step)
             entered = sequences[begin:end][found.kind[begin:end] == RecordKind.ENTER]
             if len(entered):
                 after.calls.append([int(entered.min()), int(entered.max())])
@@ -300,25 +334,22 @@ class HeldStream:
         chosen &= ~np.isin(found.kind, (RecordKind.END, RecordKind.FILLER, RecordKind.GAP))
         if not is_known:
             chosen |= _gaps(found, windows, mode)
+        _note_dropped(after, found)
         notes = self._notes(after, windows)
         return _cells(found, chosen) + notes, after
 
     def _notes(self, after: _State, windows: Sequence[Window]) -> bytes:
         """Return what happened, noted on the step at which it did, once that is copied."""
         said = b""
-        while after.noted < len(windows) and windows[after.noted].step in after.copied:
+        while after.noted < len(windows):
             window = windows[after.noted]
+            if not _has(after.copied, window.mode, window.step):
+                break
             after.noted += 1
-            texts = [window.text]
-            first = min(step for step in after.copied if step >= window.first)
-            if first > max(0, window.first) and self._ring.lowest():
-                texts.append(f"the spool had room for no step before {first}")
-            for text in texts:
-                number = _LAST_NUMBER - after.numbers
-                after.numbers += 1
-                said += _definition({"id": number, "kind": "text", "text": f"{BLACK_BOX}{text}"})
-                note = (time.monotonic_ns(), window.step, window.mode, int(StepEvent.NOTE), number)
-                said += _record(RecordKind.STEP, STEP.pack(*note))
+            number = _LAST_NUMBER - after.numbers
+            said += _defined(after, "text", text=f"{BLACK_BOX}{window.text}")
+            note = (time.monotonic_ns(), window.step, window.mode, int(StepEvent.NOTE), number)
+            said += _record(RecordKind.STEP, STEP.pack(*note))
         return said
 
     def _add(self, cells: bytes, after: _State) -> None:
@@ -334,10 +365,15 @@ class HeldStream:
         reason = self.ending()
         if windows:
             self._copy_kept()
-        else:
+        else:  # nothing happened in this life
             self._buffer += first_record(self.definitions.read_from(0, _UNIT))
-            self._buffer += _definition({"id": _LAST_NUMBER, "kind": QUIET})
-        self._state.is_done = True
+        state = self._state
+        if state.hole >= 0 and windows:
+            state.gone = _with(state.gone, windows[-1].mode, state.hole, TO_ITS_END)
+        if state.dropping:
+            mode, step = state.dropping
+            state.torn = _with(state.torn, mode, step, TO_ITS_END)
+        state.is_done = True
         end = b""
         if reason is not EndReason.LOST:
             code = END_REASONS.index(reason)
@@ -371,6 +407,17 @@ class HeldStream:
         self._index += 1
         self._buffer.clear()
         self._written_at = time.monotonic()
+        self._tell_rank()
+
+    def _tell_rank(self) -> None:
+        """Mark beside the ring how far the copy goes, so that its rank may let go of that."""
+        state = self._state
+        is_past = state.step > self._last_asked + 1  # what follows is of no step asked for so far
+        mark = state.windows, _ALL if is_past else max(0, state.ring)
+        if mark != self._marked and not self._buffer:
+            with contextlib.suppress(OSError):  # a full disk: the rank holds more than it needs to
+                mark_copied(self.folder, *mark)
+                self._marked = mark
 
     def _take_lock(self) -> None:
         """Stand for the life of the copy: who reads it knows by that whether more will come."""
@@ -382,11 +429,15 @@ class HeldStream:
         """Go on behind the last segment of a copy."""
         self._take_lock()
         self._index = segment_indexes(self._target)[-1] + 1
+        state: _State | None = None
         with StreamReader(self._target) as reader:
             for chunk in reader.chunks((self._index - 1) * reader.segment_bytes):
                 for entry in records(chunk, is_verified=True).definitions().found:
                     if entry["kind"] == _COPIED:
-                        self._state = _state(entry)
+                        state = _state(entry)
+        if state is None:
+            raise SpoolError(f"{self._target}: its last segment does not say how far it goes")
+        self._state = state
         if self._state.is_done:
             self.close()
 
@@ -426,15 +477,36 @@ def _sequences(found: Records) -> NDArray[np.uint64]:
     return np.where(np.isin(found.kind, _WITH_CALL), numbers, np.uint64(NO_SEQUENCE))
 
 
-def _merged(calls: list[list[int]]) -> list[list[int]]:
-    """Join runs of calls that follow on each other."""
+def _merged(runs: list[list[int]]) -> list[list[int]]:
+    """Join runs that follow on each other: [first, last], or [mode, first, last]."""
     joined: list[list[int]] = []
-    for low, high in sorted(calls):
-        if joined and low <= joined[-1][1] + 1:
-            joined[-1][1] = max(joined[-1][1], high)
+    for *of, low, high in sorted(runs):
+        if joined and joined[-1][:-2] == of and low <= joined[-1][-1] + 1:
+            joined[-1][-1] = max(joined[-1][-1], high)
         else:
-            joined.append([low, high])
+            joined.append([*of, low, high])
     return joined
+
+
+def _with(runs: _Runs, mode: int, first: int, last: int) -> _Runs:
+    """Return the runs with these steps too; none where `last` comes before `first`."""
+    return _merged([*runs, [int(mode), first, last]]) if first <= last else runs
+
+
+def _has(runs: _Runs, mode: int, step: int) -> bool:
+    return any(run[0] == int(mode) and run[1] <= step <= run[2] for run in runs)
+
+
+def _note_dropped(state: _State, found: Records) -> None:
+    """Note the steps of which the rank dropped records."""
+    for row in found.columns(RecordKind.GAP)[1]:
+        mode, first, last = int(row["mode"]), int(row["first_step"]), int(row["last_step"])
+        if last == TO_ITS_END and not row["records"]:
+            state.dropping = [mode, first]
+            continue
+        state.dropping = []
+        if row["records"]:
+            state.torn = _with(state.torn, mode, first, last)
 
 
 def _gaps(found: Records, windows: Sequence[Window], mode: Mode) -> NDArray[np.bool_]:
@@ -447,8 +519,13 @@ def _gaps(found: Records, windows: Sequence[Window], mode: Mode) -> NDArray[np.b
     return chosen
 
 
-def _definition(fields: dict[str, Any]) -> bytes:
-    packed = msgpack.packb(fields, unicode_errors="backslashreplace")
+def _defined(state: _State, kind: str, **fields: object) -> bytes:
+    """Return the cells of a definition that is made here, which takes the next number."""
+    number = _LAST_NUMBER - state.numbers
+    state.numbers += 1
+    packed = msgpack.packb(
+        {"id": number, "kind": kind, **fields}, unicode_errors="backslashreplace"
+    )
     return _record(RecordKind.DEFINITION, DEFINITION_LENGTH.pack(len(packed)) + packed)
 
 

@@ -16,6 +16,7 @@ import zmq
 
 from rankscope.errors import FolderError, RankscopeError, SpoolError, WireError
 from rankscope.gather.arrivals import MemoryBound, receive_parts
+from rankscope.gather.blackbox import BlackBox
 from rankscope.gather.chunkmessages import (
     ChunkAt,
     ChunkFrame,
@@ -35,6 +36,8 @@ from rankscope.gather.protocol import (
     Done,
     Ended,
     EndedSeen,
+    Happened,
+    HappenedSeen,
     Hello,
     Message,
     OpenStream,
@@ -44,6 +47,7 @@ from rankscope.gather.protocol import (
     StreamOffset,
     Sync,
     Synced,
+    Vanished,
     decode,
     encode,
 )
@@ -53,7 +57,8 @@ from rankscope.gather.shipping import Shipment
 from rankscope.gather.waitingrule import JobState
 from rankscope.record.streams import StreamId
 from rankscope.run.address import check_address, is_tcp
-from rankscope.run.filenames import REPLICA_FOLDER, TRACE_NAME
+from rankscope.run.eventboard import agreed
+from rankscope.run.filenames import REPLICA_FOLDER, TRACE_NAME, VANISHED_NAME
 from rankscope.run.folders import RunHeader
 from rankscope.run.keyfile import read_keys
 from rankscope.run.stallrecords import Stall, keep_stall
@@ -84,6 +89,8 @@ class Link(Protocol):
     """Why nothing of this run is taken; empty as long as it is."""
     stall: Stall | None
     """The last one noticed on this host, to be told."""
+    is_quiet: bool
+    """Nothing happened on any host: what ranks held back is not asked for. Known at the end."""
     trouble_at: float | None
     """Monotonic time since when this side can write nothing of what is to be written; None where it
     can, or where the other side does the writing."""
@@ -110,17 +117,25 @@ class Link(Protocol):
 class SocketLink:
     """To a collector that listens."""
 
-    def __init__(self, header: RunHeader, name: str) -> None:
+    def __init__(self, header: RunHeader, name: str, box: BlackBox | None = None) -> None:
         """Connect, which never waits.
+
+        Args:
+            header: of the run.
+            name: of the relay.
+            box: where ranks hold steps back; it is told what other hosts saw happen.
 
         Raises:
             BindError: the address may not be used.
             KeysError: its keys cannot be read.
         """
         self._header = header
+        self._box = box
+        self._told: set[tuple[int, str]] = set()
+        """Events that the collector knows."""
         self._job = JobState.UNKNOWN
         self._held = 0
-        self._is_done = False
+        self._is_done = self.is_quiet = False
         self.is_reached = False
         self.rejection = ""
         self.stall: Stall | None = None
@@ -173,7 +188,10 @@ class SocketLink:
         held = _held(shipments)
         has_news = job is not self._job or self.stall != self._sent or held != self._held
         if now - self._beat_at > _BEAT_S or has_news:
-            if not self._greet(Beat(_alive(shipments), held, job, self._header.max_restarts)):
+            quiet = 0 if self._box is None else self._box.quiet_ranks
+            alive = _alive(shipments, self._box)
+            beat = Beat(alive, held, job, self._header.max_restarts, quiet)
+            if not self._greet(beat):
                 return was_busy
             self._job, self._held, self._sent = job, held, self.stall
             self._beat_at = now
@@ -212,6 +230,9 @@ class SocketLink:
         hello = Hello(PROTOCOL_VERSION, socket.gethostname(), self._header.run_id)
         if not (self._send(hello) and self._send(beat)):
             return False
+        for event in () if self._box is None else self._box.happened():
+            if event not in self._told and not self._send(Happened(*event)):
+                return False
         return self.stall is None or self._send(self.stall)  # ever again: any of them may be lost
 
     def _pump(self, waiting: list[Shipment], now: float) -> bool:
@@ -272,8 +293,27 @@ class SocketLink:
                     shipments[stream].take_refusal(reason)
             case Rejected(reason):
                 self.rejection = reason
-            case Done():
-                self._is_done = True
+            case HappenedSeen(life, entry):
+                self._told.add((life, entry))
+            case Happened() | Vanished():
+                self._hear(message)
+            case Done(is_quiet):
+                self._is_done, self.is_quiet = True, is_quiet
+
+    def _hear(self, message: Happened | Vanished) -> None:
+        """Let the box know what happened elsewhere; where that cannot be noted it is told again."""
+        if self._box is None:
+            return
+        try:
+            if isinstance(message, Vanished):
+                self._box.hear("vanished", message.text)
+                return
+            self._box.hear_entry(message.incarnation, message.entry)
+        except (OSError, ValueError, KeyError) as error:
+            self._refused.log(f"what happened elsewhere cannot be noted here: {error}")
+            return
+        self._told.add((message.incarnation, message.entry))
+        self._send(HappenedSeen(message.incarnation, message.entry))
 
     def _send(self, message: Message) -> bool:
         try:
@@ -289,13 +329,19 @@ class SocketLink:
 class SharedLink:
     """To a trace folder this host sees: the collector's writing, without a collector between."""
 
-    def __init__(self, header: RunHeader, name: str) -> None:
+    def __init__(self, header: RunHeader, name: str, box: BlackBox | None = None) -> None:
         """Open the folder.
+
+        Args:
+            header: of the run.
+            name: of the relay.
+            box: where ranks hold steps back.
 
         Raises:
             FolderError: it cannot be made.
         """
         self._out = header.out
+        self._box = box
         self._max_restarts = header.max_restarts
         self._job = JobState.UNKNOWN
         self._name = name
@@ -303,6 +349,7 @@ class SharedLink:
         self._beat_at = float("-inf")
         self.heard_at = time.monotonic()
         self.is_reached = True
+        self.is_quiet = False
         self.rejection = ""
         self.stall: Stall | None = None
         self._sent: Stall | None = None
@@ -324,7 +371,8 @@ class SharedLink:
         try:
             if (self._out / TRACE_NAME).exists():
                 return True
-            return self._is_claimed and not (self._out / REPLICA_FOLDER).exists()
+            self.is_quiet = self._is_claimed and not (self._out / REPLICA_FOLDER).exists()
+            return self.is_quiet
         except OSError:  # a disk that failed says nothing of either
             return False
 
@@ -341,12 +389,14 @@ class SharedLink:
                 beat=self._beat,
                 job=job,
                 max_restarts=self._max_restarts,
-                alive=_alive(shipments),
+                alive=_alive(shipments, self._box),
                 held=_held(shipments),
+                quiet=0 if self._box is None else self._box.quiet_ranks,
             )
             with contextlib.suppress(SpoolError):  # the folder goes once the tree is there
                 write_host_state(self._out, self._name, state)
         self._tell()
+        self._hear()
         was_busy = False
         while self._replicas.reports:
             log(self._replicas.reports.pop(0))
@@ -373,6 +423,14 @@ class SharedLink:
         with contextlib.suppress(SpoolError):  # the disk is full: tried again
             keep_stall(self._out, self._name, self.stall)
             self._sent = self.stall
+
+    def _hear(self) -> None:
+        """Let a quiet box know that another host is gone without a word."""
+        if self._box is not None and self._box.quiet_ranks:
+            text = agreed(self._out / REPLICA_FOLDER, VANISHED_NAME)
+            if text is not None:
+                with contextlib.suppress(OSError):  # tried again
+                    self._box.hear("vanished", text)
 
     def _claim(self, now: float) -> bool:
         """Say whose records these are; False where they may not or cannot be written."""
@@ -425,8 +483,11 @@ class SharedLink:
         return True
 
 
-def _alive(shipments: dict[StreamId, Shipment]) -> int:
-    """Return how many of these streams have a rank that lives."""
+def _alive(shipments: dict[StreamId, Shipment], box: BlackBox | None) -> int:
+    """Return how many of these streams have a rank that lives; where streams are held back, how
+    many of those: their copies may not be begun."""
+    if box is not None and box.streams:
+        return sum(held.is_alive for held in box.streams.values())
     return sum(shipment.is_alive for shipment in shipments.values())
 
 

@@ -61,6 +61,8 @@ __all__ = [
     "Done",
     "Ended",
     "EndedSeen",
+    "Happened",
+    "HappenedSeen",
     "Hello",
     "Message",
     "OpenStream",
@@ -70,11 +72,12 @@ __all__ = [
     "StreamOffset",
     "Sync",
     "Synced",
+    "Vanished",
     "decode",
     "encode",
 ]
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 FRAME_BYTES = 64 << 10
 """Records in one frame, more only where a single record is longer."""
 WINDOW_BYTES = 1 << 20
@@ -92,6 +95,7 @@ LONGEST_ANSWER = _LONGEST_HEADER
 MOST_PARTS = 2
 _CRC_BYTES = 4
 _LONGEST_TEXT = 256
+_LONGEST_ENTRY = 600
 _LARGEST_OFFSET = 1 << 48
 
 
@@ -161,7 +165,35 @@ class Beat:
     """Streams that lie on its host and were not refused."""
     job: JobState
     max_restarts: int
-    """As a `PeerState` has it."""
+    quiet: int
+    """Both as a `PeerState` has them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Happened:
+    """An event of a black box, told until it is seen, by the relay that saw it and to all others.
+
+    Hosts of such a job may have no folder that all of them see.
+    """
+
+    incarnation: int
+    entry: str
+    """As a board has it (`run.eventboard`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class HappenedSeen:
+    """This event is known."""
+
+    incarnation: int
+    entry: str
+
+
+@dataclass(frozen=True, slots=True)
+class Vanished:
+    """A host of the job is gone without a word: what ranks held back is asked for."""
+
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +240,9 @@ class Rejected:
 class Done:
     """The run is finished."""
 
+    is_quiet: bool
+    """Nothing happened on any host: what ranks held back is not asked for."""
+
 
 Message = (
     Hello
@@ -217,6 +252,9 @@ Message = (
     | Synced
     | Ended
     | Beat
+    | Happened
+    | HappenedSeen
+    | Vanished
     | Stall
     | Bye
     | StreamOffset
@@ -285,7 +323,7 @@ def _unpack(part: bytes) -> list[object]:
             max_array_len=8,
             max_map_len=0,
             max_bin_len=0,
-            max_str_len=_LONGEST_TEXT * 4,
+            max_str_len=_LONGEST_HEADER,
         )
     except (ValueError, msgpack.UnpackException, RecursionError) as error:
         raise WireError(f"a header of {len(header)} bytes that is no msgpack array") from error
@@ -352,12 +390,6 @@ def _member(members: Sequence[object]) -> _Field:
     )
 
 
-def _read_text(places: Sequence[object]) -> str:
-    if not isinstance(places[0], str) or len(places[0]) > _LONGEST_TEXT:
-        raise WireError(f"expected a text of at most {_LONGEST_TEXT} characters")
-    return places[0]
-
-
 def _read_stream(places: Sequence[object]) -> StreamId:
     rank, incarnation = _checked(places[0], MAX_RANKS), _checked(places[1], MAX_INCARNATIONS)
     return StreamId(rank=rank, incarnation=incarnation)
@@ -370,8 +402,20 @@ def _read_offset(places: Sequence[object]) -> int:
     return offset
 
 
+def _text(most: int) -> _Field:
+    """A text that is cut where it is longer."""
+
+    def read(places: Sequence[object]) -> str:
+        if not isinstance(places[0], str) or len(places[0]) > most:
+            raise WireError(f"expected a text of at most {most} characters")
+        return places[0]
+
+    return _Field(lambda text: (text[:most],), read)
+
+
 _COUNT = _number(MAX_RANKS)
-_TEXT = _Field(lambda text: (text[:_LONGEST_TEXT],), _read_text)
+_TEXT, _ENTRY = _text(_LONGEST_TEXT), _text(_LONGEST_ENTRY)
+_LIFE = _number(MAX_INCARNATIONS)
 _STREAM = _Field(lambda stream: (stream.rank, stream.incarnation), _read_stream, 2)
 _ORIGIN = _number(1 << 64)
 _OFFSET = _Field(lambda offset: (offset,), _read_offset)
@@ -383,13 +427,13 @@ _SHAPES: Mapping[int, _MessageShape] = {
     2: _shape(OpenStream, _STREAM, _ORIGIN),
     3: _shape(RecordFrame, _STREAM, _ORIGIN, _OFFSET, _number(1 << 32)),
     4: _shape(Ended, _STREAM, _ORIGIN, _OFFSET, _member(tuple(EndReason))),
-    5: _shape(Beat, _COUNT, _COUNT, _member(tuple(JobState)), _COUNT),
+    5: _shape(Beat, _COUNT, _COUNT, _member(tuple(JobState)), _COUNT, _COUNT),
     6: _shape(Bye),
     10: _shape(StreamOffset, _STREAM, _OFFSET),
     11: _shape(EndedSeen, _STREAM),
     12: _shape(BeatSeen),
     13: _shape(Refused, _STREAM, _TEXT),
-    14: _shape(Done),
+    14: _shape(Done, _member((False, True))),
     15: _shape(Rejected, _TEXT),
     7: _shape(ChunkOpen, _STREAM, _ORIGIN, _CHUNK),
     8: _shape(ChunkFrame, _STREAM, _ORIGIN, _CHUNK, _SIZE, _number(1 << 32)),
@@ -400,6 +444,9 @@ _SHAPES: Mapping[int, _MessageShape] = {
     19: _shape(Stall, _TIME, _TIME, _TIME, _member((False, True)), _TEXT, _TEXT),
     20: _shape(Sync, _STREAM, _ORIGIN),
     21: _shape(Synced, _STREAM, _OFFSET),
+    22: _shape(Happened, _LIFE, _ENTRY),
+    23: _shape(HappenedSeen, _LIFE, _ENTRY),
+    24: _shape(Vanished, _TEXT),
 }
 """Every message by its verb. Never renumber."""
 _VERB_OF: Mapping[type[object], int] = {shape.kind: verb for verb, shape in _SHAPES.items()}

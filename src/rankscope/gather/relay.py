@@ -113,7 +113,7 @@ class _Relay:
         self._box = black_box_of(self._run_folder, header)
         self._orders = OrderWatch(self._run_folder, header, name)
         link: Link
-        link = SharedLink(header, name) if collection.is_shared else SocketLink(header, name)
+        link = (SharedLink if collection.is_shared else SocketLink)(header, name, self._box)
         try:
             outcome = self._ship(link)
         finally:
@@ -127,7 +127,7 @@ class _Relay:
         if self._own_socket is not None:  # a killed collector leaves it, maybe elsewhere
             self._own_socket.unlink(missing_ok=True)
         if outcome is ExitOutcome.DONE:
-            self._clean()
+            self._clean(is_quiet=link.is_quiet)
         else:
             log(f"the records of this host stay in {self._run_folder}")
         return outcome
@@ -214,6 +214,8 @@ class _Relay:
         """What others are told of the job: it is not over while a black box has more to say."""
         if self._box is None or self._job is not JobState.OVER:
             return self._job
+        if self._box.quiet_ranks:
+            return JobState.OVER
         shipments = [self._shipments.get(stream) for stream in self._box.streams]
         is_told = all(one is not None and (one.is_open or one.is_done) for one in shipments)
         return JobState.OVER if self._box.is_settled and is_told else JobState.LAUNCHED
@@ -272,7 +274,7 @@ class _Relay:
         known = [*self._shipments, *(() if self._box is None else self._box.streams)]
         return max((stream.incarnation for stream in known), default=0) < self._max_restarts
 
-    def _clean(self) -> None:
+    def _clean(self, *, is_quiet: bool) -> None:
         """Remove what was shipped; a stream that is not all over there stays for `recover`."""
 
         def is_delivered(stream: StreamId) -> bool:
@@ -281,7 +283,8 @@ class _Relay:
                 self._run_folder, stream, self._tree
             )
 
-        kept = remove_run(self._run_folder, is_delivered)
+        is_quiet = is_quiet and self._box is not None and self._box.quiet_ranks > 0
+        kept = remove_run(self._run_folder, is_delivered, is_quiet=is_quiet)
         if kept is not None:
             log(f"{kept.name} was not finished: kept in {self._run_folder}")
 

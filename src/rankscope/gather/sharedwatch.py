@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -12,7 +13,8 @@ from rankscope.errors import SpoolError
 from rankscope.gather.replica import ReplicaFiles
 from rankscope.gather.waitingrule import JobState, PeerState, StreamProgress
 from rankscope.record.streams import EndReason, StreamId
-from rankscope.run.filenames import HOST_STATE_PREFIX, REPLICA_FOLDER
+from rankscope.run.eventboard import agree
+from rankscope.run.filenames import HOST_STATE_PREFIX, REPLICA_FOLDER, VANISHED_NAME
 from rankscope.run.replacing import read_json_map, write_by_rename
 from rankscope.spool.replication import read_end, replica_path, replicated
 
@@ -28,6 +30,7 @@ class SharedHostState:
     max_restarts: int
     alive: int
     held: int
+    quiet: int = 0
 
 
 def write_host_state(out: Path, relay: str, state: SharedHostState) -> None:
@@ -59,6 +62,7 @@ def read_host_states(out: Path) -> dict[str, SharedHostState]:
                 max_restarts=int(fields["max_restarts"]),
                 alive=int(fields.get("alive", 1)),
                 held=int(fields.get("held", 0)),
+                quiet=int(fields.get("quiet", 0)),
             )
         except (SpoolError, KeyError, TypeError, ValueError):
             continue
@@ -100,6 +104,7 @@ class SharedWatch:
                     max_restarts=state.max_restarts,
                     held=state.held,
                     alive=state.alive,
+                    quiet=state.quiet,
                 )
             )
 
@@ -116,6 +121,11 @@ class SharedWatch:
         self.progress_at += seconds
         self._beats = {name: (beat, at + seconds) for name, (beat, at) in self._beats.items()}
 
+    def ask_for_last(self, text: str) -> None:
+        """Leave word for the relays."""
+        with contextlib.suppress(OSError):  # asked again
+            agree(self._out / REPLICA_FOLDER, VANISHED_NAME, text)
+
     @property
     def trouble(self) -> str:
         """Relays write by themselves, and say so in their own logs."""
@@ -124,7 +134,7 @@ class SharedWatch:
     def building(self) -> None:
         """Nothing to do: nobody sends anything here."""
 
-    def farewell(self) -> None:
+    def farewell(self, *, is_quiet: bool) -> None:
         """Nothing to do: relays see the tree appear."""
 
     def close(self) -> None:

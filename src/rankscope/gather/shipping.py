@@ -30,6 +30,7 @@ from rankscope.gather.protocol import (
 from rankscope.record.streams import EndReason, StreamId
 from rankscope.run.folders import stream_folder
 from rankscope.run.locks import is_alive
+from rankscope.run.removal import Piece, Place, Reach, may_remove
 from rankscope.spool.origin import UNKNOWN
 from rankscope.spool.recordcolumns import ending, records
 from rankscope.spool.recordformat import CELL_BYTES, END_REASONS, RecordKind
@@ -232,7 +233,12 @@ class Shipment:
         return True
 
     def _free(self) -> None:
-        if self.reader.free_below(self._synced):
+        """Free the segments that are wholly on disk over there."""
+        size = self.reader.segment_bytes
+        first_end = (self._lowest // size + 1) * size if size else 0
+        reach = Reach.DURABLE if first_end <= self._synced else Reach.ACKNOWLEDGED
+        place = Place(reach=reach, has_writer=self.is_alive)
+        if size and may_remove(Piece.SEGMENT, place) and self.reader.free_below(self._synced):
             self._lowest = self.reader.lowest()
 
     def _knows_origin(self) -> bool:

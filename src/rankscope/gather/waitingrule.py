@@ -39,6 +39,11 @@ class Decision(enum.Enum):
     """Every rank ended in order: build the tree at once."""
     INCOMPLETE = "incomplete"
     """Something is missing and will not come: build the tree from what is there."""
+    QUIET = "quiet"
+    """Ranks held their steps back, and nothing happened on any host: there is no tree to build."""
+    VANISHED = "vanished"
+    """The same, but a host is gone without a word: that is what happened, and what the others held
+    back is asked for."""
     NOTHING = "nothing"
     """The job is over and no rank ever traced: there is no tree to build."""
 
@@ -64,6 +69,9 @@ class PeerState:
     """Streams that lie on its host, told of or not."""
     alive: int = 1
     """Ranks of its host that live, as far as it has seen."""
+    quiet: int = 0
+    """Ranks that held their steps back, where all of its host's ended in order and nothing happened
+    there: nothing of them is sent."""
 
 
 def decide(
@@ -108,6 +116,14 @@ def decide(
     is_deserted = len(living) < len(peers) and all(map(_is_through, living))
     if is_known and is_job_over:
         return Decision.INCOMPLETE
+    quiet = sum(peer.quiet for peer in living)
+    if quiet and not streams:
+        if quiet >= expected_ranks:
+            return Decision.QUIET
+        if idle_s >= drain_s and is_deserted:
+            return Decision.VANISHED
+        # Every relay has spoken for its ranks: those that are missing called no module.
+        return Decision.QUIET if idle_s >= drain_s and is_job_over else Decision.WAIT
     if idle_s < drain_s or (not is_told and idle_s < finish_s):
         return Decision.WAIT
     if has_ended or (streams and is_deserted):

@@ -3,7 +3,10 @@
 Whoever sees something happen writes one entry: what, and the step at which it was. Entries are
 numbered from 1, and an entry is a symbolic link to its text: made in one call, whole or not at all,
 on every shared disk, by the first who comes. Nobody waits for anybody: relays look from time to
-time, and ranks hold more than is asked for meanwhile.
+time, and a rank that is about to let go of steps looks whether an entry asks for them.
+
+What an entry asks for, of all ranks of that life, is a `Window`: steps that have to be in the
+trace. How far they were copied is marked beside each rank's ring (`mark_copied`).
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final, NamedTuple
 
 from rankscope.record.call import Mode
 from rankscope.run.filenames import EVENT_FOLDER, HELD_FOLDER, REPLICA_FOLDER
@@ -21,13 +25,17 @@ from rankscope.run.prepare import Collection
 
 __all__ = [
     "ABSENT",
+    "MOST_AHEAD",
     "EventBoard",
     "Happening",
+    "Window",
     "agree",
     "agreed",
+    "copied_so_far",
     "event_folder",
     "file_time",
     "held_anything",
+    "mark_copied",
 ]
 
 ABSENT = -1
@@ -35,6 +43,30 @@ ABSENT = -1
 _MOST_EVENTS = 256
 """Of one life: what happens after them is not told any more."""
 _MOST_CHARACTERS = 500
+MOST_AHEAD: Final = 4
+"""Steps that ranks of one job may be apart where something happens; held beyond those asked for."""
+_SUDDEN = ("ended", "stalled", "vanished")
+"""Kinds of events that one rank's step stands for, while others may be a little ahead."""
+_COPIED_NAME: Final = "copied"
+
+
+class Window(NamedTuple):
+    """Steps that an event asks for, both ends included."""
+
+    kind: str
+    mode: Mode
+    first: int
+    last: int
+    """Beyond `step` where other ranks may be ahead: these steps come along where they are."""
+    step: int
+    """The one at which it happened."""
+    text: str
+    """What happened."""
+
+    @property
+    def asked(self) -> tuple[int, int]:
+        """The steps that have to be in the trace."""
+        return max(0, self.first), self.step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,12 +74,31 @@ class Happening:
     """Something that happened: the steps before it become a trace."""
 
     kind: str
-    """"ended", "stalled", "nonfinite", "spike", "watched", "touched" or "ordered"."""
+    """"ended", "stalled", "vanished", "nonfinite", "spike", "watched", "touched", "ordered" or
+    "recovered"."""
     mode: Mode
     step: int
     """The step that ran where it happened."""
     text: str
     """What happened, in words."""
+
+    @classmethod
+    def read(cls, entry: str) -> Happening:
+        """Return the event that an entry of the board says."""
+        kind, mode, step, words = entry.split(" ", 3)
+        return cls(kind=kind, mode=Mode[mode.upper()], step=int(step), text=words)
+
+    @property
+    def entry(self) -> str:
+        """The event as an entry of the board."""
+        words = self.text[:_MOST_CHARACTERS]
+        return f"{self.kind} {self.mode.word} {self.step} {words}"
+
+    def window(self, steps: int) -> Window:
+        """Return what it asks for of a job that holds its last `steps` back."""
+        ahead = MOST_AHEAD if self.kind in _SUDDEN else 0
+        first, last = self.step - steps, self.step + ahead
+        return Window(self.kind, self.mode, first, last, self.step, self.text)
 
 
 class EventBoard:
@@ -56,13 +107,14 @@ class EventBoard:
     def __init__(self, folder: Path) -> None:
         """Look at `folder`, which the first entry makes."""
         self._folder = folder
+        self._events: list[Happening] = []
+        """Those read so far: entries never change."""
 
     def events(self) -> list[Happening]:
         """Return what happened so far, in the order in which it was told."""
-        found: list[Happening] = []
-        while (text := agreed(self._folder, str(len(found) + 1))) is not None:
-            found.append(_event(text))
-        return found
+        while (entry := agreed(self._folder, str(len(self._events) + 1))) is not None:
+            self._events.append(Happening.read(entry))
+        return [*self._events]
 
     def tell(self, event: Happening) -> bool:
         """Write an event; False where there are too many.
@@ -71,11 +123,8 @@ class EventBoard:
             OSError: it cannot be written.
         """
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        entry = " ".join(
-            (event.kind, event.mode.word, str(event.step), event.text[:_MOST_CHARACTERS])
-        )
         for number in range(len(self.events()) + 1, _MOST_EVENTS):
-            if agree(self._folder, str(number), entry) == entry:
+            if agree(self._folder, str(number), event.entry) == event.entry:
                 return True
         return False
 
@@ -115,16 +164,33 @@ class EventBoard:
         return agreed(self._folder, f"watch.{number}") is not None
 
 
-def _event(text: str) -> Happening:
-    kind, mode, step, words = text.split(" ", 3)
-    return Happening(kind=kind, mode=Mode[mode.upper()], step=int(step), text=words)
-
-
 def event_folder(run_folder: Path, header: RunHeader, incarnation: int) -> Path:
     """Return where the ranks and relays of one life tell what happened: all of them see it."""
     is_shared = Collection.of_run(run_folder, header).is_shared
     seen_by_all = header.out / REPLICA_FOLDER if is_shared else run_folder
     return seen_by_all / f"{EVENT_FOLDER}.{incarnation}"
+
+
+def mark_copied(held: Path, windows: int, offset: int) -> None:
+    """Say beside a ring how far it was copied: what lies before `offset` is in the copy, as far as
+    the first `windows` events of its life ask for it.
+
+    Raises:
+        OSError: the disk takes nothing.
+    """
+    draft = held / f"{_COPIED_NAME}.new"
+    draft.unlink(missing_ok=True)
+    os.symlink(f"{windows} {offset}", draft)
+    os.rename(draft, held / _COPIED_NAME)
+
+
+def copied_so_far(held: Path) -> tuple[int, int]:
+    """Return what `mark_copied` said last; (0, 0) where it said nothing."""
+    try:
+        windows, offset = map(int, (agreed(held, _COPIED_NAME) or "0 0").split())
+    except ValueError:
+        return 0, 0
+    return windows, offset
 
 
 def held_anything(run_folder: Path) -> bool:

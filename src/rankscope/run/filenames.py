@@ -47,6 +47,7 @@ __all__ = [
     "TRACE_FORMAT",
     "TRACE_NAME",
     "VALUES_NAME",
+    "VANISHED_NAME",
     "Progress",
 ]
 
@@ -92,6 +93,8 @@ RUN_MARK_PREFIX = "run-"
 """Begins the name of the mark by which other hosts see that this folder is the head's."""
 HOST_STATE_PREFIX = "host-"
 """Begins the names of what the relays of a shared folder say of themselves."""
+VANISHED_NAME = "vanished"
+"""There too: a host of a job that holds its steps back is gone without a word."""
 
 # ------------------------------------------------------------------ the run folder of a host
 RUN_NAME = "run.json"

@@ -65,6 +65,15 @@ def _or_none(check: Check) -> Check:
     return lambda value: value is None or check(value)
 
 
+def _is_mode(value: Any) -> bool:
+    return value in ("train", "eval")
+
+
+def _run_of_steps(value: Any) -> bool:
+    """True for [mode, first, last]."""
+    return type(value) is list and len(value) == 3 and value[0] in (0, 1) and _pair(value[1:])
+
+
 def _texts_by_name(value: Any) -> bool:
     return type(value) is dict and all(type(k) is str is type(v) for k, v in value.items())
 
@@ -132,6 +141,15 @@ _FIELDS: Final[Mapping[str, Mapping[str, Check]]] = {
     "layout": {"file": _text, "text": _text},
     "raised": {"error": _text, "causes": _texts, "where": _text},
     "not_kept": {"reason": _text, "text": _text},
+    "asked": {"event": _text, "mode": _is_mode, "first": _size, "last": _size, "text": _text},
+    "untold": {"entry": _text},
+    "copied": {
+        "kept": _size, "ring": _integer, "high": _size, "step": _integer,
+        "copied": _list(_run_of_steps), "gone": _list(_run_of_steps),
+        "torn": _list(_run_of_steps), "hole": _integer, "dropping": _list(_size, 2),
+        "calls": _list(_pair), "windows": _number, "noted": _number, "numbers": _number,
+        "is_done": _flag,
+    },
 }  # fmt: skip
 """What each field of a kind has to be; all lists of ranks are in the order of their group."""
 _NEEDED: Final[Mapping[str, frozenset[str]]] = {
@@ -146,10 +164,11 @@ _NEEDED: Final[Mapping[str, frozenset[str]]] = {
     "text": frozenset({"text"}),
     "group": frozenset({"name", "ranks"}),
     "collective": frozenset({"op", "group", "members", "async", "issuer"}),
+    "asked": frozenset({"event", "mode", "first", "last", "text"}),
+    "untold": frozenset({"entry"}),
+    "copied": frozenset({"step", "copied", "gone", "torn", "is_done"}),
 }
 """Fields without which a definition says nothing; spools of an older rankscope lack others."""
-_OF_ONE_HOST: Final = frozenset({"copied"})
-"""Kinds that stay as they are: the process that wrote them reads them."""
 
 
 def decode_definition(payload: bytes) -> dict[str, Any]:
@@ -173,7 +192,7 @@ def decode_definition(payload: bytes) -> dict[str, Any]:
         return {"id": number, "kind": kind, "format": version}  # whoever reads it refuses that
     fields = _FIELDS.get(kind)
     if fields is None:
-        return found if kind in _OF_ONE_HOST else {"id": number, "kind": kind}
+        return {"id": number, "kind": kind}
     taken: dict[str, Any] = {"id": number, "kind": kind}
     for name, check in fields.items():
         if name in found:

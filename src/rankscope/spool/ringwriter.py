@@ -7,8 +7,10 @@ let go: who this rank is, its modules, their first values.
 The ring is let go in *turns*. A turn is a run of steps that no definition of an earlier turn is
 needed for: whoever writes forgets at its begin what it has defined. The oldest turn goes once none
 of its steps is among those to be held, and none is younger than `_GRACE_NS`: so long a relay may
-take to notice what happened. A ring that is full lets go earlier. Records are dropped, and counted,
-only where a single turn does not fit.
+take to notice what happened. A ring that is full lets go earlier.
+
+A turn that an event asks for stays until the copy has it, whoever stands still. While such a turn
+fills the ring, new records are dropped, and counted; else only where a single turn does not fit.
 """
 
 from __future__ import annotations
@@ -22,16 +24,17 @@ from typing import Final, NamedTuple
 from rankscope.errors import SpoolError
 from rankscope.record.call import Mode
 from rankscope.record.streams import EndReason
+from rankscope.run.eventboard import MOST_AHEAD, EventBoard, Window, copied_so_far
 from rankscope.run.filenames import KEPT_FOLDER
 from rankscope.run.folders import segment_path
+from rankscope.run.removal import Piece, Place, Reach, may_remove
 from rankscope.spool.writer import SpoolWriter
 
-__all__ = ["MOST_AHEAD", "RingWriter"]
+__all__ = ["RingWriter"]
 
-MOST_AHEAD: Final = 4
-"""Steps that ranks of one job may be apart where something happens; held beyond those asked for."""
 _SEGMENT_BYTES: Final = 4 << 20
 _GRACE_NS: Final = 5_000_000_000
+_MOST_UNTOLD: Final = 32
 _TURNS: Final = 8
 """A turn takes this part of the ring, and more where that is one step."""
 
@@ -42,18 +45,34 @@ class _Turn(NamedTuple):
     number: int
     """Of its first step, counted here."""
     begin_ns: int
+    mode: Mode
+    step: int
+    """Its first step, as the rank counts it."""
+
+    def is_asked(self, after: _Turn, window: Window) -> bool:
+        """True where the window may ask for a record of this turn, which `after` follows.
+
+        Values that an accelerator hands out late stand in the step that follows theirs.
+        """
+        if window.mode is Mode.EVAL:  # eval steps count before the first train step alone
+            is_past = after.mode is Mode.EVAL and after.step <= window.first
+            return self.mode is Mode.EVAL and self.step <= window.last + 1 and not is_past
+        lowest = self.step if self.mode is Mode.TRAIN else 0
+        has_trained = after.mode is Mode.TRAIN and after.step > window.first
+        return has_trained and lowest <= window.last + 1
 
 
 class RingWriter(SpoolWriter):
     """One rank's last steps."""
 
-    def __init__(self, folder: Path, *, limit_bytes: int, steps: int) -> None:
+    def __init__(self, folder: Path, *, limit_bytes: int, steps: int, board: EventBoard) -> None:
         """Make both streams.
 
         Args:
             folder: takes the ring; must not hold records of an earlier process.
             limit_bytes: of both together, and of what a relay makes of them.
             steps: whole steps to be held, besides the one that runs.
+            board: says what is asked for.
 
         Raises:
             SpoolError: the limit is too small, the stream is taken, or the disk has no room.
@@ -68,8 +87,11 @@ class RingWriter(SpoolWriter):
             super().close(EndReason.SWITCHED_OFF)
             raise
         self._steps = steps
+        self._board = board
+        self._untold: list[Window] = []
+        """What this rank asks for, and could not put on the board."""
         self._turn_bytes = ring_bytes // _TURNS
-        self._turns: deque[_Turn] = deque([_Turn(0, 0, time.monotonic_ns())])
+        self._turns: deque[_Turn] = deque([_Turn(0, 0, time.monotonic_ns(), Mode.EVAL, 0)])
         self._count = 0
         self._has_trained = False
         self._letting_go = threading.Lock()
@@ -77,7 +99,15 @@ class RingWriter(SpoolWriter):
         self._freed = 0
         """First segment that is still there."""
 
-    def begin_step(self, mode: Mode) -> bool:
+    def hold(self, window: Window) -> bool:
+        """Keep these steps to the end, because nobody could be told that they are asked for; False
+        where too many are kept like that."""
+        has_room = len(self._untold) < _MOST_UNTOLD
+        if has_room:
+            self._untold.append(window)
+        return has_room
+
+    def begin_step(self, mode: Mode, step: int) -> bool:
         """Note that a step is about to begin; True where a turn begins with it.
 
         Train steps count, and eval steps of a program that has not trained.
@@ -91,7 +121,7 @@ class RingWriter(SpoolWriter):
         at = self.committed_bytes
         is_new = at - self._turns[-1].offset >= self._turn_bytes
         if is_new:
-            self._turns.append(_Turn(at, self._count, now))
+            self._turns.append(_Turn(at, self._count, now, mode, step))
         needed = self._count - self._steps - MOST_AHEAD
         while (
             len(self._turns) > 1
@@ -108,11 +138,12 @@ class RingWriter(SpoolWriter):
         super().close(reason, note)
 
     def _let_go(self) -> bool:
-        """Free the segments of the oldest turn; False where there is no other turn."""
+        """Free the segments of the oldest turn; False where there is no other turn, or it has to
+        stay."""
         if not self._letting_go.acquire(blocking=False):
             return False
         try:
-            if len(self._turns) < 2:
+            if len(self._turns) < 2 or not may_remove(Piece.TURN, self._place_of_oldest()):
                 return False
             self._turns.popleft()
             end = self._turns[0].offset // self.segment_bytes
@@ -122,6 +153,20 @@ class RingWriter(SpoolWriter):
             return True
         finally:
             self._letting_go.release()
+
+    def _place_of_oldest(self) -> Place:
+        """Return what is known of the oldest turn: whether it is asked for, and copied."""
+        oldest, after = self._turns[0], self._turns[1]
+        windows = [event.window(self._steps) for event in self._board.events()]
+        asked = [n for n, window in enumerate(windows) if oldest.is_asked(after, window)]
+        is_untold = any(oldest.is_asked(after, window) for window in self._untold)
+        known, offset = copied_so_far(self.folder) if asked else (0, 0)
+        is_copied = all(n < known for n in asked) and after.offset <= offset and not is_untold
+        return Place(
+            reach=Reach.COPIED if is_copied else Reach.NOWHERE,
+            is_asked=bool(asked) or is_untold,
+            has_writer=True,
+        )
 
     def _refresh_data_end(self) -> None:
         self._make_segment_free()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from rankscope.assembly.declaredlayouts import layout_header
 from rankscope.assembly.interning import MeshFamily, mesh_of
@@ -146,15 +147,106 @@ def completeness(streams: Sequence[RankStream], not_understood: Sequence[int]) -
     ranks = [_state(stream, lost) for stream, lost in zip(streams, not_understood)]
     last = {s.stream.rank: s.stream.incarnation for s in streams}
     # a rank that was restarted ended without a word: what counts is that all it wrote has arrived
+    asked = asked_steps(streams)
     complete = (
         bool(streams)
+        and not any(event["missing"] for event in asked)
         and not missing
         and all(
             state["complete"] or (state["incarnation"] < last[state["rank"]] and _is_whole(state))
             for state in ranks
         )
     )
-    return {"complete": complete, "missing": missing, "ranks": ranks}
+    found = {"complete": complete, "missing": missing, "ranks": ranks}
+    return {**found, "asked": asked} if asked else found
+
+
+# ---- what a job that holds its last steps back was asked for -----------------------------------
+
+
+class _Asked(NamedTuple):
+    """Steps that an event asked for, of all ranks of a life."""
+
+    event: str
+    mode: str
+    first: int
+    last: int
+    text: str
+
+
+_Runs = list[tuple[int, int]]
+"""Runs of steps, in order and apart."""
+
+
+def asked_steps(streams: Sequence[RankStream]) -> list[dict[str, Any]]:
+    """Return what events of a job that holds its last steps back asked for, and of which ranks it
+    is not there; [] for any other job."""
+    found: list[dict[str, Any]] = []
+    for life in sorted({stream.stream.incarnation for stream in streams}):
+        members = [stream for stream in streams if stream.stream.incarnation == life]
+        for event in dict.fromkeys(event for stream in members for event in _asked_of(stream)):
+            ranks: dict[tuple[str, str], list[int]] = {}
+            for stream in members:
+                for lack in _lacking(stream, event):
+                    ranks.setdefault(lack, []).append(stream.stream.rank)
+            missing = [
+                {"ranks": ranks_text(which), "steps": steps, "why": why}
+                for (steps, why), which in ranks.items()
+            ]
+            found.append({"incarnation": life, **event._asdict(), "missing": missing})
+    return found
+
+
+def _asked_of(stream: RankStream) -> list[_Asked]:
+    return [
+        _Asked(*(entry[name] for name in _Asked._fields))
+        for entry in stream.defined("asked").values()
+    ]
+
+
+def _lacking(stream: RankStream, event: _Asked) -> list[tuple[str, str]]:
+    """Return which steps asked for are not among a rank's records, and why; steps that the rank
+    never came to are not missing."""
+    asked = [(event.first, event.last)]
+    *_, state = stream.defined("copied").values() or [None]
+    if state is None:
+        return _named(asked, "no record that says which steps these are has arrived")
+    mode = 0 if event.mode == "train" else 1
+    copied, gone, torn = (
+        [(first, last) for of, first, last in state[name] if of == mode]
+        for name in ("copied", "gone", "torn")
+    )
+    if state["is_done"] and event in _asked_of(stream):
+        let_go = _both(_without(asked, copied), gone)
+        return [
+            *_named(let_go, "the rank no longer held them when they were copied; "
+                    "--rs-spool-bytes says how many it holds, relay.log whether they waited"),
+            *_named(_both(asked, torn), "its spool was full, and it dropped records of them"),
+        ]  # fmt: skip
+    whole = copied if state["is_done"] else _without(copied, [(state["step"], state["step"])])
+    is_live = stream.end is EndReason.RUNNING
+    why = "they are not copied yet" if is_live else "their copy broke off, or began too late"
+    return _named(_without(asked, whole), why)
+
+
+def _named(runs: _Runs, why: str) -> list[tuple[str, str]]:
+    texts = [f"{first}-{last}" if last > first else str(first) for first, last in runs]
+    return [(",".join(texts), why)] if runs else []
+
+
+def _both(some: _Runs, others: _Runs) -> _Runs:
+    """Return the steps that are in both."""
+    pairs = itertools.product(some, others)
+    runs = [(max(a[0], b[0]), min(a[1], b[1])) for a, b in pairs]
+    return [(first, last) for first, last in runs if first <= last]
+
+
+def _without(runs: _Runs, others: _Runs) -> _Runs:
+    """Return the steps of the former that are not in the latter."""
+    for low, high in others:
+        parts = [[(a, min(b, low - 1)), (max(a, high + 1), b)] for a, b in runs]
+        runs = [(first, last) for pair in parts for first, last in pair if first <= last]
+    return runs
 
 
 def _world_size(streams: Sequence[RankStream]) -> int:
@@ -184,6 +276,12 @@ def _is_whole(state: Mapping[str, Any]) -> bool:
 def _state(stream: RankStream, lost: int) -> dict[str, Any]:
     state = stream_state(stream)
     notes = list(stream.notes)
+    if stream.end is not EndReason.RUNNING:
+        notes += [
+            f"{event.mode} steps {steps} are not there, which were asked for ({event.text}): {why}"
+            for event in _asked_of(stream)
+            for steps, why in _lacking(stream, event)
+        ]
     if lost:
         notes.append(f"{lost} values name a call or a description that is not there")
     kept = {"tensors": list(stream.kept_notes)} if stream.kept_notes else {}

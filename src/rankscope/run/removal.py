@@ -1,0 +1,87 @@
+"""The one decision about what may be removed or freed: nothing that is not known to be elsewhere.
+
+A rank, a relay, a collector, the process beside the steps and the commands all remove records. Each
+knows something else of where they are. What they know becomes a `Place`, and `may_remove` decides:
+
+    piece     goes where another place of it is at least    and its writer   or where nobody asked
+    TURN      COPIED: on this disk, beside the ring         may live         yes
+    SEGMENT   DURABLE: on the collector's disk              may live         no
+    STREAM    DURABLE: there, or in a finished tree         is gone          no
+    HELD      COPIED: whole, as a stream (which then        is gone          yes
+              goes by the rule above)
+    REPLICA   DURABLE: in the tree                          may live         no
+
+A disk without room is no reason: what is wanted stays, and the rank drops, and counts, what is new.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+__all__ = ["Piece", "Place", "Reach", "may_remove"]
+
+
+class Piece(enum.Enum):
+    """What is to go."""
+
+    TURN = "turn"
+    """A run of steps of a ring, freed by its rank (`spool.ringwriter`)."""
+    SEGMENT = "segment"
+    """A full segment of a stream, freed by the relay."""
+    STREAM = "stream"
+    """A stream of a host's run folder."""
+    HELD = "held"
+    """What a rank held back: its ring, and what it never let go."""
+    REPLICA = "replica"
+    """Records of the trace folder."""
+
+
+class Reach(enum.IntEnum):
+    """How far another place of the same records goes."""
+
+    NOWHERE = 0
+    BEGUN = 1
+    """Some of them are in another place."""
+    COPIED = 2
+    """All of them are in another file of this disk."""
+    ACKNOWLEDGED = 3
+    """All of them were written elsewhere; a loss of power there may take them."""
+    DURABLE = 4
+    """All of them are on disk elsewhere, where readers find them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """What is known of one piece."""
+
+    reach: Reach
+    is_asked: bool = True
+    """Somebody asked for these records, or may still; records that are not held back always are."""
+    has_writer: bool = False
+    """The process that writes there lives."""
+
+
+class _Rule(NamedTuple):
+    reach: Reach
+    allows_writer: bool
+    allows_unasked: bool
+
+
+_RULES: Final[Mapping[Piece, _Rule]] = {
+    Piece.TURN: _Rule(Reach.COPIED, allows_writer=True, allows_unasked=True),
+    Piece.SEGMENT: _Rule(Reach.DURABLE, allows_writer=True, allows_unasked=False),
+    Piece.STREAM: _Rule(Reach.DURABLE, allows_writer=False, allows_unasked=False),
+    Piece.HELD: _Rule(Reach.COPIED, allows_writer=False, allows_unasked=True),
+    Piece.REPLICA: _Rule(Reach.DURABLE, allows_writer=True, allows_unasked=False),
+}
+
+
+def may_remove(piece: Piece, place: Place) -> bool:
+    """Return whether these records may be removed or freed."""
+    rule = _RULES[piece]
+    if place.has_writer and not rule.allows_writer:
+        return False
+    return place.reach >= rule.reach or (rule.allows_unasked and not place.is_asked)
