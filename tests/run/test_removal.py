@@ -10,20 +10,20 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from rankscope.run.removal import Piece, Place, Reach, may_remove
+from rankscope.run.removal import Place, Reach, Removable, may_remove
 
 ALLOWED = {
-    Piece.TURN: {(Reach.COPIED, True, True), (Reach.NOWHERE, False, True)},
-    Piece.SEGMENT: {(Reach.DURABLE, True, True)},
-    Piece.STREAM: {(Reach.DURABLE, True, False)},
-    Piece.HELD: {(Reach.COPIED, True, False), (Reach.NOWHERE, False, False)},
-    Piece.REPLICA: {(Reach.DURABLE, True, True)},
+    Removable.TURN: {(Reach.COPIED, True, True), (Reach.NOWHERE, False, True)},
+    Removable.SEGMENT: {(Reach.DURABLE, True, True)},
+    Removable.STREAM: {(Reach.DURABLE, True, False)},
+    Removable.HELD: {(Reach.COPIED, True, False), (Reach.NOWHERE, False, False)},
+    Removable.REPLICA: {(Reach.DURABLE, True, True)},
 }
 """For each piece the least that is known where it goes: reach, asked for, writer lives."""
 
 
-@pytest.mark.parametrize("piece", Piece)
-def test_the_table_is_the_whole_decision(piece: Piece):
+@pytest.mark.parametrize("piece", Removable)
+def test_the_table_is_the_whole_decision(piece: Removable):
     for reach, is_asked, has_writer in itertools.product(Reach, (True, False), (True, False)):
         place = Place(reach=reach, is_asked=is_asked, has_writer=has_writer)
         allowed = any(
@@ -70,7 +70,7 @@ def moves(host: Host) -> Iterator[Host]:
         yield replace(host, asked=True)
         yield replace(host, rank=False)
         asked = Place(reach=host.copy, is_asked=host.asked, has_writer=True)
-        if host.ring and may_remove(Piece.TURN, asked):
+        if host.ring and may_remove(Removable.TURN, asked):
             yield replace(host, ring=False)
     else:
         yield replace(host, asked=True) if not host.is_over else host
@@ -84,11 +84,11 @@ def moves(host: Host) -> Iterator[Host]:
         if host.stream and host.copy >= Reach.COPIED:
             yield replace(host, replica_there=True, replica=max(host.replica, Reach.ACKNOWLEDGED))
         sent = Place(reach=host.replica, has_writer=host.rank)
-        if host.stream and any(may_remove(p, sent) for p in (Piece.SEGMENT, Piece.STREAM)):
+        if host.stream and any(may_remove(p, sent) for p in (Removable.SEGMENT, Removable.STREAM)):
             yield replace(host, stream=False)
         quiet = host.is_over and not host.asked
         back = Place(reach=host.copy, is_asked=not quiet, has_writer=host.rank)
-        if host.held and may_remove(Piece.HELD, back):
+        if host.held and may_remove(Removable.HELD, back):
             yield replace(host, held=False)
     if host.replica_there and host.replica is Reach.ACKNOWLEDGED:
         yield replace(host, replica=Reach.DURABLE)
@@ -96,7 +96,7 @@ def moves(host: Host) -> Iterator[Host]:
     if host.replica_there and host.replica is Reach.DURABLE:
         yield replace(host, tree=True)
     in_tree = Place(reach=Reach.DURABLE if host.tree else Reach.BEGUN)
-    if host.replica_there and may_remove(Piece.REPLICA, in_tree):
+    if host.replica_there and may_remove(Removable.REPLICA, in_tree):
         yield replace(host, replica_there=False)
 
 

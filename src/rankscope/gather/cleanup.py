@@ -32,7 +32,7 @@ from rankscope.run.filenames import (
 )
 from rankscope.run.folders import remove_run_folder, stream_folder, streams
 from rankscope.run.locks import is_alive
-from rankscope.run.removal import Piece, Place, Reach, may_remove
+from rankscope.run.removal import Place, Reach, Removable, may_remove
 from rankscope.run.stallrecords import remove_stalls
 from rankscope.spool.origin import origin_text
 from rankscope.spool.streamreader import StreamReader
@@ -76,14 +76,14 @@ def remove_run(
             is_asked=not is_quiet,
             has_writer=is_alive(stream_folder(held, stream)),
         )
-        if not may_remove(Piece.HELD, place):
+        if not may_remove(Removable.HELD, place):
             return stream
     for stream in found:
         place = Place(
             reach=Reach.DURABLE if is_elsewhere(stream) else Reach.BEGUN,
             has_writer=is_alive(stream_folder(run_folder, stream)),
         )
-        if not may_remove(Piece.STREAM, place):
+        if not may_remove(Removable.STREAM, place):
             return stream
     for stream in found:
         shutil.rmtree(stream_folder(run_folder, stream), ignore_errors=True)

@@ -30,7 +30,7 @@ from rankscope.gather.protocol import (
 from rankscope.record.streams import EndReason, StreamId
 from rankscope.run.folders import stream_folder
 from rankscope.run.locks import is_alive
-from rankscope.run.removal import Piece, Place, Reach, may_remove
+from rankscope.run.removal import Place, Reach, Removable, may_remove
 from rankscope.spool.origin import UNKNOWN
 from rankscope.spool.recordcolumns import ending, records
 from rankscope.spool.recordformat import CELL_BYTES, END_REASONS, RecordKind
@@ -238,7 +238,7 @@ class Shipment:
         first_end = (self._lowest // size + 1) * size if size else 0
         reach = Reach.DURABLE if first_end <= self._synced else Reach.ACKNOWLEDGED
         place = Place(reach=reach, has_writer=self.is_alive)
-        if size and may_remove(Piece.SEGMENT, place) and self.reader.free_below(self._synced):
+        if size and may_remove(Removable.SEGMENT, place) and self.reader.free_below(self._synced):
             self._lowest = self.reader.lowest()
 
     def _knows_origin(self) -> bool:

@@ -21,10 +21,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-__all__ = ["Piece", "Place", "Reach", "may_remove"]
+__all__ = ["Place", "Reach", "Removable", "may_remove"]
 
 
-class Piece(enum.Enum):
+class Removable(enum.Enum):
     """What is to go."""
 
     TURN = "turn"
@@ -70,16 +70,16 @@ class _Rule(NamedTuple):
     allows_unasked: bool
 
 
-_RULES: Final[Mapping[Piece, _Rule]] = {
-    Piece.TURN: _Rule(Reach.COPIED, allows_writer=True, allows_unasked=True),
-    Piece.SEGMENT: _Rule(Reach.DURABLE, allows_writer=True, allows_unasked=False),
-    Piece.STREAM: _Rule(Reach.DURABLE, allows_writer=False, allows_unasked=False),
-    Piece.HELD: _Rule(Reach.COPIED, allows_writer=False, allows_unasked=True),
-    Piece.REPLICA: _Rule(Reach.DURABLE, allows_writer=True, allows_unasked=False),
+_RULES: Final[Mapping[Removable, _Rule]] = {
+    Removable.TURN: _Rule(Reach.COPIED, allows_writer=True, allows_unasked=True),
+    Removable.SEGMENT: _Rule(Reach.DURABLE, allows_writer=True, allows_unasked=False),
+    Removable.STREAM: _Rule(Reach.DURABLE, allows_writer=False, allows_unasked=False),
+    Removable.HELD: _Rule(Reach.COPIED, allows_writer=False, allows_unasked=True),
+    Removable.REPLICA: _Rule(Reach.DURABLE, allows_writer=True, allows_unasked=False),
 }
 
 
-def may_remove(piece: Piece, place: Place) -> bool:
+def may_remove(piece: Removable, place: Place) -> bool:
     """Return whether these records may be removed or freed."""
     rule = _RULES[piece]
     if place.has_writer and not rule.allows_writer:

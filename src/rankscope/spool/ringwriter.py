@@ -27,7 +27,7 @@ from rankscope.record.streams import EndReason
 from rankscope.run.eventboard import MOST_AHEAD, EventBoard, Window, copied_so_far
 from rankscope.run.filenames import KEPT_FOLDER
 from rankscope.run.folders import segment_path
-from rankscope.run.removal import Piece, Place, Reach, may_remove
+from rankscope.run.removal import Place, Reach, Removable, may_remove
 from rankscope.spool.writer import SpoolWriter
 
 __all__ = ["RingWriter"]
@@ -143,7 +143,7 @@ class RingWriter(SpoolWriter):
         if not self._letting_go.acquire(blocking=False):
             return False
         try:
-            if len(self._turns) < 2 or not may_remove(Piece.TURN, self._place_of_oldest()):
+            if len(self._turns) < 2 or not may_remove(Removable.TURN, self._place_of_oldest()):
                 return False
             self._turns.popleft()
             end = self._turns[0].offset // self.segment_bytes

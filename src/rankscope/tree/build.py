@@ -26,7 +26,7 @@ from rankscope.errors import FolderError, TraceError, TraceVersionError
 from rankscope.record.streams import StreamId
 from rankscope.run.filenames import INDEX_NAME, REPLICA_FOLDER, STEPS_FOLDER
 from rankscope.run.outfolder import typed
-from rankscope.run.removal import Piece, Place, Reach, may_remove
+from rankscope.run.removal import Place, Reach, Removable, may_remove
 from rankscope.run.stallrecords import carry_stalls
 from rankscope.spool.definitions import Decoded
 from rankscope.spool.recordcolumns import step_codes
@@ -155,7 +155,7 @@ def build(
         )
     )
     place = Place(reach=Reach.DURABLE if has_all else Reach.BEGUN)
-    if not keep_spool and may_remove(Piece.REPLICA, place):
+    if not keep_spool and may_remove(Removable.REPLICA, place):
         shutil.rmtree(out / REPLICA_FOLDER, ignore_errors=True)
     if not (out / REPLICA_FOLDER).exists() or not tree.written:
         tree.forget_index()  # beside records it says which steps these lack

@@ -164,7 +164,7 @@ def completeness(streams: Sequence[RankStream], not_understood: Sequence[int]) -
 # ---- what a job that holds its last steps back was asked for -----------------------------------
 
 
-class _Asked(NamedTuple):
+class _AskedSteps(NamedTuple):
     """Steps that an event asked for, of all ranks of a life."""
 
     event: str
@@ -197,14 +197,14 @@ def asked_steps(streams: Sequence[RankStream]) -> list[dict[str, Any]]:
     return found
 
 
-def _asked_of(stream: RankStream) -> list[_Asked]:
+def _asked_of(stream: RankStream) -> list[_AskedSteps]:
     return [
-        _Asked(*(entry[name] for name in _Asked._fields))
+        _AskedSteps(*(entry[name] for name in _AskedSteps._fields))
         for entry in stream.defined("asked").values()
     ]
 
 
-def _lacking(stream: RankStream, event: _Asked) -> list[tuple[str, str]]:
+def _lacking(stream: RankStream, event: _AskedSteps) -> list[tuple[str, str]]:
     """Return which steps asked for are not among a rank's records, and why; steps that the rank
     never came to are not missing."""
     asked = [(event.first, event.last)]
