@@ -348,3 +348,28 @@ def test_a_wrapped_model_that_is_handed_the_same_on_all_ranks_is_warned_of(
 ):
     (found,) = report_of(ranks, measures_the_whole_batch, True, folder=tmp_path).findings
     assert (found.kind, found.severity) == (Kind.DUPLICATE, Severity.WARNING)
+
+
+class ReducesWhatNoNumberTells(nn.Linear):
+    """Reduces a tensor without elements, and numbers whose squares no float holds."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for op in (dist.ReduceOp.MAX, dist.ReduceOp.SUM):
+            dist.all_reduce(x.new_empty(0), op)
+        large = torch.full((64, 64), 1e37) * (1 + dist.get_rank())
+        dist.all_reduce(large)
+        dist.all_reduce(large.double() * 1e270)
+        return super().forward(x)
+
+
+def reduces_what_no_number_tells(out: str) -> None:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(ReducesWhatNoNumberTells(3, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with rankscope.trace(out=out, steps="all"):
+        model(torch.randn(4, 3) + dist.get_rank()).square().mean().backward()
+        optimizer.step()
+
+
+def test_a_reduction_whose_numbers_are_not_known_is_left_alone(ranks: RankPool, tmp_path: Path):
+    assert not report_of(ranks, reduces_what_no_number_tells, folder=tmp_path).findings

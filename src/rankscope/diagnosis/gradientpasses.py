@@ -221,7 +221,7 @@ def _solved(columns: Sequence[Array], taken: Array, allowed: float) -> list[floa
     factors, _, _, singular = np.linalg.lstsq(matrix, taken.reshape(-1), rcond=None)
     if singular[-1] < _WORST * singular[0]:
         return None
-    if np.linalg.norm(matrix @ factors - taken.reshape(-1)) > allowed * size:
+    if not np.linalg.norm(matrix @ factors - taken.reshape(-1)) <= allowed * size:
         return None
     found = np.zeros(len(columns))
     found[used] = factors / sizes[used]

@@ -126,7 +126,7 @@ class _DiffCells:
             self._mark(step, row, compared, is_wrong=id(compared) in wrong)
             self._add(calls, step, row, compared)
             kind = slot_kind(compared.value.test_slot)
-            if kind == _BY_DEPTH.get(compared.key.phase) and compared.difference is not None:
+            if kind == _BY_DEPTH.get(compared.key.phase) and not compared.reason:
                 drawn = errors[compared.key.phase.word]
                 error = _finite(compared.error)
                 drawn["error"][row] = max(error, drawn["error"].get(row, 0.0))
@@ -193,7 +193,7 @@ def _classes(compared: ComparedValue, *, is_wrong: bool) -> Iterator[tuple[Any, 
     every = np.unique(np.concatenate([np.asarray(v.ranks) for v in compared.value.test.values()]))
     if compared.is_missing:
         yield every, DistanceClass.MISSING
-    elif compared.difference is None:
+    elif compared.difference is None or compared.reason:
         yield every, DistanceClass.NOT_COMPARED
     else:
         ratios = np.asarray(compared.errors) / max(compared.allowed, 1e-300)

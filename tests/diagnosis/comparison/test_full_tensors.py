@@ -214,3 +214,19 @@ def test_shards_that_were_cut_by_hand_are_compared_by_their_tensors(
     estimated = diff(large["whole"], without, layouts=layouts)
     assert "could not be compared: " in told(estimated)
     assert estimated.origins[0].evidence["measured"] == "statistics"
+
+
+def test_a_value_whose_distance_is_no_number_is_not_compared(
+    large: dict[str, Path], tmp_path: Path
+) -> None:
+    """A layout that is declared afterwards gives no sketch of what is put together by it."""
+    given = tmp_path / "layout.toml"
+    given.write_text(LAYOUT)
+    without = {kind: Path(shutil.copytree(large[kind], tmp_path / kind)) for kind in large}
+    for folder in without.values():
+        shutil.rmtree(folder / "tensors")
+    layouts = LayoutFile.load(given)
+    report = diff(without["whole"], without["split wrong"], layouts=layouts)
+    skipped = {each.reason: each.count for each in report.skipped}
+    assert skipped["no sketches and no statistics tell how far it is off"] == 2
+    assert report.compared + sum(skipped.values()) + report.unpaired == report.recorded

@@ -108,6 +108,42 @@ def test_a_mask_of_the_least_number_is_compared_by_its_statistics(
     assert report.verdict.value == "clean" and report.compared == report.recorded
 
 
+class Masked(nn.Linear):
+    """Is handed the mask first, and doubles what it makes of some micro-batches."""
+
+    factor = 1.0
+
+    def forward(self, mask: Tensor, x: Tensor) -> Tensor:
+        return (super().forward(x) + mask.masked_fill(mask < 0, 0.0)) * self.factor
+
+
+def in_two_micro_batches(out: Path, *, is_other: bool) -> Path:
+    """Train a step on two micro-batches. In the first one the outputs are too large to sketch;
+    those of the second are other ones where that is asked for."""
+    torch.manual_seed(0)
+    model = Masked(4, 4)
+    mask = torch.full((3, 4), torch.finfo(torch.float32).min)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with rankscope.trace(out=out):
+        for number in range(2):
+            x = torch.randn(3, 4, generator=torch.Generator().manual_seed(number))
+            model.factor = 2.0 if number and is_other else 1.0
+            given = mask if number else torch.full((3, 4), 3e38)
+            model(given, x).mul(1e-30).sum().backward()
+        optimizer.step()
+    return out
+
+
+def test_what_is_too_large_to_sketch_hides_nothing_beside_it(tmp_path: Path) -> None:
+    ref = in_two_micro_batches(tmp_path / "ref", is_other=False)
+    report = rankscope.diff(ref, in_two_micro_batches(tmp_path / "same", is_other=False))
+    assert (report.verdict.value, report.findings) == ("clean", ())
+    assert ("samples", None) in [(what, same) for what, same, _ in report.preflight]
+    report = rankscope.diff(ref, in_two_micro_batches(tmp_path / "other", is_other=True))
+    first = report.origins[0]
+    assert (first.phase.word, first.slot, first.micro_batch) == ("forward", "output", 1)
+
+
 def test_a_loss_that_is_no_mean_over_samples_is_a_warning(ranks: RankPool, tmp_path: Path) -> None:
     report = diff(*runs(ranks, tmp_path, balance=True))
     assert report.origins == ()

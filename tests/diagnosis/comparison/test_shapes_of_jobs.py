@@ -201,6 +201,27 @@ def test_parameters_that_the_reference_does_not_train_are_found(
     assert compared(frozen, frozen).verdict is Verdict.CLEAN
 
 
+def test_an_update_that_the_reference_has_not_made_is_not_counted_as_agreeing(
+    tmp_path: Path,
+) -> None:
+    """The reference steps the bias with a rate of zero; it has the same gradient in both runs."""
+    traces = []
+    for name in ("ref", "test"):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4)
+        bias = {"params": [model.bias], "lr": 0.0 if name == "ref" else 0.1}
+        optimizer = torch.optim.SGD([{"params": [model.weight]}, bias], lr=0.1)
+        with rankscope.trace(out=tmp_path / name):
+            model(torch.randn(3, 4)).square().mean().backward()
+            optimizer.step()
+        traces.append(tmp_path / name)
+    report = compared(*traces)
+    assert [(s.reason, s.count) for s in report.skipped] == [
+        ("the reference's update or its gradient is zero", 1)
+    ]
+    assert report.compared == report.recorded - 1
+
+
 def test_parameters_that_fsdp1_does_not_show_are_no_fault_of_what_they_are_used_in(
     ranks: RankPool, alone: Path, tmp_path: Path
 ) -> None:

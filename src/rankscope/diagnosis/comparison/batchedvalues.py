@@ -95,8 +95,8 @@ def compare_batched(
     ours, theirs = _Units(ref), _Units(test)
     for unit, (wholes, among) in ours.by_unit.items():
         own = agreed_holder(wholes, among, allowed)
-        if own is None:
-            return "the reference's ranks hold different values"
+        if isinstance(own, str):
+            return own
         ours.by_unit[unit] = (wholes, [own])
     counts = ours.counts()
     if batches.are_the_same and ours.by_unit.keys() == theirs.by_unit.keys():
@@ -389,7 +389,7 @@ def _is_cut_in_an_unknown_way(theirs: _Units, common: Difference, allowed: float
         unit not in right
         and len(among) > 1
         and not wholes.is_described
-        and agreed_holder(wholes, among, allowed) is None
+        and isinstance(agreed_holder(wholes, among, allowed), str)
         for unit, (wholes, among) in theirs.by_unit.items()
     )
 

@@ -43,8 +43,8 @@ def compare_common(
         The difference, or why nothing can be said.
     """
     own = agreed_holder(ref, range(len(ref)), allowed)
-    if own is None:
-        return "the reference's ranks hold different values"
+    if isinstance(own, str):
+        return own
     alike = [i for i in range(len(test)) if test.counts[i] == ref.counts[own]]
     if not alike:
         return other_size(ref, test)
@@ -64,14 +64,16 @@ def other_size(ref: Wholes, test: Wholes) -> str:
     return "layout unknown"
 
 
-def agreed_holder(wholes: Wholes, among: Sequence[int], allowed: float) -> int | None:
-    """Return one of several wholes that are the same within rounding; None where they are not."""
+def agreed_holder(wholes: Wholes, among: Sequence[int], allowed: float) -> int | str:
+    """Return one of several wholes that are the same within rounding, or why there is none."""
     first = among[0]
     for other in among[1:]:
         a, b = wholes.sketches[first], wholes.sketches[other]
         apart = float(np.sqrt(np.mean((a - b) ** 2)))
-        if not apart <= allowed * max(float(wholes.rows["l2"][first]), TINY):
-            return None
+        if math.isnan(apart):
+            return "no sketches tell whether the reference's ranks hold the same"
+        if apart > allowed * max(float(wholes.rows["l2"][first]), TINY):
+            return "the reference's ranks hold different values"
     return first
 
 
@@ -96,12 +98,14 @@ class Parts:
             ref.is_hashed[own] and test.is_hashed[index] and row["hash"] == other["hash"]
         )
         a, b = ref.sketches[own], test.sketches[index]
-        if not is_exact and not (np.isfinite(a).all() and np.isfinite(b).all()):
-            self._measured = Measured.STATISTICS
-            self._least.append(least_distance(Totals.of(row[None]), Totals.of(other[None])))
-            a = b = np.zeros(len(a))
-        else:
-            self._least.append(0.0)
+        least = math.nan
+        if not (np.isfinite(a).all() and np.isfinite(b).all()):
+            if not is_exact:
+                self._measured = Measured.STATISTICS
+                least = least_distance(Totals.of(row[None]), Totals.of(other[None]))
+            if is_exact or not math.isnan(least):
+                a = b = np.zeros(len(a))
+        self._least.append(least)
         rows = (row, other)
         self.put(dots_of(a, b), float(row["l2"]), test.members[index], unit, is_exact, rows)
 
@@ -145,7 +149,7 @@ class Parts:
         for op, parts in (("sum", 1), ("avg", len(members))):
             square = theirs / parts**2 - 2 * cross / parts + own
             apart = math.sqrt(max(square, 0.0)) / max(norm, TINY)
-            if apart > SUM_SLACK * allowed:
+            if not apart <= SUM_SLACK * allowed:  # where sketches are missing it is NaN
                 continue
             unit = self._units[-1]
             for kept in (
@@ -154,7 +158,7 @@ class Parts:
             ):  # fmt: skip
                 del kept[-count:]
             reduced = np.array([cross / parts, own, theirs / parts**2])
-            self._least.append(0.0)
+            self._least.append(math.nan)
             self.put(reduced, norm, members, unit)
             self._partial = op
             return
@@ -195,7 +199,8 @@ class Parts:
 
 
 def least_distance(ref: Totals, test: Totals) -> float:
-    """Return a relative distance that two values have at least, from their statistics."""
+    """Return a relative distance that two values have at least, from their statistics; NaN where
+    none of these is known of both."""
     if ref.nonfinite != test.nonfinite:
         return math.inf
     norm = max(ref.l2, TINY)
@@ -203,4 +208,4 @@ def least_distance(ref: Totals, test: Totals) -> float:
     found.append(abs(test.mean - ref.mean) * math.sqrt(ref.count) / norm)
     found += [abs(a - b) / norm for a, b in ((ref.least, test.least),)]
     found += [abs(ref.greatest - test.greatest) / norm]
-    return max((each for each in found if math.isfinite(each)), default=0.0)
+    return max((each for each in found if math.isfinite(each)), default=math.nan)

@@ -24,7 +24,7 @@ class ComparedValue:
     value: AlignedValue
     difference: Difference | None
     reason: str
-    """Why nothing can be said; "" where something can."""
+    """Why it is not judged; "" where it is."""
     allowed: float
     """Relative distance that rounding explains, before anything is inherited."""
     errors: Array = field(default_factory=lambda: np.zeros(0))

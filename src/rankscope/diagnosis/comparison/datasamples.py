@@ -279,10 +279,15 @@ def _telling_slot(roots: list[Any]) -> tuple[str, bool] | None:
 def match_samples(ref: StepSamples, test: StepSamples) -> SampleMatch:
     """Return which sample of the reference each one of the test is.
 
-    Where either trace kept no samples, or ranks hold a part of each sample (of its sequence), the
-    order of micro-batches and ranks is believed.
+    Where either trace kept no samples, ranks hold a part of each sample (of its sequence), or the
+    numbers are too large to sketch, the order of micro-batches and ranks is believed.
     """
-    if ref.keys is None or test.keys is None or ref.elements != test.elements:
+    if (
+        ref.keys is None
+        or test.keys is None
+        or ref.elements != test.elements
+        or not (np.isfinite(ref.keys).all() and np.isfinite(test.keys).all())
+    ):
         count = max(test.total, ref.total)
         return SampleMatch(partner=np.arange(count), is_by_order=True)
     allowed = _SAME_TOKENS if ref.is_of_integers and test.is_of_integers else _SAME_FLOATS

@@ -336,7 +336,7 @@ class _Comparison:
             self._test.stages,
         )
         tally = self._tally
-        known = [c for c in found.compared if c.difference is not None]
+        known = [c for c in found.compared if not c.reason]
         tally.compared += len(known)
         tally.exact += found.exact
         tally.below_resolution += sum(1 for c in known if c.error <= Tolerances.resolution)

@@ -109,7 +109,8 @@ class Difference:
     ref: Totals
     test: Totals
     at_least: Array | None = None
-    """[p] relative distances that follow from statistics, where there are no sketches."""
+    """[p] relative distances that follow from statistics, NaN for parts that have sketches; None
+    where all have."""
     squares: Array | None = None
     """[p] sums of the squared differences, where full tensors tell them."""
     partial: str = ""
@@ -165,13 +166,14 @@ class Difference:
         return self.ref.nonfinite != self.test.nonfinite
 
     def errors(self, scales: Array | float = 1.0, floor: float = 0.0) -> Array:
-        """Return [p] relative L2 distances of the parts, after division by `scales`.
+        """Return [p] relative L2 distances of the parts, after division by `scales`; NaN where
+        nothing tells how far a part is off.
 
         Args:
             scales: factor of each part, or of all.
             floor: least norm that a distance is taken relative to.
         """
-        if self.at_least is not None:
+        if self.at_least is not None and not np.isnan(self.at_least).any():
             return self.at_least
         if self.has_other_nonfinite:
             return np.full(len(self.norms), np.inf)
@@ -183,6 +185,8 @@ class Difference:
         zero = np.where(apart > 0, np.inf, 0.0)
         found = np.divide(apart, norms, out=zero, where=norms > 0)
         judged: Array = np.where(self.is_exact & (np.asarray(scales) == 1.0), 0.0, found)
+        if self.at_least is not None:
+            judged = np.where(np.isnan(self.at_least), judged, self.at_least)
         return judged
 
     def fit(self) -> tuple[float, float]:

@@ -115,7 +115,7 @@ class StepDifferences:
     @property
     def errors(self) -> dict[SlotKey, float]:
         """Return the relative distance of every value that was compared."""
-        return {c.key: c.error for c in self.compared if c.difference is not None}
+        return {c.key: c.error for c in self.compared if not c.reason}
 
     @property
     def skipped(self) -> Counter[str]:
@@ -155,6 +155,12 @@ class StepDifferences:
             both = sides[0], sides[1]
             read = self._tensors.exactly
             difference = read(value, both, difference, self._batches, allowed)
+        if isinstance(difference, Difference):
+            is_told = ~np.isnan(difference.errors())
+            if not is_told.any():
+                difference = "no sketches and no statistics tell how far it is off"
+            elif not is_told.all():
+                difference.keep(is_told)
         if isinstance(difference, str):
             reason = next((w.reason for w in sides[1].values() if w.reason), difference)
             return ComparedValue(value=value, difference=None, reason=reason, allowed=allowed)
@@ -330,6 +336,8 @@ class StepDifferences:
                 is_any_sign = compared.value.is_vector and not compared.is_plain_update
                 if is_any_sign and name in of_gradient and measured is None:
                     compared.allowed = max(compared.allowed, _OTHER_SIGNS)
+                if math.isinf(compared.allowed) and compared.error > 0:
+                    compared.reason = "the reference's update or its gradient is zero"
             if self._tells_samples(compared):
                 assert self._batches is not None
                 others = self._batches.units_with_others()

@@ -93,7 +93,11 @@ def _unlike_inputs(
         wrong = issue.ranks[output.hashes[output.at(issue.ranks)] != source]
         return ("it is not what the source gave", wrong) if len(wrong) else None
     test = _TESTS.get((issue.op, str(issue.facts.get("reduce", ""))))
-    if test is None or given.dtype not in _ADDED or test(issue, given, output):
+    if test is None or given.dtype not in _ADDED:
+        return None
+    if not (_has_numbers(given, issue.ranks) and _has_numbers(output, issue.ranks)):
+        return None
+    if test(issue, given, output):
         return None
     return "its output is not what its inputs give", issue.ranks
 
@@ -105,6 +109,13 @@ def _is_late(values: SlotValues, ranks: Array) -> bool:
 def _is_finite(values: SlotValues, ranks: Array) -> bool:
     places = values.at(ranks)
     return not any(values.column(n)[places].any() for n in NONFINITE)
+
+
+def _has_numbers(values: SlotValues, ranks: Array) -> bool:
+    """True where the statistics and sketches of all ranks are numbers: nothing without elements has
+    any, and those of elements near the end of a dtype's range overflow."""
+    places = values.at(ranks)
+    return all(np.isfinite(values.column(n)[places]).all() for n in ("min", "l2", "sketch"))
 
 
 # ---- arithmetic ----------------------------------------------------------------------------------

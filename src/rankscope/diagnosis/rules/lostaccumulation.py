@@ -193,7 +193,8 @@ def _are_small_logits(gradients: Sequence[SlotValues], count: int) -> bool:
             return False
         samples = np.prod(shape[:-1])
         least = -values.column("min")
-        if (least <= 0).any() or (abs(values.column("mean")) * shape[-1] > _EVEN * least).any():
+        uneven = abs(values.column("mean")) * shape[-1]
+        if not ((least > 0) & (uneven <= _EVEN * least)).all():  # NaN is neither
             return False
         largest.append(float((samples * count * least).max()))
     slack = 1 + max(1e-3, rounding_of(gradients[0].dtype))

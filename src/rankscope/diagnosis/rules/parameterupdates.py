@@ -164,7 +164,8 @@ def _should_move(
 ) -> bool:
     if typical is None or distance is None or update.size < _SMALL * typical:
         return False
-    if distance * min(1.0, update.size / max(typical, _LEAST)) < _SURE * update.lost:
+    reach = distance * min(1.0, update.size / max(typical, _LEAST))
+    if not reach >= _SURE * update.lost:  # a parameter that is NaN has no number to hold it to
         return False
     if update.values.dtype not in _NARROW:
         return True
