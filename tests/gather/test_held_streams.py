@@ -15,6 +15,7 @@ from rankscope.assembly.rankstreams import RankStream, read_stream
 from rankscope.assembly.sources import find_streams
 from rankscope.capture.describe import Described
 from rankscope.capture.reading import ValueNumbers
+from rankscope.gather import heldstream
 from rankscope.gather.blackbox import black_box_of
 from rankscope.gather.heldstream import HeldStream
 from rankscope.gather.waitingrule import JobState
@@ -202,6 +203,25 @@ def test_a_copy_that_is_taken_up_again_and_again_has_every_record_once(run_folde
     assert len(found.exits) == len(found.enters) == len(found.values), seed
     assert found.end is EndReason.EXIT
     assert found.dropped == 0
+
+
+def test_a_step_that_is_read_in_pieces_is_copied_whole_when_the_ring_is_read_again(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(heldstream, "_UNIT", 4096)
+    rank = Rank(run_folder, steps=30)
+    for step in range(30):
+        rank.step(step, calls=40)
+    held = HeldStream(run_folder, STREAM)
+    windows = [Window("watched", Mode.TRAIN, 20, 22, 22, "late")]
+    while held.copy(windows, is_final=False):
+        pass
+    windows.append(Window("watched", Mode.TRAIN, 5, 7, 7, "early"))
+    rank.writer.close()
+    while held.copy(windows, is_final=True):
+        pass
+    expected = {(step, 1000 + step): 40 for step in (5, 6, 7, 20, 21, 22)}
+    assert shapes(copied(run_folder)) == expected
 
 
 def test_of_a_job_that_ends_in_order_nothing_is_copied_until_somebody_asks(run_folder: Path):

@@ -88,6 +88,8 @@ class _State:
     """Where the ring was read for the first time."""
     step: int = -1
     """The step whose records come next."""
+    is_taken: bool = False
+    """These records are copied: the step is asked for, and was not copied before this pass."""
     copied: _Runs = field(default_factory=list)
     """Steps whose records were copied, as far as `high`."""
     gone: _Runs = field(default_factory=list)
@@ -304,7 +306,6 @@ class HeldStream:
         """Return the cells of a chunk that are asked for, and the state after it."""
         after = self._copied_state()
         is_known = after.ring < after.high  # it was read before: what was copied is not again
-        earlier = after.copied
         positions, rows = found.columns(RecordKind.STEP)
         begins = (rows["event"] == int(StepEvent.BEGIN)) & (rows["mode"] == int(mode))
         bounds = [0, *positions[begins].tolist(), len(found)]
@@ -314,10 +315,13 @@ class HeldStream:
             after.hole = -1
         wanted = np.zeros(len(found), bool)
         sequences = _sequences(found)
-        for begin, end, step in zip(bounds, bounds[1:], steps):
-            after.step = int(step)
-            is_wanted = any(w.mode is mode and w.first <= step <= w.last for w in windows)
-            if not is_wanted or (is_known and _has(earlier, mode, step)):
+        for number, (begin, end, step) in enumerate(zip(bounds, bounds[1:], steps)):
+            if number or step < 0:  # else it goes on with the step of the piece before
+                after.step = int(step)
+                is_asked = any(w.mode is mode and w.first <= step <= w.last for w in windows)
+                is_there = is_known and (step < 0 or _has(after.copied, mode, step))
+                after.is_taken = is_asked and not is_there
+            if not after.is_taken:
                 continue
             wanted[begin:end] = True
             after.copied = _with(after.copied, mode, max(0, after.step), after.step)

@@ -148,7 +148,7 @@ _FIELDS: Final[Mapping[str, Mapping[str, Check]]] = {
         "copied": _list(_run_of_steps), "gone": _list(_run_of_steps),
         "torn": _list(_run_of_steps), "hole": _integer, "dropping": _list(_size, 2),
         "calls": _list(_pair), "windows": _number, "noted": _number, "numbers": _number,
-        "is_done": _flag,
+        "is_done": _flag, "is_taken": _flag,
     },
 }  # fmt: skip
 """What each field of a kind has to be; all lists of ranks are in the order of their group."""
