@@ -53,12 +53,12 @@ def test_what_could_not_be_traced_says_why_where_it_is_opened(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "notes.txt").touch()
-    with rankscope.trace(out=tmp_path) as refused:
+    with rankscope.trace(out=tmp_path / "notes.txt") as refused:
         pass
     with rankscope.trace(out=tmp_path / "new") as traced, rankscope.trace() as inner:
         pass
     said = capsys.readouterr().err
-    for handle, words in ((refused, "is not empty"), (inner, "is traced already")):
+    for handle, words in ((refused, "is a file"), (inner, "is traced already")):
         assert handle.path is None
         with pytest.raises(TraceError, match=words):
             handle.open()
@@ -72,6 +72,6 @@ def test_a_refused_block_leaves_no_trace_in_the_exception_of_what_runs_in_it(
 ) -> None:
     """The reason is no context of the user's exception: a traceback would show both."""
     (tmp_path / "notes.txt").touch()
-    with pytest.raises(KeyError) as raised, rankscope.trace(out=tmp_path):
+    with pytest.raises(KeyError) as raised, rankscope.trace(out=tmp_path / "notes.txt"):
         raise KeyError("the user's own")
     assert raised.value.__context__ is None

@@ -100,6 +100,7 @@ class TracedJob:
         self._shape = shape
         self._collection = prepared.collection
         self._out = prepared.out
+        self._announcement = prepared.announcement
         self._run_folder = prepared.run_folder
         self._made = prepared.made
         self._relay: Companion | None = None
@@ -174,7 +175,7 @@ class TracedJob:
         """Say where the trace goes; start the relay, and on the head host the collector, unless one
         was named by address.
         """
-        say(self._collection.announcement(self._out))
+        say(self._announcement)
         folder = self._run_folder
         self._relay = Companion(relay_command(folder), folder / RELAY_LOG_NAME, folder)
         if self._must_collect():
@@ -353,6 +354,17 @@ class TracedJob:
             attempt(lambda: lines.insert(0, failure_line(error, self._out, self._untraced)))
             for each in filter(None, lines):
                 speak(each)
+
+
+def train_untraced(error: Exception, worded: Callable[[str], str] = str) -> None:
+    """Say why nothing is traced, and have the ranks train; `worded` names settings as they were
+    given.
+    """
+    from rankscope.agent.guard import text_of
+
+    os.environ["RANKSCOPE"] = "0"  # nor shall the ranks try on their own
+    is_ours = isinstance(error, (RankscopeError, OSError, ValueError))
+    say(worded(f"not tracing: {error if is_ours else text_of(error)}"))
 
 
 def new_run_id() -> str:

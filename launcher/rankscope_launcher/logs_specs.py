@@ -14,10 +14,9 @@ from collections.abc import Mapping
 
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, LogsDest
 
-from rankscope.agent.guard import attempt, text_of
-from rankscope.errors import RankscopeError
+from rankscope.agent.guard import attempt
 from rankscope.settings import as_variables, is_enabled, misspelt_variables, settings_from
-from rankscope_launcher.job import JobShape, TracedJob, new_run_id
+from rankscope_launcher.job import JobShape, TracedJob, new_run_id, train_untraced
 from rankscope_launcher.progress import say
 
 __all__ = ["RankscopeLogsSpecs"]
@@ -32,17 +31,10 @@ class RankscopeLogsSpecs(DefaultLogsSpecs):
         """Prepare the trace before the first start of the ranks; restarts go on in the same one."""
         if not self._is_prepared and envs:
             self._is_prepared = True
-            _trace(envs[0])
+            error = attempt(_start, envs[0])
+            if error is not None:
+                train_untraced(error, as_variables)
         return super().reify(envs)
-
-
-def _trace(worker: Mapping[str, str]) -> None:
-    """Start tracing this host's ranks; what is wrong is said once, and they train untraced."""
-    error = attempt(_start, worker)
-    if error is not None:
-        os.environ["RANKSCOPE"] = "0"  # nor shall the ranks try on their own
-        is_ours = isinstance(error, (RankscopeError, OSError, ValueError))
-        say(as_variables(f"not tracing: {error if is_ours else text_of(error)}"))
 
 
 def _start(worker: Mapping[str, str]) -> None:

@@ -24,9 +24,9 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rankscope.errors import RankscopeError, SettingError
+from rankscope.errors import FolderError, RankscopeError, SettingError, SpoolError
 from rankscope.settings import SETTINGS, did_you_mean, misspelt_variables, settings_from
-from rankscope_launcher.job import JobShape, TracedJob, new_run_id
+from rankscope_launcher.job import JobShape, TracedJob, new_run_id, train_untraced
 from rankscope_launcher.progress import say
 
 __all__ = ["main"]
@@ -42,11 +42,12 @@ def main(arguments: Sequence[str]) -> None:
     """Run a job exactly as torchrun would, traced.
 
     Raises:
-        SystemExit: 2 where the command line or the folders cannot be used, 1 where there is no such
-            script, 0 after `--help`.
+        SystemExit: 2 where the command line cannot be used, 1 where there is no such script, 0
+            after `--help`.
         ChildFailedError: as from torchrun, when a rank failed.
     """
     _open_closed_descriptors()
+    job: TracedJob | None = None
     try:
         line = _split(arguments)
         parsed = _parse(line)
@@ -59,10 +60,11 @@ def main(arguments: Sequence[str]) -> None:
                 settings.layout.mesh(shape.world_size)
         job = TracedJob.prepare(settings, shape)
         job.start()
+        os.environ.update(job.environment(line.settings))
+    except (FolderError, SpoolError, OSError) as error:  # of a disk: no reason not to train
+        train_untraced(error)
     except (RankscopeError, AssertionError, ValueError) as error:
         _refuse(error)  # the last two are torchrun's own, on --nnodes and --nproc-per-node
-    except OSError as error:
-        _refuse(SettingError(f"the trace cannot be prepared: {error}"))
     misspelt = misspelt_variables()
     if misspelt:
         say(misspelt)
@@ -70,7 +72,6 @@ def main(arguments: Sequence[str]) -> None:
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.errors import record
 
-    os.environ.update(job.environment(line.settings))
     failed: BaseException | None = None
     try:
         record(torchrun.run)(parsed)
@@ -79,7 +80,8 @@ def main(arguments: Sequence[str]) -> None:
         raise
     finally:  # the lines are for the end of the log: behind the traceback of a job that failed
         lines: list[str] = []
-        job.close(speak=lines.append, error=failed)
+        if job is not None:
+            job.close(speak=lines.append, error=failed)
         for each in reversed(lines):  # the last that is registered is the first to run
             atexit.register(say, each)
 

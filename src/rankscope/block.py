@@ -274,8 +274,8 @@ class _TracedBlock:
             self.session = Session(settings, lambda: opened, preferred_root=model, options=options)
             hold(self.session)
             made.pop_all()
-        if settings.out is None:
-            say(f"tracing into {self.out}")
+        if self.out != settings.out:
+            say(prepared.announcement)
 
     def release(self, reference: int) -> None:
         """As `RankBlock.release`."""

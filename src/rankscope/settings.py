@@ -198,8 +198,8 @@ SETTINGS: tuple[Setting, ...] = (
         parse=_parse_path,
         default="",
         metavar="DIR",
-        help="trace folder; made with its parents, refused when it is not empty; "
-        "default rankscope-<time> here",
+        help="trace folder, made with its parents; where it is not empty, the sibling DIR-2 is "
+        "taken; %j in it is the scheduler's job id; default rankscope-<time> here",
     ),
     Setting(
         name="steps",

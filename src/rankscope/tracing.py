@@ -83,7 +83,7 @@ class TraceHandle:
     def __init__(self, path: Path | None, problem: str = "") -> None:
         self.path = path
         """The trace folder; None where tracing could not begin, or one rank of several was not told
-        `out`."""
+        `out`. In a job of several ranks it is known once the block has ended."""
         self.problem = problem
         """Why `path` is None, as it was said on stderr."""
 
@@ -124,7 +124,8 @@ def trace(
 
     Args:
         model: the root whose path is `""`; by default the largest module called.
-        out: trace folder, made with its parents; by default `rankscope-<time>` here.
+        out: trace folder, made with its parents; beside one that is not empty a sibling, `out-2`;
+            by default `rankscope-<time>` here.
         **settings: any setting by its keyword.
 
     In a job of several ranks every rank must enter the block, with the same `out`. The tree is in
@@ -138,8 +139,11 @@ def trace(
     path, end = None, None
     if block is not None:
         (path, problem), end = block.begin_block(model, {"steps": "all", "out": out, **settings})
+    handle = TraceHandle(path, problem)
     try:
-        yield TraceHandle(path, problem)
+        yield handle
     finally:
         if end is not None:
+            if path is not None:  # of several ranks it is known only now
+                handle.path = sys.modules["rankscope.agent.activation"].folder_taken(path)
             end()

@@ -45,15 +45,15 @@ def test_loaders_pools_forks_subprocesses_and_jobs_of_a_rank_are_not_traced(
 
 
 def test_children_of_one_traced_process_are_not_traced_and_a_job_below_it_says_so(tmp_path: Path):
-    """A job that it starts is a run of its own: here its folder is taken."""
+    """A job that it starts is a run of its own, in a folder beside that of this one."""
     out = tmp_path / "trace"
     done = start_forked([sys.executable, JOB, "few"], out, RANKSCOPE="1")
     assert done.stdout == "trained 0\n"
     assert [rank["rank"] for rank in document_of(out)["completeness"]["ranks"]] == [0]
     assert [step.step for step in open_trace(out).steps] == [0, 1]
     said = [line for line in done.stderr.splitlines() if "rankscope:" in line]
-    assert len(said) == 3, said
-    assert f"not tracing: {out} is not empty: give a new folder with RANKSCOPE_OUT" in said[1]
+    assert len(said) == 4, said
+    assert f"{out} is not empty: tracing into {out}-2" in said[1]
 
 
 def test_a_launcher_that_was_given_the_rank_of_its_node_has_traced_ranks(tmp_path: Path):

@@ -441,23 +441,23 @@ def test_every_host_of_a_job_says_that_the_disk_under_their_shared_folder_is_ful
     run_folders = []
     for host in hosts:
         (folder,) = host.spool.glob("*/*")
-        assert f"no tree in {host.out}: its disk is full" in host.last_line
-        named = f"rankscope recover {folder.relative_to(host.folder)} {host.out} "
-        assert named in host.last_line
+        assert host.last_line.startswith(f"rankscope: no tree in {host.out}")  # or its sibling:
+        assert ": its disk is full" in host.last_line  # no mark of the run can be left there
+        assert f"rankscope recover {folder.relative_to(host.folder)} {host.out}" in host.last_line
         run_folders.append(folder)
     made = rankscope("recover", *run_folders, "--out", hosts[0].folder / "made")
     assert made.stdout.splitlines()[0].endswith("2 of 2 ranks, complete"), made.stderr
     assert all(is_empty(host.spool) for host in hosts)
 
 
-def test_a_spool_disk_without_room_is_refused_before_the_job_starts(
+def test_a_spool_disk_without_room_costs_the_trace_before_the_job_starts(
     tmp_path: Path, small_disk: Path
 ):
     script = tmp_path / "script.py"
-    script.write_text("raise SystemExit('it ran')")
+    script.write_text("print('it ran')")
     done = rankscope("run", "--rs-spool", small_disk, "--rs-out", tmp_path / "t", script)
-    assert done.returncode == 2
-    assert done.stdout == ""
+    assert done.returncode == 0
+    assert done.stdout == "it ran\n"
     assert "needs 256 MiB for the spools, 1 MiB are free" in done.stderr
     assert "--rs-spool" in done.stderr
     assert not (tmp_path / "t").exists()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -68,36 +66,12 @@ def refusal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["--rs-collector", "tcp://10.1.2.3:7", "a.py"], "--rs-collector shared"),
         (["--rs-keys", "nowhere", "--rs-collector", "tcp://h:7", "a.py"], "rankscope keys new"),
         (["--rs-spool-bytes", "1", "a.py"], "64K or more"),
-        (["--rs-spool-bytes", "9000T", "a.py"], "choose another disk with --rs-spool"),
     ],
 )
 def test_a_command_line_that_cannot_be_used_is_refused_in_one_line(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ):
     assert said in refusal(arguments, capsys)
-
-
-def test_a_folder_that_holds_something_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    (tmp_path / "notes.txt").touch()
-    assert "is not empty" in refusal(["--rs-out", str(tmp_path), "a.py"], capsys)
-
-
-def test_a_file_in_place_of_the_folder_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    (tmp_path / "trace").touch()
-    said = refusal(["--rs-out", str(tmp_path / "trace"), "a.py"], capsys)
-    assert "is a file" in said
-
-
-@pytest.mark.skipif(os.getuid() == 0, reason="root may write anywhere")
-def test_a_folder_that_cannot_be_written_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    tmp_path.chmod(stat.S_IRUSR | stat.S_IXUSR)
-    assert "--rs-out" in refusal(["--rs-out", str(tmp_path / "trace"), "a.py"], capsys)
 
 
 def test_a_variable_that_cannot_be_read_is_refused_by_its_name(

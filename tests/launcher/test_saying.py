@@ -103,14 +103,13 @@ def test_calls_in_code_are_told_in_keywords_and_attach_without_the_variable_does
     tmp_path: Path,
 ):
     """As in the cells of a notebook; the second mistake is said although the first one was."""
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full/notes.txt").touch()
+    (tmp_path / "file").touch()
     code = f"""
 import sys, torch, rankscope
 model = torch.nn.Linear(2, 2)
 rankscope.attach()
 print("rankscope.agent.activation" in sys.modules)
-with rankscope.trace(model, out="full") as trace:
+with rankscope.trace(model, out="file") as trace:
     model(torch.ones(1, 2))
 with rankscope.trace(model, out="new", steps="x"):
     pass
@@ -129,7 +128,7 @@ for _ in range(2):
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["False", "trained", "[0]"]
     lines = done.stderr.splitlines()
-    assert "full is not empty: give a new folder with out=" in lines[0]
+    assert "file is a file, not a folder: give another name with out=" in lines[0]
     assert "steps: 'x' is not a step" in lines[1]
     assert lines[2] == lines[3]
     assert "'step' is not a setting" in lines[2]

@@ -15,7 +15,7 @@ import rankscope
 from rankscope.errors import FolderError, SpoolError
 from rankscope.run.companions import ipc_address, start_daemon
 from rankscope.run.folders import spool_base
-from rankscope.run.outfolder import claim_out, prepare_out
+from rankscope.run.outfolder import prepare_out
 from rankscope.run.ownership import open_own_log, own_subfolder
 from rankscope.run.replacing import write_by_rename
 
@@ -24,15 +24,15 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a fol
 
 
 @as_root
-@pytest.mark.parametrize("take", [prepare_out, claim_out])
-def test_an_empty_trace_folder_of_another_user_is_refused(take, tmp_path: Path):
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_an_empty_trace_folder_of_another_user_is_refused(is_shared: bool, tmp_path: Path):
     (tmp_path / "shared").mkdir()
     (tmp_path / "shared").chmod(0o1777)
     folder = tmp_path / "shared" / "trace"
     folder.mkdir()
     os.chown(folder, STRANGER, STRANGER)
     with pytest.raises(FolderError, match=f"uid {STRANGER}.*--rs-out"):
-        take(folder)
+        prepare_out(folder, is_shared=is_shared)
     assert list(folder.iterdir()) == []
 
 
@@ -42,11 +42,11 @@ def test_root_takes_a_folder_that_its_owner_alone_could_have_put_there(tmp_path:
     folder = tmp_path / "trace"
     folder.mkdir()
     os.chown(folder, STRANGER, STRANGER)
-    assert claim_out(folder) == folder
+    assert prepare_out(folder, is_shared=True) == folder
     assert prepare_out(folder) == folder
     (folder / "spool").symlink_to(tmp_path)
     with pytest.raises(FolderError, match="spool is a link"):
-        claim_out(folder)
+        prepare_out(folder, is_shared=True)
 
 
 @as_root
@@ -70,7 +70,7 @@ def test_a_link_in_a_trace_folder_that_others_began_is_not_followed(name: str, t
     (tmp_path / "trace").mkdir()
     (tmp_path / "trace" / name).symlink_to(precious)
     with pytest.raises(FolderError, match=f"{name} is a link"):
-        claim_out(tmp_path / "trace")
+        prepare_out(tmp_path / "trace", is_shared=True)
     assert list(precious.iterdir()) == []
 
 
@@ -79,8 +79,8 @@ def test_a_folder_of_this_user_with_what_other_hosts_began_is_taken(tmp_path: Pa
     (folder / "spool").mkdir(parents=True)
     (folder / "collector.log").write_text("begun\n")
     (tmp_path / "link").symlink_to(folder)
-    assert claim_out(folder) == folder
-    assert claim_out(tmp_path / "link") == tmp_path / "link"
+    assert prepare_out(folder, is_shared=True) == folder
+    assert prepare_out(tmp_path / "link", is_shared=True) == tmp_path / "link"
 
 
 @pytest.mark.parametrize("planted", ["link", "second name", "pipe", "stranger"])

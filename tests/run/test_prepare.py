@@ -12,7 +12,7 @@ from rankscope.errors import FolderError, SpoolError
 from rankscope.run.companions import ipc_address
 from rankscope.run.filenames import RUN_NAME, TENSOR_FOLDER
 from rankscope.run.folders import SHARED, read_run_header
-from rankscope.run.outfolder import claim_out
+from rankscope.run.outfolder import prepare_out
 from rankscope.run.prepare import Collection, RunRequest, prepare_run
 
 NO_DISK_HAS = 1 << 60
@@ -79,16 +79,20 @@ def test_ranks_that_are_not_traced_need_no_room(
     prepare_run(replace(request_here, traced_ranks=1, **{what: enough_for_one})).remove()
 
 
-def test_a_full_trace_folder_is_refused_and_stays_as_it_was(
+def test_beside_a_full_trace_folder_a_run_takes_a_sibling_and_says_so(
     tmp_path: Path, request_here: RunRequest
 ):
     out = tmp_path / "trace"
     out.mkdir()
     (out / "mine").touch()
-    for address in ("", SHARED):
-        with pytest.raises(FolderError, match="not empty: give a new folder"):
-            prepare_run(replace(request_here, out=out, collection=Collection(address)))
-    assert [*tmp_path.iterdir()] == [out]
+    for number, address in ((2, ""), (3, SHARED)):
+        run_id = f"run{number}"
+        asked = replace(request_here, run_id=run_id, out=out, collection=Collection(address))
+        made = prepare_run(asked)
+        assert made.out == tmp_path / f"trace-{number}"
+        assert made.announcement == f"{out} is not empty: tracing into {made.out}"
+    made.remove()
+    assert not made.out.exists()
     assert [*out.iterdir()] == [out / "mine"]
 
 
@@ -112,7 +116,7 @@ def test_the_trace_folder_is_announced_before_any_rank_may_read_of_it(request_he
     seen = []
     made = prepare_run(
         request_here,
-        lambda out: seen.append((out.is_dir(), [*request_here.spool.rglob(RUN_NAME)])),
+        lambda out, line: seen.append((out.is_dir(), [*request_here.spool.rglob(RUN_NAME)])),
     )
     assert seen == [(True, [])]
     assert (made.run_folder / RUN_NAME).exists()
@@ -139,7 +143,7 @@ def test_a_collector_may_be_started_again_in_a_folder_in_which_a_tree_grows(tmp_
         (tmp_path / name).mkdir()
     for name in ("collector.log", "findings.jsonl"):
         (tmp_path / name).touch()
-    assert claim_out(tmp_path) == tmp_path
+    assert prepare_out(tmp_path, is_shared=True) == tmp_path
     (tmp_path / "trace.json").touch()
     with pytest.raises(FolderError, match="not empty"):
-        claim_out(tmp_path)
+        prepare_out(tmp_path, is_shared=True)

@@ -30,7 +30,7 @@ from rankscope.settings import (
     settings_from,
 )
 
-__all__ = ["arm", "attach", "close", "current_session", "hold"]
+__all__ = ["arm", "attach", "close", "current_session", "folder_taken", "hold"]
 
 _OWNER_VARIABLE = "RANKSCOPE_OWNER"
 """rank/local rank:pid of a process that traces, for those it starts."""
@@ -50,6 +50,11 @@ _watches_forks = False
 def current_session() -> Session | None:
     """Return the session of this process, None where nothing is armed."""
     return _session
+
+
+def folder_taken(asked: Path) -> Path:
+    """Return the trace folder of the run that this process has joined, `asked` before that."""
+    return asked if _joined is None else _joined.out
 
 
 def hold(session: Session | None) -> None:

@@ -22,8 +22,6 @@ from rankscope.agent.rendezvous import (
     Rendezvous,
     agree,
     find_store,
-    is_visible,
-    leave_mark,
     lookup,
     publish,
 )
@@ -59,7 +57,7 @@ from rankscope.run.folders import (
     run_key,
     spool_base,
 )
-from rankscope.run.outfolder import missing_folders, remove_empty, typed
+from rankscope.run.outfolder import is_visible, missing_folders, remove_empty, typed
 from rankscope.run.prepare import Collection, RunRequest, prepare_run
 from rankscope.run.processes import is_process_alive, launcher_of, process_name
 from rankscope.run.replacing import write_by_rename
@@ -69,6 +67,16 @@ __all__ = ["ELASTIC_RUN", "find_or_prepare_run"]
 
 ELASTIC_RUN = "TORCHELASTIC_RUN_ID"
 """Variable of every rank that an elastic agent started."""
+_SHARED_BY_HOSTS = (
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    ELASTIC_RUN,
+    "SLURM_JOB_ID",
+    "SLURM_STEP_ID",
+    "SLURM_RESTART_COUNT",
+    "PMIX_NAMESPACE",
+)
+"""Variables by which hosts without a store know that they start one run."""
 _START_S = 45.0
 _POLL_S = 0.05
 
@@ -87,14 +95,15 @@ def find_or_prepare_run(
     """
     base = spool_base(settings.spool)
     store = find_store(environ) if identity.world_size > 1 else None
-    key = run_key(f"{_run_name(identity, environ, store)}{_which_trace(settings)}")
+    which = _which_trace(settings)
+    key = run_key(f"{_run_name(identity, environ, store)}{which}")
     above = missing_folders(base.parent)
     run_folder, lock = _wait_for_lock(base, key)
     try:
         if not (run_folder / RUN_NAME).exists():
             build_kernel()
             start_extras(compilers_of_host())  # without them torch operations take the digests
-            _prepare(settings, identity, run_folder, environ, store)
+            _prepare(settings, identity, run_folder, environ, store, which)
         _ensure_companions(settings, run_folder, read_run_header(run_folder))
     finally:
         if (run_folder / RUN_NAME).exists():
@@ -179,6 +188,7 @@ def _prepare(
     run_folder: Path,
     environ: Mapping[str, str],
     store: Store | None,
+    which: str,
 ) -> None:
     """Prepare the run; on several hosts the head chooses the trace folder for all.
 
@@ -193,11 +203,14 @@ def _prepare(
         store = None
     elif store is not None and ELASTIC_RUN not in environ:
         own = f"{identity.host}/{run_folder.name}"
-        is_head = agree(store, "head", own) == own
+        is_head = agree(store, f"head{which}", own) == own
     collection = Collection.asked(settings.collector, is_one_host=is_alone)
     collection.check(settings.keys)
+    run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{run_folder.name[:8]}"
+    if store is None and not is_alone:  # every host comes to this name by itself
+        run_id = run_key(":".join(environ.get(name, "") for name in _SHARED_BY_HOSTS) + which)
     request = RunRequest(
-        run_id=f"{time.strftime('%Y%m%d-%H%M%S')}-{run_folder.name[:8]}",
+        run_id=run_id,
         key=run_folder.name,
         collection=collection,
         world_size=identity.world_size,
@@ -213,32 +226,32 @@ def _prepare(
         collects=0 if collection.is_elsewhere else settings.traced_of(identity.world_size),
     )
     if is_head or store is None:
-        _prepare_at_head(request, identity, store)
+        _prepare_at_head(request, identity, store, which)
     else:
-        _prepare_beside_head(request, identity, settings, store)
+        _prepare_beside_head(request, identity, settings, store, which)
 
 
-def _prepare_at_head(request: RunRequest, identity: RankIdentity, store: Store | None) -> None:
+def _prepare_at_head(
+    request: RunRequest, identity: RankIdentity, store: Store | None, which: str
+) -> None:
     """Prepare a run that begins here, and tell the other hosts of it."""
 
-    def announce(out: Path) -> None:
-        if request.collection.is_shared:
-            leave_mark(out, request.run_id)
-        say(request.collection.announcement(out))
+    def announce(out: Path, line: str) -> None:
+        say(line)
         if store is not None:
             head = Rendezvous(run_id=request.run_id, out=str(out), host=identity.host)
-            publish(store, head)
+            publish(store, head, which)
 
     prepare_run(request, announce)
 
 
 def _prepare_beside_head(
-    request: RunRequest, identity: RankIdentity, settings: Settings, store: Store
+    request: RunRequest, identity: RankIdentity, settings: Settings, store: Store, which: str
 ) -> None:
     """Prepare this host's part of a run that began on the head host: in the head's trace folder
     where this host sees it, else in a folder of its own.
     """
-    head = lookup(store)
+    head = lookup(store, which)
     if head is None:
         raise SpoolError(
             "the head host did not publish its trace folder within 30 s: "
@@ -261,7 +274,7 @@ def _prepare_beside_head(
     )
     prepare_run(
         request,
-        lambda own: say(
+        lambda own, line: say(
             f"the trace folder of {head.host} is not visible here: the records of this host go to "
             f"{own}; merge them afterwards: {typed('recover', head.out, own, out='MERGED')}"
         ),

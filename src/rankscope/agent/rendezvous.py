@@ -10,15 +10,11 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from pathlib import Path
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # lazy
 
 from rankscope.capture.torch_internals.distributed import default_store
-from rankscope.errors import FolderError
-from rankscope.run.filenames import REPLICA_FOLDER, RUN_MARK_PREFIX
-from rankscope.run.ownership import own_subfolder
 
 __all__ = [
     "Rendezvous",
@@ -26,8 +22,6 @@ __all__ = [
     "agree_on_life",
     "find_agents_store",
     "find_store",
-    "is_visible",
-    "leave_mark",
     "lookup",
     "publish",
 ]
@@ -109,42 +103,16 @@ def agree_on_life(store: Store, *, at_least: int, started_at: float) -> int | No
         expected, proposed = held, f"{max(at_least, int(life) + 1)} {time.time()!r}"
 
 
-def publish(store: Store, rendezvous: Rendezvous) -> None:
-    """Tell every host of the job."""
-    PrefixStore(_PREFIX, store).set(_KEY, json.dumps(asdict(rendezvous)))
+def publish(store: Store, rendezvous: Rendezvous, which: str = "") -> None:
+    """Tell every host of the job; `which` of its traces this is about."""
+    PrefixStore(_PREFIX, store).set(_KEY + which, json.dumps(asdict(rendezvous)))
 
 
-def lookup(store: Store) -> Rendezvous | None:
+def lookup(store: Store, which: str = "") -> Rendezvous | None:
     """Return what the head host published, None where it does not within half a minute."""
     try:
         prefixed = PrefixStore(_PREFIX, store)
-        prefixed.wait([_KEY], _WAIT)
-        return Rendezvous(**json.loads(prefixed.get(_KEY)))
+        prefixed.wait([_KEY + which], _WAIT)
+        return Rendezvous(**json.loads(prefixed.get(_KEY + which)))
     except (RuntimeError, ValueError, TypeError):  # torch's timeouts are RuntimeErrors
         return None
-
-
-def leave_mark(out: Path, run_id: str) -> None:
-    """Leave in the trace folder what tells other hosts that they see this one.
-
-    Raises:
-        FolderError: it cannot be written.
-    """
-    mark = _mark(out, run_id)
-    try:
-        own_subfolder(mark.parent)
-        mark.touch(mode=0o600)
-    except OSError as error:
-        raise FolderError(f"{mark}: cannot be made: {error.strerror}; see --rs-out") from error
-
-
-def is_visible(out: Path, run_id: str) -> bool:
-    """True where this host sees the head's folder itself, not one of its own of that name."""
-    try:
-        return _mark(out, run_id).exists() and os.access(out / REPLICA_FOLDER, os.W_OK | os.X_OK)
-    except OSError:
-        return False
-
-
-def _mark(out: Path, run_id: str) -> Path:
-    return out / REPLICA_FOLDER / f"{RUN_MARK_PREFIX}{run_id}"

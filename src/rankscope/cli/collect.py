@@ -79,7 +79,7 @@ def command(
     from rankscope.run.address import check_address, is_tcp
     from rankscope.run.companions import dataset_trouble, metrics_trouble
     from rankscope.run.keyfile import read_keys
-    from rankscope.run.outfolder import claim_out, default_out
+    from rankscope.run.outfolder import default_out, prepare_out
     from rankscope.settings import settings_from
 
     if shared and bind:
@@ -97,7 +97,8 @@ def command(
     trouble = dataset_trouble() if parquet else ""
     if trouble:
         raise SettingError(f"--parquet: {trouble}")
-    folder = claim_out(out.expanduser().absolute() if out else default_out(), "--out")
+    asked = out.expanduser().absolute() if out else default_out()
+    folder = prepare_out(asked, "--out", is_shared=True)
     options = CollectorOptions(
         out=folder,
         bind=(bind,) if bind else (),

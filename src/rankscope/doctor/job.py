@@ -18,7 +18,7 @@ from rankscope.gather.curve import handshake_trouble
 from rankscope.record.streams import MAX_RANKS
 from rankscope.run.address import is_tcp
 from rankscope.run.mounts import mount_of
-from rankscope.run.outfolder import default_out, prepare_out
+from rankscope.run.outfolder import default_out, free_out, named_out, prepare_out
 from rankscope.run.prepare import Collection
 from rankscope.settings import Settings, as_variables, is_enabled, misspelt_variables, settings_from
 
@@ -144,7 +144,8 @@ def _trace_folder(settings: Settings, hosts: int) -> Condition:
             f"{hosts} hosts and no folder that all of them see",
             "give --out on a shared disk, the same on every host",
         )
-    out = settings.out or default_out()
+    asked = named_out(settings.out or default_out(), "RUN")
+    out = free_out(asked, is_shared=hosts > 1)
     made = [path for path in (out, *out.parents) if not os.path.lexists(path)]
     try:
         prepare_out(out, "--out")
@@ -158,6 +159,7 @@ def _trace_folder(settings: Settings, hosts: int) -> Condition:
                 path.rmdir()
     mount = mount_of(out)
     text = f"{out}{f' ({mount.kind})' if mount else ''}"
+    text += f", because {asked} is not empty" if out != asked else ""
     if hosts > 1 and (mount is None or mount.is_local):
         return Condition.note(
             "trace folder",

@@ -1,12 +1,23 @@
-"""The trace folder from outside: its default name, whether it may be used, how it is announced."""
+"""The trace folder from outside: its name, who may use it, how it is announced.
+
+A folder that holds something is not used: a run beside it takes a sibling, `DIR-2`, `DIR-3` ...
+Whoever chooses makes `spool/` in it, with the run's mark inside, in one rename: of two jobs that
+begin at once one gets the folder, and other hosts of the run know it by the mark.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import itertools
 import os
+import re
 import shlex
+import shutil
+import socket
+import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from rankscope.errors import FolderError, SpoolError
@@ -15,22 +26,29 @@ from rankscope.run.filenames import (
     COLLECTOR_LOG_NAME,
     COLLECTOR_NAME,
     FINDINGS_NAME,
+    HOST_STATE_PREFIX,
     PARQUET_FOLDER,
     REPLICA_FOLDER,
+    RUN_MARK_PREFIX,
     STALL_FOLDER,
     STEPS_FOLDER,
     TENSOR_FOLDER,
+    TRACE_NAME,
 )
 from rankscope.run.ownership import check_folder_found
+from rankscope.run.processes import is_process_alive
 
 __all__ = [
     "announced",
     "check_budget",
-    "claim_out",
     "default_out",
+    "free_out",
+    "is_visible",
     "missing_folders",
+    "named_out",
     "prepare_out",
     "remove_empty",
+    "take_out",
     "typed",
 ]
 
@@ -70,16 +88,182 @@ def default_out(folder: Path | None = None) -> Path:
     return path
 
 
-def prepare_out(path: Path, option: str = "--rs-out") -> Path:
-    """Make a trace folder (0700, with its parents), or take an empty one.
+_JOB_ID_VARIABLES = (
+    "SLURM_JOB_ID",
+    "PBS_JOBID",
+    "LSB_JOBID",
+    "FLUX_JOB_ID",
+    "OAR_JOB_ID",
+    "AWS_BATCH_JOB_ID",
+    "KUBEFLOW_TRAINING_JOB_ID",
+    "RAY_JOB_ID",
+    "JOB_ID",
+)
+"""Of schedulers; JOB_ID, Grid Engine's, is last because anything may be called so."""
+_DEAD_S = 30.0
+"""A run whose relays write no state for that long is dead: they write one a second."""
+_POLL_S = 0.1
+_CLAIM_PREFIX = ".claim-"
+_TRIES = 1000
+
+
+def named_out(out: Path, run_id: str, environ: Mapping[str, str] = os.environ) -> Path:
+    """Return a trace folder's name with `%j` in it replaced by the scheduler's job id, else by
+    `run_id`.
+    """
+    job = next((environ[name] for name in _JOB_ID_VARIABLES if environ.get(name)), run_id)
+    return Path(str(out).replace("%j", re.sub(r"[^\w.\[\]-]", "_", job)))
+
+
+def take_out(
+    out: Path, run_id: str, *, maker: str, is_shared: bool = False
+) -> tuple[Path, list[Path]]:
+    """Take the trace folder of a run: `out`, or where that is taken the next free sibling.
+
+    Args:
+        out: as it was asked for.
+        run_id: of the run.
+        maker: the process (`run.processes`) that lives as long as this host may start ranks; ""
+            where nobody else will look for the folder, which stays empty then.
+        is_shared: every host of the run takes a folder by itself. The first one chooses; the others
+            take the folder with the youngest mark of the run.
+
+    Returns:
+        the folder, and what was made now, the innermost first: nothing where another host chose.
 
     Raises:
-        FolderError: it holds something, is no folder, or cannot be written; says what to do.
+        FolderError: it is no folder, or cannot be made or written.
+    """
+    text = f"{socket.gethostname()} {maker}"
+    for number in range(_TRIES):
+        chosen = _chosen_before(out, run_id) if is_shared else None
+        if chosen is not None:
+            return prepare_out(chosen, is_shared=True), []
+        path = free_out(out, is_shared=is_shared)
+        made = missing_folders(path)
+        try:
+            prepare_out(path, is_shared=is_shared)
+            if not maker:
+                return path, made
+            if _claim(path, f"{RUN_MARK_PREFIX}{run_id}", text):
+                return path, [path / REPLICA_FOLDER, *made]
+        except FolderError:  # another job may have been quicker by the blink of an eye
+            remove_empty(made)
+            if number > 1 and _is_free(path, is_shared=is_shared):
+                raise
+        except OSError as error:
+            remove_empty(made)
+            raise FolderError(
+                f"{path} cannot be written ({error.strerror}): see --rs-out"
+            ) from error
+    raise FolderError(f"{out}: other jobs took its siblings meanwhile; give another --rs-out")
+
+
+def _names(path: Path) -> set[str]:
+    """Return what is in a folder, but for claims that are being made."""
+    return {name for name in os.listdir(path) if not name.startswith(_CLAIM_PREFIX)}
+
+
+def _is_free(path: Path, *, is_shared: bool) -> bool:
+    """True for a folder that is not there, or empty, or in which a collector waits for a run that
+    all hosts share."""
+    try:
+        names = _names(path)
+        if is_shared and COLLECTOR_LOCK_NAME in names and names <= _OF_A_COLLECTOR:
+            return not (path / REPLICA_FOLDER).is_dir() or not _names(path / REPLICA_FOLDER)
+    except OSError:
+        return True  # whoever takes it says what is wrong
+    return not names
+
+
+def free_out(out: Path, *, is_shared: bool = False) -> Path:
+    """Return the folder that a run would take; `is_shared` as of `take_out`."""
+    if _is_free(out, is_shared=is_shared):
+        return out
+    siblings = (out.with_name(f"{out.name}-{number}") for number in itertools.count(2))
+    return next(path for path in siblings if not os.path.lexists(path))
+
+
+def _claim(path: Path, mark: str, text: str) -> bool:
+    """Leave a run's mark in a folder; False where another run has left its own meanwhile.
+
+    Raises:
+        OSError: the folder takes nothing.
+    """
+    draft = Path(tempfile.mkdtemp(prefix=_CLAIM_PREFIX, dir=path))  # 0700
+    try:
+        (draft / mark).write_text(text)
+        draft.rename(path / REPLICA_FOLDER)  # refused unless that is missing or empty
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+            return False
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # relays wait for room
+            raise
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return True
+
+
+def _chosen_before(out: Path, run_id: str) -> Path | None:
+    """Return the folder that this run has taken already, by its youngest mark; None for none.
+
+    A run that died may have had the same name. A mark of this host counts while the process that
+    left it lives, one of another host once a relay is seen to write its state beside it.
+    """
+    family = re.compile(rf"{re.escape(out.name)}(-\d+)?")
+    mark = Path(REPLICA_FOLDER, f"{RUN_MARK_PREFIX}{run_id}")
+    states: dict[Path, list[str]] = {}
+    deadline = time.monotonic() + _DEAD_S
+    while True:
+        try:
+            marks = [out.with_name(n) / mark for n in os.listdir(out.parent) if family.fullmatch(n)]
+            marks = [path for path in marks if path.exists() and _is_unfinished(path.parents[1])]
+            if not marks:
+                return None
+            latest = max(marks, key=lambda path: path.stat().st_mtime)
+            host, _, maker = latest.read_text().partition(" ")
+            if host == socket.gethostname():
+                return latest.parents[1] if is_process_alive(maker) else None
+            beside = sorted(latest.parent.glob(f"{HOST_STATE_PREFIX}*.json"))
+            written = [path.read_text() for path in beside]
+        except OSError:  # of a folder that goes just now, or of one that says so when it is taken
+            latest, written = mark, []
+        if states.setdefault(latest, written) != written:
+            return latest.parents[1]
+        if time.monotonic() > deadline:
+            return None
+        time.sleep(_POLL_S)
+
+
+def _is_unfinished(folder: Path) -> bool:
+    return not (folder / TRACE_NAME).exists()
+
+
+def is_visible(out: Path, run_id: str) -> bool:
+    """True where this host sees the head's folder itself, not one of its own of that name."""
+    replicas = out / REPLICA_FOLDER
+    try:
+        is_writable = os.access(replicas, os.W_OK | os.X_OK)
+        return is_writable and (replicas / f"{RUN_MARK_PREFIX}{run_id}").exists()
+    except OSError:
+        return False
+
+
+def prepare_out(path: Path, option: str = "--rs-out", *, is_shared: bool = False) -> Path:
+    """Make a trace folder (0700, with its parents), or take an empty one.
+
+    Args:
+        path: the folder.
+        option: what names another one.
+        is_shared: other hosts of the run, or a collector, may have begun in it.
+
+    Raises:
+        FolderError: it holds something else, is no folder, or cannot be written; says what to do.
     """
     try:
         is_new = not path.exists()
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if next(path.iterdir(), None) is not None:
+        if not _names(path) <= (_OF_A_COLLECTOR if is_shared else frozenset()):
             raise FolderError(f"{path} is not empty: give a new folder with {option}, or remove it")
         if not is_new:
             check_folder_found(path, option)
@@ -92,30 +276,6 @@ def prepare_out(path: Path, option: str = "--rs-out") -> Path:
             f"{path} cannot be made or read ({error.strerror}): "
             f"give a folder you may write with {option}"
         ) from error
-    if not os.access(path, os.W_OK | os.X_OK):
-        raise FolderError(f"{path} cannot be written: give a folder you may write with {option}")
-    return path
-
-
-def claim_out(path: Path, option: str = "--rs-out") -> Path:
-    """Make a trace folder, or take one in which other hosts or a collector of the run have begun.
-
-    Raises:
-        FolderError: it holds something else, is no folder, or cannot be written.
-    """
-    for is_last in (False, True):  # another host may be quicker by the blink of an eye
-        try:
-            if path.is_dir() and set(os.listdir(path)) <= _OF_A_COLLECTOR:
-                check_folder_found(path, option)
-                break
-            prepare_out(path, option)
-        except FolderError:
-            if is_last:
-                raise
-        except OSError as error:
-            raise FolderError(
-                f"{path} cannot be read ({error.strerror}): give another folder with {option}"
-            ) from error
     if not os.access(path, os.W_OK | os.X_OK):
         raise FolderError(f"{path} cannot be written: give a folder you may write with {option}")
     return path
@@ -154,7 +314,8 @@ def remove_empty(folders: Iterable[Path]) -> None:
     """Remove folders, the innermost first, up to the first that holds something."""
     with contextlib.suppress(OSError):
         for folder in folders:
-            folder.rmdir()
+            with contextlib.suppress(FileNotFoundError):
+                folder.rmdir()
 
 
 def typed(command: str, *places: str | Path, out: str | Path | None = None) -> str:

@@ -7,6 +7,7 @@ for what ranks may write, and says in `run.json` where the records are collected
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -16,6 +17,7 @@ from pathlib import Path
 from rankscope.errors import KeysError
 from rankscope.run.address import check_address, is_tcp
 from rankscope.run.companions import ipc_address
+from rankscope.run.filenames import REPLICA_FOLDER
 from rankscope.run.folders import (
     SHARED,
     RunHeader,
@@ -27,12 +29,13 @@ from rankscope.run.folders import (
 from rankscope.run.keyfile import CurveKeys, read_keys
 from rankscope.run.outfolder import (
     check_budget,
-    claim_out,
     default_out,
     missing_folders,
-    prepare_out,
+    named_out,
     remove_empty,
+    take_out,
 )
+from rankscope.run.processes import process_name
 
 __all__ = ["Collection", "PreparedRun", "RunRequest", "prepare_run"]
 
@@ -101,11 +104,11 @@ class Collection:
         """Return the addresses on which a collector listens that is started for the run."""
         return [] if self.is_shared else [self.in_run(run_folder)]
 
-    def announcement(self, out: Path) -> str:
-        """Return what is said of a run before it begins."""
+    def announcement(self, out: Path, asked: Path | None = None) -> str:
+        """Return what is said of a run before it begins; `asked`: the folder that was asked for."""
         if self.is_elsewhere:
             return f"tracing to the collector at {self.address}"
-        return f"tracing into {out}"
+        return f"{asked} is not empty: tracing into {out}" if asked else f"tracing into {out}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +125,7 @@ class RunRequest:
     """Ranks of the job that are traced: the others need no room. Which of them this host has is not
     known, so it may be all of its ranks."""
     out: Path | None
-    """The trace folder; None for one of a new name."""
+    """The trace folder as it was asked for, `%j` in it; None for one of a new name."""
     spool: Path | None
     spool_bytes: int
     """Of one rank."""
@@ -147,6 +150,8 @@ class PreparedRun:
     out: Path
     run_folder: Path
     collection: Collection
+    announcement: str
+    """What is said of the run before it begins."""
     made: Sequence[Path]
     """The trace folder and those of its parents that were made now, the innermost first."""
     made_for_spools: Sequence[Path]
@@ -156,17 +161,25 @@ class PreparedRun:
         """Remove the run folder with all in it, and what else was made and is empty."""
         shutil.rmtree(self.run_folder, ignore_errors=True)
         remove_empty(folder for folder in self.made_for_spools if folder != self.run_folder)
-        remove_empty(self.made)
+        _remove_made(self.made)
+
+
+def _remove_made(made: Sequence[Path]) -> None:
+    """Remove what was made of a trace folder, the run's mark with it."""
+    if made and made[0].name == REPLICA_FOLDER:
+        shutil.rmtree(made[0], ignore_errors=True)
+    remove_empty(made)
 
 
 def prepare_run(
-    request: RunRequest, announce: Callable[[Path], object] = lambda out: None
+    request: RunRequest, announce: Callable[[Path, str], object] = lambda out, line: None
 ) -> PreparedRun:
     """Make the trace folder and the run folder of a run; start nothing.
 
     Args:
         request: what the run needs.
-        announce: told of the trace folder once it can be used, before `run.json` lets anybody in.
+        announce: told of the trace folder once it can be used, and how that is said, before
+            `run.json` lets anybody in.
 
     Raises:
         FolderError: the trace folder cannot be used; like the next, it leaves nothing behind.
@@ -177,7 +190,7 @@ def prepare_run(
         base = spool_base(request.spool)
         local_ranks = min(request.local_ranks, request.traced_ranks)
         check_free_space(base, request.spool_bytes * local_ranks)
-        out = request.out or default_out()
+        asked = out = named_out(request.out or default_out(), request.run_id)
         is_of_all = collection.is_shared and not request.keeps_apart
         check_budget(
             base if collection.is_elsewhere else out,
@@ -189,10 +202,11 @@ def prepare_run(
         run_folder = host_run_folder(base, request.key)
         made: Sequence[Path] = ()
         if not (collection.is_elsewhere or request.is_joined):
-            made = missing_folders(out)
-            undo.callback(remove_empty, made)
-            (claim_out if is_of_all else prepare_out)(out)
-        announce(out)
+            maker = request.agent or process_name(os.getpid()) if request.has_relay else ""
+            out, made = take_out(asked, request.run_id, maker=maker, is_shared=is_of_all)
+            undo.callback(_remove_made, made)
+        announcement = collection.announcement(out, None if out == asked else asked)
+        announce(out, announcement)
         if request.has_relay:
             header = RunHeader(
                 run_id=request.run_id,
@@ -211,6 +225,7 @@ def prepare_run(
             out=out,
             run_folder=run_folder,
             collection=collection,
+            announcement=announcement,
             made=made,
             made_for_spools=made_for_spools,
         )
