@@ -17,6 +17,9 @@ EARLIER_OVER = PeerState(silent_s=0.1, job=JobState.OVER, held=4)
 THROUGH = PeerState(silent_s=0.1, job=JobState.OVER, held=1, alive=0)
 ENDED = PeerState(silent_s=0.1, job=JobState.UNKNOWN, held=1, alive=0)
 NOT_BEGUN = PeerState(silent_s=0.1, job=JobState.UNKNOWN, held=0, alive=0)
+QUIET = PeerState(silent_s=0.1, job=JobState.UNKNOWN, held=1, alive=0, quiet=1)
+QUIET_GONE = PeerState(silent_s=60.0, job=JobState.OVER, held=1, alive=0, quiet=1)
+WITHOUT_RANKS = PeerState(silent_s=0.1, job=JobState.OVER, alive=0)
 ELASTIC = PeerState(silent_s=0.1, job=JobState.UNKNOWN, max_restarts=1)
 
 
@@ -36,6 +39,14 @@ def decided(known, peers, *, idle_s=0.0, expected_ranks=2):
 @pytest.mark.parametrize(
     ("why", "known", "peers", "idle_s", "expected"),
     [
+        ("nothing happened on any host", [], [QUIET, QUIET], 0, Decision.QUIET),
+        ("one relay is gone since it said so", [], [QUIET, QUIET_GONE], 0, Decision.QUIET),
+        ("one host still works", [], [QUIET, LAUNCHED], 1000, Decision.WAIT),
+        ("one rank called no module", [], [QUIET, WITHOUT_RANKS], 10, Decision.QUIET),
+        ("one host is silent for a while", [], [QUIET, LAUNCHER_GONE], 5, Decision.WAIT),
+        ("one host vanished", [], [QUIET, LAUNCHER_GONE], 10, Decision.VANISHED),
+        ("it did, and nobody answers", [], [QUIET, LAUNCHER_GONE], 60, Decision.NOTHING),
+        ("it did, and the other is gone", [], [QUIET_GONE, LAUNCHER_GONE], 10, Decision.NOTHING),
         ("nothing happened yet", [], [], 0, Decision.WAIT),
         ("no relay for a long time", [], [], 1000, Decision.WAIT),
         ("all ended in order", streams(EXIT, EndReason.CLOSED), [ALIVE], 0, Decision.COMPLETE),

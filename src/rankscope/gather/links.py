@@ -185,7 +185,7 @@ class SocketLink:
         was_busy = self._receive(shipments, now)
         if now - max(self.heard_at, self._connected_at) > _SILENT_S:
             self._connect_again(now)
-        held = _held(shipments)
+        held = _held(shipments, self._box)
         has_news = job is not self._job or self.stall != self._sent or held != self._held
         if now - self._beat_at > _BEAT_S or has_news:
             quiet = 0 if self._box is None else self._box.quiet_ranks
@@ -390,7 +390,7 @@ class SharedLink:
                 job=job,
                 max_restarts=self._max_restarts,
                 alive=_alive(shipments, self._box),
-                held=_held(shipments),
+                held=_held(shipments, self._box),
                 quiet=0 if self._box is None else self._box.quiet_ranks,
             )
             with contextlib.suppress(SpoolError):  # the folder goes once the tree is there
@@ -491,6 +491,7 @@ def _alive(shipments: dict[StreamId, Shipment], box: BlackBox | None) -> int:
     return sum(shipment.is_alive for shipment in shipments.values())
 
 
-def _held(shipments: dict[StreamId, Shipment]) -> int:
-    """Return how many of these streams were not refused."""
-    return sum(not shipment.is_refused for shipment in shipments.values())
+def _held(shipments: dict[StreamId, Shipment], box: BlackBox | None) -> int:
+    """Return how many streams of this host were not refused, those held back among them."""
+    refused = sum(shipment.is_refused for shipment in shipments.values())
+    return len({*shipments, *(() if box is None else box.streams)}) - refused

@@ -116,14 +116,17 @@ def decide(
     is_deserted = len(living) < len(peers) and all(map(_is_through, living))
     if is_known and is_job_over:
         return Decision.INCOMPLETE
-    quiet = sum(peer.quiet for peer in living)
+    quiet = sum(peer.quiet for peer in peers)
     if quiet and not streams:
         if quiet >= expected_ranks:
             return Decision.QUIET
-        if idle_s >= drain_s and is_deserted:
-            return Decision.VANISHED
-        # Every relay has spoken for its ranks: those that are missing called no module.
-        return Decision.QUIET if idle_s >= drain_s and is_job_over else Decision.WAIT
+        has_vanished = any(peer.silent_s >= silence_s and not peer.quiet for peer in peers)
+        if idle_s >= drain_s and all(map(_is_through, living)):
+            if not has_vanished:  # all have spoken for their ranks: who is missing called no module
+                return Decision.QUIET
+            can_be_asked = any(peer.quiet for peer in living) and idle_s < finish_s
+            return Decision.VANISHED if can_be_asked else Decision.NOTHING
+        return Decision.WAIT
     if idle_s < drain_s or (not is_told and idle_s < finish_s):
         return Decision.WAIT
     if has_ended or (streams and is_deserted):
