@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
@@ -20,11 +21,13 @@ from typing import Any
 
 import pytest
 
+from rankscope.cli.terminal import Paint
+from rankscope.cli.toptext import screen_lines
 from rankscope.diagnosis.check import check
 from rankscope.diagnosis.context import CheckContext
 from rankscope.live.jobwatch import JobWatch
 from rankscope.page.rankplaces import places_in
-from rankscope.record.ranklists import parse_ranks
+from rankscope.record.ranklists import parse_ranks, ranks_named, ranks_text
 from rankscope.tree.reader import open_trace
 from tests.cli.topjobs import starting
 from tests.launcher.launches import BIN, Launch, kill, rankscope
@@ -128,6 +131,16 @@ def test_where_a_rank_is_missing_top_check_and_the_page_say_the_same(launch: Sta
     watch.close()
     screen = rankscope("top", job.out, "--once", "--ranks", "0,2").stdout
     assert "waits in all_reduce of ranks 0-3 for rank 1" in screen and "hang" in screen
+    (finding,) = found["check"]["findings"]
+    place = f"train step 3, {ranks_named(finding['ranks'])}, {finding['phase']} of "
+    narrow = Terminal("top", job.out, "--ranks", "0,2")
+    try:
+        narrow.read("hang: ")
+        narrow.read("by rank")
+    finally:
+        narrow.close()
+    plain = re.sub("\x1b\\[[0-9;?]*[A-Za-z]", "", narrow.text)
+    assert f"{place}{finding['path']}" in " ".join(plain.split())
     (job.meeting / "go").touch()
     (job.meeting / "leave").touch()
     assert job.wait() == 0, job.logs
@@ -265,6 +278,23 @@ def test_the_screen_is_renewed_takes_keys_fits_80_columns_and_gives_the_terminal
     for frame in screen.text.split("\x1b[H")[1:]:
         assert frame.count("\n") <= 23
     assert ended(job) < 1999 and job.process.poll() is None, "nothing was done to the job"
+
+
+def test_however_long_the_path_of_a_finding_is_step_ranks_and_path_are_whole(
+    launch: Start,
+) -> None:
+    job = launch(["ok", "ok"])
+    assert wait_until(lambda: ended(job) >= 0), job.err
+    found = top(job, "--no-check")
+    path = ".".join(f"decoder_layers.{number}.self_attention" for number in range(7))
+    finding = {"kind": "hang", "message": "x" * 200, "origin": True, "mode": "train", "step": 123}
+    finding |= {"phase": "forward", "path": path, "slot": "output", "ranks": [*range(0, 90, 2)]}
+    found["check"] |= {"verdict": "fault", "age_s": 1.0, "findings": [finding]}
+    lines = screen_lines(found, Paint(io.StringIO()), 80, 24)
+    assert max(map(len, lines)) <= 80 and len(lines) <= 24
+    whole = "".join(line.strip() for line in lines)
+    assert f"{path}:output" in whole and "train step 123" in whole
+    assert ranks_text(finding["ranks"]) in whole
 
 
 def test_ctrl_c_and_a_terminal_that_goes_away_end_it(launch: Start) -> None:

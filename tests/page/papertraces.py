@@ -300,6 +300,31 @@ def unbounded(folder: Path) -> Path:
     return written(folder, write, world=1)
 
 
+def losses(folder: Path) -> Path:
+    """A model that returns logits and a loss, which falls and is NaN on one rank in the end; the
+    least and the greatest of two micro-batches; an evaluation in between."""
+
+    def write(rank: PaperRank) -> None:
+        setup(rank, {"head.weight": numbers(3)})
+        for step in range(4):
+            rank.step(StepEvent.BEGIN, step)
+            for micro_batch in range(2):
+                loss = 4.0 - step + rank.rank + 0.5 * micro_batch
+                if (step, rank.rank, micro_batch) == (3, 1, 1):
+                    loss = float("nan")
+                how = {"class_name": "Model", "step": step, "micro_batch": micro_batch}
+                with rank.call(**how) as top:
+                    rank.value(top, "input.0", numbers(rank.rank), samples=True)
+                    rank.value(top, "output.logits", numbers(9 + rank.rank))
+                    rank.value(top, "output.loss", np.float32(loss).reshape(()))
+                    rank.value(top, "output.length", np.float32(7).reshape(()))
+            rank.step(StepEvent.END, step)
+        with rank.call(class_name="Model", mode="eval") as top:
+            rank.value(top, "output.loss", np.float32(99).reshape(()))
+
+    return written(folder, write, world=2)
+
+
 THREE = Mesh(axes=(HOSTILE[0],), shape=(3,), ranks=(0, 1, 2))
 PAPER: dict[str, Callable[[Path], Path]] = {
     "structure-mismatch": structure,
@@ -309,5 +334,6 @@ PAPER: dict[str, Callable[[Path], Path]] = {
     "missing": missing,
     "hostile": hostile,
     "unbounded": unbounded,
+    "losses": losses,
 }
 """Name -> what makes its trace. Those named as a kind of finding have one of that kind."""

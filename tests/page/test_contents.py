@@ -3,8 +3,11 @@ from."""
 
 from __future__ import annotations
 
+import html
 import json
 import os
+import re
+import shlex
 import zlib
 from pathlib import Path
 
@@ -21,12 +24,15 @@ from rankscope.page.diffpage import diff_page
 from rankscope.page.pagecontent import DATA_BYTES, PageContent
 from rankscope.page.pagefile import page_html, served_data, write_page
 from rankscope.page.valuechoice import chosen_values
+from rankscope.page.verdicthtml import job_html
 from rankscope.record.finding import Report, Severity
 from rankscope.record.ranklists import parse_ranks
 from rankscope.record.visibletext import visible
 from rankscope.testing import save_golden
 from rankscope.tree.reader import open_trace
 from rankscope.tree.views import Trace
+from tests.faults.model import GPT
+from tests.faults.setup import Shape
 from tests.page.papertraces import PAPER
 
 OF_CHECK = ["clean", "pipeline", "nonfinite-origin", "replica-mismatch", *PAPER]
@@ -227,8 +233,50 @@ def test_two_topologies_that_agree_have_no_cell_above_noise(trace_of) -> None:
     assert report.verdict.value == "clean"
     above = [int((plane >= DistanceClass.ABOVE).sum()) for plane in cells(page).values()]
     assert sum(above) == 0
+    errors = [each for step in charts(page) for each in step.get("error", {}).values()]
+    assert all(  # a spike above CLEAN is no error of its own
+        error < 100 * each["noise"][row] for each in errors for row, error in each["error"].items()
+    )
+    assert errors
     near = (DistanceClass.SAME, DistanceClass.FAR_BELOW, DistanceClass.BELOW)
     assert sum(int(np.isin(plane, near).sum()) for plane in cells(page).values()) > 200
+
+
+def charts(page: PageContent) -> list[dict]:
+    found: list[dict] = json.loads(zlib.decompress(page.packed["charts"]))
+    return found
+
+
+def test_the_loss_is_drawn_where_one_scalar_is_it_with_the_spread_of_the_ranks(made) -> None:
+    _, page, _ = made("losses")
+    drawn = {
+        page.data["steps"][number]["key"]: step["loss"]
+        for number, step in enumerate(charts(page))
+        if "loss" in step
+    }
+    assert drawn == {
+        "0": [4.75, 4.25, 5.25],
+        "1": [3.75, 3.25, 4.25],
+        "2": [2.75, 2.25, 3.25],
+        "3": [None, None, None],
+    }
+    assert not any("loss" in step for step in charts(made("clean")[1])), "no module returns one"
+
+
+def test_the_head_says_how_where_and_when_the_job_ran_and_how_large_it_was(made, trace_of) -> None:
+    trace, page, _ = made("clean")
+    job = html.unescape(page.sections["job"])
+    assert f"<code>{shlex.join(trace.run['argv'])}</code>" in job
+    assert f"on {trace.run['hosts'][0]['name']}" in job
+    assert trace.run["created"][:19].replace("T", " ") in job
+    assert f"torch {trace.run['versions']['torch']}" in job
+    assert re.search(r"\d\.\d s from the first traced call to the last", job)
+    size = sum(each.numel() for each in GPT(Shape(layers=3, hidden=24)).parameters())
+    assert f"; {size:,} parameters;" in job
+    by_hand = job_html("", open_trace(trace_of("diff-tp") / "trace"))
+    assert re.search(r"; [\d,]+ parameters on the lowest rank;", by_hand), "slices not declared"
+    stages = re.search(r"; ([\d,]+) parameters;", job_html("", made("pipeline")[0]))
+    assert stages is not None and int(stages[1].replace(",", "")) == size
 
 
 @given(

@@ -348,3 +348,17 @@ def test_phases_of_findings_are_phases_of_the_map(page_of, open_page) -> None:
     words = {phase.word for phase in Phase}
     letters = dict(reversed(each.split(" ", 1)) for each in told.split(", "))
     assert {*letters} <= words and len({*letters.values()}) == len(letters)
+
+
+def test_the_loss_is_a_chart_over_the_steps_and_tells_a_step_that_is_not_finite(
+    page_of, open_page, shot
+) -> None:
+    page = open_page(page_of("losses"))
+    page.tab.locator("#chart-list figure", has_text="Loss by step").wait_for()
+    figure = page.tab.locator("#chart-list figure", has_text="Loss by step")
+    assert figure.locator("path.line").count() == 3, "mean, least and greatest of the ranks"
+    assert figure.locator("text.odd").count() == 1
+    label = figure.locator("svg").get_attribute("aria-label")
+    assert label.startswith("Loss by step: mean: largest train step 0 4.75")
+    figure.screenshot(path=shot("loss"))
+    page.tab.screenshot(path=shot("losses"), full_page=True)

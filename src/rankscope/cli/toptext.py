@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from textwrap import wrap
 from typing import Any
 
 from rankscope.cli.terminal import Paint, cut, fitted
@@ -28,9 +29,7 @@ def screen_lines(
         rows: of the terminal, 0 for as many as there are.
         keys: last line, on keys.
     """
-    checked = [*_check(found, paint)]
-    if columns and rows:  # of a screen they take a line each
-        checked = [cut(line, columns) for line in checked]
+    checked = [*_check(found, paint, columns, is_screen=columns > 0 and rows > 0)]
     above = [*_job(found, paint), *checked, ""]
     below = ["", *_worst(found["worst"], paint)] if found["worst"] else []
     if keys:
@@ -92,7 +91,10 @@ def _spread(name: str, found: Mapping[str, Any]) -> str:
     return f"{name} {low} to {high}{wrong}{where}"
 
 
-def _check(found: Mapping[str, Any], paint: Paint) -> Iterator[str]:
+def _check(
+    found: Mapping[str, Any], paint: Paint, columns: int, *, is_screen: bool
+) -> Iterator[str]:
+    """Yield what `check` found: on a screen a line of each message, and its whole place."""
     check = found["check"]
     if check["verdict"] is None:
         yield f"check: {check['trouble'] or 'not judged yet'}"
@@ -102,7 +104,18 @@ def _check(found: Mapping[str, Any], paint: Paint) -> Iterator[str]:
     if not origins:
         yield f"check ({ago}): no fault so far"
     for finding in origins[:_MOST_FINDINGS]:
-        yield paint("red", f"check ({ago}): {finding['kind']}: {finding['message']}")
+        line = paint("red", f"check ({ago}): {finding['kind']}: {finding['message']}")
+        yield cut(line, columns) if is_screen else line
+        place = f"{finding['mode']} step {finding['step']}, {ranks_named(finding['ranks'])}, "
+        place += f"{finding['phase']} of {finding['path'] or '(root)'}"
+        place += f":{finding['slot']}" if finding["slot"] else ""
+        yield from wrap(
+            place,
+            columns or len(place) + 2,
+            initial_indent="  ",
+            subsequent_indent="    ",
+            break_on_hyphens=False,
+        )
     if len(origins) > _MOST_FINDINGS:
         yield f"and {len(origins) - _MOST_FINDINGS} origins more: rankscope check"
 

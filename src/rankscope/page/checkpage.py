@@ -118,7 +118,7 @@ class _CheckPage:
             planes=cells.planes,
             classes=CellClass,
             findings=report.findings,
-            charts=self._charts.steps,
+            charts=self._charts.with_loss(),
         )
         return PageContent(
             title=f"{report.verdict.value}: {trace.path.name}",

@@ -123,10 +123,12 @@ class _DiffCells:
         )
         for compared in found.compared:
             row = self.rows.of(compared.value.test_path)
-            self._mark(step, row, compared, is_wrong=id(compared) in wrong)
+            is_wrong = id(compared) in wrong
+            self._mark(step, row, compared, is_wrong=is_wrong)
             self._add(calls, step, row, compared)
             kind = slot_kind(compared.value.test_slot)
-            if kind == _BY_DEPTH.get(compared.key.phase) and not compared.reason:
+            is_judged = not compared.reason and (is_wrong or not compared.is_left)
+            if is_judged and kind == _BY_DEPTH.get(compared.key.phase):
                 drawn = errors[compared.key.phase.word]
                 error = _finite(compared.error)
                 drawn["error"][row] = max(error, drawn["error"].get(row, 0.0))
@@ -189,7 +191,7 @@ class _DiffCells:
 
 def _classes(compared: ComparedValue, *, is_wrong: bool) -> Iterator[tuple[Any, DistanceClass]]:
     """Yield ranks and the class of what they hold. What is off by more than rounding and is no
-    fault is a summand whose sum is judged, or was made of what rounding had moved."""
+    fault is told by another value, as a summand by its sum, or made of what rounding had moved."""
     every = np.unique(np.concatenate([np.asarray(v.ranks) for v in compared.value.test.values()]))
     if compared.is_missing:
         yield every, DistanceClass.MISSING
@@ -202,8 +204,7 @@ def _classes(compared: ComparedValue, *, is_wrong: bool) -> Iterator[tuple[Any, 
             is_used = compared.difference.partial  # the sum is right; each part is used as it is
             classes = np.maximum(classes, DistanceClass.BEYOND if is_used else DistanceClass.ABOVE)
         else:
-            is_summand = compared.difference.partial
-            most = DistanceClass.NOT_COMPARED if is_summand else DistanceClass.BELOW
+            most = DistanceClass.NOT_COMPARED if compared.is_left else DistanceClass.BELOW
             classes[classes > DistanceClass.BELOW] = most
         for cell in np.unique(classes):
             yield compared.difference.ranks(classes == cell), DistanceClass(int(cell))

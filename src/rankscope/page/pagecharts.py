@@ -1,4 +1,4 @@
-"""What the page draws as lines: gradients and updates by module, time by rank."""
+"""What the page draws as lines: the loss, gradients and updates by module, time by rank."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.stepview import CallView, SlotValues, StepView
 from rankscope.page.modulerows import ModuleRows
+from rankscope.record.call import Mode
 from rankscope.record.phases import Phase
 
 __all__ = ["CheckCharts"]
@@ -25,6 +26,9 @@ class CheckCharts:
         self._rows, self._world = rows, world
         self._before: dict[tuple[int, str], Array] = {}
         """Sketches of parameters as they were."""
+        self._scalars: list[dict[tuple[str, str], list[SlotValues]]] = []
+        """Of each step: the scalars that outermost calls of a train step returned, by path and
+        slot."""
         self.steps: list[dict[str, Any]] = []
         """Of each step: {"grad": {row: norm}, "update": {row: ratio}, "ms": {phase: [world]},
         "odd": [rows whose gradients or parameters are not finite]}."""
@@ -53,6 +57,19 @@ class CheckCharts:
         if times:
             found["ms"] = times
         self.steps.append(found)
+        self._scalars.append(_scalars(step_view))
+
+    def with_loss(self) -> list[dict[str, Any]]:
+        """Return the steps, each with "loss": [mean, least, greatest of the ranks], nulls where it
+        is not finite; without where more than one scalar may be the loss."""
+        names = {name for scalars in self._scalars for name in scalars}
+        named = {name for name in names if name[1].endswith("loss")} or names
+        if len(named) == 1:
+            (name,) = named
+            for step, scalars in zip(self.steps, self._scalars):
+                if name in scalars:
+                    step["loss"] = _loss(scalars[name])
+        return self.steps
 
     def _by_module(self, step_view: StepView, phase: Phase, prefix: str) -> dict[int, float]:
         """Return the sum of squares of all gradients of each module, of its last optimizer step."""
@@ -98,6 +115,30 @@ class CheckCharts:
             for phase, times in found.items()
             if times.any()
         }
+
+
+def _scalars(step_view: StepView) -> dict[tuple[str, str], list[SlotValues]]:
+    found: dict[tuple[str, str], list[SlotValues]] = {}
+    is_train = step_view.mode is Mode.TRAIN and not step_view.is_setup
+    for call in step_view.of(Phase.FORWARD) if is_train else ():
+        for values in call.outputs if call.parent is None else ():
+            shapes = {shape for view in values.views for shape in view.shapes().values()}
+            if "float" in values.dtype and shapes == {()} and values.is_known.all():
+                found.setdefault((call.path, values.slot), []).append(values)
+    return found
+
+
+def _loss(micro_batches: list[SlotValues]) -> list[float | None]:
+    """Return mean, least and greatest over ranks of what each rank's micro-batches have as mean."""
+    ranks = np.concatenate([values.ranks for values in micro_batches])
+    means = np.concatenate([values.column("mean") for values in micro_batches])
+    wrong = [
+        values.column(name) for values in micro_batches for name in ("nan", "posinf", "neginf")
+    ]
+    if any(count.any() for count in wrong):
+        return [None, None, None]
+    of_ranks = [float(means[ranks == rank].mean()) for rank in np.unique(ranks)]
+    return [sum(of_ranks) / len(of_ranks), min(of_ranks), max(of_ranks)]
 
 
 def _named(call: CallView, prefix: str) -> list[SlotValues]:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import html
 import json
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 from typing import Any, Final
 from urllib.parse import quote
 
@@ -22,6 +24,7 @@ from rankscope.tree.views import Trace
 __all__ = ["cell_link", "coverage_html", "findings_html", "job_html", "text", "verdict_html"]
 
 _LONGEST: Final = 2_000
+_LONGEST_COMMAND: Final = 300
 _MOST_LISTED: Final = 50
 """Findings of one sort; the map shows all."""
 _FEW: Final = 4
@@ -191,8 +194,53 @@ def job_html(name: str, trace: Trace) -> str:
     happened = "".join(f"<p>{text(told)}</p>" for told in trace.happened[:_FEW])
     return (
         f"<p{state}>{text(name)}<strong>{text(trace.path)}</strong>: {text(extent(trace.run))}, "
-        f"{steps}; {text(trace.state)}</p>{happened}"
+        f"{steps}; {text(trace.state)}</p>{happened}<p>{'; '.join(_facts(trace))}</p>"
     )
+
+
+def _facts(trace: Trace) -> Iterator[str]:
+    """Yield how the job was started, where, when, how long it ran, how large it was, with what."""
+    run = trace.run
+    if argv := run.get("argv"):  # a golden file has none of these
+        yield f"<code>{text(shlex.join(argv), _LONGEST_COMMAND)}</code>"
+    hosts = [host["name"] for host in run["hosts"]]
+    more = f" and {len(hosts) - _FEW} more" if len(hosts) > _FEW else ""
+    yield text(f"on {', '.join(hosts[:_FEW])}{more}")
+    if created := run.get("created"):
+        yield text(f"{created[:19].replace('T', ' ')} UTC")
+    last = {step.mode: step for step in trace.steps}.values()
+    times = [node.time for step in last for node in step.fresh()]
+    if times:
+        end_s = max(time.start_us + (time.max_us or 0.0) for time in times) / 1e6
+        took = f"{end_s:.1f} s" if end_s < 600 else f"{end_s / 60:,.0f} min"
+        yield f"{took} from the first traced call to the last"
+    yield from _model_size(trace)
+    if versions := run.get("versions"):
+        yield text(", ".join(f"{name} {version}" for name, version in versions.items()))
+
+
+def _model_size(trace: Trace) -> Iterator[str]:
+    """Yield how many parameters the model has, or the lowest rank where more is not known: slices
+    that nobody declared differ like experts, of which each rank has its own."""
+    settings = trace.run.get("settings", {})
+    if not trace.setup or settings.get("paths", "*") != "*" or settings.get("slots", "*") != "*":
+        return
+    whole = own = 0
+    is_known = True
+    for node in trace.setup[0].passing():
+        named = [slot for slot in node.slots if slot.slot.startswith("param:")]
+        is_known &= len({slot.slot for slot in named}) == len(named)
+        for slot in named:
+            shapes = slot.shapes()
+            lowest = min(shapes, default=0)
+            held = prod(shapes.get(lowest, (0,)))
+            own += held if lowest == trace.run["ranks"][0]["rank"] else 0
+            whole += held if slot.global_shape is None else prod(slot.global_shape)
+            is_one = len(shapes) == 1 or (slot.distinct == 1 and any(slot.per_rank().values()))
+            is_known &= slot.global_shape is not None or is_one
+    if whole:
+        size = f"{whole:,} parameters" if is_known else f"{own:,} parameters on the lowest rank"
+        yield size
 
 
 def coverage_html(report: Report) -> str:

@@ -37,6 +37,8 @@ class ComparedValue:
     """Of the root's input: True where samples are missing because others came twice."""
     is_missing: bool = False
     """True where the reference has a gradient and the test has none."""
+    is_left: bool = False
+    """True where it is not judged by itself: another value tells its difference, or will."""
     ref_norm: float = 0.0
     """L2 norm of the reference's value; NaN where it is not known."""
     raw_error: float = 0.0

@@ -85,7 +85,9 @@ class _StepSearch:
             givers = self._flow.givers(each)
             if givers.origin is None:
                 self._new(each, givers.error)
-        if each.difference is None or self._is_left(index, each):
+        if each.difference is not None:
+            each.is_left = self._is_left(index, each)
+        if each.difference is None or each.is_left:
             return
         is_all = self._is_of_all(each.key.phase)
         first = self._of_all.get(each.key.phase)

@@ -140,6 +140,16 @@ async function drawCharts(store, view, open) {
       at: rows.indexOf(view.row), pick: (place) => open(rows[place]), ...options, odd: rows.map((row, place) => (odd.has(row) ? place : -1)).filter((place) => place >= 0),
     }));
   };
+  const losses = steps.map((_, at) => at).filter((at) => steps[at].loss);
+  if (losses.length) {
+    const values = (number) => losses.map((at) => steps[at].loss[number]);
+    const isAlike = losses.every((at) => steps[at].loss[1] === steps[at].loss[2]);
+    figures.push(lineChart({
+      title: "Loss by step", note: isAlike ? "" : "mean of the ranks, the least and the greatest", names: losses.map((at) => data.steps[at].label),
+      series: isAlike ? [{ name: "loss", values: values(0) }] : ["mean", "least", "greatest"].map((name, number) => ({ name, values: values(number) })),
+      at: losses.indexOf(view.step), odd: losses.flatMap((at, place) => (steps[at].loss[0] === null ? [place] : [])),
+    }));
+  }
   if (own.error) {
     for (const [phase, values] of Object.entries(own.error)) byModule(`Error by depth: ${phase}`, "relative L2 distance, and what rounding explains", { error: bounded(values.error), noise: bounded(values.noise) }, { isLog: true, isDeep: true });
   }
