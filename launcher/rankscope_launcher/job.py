@@ -53,7 +53,7 @@ from rankscope.run.folders import (
 from rankscope.run.outfolder import remove_empty
 from rankscope.run.prepare import Collection, PreparedRun, RunRequest, prepare_run
 from rankscope.run.reached import Reached, reached_by_ranks
-from rankscope.settings import SETTINGS, Settings
+from rankscope.settings import SET, SETTINGS, Settings
 from rankscope_launcher.companions import Companion, CompanionWatch, wait_for_end
 from rankscope_launcher.ending import Ending, failure_line, shown
 from rankscope_launcher.progress import Progress, StallNotices, say
@@ -154,7 +154,11 @@ class TracedJob:
 
     def environment(self, given: Mapping[str, str]) -> dict[str, str]:
         """Return the variables the ranks need; `given`: settings of the command line, as text."""
-        variables = {s.variable: given[s.field] for s in SETTINGS if s.field in given}
+        variables = {
+            s.variable: SET if s.is_secret and given[s.field] else given[s.field]
+            for s in SETTINGS
+            if s.field in given
+        }
         if self._settings.spool is not None:
             variables["RANKSCOPE_SPOOL"] = str(self._settings.spool)
         if self._settings.keys is not None:
@@ -190,7 +194,7 @@ class TracedJob:
                 finish_seconds=self._settings.finish_seconds,
                 metrics=self._metrics(),
                 live_check=self._settings.live_check,
-                on_finding=self._settings.on_finding,
+                run_folder=folder,
                 parquet=self._has_dataset,
             )
             self._collector = Companion(command, self._out / COLLECTOR_LOG_NAME, folder)

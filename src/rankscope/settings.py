@@ -21,6 +21,7 @@ from rankscope.record.stepselection import StepSelection, number_ranges
 from rankscope.record.streams import MINIMUM_LIMIT_BYTES
 
 __all__ = [
+    "SET",
     "SETTINGS",
     "Setting",
     "Settings",
@@ -35,6 +36,8 @@ __all__ = [
 _SIZE = re.compile(r"^(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b)?$", re.IGNORECASE)
 _MOST_RANKS = 1 << 20
 _MOST_ROUNDINGS = 16
+SET = "set"
+"""Stands for the text of a secret setting where others may read it."""
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
@@ -180,6 +183,8 @@ class Setting:
     metavar: str
     help: str
     is_flag: bool = False
+    is_secret: bool = False
+    """Its text may hold a password or a token: a trace, and the ranks, are told that it is set."""
 
     @property
     def field(self) -> str:
@@ -323,6 +328,7 @@ SETTINGS: tuple[Setting, ...] = (
         default="",
         metavar="CMD",
         help="shell command given each finding of the live check, as JSON on stdin",
+        is_secret=True,
     ),
     Setting(
         name="parquet",
@@ -429,6 +435,11 @@ class Settings:
     def as_text(self) -> dict[str, str]:
         """Return {name: text} of every setting, as it would be written on a command line."""
         return {s.name: _as_text(getattr(self, s.field)) or s.default for s in SETTINGS}
+
+    def as_recorded(self) -> dict[str, str]:
+        """Return the same for a trace, which others may read: of a secret, that it is set."""
+        texts = self.as_text()
+        return texts | {s.name: SET for s in SETTINGS if s.is_secret and texts[s.name]}
 
 
 def _as_text(value: object) -> str:

@@ -125,9 +125,7 @@ def simulate(ranks: int, modules: int, steps: int, period_s: float) -> None:
     with tempfile.TemporaryDirectory() as name:
         out = Path(name)
         (out / "spool").mkdir()
-        command = stepwise_command(
-            out, traced_ranks=ranks, live_check=False, on_finding="", keep_spool=False
-        )
+        command = stepwise_command(out, traced_ranks=ranks, live_check=False, keep_spool=False)
         beside = subprocess.Popen(command, cwd=out)
         made: dict[int, float] = {}
         lags: list[float] = []

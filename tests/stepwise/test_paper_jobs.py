@@ -193,12 +193,14 @@ def test_damage_in_a_replica_is_said_and_the_rest_is_left_alone(tmp_path: Path, 
 
 
 def test_the_command_is_given_each_finding_one_at_a_time(tmp_path: Path):
-    command = FindingCommand("cat >> given; sleep 0.2; echo done >> given", tmp_path)
+    said: list[str] = []
+    command = FindingCommand("cat >> given; sleep 0.2; echo done >> given", tmp_path, said.append)
     command.add(['{"kind": "a"}', '{"kind": "b"}'])
     given = tmp_path / "given"
 
     def is_done() -> bool:
-        assert command.look() == ""
+        command.look()
+        assert said == []
         return given.exists() and given.read_text().count("done") == 2
 
     assert wait_until(is_done)
@@ -206,10 +208,10 @@ def test_the_command_is_given_each_finding_one_at_a_time(tmp_path: Path):
 
 
 def test_a_command_that_fails_is_said(tmp_path: Path):
-    command = FindingCommand("exit 7", tmp_path)
-    command.add(["{}"])
     said: list[str] = []
-    assert wait_until(lambda: said.append(command.look()) or any(said))
+    command = FindingCommand("exit 7", tmp_path, said.append)
+    command.add(["{}"])
+    assert wait_until(lambda: command.look() or said)
     assert said[-1] == "--rs-on-finding: the command ended with 7"
 
 

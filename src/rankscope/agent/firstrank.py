@@ -303,7 +303,7 @@ def _ensure_companions(settings: Settings, run_folder: Path, header: RunHeader) 
         finish_seconds=settings.finish_seconds,
         metrics=settings.metrics,
         live_check=settings.live_check,
-        on_finding=settings.on_finding,
+        run_folder=run_folder,
         parquet=wants_dataset and not trouble,
     )
     _start(command, header.out / COLLECTOR_LOG_NAME, note)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rankscope.capture.torch_internals.compiling import is_compiling
+from rankscope.record.secretwords import without_known_secrets
 
 __all__ = [
     "MAX_FAILURES",
@@ -182,7 +183,7 @@ def describe_error(error: BaseException) -> str:
     Of a long one the beginning and the end: where an exception of another process is raised again,
     what happened stands in its last line.
     """
-    text = _ADDRESS.sub("0x…", text_of(error))
+    text = _ADDRESS.sub("0x…", without_known_secrets(text_of(error)))
     if len(text) <= _MAX_ERROR_CHARACTERS:
         return text
     return f"{text[: _MAX_ERROR_CHARACTERS - _END_CHARACTERS]} … {text[-_END_CHARACTERS:]}"

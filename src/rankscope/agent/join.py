@@ -30,6 +30,7 @@ from rankscope.agent.values.tensorpolicy import make_recorder, tensor_store_of_r
 from rankscope.agent.watchingrecorder import WatchingRecorder
 from rankscope.errors import LayoutError, SpoolError
 from rankscope.layout.layoutfile import LayoutFile
+from rankscope.record.secretwords import without_secrets
 from rankscope.record.streams import MAX_INCARNATIONS, EndReason, RankIdentity, StreamId
 from rankscope.run.eventboard import EventBoard, event_folder
 from rankscope.run.filenames import (
@@ -271,8 +272,8 @@ def define_rank(
             "torch": str(torch.__version__),
             "python": platform.python_version(),
         },
-        argv=[text[:500] for text in sys.argv[:50]],
-        settings=settings.as_text(),
+        argv=[text[:500] for text in without_secrets(sys.argv[:50])],
+        settings=settings.as_recorded(),
         environment={name: os.environ[name] for name in _ENVIRONMENT_SHOWN if name in os.environ},
     )
     if settings.layout is not None:

@@ -11,9 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
-from rankscope.errors import RankscopeError
+from rankscope.errors import RankscopeError, SpoolError
 from rankscope.gather.log import ExitOutcome, log
 from rankscope.record.graceseconds import DRAIN_SECONDS, FINISH_SECONDS
+from rankscope.run.folders import read_run_header
 from rankscope.run.keyfile import read_keys
 
 __all__ = ["main"]
@@ -44,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
                 finish_s=options.finish_seconds,
                 metrics_port=options.metrics,
                 live_check=not options.no_live_check,
-                on_finding=options.on_finding,
+                on_finding=_on_finding(options.run_folder),
                 parquet=options.parquet,
                 keys=None if options.keys is None else read_keys(options.keys, is_collector=True),
             ),
@@ -57,6 +58,17 @@ def main(arguments: list[str] | None = None) -> int:
         if is_full and options.companion == "collector":
             return ExitOutcome.NO_ROOM
         return ExitOutcome.REFUSED
+
+
+def _on_finding(run_folder: Path | None) -> str:
+    """Return the command for findings from `run.json`: it may hold a token, and everybody may read
+    command lines."""
+    try:
+        settings = {} if run_folder is None else read_run_header(run_folder).settings
+    except SpoolError as error:  # the relay has left: the run is over
+        log(f"findings are not handed on: {error}")
+        return ""
+    return settings.get("on-finding", "")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -78,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     collector.add_argument("--metrics", type=int, help="port of the loopback for metrics")
     collector.add_argument("--no-live-check", action="store_true", help="judge nothing meanwhile")
-    collector.add_argument("--on-finding", default="", help="shell command given each finding")
+    collector.add_argument("--run-folder", type=Path, help="this host's: its run.json is read")
     collector.add_argument("--parquet", action="store_true", help="write a dataset too")
     collector.add_argument("--keys", type=Path, help="key file of TCP addresses")
     return parser

@@ -216,12 +216,14 @@ def _stepwise(
         options.out,
         traced_ranks=options.traced_ranks,
         live_check=options.live_check,
-        on_finding=options.on_finding,
         keep_spool=options.keep_spool,
         parquet=options.parquet,
     )
     from_bytes = 0 if options.live_check or options.parquet else GROWS_FROM_BYTES
-    return contextlib.closing(StepwiseProcess(command, options.out, from_bytes=from_bytes))
+    process = StepwiseProcess(
+        command, options.out, from_bytes=from_bytes, on_finding=options.on_finding
+    )
+    return contextlib.closing(process)
 
 
 def _finish(

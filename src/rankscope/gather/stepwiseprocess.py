@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from rankscope.gather.log import log
-from rankscope.run.companions import companion_environment
+from rankscope.run.companions import ON_FINDING_VARIABLE, companion_environment
 from rankscope.spool.replication import replicated
 
 __all__ = ["StepwiseProcess"]
@@ -31,14 +31,18 @@ _END_S: Final = 0.5
 class StepwiseProcess:
     """The process of one collector; nothing of a run depends on it."""
 
-    def __init__(self, command: Sequence[str], out: Path, *, from_bytes: int) -> None:
+    def __init__(
+        self, command: Sequence[str], out: Path, *, from_bytes: int, on_finding: str = ""
+    ) -> None:
         """Start nothing yet.
 
         Args:
             command: starts it, as of `stepwise_command`.
             out: the trace folder.
             from_bytes: of records before which there is nothing to do.
+            on_finding: shell command given each finding, "" for none.
         """
+        self._environment = {**companion_environment(), ON_FINDING_VARIABLE: on_finding}
         self._command, self._out, self._from_bytes = command, out, from_bytes
         self._starts_left = _STARTS
         self._process: subprocess.Popen[bytes] | None = None
@@ -75,7 +79,7 @@ class StepwiseProcess:
                 [*self._command, "--parent", str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,  # its errors go into the collector's log
-                env=companion_environment(),
+                env=self._environment,
                 cwd=self._out,
                 start_new_session=True,
             )

@@ -26,6 +26,7 @@ from rankscope.run.processes import process_name
 __all__ = [
     "GROWS_FROM_BYTES",
     "LONGEST_IPC_PATH",
+    "ON_FINDING_VARIABLE",
     "collector_command",
     "companion_environment",
     "dataset_command",
@@ -42,6 +43,9 @@ LONGEST_IPC_PATH = 107
 """Bytes of a Unix socket's path, its terminating zero left out."""
 GROWS_FROM_BYTES = 64 << 20
 """Of records. A job with fewer gets its tree at the end, in one piece."""
+ON_FINDING_VARIABLE = "RANKSCOPE_ON_FINDING"
+"""Holds a shell command in which a token may stand: variables are for this user's eyes, command
+lines for everybody's."""
 _START_S = 10.0
 
 
@@ -61,7 +65,7 @@ def collector_command(
     finish_seconds: float = FINISH_SECONDS,
     metrics: int | None = None,
     live_check: bool = True,
-    on_finding: str = "",
+    run_folder: Path | None = None,
     parquet: bool = False,
     keys: Path | None = None,
 ) -> list[str]:
@@ -77,7 +81,7 @@ def collector_command(
         finish_seconds: grace for streams that stop although the job is over.
         metrics: port of the loopback on which it serves metrics, None for none.
         live_check: judge steps while the job runs.
-        on_finding: shell command given what is found then, "" for none.
+        run_folder: where `run.json` holds the command of `--rs-on-finding`, if there is one.
         parquet: write steps into a Parquet dataset too.
         keys: key file of TCP addresses.
     """
@@ -91,8 +95,8 @@ def collector_command(
         command += ["--metrics", str(metrics)]
     if not live_check:
         command += ["--no-live-check"]
-    if on_finding:
-        command += ["--on-finding", on_finding]
+    if run_folder is not None:
+        command += ["--run-folder", str(run_folder)]
     if parquet:
         command += ["--parquet"]
     if keys is not None:
@@ -105,14 +109,13 @@ def stepwise_command(
     *,
     traced_ranks: int,
     live_check: bool,
-    on_finding: str,
     keep_spool: bool,
     parquet: bool,
 ) -> list[str]:
     """The command that goes with a running job step by step; arguments as of
-    `collector_command`."""
+    `collector_command`. The variable `ON_FINDING_VARIABLE` holds what is given each finding."""
     command = [*_stepwise(), "--out", str(out)]
-    command += ["--traced-ranks", str(traced_ranks), f"--on-finding={on_finding}"]
+    command += ["--traced-ranks", str(traced_ranks)]
     command += [] if live_check else ["--no-verdicts"]
     command += ["--parquet"] if parquet else []
     return [*command, "--keep-records"] if keep_spool else command

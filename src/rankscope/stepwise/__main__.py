@@ -14,7 +14,9 @@ from types import FrameType
 from typing import Final
 
 from rankscope.errors import RankscopeError
+from rankscope.run.companions import ON_FINDING_VARIABLE
 from rankscope.run.filenames import PARQUET_FOLDER, TRACE_NAME
+from rankscope.stepwise.findingcommand import FindingCommand
 from rankscope.stepwise.findingsfile import FindingsFile
 from rankscope.stepwise.stepjudge import LiveCheck
 from rankscope.stepwise.stepkeeper import KeepSizes, StepKeeper
@@ -78,7 +80,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m rankscope.stepwise", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="trace folder")
     parser.add_argument("--traced-ranks", type=int, help="how many are traced")
-    parser.add_argument("--on-finding", default="", help="shell command given each finding")
     parser.add_argument("--parent", type=int, default=0, help="process without which to end")
     parser.add_argument("--no-verdicts", action="store_true", help="judge nothing")
     parser.add_argument("--keep-records", action="store_true", help="free nothing")
@@ -105,8 +106,9 @@ def main(arguments: list[str] | None = None) -> int:
     out, ranks = options.out, options.traced_ranks
     findings = FindingsFile(out)
     looks: list[Look] = []
+    command = FindingCommand(os.environ.pop(ON_FINDING_VARIABLE, ""), out, findings.say)
     if not options.no_verdicts:
-        looks.append(LiveCheck(findings, traced_ranks=ranks, command=options.on_finding).look)
+        looks.append(LiveCheck(findings, traced_ranks=ranks, command=command).look)
     keeper = StepKeeper(
         out,
         traced_ranks=ranks,
@@ -124,6 +126,7 @@ def main(arguments: list[str] | None = None) -> int:
             lambda: bool(stopped),
         )
     keeper.close()
+    command.close()
     return 0
 
 

@@ -27,18 +27,20 @@ _LOOK_BYTES: Final = 24 << 20
 class LiveCheck:
     """One job, judged step by step."""
 
-    def __init__(self, findings: FindingsFile, *, traced_ranks: int, command: str = "") -> None:
+    def __init__(
+        self, findings: FindingsFile, *, traced_ranks: int, command: FindingCommand | None = None
+    ) -> None:
         """Judge nothing yet.
 
         Args:
             findings: of the trace folder: takes what is found.
             traced_ranks: how many ranks write a stream.
-            command: given each new finding, "" for none.
+            command: given each new finding.
         """
         self._out = out = findings.folder
         self._job = RunningJob(out, traced_ranks=traced_ranks)
         self._findings = findings
-        self._command = FindingCommand(command, out)
+        self._command = command or FindingCommand("", out, findings.say)
         self._judged: list[StepKey] = []
         """The latest, in order."""
         self._stall_ns = 0
@@ -61,9 +63,7 @@ class LiveCheck:
             self._judged = every[-_STEPS_BESIDE:]
         self._judge_a_stall()
         self._make_room()
-        trouble = self._command.look()
-        if trouble:
-            self._findings.say(trouble)
+        self._command.look()
         return is_busy
 
     def _newest(self, keys: list[StepKey]) -> list[StepKey]:

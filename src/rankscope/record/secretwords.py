@@ -1,0 +1,69 @@
+"""Passwords and tokens among the words of a command line, which a trace must not hold."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+__all__ = ["without_known_secrets", "without_secrets"]
+
+_MASK = "***"
+_OPTION = re.compile(r"-[-\w.]*")
+_ASSIGNED = re.compile(r"([\w.-]+)([\"']?\s*[:=]\s*[\"']?)")
+"""A name and what stands between it and its value: `--token=`, `api_key: `, `"password": "`."""
+_QUOTED_OR_WORD = re.compile(
+    r"(?<=\")[^\"]+|(?<=')[^']+|(?:(?:bearer|basic)\s+)?[^\s\"'&,;}\]]*", re.IGNORECASE
+)
+_HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+_SECRET_NAME = re.compile(
+    r"secret|passw|passphrase|credential|apikey|accesskey|webhook|token$|(^|-)key$|signature$"
+    r"|(^|-)(auth|authorization|bearer|cookie|jwt|pat|pwd|sig)(-|$)"
+)
+"""Of a name in lower case, its parts joined by "-". So `--max-tokens` and `--key-dim` are none."""
+_SECRET_VALUE = re.compile(
+    r"(?<=://)[^\s/'\"]*(?=@)"  # user and password of a URL
+    r"|(?<=\bhooks\.slack\.com/services/)\S+|(?<=/api/webhooks/)\S+|(?<=/bot)\d+:[\w-]+"
+    r"|(?<=\b[Bb]earer )\S+"
+    r"|\b(AKIA|ASIA|AIza|eyJ|gh[oprsu]_|github_pat_|glpat-|hf_|npm_|pypi-|sk-|xox[a-z]-)[\w.-]{12,}"
+)
+"""Known without a name: what stands in URLs and headers, and the tokens of well-known services."""
+
+
+def without_secrets(words: Sequence[str]) -> list[str]:
+    """Return the words of a command line with `***` in place of what looks like a secret.
+
+    A secret is the value of a name like token, password, secret or key (`--token X`, `--token=X`,
+    `TOKEN=X`, in a URL, in JSON), the user of a URL, or begins as tokens of well-known services do.
+    More is masked than is secret (`--pad-token`): a word less costs little.
+    """
+    masked = []
+    is_named = False
+    for word in words:
+        is_value = is_named and not word.startswith("--")
+        is_named = _OPTION.fullmatch(word) is not None and _is_secret(word)
+        masked.append(_MASK if is_value else _without_secrets(word))
+    return masked
+
+
+def without_known_secrets(text: str) -> str:
+    """Return a text with `***` in place of the user of a URL, and of what can be nothing but a
+    token; in a sentence a name says less: "unexpected token: int32"."""
+    return _SECRET_VALUE.sub(_MASK, text)
+
+
+def _without_secrets(text: str) -> str:
+    pieces, at = [], 0
+    for name in _ASSIGNED.finditer(text):
+        if name.start() < at or not _is_secret(name[1]):
+            continue
+        value = _QUOTED_OR_WORD.match(text, name.end())
+        is_whole = name.start() == 0 and "=" in name[2]  # one word is one value, blanks and all
+        end = len(text) if is_whole or value is None else value.end()
+        pieces += [text[at : name.end()], _MASK if end > name.end() else ""]
+        at = end
+    return without_known_secrets("".join([*pieces, text[at:]]))
+
+
+def _is_secret(name: str) -> bool:
+    parts = re.findall(r"[a-z0-9]+", _HUMP.sub(" ", name).lower())
+    return _SECRET_NAME.search("-".join(parts)) is not None
