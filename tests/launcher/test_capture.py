@@ -3,9 +3,11 @@ were not."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -113,6 +115,12 @@ def kept(trace: Trace) -> set[tuple[int, str, int]]:
         for view in node.slots
         for rank in view.references()
     }
+
+
+def order_text(**fields: object) -> str:
+    """Return what stands in the file of an order, some of it otherwise."""
+    usual = {"number": time.time_ns(), "steps": 1, "paths": [], "tensors": []}
+    return json.dumps(usual | fields)
 
 
 def capture(job: Launch, *words: object) -> subprocess.CompletedProcess[str]:
@@ -226,6 +234,49 @@ def test_an_order_outlives_a_killed_companion(launch: Start, name: str):
     assert job.wait() == 0, job.logs
     found = traced(job.out)
     assert len(found) == 2 and all(each["first"] == {0, 1} for each in found.values())
+
+
+NO_ORDERS = (
+    order_text(number=10**30),
+    order_text(number=-(10**30)),
+    order_text(number=0),
+    order_text(steps=10**9),
+    order_text(steps=True),
+    order_text(paths=["x" * 4000]),
+    order_text(paths="first"),
+    order_text(number="1e400").replace('"1e400"', "1e400"),
+    order_text(number="9" * 5000).replace('"', " "),
+    "[" * 100_000,
+    "x" * 10_000_000,
+    "",
+)
+
+
+def test_what_is_no_order_ends_no_relay_and_no_rank(launch: Start):
+    job = launch(["", ""])
+    assert is_at(job, 3) and wait_until(lambda: has_records(job))
+    refused = capture(job, "--steps", 10**30)
+    assert refused.returncode == 2 and "expected 1 to 100000" in refused.stderr, refused.stderr
+    (log,) = job.spool.rglob("relay.log")
+    relay, ranks = job.companion("relay"), job.ranks()
+    for number, text in enumerate(NO_ORDERS):
+        for folder in (log.parent, job.out / "spool"):
+            (folder / "order.new").write_text(text)
+            (folder / "order.new").replace(folder / ORDER_NAME)
+        assert wait_until(lambda n=number: log.read_text().count("is no order") == n + 1), (
+            text[:100],
+            job.logs,
+        )
+        assert is_at(job, step_of(job) + 2)
+    os.mkfifo(job.out / "spool" / "pipe")
+    (job.out / "spool" / "pipe").replace(job.out / "spool" / ORDER_NAME)
+    assert wait_until(lambda: log.read_text().count("is no order") > len(NO_ORDERS))
+    assert (job.companion("relay"), job.ranks()) == (relay, ranks), job.logs
+    ordered = capture(job)
+    assert ordered.returncode == 0, (ordered.stdout, ordered.stderr, job.logs)
+    (job.meeting / "go").touch()
+    assert job.wait() == 0, job.logs
+    assert len(traced(job.out)) == 2 and open_trace(job.out).is_complete
 
 
 def test_an_order_ends_with_its_job(launch: Start):

@@ -97,7 +97,7 @@ def _follow(ordering: Ordering, seconds: float, *, has_wishes: bool) -> None:
                     "there has seen the order in this folder",
                     err=True,
                 )
-        if found.is_complete or found.is_job_over or now - began > seconds:
+        if found.is_complete or found.is_job_over or not now - began <= seconds:  # nan
             break
         time.sleep(_LOOK_S)
     if not found.is_job_over and found.first >= 0:

@@ -75,11 +75,13 @@ class OrderWatch:
         if seen in (ABSENT, self._seen):
             return
         order = order_in(self._folder)
-        if order is not None and order_in(self._run_folder) != order:
+        if order is None:
+            log(f"{self._folder / ORDER_NAME} is no order, and is ignored: use rankscope capture")
+        elif order_in(self._run_folder) != order:
             put_order(self._run_folder, order)
             log(f"handed an order to the ranks: {order.text}")
         self._seen = seen
-        self.order = order
+        self.order = order or self.order
 
     def _say(self, order: Order, streams: Iterable[StreamId], told: str) -> None:
         ranks = tuple(sorted({stream.rank for stream in streams}))

@@ -28,6 +28,7 @@ from rankscope.run.filenames import (
     ORDER_SEEN_PREFIX,
     REPLICA_FOLDER,
 )
+from rankscope.run.filepieces import piece_of
 from rankscope.run.folders import RunHeader
 from rankscope.run.prepare import Collection
 from rankscope.run.replacing import read_json_map, replacing, write_by_rename
@@ -53,6 +54,8 @@ OVER: Final = "over"
 MOST_STEPS: Final = 100_000
 _LONGEST: Final = 2048
 """Characters of an order: it is the text of a symbolic link too."""
+_MOST_BYTES: Final = 2 * _LONGEST
+"""Read of its file, in which blanks may stand."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +71,8 @@ class Order:
     """Full tensors to keep besides those of the job's setting."""
 
     def __post_init__(self) -> None:
+        if not 0 < self.number < 1 << 63:  # a copy of the order has it as its time
+            raise SettingError(f"an order of the time {self.number}: expected nanoseconds")
         if not 1 <= self.steps <= MOST_STEPS:
             raise SettingError(f"--steps {self.steps}: expected 1 to {MOST_STEPS}")
         if len(self.text) > _LONGEST:
@@ -144,9 +149,9 @@ def put_order(folder: Path, order: Order) -> None:
 
 
 def order_in(folder: Path) -> Order | None:
-    """Return the last order there, None without one."""
+    """Return the last order there, None without one, or where what is there is none."""
     try:
-        return Order.read((folder / ORDER_NAME).read_bytes())
+        return Order.read(piece_of(folder / ORDER_NAME, 0, _MOST_BYTES))
     except OSError:
         return None
 
@@ -222,7 +227,7 @@ def seen_by(out: Path, number: int) -> list[OrderSeen]:
     """Return what the relays said of an order."""
     found = []
     for path in sorted((out / REPLICA_FOLDER).glob(f"{ORDER_SEEN_PREFIX}*.json")):
-        with contextlib.suppress(SpoolError, KeyError, TypeError, ValueError):
+        with contextlib.suppress(SpoolError, KeyError, TypeError, ValueError, OverflowError):
             fields: dict[str, Any] = read_json_map(path)
             if fields["number"] == number:
                 found.append(
