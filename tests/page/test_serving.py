@@ -101,6 +101,17 @@ def test_a_client_that_says_nothing_holds_up_no_other(source: PageSource) -> Non
         assert asked(server, f"/?token={server.token}")[0] == 200
 
 
+def test_the_threads_are_few_however_many_connect_and_say_nothing(source: PageSource) -> None:
+    with serving(source) as server:
+        before = threading.active_count()
+        silent = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(300)]
+        assert asked(server, f"/?token={server.token}")[0] == 200
+        assert threading.active_count() - before <= 64
+        for each in silent:
+            each.close()
+        assert asked(server, f"/data?token={server.token}")[0] == 200
+
+
 def test_two_servers_have_tokens_of_their_own(source: PageSource) -> None:
     with serving(source) as one, serving(source) as two:
         assert one.token != two.token

@@ -6,9 +6,11 @@ to be asked for, and then speaks TLS alone.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import secrets
+import socket
 import ssl
 import threading
 import time
@@ -30,6 +32,9 @@ __all__ = ["PageServer", "PageSource", "is_loopback"]
 
 _TOKEN_BYTES: Final = 18
 _LEAST_WAIT_S: Final = 2.0
+_MOST_CONNECTIONS: Final = 64
+"""Each has a thread."""
+_ROOM_S: Final = 1.0
 _SHARE: Final = 4
 """Making the page anew may take a fourth of the time."""
 _HEADERS: Final = {
@@ -184,21 +189,48 @@ class _Server(ThreadingHTTPServer):
         self, address: tuple[str, int], source: PageSource, token: str, names: set[str]
     ) -> None:
         if ":" in address[0]:
-            import socket
-
             self.address_family = socket.AF_INET6
         self.source, self.token, self.names = source, token, names
+        self._room = threading.BoundedSemaphore(_MOST_CONNECTIONS)
+        self.idle: dict[socket.socket, None] = {}
+        """Connections that have asked for nothing yet, or for nothing more; the longest first."""
         super().__init__(address, _Handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Have a thread answer; where there are too many, the one goes that is idle the longest."""
+        if not self._room.acquire(blocking=False):
+            with contextlib.suppress(StopIteration, RuntimeError, OSError):
+                longest = next(iter(self.idle))
+                self.idle.pop(longest, None)
+                socket.socket.shutdown(longest, socket.SHUT_RDWR)  # its thread ends
+            if not self._room.acquire(timeout=_ROOM_S):  # all are being answered
+                self.shutdown_request(request)
+                return
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError:  # no thread can be started
+            self._room.release()
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Give the thread's room back in the end."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._room.release()
 
     def finish_request(self, request: Any, client_address: Any) -> None:
         """Speak TLS in the thread of the request: a client that says nothing holds up no other."""
         request.settimeout(30)
         if self.tls is not None:
-            try:
-                request = self.tls.wrap_socket(request, server_side=True)
-            except (OSError, ssl.SSLError):
-                return
-        super().finish_request(request, client_address)
+            request = self.tls.wrap_socket(request, server_side=True, do_handshake_on_connect=False)
+        self.idle[request] = None
+        try:
+            if self.tls is not None:
+                request.do_handshake()
+            super().finish_request(request, client_address)
+        finally:
+            self.idle.pop(request, None)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that goes away is no news."""
@@ -214,6 +246,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer, or say why not."""
+        self.server.idle.pop(self.connection, None)
+        try:
+            self._get()
+        finally:
+            self.server.idle[self.connection] = None
+
+    def _get(self) -> None:
         try:
             asked, is_ours = urlsplit(self.path), self._is_ours()
         except ValueError:
