@@ -11,6 +11,7 @@ handed a number for each module: a job has thousands of them.
 from __future__ import annotations
 
 import importlib
+import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -190,7 +191,7 @@ def _tensorboard(run: Any) -> _Send:
         is_folder = isinstance(run, (str, Path))
         writer = writers.SummaryWriter(str(run)) if is_folder else run
         kept = Path(writer.log_dir).absolute() / page.name
-        kept.write_bytes(page.read_bytes())  # TensorBoard shows no files: its text names this one
+        shutil.copy(page, kept)  # TensorBoard shows no files: its text names this one
         lines = [*(f"{key}: {told}" for key, told in facts.items()), f"page: {kept}"]
         shown = "\n".join(f"    {line}" for line in lines)  # as code: nothing in it is markup
         writer.add_text("rankscope", shown, step)

@@ -128,11 +128,12 @@ def carry_chunks(
                     moved.discard(target)
                     moved.update([target] if life != stream else [])
     for target, path in best.items():
-        target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for folder in (target.parents[1], target.parent):
+            folder.mkdir(mode=0o700, exist_ok=True)
         try:
-            (shutil.copyfile if target in moved else os.link)(path, target)  # headers change
+            (shutil.copy if target in moved else os.link)(path, target)  # headers change
         except OSError:  # another disk, or one without hard links
-            shutil.copyfile(path, target)
+            shutil.copy(path, target)
 
 
 def _worth(path: Path) -> tuple[bool, int]:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from rankscope.chunks.chunkheader import LENGTH_BYTES, entry_text
 from rankscope.errors import FolderError
 from rankscope.record.dtypes import STORED_TYPES
+from rankscope.run.replacing import replacing
 from rankscope.run.reserving import reserve
 
 __all__ = ["Outgoing", "can_link_tensors", "link_tensor", "write_tensor", "write_tensors"]
@@ -50,26 +51,15 @@ def write_tensors(out: Path, tensors: Sequence[Outgoing]) -> int:
         header[key] = {"dtype": stored.name, "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
     head = _framed(json.dumps(header, separators=(",", ":")).encode("utf-8", "replace"))
-    draft = target.with_name(f".{target.name}.{os.getpid()}.new")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        descriptor = os.open(draft, flags, 0o666)
-    except OSError as error:
-        raise _refusal(out, error) from error
-    try:
-        with os.fdopen(descriptor, "wb") as file:
+        with replacing(target) as file:
             file.write(head)
             for key, dtype, shape, make in tensors:
                 data = make()
                 assert data.nbytes == STORED_TYPES[dtype].nbytes(shape), key
                 file.write(data.data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, target)
     except OSError as error:
         raise _refusal(out, error) from error
-    finally:
-        draft.unlink(missing_ok=True)
     return len(head) + offset
 
 

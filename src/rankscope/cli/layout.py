@@ -29,6 +29,7 @@ def command(
     from rankscope.cli.terminal import opened, say_unread
     from rankscope.diagnosis.layoutproposal import propose_layout
     from rankscope.errors import LayoutError
+    from rankscope.run.replacing import new_file
 
     if out is not None and not out.parent.is_dir():
         raise LayoutError(f"{out}: there is no folder {out.parent}; make it, or give another file")
@@ -41,8 +42,8 @@ def command(
         echo(text, is_line=False, end="")
         return
     try:
-        with out.open("x") as file:
-            file.write(text)
+        with new_file(out) as file:
+            file.write(text.encode())
     except FileExistsError:
         raise LayoutError(f"{out}: exists; give a new file with --out") from None
     except OSError as error:

@@ -15,9 +15,10 @@ One step is in memory at a time as the nodes of its tree, and of its rows one ro
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from types import TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,6 +32,7 @@ from rankscope.export.subset import Selection
 from rankscope.record.call import CallStatus
 from rankscope.record.statistics import COUNTS, NUMBERS
 from rankscope.run.filenames import Progress
+from rankscope.run.replacing import replacing
 from rankscope.tree.digests import Columns, Fold
 from rankscope.tree.slotview import SlotView
 from rankscope.tree.views import Node, Step, Trace
@@ -227,29 +229,28 @@ class _Table:
 
     def __init__(self, path: Path, schema: Any, about: dict[str, str]) -> None:
         self._path, self._schema = path, schema.with_metadata(about)
-        self._draft = path.with_name(f".{path.name}.{os.getpid()}.new")
+        self._closing = ExitStack()
         self._writer: Any = None
         self.rows = 0
 
     def __enter__(self) -> _Table:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
-            if self._writer is not None:
-                self._writer.close()
-                if kind is None:
-                    with self._draft.open("rb") as file:
-                        os.fsync(file.fileno())
-                    os.replace(self._draft, self._path)
-        finally:
-            self._draft.unlink(missing_ok=True)
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._closing.__exit__(kind, error, trace)
 
     def add(self, columns: dict[str, Any]) -> None:
         """Append a row group."""
         if self._writer is None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._writer = pq.ParquetWriter(self._draft, self._schema, compression="zstd")
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            file = self._closing.enter_context(replacing(self._path))
+            writer = pq.ParquetWriter(file, self._schema, compression="zstd")
+            self._writer = self._closing.enter_context(writer)
         arrays = [_array(columns[field.name], field.type) for field in self._schema]
         table = pa.Table.from_arrays(arrays, schema=self._schema)
         self._writer.write_table(table, row_group_size=ROWS_A_GROUP)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rankscope.errors import FolderError
+from rankscope.run.replacing import sync_by_name
 
 __all__ = ["ExportPlace", "claimed"]
 
@@ -46,7 +47,7 @@ def claimed(out: Path, *, is_folder: bool) -> Iterator[ExportPlace]:
         if is_folder:
             place.target.mkdir()
         yield place
-        _sync(place.target)
+        _settle(place.target)
         _check_free(name, is_folder=is_folder)  # somebody else may have been quicker
         os.replace(place.target, name)
     finally:
@@ -61,11 +62,9 @@ def _check_free(name: Path, *, is_folder: bool) -> None:
     raise FolderError(f"{name} exists: give a new name with --out, or remove it")
 
 
-def _sync(path: Path) -> None:
-    """Have it on the disk before it gets its name."""
+def _settle(path: Path) -> None:
+    """Make it readable by its owner alone, as the trace is, whatever wrote it, and have it on the
+    disk before it gets its name."""
     for each in [path, *path.rglob("*")] if path.is_dir() else [path]:
-        descriptor = os.open(each, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        each.chmod(0o700 if each.is_dir() else 0o600)
+        sync_by_name(each)

@@ -26,6 +26,7 @@ from rankscope.gather.protocol import (
     Message,
 )
 from rankscope.record.streams import StreamId
+from rankscope.run.replacing import sync_by_name
 
 __all__ = ["ReceivedChunks"]
 
@@ -122,6 +123,7 @@ class ReceivedChunks:
             return ChunkAt(stream, chunk, 0)
         os.fsync(descriptor)  # the relay removes its own once it is told
         os.replace(self._part(stream, chunk), self._path(stream, chunk))
+        sync_by_name(self._path(stream, chunk).parent)
         self._whole[stream] = self._whole_bytes(stream) + length
         self._forget(stream)
         return ChunkSeen(stream, chunk)

@@ -20,11 +20,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rankscope.errors import FolderError, SpoolError
-from rankscope.gather.replicasync import Unsynced, sync_by_name
+from rankscope.gather.replicasync import Unsynced
 from rankscope.record.streams import MAX_INCARNATIONS, StreamId
 from rankscope.run.filenames import CELLS_SUFFIX, REPLICA_FOLDER, RUN_ID_NAME
 from rankscope.run.filepieces import bytes_on_disk
 from rankscope.run.ownership import own_subfolder
+from rankscope.run.replacing import sync_by_name
 from rankscope.spool.origin import UNKNOWN, origin_of, origin_text
 from rankscope.spool.recordformat import CELL_BYTES
 from rankscope.spool.replication import replica_path, replicated

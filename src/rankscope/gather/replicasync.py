@@ -11,8 +11,9 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 
 from rankscope.record.streams import StreamId
+from rankscope.run.replacing import sync_by_name
 
-__all__ = ["BackgroundSync", "Unsynced", "sync_by_name"]
+__all__ = ["BackgroundSync", "Unsynced"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,19 +41,6 @@ class Unsynced:
                         sync_by_name(path)
         finally:
             os.close(self.descriptor)
-
-
-def sync_by_name(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on disk.
-
-    Raises:
-        OSError: they are not.
-    """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class BackgroundSync:

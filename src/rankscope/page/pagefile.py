@@ -19,6 +19,7 @@ from rankscope.page.checkpage import EVERYTHING, PageWish, check_page
 from rankscope.page.pagecontent import PageContent
 from rankscope.record.visibletext import visible
 from rankscope.run.filenames import Progress
+from rankscope.run.replacing import new_file
 from rankscope.tree.views import Trace
 
 __all__ = ["page_html", "served_data", "write_file", "write_page"]
@@ -87,8 +88,7 @@ def write_file(content: PageContent, out: Path) -> Path:
             )
         new = place.with_name(f".{secrets.token_hex(8)}.html")
         try:
-            opened = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with open(opened, "wb") as file:
+            with new_file(new) as file:
                 file.write(page_html(content).encode("utf-8", "xmlcharrefreplace"))
             os.replace(new, place)
         finally:

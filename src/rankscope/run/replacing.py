@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from typing import Any, BinaryIO
 
 from rankscope.errors import SpoolError
 
-__all__ = ["read_json_map", "replacing", "write_by_rename"]
+__all__ = ["new_file", "read_json_map", "replacing", "sync_by_name", "write_by_rename"]
 _LARGEST_JSON = 16 << 20
 
 
@@ -34,30 +35,58 @@ def read_json_map(path: Path) -> dict[str, Any]:
     return decoded
 
 
+def new_file(path: Path) -> BinaryIO:
+    """Make a file for this user alone (0600), as a trace is and all that is written out of one;
+    return it, open to be written.
+
+    Raises:
+        OSError: it cannot be made, or something has its name.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    return os.fdopen(os.open(path, flags, 0o600), "wb")
+
+
+def sync_by_name(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on disk.
+
+    Raises:
+        OSError: they are not.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems sync no folders
+            raise
+    finally:
+        os.close(descriptor)
+
+
 @contextmanager
 def replacing(path: Path, *, is_synced: bool = True) -> Iterator[BinaryIO]:
     """Give a new file (0600) that takes the place of `path` when the block ends.
 
     Args:
         path: its place.
-        is_synced: see that the bytes are on disk before they are seen there.
+        is_synced: see that the bytes are on disk before they are seen there, and then their name:
+            what they were made from may go after this.
 
     Raises:
         OSError: it cannot be written; the draft is gone then: a full disk has better use for it.
     """
     draft = path.with_name(f".{path.name}.{os.getpid()}.new")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         draft.unlink(missing_ok=True)  # of a process that died with our number, or somebody's
-        with os.fdopen(os.open(draft, flags, 0o600), "wb") as file:
+        with new_file(draft) as file:
             yield file
             if is_synced:
                 file.flush()
                 os.fsync(file.fileno())
         os.replace(draft, path)
-    except OSError:
+        if is_synced:
+            sync_by_name(path.parent)
+    finally:
         draft.unlink(missing_ok=True)
-        raise
 
 
 def write_by_rename(path: Path, text: str) -> None:

@@ -161,12 +161,6 @@ def write_settled(replica: Path, prefix: SettledPrefix) -> None:
     with replacing(path) as file:
         file.write(numbers + _CRC.pack(zlib.crc32(numbers)))
         file.write(prefix.kept)
-    with contextlib.suppress(OSError):  # some file systems sync no folders
-        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
 
 
 def lock_for_reading(descriptor: int) -> None:

@@ -96,7 +96,7 @@ def write_golden(source: TraceSource, file: Path, *, has_samples: bool) -> int:
     raw += b"".join(np.ascontiguousarray(each).tobytes() for each in columns.values())
     packed = lzma.compress(raw, preset=9 | lzma.PRESET_EXTREME)
     file.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(file) as out:
+    with replacing(file.resolve()) as out:  # where a link points to
         out.write(packed)
     return len(packed)
 

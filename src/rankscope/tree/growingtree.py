@@ -27,6 +27,7 @@ from rankscope.record.call import Mode
 from rankscope.record.streams import MAX_RANKS
 from rankscope.run.filenames import INDEX_FORMAT, INDEX_NAME, REPLICA_FOLDER, STEPS_FOLDER
 from rankscope.run.ownership import own_subfolder
+from rankscope.run.replacing import new_file, sync_by_name
 from rankscope.tree.finishedtrace import file_faults
 from rankscope.tree.schemacheck import check_json
 from rankscope.tree.stepfiles import nodes_path, values_path, write_nodes
@@ -202,9 +203,9 @@ class GrowingTree:
         Raises:
             OSError: it cannot be.
         """
-        for path in self._unsynced:
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
+        if self._unsynced:
+            for path in (*self._unsynced, self._index.parent, self.out):  # the last two for names
+                sync_by_name(path)
         self._unsynced = []
 
     def add_rest(self, document: Document) -> TreePart:
@@ -231,7 +232,8 @@ class GrowingTree:
         if self.written:
             folder.mkdir(mode=0o700, exist_ok=True)
             known = self._read()[: self._size]  # another process may write on
-            (folder / INDEX_NAME).write_bytes(known)
+            with new_file(folder / INDEX_NAME) as file:
+                file.write(known)
         faults: list[str] = []
         for part in self.parts():
             faults += file_faults(self.out, part.steps, [part.values], MAX_RANKS)
@@ -244,7 +246,7 @@ class GrowingTree:
                 try:
                     os.link(source, folder / source.name)
                 except OSError:  # another disk, or one without hard links
-                    shutil.copyfile(source, folder / source.name)
+                    shutil.copy(source, folder / source.name)
         self.out, self._index = out, folder / INDEX_NAME
         return faults
 
