@@ -37,7 +37,7 @@ _SIZE = re.compile(r"^(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b)?$", re.IGNORECASE)
 _MOST_RANKS = 1 << 20
 _MOST_ROUNDINGS = 16
 SET = "set"
-"""Stands for the text of a secret setting where others may read it."""
+"""Stands for the text of a secret setting."""
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 

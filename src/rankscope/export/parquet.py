@@ -18,7 +18,6 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -236,13 +235,8 @@ class _Table:
     def __enter__(self) -> _Table:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._closing.__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> None:
+        self._closing.__exit__(*error)
 
     def add(self, columns: dict[str, Any]) -> None:
         """Append a row group."""

@@ -61,14 +61,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _on_finding(run_folder: Path | None) -> str:
-    """Return the command for findings from `run.json`: it may hold a token, and everybody may read
-    command lines."""
+    """Return the command for findings from `run.json`: everybody may read command lines."""
     try:
-        settings = {} if run_folder is None else read_run_header(run_folder).settings
-    except SpoolError as error:  # the relay has left: the run is over
-        log(f"findings are not handed on: {error}")
+        return "" if run_folder is None else read_run_header(run_folder).settings["on-finding"]
+    except (SpoolError, KeyError):  # the relay has left: the run is over
         return ""
-    return settings.get("on-finding", "")
 
 
 def _parser() -> argparse.ArgumentParser:

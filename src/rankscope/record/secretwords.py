@@ -32,9 +32,7 @@ _SECRET_VALUE = re.compile(
 def without_secrets(words: Sequence[str]) -> list[str]:
     """Return the words of a command line with `***` in place of what looks like a secret.
 
-    A secret is the value of a name like token, password, secret or key (`--token X`, `--token=X`,
-    `TOKEN=X`, in a URL, in JSON), the user of a URL, or begins as tokens of well-known services do.
-    More is masked than is secret (`--pad-token`): a word less costs little.
+    More is masked than is secret (`--pad-token X`): a word less costs little.
     """
     masked = []
     is_named = False

@@ -16,11 +16,12 @@ from typing import Final
 
 from rankscope.record.timetext import utc_text
 from rankscope.run.companions import ON_FINDING_VARIABLE
-from rankscope.run.filenames import FINDINGS_FORMAT, FINDINGS_NAME
+from rankscope.run.filenames import FINDINGS_FORMAT
 from rankscope.run.outfolder import typed
 
 __all__ = ["FindingCommand"]
 
+_COMMAND: Final = "--rs-on-finding: the command"
 _COMMAND_S: Final = 60.0
 _MOST_WAITING: Final = 16
 _SHELL: Final = f'eval "unset {ON_FINDING_VARIABLE}\n${ON_FINDING_VARIABLE}"'
@@ -90,19 +91,16 @@ class FindingCommand:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._running.pid, signal.SIGKILL)  # with whatever it has started
             self._running.wait()
-            self._complain(f"was ended after {_COMMAND_S:.0f} s")
+            self._say(f"{_COMMAND} was ended after {_COMMAND_S:.0f} s")
         elif code:
-            self._complain(f"ended with {code}")
+            self._say(f"{_COMMAND} ended with {code}")
         self._running = None
         return False
 
     def _summary(self) -> str:
-        check = typed("check", self._folder)
-        text = f"{self._more} more findings, all in {FINDINGS_NAME}: {check}"
-        found = utc_text(time.time_ns())
-        return json.dumps(
-            {"format": FINDINGS_FORMAT, "found": found, "text": text, "more": self._more}
-        )
+        text = f"{self._more} more findings: {typed('check', self._folder)}"
+        fields = {"found": utc_text(time.time_ns()), "text": text, "more": self._more}
+        return json.dumps({"format": FINDINGS_FORMAT, **fields})
 
     def _start(self, line: str, before: str = "", *words: str) -> None:
         with tempfile.TemporaryFile() as given:
@@ -119,8 +117,5 @@ class FindingCommand:
                     start_new_session=True,
                 )
             except OSError as error:
-                self._complain(f"cannot be started: {error.strerror}")
+                self._say(f"{_COMMAND} cannot be started: {error.strerror}")
         self._began = time.monotonic()
-
-    def _complain(self, trouble: str) -> None:
-        self._say(f"--rs-on-finding: the command {trouble}")
