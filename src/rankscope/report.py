@@ -77,10 +77,7 @@ def to(
         known = ", ".join(_TRACKERS)
         raise TrackerError(f"{tracker!r} is no tracker that is known", f"choose from {known}")
     send = _TRACKERS[tracker](run)
-    with (
-        opened_trace(trace) as found,
-        tempfile.TemporaryDirectory(prefix="rankscope-") as folder,
-    ):
+    with opened_trace(trace) as found, tempfile.TemporaryDirectory(prefix="rankscope-") as folder:
         name = _PAGE_NAME if step is None else f"{_PAGE_NAME}-step{step}"
         page, report = _written(found, Path(folder) / f"{name}.html", layout)
         send(_facts(found, report), page, step)

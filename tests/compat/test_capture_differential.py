@@ -6,6 +6,7 @@ import copy
 import json
 import subprocess
 import sys
+import warnings
 from typing import Any
 
 import pytest
@@ -220,6 +221,21 @@ def test_a_migrated_model_keeps_no_hook_and_no_attribute(make: Any) -> None:
     for name, module in ours.named_modules():
         assert not module._forward_hooks and not module._forward_hooks_with_kwargs, name
         assert set(vars(module)) == before[name], name
+
+
+def test_attentions_that_sdpa_does_not_compute_are_empty_as_there_and_said() -> None:
+    """Said by the model that was asked, once; there, not at all."""
+    model, class_name, config, inputs, _ = llama()
+    config._attn_implementation = "sdpa"
+    theirs, ours = pair(model, class_name, config)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert theirs(**inputs, output_attentions=True).attentions == ()
+    with pytest.warns(UserWarning, match="'sdpa' computes no weights") as said:
+        assert ours(**inputs, output_attentions=True).attentions == ()
+    assert len(said) == 1
+    ours.set_attn_implementation("eager")
+    assert len(ours(**inputs, output_attentions=True).attentions) == 3
 
 
 @pytest.mark.soak

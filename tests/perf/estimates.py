@@ -14,14 +14,15 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
-from rankscope.diagnosis.comparison.diff import distances
+from rankscope.diagnosis.comparison.diff import diff
 from rankscope.diagnosis.comparison.tolerances import Tolerances
-from rankscope.tree.reader import open_trace
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TOPOLOGIES = (("ddp", 2), ("tensor_parallel", 2), ("fsdp2_tp", 4))
@@ -50,11 +51,22 @@ def trace(folder: Path, example: str, ranks: int, dtype: str, options: list[str]
     return out
 
 
+def distances(ref: Path, test: Path, *, tensors: bool) -> dict[Any, Mapping[Any, float]]:
+    """{step: {value: relative L2 distance}}."""
+    found = {}
+
+    def note(step: Any, differences: Any, _: Any) -> None:
+        found[step] = differences.errors
+
+    diff(ref, test, tensors=tensors, each_step=note)
+    found.pop(None, None)  # setup
+    return found
+
+
 def show(ref: Path, test: Path) -> None:
     """Print how estimates stand to true distances, of values that are further off than sketches
     tell."""
-    traces = open_trace(ref), open_trace(test)
-    true, guessed = (distances(*traces, tensors=reads) for reads in (True, False))
+    true, guessed = (distances(ref, test, tensors=reads) for reads in (True, False))
     pairs = [
         (own[key], guessed[step][key])
         for step, own in true.items()

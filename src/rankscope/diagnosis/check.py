@@ -59,6 +59,7 @@ from rankscope.tree.views import Step, Trace
 
 __all__ = ["check"]
 
+EachStep = Callable[[StepView, CheckContext], None]
 Rule = Callable[[StepView, CheckContext], Iterator[Candidate]]
 STEP_RULES: Final[tuple[Rule, ...]] = (
     nonfinite_origins,
@@ -97,7 +98,7 @@ def check(
     layouts: LayoutFile | None = None,
     *,
     progress: Progress | None = None,
-    each_step: Callable[[StepView, CheckContext], None] | None = None,
+    each_step: EachStep | None = None,
 ) -> Report:
     """Say what is wrong in a trace, without a reference.
 
@@ -117,10 +118,7 @@ def check(
 
 
 def _checked(
-    trace: Trace,
-    layouts: LayoutFile | None,
-    progress: Progress | None,
-    each_step: Callable[[StepView, CheckContext], None] | None,
+    trace: Trace, layouts: LayoutFile | None, progress: Progress | None, each_step: EachStep | None
 ) -> Report:
     context = _context(trace, layouts)
     steps = [*trace.setup, *trace.steps]

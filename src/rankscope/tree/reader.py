@@ -163,22 +163,16 @@ def open_trace(
     progress: Progress | None = None,
     takes_golden: bool = False,
 ) -> Trace:
-    """Return the trace that is meant, the same object where it is open already.
-
-    A folder without trace.json is assembled in memory from what the ranks have sent so far, and
-    says so (`is_written`, `is_live`); where every rank has ended and a collector is about to write
-    the tree, it is waited for.
+    """Open a trace as `rankscope.open_trace` does, but for its tensors; the one place that says
+    what a trace is.
 
     Args:
         given: the trace; default the one this is inside of, or the newest rankscope-* folder here.
-        wait_s: how long to wait for a collector that is finishing.
-        progress: told what is being done, for anything that takes long.
+        wait_s, progress: as there.
         takes_golden: a golden file is a trace too.
 
     Raises:
-        FolderError: no such folder, an empty one, or something else than a place of a trace.
-        TraceError: not a trace, or a damaged one.
-        TraceVersionError: a newer format than this reader knows.
+        FolderError, TraceError, TraceVersionError: as there.
     """
     if isinstance(given, Trace):
         return given

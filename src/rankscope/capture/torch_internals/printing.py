@@ -1,4 +1,4 @@
-"""How the program has torch print tensors (`torch.set_printoptions`)."""
+"""How the program has torch print tensors: `torch.set_printoptions`."""
 
 from __future__ import annotations
 
@@ -9,14 +9,11 @@ __all__ = ["PrintOptions", "print_options"]
 
 
 class PrintOptions(NamedTuple):
-    """torch's own values, where the program has not set others."""
+    """As torch names and begins with them."""
 
     precision: int = 4
-    """Digits behind the point."""
     threshold: float = 1000
-    """A tensor of more elements is shown by its edges."""
     edgeitems: int = 3
-    """Items at each edge."""
 
 
 def print_options() -> PrintOptions:

@@ -18,20 +18,28 @@ from torch import nn
 
 from rankscope.capture.torch_internals.autograd import current_graph_task
 from rankscope.capture.torch_internals.compiling import (
+    constant_while_tracing,
     hook_while_tracing,
     is_compiled_in_place,
     unhook_after_tracing,
     unseen_by_compiler,
 )
 from rankscope.compat.outputs.captureplan import DECLARATION, modules_to_record, paths_to_record
-from rankscope.compat.outputs.flags import Parameters, config_value, requested, selection
-from rankscope.compat.outputs.result import as_tuple, last_state_of, with_recorded
+from rankscope.compat.outputs.flags import (
+    WITH_ATTENTIONS,
+    Parameters,
+    config_value,
+    requested,
+    selection,
+)
+from rankscope.compat.outputs.result import as_tuple, last_state_of, value_in, with_recorded
 from rankscope.compat.outputs.states import (
     INNERMOST,
     TRACED,
     Capture,
     begin_eagerly,
     begin_traced,
+    capture_around,
     end_eagerly,
     end_traced,
     meet_transformers,
@@ -81,14 +89,17 @@ def _captured(func: Callable[..., Any], *, is_tied: bool) -> Callable[..., Any]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         config = getattr(self, "config", None)
         return_dict = kwargs.pop("return_dict", None)
-        if return_dict is None:
+        outer = capture_around(self, forward)
+        if return_dict is None and outer is None:
             return_dict = config_value(config, "return_dict")
         declared = getattr(self, DECLARATION, None) or {}
         flags = requested(config, declared, parameters, args, kwargs)
         parameters.drop_unknown(declared, kwargs)
         call = functools.partial(func, self, *args, **kwargs)
         if flags:
-            outputs = _capture(self, flags, call, is_tied)
+            outputs = _capture(self, forward, flags, call, is_tied)
+        elif outer is not None:
+            outputs = call()
         else:
             outputs = _without_capture(call)
         return as_tuple(outputs) if return_dict is False else outputs
@@ -97,11 +108,12 @@ def _captured(func: Callable[..., Any], *, is_tied: bool) -> Callable[..., Any]:
 
 
 def _capture(
-    model: nn.Module, flags: dict[str, Any], call: Callable[[], Any], is_tied: bool
+    model: nn.Module, forward: Any, flags: dict[str, Any], call: Callable[[], Any], is_tied: bool
 ) -> Any:
-    keys, selected = tuple(flags), selection(flags.get("hidden_states", True))
+    capture = Capture(flags, selection(flags.get("hidden_states", True)), model, forward)
     run = _run_traced if torch.compiler.is_dynamo_compiling() else _run
-    outputs, values = run(model, keys, selected, call)
+    outputs = run(capture, call)
+    values = capture.close()
     states = values.get("hidden_states")
     if states and states[-1] is not None:
         configured = config_value(getattr(model, "config", None), "tie_last_hidden_states")
@@ -109,74 +121,84 @@ def _capture(
         if last is not None and (is_tied if configured is None else configured):
             states[-1] = last
     recorded = {key: tuple(found) for key, found in values.items()}
+    for key in flags:
+        given = value_in(outputs, key)
+        if not recorded[key] and isinstance(given, tuple) and given:
+            del recorded[key]  # a captured model that this forward calls gave it
+    empty = tuple(key for key, found in recorded.items() if not found and key not in capture.said)
+    _warn_of_nothing(model, empty, tuple(capture.absent))
     return with_recorded(outputs, recorded, type(model).__name__)
 
 
-def _run(
-    model: nn.Module,
-    keys: tuple[str, ...],
-    selected: tuple[int, ...] | None,
-    call: Callable[[], Any],
-) -> tuple[Any, dict[str, list[Any]]]:
-    capture = Capture(keys, selected, current_graph_task())
+def _run(capture: Capture, call: Callable[[], Any]) -> Any:
+    capture.graph_task = current_graph_task()
     record = unseen_by_compiler(record_eagerly)
+    hook_forward = nn.Module.register_forward_hook  # a scripted module's own only refuses
     handles = [
-        module.register_forward_hook(functools.partial(record, capture, taps), with_kwargs=True)
-        for module, taps in modules_to_record(model, keys)
+        hook_forward(module, functools.partial(record, capture, taps), with_kwargs=True)
+        for module, taps in modules_to_record(capture.model, tuple(capture.values))
     ]
     begun = begin_eagerly(capture)
     try:
-        outputs = call()
+        return call()
     finally:
         end_eagerly(*begun)
         for handle in handles:
             handle.remove()
-    values = capture.close()
-    if handles and not all(values.values()):
-        _warn_of_compiled(model, [key for key, found in values.items() if not found])
-    return outputs, values
 
 
-def _warn_of_compiled(model: nn.Module, keys: list[str]) -> None:
-    """Say why nothing was recorded where the reason may be that torch.compile left no hook in."""
+@constant_while_tracing
+def _warn_of_nothing(model: nn.Module, keys: tuple[str, ...], absent: tuple[str, ...]) -> int:
+    """Say why nothing was recorded for some outputs; Python shows it once. In the place of those
+    that are `absent` a module returned None. Return 0, for torch.compile.
+    """
+    # those that come with attentions are empty in many a right model
+    new = [key for key in keys if key not in WITH_ATTENTIONS]
+    if new:
+        why = _why_nothing(model, {*absent} & {*new})
+        warnings.warn(f"nothing was recorded for {', '.join(new)}: {why}", stacklevel=4)
+    return 0
+
+
+def _why_nothing(model: nn.Module, absent: set[str]) -> str:
+    if absent:
+        attention = config_value(getattr(model, "config", None), "_attn_implementation")
+        text = f"the modules that should give {', '.join(sorted(absent))} returned None"
+        has_reason = "attentions" in absent and attention not in (None, "eager")
+        reason = f": {attention!r} computes no weights, attn_implementation='eager' does"
+        return text + reason if has_reason else text
     for path, module in model.named_modules():
-        wrapper = getattr(module, "_orig_mod", None)
-        if wrapper is not None or is_compiled_in_place(module):
-            warnings.warn(
-                f"nothing was recorded for {', '.join(keys)}: {path} was compiled before its first "
-                "capture, and compiled code does not see hooks that come later. Compile after a "
-                "first capture, or compile the whole model",
-                stacklevel=5,
+        if getattr(module, "_orig_mod", None) is not None or is_compiled_in_place(module):
+            return (
+                f"{path} was compiled before its first capture, and compiled code does not see "
+                "hooks that come later. Compile after a first capture, or compile the whole model"
             )
-            return
+    return (
+        f"no module that {type(model).__name__}.{DECLARATION} names was seen to run: there is "
+        "none, the forward did not call it, it is inside a TorchScript module, or transformers' "
+        "capture_outputs took what it returned"
+    )
 
 
-def _run_traced(
-    model: nn.Module,
-    keys: tuple[str, ...],
-    selected: tuple[int, ...] | None,
-    call: Callable[[], Any],
-) -> tuple[Any, dict[str, list[Any]]]:
+def _run_traced(capture: Capture, call: Callable[[], Any]) -> Any:
     """Do the same in a way that torch.compile can follow: constants for the choice of modules, and
     hooks that exist for the trace alone.
     """
     if not torch.compiler.is_dynamo_compiling():  # tracing failed since this was chosen
-        return _run(model, keys, selected, call)
-    capture = Capture(keys, selected, -1)
+        return _run(capture, call)
     hooked = [
         hook_while_tracing(
-            model.get_submodule(path), functools.partial(record_traced, capture, taps)
+            capture.model.get_submodule(path), functools.partial(record_traced, capture, taps)
         )
-        for path, taps in paths_to_record(model, keys)
+        for path, taps in paths_to_record(capture.model, tuple(capture.values))
     ]
     begun = begin_traced(capture)
     try:
-        outputs = call()
+        return call()
     finally:
         end_traced(*begun)
         for tables in reversed(hooked):
             unhook_after_tracing(*tables)
-    return outputs, capture.close()
 
 
 def _without_capture(call: Callable[[], Any]) -> Any:

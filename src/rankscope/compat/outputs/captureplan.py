@@ -121,7 +121,7 @@ def _read(model: nn.Module) -> tuple[list[nn.Module | None], _ModelShape]:
         counts.append(len(children))
         if children:
             modules += children.values()
-            names += children
+            names += children.keys()
             if len(modules) > _MOST:
                 raise RecursionError(f"{type(model).__name__} holds itself, at some depth")
     return modules, _ModelShape(list(map(type, modules)), names, counts)
@@ -152,14 +152,25 @@ def _choose(
         taps: dict[Tap, None] = {}
         for watch in covering[position]:
             if watch.key in keys and watch.covers(module, path):
-                first = _first_parameter(type(module).forward) if watch.takes_first_input else None
+                first = _first_parameter(module) if watch.takes_first_input else None
                 taps[watch.key, watch.index, first] = None
         if taps:
             places.append(_RecordedModule(position, tuple(taps)))
     return tuple(places)
 
 
-@functools.lru_cache(maxsize=1024)
-def _first_parameter(forward: Callable[..., Any]) -> str:
-    names = list(inspect.signature(forward).parameters)
+def _first_parameter(module: nn.Module) -> str:
+    schema: Any = getattr(module.forward, "schema", None)
+    if schema:  # TorchScript, whose class has no forward
+        names = [each.name for each in schema.arguments]
+    else:
+        names = _parameters(type(module).forward)
     return names[1] if len(names) > 1 else ""
+
+
+@functools.lru_cache(maxsize=1024)
+def _parameters(forward: Callable[..., Any]) -> list[str]:
+    try:
+        return list(inspect.signature(forward).parameters)
+    except (TypeError, ValueError):  # written in C
+        return []

@@ -11,9 +11,9 @@ import operator
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-__all__ = ["Parameters", "config_value", "requested", "selection"]
+__all__ = ["WITH_ATTENTIONS", "Parameters", "config_value", "requested", "selection"]
 
-_WITH_ATTENTIONS = ("cross_attentions", "mask_decoder_attentions")
+WITH_ATTENTIONS = ("cross_attentions", "mask_decoder_attentions")
 """Outputs that `output_attentions` asks for too, where they have no flag of their own."""
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -92,7 +92,7 @@ def requested(
     found = {}
     for key in declared:
         own = f"output_{key}"
-        names = (own, "output_attentions") if key in _WITH_ATTENTIONS else (own,)
+        names = (own, "output_attentions") if key in WITH_ATTENTIONS else (own,)
         flag = None
         for name in names:
             if flag is None:

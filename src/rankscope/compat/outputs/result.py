@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
-__all__ = ["as_tuple", "last_state_of", "with_recorded"]
+__all__ = ["as_tuple", "last_state_of", "value_in", "with_recorded"]
 
 _LAST_STATES = ("vision_hidden_states", "last_hidden_state")
 
@@ -14,10 +14,15 @@ _LAST_STATES = ("vision_hidden_states", "last_hidden_state")
 def last_state_of(outputs: Any) -> Any:
     """Return the last hidden state that a forward gives itself, None where it gives none."""
     for name in _LAST_STATES:
-        value = outputs.get(name) if isinstance(outputs, dict) else getattr(outputs, name, None)
+        value = value_in(outputs, name)
         if value is not None:
             return value
     return None
+
+
+def value_in(outputs: Any, name: str) -> Any:
+    """Return what a forward gives under a name, None where it gives nothing."""
+    return outputs.get(name) if isinstance(outputs, dict) else getattr(outputs, name, None)
 
 
 def with_recorded(outputs: Any, recorded: dict[str, tuple[Any, ...]], model: str) -> Any:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextvars
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ __all__ = [
     "Tap",
     "begin_eagerly",
     "begin_traced",
+    "capture_around",
     "end_eagerly",
     "end_traced",
     "meet_transformers",
@@ -70,6 +71,17 @@ def meet_transformers() -> None:
         known = ("compiling", "context_var", "global_var")
         TRACED.theirs = theirs if all(hasattr(theirs, name) for name in known) else None
     be_known_to_transformers()
+
+
+def capture_around(model: nn.Module, forward: Callable[..., Any]) -> Capture | None:
+    """Return the capture that a decorator further out began for this same call: `super().forward`
+    of a decorated forward, or one decorated twice. A model that calls itself begins anew.
+    """
+    is_traced = torch.compiler.is_dynamo_compiling()
+    innermost = TRACED.innermost if is_traced else INNERMOST.get()
+    if innermost is None or innermost.model is not model:
+        return None
+    return None if any(each.forward is forward for each in innermost.together) else innermost
 
 
 def begin_eagerly(capture: Capture | None) -> tuple[Any, ...]:
@@ -117,13 +129,30 @@ def end_traced(
 class Capture:
     """The values that one call has recorded, by output."""
 
-    def __init__(self, keys: Iterable[str], selected: tuple[int, ...] | None, task: int) -> None:
+    def __init__(
+        self,
+        keys: Iterable[str],
+        selected: tuple[int, ...] | None,
+        model: nn.Module,
+        forward: Callable[..., Any],
+    ) -> None:
         self.values: dict[str, list[Any]] = {key: [] for key in keys}
-        self.graph_task = task
+        self.absent: set[str] = set()
+        """Outputs in whose place a module returned None."""
+        self.said: set[str] = set()  # by a warning of its own
+        self.model, self.forward = model, forward
+        outer = capture_around(model, forward)
+        self.together: tuple[Capture, ...] = (self,) if outer is None else (self, *outer.together)
+        """Captures of one call by several decorators: each records."""
+        self.graph_task = -1
         """The backward that this call runs in, -1 outside: another one recomputes its modules."""
         self._selected = selected
         self._depth = 0 if selected is None else max([0, *(-index for index in selected)])
         """How many of the last hidden states an index from the end could still mean."""
+
+    def records(self, innermost: Capture | None) -> bool:
+        """True while this is the innermost capture, or one of the same call is."""
+        return innermost is not None and self in innermost.together
 
     def take(self, tap: Tap, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
         """Record from one call of a module what `tap` says; None is no value."""
@@ -131,12 +160,15 @@ class Capture:
         value = output
         if index is not None and isinstance(output, (tuple, list)):
             if not -len(output) <= index < len(output):
+                self.said.add(key)
                 _warn_of_index(key, index, len(output))
                 return
             value = output[index]
         if first_input is not None and not self.values[key]:
             self._add(key, args[0] if args else kwargs.get(first_input))
-        if value is not None:
+        if value is None:
+            self.absent.add(key)
+        else:
             self._add(key, value)
 
     def _add(self, key: str, value: Any) -> None:
@@ -176,7 +208,7 @@ def record_eagerly(
     torch leaves the keyword arguments out where the thread of the capture takes the hook off while
     this one is about to run it.
     """
-    if INNERMOST.get() is not capture or current_graph_task() != capture.graph_task:
+    if not capture.records(INNERMOST.get()) or current_graph_task() != capture.graph_task:
         return
     if TRACED.theirs is None or TRACED.theirs.get() is None:
         kwargs, output = kwargs_and_output
@@ -193,7 +225,7 @@ def record_traced(
     output: Any,
 ) -> None:
     """Forward hook while torch.compile traces: what it appends becomes an output of the graph."""
-    if TRACED.innermost is capture and getattr(TRACED.theirs, "global_var", None) is None:
+    if capture.records(TRACED.innermost) and getattr(TRACED.theirs, "global_var", None) is None:
         for tap in taps:
             capture.take(tap, args, kwargs, output)
 

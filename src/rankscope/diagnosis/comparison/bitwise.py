@@ -79,16 +79,7 @@ def diff_bitwise(
     """Say which values of two runs are bitwise equal, by their hashes, and which is the first that
     is not.
 
-    Args:
-        ref: the trace that is right: open, its folder, or what `with rankscope.trace(...)` gave.
-        test: the trace in question; the finding carries its path and ranks.
-        paths: how its paths become those of the reference: rules `regex=replacement`.
-        layouts: declared layouts, for values that no DTensor describes.
-        progress: told how far it is.
-
-    Raises:
-        SettingError: a rule for paths is none.
-        FolderError, TraceError: no trace is there, or a damaged one.
+    Arguments and errors are those of `diff`; the finding carries path and ranks of the test.
     """
     rules = PathMap.of(paths)
     with two_sides(ref, test, layouts) as sides:

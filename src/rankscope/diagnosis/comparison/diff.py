@@ -55,7 +55,7 @@ from rankscope.tree.reader import TraceLike, opened_trace
 from rankscope.tree.summary import counted
 from rankscope.tree.views import Trace
 
-__all__ = ["EachStep", "diff", "distances"]
+__all__ = ["EachStep", "diff"]
 
 Array = NDArray[Any]
 _LATE: Final = 1e-3
@@ -121,28 +121,6 @@ def diff(
                 origin = _measured_by(second, again.report(progress, measured), measured)
         made = _Comparison(ours, theirs, rules, measured, origin, reads_tensors=tensors)
         return made.report(progress, each_step=each_step)
-
-
-def distances(
-    ref: TraceLike,
-    test: TraceLike,
-    *,
-    paths: PathMap | Sequence[str] = (),
-    layouts: LayoutFile | None = None,
-    tensors: bool = True,
-) -> dict[StepKey, Mapping[SlotKey, float]]:
-    """Return how far all values of a run are from a reference's.
-
-    Args:
-        ref, test, paths, layouts, tensors: as of `diff`, which also says what is raised.
-
-    Returns:
-        {(mode, step) of the reference: {value: relative L2 distance}}.
-    """
-    found: _Noise = {}
-    with two_sides(ref, test, layouts) as (ours, theirs):
-        _Comparison(ours, theirs, PathMap.of(paths), reads_tensors=tensors).report(None, found)
-    return found
 
 
 def _measured_by(noise: Trace, report: Report, measured: _Noise) -> str:

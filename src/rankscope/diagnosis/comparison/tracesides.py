@@ -37,11 +37,8 @@ def two_sides(
     ref: TraceLike, test: TraceLike, layouts: LayoutFile | None
 ) -> Iterator[tuple[TraceSide, TraceSide]]:
     """Open both traces, or golden files; closed at the end as `opened_trace` says."""
-    with (
-        opened_trace(ref, takes_golden=True) as ours,
-        opened_trace(test, takes_golden=True) as theirs,
-    ):
-        yield TraceSide(ours, layouts), TraceSide(theirs, layouts)
+    with opened_trace(ref, takes_golden=True) as one, opened_trace(test, takes_golden=True) as two:
+        yield TraceSide(one, layouts), TraceSide(two, layouts)
 
 
 class TraceSide:
