@@ -29,7 +29,12 @@ from rankscope.chunks.chunkheader import (
     write_all,
     write_header,
 )
-from rankscope.chunks.finishing import ChunkReport, finish_chunks, read_header
+from rankscope.chunks.finishing import (
+    ChunkReport,
+    finish_chunks,
+    read_header,
+    recorded_tensors,
+)
 from rankscope.errors import ChunkError
 from rankscope.record.streams import StreamId
 from rankscope.run.filenames import TENSOR_FOLDER
@@ -46,7 +51,7 @@ def finish_kept(out: Path, stream: RankStream) -> RankStream:
     if not len(stream.tensors) and not folder.is_dir():
         return stream
     try:
-        _adopt(folder, stream.stream)
+        _adopt(folder, stream)
         reports = finish_chunks(folder, stream.stream, stream.tensors, stream.definitions)
     except ChunkError as error:
         return dataclasses.replace(stream, notes=(*stream.notes, str(error)))
@@ -73,8 +78,10 @@ def _without(stream: RankStream, lost: Iterable[int]) -> Array:
     return rows[~np.isin(place, gone)]
 
 
-def _adopt(folder: Path, stream: StreamId) -> None:
-    """Write the life that a replaced node's chunks were put under into their headers."""
+def _adopt(folder: Path, records: RankStream) -> None:
+    """Write the life that a replaced node's chunks were put under into their headers, where the
+    records of that life name the bytes that are in them."""
+    stream = records.stream
     for number in chunk_numbers(folder):
         path = chunk_path(folder, number)
         try:
@@ -82,6 +89,10 @@ def _adopt(folder: Path, stream: StreamId) -> None:
         except ChunkError:
             continue  # said when it is finished
         if header is None or header.stream == stream or header.stream.rank != stream.rank:
+            continue
+        named = recorded_tensors(records.tensors, records.definitions, number)
+        there = {(held.reference, held.checksum) for held in header.tensors}
+        if any((held.reference, held.checksum) not in there for held in named):
             continue
         text = rebuilt_json(stream, header.number, header.tensors)
         if len(text) > start - LENGTH_BYTES:

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -52,17 +53,25 @@ class _StreamCopies:
     replicas: list[tuple[Path, int]] = field(default_factory=list)
     """Each with its valid length."""
     segments: list[Path] = field(default_factory=list)
+    markers: list[Path] = field(default_factory=list)
+    """The replicas whose end markers are those of this stream."""
     faults: list[str] = field(default_factory=list)
-    """Why files of it cannot be read."""
+    """Why files of it cannot be read, and which have the name of another stream."""
 
-    def add(self, entry: Path, length: _Length) -> None:
+    def add(self, entry: Path, length: _Length, *, is_misnamed: bool = False) -> None:
         """Add a replica of this valid length, one that cannot be read, or a stream folder."""
+        if is_misnamed:
+            self.faults.append(
+                f"{entry}: its first record says that it is of {self.stream.name}; it was moved or "
+                f"renamed, and is read as that"
+            )
         if length is None:
             self.segments.append(entry)
         elif isinstance(length, SpoolError):
             self.faults.append(str(length))
         else:
             self.replicas.append((entry, length))
+            self.markers += [] if is_misnamed else [entry]
 
 
 def find_streams(folders: Sequence[Path]) -> list[StreamBytes]:
@@ -89,9 +98,9 @@ def origins_in(folder: Path) -> dict[StreamId, int]:
     """Return which process wrote each stream of one folder, as far as that is known there."""
     found: dict[StreamId, int] = {}
     for stream, entry, length in _places(_entries(folder)):
-        origin = _origin(entry, length)
+        origin, writer = _writer_of(entry, length)
         if origin != UNKNOWN:
-            found.setdefault(stream, origin)
+            found.setdefault(_named(stream, writer), origin)
     return found
 
 
@@ -115,19 +124,23 @@ def _places(entries: Sequence[Path]) -> Iterator[tuple[StreamId, Path, _Length]]
 
 
 def _by_process(entries: Sequence[Path]) -> list[_StreamCopies]:
-    """Sort replicas and stream folders by the process that wrote them.
+    """Sort replicas and stream folders by the process that wrote them, as their first records say,
+    whatever their names are.
 
     A part of which that is not known (a replica without a whole record, a spool whose begin is
     gone) goes to the process of that rank and life that is known first.
     """
     found: dict[tuple[int, int], _StreamCopies] = {}
     vague: list[tuple[StreamId, Path, _Length]] = []
-    for stream, entry, length in _places(entries):
-        origin = _origin(entry, length)
+    places = [(place, *_writer_of(*place[1:])) for place in _places(entries)]
+    writers = {origin: writer for _, origin, writer in places if writer is not None}
+    for (named, entry, length), origin, _ in places:
         if origin == UNKNOWN:
-            vague.append((stream, entry, length))
-        else:
-            found.setdefault((stream.rank, origin), _StreamCopies(stream)).add(entry, length)
+            vague.append((named, entry, length))
+            continue
+        stream = _named(named, writers.get(origin))
+        copies = found.setdefault((stream.rank, origin), _StreamCopies(stream))
+        copies.add(entry, length, is_misnamed=stream != named)
     every = list(found.values())
     for stream, entry, length in vague:
         like = next((one for one in every if one.stream == stream), None)
@@ -137,17 +150,36 @@ def _by_process(entries: Sequence[Path]) -> list[_StreamCopies]:
     return every
 
 
-def _origin(entry: Path, length: _Length) -> int:
-    """Return which process wrote a replica of this length, or a stream folder (no length)."""
+def _writer_of(entry: Path, length: _Length) -> tuple[int, StreamId | None]:
+    """Return which process wrote a replica of this length, or a stream folder (no length), and who
+    that says it is; None where its first record is not here."""
     if isinstance(length, SpoolError) or length == 0:
-        return UNKNOWN
+        return UNKNOWN, None
     try:
         if length is not None:
-            return origin_of(read_replica(entry, min(length, _FIRST_BYTES))[0])
+            data = read_replica(entry, min(length, _FIRST_BYTES))[0]
+            return origin_of(data), _identity(data)
         with StreamReader(entry) as reader:
-            return reader.origin()
+            first = b"" if reader.lowest() else reader.read_from(0, CELL_BYTES)
+            return reader.origin(), _identity(first)
     except SpoolError:
-        return UNKNOWN  # its begin was freed, and by whom it was written not noted; or damaged
+        return UNKNOWN, None  # its begin was freed, and nobody noted who wrote it; or damaged
+
+
+def _named(stream: StreamId, writer: StreamId | None) -> StreamId:
+    """Return whose records a place of this name holds. Of a process that took the place of another
+    one the life is later than it says."""
+    if writer is None or (writer.rank, writer.incarnation) == (stream.rank, stream.incarnation):
+        return stream
+    is_later = writer.rank == stream.rank and writer.incarnation < stream.incarnation
+    return stream if is_later else writer
+
+
+def _identity(data: Array | bytes) -> StreamId | None:
+    first = _first_definition(data)
+    if first.get("kind") != "rank" or "rank" not in first:
+        return None
+    return StreamId(rank=first["rank"], incarnation=first.get("incarnation", 0))
 
 
 def _told_apart(streams: Sequence[StreamBytes]) -> list[StreamBytes]:
@@ -163,9 +195,12 @@ def _told_apart(streams: Sequence[StreamBytes]) -> list[StreamBytes]:
 
 def _began_ns(data: Array | bytes) -> int:
     """Return when the process of a stream says it began; 0 where its first record does not."""
-    defined = records(first_record(data)).definitions().found
-    began = defined[0].get("wall_ns") if defined else 0
+    began = _first_definition(data).get("wall_ns", 0)
     return began if isinstance(began, int) else 0
+
+
+def _first_definition(data: Array | bytes) -> Mapping[str, Any]:
+    return next(iter(records(first_record(data)).definitions().found), {})
 
 
 def _join(found: _StreamCopies) -> StreamBytes:
@@ -211,7 +246,7 @@ def _join(found: _StreamCopies) -> StreamBytes:
             length = until
     elif lowest_of_all:
         notes.append(_missing(0, lowest_of_all))  # whose the records are stood there
-    marker = _latest(read_end(path) for path, _ in found.replicas)
+    marker = _latest(map(read_end, found.markers))
     if marker is not None:
         committed = max(committed or 0, marker.committed)
     end = marker.end if marker else None
@@ -247,7 +282,7 @@ def _behind_holes(found: _StreamCopies, length: int) -> Iterator[tuple[int, int,
         with StreamReader(folder) as reader, contextlib.suppress(SpoolError):  # named already
             for index in segment_indexes(folder):
                 begin = index * reader.segment_bytes
-                if begin + reader.segment_bytes > length:
+                if begin + reader.segment_bytes > length and reader.is_own(index):
                     runs += _runs_in(segment_path(folder, index), begin, length)
     for begin, end, run in sorted(runs, key=lambda one: one[:2]):
         if end > length:

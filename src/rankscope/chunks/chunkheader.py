@@ -4,7 +4,8 @@
 
     u64        length N of the header region, written when the file is made
     N bytes    zeros as long as the chunk is written to; then the JSON header, filled with spaces,
-               its first byte last: a chunk is finished when that is no zero
+               its first byte last: a chunk is finished when that is no zero. Behind a zero stands
+               the header of a chunk without tensors, which says whose it is
     the rest   the bytes of the tensors, one behind the other
 
 A tensor's key is its reference, a number in decimal. Bytes that no record accounts for are named
@@ -35,6 +36,8 @@ __all__ = [
     "MOST_HEADER_BYTES",
     "ChunkHeader",
     "HeldTensor",
+    "begun_rank",
+    "begun_region",
     "chunk_folder",
     "chunk_numbers",
     "chunk_path",
@@ -137,6 +140,22 @@ def header_json(stream: StreamId, number: int, texts: Sequence[str], checksums: 
     }
     head = f'"__metadata__":{json.dumps(metadata, separators=(",", ":"))}'
     return f"{{{','.join([head, *texts])}}}".encode("ascii")
+
+
+def begun_region(stream: StreamId, number: int, region_bytes: int) -> bytes:
+    """Return the header region of a chunk that is written to: it says whose it is, and begins with
+    a zero."""
+    return (b"\0" + header_json(stream, number, (), "")[1:]).ljust(region_bytes, b"\0")
+
+
+def begun_rank(region: bytes) -> tuple[int, int] | None:
+    """Return the rank and the number of an unfinished chunk, None where it does not say them: older
+    ranks left zeros, and one that was killed may have begun to write the header of all tensors."""
+    try:
+        header = parse_header(b"{" + region[1:].rstrip(b"\0"), 0)
+    except ChunkError:
+        return None
+    return header.stream.rank, header.number
 
 
 def rebuilt_json(stream: StreamId, number: int, tensors: Iterable[HeldTensor]) -> bytes:

@@ -25,6 +25,7 @@ from rankscope.chunks.chunkheader import (
     MOST_HEADER_BYTES,
     ChunkHeader,
     HeldTensor,
+    begun_rank,
     chunk_numbers,
     chunk_path,
     parse_header,
@@ -91,11 +92,18 @@ def _fits(dtype: str, shape: object, nbytes: int) -> bool:
     return STORED_TYPES[dtype].nbytes(shape) == nbytes
 
 
-def read_header(path: Path) -> tuple[int, ChunkHeader | None]:
+def read_header(
+    path: Path, place: tuple[StreamId, int] | None = None
+) -> tuple[int, ChunkHeader | None]:
     """Return where the data of a chunk begins, and its header, None where it is unfinished.
 
+    Args:
+        path: of the chunk.
+        place: the stream and the number by which it is read. An unfinished chunk may be of another
+            life of that rank: its records tell whether its bytes are theirs.
+
     Raises:
-        ChunkError: it cannot be read, or is no chunk.
+        ChunkError: it cannot be read, is no chunk, or says that it is of another place.
     """
     try:
         with path.open("rb") as file:
@@ -106,13 +114,21 @@ def read_header(path: Path) -> tuple[int, ChunkHeader | None]:
             text = file.read(length)
     except OSError as error:
         raise ChunkError(f"{path}: cannot be read: {error.strerror}") from error
-    start = LENGTH_BYTES + length
-    if text[:1] == _UNFINISHED:
-        return start, None
+    start, header = LENGTH_BYTES + length, None
     try:
-        return start, parse_header(text, size - start)
+        if text[:1] == _UNFINISHED:
+            says = begun_rank(text)
+            is_other = place and says and says != (place[0].rank, place[1])
+        else:
+            header = parse_header(text, size - start)
+            says = header.stream.rank, header.number
+            is_other = place and (header.stream, header.number) != place
     except ChunkError as error:
         raise ChunkError(f"{path}: {error}; the chunk is damaged") from error
+    if is_other and says:
+        whose = header.stream.name if header else f"rank {says[0]}"
+        raise ChunkError(f"{path}: says it is chunk {says[1]} of {whose}; it was moved or renamed")
+    return start, header
 
 
 def finish_chunks(
@@ -164,10 +180,10 @@ def _finish(path: Path, stream: StreamId, number: int, held: list[HeldTensor]) -
     if not held and _is_torn(path):
         path.unlink()
         return ChunkReport(path=path, tensors=0, was_finished=False)
-    start, header = read_header(path)
+    start, header = read_header(path, (stream, number))
     if header is not None:
-        there = {tensor.reference for tensor in header.tensors}
-        lost = tuple(tensor.reference for tensor in held if tensor.reference not in there)
+        there = {(tensor.reference, tensor.checksum) for tensor in header.tensors}
+        lost = tuple(t.reference for t in held if (t.reference, t.checksum) not in there)
         note = f"{path}: lacks {len(lost)} tensors that were recorded" if lost else ""
         count = sum(tensor.reference > 0 for tensor in header.tensors)
         return ChunkReport(path=path, tensors=count, was_finished=True, lost=lost, note=note)
@@ -259,13 +275,16 @@ def _checksum(descriptor: int, start: int, tensor: HeldTensor) -> int:
     return int(state.intdigest())
 
 
-def damaged(path: Path) -> list[int]:
+def damaged(path: Path, place: tuple[StreamId, int] | None = None) -> list[int]:
     """Return the references of a finished chunk whose bytes are not what its checksums say.
 
+    Args:
+        path, place: as of `read_header`.
+
     Raises:
-        ChunkError: the chunk cannot be read, or is unfinished.
+        ChunkError: the chunk cannot be read, is unfinished, or says that it is of another place.
     """
-    start, header = read_header(path)
+    start, header = read_header(path, place)
     if header is None:
         raise ChunkError(f"{path}: is unfinished; rankscope recover finishes it")
     try:

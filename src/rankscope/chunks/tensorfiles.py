@@ -174,16 +174,11 @@ class TensorFiles:
                 yield chunk
 
     def _open(self, path: Path, stream: StreamId, number: int) -> _Chunk:
-        start, header = read_header(path)
+        start, header = read_header(path, (stream, number))
         size = path.stat().st_size - start
         # a mapping of nothing is an error
         data = np.memmap(path, np.uint8, "r", start) if size > 0 else np.empty(0, np.uint8)
         if header is not None:
-            if (header.stream, header.number) != (stream, number):
-                raise ChunkError(
-                    f"{path}: says it is chunk {header.number} of {header.stream.name}; "
-                    f"it was moved or renamed"
-                )
             held = {t.reference: t for t in header.tensors if t.reference}
             return _Chunk(path, start, data, held)
         tensors, definitions = self._records.get(stream, (None, {}))

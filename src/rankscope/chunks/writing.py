@@ -30,6 +30,7 @@ from rankscope.chunks.chunkheader import (
     CHECKSUM_DIGITS,
     CHUNK_TEXT_BYTES,
     LENGTH_BYTES,
+    begun_region,
     chunk_folder,
     chunk_path,
     entry_text,
@@ -283,7 +284,8 @@ class ChunkWriter:
             _hold(descriptor)
             length = self._header_bytes.to_bytes(LENGTH_BYTES, "little")
             # all of it now: later there may be no room for it
-            write_all(descriptor, length + bytes(self._header_bytes), 0)
+            region = begun_region(self._stream, self._number, self._header_bytes)
+            write_all(descriptor, length + region, 0)
             made = OwnFile(descriptor)
             is_made = True
         finally:

@@ -49,7 +49,7 @@ def command(
     echo(f"{out}: {ranks} of {document.run['world_size']} ranks, {word}")
     # where anything is missing the spools may be needed again, with what another host holds; and
     # where records were set aside, by somebody who knows more of them
-    has_all = all(rank["committed"] == rank["received"] for rank in state["ranks"])
+    has_all = all(r["committed"] == r["received"] and not r["notes"] for r in state["ranks"])
     if has_all and document.took_all and not state["missing"]:
         for folder in () if keep_spool else folders:
             _remove(folder, out)

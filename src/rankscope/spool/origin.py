@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+from mmap import mmap
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,7 @@ UNKNOWN = 0
 _NAME = "origin"
 
 
-def first_record(stream: bytes | npt.NDArray[np.uint8]) -> bytes:
+def first_record(stream: bytes | mmap | npt.NDArray[np.uint8]) -> bytes:
     """Return the cells of the record these bytes begin with, b"" where it is not whole."""
     head = bytes(stream[:CELL_BYTES])
     if len(head) < CELL_BYTES or head[4] == 0:
@@ -35,7 +36,7 @@ def first_record(stream: bytes | npt.NDArray[np.uint8]) -> bytes:
     return record if len(record) == size else b""
 
 
-def origin_of(stream: bytes | npt.NDArray[np.uint8]) -> int:
+def origin_of(stream: bytes | mmap | npt.NDArray[np.uint8]) -> int:
     """Return the origin of a stream that begins with these bytes, whose cells were checked."""
     record = first_record(stream)
     if not record:

@@ -11,7 +11,8 @@ A spool is an append-only stream of records; a record is one or more cells, comm
 The writer fills the following cells first and the first cell last; a cell half written fails its
 crc, unwritten space is zero and a zero cell is never valid, so a reader that finds every cell of a
 record valid has the whole record, and any other record is not committed yet. All numbers are
-little-endian. Records never cross a segment: the rest of a segment is one FILLER record. ENTER,
+little-endian. Records never cross a segment: the rest of a segment is one FILLER record, and every
+segment but the first begins with one that says whose it is. ENTER,
 EXIT and VALUE fill their cells to the last byte, which spares the writer the padding.
 """
 
@@ -52,6 +53,7 @@ __all__ = [
     "PAYLOAD_BYTES",
     "SAMPLES",
     "SAMPLES_DTYPE",
+    "STAMP",
     "STEP",
     "STEP_DTYPE",
     "TENSOR",
@@ -100,7 +102,7 @@ class RecordKind(enum.IntEnum):
     END = 8
     """The last record of a stream."""
     FILLER = 9
-    """Nothing: the rest of a segment."""
+    """Nothing: the rest of a segment. One at the begin of a segment may say whose it is: STAMP."""
     ERROR = 10
     """Something inside rankscope failed while it watched a call; the user's program went on."""
     TENSOR = 11
@@ -231,6 +233,10 @@ END_REASONS."""
 END_DTYPE = np.dtype(
     [("time_ns", "<i8"), ("records", "<u8"), ("dropped", "<u8"), ("text", "<u4"), ("reason", "<u4")]
 )
+STAMP = struct.Struct("<QQ")
+"""Origin of the stream (`spool.origin`) and number of the segment, from 1: the first segment says
+whose it is with its first record. Zeros in a spool that is older."""
+
 END_REASONS = (EndReason.EXIT, EndReason.CLOSED, EndReason.SWITCHED_OFF, EndReason.RAISED)
 """What the number in an END record means. Never reorder."""
 

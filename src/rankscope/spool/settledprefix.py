@@ -31,6 +31,7 @@ import numpy.typing as npt
 from rankscope.errors import SpoolError
 from rankscope.run.filenames import SETTLED_SUFFIX
 from rankscope.run.replacing import replacing
+from rankscope.spool.origin import first_record
 from rankscope.spool.recordformat import CELL_BYTES
 
 __all__ = [
@@ -192,6 +193,9 @@ def read_replica(
         with replica.open("rb") as file:
             lock_for_reading(file.fileno())
             prefix = read_settled(replica)
+            first = first_record(prefix.kept)
+            if os.pread(file.fileno(), len(first), 0) != first:
+                raise SpoolError(f"{replica}: what is settled of it is of another stream")
             if os.fstat(file.fileno()).st_size <= prefix.settled_to:
                 return np.frombuffer(prefix.kept, np.uint8), prefix
             # the map has a descriptor of its own of this open file, and with it the lock

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ from rankscope.errors import SpoolError
 from rankscope.run.folders import segment_indexes, segment_path
 from rankscope.spool.crc import cell_crcs
 from rankscope.spool.origin import UNKNOWN, keep_origin, kept_origin, origin_of
-from rankscope.spool.recordformat import CELL_BYTES
+from rankscope.spool.recordformat import CELL_BYTES, HEADER_BYTES, STAMP, RecordKind
 from rankscope.spool.validprefix import as_cells, valid_prefix
 
 __all__ = ["StreamReader"]
@@ -164,10 +165,29 @@ class StreamReader:
     ) -> None:
         self.close()
 
+    def is_own(self, index: int) -> bool:
+        """False where a segment says that it is of another stream, or another segment of this one.
+        One that is older, or that cannot be read, says nothing.
+        """
+        if not index:
+            return True
+        with contextlib.suppress(SpoolError, OSError):
+            mine = self.origin(), index
+            with segment_path(self.folder, index).open("rb") as file:
+                cell = file.read(CELL_BYTES)
+            if valid_prefix(cell) == CELL_BYTES and cell[4] == RecordKind.FILLER:
+                return STAMP.unpack_from(cell, HEADER_BYTES) in ((UNKNOWN, 0), mine)
+        return True
+
     def _open(self, index: int) -> bool:
         """Have segment `index` open; False where it does not exist yet."""
         if self._open_index == index:
             return True
+        if not self.is_own(index):
+            raise SpoolError(
+                f"{segment_path(self.folder, index)}: says that it is of another stream, or "
+                f"another segment of this one; it was moved or renamed"
+            )
         path = segment_path(self.folder, index)
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)

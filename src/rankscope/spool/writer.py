@@ -25,6 +25,7 @@ from rankscope.record.streams import MINIMUM_LIMIT_BYTES, EndReason
 from rankscope.run.locks import StreamLock
 from rankscope.spool.backlog import Backlog
 from rankscope.spool.mappedsegment import Segment, first_segment
+from rankscope.spool.origin import UNKNOWN, origin_of
 from rankscope.spool.packing import (
     CLOSED,
     FOUR,
@@ -43,6 +44,7 @@ from rankscope.spool.recordformat import (
     END_REASONS,
     MAX_RECORD_CELLS,
     PAYLOAD_BYTES,
+    STAMP,
     STEP,
     RecordKind,
     StepEvent,
@@ -96,6 +98,7 @@ class SpoolWriter:
         self._is_half_done = False
         """A write was left by an exception of the program's (KeyboardInterrupt)."""
         self._backlog = Backlog()
+        self._origin = UNKNOWN
         self._is_dropping = False
         self._records: dict[int, int] = {}
         """Records of each segment left behind: by its number, so that nothing is counted twice."""
@@ -358,6 +361,8 @@ class SpoolWriter:
         rest = (old.end - old.at) // CELL_BYTES
         if rest:
             put(old, RecordKind.FILLER, bytes(rest * PAYLOAD_BYTES))
+        self._origin = self._origin or origin_of(old.map)
+        put(new, RecordKind.FILLER, STAMP.pack(self._origin, new.index))
         self._kept = [*(kept for kept in self._kept if kept.index != new.index), new]
         self._segment = new
         if not self._is_dropping:

@@ -32,12 +32,13 @@ def tensor_faults(trace: Path) -> Iterator[str]:
     if not kept.is_dir():
         return
     for folder in sorted(kept.iterdir()):
-        if stream_of_folder(folder) is None:
+        stream = stream_of_folder(folder)
+        if stream is None:
             continue
         for number in chunk_numbers(folder):
             name = chunk_path(folder.relative_to(trace), number)
             try:
-                lost = len(damaged(trace / name))
+                lost = len(damaged(trace / name, (stream, number)))
             except ChunkError as error:
                 yield str(error)
                 continue

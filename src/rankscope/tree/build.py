@@ -61,7 +61,7 @@ def assemble(
         began_ns: wall clock of the earliest call known, where it may not be among these.
 
     Raises:
-        TraceError: there is not one record in them.
+        TraceError: there is not one record in them, or they belong to different runs.
         TraceVersionError: every rank wrote a newer record format.
     """
     say = progress or (lambda _what, _part: None)
@@ -78,6 +78,7 @@ def assemble(
     if not any(stream.received for stream in streams):
         why = next((n for s in streams for n in s.notes), "no rank has written anything yet")
         raise TraceError(f"not one record was found: {why}")
+    _refuse_mixture(streams)
     if settle is not None:
         streams = settle(streams)
     say("merging ranks", 0.0)
@@ -212,7 +213,6 @@ def recover(
     tree = grown_in(folders)
 
     def settle(streams: list[RankStream]) -> list[RankStream]:
-        _refuse_mixture(streams)
         try:
             out.mkdir(mode=0o700, parents=True, exist_ok=True)
             lives = {(s.stream.rank, s.origin): s.stream for s in streams}
