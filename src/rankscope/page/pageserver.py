@@ -33,7 +33,6 @@ __all__ = ["PageServer", "PageSource", "is_loopback"]
 _TOKEN_BYTES: Final = 18
 _LEAST_WAIT_S: Final = 2.0
 _MOST_CONNECTIONS: Final = 64
-"""Each has a thread."""
 _ROOM_S: Final = 1.0
 _SHARE: Final = 4
 """Making the page anew may take a fourth of the time."""

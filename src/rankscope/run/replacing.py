@@ -68,8 +68,7 @@ def replacing(path: Path, *, is_synced: bool = True) -> Iterator[BinaryIO]:
 
     Args:
         path: its place.
-        is_synced: see that the bytes are on disk before they are seen there, and then their name:
-            what they were made from may go after this.
+        is_synced: see that the bytes are on disk before they are seen there, and then their name.
 
     Raises:
         OSError: it cannot be written; the draft is gone then: a full disk has better use for it.
