@@ -38,6 +38,7 @@ COMMANDS = (
     "export",
     "verify",
     "recover",
+    "clean",
     "keys",
 )
 """In the order the help lists them."""
@@ -61,6 +62,7 @@ _HELP = """One trace for the whole distributed job: every module call on every r
   rankscope export --format jsonl --out FILE  for jq and pandas; also perfetto, parquet
   rankscope verify                            is everything there? per rank, exit 1 if not
   rankscope recover SPOOL... --out NEW        a tree from what a killed job left behind
+  rankscope clean                             remove what dead runs left on this host
   rankscope keys new FILE                     keys for a collector on TCP
 
 \b

@@ -37,7 +37,7 @@ from rankscope.run.stallrecords import remove_stalls
 from rankscope.spool.origin import origin_text
 from rankscope.spool.streamreader import StreamReader
 
-__all__ = ["is_in_tree", "remove_run"]
+__all__ = ["is_in_tree", "kept_stream", "remove_run"]
 
 _OURS = (
     RUN_NAME,
@@ -59,6 +59,30 @@ def remove_run(
     run_folder: Path, is_elsewhere: Callable[[StreamId], bool], *, is_quiet: bool = False
 ) -> StreamId | None:
     """Remove a run folder whose streams are all elsewhere; else keep it, and return the first not.
+
+    Args and errors are those of `kept_stream`.
+    """
+    if (kept := kept_stream(run_folder, is_elsewhere, is_quiet=is_quiet)) is not None:
+        return kept
+    for stream in streams(run_folder):
+        shutil.rmtree(stream_folder(run_folder, stream), ignore_errors=True)
+    shutil.rmtree(run_folder / TENSOR_FOLDER, ignore_errors=True)
+    shutil.rmtree(run_folder / HELD_FOLDER, ignore_errors=True)
+    for name in (STEP_TRIGGER_FOLDER, EVENT_FOLDER, ORDER_FOLDER):
+        for folder in run_folder.glob(f"{name}.*"):
+            shutil.rmtree(folder, ignore_errors=True)
+    remove_stalls(run_folder)
+    for name in _OURS:
+        (run_folder / name).unlink(missing_ok=True)
+    Path(ipc_address(run_folder).removeprefix("ipc://")).unlink(missing_ok=True)  # maybe elsewhere
+    remove_run_folder(run_folder)
+    return None
+
+
+def kept_stream(
+    run_folder: Path, is_elsewhere: Callable[[StreamId], bool], *, is_quiet: bool = False
+) -> StreamId | None:
+    """Return the first stream for which a run folder has to stay, None where it may go.
 
     Args:
         run_folder: of a host.
@@ -85,18 +109,6 @@ def remove_run(
         )
         if not may_remove(Removable.STREAM, place):
             return stream
-    for stream in found:
-        shutil.rmtree(stream_folder(run_folder, stream), ignore_errors=True)
-    shutil.rmtree(run_folder / TENSOR_FOLDER, ignore_errors=True)
-    shutil.rmtree(held, ignore_errors=True)
-    for name in (STEP_TRIGGER_FOLDER, EVENT_FOLDER, ORDER_FOLDER):
-        for folder in run_folder.glob(f"{name}.*"):
-            shutil.rmtree(folder, ignore_errors=True)
-    remove_stalls(run_folder)
-    for name in _OURS:
-        (run_folder / name).unlink(missing_ok=True)
-    Path(ipc_address(run_folder).removeprefix("ipc://")).unlink(missing_ok=True)  # maybe elsewhere
-    remove_run_folder(run_folder)
     return None
 
 

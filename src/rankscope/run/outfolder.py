@@ -39,6 +39,7 @@ from rankscope.run.ownership import check_folder_found
 from rankscope.run.processes import is_process_alive
 
 __all__ = [
+    "OF_A_COLLECTOR",
     "announced",
     "check_budget",
     "default_out",
@@ -52,7 +53,7 @@ __all__ = [
     "typed",
 ]
 
-_OF_A_COLLECTOR = frozenset(
+OF_A_COLLECTOR = frozenset(
     {
         REPLICA_FOLDER,
         COLLECTOR_LOCK_NAME,
@@ -169,7 +170,7 @@ def _is_free(path: Path, *, is_shared: bool) -> bool:
     all hosts share."""
     try:
         names = _names(path)
-        if is_shared and COLLECTOR_LOCK_NAME in names and names <= _OF_A_COLLECTOR:
+        if is_shared and COLLECTOR_LOCK_NAME in names and names <= OF_A_COLLECTOR:
             return not (path / REPLICA_FOLDER).is_dir() or not _names(path / REPLICA_FOLDER)
     except OSError:
         return True  # whoever takes it says what is wrong
@@ -263,7 +264,7 @@ def prepare_out(path: Path, option: str = "--rs-out", *, is_shared: bool = False
     try:
         is_new = not path.exists()
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not _names(path) <= (_OF_A_COLLECTOR if is_shared else frozenset()):
+        if not _names(path) <= (OF_A_COLLECTOR if is_shared else frozenset()):
             raise FolderError(f"{path} is not empty: give a new folder with {option}, or remove it")
         if not is_new:
             check_folder_found(path, option)
