@@ -18,10 +18,10 @@ from rankscope.run.filenames import CELLS_SUFFIX, COLLECTOR_LOG_NAME, REPLICA_FO
 from rankscope.run.folders import streams
 from rankscope.run.outfolder import announced, typed
 from rankscope.run.prepare import Collection
-from rankscope.run.reached import Reached
 from rankscope.tree.crashes import Crash, crashes
 from rankscope.tree.reader import open_trace
 from rankscope_launcher.companions import Companion
+from rankscope_launcher.untraced import Reached
 
 __all__ = ["Ending", "failure_line", "shown"]
 

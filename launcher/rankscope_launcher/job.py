@@ -52,12 +52,11 @@ from rankscope.run.folders import (
 )
 from rankscope.run.outfolder import remove_empty
 from rankscope.run.prepare import Collection, PreparedRun, RunRequest, prepare_run
-from rankscope.run.reached import Reached, reached_by_ranks
 from rankscope.settings import SET, SETTINGS, Settings
 from rankscope_launcher.companions import Companion, CompanionWatch, wait_for_end
 from rankscope_launcher.ending import Ending, failure_line, shown
 from rankscope_launcher.progress import Progress, StallNotices, say
-from rankscope_launcher.untraced import why_nothing
+from rankscope_launcher.untraced import Reached, reached_by_ranks, why_nothing
 
 __all__ = ["JobShape", "TracedJob"]
 

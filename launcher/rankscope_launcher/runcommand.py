@@ -268,11 +268,7 @@ def _may_be_python(name: str) -> bool:
 
 def _advice(before: Sequence[str], words: Sequence[str]) -> str:
     """Return what to type where a command stands in the place of the script, "" for none.
-
-    Args:
-        before: the command line up to there.
-        words: the rest of it.
-    """
+    `before` is the command line up to there, `words` the rest of it."""
     command, rest = os.path.basename(words[0]), words[1:]
     if is_python := re.fullmatch(r"python[\d.]*", command) is not None:
         while rest and rest[0].startswith("-") and rest[0] not in ("-m", "-c"):
@@ -289,11 +285,8 @@ def _advice(before: Sequence[str], words: Sequence[str]) -> str:
         return f"{words[0]} {itself}"
     if not shutil.which(words[0]) and not os.path.exists(words[0]):
         return ""
-    as_command = _typed(*before, "--no-python", *words)
-    return (
-        f"{words[0]} is no Python script; as the command of each rank: {as_command}; "
-        f"where it {itself}"
-    )
+    each = _typed(*before, "--no-python", *words)
+    return f"{words[0]} is no Python script; as the command of each rank: {each}; where it {itself}"
 
 
 def _typed(*words: str) -> str:

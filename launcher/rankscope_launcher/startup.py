@@ -71,7 +71,7 @@ def install() -> None:
         _arm()
     elif not _is_waiting():
         sys.meta_path.insert(0, _AfterTorch())
-        _tell("python")
+        tell("python")
         atexit.register(_tell_of_the_end, os.getpid())
 
 
@@ -82,11 +82,11 @@ def _is_waiting() -> bool:
 def _tell_of_the_end(pid: int) -> None:
     if _is_waiting() and os.getpid() == pid:  # no forked child
         error = getattr(sys, "last_value", None)
-        _tell("no-torch", "" if error is None else f"{type(error).__name__}: {error}")
+        tell("no-torch", "" if error is None else f"{type(error).__name__}: {error}")
 
 
-def _tell(stage: str, text: str = "") -> None:
-    """Write a line of `rankscope.run.reached` for the launcher, where there is one."""
+def tell(stage: str, text: str = "") -> None:
+    """Note how far this process came, for the launcher (`untraced`) where there is one."""
     rank, folder = os.environ.get("RANK"), os.environ.get("RANKSCOPE_RUN_FOLDER")
     if rank is None or folder is None:
         return
@@ -101,9 +101,10 @@ def _arm() -> None:
     try:
         from rankscope.agent.activation import arm
 
-        arm()
+        arm(tell=tell)
     except Exception as error:  # noqa: BLE001  # torch was imported to train, which goes on untraced
         text = f"{type(error).__name__}: {error}"
+        tell("refused", text)
         if os.environ.get(_SAID_VARIABLE) == text:
             return  # the process that started this one has said it
         os.environ[_SAID_VARIABLE] = text

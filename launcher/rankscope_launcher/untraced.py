@@ -1,43 +1,73 @@
-"""Why nothing was traced: what the ranks told of themselves, and how the job ended."""
+"""Why nothing was traced: how far the ranks came, as they noted themselves, and what ended the job.
+
+Ranks append lines `<rank> <pid> <stage> <text>` to the file `reached` of the run folder: the first
+stages are told by `startup`, those behind by `rankscope.agent.activation`.
+"""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
 
 from rankscope.record.ranklists import ranks_named
-from rankscope.run.reached import Reached, Stage
+from rankscope.run.filenames import REACHED_NAME
 
-__all__ = ["why_nothing"]
+__all__ = ["Reached", "reached_by_ranks", "why_nothing"]
+
+_STAGES = ("python", "no-torch", "torch", "no-call", "unselected", "refused")
+"""The least first: a Python with rankscope began; it ended without torch; torch was imported; it
+ended without the call of a module; `--rs-ranks` leaves the rank out; tracing could not begin."""
+
+
+class Reached(NamedTuple):
+    """How far a process of a rank came."""
+
+    rank: int
+    pid: int
+    stage: str
+    text: str
+    """Of the exception that ended it, or why tracing could not begin."""
+
+
+def reached_by_ranks(run_folder: Path) -> list[Reached]:
+    """Return the furthest of each rank: processes that it starts write under its number too."""
+    furthest: dict[int, Reached] = {}
+    with contextlib.suppress(OSError):
+        for line in (run_folder / REACHED_NAME).read_text(errors="replace").splitlines():
+            with contextlib.suppress(ValueError):  # torn, on a full disk
+                rank, pid, stage, text = line.split(" ", 3)
+                told = Reached(int(rank), int(pid), stage, text)
+                before = furthest.get(told.rank, told)
+                if _STAGES.index(stage) >= _STAGES.index(before.stage):
+                    furthest[told.rank] = told
+    return [furthest[rank] for rank in sorted(furthest)]
 
 
 def why_nothing(ranks: Sequence[Reached], error: BaseException | None) -> str:
-    """Return the line.
+    """Return the line on a job of which no rank opened a spool.
 
     Args:
         ranks: how far those of this host came.
         error: what left torchrun; None where the job did not fail.
     """
-    refused = [one for one in ranks if one.stage is Stage.REFUSED]
+    refused = [one for one in ranks if one.stage == "refused"]
     if refused:
         alike = [one.rank for one in refused if one.text == refused[0].text]
         return f"nothing was traced: {ranks_named(alike)}: {refused[0].text}"
-    if not ranks:
-        did = "no rank started a Python that has rankscope"
-    elif all(one.stage in (Stage.PYTHON, Stage.NO_TORCH) for one in ranks):
-        did = "no rank imported torch"
-    elif left_out := [one.rank for one in ranks if one.stage is Stage.UNSELECTED]:
-        did = f"no rank but {ranks_named(left_out)}, left out by --rs-ranks, called a torch module"
-    else:
-        did = "no rank called a torch module"
+    left_out = [one.rank for one in ranks if one.stage == "unselected"]
+    did = "called a torch module"
+    if all(one.stage in ("python", "no-torch") for one in ranks):
+        did = "imported torch" if ranks else "started a Python that has rankscope"
+    who = f"no rank but {ranks_named(left_out)}, left out by --rs-ranks," if left_out else "no rank"
     advice = "" if ranks else " (is it installed there? `rankscope doctor` looks)"
-    return f"nothing was traced: {did}{_before(error)}{advice}"
+    return f"nothing was traced: {who} {did}{_before(error)}{advice}"
 
 
 def _before(error: BaseException | None) -> str:
-    """Return what ended the job before a module was called, "" where nothing of note did."""
     if error is None or (isinstance(error, SystemExit) and not error.code):
         return ""
-    if isinstance(error, KeyboardInterrupt):
-        return " before SIGINT ended the job"
     number = getattr(error, "sigval", None)  # of torch's SignalException
-    return f" before {number.name} ended the job" if number else " before the job failed"
+    name = "SIGINT" if isinstance(error, KeyboardInterrupt) else number and number.name
+    return f" before {name} ended the job" if name else " before the job failed"

@@ -6,7 +6,7 @@ import atexit
 import multiprocessing
 import multiprocessing.util
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch.distributed as dist
@@ -21,7 +21,6 @@ from rankscope.agent.steps.compiled import HIDDEN
 from rankscope.capture.torch_internals.compiling import dynamo_has_compiled
 from rankscope.errors import FolderError, RankscopeError, SettingError
 from rankscope.record.streams import EndReason
-from rankscope.run.reached import Stage, tell_reached
 from rankscope.settings import (
     Settings,
     as_keywords,
@@ -43,6 +42,8 @@ _session: Session | None = None
 _joined: Joined | None = None
 _given: dict[str, object] | None = None
 """Keywords of the session that is armed; None where there is none, or it is somebody else's."""
+_tell: Callable[..., object] | None = None
+"""Takes how far this process came, where a launcher waits for that."""
 _is_forked = False
 _watches_forks = False
 
@@ -72,21 +73,25 @@ def attach(given: Mapping[str, object] | None = None) -> None:
         attempt(say, f"not tracing: {text_of(error)}")
 
 
-def arm(given: Mapping[str, object] | None = None) -> Session | None:
+def arm(
+    given: Mapping[str, object] | None = None, tell: Callable[..., object] | None = None
+) -> Session | None:
     """Arm tracing in this process; what is wrong with the settings is said once, and the job goes
     on untraced.
 
     Args:
         given: settings by keyword; the rest comes from `RANKSCOPE_*` variables and defaults.
+        tell: takes how far this process comes that opens no spool (`rankscope_launcher.untraced`).
 
     Returns:
         the session, None where the settings cannot be used.
     """
-    global _session, _given, _watches_forks
+    global _session, _given, _watches_forks, _tell
     if _session is not None:
         return _session
     if _is_child_of_a_rank():
         return None
+    _tell = tell or _tell
     misspelt = misspelt_variables()
     if misspelt and not os.environ.get(RUN_FOLDER_VARIABLE):  # else the launcher has said it
         _say_once_a_host(misspelt)
@@ -97,7 +102,7 @@ def arm(given: Mapping[str, object] | None = None) -> Session | None:
         return None
     _given = dict(given or {})
     _session = Session(settings, lambda: _open(settings))
-    _tell(Stage.TORCH)
+    _tell_stage("torch")
     atexit.unregister(close)  # of an earlier session: each would stay until the end
     atexit.register(close)
     note_exits()
@@ -133,7 +138,7 @@ def _open(settings: Settings) -> Opened | None:
         return None
     if _joined is None:
         if settings.ranks is not None and who_am_i().rank not in settings.ranks:
-            _tell(Stage.UNSELECTED)
+            _tell_stage("unselected")
         return None
     identity = _joined.opened.identity
     if not _owner()[0]:
@@ -172,9 +177,9 @@ def _close(reason: EndReason) -> Path | None:
         reason = EndReason.RAISED
     session.close(reason, raised)
     if joined is None and dynamo_has_compiled():
-        _tell(Stage.REFUSED, HIDDEN)
+        _tell_stage("refused", HIDDEN)
     elif joined is None:
-        _tell(Stage.NO_CALL, "" if raised is None else f"{raised.error} at {raised.where}")
+        _tell_stage("no-call", "" if raised is None else f"{raised.error} at {raised.where}")
     if _owner() == (_ALONE, str(os.getpid())):
         del os.environ[_OWNER_VARIABLE]
     is_own = joined is not None and joined.opened.identity.pid == os.getpid()  # no forked child's
@@ -184,7 +189,7 @@ def _close(reason: EndReason) -> Path | None:
 def _say_why_not(error: RankscopeError, given: Mapping[str, object] | None) -> None:
     """Say why nothing is traced, in the words of whoever asked for it."""
     text = f"not tracing: {error}"
-    _tell(Stage.REFUSED, text)
+    _tell_stage("refused", text)
     if given:
         text = as_keywords(text)
     elif not os.environ.get(RUN_FOLDER_VARIABLE):
@@ -195,10 +200,9 @@ def _say_why_not(error: RankscopeError, given: Mapping[str, object] | None) -> N
         say(text)
 
 
-def _tell(stage: Stage, text: str = "") -> None:
-    """Tell our launcher, where there is one, how far this rank came."""
-    if folder := os.environ.get(RUN_FOLDER_VARIABLE):
-        tell_reached(folder, stage, text)
+def _tell_stage(stage: str, text: str = "") -> None:
+    if _tell is not None:
+        _tell(stage, text)
 
 
 def _say_once_a_host(text: str) -> None:

@@ -123,11 +123,6 @@ class RankStream:
         """What to add to this rank's time_ns to get wall-clock time."""
         return int(self.identity.get("wall_ns", 0)) - int(self.identity.get("monotonic_ns", 0))
 
-    @property
-    def record_count(self) -> int:
-        """Records that make up calls and values."""
-        return len(self.enters) + len(self.exits) + len(self.values) + len(self.samples.heads)
-
 
 def read_stream(source: StreamBytes, decoded: Decoded | None = None) -> RankStream:
     """Return the records of one stream; what follows the first damaged cell is left out.

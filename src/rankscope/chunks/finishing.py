@@ -55,8 +55,6 @@ class ChunkReport:
     """True where its own rank had finished it."""
     lost: tuple[int, ...] = ()
     """References whose bytes are not there, or not as they were recorded."""
-    cut_bytes: int = 0
-    """Bytes of a tensor that never became whole, cut off."""
     note: str = ""
     """What is wrong, "" where the chunk is whole and nothing was lost."""
 
@@ -211,7 +209,6 @@ def _finish(path: Path, stream: StreamId, number: int, held: list[HeldTensor]) -
         tensors=count,
         was_finished=False,
         lost=lost,
-        cut_bytes=cut,
         note=f"{path}: {'; '.join(parts)}",
     )
 
@@ -236,7 +233,6 @@ def _set_aside(path: Path, data_bytes: int) -> ChunkReport:
         path=path,
         tensors=0,
         was_finished=False,
-        cut_bytes=data_bytes,
         note=f"{path}: was left before its first tensor was whole; it is now {aside.name}",
     )
 

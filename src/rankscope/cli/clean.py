@@ -2,39 +2,46 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import shutil
 import stat
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated, NamedTuple, Optional
 
 import typer
 
 from rankscope.cli.printing import echo
+from rankscope.errors import SettingError, SpoolError
+from rankscope.run import filenames as names
+from rankscope.run.folders import is_held, read_run_header, spool_base
+from rankscope.run.liveness import is_abandoned
+from rankscope.run.outfolder import OF_A_COLLECTOR, typed
+from rankscope.run.processes import is_process_alive
 
 __all__ = ["command"]
 
 _JUST_BEGUN_S = 60.0
 """A run folder that is younger may be one whose processes take their locks only now."""
-_UNITS_S = {"m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+_UNITS_S = {"m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
+_OF_A_TRACE = OF_A_COLLECTOR | {names.TRACE_NAME, names.VALUES_NAME, "report.html"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Remains:
+class _Remains(NamedTuple):
     folder: Path
     what: str
-    stays: str = ""
+    stays: str
     """Why it is not removed, "" where it is."""
-    remove: Callable[[], object] = lambda: None
-    trace: Path | None = None
-    """Of a run that somebody is at work on."""
+    remove: Callable[[], object]
 
 
 def command(
     older: Annotated[
-        str,
-        typer.Option(metavar="AGE", help="Of records that are nowhere else, and of traces."),
+        str, typer.Option(metavar="AGE", help="Of records that are nowhere else, and of traces.")
     ] = "7d",
     traces: Annotated[
         Optional[list[Path]],  # noqa: UP045  # typer reads it on 3.10
@@ -50,18 +57,14 @@ def command(
     """Remove what dead runs left in the spool folder of this host: what their traces have too.
 
     Records that are nowhere else go once they are old; before, the command is printed that makes a
-    trace of them.
-
-    Exit code 0: removed, or nothing to remove; 2: nobody could be asked.
+    trace of them. Exit code 0: done, or nothing to do; 2: nobody could be asked.
     """
-    import sys
-
-    from rankscope.errors import SettingError
-    from rankscope.run.folders import spool_base
-
-    limit_s = _seconds(older)
-    remains = [*_runs(spool_base(spool), limit_s)]
-    live = [each.trace.resolve() for each in remains if each.trace is not None]
+    number, unit = older[:-1], older[-1:]
+    if not (number.isascii() and number.isdigit() and unit in _UNITS_S):
+        raise SettingError(f"--older {older}: expected an age such as 90m, 12h, 7d or 4w")
+    limit_s = int(number) * _UNITS_S[unit]
+    live: set[Path] = set()
+    remains = [*_runs(spool_base(spool), limit_s, live)]
     remains += [each for folder in traces or () for each in _traces(folder, limit_s, live)]
     sizes = {each.folder: _mib(each.folder) for each in remains}
     for each in remains:
@@ -70,123 +73,81 @@ def command(
     going = [each for each in remains if not each.stays]
     if not going:
         echo("nothing to remove")
-    if not going or dry_run:
-        return
-    if not yes and not sys.stdin.isatty():
-        raise SettingError("nobody can be asked here: give --yes to remove these, or --dry-run")
-    if not yes and not typer.confirm(f"remove {len(going)} of these folders?"):
-        return
-    for each in going:
-        each.remove()
-    gone = [sizes[each.folder] for each in going if not each.folder.exists()]
-    echo(f"removed {len(gone)} folder{'s' * (len(gone) != 1)}, {sum(gone):.1f} MiB")
+    elif not dry_run:
+        if not yes and not sys.stdin.isatty():
+            raise SettingError("nobody can be asked here: give --yes to remove these, or --dry-run")
+        if yes or typer.confirm(f"remove {len(going)} of these folders?"):
+            for each in going:
+                each.remove()
+            gone = [sizes[each.folder] for each in going if not each.folder.exists()]
+            echo(f"removed {len(gone)} folder{'s' * (len(gone) != 1)}, {sum(gone):.1f} MiB")
 
 
-def _runs(base: Path, limit_s: float) -> Iterator[_Remains]:
-    """Yield the run folders of this user on this host."""
-    from rankscope.errors import SpoolError
-    from rankscope.gather.cleanup import is_in_tree, kept_stream
-    from rankscope.run.eventboard import held_anything
-    from rankscope.run.filenames import REPLICA_FOLDER, RUN_NAME, TRACE_NAME
-    from rankscope.run.folders import read_run_header, streams
-    from rankscope.run.liveness import is_abandoned
-    from rankscope.run.outfolder import typed
-    from rankscope.run.processes import is_process_alive
+def _runs(base: Path, limit_s: float, live: set[Path]) -> Iterator[_Remains]:
+    """Yield the run folders of this user on this host; `live` takes the traces of those in use."""
+    from rankscope.gather.cleanup import is_in_tree, kept_stream, remove_run
+
+    def remove(folder: Path, tree: Path | None) -> None:
+        if is_abandoned(folder):  # still; without a tree the records are given up
+            is_elsewhere = partial(is_in_tree, folder, tree=tree) if tree else lambda stream: True
+            remove_run(folder, is_elsewhere, is_quiet=tree is None)
 
     for folder, age_s in _own_folders(base):
         try:
             header = read_run_header(folder)
             out, agent = header.out, header.agent
-        except SpoolError:  # of one process that traced itself
+        except SpoolError:  # of one process that traced itself, or no run
             out, agent = folder, ""
-        if not ((folder / RUN_NAME).is_file() or streams(folder) or held_anything(folder)):
-            continue  # not rankscope's
+            if not is_abandoned(folder):
+                continue
         if age_s < _JUST_BEGUN_S or not is_abandoned(folder) or is_process_alive(agent):
-            yield _Remains(folder=folder, what=f"traces into {out}", stays="in use", trace=out)
+            live.add(out.resolve())
+            yield _Remains(folder, f"traces into {out}", "in use", lambda: None)
             continue
-        tree = out / TRACE_NAME
-        if kept_stream(folder, lambda stream: is_in_tree(folder, stream, tree)) is None:  # noqa: B023
-            what, remove = f"all of it is in {out}", partial(_remove_run, folder, tree)
-            yield _Remains(folder=folder, what=what, remove=remove)
+        tree = out / names.TRACE_NAME
+        if kept_stream(folder, partial(is_in_tree, folder, tree=tree)) is None:
+            yield _Remains(folder, f"all of it is in {out}", "", partial(remove, folder, tree))
             continue
-        places = [folder, *([out] if (out / REPLICA_FOLDER).is_dir() else [])]
-        command = typed("recover", *places, out=f"{out}-recovered")
-        yield _Remains(
-            folder=folder,
-            what=f"records that are nowhere else: {command}",
-            stays="" if age_s >= limit_s else "younger than --older",
-            remove=partial(_remove_run, folder, None),
-        )
+        places = [folder, *([out] if (out / names.REPLICA_FOLDER).is_dir() else [])]
+        told = typed("recover", *places, out=f"{out}-recovered")
+        stays = "" if age_s >= limit_s else "younger than --older"
+        what = f"records that are nowhere else: {told}"
+        yield _Remains(folder, what, stays, partial(remove, folder, None))
 
 
-def _remove_run(folder: Path, tree: Path | None) -> None:
-    """Remove a run folder; without a tree its records are given up, as was said."""
-    from rankscope.gather.cleanup import is_in_tree, remove_run
-    from rankscope.run.liveness import is_abandoned
-
-    if is_abandoned(folder):  # still
-        is_given_up = tree is None
-        remove_run(
-            folder,
-            lambda stream: tree is None or is_in_tree(folder, stream, tree),
-            is_quiet=is_given_up,
-        )
-
-
-def _traces(folder: Path, limit_s: float, live: Sequence[Path]) -> Iterator[_Remains]:
-    """Yield the traces in a folder that are old."""
-    import shutil
-
-    from rankscope.run.filenames import (
-        CELLS_SUFFIX,
-        COLLECTOR_LOCK_NAME,
-        REPLICA_FOLDER,
-        TRACE_NAME,
-        VALUES_NAME,
-    )
-    from rankscope.run.folders import is_held
-    from rankscope.run.outfolder import OF_A_COLLECTOR, typed
-
+def _traces(folder: Path, limit_s: float, live: Collection[Path]) -> Iterator[_Remains]:
+    """Yield the old traces in a folder."""
     for trace, age_s in _own_folders(folder):
-        begin = b""
-        if (trace / TRACE_NAME).is_file():
-            with (trace / TRACE_NAME).open("rb") as file:
+        begin, what = b"", "a trace"
+        if (trace / names.TRACE_NAME).is_file():
+            with (trace / names.TRACE_NAME).open("rb") as file:
                 begin = file.read(100)
-        is_unfinished = not begin and any((trace / REPLICA_FOLDER).glob(f"*{CELLS_SUFFIX}"))
-        if age_s < limit_s or not (is_unfinished or b'"rankscope.trace/' in begin):
+        elif any((trace / names.REPLICA_FOLDER).glob(f"*{names.CELLS_SUFFIX}")):
+            told = typed("recover", trace, out=f"{trace}-recovered")
+            what = f"records that are nowhere else: {told}"
+        if age_s < limit_s or (what == "a trace" and b'"rankscope.trace/' not in begin):
             continue
-        what = "a trace"
-        if is_unfinished:
-            what = f"records without a trace: {typed('recover', trace, out=f'{trace}-recovered')}"
-        others = {path.name for path in trace.iterdir()} - OF_A_COLLECTOR
-        others -= {TRACE_NAME, VALUES_NAME, "report.html"}
+        others = {path.name for path in trace.iterdir()} - _OF_A_TRACE
         stays = f"it holds {', '.join(sorted(others))}" if others else ""
-        if trace.resolve() in live or is_held(trace / COLLECTOR_LOCK_NAME):
+        if trace.resolve() in live or is_held(trace / names.COLLECTOR_LOCK_NAME):
             stays = "in use"
-        remove = partial(shutil.rmtree, trace, ignore_errors=True)
-        yield _Remains(folder=trace, what=what, stays=stays, remove=remove)
+        yield _Remains(trace, what, stays, partial(shutil.rmtree, trace, ignore_errors=True))
 
 
 def _own_folders(folder: Path) -> Iterator[tuple[Path, float]]:
     """Yield the folders of this user in a folder, and how long ago anything changed there."""
-    import os
-    import time
-
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         status = path.lstat()
         if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid():
-            times = [each.lstat().st_mtime for each in (path, *path.rglob("*"))]
-            yield path, time.time() - max(times)
+            yield path, time.time() - max(each.st_mtime for each in (status, *_inside(path)))
 
 
 def _mib(folder: Path) -> float:
-    return sum(path.lstat().st_blocks for path in folder.rglob("*")) / 2048
+    return sum(each.st_blocks for each in _inside(folder)) / 2048
 
 
-def _seconds(age: str) -> float:
-    from rankscope.errors import SettingError
-
-    number, unit = age[:-1], age[-1:]
-    if not (number.isascii() and number.isdigit() and unit in _UNITS_S):
-        raise SettingError(f"--older {age}: expected an age such as 90m, 12h, 7d or 4w")
-    return int(number) * float(_UNITS_S[unit])
+def _inside(folder: Path) -> Iterator[os.stat_result]:
+    for place, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            with contextlib.suppress(FileNotFoundError):  # of a run that goes on meanwhile
+                yield os.lstat(os.path.join(place, name))

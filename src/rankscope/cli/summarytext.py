@@ -233,13 +233,6 @@ def _tops(paths: Iterable[str]) -> str:
     return ", ".join([*named[:_MOST_PLACES], *(["..."] if len(named) > _MOST_PLACES else [])])
 
 
-def _undeclared_line(report: Report) -> Iterator[str]:
-    if report.undeclared:
-        names = ", ".join(shortened(name, _LONGEST_NAME) for name in report.undeclared_names[:2])
-        count = counted(report.undeclared, "value")
-        yield f"not judged: {count} in a layout nobody declared, e.g. {names}"
-
-
 def _apart_lines(roots: Sequence[ModuleOutline], paint: Paint) -> Iterator[str]:
     """Yield what the tree alone says, where no rule was asked."""
     every = [(module, each) for root in roots for module in root.walk() for each in module.apart]

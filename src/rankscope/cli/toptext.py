@@ -106,16 +106,10 @@ def _check(
     for finding in origins[:_MOST_FINDINGS]:
         line = paint("red", f"check ({ago}): {finding['kind']}: {finding['message']}")
         yield cut(line, columns) if is_screen else line
-        place = f"{finding['mode']} step {finding['step']}, {ranks_named(finding['ranks'])}, "
-        place += f"{finding['phase']} of {finding['path'] or '(root)'}"
-        place += f":{finding['slot']}" if finding["slot"] else ""
-        yield from wrap(
-            place,
-            columns or len(place) + 2,
-            initial_indent="  ",
-            subsequent_indent="    ",
-            break_on_hyphens=False,
-        )
+        step, ranks = f"{finding['mode']} step {finding['step']}", ranks_named(finding["ranks"])
+        name = ":".join(filter(None, (finding["path"] or "(root)", finding["slot"])))
+        place = f"  {step}, {ranks}, {finding['phase']} of {name}"
+        yield from wrap(place, columns or len(place), subsequent_indent="    ")
     if len(origins) > _MOST_FINDINGS:
         yield f"and {len(origins) - _MOST_FINDINGS} origins more: rankscope check"
 

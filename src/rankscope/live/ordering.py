@@ -76,7 +76,6 @@ class Ordering:
         self.folder = folder
         self._watch = JobWatch(folder, has_values=False)
         self._watch.look()
-        self._since = time.monotonic()
         self._sent_by: float | None = None
         if not self._is_at_work_soon():
             if (folder / TRACE_NAME).exists():
@@ -117,7 +116,7 @@ class Ordering:
             put_order(replicas, order)
         for run_folder in self._elsewhere:
             put_order(run_folder, order)
-        self._order, self._since = order, time.monotonic()
+        self._order = order
         return order
 
     def look(self) -> Progress:

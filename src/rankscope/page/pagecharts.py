@@ -26,9 +26,7 @@ class CheckCharts:
         self._rows, self._world = rows, world
         self._before: dict[tuple[int, str], Array] = {}
         """Sketches of parameters as they were."""
-        self._scalars: list[dict[tuple[str, str], list[SlotValues]]] = []
-        """Of each step: the scalars that outermost calls of a train step returned, by path and
-        slot."""
+        self._scalars: list[dict[tuple[str, str], list[float | None]]] = []
         self.steps: list[dict[str, Any]] = []
         """Of each step: {"grad": {row: norm}, "update": {row: ratio}, "ms": {phase: [world]},
         "odd": [rows whose gradients or parameters are not finite]}."""
@@ -63,12 +61,10 @@ class CheckCharts:
         """Return the steps, each with "loss": [mean, least, greatest of the ranks], nulls where it
         is not finite; without where more than one scalar may be the loss."""
         names = {name for scalars in self._scalars for name in scalars}
-        named = {name for name in names if name[1].endswith("loss")} or names
-        if len(named) == 1:
-            (name,) = named
-            for step, scalars in zip(self.steps, self._scalars):
-                if name in scalars:
-                    step["loss"] = _loss(scalars[name])
+        names = {name for name in names if name[1].endswith("loss")} or names
+        for step, scalars in zip(self.steps, self._scalars):
+            if len(names) == 1 and names <= scalars.keys():
+                step["loss"] = scalars[next(iter(names))]
         return self.steps
 
     def _by_module(self, step_view: StepView, phase: Phase, prefix: str) -> dict[int, float]:
@@ -117,7 +113,9 @@ class CheckCharts:
         }
 
 
-def _scalars(step_view: StepView) -> dict[tuple[str, str], list[SlotValues]]:
+def _scalars(step_view: StepView) -> dict[tuple[str, str], list[float | None]]:
+    """Return mean, least and greatest over ranks of the scalars that outermost calls of a train
+    step return; of each rank the mean of its micro-batches."""
     found: dict[tuple[str, str], list[SlotValues]] = {}
     is_train = step_view.mode is Mode.TRAIN and not step_view.is_setup
     for call in step_view.of(Phase.FORWARD) if is_train else ():
@@ -125,18 +123,14 @@ def _scalars(step_view: StepView) -> dict[tuple[str, str], list[SlotValues]]:
             shapes = {shape for view in values.views for shape in view.shapes().values()}
             if "float" in values.dtype and shapes == {()} and values.is_known.all():
                 found.setdefault((call.path, values.slot), []).append(values)
-    return found
+    return {name: _spread(values) for name, values in found.items()}
 
 
-def _loss(micro_batches: list[SlotValues]) -> list[float | None]:
-    """Return mean, least and greatest over ranks of what each rank's micro-batches have as mean."""
+def _spread(micro_batches: list[SlotValues]) -> list[float | None]:
+    if any(v.nonfinite.any() or v.column("neginf").any() for v in micro_batches):
+        return [None, None, None]
     ranks = np.concatenate([values.ranks for values in micro_batches])
     means = np.concatenate([values.column("mean") for values in micro_batches])
-    wrong = [
-        values.column(name) for values in micro_batches for name in ("nan", "posinf", "neginf")
-    ]
-    if any(count.any() for count in wrong):
-        return [None, None, None]
     of_ranks = [float(means[ranks == rank].mean()) for rank in np.unique(ranks)]
     return [sum(of_ranks) / len(of_ranks), min(of_ranks), max(of_ranks)]
 
