@@ -389,6 +389,25 @@ def test_stages_that_hold_different_things_are_no_fault_and_replicas_are(stages)
     assert "ranks 0 " not in text and "ranks 1 " not in text
 
 
+def test_a_slot_that_some_ranks_alone_have_names_them(tmp_path):
+    """As where a hook replaces what a module gives on one rank alone."""
+    for number in (0, 1):
+        rank = PaperRank(tmp_path / "spools", number, 2)
+        with rank.call(class_name="Model") as top:
+            rank.value(top, "output", np.ones(2))
+            if number == 0:
+                rank.value(top, "returned", np.full(2, 3.0))
+                rank.value(top, "returned.told", None, note="3", dtype="python")
+        rank.end()
+        rank.ship(tmp_path / "trace")
+    build(tmp_path / "trace")
+    text = rankscope("show", tmp_path / "trace", "--full")[1]
+    assert "(root)  Model  ranks 0-1" in text
+    assert re.search(r"output +float32\[2\]  mean 1  std 0$", text, re.M)
+    assert re.search(r"returned +float32\[2\]  mean 3  std 0  on rank 0$", text, re.M)
+    assert re.search(r"returned.told = 3  on rank 0$", text, re.M)
+
+
 def test_a_file_is_called_a_file(tmp_path):
     (tmp_path / "train.py").write_text("")
     code, _, errors = rankscope("show", tmp_path / "train.py")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import random
+from collections.abc import Callable
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 
 import rankscope
 from rankscope.errors import LayoutError, ReplayError, SelectionError
+from rankscope.replaying.replay import Replay
 from tests.distributed import forms_job, global_tensors_job
 from tests.distributed.pool import RankPool
 
@@ -203,6 +206,65 @@ def test_another_kind_of_output_is_a_difference(trace: Path) -> None:
     report = rankscope.replay(Other(), trace, "mixer", arguments={1: None})
     assert report.outputs[0].text == "the module gave no such output; it gave output"
     assert report.notes == ("not in the trace: output",)
+
+
+class Gives(nn.Module):
+    """Gives an output of one kind."""
+
+    kinds: ClassVar[dict[str, Callable[[Tensor], object]]] = {
+        "tensor": lambda y: y,
+        "empty": lambda y: y[:0],
+        "empty among others": lambda y: (y, None, y[:0].long(), 3),
+        "none": lambda y: None,
+        "text": lambda y: "tanh",
+        "nothing": lambda y: (),
+    }
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.fc, self.kind = nn.Linear(8, 8), kind
+
+    def forward(self, x: Tensor) -> object:
+        return self.kinds[self.kind](self.fc(x))
+
+
+class GivesAll(nn.Module):
+    """One module of each kind, and one that gives a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(map(Gives, Gives.kinds))
+
+    def forward(self, x: Tensor) -> object:
+        first, *_ = [part(x) for part in self.parts]
+        return first
+
+
+def test_outputs_without_an_element_agree_and_outputs_that_are_no_tensors_are_said(
+    tmp_path: Path,
+) -> None:
+    torch.manual_seed(0)
+    model = GivesAll()
+    with rankscope.trace(model, out=tmp_path / "t", tensors="**"):
+        model(torch.randn(6, 8)).sum().backward()
+    part = {kind: (model.parts[n], f"parts.{n}") for n, kind in enumerate(Gives.kinds)}
+
+    def replayed(kind: str, recorded: str | None = None) -> Replay:
+        module, path = part[kind][0], part[recorded or kind][1]
+        return rankscope.replay(module, tmp_path / "t", path)
+
+    report = replayed("empty")
+    assert report.agrees
+    assert report.outputs[0].text == "there is no element to compare"
+    report = replayed("empty among others")
+    assert report.agrees and len(report.outputs) == 2
+    assert report.notes == ("not compared, because it is no tensor: output.3 = 3",)
+    assert not replayed("tensor", recorded="empty").agrees
+    assert replayed("none", recorded="empty").outputs[0].text.endswith("it gave no tensor")
+    texts = {"none": "output = None", "text": "output = 'tanh'", "nothing": "nothing"}
+    for kind, text in texts.items():
+        with pytest.raises(SelectionError, match=f"gave no tensor in forward .*recorded: {text}"):
+            replayed(kind)
 
 
 def test_global_tensors_of_tensor_parallel_ranks_are_handed_to_a_whole_module(

@@ -321,6 +321,8 @@ class _Tree:
                 if view.takes(slot.slot) and (view.rank is None or view.rank in slot.ranks):
                     others = [s for s in slots if s.slot == slot.slot and s is not slot]
                     lines = _slot_lines(slot, others if slot.disagreement else (), view, paint)
+                    if view.rank is None and not slot.disagreement and slot.ranks != node.ranks:
+                        lines = _of_some(lines, paint("yellow", f"on {ranks_named(slot.ranks)}"))
                     yield from (pad + "    " + line for line in lines)
         is_list = node.phase.facts.is_event
         for child in node.children:
@@ -368,6 +370,12 @@ def _outcome_lines(node: Node, paint: Paint) -> Iterator[str]:
     for error in node.errors:
         text = f"rankscope failed here on {ranks_named(error.ranks)}: {error.error}"
         yield paint("yellow", visible(text))
+
+
+def _of_some(lines: Iterator[str], whose: str) -> Iterator[str]:
+    """Yield the lines of a slot that not all ranks of its call have; the first one says whose."""
+    yield f"{next(lines)}  {whose}"
+    yield from lines
 
 
 def _disagreement(slot: SlotView, others: Sequence[SlotView], paint: Paint) -> str:

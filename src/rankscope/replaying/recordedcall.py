@@ -85,6 +85,13 @@ class RecordedCall:
             if slot.partition(".")[0] == kind and self.value(slot).dtype != "python"
         ]
 
+    def others(self, kind: str) -> dict[str, str]:
+        """Return {slot: text} of the slots of one kind that hold no tensors."""
+        slots = dict.fromkeys(view.slot for view in self.node.slots)
+        texts = {each: self.note(each) for each in slots if each.partition(".")[0] == kind}
+        tensors = self.slots(kind)
+        return {slot: text or "None" for slot, text in texts.items() if slot not in tensors}
+
     def value(self, slot: str) -> Value:
         """Return the value of a slot that the call has."""
         found = self.node.value(slot)

@@ -211,9 +211,12 @@ def _compared(
     """
     returned = call.slots("returned") if has_hooks else []
     slots = returned or call.slots("output")
+    others = call.others("returned" if returned else "output")
     if not slots:
+        listed = ", ".join(f"{slot} = {text}" for slot, text in others.items())
         raise SelectionError(
-            f"no outputs of {call.node.path or '(root)'} were recorded in {call.words}"
+            f"{call.node.path or '(root)'} gave no tensor in {call.words}, as far as was recorded: "
+            f"{listed or 'nothing'}"
         )
     for slot in slots:
         recorded = call.tensor(slot)
@@ -224,6 +227,11 @@ def _compared(
         known = [DEFAULTS[each][0] for each in own if each in DEFAULTS]
         allowed = max(known, default=0.0) if tolerance is None else tolerance
         yield _beside(slot, recorded, given, allowed, sorted(made))
+    call.notes += [
+        f"not compared, because it is no tensor: {slot} = {text}"
+        for slot, text in others.items()
+        if text != "None"
+    ]
     extra = sorted(made.keys() - {f"output{slot[len(slot.partition('.')[0]) :]}" for slot in slots})
     if extra:
         call.notes.append(f"not in the trace: {', '.join(extra)}")
@@ -246,9 +254,12 @@ def _beside(
         error, unequal = apart.relative, apart.unequal
         cast = "" if given.dtype == recorded.dtype else f", though {dtype_name(given.dtype)}"
         some = f"{unequal:,} of {recorded.numel():,} elements"
-        worst = f"[{', '.join(map(str, apart.at))}]"
-        pair = f"{given[apart.at].item():.6g} instead of {recorded[apart.at].item():.6g}"
-        if not unequal:
+        worst, pair = f"[{', '.join(map(str, apart.at))}]", ""
+        if unequal:
+            pair = f"{given[apart.at].item():.6g} instead of {recorded[apart.at].item():.6g}"
+        if not recorded.numel():
+            text = f"there is no element to compare{cast}"
+        elif not unequal:
             text = f"every element is the recorded one{cast}"
         elif apart.other_nonfinite:
             text = f"other elements are NaN or infinite, first at {worst}: {pair}{cast}"
