@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import pty
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,7 @@ from torch import nn
 
 import rankscope
 from rankscope.errors import TraceError
+from tests import forked
 from tests.conftest import REPOSITORY
 
 
@@ -75,3 +79,39 @@ def test_a_refused_block_leaves_no_trace_in_the_exception_of_what_runs_in_it(
     with pytest.raises(KeyError) as raised, rankscope.trace(out=tmp_path / "notes.txt"):
         raise KeyError("the user's own")
     assert raised.value.__context__ is None
+
+
+ON_A_SLOW_DISK = """
+import rankscope, sys, time, torch
+def slow(event, given, waited=[]):
+    if event == "open" and "values.safetensors" in str(given[0]) and not waited:
+        waited.append(time.sleep(1.5))
+model = torch.nn.Linear(4, 4)
+with rankscope.trace(model, out=sys.argv[1], steps="all"):
+    for _ in range(3):
+        model(torch.randn(2, 4)).sum().backward()
+    sys.addaudithook(slow)
+"""
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_leaving_a_block_shows_on_a_terminal_how_far_the_tree_is(
+    tmp_path: Path, is_terminal: bool
+) -> None:
+    (tmp_path / "script.py").write_text(ON_A_SLOW_DISK)
+    reading, writing = pty.openpty() if is_terminal else os.pipe()
+    command = [sys.executable, str(tmp_path / "script.py"), str(tmp_path / "trace")]
+    with forked.Popen(command, stderr=writing) as job:
+        os.close(writing)
+        said = b""
+        try:
+            while more := os.read(reading, 4096):
+                said += more
+        except OSError:
+            pass  # that is how a terminal ends
+        os.close(reading)
+    assert job.returncode == 0
+    shown = [line for line in said.decode().split("\r") if "writing nodes" in line]
+    assert bool(shown) is is_terminal
+    assert all(re.match(r"rankscope: writing nodes +\d+% \(\d+ s\) *$", line) for line in shown)
+    assert not said.strip() or said.endswith(b" \r"), "the line is taken away again"

@@ -37,6 +37,7 @@ from rankscope.record.streams import EndReason
 from rankscope.run.folders import run_key, stream_folder
 from rankscope.run.outfolder import typed
 from rankscope.run.prepare import Collection, RunRequest, prepare_run
+from rankscope.run.progressline import progress
 from rankscope.settings import Settings, as_keywords, settings_from
 from rankscope.spool.replication import StreamEnd, replica_path, write_end
 from rankscope.spool.streamreader import StreamReader
@@ -362,7 +363,8 @@ class _TracedBlock:
         hold(None)
         self.session.close(EndReason.CLOSED)
         self._take_rest()
-        build(self.out, keep_spool=self._keep_spool)
+        with progress() as say_how_far:
+            build(self.out, keep_spool=self._keep_spool, progress=say_how_far)
         shutil.rmtree(self._run_folder, ignore_errors=True)
 
     def _say_unfinished(self, error: Exception) -> None:

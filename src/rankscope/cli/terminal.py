@@ -6,26 +6,19 @@ from __future__ import annotations
 import itertools
 import re
 import shutil
-import sys
-import time
 import unicodedata
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
 
 from rankscope.cli.printing import COLORS, PLAIN, Paint, echo
 from rankscope.record.visibletext import visible
+from rankscope.run.progressline import progress
 from rankscope.tree.reader import open_trace
-from rankscope.tree.treewriter import Progress
 from rankscope.tree.views import Trace
 
 __all__ = ["Paint", "cut", "fitted", "opened", "progress", "say_unread", "visible", "width"]
 
 _PART = re.compile(r"( {2,}|^)((?:\S| (?! ))+)")
-_FIRST_S = 1.0
-"""Nothing is said about work that is done sooner."""
-_EVERY_S = 0.2
 
 
 def width() -> int:
@@ -91,30 +84,6 @@ def _length(text: str) -> int:
 
 def _columns(character: str) -> int:
     return 2 if unicodedata.east_asian_width(character) in "WF" else 1
-
-
-@contextmanager
-def progress(stream: TextIO | None = None) -> Iterator[Progress]:
-    """Give a function that shows progress on one line of a terminal, from the first second on."""
-    target = sys.stderr if stream is None else stream
-    begin = shown = time.monotonic()
-    width = 0
-
-    def say(what: str, part: float) -> None:
-        nonlocal shown, width
-        now = time.monotonic()
-        if target.isatty() and now - begin >= _FIRST_S and now - shown >= _EVERY_S:
-            line = f"rankscope: {what} {part:4.0%} ({now - begin:.0f} s)"
-            target.write("\r" + line.ljust(width))
-            target.flush()
-            shown, width = now, len(line)
-
-    try:
-        yield say
-    finally:
-        if width:
-            target.write("\r" + " " * width + "\r")
-            target.flush()
 
 
 def opened(path: Path | None, *, takes_golden: bool = False) -> Trace:
