@@ -39,7 +39,6 @@ from rankscope.gather.protocol import (
     Ended,
     EndedSeen,
     Happened,
-    HappenedSeen,
     Hello,
     Message,
     OpenStream,
@@ -49,7 +48,6 @@ from rankscope.gather.protocol import (
     StreamOffset,
     Sync,
     Synced,
-    Vanished,
     decode,
     encode,
 )
@@ -333,13 +331,10 @@ class Intake:
                 peer.beat = message
                 for event in self._events - peer.events:
                     self._send(identity, Happened(*event))
-                return Vanished(self._vanished) if message.quiet and self._vanished else BeatSeen()
+                return BeatSeen(self._vanished)
             case Happened(life, entry):
                 if len(self._events) < _MOST_EVENTS:
                     self._events.add((life, entry))
-                peer.events |= {(life, entry)} & self._events
-                return HappenedSeen(life, entry)
-            case HappenedSeen(life, entry):
                 peer.events |= {(life, entry)} & self._events
                 return None
             case Stall():

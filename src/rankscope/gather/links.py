@@ -37,7 +37,6 @@ from rankscope.gather.protocol import (
     Ended,
     EndedSeen,
     Happened,
-    HappenedSeen,
     Hello,
     Message,
     OpenStream,
@@ -47,7 +46,6 @@ from rankscope.gather.protocol import (
     StreamOffset,
     Sync,
     Synced,
-    Vanished,
     decode,
     encode,
 )
@@ -131,8 +129,6 @@ class SocketLink:
         """
         self._header = header
         self._box = box
-        self._told: set[tuple[int, str]] = set()
-        """Events that the collector knows."""
         self._job = JobState.UNKNOWN
         self._held = 0
         self._is_done = self.is_quiet = False
@@ -231,7 +227,7 @@ class SocketLink:
         if not (self._send(hello) and self._send(beat)):
             return False
         for event in () if self._box is None else self._box.happened():
-            if event not in self._told and not self._send(Happened(*event)):
+            if not self._send(Happened(*event)):
                 return False
         return self.stall is None or self._send(self.stall)  # ever again: any of them may be lost
 
@@ -293,27 +289,22 @@ class SocketLink:
                     shipments[stream].take_refusal(reason)
             case Rejected(reason):
                 self.rejection = reason
-            case HappenedSeen(life, entry):
-                self._told.add((life, entry))
-            case Happened() | Vanished():
+            case Happened() | BeatSeen():
                 self._hear(message)
             case Done(is_quiet):
                 self._is_done, self.is_quiet = True, is_quiet
 
-    def _hear(self, message: Happened | Vanished) -> None:
+    def _hear(self, message: Happened | BeatSeen) -> None:
         """Let the box know what happened elsewhere; where that cannot be noted it is told again."""
         if self._box is None:
             return
         try:
-            if isinstance(message, Vanished):
-                self._box.hear("vanished", message.text)
-                return
-            self._box.hear_entry(message.incarnation, message.entry)
+            if isinstance(message, Happened):
+                self._box.hear_entry(message.incarnation, message.entry)
+            elif message.vanished and self._box.quiet_ranks:
+                self._box.hear("vanished", message.vanished)
         except (OSError, ValueError, KeyError) as error:
             self._refused.log(f"what happened elsewhere cannot be noted here: {error}")
-            return
-        self._told.add((message.incarnation, message.entry))
-        self._send(HappenedSeen(message.incarnation, message.entry))
 
     def _send(self, message: Message) -> bool:
         try:

@@ -6,7 +6,8 @@
     Frame(stream, offset, crc) + body  ->  <-    At(stream, offset after writing)
     Sync(stream, origin)               ->  <-    Synced(stream, offset that is on disk)
     Ended(stream, committed, ...)      ->  <-    EndedSeen(stream), once the end marker is written
-    Beat(alive, held, job, restarts)  ->  <-    BeatSeen()
+    Beat(alive, held, job, quiet, ..)  ->  <-    BeatSeen(what is said of a host that vanished)
+    Happened(life, event)              ->  <-    Happened(life, event) of other hosts
     Stands(since, noticed, over, ..)   ->        with each Beat, once this host stood still
     ChunkOpen(stream, origin, chunk)   ->  <-    ChunkAt(stream, chunk, offset it holds)
     ChunkFrame(.., offset, crc) + body ->  <-    ChunkAt(stream, chunk, offset after writing)
@@ -14,7 +15,7 @@
                                                  ChunkAt(.., 0) where it is not: send it again
                                            <-    ChunksRefused(stream, reason): no more of them
                                            <-    Refused(stream, reason): do not send it again
-                                           <-    Done(): the tree is built
+                                           <-    Done(is quiet): the tree is built, or there is none
     Bye()                              ->
 
 A header is a msgpack array: verb, then whole numbers and short texts, as the table at the end of
@@ -62,7 +63,6 @@ __all__ = [
     "Ended",
     "EndedSeen",
     "Happened",
-    "HappenedSeen",
     "Hello",
     "Message",
     "OpenStream",
@@ -72,7 +72,6 @@ __all__ = [
     "StreamOffset",
     "Sync",
     "Synced",
-    "Vanished",
     "decode",
     "encode",
 ]
@@ -171,29 +170,13 @@ class Beat:
 
 @dataclass(frozen=True, slots=True)
 class Happened:
-    """An event of a black box, told until it is seen, by the relay that saw it and to all others.
-
-    Hosts of such a job may have no folder that all of them see.
+    """An event of a black box: told with every beat of a relay that knows it, and to all that do
+    not. Hosts of such a job may have no folder that all of them see.
     """
 
     incarnation: int
     entry: str
     """As a board has it (`run.eventboard`)."""
-
-
-@dataclass(frozen=True, slots=True)
-class HappenedSeen:
-    """This event is known."""
-
-    incarnation: int
-    entry: str
-
-
-@dataclass(frozen=True, slots=True)
-class Vanished:
-    """A host of the job is gone without a word: what ranks held back is asked for."""
-
-    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +202,9 @@ class EndedSeen:
 @dataclass(frozen=True, slots=True)
 class BeatSeen:
     """The collector is alive."""
+
+    vanished: str
+    """What is said of a host that is gone without a word: what ranks held back is asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,8 +239,6 @@ Message = (
     | Ended
     | Beat
     | Happened
-    | HappenedSeen
-    | Vanished
     | Stall
     | Bye
     | StreamOffset
@@ -431,7 +415,7 @@ _SHAPES: Mapping[int, _MessageShape] = {
     6: _shape(Bye),
     10: _shape(StreamOffset, _STREAM, _OFFSET),
     11: _shape(EndedSeen, _STREAM),
-    12: _shape(BeatSeen),
+    12: _shape(BeatSeen, _TEXT),
     13: _shape(Refused, _STREAM, _TEXT),
     14: _shape(Done, _member((False, True))),
     15: _shape(Rejected, _TEXT),
@@ -445,8 +429,6 @@ _SHAPES: Mapping[int, _MessageShape] = {
     20: _shape(Sync, _STREAM, _ORIGIN),
     21: _shape(Synced, _STREAM, _OFFSET),
     22: _shape(Happened, _LIFE, _ENTRY),
-    23: _shape(HappenedSeen, _LIFE, _ENTRY),
-    24: _shape(Vanished, _TEXT),
 }
 """Every message by its verb. Never renumber."""
 _VERB_OF: Mapping[type[object], int] = {shape.kind: verb for verb, shape in _SHAPES.items()}

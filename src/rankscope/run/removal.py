@@ -1,17 +1,8 @@
 """The one decision about what may be removed or freed: nothing that is not known to be elsewhere.
 
 A rank, a relay, a collector, the process beside the steps and the commands all remove records. Each
-knows something else of where they are. What they know becomes a `Place`, and `may_remove` decides:
-
-    piece     goes where another place of it is at least    and its writer   or where nobody asked
-    TURN      COPIED: on this disk, beside the ring         may live         yes
-    SEGMENT   DURABLE: on the collector's disk              may live         no
-    STREAM    DURABLE: there, or in a finished tree         is gone          no
-    HELD      COPIED: whole, as a stream (which then        is gone          yes
-              goes by the rule above)
-    REPLICA   DURABLE: in the tree                          may live         no
-
-A disk without room is no reason: what is wanted stays, and the rank drops, and counts, what is new.
+knows something else of where they are. What it knows becomes a `Place`, and the table `_RULES`
+decides. A disk without room is no reason: what is asked for stays, and the rank drops what is new.
 """
 
 from __future__ import annotations
@@ -34,7 +25,7 @@ class Removable(enum.Enum):
     STREAM = "stream"
     """A stream of a host's run folder."""
     HELD = "held"
-    """What a rank held back: its ring, and what it never let go."""
+    """What a rank held back. Its copy is a stream, which goes by that rule."""
     REPLICA = "replica"
     """Records of the trace folder."""
 
@@ -66,8 +57,10 @@ class Place:
 
 class _Rule(NamedTuple):
     reach: Reach
+    """At least so far another place has to go."""
     allows_writer: bool
     allows_unasked: bool
+    """It goes too where nobody asked."""
 
 
 _RULES: Final[Mapping[Removable, _Rule]] = {
