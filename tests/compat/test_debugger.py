@@ -192,3 +192,14 @@ def test_where_files_were_written_is_logged_as_information(
     ]
     assert all(Path(record.getMessage().split()[-1]).exists() for record in caplog.records)
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_model_can_be_exported_inside_a_block(tmp_path: Path) -> None:
+    """`torch.export` reads the code of `forward`. Strictly it cannot follow any hook of torch."""
+    model = modules.Leaf()
+    with ours(model, tmp_path):
+        program = torch.export.export(model, (x(),))
+        model(x())
+    assert torch.equal(program.module()(x()), model(x()))
+    assert len([*tmp_path.glob("*_FULL_TENSORS.json")]) == 1
+    assert call(tree(tmp_path), "Leaf.fc")["outputs"]["shape"] == "torch.Size([2, 4])"

@@ -31,6 +31,7 @@ __all__ = ["DirectCalls"]
 
 _TORCH: Final = nn.Module.__call__.__code__.co_filename
 _CALLERS: Final = frozenset({"_call_impl", "inner", "_slow_forward"})
+_LIKE_A_METHOD: Final = (*functools.WRAPPER_ASSIGNMENTS, "__code__")  # torch.export reads it
 _MISSING: Final = object()
 _NOTHING: Final = contextlib.nullcontext()
 _attaching = threading.RLock()
@@ -86,7 +87,7 @@ class _Front:
         self.forward: Forward = module.forward
         self.blocks: tuple[DirectCalls, ...] = ()
         self._copies: list[tuple[weakref.ref[nn.Module], object]] = []
-        functools.update_wrapper(self, self.forward, updated=())
+        functools.update_wrapper(self, self.forward, _LIKE_A_METHOD, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run `forward`, and tell the session of calls that torch tells no hook of."""

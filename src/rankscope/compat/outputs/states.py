@@ -137,8 +137,7 @@ class Capture:
         forward: Callable[..., Any],
     ) -> None:
         self.values: dict[str, list[Any]] = {key: [] for key in keys}
-        self.absent: set[str] = set()
-        """Outputs in whose place a module returned None."""
+        self.absent: set[str] = set()  # where a module returned None
         self.said: set[str] = set()  # by a warning of its own
         self.model, self.forward = model, forward
         outer = capture_around(model, forward)
