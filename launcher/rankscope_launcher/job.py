@@ -52,6 +52,7 @@ from rankscope.run.folders import (
 )
 from rankscope.run.outfolder import remove_empty
 from rankscope.run.prepare import Collection, PreparedRun, RunRequest, prepare_run
+from rankscope.run.verdictline import verdict_line
 from rankscope.settings import SET, SETTINGS, Settings
 from rankscope_launcher.companions import Companion, CompanionWatch, wait_for_end
 from rankscope_launcher.ending import Ending, failure_line, shown
@@ -100,6 +101,7 @@ class TracedJob:
         self._collection = prepared.collection
         self._out = prepared.out
         self._announcement = prepared.announcement
+        self._verdict = ""
         self._run_folder = prepared.run_folder
         self._made = prepared.made
         self._relay: Companion | None = None
@@ -255,6 +257,12 @@ class TracedJob:
                 self._tidy()
             if self._lacks_dataset():
                 say(f"the dataset is not whole: see {shown(self._out / COLLECTOR_LOG_NAME)}")
+            if ending.has_tree() and self._collector is not None:
+                most_s = self._settings.finish_seconds
+                with Progress("judging the trace") as progress:
+                    self._verdict = verdict_line(
+                        self._out, shown(self._out), most_s, is_hurried, progress.tick
+                    )
             return line
 
     @property
@@ -349,7 +357,7 @@ class TracedJob:
         from rankscope.agent.guard import attempt, text_of  # loads torch, as the job has by now
 
         lines: list[str] = []
-        problem = attempt(lambda: lines.append(self.finish(error)))
+        problem = attempt(lambda: lines.extend((self.finish(error), self._verdict)))
         if problem is not None:
             why = str(problem) if isinstance(problem, RankscopeError) else text_of(problem)
             lines = [f"the trace in {self._out} was not finished: {why}"]

@@ -122,8 +122,8 @@ class Launch:
 
     @property
     def last_line(self) -> str:
-        """What rankscope said last on stderr."""
-        return [line for line in self.err.splitlines() if line.startswith("rankscope: ")][-1]
+        """What rankscope said last on stderr, before the verdict."""
+        return before_verdict(self.err.splitlines())[-1]
 
     @property
     def logs(self) -> str:
@@ -164,6 +164,14 @@ class Launch:
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
+
+
+def before_verdict(lines: list[str]) -> list[str]:
+    """Return the lines that are rankscope's, without that of the verdict."""
+    words = "clean", "fault", "incomplete", "not judged yet"
+    verdicts = tuple(f"rankscope: {word}" for word in words)
+    own = (line for line in lines if line.startswith("rankscope: "))
+    return [line for line in own if not line.startswith(verdicts)]
 
 
 Start = Callable[..., Launch]

@@ -12,7 +12,7 @@ import pytest
 
 from rankscope.tree.reader import open_trace
 from tests import forked
-from tests.launcher.launches import wait_until_it_watches
+from tests.launcher.launches import before_verdict, wait_until_it_watches
 
 pytestmark = pytest.mark.launch
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
@@ -75,8 +75,8 @@ def test_a_job_that_calls_no_module_keeps_code_and_stdout_and_is_told_so_without
 
 
 def last_lines(done: subprocess.CompletedProcess[str]) -> list[str]:
-    """Return what rankscope says at the end, without where the trace goes."""
-    lines = [line for line in done.stderr.splitlines() if line.startswith("rankscope: ")]
+    """Return what rankscope says at the end, without where the trace goes, and its verdict."""
+    lines = before_verdict(done.stderr.splitlines())
     assert lines[0].startswith("rankscope: tracing into ")
     return [line.removeprefix("rankscope: ") for line in lines[1:]]
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests import forked
+from tests.launcher.launches import before_verdict
 from tests.launcher.ways import (
     BIN,
     EXAMPLES,
@@ -152,4 +153,5 @@ def test_a_failed_job_keeps_its_exit_code_and_has_its_tree(tmp_path: Path):
     assert done.returncode == 1
     assert (tmp_path / "trace/trace.json").exists()
     assert "ChildFailedError" in done.stderr
-    assert done.stderr.splitlines()[-1].startswith("rankscope: trace in")
+    assert before_verdict(done.stderr.splitlines())[-1].startswith("rankscope: trace in")
+    assert done.stderr.splitlines()[-1].startswith("rankscope: fault: crash")

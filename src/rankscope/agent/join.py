@@ -50,6 +50,7 @@ from rankscope.run.outfolder import (
 from rankscope.run.ownership import own_subfolder
 from rankscope.run.prepare import Collection
 from rankscope.run.processes import started_at
+from rankscope.run.verdictline import verdict_line
 from rankscope.settings import Settings
 from rankscope.spool.recordformat import FORMAT_VERSION
 from rankscope.spool.ringwriter import RingWriter
@@ -116,6 +117,10 @@ class Joined:
                 return False
             time.sleep(_POLL_S)
         say(announced(self.out))
+        if sys.stderr is not None and sys.stderr.isatty():
+            verdict = verdict_line(self.out, str(self.out), self.finish_seconds)
+            if verdict:
+                say(verdict)
         return True
 
     def _has_run_gone(self) -> bool:
