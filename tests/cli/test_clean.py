@@ -1,4 +1,4 @@
-"""`clean` removes what dead runs left, and nothing that is in use, another's, or nowhere else and
+"""`clean` removes what dead runs left, and nothing in use, another's, or in no trace and
 young."""
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def test_what_is_in_a_trace_goes_and_what_is_nowhere_else_is_named_and_goes_when
     for folder, name in ((young, "young"), (old, "old")):
         trace = base.parents[1] / name
         command = f"rankscope recover {folder} {trace} --out {trace}-recovered"
-        assert lines[str(folder)].endswith(f"records that are nowhere else: {command}")
+        assert lines[str(folder)].endswith(f"records that are in no finished trace: {command}")
     assert "  stays (younger" in lines[str(young)] and "  goes: " in lines[str(old)]
     code, out, _ = clean(base, "--older", "30d", "--yes")
     assert code == 0 and not copied.exists() and old.is_dir()
@@ -82,7 +82,7 @@ def test_what_is_in_a_trace_goes_and_what_is_nowhere_else_is_named_and_goes_when
     assert code == 0 and not old.exists() and young.is_dir()
     assert out.splitlines()[-1].startswith("removed 1 folder, ")
     (line,) = [line for line in out.splitlines() if line.startswith(str(young))]
-    assert rankscope(*shlex.split(line.partition("nowhere else: rankscope ")[2]))[0] == 0
+    assert rankscope(*shlex.split(line.partition("finished trace: rankscope ")[2]))[0] == 0
 
 
 def test_a_run_in_use_one_just_begun_and_what_is_not_rankscopes_stay(base: Path) -> None:
@@ -97,6 +97,9 @@ def test_a_run_in_use_one_just_begun_and_what_is_not_rankscopes_stay(base: Path)
     aged(held, 9)
     code, out, _ = clean(base, "--yes")
     assert code == 0 and "nothing to remove" in out
+    lines = {line.split()[0]: line for line in out.splitlines()}
+    assert "stays (in use)" in lines[str(held)] and "stays (in use)" in lines[str(owned)]
+    assert "stays (younger than a minute)" in lines[str(begun)]
     assert held.is_dir() and begun.is_dir() and owned.is_dir() and (base / "link").is_symlink()
     assert f"{other}" not in out and (other / "000000.cells").exists()
     lock.release()

@@ -213,7 +213,7 @@ def test_a_trace_here_is_meant_before_the_one_around_and_folders_of_others_are_n
     ("words", "said"),
     [
         (["sho"], "no command 'sho'; did you mean show? "),
-        (["c"], "did you mean collect or check or capture? "),
+        (["c"], "did you mean collect or check or capture or clean? "),
         (["zzz"], "no command 'zzz'; `rankscope --help`"),
         (["--versio"], "did you mean --version? "),
         (["show", "--dept", "1"], "no option --dept of rankscope show; did you mean --depth? "),

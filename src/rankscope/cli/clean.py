@@ -41,7 +41,7 @@ class _Remains(NamedTuple):
 
 def command(
     older: Annotated[
-        str, typer.Option(metavar="AGE", help="Of records that are nowhere else, and of traces.")
+        str, typer.Option(metavar="AGE", help="Of records that no trace has, and of traces.")
     ] = "7d",
     traces: Annotated[
         Optional[list[Path]],  # noqa: UP045  # typer reads it on 3.10
@@ -56,7 +56,7 @@ def command(
 ) -> None:
     """Remove what dead runs left in the spool folder of this host: what their traces have too.
 
-    Records that are nowhere else go once they are old; before, the command is printed that makes a
+    Records that no trace has go once they are old; before, the command is printed that makes a
     trace of them. Exit code 0: done, or nothing to do; 2: nobody could be asked.
     """
     number, unit = older[:-1], older[-1:]
@@ -100,9 +100,11 @@ def _runs(base: Path, limit_s: float, live: set[Path]) -> Iterator[_Remains]:
             out, agent = folder, ""
             if not is_abandoned(folder):
                 continue
-        if age_s < _JUST_BEGUN_S or not is_abandoned(folder) or is_process_alive(agent):
+        is_in_use = not is_abandoned(folder) or is_process_alive(agent)
+        if is_in_use or age_s < _JUST_BEGUN_S:
             live.add(out.resolve())
-            yield _Remains(folder, f"traces into {out}", "in use", lambda: None)
+            stays = "in use" if is_in_use else "younger than a minute"
+            yield _Remains(folder, f"traces into {out}", stays, lambda: None)
             continue
         tree = out / names.TRACE_NAME
         if kept_stream(folder, partial(is_in_tree, folder, tree=tree)) is None:
@@ -111,7 +113,7 @@ def _runs(base: Path, limit_s: float, live: set[Path]) -> Iterator[_Remains]:
         places = [folder, *([out] if (out / names.REPLICA_FOLDER).is_dir() else [])]
         told = typed("recover", *places, out=f"{out}-recovered")
         stays = "" if age_s >= limit_s else "younger than --older"
-        what = f"records that are nowhere else: {told}"
+        what = f"records that are in no finished trace: {told}"
         yield _Remains(folder, what, stays, partial(remove, folder, None))
 
 
@@ -124,7 +126,7 @@ def _traces(folder: Path, limit_s: float, live: Collection[Path]) -> Iterator[_R
                 begin = file.read(100)
         elif any((trace / names.REPLICA_FOLDER).glob(f"*{names.CELLS_SUFFIX}")):
             told = typed("recover", trace, out=f"{trace}-recovered")
-            what = f"records that are nowhere else: {told}"
+            what = f"records that are in no finished trace: {told}"
         if age_s < limit_s or (what == "a trace" and b'"rankscope.trace/' not in begin):
             continue
         others = {path.name for path in trace.iterdir()} - _OF_A_TRACE
