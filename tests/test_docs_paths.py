@@ -134,3 +134,19 @@ def test_the_glossary_explains_classes_that_exist() -> None:
     there = {name for file in SOURCE.rglob("*.py") for name in names_in(file)}
     assert named, "the table of classes is gone"
     assert named <= there, named - there
+
+
+def test_the_public_api_is_the_one_that_the_modules_offer() -> None:
+    page = (HOME / "docs/questions.md").read_text()
+    section = page.partition("### What is the public API?")[2].partition("\n###")[0]
+    listed = dict(re.findall(r"^\| `(rankscope[\w.]*)` \| (.*) \|$", section, re.MULTILINE))
+    assert {"rankscope", "rankscope.compat", "rankscope.report", "rankscope.testing"} < set(listed)
+    for module, names in listed.items():
+        path = SOURCE.parent.joinpath(*module.split("."))
+        source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        offered = [
+            ast.literal_eval(node.value)
+            for node in ast.parse(source.read_text()).body
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+        ]
+        assert [CODE.findall(names)] == offered, module

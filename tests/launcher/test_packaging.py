@@ -50,6 +50,7 @@ def test_a_wheel_holds_both_packages_and_the_start_up_file_and_works_without_the
     assert {"rankscope.pth", "rankscope.start"} <= names
     assert "rankscope_launcher/startup.py" in names
     assert "rankscope/cli/app.py" in names
+    assert {"rankscope/py.typed", "rankscope_launcher/py.typed"} <= names
     assert not [name for name in names if name.startswith(("tests", "examples", "src"))]
     # packages of the running environment, and rankscope from the wheel alone
     venv.create(tmp_path / "venv", with_pip=False, symlinks=True)
