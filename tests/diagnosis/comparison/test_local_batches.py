@@ -9,6 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import rankscope
@@ -106,6 +112,31 @@ def test_a_mask_of_the_least_number_is_compared_by_its_statistics(
         warnings.simplefilter("error", RuntimeWarning)
         report = diff(*runs(ranks, tmp_path, mask=True))
     assert report.verdict.value == "clean" and report.compared == report.recorded
+
+
+def with_a_nan(ranks: int, out: str) -> None:
+    """Hand a model with a NaN in one sample its batch, alone or over tensor-parallel ranks."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8), nn.Linear(8, 8))
+    if ranks > 1:
+        mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
+        parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    x = torch.randn(4, 8)
+    x[1, 2] = float("nan")
+    with rankscope.trace(out=out):
+        model(x).nan_to_num(0.0).sum().backward()
+
+
+def test_what_is_not_finite_in_both_runs_is_no_fault_of_summands(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    """How many elements of a sum are NaN is not known before it is made."""
+    alone = tmp_path / "alone"
+    ranks.run(with_a_nan, 1, str(alone), world_size=1)
+    report = diff(alone, traced(ranks, with_a_nan, 2, folder=tmp_path / "two", world=2))
+    assert [f.message for f in report.findings] == []
+    reasons = [each.reason for each in report.skipped]
+    assert "no sketches and no statistics tell how far it is off" in reasons
 
 
 class Masked(nn.Linear):

@@ -201,7 +201,7 @@ class Parts:
 def least_distance(ref: Totals, test: Totals) -> float:
     """Return a relative distance that two values have at least, from their statistics; NaN where
     none of these is known of both."""
-    if ref.nonfinite != test.nonfinite:
+    if ref.nonfinite and test.nonfinite and ref.nonfinite != test.nonfinite:
         return math.inf
     norm = max(ref.l2, TINY)
     found = [abs(test.l2 - ref.l2) / norm]

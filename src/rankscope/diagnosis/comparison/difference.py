@@ -54,7 +54,7 @@ class Totals:
 
     count: int
     nonfinite: tuple[int, ...]
-    """NaN, +inf, -inf."""
+    """NaN, +inf, -inf; () where that is not known, as of summands that are reduced later."""
     l2: float
     mean: float
     least: float
@@ -67,7 +67,9 @@ class Totals:
         total = float(counts.sum())
         return cls(
             count=int(total),
-            nonfinite=tuple(int(rows[name].sum()) for name in NONFINITE),
+            nonfinite=tuple(
+                int(rows[name].sum()) for name in NONFINITE if not np.isnan(rows["l2"]).any()
+            ),
             l2=float(np.sqrt((rows["l2"] ** 2).sum())),
             mean=float((rows["mean"] * counts).sum() / total) if total else math.nan,
             least=float(rows["min"].min()),
@@ -162,8 +164,9 @@ class Difference:
 
     @property
     def has_other_nonfinite(self) -> bool:
-        """True where other numbers of elements are NaN or infinite."""
-        return self.ref.nonfinite != self.test.nonfinite
+        """True where other numbers of elements are NaN or infinite, as far as both are known."""
+        both = self.ref.nonfinite, self.test.nonfinite
+        return all(both) and both[0] != both[1]
 
     def errors(self, scales: Array | float = 1.0, floor: float = 0.0) -> Array:
         """Return [p] relative L2 distances of the parts, after division by `scales`; NaN where
@@ -177,6 +180,9 @@ class Difference:
             return self.at_least
         if self.has_other_nonfinite:
             return np.full(len(self.norms), np.inf)
+        both = self.ref.nonfinite, self.test.nonfinite
+        if not all(both) and any(map(any, both)):
+            return np.full(len(self.norms), np.nan)
         cross, own, theirs = self.dots.T
         apart = np.sqrt(np.maximum(theirs / np.square(scales) - 2 * cross / scales + own, 0.0))
         if self.squares is not None:
