@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from rankscope import open_trace
+from tests.launcher.launches import before_verdict
 from tests.launcher.ways import RANKSCOPE, TORCHRUN, document_of, installed, start_forked
 
 pytestmark = [installed, pytest.mark.launch, pytest.mark.xdist_group("children")]
@@ -39,7 +40,7 @@ def test_loaders_pools_forks_subprocesses_and_jobs_of_a_rank_are_not_traced(
     trace = open_trace(out)
     assert [step.step for step in trace.steps] == [0, 1]
     assert {node.path for step in trace.steps for node in step.nodes} == {""}
-    said = [line for line in done.stderr.splitlines() if "rankscope:" in line]
+    said = before_verdict(done.stderr.splitlines())
     assert len(said) == 2, said  # where it goes, and where it went
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("trace")] == ["trace"]
 
