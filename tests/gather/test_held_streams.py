@@ -31,6 +31,7 @@ from rankscope.run.folders import RunHeader, stream_folder, write_run_header
 from rankscope.spool import ringwriter
 from rankscope.spool.recordformat import StepEvent
 from rankscope.spool.ringwriter import RingWriter
+from rankscope.spool.streamreader import StreamReader
 from rankscope.tree.header import completeness
 
 STREAM = StreamId(rank=0, incarnation=0)
@@ -55,14 +56,16 @@ def meta_of(size: int) -> ValueMeta:
 class Rank:
     """One rank that holds steps back, in this process."""
 
-    def __init__(self, run_folder: Path, steps: int, limit: int = LIMIT, rank: int = 0) -> None:
+    def __init__(
+        self, run_folder: Path, steps: int, limit: int = LIMIT, rank: int = 0, life: int = 0
+    ) -> None:
         self.header = header_of(run_folder, steps)
-        self.stream = StreamId(rank=rank, incarnation=0)
+        self.stream = StreamId(rank=rank, incarnation=life)
         self.folder = stream_folder(run_folder / HELD_FOLDER, self.stream)
-        board = EventBoard(event_folder(run_folder, self.header, 0))
+        board = EventBoard(event_folder(run_folder, self.header, life))
         self.writer = RingWriter(self.folder, limit_bytes=limit, steps=steps, board=board)
         self.recorder = RingRecorder(self.writer, StepSelection.parse(f"last:{steps}"), board, rank)
-        self.recorder.define("rank", rank=rank, world_size=1, wall_ns=1, monotonic_ns=1)
+        self.recorder.define("rank", rank=rank, world_size=1, wall_ns=1 + life, monotonic_ns=1)
         self.root = self.recorder.define("root", **{"class": "Model"})
         self.module = self.recorder.define("module", root=self.root, path="")
         with self.recorder.never_let_go():
@@ -294,6 +297,75 @@ def test_what_could_not_be_told_is_copied_all_the_same(run_folder: Path):
         box.look(float(now), JobState.OVER, None)
     assert box.is_settled and not box.quiet_ranks
     found = copied(run_folder)
+    assert {step for step, _ in shapes(found)} == {*range(14, 20)}
+
+
+def test_copies_of_two_lives_in_which_the_same_happened_are_told_apart(run_folder: Path):
+    origins = set()
+    for life in range(2):
+        rank = Rank(run_folder, steps=5, life=life)
+        for step in range(20):
+            rank.step(step, calls=2)
+        rank.writer.close()
+        board = EventBoard(event_folder(run_folder, rank.header, life))
+        board.tell(Happening(kind="nonfinite", mode=Mode.TRAIN, step=19, text="rank 0: not finite"))
+        box = black_box_of(run_folder, rank.header)
+        assert box is not None
+        box.look(0.0, JobState.OVER, None)
+        assert box.is_settled
+        with StreamReader(stream_folder(run_folder, rank.stream)) as reader:
+            origins.add(reader.origin())
+    assert len(origins) == 2
+
+
+@pytest.mark.parametrize("first", ["nothing", "all but the end"])
+def test_a_copy_whose_end_finds_no_room_is_whole_once_there_is(run_folder: Path, first: str):
+    """A file stands where its segments are drafted."""
+    rank = Rank(run_folder, steps=5)
+    for step in range(20):
+        rank.step(step, calls=3)
+    board = EventBoard(event_folder(run_folder, rank.header, 0))
+    board.tell(Happening(kind="nonfinite", mode=Mode.TRAIN, step=19, text="rank 0: not finite"))
+    box = black_box_of(run_folder, rank.header)
+    assert box is not None
+    if first != "nothing":
+        box.look(0.0, JobState.LAUNCHED, None)
+        next(iter(box.streams.values()))._written_at = float("-inf")
+        box.look(1.0, JobState.LAUNCHED, None)
+        assert find_streams([run_folder])
+    rank.writer.close()
+    draft = stream_folder(run_folder, STREAM) / "draft"
+    draft.parent.mkdir(exist_ok=True)
+    draft.touch()
+    for now in (2.0, 3.0):
+        box.look(now, JobState.OVER, None)
+        assert not box.is_settled and box.trouble_at == 2.0
+    draft.unlink()
+    box.look(4.0, JobState.OVER, None)
+    assert box.is_settled and box.trouble_at is None
+    found = copied(run_folder)
+    assert {step for step, _ in shapes(found)} == {*range(14, 20)}
+    assert found.end is EndReason.EXIT
+    assert completeness([found], [0])["asked"][0]["missing"] == []
+
+
+def test_a_copy_that_fails_keeps_no_other_from_being_made(run_folder: Path):
+    ranks = [Rank(run_folder, steps=5, rank=number) for number in range(2)]
+    for rank in ranks:
+        for step in range(20):
+            rank.step(step, calls=2)
+        rank.writer.close()
+    board = EventBoard(event_folder(run_folder, ranks[0].header, 0))
+    board.tell(Happening(kind="nonfinite", mode=Mode.TRAIN, step=19, text="rank 0: not finite"))
+    folder = stream_folder(run_folder, ranks[0].stream)
+    folder.mkdir()
+    (folder / "draft").touch()
+    box = black_box_of(run_folder, ranks[0].header)
+    assert box is not None
+    box.look(0.0, JobState.OVER, None)
+    assert not box.is_settled and "File exists" in box.trouble
+    found = copied(run_folder)
+    assert found.stream == ranks[1].stream
     assert {step for step, _ in shapes(found)} == {*range(14, 20)}
 
 

@@ -7,6 +7,7 @@ from rankscope.record.streams import EndReason, StreamId
 
 EXIT, LOST, RAISED, RUNNING = EndReason.EXIT, EndReason.LOST, EndReason.RAISED, None
 ALIVE = PeerState(silent_s=0.1, job=JobState.UNKNOWN)
+SILENT = PeerState(silent_s=14.0, job=JobState.UNKNOWN, held=2, alive=2)
 OVER = PeerState(silent_s=0.1, job=JobState.OVER)
 GONE = PeerState(silent_s=60.0, job=JobState.UNKNOWN)
 LAUNCHED = PeerState(silent_s=0.1, job=JobState.LAUNCHED)
@@ -119,6 +120,8 @@ def decided(known, peers, *, idle_s=0.0, expected_ranks=2):
         ("nobody traced yet", [], [ALIVE], 1000, Decision.WAIT),
         ("nobody traced yet, relays silent", [], [GONE], 10, Decision.WAIT),
         ("nobody traced, relays gone", [], [GONE], 60, Decision.NOTHING),
+        ("steps are held back, the relay stands still", [], [SILENT], 3600, Decision.WAIT),
+        ("so it does while a host is quiet", [], [QUIET, SILENT], 3600, Decision.VANISHED),
         ("all raised, nobody restarts", streams(RAISED, RAISED), [ALIVE], 0, Decision.COMPLETE),
         ("all raised, they may come back", streams(RAISED, RAISED), [ELASTIC], 5, Decision.WAIT),
         ("one raised, it may come back", streams(EXIT, RAISED), [ELASTIC], 5, Decision.WAIT),

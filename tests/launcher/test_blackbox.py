@@ -348,6 +348,27 @@ def test_a_killed_companion_goes_on_with_the_black_box(launch: Start, name: str)
     assert nothing_lost(job.out)
 
 
+def test_a_copy_that_cannot_be_made_is_named_and_its_records_stay(launch: Start):
+    """Rank 1's: a file stands where it is drafted, which no relay can remove."""
+    job = launch(["wait@10", "nan@20"], *LAST, "--rs-finish-seconds", 2)
+    assert wait_until(lambda: (job.meeting / "waiting.0").exists()), job.err
+    (run_folder,) = (path.parent for path in job.spool.glob("*/*/held"))
+    (run_folder / "rank00001.0").mkdir()
+    (run_folder / "rank00001.0/draft").touch()
+    job.go()
+    assert job.wait() == 0, job.logs
+    assert "nothing happened" not in job.last_line
+    assert wait_until(lambda: (job.out / "trace.json").exists()), job.logs
+    assert {step for step, ranks in steps_of(job.out).items() if 0 in ranks} == {*range(16, 21)}
+    assert rankscope("verify", job.out).returncode == 1
+    assert wait_until(lambda: not job.companion("relay")), job.logs
+    (run_folder / "rank00001.0/draft").unlink()
+    done = rankscope("recover", run_folder, job.out, "--out", job.folder / "whole")
+    assert done.returncode == 0, done.stderr
+    assert steps_of(job.folder / "whole") == {step: {0, 1} for step in range(16, 21)}
+    assert is_removed(job.spool), job.logs
+
+
 def test_without_a_launcher_the_trace_comes_all_the_same(tmp_path: Path):
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "meeting").mkdir()

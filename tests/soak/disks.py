@@ -51,15 +51,19 @@ class Disk:
             self._options = ["-t", "tmpfs", "-o", f"size={mebibytes}m", "tmpfs"]
         self._mount()
 
-    def fill(self) -> None:
-        """Leave no room."""
+    def fill(self, leave_bytes: int = 0) -> None:
+        """Leave no more room than that."""
         with (self.place / "ballast").open("ab", buffering=0) as file:
             for size in (1 << 20, 4096, 1):
                 try:
-                    while file.write(bytes(size)):
+                    while self._free_bytes() >= leave_bytes + size and file.write(bytes(size)):
                         pass
                 except OSError:
                     continue
+
+    def _free_bytes(self) -> int:
+        room = os.statvfs(self.place)
+        return room.f_bavail * room.f_frsize
 
     def make_room(self) -> None:
         (self.place / "ballast").unlink(missing_ok=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from tests.soak.job import Job
 from tests.waiting import wait_until
 
-__all__ = ["KINDS", "Fault", "Kind", "nothing"]
+__all__ = ["CAUSES", "KINDS", "Fault", "Kind", "kind_of", "nothing"]
 
 Act = Callable[[Job, random.Random], object]
 
@@ -40,6 +40,9 @@ class Kind:
     is_stepwise: bool = False
     """About the process beside the job's steps, which comes after three seconds."""
     heals_after_job: bool = False
+    hosts: int = 1
+    stays: bool = False
+    """It is undone only where the trace was held to what was asked for."""
     may_need_recover: bool = False
     """Nobody is left who would build a tree, or it could not be written: `rankscope recover`."""
 
@@ -53,10 +56,14 @@ class Fault:
     """Since every rank has made a step."""
     lasts_s: float
     seed: int
+    at_step: int | None = None
+    """Once a rank is in this step, instead of a time."""
 
 
 def _signal(job: Job, role: str, number: int, chosen: random.Random) -> None:
     pids = job.pids(role)
+    if role == "relay" and len(pids) > 1 and chosen.random() < 0.5:
+        pids = [chosen.choice(pids)]
     if role == "rank" and pids:
         pids = [chosen.choice(pids)]
     for pid in pids:
@@ -93,12 +100,33 @@ def hold_down(*roles: str) -> Act:
 
 def bring_back(*roles: str) -> Act:
     def act(job: Job, chosen: random.Random) -> None:
-        for role in roles:
-            job.held_down.discard(role)
-            if not job.pids(role) and not job.has_tree():
-                job.start_companion(role)
+        job.held_down.difference_update(roles)
+        if not job.has_tree():
+            job.start_companions(*roles)
 
     return act
+
+
+def keep_relays_down(job: Job, chosen: random.Random) -> None:
+    """The launcher starts them again as soon as it goes on."""
+    _signal(job, "launcher", signal.SIGSTOP, chosen)
+    hold_down("relay")(job, chosen)
+
+
+def let_relays_come(job: Job, chosen: random.Random) -> None:
+    bring_back("relay")(job, chosen)
+    go_on(job, chosen)
+
+
+def vanish(job: Job, chosen: random.Random) -> None:
+    """The last host has lost its power; of the only host, one rank and the relay are gone."""
+    host = job.shape.hosts - 1
+    ranks = job.pids("rank", host)
+    ranks = ranks if host else ranks[:1]
+    job.held_down.add(f"relay{host}")
+    for pid in [*ranks, *job.pids("relay", host)]:
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def do_not_start(role: str) -> Act:
@@ -143,8 +171,10 @@ def spoil_no_more(*ways: str) -> Act:
     return act
 
 
-def fill(what: str) -> Act:
-    return lambda job, chosen: job.disks[what].fill()
+def fill(what: str, *leave_mebibytes: float) -> Act:
+    return lambda job, chosen: job.disks[what].fill(
+        int(chosen.choice(leave_mebibytes or (0,)) * (1 << 20))
+    )
 
 
 def make_room(what: str) -> Act:
@@ -176,19 +206,19 @@ _PROXY = ("proxied", "keyed")
 
 KINDS = {
     "rank killed": Kind(inject=kill("rank")),
-    "rank stopped": Kind(inject=stop("rank"), heal=go_on, lasts_s=(0.5, 6)),
+    "rank stopped": Kind(inject=stop("rank"), heal=go_on, lasts_s=(0.5, 30)),
     "rank never starts": Kind(before=leave_out_a_rank, ways=_HOST),
     "rank starts late": Kind(before=leave_out_a_rank, inject=start_left_out_rank, ways=_HOST),
     "rank raises": Kind(ends="raise"),
     "rank leaves by os._exit": Kind(ends="os._exit"),
     "ranks restarted": Kind(restarts=2, ways=_LAUNCHER),
     "relay killed": Kind(inject=kill("relay")),
-    "relay stopped": Kind(inject=stop("relay"), heal=go_on, lasts_s=(0.5, 12)),
+    "relay stopped": Kind(inject=stop("relay"), heal=go_on, lasts_s=(0.5, 30)),
     "relay down": Kind(
         inject=hold_down("relay"), heal=bring_back("relay"), lasts_s=(1, 8), ways=_HOST
     ),
     "collector killed": Kind(inject=kill("collector")),
-    "collector stopped": Kind(inject=stop("collector"), heal=go_on, lasts_s=(0.5, 12)),
+    "collector stopped": Kind(inject=stop("collector"), heal=go_on, lasts_s=(0.5, 30)),
     "collector down at the end": Kind(
         inject=hold_down("collector"),
         heal=bring_back("collector"),
@@ -205,11 +235,15 @@ KINDS = {
     ),
     "stepwise killed": Kind(inject=kill("stepwise"), is_stepwise=True),
     "stepwise stopped": Kind(
-        inject=stop("stepwise"), heal=go_on, lasts_s=(0.5, 6), is_stepwise=True
+        inject=stop("stepwise"), heal=go_on, lasts_s=(0.5, 30), is_stepwise=True
     ),
     "launcher killed": Kind(inject=kill("launcher"), ways=_LAUNCHER, may_need_recover=True),
+    "launcher stopped": Kind(inject=stop("launcher"), heal=go_on, lasts_s=(1, 30), ways=_LAUNCHER),
     "launcher terminated": Kind(inject=terminate_launcher, ways=_LAUNCHER),
-    "host suspended": Kind(inject=stop("any"), heal=go_on, lasts_s=(1, 12)),
+    "host suspended": Kind(inject=stop("any"), heal=go_on, lasts_s=(1, 30)),
+    "a host vanishes": Kind(
+        inject=vanish, hosts=2, ways=_HOST, transports=("shared", "keyed"), may_need_recover=True
+    ),
     "relay's clock a day ahead": Kind(inject=in_another_time("relay"), ways=_HOST),
     "collector's clock a day ahead": Kind(inject=in_another_time("collector"), ways=_HOST),
     "link cut": Kind(inject=spoil(cuts=True), transports=_PROXY, ways=_HOST),
@@ -251,6 +285,19 @@ KINDS = {
         spool_disk="tmpfs",
         ways=_HOST,
     ),
+    "trace disk full to the end": Kind(
+        inject=fill("trace", 0, 0.5, 5),
+        trace_disk="tmpfs",
+        stays=True,
+        may_need_recover=True,
+    ),
+    "spool disk full to the end": Kind(
+        inject=fill("spool", 0, 0.5, 5),
+        spool_disk="tmpfs",
+        stays=True,
+        ways=_HOST,
+        may_need_recover=True,
+    ),
     "trace disk fails": Kind(
         inject=lambda job, chosen: job.disks["trace"].fail(),
         heal=replace_disk,
@@ -268,3 +315,27 @@ KINDS = {
         may_need_recover=True,
     ),
 }
+
+CAUSES = {
+    "relay stalled": Kind(inject=stop("relay"), heal=go_on, lasts_s=(7, 14)),
+    "relay restarted": Kind(inject=keep_relays_down, heal=let_relays_come, lasts_s=(10, 10)),
+    "spool full, for seconds": Kind(
+        inject=fill("spool", 0, 4.3, 5, 9),
+        heal=make_room("spool"),
+        lasts_s=(3, 15),
+        spool_disk="tmpfs",
+        may_need_recover=True,
+    ),
+    "spool full, for good": Kind(
+        inject=fill("spool", 0, 4.3, 5, 9),
+        stays=True,
+        spool_disk="tmpfs",
+        may_need_recover=True,
+    ),
+    "rank and relay vanish": Kind(inject=vanish, may_need_recover=True),
+}
+"""What has lost the last steps of a black box (`--blackbox`)."""
+
+
+def kind_of(fault: Fault) -> Kind:
+    return CAUSES.get(fault.name) or KINDS[fault.name]

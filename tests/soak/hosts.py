@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import shlex
 import shutil
 import signal
 import subprocess
@@ -20,13 +19,13 @@ from pathlib import Path
 from rankscope.run.keyfile import relays_file
 from tests import forked
 from tests.gather.jobs import environment
-from tests.soak.disks import can_mount
 from tests.soak.faults import Fault
 from tests.soak.job import Shape, kill_all, processes
+from tests.soak.network import COLLECTOR, Network, address_of
 from tests.soak.oracle import accounts, compare
 from tests.soak.schedule import LATEST_END_S, Outcome, Schedule
 
-__all__ = ["can_have_hosts", "draw_hosts", "play_hosts"]
+__all__ = ["draw_hosts", "play_hosts"]
 
 _PROGRAM = Path(__file__).with_name("program.py")
 _BIN = Path(sys.executable).parent
@@ -35,7 +34,6 @@ _RANKS = 2
 _GLOO_S = 10
 _MOST_JOB_S = 150.0
 _LOOK_S = 0.2
-_COLLECTOR = "tcp://10.77.0.1:7777"
 FAULTS = {
     "a host dies": (0.0, 0.0),
     "a host is cut off and comes back": (2.0, 30.0),
@@ -43,20 +41,6 @@ FAULTS = {
     "a slow link that drops packets": (60.0, 60.0),
 }
 """Each with the least and the most seconds it lasts."""
-
-
-def can_have_hosts() -> bool:
-    """True where network namespaces may be made, in a mount namespace that ends with the tool."""
-    if not can_mount() or not shutil.which("ip"):
-        return False
-    try:
-        Path("/run/netns").mkdir(exist_ok=True)
-        _run("mount", "-t", "tmpfs", "tmpfs", "/run/netns")  # names go with the tool too
-        _ip("netns", "add", "probe")
-        _ip("netns", "del", "probe")
-    except OSError:
-        return False
-    return True
 
 
 def draw_hosts(seed: int) -> Schedule:
@@ -79,56 +63,11 @@ def draw_hosts(seed: int) -> Schedule:
     return Schedule(seed=seed, shape=shape, faults=(fault,))
 
 
-class Network:
-    """A switch and hosts that are plugged into it."""
-
-    def __init__(self, seed: int) -> None:
-        mark = f"s{os.getpid() % 10000}x{seed}"
-        self._switch = f"{mark}sw"
-        self.hosts = [f"{mark}h{host}" for host in range(_HOSTS)]
-        for name in (self._switch, *self.hosts):
-            _ip("netns", "add", name)
-            _ip("-n", name, "link", "set", "lo", "up")
-        _ip("-n", self._switch, "link", "add", "bridge", "type", "bridge")
-        _ip("-n", self._switch, "link", "set", "bridge", "up")
-        for host, name in enumerate(self.hosts):
-            peer = ["peer", "name", "eth0", "netns", name]
-            _ip("-n", self._switch, "link", "add", f"port{host}", "type", "veth", *peer)
-            _ip("-n", self._switch, "link", "set", f"port{host}", "master", "bridge", "up")
-            _ip("-n", name, "addr", "add", f"{address(host)}/24", "dev", "eth0")
-            _ip("-n", name, "link", "set", "eth0", "up")
-
-    def plug(self, host: int, *, is_in: bool) -> None:
-        _ip("-n", self._switch, "link", "set", f"port{host}", "up" if is_in else "down")
-
-    def slow_down(self, host: int) -> None:
-        """Let two megabits a second through, and drop what waits longer than 20 ms."""
-        words = ["qdisc", "add", "dev", f"port{host}", "root", "tbf"]
-        words += ["rate", "2mbit", "burst", "16kb", "latency", "20ms"]
-        _run("ip", "netns", "exec", self._switch, "tc", *words)
-
-    def pids(self, host: int) -> list[int]:
-        found = subprocess.run(
-            ["ip", "netns", "pids", self.hosts[host]], capture_output=True, text=True, check=False
-        )
-        return [int(pid) for pid in found.stdout.split()]
-
-    def remove(self) -> None:
-        for name in (*self.hosts, self._switch):
-            with contextlib.suppress(OSError):
-                _ip("netns", "del", name)
-
-
-def address(host: int) -> str:
-    return f"10.77.0.{host + 1}"
-
-
 def play_hosts(schedule: Schedule, folder: Path, *, keep: bool = False) -> Outcome:
     """Run a job on three hosts, let one fault happen, hold the trace to what the programs wrote."""
     outcome, place = Outcome(schedule), folder / f"{schedule.seed}"
     (place / "accounts").mkdir(parents=True)
-    _name_hosts(place)
-    network = Network(schedule.seed)
+    network = Network(_HOSTS)
     try:
         last = _play(network, schedule, place)
         _judge(place, outcome, last)
@@ -141,14 +80,6 @@ def play_hosts(schedule: Schedule, folder: Path, *, keep: bool = False) -> Outco
     if not (keep and outcome.is_worth_a_look):
         shutil.rmtree(place, ignore_errors=True)
     return outcome
-
-
-def _name_hosts(place: Path) -> None:
-    """Let names be resolved; this mount namespace is the tool's own."""
-    names = place.parent / "names"
-    lines = ["127.0.0.1 localhost", *(f"{address(host)} node{host}" for host in range(_HOSTS))]
-    names.write_text("\n".join(lines) + "\n")
-    _run("mount", "--bind", str(names), "/etc/hosts")
 
 
 def _play(network: Network, schedule: Schedule, place: Path) -> float:
@@ -205,7 +136,7 @@ def _collect(network: Network, place: Path) -> None:
     keys = place / "keys"
     forked.run([_BIN / "rankscope", "keys", "new", keys], check=True, capture_output=True)
     words = [str(_BIN / "rankscope"), "collect", "--out", str(place / "trace"), "--bind"]
-    words += [_COLLECTOR, "--keys", str(keys), "--world-size", str(_HOSTS * _RANKS)]
+    words += [COLLECTOR, "--keys", str(keys), "--world-size", str(_HOSTS * _RANKS)]
     _inside(network, 0, words, place / "collector.log")
 
 
@@ -213,13 +144,13 @@ def _start(network: Network, host: int, schedule: Schedule, place: Path) -> subp
     words = [str(_BIN / "rankscope"), "run"]
     if schedule.shape.transport == "keyed":
         relays = str(relays_file(place / "keys"))
-        words += ["--rs-collector", _COLLECTOR, "--rs-keys", relays]
+        words += ["--rs-collector", COLLECTOR, "--rs-keys", relays]
     else:
         words += ["--rs-out", str(place / "trace")]
     words += ["--rs-spool", str(place / f"host{host}"), "--rs-steps", "all"]
     words += ["--nnodes", str(_HOSTS), "--nproc-per-node", str(_RANKS)]
-    words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{address(0)}:29400"]
-    words += ["--rdzv-id", "soak", "--local-addr", address(host), str(_PROGRAM)]
+    words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{address_of(0)}:29400"]
+    words += ["--rdzv-id", "soak", "--local-addr", address_of(host), str(_PROGRAM)]
     words += [str(place / "accounts"), "--steps", str(schedule.shape.steps), "--gloo"]
     words += ["--gloo-timeout", str(_GLOO_S), "--pause-ms", "50"]
     return _inside(network, host, words, place / f"host{host}.log")
@@ -227,11 +158,9 @@ def _start(network: Network, host: int, schedule: Schedule, place: Path) -> subp
 
 def _inside(network: Network, host: int, words: list[str], log: Path) -> subprocess.Popen[bytes]:
     """Run a command on a host."""
-    inside = shlex.join([sys.executable, "-m", "tests.soak.hosts", *words])
     with log.open("a") as file:
         return subprocess.Popen(
-            ["ip", "netns", "exec", network.hosts[host], "unshare", "--uts", "sh", "-c"]
-            + [f"hostname node{host} && exec {inside}"],
+            network.inside(host, [sys.executable, "-m", "tests.soak.hosts", *words]),
             env={**os.environ, "GLOO_SOCKET_IFNAME": "eth0"},
             stdin=subprocess.DEVNULL,
             stdout=file,
@@ -268,16 +197,6 @@ def _judge(place: Path, outcome: Outcome, last: float) -> None:
         return
     outcome.late, outcome.how = outcome.findings.lost, f"{outcome.how}, then recover"
     outcome.findings = compare(new, told)
-
-
-def _ip(*words: str) -> None:
-    _run("ip", *words)
-
-
-def _run(*words: str) -> None:
-    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60)
-    if done.returncode:
-        raise OSError(f"{' '.join(words)}: {done.stderr.strip()}")
 
 
 def main() -> int:

@@ -16,22 +16,27 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from rankscope.gather.log import ExitOutcome
+from rankscope.errors import SpoolError
+from rankscope.run.companions import collector_command, relay_command
 from rankscope.run.filenames import LAUNCHER_LOCK_NAME, TRACE_NAME
 from rankscope.run.folders import SHARED, FolderLock, mark_job_over
 from tests import forked
 from tests.gather.jobs import Host, environment
+from tests.ports import free_port
 from tests.soak.disks import Disk
+from tests.soak.network import COLLECTOR, Network, address_of
 from tests.soak.proxy import Proxy, addresses
 
 __all__ = ["Job", "Shape", "kill_all", "processes", "start_nothing_more"]
 
 _PROGRAM = Path(__file__).with_name("program.py")
 _BIN = Path(sys.executable).parent
-_FINAL = tuple(ExitOutcome)
+_FINAL = (0, 2, 3, 4, 5, 6)
+"""Exit codes of a relay or collector that nobody starts again (docs/commands/run.md)."""
 _ending = threading.Event()
 
 
@@ -57,6 +62,23 @@ class Shape:
     parquet: bool = False
     """Steps are written while the job runs."""
     spool_mebibytes: int = 8
+    last: int = 0
+    """Whole steps that the ranks hold back (`last:N`); 0 where every step is sent."""
+    nans: tuple[tuple[int, int], ...] = ()
+    """Steps in which the program sees a value that is not finite, and on which rank."""
+    blocks: int = 3
+    hosts: int = 1
+    """Run folders, each with a relay, that have an equal part of the ranks."""
+    namespaces: bool = False
+    """Each host is a network namespace."""
+    finish_seconds: float = 60.0
+
+    @property
+    def steps_setting(self) -> str:
+        return f"last:{self.last}" if self.last else "all"
+
+    def host_of(self, rank: int) -> int:
+        return rank * self.hosts // self.ranks
 
 
 class Job:
@@ -73,89 +95,137 @@ class Job:
                 self.disks[what] = Disk(
                     folder / f"{what}-disk", kind, 96 if what == "trace" else 64
                 )
-        base = folder / "spool-disk" if shape.spool_disk else folder / "host"
-        base.mkdir(exist_ok=True)
         self.out = (folder / "trace-disk" if shape.trace_disk else folder) / "trace"
         self.held_down: set[str] = set()
-        """Companions that nobody starts again for now."""
+        """Companions that nobody starts again for now: `collector`, `relay` (all of them), `relay1`
+        (of the second host)."""
         self.absent: set[int] = set()
         self.proxy: Proxy | None = None
+        self.network: Network | None = None
         self._launcher: subprocess.Popen[str] | None = None
-        self._host: Host | None = None
-        self._lock: FolderLock | None = None
+        self._hosts: list[Host] = []
+        self._locks: list[FolderLock] = []
         self._ranks: dict[int, subprocess.Popen[str]] = {}
         self._companions: dict[str, subprocess.Popen[str]] = {}
         self.prefix: dict[str, list[str]] = {}
         """Words before the command of a companion that is started next."""
-        self._base = base
+        self._bases = [folder / f"host{host}" for host in range(shape.hosts)]
+        if shape.spool_disk:
+            self._bases[-1] = folder / "spool-disk"
+        for base in self._bases:
+            base.mkdir(exist_ok=True)
         if shape.way == "launched":
             return
         address, self._bind = "", []
+        if shape.namespaces:
+            self.network = Network(shape.hosts)
         if shape.transport == "shared":
             address = SHARED
+        elif shape.namespaces:
+            address = COLLECTOR
+            self._bind = [address]
         elif shape.transport in ("proxied", "keyed"):
             address, back = addresses(folder, shape.transport)
             self.proxy = Proxy(address, back, seed)
             self._bind = [back]
-        self._host = Host(
-            base, self.out, address=address, world_size=shape.ranks, run_id=f"soak-{seed}"
-        )
-        self._lock = FolderLock(self._host.folder / LAUNCHER_LOCK_NAME, "launcher")
+        settings = {"finish-seconds": str(shape.finish_seconds)}
+        settings |= {"steps": shape.steps_setting} if shape.last else {}
+        self._store_port = free_port()
+        for base in self._bases:
+            host = Host(
+                base,
+                self.out,
+                address=address,
+                world_size=shape.ranks,
+                run_id=f"soak-{seed}",
+                settings=settings,
+            )
+            self._hosts.append(host)
+            self._locks.append(FolderLock(host.folder / LAUNCHER_LOCK_NAME, "launcher"))
 
     # ------------------------------------------------------------------ start
 
     def start(self) -> None:
-        if self._host is None:
+        if not self._hosts:
             self._launch()
             return
-        for role in ("collector", "relay"):
-            if role not in self.held_down:
-                self.start_companion(role)
+        self.start_companions("collector", "relay")
         for rank in range(self.shape.ranks):
             if rank not in self.absent:
                 self.start_rank(rank)
 
     def start_rank(self, rank: int) -> None:
-        assert self._host is not None
+        number = self.shape.host_of(rank)
+        host = self._hosts[number]
         variables = {
             "RANKSCOPE": "1",
-            "RANKSCOPE_RUN_FOLDER": str(self._host.folder),
+            "RANKSCOPE_RUN_FOLDER": str(host.folder),
             "RANKSCOPE_OUT": str(self.out),
-            "RANKSCOPE_SPOOL": str(self._base),
-            "RANKSCOPE_STEPS": "all",
+            "RANKSCOPE_SPOOL": str(self._bases[number]),
+            "RANKSCOPE_STEPS": self.shape.steps_setting,
             "RANKSCOPE_SPOOL_BYTES": f"{self.shape.spool_mebibytes << 20}",
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(self.shape.ranks),
             "LOCAL_WORLD_SIZE": str(self.shape.ranks),
+            "MASTER_ADDR": "127.0.0.1" if self.network is None else address_of(0),
+            "MASTER_PORT": str(self._store_port),
+            **({} if self.network is None else {"GLOO_SOCKET_IFNAME": "eth0"}),
         }
-        with (self.folder / f"rank{rank}.log").open("a") as log:
-            self._ranks[rank] = forked.Popen(
-                [sys.executable, *self._program()],
-                env={**os.environ, **variables},
-                stdout=log,
-                stderr=log,
-                text=True,
-            )
+        words = [sys.executable, *self._program()]
+        self._ranks[rank] = self._run(words, number, f"rank{rank}", {**os.environ, **variables})
 
-    def start_companion(self, role: str) -> None:
-        host = self._host
-        assert host is not None
+    def start_companions(self, *roles: str) -> None:
+        """Start those of these roles that are not at work, nor held down."""
+        names = [f"relay{host}" for host in range(len(self._hosts))]
+        for role in roles:
+            for name in names if role == "relay" else [role]:
+                at_work = self._companions.get(name)
+                is_held_down = name in self.held_down or role in self.held_down
+                if not is_held_down and (at_work is None or at_work.poll() is not None):
+                    self._start_companion(name)
+
+    def _start_companion(self, name: str) -> None:
+        number = int(name[-1]) if name != "collector" else 0
+        host, role = self._hosts[number], name.rstrip("0123456789")
         if role == "relay":
-            command = host_command(host, "relay", {})
+            command = relay_command(host.folder)
         else:
-            options = {"keep_spool": False, "parquet": self.shape.parquet, "drain_seconds": 10.0}
-            command = host_command(host, "collector", options, self._bind)
+            command = collector_command(
+                self.out,
+                bind=self._bind or ([] if host.address == SHARED else [host.address]),
+                world_size=self.shape.ranks,
+                keys=host.keys,
+                parquet=self.shape.parquet,
+                drain_seconds=10.0,
+                finish_seconds=self.shape.finish_seconds,
+            )
         words = [*self.prefix.pop(role, []), *command]
-        with (self.folder / f"{role}.log").open("a") as log:
-            self._companions[role] = forked.Popen(
-                words, env=environment(), stderr=log, text=True, start_new_session=True
+        self._companions[name] = self._run(words, number, name, environment())
+
+    def _run(
+        self, words: list[str], host: int, name: str, variables: Mapping[str, str]
+    ) -> subprocess.Popen[str]:
+        """Run a command on a host."""
+        with (self.folder / f"{name}.log").open("a") as log:
+            if self.network is None:
+                return forked.Popen(
+                    words,
+                    env=variables,
+                    stdout=log,
+                    stderr=log,
+                    text=True,
+                    start_new_session=not name.startswith("rank"),
+                )
+            return subprocess.Popen(
+                self.network.inside(host, words), env=variables, stdout=log, stderr=log, text=True
             )
 
     def _launch(self) -> None:
         shape = self.shape
         words = [str(_BIN / "rankscope"), "run", "--rs-out", str(self.out)]
-        words += ["--rs-spool", str(self._base), "--rs-steps", "all"]
+        words += ["--rs-spool", str(self._bases[0]), "--rs-steps", shape.steps_setting]
+        words += ["--rs-finish-seconds", f"{shape.finish_seconds:g}"]
         words += ["--rs-spool-bytes", f"{shape.spool_mebibytes}MiB"]
         words += ["--rs-parquet", "1"] if shape.parquet else []
         words += ["--max-restarts", str(shape.restarts), "--nproc-per-node", str(shape.ranks)]
@@ -168,7 +238,8 @@ class Job:
         shape = self.shape
         words = [str(_PROGRAM), str(self.accounts), "--steps", str(shape.steps)]
         words += ["--pause-ms", str(shape.pause_ms), "--ends", shape.ends]
-        words += ["--fails-until-life", str(shape.restarts)]
+        words += ["--fails-until-life", str(shape.restarts), "--blocks", str(shape.blocks)]
+        words += ["--nan", *(f"{step}@{rank}" for step, rank in shape.nans)] if shape.nans else []
         return [*words, "--gloo"] if shape.gloo else words
 
     # ------------------------------------------------------------------ look
@@ -178,9 +249,29 @@ class Job:
         told = [path for path in self.accounts.glob("calls.*") if b"\nstep" in path.read_bytes()]
         return len(told) >= self.shape.ranks - len(self.absent)
 
-    def pids(self, role: str) -> list[int]:
+    def step(self) -> int:
+        """Return the furthest step that a rank is in, as the programs wrote down."""
+        furthest = -1
+        for path in self.accounts.glob("calls.*"):
+            with path.open("rb") as file:
+                file.seek(max(0, path.stat().st_size - 4096))
+                for line in file.read().split(b"\n")[1:-1]:
+                    if line.startswith(b"call "):
+                        furthest = max(furthest, int(line.split()[1]))
+        return furthest
+
+    def pids(self, role: str, host: int | None = None) -> list[int]:
         """Return the living processes of a role: `rank`, `relay`, `collector`, `stepwise`,
-        `launcher`."""
+        `launcher`; of ranks and relays those of one host, where it is given."""
+        if host is not None:
+            mark = str(self._bases[host]).encode()
+            known = dict(processes(self.folder))
+            return [
+                pid
+                for pid in self.pids(role)
+                if any(part.startswith(mark) for part in known.get(pid, ()))
+                or self._host_of(pid) == host
+            ]
         words = {
             "relay": b"relay",
             "collector": b"collector",
@@ -201,12 +292,16 @@ class Job:
     def _is_rank(self, pid: int) -> bool:
         return bool([*self.accounts.glob(f"calls.*.{pid}")])
 
+    def _host_of(self, pid: int) -> int | None:
+        found = [path.name.split(".")[1] for path in self.accounts.glob(f"calls.*.{pid}")]
+        return self.shape.host_of(int(found[0])) if found else None
+
     def tend(self) -> None:
         """Start companions again that were killed, as a launcher does."""
-        for role, process in () if _ending.is_set() else self._companions.items():
-            code = process.poll()
-            if code is not None and code not in _FINAL and role not in self.held_down:
-                self.start_companion(role)
+        for name, process in () if _ending.is_set() else [*self._companions.items()]:
+            code, role = process.poll(), name.rstrip("0123456789")
+            if code is not None and code not in _FINAL and not {name, role} & self.held_down:
+                self._start_companion(name)
 
     def is_program_over(self) -> bool:
         """True once no rank lives, nor a launcher that may start one."""
@@ -225,11 +320,13 @@ class Job:
 
     def mark_over(self) -> None:
         """As a launcher does when its job has ended."""
-        if self._lock is not None:
-            self._lock.release()
-            self._lock = None
-            if self._host is not None and self._host.folder.is_dir():
-                mark_job_over(self._host.folder)
+        for number, host in enumerate(self._hosts):
+            if self._locks and f"relay{number}" not in self.held_down and host.folder.is_dir():
+                with contextlib.suppress(OSError, SpoolError):  # a full disk: the lock says it
+                    mark_job_over(host.folder)
+        for lock in self._locks:
+            lock.release()
+        self._locks = []
 
     def has_tree(self) -> bool:
         return (self.out / TRACE_NAME).exists()
@@ -247,27 +344,37 @@ class Job:
         }
 
     def run_folders(self) -> list[Path]:
-        return [path.parent for path in self._base.glob("rankscope-*/*/run.json")]
+        return [p.parent for base in self._bases for p in base.glob("rankscope-*/*/run.json")]
 
     def recover(self) -> tuple[Path, str]:
         """Build a tree from what is left; return its folder, and what was said."""
         new = self.folder / "recovered"
-        places = [*self.run_folders(), *([self.out] if (self.out / "spool").is_dir() else [])]
+        has_any = (self.out / "spool").is_dir() or self.has_tree()
+        places = [*self.run_folders(), *([self.out] if has_any else [])]
         if not places:
             return new, "nothing is left to recover from"
-        return new, self._rankscope("recover", *map(str, places), "--out", str(new))
+        return new, self.rankscope("recover", *map(str, places), "--out", str(new))[1]
 
     def follow_advice(self) -> Path | None:
         """Run the command that `verify` prints for an incomplete trace; return the new one, None
         where it prints none."""
-        said = self._rankscope("verify", str(self.out))
+        _, said = self.rankscope("verify", str(self.out))
         found = re.search(r"rankscope (recover .+ --out (\S+))$", said, re.MULTILINE)
         if found is None:
             return None
-        said = self._rankscope(*shlex.split(found[1]))
+        self.rankscope(*shlex.split(found[1]))
         return Path(found[2]) if (Path(found[2]) / TRACE_NAME).exists() else None
 
-    def _rankscope(self, *words: str) -> str:
+    def has_said_nothing_happened(self) -> bool:
+        """True where the launcher, or the collector by its exit code, says that all is in order and
+        there is no trace."""
+        if self._launcher is not None:
+            return "nothing happened" in (self.folder / "launcher.log").read_text()
+        collector = self._companions.get("collector")
+        return collector is not None and collector.poll() == 0 and not self.has_tree()
+
+    def rankscope(self, *words: str) -> tuple[int, str]:
+        """Run a command to its end; return its exit code, and what it printed."""
         done = forked.run(
             [sys.executable, "-m", "rankscope", *words],
             env=environment(),
@@ -275,12 +382,12 @@ class Job:
             text=True,
             timeout=120,
         )
-        return done.stdout + done.stderr
+        return done.returncode, done.stdout + done.stderr
 
     def close(self, *, keep: bool) -> None:
         """End whatever is left of it."""
-        if self._lock is not None:
-            self._lock.release()
+        for lock in self._locks:
+            lock.release()
         kill_all(self.folder)
         processes = [self._launcher, *self._ranks.values(), *self._companions.values()]
         for process in processes:
@@ -289,6 +396,8 @@ class Job:
                 process.wait()
         if self.proxy is not None:
             self.proxy.close()
+        if self.network is not None:
+            self.network.remove()
         for disk in self.disks.values():
             disk.remove()
         if not keep:
@@ -321,17 +430,3 @@ def kill_all(folder: Path) -> None:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.05)
-
-
-def host_command(
-    host: Host, role: str, options: dict[str, object], bind: list[str] | None = None
-) -> list[str]:
-    """Return the command of a companion of this host."""
-    from rankscope.run.companions import collector_command, relay_command
-
-    if role == "relay":
-        return relay_command(host.folder)
-    own = [] if host.address == SHARED else [host.address]
-    return collector_command(
-        host.out, bind=bind or own, world_size=host.world_size, keys=host.keys, **options
-    )

@@ -1,7 +1,8 @@
 """What a finished trace lacks, has twice or has wrong, by what the program wrote down itself.
 
 The trace is read with a JSON parser and a safetensors reader alone, by docs/trace-format.md: an
-error in rankscope's own reading cannot hide one in its writing.
+error in rankscope's own reading cannot hide one in its writing. Of a job that holds its last steps
+back (`last:N`) a trace is held to what was asked for: see `tests.soak.asked`.
 """
 
 from __future__ import annotations
@@ -16,22 +17,11 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file
 
+from tests.soak.asked import Account, Asked, ranks_of
+
 __all__ = ["Account", "Findings", "accounts", "compare"]
 
 _COLUMNS = ("node", "rank", "incarnation", "min", "max")
-
-
-@dataclass
-class Account:
-    """What one process of a rank wrote down."""
-
-    rank: int
-    pid: int
-    calls: list[tuple[int, str]] = field(default_factory=list)
-    values: dict[tuple[int, str], tuple[float, float]] = field(default_factory=dict)
-    steps: int = 0
-    """Whole ones."""
-    has_ended: bool = False
 
 
 @dataclass
@@ -50,6 +40,17 @@ class Findings:
     wrong: int = 0
     """Values that the program saw otherwise."""
     is_complete: bool = False
+    asked: int = 0
+    """Steps of ranks that an event asked for and that the rank ran (`last:N`)."""
+    there: int = 0
+    named: int = 0
+    """Steps asked for that are not there, and that the trace names."""
+    false: int = 0
+    """Steps that the trace says are there, or missing, and that are not so."""
+    own_named: list[tuple[str, str]] = field(default_factory=list)
+    """Those of them that the rank asked for itself, and why they are missing."""
+    excuses: set[str] = field(default_factory=set)
+    """Why steps asked for are missing, as the trace says."""
     examples: list[str] = field(default_factory=list)
 
     def note(self, text: str) -> None:
@@ -60,8 +61,13 @@ class Findings:
     def is_right(self) -> bool:
         """True where nothing is lost, doubled, invented or wrong, and nothing missing is called
         complete."""
-        whole = not (self.lost or self.doubled or self.invented or self.wrong)
-        return whole and not (self.dropped and self.is_complete)
+        whole = not (self.lost or self.doubled or self.invented or self.wrong or self.false)
+        return whole and not self.is_falsely_complete
+
+    @property
+    def is_falsely_complete(self) -> bool:
+        """True where the trace is called complete, and lacks anything."""
+        return self.is_complete and bool(self.lost or self.dropped or self.named)
 
 
 def accounts(folder: Path) -> list[Account]:
@@ -69,7 +75,7 @@ def accounts(folder: Path) -> list[Account]:
     found = []
     for path in sorted(folder.glob("calls.*.*")):
         _, rank, pid = path.name.split(".")
-        one = Account(int(rank), int(pid))
+        one = Account(int(rank), int(pid), path.stat().st_mtime)
         for line in path.read_text().splitlines():
             what, *words = line.split()
             if what == "call":
@@ -79,13 +85,21 @@ def accounts(folder: Path) -> list[Account]:
                 one.values[int(words[0]), _path(words[1])] = (low, high)
             elif what == "step":
                 one.steps += 1
+            elif what == "life":
+                one.life = int(words[0])
+            elif what == "nan":
+                one.nans.append(int(words[0]))
+            elif what == "dies":
+                one.has_died = True
             elif what == "end":
                 one.has_ended = True
         found.append(one)
     return found
 
 
-def compare(trace: Path, told: list[Account], untraced: Collection[int] = ()) -> Findings:
+def compare(
+    trace: Path, told: list[Account], untraced: Collection[int] = (), *, last: int = 0
+) -> Findings:
     """Hold a finished trace to what the programs wrote down.
 
     Args:
@@ -93,37 +107,93 @@ def compare(trace: Path, told: list[Account], untraced: Collection[int] = ()) ->
         told: what they wrote.
         untraced: ranks that said on stderr that they are not traced, as where there is no room for
             a spool; the trace has to say that they are missing.
+        last: whole steps that the ranks held back, 0 where they sent all.
     """
     document = json.loads((trace / "trace.json").read_bytes())
     found = Findings(is_complete=document["completeness"]["complete"])
     lives = {(rank["rank"], rank["pid"]): rank["incarnation"] for rank in document["run"]["ranks"]}
-    calls, values = _of_trace(trace, document, found)
+    calls, values, nodes = _of_trace(trace, document, found)
+    ends = {(r["rank"], r["incarnation"]): r["end"] for r in document["completeness"]["ranks"]}
+    missing = {*ranks_of(document["completeness"]["missing"])}
+    asked = Asked(document["completeness"], told, last) if last else None
     left_out = {
         (rank["rank"], rank["incarnation"], step)
         for rank in document["completeness"]["ranks"]
         for gap in rank["gaps"]
         for step in range(gap["first_step"], _end(gap, told))
     }
-    missing = {*_ranks(document["completeness"]["missing"])} & {*untraced}
     for one in told:
-        if one.rank in missing:
-            left_out |= {(one.rank, -1, step) for step, _ in one.calls}
         life = lives.get((one.rank, one.pid), -1)
         here = {(step, path) for rank, at, step, path in calls if (rank, at) == (one.rank, life)}
-        found.calls += len(one.calls)
+        lacking: dict[int, list[str]] = {}
         for step, path in one.calls:
-            _take(found, (one.rank, life, step), path, (step, path) in here, left_out)
+            lacking.setdefault(step, []).extend([] if (step, path) in here else [path or "."])
         invented = here - {*one.calls}
         if len(invented) > (not one.has_ended):  # killed between the entry and the line
             found.invented += len(invented)
             found.note(f"rank {one.rank}: invented {sorted(invented)[0]}")
         for (step, path), seen in one.values.items():
             recorded = values.get((one.rank, life, step, path))
-            _take(found, (one.rank, life, step), f"{path}:output", recorded is not None, left_out)
-            if recorded is not None and recorded != seen:
+            if recorded is None:
+                lacking.setdefault(step, []).append(f"{path}:output")
+            elif recorded != seen:
                 found.wrong += 1
                 found.note(f"rank {one.rank} step {step} {path}: {recorded}, but it was {seen}")
+        if asked is not None:
+            of_asked = asked.steps(one)
+            found.calls += sum(step in of_asked for step, _ in one.calls)
+            most = max((n for key, n in nodes.items() if key[:2] == (one.rank, life)), default=0)
+            is_open = ends.get((one.rank, life)) == "running"
+            for step in sorted(of_asked):
+                lacks = lacking.get(step, [])
+                if step < one.steps and not lacks and nodes[one.rank, life, step] < most:
+                    lacks = ["backward, gradients or parameters"]
+                last_step = max((key[2] for key in nodes if key[:2] == (one.rank, life)), default=0)
+                is_at_end = step >= last_step
+                _take_asked(found, asked, one, step, lacks, missing, is_open, is_at_end)
+            continue
+        found.calls += len(one.calls)
+        is_missing = one.rank in missing and one.rank in untraced
+        for step, lacks in lacking.items():
+            if is_missing or (one.rank, life, step) in left_out:
+                found.dropped += len(lacks)
+            elif lacks:
+                found.lost += len(lacks)
+                found.note(f"rank {one.rank} life {life} step {step}: {lacks[0]} is lost")
     return found
+
+
+def _take_asked(
+    found: Findings,
+    asked: Asked,
+    one: Account,
+    step: int,
+    lacks: list[str],
+    missing: set[int],
+    is_open: bool,
+    is_at_end: bool,
+) -> None:
+    """Hold what the trace says of a step that was asked for to whether it is there."""
+    found.asked += 1
+    where = f"rank {one.rank} life {one.life} step {step}"
+    asking, naming, excuses = asked.said(one, step)
+    if not lacks:
+        found.there += 1
+        if excuses and not is_at_end:  # nobody knows whether a step that is not followed is whole
+            found.false += 1
+            found.note(f"{where} is there, but the trace says: {excuses[0]}")
+    elif one.rank in missing or (asking and naming == asking) or (not asking and is_open):
+        found.named += 1
+        why = excuses or ["no record" if one.rank in missing else "no end of its rank had arrived"]
+        found.excuses.update(why)
+        if step in asked.own(one):
+            found.own_named.append((where, why[0]))
+    elif excuses:
+        found.false += 1
+        found.note(f"{where} is not there, and {asking - naming} of {asking} events say that it is")
+    else:
+        found.lost += len(lacks)
+        found.note(f"{where} was asked for ({asking} events) and is lost: {lacks[0]}")
 
 
 def _end(gap: dict[str, Any], told: list[Account]) -> int:
@@ -133,37 +203,25 @@ def _end(gap: dict[str, Any], told: list[Account]) -> int:
     return max((step for one in told for step, _ in one.calls), default=0) + 1
 
 
-def _take(
-    found: Findings,
-    where: tuple[int, int, int],
-    what: str,
-    is_there: bool,
-    left_out: set[tuple[int, int, int]],
-) -> None:
-    if is_there:
-        return
-    if where in left_out:
-        found.dropped += 1
-    else:
-        found.lost += 1
-        found.note(f"rank {where[0]} life {where[1]} step {where[2]}: {what or '.'} is lost")
-
-
 def _of_trace(
     trace: Path, document: dict[str, Any], found: Findings
 ) -> tuple[
-    Counter[tuple[int, int, int, str]], dict[tuple[int, int, int, str], tuple[float, float]]
+    Counter[tuple[int, int, int, str]],
+    dict[tuple[int, int, int, str], tuple[float, float]],
+    Counter[tuple[int, int, int]],
 ]:
-    """Return the forward calls (rank, life, step, path) of a trace, and the least and the greatest
-    element of their outputs."""
+    """Return the forward calls (rank, life, step, path) of a trace, the least and the greatest
+    element of their outputs, and how many nodes of any phase each (rank, life, step) has."""
     calls: Counter[tuple[int, int, int, str]] = Counter()
     nodes: Counter[tuple[int, int, str]] = Counter()
     rows: list[tuple[int, int, str, int, str]] = []
+    of_steps: Counter[tuple[int, int, int]] = Counter()
     for step in document["steps"]:
         for node in _walk(_nodes_of(trace, step)):
             life, number = step["incarnation"], step["step"]
-            for rank in _ranks(node["ranks"]):
+            for rank in ranks_of(node["ranks"]):
                 nodes[rank, life, node["id"]] += 1
+                of_steps[rank, life, number] += step["mode"] == "train"
                 if node["phase"] == "forward":
                     calls[rank, life, number, node["path"]] += 1
             if node["phase"] == "forward":
@@ -195,7 +253,7 @@ def _of_trace(
                 found.doubled += 1
                 found.note(f"rank {key[0]} life {key[1]} step {number}: {path}:output twice")
             values[key] = (float(columns["min"][row]), float(columns["max"][row]))
-    return calls, values
+    return calls, values, of_steps
 
 
 def _columns(trace: Path, document: dict[str, Any]) -> dict[str, np.ndarray]:
@@ -219,12 +277,6 @@ def _walk(nodes: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         node = waiting.pop()
         yield node
         waiting += node["children"]
-
-
-def _ranks(text: str) -> Iterator[int]:
-    for part in filter(None, text.split(",")):
-        first, _, last = part.partition("-")
-        yield from range(int(first), int(last or first) + 1)
 
 
 def _path(word: str) -> str:

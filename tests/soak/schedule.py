@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.soak.disks import can_mount
-from tests.soak.faults import KINDS, Fault, Kind, nothing
+from tests.soak.faults import KINDS, Fault, Kind, kind_of, nothing
 from tests.soak.job import Job, Shape
 from tests.soak.oracle import Findings, accounts, compare
 
@@ -42,7 +42,8 @@ class Schedule:
     @property
     def name(self) -> str:
         return " + ".join(
-            f"{fault.name} at {fault.at_s:.1f}"
+            f"{fault.name} at "
+            + (f"{fault.at_s:.1f}" if fault.at_step is None else f"step {fault.at_step}")
             + (f" for {fault.lasts_s:.1f}" if fault.lasts_s else "")
             for fault in self.faults
         )
@@ -61,7 +62,8 @@ class Outcome:
     how: str = ""
     """`tree`, `recover`, or what went wrong."""
     late: int = 0
-    """Calls and values that only the command brought in that `verify` prints."""
+    """Calls and values that only the command brought in that `verify` prints; of a job that holds
+    its last steps back, steps that only `recover` brought in."""
     troubles: list[str] = field(default_factory=list)
 
     @property
@@ -85,10 +87,11 @@ def kinds_here() -> list[str]:
 def draw(seed: int, *, is_mixed: bool) -> Schedule:
     """Draw a schedule: the same seed gives the same one, on a machine with the same rights.
 
-    Single faults go through all kinds in turn.
+    Single faults go through all kinds in turn. Every other job holds its last steps back.
     """
     chosen = random.Random(f"{seed} {is_mixed}")
     names = kinds_here()
+    is_last = (seed if is_mixed else seed + seed // len(names)) % 2 == 0
     if is_mixed:
         while True:
             picked = [chosen.choice(names) for _ in range(chosen.randint(2, 5))]
@@ -104,11 +107,14 @@ def draw(seed: int, *, is_mixed: bool) -> Schedule:
     is_stepwise = any(kind.is_stepwise for kind in kinds) or chosen.random() < 0.2
     seconds = _STEPWISE_JOB_S if is_stepwise else _JOB_S
     restarts = max(kind.restarts for kind in kinds)
+    steps = int(seconds * _STEPS_PER_S)
+    ranks = chosen.choice([2, 3]) if way == "direct" else 2
+    nan = chosen.randint(5, steps - 10), chosen.randrange(ranks)
     shape = Shape(
         way=way,
         transport="own" if way == "launched" else chosen.choice(transports),
-        ranks=chosen.choice([2, 3]) if way == "direct" else 2,
-        steps=int(seconds * _STEPS_PER_S),
+        ranks=ranks,
+        steps=steps,
         ends=next((kind.ends for kind in kinds if kind.ends), "exit"),
         gloo=way == "launched" and not {*picked} & _WITHOUT_GLOO and chosen.random() < 0.5,
         restarts=restarts,
@@ -117,6 +123,10 @@ def draw(seed: int, *, is_mixed: bool) -> Schedule:
         pause_ms=45,
         parquet=is_stepwise,
         spool_mebibytes=chosen.choice([2, 8]),
+        last=chosen.randint(2, 8) if is_last else 0,
+        nans=(nan,) if is_last else (),
+        hosts=max(kind.hosts for kind in kinds),
+        finish_seconds=20.0 if any(kind.stays for kind in kinds) else 60.0,
     )
     faults = []
     for name, kind in zip(picked, kinds):
@@ -128,9 +138,19 @@ def draw(seed: int, *, is_mixed: bool) -> Schedule:
                 at_s=chosen.uniform(first, last),
                 lasts_s=chosen.uniform(*kind.lasts_s),
                 seed=chosen.randrange(1 << 30),
+                at_step=_stage(chosen, nan[0], steps) if is_last and "full" in name else None,
             )
         )
     return Schedule(seed=seed, shape=shape, faults=tuple(faults))
+
+
+def _stage(chosen: random.Random, happens: int, steps: int) -> int | None:
+    """Return a step before, at, or after the one in which something happens, or at the end; None
+    for any time."""
+    before, at = (max(1, happens - 15), happens - 3), (happens - 2, happens + 1)
+    after, end = (happens + 2, happens + 15), (steps - 4, steps - 1)
+    first, last = chosen.choice([before, at, after, end])
+    return min(steps - 1, chosen.randint(first, max(first, last)))
 
 
 def _is_possible(kinds: list[Kind]) -> bool:
@@ -145,6 +165,8 @@ def _is_possible(kinds: list[Kind]) -> bool:
         {getattr(kind, what) for kind in kinds} - {""} for what in ("trace_disk", "spool_disk")
     ]
     once = [kind for kind in kinds if kind.before is not nothing or kind.ends or kind.restarts]
+    if any(kind.hosts > 1 for kind in kinds):
+        ways &= {"direct"}
     return bool(ways and transports) and all(len(one) < 2 for one in disks) and len(once) < 2
 
 
@@ -168,7 +190,7 @@ def play(schedule: Schedule, folder: Path, *, keep: bool = False) -> Outcome:
 def _play(job: Job, schedule: Schedule, outcome: Outcome) -> float:
     """Run the job and its faults; return when the last fault was over and the last rank gone."""
     for fault in schedule.faults:
-        KINDS[fault.name].before(job, random.Random(fault.seed))
+        kind_of(fault).before(job, random.Random(fault.seed))
     job.start()
     deadline = time.monotonic() + _BEGIN_S
     while not job.has_begun():
@@ -177,17 +199,24 @@ def _play(job: Job, schedule: Schedule, outcome: Outcome) -> float:
         job.tend()
         time.sleep(_LOOK_S)
     began = time.monotonic()
-    waiting = [(began + fault.at_s, "inject", fault) for fault in schedule.faults]
+    waiting = [
+        (began + fault.at_s, "inject", fault) for fault in schedule.faults if fault.at_step is None
+    ]
+    of_steps = [fault for fault in schedule.faults if fault.at_step is not None]
     healing: list[Fault] = []
     last, ended_at, is_marked = began, 0.0, False
     while True:
         now = time.monotonic()
+        step = job.step() if of_steps else -1
+        due = [f for f in of_steps if step >= (f.at_step or 0) or ended_at]
+        of_steps = [fault for fault in of_steps if fault not in due]
+        waiting += [(now, "inject", fault) for fault in due]
         for event in sorted(waiting, key=lambda one: one[0]):
             at, what, fault = event
             if at > now:
                 continue
             waiting.remove(event)
-            kind, chosen = KINDS[fault.name], random.Random(fault.seed)
+            kind, chosen = kind_of(fault), random.Random(fault.seed)
             if what == "heal":
                 kind.heal(job, chosen)
             else:
@@ -206,7 +235,7 @@ def _play(job: Job, schedule: Schedule, outcome: Outcome) -> float:
         if ended_at and not is_marked and job.is_program_over():
             job.mark_over()
             is_marked = True
-        if ended_at and not waiting:
+        if ended_at and not waiting and not of_steps:
             return max(last, ended_at)
         if now - began > _MOST_JOB_S:
             raise TimeoutError("the ranks did not end")
@@ -227,9 +256,11 @@ def _judge(job: Job, schedule: Schedule, outcome: Outcome, last: float) -> None:
         job.tend()
         time.sleep(_LOOK_S)
     outcome.end_s = time.monotonic() - last
+    may = any(kind_of(fault).may_need_recover for fault in schedule.faults)
     trace, outcome.how = job.out, "tree"
-    if not job.has_tree():
-        may = any(KINDS[fault.name].may_need_recover for fault in schedule.faults)
+    has_tree, said_nothing = job.has_tree(), job.has_said_nothing_happened()
+    if not has_tree and not schedule.shape.last:
+        _make_room(job, schedule)
         trace, said = job.recover()
         outcome.how = "recover"
         if not (trace / "trace.json").exists():
@@ -253,13 +284,79 @@ def _judge(job: Job, schedule: Schedule, outcome: Outcome, last: float) -> None:
             if job.pids(role)
         ]
         outcome.troubles.append(f"still there after {outcome.leave_s:.0f} s: {', '.join(roles)}")
+    if schedule.shape.last:
+        _judge_last(job, schedule, outcome, may, said_nothing)
+        return
     untraced = job.untraced()
     outcome.findings = compare(trace, accounts(job.accounts), untraced)
     if outcome.how == "tree" and outcome.findings.lost and not outcome.findings.is_complete:
+        _make_room(job, schedule)
         better = job.follow_advice()
-        if better is not None:
+        if better is None and schedule.shape.hosts > 1:  # it names the other host, not its folder
+            better, _ = job.recover()
+        if better is not None and (better / "trace.json").exists():
             outcome.late, outcome.how = outcome.findings.lost, "tree, then recover"
             outcome.findings = compare(better, accounts(job.accounts), untraced)
     with contextlib.suppress(OSError):
         if outcome.how == "tree" and outcome.findings.is_complete and job.run_folders():
             outcome.troubles.append("the run folder is still there")
+
+
+def _make_room(job: Job, schedule: Schedule) -> None:
+    for fault in schedule.faults:
+        if kind_of(fault).stays:
+            for disk in job.disks.values():
+                disk.make_room()
+
+
+def _judge_last(
+    job: Job, schedule: Schedule, outcome: Outcome, may: bool, said_nothing: bool
+) -> None:
+    """Hold the trace of a job that holds its last steps back to what was asked for; then what
+    `recover` makes of all that is left."""
+    told, untraced = accounts(job.accounts), job.untraced()
+    last, troubles = schedule.shape.last, outcome.troubles
+    first: Findings | None = None
+    if job.has_tree():
+        first = outcome.findings = compare(job.out, told, untraced, last=last)
+        verified, _ = job.rankscope("verify", str(job.out))
+        checked, _ = job.rankscope("check", str(job.out))
+        if bool(verified) == first.is_complete:
+            troubles.append(f"complete: {first.is_complete}, and verify ends with {verified}")
+        if not first.is_complete and checked == 0:
+            troubles.append("incomplete, and check says clean")
+        if not first.named and not first.lost:
+            if first.is_complete and any(folder.is_dir() for folder in job.run_folders()):
+                troubles.append("the run folder is still there")
+            return
+    elif said_nothing:
+        troubles.append("nothing happened, it says, and there is no trace")
+    _make_room(job, schedule)
+    trace, said = job.recover()
+    if not (trace / "trace.json").exists():
+        if first is None:
+            outcome.how = "no tree"
+            troubles.append(f"no tree: {said.strip()[-300:]}")
+        else:
+            _hold_to_own(first, troubles)
+        return
+    second = compare(trace, told, untraced, last=last)
+    outcome.how = "recover" if first is None else "tree, then recover"
+    if first is None:
+        outcome.findings = second
+        if not may:
+            troubles.append("a tree by recover alone")
+    else:
+        outcome.late = second.there - first.there
+        first.lost += second.lost
+        first.false += second.false
+        first.examples += [f"by recover: {one}" for one in second.examples]
+    _hold_to_own(second, troubles)
+
+
+def _hold_to_own(found: Findings, troubles: list[str]) -> None:
+    """Nothing may be gone that its rank had to hold: of what it saw itself, only what a full disk
+    had no room for."""
+    gone = [one for one in found.own_named if "it dropped records" not in one[1]]
+    if gone:
+        troubles.append(f"removed: {len(gone)} steps of a rank's own, as {gone[0]}")

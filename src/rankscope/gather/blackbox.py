@@ -104,7 +104,9 @@ class BlackBox:
         self.answer = ""
         """What was done about it: "steps 16-20", as far as this host is asked."""
         self.trouble = ""
-        """What went wrong last."""
+        """What goes wrong now; empty where all goes well."""
+        self.trouble_at: float | None = None
+        """Monotonic time since when it does."""
         self.quiet_ranks = 0
         """Ranks of this host where all of them ended in order and nothing happened; else 0."""
 
@@ -160,7 +162,7 @@ class BlackBox:
         if now - self._looked_at < _LOOK_S:
             return False
         self._looked_at = now
-        has_more = False
+        has_more, trouble = False, ""
         try:
             self._discover()
             if self.has_alive:
@@ -176,12 +178,18 @@ class BlackBox:
             is_quiet = is_final and not any(windows.values())
             self.quiet_ranks = len({stream.rank for stream in self.streams}) if is_quiet else 0
             for stream, held in self.streams.items() if not is_quiet else ():
-                if held.copy(windows[stream.incarnation], is_final=is_final):
-                    has_more = True
-        except (OSError, SpoolError) as error:  # a full disk: tried again
-            if str(error) != self.trouble:
-                log(f"black box: {error}")
-            self.trouble = str(error)
+                try:
+                    if held.copy(windows[stream.incarnation], is_final=is_final):
+                        has_more = True
+                except (OSError, SpoolError) as error:  # a full disk: tried again
+                    trouble = str(error)
+        except (OSError, SpoolError) as error:
+            trouble = str(error)
+        if trouble and trouble != self.trouble:
+            log(f"black box: {trouble}")
+        if bool(trouble) != bool(self.trouble):
+            self.trouble_at = now if trouble else None
+        self.trouble = trouble
         if has_more:
             self._looked_at = float("-inf")
         return has_more

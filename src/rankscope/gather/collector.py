@@ -328,7 +328,8 @@ class Intake:
                     self.progress_at = time.monotonic()
                 return answer
             case Beat():
-                peer.beat = message
+                if message != peer.beat:
+                    peer.beat, self.progress_at = message, time.monotonic()
                 for event in self._events - peer.events:
                     self._send(identity, Happened(*event))
                 return BeatSeen(self._vanished)

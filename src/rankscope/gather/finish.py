@@ -234,9 +234,12 @@ def _finish(
     if decision is Decision.INCOMPLETE and not any(replicated(options.out).values()):
         log("no rank sent a record: there is nothing to build a tree from")
         decision = Decision.NOTHING
-    lost = [peer for peer in source.peers() if peer.job is not JobState.OVER and peer.alive]
-    if decision is Decision.NOTHING and lost:
-        log("a host with ranks is gone without a word, and no rank sent a record")
+    has_lost = any(
+        (peer.held and not peer.quiet) or (peer.alive and peer.job is not JobState.OVER)
+        for peer in source.peers()
+    )
+    if decision is Decision.NOTHING and has_lost:
+        log("a host with ranks is gone, or could not send what they recorded: no record came")
         return ExitOutcome.NO_ROOM if source.trouble else ExitOutcome.UNFINISHED
     if decision is Decision.NOTHING:  # or nothing could be taken
         return ExitOutcome.NO_ROOM if source.trouble else ExitOutcome.DONE

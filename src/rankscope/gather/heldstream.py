@@ -221,11 +221,14 @@ class HeldStream:
             SpoolError: the disk takes nothing, or a segment cannot be read.
             OSError: the same.
         """
-        state = self._state
-        if state.is_done or not (windows or is_final):
+        if self._state.is_done or not (windows or is_final):
             return False
         if windows:
-            if len(windows) > state.windows:
+            if not self._state.kept:  # its first record says whose it is (`spool.origin`)
+                self._copy_kept()
+                if not (self._state.kept or is_final):
+                    return False
+            if len(windows) > self._state.windows:
                 self._begin_anew(windows)
             if self._copy_some(windows):
                 return True
@@ -370,19 +373,24 @@ class HeldStream:
         if windows:
             self._copy_kept()
         else:  # nothing happened in this life
-            self._buffer += first_record(self.definitions.read_from(0, _UNIT))
-        state = self._state
+            self._buffer[:] = first_record(self.definitions.read_from(0, _UNIT))
+        earlier, state = self._state, self._copied_state()
         if state.hole >= 0 and windows:
             state.gone = _with(state.gone, windows[-1].mode, state.hole, TO_ITS_END)
         if state.dropping:
             mode, step = state.dropping
             state.torn = _with(state.torn, mode, step, TO_ITS_END)
         state.is_done = True
+        self._state = state
         end = b""
         if reason is not EndReason.LOST:
             code = END_REASONS.index(reason)
             end = _record(RecordKind.END, END.pack(time.monotonic_ns(), 0, 0, 0, code))
-        self._write_segment(end)
+        try:
+            self._write_segment(end)
+        except (OSError, SpoolError):  # it is tried again
+            self._state = earlier
+            raise
         self.close()
 
     def _write_segment(self, end: bytes = b"") -> None:

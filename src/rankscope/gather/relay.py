@@ -214,6 +214,9 @@ class _Relay:
         """What others are told of the job: it is not over while a black box has more to say."""
         if self._box is None or self._job is not JobState.OVER:
             return self._job
+        since = self._box.trouble_at
+        if since is not None and time.monotonic() - since > self._finish_s:
+            return JobState.OVER  # the trace is built without, and the run folder stays
         if self._box.quiet_ranks:
             return JobState.OVER
         shipments = [self._shipments.get(stream) for stream in self._box.streams]

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from rankscope.errors import SpoolError
@@ -77,6 +77,7 @@ class SharedWatch:
         self._out = out
         self._seen: dict[StreamId, tuple[int, EndReason | None]] = {}
         self._beats: dict[str, tuple[int, float]] = {}
+        self._said: list[SharedHostState] = []
         self._peers: list[PeerState] = []
         self.progress_at = time.monotonic()
         ReplicaFiles(out).close()
@@ -92,7 +93,11 @@ class SharedWatch:
         if found != self._seen:
             self._seen, self.progress_at = found, now
         self._peers = []
-        for name, state in read_host_states(self._out).items():
+        states = read_host_states(self._out)
+        said = [replace(states[name], beat=0) for name in sorted(states)]
+        if said != self._said:
+            self._said, self.progress_at = said, now
+        for name, state in states.items():
             beat, since = self._beats.get(name, (-1, now))
             if beat != state.beat:
                 since = now

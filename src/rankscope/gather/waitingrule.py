@@ -90,7 +90,8 @@ def decide(
         streams: every stream known, each incarnation for itself.
         peers: every relay that was ever heard.
         expected_ranks: how many ranks of the run are traced.
-        idle_s: seconds since anything new arrived (a stream, a byte, an end, a relay).
+        idle_s: seconds since anything new arrived: a stream, a byte, an end, a relay, what one says
+            of its ranks.
         drain_s: grace for ranks and relays that vanished.
         finish_s: grace for streams that stop before their end although the job is over.
         least_silence_s: a relay that is silent for less has not vanished, however short the grace.
@@ -112,6 +113,8 @@ def decide(
         return Decision.COMPLETE
     is_job_over = bool(peers) and all(peer.job is JobState.OVER for peer in peers)
     living = [peer for peer in peers if peer.silent_s < silence_s]
+    # Where steps are held back nothing arrives for hours: a relay's last word ends no shorter wait.
+    idle_s = min([idle_s, *(peer.silent_s for peer in peers if peer not in living)])
     # Relays of hosts that are through wait for this collector: their words are no sign of work.
     is_deserted = len(living) < len(peers) and all(map(_is_through, living))
     if is_known and is_job_over:

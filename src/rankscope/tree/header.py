@@ -223,9 +223,9 @@ def _lacking(stream: RankStream, event: _AskedSteps) -> list[tuple[str, str]]:
                     "--rs-spool-bytes says how many it holds, relay.log whether they waited"),
             *_named(_both(asked, torn), "its spool was full, and it dropped records of them"),
         ]  # fmt: skip
-    whole = copied if state["is_done"] else _without(copied, [(state["step"], state["step"])])
-    is_live = stream.end is EndReason.RUNNING
-    why = "they are not copied yet" if is_live else "their copy broke off, or began too late"
+    whole = _without(copied, torn if state["is_done"] else [*torn, (state["step"], state["step"])])
+    is_late = state["is_done"]
+    why = "asked for after its records were copied" if is_late else "its copy ends before their end"
     return _named(_without(asked, whole), why)
 
 
