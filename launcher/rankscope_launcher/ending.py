@@ -16,6 +16,7 @@ from rankscope.record.stepselection import StepSelection
 from rankscope.run.eventboard import held_anything
 from rankscope.run.filenames import CELLS_SUFFIX, COLLECTOR_LOG_NAME, REPLICA_FOLDER, TRACE_NAME
 from rankscope.run.folders import streams
+from rankscope.run.jobend import signal_of
 from rankscope.run.outfolder import announced, typed
 from rankscope.run.prepare import Collection
 from rankscope.tree.crashes import Crash, crashes
@@ -152,6 +153,8 @@ def failure_line(error: BaseException | None, out: Path, untraced: Sequence[Reac
     if error is None or (isinstance(error, SystemExit) and not error.code):
         return ""
     failures: dict[int, Any] = getattr(error, "failures", {})  # of torch's ChildFailedError
+    if not failures and (name := signal_of(error)):
+        return f"the job was interrupted by {name}"
     if not failures:
         return f"the job failed: {_one_line(f'{type(error).__name__}: {error}')}"
     raised = _crashes(out)

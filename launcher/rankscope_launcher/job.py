@@ -50,6 +50,7 @@ from rankscope.run.folders import (
     run_key,
     streams,
 )
+from rankscope.run.jobend import note_job_end
 from rankscope.run.outfolder import remove_empty
 from rankscope.run.prepare import Collection, PreparedRun, RunRequest, prepare_run
 from rankscope.run.verdictline import verdict_line
@@ -235,6 +236,8 @@ class TracedJob:
         with _signals_noted() as is_hurried:
             self._life.release()
             if self._run_folder.is_dir():  # else everything in it was shipped, the relay has left
+                if not self._collection.is_elsewhere:
+                    note_job_end(self._out, error)
                 mark_job_over(self._run_folder)
             self._untraced = reached_by_ranks(self._run_folder)
             untraced = why_nothing(self._untraced, error)

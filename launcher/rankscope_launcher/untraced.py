@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from rankscope.record.ranklists import ranks_named
 from rankscope.run.filenames import REACHED_NAME
+from rankscope.run.jobend import signal_of
 
 __all__ = ["Reached", "reached_by_ranks", "why_nothing"]
 
@@ -68,6 +69,5 @@ def why_nothing(ranks: Sequence[Reached], error: BaseException | None) -> str:
 def _before(error: BaseException | None) -> str:
     if error is None or (isinstance(error, SystemExit) and not error.code):
         return ""
-    number = getattr(error, "sigval", None)  # of torch's SignalException
-    name = "SIGINT" if isinstance(error, KeyboardInterrupt) else number and number.name
+    name = signal_of(error)
     return f" before {name} ended the job" if name else " before the job failed"

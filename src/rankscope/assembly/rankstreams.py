@@ -23,7 +23,7 @@ from rankscope.spool import recordformat
 from rankscope.spool.definitions import Decoded, decode_definition
 from rankscope.spool.origin import origin_of
 from rankscope.spool.recordcolumns import Records, ending, records, step_codes
-from rankscope.spool.recordformat import NO_SEQUENCE, RecordKind
+from rankscope.spool.recordformat import NO_SEQUENCE, RecordKind, StepEvent
 from rankscope.spool.soundness import (
     KNOWN_MODES,
     KNOWN_PHASES,
@@ -106,6 +106,8 @@ class RankStream:
     """The latter."""
     dropped: int
     end: EndReason
+    ended_ns: int = 0
+    """When it said so, by its monotonic clock; 0 where it did not."""
     raised: dict[str, Any] | None = None
     """The exception that ended the program: error, causes, where; None where none is known."""
     notes: tuple[str, ...] = ()
@@ -122,6 +124,17 @@ class RankStream:
     def clock_offset_ns(self) -> int:
         """What to add to this rank's time_ns to get wall-clock time."""
         return int(self.identity.get("wall_ns", 0)) - int(self.identity.get("monotonic_ns", 0))
+
+    @property
+    def is_idle(self) -> bool:
+        """True where no call of it is open, and its last step has ended: it said so, or its
+        optimizer has stepped."""
+        if not len(self.steps) or not len(self.enters):
+            return False
+        has_ended = self.steps["event"][-1] == int(StepEvent.END)
+        has_stepped = self.enters["phase"][-1] == int(Phase.PARAMS)
+        are_left = np.isin(self.enters["sequence"], self.exits["sequence"]).all()
+        return bool(are_left and (has_ended or has_stepped))
 
 
 def read_stream(source: StreamBytes, decoded: Decoded | None = None) -> RankStream:
@@ -188,6 +201,7 @@ def read_stream(source: StreamBytes, decoded: Decoded | None = None) -> RankStre
         hidden_bytes=source.hidden_bytes,
         dropped=max(ended.dropped_records, int(gaps["records"].sum())),
         end=ended.reason or source.end or EndReason.RUNNING,
+        ended_ns=ended.time_ns,
         raised=_raised(by_kind["raised"]),
         notes=tuple(notes),
         has_set_aside=len(notes) > len(source.notes),

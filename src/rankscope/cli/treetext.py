@@ -28,7 +28,7 @@ from rankscope.tree.selection import (
     parse_ranges,
 )
 from rankscope.tree.slotview import SlotView, is_bound_to_one_tensor, shape_text
-from rankscope.tree.summary import endings, extent
+from rankscope.tree.summary import ended_words, endings, extent
 from rankscope.tree.views import Node, Step, Trace
 
 __all__ = [
@@ -238,7 +238,8 @@ def steps_named(steps: Iterable[Step]) -> str:
 
 def header_lines(trace: Trace, paint: Paint) -> Iterator[str]:
     """Yield the job, how complete its trace is, and the first exception that ended a rank."""
-    is_fine = trace.is_complete and not endings(trace.completeness) and trace.steps
+    ended = not ended_words(trace.run) and endings(trace.completeness)
+    is_fine = trace.is_complete and not ended and trace.steps
     how = paint("green" if is_fine else "red", trace.state)
     yield f"{paint('bold', visible(str(trace.path)))}  {visible(extent(trace.run))}, {how}"
     for first in crashes(trace)[:1]:

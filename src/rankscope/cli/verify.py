@@ -79,7 +79,7 @@ def _report(trace: Trace, damaged: list[str]) -> dict[str, Any]:
 def _lines(trace: Trace, paint: Paint) -> Iterator[str]:
     from rankscope.record.ranklists import ranks_named
     from rankscope.tree.crashes import crashes
-    from rankscope.tree.summary import endings
+    from rankscope.tree.summary import ended_words, endings
 
     state = trace.completeness
     left = {(crash.rank, crash.incarnation): crash for crash in crashes(trace)}
@@ -104,7 +104,9 @@ def _lines(trace: Trace, paint: Paint) -> Iterator[str]:
         yield paint("red", f"nothing at all from {ranks_named(state['missing'])}")
     if trace.is_complete:
         yield paint("green", "complete: every record of every rank is in the trace")
-        if ended := endings(trace.completeness):
+        if words := ended_words(trace.run):
+            yield paint("yellow", f"the job was ended from outside: {words}")
+        elif ended := endings(trace.completeness):
             yield paint("red", f"but the job did not end in order: {'; '.join(ended)}")
         if not trace.steps:
             yield paint("yellow", "no step was traced")

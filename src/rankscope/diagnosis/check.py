@@ -55,6 +55,7 @@ from rankscope.record.finding import Kind, Report
 from rankscope.run.filenames import Progress
 from rankscope.tree.joinedcolumns import as_arrays
 from rankscope.tree.reader import TraceLike, opened_trace
+from rankscope.tree.summary import ended_words
 from rankscope.tree.views import Step, Trace
 
 __all__ = ["check"]
@@ -143,7 +144,9 @@ def _checked(
     candidates = matched.judged(candidates, again, context, ends_of(trace))
     candidates += _of_the_end(trace, steps, context)
     _note_stalls(trace, context, candidates)
-    for text in (*trace.happened, trace.unread):
+    words = ended_words(trace.run)
+    ended = f"the job was ended from outside: {words}" if words else ""
+    for text in (*trace.happened, trace.unread, ended):
         if text:
             context.coverage.note(text)
     joins: list[Join] = []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 from typing import Any, Final
 
 import numpy as np
@@ -58,13 +59,17 @@ def ended_badly(
     """
     ends = ends_of(trace)
     last = last_calls(step_views, context)
-    if trace.is_live:
-        last = without_recent(last, step_views, context)
+    ended = trace.run.get("ended")
+    if trace.is_live or ended is not None:
+        at = (ended or {}).get("at")
+        at_s = None if at is None else datetime.fromisoformat(at).timestamp()
+        last = without_recent(last, step_views, context, at_s)
     unrecorded = _unrecorded(trace, last)
     # what others wait for may be what a full spool had no room for
     hangs = [] if unrecorded else list(hangs_of(step_views, context, last, ends))
     yield from hangs
-    yield from _crashes(trace, context, last, unrecorded, is_explained=bool(hangs))
+    if ended is None:  # else no rank failed: the job was ended from outside
+        yield from _crashes(trace, context, last, unrecorded, is_explained=bool(hangs))
 
 
 def _unrecorded(trace: Trace, last: dict[int, LastCall]) -> dict[int, str]:

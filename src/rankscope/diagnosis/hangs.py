@@ -218,31 +218,35 @@ def _is_same_site(one: IssuedCollective, other: IssuedCollective) -> bool:
 
 
 def without_recent(
-    last: dict[int, LastCall], step_views: Sequence[StepView], context: CheckContext
+    last: dict[int, LastCall],
+    step_views: Sequence[StepView],
+    context: CheckContext,
+    at_s: float | None = None,
 ) -> dict[int, LastCall]:
-    """Leave out, and tell of, ranks that came to their collective just now."""
-    patience = _Patience(step_views, context)
+    """Leave out, and tell of, ranks that came to their collective just before `at_s` (now)."""
+    patience = _Patience(step_views, context, time.time() if at_s is None else at_s)
     recent = {
         rank: (each.waiting, each.time_ns)
         for rank, each in last.items()
         if each.waiting is not None and not patience.is_over(each.time_ns)
     }
-    context.coverage.notes.extend(patience.notes(recent))
+    if at_s is None:
+        context.coverage.notes.extend(patience.notes(recent))
     return {rank: each for rank, each in last.items() if rank not in recent}
 
 
 class _Patience:
     """Three times as long as any rank stood in one in the last steps, and 3 s at least."""
 
-    def __init__(self, step_views: Sequence[StepView], context: CheckContext) -> None:
-        """Look at the last steps. `step_views`: these."""
+    def __init__(self, step_views: Sequence[StepView], context: CheckContext, now_s: float) -> None:
+        """Look at the last steps, `step_views`, as of a time on the wall clock."""
         longest_ns = 0
         for step_view in step_views:
             for issue in issues_of(step_view):
                 begins, ends = context.clock.span(issue.call, issue.ranks)
                 longest_ns = max(longest_ns, int((ends - begins).max()))
         self.seconds = max(_FEWEST_S, _TIMES_LONGEST * longest_ns / 1e9)
-        self._now_s = time.time()
+        self._now_s = now_s
 
     def is_over(self, since_ns: int) -> bool:
         """True for a rank that has stood there for longer."""

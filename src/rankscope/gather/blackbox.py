@@ -35,6 +35,7 @@ from rankscope.run.eventboard import (
 )
 from rankscope.run.filenames import HELD_FOLDER
 from rankscope.run.folders import RunHeader, read_run_header, streams
+from rankscope.run.jobend import job_end
 from rankscope.run.orders import Order
 from rankscope.run.stallrecords import Stall
 
@@ -174,6 +175,7 @@ class BlackBox:
             self._see_order()
             if is_final:
                 self._see_untold()
+                self._see_interruption()
             windows = {life: self._windows(life) for life in self._boards}
             is_quiet = is_final and not any(windows.values())
             self.quiet_ranks = len({stream.rank for stream in self.streams}) if is_quiet else 0
@@ -249,6 +251,12 @@ class BlackBox:
             for event in held.untold():
                 if event not in self._boards[stream.incarnation].events():
                     self._boards[stream.incarnation].tell(event)
+
+    def _see_interruption(self) -> None:
+        """Tell that a signal ended the job, where its ranks ended in order all the same."""
+        name = job_end([self._header.out]).signal
+        if name and not any(board.events() for board in self._boards.values()):
+            self.hear("interrupted", f"{name} ended the job")
 
     def _see_stall(self, stall: Stall | None) -> None:
         if stall is None or stall.over_ns or not self.streams:

@@ -45,7 +45,7 @@ _MOST_EVENTS = 256
 _MOST_CHARACTERS = 500
 MOST_AHEAD: Final = 4
 """Steps that ranks of one job may be apart where something happens; held beyond those asked for."""
-_SUDDEN = ("ended", "stalled", "vanished")
+_SUDDEN = ("ended", "stalled", "vanished", "interrupted")
 """Kinds of events that one rank's step stands for, while others may be a little ahead."""
 _COPIED_NAME: Final = "copied"
 
@@ -74,8 +74,8 @@ class Happening:
     """Something that happened: the steps before it become a trace."""
 
     kind: str
-    """"ended", "stalled", "vanished", "nonfinite", "spike", "watched", "touched", "ordered" or
-    "recovered"."""
+    """"ended", "stalled", "vanished", "interrupted", "nonfinite", "spike", "watched", "touched",
+    "ordered" or "recovered"."""
     mode: Mode
     step: int
     """The step that ran where it happened."""

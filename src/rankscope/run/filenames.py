@@ -21,6 +21,7 @@ __all__ = [
     "HOST_STATE_PREFIX",
     "INDEX_FORMAT",
     "INDEX_NAME",
+    "JOB_END_NAME",
     "JOB_OVER_NAME",
     "KEPT_FOLDER",
     "LAUNCHER_LOCK_NAME",
@@ -93,6 +94,8 @@ RUN_MARK_PREFIX = "run-"
 """Begins the name of the mark by which other hosts see that this folder is the head's."""
 HOST_STATE_PREFIX = "host-"
 """Begins the names of what the relays of a shared folder say of themselves."""
+JOB_END_NAME = "job-end"
+"""There too: how the job ended, as its launcher saw it."""
 VANISHED_NAME = "vanished"
 """There too: a host of a job that holds its steps back is gone without a word."""
 

@@ -84,6 +84,8 @@ class Ending:
     reason: EndReason | None
     """None where there is no END record."""
     dropped_records: int
+    time_ns: int = 0
+    """Of the END record, by the rank's monotonic clock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,7 +251,8 @@ def ending(found: Records) -> Ending:
     if len(ends):
         code = int(ends[-1]["reason"])
         reason = END_REASONS[code] if code < len(END_REASONS) else EndReason.EXIT
-        return Ending(reason=reason, dropped_records=int(ends[-1]["dropped"]))
+        dropped, time_ns = int(ends[-1]["dropped"]), int(ends[-1]["time_ns"])
+        return Ending(reason=reason, dropped_records=dropped, time_ns=time_ns)
     _, gaps = found.columns(RecordKind.GAP)
     return Ending(reason=None, dropped_records=int(gaps["records"].sum()))
 

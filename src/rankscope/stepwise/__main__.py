@@ -106,9 +106,11 @@ def main(arguments: list[str] | None = None) -> int:
     out, ranks = options.out, options.traced_ranks
     findings = FindingsFile(out)
     looks: list[Look] = []
+    judge: LiveCheck | None = None
     command = FindingCommand(os.environ.pop(ON_FINDING_VARIABLE, ""), out, findings.say)
     if not options.no_verdicts:
-        looks.append(LiveCheck(findings, traced_ranks=ranks, command=command).look)
+        judge = LiveCheck(findings, traced_ranks=ranks, command=command)
+        looks.append(judge.look)
     keeper = StepKeeper(
         out,
         traced_ranks=ranks,
@@ -125,6 +127,8 @@ def main(arguments: list[str] | None = None) -> int:
             lambda: options.parent not in (0, os.getppid()),
             lambda: bool(stopped),
         )
+    if judge is not None:
+        judge.close()
     keeper.close()
     command.close()
     return 0

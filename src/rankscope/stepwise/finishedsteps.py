@@ -10,6 +10,7 @@ from typing import Final
 from rankscope.assembly.rankstreams import StreamBytes
 from rankscope.errors import SpoolError
 from rankscope.record.call import Mode
+from rankscope.run.jobend import job_end
 from rankscope.spool.definitions import Decoded
 from rankscope.spool.replication import StreamEnd, read_end, replica_path, replicated
 from rankscope.stepwise.stepsplit import SplitStream, StepKey
@@ -235,7 +236,8 @@ class RunningJob:
             )
             for rank, stream in self._streams.items()
         )
-        return assemble(sources, decoded=self._definitions, began_ns=began_ns)
+        end = job_end([self._out])
+        return assemble(sources, decoded=self._definitions, began_ns=began_ns, end=end)
 
     def _discover(self) -> None:
         found = replicated(self._out)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 from rankscope.diagnosis.check import check
 from rankscope.errors import RankscopeError
-from rankscope.record.finding import Finding, Severity
+from rankscope.record.finding import Finding, Kind, Severity
 from rankscope.run.stallrecords import stalls_in
 from rankscope.stepwise.findingcommand import FindingCommand
 from rankscope.stepwise.findingsfile import FindingsFile
@@ -20,6 +21,8 @@ _STEPS_BESIDE: Final = 2
 """Steps before the new ones that are judged with them: some rules look back."""
 _MOST_BYTES: Final = 192 << 20
 """Of records held at a time."""
+_CANCELLED_S: Final = 10.0
+"""So long after the first crash it is told, also if nobody has said how the job ended."""
 _LOOK_BYTES: Final = 24 << 20
 """Of records judged at a time, where that is more than one step."""
 
@@ -44,13 +47,18 @@ class LiveCheck:
         self._judged: list[StepKey] = []
         """The latest, in order."""
         self._stall_ns = 0
+        self._crashes: tuple[list[Finding], Mapping[StepKey, int]] | None = None
+        self._crashed_at = 0.0
 
     def look(self, is_stopped: Callable[[], bool] = lambda: False) -> bool:
         """Read what is new and judge the steps that are over; True where more waits."""
         life = self._job.life
         is_busy = self._job.read(is_stopped) > 0
         if self._job.life != life:
-            self._judged = []
+            if self._crashes:  # what is started again was not cancelled
+                self._add(*self._crashes)
+            self._judged, self._crashes = [], None
+        self._tell_crashes(is_over=False)
         for rank, trouble in self._job.trouble.items():
             self._findings.say(
                 f"the records of rank {rank} are not judged while the job runs: {trouble}"
@@ -103,8 +111,27 @@ class LiveCheck:
             self._judge([*self._judged, *self._job.unfinished()])
 
     def _tell(self, findings: list[Finding], keys: Iterable[StepKey]) -> None:
-        lines = self._findings.add(findings, {key: self._job.ended_ns(key) for key in keys})
-        self._command.add(lines)
+        ended_ns = {key: self._job.ended_ns(key) for key in keys}
+        crashes = [finding for finding in findings if finding.kind is Kind.CRASH]
+        if crashes:
+            self._crashed_at = self._crashed_at or time.monotonic()
+            self._crashes = crashes, ended_ns
+        self._add([finding for finding in findings if finding not in crashes], ended_ns)
+
+    def _tell_crashes(self, *, is_over: bool) -> None:
+        """Tell of crashes once it is known that nobody cancelled the job: ranks that a signal ends
+        look like ranks that crash until the last of them has ended, and the launcher said why."""
+        if self._crashes and (is_over or time.monotonic() - self._crashed_at > _CANCELLED_S):
+            if self._judged and self._job.trace(self._judged).run.get("ended") is None:
+                self._add(*self._crashes)
+            self._crashes, self._crashed_at = None, 0.0
+
+    def _add(self, findings: list[Finding], ended_ns: Mapping[StepKey, int]) -> None:
+        self._command.add(self._findings.add(findings, ended_ns))
+
+    def close(self) -> None:
+        """The job is over, and its launcher has said how it ended."""
+        self._tell_crashes(is_over=True)
 
     def _make_room(self) -> None:
         """Let steps go where more is held than may be: of ranks that are far apart, or a step that

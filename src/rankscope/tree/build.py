@@ -25,6 +25,7 @@ from rankscope.chunks.tensorfiles import TensorRecords
 from rankscope.errors import FolderError, TraceError, TraceVersionError
 from rankscope.record.streams import StreamId
 from rankscope.run.filenames import INDEX_NAME, REPLICA_FOLDER, STEPS_FOLDER
+from rankscope.run.jobend import JobEnd, job_end
 from rankscope.run.outfolder import typed
 from rankscope.run.removal import Place, Reach, Removable, may_remove
 from rankscope.run.stallrecords import carry_stalls
@@ -32,7 +33,7 @@ from rankscope.spool.definitions import Decoded
 from rankscope.spool.recordcolumns import step_codes
 from rankscope.tree.document import Document
 from rankscope.tree.growingtree import GrowingTree, grown_in
-from rankscope.tree.header import completeness, run_header, step_notes
+from rankscope.tree.header import completeness, how_ended, run_header, step_notes
 from rankscope.tree.treewriter import INLINE_LIMIT_BYTES, TRACE_NAME, Progress, write_trace
 
 __all__ = ["assemble", "build", "recover", "rest_of"]
@@ -50,6 +51,7 @@ def assemble(
     progress: Progress | None = None,
     decoded: Decoded | None = None,
     began_ns: int | None = None,
+    end: JobEnd | None = None,
 ) -> Document:
     """Return the trace that streams make together, in memory.
 
@@ -59,6 +61,7 @@ def assemble(
         progress: told how far it is.
         decoded: definitions, as of `read_stream`; given where streams are assembled more than once.
         began_ns: wall clock of the earliest call known, where it may not be among these.
+        end: what is known of the job's end beside the records.
 
     Raises:
         TraceError: there is not one record in them, or they belong to different runs.
@@ -85,10 +88,13 @@ def assemble(
     vocabulary = build_vocabulary(streams)
     tables = build_tables(streams, vocabulary)
     run, notes = run_header(streams), step_notes(streams)
+    ended = how_ended(streams, end or JobEnd())
+    if ended is not None:
+        run["ended"] = ended
     ranks = np.array([stream.stream.rank for stream in streams], np.int64)
     mark_layouts(tables, vocabulary, run, streams)
     declare_layouts(tables, vocabulary, run, ranks)
-    whole = completeness(streams, tables.orphans)
+    whole = completeness(streams, tables.orphans, has_ended=ended is not None)
     took_all = not any(stream.has_set_aside for stream in streams)
     offsets = np.array([stream.clock_offset_ns for stream in streams], np.int64)
     tensors: dict[StreamId, TensorRecords] = {
@@ -144,6 +150,7 @@ def build(
         settle=lambda streams: [finish_kept(out, each) for each in rest_of(streams, tree)],
         progress=progress,
         began_ns=tree.began_ns,
+        end=job_end([out]),
     )
     write_trace(document, out, inline_limit_bytes=inline_limit_bytes, progress=progress, tree=tree)
     tree.close()
@@ -225,7 +232,8 @@ def recover(
         streams = [replace(each, notes=(*each.notes, *named[:_MOST_FAULTS])) for each in streams]
         return [finish_kept(out, each) for each in rest_of(streams, tree)]
 
-    document = assemble(sources, settle=settle, progress=progress, began_ns=tree.began_ns)
+    end = job_end(folders)
+    document = assemble(sources, settle=settle, progress=progress, began_ns=tree.began_ns, end=end)
     write_trace(document, out, inline_limit_bytes=inline_limit_bytes, progress=progress, tree=tree)
     tree.forget_index()
     return document

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from rankscope.assembly.declaredlayouts import layout_header
 from rankscope.assembly.interning import MeshFamily, mesh_of
@@ -17,10 +19,11 @@ from rankscope.record.ranklists import others_text, parse_ranks, ranks_text
 from rankscope.record.streams import EndReason, StreamState
 from rankscope.record.timetext import utc_text
 from rankscope.record.value import MAX_SAMPLES, SKETCH_SIZE
+from rankscope.run.jobend import JobEnd
 from rankscope.spool.origin import origin_text
 from rankscope.spool.recordformat import NO_SEQUENCE, TO_ITS_END
 
-__all__ = ["completeness", "run_header", "step_notes", "stream_state"]
+__all__ = ["completeness", "how_ended", "run_header", "step_notes", "stream_state"]
 
 
 def run_header(streams: Sequence[RankStream]) -> dict[str, Any]:
@@ -135,12 +138,56 @@ def stream_state(stream: RankStream) -> StreamState:
     )
 
 
-def completeness(streams: Sequence[RankStream], not_understood: Sequence[int]) -> dict[str, Any]:
+def how_ended(streams: Sequence[RankStream], end: JobEnd) -> dict[str, str] | None:
+    """Return how a job ended from outside, without a fault that is known; None where its ranks
+    ended by themselves, one failed, or it stood still.
+
+    "interrupted": its launcher got a signal, or every rank was ended by KeyboardInterrupt.
+    "killed": no rank said anything; all had ended the same step, and did nothing.
+
+    Args:
+        streams: in rank order.
+        end: what is known beside the records.
+    """
+    last = {stream.stream.rank: stream for stream in streams}.values()
+    is_cut = [str((s.raised or {}).get("error", "")).startswith("KeyboardInterrupt") for s in last]
+    ends = [None if cut else s.end for cut, s in zip(is_cut, last)]
+    if end.how == "failed" or end.has_stood or {EndReason.RAISED, EndReason.RUNNING} & {*ends}:
+        return None
+    lost = [stream for stream in last if stream.end is EndReason.LOST]
+    if end.signal or (any(is_cut) and not lost):
+        cut_ns = (s.ended_ns + s.clock_offset_ns for s, cut in zip(last, is_cut) if cut)
+        at_ns = end.at_ns or max(cut_ns)
+        if _stood_still(last, at_ns):
+            return None
+        return {"how": "interrupted", "by": end.signal or "SIGINT", "at": utc_text(at_ns)}
+    steps = {tuple(s.steps[["mode", "step"]][-1].tolist()) for s in lost if s.is_idle}
+    is_idle = len(steps) == 1 and all(s.is_idle and s.committed == s.received for s in lost)
+    return {"how": "killed"} if is_idle and len(lost) == len(last) else None
+
+
+def _stood_still(streams: Iterable[RankStream], at_ns: int) -> bool:
+    """True where ranks were in the middle of a step at this time, and no rank had recorded anything
+    for three times as long as any did before, and for 3 s at least."""
+    waits_ns, newest_ns = [1_000_000_000], [0]
+    for stream in streams:
+        times = np.sort(np.concatenate([stream.enters["time_ns"], stream.exits["time_ns"]]))
+        if len(times) > 1:
+            waits_ns.append(int(np.diff(times).max()))
+            newest_ns.append(int(times[-1]) + stream.clock_offset_ns)
+    is_inside = any(not stream.is_idle for stream in streams)
+    return is_inside and at_ns - max(newest_ns) > 3 * max(waits_ns)
+
+
+def completeness(
+    streams: Sequence[RankStream], not_understood: Sequence[int], *, has_ended: bool = False
+) -> dict[str, Any]:
     """Return per rank what was committed, received and dropped, and how it ended.
 
     Args:
         streams: in rank order.
         not_understood: per stream, values that name a call or definition which is not there.
+        has_ended: the job was ended from outside (`how_ended`): no rank has to say how it ended.
     """
     world = _world_size(streams)
     missing = _missing(streams, world)
@@ -153,7 +200,8 @@ def completeness(streams: Sequence[RankStream], not_understood: Sequence[int]) -
         and not any(event["missing"] for event in asked)
         and not missing
         and all(
-            state["complete"] or (state["incarnation"] < last[state["rank"]] and _is_whole(state))
+            state["complete"]
+            or ((has_ended or state["incarnation"] < last[state["rank"]]) and _is_whole(state))
             for state in ranks
         )
     )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Union
 
 from rankscope.errors import FolderError, TraceError
 from rankscope.run.filenames import CELLS_SUFFIX, REPLICA_FOLDER, TRACE_FORMAT, TRACE_NAME, Progress
+from rankscope.run.jobend import job_end
 from rankscope.tree.damage import UNREADABLE
 from rankscope.tree.digests import Columns
 from rankscope.tree.finishedtrace import TraceFiles, columns_in, file_faults, wait_for_collector
@@ -245,6 +246,7 @@ def _unfinished(folder: Path, progress: Progress | None) -> Trace:
         settle=lambda streams: rest_of(streams, tree),
         progress=progress,
         began_ns=tree.began_ns,
+        end=job_end([folder]),
     )
     finished = _finished(folder)
     if finished is not None:  # whose index is gone

@@ -8,7 +8,7 @@ from typing import Any
 from rankscope.record.ranklists import ranks_named
 from rankscope.record.streams import EndReason
 
-__all__ = ["counted", "endings", "extent"]
+__all__ = ["counted", "ended_words", "endings", "extent"]
 
 _ENDED = {
     EndReason.RAISED.value: "raised",
@@ -33,6 +33,14 @@ def extent(run: Mapping[str, Any]) -> str:
         *(["; ".join(f"mesh {mesh['name']}" for mesh in run["meshes"])] if run["meshes"] else []),
     ]
     return ", ".join(parts)
+
+
+def ended_words(run: Mapping[str, Any]) -> str:
+    """Return how a job was ended from outside, "" where it was not."""
+    ended = run.get("ended", {})
+    if ended.get("how") == "interrupted":
+        return f"interrupted by {ended['by']}"
+    return "all ranks were killed between two steps" if ended else ""
 
 
 def endings(completeness: Mapping[str, Any]) -> list[str]:

@@ -26,7 +26,7 @@ from rankscope.tree.digests import Columns
 from rankscope.tree.finishedtrace import TraceSource
 from rankscope.tree.selection import default_phase, named, nothing_matched
 from rankscope.tree.slotview import SlotView, Whereabouts, shape_text
-from rankscope.tree.summary import endings, extent
+from rankscope.tree.summary import ended_words, endings, extent
 
 if TYPE_CHECKING:
     import torch
@@ -481,7 +481,8 @@ class Trace:
         """Whether all of it is here, and what else must be known before any number is read."""
         word = "complete" if self.is_complete else "incomplete"
         no_step = [] if self.steps else ["no step was traced"]
-        return "; ".join([word, *endings(self.completeness), *no_step])
+        ended = [words] if (words := ended_words(self.run)) else endings(self.completeness)
+        return "; ".join([word, *ended, *no_step])
 
     def columns(self) -> Columns:
         """Return the per-rank numbers as columns (docs/trace-format.md), mapped where they lie in a
