@@ -213,7 +213,7 @@ def test_a_signal_to_the_launcher_ends_the_ranks_and_leaves_the_tree(
     wait_until_it_watches(job.process.pid)
     job.process.send_signal(number)
     assert job.wait() == 1
-    assert "incomplete: rankscope verify trace" in job.last_line, job.logs
+    assert "read it: rankscope show trace" in job.last_line, job.logs
     report = verified(job.out)
     assert ends(report) == {0: "lost"}
     assert all_there(report)
@@ -404,7 +404,7 @@ def test_a_full_disk_under_the_trace_harms_no_training_and_is_said(
         replicas = small_disk / "trace/spool"
         assert wait_until(lambda: any(path.stat().st_size for path in replicas.glob("*.cells")))
         fill(small_disk / "ballast")
-    size = sum(path.stat().st_size for path in (small_disk / "trace").glob("spool/*"))
+    size = sum(path.lstat().st_size for path in (small_disk / "trace").glob("spool/*"))
     job.go()
     assert job.wait() == 0
     plain = forked.run(
@@ -416,7 +416,7 @@ def test_a_full_disk_under_the_trace_harms_no_training_and_is_said(
     )
     assert job.stdout.split()[2:] == plain.stdout.split()[2:]  # every bit of every loss
     assert "its disk is full" in job.last_line
-    assert sum(path.stat().st_size for path in (small_disk / "trace").glob("spool/*")) >= size
+    assert sum(path.lstat().st_size for path in (small_disk / "trace").glob("spool/*")) >= size
     line = job.last_line.replace(f"--out {small_disk}/trace-recovered", "--out made")
     made = run_named_command(line, job.folder)
     assert verified(made)["verdict"] == "clean"
