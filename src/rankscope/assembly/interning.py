@@ -21,19 +21,6 @@ from rankscope.layout.placement import Layout, LayoutSource, Mesh, PieceKind, pa
 from rankscope.layout.plan import Piece
 from rankscope.record.collective import Collective
 
-__all__ = [
-    "Description",
-    "Interned",
-    "Lookup",
-    "MeshFamily",
-    "ModuleName",
-    "Vocabulary",
-    "build_vocabulary",
-    "mark_of",
-    "mesh_of",
-    "roots_of",
-]
-
 T = TypeVar("T", bound=Hashable)
 
 

@@ -23,18 +23,6 @@ from rankscope.capture.torch_internals.distributed import (
 )
 from rankscope.record.collective import Collective
 
-__all__ = [
-    "FUNCTIONAL",
-    "METHODS",
-    "Form",
-    "Groups",
-    "Issued",
-    "Where",
-    "read_functional",
-    "read_method",
-    "tensors_in",
-]
-
 _C10D: Final = "torch.distributed.distributed_c10d"
 _BETWEEN: Final = frozenset({_C10D, "torch.distributed.c10d_logger", "typing_extensions"})
 """Modules of the frames between a process group's method and the program."""

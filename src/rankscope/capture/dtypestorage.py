@@ -19,17 +19,6 @@ import torch
 
 from rankscope.capture.torch_internals.dispatch import optional_dtypes
 
-__all__ = [
-    "Array",
-    "Floats",
-    "Storage",
-    "elements",
-    "memory_type",
-    "number_on_host",
-    "storage_of",
-    "stored_words",
-]
-
 Array = npt.NDArray[Any]
 Floats = npt.NDArray[np.floating]
 

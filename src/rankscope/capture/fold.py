@@ -24,18 +24,6 @@ from rankscope.layout.placement import Ranges
 from rankscope.record.sketchfactors import RADIX, block_factors, factors, product_factors
 from rankscope.record.value import MAX_SAMPLES, SKETCH_SIZE
 
-__all__ = [
-    "BLOCK_ELEMENTS",
-    "BLOCK_ROWS",
-    "FoldPlan",
-    "FoldSegment",
-    "contiguous_runs",
-    "flat_copy",
-    "make_plan",
-    "multiply_rows",
-    "sum_width",
-]
-
 BLOCK_ELEMENTS = 1 << 19
 """Elements looked at together: bounds every temporary to a few MB."""
 BLOCK_ROWS = 8192

@@ -28,28 +28,6 @@ from rankscope.record.dtypes import STORED_TYPES, TORCH_NAMES
 from rankscope.record.streams import MAX_INCARNATIONS, MAX_RANKS, StreamId
 from rankscope.run.filenames import TENSOR_FOLDER
 
-__all__ = [
-    "CHECKSUM_DIGITS",
-    "CHUNK_FORMAT",
-    "CHUNK_TEXT_BYTES",
-    "LENGTH_BYTES",
-    "MOST_HEADER_BYTES",
-    "ChunkHeader",
-    "HeldTensor",
-    "begun_rank",
-    "begun_region",
-    "chunk_folder",
-    "chunk_numbers",
-    "chunk_path",
-    "entry_text",
-    "header_json",
-    "parse_header",
-    "rebuilt_json",
-    "stream_of_folder",
-    "write_all",
-    "write_header",
-]
-
 CHUNK_FORMAT: Final = "rankscope.tensors/1"
 LENGTH_BYTES: Final = 8
 MOST_HEADER_BYTES: Final = 100_000_000

@@ -31,17 +31,6 @@ from rankscope.tree.slotview import SlotView, is_bound_to_one_tensor, shape_text
 from rankscope.tree.summary import ended_words, endings, extent
 from rankscope.tree.views import Node, Step, Trace
 
-__all__ = [
-    "View",
-    "collective_lines",
-    "collective_text",
-    "complaint_lines",
-    "group_name",
-    "header_lines",
-    "layout_text",
-    "steps_named",
-    "tree_lines",
-]
 _PEERS = {"send": "to", "recv": "from"}
 
 

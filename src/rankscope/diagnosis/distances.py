@@ -12,17 +12,6 @@ from rankscope.record.ranklists import ranks_text
 from rankscope.record.statistics import NONFINITE, numbers_with_first
 from rankscope.tree.jsontext import statistic
 
-__all__ = [
-    "ROUNDING",
-    "differing_sides",
-    "distance",
-    "is_multiple",
-    "minority",
-    "rounding_of",
-    "sides",
-    "sides_text",
-]
-
 Array = NDArray[Any]
 ROUNDING: Final = {
     "float64": 1e-13,

@@ -19,17 +19,6 @@ from rankscope.record.value import ValueFlag, is_form
 from rankscope.tree.slotview import SlotView
 from rankscope.tree.views import Node, Step
 
-__all__ = [
-    "CallView",
-    "SlotValues",
-    "StepView",
-    "is_input",
-    "is_output",
-    "root_of",
-    "sibling_path",
-    "step_view_of",
-]
-
 Array = NDArray[Any]
 _NO_VALUE: Final = (
     ValueFlag.ABSENT

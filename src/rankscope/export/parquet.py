@@ -44,18 +44,6 @@ except ImportError as error:
         "--format parquet needs pyarrow, which is not installed: pip install 'rankscope[parquet]'"
     ) from error
 
-__all__ = [
-    "CALLS",
-    "ROWS_A_GROUP",
-    "SAMPLES",
-    "VALUES",
-    "StepRows",
-    "write",
-    "write_rest",
-    "write_step",
-    "write_steps",
-]
-
 ROWS_A_GROUP = 122_880
 """What DuckDB writes and reads best; Spark and Ray take any."""
 _STEP = [("mode", pa.string()), ("step", pa.int64()), ("incarnation", pa.int32())]

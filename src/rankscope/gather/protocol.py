@@ -47,35 +47,6 @@ from rankscope.record.streams import MAX_INCARNATIONS, MAX_RANKS, EndReason, Str
 from rankscope.run.stallrecords import Stall
 from rankscope.spool.recordformat import CELL_BYTES, MAX_RECORD_CELLS
 
-__all__ = [
-    "CHUNK_FRAME_BYTES",
-    "CHUNK_WINDOW_BYTES",
-    "FRAME_BYTES",
-    "LONGEST_ANSWER",
-    "LONGEST_MESSAGE",
-    "MOST_PARTS",
-    "PROTOCOL_VERSION",
-    "WINDOW_BYTES",
-    "Beat",
-    "BeatSeen",
-    "Bye",
-    "Done",
-    "Ended",
-    "EndedSeen",
-    "Happened",
-    "Hello",
-    "Message",
-    "OpenStream",
-    "RecordFrame",
-    "Refused",
-    "Rejected",
-    "StreamOffset",
-    "Sync",
-    "Synced",
-    "decode",
-    "encode",
-]
-
 PROTOCOL_VERSION = 6
 FRAME_BYTES = 64 << 10
 """Records in one frame, more only where a single record is longer."""

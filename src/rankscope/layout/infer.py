@@ -29,20 +29,6 @@ from typing import Final
 
 from rankscope.layout.placement import Mesh, Placement, PlacementKind
 
-__all__ = [
-    "AxisFacts",
-    "AxisName",
-    "AxisUse",
-    "HeldParameter",
-    "axes_of",
-    "differ_along",
-    "flat_mesh",
-    "is_fsdp_axis",
-    "largest_mesh",
-    "lines_along",
-    "named_as",
-]
-
 _OWN_AXIS: Final = "data"
 _WRAPPERS: Final = frozenset({"FSDP1", "FSDP2"})
 """Words for what shards parameters that are data-parallel."""

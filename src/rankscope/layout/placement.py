@@ -22,19 +22,6 @@ from typing import Any, Final
 
 from rankscope.errors import LayoutError
 
-__all__ = [
-    "KindFacts",
-    "Layout",
-    "LayoutSource",
-    "Mesh",
-    "PieceKind",
-    "Placement",
-    "PlacementKind",
-    "Ranges",
-    "global_ranges",
-    "parse_placement",
-]
-
 Ranges = tuple[tuple[int, int], ...]
 """Half-open index ranges [start, stop) of one tensor dim, in the order the elements are held."""
 

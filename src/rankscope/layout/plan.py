@@ -34,22 +34,6 @@ from rankscope.layout.placement import (
     global_ranges,
 )
 
-__all__ = [
-    "AssemblyPlan",
-    "Box",
-    "Obstacle",
-    "Part",
-    "Piece",
-    "Pieces",
-    "Reduction",
-    "Refusal",
-    "pieces_of",
-    "plan_assemblies",
-    "plan_assembly",
-    "ranks_words",
-    "tiling_problem",
-]
-
 REDUCE_OPS = frozenset({"sum", "avg", "min", "max", "product", "band", "bor", "bxor"})
 """The reductions torch has a Partial for; of any other the meaning is not known."""
 _MOST_RANKS = 8

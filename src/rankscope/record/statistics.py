@@ -19,21 +19,6 @@ if TYPE_CHECKING:  # a finished tree is read without numpy
     import numpy as np
     import numpy.typing as npt
 
-__all__ = [
-    "ADDED",
-    "ADDED_UNKNOWN",
-    "COUNTS",
-    "MEASURED",
-    "MOST_ADDED",
-    "NONFINITE",
-    "NUMBERS",
-    "STATISTICS",
-    "OverShards",
-    "Statistic",
-    "finite_counts",
-    "numbers_with_first",
-]
-
 MOST_ADDED: Final = 4
 """A value's record in a spool has room for so many rows with `of_values`."""
 

@@ -5,18 +5,6 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-__all__ = [
-    "LEAST_BLACK_BOX_BYTES",
-    "MAX_INCARNATIONS",
-    "MAX_RANKS",
-    "MINIMUM_LIMIT_BYTES",
-    "EndReason",
-    "ProcessGroup",
-    "RankIdentity",
-    "StreamId",
-    "StreamState",
-]
-
 
 class EndReason(str, enum.Enum):
     """How a rank's life ended, as far as its spool tells."""

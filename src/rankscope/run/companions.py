@@ -23,22 +23,6 @@ from rankscope.run.folders import private_folder, spool_base
 from rankscope.run.ownership import open_own_log
 from rankscope.run.processes import process_name
 
-__all__ = [
-    "GROWS_FROM_BYTES",
-    "LONGEST_IPC_PATH",
-    "ON_FINDING_VARIABLE",
-    "collector_command",
-    "companion_environment",
-    "dataset_command",
-    "dataset_trouble",
-    "ipc_address",
-    "metrics_trouble",
-    "relay_command",
-    "start_daemon",
-    "start_extras",
-    "stepwise_command",
-]
-
 LONGEST_IPC_PATH = 107
 """Bytes of a Unix socket's path, its terminating zero left out."""
 GROWS_FROM_BYTES = 64 << 20

@@ -23,21 +23,6 @@ from rankscope.run.folders import RunHeader, streams
 from rankscope.run.mounts import mount_of
 from rankscope.run.prepare import Collection
 
-__all__ = [
-    "ABSENT",
-    "MOST_AHEAD",
-    "EventBoard",
-    "Happening",
-    "Window",
-    "agree",
-    "agreed",
-    "copied_so_far",
-    "event_folder",
-    "file_time",
-    "held_anything",
-    "mark_copied",
-]
-
 ABSENT = -1
 """Time of a file that does not exist."""
 _MOST_EVENTS = 256

@@ -6,52 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-__all__ = [
-    "CELLS_SUFFIX",
-    "COLLECTOR_LOCK_NAME",
-    "COLLECTOR_LOG_NAME",
-    "COLLECTOR_NAME",
-    "COLLECTOR_SOCKET_NAME",
-    "COLLECTOR_STARTED_NAME",
-    "EVENT_FOLDER",
-    "FINDINGS_FORMAT",
-    "FINDINGS_NAME",
-    "GROWN_FORMAT",
-    "HELD_FOLDER",
-    "HOST_STATE_PREFIX",
-    "INDEX_FORMAT",
-    "INDEX_NAME",
-    "JOB_END_NAME",
-    "JOB_OVER_NAME",
-    "KEPT_FOLDER",
-    "LAUNCHER_LOCK_NAME",
-    "NODES_FORMAT",
-    "ORDER_FOLDER",
-    "ORDER_NAME",
-    "ORDER_SEEN_PREFIX",
-    "PARQUET_FOLDER",
-    "REACHED_NAME",
-    "RELAY_LOCK_NAME",
-    "RELAY_LOG_NAME",
-    "RELAY_STARTED_NAME",
-    "REPLICA_FOLDER",
-    "RUN_ID_NAME",
-    "RUN_MARK_PREFIX",
-    "RUN_NAME",
-    "SETTLED_SUFFIX",
-    "STALL_FOLDER",
-    "START_LOCK_NAME",
-    "STEPS_FOLDER",
-    "STEP_TRIGGER_FOLDER",
-    "STREAM_LOCK_NAME",
-    "TENSOR_FOLDER",
-    "TRACE_FORMAT",
-    "TRACE_NAME",
-    "VALUES_NAME",
-    "VANISHED_NAME",
-    "Progress",
-]
-
 # ------------------------------------------------------------------ the trace folder
 TRACE_NAME = "trace.json"
 VALUES_NAME = "values.safetensors"

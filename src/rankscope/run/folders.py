@@ -29,27 +29,6 @@ from rankscope.record.streams import MAX_INCARNATIONS, MAX_RANKS, StreamId
 from rankscope.run.filenames import CELLS_SUFFIX, JOB_OVER_NAME, RUN_NAME
 from rankscope.run.replacing import read_json_map, write_by_rename
 
-__all__ = [
-    "SHARED",
-    "FolderLock",
-    "RunHeader",
-    "check_free_space",
-    "find_runs",
-    "host_run_folder",
-    "is_held",
-    "mark_job_over",
-    "private_folder",
-    "read_run_header",
-    "remove_run_folder",
-    "run_key",
-    "segment_indexes",
-    "segment_path",
-    "spool_base",
-    "stream_folder",
-    "streams",
-    "write_run_header",
-]
-
 RUN_FORMAT = "rankscope.run/1"
 SHARED = "shared"
 """Stands for an address where the relay writes into the trace folder itself."""

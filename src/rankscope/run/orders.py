@@ -33,22 +33,6 @@ from rankscope.run.folders import RunHeader
 from rankscope.run.prepare import Collection
 from rankscope.run.replacing import read_json_map, replacing, write_by_rename
 
-__all__ = [
-    "OVER",
-    "STANDS",
-    "Order",
-    "OrderSeen",
-    "TakenOrder",
-    "agreement_folder",
-    "is_taken_before",
-    "order_in",
-    "orders_come_to",
-    "put_order",
-    "seen_by",
-    "taken_in",
-    "tell_seen",
-]
-
 STANDS: Final = "stands"
 OVER: Final = "over"
 MOST_STEPS: Final = 100_000

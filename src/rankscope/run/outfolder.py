@@ -38,21 +38,6 @@ from rankscope.run.filenames import (
 from rankscope.run.ownership import check_folder_found
 from rankscope.run.processes import is_process_alive
 
-__all__ = [
-    "OF_A_COLLECTOR",
-    "announced",
-    "check_budget",
-    "default_out",
-    "free_out",
-    "is_visible",
-    "missing_folders",
-    "named_out",
-    "prepare_out",
-    "remove_empty",
-    "take_out",
-    "typed",
-]
-
 OF_A_COLLECTOR = frozenset(
     {
         REPLICA_FOLDER,

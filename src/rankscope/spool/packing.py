@@ -13,18 +13,6 @@ from typing import Final
 from rankscope.spool.mappedsegment import Segment
 from rankscope.spool.recordformat import CELL_BYTES, FIRST, PAYLOAD_BYTES, RecordKind
 
-__all__ = [
-    "CLOSED",
-    "FOUR",
-    "QUAD",
-    "SINGLE",
-    "Closed",
-    "pack_cell",
-    "put",
-    "put_four",
-    "whole_record",
-]
-
 _CELL: Final = struct.Struct("<I4s56s")
 _HEAD: Final = struct.Struct("<BBH")
 QUAD: Final = struct.Struct("<56s56s56s56s")

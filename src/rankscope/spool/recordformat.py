@@ -27,47 +27,6 @@ import numpy as np
 from rankscope.record.statistics import ADDED, MEASURED, MOST_ADDED, Statistic
 from rankscope.record.streams import EndReason
 
-__all__ = [
-    "CELL_BYTES",
-    "DEFINITION_LENGTH",
-    "END",
-    "END_DTYPE",
-    "END_REASONS",
-    "ENTER",
-    "ENTER_COLLECTIVE",
-    "ENTER_DTYPE",
-    "ERROR",
-    "ERROR_DTYPE",
-    "EXIT",
-    "EXIT_DTYPE",
-    "FIRST",
-    "FORMAT_VERSION",
-    "GAP",
-    "GAP_DTYPE",
-    "HEADER",
-    "HEADER_BYTES",
-    "LATEST_NS",
-    "MAX_RECORD_CELLS",
-    "NO_MICRO_BATCH",
-    "NO_SEQUENCE",
-    "PAYLOAD_BYTES",
-    "SAMPLES",
-    "SAMPLES_DTYPE",
-    "STAMP",
-    "STEP",
-    "STEP_DTYPE",
-    "TENSOR",
-    "TENSOR_DTYPE",
-    "TO_ITS_END",
-    "VALUE",
-    "VALUE_CELLS",
-    "VALUE_DTYPE",
-    "VALUE_HEAD",
-    "VALUE_HEAD_DTYPE",
-    "RecordKind",
-    "StepEvent",
-]
-
 FORMAT_VERSION = 1
 CELL_BYTES = 64
 HEADER_BYTES = 8

@@ -34,17 +34,6 @@ from rankscope.run.replacing import replacing
 from rankscope.spool.origin import first_record
 from rankscope.spool.recordformat import CELL_BYTES
 
-__all__ = [
-    "NOTHING_SETTLED",
-    "SettledPrefix",
-    "free",
-    "lock_for_reading",
-    "read_replica",
-    "read_settled",
-    "settled_to",
-    "write_settled",
-]
-
 _NUMBERS: Final = struct.Struct("<8sQQQI")
 """Magic with the format's number, bytes of the replica that are settled, bytes that follow, late
 records, crc of what follows."""

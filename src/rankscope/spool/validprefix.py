@@ -18,17 +18,6 @@ from rankscope.spool.crc import CHECK_BLOCK, BlockCheck, cell_crcs
 from rankscope.spool.recordformat import CELL_BYTES, FIRST, MAX_RECORD_CELLS
 from rankscope.spool.settledprefix import lock_for_reading, settled_to
 
-__all__ = [
-    "Cells",
-    "as_cells",
-    "cell_heads",
-    "committed_cells",
-    "committed_heads",
-    "valid_prefix",
-    "valid_prefix_of",
-    "valid_runs",
-]
-
 _CHUNK = 4 << 20
 _WINDOW = _CHUNK // CELL_BYTES
 """Cells that are looked through at a time for the next record behind damage."""

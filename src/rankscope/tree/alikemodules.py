@@ -22,18 +22,6 @@ from rankscope.tree.damage import UNREADABLE
 from rankscope.tree.slotview import SlotView, is_bound_to_one_tensor
 from rankscope.tree.views import Node
 
-__all__ = [
-    "AlikeModules",
-    "ModuleDifference",
-    "ModuleOutline",
-    "RanksApart",
-    "SlotOutline",
-    "difference",
-    "is_number",
-    "module_outlines",
-    "numbered_groups",
-]
-
 _MOST_PARTS = 64
 """Of a path; a name that was made to hurt may have thousands of dots."""
 _PYTHON = "python"

@@ -34,17 +34,6 @@ if TYPE_CHECKING:
     from rankscope.chunks.tensorfiles import TensorFiles
     from rankscope.layout.layoutfile import LayoutFile
 
-__all__ = [
-    "CallOutcome",
-    "GroupHead",
-    "Node",
-    "Step",
-    "TensorReaders",
-    "Timing",
-    "Trace",
-    "Value",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupHead:

@@ -16,17 +16,6 @@ import torch
 import rankscope
 from rankscope.capture.torch_internals.parallel import shape_inference
 
-__all__ = [
-    "call_site",
-    "explain_no_room",
-    "has_left",
-    "has_room_for",
-    "is_inferring_shapes",
-    "keyword_arguments",
-    "module_calls_running",
-    "program_lines",
-    "raise_site",
-]
 _INSIDE = tuple(os.path.dirname(module.__file__ or "") + os.sep for module in (torch, rankscope))
 _known_files: dict[str, bool] = {}
 """By file name: a program has few of them."""

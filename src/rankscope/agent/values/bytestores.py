@@ -20,17 +20,6 @@ from rankscope.chunks.scratch import HeldBytes, Scratch
 from rankscope.chunks.writing import ByteArray, ChunkEntry, ChunkWriter
 from rankscope.errors import ChunkError, ChunkFullError
 
-__all__ = [
-    "Glance",
-    "GlanceStore",
-    "LocalChunkStore",
-    "Look",
-    "RecordTensor",
-    "ScratchStore",
-    "Store",
-    "Stored",
-]
-
 _MOST_STORED: Final = 1 << 16
 """Stored tensors remembered, so that equal ones are found; the oldest are forgotten first."""
 _CLOSED: Final = "the trace is closed"

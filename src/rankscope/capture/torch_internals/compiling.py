@@ -12,19 +12,6 @@ import torch
 
 from rankscope.capture.torch_internals.hooks import HookTable
 
-__all__ = [
-    "constant_while_tracing",
-    "dynamo_has_compiled",
-    "hook_while_tracing",
-    "is_being_captured",
-    "is_compiled_graph",
-    "is_compiled_in_place",
-    "is_compiling",
-    "run_compiled_eagerly",
-    "unhook_after_tracing",
-    "unseen_by_compiler",
-]
-
 _C: Any = torch._C
 
 is_compiling: Callable[[], bool] = torch.compiler.is_compiling

@@ -11,19 +11,6 @@ import torch
 
 from rankscope.capture.torch_internals.loaded import loaded_class
 
-__all__ = [
-    "async_collective_result",
-    "collective_classes",
-    "collectives_issued",
-    "default_groups",
-    "default_store",
-    "functional_operators",
-    "group_named",
-    "group_ranks",
-    "is_async_collective",
-    "is_collective_outstanding",
-]
-
 _C: Any = torch._C
 
 

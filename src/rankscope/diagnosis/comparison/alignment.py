@@ -17,18 +17,6 @@ from rankscope.errors import SettingError
 from rankscope.record.dtypes import is_whole_number
 from rankscope.record.phases import Phase
 
-__all__ = [
-    "COMPARED",
-    "FORWARDS",
-    "AlignedStep",
-    "AlignedValue",
-    "PathMap",
-    "SlotKey",
-    "align",
-    "in_order",
-    "whole_shape",
-]
-
 COMPARED: Final = frozenset({Phase.SETUP, Phase.FORWARD, Phase.BACKWARD, Phase.GRADS, Phase.PARAMS})
 """What checkpointing runs again and the collectives belong to one topology alone."""
 FORWARDS: Final = frozenset({Phase.FORWARD})

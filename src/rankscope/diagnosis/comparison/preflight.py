@@ -17,17 +17,6 @@ from rankscope.record.optimizeroptions import read_options
 from rankscope.tree.summary import counted
 from rankscope.tree.views import Step
 
-__all__ = [
-    "PreflightLine",
-    "batch_line",
-    "dtype_line",
-    "forward_line",
-    "optimizer_line",
-    "run_lines",
-    "start_line",
-    "step_line",
-]
-
 _TELLING: Final = ("torch", "cuda", "nccl", "transformers", "numpy")
 _MOST: Final = 4
 
