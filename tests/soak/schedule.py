@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.soak.asked import Asked
 from tests.soak.disks import can_mount
 from tests.soak.faults import KINDS, Fault, Kind, kind_of, nothing
 from tests.soak.job import Job, Shape
@@ -26,6 +27,7 @@ _GONE_S = 3.0
 _WITHOUT_GLOO = {"launcher killed", "ranks restarted"}
 """The store dies with the launcher; gloo may fail to connect in a restart, whoever watches."""
 _LOOK_S = 0.1
+_NOTHING = "nothing happened"
 _SLOW_S = 30.0
 LATEST_END_S = 60.0
 """After the last fault, or after the last rank where that ended later, the tree has to be there."""
@@ -72,7 +74,8 @@ class Outcome:
 
     @property
     def is_right(self) -> bool:
-        return not self.troubles and self.findings.is_right and self.findings.calls > 0
+        was_played = self.findings.calls > 0 or self.how == _NOTHING
+        return not self.troubles and self.findings.is_right and was_played
 
 
 def kinds_here() -> list[str]:
@@ -329,6 +332,9 @@ def _judge_last(
             if first.is_complete and any(folder.is_dir() for folder in job.run_folders()):
                 troubles.append("the run folder is still there")
             return
+    elif said_nothing and not any(Asked({}, told, last).steps(one) for one in told):
+        outcome.how = _NOTHING  # as where the rank never started that would have seen something
+        return
     elif said_nothing:
         troubles.append("nothing happened, it says, and there is no trace")
     _make_room(job, schedule)
