@@ -21,7 +21,7 @@ from tests.soak.schedule import Schedule
 __all__ = ["draw_black_box"]
 
 _CAUSES = ("relay stalled", "relay restarted", "spool full", "rank and relay vanish")
-_PAUSE_MS = 40
+_PAUSE_MS = 80
 
 
 def draw_black_box(seed: int) -> Schedule:
@@ -33,9 +33,9 @@ def draw_black_box(seed: int) -> Schedule:
     is_full, is_vanishing = cause == "spool full", cause == "rank and relay vanish"
     name = f"{cause}, for {chosen.choice(['seconds', 'good'])}" if is_full else cause
     is_large = is_full and chosen.random() < 0.5  # its copy takes several segments
-    happens = chosen.randint(40, 60) if is_large else chosen.randint(60, 100)
-    goes_on = 80 if is_full or is_vanishing else 250
-    at = happens + (chosen.randint(-10, 30) if is_vanishing else chosen.randint(-6, 3))
+    happens = chosen.randint(35, 60)
+    goes_on = 60 if is_full or is_vanishing else 185
+    at = happens + (chosen.randint(-10, 20) if is_vanishing else chosen.randint(-6, 3))
     nans: tuple[tuple[int, int], ...] = ((happens, chosen.randrange(2)),)
     if is_vanishing and chosen.random() < 0.6:
         nans = ()

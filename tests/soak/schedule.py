@@ -20,7 +20,7 @@ _JOB_S = 4.0
 _STEPS_PER_S = 18
 _STEPWISE_JOB_S = 7.0
 _BEGIN_S = 120.0
-_MOST_JOB_S = 120.0
+_MOST_JOB_S = 240.0
 _MOST_END_S = 90.0
 _MOST_LEAVE_S = 60.0
 _GONE_S = 3.0
@@ -129,7 +129,7 @@ def draw(seed: int, *, is_mixed: bool) -> Schedule:
         last=chosen.randint(2, 8) if is_last else 0,
         nans=(nan,) if is_last else (),
         hosts=max(kind.hosts for kind in kinds),
-        finish_seconds=20.0 if any(kind.stays for kind in kinds) else 60.0,
+        finish_seconds=20.0 if any(kind.stays or kind.hosts > 1 for kind in kinds) else 60.0,
     )
     faults = []
     for name, kind in zip(picked, kinds):
