@@ -300,6 +300,33 @@ def test_what_could_not_be_told_is_copied_all_the_same(run_folder: Path):
     assert {step for step, _ in shapes(found)} == {*range(14, 20)}
 
 
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 8, 13, 40])
+def test_a_step_that_is_copied_has_all_definitions_that_its_values_name(
+    run_folder: Path, count: int
+):
+    """All steps have the same shape, so only the first of a turn defines it."""
+    rank = Rank(run_folder, steps=5, limit=1 << 20)
+    for step in range(4000 // count):
+        rank.recorder.step(StepEvent.BEGIN, Mode.TRAIN, step)
+        for number in range(count):
+            call = rank.recorder.enter(
+                rank.module, rank.root, None, Mode.TRAIN, step, 0, Phase.FORWARD, number
+            )
+            rank.value(call, "output", 7)
+            rank.recorder.exit(call)
+        rank.recorder.step(StepEvent.END, Mode.TRAIN, step)
+    rank.writer.close()
+    last = step
+    held = HeldStream(run_folder, STREAM)
+    held.copy([Window("watched", Mode.TRAIN, 0, last, last, "it happened")], is_final=True)
+    found = copied(run_folder)
+    first = min(step for step, _ in shapes(found))
+    assert 0 < first < last - 5
+    assert shapes(found) == {(step, 7): count for step in range(first, last + 1)}
+    (asked,) = completeness([found], [0])["asked"]
+    assert [lack["steps"] for lack in asked["missing"]] == [f"0-{first - 1}" if first > 1 else "0"]
+
+
 def test_copies_of_two_lives_in_which_the_same_happened_are_told_apart(run_folder: Path):
     origins = set()
     for life in range(2):

@@ -72,13 +72,13 @@ class RingRecorder(Recorder):
 
     def step(self, event: StepEvent, mode: Mode, step: int, note: Note | None = None) -> None:
         """Record that a traced step began or ended."""
+        super().step(event, mode, step, note)
         if event is StepEvent.BEGIN:
             if self._ring.begin_step(mode, step):
                 self._metas, self._collectives = {}, {}
             self._has_trained = self._has_trained or mode is Mode.TRAIN
             if mode is Mode.TRAIN or not self._has_trained:
                 self._mode, self._step = mode, step
-        super().step(event, mode, step, note)
         if event is StepEvent.END and mode is Mode.TRAIN:
             self._judge_norm(step)
 

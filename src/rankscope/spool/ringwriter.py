@@ -5,7 +5,8 @@ that grow with the number of steps (shapes, collectives). The stream `kept` take
 let go: who this rank is, its modules, their first values.
 
 The ring is let go in *turns*. A turn is a run of steps that no definition of an earlier turn is
-needed for: whoever writes forgets at its begin what it has defined. The oldest turn goes once none
+needed for: whoever writes forgets at its begin what it has defined. It begins with the first step
+that begins in a segment, so no other begins before it in what is left. The oldest goes once none
 of its steps is among those to be held, and none is younger than `_GRACE_NS`: so long a relay may
 take to notice what happened. A ring that is full lets go earlier.
 
@@ -28,6 +29,7 @@ from rankscope.run.eventboard import MOST_AHEAD, EventBoard, Window, copied_so_f
 from rankscope.run.filenames import KEPT_FOLDER
 from rankscope.run.folders import segment_path
 from rankscope.run.removal import Place, Reach, Removable, may_remove
+from rankscope.spool.recordformat import CELL_BYTES
 from rankscope.spool.writer import SpoolWriter
 
 __all__ = ["RingWriter"]
@@ -36,7 +38,7 @@ _SEGMENT_BYTES: Final = 4 << 20
 _GRACE_NS: Final = 5_000_000_000
 _MOST_UNTOLD: Final = 32
 _TURNS: Final = 8
-"""A turn takes this part of the ring, and more where that is one step."""
+"""A turn takes this part of the ring, at least a segment, and more where that is one step."""
 
 
 class _Turn(NamedTuple):
@@ -90,7 +92,9 @@ class RingWriter(SpoolWriter):
         self._board = board
         self._untold: list[Window] = []
         """What this rank asks for, and could not put on the board."""
-        self._turn_bytes = ring_bytes // _TURNS
+        self._turn_segments = max(1, ring_bytes // _TURNS // self.segment_bytes)
+        self._begun_in = 0
+        """Segment in which the last step began."""
         self._turns: deque[_Turn] = deque([_Turn(0, 0, time.monotonic_ns(), Mode.EVAL, 0)])
         self._count = 0
         self._has_trained = False
@@ -108,7 +112,8 @@ class RingWriter(SpoolWriter):
         return has_room
 
     def begin_step(self, mode: Mode, step: int) -> bool:
-        """Note that a step is about to begin; True where a turn begins with it.
+        """Note that a step has begun, with the record written last; True where a turn begins with
+        it: then what was defined so far is to be defined anew.
 
         Train steps count, and eval steps of a program that has not trained.
         """
@@ -118,8 +123,11 @@ class RingWriter(SpoolWriter):
             return False
         self._count += 1
         now = time.monotonic_ns()
-        at = self.committed_bytes
-        is_new = at - self._turns[-1].offset >= self._turn_bytes
+        at = max(0, self.committed_bytes - CELL_BYTES)
+        index, begun_in = at // self.segment_bytes, self._begun_in
+        length = index - self._turns[-1].offset // self.segment_bytes
+        is_new = index > begun_in and length >= self._turn_segments
+        self._begun_in = index
         if is_new:
             self._turns.append(_Turn(at, self._count, now, mode, step))
         needed = self._count - self._steps - MOST_AHEAD
