@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
 import pty
 import re
 import select
+import shutil
 import signal
 import struct
 import subprocess
@@ -28,6 +30,8 @@ from rankscope.diagnosis.context import CheckContext
 from rankscope.live.jobwatch import JobWatch
 from rankscope.page.rankplaces import places_in
 from rankscope.record.ranklists import parse_ranks, ranks_named, ranks_text
+from rankscope.record.timetext import utc_text
+from rankscope.run.filenames import REPLICA_FOLDER
 from rankscope.tree.reader import open_trace
 from tests.cli.topjobs import starting
 from tests.launcher.launches import BIN, Launch, kill, rankscope
@@ -58,8 +62,9 @@ def ended(job: Launch, rank: int = 0) -> int:
     return int(text) if text else -1
 
 
-def top(job: Launch, *options: object, code: int = 0) -> dict[str, Any]:
-    done = rankscope("top", job.out, "--once", "--json", *options)
+def top(job: Launch | Path, *options: object, code: int = 0) -> dict[str, Any]:
+    folder = job if isinstance(job, Path) else job.out
+    done = rankscope("top", folder, "--once", "--json", *options)
     assert done.returncode == code, done.stdout + done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     return found
@@ -105,7 +110,7 @@ def test_a_slow_rank_is_named_with_how_often_and_the_others_wait_for_it(launch: 
 
 
 def test_where_a_rank_is_missing_top_check_and_the_page_say_the_same(launch: Start) -> None:
-    job = launch(["ok", "skips", "ok", "ok"])
+    job = launch(["ok", "skips", "ok", "ok"], "--rs-stall-seconds", 2)
     assert wait_until((job.meeting / "skipped").exists), job.err
     time.sleep(3.5)  # for a shorter time no job of any speed is said to hang
     found = top(job, code=1)
@@ -252,7 +257,7 @@ def test_the_screen_is_renewed_takes_keys_fits_80_columns_and_gives_the_terminal
         screen.read("by rank")
         first = ended(job)
         assert wait_until(lambda: ended(job) >= first + 20)
-        screen.read("check \\(.*no fault so far")
+        screen.read("check \\(.* ago\\): no fault so far in the steps judged while the job runs")
         screen.press("s")
         screen.read("by age")
         screen.press("/")
@@ -278,6 +283,56 @@ def test_the_screen_is_renewed_takes_keys_fits_80_columns_and_gives_the_terminal
     for frame in screen.text.split("\x1b[H")[1:]:
         assert frame.count("\n") <= 23
     assert ended(job) < 1999 and job.process.poll() is None, "nothing was done to the job"
+
+
+def children(process: int) -> list[str]:
+    """The command lines of what a process has started."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            if path.read_text().rpartition(")")[2].split()[1] == str(process):
+                found.append((path.parent / "cmdline").read_text().replace("\0", " "))
+    return found
+
+
+def test_the_screen_says_what_the_live_check_told_and_starts_no_process(
+    launch: Start, tmp_path: Path
+) -> None:
+    job = launch(["ok", "ok"], "--rs-live-check", 0)
+    assert wait_until(lambda: ended(job) >= 3), job.err
+    told = job.out / "findings.jsonl"
+    found = utc_text(time.time_ns() - 3 * 3600 * 10**9)
+    notice = {"found": found, "notice": "some steps are not judged: they are too large"}
+    finding = {"found": found, "kind": "replica-mismatch", "message": "they differ"}
+    finding |= {"mode": "train", "step": 3, "phase": "forward", "path": "layers.0"}
+    finding |= {"slot": "output", "ranks": [1]}
+    screen = Terminal("top", job.out)
+    try:
+        screen.read("check: the live check is off for this job")
+        assert children(screen.process.pid) == []
+        told.write_text(json.dumps(notice) + "\n")
+        screen.read("some steps are not judged")
+        with told.open("a") as file:
+            file.write(json.dumps(finding) + "\n{torn")
+        screen.read("check \\(3h ago\\): replica-mismatch: they differ")
+        screen.read("train step 3, rank 1, forward of layers.0:output")
+        assert children(screen.process.pid) == []
+    finally:
+        screen.close()
+    assert "no fault" not in screen.text
+    judged = top(job)["check"]  # by itself, whatever was told
+    assert judged["verdict"] == "incomplete" and judged["judged"] > 0 and not judged["findings"]
+    assert judged["trouble"] == ""
+
+    # more records than are judged for an answer: a file that is long, and empty behind its begin
+    many = tmp_path / "many"
+    shutil.copytree(job.out / REPLICA_FOLDER, many / REPLICA_FOLDER)
+    (replica,) = (many / REPLICA_FOLDER).glob("rank00001*.cells")
+    os.truncate(replica, 300 << 20)
+    silent = top(many)["check"]
+    assert silent["verdict"] is None and "0.3 GB of records" in silent["trouble"]
+    (many / "findings.jsonl").write_text(json.dumps(finding) + "\n")
+    assert [f["kind"] for f in top(many, code=1)["check"]["findings"]] == ["replica-mismatch"]
 
 
 def test_however_long_the_path_of_a_finding_is_step_ranks_and_path_are_whole(

@@ -47,7 +47,7 @@ from rankscope.run.filenames import (
     TRACE_NAME,
     VALUES_NAME,
 )
-from rankscope.run.findingnotices import findings_in
+from rankscope.run.findingnotices import told_in
 from rankscope.run.folders import RUN_NAME, RunHeader, read_run_header, write_run_header
 from rankscope.run.orders import Order, seen_by
 from rankscope.run.stallrecords import stalls_in
@@ -240,7 +240,8 @@ def _small_files(rng: random.Random) -> Iterator[tuple[Path, bytes, Take]]:
     (stalls,) = samples.tree("by_hand").glob("stalls/*.json")
     finding = {
         "format": "rankscope.findings/1", "kind": "replica-mismatch", "ranks": [0, 1],
-        "text": "x", "step_ended": "2026-01-01T00:00:00Z", "others": [{"path": "a", "slot": "b"}],
+        "text": "x", "found": "2026-01-01T00:00:00+00:00", "step_ended": "2026-01-01T00:00:00Z",
+        "others": [{"path": "a", "slot": "b"}],
     }  # fmt: skip
     order = {"number": 5, "host": "h", "ranks": [0], "told": ""}
     state = {"beat": 3, "job": "running", "max_restarts": 0}
@@ -251,7 +252,7 @@ def _small_files(rng: random.Random) -> Iterator[tuple[Path, bytes, Take]]:
          lambda _: read_run_header(folder)),
         (folder / "stalls" / stalls.name, json.loads(stalls.read_text()),
          lambda _: stalls_in(folder)),
-        (folder / FINDINGS_NAME, finding, lambda _: findings_in(folder)),
+        (folder / FINDINGS_NAME, finding, lambda _: told_in(folder)),
         (folder / REPLICA_FOLDER / f"{ORDER_SEEN_PREFIX}0.json", order,
          lambda _: seen_by(folder, 5)),
         (folder / REPLICA_FOLDER / f"{HOST_STATE_PREFIX}0.json", state,

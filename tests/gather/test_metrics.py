@@ -64,7 +64,7 @@ def test_a_job_that_runs_is_counted_also_behind_a_killed_collector(
     port = free_port()
     job = launch(["ok", "slow", "ok"], "--rs-metrics", port)
     assert wait_until(lambda: number(port, "steps_traced_total") >= 5), job.logs
-    assert wait_until(lambda: ("rankscope_verdict_age_seconds", "") in scraped(port)), job.logs
+    assert wait_until(lambda: ("rankscope_judged_age_seconds", "") in scraped(port)), job.logs
     found = scraped(port)
     named = {name.removeprefix("rankscope_"): value for (name, _), value in found.items()}
     assert named["world_size"] == 3 and found["rankscope_ranks", "running"] == 3

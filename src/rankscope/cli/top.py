@@ -28,7 +28,7 @@ def command(
         str, typer.Option(metavar="rank|age|time", help="Order of the groups.")
     ] = "rank",
     judges: Annotated[
-        bool, typer.Option("--check/--no-check", help="Run `check` beside it, at low priority.")
+        bool, typer.Option("--check/--no-check", help="Say what is wrong, or do not.")
     ] = True,
     layout: LayoutOption = None,
 ) -> None:

@@ -10,11 +10,12 @@ import sys
 import termios
 import time
 import tty
-from collections.abc import Iterator
-from typing import Final, Protocol
+from collections.abc import Callable, Iterator
+from typing import Final
 
 from rankscope.cli.printing import shown
 from rankscope.cli.terminal import Paint
+from rankscope.cli.topsource import TopSource
 from rankscope.cli.toptext import screen_lines
 from rankscope.errors import RankscopeError
 from rankscope.live.jobsummary import SORTS
@@ -28,19 +29,11 @@ _KEYS: Final = "q leave  s sort  / ranks"
 _ESCAPE: Final = b"\x1b"
 
 
-class Source(Protocol):
-    """What is shown."""
-
-    sort: str
-
-    def choose(self, ranks: str) -> None:
-        """Show these ranks alone."""
-
-    def now(self) -> dict[str, object]:
-        """Look again."""
+Keys = Callable[[float], "bytes | None"]
+"""Waits so many seconds for a key; None where none is pressed."""
 
 
-def show_until_left(source: Source) -> None:
+def show_until_left(source: TopSource) -> None:
     """Show a job until q, Ctrl-C or the end of the input."""
     paint = Paint(sys.stdout)
     note = ""
@@ -90,13 +83,6 @@ def _asked(keys: Keys, rows: int) -> str | None:
             typed = typed[:-1]
         elif key is not None and key in b"0123456789-,al":
             typed += key.decode()
-
-
-class Keys(Protocol):
-    """Waits for a key."""
-
-    def __call__(self, seconds: float) -> bytes | None:
-        """Return a key; None where none is pressed in that time."""
 
 
 @contextlib.contextmanager

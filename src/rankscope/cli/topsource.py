@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,15 +12,16 @@ from typing import Any, Final
 from rankscope.diagnosis.check import check
 from rankscope.diagnosis.context import CheckContext
 from rankscope.diagnosis.finalreport import report_json
-from rankscope.errors import TraceError
+from rankscope.errors import RankscopeError, TraceError
 from rankscope.layout.layoutfile import LayoutFile
 from rankscope.live.jobsummary import job_summary
 from rankscope.live.jobwatch import JobWatch, RankStatus
-from rankscope.live.verdicts import NO_VERDICT, VerdictAsker
 from rankscope.page.rankplaces import places_in
 from rankscope.run.filenames import REPLICA_FOLDER, TRACE_NAME
+from rankscope.run.findingnotices import told_in
 from rankscope.run.stallrecords import stalls_in
 from rankscope.settings import settings_from
+from rankscope.tree.damage import UNREADABLE
 from rankscope.tree.reader import open_trace
 from rankscope.tree.unfinished import is_at_work
 
@@ -26,6 +29,13 @@ __all__ = ["TopSource"]
 
 _BETWEEN_S: Final = 1.0
 """Between the two looks of one answer, whose difference is what comes in."""
+_VERDICT_S: Final = 600.0
+_MOST_JUDGED_BYTES: Final = 256 << 20
+"""Records that one answer judges. Of more the live check tells."""
+_NICE: Final = 10
+_NO_VERDICT: Final[dict[str, Any]] = {"verdict": None, "age_s": None, "trouble": "", "findings": []}
+_FINDING: Final = {"kind", "message", "mode", "step", "ranks", "phase", "path", "slot"}
+"""Fields that are shown of one."""
 
 
 class TopSource:
@@ -37,16 +47,18 @@ class TopSource:
         Args:
             folder: the trace folder.
             layout: declared layouts, for the verdict.
-            judges: have a verdict made.
+            judges: say what is wrong.
 
         Raises:
+            LayoutError: the layouts cannot be read.
             TraceError: there is nothing in the folder, and nobody at work on it.
         """
         self.sort = "rank"
         self._ranks: tuple[int, ...] | None = None
-        self._folder, self._layout, self._judges = folder, layout, judges
+        self._folder, self._judges = folder, judges
+        self._layouts = None if layout is None else LayoutFile.load(layout)
         self._watch = JobWatch(folder)
-        self._judge = VerdictAsker(folder, layout=layout)
+        self._once: dict[str, Any] = {}
         self._ended: tuple[list[RankStatus], dict[str, Any]] | None = None
         if not self._is_ended():
             self._watch.look()
@@ -66,11 +78,9 @@ class TopSource:
 
     def one(self) -> dict[str, Any]:
         """Return what there is to say, the verdict included; takes as long as that takes."""
-        if self._is_ended():
-            return self.now()
-        if self._judges:
-            self._judge.wait(self._watch.received_bytes)
-        time.sleep(_BETWEEN_S)
+        if not self._is_ended():
+            time.sleep(_BETWEEN_S)
+            self._once = self._judged() if self._judges else {}
         return self.now()
 
     def now(self) -> dict[str, Any]:
@@ -81,8 +91,6 @@ class TopSource:
             statuses, found = self._ended
             return self._summary(statuses, state="ended", **found)
         self._watch.look()
-        if self._judges:
-            self._judge.look(self._watch.received_bytes)
         run = self._watch.run
         return self._summary(
             self._watch.ranks(),
@@ -92,12 +100,11 @@ class TopSource:
             rates=self._watch.rates(),
             received_bytes=self._watch.received_bytes,
             has_skipped=self._watch.has_skipped,
-            check=self._judge.answer() if self._judges else {**NO_VERDICT, "trouble": "off"},
+            check=self._once or self._told(),
         )
 
     def close(self) -> None:
-        """End what was started."""
-        self._judge.close()
+        """Close what is open."""
         self._watch.close()
 
     def _summary(
@@ -112,6 +119,43 @@ class TopSource:
             "check": check,
         }
 
+    def _judged(self) -> dict[str, Any]:
+        """Judge all that has come, once, as `rankscope check` does."""
+        size = self._watch.received_bytes
+        if size > _MOST_JUDGED_BYTES:
+            gb = f"{size / 1e9:.1f} GB of records"
+            return self._told(f"not judged as a whole: {gb}; rankscope check judges them")
+        if not size:
+            return _NO_VERDICT
+        began = time.monotonic()
+
+        def go_on(what: str, part: float) -> None:
+            if time.monotonic() - began > _VERDICT_S:
+                raise TraceError(f"not judged in {_VERDICT_S:.0f} s: {what}, {part:.0%} done")
+
+        with contextlib.suppress(OSError):
+            os.nice(_NICE)
+        try:
+            report = check(open_trace(self._folder, progress=go_on), self._layouts, progress=go_on)
+        except (RankscopeError, OSError, MemoryError, RecursionError, *UNREADABLE) as error:
+            return {**_NO_VERDICT, "trouble": f"{type(error).__name__}: {error}"}
+        return {**_NO_VERDICT, **report_json(report), "age_s": time.monotonic() - began}
+
+    def _told(self, *said: str) -> dict[str, Any]:
+        """Return what the live check told so far; `said` tells why nothing else was asked."""
+        if not self._judges:
+            return {**_NO_VERDICT, "trouble": "off"}
+        told, age_s = told_in(self._folder)
+        is_off = self._watch.run["settings"].get("live-check") == "0"
+        if is_off or age_s is None:
+            what = "is off for this job" if is_off else "has judged no step"
+            said += (f"the live check {what}; rankscope check judges what has come",)
+        said += tuple(str(each["notice"]) for each in told[::-1] if "notice" in each)
+        findings = [{**each, "origin": True} for each in told if each.keys() >= _FINDING]
+        verdict = "fault" if findings else None if said else "incomplete"
+        trouble = "; ".join(said)
+        return {"verdict": verdict, "age_s": age_s, "trouble": trouble, "findings": findings}
+
     def _is_ended(self) -> bool:
         return (self._folder / TRACE_NAME).exists()
 
@@ -119,15 +163,14 @@ class TopSource:
         """Return how the ranks of a finished trace ended, and what else is said of it."""
         trace = open_trace(self._folder)
         known: list[CheckContext] = []
-        layouts = None if self._layout is None else LayoutFile.load(self._layout)
-        report = check(trace, layouts, each_step=lambda _, context: known.append(context))
+        report = check(trace, self._layouts, each_step=lambda _, context: known.append(context))
         places, _ = places_in(trace, known[-1] if known else None)
         hosts = {int(each["rank"]): str(each["host"]) for each in trace.run["ranks"]}
         statuses = [
             RankStatus(rank=rank, host=hosts.get(rank, ""), place=place)
             for rank, place in sorted(places.items())
         ]
-        answer = {**NO_VERDICT, **report_json(report), "age_s": 0.0}
+        answer = {**_NO_VERDICT, **report_json(report), "age_s": 0.0}
         return statuses, {
             "run_id": str(trace.run["id"]),
             "world_size": int(trace.run["world_size"]),

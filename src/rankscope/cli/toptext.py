@@ -96,14 +96,17 @@ def _check(
 ) -> Iterator[str]:
     """Yield what `check` found: on a screen a line of each message, and its whole place."""
     check = found["check"]
+    if check["trouble"] or check["verdict"] is None:
+        line = f"check: {check['trouble'] or 'not judged yet'}"
+        yield cut(line, 3 * columns) if is_screen else line
     if check["verdict"] is None:
-        yield f"check: {check['trouble'] or 'not judged yet'}"
         return
-    ago = f"{_seconds(check['age_s'])} ago"
     origins = [f for f in check["findings"] if f["origin"]]
     if not origins:
-        yield f"check ({ago}): no fault so far"
+        steps = "" if "judged" in check else " in the steps judged while the job runs"
+        yield f"check ({_seconds(check['age_s'])} ago): no fault so far{steps}"
     for finding in origins[:_MOST_FINDINGS]:
+        ago = f"{_seconds(finding.get('age_s', check['age_s']))} ago"
         line = paint("red", f"check ({ago}): {finding['kind']}: {finding['message']}")
         yield cut(line, columns) if is_screen else line
         step, ranks = f"{finding['mode']} step {finding['step']}", ranks_named(finding["ranks"])

@@ -10,8 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
@@ -19,19 +18,17 @@ from typing import Any, Final
 from rankscope.errors import RankscopeError
 from rankscope.gather.log import log
 from rankscope.live.jobwatch import JobTotals, JobWatch, RankStatus
-from rankscope.live.verdicts import VerdictAsker
 from rankscope.record.call import Mode
 from rankscope.record.finding import Kind
 from rankscope.record.rankplace import STATES
 from rankscope.run.companions import metrics_trouble
+from rankscope.run.findingnotices import told_in
 from rankscope.run.stallrecords import stalls_in
 
 __all__ = ["served_metrics"]
 
 _EVERY_S: Final = 1.0
 _SHARE: Final = 4
-_VERDICT_EVERY_S: Final = 30.0
-_VERDICT_SHARE: Final = 10
 _END_S: Final = 30.0
 
 
@@ -77,7 +74,6 @@ class _RunMetrics:
     def __init__(self, out: Path, world_size: int) -> None:
         self._out, self._world_size = out, world_size
         self._watch = JobWatch(out, skips=False, has_values=False)
-        self._verdicts = VerdictAsker(out, least_wait_s=_VERDICT_EVERY_S, share=_VERDICT_SHARE)
         self._is_stopped = threading.Event()
         self._thread = threading.Thread(target=self._read, name="metrics", daemon=True)
         self._received_bytes = 0
@@ -89,7 +85,6 @@ class _RunMetrics:
     def stop(self) -> None:
         self._is_stopped.set()
         self._thread.join(_END_S)
-        self._verdicts.close()
         self._watch.close()
 
     def collect(self) -> Iterator[Any]:
@@ -104,7 +99,6 @@ class _RunMetrics:
             try:
                 self._watch.look()
                 totals = self._watch.totals()
-                self._verdicts.look(totals.received_bytes)
                 standing = sum(not stall.over_ns for stall in stalls_in(self._out))
                 self._families = self._made(totals, self._watch.ranks(), standing)
             except (RankscopeError, OSError) as error:  # the folder was moved: what is known stays
@@ -115,6 +109,7 @@ class _RunMetrics:
 
     def _made(self, totals: JobTotals, statuses: Sequence[RankStatus], standing: int) -> list[Any]:
         self._received_bytes = max(self._received_bytes, totals.received_bytes)
+        states = [status.place.state for status in statuses]
         running = [status for status in statuses if status.place.state == STATES["running"]]
         return [
             _counter("steps_traced", "train steps traced", totals.steps_ended),
@@ -123,36 +118,21 @@ class _RunMetrics:
             _counter("lost_records", "records without room in a spool", totals.lost_records),
             _gauge("unread_bytes", "bytes received and not counted yet", totals.unread_bytes),
             _gauge("world_size", "ranks of the job", self._world_size),
-            self._ranks(statuses),
+            _counts("ranks", "ranks by state", "state", STATES.values(), states),
             *_steps(running),
             *_spools(statuses),
             _gauge("stalls", "hosts whose ranks stand still", standing),
             *self._findings(),
         ]
 
-    @staticmethod
-    def _ranks(statuses: Sequence[RankStatus]) -> Any:
-        from prometheus_client.core import GaugeMetricFamily
-
-        found = GaugeMetricFamily("rankscope_ranks", "ranks by state", labels=["state"])
-        counts = Counter(status.place.state for status in statuses)
-        for state in STATES.values():
-            found.add_metric([state], counts[state])
-        return found
-
     def _findings(self) -> Iterator[Any]:
-        """Yield findings by kind, once there is a verdict."""
-        from prometheus_client.core import GaugeMetricFamily
-
-        answer = self._verdicts.answer()
-        if answer["verdict"] is None:
+        """Yield what the live check found, by kind, once it has judged a step."""
+        told, age_s = told_in(self._out)
+        if age_s is None or self._watch.run["settings"].get("live-check") == "0":
             return
-        found = GaugeMetricFamily("rankscope_findings", "origins by kind", labels=["kind"])
-        counts = Counter(each["kind"] for each in answer["findings"] if each["origin"])
-        for kind in Kind:
-            found.add_metric([kind.value], counts[kind.value])
-        yield found
-        yield _gauge("verdict_age_seconds", "since the last verdict was asked", answer["age_s"])
+        kinds = [each.get("kind") for each in told]
+        yield _counts("findings", "found so far by kind", "kind", [k.value for k in Kind], kinds)
+        yield _gauge("judged_age_seconds", "since the live check judged or told something", age_s)
 
 
 def _steps(running: Sequence[RankStatus]) -> Iterator[Any]:
@@ -181,6 +161,17 @@ def _spools(statuses: Sequence[RankStatus]) -> Iterator[Any]:
         fill = max(status.spool_fill or 0.0 for status in here)
         yield _gauge("unsent_bytes", "bytes in spools of this host, not received yet", unsent)
         yield _gauge("spool_fill_ratio", "part of the fullest spool of this host", fill)
+
+
+def _counts(
+    name: str, meaning: str, label: str, values: Iterable[str], found: Sequence[Any]
+) -> Any:
+    from prometheus_client.core import GaugeMetricFamily
+
+    family = GaugeMetricFamily(f"rankscope_{name}", meaning, labels=[label])
+    for value in values:
+        family.add_metric([value], found.count(value))
+    return family
 
 
 def _gauge(name: str, meaning: str, number: float) -> Any:

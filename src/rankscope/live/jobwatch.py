@@ -126,8 +126,6 @@ class JobWatch:
         self._share = _LEAST_BYTES
         self._root_count = -1
         self._roots: dict[int, dict[int, str]] = {}
-        self.trouble = ""
-        """Why a stream could not be read in the last look."""
 
     @property
     def identity(self) -> Mapping[str, Any]:
@@ -162,19 +160,16 @@ class JobWatch:
 
     def look(self) -> None:
         """Read what is new."""
-        self.trouble = ""
         self._discover()
         share = _MOST_BYTES // max(1, len(self._followers))
         self._share = min(max(share, _LEAST_BYTES), _STREAM_BYTES)
         for follower in self._followers.values():
-            try:
+            with contextlib.suppress(SpoolError):  # the next look tries again
                 follower.look(self._share)
                 for _ in range(_NAME_TRIES):  # the next look goes on
                     if not (follower.has_unread and self._lacks_names(follower)):
                         break
                     follower.define(self._share)
-            except SpoolError as error:
-                self.trouble = str(error)
         now = time.monotonic()
         self._rates.append((now, sum(f.read_bytes for f in self._followers.values())))
         while len(self._rates) > 2 and now - self._rates[1][0] >= _RATE_S:

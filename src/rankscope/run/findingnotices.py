@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -17,25 +18,34 @@ from rankscope.run.filenames import FINDINGS_NAME
 from rankscope.run.filepieces import piece_of
 from rankscope.run.outfolder import typed
 
-__all__ = ["FindingNotices", "findings_in"]
+__all__ = ["FindingNotices", "told_in"]
 
 _MOST_BYTES: Final = 4 << 20
 """Read in one look."""
 
 
-def findings_in(folder: Path) -> list[dict[str, Any]]:
-    """Return what the live check found so far, [] where no file can be read.
+def told_in(folder: Path) -> tuple[list[dict[str, Any]], float | None]:
+    """Return the findings and notices of the live check, each with its `age_s`, and the seconds
+    since it judged a step or told something: None where it did neither, or no file can be read.
 
     A line that is damaged, or not yet whole, is left out.
     """
-    found = []
-    with contextlib.suppress(OSError):
-        for line in (folder / FINDINGS_NAME).read_text(errors="replace").splitlines():
-            with contextlib.suppress(ValueError):
-                fields = json.loads(line)
-                if isinstance(fields, dict) and "kind" in fields:
-                    found.append(fields)
-    return found
+    told: list[dict[str, Any]] = []
+    try:
+        lines = (folder / FINDINGS_NAME).read_text(errors="replace").splitlines()
+        age_s = max(0.0, time.time() - (folder / FINDINGS_NAME).stat().st_mtime)
+    except OSError:
+        return told, None
+    for line in lines:
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            fields = json.loads(line)
+            told.append({**fields, "age_s": _age_s(fields["found"])})
+    return told, age_s
+
+
+def _age_s(moment: str) -> float:
+    age = datetime.datetime.now(datetime.timezone.utc) - datetime.datetime.fromisoformat(moment)
+    return max(0.0, age.total_seconds())
 
 
 class FindingNotices:
@@ -75,7 +85,5 @@ class FindingNotices:
             return str(found["notice"])
         ago = ""
         if found.get("step_ended"):
-            ended = datetime.datetime.fromisoformat(found["step_ended"])
-            age = datetime.datetime.now(datetime.timezone.utc) - ended
-            ago = f" ({max(0, round(age.total_seconds()))} s ago)"
+            ago = f" ({round(_age_s(found['step_ended']))} s ago)"
         return f"{found['text']}{ago}: {typed('check', self._shown)}"

@@ -16,7 +16,7 @@ from rankscope.record.ranklists import ranks_named
 from rankscope.record.timetext import utc_text
 from rankscope.record.visibletext import visible
 from rankscope.run.filenames import FINDINGS_FORMAT, FINDINGS_NAME
-from rankscope.run.findingnotices import findings_in
+from rankscope.run.findingnotices import told_in
 from rankscope.stepwise.stepsplit import StepKey
 
 __all__ = ["FindingsFile"]
@@ -41,12 +41,13 @@ class FindingsFile:
         self._told: set[tuple[str, tuple[int, ...]]] = set()
         self._waiting: list[str] = []
         self._is_torn = False
-        for told in findings_in(out):
+        for told in told_in(out)[0]:
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 self._told.add((str(told["kind"]), tuple(map(int, told["ranks"]))))
 
     def add(self, findings: Sequence[Finding], ended_ns: Mapping[StepKey, int]) -> list[str]:
-        """Append what is new among the findings of one look; return its lines.
+        """Append what is new among the findings of one look; return its lines. Where nothing is,
+        the file's time of change alone tells that steps were judged.
 
         Args:
             findings: origins of one report.
@@ -78,13 +79,12 @@ class FindingsFile:
     def _append(self, lines: Sequence[str]) -> None:
         """Append lines, those first that a full disk did not take before."""
         self._waiting = [*self._waiting, *lines][:_MOST_WAITING]
-        if not self._waiting:
-            return
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
         text = "".join(f"{line}\n" for line in self._waiting)
         try:
             with os.fdopen(os.open(self._path, flags, 0o600), "w") as file:
                 file.write(f"\n{text}" if self._is_torn else text)
+                os.utime(file.fileno())
         except OSError:
             self._is_torn = True  # a part of a line may be there
         else:
